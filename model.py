@@ -1,0 +1,478 @@
+"""GPT-2, Llama 2/3/3.1/3.2 and Mixtral as one `Transformer`, built from the choice fields of `ModelConfig`.
+
+    x = embed(tokens) (+ learned positions)
+    for each layer:  x = x + attention(norm(x));  x = x + mlp(norm(x))
+    loss = sum over trained tokens of -log softmax(lm_head(norm(x)))[target]
+
+The model is plain torch: it knows nothing of ranks, compilation, activation checkpointing or environment variables.
+Weights are kept in any dtype (fp32 masters by default) and cast to the compute dtype where they are used; no autocast.
+Normalisation, rotary embedding and softmax compute in fp32. There is no dropout.
+
+Letters: B batch, T tokens, S keys, D dim, H heads, K key/value heads, h head_dim, F ffn, E experts, V vocab, N = B T, L
+layers.
+
+Sources: GPT-2 (Radford et al. 2019); Llama 2 (arXiv 2307.09288); Llama 3 (2407.21783); Mixtral (2401.04088); RoPE
+(2104.09864); grouped-query attention (2305.13245); SwiGLU (2002.05202); RMSNorm (1910.07467). Names follow Hugging
+Face's Llama, with q, k, v and gate, up fused."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention import attention
+
+IGNORE = -100  # the target of a token that is not trained on
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the slow rotary frequencies (arXiv 2407.21783 section 3; Hugging Face rope_type
+    "llama3")."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_seq_len: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    ffn_dim: int
+    max_seq_len: int
+    n_kv_heads: int = 0  # 0: as many as heads
+    head_dim: int = 0  # 0: dim / n_heads
+    norm: str = "rmsnorm"  # rmsnorm | layernorm
+    positions: str = "rope"  # rope | learned
+    mlp: str = "swiglu"  # swiglu | gelu | moe (swiglu experts)
+    bias: bool = False
+    tied: bool = False
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    n_experts: int = 0
+    top_k: int = 0
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        for field, value in (("n_kv_heads", self.n_heads), ("head_dim", self.dim // max(self.n_heads, 1))):
+            if not getattr(self, field):
+                object.__setattr__(self, field, value)
+        for field in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "head_dim"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}, it must be at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} does not divide by n_kv_heads {self.n_kv_heads}")
+        if self.dim % self.n_heads and self.head_dim == self.dim // self.n_heads:
+            raise ValueError(f"dim {self.dim} does not divide by n_heads {self.n_heads}")
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim} (dim / n_heads)")
+
+
+def _gpt2(dim: int, n_layers: int, n_heads: int) -> ModelConfig:
+    return ModelConfig(vocab_size=50257, dim=dim, n_layers=n_layers, n_heads=n_heads, ffn_dim=4 * dim, max_seq_len=1024,
+                       norm="layernorm", positions="learned", mlp="gelu", bias=True, tied=True)  # fmt: skip
+
+
+_LLAMA2 = ModelConfig(vocab_size=32000, dim=4096, n_layers=32, n_heads=32, ffn_dim=11008, max_seq_len=4096)
+_LLAMA3 = ModelConfig(
+    vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, max_seq_len=8192, rope_theta=5e5
+)
+_LLAMA3_70B = replace(_LLAMA3, dim=8192, n_layers=80, n_heads=64, ffn_dim=28672, head_dim=128)
+_LLAMA31 = dict(max_seq_len=131072, rope_scaling=RopeScaling(factor=8.0))
+_LLAMA32 = dict(max_seq_len=131072, rope_scaling=RopeScaling(factor=32.0), tied=True)
+_MIXTRAL = replace(
+    _LLAMA2, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768, mlp="moe", n_experts=8, top_k=2, rope_theta=1e6
+)
+_TINY = ModelConfig(
+    vocab_size=258, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=176, max_seq_len=2048, rope_theta=5e5
+)
+
+# The numbers are those of each model's config.json on the hub (openai-community, meta-llama, mistralai); tiny-* are
+# ours, for tests.
+MODELS: dict[str, ModelConfig] = {
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "llama2-7b": _LLAMA2,
+    "llama2-13b": replace(_LLAMA2, dim=5120, n_layers=40, n_heads=40, n_kv_heads=0, ffn_dim=13824),
+    "llama2-70b": replace(_LLAMA2, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672, head_dim=128),
+    "llama3-8b": _LLAMA3,
+    "llama3-70b": _LLAMA3_70B,
+    "llama3.1-8b": replace(_LLAMA3, **_LLAMA31),
+    "llama3.1-70b": replace(_LLAMA3_70B, **_LLAMA31),
+    "llama3.1-405b": replace(_LLAMA3, dim=16384, n_layers=126, n_heads=128, ffn_dim=53248, head_dim=128, **_LLAMA31),
+    "llama3.2-1b": replace(_LLAMA3, dim=2048, n_layers=16, n_heads=32, ffn_dim=8192, head_dim=64, **_LLAMA32),
+    "llama3.2-3b": replace(_LLAMA3, dim=3072, n_layers=28, n_heads=24, ffn_dim=8192, head_dim=128, **_LLAMA32),
+    "mixtral-8x7b": _MIXTRAL,
+    "mixtral-8x22b": replace(_MIXTRAL, dim=6144, n_layers=56, n_heads=48, ffn_dim=16384, max_seq_len=65536),
+    "tiny-gpt2": replace(_gpt2(64, 2, 4), vocab_size=258, max_seq_len=256),
+    "tiny-llama": _TINY,
+    "tiny-llama3.2": replace(_TINY, rope_scaling=RopeScaling(factor=32.0, original_seq_len=64), tied=True),
+    "tiny-mixtral": replace(_TINY, mlp="moe", n_experts=4, top_k=2),
+}
+
+
+class Linear(nn.Linear):
+    """x W^T + b in x's dtype, whatever dtype the parameters are kept in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    return (RMSNorm if config.norm == "rmsnorm" else LayerNorm)(config.dim, eps=config.norm_eps)
+
+
+def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Angle per position for each pair of a head's dimensions, fp32 [h/2]; computed, never stored, so no checkpoint,
+    meta device or dtype conversion can get it wrong."""
+    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # rotations within the original context
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(
+        0.0, 1.0
+    )  # 1: fast frequencies stay, 0: slow ones are divided by the factor, between: interpolated
+    return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
+
+
+def rope_table(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, fp32 [B or 1, T, 1, h/2], of the angles at `positions` [B or 1, T]."""
+    angles = positions.float()[..., None, None] * rope_frequencies(config, positions.device)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates the pairs (x[i], x[i + h/2]) of x [B, T, H, h]: Hugging Face's half-split layout."""
+    cos, sin = rope
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class LayerCache:
+    """Keys and values of one layer for the tokens seen so far: [B, S, K, h] each, allocated once."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
+        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+
+    def append(self, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        stop = start + k.shape[1]
+        self.k[:, start:stop], self.v[:, start:stop] = k, v
+        return self.k[:, :stop], self.v[:, :stop]
+
+
+class KVCache:
+    """What `Transformer.logits` needs in order to continue a sequence without reading it again; `length` tokens are in
+    it."""
+
+    def __init__(self, config: ModelConfig, batch: int, max_len: int, dtype: torch.dtype, device: torch.device | str):
+        shape = (batch, max_len, config.n_kv_heads, config.head_dim)
+        self.layers = [LayerCache(shape, dtype, device) for _ in range(config.n_layers)]
+        self.length, self.max_len = 0, max_len
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        self.qkv_proj = Linear(config.dim, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim, bias=config.bias)
+        self.o_proj = Linear(config.n_heads * config.head_dim, config.dim, bias=config.bias)
+        self.backend = "sdpa"
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, cache: LayerCache | None, start: int
+    ) -> Tensor:
+        B, T, _ = x.shape
+        qkv = self.qkv_proj(x).view(B, T, -1, self.head_dim)  # [B, T, H + 2K, h]
+        q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), 2)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        if cache is not None:
+            k, v = cache.append(start, k, v)
+        out = attention(q, k, v, mask, self.backend)  # [B, T, H, h]
+        return self.o_proj(out.reshape(B, T, -1))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_up_proj = Linear(config.dim, 2 * config.ffn_dim, bias=config.bias)
+        self.down_proj = Linear(config.ffn_dim, config.dim, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)  # [B, T, F] each
+        return self.down_proj(F.silu(gate) * up)
+
+
+class GELU(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.up_proj = Linear(config.dim, config.ffn_dim, bias=config.bias)
+        self.down_proj = Linear(config.ffn_dim, config.dim, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [n, in] sorted by expert, weight [E, out, in], ends int32 [E] (row where each expert's tokens end) -> [n, out].
+
+    bf16 with rows of 16-byte multiples runs as one grouped kernel, without a host synchronisation; anything else as a
+    loop with equal results, which reads `ends` on the host."""
+    weight = weight.to(x.dtype)
+    if x.dtype == torch.bfloat16 and not any(n % 8 for n in weight.shape[1:]):
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    stops = ends.tolist()
+    return torch.cat([x[a:b] @ weight[e].T for e, (a, b) in enumerate(zip([0] + stops, stops, strict=False))])
+
+
+class MoE(nn.Module):
+    """top_k of E SwiGLU experts per token, weighted by the softmax over the chosen ones (Mixtral, arXiv 2401.04088
+    section 2.1)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        E, D, F = config.n_experts, config.dim, config.ffn_dim
+        self.top_k = config.top_k
+        self.gate = Linear(D, E, bias=False)
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F, D))
+        self.down_proj = nn.Parameter(torch.empty(E, D, F))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, D = x.shape
+        x = x.view(B * T, D)
+        scores, experts = self.gate(x).float().softmax(-1).topk(self.top_k, -1)  # [N, k] each
+        scores = scores / scores.sum(-1, keepdim=True)
+        experts, order = experts.flatten().sort(stable=True)  # [N k]
+        token = order // self.top_k
+        E = self.gate.out_features
+        ends = (experts[:, None] <= torch.arange(E, device=x.device)).sum(0, dtype=torch.int32)  # [E]
+        gate, up = grouped_matmul(x[token], self.gate_up_proj, ends).chunk(2, -1)  # [N k, F] each
+        y = grouped_matmul(F.silu(gate) * up, self.down_proj, ends)  # [N k, D]
+        y = y * scores.flatten()[order, None].to(y.dtype)
+        return torch.zeros_like(x).index_add(0, token, y).view(B, T, D)
+
+
+MLPS = {"swiglu": SwiGLU, "gelu": GELU, "moe": MoE}
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.input_layernorm = make_norm(config)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = make_norm(config)
+        self.mlp = MLPS[config.mlp](config)
+
+    def forward(
+        self, x: Tensor, rope=None, mask: Tensor | None = None, cache: LayerCache | None = None, start: int = 0
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, start)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+# Elements of the logits that exist at once. A few large chunks are as fast as one; on a GPU smaller ones would cost
+# matmul rate.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
+
+
+def loss_chunk(x: Tensor, weight: Tensor, targets: Tensor, grads: bool) -> tuple[Tensor, Tensor | None]:
+    """Summed cross-entropy (fp32) of x [n, D] against targets [n], and its gradient by the logits [n, V] in x's
+    dtype."""
+    logits = (x @ weight.T).float()
+    lse = logits.logsumexp(-1, keepdim=True)
+    trained = (targets != IGNORE)[:, None]
+    picked = targets.clamp(min=0)[:, None]
+    loss = torch.where(trained, lse - logits.gather(1, picked), 0.0).sum()
+    if not grads:
+        return loss, None
+    hot = torch.arange(weight.shape[0], device=x.device) == picked
+    return loss, torch.where(trained, (logits - lse).exp() - hot.float(), 0.0).to(x.dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Linear + cross-entropy in chunks of rows. The gradients are computed in the forward pass, chunk by chunk, so the
+    [N, V] logits never exist, neither now nor saved for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool) -> Tensor:
+        w = weight.to(x.dtype)
+        rows = max(1, CHUNK_LOGITS.get(x.device.type, CHUNK_LOGITS["cuda"]) // w.shape[0])
+        chunks = range(0, x.shape[0], rows)
+        loss = torch.zeros((), device=x.device)
+        dx = torch.empty_like(x) if grads else None
+        dw = torch.zeros(w.shape, device=x.device) if grads and len(chunks) > 1 else None  # chunks add up in fp32
+        for a in chunks:
+            part, dlogits = loss_chunk(x[a : a + rows], w, targets[a : a + rows], grads)
+            loss = loss + part
+            if grads:
+                dx[a : a + rows] = dlogits @ w
+                step = dlogits.T @ x[a : a + rows]
+                dw = step if dw is None else dw.add_(step)
+        if grads:
+            ctx.save_for_backward(dx, dw.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        dx, dw = ctx.saved_tensors
+        return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None
+
+
+class LossHead(nn.Module):
+    """lm_head. With targets [B, T] it returns the summed loss (fp32 scalar) and never holds the [B, T, V] logits;
+    without, the logits in fp32. One module, so that sharding gathers its weight for either."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return F.linear(x, self.weight.to(x.dtype)).float()
+        return _LinearCrossEntropy.apply(x.flatten(0, 1), self.weight, targets.flatten(), torch.is_grad_enabled())
+
+
+def document_mask(positions: Tensor) -> Tensor:
+    """Boolean [B, 1, T, T]: causal, and within the document. A document begins wherever the position is 0."""
+    document = (positions == 0).cumsum(1)
+    same = document[:, :, None] == document[:, None, :]
+    return same.tril()[:, None]
+
+
+class Transformer(nn.Module):
+    """model(tokens [B, T], targets [B, T], positions=None) -> loss summed over the targets that are not -100, fp32
+    scalar.
+
+    dtype: what activations and matrix products are computed in. positions None: one causal sequence per row; else
+    documents, each beginning where the position is 0, that never attend to each other."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, attention_backend: str = "sdpa"):
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        if config.positions == "learned":
+            self.embed_positions = nn.Embedding(config.max_seq_len, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = make_norm(config)
+        self.lm_head = LossHead(config)
+        for block in self.layers:
+            block.self_attn.backend = attention_backend
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Makes a tied lm_head and the embedding one parameter (again: `to_empty` separates them)."""
+        if self.config.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.lm_head(self._hidden(tokens, positions, None), targets)
+
+    def logits(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """[B, T, V] fp32. With a cache, `tokens` continue what it holds, and are added to it."""
+        return self.lm_head(self._hidden(tokens, positions, cache))
+
+    def _hidden(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tensor:
+        T, start = tokens.shape[1], cache.length if cache else 0
+        mask = None if positions is None else document_mask(positions)
+        if positions is None:
+            positions = torch.arange(start, start + T, device=tokens.device)[None]
+        if start:  # the new tokens see everything before them
+            mask = (torch.arange(start + T, device=tokens.device) <= positions[..., None])[:, None]
+        x = self.embed_tokens(tokens)
+        rope = None
+        if self.config.positions == "learned":
+            x = x + self.embed_positions(positions)
+        else:
+            rope = rope_table(self.config, positions)
+        x = x.to(self.dtype)
+        for i, block in enumerate(self.layers):
+            x = block(x, rope, mask, cache.layers[i], start) if cache else block(x, rope, mask)
+        if cache:
+            cache.length += T
+        return self.norm(x)
+
+
+# Initialisation: one place, and a pure function of (seed, name, position in the parameter), so that every rank can draw
+# just what it keeps, and any number of ranks starts from the same bits.
+
+INIT_CHUNK = 2**20  # elements per generator
+
+
+def initial_std(config: ModelConfig, name: str) -> float | None:
+    """Standard deviation of a parameter's initial values by its name; None: a norm's weight (ones); 0: a bias (zeros).
+    Projections into the residual stream are scaled by 1 / sqrt(2 L), as in GPT-2."""
+    if name.endswith("bias"):
+        return 0.0
+    if name.endswith("norm.weight"):
+        return None
+    if "o_proj" in name or "down_proj" in name:
+        return config.init_std / math.sqrt(2 * config.n_layers)
+    return config.init_std
+
+
+def random_init(
+    config: ModelConfig, shapes: dict[str, tuple[int, ...]], seed: int
+) -> Callable[[str, tuple[slice, ...]], Tensor]:
+    """read(name, slices) -> those values of the parameter's random initialisation, fp32 on the CPU. shapes: of all
+    parameters."""
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        shape, std = shapes[name], initial_std(config, name)
+        stride = math.prod(shape[1:])
+        first, last, _ = slices[0].indices(shape[0])
+        out = torch.empty(max(last - first, 0) * stride)
+        if std is None or std == 0.0:
+            out.fill_(1.0 if std is None else 0.0)
+        else:
+            begin, end = first * stride, first * stride + out.numel()
+            for chunk in range(begin // INIT_CHUNK, -(-end // INIT_CHUNK) if out.numel() else 0):
+                key = hashlib.sha256(f"{seed}/{name}/{chunk}".encode()).digest()
+                values = torch.empty(min(INIT_CHUNK, math.prod(shape) - chunk * INIT_CHUNK))
+                values.normal_(
+                    0.0, std, generator=torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+                )
+                a, b = max(begin, chunk * INIT_CHUNK), min(end, chunk * INIT_CHUNK + values.numel())
+                out[a - begin : b - begin] = values[a - chunk * INIT_CHUNK : b - chunk * INIT_CHUNK]
+        return out.view(-1, *shape[1:])[(slice(None), *slices[1:])]
+
+    return read
+
+
+def matmul_params(config: ModelConfig) -> int:
+    """Parameters that multiply each token: projections, active experts and lm_head, without embeddings, norms and
+    biases."""
+    attn = config.dim * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
+    mlp = config.dim * config.ffn_dim * (2 if config.mlp == "gelu" else 3)
+    if config.mlp == "moe":
+        mlp = mlp * config.top_k + config.dim * config.n_experts
+    return config.n_layers * (attn + mlp) + config.vocab_size * config.dim
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Forward and backward: 6 N + 6 L H h T, attention counted causally (half of the full square)."""
+    return 6 * matmul_params(config) + 6 * config.n_layers * config.n_heads * config.head_dim * seq_len
