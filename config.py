@@ -1,0 +1,291 @@
+"""Every setting of a run: one frozen dataclass, and the command line made from it.
+
+    python train.py [@recipes/NAME.args ...] [--flag value | --flag=value ...]        later ones win
+
+A recipe is a file of flags with # comments; it may name others with @. Nothing else configures a run: no YAML, no
+environment variables of our own."""
+
+import argparse
+import difflib
+import importlib.util
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+
+
+class UserError(Exception):
+    """What a user can get wrong: reported as one message, without a traceback, with exit status 2."""
+
+
+def _use_venv() -> None:
+    """Started by a Python without the requirements: go on with .venv's, or say how to make it."""
+    missing = [
+        name for name in ("torch", "numpy", "safetensors", "matplotlib") if importlib.util.find_spec(name) is None
+    ]
+    if not missing:
+        return
+    python = ROOT / ".venv" / "bin" / "python"
+    if python.exists() and Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
+        os.execv(python, [str(python), *sys.argv])
+    sys.exit(_fail(f"This Python ({sys.executable}) lacks {', '.join(missing)}: run `bash launch.sh setup` first"))
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+_use_venv()
+
+from model import MODELS, ModelConfig  # noqa: E402  (needs torch)
+
+
+def _flag(default, help: str, choices: tuple = ()):
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Config:
+    # model
+    model: str = _flag("tiny-llama", "which model", tuple(MODELS))
+    vocab_size: int = _flag(0, "overrides the model's; 0 = as it is")
+    dim: int = _flag(0, "overrides the model's width")
+    n_layers: int = _flag(0, "overrides the model's number of layers")
+    n_heads: int = _flag(0, "overrides the model's number of attention heads")
+    n_kv_heads: int = _flag(0, "overrides the model's number of key/value heads")
+    ffn_dim: int = _flag(0, "overrides the model's feed-forward width")
+    # data
+    data: tuple = _flag(
+        (), "token-shard folder, .bin, .txt or .jsonl files or globs, one or more; none = the built-in text"
+    )
+    val_data: tuple = _flag((), "the same for validation; none = shards named *val*, else a held-out 1/20")
+    tokenizer: str = _flag("bytes", "tokenizer of text", ("bytes",))
+    text_field: str = _flag("text", "the field of a .jsonl row that holds the text")
+    data_dtype: str = _flag("", "dtype of headerless token files", ("", "uint16", "uint32"))
+    documents: str = _flag(
+        "joined",
+        "separate: documents never attend to each other; joined: a row is one sequence",
+        ("joined", "separate"),
+    )
+    delimiter: int = _flag(-1, "id of the token that begins a document; -1 = as the tokenizer or the shard format says")
+    # batch and length
+    seq_len: int = _flag(256, "tokens per row")
+    micro_batch: int = _flag(8, "rows per rank per forward pass")
+    batch_tokens: int = _flag(0, "tokens per optimizer step over all ranks; 0 = one micro-batch per rank")
+    steps: int = _flag(1000, "optimizer steps")
+    # optimizer
+    lr: float = _flag(3e-4, "peak learning rate")
+    min_lr: float = _flag(0.0, "learning rate at the end of the decay")
+    warmup_steps: float = _flag(0.02, "steps of linear warm-up; below 1 = share of the steps")
+    schedule: str = _flag(
+        "cosine",
+        "what follows the warm-up; wsd is constant, then a linear decay",
+        ("cosine", "linear", "constant", "wsd"),
+    )
+    decay_steps: float = _flag(
+        0.0,
+        "step the decay ends at (0 = --steps); wsd: its length (0 = a fifth of them); below 1 = share of the steps",
+    )
+    weight_decay: float = _flag(0.1, "AdamW's weight decay, of matrices and embeddings")
+    beta1: float = _flag(0.9, "AdamW's first beta")
+    beta2: float = _flag(0.95, "AdamW's second beta")
+    clip: float = _flag(1.0, "largest global gradient norm; 0 = no clipping")
+    # precision, memory and speed
+    dtype: str = _flag(
+        "auto",
+        "of activations and matrix products (weights stay fp32); auto = bf16 where the hardware has it",
+        ("auto", "bf16", "fp32"),
+    )
+    shard_size: int = _flag(0, "ranks that share one copy of the parameters; 0 = all, 1 = every rank holds them")
+    checkpointing: str = _flag(
+        "none", "block: keep only each block's input and compute the rest again in the backward pass", ("none", "block")
+    )
+    compile: str = _flag(
+        "auto",
+        "torch.compile each block or the whole model; auto = block if there is a compiler",
+        ("auto", "none", "block", "model"),
+    )
+    attention: str = _flag(
+        "auto", "attention back-end; auto = blocked on a CPU, else sdpa", ("auto", "sdpa", "blocked")
+    )
+    # the run
+    out: str = _flag("", "run folder; default runs/ + recipe and data names")
+    seed: int = _flag(0, "of initialisation, data order and samples")
+    log_every: int = _flag(10, "steps between records; 0 = the first and the last only")
+    eval_every: int = _flag(100, "steps between evaluations; 0 = never")
+    eval_batches: int = _flag(10, "global batches per evaluation; 0 = the whole validation split")
+    save_every: int = _flag(0, "steps between checkpoints; 0 = at the end only")
+    keep: int = _flag(2, "checkpoints kept")
+    resume: str = _flag("auto", "auto = go on from the run folder's newest checkpoint; never; or a checkpoint folder")
+    sample_every: int = _flag(0, "steps between text samples; 0 = never")
+    prompt: str = _flag("", "what samples begin with")
+    check: int = _flag(
+        -1,
+        "check all that can be checked without training, for N processes (bare: one per GPU, or 1), and exit",
+    )
+
+    @cached_property
+    def model_config(self) -> ModelConfig:
+        row = MODELS[self.model]
+        changes = {
+            f: getattr(self, f)
+            for f in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
+            if getattr(self, f)
+        }
+        if "dim" in changes or "n_heads" in changes:
+            changes["head_dim"] = 0
+        if "n_heads" in changes and row.n_kv_heads == row.n_heads:
+            changes.setdefault("n_kv_heads", 0)
+        try:
+            return replace(row, **changes)
+        except ValueError as e:
+            raise UserError(
+                f"--model {self.model} with {', '.join(f'--{k} {v}' for k, v in changes.items() if v)}: {e}"
+            ) from None
+
+    @property
+    def warmup(self) -> int:
+        return round(self.warmup_steps * self.steps if self.warmup_steps < 1 else self.warmup_steps)
+
+
+def _bool(text: str) -> bool:
+    if text.lower() not in ("on", "off", "true", "false"):
+        raise ValueError
+    return text.lower() in ("on", "true")
+
+
+def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
+    """The words of a recipe file, those of the recipes that it names with @ in their place."""
+    path = next((p for p in (Path(name), ROOT / name) if p.is_file()), None)
+    if path is None:
+        others = [f"@recipes/{p.name}" for p in sorted((ROOT / "recipes").glob("*.args"))]
+        raise UserError(f"@{name}: there is no such recipe; there are {', '.join(others)}")
+    if path.resolve() in inside:
+        raise UserError(f"@{name}: the recipe names itself")
+    words = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            found = shlex.split(line, comments=True)
+        except ValueError as e:
+            raise UserError(f"{path} line {number}: {e}: {line}") from None
+        for word in found:
+            words += _read_recipe(word[1:], (*inside, path.resolve())) if word.startswith("@") else [word]
+    return words
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message}; --help lists all flags")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Flags from Config's fields: types from the defaults, help, units and choices from the metadata."""
+    parser = _Parser(
+        prog="train.py",
+        description=__doc__.split("\n\n")[0],
+        allow_abbrev=False,
+        usage="python train.py [@recipes/NAME.args ...] [--flag value ...]",
+    )
+    for f in fields(Config):
+        default, choices = f.default, f.metadata["choices"]
+        shown = {"": "empty", (): "none"}.get(default, default)
+        options = {
+            "help": f.metadata["help"]
+            + f" (default: {shown}{'; one of ' + ' '.join(c for c in choices if c) if choices else ''})",
+            "default": default,
+        }
+        if isinstance(default, bool):
+            options |= {"nargs": "?", "const": True, "type": _bool, "metavar": "on|off"}
+        elif isinstance(default, tuple):
+            options |= {"nargs": "+", "metavar": "PATH"}
+        elif f.name == "check":
+            options |= {"nargs": "?", "const": 0, "type": int, "metavar": "N"}
+        else:
+            options |= {
+                "type": type(default),
+                "metavar": "NAME" if choices else {str: "TEXT", int: "N", float: "X"}[type(default)],
+            }
+        parser.add_argument(
+            f"--{f.name}", **{k: v.replace("%", "%%") if k == "help" else v for k, v in options.items()}
+        )
+    return parser
+
+
+def parse_args(argv: list[str]) -> Config:
+    """Command-line words -> Config. Raises UserError for anything that can be seen to be wrong without data or
+    devices."""
+    words, recipes = [], []
+    for word in argv:
+        if word.startswith("@"):
+            recipes.append(Path(word[1:]).stem)
+            words += _read_recipe(word[1:])
+        else:
+            words.append(word)
+    names = [f.name for f in fields(Config)]
+    for i, word in enumerate(words):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            words[i] = f"--{name.replace('-', '_')}{equals}{value}"
+            if name.replace("-", "_") not in [*names, "help"]:
+                near = difflib.get_close_matches(name.replace("-", "_"), names, 1, 0.0)[0]
+                raise UserError(f"unknown flag --{name}; the nearest one is --{near}; --help lists all")
+    values = vars(make_parser().parse_args(words))
+    for f in fields(Config):
+        value, choices = values[f.name], f.metadata["choices"]
+        if choices and value not in choices:
+            near = difflib.get_close_matches(value, choices, 1)
+            raise UserError(
+                f"--{f.name} {value}: unknown{f', did you mean {near[0]}?' if near else ''};"
+                f" there are {', '.join(c for c in choices if c)}"
+            )
+        if isinstance(value, list):
+            values[f.name] = tuple(value)
+    if not values["out"]:
+        data = [re.sub(r"[^\w.-]+", "-", Path(d).stem or Path(d).name).strip("-") for d in values["data"]]
+        values["out"] = str(Path("runs") / "-".join((recipes or [values["model"]]) + data))
+    config = Config(**values)
+    _check_ranges(config)
+    return config
+
+
+def _check_ranges(c: Config) -> None:
+    for name in ("seq_len", "micro_batch", "keep"):
+        if getattr(c, name) < 1:
+            raise UserError(f"--{name} {getattr(c, name)}: it must be at least 1")
+    for name in (
+        "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "batch_tokens", "steps", "min_lr",
+        "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "log_every", "eval_every", "eval_batches",
+        "save_every", "sample_every",
+    ):  # fmt: skip
+        if not getattr(c, name) >= 0:
+            raise UserError(f"--{name} {getattr(c, name)}: it must not be negative")
+    if not 0 < c.lr < float("inf"):
+        raise UserError(f"--lr {c.lr}: it must be positive")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(c, name) < 1:
+            raise UserError(f"--{name} {getattr(c, name)}: it must be in [0, 1)")
+    if c.min_lr > c.lr:
+        raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
+    model = c.model_config
+    if model.positions == "learned" and c.seq_len > model.max_seq_len:
+        raise UserError(
+            f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"
+        )
+
+
+def check_batch(c: Config, world_size: int) -> None:
+    """A step must be a whole number of micro-batches on every rank."""
+    unit = c.micro_batch * c.seq_len * world_size
+    if c.batch_tokens % unit:
+        near = max(unit, round(c.batch_tokens / unit) * unit)
+        raise UserError(
+            f"--batch_tokens {c.batch_tokens} does not divide by micro_batch x seq_len x ranks"
+            f" = {c.micro_batch} x {c.seq_len} x {world_size} = {unit}"
+            f" (it is {c.batch_tokens / unit:.2f} of them); the nearest is --batch_tokens {near}"
+        )
