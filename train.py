@@ -1,0 +1,295 @@
+"""Trains a Llama or GPT model: everything that happens to a token between the disk and the optimizer, on one page.
+
+    python train.py [@recipes/NAME.args ...] [--flag value ...]        one process
+    torchrun --nproc-per-node N train.py ...                           one process per GPU; `bash launch.sh` does it for
+    you
+
+Every step: read this rank's micro-batches; forward and backward on each (loss = sum over its trained tokens); reduce
+gradients over ranks with the last one; divide by the global number of trained tokens, clip, AdamW. Nothing in it waits
+for the GPU.
+
+Exit status: 0 finished or stopped, 2 a mistake in flags, files or data (one message), 1 anything else.
+"""
+
+import errno
+import os
+import platform
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from config import Config, UserError, check_batch, parse_args  # first: it finds the Python that has torch
+
+import torch  # isort: skip
+import torch.distributed as dist
+
+import checkpoint
+import generate
+import shard
+from attention import choose_backend
+from data import IGNORE, Loader, check_tokens, make_loader
+from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_logging, write_status
+from model import Transformer, flops_per_token, random_init
+from optim import learning_rate, make_optimizer, update
+from tokenizer import load_tokenizer
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
+
+
+def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
+    # ---- set-up
+    run, first = Path(config.out), ranks.rank == 0
+    found, skipped = checkpoint.find(config)
+    start = found.step if found else 0
+    if start >= config.steps:
+        return say_finished(config, start) if first else None
+    if first:
+        run.mkdir(parents=True, exist_ok=True)
+        write_status(run, "running", start)
+    start_logging(run if first else None)
+    stop = shard.StopVote(
+        ranks,
+        lambda: first and write_status(run, "stopped", start, 1, "stopped at once by a second signal, without saving"),
+    )
+    for message in skipped:
+        logger.warning(message)
+
+    if first:
+        check_tokens(config)  # also tokenises text, once
+    shard.gather(None, ranks)  # the others find it done
+    loader = make_loader(config, ranks.rank, ranks.world_size)
+    val_loader = make_loader(config, ranks.rank, ranks.world_size, "val") if config.eval_every else None
+
+    mesh = shard.make_mesh(config.shard_size, ranks)
+    model = build(config, ranks, mesh)
+    optimizer = make_optimizer(model, config)
+    logger.info("Created optimizer")
+    if found:
+        checkpoint.restore(found, model, optimizer, ranks)
+        loader.load_state_dict(found.manifest["position"])
+        logger.info("Resumed from %s after step %d", found.folder, start)
+    else:
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        shard.fill(model, random_init(config.model_config, shapes, config.seed))
+    guard = shard.GradientGuard(model, config.clip, ranks, mesh)
+    peak, peak_source = peak_flops(ranks.device, model.dtype)
+    log = Log(run, ranks, clock, config, flops_per_token(config.model_config, config.seq_len), peak, start)
+    if first:
+        describe_run(config, ranks, loader, val_loader, peak_source, start)
+
+    # ---- the loop
+    stopped, steps = False, iter(loader)
+    clock.switch("compile")  # the first step, which compiles
+    for step in range(start + 1, config.steps + 1):
+        with clock.part("data"):
+            micro_batches = next(steps)
+        lr = learning_rate(config, step - 1)
+        loss, trained = torch.zeros((), device=ranks.device), 0
+        for i, batch in enumerate(micro_batches):
+            shard.sync_gradients(model, i == len(micro_batches) - 1)
+            trained += int((batch.targets != IGNORE).sum())
+            batch = batch.to(ranks.device)
+            part = model(batch.tokens, batch.targets, batch.positions)
+            part.backward()
+            loss += part.detach()
+        loss, grad_norm, grad_scale = guard.reduce(loss, trained)
+        update(optimizer, lr, grad_scale, guard.suppress)
+
+        stopped, last = stop.agreed(), step == config.steps
+        evaluated = val_loader is not None and (last or every(step, config.eval_every))
+        saved = last or stopped or every(step, config.save_every)
+        if step == 1 or evaluated or saved or every(step, config.log_every):
+            guard.check(step, wait=True)  # what follows is not the step's time, nor to be done with broken weights
+            if evaluated:
+                with clock.part("evaluation"):
+                    log.add(val_loss=evaluate(model, val_loader, ranks))
+            if saved:
+                with clock.part("saves"):
+                    before = clock.seconds("saves")
+                    checkpoint.save(run, step, model, optimizer, loader.state_dict(), config, ranks)
+                    log.add(save_ms=1e3 * (clock.seconds("saves") - before))
+            log.step(step, loss, grad_norm, lr)
+            if evaluated:
+                with clock.part("evaluation"):
+                    log.draw()
+        else:
+            guard.check(step)
+        if every(step, config.sample_every) or (last and config.sample_every):
+            with clock.part("samples"):
+                write_samples(config, model, run, step, ranks)
+        if stopped:
+            break
+        clock.switch("steps")
+
+    with clock.part("evaluation"):
+        log.draw()
+    logger.info(clock.report())
+    if stopped:
+        logger.info(
+            "Stopped by %s after step %d; the same command goes on from there", stop.reason or "another rank", step
+        )
+    if first:
+        write_status(run, "stopped" if stopped else "finished", step, 0)
+
+
+def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
+    """The model, ready to be filled: parameters allocated, nothing in them yet. The order is explained in shard.py."""
+    logger.info("Creating Model")
+    with torch.device("meta"):
+        model = Transformer(config.model_config, DTYPES[config.dtype], config.attention)
+    total = sum(p.numel() for p in model.parameters())
+    logger.info("Created model with total parameters: %d (%s)", total, human(total))
+    logger.info("Trainable parameters: %d (%s)", total, human(total))
+    shard.checkpoint_activations(model, config.checkpointing)
+    shard.compile_model(model, config.compile)
+    shard.shard_model(model, mesh, model.dtype)
+    if mesh is not None:
+        logger.info("Wrapped model with FSDP")
+    model.to_empty(device=ranks.device)
+    model.tie_weights()
+    return model
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, loader: Loader, ranks: shard.Ranks) -> float:
+    """Mean loss per token of the validation batches. All ranks must call."""
+    sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    for micro_batches in loader:
+        for batch in micro_batches:
+            sums[1] += (batch.targets != IGNORE).sum()
+            batch = batch.to(ranks.device)
+            sums[0] += model(batch.tokens, batch.targets, batch.positions)
+    if ranks.world_size > 1:
+        dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+
+def write_samples(config: Config, model: Transformer, run: Path, step: int, ranks: shard.Ranks) -> None:
+    """A text of the model's own to the log and samples.txt. All ranks must call: sharded layers are gathered for every
+    token."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    ids = [tokenizer.bos_id, *tokenizer.encode(config.prompt)]
+    n = min(SAMPLE_TOKENS, config.model_config.max_seq_len - len(ids))
+    out = [
+        t.item()
+        for t in generate.sample(model, torch.tensor([ids]), n, SAMPLE_TEMPERATURE, 0, SAMPLE_TOP_P, config.seed + step)
+    ]
+    if ranks.rank == 0:
+        text = config.prompt + tokenizer.decode(out)
+        logger.info("Sample after step %d:\n%s", step, text)
+        with open(run / "samples.txt", "a", encoding="utf-8") as f:
+            f.write(f"--- step {step}\n{text}\n")
+
+
+# ---- around it
+
+
+def every(step: int, n: int) -> bool:
+    return n > 0 and step % n == 0
+
+
+def human(n: int) -> str:
+    unit, name = next((u for u in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if n >= u[0]), (1, ""))
+    return f"{n / unit:.2f} {name}".strip()
+
+
+def resolve(config: Config, device: torch.device, world_size: int) -> Config:
+    """Replaces every `auto` by what it means here, so that flags.json says what was done."""
+    dtype, compile_mode = config.dtype, config.compile
+    if dtype == "auto":
+        cpu_has_it = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        dtype = "bf16" if (torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_it) else "fp32"
+    if compile_mode != "none":
+        problem = shard.compiler_problem()
+        if problem and compile_mode != "auto":
+            raise UserError(f"--compile {compile_mode}: {problem}")
+        if problem and int(os.environ.get("RANK", 0)) == 0:
+            print(f"Training without torch.compile: {problem}", file=sys.stderr)
+        compile_mode = "none" if problem else "block" if compile_mode == "auto" else compile_mode
+    if compile_mode == "model" and world_size > 1:
+        raise UserError(
+            "--compile model is for one process; with several, parameters are gathered block by block: --compile block"
+        )
+    attention = choose_backend(config.attention, device.type, config.seq_len)
+    batch_tokens = config.batch_tokens or config.micro_batch * config.seq_len * world_size
+    return replace(config, dtype=dtype, compile=compile_mode, attention=attention, batch_tokens=batch_tokens)
+
+
+def say_finished(config: Config, step: int) -> None:
+    print(
+        f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
+        f"  sample:        python generate.py --run {config.out} --prompt 'The'\n"
+        f"  go on:         the same command with --steps {2 * step}\n"
+        f"  start afresh:  the same command with --out {config.out}-2"
+    )
+
+
+def check(config: Config) -> None:
+    """--check: everything that can be known without training; prints key=value lines for launch.sh."""
+    device = shard.find_device(config.check)
+    processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
+    config = resolve(config, device, processes)
+    check_batch(config, processes)
+    found, _ = checkpoint.find(config)
+    done = found is not None and found.step >= config.steps
+    if done:
+        say_finished(config, found.step)
+    else:
+        check_tokens(config)
+        loader = make_loader(config, 0, processes)
+        if found:
+            loader.load_state_dict(found.manifest["position"])
+    state = "finished" if done else "resume" if found else "fresh"
+    print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}")
+
+
+def main(argv: list[str]) -> int:
+    clock, config, rank = Clock(), None, int(os.environ.get("RANK", 0))
+    try:
+        config = parse_args(argv or ["@recipes/default.args"])
+        if config.check >= 0:
+            check(config)
+            return 0
+        shard.keep_memory()
+        ranks = shard.init_ranks()
+        config = resolve(config, ranks.device, ranks.world_size)
+        check_batch(config, ranks.world_size)
+        train(config, ranks, clock)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return report(error, config, rank)
+
+
+def report(error: Exception, config: Config | None, rank: int) -> int:
+    """Says what ended the run, on stderr and in status.json -> the exit status."""
+    code, message = 1, f"{type(error).__name__}: {error}"
+    if isinstance(error, UserError):
+        code, message = 2, str(error)
+    elif isinstance(error, shard.NotFinite):
+        message = str(error)
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        message = f"the disk is full: {error}; what was saved before is intact: free some space and start again"
+    else:
+        traceback.print_exc()
+        message = f"rank {rank} on {platform.node()}: {message}"
+    run = Path(config.out) if config else None
+    running = run is not None and read_json(run / "status.json").get("state") == "running"
+    if rank == 0 or (running and code == 2):
+        print(f"error: {message}", file=sys.stderr)
+    if running:  # the first rank to fail says why; what follows from it elsewhere does not replace it
+        status = read_json(run / "status.json")
+        try:
+            write_status(run, "error" if code == 2 else "failed", status["step"], code, message)
+        except OSError:
+            print(f"{run}/status.json could not be written", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
