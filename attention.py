@@ -22,11 +22,13 @@ BLOCK = 128  # queries per block: large enough for the matmul rate, small enough
 BLOCKED_MAX_TOKENS = 1024  # beyond this the stored probabilities cost more memory than the time they save
 
 
-def choose_backend(name: str, device_type: str, seq_len: int) -> str:
-    """Resolves `auto` for a device and a row length; other names are returned as they are."""
+def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_len: int) -> str:
+    """Resolves `auto`; other names are returned as they are. `blocked` pays where it was measured to: compiled, in
+    bf16 (in fp32 torch's CPU kernel is as fast), for rows of more than one block."""
     if name != "auto":
         return name
-    return "blocked" if device_type == "cpu" and seq_len <= BLOCKED_MAX_TOKENS else "sdpa"
+    blocked = device_type == "cpu" and dtype == "bf16" and compiled and BLOCK < seq_len <= BLOCKED_MAX_TOKENS
+    return "blocked" if blocked else "sdpa"
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str = "sdpa") -> Tensor:

@@ -61,9 +61,9 @@ def save(
     folder = run / "checkpoints" / f"step-{step:08d}"
     temporary = folder.with_name(f"{folder.name}.tmp-{gather(secrets.token_hex(4), ranks)[0]}")
     error, part = None, {}
+    if folder.exists() and not _fault(folder):
+        return folder
     try:
-        if (folder / "manifest.json").exists():
-            return folder
         temporary.mkdir(parents=True, exist_ok=True)
         part = _write_part(temporary, model, optimizer, ranks)
     except (OSError, SafetensorError) as e:
@@ -135,7 +135,11 @@ def _write_manifest(
     path.write_text(json.dumps(manifest))
     _sync(path)
     _sync(temporary)
+    damaged = folder.with_name(f"{temporary.name}.old")
+    if folder.exists():  # passed over when the run was resumed from an older one
+        os.rename(folder, damaged)
     os.rename(temporary, folder)
+    shutil.rmtree(damaged, ignore_errors=True)
     _sync(folder.parent)
     pointer = folder.parent / "latest.tmp"
     pointer.write_text(folder.name + "\n")
@@ -241,6 +245,7 @@ def find(config: Config) -> tuple[Checkpoint | None, list[str]]:
     over. Refuses a run folder whose checkpoints are all damaged, and one that was trained with other settings."""
     skipped = []
     if config.resume == "never":
+        _check_room(config, 0)
         return None, skipped
     if config.resume == "auto":
         candidates = _folders(Path(config.out))[::-1]
@@ -253,6 +258,8 @@ def find(config: Config) -> tuple[Checkpoint | None, list[str]]:
         if not fault:
             found = Checkpoint(folder)
             _check_settings(found, config)
+            if config.resume != "auto":
+                _check_room(config, found.step)
             return found, skipped
         skipped.append(f"Skipped the damaged checkpoint {folder}: {fault}")
     if candidates:
@@ -262,6 +269,13 @@ def find(config: Config) -> tuple[Checkpoint | None, list[str]]:
             )
         )
     return None, skipped
+
+
+def _check_room(config: Config, step: int) -> None:
+    """A run that does not go on from its folder's newest checkpoint must not meet later ones there."""
+    later = [p.name for p in _folders(Path(config.out)) if int(p.name[5:]) > step]
+    if later:
+        raise UserError(f"--resume {config.resume}: {config.out} holds {later[-1]} already; give another --out")
 
 
 def _check_settings(found: Checkpoint, config: Config) -> None:

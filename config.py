@@ -7,6 +7,7 @@ environment variables of our own."""
 
 import argparse
 import difflib
+import glob
 import importlib.util
 import os
 import re
@@ -112,7 +113,9 @@ class Config:
         ("auto", "none", "block", "model"),
     )
     attention: str = _flag(
-        "auto", "attention back-end; auto = blocked on a CPU, else sdpa", ("auto", "sdpa", "blocked")
+        "auto",
+        "attention back-end; auto = blocked on a CPU in bf16, compiled, for rows of 129 to 1024; else sdpa",
+        ("auto", "sdpa", "blocked"),
     )
     # the run
     out: str = _flag("", "run folder; default runs/ + recipe and data names")
@@ -154,12 +157,6 @@ class Config:
         return round(self.warmup_steps * self.steps if self.warmup_steps < 1 else self.warmup_steps)
 
 
-def _bool(text: str) -> bool:
-    if text.lower() not in ("on", "off", "true", "false"):
-        raise ValueError
-    return text.lower() in ("on", "true")
-
-
 def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
     """The words of a recipe file, those of the recipes that it names with @ in their place."""
     path = next((p for p in (Path(name), ROOT / name) if p.is_file()), None)
@@ -169,7 +166,11 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
     if path.resolve() in inside:
         raise UserError(f"@{name}: the recipe names itself")
     words = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        text = path.read_text("utf-8")
+    except (UnicodeDecodeError, PermissionError) as e:
+        raise UserError(f"@{name}: {e}") from None
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             found = shlex.split(line, comments=True)
         except ValueError as e:
@@ -200,9 +201,7 @@ def make_parser() -> argparse.ArgumentParser:
             + f" (default: {shown}{'; one of ' + ' '.join(c for c in choices if c) if choices else ''})",
             "default": default,
         }
-        if isinstance(default, bool):
-            options |= {"nargs": "?", "const": True, "type": _bool, "metavar": "on|off"}
-        elif isinstance(default, tuple):
+        if isinstance(default, tuple):
             options |= {"nargs": "+", "metavar": "PATH"}
         elif f.name == "check":
             options |= {"nargs": "?", "const": 0, "type": int, "metavar": "N"}
@@ -215,6 +214,13 @@ def make_parser() -> argparse.ArgumentParser:
             f"--{f.name}", **{k: v.replace("%", "%%") if k == "help" else v for k, v in options.items()}
         )
     return parser
+
+
+def _data_name(spec: str) -> str:
+    """What an entry of --data adds to the run folder's name; a glob is told by its folder, too."""
+    path = Path(spec)
+    parts = (path.parent.name, path.stem) if glob.has_magic(path.name) else (path.stem,)
+    return re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.") or "data"
 
 
 def parse_args(argv: list[str]) -> Config:
@@ -247,7 +253,7 @@ def parse_args(argv: list[str]) -> Config:
         if isinstance(value, list):
             values[f.name] = tuple(value)
     if not values["out"]:
-        data = [re.sub(r"[^\w.-]+", "-", Path(d).stem or Path(d).name).strip("-") for d in values["data"]]
+        data = [_data_name(d) for d in values["data"]]
         values["out"] = str(Path("runs") / "-".join((recipes or [values["model"]]) + data))
     config = Config(**values)
     _check_ranges(config)
@@ -255,7 +261,7 @@ def parse_args(argv: list[str]) -> Config:
 
 
 def _check_ranges(c: Config) -> None:
-    for name in ("seq_len", "micro_batch", "keep"):
+    for name in ("steps", "seq_len", "micro_batch", "keep"):
         if getattr(c, name) < 1:
             raise UserError(f"--{name} {getattr(c, name)}: it must be at least 1")
     for name in (
@@ -263,8 +269,8 @@ def _check_ranges(c: Config) -> None:
         "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "log_every", "eval_every", "eval_batches",
         "save_every", "sample_every",
     ):  # fmt: skip
-        if not getattr(c, name) >= 0:
-            raise UserError(f"--{name} {getattr(c, name)}: it must not be negative")
+        if not 0 <= getattr(c, name) < float("inf"):
+            raise UserError(f"--{name} {getattr(c, name)}: it must be finite and not negative")
     if not 0 < c.lr < float("inf"):
         raise UserError(f"--lr {c.lr}: it must be positive")
     for name in ("beta1", "beta2"):

@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 import os
+import platform
 import re
 import shutil
 import sysconfig
@@ -108,10 +109,11 @@ def builtin_documents() -> Iterator[str]:
     standard library and of torch, each of 200 characters or more, once. It changes with their versions."""
     import pydoc_data.topics
 
-    yield from (text for _, text in sorted(pydoc_data.topics.topics.items()))
+    topics = [text for _, text in sorted(pydoc_data.topics.topics.items()) if len(text) >= 200]
+    yield from dict.fromkeys(topics)  # once each
     docstring = re.compile(r'(?:\A|:\n|,\n)\s*r?"""(.*?)"""', re.DOTALL)
     no_part_of_it = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"}
-    seen = set()
+    seen = set(topics)
     for root in (Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent):
         for path in sorted(root.rglob("*.py")):
             if no_part_of_it.isdisjoint(path.relative_to(root).parts):
@@ -136,6 +138,10 @@ def _pieces(path: Path, text_field: str) -> Iterator[tuple[str, bool, bool]]:
                 ) from None
             if path.suffix == ".txt":
                 val = done >= cut and done > 0
+                if not val and done + len(line) == size:  # nothing would be left: the last line itself is cut
+                    held_out = len(line[: cut - done].decode(errors="ignore"))
+                    yield text[:held_out], done == 0, False
+                    text, val = text[held_out:], True
                 yield text, done == 0 or (val and not val_begun), val
                 val_begun = val
             elif text.strip():
@@ -147,6 +153,10 @@ def _pieces(path: Path, text_field: str) -> Iterator[tuple[str, bool, bool]]:
                     found = f"fields {', '.join(row)}" if isinstance(row, dict) else type(row).__name__
                     raise UserError(
                         f"{path} line {number} has no text field '{text_field}' (found: {found}); --text_field names it"
+                    )
+                if re.search("[\ud800-\udfff]", row[text_field]):
+                    raise UserError(
+                        f"{path} line {number}: '{text_field}' holds half of a surrogate pair, which is no text"
                     )
                 yield row[text_field], True, number % VAL_EVERY == 0
             done += len(line)
@@ -165,7 +175,7 @@ def tokenize(name: str, sources: list[Path], config: Config) -> Path:
         identity = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in sources] + [config.text_field]
     else:
         identity = [
-            sysconfig.get_python_version(),
+            platform.python_version(),
             torch.__version__,
             hashlib.sha256(inspect.getsource(builtin_documents).encode()).hexdigest(),
         ]
@@ -204,10 +214,10 @@ def tokenize(name: str, sources: list[Path], config: Config) -> Path:
 
 
 class Tokens:
-    """Parts of shards as one sequence of token ids."""
+    """Parts of shards (file, tokens, number of the first in its file) as one sequence of token ids."""
 
-    def __init__(self, parts: list[tuple[Path, np.ndarray]]):
-        self.paths, self.arrays = [p for p, _ in parts], [a for _, a in parts]
+    def __init__(self, parts: list[tuple[Path, np.ndarray, int]]):
+        self.paths, self.arrays, self.firsts = ([part[i] for part in parts] for i in range(3))
         self.ends = np.cumsum([len(a) for a in self.arrays])
 
     def __len__(self) -> int:
@@ -224,7 +234,8 @@ class Tokens:
 
     def where(self, position: int) -> str:
         shard = int(np.searchsorted(self.ends, position, side="right"))
-        return f"{self.paths[shard]} at token {position - int(self.ends[shard]) + len(self.arrays[shard])}"
+        inside = position - int(self.ends[shard]) + len(self.arrays[shard])
+        return f"{self.paths[shard]} at token {self.firsts[shard] + inside}"
 
 
 def _find(spec: str, flag: str) -> list[Path]:
@@ -235,7 +246,7 @@ def _find(spec: str, flag: str) -> list[Path]:
         if not files:
             raise UserError(f"{flag} {spec}: the folder holds no .bin token shards")
         return files
-    files = sorted(Path(p) for p in glob.glob(str(path))) if glob.has_magic(spec) else [path]
+    files = [path] if path.exists() else sorted(Path(p) for p in glob.glob(str(path)))
     if not files or not files[0].exists():
         raise UserError(f"{flag} {spec}: no such file or folder")
     return files
@@ -250,7 +261,7 @@ def _split(specs: tuple[str, ...], flag: str, config: Config) -> tuple[dict[str,
         bad = next(f for f in files if f.suffix not in (".bin", ".txt", ".jsonl"))
         raise UserError(f"{flag} {bad}: what this file holds is not known; .txt, .jsonl and .bin (token shards) are")
     texts = [f for f in files if f.suffix != ".bin"]
-    named = {f for f in files if VAL_NAME.search(f.stem)}
+    named = {f for f in files if f.suffix == ".bin" and VAL_NAME.search(f.stem)}
     shards = [(f, "val" if f in named else "train" if named else "") for f in files if f.suffix == ".bin"]
     if texts or not files:
         folder = tokenize(texts[0].stem if texts else "builtin", texts, config)
@@ -261,9 +272,9 @@ def _split(specs: tuple[str, ...], flag: str, config: Config) -> tuple[dict[str,
             delimiter = load_tokenizer(config.tokenizer).bos_id
         delimiters.add(delimiter)
         cut = {"train": len(tokens), "val": 0, "": len(tokens) - len(tokens) // VAL_EVERY}[split]
-        for name, piece in (("train", tokens[:cut]), ("val", tokens[cut:])):
+        for name, piece, first in (("train", tokens[:cut], 0), ("val", tokens[cut:], cut)):
             if len(piece):
-                parts[name].append((path, piece))
+                parts[name].append((path, piece, first))
     return parts, delimiters.pop() if len(delimiters) == 1 else None
 
 
@@ -273,7 +284,7 @@ def open_split(config: Config, split: str) -> tuple[Tokens, int | None]:
     parts, delimiter = _split(config.data, "--data", config)
     if config.val_data and split == "train":
         chosen = parts["train"] + [
-            (p, t) for p, t in parts["val"] if p.is_relative_to(CACHE) or not VAL_NAME.search(p.stem)
+            part for part in parts["val"] if part[0].is_relative_to(CACHE) or not VAL_NAME.search(part[0].stem)
         ]
     elif config.val_data:
         parts, delimiter = _split(config.val_data, "--val_data", config)

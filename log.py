@@ -4,6 +4,7 @@ its time went.
 Rank 0 writes. Nothing here waits for a GPU except `Log.step` on the steps that are recorded.
 """
 
+import gc
 import json
 import logging
 import os
@@ -27,8 +28,9 @@ logger = logging.getLogger("flatland")
 
 # Dense bf16 peaks in TFLOP/s, from the makers' data sheets; the first name that is part of the device's is taken.
 PEAKS = {
-    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "A800": 312,
-    "H800": 989, "L40S": 362, "L4": 121, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71, "A6000": 155,
+    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "A100": 312,
+    "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
+    "A6000": 155,
 }  # fmt: skip
 
 
@@ -52,6 +54,7 @@ def start_logging(folder: Path | None) -> None:
     prefixed = _EveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] %(message)s", "%Y-%m-%d %H:%M:%S")
     logger.handlers.clear()
     logger.propagate = False
+    logging.raiseExceptions = False  # a full disk is told once, by what fails to write the metrics
     logger.setLevel(logging.INFO if folder else logging.CRITICAL + 1)
     if folder:
         screen, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "log.txt", encoding="utf-8")
@@ -64,8 +67,11 @@ def start_logging(folder: Path | None) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Replaces a file at once: a reader sees the old content or the new one."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_status(folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "") -> None:
@@ -145,7 +151,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
             if name in torch.cuda.get_device_name(device):
                 return tflops * 1e12, f"{name} data sheet, {tflops} TFLOP/s"
     n = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    own = torch.Generator(device).manual_seed(0)  # the run's random state is not touched
+    a, b = (torch.randn(n, n, device=device, generator=own).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(6):
         begin = time.perf_counter()
@@ -159,6 +166,9 @@ def memory_gib(device: torch.device) -> float:
     """Peak so far: allocated on a GPU, resident set of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    status = Path("/proc/self/status")  # not getrusage: a child begins with its parent's peak
+    if status.exists():
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
@@ -225,7 +235,6 @@ class Log:
         self.folder, self.ranks, self.clock = folder, ranks, clock
         self.batch_tokens, self.seq_len = config.batch_tokens, config.seq_len
         self.flops_per_token, self.peak = flops_per_token, peak
-        self.pending: dict[str, float] = {}
         self._mark(resumed_step)
         if ranks.rank == 0:
             kept = [r for r in self.records() if r["step"] <= resumed_step]
@@ -241,11 +250,7 @@ class Log:
         self.last_step = step
         self.last_seconds = [self.clock.seconds(part) for part in ("compile", "steps", "data")]
 
-    def add(self, **values: float) -> None:
-        """Values that belong to the next record, such as val_loss and save_ms."""
-        self.pending |= values
-
-    def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
+    def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val_loss: float | None = None) -> None:
         """Records a step; reads the loss from the device, which is the only wait for it. Speeds are averages since the
         last record."""
         loss, grad_norm = loss.item(), grad_norm.item()
@@ -271,8 +276,8 @@ class Log:
             "mfu": per_device * self.flops_per_token / self.peak,
             "mem_gib": memory,
         }
-        record |= self.pending
-        self.pending = {}
+        if val_loss is not None:
+            record["val_loss"] = val_loss
         if self.ranks.rank == 0:
             with open(self.folder / "metrics.jsonl", "a") as f:
                 f.write(json.dumps(record) + "\n")
@@ -283,6 +288,13 @@ class Log:
         )
         line += f", val loss {record['val_loss']:.5f}" if "val_loss" in record else ""
         logger.info(line, stacklevel=2)
+
+    def amend(self, **values: float) -> None:
+        """Adds values to the record just written, in place: a crash at any moment leaves it whole."""
+        if self.ranks.rank == 0:
+            with open(self.folder / "metrics.jsonl", "rb+") as f:
+                f.seek(-2, os.SEEK_END)  # the closing brace and the line's end
+                f.write(f", {json.dumps(values)[1:]}\n".encode())
 
     def draw(self) -> None:
         """Writes curves.png from metrics.jsonl."""
@@ -326,4 +338,5 @@ class Log:
         temporary = self.folder / f"curves.tmp-{os.getpid()}.png"
         figure.savefig(temporary, dpi=110)
         plt.close(figure)
+        gc.collect()  # a figure is full of cycles: left to itself the memory of several would be held
         os.replace(temporary, self.folder / "curves.png")

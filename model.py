@@ -92,9 +92,10 @@ _LLAMA32 = dict(max_seq_len=131072, rope_scaling=RopeScaling(factor=32.0), tied=
 _MIXTRAL = replace(
     _LLAMA2, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768, mlp="moe", n_experts=8, top_k=2, rope_theta=1e6
 )
-_TINY = ModelConfig(
-    vocab_size=258, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=176, max_seq_len=2048, rope_theta=5e5
-)
+_TINY = ModelConfig(  # the narrower, the larger its init_std: close to 0.6 / sqrt(dim), as 0.02 is at a width of 1024
+    vocab_size=258, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=176, max_seq_len=2048, rope_theta=5e5,
+    init_std=0.05,
+)  # fmt: skip
 
 # The numbers are those of each model's config.json on the hub (openai-community, meta-llama, mistralai); tiny-* are
 # ours, for tests.
@@ -181,6 +182,7 @@ class LayerCache:
 
     def append(self, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         stop = start + k.shape[1]
+        assert stop <= self.k.shape[1], f"{stop} tokens, the cache has room for {self.k.shape[1]}"
         self.k[:, start:stop], self.v[:, start:stop] = k, v
         return self.k[:, :stop], self.v[:, :stop]
 
@@ -310,8 +312,9 @@ def loss_chunk(x: Tensor, weight: Tensor, targets: Tensor, grads: bool) -> tuple
     loss = torch.where(trained, lse - logits.gather(1, picked), 0.0).sum()
     if not grads:
         return loss, None
-    hot = torch.arange(weight.shape[0], device=x.device) == picked
-    return loss, torch.where(trained, (logits - lse).exp() - hot.float(), 0.0).to(x.dtype)
+    dlogits = logits.sub_(lse).exp_()  # in place: no second block of this size
+    dlogits[torch.arange(len(dlogits), device=x.device), picked[:, 0]] -= 1.0
+    return loss, dlogits.masked_fill_(~trained, 0.0).to(x.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -333,6 +336,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dx[a : a + rows] = dlogits @ w
                 step = dlogits.T @ x[a : a + rows]
                 dw = step if dw is None else dw.add_(step)
+                del dlogits, step  # before the next chunk's
         if grads:
             ctx.save_for_backward(dx, dw.to(weight.dtype))
         return loss
@@ -340,7 +344,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         dx, dw = ctx.saved_tensors
-        return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None
+        return dx * grad, dw * grad, None, None
 
 
 class LossHead(nn.Module):
@@ -397,6 +401,7 @@ class Transformer(nn.Module):
         return self.lm_head(self._hidden(tokens, positions, cache))
 
     def _hidden(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tensor:
+        assert positions is None or cache is None, "a cache counts the positions itself"
         T, start = tokens.shape[1], cache.length if cache else 0
         mask = None if positions is None else document_mask(positions)
         if positions is None:

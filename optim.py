@@ -39,7 +39,7 @@ def learning_rate(config: Config, step: int) -> float:
         return config.lr * (step + 1) / warmup
     length = config.decay_steps * steps if config.decay_steps < 1 else config.decay_steps
     if config.schedule == "wsd":
-        length = length or 0.2 * steps
+        length = min(length or 0.2 * steps, steps - warmup)
         begin, end = steps - length, steps
     else:
         begin, end = warmup, length or steps

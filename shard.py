@@ -17,6 +17,8 @@ import platform
 import shutil
 import signal
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,9 +58,9 @@ def find_device(processes: int, local_rank: int = 0) -> torch.device:
             found = subprocess.run(query, capture_output=True, text=True)
             if found.returncode == 0 and found.stdout.strip():
                 raise UserError(
-                    f"nvidia-smi shows GPUs ({found.stdout.strip().splitlines()[0]}: name, driver), but torch"
-                    f" {torch.__version__} (CUDA {torch.version.cuda}) cannot use it: update the driver, install a torch"
-                    " that suits it, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+                    f"nvidia-smi shows GPUs ({found.stdout.strip().splitlines()[0]}), but torch"
+                    f" {torch.__version__} (CUDA {torch.version.cuda}) cannot use them: update the driver, install a"
+                    " torch that suits it, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
                 )
         return torch.device("cpu")
     if processes > torch.cuda.device_count():
@@ -74,6 +76,9 @@ def init_ranks() -> Ranks:
     """Joins the process group that torchrun describes in the environment; without one, this process is alone. All ranks
     must call."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # Its agent killed, a rank would train on unseen: it stops as on any SIGTERM. (PR_SET_PDEATHSIG, prctl.h)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     device = find_device(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -108,8 +113,6 @@ def keep_memory() -> None:
 
 def compiler_problem() -> str:
     """Why torch.compile cannot work here, with the command that mends it; empty if it can."""
-    import sysconfig
-
     compiler = os.environ.get("CXX") or next((c for c in ("g++", "clang++") if shutil.which(c)), None)
     if compiler is None or not shutil.which(compiler.split()[0]):
         return f"no usable C++ compiler ({compiler or 'g++'} is not there): sudo apt install g++ python3-dev"
@@ -247,12 +250,12 @@ class GradientGuard:
     def check(self, step: int, wait: bool = False) -> None:
         """Raises NotFinite if an update was suppressed: up to the step before, which costs no waiting, or up to this
         one. Call once a step; the outcome is the same on all ranks."""
-        before, self.seen = (
-            self.seen,
-            (step, self.suppress.to("cpu", non_blocking=True), torch.cuda.Event() if self.suppress.is_cuda else None),
-        )
-        if self.seen[2]:
-            self.seen[2].record()
+        flag, event = torch.empty((), pin_memory=self.suppress.is_cuda), None
+        flag.copy_(self.suppress, non_blocking=True)
+        if self.suppress.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        before, self.seen = self.seen, (step, flag, event)
         for at, flag, event in ([before] if before else []) + ([self.seen] if wait else []):
             if event:
                 event.synchronize()
@@ -293,6 +296,19 @@ class StopVote:
         vote = torch.tensor([1 if self.reason else 0])
         self.pending = (dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True), vote)
         return outcome
+
+
+def on_first_rank(work: Callable[[], None], ranks: Ranks) -> None:
+    """Rank 0 does it while the others wait; an error there is raised on all. All ranks must call."""
+    error = None
+    if ranks.rank == 0:
+        try:
+            work()
+        except Exception as e:
+            error = e
+    error = gather(error, ranks)[0]
+    if error is not None:
+        raise error
 
 
 def gather(value, ranks: Ranks) -> list:

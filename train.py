@@ -14,6 +14,7 @@ Exit status: 0 finished or stopped, 2 a mistake in flags, files or data (one mes
 import errno
 import os
 import platform
+import shlex
 import sys
 import traceback
 from dataclasses import replace
@@ -35,6 +36,7 @@ from optim import learning_rate, make_optimizer, update
 from tokenizer import load_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DEFAULT = ["@recipes/default.args"]
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
 
 
@@ -45,6 +47,8 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
     start = found.step if found else 0
     if start >= config.steps:
         return say_finished(config, start) if first else None
+    if not found:
+        check_batch(config, ranks.world_size)
     if first:
         run.mkdir(parents=True, exist_ok=True)
         write_status(run, "running", start)
@@ -56,9 +60,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
     for message in skipped:
         logger.warning(message)
 
-    if first:
-        check_tokens(config)  # also tokenises text, once
-    shard.gather(None, ranks)  # the others find it done
+    shard.on_first_rank(lambda: check_tokens(config), ranks)  # also tokenises text, once
     loader = make_loader(config, ranks.rank, ranks.world_size)
     val_loader = make_loader(config, ranks.rank, ranks.world_size, "val") if config.eval_every else None
 
@@ -66,10 +68,13 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
     model = build(config, ranks, mesh)
     optimizer = make_optimizer(model, config)
     logger.info("Created optimizer")
+    torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if found:
         checkpoint.restore(found, model, optimizer, ranks)
         loader.load_state_dict(found.manifest["position"])
         logger.info("Resumed from %s after step %d", found.folder, start)
+        if config.batch_tokens % (config.micro_batch * config.seq_len * ranks.world_size):
+            logger.info("Steps do not divide by the ranks now: their last micro-batch is filled with untrained rows")
     else:
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         shard.fill(model, random_init(config.model_config, shapes, config.seed))
@@ -102,16 +107,17 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
         saved = last or stopped or every(step, config.save_every)
         if step == 1 or evaluated or saved or every(step, config.log_every):
             guard.check(step, wait=True)  # what follows is not the step's time, nor to be done with broken weights
+            val_loss = None
             if evaluated:
                 with clock.part("evaluation"):
-                    log.add(val_loss=evaluate(model, val_loader, ranks))
+                    val_loss = evaluate(model, val_loader, ranks)
+            log.step(step, loss, grad_norm, lr, val_loss)  # before the save: a checkpoint's record is never missing
             if saved:
                 with clock.part("saves"):
                     before = clock.seconds("saves")
                     checkpoint.save(run, step, model, optimizer, loader.state_dict(), config, ranks)
-                    log.add(save_ms=1e3 * (clock.seconds("saves") - before))
-            log.step(step, loss, grad_norm, lr)
-            if evaluated:
+                    log.amend(save_ms=1e3 * (clock.seconds("saves") - before))
+            if evaluated or last or stopped:
                 with clock.part("evaluation"):
                     log.draw()
         else:
@@ -123,8 +129,6 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
             break
         clock.switch("steps")
 
-    with clock.part("evaluation"):
-        log.draw()
     logger.info(clock.report())
     if stopped:
         logger.info(
@@ -212,17 +216,21 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
         raise UserError(
             "--compile model is for one process; with several, parameters are gathered block by block: --compile block"
         )
-    attention = choose_backend(config.attention, device.type, config.seq_len)
+    attention = choose_backend(config.attention, device.type, dtype, compile_mode != "none", config.seq_len)
     batch_tokens = config.batch_tokens or config.micro_batch * config.seq_len * world_size
     return replace(config, dtype=dtype, compile=compile_mode, attention=attention, batch_tokens=batch_tokens)
 
 
 def say_finished(config: Config, step: int) -> None:
+    words = sys.argv[1:] or DEFAULT
+    if "--check" in words:  # launch.sh's last words
+        words = words[: words.index("--check")] or DEFAULT
+    again = f"bash launch.sh {shlex.join(words)}"
     print(
         f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
-        f"  sample:        python generate.py --run {config.out} --prompt 'The'\n"
-        f"  go on:         the same command with --steps {2 * step}\n"
-        f"  start afresh:  the same command with --out {config.out}-2"
+        f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
+        f"  go on:         {again} --steps {2 * step}\n"
+        f"  start afresh:  {again} --out {shlex.quote(config.out + '-2')}"
     )
 
 
@@ -231,8 +239,9 @@ def check(config: Config) -> None:
     device = shard.find_device(config.check)
     processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
     config = resolve(config, device, processes)
-    check_batch(config, processes)
     found, _ = checkpoint.find(config)
+    if not found:
+        check_batch(config, processes)
     done = found is not None and found.step >= config.steps
     if done:
         say_finished(config, found.step)
@@ -248,14 +257,13 @@ def check(config: Config) -> None:
 def main(argv: list[str]) -> int:
     clock, config, rank = Clock(), None, int(os.environ.get("RANK", 0))
     try:
-        config = parse_args(argv or ["@recipes/default.args"])
+        config = parse_args(argv or DEFAULT)
         if config.check >= 0:
             check(config)
             return 0
         shard.keep_memory()
         ranks = shard.init_ranks()
         config = resolve(config, ranks.device, ranks.world_size)
-        check_batch(config, ranks.world_size)
         train(config, ranks, clock)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -271,6 +279,8 @@ def report(error: Exception, config: Config | None, rank: int) -> int:
     code, message = 1, f"{type(error).__name__}: {error}"
     if isinstance(error, UserError):
         code, message = 2, str(error)
+    elif isinstance(error, PermissionError):
+        code, message = 2, f"no permission: {error}"
     elif isinstance(error, shard.NotFinite):
         message = str(error)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

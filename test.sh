@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Runs the tests: bash test.sh [pytest arguments], as in `bash test.sh -k launch` or `bash test.sh -m slow`.
+# Makes the environment first, with what only the tests need on top of requirements.txt.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
+
+test_requirements=('pytest>=8' 'transformers>=5' 'tokenizers>=0.21' 'ruff>=0.9')
+
+source ./env.sh
+environment test "${test_requirements[@]}"
+# A -m among the arguments comes later and wins.
+exec "$python" -m pytest -q -m 'not gpu and not slow' "$@"

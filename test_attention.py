@@ -1,0 +1,121 @@
+"""attention.py against the formula written out in fp64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import attention
+from attention import BACKENDS, choose_backend
+
+BF16 = 2.0**-8  # largest relative error of rounding to bfloat16
+HEADS = [(4, 4), (6, 2), (4, 1)]  # of queries and of keys
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """-> output [B, T, H, h] and probabilities [B, H, T, S]. allowed: boolean [B or 1, 1, T, S]."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (t[:, :, [head // group for head in range(q.shape[2])]] for t in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[3] ** 0.5
+    weights = torch.where(allowed, scores.exp(), 0.0)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return torch.einsum("bhts,bshd->bthd", weights, v), weights
+
+
+def causal(T: int, S: int) -> Tensor:
+    """The T queries are the last of S tokens."""
+    return (torch.arange(S) <= torch.arange(S - T, S)[:, None])[None, None]
+
+
+def random_documents(B: int, T: int) -> Tensor:
+    """A mask that differs from row to row: causal within documents of random lengths."""
+    document = (torch.rand(B, T, generator=torch.Generator().manual_seed(5)) < 0.1).cumsum(1)
+    return (document[:, :, None] == document[:, None, :])[:, None] & causal(T, T)
+
+
+def make_inputs(T: int, S: int, heads: tuple[int, int], dtype=torch.float32, h: int = 24) -> list[Tensor]:
+    """q, k, v and a gradient of the output."""
+    g, (H, K) = torch.Generator().manual_seed(T), heads
+    shapes = (2, T, H, h), (2, S, K, h), (2, S, K, h), (2, T, H, h)
+    return [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
+
+
+CASES = {
+    "one token": (1, 1, None),
+    "part of a block": (31, 31, None),
+    "one block": (32, 32, None),
+    "uneven": (101, 101, None),
+    "documents": (101, 101, random_documents(2, 101)),
+    "one token after others": (1, 70, causal(1, 70)),
+    "tokens after others": (40, 70, causal(40, 70)),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_output_and_gradients(monkeypatch, case, heads, backend):
+    monkeypatch.setattr(attention, "BLOCK", 32)
+    T, S, mask = CASES[case]
+    *inputs, gradient = make_inputs(T, S, heads)
+    exact = [t.double().requires_grad_() for t in inputs]
+    expected, _ = naive(*exact, causal(T, S) if mask is None else mask)
+    expected.backward(gradient.double())
+    inputs = [t.requires_grad_() for t in inputs]
+    found = attention.attention(*inputs, mask, backend)
+    found.backward(gradient)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("case", ["uneven", "documents", "tokens after others"])
+def test_bf16(monkeypatch, case, heads, backend):
+    """Output, element by element: query and score are rounded, which changes a score by at most d and a probability p
+    by 2 d p; probability and result are rounded once each. Gradients: eight such roundings in a row."""
+    monkeypatch.setattr(attention, "BLOCK", 32)
+    T, S, mask = CASES[case]
+    *inputs, gradient = make_inputs(T, S, heads, torch.bfloat16)
+    exact = [t.double().requires_grad_() for t in inputs]
+    expected, weights = naive(*exact, causal(T, S) if mask is None else mask)
+    expected.backward(gradient.double())
+    inputs = [t.requires_grad_() for t in inputs]
+    found = attention.attention(*inputs, mask, backend)
+    found.backward(gradient)
+    assert {found.dtype, *(t.grad.dtype for t in inputs)} == {torch.bfloat16}
+
+    q, k, v = (t.detach().abs().double() for t in inputs)
+    group = heads[0] // heads[1]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    d = 2 * BF16 * torch.einsum("bthd,bshd->bhts", q, k).amax(-1, keepdim=True) / 24**0.5  # [B, H, T, 1]
+    bound = torch.einsum("bhts,bshd->bthd", (2 * d + BF16) * weights.detach(), v) + BF16 * expected.abs()
+    assert ((found - expected).abs() <= bound).all()
+    for a, b in zip(inputs, exact, strict=True):
+        assert (a.grad - b.grad).norm() < 8 * BF16 * b.grad.norm()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_of_the_real_size(backend):
+    """Long rows with large scores, whose exponentials would overflow fp32 without the maximum taken off."""
+    q, k, v, _ = make_inputs(300, 300, (2, 1))
+    found = attention.attention(15 * q, 15 * k, v, None, backend)
+    scores = torch.einsum("bthd,bshd->bhts", 15 * q.double(), 15 * k.double().expand(-1, -1, 2, -1)) / 24**0.5
+    assert scores.max() > 100
+    weights = scores.masked_fill(~causal(300, 300), float("-inf")).softmax(-1)
+    expected = torch.einsum("bhts,bshd->bthd", weights, v.double().expand(-1, -1, 2, -1))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_choose_backend():
+    longest = attention.BLOCKED_MAX_TOKENS
+    assert choose_backend("auto", "cpu", "bf16", True, longest) == "blocked"
+    for other in (
+        ("cuda", "bf16", True, longest),
+        ("cpu", "fp32", True, longest),
+        ("cpu", "bf16", False, longest),
+        ("cpu", "bf16", True, longest + 1),
+        ("cpu", "bf16", True, attention.BLOCK),
+    ):
+        assert choose_backend("auto", *other) == "sdpa"
+        assert [choose_backend(name, *other) for name in BACKENDS] == list(BACKENDS)

@@ -1,0 +1,217 @@
+"""checkpoint.py: the oracle is the state that was saved, and a run that was never interrupted (test_train.py)."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+from config import UserError, parse_args
+from model import Transformer, random_init
+from optim import make_optimizer
+from shard import Ranks, fill
+from test_shard import run_ranks
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def make_state(run: Path, *flags: str, steps: int = 3):
+    """A model and optimizer after a few steps of their own."""
+    config = parse_args(["--out", str(run), *flags])
+    model = Transformer(config.model_config)
+    fill(model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
+    optimizer = make_optimizer(model, config)
+    tokens = torch.randint(0, 258, (2, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(steps):
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return config, model, optimizer
+
+
+def tensors_of(model, optimizer) -> dict:
+    names = {p: n for n, p in model.named_parameters()}
+    state = {f"{k}.{names[p]}": v for p, s in optimizer.state.items() for k, v in s.items()}
+    return {n: p.detach() for n, p in model.named_parameters()} | state
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-llama3.2", "tiny-mixtral", "tiny-gpt2"])
+def test_round_trip_is_bit_exact(tmp_path, name):
+    config, model, optimizer = make_state(tmp_path, "--model", name)
+    rng = torch.get_rng_state()
+    checkpoint.save(tmp_path, 3, model, optimizer, {"samples": 5}, config, ALONE)
+    _, other, other_optimizer = make_state(tmp_path, "--model", name, steps=0)
+    torch.rand(10)
+    found, skipped = checkpoint.find(config)
+    checkpoint.restore(found, other, other_optimizer, ALONE)
+    want, got = tensors_of(model, optimizer), tensors_of(other, other_optimizer)
+    assert want.keys() == got.keys() and not skipped
+    assert all(torch.equal(want[k], got[k]) for k in want)
+    assert found.manifest["position"] == {"samples": 5} and found.step == 3
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert {p.suffix for p in found.folder.iterdir()} == {".safetensors", ".json"}  # no pickle
+
+
+RESHARD = """
+import checkpoint
+from pathlib import Path
+from dataclasses import replace
+from config import parse_args
+from model import Transformer, random_init
+from optim import make_optimizer
+ranks = shard.init_ranks()
+run = Path(sys.argv[2])
+config = parse_args(["--model", "{name}", "--out", str(run)])
+with torch.device("meta"):
+    model = Transformer(config.model_config)
+shapes = {{n: tuple(p.shape) for n, p in model.named_parameters()}}
+shard.shard_model(model, shard.make_mesh({size}, ranks), torch.float32)
+model.to_empty(device="cpu")
+model.tie_weights()
+optimizer = make_optimizer(model, config)
+checkpoint.restore(checkpoint.find(config)[0], model, optimizer, ranks)
+checkpoint.save(run, 4, model, optimizer, {{"samples": 5}}, config, ranks)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("name", "size", "ranks"), [("tiny-llama", 2, 2), ("tiny-mixtral", 0, 3), ("tiny-gpt2", 1, 2)])
+def test_resharding_keeps_every_bit(tmp_path, name, size, ranks):
+    """1 rank -> several, on full, hybrid and uneven meshes -> 1 rank."""
+    config, model, optimizer = make_state(tmp_path, "--model", name)
+    checkpoint.save(tmp_path, 3, model, optimizer, {}, config, ALONE)
+    run_ranks(ranks, RESHARD.format(name=name, size=size), str(tmp_path))
+    _, other, other_optimizer = make_state(tmp_path, "--model", name, steps=0)
+    found, _ = checkpoint.find(config)
+    assert found.step == 4 and found.manifest["world_size"] == ranks
+    checkpoint.restore(found, other, other_optimizer, ALONE)
+    want, got = tensors_of(model, optimizer), tensors_of(other, other_optimizer)
+    assert all(torch.equal(want[k], got[k]) for k in want)
+
+
+def test_any_slice_of_a_tensor_is_put_together_from_its_parts(tmp_path):
+    config, model, optimizer = make_state(tmp_path)
+    folder = checkpoint.save(tmp_path, 3, model, optimizer, {}, config, ALONE)
+    found, whole = checkpoint.Checkpoint(folder), model.embed_tokens.weight.detach()
+    for slices in ((slice(0, 258), slice(0, 64)), (slice(5, 9), slice(60, 64)), (slice(3, 3), slice(0, 64))):
+        assert torch.equal(found.read_weights("embed_tokens.weight", slices), whole[slices])
+
+
+def test_the_newest_are_kept_and_nothing_is_written_twice(tmp_path):
+    config, model, optimizer = make_state(tmp_path, "--keep", "2")
+    torn = tmp_path / "checkpoints" / "step-00000001.tmp-dead"
+    torn.mkdir(parents=True)
+    for step in range(1, 6):
+        checkpoint.save(tmp_path, step, model, optimizer, {}, config, ALONE)
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000004", "step-00000005"]
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step-00000005"
+    before = (tmp_path / "checkpoints/step-00000005/manifest.json").stat().st_mtime_ns
+    checkpoint.save(tmp_path, 5, model, optimizer, {}, config, ALONE)
+    assert (tmp_path / "checkpoints/step-00000005/manifest.json").stat().st_mtime_ns == before
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "a flipped bit": lambda f: flip(f / "rank-00000.safetensors"),
+    "a short file": lambda f: os.truncate(f / "rank-00000.safetensors", 1000),
+    "a missing file": lambda f: (f / "rank-00000.safetensors").unlink(),
+    "no manifest": lambda f: (f / "manifest.json").unlink(),
+    "half a manifest": lambda f: os.truncate(f / "manifest.json", 100),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named_and_the_one_before_is_used(tmp_path, kind):
+    config, model, optimizer = make_state(tmp_path)
+    for step in (1, 2):
+        folder = checkpoint.save(tmp_path, step, model, optimizer, {}, config, ALONE)
+    DAMAGE[kind](folder)
+    found, skipped = checkpoint.find(config)
+    assert found.step == 1 and len(skipped) == 1 and "step-00000002" in skipped[0]
+    assert [(s, ok) for s, ok, _ in checkpoint.verify(tmp_path)] == [(1, True), (2, False)]
+    DAMAGE[kind](tmp_path / "checkpoints" / "step-00000001")
+    with pytest.raises(UserError, match="No whole checkpoint is left"):  # never silently from step 0
+        checkpoint.find(config)
+    with pytest.raises(UserError, match="give another --out"):
+        checkpoint.find(replace(config, resume="never"))
+    checkpoint.save(tmp_path, 2, model, optimizer, {}, config, ALONE)  # in the place of the damaged one
+    assert [(s, ok) for s, ok, _ in checkpoint.verify(tmp_path)] == [(1, False), (2, True)]
+
+
+def test_other_settings_are_refused_with_the_list(tmp_path):
+    config, model, optimizer = make_state(tmp_path)
+    checkpoint.save(tmp_path, 1, model, optimizer, {}, config, ALONE)
+    with pytest.raises(UserError, match="(?s)--model was 'tiny-llama', is 'tiny-gpt2'.*--lr was 0.0003, is 0.1"):
+        checkpoint.find(replace(config, model="tiny-gpt2", lr=0.1))
+    assert checkpoint.find(replace(config, steps=5, log_every=3, micro_batch=1))[0].step == 1
+    with pytest.raises(UserError, match="no such checkpoint folder"):
+        checkpoint.find(replace(config, resume=str(tmp_path / "nowhere")))
+    other = replace(config, out=str(tmp_path / "other"), resume=str(tmp_path / "checkpoints/step-00000001"))
+    assert checkpoint.find(other)[0].step == 1
+    assert checkpoint.find(replace(other, resume="never"))[0] is None
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(tmp_path):
+    """A real one: a checkpoint has 1.5 MB, the disk 2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        config, model, optimizer = make_state(disk)
+        checkpoint.save(disk, 1, model, optimizer, {}, config, ALONE)
+        with pytest.raises(OSError) as caught:
+            checkpoint.save(disk, 2, model, optimizer, {}, config, ALONE)
+        assert caught.value.errno == errno.ENOSPC
+        assert sorted(p.name for p in (disk / "checkpoints").iterdir()) == ["latest", "step-00000001"]
+        assert checkpoint.find(config)[0].step == 1
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
+    code = """
+import checkpoint
+from pathlib import Path
+from config import parse_args
+from model import Transformer, random_init
+from optim import make_optimizer
+ranks = shard.init_ranks()
+run = Path(sys.argv[2])
+config = parse_args(["--out", str(run)])
+model = Transformer(config.model_config)
+write = checkpoint.save_file
+def fail(*args):
+    raise OSError(5, "input/output error")
+checkpoint.save_file = fail if ranks.rank == 1 else write
+try:
+    checkpoint.save(run, 1, model, make_optimizer(model, config), {}, config, ranks)
+except OSError as e:
+    print("refused", e.errno)
+torch.distributed.destroy_process_group()
+"""
+    out = run_ranks(2, code, str(tmp_path))
+    assert out.count("refused 5") == 2
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_copied_run_folder_still_loads(tmp_path):
+    """Nothing in a checkpoint names the place where it was written."""
+    config, model, optimizer = make_state(tmp_path / "a")
+    checkpoint.save(tmp_path / "a", 1, model, optimizer, {}, config, ALONE)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    assert checkpoint.find(replace(config, out=str(tmp_path / "b")))[0].step == 1
+    assert json.loads((tmp_path / "b/checkpoints/step-00000001/manifest.json").read_text())["format"] == 1

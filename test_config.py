@@ -1,0 +1,305 @@
+"""The command line: what was typed is the oracle."""
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import config
+from config import Config, UserError, check_batch, parse_args
+from model import MODELS
+
+ROOT = Path(config.__file__).parent
+FIELDS = dataclasses.fields(Config)
+SCRIPTS = [p.name for p in sorted(ROOT.glob("*.py")) if not p.name.startswith("test_") and "__main__" in p.read_text()]
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(UserError) as error:
+        parse_args(list(words))
+    return str(error.value)
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Writes a recipe into a repository that is not the current folder."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(config, "ROOT", tmp_path)
+
+    def write(name: str, text: str) -> str:
+        (tmp_path / "recipes" / f"{name}.args").write_text(text)
+        return f"@recipes/{name}.args"
+
+    return write
+
+
+# ---- words
+
+
+@pytest.mark.parametrize(
+    "words", ["--seq_len 64", "--seq_len=64", "--seq-len 64", "--seq-len=64", "--seq_len 8 --seq-len=64"]
+)
+def test_spellings_and_later_wins(words):
+    assert parse_args(words.split()) == dataclasses.replace(parse_args([]), seq_len=64)
+
+
+def test_values_are_left_as_they_are():
+    assert parse_args(["--prompt=--a-b=c d"]).prompt == "--a-b=c d"
+    assert parse_args(["--data", "my-own text.txt", "b.bin", "--lr", "1e-3"]).data == ("my-own text.txt", "b.bin")
+    assert parse_args(["--delimiter", "-1"]).delimiter == -1
+
+
+def test_types():
+    c = parse_args(["--steps", "7", "--lr", "1", "--data", "x.bin"])
+    assert (c.steps, c.lr, c.data, type(c.lr)) == (7, 1.0, ("x.bin",), float)
+    assert parse_args(["--check"]).check == 0 and parse_args(["--check", "4"]).check == 4 and parse_args([]).check < 0
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        ("--steps ten", "--steps.*'ten'"),
+        ("--steps 1.5", "--steps.*'1.5'"),
+        ("--steps", "--steps"),
+        ("--lr=fast", "--lr.*'fast'"),
+        ("--check maybe", "--check.*'maybe'"),
+        ("--steps 5 stray", "stray"),
+        ("-x", "-x"),
+    ],
+)
+def test_wrong_types_and_strays(words, named):
+    assert re.search(named, refused(*words.split()))
+
+
+@pytest.mark.parametrize(
+    "typed, near",
+    [("--step=5", "--steps"), ("--sequ-len", "--seq_len"), ("--weight_decy", "--weight_decay"), ("--mode", "--model")],
+)
+def test_an_unknown_flag_names_the_nearest(typed, near):
+    assert re.search(rf"{typed.split('=')[0]}\b.* {near}\b", refused(typed))
+
+
+def test_an_unknown_model_names_the_nearest_and_all():
+    message = refused("--model", "lama2-7b")
+    assert "did you mean llama2-7b?" in message
+    assert all(name in message for name in MODELS)
+
+
+@pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["choices"]], ids=lambda f: f.name)
+def test_choices(field):
+    assert field.default in field.metadata["choices"]
+    for choice in field.metadata["choices"]:
+        assert getattr(parse_args([f"--{field.name}={choice}"]), field.name) == choice
+    message = refused(f"--{field.name}=nonsense")
+    assert f"--{field.name} nonsense" in message and all(choice in message for choice in field.metadata["choices"])
+
+
+# ---- recipes
+
+
+def test_recipe_with_comments_quotes_and_others_inside(recipe):
+    recipe("base", "--steps 5   # five\n\n# --steps 6\n--lr=1e-3 --prompt 'to be # or \"not\"'\n")
+    name = recipe("own", '@recipes/base.args --data "a b.txt" c.bin\n--steps 7\n')
+    c = parse_args([name])
+    assert (c.steps, c.lr, c.prompt, c.data) == (7, 1e-3, 'to be # or "not"', ("a b.txt", "c.bin"))
+
+
+def test_recipes_and_flags_later_wins(recipe):
+    a, b = recipe("a", "--steps 1 --lr 1e-3"), recipe("b", "--steps 2")
+    assert parse_args([a, "--steps", "3"]).steps == 3
+    assert parse_args(["--steps", "3", a]).steps == 1
+    assert (parse_args([a, b]).steps, parse_args([a, b]).lr) == (2, 1e-3)
+    assert parse_args([b, a, b]).steps == 2
+
+
+def test_recipe_in_the_current_folder(recipe):
+    Path("own.args").write_text("--steps 9")
+    assert parse_args(["@own.args"]).steps == 9
+
+
+def test_a_recipe_that_does_not_exist_lists_those_that_do(recipe):
+    recipe("one", ""), recipe("two", "@recipes/three.args")
+    message = refused("@recipes/none.args")
+    assert all(name in message for name in ("none.args", "@recipes/one.args", "@recipes/two.args"))
+    assert "three.args" in refused("@recipes/two.args")
+
+
+def test_a_recipe_that_names_itself(recipe):
+    recipe("a", "@recipes/b.args"), recipe("b", "@recipes/a.args")
+    assert "names itself" in refused("@recipes/a.args")
+    assert "names itself" in refused(recipe("c", "@recipes/c.args"))
+    assert parse_args([recipe("d", "@recipes/e.args @recipes/e.args"), recipe("e", "--steps 3")]).steps == 3
+
+
+def test_an_open_quote_is_named_with_its_line(recipe):
+    assert "own.args line 2" in refused(recipe("own", "--steps 1\n--prompt 'abc\n"))
+
+
+def test_an_unknown_flag_in_a_recipe(recipe):
+    assert "--steps" in refused(recipe("own", "--stepps 3"))
+
+
+# ---- ranges
+
+
+@pytest.mark.parametrize(
+    "flags, values",
+    [
+        ("steps seq_len micro_batch keep", "0 -5"),
+        ("batch_tokens shard_size log_every eval_every eval_batches save_every sample_every", "-1"),
+        ("vocab_size dim n_layers n_heads n_kv_heads ffn_dim", "-1"),
+        ("warmup_steps decay_steps weight_decay clip min_lr", "-0.1 nan"),
+        ("warmup_steps decay_steps weight_decay", "inf"),
+        ("lr", "0 -1 nan inf"),
+        ("beta1 beta2", "1 -0.1 nan"),
+    ],
+)
+def test_ranges(flags, values):
+    for flag in flags.split():
+        for value in values.split():
+            assert re.search(f"--{flag} {value}.* must ", refused(f"--{flag}={value}"))
+
+
+def test_min_lr_above_lr():
+    assert re.search("--min_lr 0.02 .*--lr 0.01", refused("--lr", "0.01", "--min_lr", "0.02"))
+    assert parse_args(["--lr", "0.01", "--min_lr", "0.01"]).min_lr == 0.01
+
+
+def test_seq_len_beyond_learned_positions():
+    message = refused("--model", "gpt2", "--seq_len", "1025")
+    assert "--seq_len 1025" in message and "1024 learned positions" in message
+    assert parse_args(["--model", "gpt2", "--seq_len", "1024"]).seq_len == 1024
+    assert parse_args(["--model", "llama2-7b", "--seq_len", "5000"]).seq_len == 5000  # rotary positions have no end
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize(
+    "model, words, heads, kv_heads, head_dim",
+    [
+        ("llama2-7b", "--n_heads 16", 16, 16, 256),  # one key/value head per head, still
+        ("llama2-7b", "--n_heads 16 --n_kv_heads 4", 16, 4, 256),
+        ("llama3-8b", "--n_heads 16", 16, 8, 256),  # grouped: as many groups as it has
+        ("llama3-8b", "--n_kv_heads 4", 32, 4, 128),
+        ("llama2-70b", "--dim 4096", 64, 8, 64),
+        ("gpt2", "--dim 1024 --n_heads 8", 8, 8, 128),
+    ],
+)
+def test_heads_follow_the_overrides(model, words, heads, kv_heads, head_dim):
+    m = parse_args(["--model", model, *words.split()]).model_config
+    assert (m.n_heads, m.n_kv_heads, m.head_dim) == (heads, kv_heads, head_dim)
+
+
+def test_overrides_change_nothing_else():
+    bigger = parse_args(["--model=llama2-7b", "--vocab_size=50432"]).model_config
+    assert bigger == dataclasses.replace(MODELS["llama2-7b"], vocab_size=50432)
+    sizes = "--model llama2-7b --dim 8192 --n_layers 80 --n_heads 64 --n_kv_heads 8 --ffn_dim 28672"
+    assert parse_args(sizes.split()).model_config == MODELS["llama2-70b"]
+
+
+@pytest.mark.parametrize(
+    "words, parts",
+    [
+        ("--model llama3-8b --n_heads 12", ("--n_heads 12", "n_kv_heads 8")),
+        ("--model tiny-llama --dim 66", ("--dim 66", "n_heads 4")),
+        ("--model tiny-llama --dim 36", ("--dim 36", "even head_dim")),
+    ],
+)
+def test_sizes_that_do_not_divide(words, parts):
+    assert all(part in refused(*words.split()) for part in ("--model", *parts))
+
+
+@pytest.mark.parametrize("batch_tokens, share, near", [(1000, "7.81", 1024), (10, "0.08", 128), (129, "1.01", 128)])
+def test_batch_arithmetic(batch_tokens, share, near):
+    c = parse_args(f"--micro_batch 4 --seq_len 16 --batch_tokens {batch_tokens}".split())
+    with pytest.raises(UserError) as error:
+        check_batch(c, 2)
+    for part in (f"--batch_tokens {batch_tokens} ", "4 x 16 x 2 = 128", share, f"--batch_tokens {near}"):
+        assert part in str(error.value)
+    check_batch(dataclasses.replace(c, batch_tokens=near), 2)
+
+
+# ---- the run folder
+
+
+def test_out_is_named_after_recipe_and_data(recipe):
+    name = recipe("default", "--steps 5")
+    for words, out in [
+        ([], "runs/tiny-llama"),
+        (["--model", "tiny-gpt2"], "runs/tiny-gpt2"),
+        ([name], "runs/default"),
+        ([name, "--data", "/far/away/my book.txt"], "runs/default-my-book"),
+        ([name, "--data", "a.txt", "b/"], "runs/default-a-b"),
+        ([name, "--data", "a.txt", "--out", "mine"], "mine"),
+    ]:
+        assert Path(parse_args(words).out) == Path(out)
+
+
+def test_out_of_globs(recipe):
+    name = recipe("default", "")
+    outs = [parse_args([name, "--data", data]).out for data in ("books/*.txt", "papers/*.txt", "papers/a*.txt", ".")]
+    assert len({*outs, "runs/default"}) == 5 and all(re.fullmatch(r"runs/default-\w[\w.-]*\w", out) for out in outs)
+
+
+# ---- the table of flags
+
+
+def test_config_is_frozen():
+    c = parse_args([])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        c.steps = 5
+
+
+def test_help_shows_every_flag_with_its_default_and_choices(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "10000")
+    with pytest.raises(SystemExit) as end:
+        parse_args(["--help"])
+    assert end.value.code == 0
+    entries = capsys.readouterr().out.split("\n  --")[1:]
+    shown = {entry.split()[0]: " ".join(entry.split()) for entry in entries}
+    assert set(shown) == {f.name for f in FIELDS} and len(FIELDS) <= 70
+    for f in FIELDS:
+        line = shown[f.name]
+        assert len(f.metadata["help"]) > 5 and f.metadata["help"] in line
+        default = {"": "empty", (): "none"}.get(f.default, f.default)
+        assert re.search(rf"\(default: {re.escape(str(default))}[;)]", line)
+        assert all(choice in line for choice in f.metadata["choices"])
+
+
+# ---- started by a Python without torch
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A checkout without .venv."""
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def start(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess:
+    bare = [sys.executable, "-S", "-E"]  # no site-packages
+    return subprocess.run([*bare, folder / script, *words], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_without_torch_says_how_to_set_up(copy, script):
+    done = start(copy, script, "--help")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch("error: .*torch.*bash launch.sh setup.*\n", done.stderr)
+
+
+def test_without_torch_goes_on_with_the_environment_that_is_there(copy):
+    python = copy / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nprintf "<%s>" "$@"\nexit 7\n')
+    python.chmod(0o755)
+    done = start(copy, "train.py", "--prompt", "a b")
+    assert (done.returncode, done.stdout) == (7, f"<{copy / 'train.py'}><--prompt><a b>")

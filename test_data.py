@@ -1,0 +1,540 @@
+"""Shards, text, order and position. Where it can be, token t of a data set is the number t: so every row says where it
+is from. The oracles are counting, slicing of the whole, and naive loops."""
+
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import data
+from config import UserError, parse_args
+from data import Batch, builtin_documents, check_tokens, make_loader, open_split, permute
+from tokenizer import ByteTokenizer
+
+T = 8  # seq_len of most tests
+GPT2, LLAMA3 = (20240520, 1, "<u2"), (20240801, 7, "<u4")  # llm.c's headers: magic, version, dtype
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def config(*paths, **flags):
+    flags = {"vocab_size": 2**18, "seq_len": T, "micro_batch": 1} | flags
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    return parse_args(words + (["--data", *map(str, paths)] if paths else []))
+
+
+def shard(path, tokens, kind=GPT2, **header):
+    """Writes a shard as llm.c does; version and count can be said otherwise."""
+    magic, version, dtype = kind
+    head = np.zeros(256, "<i4")
+    head[:3] = magic, header.get("version", version), header.get("count", len(tokens))
+    path.write_bytes(head.tobytes() + np.asarray(tokens).astype(dtype).tobytes())
+    return path
+
+
+def headerless(path, tokens, dtype="<u2"):
+    path.write_bytes(np.asarray(tokens).astype(dtype).tobytes())
+    return path
+
+
+def read(c, split="train") -> list[int]:
+    tokens, _ = open_split(c, split)
+    return tokens.read(0, len(tokens)).tolist()
+
+
+def refused(call, *args) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args)
+    return str(error.value)
+
+
+# ---- token shards
+
+
+@pytest.mark.parametrize("kind, delimiter", [(GPT2, 50256), (LLAMA3, 128000)])
+def test_both_headers(tmp_path, kind, delimiter):
+    tokens = np.random.default_rng(0).integers(0, 2 ** (16 if kind == GPT2 else 18), 400)
+    c = config(shard(tmp_path / "a.bin", tokens, kind))
+    assert read(c) + read(c, "val") == tokens.tolist()
+    assert open_split(c, "train")[1] == open_split(c, "val")[1] == delimiter
+    assert open_split(config(tmp_path / "a.bin", delimiter=5), "train")[1] == 5
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_headerless_needs_its_dtype_said(tmp_path, dtype):
+    path = headerless(tmp_path / "a.bin", range(1000), np.dtype(dtype).newbyteorder("<"))
+    message = refused(read, config(path))
+    assert str(path) in message and "--data_dtype" in message and "20240520 or 20240801" in message
+    c = config(path, data_dtype=dtype)
+    assert read(c) == list(range(950)) and open_split(c, "train")[1] is None
+
+
+def test_a_header_wins_over_data_dtype(tmp_path):
+    assert read(config(shard(tmp_path / "a.bin", range(100)), data_dtype="uint32")) == list(range(95))
+
+
+def test_write_shard_is_what_llmc_reads(tmp_path):
+    for vocab_size, kind in ((2**16, GPT2), (2**16 + 1, LLAMA3)):
+        data.write_shard(tmp_path / "ours.bin", np.arange(500), vocab_size)
+        shard(tmp_path / "theirs.bin", np.arange(500), kind)
+        assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "theirs.bin").read_bytes()
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+    return path
+
+
+BAD_FILES = {
+    "version": (lambda p: shard(p / "a.bin", range(50), version=7), "version 7.*20240520.*version 1"),
+    "cut short": (lambda p: cut(shard(p / "a.bin", range(50)), 1024 + 98), "98 bytes.*50 tokens = 100 bytes"),
+    "count": (lambda p: shard(p / "a.bin", range(50), LLAMA3, count=49), "200 bytes.*49 tokens = 196 bytes"),
+    "cut header": (lambda p: cut(shard(p / "a.bin", range(50)), 500), "no token-shard header"),
+    "odd": (lambda p: cut(headerless(p / "a.bin", range(50)), 99), "99 bytes.*uint16"),
+    "empty": (lambda p: cut(shard(p / "a.bin", []), 0), "empty"),
+    "missing": (lambda p: p / "a.bin", "no such file"),
+    "no match": (lambda p: p / "*.bin", "no such file"),
+    "suffix": (lambda p: headerless(p / "a.npy", range(50)), r"a\.npy.*\.txt, \.jsonl and \.bin"),
+    "folder": (lambda p: p, r"no \.bin"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_named(tmp_path, name):
+    make, pattern = BAD_FILES[name]
+    path = make(tmp_path)
+    c = config(path, data_dtype="uint16" if name == "odd" else "")
+    message = refused(read, c)
+    assert str(path) in message and re.search(pattern, message)
+
+
+def test_folders_globs_and_lists(tmp_path):
+    for i in (2, 0, 1):
+        shard(tmp_path / f"s{i}.bin", range(100 * i, 100 * i + 100))
+    (tmp_path / "notes.txt").write_text("not read: a folder is its .bin files")
+    whole = [t for i in range(3) for t in range(100 * i, 100 * i + 95)]
+    assert read(config(tmp_path)) == read(config(tmp_path / "s*.bin")) == whole
+    assert read(config(tmp_path / "s2.bin", tmp_path / "s[01].bin")) == whole[190:] + whole[:190]
+
+
+def test_a_file_whose_name_looks_like_a_glob(tmp_path):
+    assert read(config(shard(tmp_path / "book[1].bin", range(100)))) == list(range(95))
+
+
+# ---- splits
+
+
+@pytest.mark.parametrize("name, is_val", [
+    ("val", 1), ("fineweb_val_000000", 1), ("x-VAL-1", 1), ("valid", 1), ("my.validation", 1), ("val01", 1),
+    ("eval", 0), ("interval_1", 0), ("valley", 0), ("train", 0), ("removal", 0),
+])  # fmt: skip
+def test_shards_named_val_are_held_out(tmp_path, name, is_val):
+    c = config(shard(tmp_path / "a.bin", range(100)), shard(tmp_path / f"{name}.bin", range(500, 600)))
+    if is_val:
+        assert (read(c), read(c, "val")) == (list(range(100)), list(range(500, 600)))
+    else:
+        assert (read(c), read(c, "val")) == ([*range(95), *range(500, 595)], [*range(95, 100), *range(595, 600)])
+
+
+def test_without_such_names_the_last_twentieth_of_each_shard_is(tmp_path):
+    c = config(shard(tmp_path / "a.bin", range(1000)), shard(tmp_path / "b.bin", range(2000, 2200)))
+    assert read(c) == [*range(950), *range(2000, 2190)]
+    assert read(c, "val") == [*range(950, 1000), *range(2190, 2200)]
+
+
+def test_a_text_named_val_changes_nothing_for_shards(tmp_path):
+    (tmp_path / "val.txt").write_text("a line\n" * 100)
+    c = config(shard(tmp_path / "a.bin", range(1000, 2000)), tmp_path / "val.txt")
+    assert read(c)[:950] == [*range(1000, 1950)] and read(c, "val")[:50] == [*range(1950, 2000)]
+
+
+def test_val_data_lets_all_of_data_train(tmp_path):
+    a, b = shard(tmp_path / "a.bin", range(1000)), shard(tmp_path / "b.bin", range(2000, 2200))
+    c = config(a, val_data=b)
+    assert sorted(read(c)) == [*range(1000)] and sorted(read(c, "val")) == [*range(2000, 2200)]
+    (tmp_path / "text.txt").write_text("a line\n" * 100)
+    c = config(tmp_path / "text.txt", val_data=a)
+    assert sum(t != 256 for t in read(c)) == 700 and sorted(read(c, "val")) == [*range(1000)]
+
+
+def test_too_little_data(tmp_path):
+    path = shard(tmp_path / "a.bin", range(20 * T))
+    assert len(read(config(path, seq_len=19 * T - 1))) == 19 * T
+    assert re.search(rf"training data .* {19 * T} tokens.* {19 * T + 1}:", refused(read, config(path, seq_len=19 * T)))
+    message = refused(read, config(path), "val")
+    assert re.search(rf"validation split .* {T} tokens.* {T + 1}:.*--val_data.*--eval_every 0", message)
+
+
+@pytest.mark.parametrize("at, split", [(0, "train"), (177, "train"), (190, "val"), (199, "val")])
+def test_ids_beyond_the_vocabulary(tmp_path, at, split):
+    first, second = shard(tmp_path / "a.bin", np.zeros(200)), tmp_path / "b.bin"
+    tokens = np.full(200, 299)
+    shard(second, tokens)
+    check_tokens(config(first, second, vocab_size=300))
+    tokens[at] = 300
+    shard(second, tokens)
+    c = config(first, second, vocab_size=300, seq_len=1, eval_batches=0)
+    loader = make_loader(c, split=split)
+    for message in (refused(check_tokens, c), refused(lambda: [*zip(range(loader.rows), loader, strict=False)])):
+        assert f"{second} at token {at}: id 300" in message and "vocab_size is 300" in message
+    if split == "val":
+        check_tokens(config(first, second, vocab_size=300, eval_every=0))  # it is not read
+
+
+# ---- text
+
+
+def counted(monkeypatch) -> list:
+    """Every text that is encoded from now on."""
+    seen, encode = [], ByteTokenizer.encode
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: seen.append(text) or encode(self, text))
+    return seen
+
+
+def test_txt(tmp_path):
+    for name, n in (("a", 300), ("b", 1000)):
+        text = "".join(f"line {i} of {name}: naïve 日本語 <s>\t\x0b\u2028 \r\n" for i in range(n))
+        (tmp_path / f"{name}.txt").write_bytes(text.encode())
+    c = config(tmp_path / "a.txt", tmp_path / "b.txt")
+    trains, vals = (
+        [list(g) for bos, g in itertools.groupby(read(c, s), (256).__eq__) if not bos] for s in ("train", "val")
+    )
+    assert read(c).count(256) == read(c, "val").count(256) == 2 and read(c)[0] == read(c, "val")[0] == 256
+    for name, train, val in zip("ab", trains, vals, strict=True):
+        raw = (tmp_path / f"{name}.txt").read_bytes()
+        assert bytes(train + val) == raw and bytes(train).endswith(b"\r\n")
+        assert abs(len(val) - len(raw) / 20) < 60  # a line
+    assert open_split(c, "train")[1] == 256
+
+
+def test_txt_without_line_ends_is_split_too(tmp_path):
+    raw = ("one long line, naïve, " * 5000).encode()
+    (tmp_path / "a.txt").write_bytes(raw)
+    c = config(tmp_path / "a.txt")
+    train, val = read(c), read(c, "val")
+    assert train[0] == val[0] == 256 and bytes(train[1:] + val[1:]) == raw and 0.03 < len(val) / len(raw) < 0.06
+
+
+def test_jsonl(tmp_path):
+    texts = [f"document {i}\nhas two lines, é" for i in range(45)]
+    lines = [json.dumps({"id": i, "body": text}) for i, text in enumerate(texts)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+    c = config(tmp_path / "a.jsonl", text_field="body")
+    found = {s: bytes(255 if t == 256 else t for t in read(c, s)).split(b"\xff")[1:] for s in ("train", "val")}
+    assert [t.decode() for t in found["val"]] == texts[19::20]  # one document in twenty
+    assert [t.decode() for t in found["train"]] == [t for i, t in enumerate(texts) if i % 20 != 19]
+
+
+def test_text_is_tokenised_once_until_it_changes(tmp_path, cache, monkeypatch):
+    path = tmp_path / "own.txt"
+    path.write_text("first line\n" * 100)
+    seen = counted(monkeypatch)
+    assert len(read(config(path))) > 900 and len(seen) == 100
+    read(config(path)), read(config(path), "val"), check_tokens(config(path))
+    assert len(seen) == 100
+    before = path.stat()
+    path.write_text("other line\n" * 100)  # of the same size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert bytes(read(config(path))[1:11]) == b"other line" and len(seen) == 200
+
+
+def test_cache_folder(tmp_path, cache):
+    path = tmp_path / "own.txt"
+    path.write_text("a line\n" * 100)
+    read(config(path))
+    (folder,) = cache.iterdir()
+    index = json.loads((folder / "index.json").read_text())
+    assert folder.name.startswith("own-") and index["tokenizer"] == "bytes" and index["sources"] == [str(path)]
+    for name in ("train.bin", "val.bin"):
+        content = (folder / name).read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        assert index["files"][name] == {"tokens": (len(content) - 1024) // 2, "sha256": sha256}
+
+
+def test_two_processes_at_once(tmp_path, cache, monkeypatch):
+    path = tmp_path / "own.txt"
+    path.write_text("a line\n" * 100)
+    fork = multiprocessing.get_context("fork")
+    both, encode, waited = fork.Barrier(2), ByteTokenizer.encode, []
+
+    def encode_together(self, text):
+        if not waited:
+            waited.append(both.wait(60))
+        return encode(self, text)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode_together)
+    processes = [fork.Process(target=read, args=(config(path),)) for _ in range(2)]
+    for p in processes:
+        p.start()
+    for p in processes:
+        p.join(60)
+    assert [p.exitcode for p in processes] == [0, 0]
+    assert len(list(cache.iterdir())) == 1
+    monkeypatch.setattr(ByteTokenizer, "encode", None)  # it is there
+    assert bytes(read(config(path))[1:] + read(config(path), "val")[1:]) == path.read_bytes()
+
+
+GOOD_ROW = b'{"text": "good"}\n'
+BAD_TEXTS = {
+    "utf-8": ("a.txt", b"good\nb\xe4d\n", "byte 6.*line 2"),
+    "utf-8 in jsonl": ("a.jsonl", GOOD_ROW + b'{"text": "\xff"}', "byte 27.*line 2"),
+    "json": ("a.jsonl", GOOD_ROW * 2 + b'{"text": ', "line 3 .*JSON"),
+    "field": ("a.jsonl", GOOD_ROW + b'{"body": "x", "id": 1}', "line 2 .*'text'.*body, id.*--text_field"),
+    "no text": ("a.jsonl", GOOD_ROW + b'{"text": 5}', "line 2 .*'text'"),
+    "no object": ("a.jsonl", GOOD_ROW + b'["text"]', "line 2 .*'text'.*list"),
+    "surrogate": ("a.jsonl", GOOD_ROW + b'{"text": "half a pair: \\ud83c"}', "line 2.*surrogate"),
+    "empty": ("a.txt", b"", " 0 tokens"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_TEXTS)
+def test_bad_text_is_named_and_leaves_nothing(tmp_path, cache, kind):
+    name, content, pattern = BAD_TEXTS[kind]
+    (tmp_path / name).write_bytes(content)
+    message = refused(read, config(tmp_path / name))
+    assert re.search(pattern, message) and (kind == "empty" or str(tmp_path / name) in message)
+    assert kind == "empty" or not list(cache.iterdir())
+
+
+def test_built_in_text(cache, monkeypatch):
+    documents = list(builtin_documents())
+    assert min(map(len, documents)) >= 200 and len(set(documents)) == len(documents)
+    assert sum(len(d.encode()) for d in documents) > 5e6
+    seen = counted(monkeypatch)
+    c = config()
+    train, val = read(c), read(c, "val")
+    assert seen == documents  # the second reading
+    assert train.count(256) + val.count(256) == len(documents) and train[0] == val[0] == 256
+    assert len(train) + len(val) == sum(len(d.encode()) + 1 for d in documents)
+    assert bytes(val[1 : val.index(256, 1)]).decode() == documents[19] and 0.04 < len(val) / len(train) < 0.06
+
+
+# ---- order
+
+
+@pytest.mark.parametrize("sizes", [range(1, 70), (255, 256, 257, 1000, 4095, 4097)])
+def test_permute_is_a_permutation(sizes):
+    for n in sizes:
+        order = permute(np.arange(n), n, f"key {n}")
+        assert np.array_equal(np.sort(order), np.arange(n))
+        some = np.arange(n)[::-3]
+        assert np.array_equal(permute(some, n, f"key {n}"), order[some])  # each on its own
+
+
+def test_permute_differs_by_key_and_looks_random():
+    orders = np.array([permute(np.arange(8), 8, str(key)) for key in range(2000)])
+    assert len(set(map(tuple, orders))) > 1750  # of 40320; true shuffles would give 1950
+    for column in orders.T:  # each value at each place 250 times: 15 is a standard deviation
+        assert np.abs(np.bincount(column, minlength=8) - 250).max() < 5 * 15
+    order = permute(np.arange(10**5), 10**5, "0/0")
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02 and np.sum(np.abs(np.diff(order)) == 1) < 20
+
+
+def test_permute_of_very_many_needs_no_memory():
+    order = permute(np.array([0, 1, 10**13 - 1]), 10**13, "0/0")
+    assert len(set(order.tolist())) == 3 and order.min() >= 0 and order.max() < 10**13
+
+
+def test_the_order_never_changes():
+    """A run that is resumed with a newer flatland would otherwise train on some rows twice and on others never."""
+    assert permute(np.arange(10), 10, "0/0").tolist() == [1, 0, 5, 4, 2, 3, 6, 7, 8, 9]
+
+
+def numbered(folder, rows, shards=1):
+    """A data set of so many rows, its tokens numbered from 0."""
+    folder.mkdir(exist_ok=True)
+    bounds = np.linspace(0, rows * T + 1, shards + 1).astype(int)
+    for i, (a, b) in enumerate(itertools.pairwise(bounds)):
+        shard(folder / f"s{i}.bin", range(a, b))
+    shard(folder / "val.bin", range(1000, 1000 + 21 * T + 1))
+    return folder
+
+
+def trained(batch: Batch) -> list[int]:
+    """The row numbers of a batch, without those that are not trained on; and that its rows are whole."""
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64 and batch.tokens.shape == batch.targets.shape
+    rows = []
+    for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+        if set(targets) != {-100}:
+            assert tokens[0] % T == 0 or tokens[0] >= 1000
+            assert tokens == [*range(tokens[0], tokens[0] + T)] and targets == [t + 1 for t in tokens]
+            rows.append(tokens[0] // T)
+    return rows
+
+
+def run(c, steps, world_size=1, state=None) -> tuple[list[list[int]], dict]:
+    """-> the trained rows of each global batch, by micro-step and rank; the position afterwards."""
+    loaders = [make_loader(c, rank, world_size) for rank in range(world_size)]
+    for loader in loaders:
+        if state:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+    batches = []
+    iterators = [iter(loader) for loader in loaders]
+    for _ in range(steps):
+        by_rank = [next(i) for i in iterators]
+        assert {len(b.tokens) for micros in by_rank for b in micros} == {c.micro_batch}
+        batches.append([row for micros in zip(*by_rank, strict=True) for b in micros for row in trained(b)])
+    assert all(loader.state_dict() == loaders[0].state_dict() for loader in loaders)
+    return batches, loaders[0].state_dict()
+
+
+def test_each_row_once_per_epoch(tmp_path):
+    c = config(numbered(tmp_path / "d", 37, shards=3), micro_batch=5)
+    batches, state = run(c, 37)  # steps of 5 rows: 5 epochs, with steps that lie in two
+    epochs = np.reshape(sum(batches, []), (5, 37))
+    assert all(sorted(epoch) == [*range(37)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 5 and tuple(range(37)) not in {tuple(epoch) for epoch in epochs}
+    assert state["samples"] == 185 and state["epoch"] == 5
+    other, _ = run(config(tmp_path / "d", micro_batch=5, seed=1), 37)
+    assert sorted(other[0]) != sorted(batches[0])
+
+
+def test_a_step_of_several_epochs(tmp_path):
+    batches, _ = run(config(numbered(tmp_path / "d", 5), micro_batch=12), 5)
+    assert all(sorted(epoch) == [*range(5)] for epoch in np.reshape(sum(batches, []), (12, 5)))
+
+
+GRID = [(1, 12), (1, 1), (1, 5), (2, 6), (2, 1), (3, 4), (3, 2), (4, 3), (6, 2), (12, 1), (5, 2), (8, 1), (7, 12)]
+
+
+@pytest.mark.parametrize("world_size, micro_batch", GRID)
+def test_the_order_knows_no_ranks(tmp_path, world_size, micro_batch):
+    """Also where they do not divide the 12 rows: the last micro-step is filled with rows that are not trained on."""
+    path = numbered(tmp_path / "d", 37, shards=3)
+    whole, _ = run(config(path, micro_batch=12), 7)
+    split, state = run(config(path, micro_batch=micro_batch, batch_tokens=12 * T), 7, world_size)
+    assert split == whole and state["samples"] == 84
+
+
+@pytest.mark.parametrize("world_size, micro_batch", [(1, 12), (3, 2), (5, 2)])
+def test_resume_anywhere(tmp_path, world_size, micro_batch):
+    path = numbered(tmp_path / "d", 36, shards=5)  # an epoch is 3 steps, and a shard ends in most rows' middle
+    whole, _ = run(config(path, micro_batch=12), 10)
+    for k in range(8):
+        first, state = run(config(path, micro_batch=3, batch_tokens=12 * T), k, 2)
+        rest, end = run(config(path, micro_batch=micro_batch, batch_tokens=12 * T), 10 - k, world_size, state)
+        assert first + rest == whole and end["samples"] == 120
+
+
+def test_position_is_of_what_was_handed_out(tmp_path):
+    loader = make_loader(config(numbered(tmp_path / "d", 37), micro_batch=3))
+    assert [loader.state_dict()["samples"] for _ in zip(range(4), loader, strict=False)] == [3, 6, 9, 12]
+
+
+def test_filled_rows_are_not_trained_on(tmp_path):
+    c = config(numbered(tmp_path / "d", 37), micro_batch=2, batch_tokens=12 * T)
+    steps = [next(iter(make_loader(c, rank, 5))) for rank in range(5)]
+    counts = [[int((b.targets != -100).sum()) // T for b in step] for step in steps]
+    assert counts == [[2, 2], [2, 0], [2, 0], [2, 0], [2, 0]]
+    assert all(b.tokens.shape == (2, T) and b.tokens.min() >= 0 for step in steps for b in step)
+
+
+def test_rows_lie_across_shards(tmp_path):
+    rng, whole = np.random.default_rng(0), []
+    for i, n in enumerate([1, 13, 2, 1, 40, 3]):  # some rows lie in five shards
+        whole.append(rng.integers(0, 60000, n))
+        shard(tmp_path / f"s{i}.bin", whole[-1])
+    shard(tmp_path / "val.bin", range(100))
+    whole = np.concatenate(whole)
+    ((batch,),) = itertools.islice(make_loader(config(tmp_path, micro_batch=7)), 1)
+    rows = {tuple(x) + tuple(y) for x, y in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True)}
+    assert rows == {tuple(whole[i : i + T]) + tuple(whole[i + 1 : i + T + 1]) for i in range(0, 7 * T, T)}
+
+
+def test_another_data_set_or_length_is_refused(tmp_path):
+    _, state = run(config(numbered(tmp_path / "d", 37)), 2)
+    run(config(tmp_path / "d"), 1, 1, state)
+    make_loader(config(numbered(tmp_path / "same", 37))).load_state_dict(state)  # in another place
+    message = refused(make_loader(config(tmp_path / "d", seq_len=4)).load_state_dict, state)
+    assert "seq_len 8, now 4" in message and "--out" in message
+    longer = make_loader(config(numbered(tmp_path / "e", 38)))
+    assert "--data" in refused(longer.load_state_dict, state)
+    shard(tmp_path / "d" / "s0.bin", [7, *range(1, 37 * T + 1)])
+    assert "--data" in refused(make_loader(config(tmp_path / "d")).load_state_dict, state)
+
+
+def test_describe(tmp_path):
+    loader = make_loader(config(shard(tmp_path / "a.bin", range(1000))))
+    digest = hashlib.sha256(2 * np.arange(950, dtype="<u2").tobytes()).hexdigest()
+    assert loader.describe() == [{"file": "a.bin", "tokens": 950, "sha256_ends": digest}]
+
+
+# ---- documents
+
+
+def naive_positions(row, delimiter):
+    positions = []
+    for i, token in enumerate(row):
+        positions.append(0 if i == 0 or token == delimiter else positions[-1] + 1)
+    return positions
+
+
+@pytest.mark.parametrize("delimiter", [3, -1])
+def test_separate_documents(tmp_path, delimiter):
+    tokens = np.random.default_rng(0).choice([3, 5, 50256], 2000, p=[0.2, 0.6, 0.2])
+    path = shard(tmp_path / "a.bin", tokens)
+    c = config(path, micro_batch=16, seq_len=32, documents="separate", delimiter=delimiter)
+    for (batch,) in itertools.islice(make_loader(c), 5):
+        expected = [naive_positions(row, 50256 if delimiter < 0 else delimiter) for row in batch.tokens.tolist()]
+        assert batch.positions.tolist() == expected and batch.positions.dtype == torch.int64
+    ((batch,),) = itertools.islice(make_loader(config(path, micro_batch=16, seq_len=32)), 1)
+    assert batch.positions is None
+
+
+def test_separate_documents_need_a_delimiter(tmp_path):
+    flags = {"data_dtype": "uint16", "documents": "separate"}
+    path = headerless(tmp_path / "a.bin", range(1000))
+    assert "--delimiter" in refused(make_loader, config(path, **flags))
+    ((batch,),) = itertools.islice(make_loader(config(path, delimiter=0, **flags)), 1)
+    assert batch.positions.tolist() == [[*range(T)]]
+    mixed = config(shard(tmp_path / "b.bin", range(100)), shard(tmp_path / "c.bin", range(100), LLAMA3), **flags)
+    assert "--delimiter" in refused(make_loader, mixed)
+
+
+def test_text_has_the_tokenizers_delimiter(tmp_path):
+    rows = [json.dumps({"text": "x" * (i % 7)}) for i in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    c = config(tmp_path / "a.jsonl", documents="separate", micro_batch=16)
+    ((batch,),) = itertools.islice(make_loader(c), 1)
+    assert batch.positions.tolist() == [naive_positions(row, 256) for row in batch.tokens.tolist()]
+    assert (batch.positions[:, 1:] == 0).any()
+
+
+# ---- validation
+
+
+@pytest.mark.parametrize("world_size, micro_batch", [(1, 6), (2, 3), (3, 2), (1, 2), (4, 1), (5, 1)])
+@pytest.mark.parametrize("eval_batches, rows", [(1, 6), (2, 12), (3, 18), (4, 21), (0, 21), (100, 21)])
+def test_validation(tmp_path, world_size, micro_batch, eval_batches, rows):
+    """21 rows, in global batches of 6."""
+    path = numbered(tmp_path / "d", 37)
+    c = config(path, micro_batch=micro_batch, batch_tokens=6 * T, eval_batches=eval_batches)
+    loaders = [make_loader(c, rank, world_size, "val") for rank in range(world_size)]
+    passes = [[list(loader) for loader in loaders] for _ in range(2)]
+    seen = [[row for rank in ranks for micros in rank for b in micros for row in trained(b)] for ranks in passes]
+    assert seen[0] == seen[1] and len(seen[0]) == len(set(seen[0])) == rows
+    first = sorted(seen[0])[0]
+    gaps = np.diff([*sorted(seen[0]), first + 21])
+    assert first == 1000 // T and gaps.max() - gaps.min() <= 1  # evenly spread
+    per_rank = [[len(micros) for micros in rank] for rank in passes[0]]
+    assert all(counts == per_rank[0] for counts in per_rank)  # or the ranks would wait for each other
+    assert len(per_rank[0]) == -(-rows // 6)
+
+
+def test_validation_of_val_data(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    shard(other / "a.bin", range(2000, 2000 + 5 * T + 1))
+    c = config(numbered(tmp_path / "d", 37), val_data=other, eval_batches=0)
+    ((b,), *rest) = make_loader(c, split="val")
+    assert [b.tokens[0, 0].item(), *(r.tokens[0, 0].item() for (r,) in rest)] == [*range(2000, 2000 + 5 * T, T)]

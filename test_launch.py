@@ -1,0 +1,380 @@
+"""The launcher against a stand-in for train.py that needs no torch, under the real torchrun: what it passes on, what it
+shows, how it ends. The environment is the one that runs these tests; nothing is installed."""
+
+import contextlib
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+LIMIT = 120  # seconds; nothing here takes long, but machines may be busy
+
+# Keeps to what launch.sh relies on. --end says how the run ends, --steps how many tenths of a second it lasts.
+FAKE_TRAIN = r"""
+import json, os, signal, sys, time
+from pathlib import Path
+
+args = sys.argv[1:]
+flag = lambda name, default: args[args.index(name) + 1] if name in args else default
+out, steps, end = Path(flag("--out", "runs/default")), int(flag("--steps", 3)), flag("--end", "finished")
+before = json.loads((out / "status.json").read_text())["state"] if (out / "status.json").exists() else "none"
+if "--check" in args:
+    if end == "mistake":
+        print("error: found a mistake", file=sys.stderr)
+        sys.exit(2)
+    print(f"{out} is finished" if before == "finished" else "a line for the user")
+    processes = (args[args.index("--check") + 1 :] or [1])[0]
+    print(f"out={out}\ndevice=cpu\nprocesses={processes}\nstate={'finished' if before == 'finished' else 'fresh'}")
+    sys.exit()
+
+rank = int(os.environ["RANK"])
+log = open(out / "log.txt", "a")
+
+
+def say(text):
+    if rank == 0:
+        print(time.strftime("%Y-%m-%d %H:%M:%S I [train.py:110] ") + text, file=log, flush=True)
+
+
+def write(state, step, message=""):
+    if rank == 0:
+        (out / "status.new").write_text(json.dumps({"state": state, "step": step, "exit_code": 0, "message": message}))
+        os.replace(out / "status.new", out / "status.json")
+
+
+def on_signal(*_):
+    if signals:
+        os._exit(9)
+    signals.append(1)
+    say("a signal")
+
+
+signals = []
+signal.signal(signal.SIGTERM, on_signal)
+write("running", 0)
+say("arguments " + json.dumps(args))
+token = os.environ.get("HF_TOKEN", "")
+say("environment " + json.dumps([os.environ["WORLD_SIZE"], os.environ.get("MARK"), len(token)]))
+for step in range(1, steps + 1):
+    if signals and end != "deaf":
+        write("stopped", step)
+        sys.exit()
+    say(f"Batch {step} Loss: 8.42184, Speed: 47.06 samples/sec, lr: 0.000100")
+    time.sleep(0.1)
+if end == "error":
+    write("error", step, "the data is too short")
+    sys.exit(2)
+if end == "crash" and rank == 1:
+    raise ValueError("only this rank knows why")
+while end != "finished":
+    time.sleep(0.1)
+    if signals and end == "crash":
+        sys.exit(1)
+say("the last words")
+write("finished", step)
+"""
+
+
+class Checkout:
+    def __init__(self, folder: Path, short: Path):
+        self.folder, self.short = folder, short
+        folder.mkdir()
+        for name in ("launch.sh", "env.sh", "requirements.txt", "hosts"):
+            shutil.copy(ROOT / name, folder)
+        (folder / "train.py").write_text(FAKE_TRAIN)
+        python = os.path.dirname(sys.executable)
+        # A tmux server and temporary files of our own
+        self.environment = {
+            **os.environ,
+            "PATH": f"{short}/bin:{python}:{os.environ['PATH']}",
+            "TMUX_TMPDIR": str(short),
+            "TMPDIR": str(short / "tmp"),
+        }
+        self.environment.pop("TMUX", None)
+        (short / "bin").mkdir()
+        (short / "tmp").mkdir()
+        # A finished .venv, so that not every launch has to look for a Python
+        python = folder / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        self.script(python, f'exec "{sys.executable}" "$@"')
+        wanted = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
+        (folder / ".venv" / "flatland-run").write_text("\n".join([version("torch"), *wanted, ""]))
+
+    @staticmethod
+    def script(path: Path, line: str) -> None:
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(0o755)
+
+    def start(self, *words: str, **more) -> subprocess.Popen:
+        return subprocess.Popen(
+            ["bash", str(self.folder / "launch.sh"), *words],
+            cwd="/",
+            env=self.environment,
+            start_new_session=True,
+            text=True,
+            **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more},
+        )
+
+    def launch(self, *words: str) -> tuple[int, str, str]:
+        process = self.start(*words)
+        out, err = process.communicate(timeout=LIMIT)
+        return process.returncode, out, err
+
+    def run(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def logs(self, name: str) -> Path:
+        return self.run(name) / "logs" / os.uname().nodename
+
+    def agent_lives(self, name: str) -> bool:
+        pid = (self.logs(name) / "agent.pid").read_text().strip()
+        return name in command_lines().get(pid, "")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    short = Path(tempfile.mkdtemp(prefix="fl"))  # a socket's path must be short
+    checkout = Checkout(tmp_path / "flat land's", short)
+    yield checkout
+    for pid in checkout.folder.glob("runs/*/logs/*/agent.pid"):
+        name = pid.parent.parent.parent.name
+        if checkout.agent_lives(name):
+            checkout.launch("stop", "--out", f"runs/{name}")
+    shutil.rmtree(short, ignore_errors=True)
+
+
+def command_lines() -> dict[str, str]:
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found[process.name] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def eventually(condition, what: str) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, f"never happened: {what}"
+        time.sleep(0.1)
+
+
+def contains(path: Path, text: str) -> bool:
+    return path.exists() and text in path.read_text()
+
+
+def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(checkout):
+    typed = [
+        "--steps",
+        "4",
+        "--x",
+        "two words",
+        '"q"',
+        "it's",
+        "$HOME",
+        ";",
+        "a;",
+        "*",
+        "",
+        "\\",
+        '{"a": [1, 2]}',
+        "\n",
+    ]
+    status, out, err = checkout.launch("--nproc", "1", *typed)
+    assert (status, err) == (0, "")
+    log = (checkout.run("default") / "log.txt").read_text()
+    assert f"arguments {json.dumps(typed)}\n" in log
+    assert out.startswith("a line for the user\nStarted runs/default")
+    assert log in out and "key" not in out and "device=" not in out  # every line, with its prefix: this is no terminal
+    assert out.endswith("runs/default: finished at step 4\n")
+
+    status, out, err = checkout.launch("--steps", "4")
+    assert (status, out, err) == (0, "runs/default is finished\n", "")
+
+    status, out, err = checkout.launch("logs")
+    assert (status, out, err) == (0, log + "runs/default: finished at step 4\n", "")
+
+
+def test_the_prefix_is_not_for_terminals(checkout):
+    run = checkout.run("default")
+    run.mkdir(parents=True)
+    (run / "log.txt").write_text("2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184\nno prefix\n")
+    (run / "status.json").write_text('{"state": "finished", "step": 20, "exit_code": 0, "message": ""}')
+    ours, theirs = pty.openpty()
+    process = checkout.start("logs", stdout=theirs)
+    assert process.wait(LIMIT) == 0
+    assert (
+        os.read(ours, 4096).decode() == "Batch 20 Loss: 8.42184\r\nno prefix\r\nruns/default: finished at step 20\r\n"
+    )
+    os.close(ours), os.close(theirs)
+
+
+def test_a_mistake_found_in_the_run_ends_with_2_and_its_message_once(checkout):
+    status, out, err = checkout.launch("--end", "error")
+    assert status == 2
+    assert err == "error: the data is too short\n"
+
+
+def test_a_crash_ends_with_1_and_shows_the_log_of_the_rank_that_failed(checkout):
+    status, out, err = checkout.launch("--nproc=2", "--end", "crash", "--steps", "1")
+    assert status == 1
+    assert "ValueError: only this rank knows why" in err and "/1/stderr.log" in err
+    assert f'environment ["2", null, {len(os.environ.get("HF_TOKEN", ""))}]' in out
+    status, out, err = checkout.launch("status")
+    assert "dead" in out
+    status, out, err = checkout.launch("logs", "--out=runs/default/")
+    assert status == 1 and "ValueError" in err
+
+
+@pytest.mark.parametrize("tmux", [True, False], ids=["tmux", "background"])
+def test_an_interrupted_launcher_leaves_the_run_which_can_be_watched_and_stopped(checkout, tmux):
+    if tmux and not shutil.which("tmux"):
+        pytest.skip("no tmux")
+    if not tmux:
+        checkout.script(checkout.short / "bin" / "tmux", "exit 1")
+    checkout.environment.update(HF_TOKEN="hf_abcdefgh", MARK="marked")
+    run = checkout.run("long.x")
+    launcher = checkout.start("train", "--out", "runs/long.x", "--end", "never", "--steps", "5000")
+    out = ""
+    while "Batch 3 " not in out:
+        out += launcher.stdout.readline()
+        assert launcher.poll() is None
+    os.killpg(launcher.pid, signal.SIGINT)
+    out += launcher.communicate(timeout=LIMIT)[0]
+    assert launcher.returncode == 130
+    assert ("tmux session flatland-long_x" if tmux else "background") in out
+    for verb in ("logs", "stop"):
+        assert f"launch.sh {verb} --out runs/long.x" in out.replace("\\ ", " ").replace("\\'", "'").replace('"', "")
+    assert checkout.agent_lives("long.x")
+
+    assert 'environment ["1", "marked", 11]' in (run / "log.txt").read_text()
+    everything = [path.read_text() for path in run.rglob("*") if path.is_file()] + list(command_lines().values())
+    if tmux:
+        shown = subprocess.run(
+            ["tmux", "show-environment", "-g"], env=checkout.environment, capture_output=True, text=True
+        )
+        everything += [shown.stdout]
+        assert "PATH=" in shown.stdout
+    assert not [text for text in everything if "hf_abcdefgh" in text]
+    assert list((checkout.short / "tmp").iterdir()) == []
+
+    status, out, err = checkout.launch("--out", "runs/long.x")
+    assert status == 2 and "being trained already" in err and checkout.agent_lives("long.x")
+
+    other = checkout.run("other")
+    other.mkdir()
+    (other / "status.json").write_text('{"state": "finished", "step": 7, "exit_code": 0, "message": ""}')
+    status, out, err = checkout.launch("status", "--out", "runs/long.x")
+    assert status == 0 and "running" in out and "Loss: 8.42184" in out
+
+    if not tmux:  # then its workers are left, and are the run
+        agent = int((checkout.logs("long.x") / "agent.pid").read_text())
+        os.kill(agent, signal.SIGKILL)
+        eventually(lambda: not checkout.agent_lives("long.x"), "the end of the agent")
+        status, out, err = checkout.launch("--out", "runs/long.x")
+        assert status == 2 and "being trained already" in err
+
+    watcher = checkout.start("logs", "--out", "runs/long.x")
+    status, out, err = checkout.launch("stop")  # the newest is another one
+    assert (status, out) == (0, "runs/other is not running: finished\n")
+    status, out, err = checkout.launch("stop", "--out", "runs/long.x")
+    assert status == 0 and "long.x: stopped at step" in out
+    assert not checkout.agent_lives("long.x")
+    out, err = watcher.communicate(timeout=LIMIT)
+    assert watcher.returncode == 0 and "long.x: stopped at step" in out
+    last = (run / "log.txt").read_text().splitlines()[-1]
+    assert last in out
+
+    status, out, err = checkout.launch("stop", "--out", "runs/long.x")
+    assert (status, out) == (0, "runs/long.x is not running: stopped\n")
+
+
+def test_stop_waits_for_workers_that_are_not_up_yet_and_a_second_one_is_a_second_signal(checkout):
+    status, out, err = checkout.launch("--detach", "--end", "deaf")
+    assert status == 0
+    first = checkout.start("stop")
+    eventually(lambda: (checkout.logs("default") / "stopping").exists(), "the first stop")
+    if first.poll() is None:
+        # Too early and the worker dies of the signal; else it is deaf to it and sleeps until the second.
+        status, out, err = checkout.launch("stop")
+    first.communicate(timeout=LIMIT)
+    assert not checkout.agent_lives("default")
+
+
+def test_a_deaf_run_ends_at_the_second_stop(checkout):
+    checkout.launch("--detach", "--end", "deaf", "--steps", "1")
+    eventually(lambda: contains(checkout.run("default") / "log.txt", "Batch 1 "), "the first batch")
+    first = checkout.start("stop")
+    assert "saves" in first.stdout.readline()
+    eventually(lambda: contains(checkout.run("default") / "log.txt", "a signal"), "the first signal")
+    os.killpg(first.pid, signal.SIGINT)
+    out, err = first.communicate(timeout=LIMIT)
+    assert first.returncode == 130 and "runs/default is still stopping" in out
+    assert checkout.agent_lives("default")
+    status, out, err = checkout.launch("stop")
+    assert status == 1 and "at once" in out
+    assert not checkout.agent_lives("default")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["frobnicate"], "train (the default), setup, status, logs or stop"),
+        (["--nproc", "many"], "--nproc"),
+        (["status", "--out", "runs/absent"], "runs/absent"),
+        (["logs", "what"], "--out DIR"),
+        (["logs"], "no run in runs/"),
+        (["--end", "mistake"], "error: found a mistake"),
+    ],
+)
+def test_mistakes_end_with_2_and_one_message(checkout, words, message):
+    status, out, err = checkout.launch(*words)
+    assert (status, out) == (2, "") and message in err
+    assert len(err.splitlines()) == 1
+    assert not (checkout.folder / "runs").exists()
+
+
+@pytest.mark.parametrize("hosts", ["localhost\nnode1\n", "localhost\r\nlocalhost", "user@node1"])
+def test_other_hosts_are_refused(checkout, hosts):
+    (checkout.folder / "hosts").write_bytes(hosts.encode())
+    status, out, err = checkout.launch()
+    assert (status, out) == (2, "") and "one machine" in err and "\r" not in err
+
+
+def test_hosts_may_hold_comments_blanks_and_carriage_returns(checkout):
+    (checkout.folder / "hosts").write_bytes(b"# ours\r\n\r\n  localhost \t# this one\r\n")
+    status, out, err = checkout.launch("--check")
+    assert (status, out, err) == (0, "a line for the user\n", "")
+
+
+def test_setup_takes_the_python_that_has_everything_and_makes_no_other(checkout):
+    status, out, err = checkout.launch("setup")
+    assert (status, err) == (0, "") and ".venv" in out  # complete
+    shutil.rmtree(checkout.folder / ".venv")
+    status, out, err = checkout.launch("setup")
+    assert (status, err) == (0, "")
+    assert f"torch {version('torch')}" in out and str(checkout.folder) not in out
+    assert not (checkout.folder / ".venv").exists()
+
+
+def test_a_python_without_wheels_of_torch_is_refused_by_name(checkout):
+    shutil.rmtree(checkout.folder / ".venv")
+    checkout.script(checkout.short / "bin" / "python3", "echo 3.9")
+    status, out, err = checkout.launch("setup")
+    assert status == 2 and "3.9" in err and "3.10, 3.11, 3.12" in err
+    assert not (checkout.folder / ".venv").exists()
+
+
+def test_help(checkout):
+    for words in (["--help"], ["-h"], ["help"], ["train", "--help"]):
+        status, out, err = checkout.launch(*words)
+        assert (status, err) == (0, "") and "--nproc N" in out and "train.py checks the flags" not in out

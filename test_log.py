@@ -1,0 +1,347 @@
+"""What a run says and leaves behind. Time is driven by hand, so speeds and parts are known exactly."""
+
+import contextlib
+import io
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+
+import log
+from log import Clock, Log, logger, memory_gib, peak_flops, read_json, start_logging, write_status, write_whole
+from shard import Ranks
+
+STARTED = time.perf_counter()
+PREFIX = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[\w+\.py:\d+\] "
+BATCH = re.compile(  # what those who read our screen look for, after the prefixes of Slurm and ours
+    rf"^(?:\d+: )?(?:{PREFIX})?Batch (\d+) Loss: ([\d.]+), Speed: ([\d.]+) samples/sec, lr: ([\d.]+)"
+)
+KEYS = ["step", "tokens", "loss", "lr", "grad_norm", "step_ms", "data_ms", "samples_per_s", "tok_per_s"]
+KEYS += ["tok_per_s_per_device", "mfu", "mem_gib"]
+TOKENS, SEQ_LEN, FLOPS, PEAK = 4096, 64, 1e6, 1e9  # per step; per row; per token; per second and device
+
+
+@pytest.fixture(autouse=True)
+def loud_again():
+    yield
+    for handler in logger.handlers:
+        handler.close()
+    start_logging(None)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Time stands still, but for passes(seconds)."""
+    now = [1000.0]
+    monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(log, "_process_age", lambda: 5.0)
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    return passes
+
+
+def make_log(folder: Path, clock: Clock, resumed_step=0, rank=0, world_size=1) -> Log:
+    config = SimpleNamespace(batch_tokens=TOKENS, seq_len=SEQ_LEN)
+    return Log(folder, Ranks(rank, world_size, torch.device("cpu")), clock, config, FLOPS, PEAK, resumed_step)
+
+
+def record(run: Log, step: int, loss=2.5, **values) -> None:
+    run.step(step, torch.tensor(loss), torch.tensor(0.75), 1e-4, values.pop("val_loss", None))
+    if values:
+        run.amend(**values)
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# ---- lines
+
+
+@pytest.mark.parametrize("line", [
+    "0: 2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184, Speed: 47.06 samples/sec, lr: 0.000100",
+    "2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184, Speed: 47.06 samples/sec, lr: 0.000100",
+    "Batch 20 Loss: 8.42184, Speed: 47.06 samples/sec, lr: 0.000100",
+])  # fmt: skip
+def test_the_line_that_tools_parse(line):
+    assert BATCH.match(line).groups() == ("20", "8.42184", "47.06", "0.000100")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_our_lines_are_parsed_too(tmp_path, passes, monkeypatch, terminal):
+    screen = io.StringIO()
+    screen.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdout", screen)
+    start_logging(tmp_path)
+    clock = Clock()
+    clock.switch("steps")
+    run = make_log(tmp_path, clock)
+    passes(8.0)
+    record(run, 20, 8.421841, val_loss=8.5)
+    (line,) = (tmp_path / "log.txt").read_text().splitlines()
+    (shown,) = screen.getvalue().splitlines()
+    speed = f"{20 * TOKENS / SEQ_LEN / 8.0:.2f}"
+    assert BATCH.match(line).groups() == BATCH.match(shown).groups() == ("20", "8.42184", speed, "0.000100")
+    assert re.match(PREFIX, line) and bool(re.match(PREFIX, shown)) != terminal
+    assert f"[{Path(__file__).name}:" in line  # who called, not log.py
+    tok_per_s = 20 * TOKENS / 8.0
+    for part in (f"{tok_per_s:.0f} tok/s", f"mfu {100 * tok_per_s * FLOPS / PEAK:.1f}%", "grad norm 0.750", "GiB"):
+        assert part in line
+    assert "val loss 8.50000" in line
+
+
+def test_every_line_has_the_prefix(tmp_path, capsys):
+    start_logging(tmp_path)
+    logger.info("100 %% of %s\n\n%d", "a 50 % line\nand\r\nmore", 7)
+    logger.info("")
+    logger.warning("careful\nhere")
+    written = (tmp_path / "log.txt").read_text()
+    assert capsys.readouterr().out == written
+    lines = [re.fullmatch(f"({PREFIX.replace(' I ', ' [IW] ')})(.*)", line) for line in written.splitlines()]
+    texts = [m[2] for m in lines]
+    assert texts == ["100 % of a 50 % line", "and", "more", "", "7", "", "careful", "here"]
+    assert len({m[1] for m in lines[:5]}) == 1
+
+
+def test_logging_twice_says_things_once(tmp_path):
+    start_logging(tmp_path)
+    start_logging(tmp_path)
+    logger.info("once")
+    assert (tmp_path / "log.txt").read_text().count("once") == 1
+
+
+def test_other_ranks_are_silent(tmp_path, passes, capsys):
+    start_logging(None)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "lr": 1.0, "tok_per_s": 1.0, "grad_norm": 1.0}\n')
+    before = (tmp_path / "metrics.jsonl").read_text()
+    run = make_log(tmp_path, Clock(), rank=1, world_size=2)
+    run.clock.switch("steps")
+    passes(1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log, "gather", lambda value, ranks: [value] * 2)
+        record(run, 1, val_loss=2.0)
+    run.draw()
+    logger.error("nobody hears this")
+    assert capsys.readouterr() == ("", "") and [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+# ---- records
+
+
+def test_records(tmp_path, passes, monkeypatch):
+    """Two ranks; the first step compiles; between records also an evaluation and a save, which are no time of steps."""
+    gathered = []
+    monkeypatch.setattr(log, "gather", lambda value, ranks: gathered.append(value) or [value, 4096.0])
+    clock = Clock()
+    run = make_log(tmp_path, clock, world_size=2)
+    clock.switch("compile")
+    for step in range(1, 6):
+        with clock.part("data"):
+            passes(0.25)
+        passes(9.75 if step == 1 else 1.75)
+        if step in (1, 5):
+            with clock.part("saves"):
+                passes(40.0)
+            record(run, step, **({"val_loss": 2.25, "save_ms": 40e3} if step == 5 else {}))
+            with clock.part("evaluation"):
+                passes(30.0)
+        clock.switch("steps")
+    passes(2.0)
+    record(run, 6)
+    first, second, third = metrics(tmp_path)
+    assert list(first) == list(third) == KEYS and list(second) == [*KEYS, "val_loss", "save_ms"]
+    assert all(0 < value < 4096 for value in gathered)
+    assert first == {
+        "step": 1, "tokens": TOKENS, "loss": 2.5, "lr": 1e-4, "grad_norm": 0.75, "step_ms": 10e3, "data_ms": 250,
+        "samples_per_s": TOKENS / SEQ_LEN / 10, "tok_per_s": TOKENS / 10, "tok_per_s_per_device": TOKENS / 20,
+        "mfu": TOKENS / 20 * FLOPS / PEAK, "mem_gib": 4096.0,
+    }  # fmt: skip
+    assert second == first | {
+        "step": 5, "tokens": 5 * TOKENS, "step_ms": 2e3,
+        "samples_per_s": TOKENS / SEQ_LEN / 2, "tok_per_s": TOKENS / 2, "tok_per_s_per_device": TOKENS / 4,
+        "mfu": TOKENS / 4 * FLOPS / PEAK, "val_loss": 2.25, "save_ms": 40e3,
+    }  # fmt: skip
+    status = read_json(tmp_path / "status.json")
+    assert (status["state"], status["step"]) == ("running", 6)
+
+
+def test_resume_removes_later_records(tmp_path, passes):
+    run = make_log(tmp_path, Clock())
+    run.clock.switch("steps")
+    for step in (1, 10, 20, 30):
+        passes(10.0)
+        record(run, step)
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 31, "tok')  # killed while it wrote
+    clock = Clock()
+    passes(100.0)
+    run = make_log(tmp_path, clock, resumed_step=20)
+    assert [r["step"] for r in metrics(tmp_path)] == [1, 10, 20]
+    clock.switch("steps")
+    passes(6.0)
+    record(run, 22)
+    last = metrics(tmp_path)[-1]
+    assert (last["step"], last["tokens"], last["step_ms"]) == (22, 22 * TOKENS, 3e3)
+    make_log(tmp_path, Clock())  # a fresh start
+    assert metrics(tmp_path) == []
+
+
+# ---- time
+
+
+def test_clock_parts_nest_and_add_up(passes):
+    clock = Clock()
+    passes(1.0)
+    clock.switch("compile")
+    passes(2.0)
+    with clock.part("data"):
+        passes(4.0)
+    passes(8.0)
+    clock.switch("steps")
+    with contextlib.suppress(KeyError), clock.part("evaluation"):
+        passes(16.0)
+        with clock.part("data"):
+            passes(32.0)
+        raise KeyError
+    passes(64.0)
+    assert [clock.seconds(p) for p in ("start", "compile", "data", "steps", "evaluation", "saves")] == [
+        6,
+        10,
+        36,
+        64,
+        16,
+        0,
+    ]
+    passes(128.0)
+    said = clock.report()
+    found = re.fullmatch(r"Time taken: ([\d.]+) seconds \((.*)\)", said)
+    parts = {name: float(seconds) for name, seconds in (part.split() for part in found[2].split(", "))}
+    assert parts == {"start": 6, "compile": 10, "data": 36, "evaluation": 16, "steps": 192}
+    assert float(found[1]) == sum(parts.values()) == 5 + 255
+
+
+def test_the_clock_began_with_the_process():
+    clock = Clock()
+    assert clock.seconds("start") >= time.perf_counter() - STARTED - 0.1
+    uptime = float(Path("/proc/uptime").read_text().split()[0]) if Path("/proc/uptime").exists() else float("inf")
+    assert clock.seconds("start") <= uptime
+
+
+# ---- curves
+
+
+@pytest.mark.parametrize("records, val", [(30, True), (1, False)])
+def test_curves(tmp_path, passes, monkeypatch, val, records):
+    from matplotlib import pyplot
+
+    figures, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    run = make_log(tmp_path, Clock())
+    run.draw()
+    assert not (tmp_path / "curves.png").exists()  # there is nothing yet
+    run.clock.switch("steps")
+    for i in range(1, records + 1):
+        passes(float(i))
+        record(run, i, 5 / i, **({"val_loss": 6 / i} if val and i % 10 in (0, 1) else {}))
+    run.draw()
+    image = matplotlib.image.imread(tmp_path / "curves.png")
+    assert 400 < image.shape[0] < image.shape[1] < 3000 and image[..., :3].std() > 0.05
+    assert {p.name for p in tmp_path.iterdir()} == {"curves.png", "metrics.jsonl", "status.json"}
+
+    written = metrics(tmp_path)
+    lines = {axis.get_ylabel(): [line.get_xydata() for line in axis.get_lines()] for axis in figures[0].axes}
+    for label, key in (("loss", "loss"), ("learning rate", "lr"), ("tokens per second", "tok_per_s")):
+        (drawn,) = (v[0] for k, v in lines.items() if k.startswith(label))
+        kept = written[-len(drawn) :]
+        assert np.array_equal(drawn, [(r["step"], r[key]) for r in kept]) and len(kept) >= max(1, records - 1)
+    (losses,) = (v for k, v in lines.items() if k.startswith("loss"))
+    evaluated = [(r["step"], r["val_loss"]) for r in written if "val_loss" in r]
+    assert len(losses) == 1 + val and (not val or np.array_equal(losses[1], evaluated))
+    assert all(axis.get_xlabel() == "step" and axis.get_ylabel() for axis in figures[0].axes)
+    assert len(figures) == 1
+    close(figures[0])
+
+
+# ---- files
+
+
+def fail(*_args, **_kwargs):
+    raise OSError(28, "No space left on device")
+
+
+def half(path: Path, text: str, *_args, **_kwargs):
+    with open(path, "w") as f:
+        f.write(text[: len(text) // 2])
+    fail()
+
+
+@pytest.mark.parametrize("place, failure", [((Path, "write_text"), half), ((log.os, "replace"), fail)])
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, place, failure):
+    write_whole(tmp_path / "a", "old content")
+    write_whole(tmp_path / "a", "new content")
+    assert (tmp_path / "a").read_text() == "new content"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(*place, failure)
+        write_whole(tmp_path / "a", "newer content")
+    assert (tmp_path / "a").read_text() == "new content" and [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_status(tmp_path):
+    assert read_json(tmp_path / "status.json") == {}
+    write_status(tmp_path, "failed", 7, 1, "naïve\n日本語")
+    status = read_json(tmp_path / "status.json")
+    assert {k: status[k] for k in ("state", "step", "exit_code", "message")} == {
+        "state": "failed", "step": 7, "exit_code": 1, "message": "naïve\n日本語",
+    }  # fmt: skip
+    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_environment_is_json():
+    environment = json.loads(json.dumps(log.describe_environment()))
+    assert environment["torch"] == torch.__version__ and environment["threads"] == torch.get_num_threads()
+    assert environment["python"] == sys.version.split()[0] and environment["devices"] and environment["command"]
+    assert environment["git"] is None or re.fullmatch("[0-9a-f]{40}", environment["git"])
+
+
+# ---- the machine
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_measured_peak(dtype):
+    state = torch.get_rng_state()
+    flops, source = peak_flops(torch.device("cpu"), dtype)
+    assert flops > 1e7 and "matmul" in source and f"{flops / 1e12:.3f}" in source
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name, tflops", [
+    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A800-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989),
+    ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989), ("NVIDIA GH200 480GB", 989),
+    ("NVIDIA B200", 2250), ("NVIDIA L40S", 362), ("NVIDIA L40", 181), ("NVIDIA L4", 121), ("NVIDIA A10G", 70),
+    ("NVIDIA A10", 125),
+])  # fmt: skip
+def test_known_peaks(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    flops, source = peak_flops(torch.device("cuda", 0), torch.bfloat16)
+    assert flops == tflops * 1e12 and "data sheet" in source
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_memory_is_the_peak_of_the_process():
+    def peak() -> float:
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
+
+    block = np.ones(2**27 // 8)  # 128 MiB
+    del block
+    assert memory_gib(torch.device("cpu")) == pytest.approx(peak(), rel=0.2)
+    assert memory_gib(torch.device("cpu")) > 0.125

@@ -1,0 +1,217 @@
+"""shard.py: the oracle is one process that is not sharded; the workers below are real gloo processes under torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import shard
+from config import UserError
+from model import MODELS, Transformer, random_init
+
+ROOT = Path(__file__).parent
+ALONE = shard.Ranks(0, 1, torch.device("cpu"))
+
+
+def run_ranks(n: int, code: str, *args: str) -> str:
+    """Runs Python code on n gloo ranks -> what they print."""
+    prelude = "import sys; sys.path.insert(0, sys.argv[1])\nimport torch, shard, test_shard\n"
+    script = Path(args[0]) / "worker.py" if args else None
+    script.write_text(prelude + code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script), str(ROOT), *args], capture_output=True, text=True, env=env, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def make_batch(rank: int = 0, ranks: int = 1):
+    """Four rows with very uneven masks, or a rank's share of them."""
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 258, (4, 32), generator=g)
+    targets = torch.randint(0, 258, (4, 32), generator=g)
+    for row, kept in enumerate((32, 3, 17, 0)):
+        targets[row, kept:] = -100
+    share = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+    return tokens[share], targets[share]
+
+
+def train_steps(
+    ranks: shard.Ranks, name: str, mesh=None, checkpointing="none", compile_mode="none", dtype=torch.float32
+):
+    """Three steps in two micro-batches each -> (losses, gradient norms, final parameters as whole tensors)."""
+    from optim import update
+
+    config = MODELS[name]
+    with torch.device("meta"):
+        model = Transformer(config, dtype)
+    shard.checkpoint_activations(model, checkpointing)
+    shard.compile_model(model, compile_mode)
+    shard.shard_model(model, mesh, dtype)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    shard.fill(model, random_init(config, shapes, 0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
+    guard = shard.GradientGuard(model, 0.5, ranks, mesh)
+    tokens, targets = make_batch(ranks.rank, ranks.world_size)
+    losses, norms = [], []
+    for _ in range(3):
+        loss, trained, half = torch.zeros(()), 0, len(tokens) // 2
+        for i, rows in enumerate((slice(0, half), slice(half, None)) if half else (slice(None),)):
+            shard.sync_gradients(model, i == (1 if half else 0))
+            part = model(tokens[rows], targets[rows])
+            part.backward()
+            loss += part.detach()
+            trained += int((targets[rows] != -100).sum())
+        mean, norm, scale = guard.reduce(loss, trained)
+        update(optimizer, 1e-3, scale, guard.suppress)
+        losses.append(mean.item())
+        norms.append(norm.item())
+    whole = {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in model.named_parameters()
+    }
+    return losses, norms, whole
+
+
+PARITY = """
+ranks = shard.init_ranks()
+for name, size, ac, comp in {cases!r}:
+    got = test_shard.train_steps(ranks, name, shard.make_mesh(size, ranks), ac, comp)
+    want = test_shard.train_steps(test_shard.ALONE, name)
+    for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True):
+        assert abs(a - b) < 1e-5 * max(1, abs(b)), (name, size, ac, comp, got[:2], want[:2])
+    for key in want[2]:
+        torch.testing.assert_close(got[2][key], want[2][key], rtol=1e-4, atol=1e-6, msg=lambda m: f"{{key}} {{m}}")
+    if ranks.rank == 0:
+        print("same", name, size, ac, comp)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_train_like_one_process(tmp_path, ranks):
+    """Losses, norms and parameters after clipped AdamW steps, with uneven masks and accumulation, on every mesh."""
+    models = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral")
+    cases = [(name, size, "none", "none") for name in models for size in ((1, 2) if ranks == 2 else (2, 4))]
+    cases += [("tiny-llama", 0, "block", "none")] + ([("tiny-llama", 0, "block", "block")] if ranks == 2 else [])
+    out = run_ranks(ranks, PARITY.format(cases=cases), str(tmp_path))
+    assert out.count("same") == len(cases)
+
+
+def test_fill_is_the_same_on_every_mesh(tmp_path):
+    """Each rank holds its slice of the one initialisation, bit for bit; of poisoned memory nothing is left."""
+    code = """
+from model import MODELS, Transformer, random_init
+ranks = shard.init_ranks()
+for name in ("tiny-llama3.2", "tiny-mixtral", "tiny-gpt2"):
+    for size in (1, 2, 3):
+        if ranks.world_size % size:
+            continue
+        with torch.device("meta"):
+            model = Transformer(MODELS[name])
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        shard.shard_model(model, shard.make_mesh(size, ranks), torch.float32)
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        for tensor in [*model.parameters(), *model.buffers()]:
+            shard.local(tensor.detach()).fill_(float("nan"))
+        read = random_init(MODELS[name], shapes, 7)
+        shard.fill(model, read)
+        for n, p in model.named_parameters():
+            assert torch.equal(p.full_tensor(), read(n, tuple(slice(0, s) for s in p.shape))), n
+        assert model.lm_head.weight is model.embed_tokens.weight or not MODELS[name].tied
+print("done")
+torch.distributed.destroy_process_group()
+"""
+    assert run_ranks(3, code, str(tmp_path)).count("done") == 3
+
+
+def test_guard_suppresses_updates_on_all_ranks(tmp_path):
+    """A gradient that is no number on one rank: no rank's parameters change, then or later; all raise for one step."""
+    code = """
+from optim import update
+ranks = shard.init_ranks()
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+guard = shard.GradientGuard(model, 1.0, ranks, None)
+before, raised = None, None
+for step in range(1, 6):
+    model(torch.ones(2, 4)).sum().backward()
+    if step == 3 and ranks.rank == 1:
+        model.weight.grad[0, 0] = float("inf")
+    loss, norm, scale = guard.reduce(torch.ones(()), 8)
+    if step == 3:
+        before = model.weight.detach().clone()
+    update(optimizer, 0.1, scale, guard.suppress)
+    try:
+        guard.check(step)
+    except shard.NotFinite as e:
+        raised = (step, str(e))
+        break
+assert raised and raised[0] == 4 and "step 3" in raised[1], raised
+assert torch.equal(before, model.weight)
+assert all(s["step"].item() == 2 for s in optimizer.state.values())
+print("done")
+torch.distributed.destroy_process_group()
+"""
+    assert run_ranks(2, code, str(tmp_path)).count("done") == 2
+
+
+def test_stop_vote_is_one_step_late_and_unanimous(tmp_path):
+    code = """
+import os, signal
+ranks = shard.init_ranks()
+vote = shard.StopVote(ranks, lambda: None)
+answers = []
+for step in range(6):
+    if step == 2 and ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    answers.append(vote.agreed())
+assert answers == [False] * 3 + [True] * 3, answers
+print("done")
+torch.distributed.destroy_process_group()
+"""
+    assert run_ranks(2, code, str(tmp_path)).count("done") == 2
+
+
+def test_bad_meshes_and_devices_name_both_numbers(monkeypatch):
+    with pytest.raises(UserError, match="--shard_size 3 does not divide the 4 ranks"):
+        shard.make_mesh(3, shard.Ranks(0, 4, torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(UserError, match=r"4 processes.* 2 visible GPUs \(CUDA_VISIBLE_DEVICES is 0,1\)"):
+        shard.find_device(4)
+
+
+def test_gpus_that_torch_cannot_use_are_refused(monkeypatch, tmp_path):
+    """Never a silent run on the CPU; unless the user hides the GPUs."""
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho 'NVIDIA H200, 470.1'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError, match=r"NVIDIA H200, 470.1.*CUDA"):
+        shard.find_device(1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert shard.find_device(1).type == "cpu"
+
+
+def test_missing_compiler_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "apt install g++" in shard.compiler_problem()
+
+
+def test_checkpointing_and_compile_leave_names_alone():
+    model = Transformer(MODELS["tiny-llama"])
+    names = [n for n, _ in model.named_parameters()]
+    shard.checkpoint_activations(model, "block")
+    shard.compile_model(model, "block")
+    assert [n for n, _ in model.named_parameters()] == names

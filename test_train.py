@@ -1,0 +1,257 @@
+"""train.py from the outside, as a user meets it: runs of tiny models, their folders, their ends.
+
+Oracles: an uninterrupted run for resume, one process for several, the metrics file for the screen."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+FAST = ["--compile", "none", "--dtype", "fp32", "--seq_len", "64", "--micro_batch", "4", "--eval_batches", "1"]
+LINE = re.compile(r"Batch (\d+) Loss: ([\d.]+), Speed: ([\d.]+) samples/sec, lr: ([\d.]+)")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A small text of its own, so that runs do not read the built-in one."""
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(4000)))
+    return str(path)
+
+
+def command(args, ranks: int = 1) -> list[str]:
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *run, str(ROOT / "train.py"), *map(str, args)]
+
+
+def train(*args, ranks: int = 1, env: dict | None = None, status: int = 0) -> subprocess.CompletedProcess:
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
+    done = subprocess.run(command(args, ranks), capture_output=True, text=True, env=env, timeout=400)
+    assert done.returncode == status, f"status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def values(run: Path) -> dict[int, tuple]:
+    return {r["step"]: (r["loss"], r["grad_norm"], r.get("val_loss")) for r in records(run)}
+
+
+def test_a_run_leaves_all_that_it_promises(tmp_path, text):
+    run = tmp_path / "run"
+    flags = [*FAST, "--data", text, "--steps", 12, "--log_every", 5, "--eval_every", 10, "--save_every", 5]
+    done = train(*flags, "--sample_every", 10, "--prompt", "7 and", "--out", run)
+    names = {p.name for p in run.iterdir()}
+    files = "flags.json env.json status.json metrics.jsonl log.txt curves.png samples.txt checkpoints"
+    assert names == set(files.split())
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"], status["exit_code"]) == ("finished", 12, 0)
+    rows = records(run)
+    assert [r["step"] for r in rows] == [1, 5, 10, 12]
+    assert [r["step"] for r in rows if "val_loss" in r] == [10, 12]
+    assert [r["step"] for r in rows if "save_ms" in r] == [5, 10, 12]
+    assert [r["tokens"] for r in rows] == [256 * r["step"] for r in rows]
+    # the screen, log.txt and the metrics say the same
+    for output in (done.stdout, (run / "log.txt").read_text()):
+        parsed = [(int(a), float(b), float(c), float(d)) for a, b, c, d in LINE.findall(output)]
+        assert parsed == [
+            (r["step"], round(r["loss"], 5), round(r["samples_per_s"], 2), round(r["lr"], 6)) for r in rows
+        ]
+        for said in ("Creating Model", "Created model with total parameters: 125504 (125.50 K)", "Created optimizer"):
+            assert said in output
+    prefix = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [IWE] \[\w+\.py:\d+\] ")
+    assert all(prefix.match(line) for line in (run / "log.txt").read_text().splitlines())
+    assert (run / "samples.txt").read_text().count("7 and") == 2
+    flags = json.loads((run / "flags.json").read_text())
+    assert flags["dtype"] == "fp32" and flags["batch_tokens"] == 256 and flags["attention"] == "sdpa"
+    env = json.loads((run / "env.json").read_text())
+    assert env["mesh"] == {"replicate": 1, "shard": 1} and len(env["data"]["train"][0]["sha256_ends"]) == 64
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step-00000010", "step-00000012"]
+
+
+def test_the_parts_of_the_time_add_up_to_the_wall(tmp_path, text):
+    begin = time.perf_counter()
+    out = train(*FAST, "--data", text, "--steps", 300, "--eval_every", 100, "--out", tmp_path / "run").stdout
+    wall = time.perf_counter() - begin
+    total, parts = re.search(r"Time taken: ([\d.]+) seconds \((.*)\)", out).groups()
+    seconds = {name: float(s) for name, s in (p.rsplit(" ", 1) for p in parts.split(", "))}
+    assert {"start", "compile", "data", "steps", "evaluation", "saves"} <= seconds.keys()
+    assert sum(seconds.values()) == pytest.approx(float(total), abs=0.05 * len(seconds) + 0.05)
+    assert float(total) <= wall < float(total) + 2  # what is left is the interpreter's end
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path, text):
+    flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 5, "--schedule", "constant"]
+    train(*flags, "--steps", 20, "--out", tmp_path / "whole")
+    train(*flags, "--steps", 10, "--out", tmp_path / "parts")
+    train(*flags, "--steps", 20, "--out", tmp_path / "parts")
+    assert values(tmp_path / "whole") == values(tmp_path / "parts")
+    weights = [tmp_path / r / "checkpoints/step-00000020/rank-00000.safetensors" for r in ("whole", "parts")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mixtral"])
+def test_two_processes_train_like_one(tmp_path, text, name):
+    flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 4, "--model", name, "--batch_tokens", 1024]
+    flags += ["--steps", 8, "--sample_every", 8]
+    train(*flags, "--out", tmp_path / "one")
+    train(*flags, "--out", tmp_path / "two", ranks=2)
+    one, two = values(tmp_path / "one"), values(tmp_path / "two")
+    assert one.keys() == two.keys() == set(range(1, 9))
+    for step in one:
+        for a, b in zip(one[step], two[step], strict=True):
+            assert a == b or a == pytest.approx(b, rel=1e-5)
+    assert "Wrapped model with FSDP" in (tmp_path / "two/log.txt").read_text()
+    assert (tmp_path / "two/samples.txt").exists()
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, text):
+    """The same global batches; 6 rows do not divide by 2 ranks x 2 rows, so a last micro-batch is partly filled."""
+    flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 0, "--micro_batch", 2, "--batch_tokens", 384]
+    flags += ["--schedule", "constant"]
+    train(*flags, "--steps", 8, "--out", tmp_path / "whole")
+    train(*flags, "--steps", 4, "--out", tmp_path / "parts")
+    train(*flags, "--steps", 8, "--out", tmp_path / "parts", ranks=2)
+    whole, parts = values(tmp_path / "whole"), values(tmp_path / "parts")
+    assert whole.keys() == parts.keys()
+    for step in whole:
+        assert whole[step][:2] == pytest.approx(parts[step][:2], rel=1e-5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_saves_and_stops_and_the_same_command_goes_on(tmp_path, text, number):
+    flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 0, "--steps", 400, "--out", tmp_path / "run"]
+    process = subprocess.Popen(command(flags), stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "Batch 20 " in line:
+            process.send_signal(number)
+            break
+    rest = process.stdout.read()
+    assert process.wait(60) == 0 and signal.Signals(number).name in rest
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["state"] == "stopped" and 20 <= status["step"] < 400
+    if number == signal.SIGTERM:
+        train(*flags)
+        train(*flags[:-1], tmp_path / "whole")
+        assert values(tmp_path / "run") == values(tmp_path / "whole")
+
+
+def test_memory_stays_flat(tmp_path, text):
+    """From step 20 to the end, with evaluations, plots, saves and samples on the way."""
+    flags = [*FAST, "--data", text, "--steps", 200, "--log_every", 20, "--eval_every", 10, "--save_every", 10]
+    train(*flags, "--sample_every", 10, "--out", tmp_path / "run")
+    memory = {r["step"]: r["mem_gib"] for r in records(tmp_path / "run")}
+    assert memory[200] < 1.03 * memory[20], memory
+
+
+def test_without_a_compiler_the_run_goes_on_uncompiled(tmp_path, text):
+    flags = ["--data", text, "--steps", 2, "--eval_every", 0, "--seq_len", 64, "--out", tmp_path / "run"]
+    done = train(*flags, env={"CXX": "no-such-compiler"})
+    assert done.stderr.count("apt install g++") == 1
+    assert json.loads((tmp_path / "run/flags.json").read_text())["compile"] == "none"
+    refused = train(*flags, "--compile", "block", env={"CXX": "no-such-compiler"}, status=2)
+    assert "--compile block" in refused.stderr and "apt install g++" in refused.stderr
+
+
+def test_the_default_recipe_learns_without_a_compiler(tmp_path):
+    """A short default run: 100 steps, decay included, reached 2.56 nats per byte here; byte frequencies alone give 3.3."""
+    flags = ["@recipes/default.args", "--steps", 100, "--eval_every", 100, "--out", tmp_path / "run"]
+    out = train(*flags, env={"CXX": "no-such-compiler", "OMP_NUM_THREADS": "2"}).stdout
+    assert records(tmp_path / "run")[-1]["val_loss"] < 2.7
+    assert "Sample after step 100" in out
+
+
+def test_a_finished_run_says_how_to_go_on(tmp_path, text):
+    flags = [*FAST, "--data", text, "--steps", 2, "--eval_every", 0, "--out", tmp_path / "run"]
+    train(*flags)
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    for extra in ([], ["--check"]):
+        said = train(*flags, *extra).stdout
+        assert "python generate.py --run" in said and "--steps" in said and "--out" in said
+    assert "state=finished" in said
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+    text_out = subprocess.run(
+        [sys.executable, ROOT / "generate.py", "--run", tmp_path / "run", "--prompt", "1 and", "--tokens", "20"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert text_out.returncode == 0 and text_out.stdout.startswith("1 and")
+
+
+BAD = {
+    "an unknown flag": (["--larning_rate", "1"], "unknown flag --larning_rate"),
+    "a wrong type": (["--steps", "many"], "--steps"),
+    "no such recipe": (["@recipes/none.args"], "no such recipe"),
+    "no such data": (["--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
+    "too short a text": (["--data", "{short}"], "one row needs seq_len + 1 = 65"),
+    "an empty text": (["--data", "{empty}"], "0 tokens"),
+    "ids beyond the vocabulary": (["--vocab_size", "100"], "the model's vocab_size is 100"),
+    "a batch that does not divide": (["--batch_tokens", "1000"], "4 x 64 x 1 = 256"),
+    "a row too long for learned positions": (["--model", "tiny-gpt2", "--seq_len", "512"], "256 learned positions"),
+    "a run folder of another model": (["--model", "tiny-gpt2", "--out", "{old}"], "--model was 'tiny-llama'"),
+}
+
+
+@pytest.fixture(scope="module")
+def old_run(tmp_path_factory, text):
+    run = tmp_path_factory.mktemp("old") / "run"
+    train(*FAST, "--data", text, "--steps", 1, "--eval_every", 0, "--out", run)
+    return run
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind):
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "empty.txt").write_text("")
+    extra, message = BAD[kind]
+    places = {"{short}": tmp_path / "short.txt", "{empty}": tmp_path / "empty.txt", "{old}": old_run}
+    out = tmp_path / "run"
+    args = [*FAST, "--data", text, "--steps", 2, "--out", out, *(str(places.get(a, a)) for a in extra)]
+    for how in ([], ["--check"]):
+        done = train(*args, *how, status=2)
+        assert done.stderr.count("error: ") == 1 and message in done.stderr and "Traceback" not in done.stderr
+    assert not (out / "checkpoints").exists() and not (out / "metrics.jsonl").exists()
+
+
+def test_a_mistake_is_said_once_by_several_processes(tmp_path, text):
+    done = train(*FAST, "--data", text, "--batch_tokens", 1000, "--out", tmp_path / "run", ranks=2, status=1)
+    assert done.stderr.count("error: --batch_tokens 1000 does not divide") == 1
+    assert "4 x 64 x 2 = 512" in done.stderr
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path, text):
+    flags = [*FAST, "--data", text, "--steps", 50, "--log_every", 1, "--eval_every", 0, "--warmup_steps", 0]
+    done = train(*flags, "--lr", 1e30, "--clip", 0, "--out", tmp_path / "run", status=1)
+    assert "is not finite" in done.stderr and "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
+
+
+def test_check_prints_what_would_be_done_and_trains_nothing(tmp_path, text):
+    out = train(*FAST, "--data", text, "--out", tmp_path / "run", "--check").stdout.splitlines()
+    assert out == [f"out={tmp_path / 'run'}", "device=cpu", "processes=1", "state=fresh"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_ends_the_run_with_one_message_and_an_intact_checkpoint(tmp_path, text):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        flags = [*FAST, "--data", text, "--steps", 9, "--save_every", 1, "--keep", 9, "--eval_every", 0]
+        done = train(*flags, "--out", disk / "run", status=1)
+        assert done.stderr.count("error: the disk is full") == 1
+        assert "Traceback" not in done.stderr
+        kept = sorted(p.name for p in (disk / "run/checkpoints").iterdir())
+        assert kept == ["latest", "step-00000001", "step-00000002"]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
