@@ -146,13 +146,13 @@ def _write_manifest(
     os.replace(pointer, folder.parent / "latest")
 
 
-def _folders(run: Path) -> list[Path]:
+def folders(run: Path) -> list[Path]:
     """Step folders, oldest first."""
     return sorted(p for p in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name))
 
 
 def _prune(run: Path, keep: int) -> None:
-    for old in _folders(run)[:-keep]:
+    for old in folders(run)[:-keep]:
         (old / "manifest.json").unlink(missing_ok=True)  # first, so that half a folder is never taken for a checkpoint
         shutil.rmtree(old)
     for torn in (run / "checkpoints").glob("step-*.tmp-*"):
@@ -161,7 +161,7 @@ def _prune(run: Path, keep: int) -> None:
 
 def verify(run: Path | str) -> list[tuple[int, bool, str]]:
     """(step, whether it is whole, what is wrong with it) of every checkpoint of a run, oldest first."""
-    return [(int(p.name[5:]), not _fault(p), _fault(p)) for p in _folders(Path(run))]
+    return [(int(p.name[5:]), not _fault(p), _fault(p)) for p in folders(Path(run))]
 
 
 def _fault(folder: Path) -> str:
@@ -248,7 +248,7 @@ def find(config: Config) -> tuple[Checkpoint | None, list[str]]:
         _check_room(config, 0)
         return None, skipped
     if config.resume == "auto":
-        candidates = _folders(Path(config.out))[::-1]
+        candidates = folders(Path(config.out))[::-1]
     else:
         candidates = [Path(config.resume)]
         if not candidates[0].is_dir():
@@ -273,7 +273,7 @@ def find(config: Config) -> tuple[Checkpoint | None, list[str]]:
 
 def _check_room(config: Config, step: int) -> None:
     """A run that does not go on from its folder's newest checkpoint must not meet later ones there."""
-    later = [p.name for p in _folders(Path(config.out)) if int(p.name[5:]) > step]
+    later = [p.name for p in folders(Path(config.out)) if int(p.name[5:]) > step]
     if later:
         raise UserError(f"--resume {config.resume}: {config.out} holds {later[-1]} already; give another --out")
 

@@ -24,6 +24,10 @@ class UserError(Exception):
     """What a user can get wrong: reported as one message, without a traceback, with exit status 2."""
 
 
+class RankError(UserError):
+    """One that a single rank may be the only one to see, and so to report."""
+
+
 def _use_venv() -> None:
     """Started by a Python without the requirements: go on with .venv's, or say how to make it."""
     missing = [
@@ -279,6 +283,10 @@ def _check_ranges(c: Config) -> None:
     if c.min_lr > c.lr:
         raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
     model = c.model_config
+    if model.positions == "learned" and c.sample_every and len(c.prompt.encode()) + 2 > model.max_seq_len:
+        raise UserError(
+            f"--prompt: {len(c.prompt.encode())} bytes, {c.model} has {model.max_seq_len} learned positions"
+        )
     if model.positions == "learned" and c.seq_len > model.max_seq_len:
         raise UserError(
             f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"

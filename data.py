@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config import Config, UserError
+from config import Config, RankError, UserError
 from model import IGNORE
 from tokenizer import load_tokenizer
 
@@ -418,8 +418,8 @@ class Loader:
         return Batch(torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(targets), positions)
 
 
-def _beyond_vocabulary(tokens: Tokens, at: int, config: Config) -> UserError:
-    return UserError(
+def _beyond_vocabulary(tokens: Tokens, at: int, config: Config) -> RankError:
+    return RankError(
         f"{tokens.where(at)}: id {tokens.read(at, at + 1)[0]}, but the model's vocab_size is"
         f" {config.model_config.vocab_size}; tokenizer and --model (or --vocab_size) must match"
     )

@@ -58,13 +58,13 @@ def check_length(model_config, prompt: int, n: int) -> None:
 
 def load_run(run: Path, device: torch.device) -> tuple[Config, Transformer, int]:
     """-> (settings, model, step) of a run's newest whole checkpoint."""
-    from checkpoint import Checkpoint, _folders, verify
+    from checkpoint import Checkpoint, folders, verify
     from shard import fill
 
     good = [step for step, ok, _ in verify(run) if ok]
     if not good:
         raise UserError(
-            f"--run {run}: there is no whole checkpoint in it{'' if _folders(run) else ' (runs/NAME is a run folder)'}"
+            f"--run {run}: there is no whole checkpoint in it{'' if folders(run) else ' (runs/NAME is a run folder)'}"
         )
     found = Checkpoint(run / "checkpoints" / f"step-{good[-1]:08d}")
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in found.manifest["config"].items()}

@@ -84,8 +84,11 @@ def write_status(folder: Path, state: str, step: int, exit_code: int | None = No
 
 
 def read_json(path: Path) -> dict:
-    """{} if there is no such file."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    """{} if there is no such file, or no JSON in it."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
 
 
 def describe_environment() -> dict:

@@ -90,7 +90,7 @@ for name, size, ac, comp in {cases!r}:
         torch.testing.assert_close(got[2][key], want[2][key], rtol=1e-4, atol=1e-6, msg=lambda m: f"{{key}} {{m}}")
     if ranks.rank == 0:
         print("same", name, size, ac, comp)
-torch.distributed.destroy_process_group()
+shard.leave(ranks)
 """
 
 
@@ -127,7 +127,7 @@ for name in ("tiny-llama3.2", "tiny-mixtral", "tiny-gpt2"):
             assert torch.equal(p.full_tensor(), read(n, tuple(slice(0, s) for s in p.shape))), n
         assert model.lm_head.weight is model.embed_tokens.weight or not MODELS[name].tied
 print("done")
-torch.distributed.destroy_process_group()
+shard.leave(ranks)
 """
     assert run_ranks(3, code, str(tmp_path)).count("done") == 3
 
@@ -158,7 +158,7 @@ assert raised and raised[0] == 4 and "step 3" in raised[1], raised
 assert torch.equal(before, model.weight)
 assert all(s["step"].item() == 2 for s in optimizer.state.values())
 print("done")
-torch.distributed.destroy_process_group()
+shard.leave(ranks)
 """
     assert run_ranks(2, code, str(tmp_path)).count("done") == 2
 
@@ -175,7 +175,7 @@ for step in range(6):
     answers.append(vote.agreed())
 assert answers == [False] * 3 + [True] * 3, answers
 print("done")
-torch.distributed.destroy_process_group()
+shard.leave(ranks)
 """
     assert run_ranks(2, code, str(tmp_path)).count("done") == 2
 

@@ -20,7 +20,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from config import Config, UserError, check_batch, parse_args  # first: it finds the Python that has torch
+from config import Config, RankError, UserError, check_batch, parse_args  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -49,9 +49,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
         return say_finished(config, start) if first else None
     if not found:
         check_batch(config, ranks.world_size)
-    if first:
-        run.mkdir(parents=True, exist_ok=True)
-        write_status(run, "running", start)
+    shard.on_first_rank(lambda: open_run_folder(run, start), ranks)
     start_logging(run if first else None)
     stop = shard.StopVote(
         ranks,
@@ -194,6 +192,14 @@ def every(step: int, n: int) -> bool:
     return n > 0 and step % n == 0
 
 
+def open_run_folder(run: Path, step: int) -> None:
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as e:
+        raise UserError(f"--out {run}: no folder can be there: {e}") from None
+    write_status(run, "running", step)
+
+
 def human(n: int) -> str:
     unit, name = next((u for u in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if n >= u[0]), (1, ""))
     return f"{n / unit:.2f} {name}".strip()
@@ -239,6 +245,9 @@ def check(config: Config) -> None:
     device = shard.find_device(config.check)
     processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
     config = resolve(config, device, processes)
+    there = next(p for p in [Path(config.out).absolute(), *Path(config.out).absolute().parents] if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"--out {config.out}: {there} is no folder that can be written to")
     found, _ = checkpoint.find(config)
     if not found:
         check_batch(config, processes)
@@ -265,9 +274,7 @@ def main(argv: list[str]) -> int:
         ranks = shard.init_ranks()
         config = resolve(config, ranks.device, ranks.world_size)
         train(config, ranks, clock)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return 0
+        shard.leave(ranks)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -276,7 +283,7 @@ def main(argv: list[str]) -> int:
 
 def report(error: Exception, config: Config | None, rank: int) -> int:
     """Says what ended the run, on stderr and in status.json -> the exit status."""
-    code, message = 1, f"{type(error).__name__}: {error}"
+    code, message, alone = 1, f"{type(error).__name__}: {error}", isinstance(error, RankError)
     if isinstance(error, UserError):
         code, message = 2, str(error)
     elif isinstance(error, PermissionError):
@@ -287,10 +294,11 @@ def report(error: Exception, config: Config | None, rank: int) -> int:
         message = f"the disk is full: {error}; what was saved before is intact: free some space and start again"
     else:
         traceback.print_exc()
+        alone = True
         message = f"rank {rank} on {platform.node()}: {message}"
     run = Path(config.out) if config else None
     running = run is not None and read_json(run / "status.json").get("state") == "running"
-    if rank == 0 or (running and code == 2):
+    if rank == 0 or alone:  # what all ranks see alike is said once
         print(f"error: {message}", file=sys.stderr)
     if running:  # the first rank to fail says why; what follows from it elsewhere does not replace it
         status = read_json(run / "status.json")
