@@ -73,7 +73,7 @@ def save(
     if error is None and ranks.rank == 0:
         try:
             _write_manifest(temporary, folder, step, [p for p, _ in results], optimizer, position, config, ranks)
-            _prune(run, config.keep)
+            _prune(run, config.keep, step)
         except OSError as e:
             error = e
     error = next((e for e in gather(error, ranks) if e), None)
@@ -94,6 +94,7 @@ def _as_oserror(error: Exception, path: Path) -> OSError:
 
 def _write_part(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict:
     """This rank's file -> its line of the manifest."""
+    assert not optimizer.state or all(p in optimizer.state for p in model.parameters()), "parameters are still gathered"
     tensors = {"rng": torch.get_rng_state()}
     if ranks.device.type == "cuda":
         tensors["rng.cuda"] = torch.cuda.get_rng_state(ranks.device)
@@ -151,8 +152,10 @@ def folders(run: Path) -> list[Path]:
     return sorted(p for p in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name))
 
 
-def _prune(run: Path, keep: int) -> None:
-    for old in folders(run)[:-keep]:
+def _prune(run: Path, keep: int, step: int) -> None:
+    for old in [p for p in folders(run) if int(p.name[5:]) <= step][
+        :-keep
+    ]:  # later ones are damaged, and count for none
         (old / "manifest.json").unlink(missing_ok=True)  # first, so that half a folder is never taken for a checkpoint
         shutil.rmtree(old)
     for torn in (run / "checkpoints").glob("step-*.tmp-*"):
@@ -161,7 +164,8 @@ def _prune(run: Path, keep: int) -> None:
 
 def verify(run: Path | str) -> list[tuple[int, bool, str]]:
     """(step, whether it is whole, what is wrong with it) of every checkpoint of a run, oldest first."""
-    return [(int(p.name[5:]), not _fault(p), _fault(p)) for p in folders(Path(run))]
+    faults = {p: _fault(p) for p in folders(Path(run))}
+    return [(int(p.name[5:]), not fault, fault) for p, fault in faults.items()]
 
 
 def _fault(folder: Path) -> str:

@@ -81,7 +81,7 @@ class Config:
     delimiter: int = _flag(-1, "id of the token that begins a document; -1 = as the tokenizer or the shard format says")
     # batch and length
     seq_len: int = _flag(256, "tokens per row")
-    micro_batch: int = _flag(8, "rows per rank per forward pass")
+    micro_batch: int = _flag(8, "rows per rank per forward pass; 0 = the rank's whole share of --batch_tokens")
     batch_tokens: int = _flag(0, "tokens per optimizer step over all ranks; 0 = one micro-batch per rank")
     steps: int = _flag(1000, "optimizer steps")
     # optimizer
@@ -155,6 +155,11 @@ class Config:
             raise UserError(
                 f"--model {self.model} with {', '.join(f'--{k} {v}' for k, v in changes.items() if v)}: {e}"
             ) from None
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the data is text of our own tokenising."""
+        return all(Path(d).suffix in (".txt", ".jsonl") for d in self.data)
 
     @property
     def warmup(self) -> int:
@@ -265,11 +270,11 @@ def parse_args(argv: list[str]) -> Config:
 
 
 def _check_ranges(c: Config) -> None:
-    for name in ("steps", "seq_len", "micro_batch", "keep"):
+    for name in ("steps", "seq_len", "keep"):
         if getattr(c, name) < 1:
             raise UserError(f"--{name} {getattr(c, name)}: it must be at least 1")
     for name in (
-        "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "batch_tokens", "steps", "min_lr",
+        "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "micro_batch", "batch_tokens", "min_lr",
         "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "log_every", "eval_every", "eval_batches",
         "save_every", "sample_every",
     ):  # fmt: skip
@@ -282,6 +287,14 @@ def _check_ranges(c: Config) -> None:
             raise UserError(f"--{name} {getattr(c, name)}: it must be in [0, 1)")
     if c.min_lr > c.lr:
         raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
+    if c.check < -1 or c.delimiter < -1:
+        raise UserError(f"--check {c.check}, --delimiter {c.delimiter}: they must not be negative")
+    if c.sample_every and not c.reads_text:
+        raise UserError("--sample_every: what token shards mean is not known, their samples could not be read; give 0")
+    if not c.micro_batch and (not c.batch_tokens or c.batch_tokens % c.seq_len):
+        raise UserError(
+            f"--micro_batch 0 needs --batch_tokens that divide by --seq_len {c.seq_len}, not {c.batch_tokens}"
+        )
     model = c.model_config
     if model.positions == "learned" and c.sample_every and len(c.prompt.encode()) + 2 > model.max_seq_len:
         raise UserError(
@@ -293,8 +306,16 @@ def _check_ranges(c: Config) -> None:
         )
 
 
+def split_batch(c: Config, world_size: int) -> tuple[int, int]:
+    """-> (micro_batch, batch_tokens) with what is 0, for "choose it", chosen for a number of ranks."""
+    micro_batch = c.micro_batch or -(-c.batch_tokens // (c.seq_len * world_size))
+    return micro_batch, c.batch_tokens or micro_batch * c.seq_len * world_size
+
+
 def check_batch(c: Config, world_size: int) -> None:
-    """A step must be a whole number of micro-batches on every rank."""
+    """A step must be a whole number of micro-batches on every rank, where the user has named both."""
+    if not c.micro_batch or not c.batch_tokens:
+        return
     unit = c.micro_batch * c.seq_len * world_size
     if c.batch_tokens % unit:
         near = max(unit, round(c.batch_tokens / unit) * unit)

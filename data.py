@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config import Config, RankError, UserError
+from config import Config, RankError, UserError, split_batch
 from model import IGNORE
 from tokenizer import load_tokenizer
 
@@ -341,9 +341,8 @@ class Loader:
                 " which these shards do not say: give --delimiter ID"
             )
         self.rows = (len(self.tokens) - 1) // config.seq_len  # in an epoch
-        self.step_rows = (
-            config.batch_tokens or config.micro_batch * config.seq_len * world_size
-        ) // config.seq_len  # in a step, over all ranks
+        self.micro_batch, batch_tokens = split_batch(config, world_size)
+        self.step_rows = batch_tokens // config.seq_len  # in a step, over all ranks
         self.samples = 0  # rows handed out so far, over all ranks
         self.fingerprint = hashlib.sha256(json.dumps(self.describe()).encode()).hexdigest()[:16]
 
@@ -392,7 +391,7 @@ class Loader:
     def _batches(self, rows: np.ndarray) -> list[Batch]:
         """Row m * ranks * micro_batch + rank * micro_batch + i of the step is row i of micro-batch m. Where they do not
         divide, the last micro-batch is filled with rows that are not trained on."""
-        micro = self.config.micro_batch
+        micro = self.micro_batch
         out = []
         for start in range(0, len(rows), micro * self.world_size):
             a = start + self.rank * micro

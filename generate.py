@@ -98,6 +98,10 @@ def main(argv: list[str]) -> None:
         raise UserError("--temperature must be >= 0, --top_p in (0, 1], --top_k >= 0, --tokens >= 1")
     config, model, step = load_run(args.run, find_device(1))
     tokenizer = load_tokenizer(config.tokenizer)
+    if not config.reads_text:
+        raise UserError(
+            f"--run {args.run} was trained on token shards: the one tokenizer there is, bytes, cannot read them"
+        )
     ids = [tokenizer.bos_id, *tokenizer.encode(args.prompt)]
     check_length(model.config, len(ids), args.tokens)
     print(f"{args.run}, step {step}, {config.model}", file=sys.stderr)
@@ -106,7 +110,8 @@ def main(argv: list[str]) -> None:
     for token in sample(model, torch.tensor([ids]), args.tokens, args.temperature, args.top_k, args.top_p, args.seed):
         if token.item() in (tokenizer.eos_id, tokenizer.bos_id):
             break
-        print(decoder.decode(bytes([token.item()])), end="", flush=True)
+        if token.item() < 256:  # a larger vocabulary's other ids were never trained
+            print(decoder.decode(bytes([token.item()])), end="", flush=True)
     print()
 
 

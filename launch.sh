@@ -182,7 +182,7 @@ verb_train() {
   answered() { sed -n "s/^$1=//p" <<<"$answer"; }
   out=$(answered out) processes=${processes:-$(answered processes)}
   [[ $out && $(answered state) != finished ]] || exit 0  # no folder: it was asked for --help
-  for arg; do [[ $arg != --check && $arg != --check=on && $arg != --check=true ]] || exit 0; done
+  for arg; do [[ $arg != --check && $arg != --check=* ]] || exit 0; done
 
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-$shutdown_timeout}  # 2.11 has no flag for it
   if [[ $(answered device) == cpu ]] && ((processes > 1)); then  # each its share of the cores

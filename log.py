@@ -95,7 +95,10 @@ def describe_environment() -> dict:
     """Code, versions and hardware, for env.json."""
 
     def git(*args: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
+        try:
+            done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
+        except OSError:  # there is no git here
+            return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
     cpu = ""
@@ -142,6 +145,10 @@ def describe_run(config: Config, ranks: Ranks, loader, val_loader, peak_source: 
     epochs = config.steps * loader.step_rows / loader.rows
     plan = f"{config.steps} steps of {config.batch_tokens} tokens are {epochs:.2f} epochs"
     logger.info(f"Data: {len(loader.tokens)} tokens{held_out}; {plan}", stacklevel=2)
+    if loader.step_rows % (loader.micro_batch * ranks.world_size):
+        logger.info(
+            "A step does not divide by the ranks: its last micro-batch is filled with untrained rows", stacklevel=2
+        )
     logger.info(f"mfu counts causal attention; its peak per device is {peak_source}", stacklevel=2)
     logger.info(f"Training from step {start + 1} to {config.steps}", stacklevel=2)
 
@@ -162,6 +169,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         c = a @ b
         c[0, 0].item()
         best = min(best, time.perf_counter() - begin)
+    if device.type == "cuda":
+        del a, b, c
+        torch.cuda.reset_peak_memory_stats(device)
     return 2 * n**3 / best, f"a {n} x {n} matmul measured at start, {2 * n**3 / best / 1e12:.3f} TFLOP/s"
 
 

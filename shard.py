@@ -53,7 +53,7 @@ def find_device(processes: int, local_rank: int = 0) -> torch.device:
     use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not torch.cuda.is_available():
-        if visible != "" and shutil.which("nvidia-smi"):
+        if visible not in ("", "-1") and shutil.which("nvidia-smi"):
             query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
             found = subprocess.run(query, capture_output=True, text=True)
             if found.returncode == 0 and found.stdout.strip():
@@ -126,9 +126,9 @@ def keep_memory() -> None:
 
 def compiler_problem() -> str:
     """Why torch.compile cannot work here, with the command that mends it; empty if it can."""
-    compiler = os.environ.get("CXX") or next((c for c in ("g++", "clang++") if shutil.which(c)), None)
-    if compiler is None or not shutil.which(compiler.split()[0]):
-        return f"no usable C++ compiler ({compiler or 'g++'} is not there): sudo apt install g++ python3-dev"
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # the one inductor takes
+    if not shutil.which(compiler.split()[0]):
+        return f"no usable C++ compiler ({compiler} is not there): sudo apt install g++ python3-dev"
     source = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() < 0; }\n"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "try.cpp").write_text(source)
@@ -175,7 +175,8 @@ def shard_model(model: nn.Module, mesh: DeviceMesh | None, dtype: torch.dtype) -
             return None
         return next((Shard(d) for d in (1, 2) if parameter.shape[d] % size == 0), None)
 
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Inputs are not cast: the model does it, and its rope tables are to stay fp32.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*model.layers, model]:
         fully_shard(
             module,
@@ -228,6 +229,14 @@ def sync_gradients(model: nn.Module, on: bool) -> None:
     """Off while micro-batches accumulate: only the last one's backward pass reduces over ranks."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
+
+
+def reshard(model: nn.Module) -> None:
+    """After a forward pass without a backward one: gives back what stayed gathered. Until then parameters are whole
+    copies in the compute dtype, nothing to save or to update."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class NotFinite(Exception):
@@ -304,24 +313,25 @@ class StopVote:
         outcome = False
         if self.pending is not None:
             work, vote = self.pending
-            work.wait()
+            work.wait(timedelta(seconds=20)) if self.reason else work.wait()  # told to stop because a peer is dead?
             outcome = bool(vote.item())
         vote = torch.tensor([1 if self.reason else 0])
         self.pending = (dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True), vote)
         return outcome
 
 
-def on_first_rank(work: Callable[[], None], ranks: Ranks) -> None:
-    """Rank 0 does it while the others wait; an error there is raised on all. All ranks must call."""
-    error = None
+def on_first_rank(work: Callable, ranks: Ranks):
+    """Rank 0 does it while the others wait; all get its result, or its error. All ranks must call."""
+    result, error = None, None
     if ranks.rank == 0:
         try:
-            work()
+            result = work()
         except Exception as e:
             error = e
-    error = gather(error, ranks)[0]
+    result, error = gather((result, error), ranks)[0]
     if error is not None:
         raise UserError(str(error)) if isinstance(error, UserError) else error
+    return result
 
 
 def gather(value, ranks: Ranks) -> list:

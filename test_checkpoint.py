@@ -117,6 +117,17 @@ def test_the_newest_are_kept_and_nothing_is_written_twice(tmp_path):
     assert (tmp_path / "checkpoints/step-00000005/manifest.json").stat().st_mtime_ns == before
 
 
+def test_damaged_later_ones_do_not_push_out_the_one_just_written(tmp_path):
+    config, model, optimizer = make_state(tmp_path, "--keep", "1")
+    for step in (1, 3, 4):
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        checkpoint.save(tmp_path, step, model, optimizer, {}, replace(config, keep=9), ALONE)
+        if step > 1:
+            (folder / "manifest.json").unlink()
+    checkpoint.save(tmp_path, 2, model, optimizer, {}, config, ALONE)
+    assert checkpoint.find(config)[0].step == 2
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-5] ^= 1

@@ -5,6 +5,7 @@ Oracles: an uninterrupted run for resume, one process for several, the metrics f
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,6 +128,29 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, text):
         assert whole[step][:2] == pytest.approx(parts[step][:2], rel=1e-5)
 
 
+@pytest.mark.parametrize("shard_size", [1, 2])
+def test_ranks_save_their_masters_after_an_evaluation(tmp_path, text, shard_size):
+    """In bf16, evaluation, samples and saves at the same steps: fp32 weights and both moments of every parameter, from
+    which one process goes on as two do. And one process computes what two do, to less than bf16's rounding."""
+    flags = [*FAST, "--dtype", "bf16", "--data", text, "--log_every", 1, "--eval_every", 2, "--sample_every", 2]
+    flags += ["--batch_tokens", 512, "--schedule", "constant"]
+    train(*flags, "--shard_size", shard_size, "--steps", 4, "--out", tmp_path / "two", ranks=2)
+    train(*flags, "--steps", 4, "--out", tmp_path / "one")
+    two, one = values(tmp_path / "two"), values(tmp_path / "one")
+    assert two[1][0] == pytest.approx(one[1][0], rel=1e-5)  # rounding rope's tables would give 1e-4
+    manifest = json.loads((tmp_path / "two/checkpoints/step-00000004/manifest.json").read_text())
+    places = [(key, place) for part in manifest["files"] for key, place in part["tensors"].items()]
+    assert {place["dtype"] for _, place in places} == {"float32"}
+    keys = {key for key, _ in places}
+    names = {key.removeprefix("model.") for key in keys if key.startswith("model.")}
+    assert keys == {f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq") for name in names}
+    shutil.copytree(tmp_path / "two", tmp_path / "alone")
+    train(*flags, "--shard_size", shard_size, "--steps", 6, "--out", tmp_path / "two", ranks=2)
+    train(*flags, "--steps", 6, "--out", tmp_path / "alone")
+    two, alone = values(tmp_path / "two"), values(tmp_path / "alone")
+    assert two[5][0] == pytest.approx(alone[5][0], rel=1e-5) and two[6][2] == pytest.approx(alone[6][2], rel=1e-3)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_saves_and_stops_and_the_same_command_goes_on(tmp_path, text, number):
     flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 0, "--steps", 400, "--out", tmp_path / "run"]
@@ -168,6 +192,18 @@ def test_the_default_recipe_learns_without_a_compiler(tmp_path):
     out = train(*flags, env={"CXX": "no-such-compiler", "OMP_NUM_THREADS": "2"}).stdout
     assert records(tmp_path / "run")[-1]["val_loss"] < 2.7
     assert "Sample after step 100" in out
+
+
+def test_the_default_recipe_runs_on_any_number_of_processes(tmp_path):
+    """Eight rows do not divide by three ranks: one is filled up with a row that is not trained on."""
+    flags = ["@recipes/default.args", "--steps", 2, "--eval_every", 0, "--sample_every", 0, "--log_every", 1]
+    flags += ["--dtype", "fp32"]
+    for ranks in (1, 3):
+        train(*flags, "--out", tmp_path / str(ranks), ranks=ranks)
+    one, three = values(tmp_path / "1"), values(tmp_path / "3")
+    for step in (1, 2):
+        assert one[step][:2] == pytest.approx(three[step][:2], rel=1e-5)
+    assert "filled with untrained rows" in (tmp_path / "3/log.txt").read_text()
 
 
 def test_a_finished_run_says_how_to_go_on(tmp_path, text):

@@ -20,7 +20,14 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from config import Config, RankError, UserError, check_batch, parse_args  # first: it finds the Python that has torch
+from config import (
+    Config,
+    RankError,
+    UserError,
+    check_batch,
+    parse_args,
+    split_batch,
+)  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -43,7 +50,7 @@ SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
 def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
     # ---- set-up
     run, first = Path(config.out), ranks.rank == 0
-    found, skipped = checkpoint.find(config)
+    found, skipped = shard.on_first_rank(lambda: checkpoint.find(config), ranks)
     start = found.step if found else 0
     if start >= config.steps:
         return say_finished(config, start) if first else None
@@ -53,7 +60,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
     start_logging(run if first else None)
     stop = shard.StopVote(
         ranks,
-        lambda: first and write_status(run, "stopped", start, 1, "stopped at once by a second signal, without saving"),
+        lambda: first and write_status(run, "stopped", last_logged(run), 1, "stopped at once, without saving"),
     )
     for message in skipped:
         logger.warning(message)
@@ -71,8 +78,6 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
         checkpoint.restore(found, model, optimizer, ranks)
         loader.load_state_dict(found.manifest["position"])
         logger.info("Resumed from %s after step %d", found.folder, start)
-        if config.batch_tokens % (config.micro_batch * config.seq_len * ranks.world_size):
-            logger.info("Steps do not divide by the ranks now: their last micro-batch is filled with untrained rows")
     else:
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         shard.fill(model, random_init(config.model_config, shapes, config.seed))
@@ -100,7 +105,8 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
         loss, grad_norm, grad_scale = guard.reduce(loss, trained)
         update(optimizer, lr, grad_scale, guard.suppress)
 
-        stopped, last = stop.agreed(), step == config.steps
+        last = step == config.steps
+        stopped = stop.agreed() and not last
         evaluated = val_loader is not None and (last or every(step, config.eval_every))
         saved = last or stopped or every(step, config.save_every)
         if step == 1 or evaluated or saved or every(step, config.log_every):
@@ -163,6 +169,7 @@ def evaluate(model: Transformer, loader: Loader, ranks: shard.Ranks) -> float:
             sums[1] += (batch.targets != IGNORE).sum()
             batch = batch.to(ranks.device)
             sums[0] += model(batch.tokens, batch.targets, batch.positions)
+    shard.reshard(model)
     if ranks.world_size > 1:
         dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
@@ -178,6 +185,7 @@ def write_samples(config: Config, model: Transformer, run: Path, step: int, rank
         t.item()
         for t in generate.sample(model, torch.tensor([ids]), n, SAMPLE_TEMPERATURE, 0, SAMPLE_TOP_P, config.seed + step)
     ]
+    shard.reshard(model)
     if ranks.rank == 0:
         text = config.prompt + tokenizer.decode(out)
         logger.info("Sample after step %d:\n%s", step, text)
@@ -200,6 +208,10 @@ def open_run_folder(run: Path, step: int) -> None:
     write_status(run, "running", step)
 
 
+def last_logged(run: Path) -> int:
+    return read_json(run / "status.json").get("step", 0)
+
+
 def human(n: int) -> str:
     unit, name = next((u for u in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if n >= u[0]), (1, ""))
     return f"{n / unit:.2f} {name}".strip()
@@ -210,7 +222,11 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
     dtype, compile_mode = config.dtype, config.compile
     if dtype == "auto":
         cpu_has_it = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        dtype = "bf16" if (torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_it) else "fp32"
+        dtype = (
+            "bf16"
+            if (torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else cpu_has_it)
+            else "fp32"
+        )
     if compile_mode != "none":
         problem = shard.compiler_problem()
         if problem and compile_mode != "auto":
@@ -223,7 +239,9 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
             "--compile model is for one process; with several, parameters are gathered block by block: --compile block"
         )
     attention = choose_backend(config.attention, device.type, dtype, compile_mode != "none", config.seq_len)
-    batch_tokens = config.batch_tokens or config.micro_batch * config.seq_len * world_size
+    if world_size % (config.shard_size or world_size):
+        raise UserError(f"--shard_size {config.shard_size} does not divide the {world_size} ranks")
+    _, batch_tokens = split_batch(config, world_size)
     return replace(config, dtype=dtype, compile=compile_mode, attention=attention, batch_tokens=batch_tokens)
 
 
@@ -256,6 +274,8 @@ def check(config: Config) -> None:
         say_finished(config, found.step)
     else:
         check_tokens(config)
+        if config.eval_every:
+            make_loader(config, 0, processes, "val")
         loader = make_loader(config, 0, processes)
         if found:
             loader.load_state_dict(found.manifest["position"])
@@ -297,11 +317,11 @@ def report(error: Exception, config: Config | None, rank: int) -> int:
         alone = True
         message = f"rank {rank} on {platform.node()}: {message}"
     run = Path(config.out) if config else None
-    running = run is not None and read_json(run / "status.json").get("state") == "running"
+    status = read_json(run / "status.json") if run else {}
+    running = status.get("state") == "running" and (rank > 0 or status.get("pid") == os.getpid())  # and this job's
     if rank == 0 or alone:  # what all ranks see alike is said once
         print(f"error: {message}", file=sys.stderr)
     if running:  # the first rank to fail says why; what follows from it elsewhere does not replace it
-        status = read_json(run / "status.json")
         try:
             write_status(run, "error" if code == 2 else "failed", status["step"], code, message)
         except OSError:
@@ -310,4 +330,8 @@ def report(error: Exception, config: Config | None, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    if dist.is_initialized():  # a rank that failed: see shard.leave
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
