@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from train import main as train_main
+
 ROOT = Path(__file__).parent
 FAST = ["--compile", "none", "--dtype", "fp32", "--seq_len", "64", "--micro_batch", "4", "--eval_batches", "1"]
 LINE = re.compile(r"Batch (\d+) Loss: ([\d.]+), Speed: ([\d.]+) samples/sec, lr: ([\d.]+)")
@@ -244,16 +246,17 @@ def old_run(tmp_path_factory, text):
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind):
+def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, capsys):
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "empty.txt").write_text("")
     extra, message = BAD[kind]
     places = {"{short}": tmp_path / "short.txt", "{empty}": tmp_path / "empty.txt", "{old}": old_run}
     out = tmp_path / "run"
     args = [*FAST, "--data", text, "--steps", 2, "--out", out, *(str(places.get(a, a)) for a in extra)]
-    for how in ([], ["--check"]):
-        done = train(*args, *how, status=2)
-        assert done.stderr.count("error: ") == 1 and message in done.stderr and "Traceback" not in done.stderr
+    done = train(*args, status=2)
+    assert done.stderr.count("error: ") == 1 and message in done.stderr and "Traceback" not in done.stderr
+    assert train_main([*map(str, args), "--check"]) == 2  # in this process
+    assert message in capsys.readouterr().err
     assert not (out / "checkpoints").exists() and not (out / "metrics.jsonl").exists()
 
 
