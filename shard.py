@@ -127,6 +127,8 @@ def keep_memory() -> None:
 def compiler_problem() -> str:
     """Why torch.compile cannot work here, with the command that mends it; empty if it can."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # the one inductor takes
+    if " " in (torch.__file__ or ""):  # inductor's linker flags are split at it
+        return f"torch is in a folder with a space in its name ({Path(torch.__file__).parent}): move the checkout"
     if not shutil.which(compiler.split()[0]):
         return f"no usable C++ compiler ({compiler} is not there): sudo apt install g++ python3-dev"
     source = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() < 0; }\n"
