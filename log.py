@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from config import ROOT, Config
-from shard import Ranks, gather
+from shard import Ranks, gather, mesh_shape
 
 logger = logging.getLogger("flatland")
 
@@ -127,10 +127,10 @@ def describe_environment() -> dict:
 
 def describe_run(config: Config, ranks: Ranks, loader, val_loader, peak_source: str, start: int) -> None:
     """flags.json, env.json and the head of the log: what is needed to know, later, what was run."""
-    run, size = Path(config.out), config.shard_size or ranks.world_size
+    run, (replicate, size) = Path(config.out), mesh_shape(config.shard_size, ranks.world_size)
     env = describe_environment() | {
         "world_size": ranks.world_size,
-        "mesh": {"replicate": ranks.world_size // size, "shard": size},
+        "mesh": {"replicate": replicate, "shard": size},
         "device": ranks.device.type,
         "attention": config.attention,
         "peak": peak_source,

@@ -9,11 +9,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from config import Config
 
-
-def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
+def make_optimizer(model: nn.Module, config) -> torch.optim.AdamW:
+    """Matrices and embeddings decay; biases and norm weights (one dimension) do not. config: a Config."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -31,7 +29,7 @@ def update(optimizer: torch.optim.AdamW, lr: float, grad_scale: Tensor, suppress
     optimizer.zero_grad(set_to_none=True)
 
 
-def learning_rate(config: Config, step: int) -> float:
+def learning_rate(config, step: int) -> float:
     """The rate of update number `step`, counted from 0; a pure function, so that a resumed run needs no scheduler
     state."""
     warmup, steps = config.warmup, config.steps

@@ -101,14 +101,20 @@ def leave(ranks: Ranks) -> None:
     sys.exit(0)
 
 
+def mesh_shape(shard_size: int, world_size: int) -> tuple[int, int]:
+    """-> (replicate, shard): how many copies of the parameters there are, and over how many ranks each is spread."""
+    size = shard_size or world_size
+    if world_size % size:
+        raise UserError(f"--shard_size {size} does not divide the {world_size} ranks")
+    return world_size // size, size
+
+
 def make_mesh(shard_size: int, ranks: Ranks) -> DeviceMesh | None:
     """The (replicate, shard) mesh; None for one rank. All ranks must call."""
-    size = shard_size or ranks.world_size
-    if ranks.world_size % size:
-        raise UserError(f"--shard_size {size} does not divide the {ranks.world_size} ranks")
+    shape = mesh_shape(shard_size, ranks.world_size)
     if ranks.world_size == 1:
         return None
-    return init_device_mesh(ranks.device.type, (ranks.world_size // size, size), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def keep_memory() -> None:

@@ -239,8 +239,7 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
             "--compile model is for one process; with several, parameters are gathered block by block: --compile block"
         )
     attention = choose_backend(config.attention, device.type, dtype, compile_mode != "none", config.seq_len)
-    if world_size % (config.shard_size or world_size):
-        raise UserError(f"--shard_size {config.shard_size} does not divide the {world_size} ranks")
+    shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
     _, batch_tokens = split_batch(config, world_size)
     return replace(config, dtype=dtype, compile=compile_mode, attention=attention, batch_tokens=batch_tokens)
 
