@@ -22,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from config import Config, UserError
+from config import Config
+from errors import UserError
 from shard import Ranks, fill, gather, local, local_slices, owns
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

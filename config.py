@@ -8,47 +8,14 @@ environment variables of our own."""
 import argparse
 import difflib
 import glob
-import importlib.util
-import os
 import re
 import shlex
-import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
-ROOT = Path(__file__).parent
-
-
-class UserError(Exception):
-    """What a user can get wrong: reported as one message, without a traceback, with exit status 2."""
-
-
-class RankError(UserError):
-    """One that a single rank may be the only one to see, and so to report."""
-
-
-def _use_venv() -> None:
-    """Started by a Python without the requirements: go on with .venv's, or say how to make it."""
-    missing = [
-        name for name in ("torch", "numpy", "safetensors", "matplotlib") if importlib.util.find_spec(name) is None
-    ]
-    if not missing:
-        return
-    python = ROOT / ".venv" / "bin" / "python"
-    if python.exists() and Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
-        os.execv(python, [str(python), *sys.argv])
-    sys.exit(_fail(f"This Python ({sys.executable}) lacks {', '.join(missing)}: run `bash launch.sh setup` first"))
-
-
-def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 2
-
-
-_use_venv()
-
-from model import MODELS, ModelConfig  # noqa: E402  (needs torch)
+from errors import ROOT, UserError
+from model import MODELS, ModelConfig
 
 
 def _flag(default, help: str, choices: tuple = ()):

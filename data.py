@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config import Config, RankError, UserError, split_batch
+from config import Config, split_batch
+from errors import RankError, UserError
 from model import IGNORE
 from tokenizer import load_tokenizer
 

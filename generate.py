@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from config import Config, UserError  # first: it finds the Python that has torch
+from errors import UserError  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 from torch import Tensor
 
+from config import Config
 from model import KVCache, Transformer
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config import ROOT, Config
+from config import Config
+from errors import ROOT
 from shard import Ranks, gather, mesh_shape
 
 logger = logging.getLogger("flatland")

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
-from config import UserError
+from errors import UserError
 
 
 @dataclass(frozen=True)

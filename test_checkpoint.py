@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import checkpoint
-from config import UserError, parse_args
+from config import parse_args
+from errors import UserError
 from model import Transformer, random_init
 from optim import make_optimizer
 from shard import Ranks, fill

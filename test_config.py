@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import config
-from config import Config, UserError, check_batch, parse_args
+from config import Config, check_batch, parse_args
+from errors import UserError
 from model import MODELS
 
 ROOT = Path(config.__file__).parent

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import data
-from config import UserError, parse_args
+from config import parse_args
 from data import Batch, builtin_documents, check_tokens, make_loader, open_split, permute
+from errors import UserError
 from tokenizer import ByteTokenizer
 
 T = 8  # seq_len of most tests

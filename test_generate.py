@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from config import UserError
+from errors import UserError
 from generate import check_length, choose, main, sample
 from model import MODELS
 from test_model import BASE, make_model, make_pair, random_tokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shard
-from config import UserError
+from errors import UserError
 from model import MODELS, Transformer, random_init
 
 ROOT = Path(__file__).parent

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from config import UserError
+from errors import UserError
 from tokenizer import load_tokenizer
 
 

@@ -3,7 +3,7 @@
 Text is always encoded as ordinary text: nothing in a document can become a control token; BOS and EOS are added by id.
 """
 
-from config import UserError
+from errors import UserError
 
 
 class ByteTokenizer:

@@ -20,14 +20,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from config import (
-    Config,
-    RankError,
-    UserError,
-    check_batch,
-    parse_args,
-    split_batch,
-)  # first: it finds the Python that has torch
+from errors import RankError, UserError  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -36,6 +29,7 @@ import checkpoint
 import generate
 import shard
 from attention import choose_backend
+from config import Config, check_batch, parse_args, split_batch
 from data import IGNORE, Loader, check_tokens, make_loader
 from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_logging, write_status
 from model import Transformer, flops_per_token, random_init
