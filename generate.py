@@ -76,7 +76,7 @@ def load_run(run: Path, device: torch.device) -> tuple[Config, Transformer, int]
 
 
 def main(argv: list[str]) -> None:
-    from shard import find_device
+    from machine import find_device
     from tokenizer import load_tokenizer
 
     parser = argparse.ArgumentParser(

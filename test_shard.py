@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import activations
+import machine
 import shard
 from errors import UserError
 from model import MODELS, Transformer, random_init
@@ -50,7 +52,7 @@ def train_steps(
     config = MODELS[name]
     with torch.device("meta"):
         model = Transformer(config, dtype)
-    shard.checkpoint_activations(model, checkpointing)
+    activations.checkpoint_activations(model, checkpointing)
     shard.compile_model(model, compile_mode)
     shard.shard_model(model, mesh, dtype)
     model.to_empty(device="cpu")
@@ -187,7 +189,7 @@ def test_bad_meshes_and_devices_name_both_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(UserError, match=r"4 processes.* 2 visible GPUs \(CUDA_VISIBLE_DEVICES is 0,1\)"):
-        shard.find_device(4)
+        machine.find_device(4)
 
 
 def test_gpus_that_torch_cannot_use_are_refused(monkeypatch, tmp_path):
@@ -199,19 +201,19 @@ def test_gpus_that_torch_cannot_use_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError, match=r"NVIDIA H200, 470.1.*CUDA"):
-        shard.find_device(1)
+        machine.find_device(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert shard.find_device(1).type == "cpu"
+    assert machine.find_device(1).type == "cpu"
 
 
 def test_missing_compiler_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "apt install g++" in shard.compiler_problem()
+    assert "apt install g++" in machine.compiler_problem()
 
 
 def test_checkpointing_and_compile_leave_names_alone():
     model = Transformer(MODELS["tiny-llama"])
     names = [n for n, _ in model.named_parameters()]
-    shard.checkpoint_activations(model, "block")
+    activations.checkpoint_activations(model, "block")
     shard.compile_model(model, "block")
     assert [n for n, _ in model.named_parameters()] == names

@@ -25,18 +25,19 @@ from errors import RankError, UserError  # first: it finds the Python that has t
 import torch  # isort: skip
 import torch.distributed as dist
 
+import activations
 import checkpoint
 import generate
+import machine
 import shard
 from attention import choose_backend
 from config import Config, check_batch, parse_args, split_batch
 from data import IGNORE, Loader, check_tokens, make_loader
 from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_logging, write_status
 from model import Transformer, flops_per_token, random_init
-from optim import learning_rate, make_optimizer, update
+from optim import DTYPES, learning_rate, make_optimizer, update
 from tokenizer import load_tokenizer
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DEFAULT = ["@recipes/default.args"]
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
 
@@ -63,13 +64,13 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
     loader = make_loader(config, ranks.rank, ranks.world_size)
     val_loader = make_loader(config, ranks.rank, ranks.world_size, "val") if config.eval_every else None
 
-    mesh = shard.make_mesh(config.shard_size, ranks)
+    mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     model = build(config, ranks, mesh)
     optimizer = make_optimizer(model, config)
     logger.info("Created optimizer")
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if found:
-        checkpoint.restore(found, model, optimizer, ranks)
+        checkpoint.restore(found, model, optimizer, ranks, config.load)
         loader.load_state_dict(found.manifest["position"])
         logger.info("Resumed from %s after step %d", found.folder, start)
     else:
@@ -90,7 +91,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
         lr = learning_rate(config, step - 1)
         loss, trained = torch.zeros((), device=ranks.device), 0
         for i, batch in enumerate(micro_batches):
-            shard.sync_gradients(model, i == len(micro_batches) - 1)
+            shard.sync_gradients(model, i == len(micro_batches) - 1, config.reshard)
             trained += int((batch.targets != IGNORE).sum())
             batch = batch.to(ranks.device)
             part = model(batch.tokens, batch.targets, batch.positions)
@@ -125,6 +126,8 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
                 write_samples(config, model, run, step, ranks)
         if stopped:
             break
+        if step == start + 1:
+            shard.set_timeout(config.timeout, ranks, mesh)
         clock.switch("steps")
 
     logger.info(clock.report())
@@ -144,12 +147,15 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     total = sum(p.numel() for p in model.parameters())
     logger.info("Created model with total parameters: %d (%s)", total, human(total))
     logger.info("Trainable parameters: %d (%s)", total, human(total))
-    shard.checkpoint_activations(model, config.checkpointing)
+    model.to(DTYPES[config.param_dtype])
+    offload = config.offload == "cpu"
+    activations.checkpoint_activations(model, config.checkpointing)
     shard.compile_model(model, config.compile)
-    shard.shard_model(model, mesh, model.dtype)
+    activations.offload_activations(model, config.offload_activations, ranks.device)
+    shard.shard_model(model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload)
     if mesh is not None:
         logger.info("Wrapped model with FSDP")
-    model.to_empty(device=ranks.device)
+    model.to_empty(device="cpu" if offload else ranks.device)
     model.tie_weights()
     return model
 
@@ -222,16 +228,13 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
             else "fp32"
         )
     if compile_mode != "none":
-        problem = shard.compiler_problem()
+        problem = machine.compiler_problem()
         if problem and compile_mode != "auto":
             raise UserError(f"--compile {compile_mode}: {problem}")
         if problem and int(os.environ.get("RANK", 0)) == 0:
             print(f"Training without torch.compile: {problem}", file=sys.stderr)
         compile_mode = "none" if problem else "block" if compile_mode == "auto" else compile_mode
-    if compile_mode == "model" and world_size > 1:
-        raise UserError(
-            "--compile model is for one process; with several, parameters are gathered block by block: --compile block"
-        )
+    shard.refuse_unsupported(replace(config, compile=compile_mode), world_size)
     attention = choose_backend(config.attention, device.type, dtype, compile_mode != "none", config.seq_len)
     shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
     _, batch_tokens = split_batch(config, world_size)
@@ -253,7 +256,7 @@ def say_finished(config: Config, step: int) -> None:
 
 def check(config: Config) -> None:
     """--check: everything that can be known without training; prints key=value lines for launch.sh."""
-    device = shard.find_device(config.check)
+    device = machine.find_device(config.check)
     processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
     config = resolve(config, device, processes)
     there = next(p for p in [Path(config.out).absolute(), *Path(config.out).absolute().parents] if p.exists())
@@ -283,7 +286,7 @@ def main(argv: list[str]) -> int:
         if config.check >= 0:
             check(config)
             return 0
-        shard.keep_memory()
+        machine.keep_memory()
         ranks = shard.init_ranks()
         config = resolve(config, ranks.device, ranks.world_size)
         train(config, ranks, clock)
