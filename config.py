@@ -32,6 +32,9 @@ class Config:
     n_heads: int = _flag(0, "overrides the model's number of attention heads")
     n_kv_heads: int = _flag(0, "overrides the model's number of key/value heads")
     ffn_dim: int = _flag(0, "overrides the model's feed-forward width")
+    router_aux_loss_coef: float = _flag(
+        -1.0, "weight of the loss that balances experts, beside the mean loss; -1 = the model's"
+    )
     # data
     data: tuple = _flag(
         (), "token-shard folder, .bin, .txt or .jsonl files or globs, one or more; none = the built-in text"
@@ -136,6 +139,8 @@ class Config:
             for f in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
             if getattr(self, f)
         }
+        if self.router_aux_loss_coef >= 0:
+            changes["router_aux_loss_coef"] = self.router_aux_loss_coef
         if "dim" in changes or "n_heads" in changes:
             changes["head_dim"] = 0
         if "n_heads" in changes and row.n_kv_heads == row.n_heads:

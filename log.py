@@ -233,6 +233,15 @@ class Clock:
         return f"Time taken: {self.since - self.begin:.1f} seconds ({parts})"
 
 
+def describe_routers(sums: Tensor) -> dict[str, float]:
+    """Transformer.take_router_sums, over all ranks -> the balancing loss, and the experts' shares of the tokens as
+    multiples of an even share: each one's over all layers, and the extremes of any layer."""
+    loads = sums[:-2] / sums[:-2].mean(1, keepdim=True)
+    shares = {f"expert_load_{e}": load for e, load in enumerate(loads.mean(0).tolist())}
+    extremes = {"expert_load_max": loads.max().item(), "expert_load_min": loads.min().item()}
+    return {"router_aux_loss": (sums[-2, 0] / sums[-1, 0]).item()} | extremes | shares
+
+
 class Log:
     """The step record. All ranks must hold one and call it alike: peak memory is gathered when a step is recorded."""
 
@@ -264,9 +273,17 @@ class Log:
         self.last_step = step
         self.last_seconds = [self.clock.seconds(part) for part in ("compile", "steps", "data")]
 
-    def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val_loss: float | None = None) -> None:
-        """Records a step; reads the loss from the device, which is the only wait for it. Speeds are averages since the
-        last record."""
+    def step(
+        self,
+        step: int,
+        loss: Tensor,
+        grad_norm: Tensor,
+        lr: float,
+        val_loss: float | None = None,
+        router_sums: Tensor | None = None,
+    ) -> None:
+        """Records a step; reads the loss from the device, which is the only wait for it. Speeds, and what routers do
+        with their experts, are averages since the last record."""
         loss, grad_norm = loss.item(), grad_norm.item()
         memory = max(gather(memory_gib(self.ranks.device), self.ranks))
         since = self.last_seconds
@@ -290,6 +307,8 @@ class Log:
             "mfu": per_device * self.flops_per_token / self.peak,
             "mem_gib": memory,
         }
+        if router_sums is not None:
+            record |= describe_routers(sum(gather(router_sums.double().cpu(), self.ranks)))
         if val_loss is not None:
             record["val_loss"] = val_loss
         if self.ranks.rank == 0:

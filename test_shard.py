@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,17 +44,13 @@ def make_batch(rank: int = 0, ranks: int = 1):
     return tokens[share], targets[share]
 
 
-def train_steps(
-    ranks: shard.Ranks, name: str, mesh=None, checkpointing="none", compile_mode="none", dtype=torch.float32
-):
+def train_steps(ranks: shard.Ranks, name: str, mesh=None, dtype=torch.float32):
     """Three steps in two micro-batches each -> (losses, gradient norms, final parameters as whole tensors)."""
     from optim import update
 
-    config = MODELS[name]
+    config = replace(MODELS[name], router_aux_loss_coef=0.0)  # which is a micro-batch's own
     with torch.device("meta"):
         model = Transformer(config, dtype)
-    activations.checkpoint_activations(model, checkpointing)
-    shard.compile_model(model, compile_mode)
     shard.shard_model(model, mesh, dtype)
     model.to_empty(device="cpu")
     model.tie_weights()
@@ -83,25 +80,25 @@ def train_steps(
 
 PARITY = """
 ranks = shard.init_ranks()
-for name, size, ac, comp in {cases!r}:
-    got = test_shard.train_steps(ranks, name, shard.make_mesh(size, ranks), ac, comp)
+for name, size in {cases!r}:
+    got = test_shard.train_steps(ranks, name, shard.make_mesh(size, ranks))
     want = test_shard.train_steps(test_shard.ALONE, name)
     for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True):
-        assert abs(a - b) < 1e-5 * max(1, abs(b)), (name, size, ac, comp, got[:2], want[:2])
+        assert abs(a - b) < 1e-5 * max(1, abs(b)), (name, size, got[:2], want[:2])
     for key in want[2]:
         torch.testing.assert_close(got[2][key], want[2][key], rtol=1e-4, atol=1e-6, msg=lambda m: f"{{key}} {{m}}")
     if ranks.rank == 0:
-        print("same", name, size, ac, comp)
+        print("same", name, size)
 shard.leave(ranks)
 """
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_train_like_one_process(tmp_path, ranks):
-    """Losses, norms and parameters after clipped AdamW steps, with uneven masks and accumulation, on every mesh."""
-    models = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral")
-    cases = [(name, size, "none", "none") for name in models for size in ((1, 2) if ranks == 2 else (2, 4))]
-    cases += [("tiny-llama", 0, "block", "none")] + ([("tiny-llama", 0, "block", "block")] if ranks == 2 else [])
+    """Losses, norms and parameters after clipped AdamW steps, with uneven masks and accumulation, on every mesh.
+    test_parity.py compares gradients, in many more ways of dividing the work."""
+    models = ("tiny-llama", "tiny-llama3.2", "tiny-mixtral")
+    cases = [(name, size) for name in models for size in ((1, 2) if ranks == 2 else (2, 4))]
     out = run_ranks(ranks, PARITY.format(cases=cases), str(tmp_path))
     assert out.count("same") == len(cases)
 

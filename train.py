@@ -110,7 +110,8 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
             if evaluated:
                 with clock.part("evaluation"):
                     val_loss = evaluate(model, val_loader, ranks)
-            log.step(step, loss, grad_norm, lr, val_loss)  # before the save: a checkpoint's record is never missing
+            # Before the save: a checkpoint's record is never missing.
+            log.step(step, loss, grad_norm, lr, val_loss, model.take_router_sums())
             if saved:
                 with clock.part("saves"):
                     before = clock.seconds("saves")
