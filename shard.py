@@ -205,7 +205,7 @@ def shard_model(
     register_fsdp_forward_method(model, "logits")
 
 
-PIECE = 2**24  # elements that are read, sent and copied at a time
+PIECE = 2**23  # elements that are read, sent and copied at a time
 
 
 def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor], load: str = "direct") -> None:
