@@ -33,8 +33,8 @@ def load_model_config(gb: float) -> ModelConfig:
     return replace(row, n_layers=max(1, round((gb * 1e9 / 2 - 2 * row.vocab_size * row.dim) / layer)))
 
 
-def raw_reader(path: Path, shapes: dict[str, tuple[int, ...]]) -> tuple[Callable, list[int]]:
-    """-> (read(name, slices) of a file that holds the tensors one after the other in bf16; where each begins)"""
+def raw_reader(path: Path, shapes: dict[str, tuple[int, ...]]) -> Callable[[str, tuple[slice, ...]], Tensor]:
+    """-> read(name, slices) of a file that holds the tensors one after the other in bf16"""
     starts, at = {}, 0
     for name, shape in shapes.items():
         starts[name], at = at, at + 2 * torch.Size(shape).numel()
@@ -49,7 +49,7 @@ def raw_reader(path: Path, shapes: dict[str, tuple[int, ...]]) -> tuple[Callable
             done += os.preadv(file, [view[done:]], starts[name] + rows.start * width + done)
         return out.view(torch.bfloat16).view(-1, *shape[1:])[(slice(None), *slices[1:])]
 
-    return read, [*starts.values(), at]
+    return read
 
 
 def forget(path: Path) -> None:
@@ -89,7 +89,7 @@ def load_rank(path: Path, config: ModelConfig, rounds: int) -> None:
                 shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
                 shard.shard_model(model, mesh, torch.bfloat16)
                 model.to(torch.bfloat16).to_empty(device="cpu")
-                read, _ = raw_reader(path, shapes)
+                read = raw_reader(path, shapes)
                 if cold and ranks.rank == 0:
                     forget(path)
                 shard.gather(None, ranks)

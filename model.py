@@ -356,6 +356,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx * grad, dw * grad, None, None
 
 
+def loss_head_bytes(config: ModelConfig, tokens: int, device_type: str) -> int:
+    """What the loss of so many tokens needs at its peak in bf16: a chunk's logits, in both dtypes and their gradient,
+    and the gradient of the weight."""
+    logits = min(CHUNK_LOGITS[device_type], tokens * config.vocab_size)
+    return 8 * logits + 4 * config.vocab_size * config.dim
+
+
 class LossHead(nn.Module):
     """lm_head. With targets [B, T] it returns the summed loss (fp32 scalar) and never holds the [B, T, V] logits;
     without, the logits in fp32. One module, so that sharding gathers its weight for either."""

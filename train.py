@@ -34,7 +34,7 @@ from attention import choose_backend
 from config import Config, check_batch, parse_args, split_batch
 from data import IGNORE, Loader, check_tokens, make_loader
 from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_logging, write_status
-from model import Transformer, flops_per_token, random_init
+from model import Transformer, flops_per_token, loss_head_bytes, random_init
 from optim import DTYPES, learning_rate, make_optimizer, update
 from tokenizer import load_tokenizer
 
@@ -42,7 +42,8 @@ DEFAULT = ["@recipes/default.args"]
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
 
 
-def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
+def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None:
+    """built: where the model and the optimizer are put, so that what ends the run can tell of them."""
     # ---- set-up
     run, first = Path(config.out), ranks.rank == 0
     found, skipped = shard.on_first_rank(lambda: checkpoint.find(config), ranks)
@@ -65,8 +66,9 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
     val_loader = make_loader(config, ranks.rank, ranks.world_size, "val") if config.eval_every else None
 
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
-    model = build(config, ranks, mesh)
+    model = build(config, ranks, mesh, built)
     optimizer = make_optimizer(model, config)
+    built.append(optimizer)
     logger.info("Created optimizer")
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if found:
@@ -140,7 +142,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
         write_status(run, "stopped" if stopped else "finished", step, 0)
 
 
-def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
+def build(config: Config, ranks: shard.Ranks, mesh, built: list) -> Transformer:
     """The model, ready to be filled: parameters allocated, nothing in them yet. The order is explained in shard.py."""
     logger.info("Creating Model")
     with torch.device("meta"):
@@ -156,6 +158,11 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     shard.shard_model(model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload)
     if mesh is not None:
         logger.info("Wrapped model with FSDP")
+    built.append(model)
+    if offload:
+        shard.on_every_rank(
+            lambda: machine.refuse_without_room(model, DTYPES[config.state_dtype], machine.available_memory()), ranks
+        )
     model.to_empty(device="cpu" if offload else ranks.device)
     model.tie_weights()
     return model
@@ -281,7 +288,7 @@ def check(config: Config) -> None:
 
 
 def main(argv: list[str]) -> int:
-    clock, config, rank = Clock(), None, int(os.environ.get("RANK", 0))
+    clock, config, rank, built = Clock(), None, int(os.environ.get("RANK", 0)), []
     try:
         config = parse_args(argv or DEFAULT)
         if config.check >= 0:
@@ -290,15 +297,24 @@ def main(argv: list[str]) -> int:
         machine.keep_memory()
         ranks = shard.init_ranks()
         config = resolve(config, ranks.device, ranks.world_size)
-        train(config, ranks, clock)
+        train(config, ranks, clock, built)
         shard.leave(ranks)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        return report(error, config, rank)
+        return report(error, config, rank, built)
 
 
-def report(error: Exception, config: Config | None, rank: int) -> int:
+def describe_memory(config: Config, model: Transformer, optimizer=None) -> str:
+    device, statistics = torch.device("cuda", torch.cuda.current_device()), torch.cuda.memory_stats()
+    used = {k: statistics[f"{k}_bytes.all.peak"] for k in ("allocated", "reserved")}
+    used["total"] = torch.cuda.get_device_properties(device).total_memory
+    micro_batch, _ = split_batch(config, int(os.environ.get("WORLD_SIZE", 1)))
+    head = loss_head_bytes(config.model_config, micro_batch * config.seq_len, device.type)
+    return machine.explain_out_of_memory(model, optimizer, config, head, used, str(device))
+
+
+def report(error: Exception, config: Config | None, rank: int, built: list) -> int:
     """Says what ended the run, on stderr and in status.json -> the exit status."""
     code, message, alone = 1, f"{type(error).__name__}: {error}", isinstance(error, RankError)
     if isinstance(error, UserError):
@@ -307,6 +323,8 @@ def report(error: Exception, config: Config | None, rank: int) -> int:
         code, message = 2, f"no permission: {error}"
     elif isinstance(error, shard.NotFinite):
         message = str(error)
+    elif isinstance(error, torch.OutOfMemoryError) and built:
+        message, alone = f"rank {rank} on {platform.node()}: {describe_memory(config, *built)}", True
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"the disk is full: {error}; what was saved before is intact: free some space and start again"
     else:
