@@ -33,10 +33,12 @@ import shard
 from attention import choose_backend
 from config import Config, check_batch, parse_args, split_batch
 from data import IGNORE, Loader, check_tokens, make_loader
+from download import find
 from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_logging, write_status
-from model import Transformer, flops_per_token, loss_head_bytes, random_init
+from model import MODELS, Transformer, flops_per_token, loss_head_bytes, random_init
 from optim import DTYPES, learning_rate, make_optimizer, update
 from tokenizer import load_tokenizer
+from weights import dropout_note, family, open_weights
 
 DEFAULT = ["@recipes/default.args"]
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
@@ -61,10 +63,11 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
     for message in skipped:
         logger.warning(message)
 
-    shard.on_first_rank(lambda: check_tokens(config), ranks)  # also tokenises text, once
+    shard.on_first_rank(lambda: check_inputs(config, bool(found)), ranks)
     loader = make_loader(config, ranks.rank, ranks.world_size)
     val_loader = make_loader(config, ranks.rank, ranks.world_size, "val") if config.eval_every else None
 
+    opened = shard.on_every_rank(lambda: open_first_weights(config, bool(found), ranks), ranks)
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     model = build(config, ranks, mesh, built)
     optimizer = make_optimizer(model, config)
@@ -76,8 +79,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
         loader.load_state_dict(found.manifest["position"])
         logger.info("Resumed from %s after step %d", found.folder, start)
     else:
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        shard.fill(model, random_init(config.model_config, shapes, config.seed))
+        shard.fill(model, *first_values(config, model, opened))
     guard = shard.GradientGuard(model, config.clip, ranks, mesh)
     peak, peak_source = peak_flops(ranks.device, model.dtype)
     log = Log(run, ranks, clock, config, flops_per_token(config.model_config, config.seq_len), peak, start)
@@ -133,6 +135,9 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
             shard.set_timeout(config.timeout, ranks, mesh)
         clock.switch("steps")
 
+    if not stopped:
+        with clock.part("export"):
+            export(config, checkpoint.step_folder(run, step), ranks)
     logger.info(clock.report())
     if stopped:
         logger.info(
@@ -166,6 +171,35 @@ def build(config: Config, ranks: shard.Ranks, mesh, built: list) -> Transformer:
     model.to_empty(device="cpu" if offload else ranks.device)
     model.tie_weights()
     return model
+
+
+def open_first_weights(config: Config, resumes: bool, ranks: shard.Ranks):
+    """read(name, slices) of --weights, on the ranks that read them; before anything is allocated, for a machine may
+    lack the files."""
+    if config.weights and not resumes and (config.load == "direct" or ranks.rank == 0):
+        return open_weights(find(config.weights, "--weights"), config.model_config)
+
+
+def first_values(config: Config, model: Transformer, opened) -> tuple:
+    """What training starts from, for shard.fill: --weights, or random values, which every rank draws itself."""
+    note = dropout_note(find(config.model, "--model")) if config.model not in MODELS else ""
+    if note:
+        logger.info(note)
+    if config.weights:
+        logger.info("Reading weights from %s", config.weights)
+        return opened, config.load
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return (random_init(config.model_config, shapes, config.seed),)
+
+
+def export(config: Config, saved: Path, ranks: shard.Ranks) -> None:
+    """The last checkpoint as a Hugging Face folder, hf/. All ranks must call."""
+    try:
+        family(config.model_config)
+    except ValueError as e:
+        return logger.warning("No export to hf/: %s", e)
+    tokenizer = load_tokenizer(config.tokenizer) if config.knows_text else None
+    checkpoint.export(checkpoint.Checkpoint(saved), Path(config.out) / "hf", ranks, tokenizer=tokenizer)
 
 
 @torch.no_grad()
@@ -206,6 +240,16 @@ def write_samples(config: Config, model: Transformer, run: Path, step: int, rank
 
 def every(step: int, n: int) -> bool:
     return n > 0 and step % n == 0
+
+
+def check_inputs(config: Config, resumes: bool) -> None:
+    """Tokens, tokenizer, weights and prompt against the model; also tokenises text, once."""
+    check_tokens(config)
+    if config.weights and not resumes:
+        open_weights(find(config.weights, "--weights"), config.model_config)
+    if config.sample_every:
+        prompt = 1 + len(load_tokenizer(config.tokenizer).encode(config.prompt))
+        generate.check_length(config.model_config, prompt, 1)
 
 
 def open_run_folder(run: Path, step: int) -> None:
@@ -256,6 +300,7 @@ def say_finished(config: Config, step: int) -> None:
     again = f"bash launch.sh {shlex.join(words)}"
     print(
         f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
+        f"  its weights:   {config.out}/hf, for transformers, vLLM and others\n"
         f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
         f"  go on:         {again} --steps {2 * step}\n"
         f"  start afresh:  {again} --out {shlex.quote(config.out + '-2')}"
@@ -277,7 +322,7 @@ def check(config: Config) -> None:
     if done:
         say_finished(config, found.step)
     else:
-        check_tokens(config)
+        check_inputs(config, bool(found))
         if config.eval_every:
             make_loader(config, 0, processes, "val")
         loader = make_loader(config, 0, processes)
