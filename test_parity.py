@@ -74,10 +74,18 @@ def cells(world_size: int, whole: bool) -> list[Cell]:
     out += more + [replace(c, model="tiny-mixtral") for c in more if c.dtype == "fp32"]
     if whole:
         return list(dict.fromkeys(out))
-    short = [c for c in out if c.compile == "none" and c.dtype == "fp32"]
-    keep = {1: short[::3], 2: short[::2], 4: short[::6]}[world_size]
-    compiled = [Cell(dtype="bf16", checkpointing=m, compile="block", packed=True) for m in modes if world_size == 2]
-    return list(dict.fromkeys([*keep, Cell(dtype="bf16"), *compiled]))
+    short = [
+        Cell(dtype="bf16"),
+        Cell("tiny-llama3.2", accumulate=2, shard_size=sizes[0], packed=True),
+        Cell("tiny-gpt2", accumulate=4, reshard="never"),
+        Cell("tiny-mixtral", accumulate=2, reshard="always", prefetch=2, shard_size=sizes[-1], checkpointing="block"),
+        Cell(shard_size=sizes[0], accumulate=2, offload="cpu", checkpointing="selective"),
+        Cell(checkpointing="block", offload_activations=True, prefetch=0, packed=True),
+    ]
+    if world_size == 2:  # recipe 1's bug
+        short += [Cell(dtype="bf16", checkpointing=m, compile="block", packed=True) for m in modes]
+        short += [Cell("tiny-mixtral", offload="cpu"), Cell("tiny-gpt2", shard_size=1)]
+    return short
 
 
 def batch(packed: bool):

@@ -308,6 +308,62 @@ def test_out_of_memory_tells_what_the_memory_went_to():
     assert not any(f in done for f in ("--micro_batch", "--state_dtype", "--checkpointing", "--offload_activations"))
 
 
+def test_a_rank_of_64_builds_405b_on_meta_without_memory(tmp_path):
+    """Every step of the build up to the allocation, of which a rank would hold a 64th."""
+    code = """
+import time, bench, activations, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from model import MODELS, Transformer
+dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
+before, begin = bench.peak_rss(reset=True), time.perf_counter()
+with torch.device("meta"):
+    model = Transformer(MODELS["llama3.1-405b"], torch.bfloat16)
+activations.checkpoint_activations(model, "block")
+mesh = shard.init_device_mesh("cpu", (1, 64), mesh_dim_names=("replicate", "shard"))
+shard.shard_model(model, mesh, torch.bfloat16, offload=True)
+used, seconds = bench.peak_rss() - before, time.perf_counter() - begin
+parameters = list(model.parameters())
+assert all(p.is_meta for p in parameters) and sum(p.numel() for p in parameters) == 405_853_388_800
+assert abs(64 * sum(shard.local(p).numel() for p in parameters) / 405_853_388_800 - 1) < 1e-4
+assert used < 2**28, used
+print(f"built in {seconds:.1f} s and {used / 2**20:.0f} MiB")
+"""
+    out = run_ranks(1, code, str(tmp_path))
+    print(out)
+    assert "built in" in out
+
+
+def test_prefetch_gathers_units_before_their_turn(tmp_path):
+    """The profiler's names of what FSDP2 gathers early: one unit, or two, ahead, in both directions; 0: its own way,
+    backward only."""
+    code = """
+import collections
+from model import MODELS, Transformer
+from dataclasses import replace
+ranks = shard.init_ranks()
+for depth in (0, 1, 2):
+    with torch.device("meta"):
+        model = Transformer(replace(MODELS["tiny-llama"], n_layers=4))
+    shard.shard_model(model, shard.make_mesh(0, ranks), torch.float32, prefetch=depth, reshard="always")
+    model.to_empty(device="cpu")
+    shard.fill(model, lambda name, slices: torch.full([s.stop - s.start for s in slices], 0.01))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    model(tokens, tokens).backward()
+    with torch.profiler.profile() as profile:
+        model(tokens, tokens).backward()
+    early = [e.name for e in profile.events() if "_prefetch for " in e.name]
+    count = collections.Counter(name.split()[0].removeprefix("FSDP::") for name in early)
+    print(depth, count["forward_prefetch"], count["backward_prefetch"] > 0, flush=True)
+    first = next((name for name in early if "forward" in name), "")
+    assert depth == 0 or first == "FSDP::forward_prefetch for embed_tokens", early
+shard.leave(ranks)
+"""
+    out = run_ranks(2, code, str(tmp_path)).splitlines()
+    units = ["embed_tokens", *range(4), "lm_head"]
+    counts = {depth: sum(len(units[i : i + depth]) for i in range(len(units) + 1)) for depth in (0, 1, 2)}
+    assert all(out.count(f"{depth} {n} True") == 2 for depth, n in counts.items()), out
+
+
 def test_guard_suppresses_updates_on_all_ranks(tmp_path):
     """A gradient that is no number on one rank: no rank's parameters change, then or later; all raise for one step."""
     code = """
