@@ -75,13 +75,12 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_status(folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "") -> None:
+def write_status(
+    folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "", **more: list[float]
+) -> None:
     """state: running, finished, stopped, error (the user's mistake) or failed."""
-    write_whole(
-        folder / "status.json",
-        json.dumps({"state": state, "step": step, "exit_code": exit_code, "message": message, "pid": os.getpid()})
-        + "\n",
-    )
+    status = {"state": state, "step": step, "exit_code": exit_code, "message": message, "pid": os.getpid()}
+    write_whole(folder / "status.json", json.dumps(status | more) + "\n")
 
 
 def read_json(path: Path) -> dict:
@@ -286,6 +285,7 @@ class Log:
         with their experts, are averages since the last record."""
         loss, grad_norm = loss.item(), grad_norm.item()
         memory = max(gather(memory_gib(self.ranks.device), self.ranks))
+        resident = gather(memory_gib(torch.device("cpu")), self.ranks)
         since = self.last_seconds
         steps = step - self.last_step
         self._mark(step)
@@ -314,7 +314,7 @@ class Log:
         if self.ranks.rank == 0:
             with open(self.folder / "metrics.jsonl", "a") as f:
                 f.write(json.dumps(record) + "\n")
-            write_status(self.folder, "running", step)
+            write_status(self.folder, "running", step, rss_gib=resident)
         line = (
             f"Batch {step} Loss: {loss:.5f}, Speed: {record['samples_per_s']:.2f} samples/sec, lr: {lr:.6f},"
             f" {tokens_per_s:.0f} tok/s, mfu {record['mfu']:.1%}, grad norm {grad_norm:.3f}, mem {memory:.2f} GiB"

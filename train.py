@@ -378,6 +378,12 @@ def report(error: Exception, config: Config | None, rank: int, built: list) -> i
         message = f"rank {rank} on {platform.node()}: {message}"
     run = Path(config.out) if config else None
     status = read_json(run / "status.json") if run else {}
+    if alone and "onnection" in message and "rss_gib" in status:  # so gloo and NCCL speak of a rank that is gone
+        resident = ", ".join(f"{rank}: {gib:.2f}" for rank, gib in enumerate(status["rss_gib"]))
+        message += (
+            f"\nAnother rank is gone. If it was killed (-9), its machine has probably run out of memory; the last"
+            f" resident memory of the ranks, in GiB: {resident}"
+        )
     running = status.get("state") == "running" and (rank > 0 or status.get("pid") == os.getpid())  # and this job's
     if rank == 0 or alone:  # what all ranks see alike is said once
         print(f"error: {message}", file=sys.stderr)
