@@ -222,6 +222,7 @@ class Checkpoint:
 
     @property
     def model_config(self) -> ModelConfig:
+        """The shape that it holds, whatever has become of --model since."""
         values = dict(self.manifest["model"])
         scaling = values.pop("rope_scaling")
         return ModelConfig(**values, rope_scaling=scaling and RopeScaling(**scaling))
