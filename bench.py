@@ -12,7 +12,10 @@ It needs what `bash test.sh` installs on top of requirements.txt."""
 import argparse
 import io
 import json
+import os
 import platform
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,11 +27,12 @@ from errors import UserError  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 import numpy as np
+from torch import Tensor
 
+import shard
 from data import builtin_documents
 from generate import sample
 from model import MODELS, ModelConfig, Transformer, random_init
-from shard import fill
 from tokenizer import LLAMA3_SPLIT, load_tokenizer
 from weights import export_model
 
@@ -73,7 +77,7 @@ def bench_generate(repeats: int) -> Iterator[Row]:
     n, length = 128, 32
     for name, config in models.items():
         ours = Transformer(config).eval()
-        fill(ours, random_init(config, {k: tuple(p.shape) for k, p in ours.named_parameters()}, 0))
+        shard.fill(ours, random_init(config, {k: tuple(p.shape) for k, p in ours.named_parameters()}, 0))
         with tempfile.TemporaryDirectory() as folder:
             export_model(ours, Path(folder) / "model")
             theirs = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "model").eval()
@@ -140,7 +144,129 @@ def bench_tokenizer(repeats: int) -> Iterator[Row]:
         yield from race(case, "MB/s", size / 1e6, contenders, repeats)
 
 
-SUITES = {"generate": bench_generate, "tokenizer": bench_tokenizer}
+# ---- loading: `shard.fill` from a file of bf16 weights
+
+
+def raw_reader(path: Path, shapes: dict[str, tuple[int, ...]]) -> Callable[[str, tuple[slice, ...]], Tensor]:
+    """-> read(name, slices) of a file that holds the tensors one after the other in bf16"""
+    starts, at = {}, 0
+    for name, shape in shapes.items():
+        starts[name], at = at, at + 2 * torch.Size(shape).numel()
+    file = os.open(path, os.O_RDONLY)
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        shape, rows = shapes[name], slices[0]
+        width = 2 * torch.Size(shape[1:]).numel()
+        out = torch.empty((rows.stop - rows.start) * width, dtype=torch.uint8)
+        view, done = memoryview(out.numpy()), 0
+        while done < len(view):
+            done += os.preadv(file, [view[done:]], starts[name] + rows.start * width + done)
+        return out.view(torch.bfloat16).view(-1, *shape[1:])[(slice(None), *slices[1:])]
+
+    return read
+
+
+def forget(path: Path) -> None:
+    """Drops the file from the page cache."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def read_plainly(path: Path) -> None:
+    """One process, from the first byte to the last, into memory of the file's size."""
+    view, done = memoryview(torch.empty(path.stat().st_size, dtype=torch.uint8).numpy()), 0
+    with open(path, "rb", buffering=0) as f:
+        while done < len(view):
+            done += f.readinto(view[done : done + 2**24])
+
+
+def peak_rss(reset: bool = False) -> int:
+    """Bytes; since the last reset (Linux: proc(5), clear_refs)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+
+def load_config(gb: float) -> ModelConfig:
+    """A Llama of so many GB in bf16."""
+    row = replace(MODELS["llama3.2-1b"], vocab_size=16000, rope_scaling=None, tied=False)
+    layer = 2 * row.dim * (row.n_heads + row.n_kv_heads) * row.head_dim + 3 * row.dim * row.ffn_dim
+    return replace(row, n_layers=max(1, round((gb * 1e9 / 2 - 2 * row.vocab_size * row.dim) / layer)))
+
+
+def load_rank(path: Path, gb: float, repeats: int) -> None:
+    """A rank: reads the file in every way, and prints the seconds and the peak memory of each, as JSON."""
+    torch.set_num_threads(1)
+    ranks, config = shard.init_ranks(), load_config(gb)
+    mesh, seconds, peak = shard.make_mesh(0, ranks), {}, {}
+    for _ in range(repeats):
+        for case in ("cold", "cached"):
+            for way in ("direct", "rank0", "plain read"):
+                with torch.device("meta"):
+                    model = Transformer(config, torch.bfloat16).to(torch.bfloat16)
+                shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+                shard.shard_model(model, mesh, torch.bfloat16)
+                model.to_empty(device="cpu")
+                read = raw_reader(path, shapes)
+                if case == "cold" and ranks.rank == 0:
+                    forget(path)
+                shard.gather(None, ranks)
+                before, begin = peak_rss(reset=True), time.perf_counter()
+                if way != "plain read":
+                    shard.fill(model, read, way)
+                elif ranks.rank == 0:
+                    read_plainly(path)
+                shard.gather(None, ranks)
+                seconds.setdefault(case, {}).setdefault(way, []).append(time.perf_counter() - begin)
+                peak[way] = max(peak.get(way, 0), peak_rss() - before)
+    largest = 2 * max(torch.Size(shape).numel() for shape in shapes.values())
+    peaks = shard.gather(peak, ranks)
+    if ranks.rank == 0:
+        print(json.dumps({"seconds": seconds, "peak": {w: max(p[w] for p in peaks) for w in peak}, "largest": largest}))
+    shard.leave(ranks)
+
+
+def bench_load(repeats: int, gb: float = 0.6) -> Iterator[Row]:
+    """Reading 0.6 GB of weights, bf16 to bf16, against one process that reads the file into memory of its size."""
+    with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
+        path, size = Path(folder) / "weights.bin", 0
+        with open(path, "wb") as f:
+            for parameter in Transformer(load_config(gb)).parameters():
+                values = torch.randn(parameter.shape, device="cpu").bfloat16()
+                size += f.write(values.view(torch.uint8).numpy())
+        for ranks in (1, 2, 4):
+            with socket.socket() as s:
+                s.bind(("127.0.0.1", 0))
+                env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+            words = [
+                sys.executable,
+                "-c",
+                f"import bench, pathlib; bench.load_rank(pathlib.Path({str(path)!r}), {gb}, {repeats})",
+            ]
+            env |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+            processes = [
+                subprocess.Popen(words, env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+                for rank in range(ranks)
+            ]
+            found = json.loads([process.communicate()[0] for process in processes][0])
+            for case, ways in found["seconds"].items():
+                plain = np.median(ways["plain read"])
+                for way, times in ways.items():
+                    low, median, high = np.quantile(size / 1e9 / np.array(times), (0.1, 0.5, 0.9)).tolist()
+                    shards, beyond = (
+                        found["peak"][way] * ranks / size,
+                        (found["peak"][way] - size / ranks) / found["largest"],
+                    )
+                    memory = (
+                        "" if way == "plain read" else f"; peak {shards:.2f} shards, {beyond:.1f} tensors beyond it"
+                    )
+                    row = {"case": f"{ranks} process{'es' * (ranks > 1)}, {case}", "what": way + memory, "unit": "GB/s"}
+                    yield row | {"median": median, "p10": low, "p90": high, "ratio": plain / np.median(times)}
+
+
+SUITES = {"generate": bench_generate, "tokenizer": bench_tokenizer, "load": bench_load}
 
 
 # ---- the command line

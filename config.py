@@ -41,6 +41,9 @@ class Config:
     n_heads: int = _flag(0, "overrides the model's number of attention heads")
     n_kv_heads: int = _flag(0, "overrides the model's number of key/value heads")
     ffn_dim: int = _flag(0, "overrides the model's feed-forward width")
+    router_aux_loss_coef: float = _flag(
+        -1.0, "weight of the loss that balances experts, beside the mean loss; -1 = the model's"
+    )
     # data
     data: tuple = _flag(
         (), "token-shard folder, .bin, .txt or .jsonl files or globs, one or more; none = the built-in text"
@@ -87,9 +90,27 @@ class Config:
         "of activations and matrix products (weights stay fp32); auto = bf16 where the hardware has it",
         ("auto", "bf16", "fp32"),
     )
+    param_dtype: str = _flag(
+        "fp32", "of the masters, which the optimizer updates; bf16 rounds its updates stochastically", ("fp32", "bf16")
+    )
+    state_dtype: str = _flag("fp32", "of AdamW's two moments", ("fp32", "bf16"))
+    reduce_dtype: str = _flag("fp32", "gradients are summed over ranks in it", ("fp32", "bf16"))
     shard_size: int = _flag(0, "ranks that share one copy of the parameters; 0 = all, 1 = every rank holds them")
+    reshard: str = _flag(
+        "auto",
+        "give gathered parameters back after the forward pass; auto = all but the last block's, which are needed next",
+        ("auto", "always", "never"),
+    )
+    prefetch: int = _flag(1, "units gathered ahead of their use, forward and backward; 0 = FSDP2's own order")
+    offload: str = _flag(
+        "none", "cpu: parameters, gradients and optimizer state live, and are updated, on the CPU", ("none", "cpu")
+    )
+    offload_activations: bool = _flag(False, "the block inputs that checkpointing keeps wait in the host's memory")
     checkpointing: str = _flag(
-        "none", "block: keep only each block's input and compute the rest again in the backward pass", ("none", "block")
+        "none",
+        "what the backward pass computes again: block = all but each block's input; selective = of that, what is"
+        " neither a matrix product nor attention",
+        ("none", "block", "selective"),
     )
     compile: str = _flag(
         "auto",
@@ -109,9 +130,15 @@ class Config:
     eval_batches: int = _flag(10, "global batches per evaluation; 0 = the whole validation split")
     save_every: int = _flag(0, "steps between checkpoints; 0 = at the end only")
     keep: int = _flag(2, "checkpoints kept")
+    load: str = _flag(
+        "direct",
+        "direct = every rank reads its part of the files; rank0 = rank 0 reads them and sends each rank its part",
+        ("direct", "rank0"),
+    )
     resume: str = _flag("auto", "auto = go on from the run folder's newest checkpoint; never; or a checkpoint folder")
     sample_every: int = _flag(0, "steps between text samples; 0 = never")
     prompt: str = _flag("", "what samples begin with")
+    timeout: int = _flag(600, "seconds that ranks wait for each other before the job ends; the first step has 30 min")
     check: int = _flag(
         -1,
         "check all that can be checked without training, for N processes (bare: one per GPU, or 1), and exit",
@@ -125,6 +152,8 @@ class Config:
             for f in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
             if getattr(self, f)
         }
+        if self.router_aux_loss_coef >= 0:
+            changes["router_aux_loss_coef"] = self.router_aux_loss_coef
         if "dim" in changes or "n_heads" in changes:
             changes["head_dim"] = 0
         if "n_heads" in changes and row.n_kv_heads == row.n_heads:
@@ -169,6 +198,12 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
     return words
 
 
+def _on_off(word: str) -> bool:
+    if word.lower() not in ("on", "off", "true", "false"):
+        raise argparse.ArgumentTypeError(f"it is on or off, not {word!r}")
+    return word.lower() in ("on", "true")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message}; --help lists all flags")
@@ -185,6 +220,8 @@ def make_parser() -> argparse.ArgumentParser:
     for f in fields(Config):
         default, choices = f.default, f.metadata["choices"]
         shown = {"": "empty", (): "none"}.get(default, default)
+        if isinstance(default, bool):
+            shown = "on" if default else "off"
         options = {
             "help": f.metadata["help"]
             + f" (default: {shown}{'; one of ' + ' '.join(c for c in choices if c) if choices else ''})",
@@ -194,6 +231,8 @@ def make_parser() -> argparse.ArgumentParser:
             options |= {"nargs": "+", "metavar": "PATH"}
         elif f.name == "check":
             options |= {"nargs": "?", "const": 0, "type": int, "metavar": "N"}
+        elif isinstance(default, bool):
+            options |= {"nargs": "?", "const": True, "type": _on_off, "metavar": "on|off"}
         else:
             options |= {
                 "type": type(default),
@@ -279,13 +318,13 @@ def parse_args(argv: list[str]) -> Config:
 
 
 def _check_ranges(c: Config) -> None:
-    for name in ("steps", "seq_len", "keep"):
+    for name in ("steps", "seq_len", "keep", "timeout"):
         if getattr(c, name) < 1:
             raise UserError(f"--{name} {getattr(c, name)}: it must be at least 1")
     for name in (
         "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "micro_batch", "batch_tokens", "min_lr",
-        "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "log_every", "eval_every", "eval_batches",
-        "save_every", "sample_every",
+        "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "prefetch", "log_every",
+        "eval_every", "eval_batches", "save_every", "sample_every",
     ):  # fmt: skip
         if not 0 <= getattr(c, name) < float("inf"):
             raise UserError(f"--{name} {getattr(c, name)}: it must be finite and not negative")
