@@ -92,7 +92,7 @@ def grouped_scaled_mm(
     E, K, N = b.shape
     assert K % MULTIPLE == 0 and N % MULTIPLE == 0, f"[n, {K}] x [{E}, {K}, {N}]: all but n must divide by {MULTIPLE}"
     assert a.stride() == (K, 1) and b.stride() == (K * N, 1, K), f"strides {a.stride()}, {b.stride()}"
-    if a.is_cuda:
+    if a.device.type != "cpu":
         inverse_a, inverse_b = scale_a.reciprocal()[:, 0], scale_b.reciprocal()[:, 0]
         return torch._scaled_grouped_mm(a, b, inverse_a, inverse_b, offs=ends, out_dtype=dtype, use_fast_accum=True)
     expert, out = _expert_of_row(a, ends), a.new_zeros(a.shape[0], N, dtype=dtype)
@@ -169,7 +169,7 @@ class _Experts(torch.autograd.Function):
         g = g.contiguous()
         (gq, sg), (wq, sw) = quantize(g, E4M3, 1), quantize(weight.to(g.dtype), E4M3, 1)
         dx = grouped_scaled_mm(gq, column_major(wq), sg, sw, ends, g.dtype)
-        if g.is_cuda:
+        if g.device.type != "cpu":
             dw = nn.functional.grouped_mm(g.t(), x, offs=ends)
         else:
             expert = _expert_of_row(x, ends)
@@ -182,10 +182,13 @@ class Fp8Linear:
 
     fp8_recipe: Recipe
     fp8_weight = fp8_scale = fp8_watch = None  # see WeightScales, gather_in_fp8, watch
+    fp8_version = None  # of the parameter that fp8_scale was made from
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
+        if not torch.compiler.is_compiling():
+            assert self.fp8_version in (None, self.weight._version), "a weight changed after WeightScales.refresh"
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y = _Linear.apply(rows, self.weight, self.fp8_weight, self.fp8_scale, self.fp8_watch, self.fp8_recipe)
         y = y.view(*x.shape[:-1], y.shape[-1])
@@ -353,7 +356,10 @@ class WeightScales:
             if kept is not None and w.numel():
                 kept = kept.view(E4M3).view(-1)[: w.numel()]
                 self.quantize(w.view(-1), m.fp8_scale, self.dtype, kept)
-            m.fp8_version = _local(m.weight)._version
+            if not isinstance(m.weight, DTensor):
+                m.fp8_version = m.weight._version
+            elif hasattr(m, "fp8_shard"):
+                m.fp8_shard_version = _local(m.weight)._version
 
 
 def _quantize_into(w: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor) -> None:
@@ -378,7 +384,7 @@ def _install_hooks(m: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
 
     def before(mesh, size, stride, module, policy):
-        assert not m.training or m.fp8_version == shard._version, "the weights changed after WeightScales.refresh"
+        assert not m.training or m.fp8_shard_version == shard._version, "a weight changed after WeightScales.refresh"
         return (m.fp8_shard,), None
 
     @torch.no_grad()
