@@ -345,9 +345,9 @@ class WeightScales:
         if not self.modules:
             return
         weights = [_local(m.weight.detach()) for m in self.modules]
-        some = [i for i, w in enumerate(weights) if w.numel()]  # a short shard may be empty
-        if some:
-            self.amax[some] = torch.stack(torch._foreach_norm([weights[i] for i in some], math.inf)).float()
+        norms = iter(torch._foreach_norm([w for w in weights if w.numel()], math.inf))
+        none = self.amax.new_zeros(())  # a short shard may be empty
+        self.amax.copy_(torch.stack([next(norms).float() if w.numel() else none for w in weights]))
         if self.group is not None:
             dist.all_reduce(self.amax, dist.ReduceOp.MAX, group=self.group)
         self.scales.copy_(make_scale(self.amax.to(self.dtype), E4M3, False)[:, None])
@@ -409,6 +409,8 @@ def _install_hooks(m: nn.Module, mesh: DeviceMesh) -> None:
 
 # ---- what quantization does to a run
 
+FIGURES = ("amax", "saturated", "flushed", "snr_db")
+
 
 def figures(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
     """[5] fp32: amax, share saturated (at the format's largest value), share flushed to zero, sums of squares of x and
@@ -443,7 +445,7 @@ def watched(model: nn.Module) -> dict[str, float | None]:
         if w.numel():
             operands["w"] = figures(w, E4M3, quantize(w, E4M3, dim, m.fp8_scale)[1]).tolist()
         for operand, (amax, saturated, flushed, signal, error) in operands.items():
-            key = f"fp8/{name}/{operand}"
             snr = 10 * math.log10(signal / error) if error > 0 and signal > 0 else None
-            out |= {f"{key}_amax": amax, f"{key}_saturated": saturated, f"{key}_flushed": flushed, f"{key}_snr_db": snr}
+            for figure, value in zip(FIGURES, (amax, saturated, flushed, snr), strict=True):
+                out[f"fp8/{name}/{operand}_{figure}"] = value
     return out

@@ -12,12 +12,14 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8
+from bench import report_fp8
 from config import parse_args
 from errors import UserError
 from fp8 import E4M3, E5M2, RECIPES, WeightScales, convert_linears
 from model import MODELS, Linear, MoE, SwiGLU, Transformer, grouped_matmul, random_init
 from shard import Ranks, checkpoint_activations, fill
 from test_shard import run_ranks
+from test_train import records, train, values
 from train import check_fp8
 from train import main as train_main
 
@@ -546,7 +548,7 @@ def test_watched_layers_say_what_they_multiply(recipe):
         for rows in tokens(4).chunk(2):
             model(rows, rows).backward()
     found = fp8.watched(model)
-    assert found.keys() == {f"fp8/{name}/{o}_{f}" for o in "xwg" for f in ("amax", "saturated", "flushed", "snr_db")}
+    assert found.keys() == {f"fp8/{name}/{o}_{f}" for o in "xwg" for f in fp8.FIGURES}
     assert found[f"fp8/{name}/g_amax"] == pytest.approx(sum(g for (g,) in seen) / 2)
     assert found[f"fp8/{name}/w_amax"] == pytest.approx(layer.weight.abs().max().item())
     assert 28 < found[f"fp8/{name}/x_snr_db"] < 36 and 0 < found[f"fp8/{name}/x_saturated"] < 0.1
@@ -554,6 +556,27 @@ def test_watched_layers_say_what_they_multiply(recipe):
 
 
 # ---- the command line
+
+
+def test_runs_are_recorded_resumed_and_reported(tmp_path):
+    """Resumed equals uninterrupted bit for bit; a checkpoint goes on in bf16, too; the report has a line per layer."""
+    text = tmp_path / "numbers.txt"
+    text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
+    flags = ["--data", text, "--compile", "none", "--seq_len", 32, "--micro_batch", 2, "--batch_tokens", 128]
+    flags += ["--fp8", "1", "--fp8_log_every", 2, "--log_every", 1, "--eval_every", 2, "--schedule", "constant"]
+    out = train(*flags, "--steps", 4, "--out", tmp_path / "whole").stdout
+    assert "84.8% of the FLOPs" in out and "FP8 on a CPU" in out
+    train(*flags, "--steps", 2, "--out", tmp_path / "parts")
+    train(*flags, "--steps", 4, "--out", tmp_path / "parts")
+    assert values(tmp_path / "whole") == values(tmp_path / "parts")
+    for record in records(tmp_path / "whole"):
+        found = {k for k in record if k.startswith("fp8/")}
+        names = {f"fp8/layers.{i}.mlp.down_proj/{o}_{f}" for i in (0, 1) for o in "xwg" for f in fp8.FIGURES}
+        assert found == (names if record["step"] % 2 == 0 else set())
+    lines = report_fp8(tmp_path / "whole", "row").splitlines()
+    assert len(lines) == 2 + 9 + 1 and "recipe row" in lines[0]
+    down = next(line.split() for line in lines if line.startswith("layers.1.mlp.down_proj"))
+    assert 25 < float(down[-1]) < 32 and float(down[-2]) > 28 and "lm_head" in lines[-2]
 
 
 @pytest.mark.parametrize(
