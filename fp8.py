@@ -73,7 +73,7 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: tor
 
     scales: both 0-dim, or [M, 1] and [1, N]. fast: sums in the tensor cores' own, shorter accumulator."""
     (M, K), N = a.shape, b.shape[1]
-    assert K % MULTIPLE == 0 and N % MULTIPLE == 0, f"[{M}, {K}] x [{K}, {N}]: all but M must divide by {MULTIPLE}"
+    assert K % MULTIPLE == 0 and N % MULTIPLE == 0, f"[{M}, {K}] x [{K}, {N}]: {K} and {N} must divide by {MULTIPLE}"
     assert a.stride() == (K, 1) and b.stride() == (1, K), f"strides {a.stride()}, {b.stride()}: not row x column major"
     assert not a.dtype == b.dtype == E5M2, "there is no e5m2 x e5m2 kernel"
     shapes = (scale_a.shape, scale_b.shape)
@@ -90,7 +90,7 @@ def grouped_scaled_mm(
     One kernel on a GPU. Elsewhere a loop, which multiplies every row with every expert and keeps what is asked for:
     neither needs `ends` on the host."""
     E, K, N = b.shape
-    assert K % MULTIPLE == 0 and N % MULTIPLE == 0, f"[n, {K}] x [{E}, {K}, {N}]: all but n must divide by {MULTIPLE}"
+    assert K % MULTIPLE == 0 and N % MULTIPLE == 0, f"[n, {K}] x [{E}, {K}, {N}]: {K} and {N} must divide by {MULTIPLE}"
     assert a.stride() == (K, 1) and b.stride() == (K * N, 1, K), f"strides {a.stride()}, {b.stride()}"
     if a.device.type != "cpu":
         inverse_a, inverse_b = scale_a.reciprocal()[:, 0], scale_b.reciprocal()[:, 0]
@@ -229,50 +229,50 @@ def convert_linears(
             near = difflib.get_close_matches(value, known, 1, 0.0)[0]
             raise ValueError(f"{value} is unknown, did you mean {near}? There are {', '.join(known)}")
     holders = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-    rows, unused, parts = [], set(skip) - set(SKIP), set()
+    rows, chosen, parts, unused = [], [], set(), set(skip) - set(SKIP)
     for name, m in module.named_modules():
         experts = hasattr(m, "matmul")
-        found = [(k, p) for k, p in m.named_parameters(recurse=False) if p.ndim == (3 if experts else 2)]
-        if isinstance(m, nn.Embedding) or not found:
+        weights = [(k, p) for k, p in m.named_parameters(recurse=False) if p.ndim == (3 if experts else 2)]
+        if isinstance(m, nn.Embedding) or not weights:
             continue
-        names = {f"{name}.{k}": p for k, p in found} if experts else {name: found[0][1]}
-        reasons = []
-        for full, p in names.items():
-            hit = {part for part in (*SKIP, *skip) if f".{part}." in f".{full}."}
-            if hit:
-                reasons.append("skipped by name")
-            elif not experts and not isinstance(m, nn.Linear):
-                reasons.append("no linear layer")
-            elif holders[id(p)] > 1:
+        named = {f"{name}.{k}" if experts else name: p for k, p in weights}
+        hit = {part for part in (*SKIP, *skip) for full in named if f".{part}." in f".{full}."}
+        if experts or isinstance(m, nn.Linear):
+            unused -= hit
+            parts.update(part for full in named for part in full.split(".") if not part.isdigit())
+        reasons = ["skipped by name"] if hit else []
+        if not experts and not isinstance(m, nn.Linear):
+            reasons.append("no linear layer")
+        for p in named.values():
+            if holders[id(p)] > 1:
                 reasons.append("shares its weight with another layer")
-            else:
-                reasons.append(_why_not(p, recipe, experts, p.device.type == "cpu" if small is None else small))
-            if experts or isinstance(m, nn.Linear):
-                unused -= hit
-                parts |= {part for part in full.split(".") if not part.isdigit()}
-        reason = next(filter(None, reasons), "")  # a module's experts go together
-        if not reason:
-            m.__class__ = _mixed(Fp8Experts if experts else Fp8Linear, m.__class__)
-            m.fp8_recipe = Recipe(recipe, GRAD_DTYPES[grad_dtype] if recipe == "tensor" else E4M3)
-        rows += [(full, tuple(p.shape), f"bf16: {reason}" if reason else "fp8") for full, p in names.items()]
+            reasons += _against(p, recipe, experts, p.device.type == "cpu" if small is None else small)
+        if not reasons:
+            chosen.append((m, Fp8Experts if experts else Fp8Linear))
+        verdict = f"bf16: {reasons[0]}" if reasons else "fp8"  # a module's experts go together
+        rows += [(full, tuple(p.shape), verdict) for full, p in named.items()]
     if unused:
         names = f"what their names are made of: {', '.join(sorted(parts))}"
         raise ValueError(f"no layer is called {', '.join(sorted(unused))}; {names}")
+    for m, mixin in chosen:
+        if not isinstance(m, mixin):
+            m.__class__ = _mixed(mixin, m.__class__)
+        m.fp8_recipe = Recipe(recipe, GRAD_DTYPES[grad_dtype] if recipe == "tensor" else E4M3)
     return rows
 
 
-def _why_not(weight: Tensor, recipe: str, experts: bool, small: bool) -> str:
-    """Why a weight [N, K] or [E, N, K] is not to be multiplied in FP8. The limits are where FP8's casts cost what its
-    products win, as published for Hopper."""
+def _against(weight: Tensor, recipe: str, experts: bool, small: bool) -> list[str]:
+    """What speaks against multiplying a weight [N, K] or [E, N, K] in FP8. The limits are where, on Hopper, the casts
+    cost what the products win, as published."""
     N, K = weight.shape[-2:]
     if N % MULTIPLE or K % MULTIPLE:
-        return f"{N} and {K} must divide by {MULTIPLE}"
+        return [f"{N} and {K} must divide by {MULTIPLE}"]
     by_tensor = recipe == "tensor" and not experts
     if not small and ((K <= 4096 and N <= 1024) if by_tensor else (N <= 2048 or K <= 1024)):
-        return "too small to become faster"
+        return ["too small to become faster"]
     if experts and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
-        return "grouped FP8 kernels need compute capability 9.0"
-    return ""
+        return ["grouped FP8 kernels need compute capability 9.0"]
+    return []
 
 
 def fp8_share(rows: list, recipe: str, top_k: int = 1) -> float:
@@ -287,17 +287,12 @@ def fp8_share(rows: list, recipe: str, top_k: int = 1) -> float:
 
 
 def table(rows: list, recipe: str, top_k: int = 1) -> str:
-    """The rows as text, layers that differ by their number only as one."""
-    groups: dict[tuple, list[str]] = {}
-    for name, shape, verdict in rows:
-        number = re.search(r"\d+", name)
-        groups.setdefault((re.sub(r"\d+", "*", name, count=1), shape, verdict), []).append(number[0] if number else "")
-    lines = [
-        f"  {name:36} {' x '.join(map(str, shape)):>18}  {len(numbers):4} x  {verdict}"
-        for (name, shape, verdict), numbers in groups.items()
-    ]
-    share = fp8_share(rows, recipe, top_k)
-    return "\n".join([f"FP8 recipe {recipe}: {share:.1%} of the FLOPs of products with weights", *lines])
+    """The rows as text, layers that differ by their number only as one, and fp8_share."""
+    groups = Counter((re.sub(r"\d+", "*", name, count=1), shape, verdict) for name, shape, verdict in rows)
+    lines = [f"FP8 recipe {recipe}: {fp8_share(rows, recipe, top_k):.1%} of the FLOPs of products with weights"]
+    for (name, shape, verdict), count in groups.items():
+        lines.append(f"  {name:36} {' x '.join(map(str, shape)):>18}  {count:4} x  {verdict}")
+    return "\n".join(lines)
 
 
 # ---- once per step
@@ -389,20 +384,17 @@ def _install_hooks(m: nn.Module, mesh: DeviceMesh) -> None:
 
     @torch.no_grad()
     def after(gathered, metadata, dtype, *, out=None):
-        first, weight = (
-            out is None,
-            torch.empty(N, K, dtype=dtype, device=shard.device) if out is None else out.detach(),
-        )
-        if first:  # a view of memory that FSDP frees and fills again in place
+        weight = torch.empty(N, K, dtype=dtype, device=shard.device) if out is None else out.detach()
+        if out is None:  # the first time; a view of memory that FSDP frees and fills again in place
             m.fp8_weight = gathered[0].view(E4M3)[:N]
         if not m.training:
             own, full = shard.new_zeros(rows, K, dtype=dtype), shard.new_empty(rows * mesh.size(), K, dtype=dtype)
             own[: shard.shape[0]] = shard
             dist.all_gather(list(full.chunk(mesh.size())), own, group=group)
             weight.copy_(full[:N])
-        elif not first:
+        elif out is not None:
             weight.untyped_storage().resize_(0)
-        return (weight, (weight,)) if first else None
+        return (weight, (weight,)) if out is None else None
 
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
 
@@ -413,8 +405,8 @@ FIGURES = ("amax", "saturated", "flushed", "snr_db")
 
 
 def figures(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """[5] fp32: amax, share saturated (at the format's largest value), share flushed to zero, sums of squares of x and
-    of its quantization error."""
+    """[5] fp32: amax, shares saturated (at the format's largest value) and flushed to zero, sums of squares of x and of
+    its error."""
     x = x.float()
     q = (x * scale).to(dtype).float()
     saturated, flushed = (q.abs() == torch.finfo(dtype).max).float(), ((q == 0) & (x != 0)).float()
@@ -433,8 +425,8 @@ def watch(model: nn.Module, names: Sequence[str]) -> None:
 @torch.no_grad()
 def watched(model: nn.Module) -> dict[str, float | None]:
     """Figures of the watched layers since the last refresh, averages over its micro-batches, of this rank's tokens and
-    part of the weights: "fp8/LAYER/OPERAND_FIGURE" -> value; snr in dB (None
-    where there is no error). Waits for the device."""
+    part of the weights: "fp8/LAYER/OPERAND_FIGURE" -> value; snr in dB, None where there is no error. Waits for the
+    device."""
     out = {}
     for name, m in layers(model).items():
         if m.fp8_watch is None or m.fp8_watch.grad is None:
