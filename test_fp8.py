@@ -558,12 +558,14 @@ def test_watched_layers_say_what_they_multiply(recipe):
 # ---- the command line
 
 
-def test_runs_are_recorded_resumed_and_reported(tmp_path):
-    """Resumed equals uninterrupted bit for bit; a checkpoint goes on in bf16, too; the report has a line per layer."""
+def test_runs_are_recorded_resumed_and_reported(tmp_path, monkeypatch):
+    """Resumed equals uninterrupted bit for bit; figures every second step; the report has a line per layer."""
     text = tmp_path / "numbers.txt"
     text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
     flags = ["--data", text, "--compile", "none", "--seq_len", 32, "--micro_batch", 2, "--batch_tokens", 128]
-    flags += ["--fp8", "1", "--fp8_log_every", 2, "--log_every", 1, "--eval_every", 2, "--schedule", "constant"]
+    flags += ["--fp8", "1", "--fp8_log_every", 2, "--log_every", 1, "--eval_every", 0, "--schedule", "constant"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = train(*flags, "--steps", 4, "--out", tmp_path / "whole").stdout
     assert "84.8% of the FLOPs" in out and "FP8 on a CPU" in out
     train(*flags, "--steps", 2, "--out", tmp_path / "parts")
