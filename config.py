@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
+from download import find
 from errors import ROOT, UserError
 from model import MODELS, ModelConfig
+from weights import read_config
 
 
 def _flag(default, help: str, choices: tuple = ()):
@@ -25,7 +27,14 @@ def _flag(default, help: str, choices: tuple = ()):
 @dataclass(frozen=True)
 class Config:
     # model
-    model: str = _flag("tiny-llama", "which model", tuple(MODELS))
+    model: str = _flag(
+        "tiny-llama",
+        f"{' '.join(MODELS)}; or a Hugging Face folder, or the hub id of one that is downloaded; with --weights alone,"
+        " theirs",
+    )
+    weights: str = _flag(
+        "", "safetensors to start from: a folder, or a hub id that is downloaded; empty = random values"
+    )
     vocab_size: int = _flag(0, "overrides the model's; 0 = as it is")
     dim: int = _flag(0, "overrides the model's width")
     n_layers: int = _flag(0, "overrides the model's number of layers")
@@ -37,7 +46,11 @@ class Config:
         (), "token-shard folder, .bin, .txt or .jsonl files or globs, one or more; none = the built-in text"
     )
     val_data: tuple = _flag((), "the same for validation; none = shards named *val*, else a held-out 1/20")
-    tokenizer: str = _flag("bytes", "tokenizer of text", ("bytes",))
+    tokenizer: str = _flag(
+        "",
+        "bytes, or a tokenizer.json, a tokenizer.model, a folder or the hub id of one; default: that of --weights or"
+        " --model where these have one, else bytes",
+    )
     text_field: str = _flag("text", "the field of a .jsonl row that holds the text")
     data_dtype: str = _flag("", "dtype of headerless token files", ("", "uint16", "uint32"))
     documents: str = _flag(
@@ -120,7 +133,7 @@ class Config:
 
     @cached_property
     def model_config(self) -> ModelConfig:
-        row = MODELS[self.model]
+        row = MODELS.get(self.model) or read_config(find(self.model, "--model"))
         changes = {
             f: getattr(self, f)
             for f in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
@@ -138,9 +151,9 @@ class Config:
             ) from None
 
     @property
-    def reads_text(self) -> bool:
-        """Whether the data is text of our own tokenising."""
-        return all(Path(d).suffix in (".txt", ".jsonl") for d in self.data)
+    def knows_text(self) -> bool:
+        """Whether it is known what tokens mean: text of our tokenising, or shards with a tokenizer that was named."""
+        return self.tokenizer != "bytes" or all(Path(d).suffix in (".txt", ".jsonl") for d in self.data)
 
     @property
     def warmup(self) -> int:
@@ -219,6 +232,26 @@ def _data_name(spec: str) -> str:
     return re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.") or "data"
 
 
+def _find_model(spec: str) -> None:
+    """Refuses a --model that is neither a row of MODELS nor a folder."""
+    try:
+        find(spec, "--model")
+    except UserError as e:
+        near = difflib.get_close_matches(spec, MODELS, 1)
+        did_you_mean = f", did you mean {near[0]}?" if near else ""
+        raise UserError(
+            f"--model {spec}: unknown{did_you_mean}; there are {', '.join(MODELS)}. Nor a folder: {e}"
+        ) from None
+
+
+def tokenizer_beside(spec: str) -> str:
+    """The spec itself if a tokenizer is in the folder that it names, else empty."""
+    if not spec or spec in MODELS:
+        return ""
+    folder = find(spec, "--weights")
+    return spec if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")) else ""
+
+
 def parse_args(argv: list[str]) -> Config:
     """Command-line words -> Config. Raises UserError for anything that can be seen to be wrong without data or
     devices."""
@@ -250,9 +283,18 @@ def parse_args(argv: list[str]) -> Config:
             )
         if isinstance(value, list):
             values[f.name] = tuple(value)
+    if values["weights"]:
+        find(values["weights"], "--weights")
+        if not any(word.partition("=")[0] == "--model" for word in words):
+            values["model"] = values["weights"]
+    if values["model"] not in MODELS:
+        _find_model(values["model"])
+    if not values["tokenizer"]:
+        values["tokenizer"] = tokenizer_beside(values["weights"]) or tokenizer_beside(values["model"]) or "bytes"
     if not values["out"]:
         data = [_data_name(d) for d in values["data"]]
-        values["out"] = str(Path("runs") / "-".join((recipes or [values["model"]]) + data))
+        model = values["model"] if values["model"] in MODELS else _data_name(values["model"].rstrip("/"))
+        values["out"] = str(Path("runs") / "-".join((recipes or [model]) + data))
     config = Config(**values)
     _check_ranges(config)
     return config
@@ -278,8 +320,8 @@ def _check_ranges(c: Config) -> None:
         raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
     if c.check < -1 or c.delimiter < -1:
         raise UserError(f"--check {c.check}, --delimiter {c.delimiter}: they must not be negative")
-    if c.sample_every and not c.reads_text:
-        raise UserError("--sample_every: what token shards mean is not known, their samples could not be read; give 0")
+    if c.sample_every and not c.knows_text:
+        raise UserError("--sample_every: what these token shards mean is not known: name their --tokenizer, or give 0")
     if not c.micro_batch and (not c.batch_tokens or c.batch_tokens % c.seq_len):
         raise UserError(
             f"--micro_batch 0 needs --batch_tokens that divide by --seq_len {c.seq_len}, not {c.batch_tokens}"
@@ -287,10 +329,6 @@ def _check_ranges(c: Config) -> None:
     model = c.model_config
     if c.fp8 != "off":
         _check_fp8(c, model)
-    if model.positions == "learned" and c.sample_every and len(c.prompt.encode()) + 2 > model.max_seq_len:
-        raise UserError(
-            f"--prompt: {len(c.prompt.encode())} bytes, {c.model} has {model.max_seq_len} learned positions"
-        )
     if model.positions == "learned" and c.seq_len > model.max_seq_len:
         raise UserError(
             f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"

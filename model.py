@@ -175,26 +175,52 @@ def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class LayerCache:
-    """Keys and values of one layer for the tokens seen so far: [B, S, K, h] each, allocated once."""
+    """Keys and values of one layer for the tokens seen so far: [B, K, S, h] each, allocated once."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
         self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
 
     def append(self, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [B, T, K, h] of the tokens from `start` on -> those of all tokens so far, [B, S, K, h]."""
         stop = start + k.shape[1]
-        assert stop <= self.k.shape[1], f"{stop} tokens, the cache has room for {self.k.shape[1]}"
-        self.k[:, start:stop], self.v[:, start:stop] = k, v
-        return self.k[:, :stop], self.v[:, :stop]
+        assert stop <= self.k.shape[2], f"{stop} tokens, the cache has room for {self.k.shape[2]}"
+        self.k[:, :, start:stop], self.v[:, :, start:stop] = k.transpose(1, 2), v.transpose(1, 2)
+        return self.k[:, :, :stop].transpose(1, 2), self.v[:, :, :stop].transpose(1, 2)
 
 
 class KVCache:
-    """What `Transformer.logits` needs in order to continue a sequence without reading it again; `length` tokens are in
-    it."""
+    """What `Transformer.logits` needs in order to continue sequences without reading them again; `length` tokens are in
+    it. padding [B]: the first so many tokens of each row are no text: nothing sees them, positions count after them.
+    All of them, and what follows, are in the first call."""
 
-    def __init__(self, config: ModelConfig, batch: int, max_len: int, dtype: torch.dtype, device: torch.device | str):
-        shape = (batch, max_len, config.n_kv_heads, config.head_dim)
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        padding: Tensor | None = None,
+    ):
+        shape = (batch, config.n_kv_heads, max_len, config.head_dim)
         self.layers = [LayerCache(shape, dtype, device) for _ in range(config.n_layers)]
-        self.length, self.max_len = 0, max_len
+        self.length, self.max_len, self.padded = 0, max_len, padding is not None
+        self.slots = torch.arange(max_len, device=device)
+        padding = padding.to(device)[:, None] if self.padded else torch.zeros(1, 1, dtype=torch.long, device=device)
+        self.text = self.slots >= padding  # [B or 1, S], as are the positions
+        self.positions = (self.slots - padding).clamp(min=0)
+        self.rope = rope_table(config, self.positions) if config.positions == "rope" else None
+
+    def mask(self, T: int) -> Tensor | None:
+        """Which of all tokens the next T see, [B or 1, 1, T, S]; None: plain causal attention among themselves."""
+        stop = self.length + T
+        if T == 1:
+            return self.text[:, None, None, :stop]
+        if not self.length and not self.padded:
+            return None
+        keys, own = self.slots[:stop], self.slots[self.length : stop, None]
+        seen = (keys <= own) & self.text[:, None, :stop]
+        return (seen | (keys == own))[:, None]  # padding sees itself, as a softmax over nothing is no number
 
 
 class Attention(nn.Module):
@@ -215,7 +241,11 @@ class Attention(nn.Module):
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         if cache is not None:
             k, v = cache.append(start, k, v)
-        out = attention(q, k, v, mask, self.backend)  # [B, T, H, h]
+        if cache is None or T > 1:
+            out = attention(q, k, v, mask, self.backend)  # [B, T, H, h]
+        else:  # heads that share their keys are like so many tokens of one head: no key need be repeated
+            q = q.view(B, self.n_kv_heads, -1, self.head_dim).transpose(1, 2)
+            out = attention(q, k, v, mask, self.backend).transpose(1, 2)  # [B, K, H / K, h]
         return self.o_proj(out.reshape(B, T, -1))
 
 
@@ -398,22 +428,27 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         return self.lm_head(self._hidden(tokens, positions, None), targets)
 
-    def logits(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """[B, T, V] fp32. With a cache, `tokens` continue what it holds, and are added to it."""
-        return self.lm_head(self._hidden(tokens, positions, cache))
+    def logits(
+        self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None, last: bool = False
+    ) -> Tensor:
+        """[B, T, V] fp32; last: of each row's last token alone, [B, 1, V]. With a cache, `tokens` continue what it
+        holds, and are added to it."""
+        x = self._hidden(tokens, positions, cache)
+        return self.lm_head(x[:, -1:] if last else x)
 
     def _hidden(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tensor:
         assert positions is None or cache is None, "a cache counts the positions itself"
         T, start = tokens.shape[1], cache.length if cache else 0
-        mask = None if positions is None else document_mask(positions)
-        if positions is None:
-            positions = torch.arange(start, start + T, device=tokens.device)[None]
-        if start:  # the new tokens see everything before them
-            mask = (torch.arange(start + T, device=tokens.device) <= positions[..., None])[:, None]
-        x = self.embed_tokens(tokens)
-        rope = None
+        if cache:
+            mask, positions = cache.mask(T), cache.positions[:, start : start + T]
+        else:
+            mask = None if positions is None else document_mask(positions)
+            positions = torch.arange(T, device=tokens.device)[None] if positions is None else positions
+        x, rope = self.embed_tokens(tokens), None
         if self.config.positions == "learned":
             x = x + self.embed_positions(positions)
+        elif cache:
+            rope = tuple(table[:, start : start + T] for table in cache.rope)
         else:
             rope = rope_table(self.config, positions)
         x = x.to(self.dtype)
@@ -474,7 +509,7 @@ def matmul_params(config: ModelConfig) -> int:
     """Parameters that multiply each token: projections, active experts and lm_head, without embeddings, norms and
     biases."""
     attn = config.dim * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
-    mlp = config.dim * config.ffn_dim * (2 if config.mlp == "gelu" else 3)
+    mlp = config.dim * config.ffn_dim * (3 if config.mlp in ("swiglu", "moe") else 2)
     if config.mlp == "moe":
         mlp = mlp * config.top_k + config.dim * config.n_experts
     return config.n_layers * (attn + mlp) + config.vocab_size * config.dim

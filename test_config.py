@@ -1,6 +1,7 @@
 """The command line: what was typed is the oracle."""
 
 import dataclasses
+import json
 import re
 import shutil
 import subprocess
@@ -8,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from huggingface_hub import constants
 
 import config
 from config import Config, check_batch, parse_args
 from errors import UserError
 from model import MODELS
+from weights import config_json
 
 ROOT = Path(config.__file__).parent
 FIELDS = dataclasses.fields(Config)
@@ -99,6 +103,57 @@ def test_choices(field):
         assert getattr(parse_args([f"--{field.name}={choice}"]), field.name) == choice
     message = refused(f"--{field.name}=nonsense")
     assert f"--{field.name} nonsense" in message and all(choice in message for choice in field.metadata["choices"])
+
+
+# ---- folders
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "Tiny-9B").mkdir()
+    found = config_json(dataclasses.replace(MODELS["tiny-gpt2"], n_layers=3), torch.float32)
+    (tmp_path / "Tiny-9B/config.json").write_text(json.dumps(found))
+    return str(tmp_path / "Tiny-9B")
+
+
+def test_a_folder_is_a_model(folder):
+    c = parse_args(["--model", folder])
+    assert c.model_config == dataclasses.replace(MODELS["tiny-gpt2"], n_layers=3)
+    assert (c.tokenizer, c.weights, Path(c.out)) == ("bytes", "", Path("runs/Tiny-9B"))
+    assert parse_args(["--model", folder, "--n_layers", "2"]).model_config == MODELS["tiny-gpt2"]
+
+
+def test_weights_bring_their_model_and_tokenizer(folder):
+    assert parse_args(["--weights", folder]).model == folder
+    assert parse_args(["--weights", folder, "--model=tiny-gpt2"]).model == "tiny-gpt2"
+    (Path(folder) / "tokenizer.model").touch()
+    for words, spec in [
+        (["--weights", folder], folder),
+        (["--model", folder], folder),
+        (["--weights", folder, "--model", "tiny-gpt2"], folder),
+        (["--weights", folder, "--tokenizer", "bytes"], "bytes"),
+    ]:
+        assert parse_args(words).tokenizer == spec
+
+
+def test_hub_ids_are_looked_up_where_download_puts_them(folder, tmp_path, monkeypatch):
+    """The layout of huggingface_hub's cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    at = tmp_path / "hub/models--some--thing"
+    (at / "refs").mkdir(parents=True)
+    (at / "refs/main").write_text("c0ffee" * 6 + "abcd")
+    shutil.copytree(folder, at / "snapshots" / ("c0ffee" * 6 + "abcd"))
+    assert parse_args(["--model", "some/thing"]).model_config.n_layers == 3
+    assert Path(parse_args(["--weights", "some/thing"]).out) == Path("runs/thing")
+    for flag in ("--model", "--weights"):
+        message = refused(flag, "some/other")
+        assert f"{flag} some/other" in message and "python download.py some/other" in message
+
+
+def test_sampling_needs_to_know_what_tokens_mean(folder):
+    assert "--tokenizer" in refused("--data", "a.bin", "--sample_every", "5")
+    (Path(folder) / "tokenizer.json").touch()
+    assert parse_args(["--data", "a.bin", "--sample_every", "5", "--tokenizer", folder]).sample_every == 5
 
 
 # ---- recipes

@@ -33,10 +33,12 @@ import shard
 from attention import choose_backend
 from config import Config, check_batch, parse_args, split_batch
 from data import IGNORE, Loader, check_tokens, make_loader
+from download import find
 from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_logging, write_status
-from model import Transformer, flops_per_token, random_init
+from model import MODELS, Transformer, flops_per_token, random_init
 from optim import learning_rate, make_optimizer, update
 from tokenizer import load_tokenizer
+from weights import dropout_note, family, open_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DEFAULT = ["@recipes/default.args"]
@@ -61,7 +63,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
     for message in skipped:
         logger.warning(message)
 
-    shard.on_first_rank(lambda: check_tokens(config), ranks)  # also tokenises text, once
+    shard.on_first_rank(lambda: check_inputs(config, bool(found)), ranks)
     loader = make_loader(config, ranks.rank, ranks.world_size)
     val_loader = make_loader(config, ranks.rank, ranks.world_size, "val") if config.eval_every else None
 
@@ -76,8 +78,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
         loader.load_state_dict(found.manifest["position"])
         logger.info("Resumed from %s after step %d", found.folder, start)
     else:
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        shard.fill(model, random_init(config.model_config, shapes, config.seed))
+        shard.fill(model, first_values(config, model))
     guard = shard.GradientGuard(model, config.clip, ranks, mesh)
     peak, peak_source = peak_flops(ranks.device, model.dtype)
     log = Log(run, ranks, clock, config, flops_per_token(config.model_config, config.seq_len), peak, start)
@@ -134,6 +135,9 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
             break
         clock.switch("steps")
 
+    if not stopped:
+        with clock.part("export"):
+            export(config, checkpoint.step_folder(run, step), ranks)
     logger.info(clock.report())
     if stopped:
         logger.info(
@@ -188,6 +192,28 @@ def prepare_fp8(model: Transformer, config: Config, ranks: shard.Ranks, mesh) ->
     return fp8.WeightScales(model, model.dtype, group, reuse, config.compile != "none")
 
 
+def first_values(config: Config, model: Transformer):
+    """read(name, slices) of what training starts from: --weights, or random values."""
+    note = dropout_note(find(config.model, "--model")) if config.model not in MODELS else ""
+    if note:
+        logger.info(note)
+    if config.weights:
+        logger.info("Reading weights from %s", config.weights)
+        return open_weights(find(config.weights, "--weights"), config.model_config)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return random_init(config.model_config, shapes, config.seed)
+
+
+def export(config: Config, saved: Path, ranks: shard.Ranks) -> None:
+    """The last checkpoint as a Hugging Face folder, hf/. All ranks must call."""
+    try:
+        family(config.model_config)
+    except ValueError as e:
+        return logger.warning("No export to hf/: %s", e)
+    tokenizer = load_tokenizer(config.tokenizer) if config.knows_text else None
+    checkpoint.export(checkpoint.Checkpoint(saved), Path(config.out) / "hf", ranks, tokenizer=tokenizer)
+
+
 @torch.no_grad()
 def evaluate(model: Transformer, loader: Loader, ranks: shard.Ranks) -> float:
     """Mean loss per token of the validation batches. All ranks must call."""
@@ -230,6 +256,16 @@ def write_samples(config: Config, model: Transformer, run: Path, step: int, rank
 
 def every(step: int, n: int) -> bool:
     return n > 0 and step % n == 0
+
+
+def check_inputs(config: Config, resumes: bool) -> None:
+    """Tokens, tokenizer, weights and prompt against the model; also tokenises text, once."""
+    check_tokens(config)
+    if config.weights and not resumes:
+        open_weights(find(config.weights, "--weights"), config.model_config)
+    if config.sample_every:
+        prompt = 1 + len(load_tokenizer(config.tokenizer).encode(config.prompt))
+        generate.check_length(config.model_config, prompt, 1)
 
 
 def open_run_folder(run: Path, step: int) -> None:
@@ -310,6 +346,7 @@ def say_finished(config: Config, step: int) -> None:
     again = f"bash launch.sh {shlex.join(words)}"
     print(
         f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
+        f"  its weights:   {config.out}/hf, for transformers, vLLM and others\n"
         f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
         f"  go on:         {again} --steps {2 * step}\n"
         f"  start afresh:  {again} --out {shlex.quote(config.out + '-2')}"
@@ -331,7 +368,7 @@ def check(config: Config) -> None:
     if done:
         say_finished(config, found.step)
     else:
-        check_tokens(config)
+        check_inputs(config, bool(found))
         if config.eval_every:
             make_loader(config, 0, processes, "val")
         loader = make_loader(config, 0, processes)
