@@ -398,16 +398,16 @@ def parity(out: Path, flags: list[str]) -> str:
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
     base = curves["bf16"]
     lines = ["| run | training loss, last 50 steps | validation loss | less bf16's |", "|---|--:|--:|--:|"]
-    for name, records in curves.items():
+    for i, (name, records) in enumerate(curves.items()):
         steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
-        above.plot(steps, losses, lw=1, label=name)
-        if name != "bf16":
-            below.plot(steps, [a - b["loss"] for a, b in zip(losses, base, strict=True)], lw=1, label=name)
+        above.plot(steps, losses, lw=1, color=f"C{i}", label=name)
+        if name != "bf16, another seed":  # which has other data
+            below.plot(steps, [a - b["loss"] for a, b in zip(losses, base, strict=True)], lw=1, color=f"C{i}")
         late = [r["loss"] for r in records if r["step"] > records[-1]["step"] - 50]
         validation, other = records[-1]["val_loss"], base[-1]["val_loss"]
         lines.append(f"| {name} | {sum(late) / len(late):.4f} | {validation:.4f} | {validation - other:+.4f} |")
     above.set_ylabel("loss (nats per token)")
-    below.set_ylabel("less bf16's, same data")
+    below.set_ylabel("less bf16's on the same data")
     below.set_xlabel("step")
     above.legend()
     for axis in (above, below):
