@@ -262,6 +262,7 @@ ROWS = {  # flags that ask for each row of shard.UNSUPPORTED, in order, and the 
     "model and offload": ("--compile model --offload cpu", 1),
     "model and offloaded activations": ("--compile model --offload_activations --checkpointing block", 1),
     "offloaded activations without checkpointing": ("--offload_activations --compile none", 1),
+    "FP8 and offloaded parameters": ("--fp8 tensor --offload cpu --compile none", 2),
 }
 
 

@@ -12,6 +12,7 @@ Exit status: 0 finished or stopped, 2 a mistake in flags, files or data (one mes
 """
 
 import errno
+import math
 import os
 import platform
 import shlex
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 import activations
 import checkpoint
+import fp8
 import generate
 import machine
 import shard
@@ -38,7 +40,7 @@ from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_l
 from model import MODELS, Transformer, flops_per_token, loss_head_bytes, random_init
 from optim import DTYPES, learning_rate, make_optimizer, update
 from tokenizer import load_tokenizer
-from weights import dropout_note, family, open_weights
+from weights import dropout_note, family, open_weights, refuse_in_the_way
 
 DEFAULT = ["@recipes/default.args"]
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
@@ -51,6 +53,10 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
     found, skipped = shard.on_first_rank(lambda: checkpoint.find(config), ranks)
     start = found.step if found else 0
     if start >= config.steps:
+        if not is_exported(config):  # the end was cut short
+            shard.on_first_rank(lambda: open_run_folder(run, start), ranks)
+            export(config, found.folder, ranks)
+            shard.on_first_rank(lambda: write_status(run, "finished", start, 0), ranks)
         return say_finished(config, start) if first else None
     if not found:
         check_batch(config, ranks.world_size)
@@ -70,6 +76,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
     opened = shard.on_every_rank(lambda: open_first_weights(config, bool(found), ranks), ranks)
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     model = build(config, ranks, mesh, built)
+    weight_scales = prepare_fp8(model, config, ranks, mesh)
     optimizer = make_optimizer(model, config)
     built.append(optimizer)
     logger.info("Created optimizer")
@@ -88,11 +95,13 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
 
     # ---- the loop
     stopped, steps = False, iter(loader)
+    fp8_every = config.fp8_log_every if config.fp8 != "off" else 0
     clock.switch("compile")  # the first step, which compiles
     for step in range(start + 1, config.steps + 1):
         with clock.part("data"):
             micro_batches = next(steps)
         lr = learning_rate(config, step - 1)
+        weight_scales.refresh()
         loss, trained = torch.zeros((), device=ranks.device), 0
         for i, batch in enumerate(micro_batches):
             shard.sync_gradients(model, i == len(micro_batches) - 1, config.reshard)
@@ -108,7 +117,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
         stopped = stop.agreed() and not last
         evaluated = val_loader is not None and (last or every(step, config.eval_every))
         saved = last or stopped or every(step, config.save_every)
-        if step == 1 or evaluated or saved or every(step, config.log_every):
+        if step == 1 or evaluated or saved or any(every(step, n) for n in (config.log_every, fp8_every)):
             guard.check(step, wait=True)  # what follows is not the step's time, nor to be done with broken weights
             val_loss = None
             if evaluated:
@@ -116,6 +125,8 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
                     val_loss = evaluate(model, val_loader, ranks)
             # Before the save: a checkpoint's record is never missing.
             log.step(step, loss, grad_norm, lr, val_loss, model.take_router_sums())
+            if every(step, fp8_every):
+                log.amend(**fp8.watched(model))
             if saved:
                 with clock.part("saves"):
                     before = clock.seconds("saves")
@@ -155,6 +166,11 @@ def build(config: Config, ranks: shard.Ranks, mesh, built: list) -> Transformer:
     total = sum(p.numel() for p in model.parameters())
     logger.info("Created model with total parameters: %d (%s)", total, human(total))
     logger.info("Trainable parameters: %d (%s)", total, human(total))
+    if config.fp8 != "off":
+        rows = convert_to_fp8(model, config, ranks.device)
+        logger.info(fp8.table(rows, config.fp8, config.model_config.top_k))
+        if ranks.device.type == "cpu":
+            logger.info("FP8 on a CPU shows what it does to the loss; here it is slower than bf16")
     model.to(DTYPES[config.param_dtype])
     offload = config.offload == "cpu"
     activations.checkpoint_activations(model, config.checkpointing)
@@ -171,6 +187,28 @@ def build(config: Config, ranks: shard.Ranks, mesh, built: list) -> Transformer:
     model.to_empty(device="cpu" if offload else ranks.device)
     model.tie_weights()
     return model
+
+
+def convert_to_fp8(model: Transformer, config: Config, device: torch.device) -> list:
+    grad_dtype = {"auto": "e5m2"}.get(config.fp8_grad_dtype, config.fp8_grad_dtype)
+    try:
+        return fp8.convert_linears(model, config.fp8, grad_dtype, config.fp8_skip, small=device.type == "cpu")
+    except ValueError as e:
+        raise UserError(f"--fp8_skip: {e}") from None
+
+
+def prepare_fp8(model: Transformer, config: Config, ranks: shard.Ranks, mesh) -> fp8.WeightScales:
+    """What FP8 does once per step (nothing, where it is off), once the parameters are allocated."""
+    blocks = [list(fp8.layers(block)) for block in model.layers]
+    if config.fp8_log_every:  # the last product of three blocks, the down projection: where outliers grow first
+        chosen = {0, len(blocks) // 2, len(blocks) - 1}
+        fp8.watch(model, [f"layers.{i}.{blocks[i][-1]}" for i in chosen if blocks[i]])
+    if mesh is not None and config.fp8_all_gather:
+        fp8.gather_in_fp8(model, mesh["shard"])
+    group = None if mesh is None else mesh["shard"].get_group()
+    micro_batch, batch_tokens = split_batch(config, ranks.world_size)
+    reuse = batch_tokens > micro_batch * config.seq_len * ranks.world_size
+    return fp8.WeightScales(model, model.dtype, group, reuse, config.compile != "none")
 
 
 def open_first_weights(config: Config, resumes: bool, ranks: shard.Ranks):
@@ -199,19 +237,31 @@ def export(config: Config, saved: Path, ranks: shard.Ranks) -> None:
     except ValueError as e:
         return logger.warning("No export to hf/: %s", e)
     tokenizer = load_tokenizer(config.tokenizer) if config.knows_text else None
-    checkpoint.export(checkpoint.Checkpoint(saved), Path(config.out) / "hf", ranks, tokenizer=tokenizer)
+    found, folder = checkpoint.Checkpoint(saved), Path(config.out) / "hf"
+    checkpoint.export(found, folder, ranks, tokenizer=tokenizer, replaces=True)
+
+
+def is_exported(config: Config) -> bool:
+    """Whether all is there that a finished run leaves."""
+    try:
+        family(config.model_config)
+    except ValueError:
+        return True
+    return (Path(config.out) / "hf").exists()
 
 
 @torch.no_grad()
 def evaluate(model: Transformer, loader: Loader, ranks: shard.Ranks) -> float:
     """Mean loss per token of the validation batches. All ranks must call."""
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    model.eval()  # FP8 trains; this is bf16
     for micro_batches in loader:
         for batch in micro_batches:
             sums[1] += (batch.targets != IGNORE).sum()
             batch = batch.to(ranks.device)
             sums[0] += model(batch.tokens, batch.targets, batch.positions)
     shard.reshard(model)
+    model.train()
     if ranks.world_size > 1:
         dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
@@ -223,13 +273,13 @@ def write_samples(config: Config, model: Transformer, run: Path, step: int, rank
     tokenizer = load_tokenizer(config.tokenizer)
     ids = [tokenizer.bos_id, *tokenizer.encode(config.prompt)]
     n = min(SAMPLE_TOKENS, config.model_config.max_seq_len - len(ids))
-    out = [
-        t.item()
-        for t in generate.sample(model, torch.tensor([ids]), n, SAMPLE_TEMPERATURE, 0, SAMPLE_TOP_P, config.seed + step)
-    ]
+    choice = {"temperature": SAMPLE_TEMPERATURE, "top_p": SAMPLE_TOP_P, "seed": config.seed + step}
+    model.eval()
+    out = generate.write(model, tokenizer, [ids], n, (), True, **choice)  # no stop: all ranks go through to the end
+    text = config.prompt + "".join(piece for _, piece in out)
     shard.reshard(model)
+    model.train()
     if ranks.rank == 0:
-        text = config.prompt + tokenizer.decode(out)
         logger.info("Sample after step %d:\n%s", step, text)
         with open(run / "samples.txt", "a", encoding="utf-8") as f:
             f.write(f"--- step {step}\n{text}\n")
@@ -245,6 +295,7 @@ def every(step: int, n: int) -> bool:
 def check_inputs(config: Config, resumes: bool) -> None:
     """Tokens, tokenizer, weights and prompt against the model; also tokenises text, once."""
     check_tokens(config)
+    refuse_in_the_way(Path(config.out) / "hf", True)
     if config.weights and not resumes:
         open_weights(find(config.weights, "--weights"), config.model_config)
     if config.sample_every:
@@ -289,8 +340,35 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
     shard.refuse_unsupported(replace(config, compile=compile_mode), world_size)
     attention = choose_backend(config.attention, device.type, dtype, compile_mode != "none", config.seq_len)
     shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
+    if config.fp8 != "off":
+        check_fp8(config, device, dtype, compile_mode, world_size)
     _, batch_tokens = split_batch(config, world_size)
     return replace(config, dtype=dtype, compile=compile_mode, attention=attention, batch_tokens=batch_tokens)
+
+
+def check_fp8(config: Config, device: torch.device, dtype: str, compile_mode: str, world_size: int) -> None:
+    """Refuses what FP8 cannot do here."""
+    flag, micro_batch = f"--fp8 {config.fp8}", split_batch(config, world_size)[0]
+    if micro_batch * config.seq_len % fp8.MULTIPLE:  # weight gradients sum over them
+        unit = fp8.MULTIPLE // math.gcd(micro_batch, fp8.MULTIPLE)
+        near = max(unit, round(config.seq_len / unit) * unit)
+        raise UserError(
+            f"{flag}: micro_batch x seq_len = {micro_batch} x {config.seq_len} = {micro_batch * config.seq_len} tokens"
+            f" do not divide by {fp8.MULTIPLE}; the nearest is --seq_len {near}"
+        )
+    if config.fp8_skip:
+        with torch.device("meta"):
+            convert_to_fp8(Transformer(config.model_config), config, device)
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        found = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
+        raise UserError(f"{flag}: {found}, FP8 needs 8.9 (Ada, Hopper or later); --fp8 off trains in bf16 here")
+    if compile_mode == "none":
+        raise UserError(f"{flag}: uncompiled, FP8 is several times slower than bf16; --compile block, or --fp8 off")
+    if dtype != "bf16":
+        raise UserError(f"{flag}: on a GPU what is not FP8 is bf16; --dtype bf16, or --fp8 off")
 
 
 def say_finished(config: Config, step: int) -> None:
@@ -298,9 +376,10 @@ def say_finished(config: Config, step: int) -> None:
     if "--check" in words:  # launch.sh's last words
         words = words[: words.index("--check")] or DEFAULT
     again = f"bash launch.sh {shlex.join(words)}"
+    weights = f"  its weights:   {config.out}/hf, for transformers, vLLM and others\n"
     print(
         f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
-        f"  its weights:   {config.out}/hf, for transformers, vLLM and others\n"
+        f"{weights * (Path(config.out) / 'hf').exists()}"
         f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
         f"  go on:         {again} --steps {2 * step}\n"
         f"  start afresh:  {again} --out {shlex.quote(config.out + '-2')}"
@@ -318,7 +397,7 @@ def check(config: Config) -> None:
     found, _ = checkpoint.find(config)
     if not found:
         check_batch(config, processes)
-    done = found is not None and found.step >= config.steps
+    done = found is not None and found.step >= config.steps and is_exported(config)
     if done:
         say_finished(config, found.step)
     else:
