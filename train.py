@@ -253,7 +253,7 @@ def say_finished(config: Config, step: int) -> None:
 
 def check(config: Config) -> None:
     """--check: everything that can be known without training; prints key=value lines for launch.sh."""
-    device = shard.find_device(config.check)
+    device = shard.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", config.check)))  # of all, those on this machine
     processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
     config = resolve(config, device, processes)
     there = next(p for p in [Path(config.out).absolute(), *Path(config.out).absolute().parents] if p.exists())
