@@ -416,28 +416,28 @@ class Supervisor:
         saved, tries, report = self.job["saved"], 0, ""
         while True:
             state, step, message, cause, dead = self.attempt()
-            report = report or cause
             if state != "failed" or self.stopping():
-                return self.set(state=state, step=step, message=message, report=report if state == "failed" else "")
-            if tries >= self.job["retries"]:
-                break
-            self.say(f"{cause}\n")
-            pause = self.job["retry_pause"] * 2 ** min(tries, 4)
-            self.say(f"Relaunching in {pause:.0f} s: try {tries + 1} of {self.job['retries']} since the last progress")
-            self.set(state="waiting", step=step, message=cause.splitlines()[-1])
-            self.wait(pause)
-            answers, dead = self.prepare_again()
+                return self.set(state=state, step=step, message=message, report=cause)
+            answers = self.prepare()  # ends what is left of it
             newest = max((a["saved"] for a in answers if isinstance(a, dict)), default=saved)
             if newest > saved:
                 saved, tries, report = newest, 0, ""
+            report = report or cause
+            if tries == self.job["retries"]:
+                break
             tries += 1
+            pause = self.job["retry_pause"] * 2 ** (tries - 1)
+            going_on = f"from step {newest}" if newest > 0 else "from the start"
+            self.say(f"{cause}\nRelaunching {going_on} in {pause:.0f} s: try {tries} of {self.job['retries']}")
+            self.set(state="waiting", step=step, message=message)
+            self.wait(pause)
+            self.wait_for_hosts()
             if self.stopping():
                 return self.set(state="stopped", step=step, message="stopped between two tries")
         if self.job["retries"]:
-            report += f"\n{self.job['out']}: gave up after {tries} {'tries' if tries != 1 else 'try'} without progress"
+            report += f"\n{self.job['out']}: gave up after {tries} {'tries' if tries > 1 else 'try'} without progress"
         if dead:
             report += "\n" + self.without(dead)
-        self.say(report)
         self.set(state="failed", step=step, message=message, report=report)
 
     def wait(self, seconds: float) -> None:
@@ -446,14 +446,14 @@ class Supervisor:
             self.alive()
             time.sleep(LOOK)
 
-    def prepare_again(self) -> tuple[list, list[Host]]:
-        """Waits for all hosts, and ends what is left of the last attempt there -> (answers, hosts that stayed away)."""
+    def prepare(self) -> list:
+        return self.ask("prepare", 20, clear=self.launch.get("attempt", 0) > 0, port=self.job["port"])
+
+    def wait_for_hosts(self) -> None:
         end = time.monotonic() + self.job["host_wait"]
-        while True:
-            answers = self.ask("prepare", 20, clear=True, port=self.job["port"])
-            dead = [h for h, a in zip(self.hosts, answers, strict=True) if isinstance(a, Unreachable)]
-            if not dead or time.monotonic() > end or self.stopping():
-                return answers, dead
+        while time.monotonic() < end and not self.stopping():
+            if not any(isinstance(a, Unreachable) for a in self.prepare()):
+                return
             self.wait(2)
 
     def without(self, dead: list[Host]) -> str:
@@ -474,7 +474,7 @@ class Supervisor:
         """One launch -> (state, step, message, the cause of a failure, hosts that do not answer)."""
         job = self.job
         self.set(id=time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2), state="starting")
-        answers = self.ask("prepare", 20, clear=self.launch.get("attempt", 0) > 0, port=job["port"])
+        answers = self.prepare()
         if not any(isinstance(a, Exception) for a in answers):
             if not answers[0]["port"]:
                 text = (
@@ -487,9 +487,9 @@ class Supervisor:
         if failed:
             self.ask("sweep", 20)
             cause = "\n".join(mend(h, e) for h, e in failed)
-            return "failed", 0, cause, cause, [h for h, e in failed if isinstance(e, Unreachable)]
+            return "failed", 0, cause.splitlines()[0], cause, [h for h, e in failed if isinstance(e, Unreachable)]
         places = sorted({a["place"] for a in answers})
-        self.set(state="running", place=", ".join(places), pid=answers[0]["pid"])
+        self.set(state="running", place=places[0], pid=answers[0]["pid"])
         return self.watch()
 
     def start_all(self, port: int) -> list:
@@ -611,11 +611,13 @@ class Supervisor:
             return "failed", step, "stopped at once, without saving", "", []
         if not causes and state == "stopped":
             return state, step, message, "", []
-        _, what, file, end = min(causes, default=(9, "it ended, and no host can say why", "", ""), key=lambda c: c[0])
+        sure, what, file, end = min(
+            causes, default=(9, "it ended, and no host can say why", "", ""), key=lambda c: c[0]
+        )
         if file and not end and Path(file).exists():
             end = "\n".join(Path(file).read_text(errors="replace").splitlines()[-30:])
         text = f"---- the end of {file}\n{end}\n----\n" if end else ""
-        if state == "failed" and message and message not in text:
+        if state == "failed" and sure > 2 and message and message not in text:
             text += message + "\n"
         text += f"{self.job['out']}: failed{f' at step {step}' if step else ''}: {what}"
         return "failed", step, what, text, [w.host for w in silent]

@@ -273,7 +273,8 @@ def check(config: Config) -> None:
         if found:
             loader.load_state_dict(found.manifest["position"])
     state = "finished" if done else "resume" if found else "fresh"
-    print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}")
+    timeout = getattr(config, "timeout", 600)
+    print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}\ntimeout={timeout}")
 
 
 def main(argv: list[str]) -> int:
