@@ -1,9 +1,9 @@
 """The launcher's part on the machine where `bash launch.sh` is typed: which hosts, whether all are fit, starting them
 together, watching them to the end, starting them again.
 
-launch.sh calls it as `python cluster.py NAME=SETTING ... -- VERB WORDS`. What has to be done on a host is in node.py, which
-is sent there. `train` checks all hosts, then leaves a supervisor behind, a process of its own, and follows the run's
-log. The supervisor starts one agent on every host and watches them through one ssh connection each; it decides when the
+launch.sh calls it as `python cluster.py NAME=SETTING ... -- VERB WORDS`. What has to be done on a host is in node.py,
+which is sent there. `train` checks all hosts, then leaves a supervisor behind, a process of its own, and follows the
+run's log. The supervisor starts one agent on every host and watches them through one ssh connection each; it decides when the
 job has failed, ends it everywhere, and relaunches it from the newest checkpoint under a new rendezvous id. It writes
 `runs/NAME/logs/launch.json` (hosts, state, where it is itself) and `launch.log` (what happened), and holds the lock
 `launch.lock` as long as it lives; every other verb reads these. A `localhost` line is a node on this machine: the same,
@@ -118,10 +118,10 @@ def read_hosts(listed: str) -> list[Host]:
         seen.add(host.line)
         name = platform.node() if host.local else host.line.split("@")[-1]
         label = re.sub(r"[^\w.-]", "-", name)
-        labels = [h.label for h in hosts]
-        host.label = next(
-            c for n in range(1, len(hosts) + 1) if (c := label if n == 1 else f"{label}-{n}") not in labels
-        )
+        labels, n = [h.label for h in hosts], 1
+        while (label if n == 1 else f"{label}-{n}") in labels:
+            n += 1
+        host.label = label if n == 1 else f"{label}-{n}"
     return hosts
 
 
@@ -789,7 +789,7 @@ def verb_train(words: list[str], settings: dict) -> int:
     words = words or shlex.split(settings["default_args"])
     hosts = read_hosts(flags["hosts"])
     job = {
-        "root": str(ROOT), "python": settings["python"], "ssh": settings["ssh"], "words": words, "nproc": flags["nproc"],
+        "root": str(ROOT), "words": words, "nproc": flags["nproc"], **{k: settings[k] for k in ("python", "ssh")},
         "env": forwarded(settings["forward"]), "here": dict(os.environ), "port": int(settings["port"]),
         "retries": flags["retries"] if flags["retries"] is not None else (int(settings["retries"]) * (len(hosts) > 1)),
         **{k: float(settings[k]) for k in ("retry_pause", "host_wait", "start_limit")},
@@ -824,12 +824,9 @@ def verb_train(words: list[str], settings: dict) -> int:
         raise UserError("\n".join([*problems, *([f"{watch_it}   {stop_it}"] if "already" in str(problems) else [])]))
     job["saved"] = max(a["saved"] for a in answers)
     job["apart"] = [h.label for h, a in zip(hosts, answers, strict=True) if a["mark"] != mark]
-    with ThreadPoolExecutor(len(hosts)) as pool:  # each with data and caches of its own
-        list(
-            pool.map(
-                lambda h: check(h, job, sum(h.slots for h in hosts)), [h for h in hosts[1:] if h.label in job["apart"]]
-            )
-        )
+    apart = [h for h in hosts[1:] if h.label in job["apart"]]
+    with ThreadPoolExecutor(len(hosts)) as pool:  # each has data and caches of its own
+        list(pool.map(lambda h: check(h, job, sum(h.slots for h in hosts)), apart))
     job["hosts"] = [asdict(h) for h in hosts]
 
     for left in ("stop", "stop-now"):
@@ -887,7 +884,7 @@ def verb_logs(words: list[str], settings: dict) -> int:
 def logs_of(which: str, launch: dict, name: str, settings: dict) -> int:
     """Follows what the processes of one host, or one rank, print."""
     hosts, ranks = hosts_of(launch), launch.get("ranks", {})
-    label, local = ranks[which] if which in ranks else (which, None)
+    label, local = ranks.get(which, (which, None))
     host = next((h for h in hosts if label in (h.label, h.line)), None)
     if host is None:
         known = ", ".join(h.label for h in hosts) or "none"
@@ -932,8 +929,16 @@ def verb_status(words: list[str], settings: dict) -> int:
         age = f"{time.time() - log.stat().st_mtime:.0f} s ago"
         batch = (re.findall(r"Batch \d+ Loss.*", log.read_text(errors="replace")) or [""])[-1]
     step = (re.findall(r"Batch (\d+)", batch) or [status.get("step") or ""])[0]
-    rows = {"run": name, "state": state, "step": status.get("step") or "", "message": message.splitlines()[0] if message else "",
-            "attempt": launch.get("attempt", ""), "place": launch.get("place", ""), "last line": age, "last batch": batch}  # fmt: skip
+    rows = {
+        "run": name,
+        "state": state,
+        "step": status.get("step") or "",
+        "message": message.partition("\n")[0],
+        "attempt": launch.get("attempt", ""),
+        "place": launch.get("place", ""),
+        "last line": age,
+        "last batch": batch,
+    }
     for key, value in rows.items():
         print(f"{key:<10} {value}")
     if hosts:

@@ -1,14 +1,15 @@
 """One host's half of the launcher: what has to be looked at or done on the machine itself.
 
-cluster.py sends this file, with a request, as one line of JSON to a `python3 -c` on the host, over ssh or, for localhost,
-without; the answers come back as lines of JSON. So a host needs python3 and nothing of ours to be asked, and what is
-secret in a request is never on a command line. Only the standard library is used here.
+cluster.py sends this file, with a request, as one line of JSON to a `python3 -c` on the host, over ssh or, for
+localhost, without; the answers come back as lines of JSON. So a host needs python3 and nothing of ours to be asked, and
+what is secret in a request is never on a command line. Only the standard library is used here.
 
-`python3 node.py agent LOGS TIMEOUT COMMAND...` runs torchrun (COMMAND) in its tmux session or under srun, and sees to it
-that nothing of it is left when it ends. Files in LOGS, `runs/NAME/logs/HOST/ID`: agent.pid, agent.stderr.log,
-agent.stdout.log, result.json at the end; `stop` and `stop-now` appear there when the run is to stop. A process of the run
-is known by LOGS in its command line, a worker by LOGS in the environment that torchrun gave it."""
+`python3 node.py agent LOGS TIMEOUT COMMAND...` runs torchrun (COMMAND) in its tmux session or under srun, and sees to
+it that nothing of it is left when it ends. Files in LOGS, `runs/NAME/logs/HOST/ID`: agent.pid, agent.stderr.log,
+agent.stdout.log, result.json at the end; `stop` and `stop-now` appear there when the run is to stop. A process of the
+run is known by LOGS in its command line, a worker by LOGS in the environment that torchrun gave it."""
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -85,9 +86,10 @@ def processes(logs: str) -> tuple:
         command = read(f"/proc/{entry}/cmdline")
         if f"TORCHELASTIC_ERROR_FILE={logs}" in read(f"/proc/{entry}/environ") and command:
             workers.append(int(entry))
-        elif "torch.distributed.run" in command or "node.py" in command:
-            if any(f"{word}/".startswith(logs) for word in command.split("\0")):
-                ours.append(int(entry))
+        elif re.search(r"torch\.distributed\.run|node\.py", command) and any(
+            f"{word}/".startswith(logs) for word in command.split("\0")
+        ):
+            ours.append(int(entry))
     return ours, workers
 
 
@@ -104,10 +106,8 @@ def workers_of(logs: str) -> dict:
 
 def kill(pids, number: int) -> None:
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def kill_all(logs: str) -> int:
@@ -293,7 +293,7 @@ def run(request: dict) -> dict:
             timeout=request["limit"],
         )
     except subprocess.TimeoutExpired:
-        raise Refused(f"{shlex.join(request['command'][:3])} ... took more than {request['limit']} s")
+        raise Refused(f"{shlex.join(request['command'][:3])} ... took more than {request['limit']} s") from None
     return {"exit": done.returncode, "out": done.stdout, "err": done.stderr}
 
 
@@ -304,7 +304,7 @@ def prepare(request: dict) -> dict:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise Refused(f"{folder} cannot be made: {e.strerror}")
+        raise Refused(f"{folder} cannot be made: {e.strerror}") from None
     marker = f"{os.path.realpath(folder)}/"
     if request["clear"]:
         kill_all(marker)
@@ -420,8 +420,8 @@ def look(logs: Path) -> dict:
 
 
 def watch(request: dict) -> None:
-    """A line of JSON every second: look(), status.json if it is this attempt's, and what is new in the files that rank 0
-    writes, for a cluster.py that cannot see this run folder. Ends with its caller."""
+    """A line of JSON every second: look(), status.json if it is this attempt's, and what is new in the files that rank
+    0 writes, for a cluster.py that cannot see this run folder. Ends with its caller."""
     heard = [time.monotonic()]
 
     def listen() -> None:
@@ -504,7 +504,150 @@ def follow(request: dict) -> None:
         time.sleep(0.5)
 
 
-OPERATIONS = (probe, run, prepare, start, watch, status, stop, sweep, follow)
+# ---- for doctor, sync and top
+
+
+def examine(request: dict) -> dict:
+    """All that doctor looks at on this host."""
+    root, address = Path(request["root"]), request["address"]
+    names = {}
+    for name in [platform.node(), *request["names"]]:
+        try:
+            names[name] = sorted({found[4][0] for found in socket.getaddrinfo(name, None, socket.AF_INET)})
+        except OSError as e:
+            names[name] = [str(e)]
+    try:
+        reverse = socket.gethostbyaddr(address)[0]
+    except OSError:
+        reverse = ""
+    code = (
+        "import json, torch; nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None;"
+        "print(json.dumps([torch.__version__, torch.version.cuda, nccl, torch.cuda.device_count()]))"
+    )
+    env = {**os.environ, **request["env"]}
+    done = subprocess.run([request["python"], "-c", code], capture_output=True, text=True, env=env)
+    torch = json.loads(done.stdout) if done.returncode == 0 else (done.stderr.strip().splitlines() or ["?"])[-1]
+    version = subprocess.run([request["python"], "-V"], capture_output=True, text=True).stdout.strip()
+    driver = query("driver_version")
+    free = {}
+    for folder in (request["out"], tempfile.gettempdir(), "/dev/shm"):
+        there = Path(root, folder)
+        while not there.exists():
+            there = there.parent
+        free[folder] = shutil.disk_usage(there).free
+    left = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and "TORCHELASTIC_RUN_ID=" in read(f"/proc/{entry}/environ"):
+            env = environment_of(int(entry))
+            left.append([int(entry), re.sub(r"/logs/.*", "", env.get("TORCHELASTIC_ERROR_FILE", ""))])
+    return {
+        "name": platform.node(),
+        "names": names,
+        "reverse": reverse,
+        "python": version,
+        "torch": torch,
+        "driver": driver[0] if driver else "",
+        "code": content_hash(root) if root.is_dir() else "",
+        "shared": (root / request["mark"]).exists(),
+        "gpus": len(gpus(request)),
+        "gpu_memory": [int(float(m)) for m in query("memory.used")],
+        "left": left,
+        "free": free,
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "port": probe_port(request["port"]),
+        "tmux": bool(shutil.which("tmux")),
+        "time": time.time(),
+    }
+
+
+def query(fields: str) -> list:
+    """A line for each GPU; [] where there are none, or nvidia-smi fails."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+def pairs(request: dict) -> None:
+    """All-reduces with one other host after another, as cluster.py says in lines on stdin. Runs in the Python that has
+    torch. Role 0 keeps the store, at a port of its choice, which it answers first."""
+    name = interface_of(request["address"])
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.update(request["env"])
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=request["limit"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin.buffer:
+        order = json.loads(line)
+        try:
+            address, port = order["address"], order["port"]
+            store = dist.TCPStore(address, port, 2, order["role"] == 0, limit, wait_for_workers=False)
+            if order["role"] == 0:
+                print(json.dumps({"port": store.port}), flush=True)
+            dist.init_process_group(
+                "nccl" if device == "cuda" else "gloo", store=store, rank=order["role"], world_size=2, timeout=limit
+            )
+            data = torch.ones(request["bytes"] // 4, device=device)
+            times = []
+            for _ in range(6):
+                begin = time.perf_counter()
+                dist.all_reduce(data)
+                data[0].item()
+                times.append(time.perf_counter() - begin)
+            answer = {"mb_per_s": request["bytes"] / 1e6 / min(times)}
+            if data[-1].item() != 2**6:
+                answer = {"error": f"the sum is wrong: {data[-1].item()}, expected {2**6}"}
+            dist.barrier()
+        except Exception as e:
+            answer = {"error": str(e).splitlines()[0][:200]}
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        print(json.dumps(answer), flush=True)
+    os._exit(0)
+
+
+def unpack(request: dict) -> dict:
+    """Takes the project's files, and after the request on stdin an environment as a tar, where it is sent."""
+    root = Path(request["root"])
+    root.mkdir(parents=True, exist_ok=True)
+    if (root / request["mark"]).exists():
+        return {"shared": True}
+    for name in set(own_files(root)) - set(request["files"]):
+        (root / name).unlink()
+    for name, (mode, text) in request["files"].items():
+        (root / name).parent.mkdir(exist_ok=True)
+        write_whole(root / name, text)
+        (root / name).chmod(mode)
+    return {"shared": False, "code": content_hash(root), "environment": tree_hash(root / ".venv")}
+
+
+def unpack_environment(request: dict) -> dict:
+    """Takes .venv as a tar on stdin, and puts it in place once it is whole."""
+    root = Path(request["root"])
+    new, old = root / ".venv.new", root / ".venv.old"
+    for folder in (new, old):
+        shutil.rmtree(folder, ignore_errors=True)
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+        archive.extractall(new, **({"filter": "fully_trusted"} if hasattr(tarfile, "data_filter") else {}))
+    if (root / ".venv").exists():
+        os.rename(root / ".venv", old)
+    os.rename(new, root / ".venv")
+    shutil.rmtree(old, ignore_errors=True)
+    return {"environment": tree_hash(root / ".venv")}
+
+
+OPERATIONS = (
+    probe, run, prepare, start, watch, status, stop, sweep, follow, examine, pairs, unpack, unpack_environment
+)  # fmt: skip
 
 
 def main(request: dict) -> None:
