@@ -3,9 +3,9 @@ together, watching them to the end, starting them again.
 
 launch.sh calls it as `python cluster.py NAME=SETTING ... -- VERB WORDS`. What has to be done on a host is in node.py,
 which is sent there. `train` checks all hosts, then leaves a supervisor behind, a process of its own, and follows the
-run's log. The supervisor starts one agent on every host and watches them through one ssh connection each; it decides when the
-job has failed, ends it everywhere, and relaunches it from the newest checkpoint under a new rendezvous id. It writes
-`runs/NAME/logs/launch.json` (hosts, state, where it is itself) and `launch.log` (what happened), and holds the lock
+run's log. The supervisor starts one agent on every host and watches them through one ssh connection each; it decides
+when the job has failed, ends it everywhere, and relaunches it from the newest checkpoint under a new rendezvous id. It
+writes `runs/NAME/logs/launch.json` (hosts, state, attempt) and `launch.log` (what happened), and holds the lock
 `launch.lock` as long as it lives; every other verb reads these. A `localhost` line is a node on this machine: the same,
 without ssh.
 
@@ -93,15 +93,14 @@ def parse_host(text: str, where: str) -> Host:
             )
         host.slots = int(number[1])
     if host.port > 65535 or (host.local and host.port):
-        raise UserError(
-            f"{where}: {words[0]}: {'localhost has no ssh port' if host.local else 'there is no such port'}"
-        )
+        problem = "localhost is reached without ssh, it has no port" if host.local else "there is no such port"
+        raise UserError(f"{where}: {words[0]}: {problem}")
     return host
 
 
-def read_hosts(listed: str) -> list[Host]:
-    """The hosts after --hosts, else those of the file `hosts`, else this machine alone."""
-    path = ROOT / "hosts"
+def read_hosts(listed: str, path: Path | None = None) -> list[Host]:
+    """The hosts after --hosts, else those of the file `hosts`, or another, else this machine alone."""
+    path = path or ROOT / "hosts"
     if listed:
         hosts = [parse_host(item, "--hosts") for item in listed.split(",") if item.strip()]
     elif path.exists():
@@ -477,10 +476,9 @@ class Supervisor:
         answers = self.prepare()
         if not any(isinstance(a, Exception) for a in answers):
             if not answers[0]["port"]:
-                text = (
-                    f"{self.hosts[0].label}: port {job['port']} is taken; set another in launch.sh, or 0 for a free one"
-                )
-                return "error", 0, text, text, []
+                name, port = self.hosts[0].label, job["port"]
+                text = f"{name}: port {port} is taken; set another at the top of launch.sh, or 0 for a free one"
+                return "error", 0, text, "", []
             self.set(attempt=self.launch.get("attempt", 0) + 1)
             answers = self.start_all(answers[0]["port"])
         failed = [(h, a) for h, a in zip(self.hosts, answers, strict=True) if isinstance(a, Exception)]
@@ -600,7 +598,7 @@ class Supervisor:
                     sure, what = (6 if -number == signal.SIGTERM else 2), signal.Signals(-number).name
                     causes.append((sure, f"{who} was ended by {what}", f["file"], f["tail"]))
                 else:
-                    sure = 5 if FOLLOWED.search(f["tail"]) else 3
+                    sure = 5 if FOLLOWED.search(f["tail"]) or not f["tail"] else 3
                     causes.append((sure, f"{who} failed with status {number}", f["file"], f["tail"]))
             if results[w].get("exit") and not results[w].get("failures"):
                 file = self.out / "logs" / name / self.launch["id"] / "agent.stderr.log"

@@ -21,7 +21,7 @@
 
 # On every machine a session `flatland-RUN` holds one torchrun. How the run ended stands in status.json: torchrun turns
 # every end into status 1. What happens on a machine is in node.py, what happens here in cluster.py.
-# shellcheck disable=SC1091,SC2154
+# shellcheck disable=SC1091,SC2034,SC2154
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
 source ./env.sh

@@ -137,6 +137,9 @@ def agent(logs: Path, timeout: float, command: list) -> int:
     signals = []
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda n, _: signals.append(n))
+    if interface_of(command[command.index("--local-addr") + 1]):
+        # gloo looks its own hostname up otherwise, which Debian's /etc/hosts takes for 127.0.1.1.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(command[command.index("--local-addr") + 1]))
     marker = f"{os.path.realpath(logs)}/"
     screen, shown = Path(logs).parents[2] / "log.txt", None
     with open(logs / "agent.stdout.log", "ab") as out, open(logs / "agent.stderr.log", "ab") as err:
@@ -200,12 +203,11 @@ def show(file: Path, offset) -> int:
 
 
 def parse_failures(text: str) -> list:
-    """What torchrun says of the workers that failed on this host."""
-    out = []
+    """What torchrun says of the workers that failed on this host, the one first that it saw failing first."""
+    others, _, root = text.rpartition("Root Cause")
     pattern = r"rank\s*:\s*(\d+) \(local_rank: (\d+)\)\s*\n\s*exitcode\s*:\s*(-?\d+)"
-    for rank, local_rank, code in re.findall(pattern, text):
-        out.append({"rank": int(rank), "local_rank": int(local_rank), "exit": int(code)})
-    return out
+    found = re.findall(pattern, root) + re.findall(pattern, others)
+    return [{"rank": int(rank), "local_rank": int(local), "exit": int(code)} for rank, local, code in found]
 
 
 def tail(file, lines: int) -> str:
@@ -352,9 +354,6 @@ def start(request: dict) -> dict:
     logs = Path(os.path.realpath(Path(request["root"], request["out"]))) / "logs" / request["label"] / request["id"]
     logs.mkdir(parents=True)
     env = {**os.environ, **request["env"]}
-    if interface_of(request["address"]):
-        # gloo looks its own hostname up, which Debian's /etc/hosts takes for 127.0.1.1.
-        env.setdefault("GLOO_SOCKET_IFNAME", interface_of(request["address"]))
     if request["devices"] is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(request["devices"])
     elif request["processes_here"] > 1:
@@ -419,17 +418,23 @@ def look(logs: Path) -> dict:
     }
 
 
-def watch(request: dict) -> None:
-    """A line of JSON every second: look(), status.json if it is this attempt's, and what is new in the files that rank
-    0 writes, for a cluster.py that cannot see this run folder. Ends with its caller."""
+def listen() -> list:
+    """-> [when cluster.py last gave a sign of life], kept up to date; ends this process when it is gone."""
     heard = [time.monotonic()]
 
-    def listen() -> None:
+    def loop() -> None:
         while sys.stdin.buffer.readline():
             heard[0] = time.monotonic()
         os._exit(0)
 
-    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=loop, daemon=True).start()
+    return heard
+
+
+def watch(request: dict) -> None:
+    """A line of JSON every second: look(), status.json if it is this attempt's, and what is new in the files that rank
+    0 writes, for a cluster.py that cannot see this run folder. Ends with its caller."""
+    heard = listen()
     out = Path(request["root"], request["out"])
     logs = out / "logs" / request["label"] / request["id"]
     first, sent = False, {}
@@ -561,9 +566,9 @@ def examine(request: dict) -> dict:
     }
 
 
-def query(fields: str) -> list:
-    """A line for each GPU; [] where there are none, or nvidia-smi fails."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+def query(fields: str, what: str = "") -> list:
+    """A line for each GPU, or of another query; [] where there are none, or nvidia-smi fails."""
+    command = ["nvidia-smi", f"--query-{what or f'gpu={fields}'}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -615,6 +620,55 @@ def pairs(request: dict) -> None:
     os._exit(0)
 
 
+def usage(request: dict) -> None:
+    """A line of JSON every few seconds with the load of this machine, its GPUs and its workers, for top.py."""
+    heard = listen()
+    before, spent = cpu_times(), {}
+    while time.monotonic() - heard[0] < ORPHANED:
+        time.sleep(request["every"] if spent else 0.5)
+        now = cpu_times()
+        busy, total = now[0] - before[0], now[1] - before[1]
+        before = now
+        memory = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M)}
+        ranks, seen = {}, {}
+        for pid, (rank, local) in workers_of("").items():
+            fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+            if fields:
+                seen[pid] = (int(fields[11]) + int(fields[12]), time.monotonic())
+                ticks, at = spent.get(pid, (0, 0.0))
+                share = (seen[pid][0] - ticks) / os.sysconf("SC_CLK_TCK") / (seen[pid][1] - at) if pid in spent else 0.0
+                ranks[str(rank)] = (local, share)
+        spent = seen or {0: (0, 0.0)}
+        answer = {
+            "cpu": busy / total if total else 0.0,
+            "cores": cores(),
+            "load": os.getloadavg()[0],
+            "mem_size": memory.get("MemTotal", 0) / 2**20,
+            "mem_used": (memory.get("MemTotal", 0) - memory.get("MemAvailable", 0)) / 2**20,
+            "ranks": ranks,
+            "gpus": gpu_usage(),
+        }
+        print(json.dumps(answer), flush=True)
+
+
+def cpu_times() -> tuple:
+    """(busy, all) ticks of all cores together since the start."""
+    fields = [int(n) for n in read("/proc/stat").splitlines()[0].split()[1:9]]
+    return sum(fields) - fields[3] - fields[4], sum(fields)
+
+
+def gpu_usage() -> list:
+    out, processes = [], query("", "compute-apps=gpu_uuid")
+    names = "index,uuid,utilization.gpu,power.draw,power.limit,memory.used,memory.total,temperature.gpu,clocks.sm"
+    for line in query(names):
+        index, uuid, *values = [v.strip() for v in line.split(",")]
+        busy, watts, limit, used, size, heat, clock = (float(v) if re.match(r"[\d.]+$", v) else 0.0 for v in values)
+        row = {"index": int(index), "busy": busy / 100, "watts": watts, "limit": limit, "used": used / 1024}
+        row |= {"size": size / 1024, "heat": heat, "clock": clock, "processes": processes.count(uuid)}
+        out.append(row)
+    return out
+
+
 def unpack(request: dict) -> dict:
     """Takes the project's files, and after the request on stdin an environment as a tar, where it is sent."""
     root = Path(request["root"])
@@ -646,7 +700,7 @@ def unpack_environment(request: dict) -> dict:
 
 
 OPERATIONS = (
-    probe, run, prepare, start, watch, status, stop, sweep, follow, examine, pairs, unpack, unpack_environment
+    probe, run, prepare, start, watch, status, stop, sweep, follow, examine, pairs, usage, unpack, unpack_environment
 )  # fmt: skip
 
 
