@@ -624,6 +624,7 @@ def usage(request: dict) -> None:
     """A line of JSON every few seconds with the load of this machine, its GPUs and its workers, for top.py."""
     heard = listen()
     before, spent = cpu_times(), {}
+    mine = os.path.join(os.path.realpath(request["out"]), "logs", "") if request["out"] else ""
     while time.monotonic() - heard[0] < ORPHANED:
         time.sleep(request["every"] if spent else 0.5)
         now = cpu_times()
@@ -631,7 +632,7 @@ def usage(request: dict) -> None:
         before = now
         memory = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M)}
         ranks, seen = {}, {}
-        for pid, (rank, local) in workers_of("").items():
+        for pid, (rank, local) in workers_of(mine).items():
             fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
             if fields:
                 seen[pid] = (int(fields[11]) + int(fields[12]), time.monotonic())

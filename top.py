@@ -1,8 +1,8 @@
 """A cluster on one screen: `bash launch.sh top`, or `python top.py [hosts file] [--once] [--out DIR]`.
 
-A line for each host (CPU, memory, processes of the run) and each GPU (utilisation, power, memory, temperature,
-processes), their sums, and the run's step, loss, speed and slowest rank. Every host is asked by a connection of its own,
-so one that does not answer is shown as such and holds up nothing.
+A line for each host (CPU, memory, workers) and each GPU (utilisation, power, memory, temperature, processes), their
+sums, and the run's step, loss, speed and slowest rank. Every host is asked by a connection of its own, so one that does
+not answer is shown as such and holds up nothing.
 
 Ranks wait for each other, so their own step times are all alike. The slowest is found by what waiting looks like from
 outside: with GPUs the one with the lowest SM clock, for a throttled GPU is the usual reason; on CPUs the worker that
@@ -38,9 +38,9 @@ SSH = "-o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=3 -o ServerAl
 class Feed(threading.Thread):
     """The newest numbers of one host."""
 
-    def __init__(self, host: Host, ssh: str):
+    def __init__(self, host: Host, ssh: str, out: str):
         super().__init__(daemon=True)
-        self.host, self.ssh, self.last, self.heard, self.said = host, ssh, {}, 0.0, "asking"
+        self.out, self.host, self.ssh, self.last, self.heard, self.said = host, ssh, {}, 0.0, "asking"
         self.start()
 
     def run(self) -> None:
@@ -50,7 +50,7 @@ class Feed(threading.Thread):
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
             )  # fmt: skip
             try:
-                process.stdin.write(line_for("usage", {"every": EVERY, "env": {}}))
+                process.stdin.write(line_for("usage", {"every": EVERY, "out": self.out}))
                 process.stdin.flush()
                 for line in process.stdout:
                     if line.startswith(b"{"):
@@ -148,11 +148,13 @@ def run_lines(run: tuple | None, ranks: dict) -> list[str]:
 
 
 def verb_top(words: list[str], settings: dict) -> int:
-    flags, rest = launcher_flags(words, settings)
-    once, file, out = False, "", []
+    once, file, out, rest, listed = False, "", [], list(words), ""
     while rest:
         word = rest.pop(0)
-        if word == "--once":
+        if word == "--hosts" or word.startswith("--hosts="):
+            listed = launcher_flags([word, *rest[:1]], settings)[0]["hosts"]
+            rest = rest["=" not in word :]
+        elif word == "--once":
             once = True
         elif word == "--out" or word.startswith("--out="):
             out = [word] + ([rest.pop(0)] if word == "--out" and rest else [])
@@ -164,13 +166,13 @@ def verb_top(words: list[str], settings: dict) -> int:
     if file and not Path(file).is_file():
         raise UserError(f"there is no hosts file {file}")
     launch = read_launch(run[0]) if run else {}
-    hosts = read_hosts(flags["hosts"], Path(file) if file else None)
-    if not flags["hosts"] and not file and launch.get("state") in ("starting", "running", "waiting"):
+    hosts = read_hosts(listed, Path(file) if file else None)
+    if not listed and not file and launch.get("state") in ("starting", "running", "waiting"):
         hosts = hosts_of(launch)  # those of the run, while it runs
     shown = {h.line: h for h in reversed(hosts)}  # a machine once
-    feeds = [Feed(h, settings.get("ssh", SSH)) for h in reversed(shown.values())]
+    feeds = [Feed(h, settings.get("ssh", SSH), str(run[0]) if run else "") for h in reversed(shown.values())]
     if once or not sys.stdout.isatty():
-        end = time.monotonic() + SILENT + EVERY
+        end = time.monotonic() + 2 * SILENT
         while time.monotonic() < end and any(f.silent and f.said == "asking" for f in feeds):
             time.sleep(0.1)
         print(picture(feeds, run))
