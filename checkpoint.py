@@ -8,29 +8,38 @@ safetensors and JSON only: loading runs no code. A save writes into a temporary 
 renamed: a checkpoint is there whole or not at all, and is never written again. Every tensor is stored in parts with
 their offsets, so any number of ranks, on any mesh, reads just the slices it keeps."""
 
+import argparse
 import json
 import os
 import re
 import secrets
 import shutil
+import sys
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
+from errors import UserError  # first: it finds the Python that has torch
+
+import torch  # isort: skip
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from config import Config
-from errors import UserError
-from shard import Ranks, fill, gather, local, local_slices, owns
+from model import ModelConfig, RopeScaling
+from shard import Ranks, fill, fill_tensors, gather, local, local_slices, on_first_rank, owns
+from tensorfile import Slices, TensorFile, assemble
+from tokenizer import load_tokenizer
+from weights import Export
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # What may differ when a run goes on: how often things happen, where, and how the same step is split and computed.
 MAY_CHANGE = {
     "steps", "out", "log_every", "eval_every", "eval_batches", "save_every", "keep", "resume", "sample_every", "prompt",
-    "check", "micro_batch", "shard_size", "checkpointing", "compile", "attention", "val_data", "data",
+    "check", "micro_batch", "shard_size", "checkpointing", "compile", "attention", "val_data", "data", "reshard",
+    "prefetch", "offload", "offload_activations", "load", "timeout",
 }  # fmt: skip
 
 
@@ -59,7 +68,7 @@ def save(
 ) -> Path:
     """Writes the state after `step` updates and removes the oldest checkpoints beyond --keep. All ranks must call; an
     error on one is raised on all."""
-    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder = step_folder(run, step)
     temporary = folder.with_name(f"{folder.name}.tmp-{gather(secrets.token_hex(4), ranks)[0]}")
     error, part = None, {}
     if folder.exists() and not _fault(folder):
@@ -131,6 +140,7 @@ def _write_manifest(
         "world_size": ranks.world_size,
         "position": position,
         "config": asdict(config),
+        "model": asdict(config.model_config),
         "files": parts,
     }
     path = temporary / "manifest.json"
@@ -146,6 +156,10 @@ def _write_manifest(
     pointer = folder.parent / "latest.tmp"
     pointer.write_text(folder.name + "\n")
     os.replace(pointer, folder.parent / "latest")
+
+
+def step_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
 
 
 def folders(run: Path) -> list[Path]:
@@ -198,30 +212,39 @@ class Checkpoint:
             for key, place in part["tensors"].items():
                 self.places.setdefault(key, []).append((part["file"], place))
 
-    def read(self, key: str, slices: tuple[slice, ...]) -> Tensor:
+    @property
+    def config(self) -> Config:
+        """The settings it was trained with."""
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in self.manifest["config"].items()}
+        unknown = set(values) - {f.name for f in fields(Config)}
+        if unknown:
+            raise UserError(f"{self.folder} was written by another version, with settings {', '.join(sorted(unknown))}")
+        return Config(**values)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The shape that it holds, whatever has become of --model since."""
+        values = dict(self.manifest["model"])
+        scaling = values.pop("rope_scaling")
+        return ModelConfig(**values, rope_scaling=scaling and RopeScaling(**scaling))
+
+    def read(self, key: str, slices: Slices) -> Tensor:
         """Those values of the tensor, put together from the parts that hold them."""
         if key not in self.places:
             raise UserError(f"{self.folder} holds no tensor {key}: it is a checkpoint of another model")
         first = self.places[key][0][1]
-        bounds = [s.indices(n)[:2] for s, n in zip(slices, first["whole"], strict=True)]
-        out = torch.empty([max(0, b - a) for a, b in bounds], dtype=getattr(torch, first["dtype"]))
-        for file, place in self.places[key]:
-            overlap = [
-                (max(a, s), min(b, s + n)) for (a, b), s, n in zip(bounds, place["start"], place["shape"], strict=True)
-            ]
-            if any(a >= b for a, b in overlap):
-                continue
-            if file not in self.files:
-                self.files[file] = safe_open(self.folder / file, framework="pt")
-            there = tuple(slice(a - s, b - s) for (a, b), s in zip(overlap, place["start"], strict=True))
-            here = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, bounds, strict=True))
-            out[here] = self.files[file].get_slice(key)[there]
-        return out
+        parts = [(p["start"], p["shape"], partial(self._read_part, file, key)) for file, p in self.places[key]]
+        return assemble(slices, first["whole"], getattr(torch, first["dtype"]), parts)
 
-    def read_weights(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+    def _read_part(self, file: str, key: str, slices: Slices) -> Tensor:
+        if file not in self.files:
+            self.files[file] = TensorFile(self.folder / file)
+        return self.files[file].read(key, slices)
+
+    def read_weights(self, name: str, slices: Slices) -> Tensor:
         return self.read(f"model.{name}", slices)
 
-    def restore_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def restore_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, load: str) -> None:
         """Moments and update count; on the mesh that the model is on now."""
         if not self.manifest["updates"]:
             return
@@ -229,20 +252,20 @@ class Checkpoint:
             device = local(parameter).device
             optimizer.state[parameter] = {"step": torch.tensor(float(self.manifest["updates"]), device=device)}
             for moment in MOMENTS:
-                optimizer.state[parameter][moment] = torch.zeros_like(parameter, requires_grad=False)
-        for moment in MOMENTS:
-            for name, parameter in model.named_parameters():
-                state = optimizer.state[parameter][moment]
-                local(state).copy_(self.read(f"{moment}.{name}", local_slices(state)))
+                dtype = getattr(optimizer, "state_dtype", parameter.dtype)
+                optimizer.state[parameter][moment] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        named = list(model.named_parameters())
+        moments = [(f"{moment}.{name}", optimizer.state[p][moment]) for moment in MOMENTS for name, p in named]
+        fill_tensors(moments, self.read, load)
 
     def restore_rng(self, ranks: Ranks) -> None:
         """The random state of this rank; on another number of ranks there is none to restore."""
         if self.manifest["world_size"] != ranks.world_size:
             return
-        with safe_open(self.folder / f"rank-{ranks.rank:05d}.safetensors", framework="pt") as f:
-            torch.set_rng_state(f.get_tensor("rng"))
-            if ranks.device.type == "cuda" and "rng.cuda" in f.keys():  # noqa: SIM118 (no mapping)
-                torch.cuda.set_rng_state(f.get_tensor("rng.cuda"), ranks.device)
+        file, everything = TensorFile(self.folder / f"rank-{ranks.rank:05d}.safetensors"), (slice(None),)
+        torch.set_rng_state(file.read("rng", everything))
+        if ranks.device.type == "cuda" and "rng.cuda" in file.entries:
+            torch.cuda.set_rng_state(file.read("rng.cuda", everything), ranks.device)
 
 
 def find(config: Config) -> tuple[Checkpoint | None, list[str]]:
@@ -295,8 +318,109 @@ def _check_settings(found: Checkpoint, config: Config) -> None:
         )
 
 
-def restore(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Weights, optimizer and random state. All ranks must call."""
-    fill(model, found.read_weights)
-    found.restore_optimizer(model, optimizer)
+def restore(
+    found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, load: str = "direct"
+) -> None:
+    """Weights, optimizer and random state. load: see shard.fill. All ranks must call."""
+    fill(model, found.read_weights, load)
+    found.restore_optimizer(model, optimizer, load)
     found.restore_rng(ranks)
+
+
+# ---- for people and other programs
+
+
+def newest(run: Path) -> Checkpoint:
+    """A run's newest whole checkpoint."""
+    faults = []
+    for folder in folders(run)[::-1]:
+        fault = _fault(folder)
+        if not fault:
+            return Checkpoint(folder)
+        faults.append(f"\n  {folder.name}: {fault}")
+    raise UserError(f"{run}: there is no whole checkpoint in it{''.join(faults) or ' (runs/NAME is a run folder)'}")
+
+
+def export(
+    found: Checkpoint,
+    folder: Path,
+    ranks: Ranks,
+    dtype: torch.dtype = torch.float32,
+    shard_gb: float = 5.0,
+    tokenizer=None,
+) -> None:
+    """Writes a checkpoint's weights as a Hugging Face folder. All ranks must call; each writes its share of the shards.
+    An error on one is raised on all."""
+    made = Export(folder, found.model_config, dtype, shard_gb, gather(secrets.token_hex(4), ranks)[0])
+    on_first_rank(made.begin, ranks)
+    error = None
+    try:
+        for i in range(ranks.rank, len(made.shards), ranks.world_size):
+            made.write_shard(i, found.read_weights)
+    except (OSError, UserError) as e:
+        error = e
+    try:
+        if error := next((e for e in gather(error, ranks) if e), None):
+            raise error
+        on_first_rank(lambda: made.finish(tokenizer), ranks)
+    finally:
+        if ranks.rank == 0:
+            made.abandon()
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="checkpoint.py", description="Looks at a run's checkpoints, or exports one.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb, help in (
+        ("list", "what there is"),
+        ("verify", "read every byte and compare checksums; status 1 if something is wrong"),
+        ("export", "write the newest whole checkpoint as a Hugging Face folder"),
+    ):
+        sub = verbs.add_parser(verb, help=help, description=help)
+        sub.add_argument("run", type=Path, help="run folder")
+        if verb == "export":
+            sub.add_argument("out", type=Path, help="the folder to make")
+            sub.add_argument(
+                "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32 (default) is exact"
+            )
+            sub.add_argument("--shard_gb", type=float, default=5.0, help="largest file, in 10^9 bytes (default 5)")
+            sub.add_argument("--tokenizer", help="whose files to add; default: the run's; none = no files")
+    args = parser.parse_args(argv)
+    if args.verb == "export":
+        return _export(args)
+    if not folders(args.run):
+        raise UserError(f"{args.run}: there are no checkpoints in it (runs/NAME is a run folder)")
+    if args.verb == "verify":
+        rows = verify(args.run)
+        for step, ok, fault in rows:
+            print(f"step {step}: {'whole' if ok else fault}")
+        return int(not all(ok for _, ok, _ in rows))
+    for folder in folders(args.run):
+        try:
+            found = Checkpoint(folder).manifest
+            size, ranks = sum(part["bytes"] for part in found["files"]), found["world_size"]
+            print(f"step {found['step']}: {size / 1e9:.3f} GB, {found['tokens']} tokens, written by {ranks} ranks")
+        except (OSError, ValueError, KeyError) as e:
+            print(f"{folder.name}: no readable manifest ({e})")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    if not args.shard_gb > 0:
+        raise UserError(f"--shard_gb {args.shard_gb}: it must be positive")
+    found = newest(args.run)
+    spec = args.tokenizer or (found.config.tokenizer if found.config.knows_text else "none")
+    tokenizer = None if spec == "none" else load_tokenizer(spec)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+    export(found, args.out, Ranks(0, 1, torch.device("cpu")), dtype, args.shard_gb, tokenizer)
+    print(f"{args.out}: step {found.step} of {args.run} in {args.dtype}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (UserError, OSError) as error:
+        sys.exit(print(f"error: {error}", file=sys.stderr) or (2 if isinstance(error, UserError) else 1))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
+from download import find
 from errors import ROOT, UserError
 from model import MODELS, ModelConfig
+from weights import read_config
 
 
 def _flag(default, help: str, choices: tuple = ()):
@@ -25,19 +27,33 @@ def _flag(default, help: str, choices: tuple = ()):
 @dataclass(frozen=True)
 class Config:
     # model
-    model: str = _flag("tiny-llama", "which model", tuple(MODELS))
+    model: str = _flag(
+        "tiny-llama",
+        f"{' '.join(MODELS)}; or a Hugging Face folder, or the hub id of one that is downloaded; with --weights alone,"
+        " theirs",
+    )
+    weights: str = _flag(
+        "", "safetensors to start from: a folder, or a hub id that is downloaded; empty = random values"
+    )
     vocab_size: int = _flag(0, "overrides the model's; 0 = as it is")
     dim: int = _flag(0, "overrides the model's width")
     n_layers: int = _flag(0, "overrides the model's number of layers")
     n_heads: int = _flag(0, "overrides the model's number of attention heads")
     n_kv_heads: int = _flag(0, "overrides the model's number of key/value heads")
     ffn_dim: int = _flag(0, "overrides the model's feed-forward width")
+    router_aux_loss_coef: float = _flag(
+        -1.0, "weight of the loss that balances experts, beside the mean loss; -1 = the model's"
+    )
     # data
     data: tuple = _flag(
         (), "token-shard folder, .bin, .txt or .jsonl files or globs, one or more; none = the built-in text"
     )
     val_data: tuple = _flag((), "the same for validation; none = shards named *val*, else a held-out 1/20")
-    tokenizer: str = _flag("bytes", "tokenizer of text", ("bytes",))
+    tokenizer: str = _flag(
+        "",
+        "bytes, or a tokenizer.json, a tokenizer.model, a folder or the hub id of one; default: that of --weights or"
+        " --model where these have one, else bytes",
+    )
     text_field: str = _flag("text", "the field of a .jsonl row that holds the text")
     data_dtype: str = _flag("", "dtype of headerless token files", ("", "uint16", "uint32"))
     documents: str = _flag(
@@ -74,9 +90,27 @@ class Config:
         "of activations and matrix products (weights stay fp32); auto = bf16 where the hardware has it",
         ("auto", "bf16", "fp32"),
     )
+    param_dtype: str = _flag(
+        "fp32", "of the masters, which the optimizer updates; bf16 rounds its updates stochastically", ("fp32", "bf16")
+    )
+    state_dtype: str = _flag("fp32", "of AdamW's two moments", ("fp32", "bf16"))
+    reduce_dtype: str = _flag("fp32", "gradients are summed over ranks in it", ("fp32", "bf16"))
     shard_size: int = _flag(0, "ranks that share one copy of the parameters; 0 = all, 1 = every rank holds them")
+    reshard: str = _flag(
+        "auto",
+        "give gathered parameters back after the forward pass; auto = all but the last block's, which are needed next",
+        ("auto", "always", "never"),
+    )
+    prefetch: int = _flag(1, "units gathered ahead of their use, forward and backward; 0 = FSDP2's own order")
+    offload: str = _flag(
+        "none", "cpu: parameters, gradients and optimizer state live, and are updated, on the CPU", ("none", "cpu")
+    )
+    offload_activations: bool = _flag(False, "the block inputs that checkpointing keeps wait in the host's memory")
     checkpointing: str = _flag(
-        "none", "block: keep only each block's input and compute the rest again in the backward pass", ("none", "block")
+        "none",
+        "what the backward pass computes again: block = all but each block's input; selective = of that, what is"
+        " neither a matrix product nor attention",
+        ("none", "block", "selective"),
     )
     compile: str = _flag(
         "auto",
@@ -96,9 +130,15 @@ class Config:
     eval_batches: int = _flag(10, "global batches per evaluation; 0 = the whole validation split")
     save_every: int = _flag(0, "steps between checkpoints; 0 = at the end only")
     keep: int = _flag(2, "checkpoints kept")
+    load: str = _flag(
+        "direct",
+        "direct = every rank reads its part of the files; rank0 = rank 0 reads them and sends each rank its part",
+        ("direct", "rank0"),
+    )
     resume: str = _flag("auto", "auto = go on from the run folder's newest checkpoint; never; or a checkpoint folder")
     sample_every: int = _flag(0, "steps between text samples; 0 = never")
     prompt: str = _flag("", "what samples begin with")
+    timeout: int = _flag(600, "seconds that ranks wait for each other before the job ends; the first step has 30 min")
     check: int = _flag(
         -1,
         "check all that can be checked without training, for N processes (bare: one per GPU, or 1), and exit",
@@ -106,12 +146,14 @@ class Config:
 
     @cached_property
     def model_config(self) -> ModelConfig:
-        row = MODELS[self.model]
+        row = MODELS.get(self.model) or read_config(find(self.model, "--model"))
         changes = {
             f: getattr(self, f)
             for f in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
             if getattr(self, f)
         }
+        if self.router_aux_loss_coef >= 0:
+            changes["router_aux_loss_coef"] = self.router_aux_loss_coef
         if "dim" in changes or "n_heads" in changes:
             changes["head_dim"] = 0
         if "n_heads" in changes and row.n_kv_heads == row.n_heads:
@@ -124,9 +166,9 @@ class Config:
             ) from None
 
     @property
-    def reads_text(self) -> bool:
-        """Whether the data is text of our own tokenising."""
-        return all(Path(d).suffix in (".txt", ".jsonl") for d in self.data)
+    def knows_text(self) -> bool:
+        """Whether it is known what tokens mean: text of our tokenising, or shards with a tokenizer that was named."""
+        return self.tokenizer != "bytes" or all(Path(d).suffix in (".txt", ".jsonl") for d in self.data)
 
     @property
     def warmup(self) -> int:
@@ -156,6 +198,12 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
     return words
 
 
+def _on_off(word: str) -> bool:
+    if word.lower() not in ("on", "off", "true", "false"):
+        raise argparse.ArgumentTypeError(f"it is on or off, not {word!r}")
+    return word.lower() in ("on", "true")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message}; --help lists all flags")
@@ -172,6 +220,8 @@ def make_parser() -> argparse.ArgumentParser:
     for f in fields(Config):
         default, choices = f.default, f.metadata["choices"]
         shown = {"": "empty", (): "none"}.get(default, default)
+        if isinstance(default, bool):
+            shown = "on" if default else "off"
         options = {
             "help": f.metadata["help"]
             + f" (default: {shown}{'; one of ' + ' '.join(c for c in choices if c) if choices else ''})",
@@ -181,6 +231,8 @@ def make_parser() -> argparse.ArgumentParser:
             options |= {"nargs": "+", "metavar": "PATH"}
         elif f.name == "check":
             options |= {"nargs": "?", "const": 0, "type": int, "metavar": "N"}
+        elif isinstance(default, bool):
+            options |= {"nargs": "?", "const": True, "type": _on_off, "metavar": "on|off"}
         else:
             options |= {
                 "type": type(default),
@@ -197,6 +249,26 @@ def _data_name(spec: str) -> str:
     path = Path(spec)
     parts = (path.parent.name, path.stem) if glob.has_magic(path.name) else (path.stem,)
     return re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.") or "data"
+
+
+def _find_model(spec: str) -> None:
+    """Refuses a --model that is neither a row of MODELS nor a folder."""
+    try:
+        find(spec, "--model")
+    except UserError as e:
+        near = difflib.get_close_matches(spec, MODELS, 1)
+        did_you_mean = f", did you mean {near[0]}?" if near else ""
+        raise UserError(
+            f"--model {spec}: unknown{did_you_mean}; there are {', '.join(MODELS)}. Nor a folder: {e}"
+        ) from None
+
+
+def tokenizer_beside(spec: str) -> str:
+    """The spec itself if a tokenizer is in the folder that it names, else empty."""
+    if not spec or spec in MODELS:
+        return ""
+    folder = find(spec, "--weights")
+    return spec if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")) else ""
 
 
 def parse_args(argv: list[str]) -> Config:
@@ -228,22 +300,31 @@ def parse_args(argv: list[str]) -> Config:
             )
         if isinstance(value, list):
             values[f.name] = tuple(value)
+    if values["weights"]:
+        find(values["weights"], "--weights")
+        if not any(word.partition("=")[0] == "--model" for word in words):
+            values["model"] = values["weights"]
+    if values["model"] not in MODELS:
+        _find_model(values["model"])
+    if not values["tokenizer"]:
+        values["tokenizer"] = tokenizer_beside(values["weights"]) or tokenizer_beside(values["model"]) or "bytes"
     if not values["out"]:
         data = [_data_name(d) for d in values["data"]]
-        values["out"] = str(Path("runs") / "-".join((recipes or [values["model"]]) + data))
+        model = values["model"] if values["model"] in MODELS else _data_name(values["model"].rstrip("/"))
+        values["out"] = str(Path("runs") / "-".join((recipes or [model]) + data))
     config = Config(**values)
     _check_ranges(config)
     return config
 
 
 def _check_ranges(c: Config) -> None:
-    for name in ("steps", "seq_len", "keep"):
+    for name in ("steps", "seq_len", "keep", "timeout"):
         if getattr(c, name) < 1:
             raise UserError(f"--{name} {getattr(c, name)}: it must be at least 1")
     for name in (
         "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "micro_batch", "batch_tokens", "min_lr",
-        "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "log_every", "eval_every", "eval_batches",
-        "save_every", "sample_every",
+        "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "prefetch", "log_every",
+        "eval_every", "eval_batches", "save_every", "sample_every",
     ):  # fmt: skip
         if not 0 <= getattr(c, name) < float("inf"):
             raise UserError(f"--{name} {getattr(c, name)}: it must be finite and not negative")
@@ -256,17 +337,13 @@ def _check_ranges(c: Config) -> None:
         raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
     if c.check < -1 or c.delimiter < -1:
         raise UserError(f"--check {c.check}, --delimiter {c.delimiter}: they must not be negative")
-    if c.sample_every and not c.reads_text:
-        raise UserError("--sample_every: what token shards mean is not known, their samples could not be read; give 0")
+    if c.sample_every and not c.knows_text:
+        raise UserError("--sample_every: what these token shards mean is not known: name their --tokenizer, or give 0")
     if not c.micro_batch and (not c.batch_tokens or c.batch_tokens % c.seq_len):
         raise UserError(
             f"--micro_batch 0 needs --batch_tokens that divide by --seq_len {c.seq_len}, not {c.batch_tokens}"
         )
     model = c.model_config
-    if model.positions == "learned" and c.sample_every and len(c.prompt.encode()) + 2 > model.max_seq_len:
-        raise UserError(
-            f"--prompt: {len(c.prompt.encode())} bytes, {c.model} has {model.max_seq_len} learned positions"
-        )
     if model.positions == "learned" and c.seq_len > model.max_seq_len:
         raise UserError(
             f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"

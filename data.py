@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config import Config, split_batch
+from config import Config, split_batch, tokenizer_beside
 from errors import RankError, UserError
 from model import IGNORE
 from tokenizer import load_tokenizer
@@ -168,6 +168,20 @@ def _builtin_pieces() -> Iterator[tuple[str, bool, bool]]:
         yield text, True, i % VAL_EVERY == 0
 
 
+def _documents(pieces: Iterator[tuple[str, bool, bool]]) -> Iterator[tuple[str, bool, bool]]:
+    """The pieces of each document as one: a tokenizer sees white space across lines, and may treat a text's beginning
+    in its own way. (Bytes do neither.)"""
+    texts, kind = [], False
+    for text, begins, val in pieces:
+        if begins and texts:
+            yield "".join(texts), True, kind
+            texts = []
+        texts.append(text)
+        kind = val
+    if texts:
+        yield "".join(texts), True, kind
+
+
 def tokenize(name: str, sources: list[Path], config: Config) -> Path:
     """Tokenises text (no sources: the built-in one) into a folder of the cache, once -> the folder with train.bin,
     val.bin and index.json. Safe when several processes do it at the same time."""
@@ -180,7 +194,7 @@ def tokenize(name: str, sources: list[Path], config: Config) -> Path:
             torch.__version__,
             hashlib.sha256(inspect.getsource(builtin_documents).encode()).hexdigest(),
         ]
-    key = hashlib.sha256(json.dumps([identity, config.tokenizer, VAL_EVERY]).encode()).hexdigest()[:12]
+    key = hashlib.sha256(json.dumps([identity, tokenizer.fingerprint, VAL_EVERY]).encode()).hexdigest()[:12]
     folder = CACHE / f"{name}-{key}"
     if (folder / "index.json").exists():
         return folder
@@ -190,7 +204,7 @@ def tokenize(name: str, sources: list[Path], config: Config) -> Path:
     try:
         raw = {split: open(temporary / f"{split}.raw", "wb") for split in ("train", "val")}  # noqa: SIM115
         for pieces in [_pieces(p, config.text_field) for p in sources] or [_builtin_pieces()]:
-            for text, begins, val in pieces:
+            for text, begins, val in pieces if config.tokenizer == "bytes" else _documents(pieces):
                 ids = ([tokenizer.bos_id] if begins else []) + tokenizer.encode(text)
                 raw["val" if val else "train"].write(np.array(ids, dtype="<u4").tobytes())
         index = {"tokenizer": config.tokenizer, "sources": [str(p) for p in sources] or ["built-in"], "files": {}}
@@ -431,8 +445,10 @@ def make_loader(config: Config, rank: int = 0, world_size: int = 1, split: str =
 
 
 def check_tokens(config: Config) -> None:
-    """Refuses ids beyond the vocabulary before anything is trained; beyond 2^27 tokens per split, those rows are
-    checked as they are read."""
+    """Refuses a tokenizer, or ids, beyond the vocabulary before anything is trained; beyond 2^27 tokens per split,
+    those rows are checked as they are read."""
+    if config.knows_text:
+        check_tokenizer(config)
     for split in ("train", "val") if config.eval_every else ("train",):
         tokens, _ = open_split(config, split)
         seen = 0
@@ -442,3 +458,27 @@ def check_tokens(config: Config) -> None:
                 at = seen + int(np.argmax(part >= config.model_config.vocab_size))
                 raise _beyond_vocabulary(tokens, at, config)
             seen += len(array)
+
+
+PROBE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
+
+
+def check_tokenizer(config: Config) -> None:
+    """Whether a tokenizer, the model and the weights belong together."""
+    tokenizer, model = load_tokenizer(config.tokenizer), config.model_config
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, --model {config.model} a vocabulary of"
+            f" {model.vocab_size}: give the tokenizer that belongs to the model, or --vocab_size {tokenizer.vocab_size}"
+        )
+    if not config.weights:
+        return
+    own = tokenizer_beside(config.weights)
+    if own and own != config.tokenizer and load_tokenizer(own).encode(PROBE) != tokenizer.encode(PROBE):
+        raise UserError(f"--tokenizer {config.tokenizer} is another one than that of --weights {config.weights}")
+    padding = 512  # vocabularies are padded to multiples of so much at most
+    if not own and model.vocab_size - tokenizer.vocab_size >= padding:
+        raise UserError(
+            f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, --weights {config.weights} were trained on"
+            f" {model.vocab_size}: name the tokenizer that they were trained with"
+        )

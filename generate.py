@@ -1,12 +1,17 @@
-"""Text from a model: sampling with a key/value cache.
+"""Text from a model: sampling with a key/value cache, for several prompts at once.
 
-python generate.py --run runs/default --prompt "The function returns"
-"""
+    python generate.py --run runs/default --prompt "The function returns"
+    python generate.py --run meta-llama/Llama-3.2-1B-Instruct --chat --prompt "What is a list?" "And a tuple?"
+
+A batch is right-aligned: shorter prompts have padding in front, which no token sees and which positions do not count,
+so that each row's logits are those of its prompt alone. A run's texts begin with BOS, as its documents did; those of a
+Hugging Face folder begin and end as transformers' do."""
 
 import argparse
-import codecs
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from errors import UserError  # first: it finds the Python that has torch
@@ -14,16 +19,24 @@ from errors import UserError  # first: it finds the Python that has torch
 import torch  # isort: skip
 from torch import Tensor
 
-from config import Config
-from model import KVCache, Transformer
+from checkpoint import newest
+from download import find
+from machine import find_device
+from model import KVCache, ModelConfig, Transformer
+from shard import fill
+from tensorfile import Read
+from tokenizer import chat_family, load_tokenizer, render_chat
+from weights import open_weights, read_config, read_json
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
     """logits [B, V] -> ids [B] on the CPU. temperature 0: the most probable; top_k: among that many (0 = all); top_p:
     among the most probable ones that together reach this probability (nucleus sampling, arXiv 1904.09751)."""
-    logits = logits.float().cpu()
     if temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1).cpu()
+    logits = logits.float().cpu()
     logits = logits / temperature
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k, -1).values[:, -1:], float("-inf"))
@@ -37,83 +50,198 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # a compiled block would be compiled again for every length
 def sample(
-    model: Transformer, ids: Tensor, n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
+    model: Transformer,
+    ids: Tensor,
+    n: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Iterable[int] = (),
+    padding: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """ids [B, T] -> yields n times the next ids [B], on the CPU. All ranks must call and go through to the end: each
-    token is a forward pass that sharded models compute together, so nobody stops early."""
+    """ids [B, T] -> yields up to n times the next ids [B], on the CPU. padding [B]: a row begins after so many ids. A
+    row that has drawn an id of `stop` repeats it, and when all rows have, it is the end.
+
+    All ranks must call and go through to the end: each token is a forward pass that sharded models compute together, so
+    nobody stops early, unless all draw the same ids."""
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
-    cache = KVCache(model.config, ids.shape[0], ids.shape[1] + n, model.dtype, device)
+    cache = KVCache(model.config, ids.shape[0], ids.shape[1] + n, model.dtype, device, padding)
+    stop, ended = torch.tensor(sorted(stop)), None
     for _ in range(n):
-        ids = choose(model.logits(ids.to(device), cache=cache)[:, -1], temperature, top_k, top_p, generator)
-        yield ids
-        ids = ids[:, None]
+        new = choose(model.logits(ids.to(device), cache=cache, last=True)[:, -1], temperature, top_k, top_p, generator)
+        if ended is not None:
+            new = torch.where(ended, ids[:, 0], new)
+        yield new
+        if len(stop):
+            ended = torch.isin(new, stop)
+            if ended.all():
+                return
+        ids = new[:, None]
 
 
-def check_length(model_config, prompt: int, n: int) -> None:
-    if model_config.positions == "learned" and prompt + n > model_config.max_seq_len:
+def write(
+    model: Transformer, tokenizer, prompts: list[list[int]], n: int, stop: Iterable[int], goes_on: bool, **choice
+) -> Iterator[tuple[int, str]]:
+    """The texts behind prompts (ids), as they grow -> (which prompt's, what it grows by), until each has met an id of
+    `stop` or has n tokens. goes_on: they are the prompts' next words, else they begin anew. choice: as in `sample`."""
+    padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+    ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)])
+    decoders = [tokenizer.decoder() for _ in prompts]
+    for decode, prompt in zip(decoders, prompts, strict=True):
+        for token in prompt if goes_on else ():  # the space before the first word of a text would not be shown
+            decode(token)
+    uneven = torch.tensor(padding) if any(padding) else None
+    for new in sample(model, ids, n, stop=stop, padding=uneven, **choice):
+        for row, token in enumerate(new.tolist()):
+            if token not in stop:
+                yield row, decoders[row](token)
+    for row, decode in enumerate(decoders):
+        yield row, decode(None)
+
+
+def check_length(config: ModelConfig, prompt: int, n: int) -> None:
+    if config.positions == "learned" and prompt + n > config.max_seq_len:
         raise UserError(
-            f"prompt ({prompt} tokens) + {n} new ones: the model has {model_config.max_seq_len} learned positions"
+            f"prompt ({prompt} tokens) + {n} new ones: the model has {config.max_seq_len} learned positions; give fewer"
+            " --tokens or a shorter prompt"
         )
 
 
-def load_run(run: Path, device: torch.device) -> tuple[Config, Transformer, int]:
-    """-> (settings, model, step) of a run's newest whole checkpoint."""
-    from checkpoint import Checkpoint, folders, verify
-    from shard import fill
+# ---- what --run names
 
-    good = [step for step, ok, _ in verify(run) if ok]
-    if not good:
-        raise UserError(
-            f"--run {run}: there is no whole checkpoint in it{'' if folders(run) else ' (runs/NAME is a run folder)'}"
-        )
-    found = Checkpoint(run / "checkpoints" / f"step-{good[-1]:08d}")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in found.manifest["config"].items()}
-    config = Config(**values)
-    model = Transformer(config.model_config, torch.bfloat16 if config.dtype == "bf16" else torch.float32)
-    fill(model, found.read_weights)
-    return config, model.to(device).eval(), found.step
+
+@dataclass(frozen=True)
+class Source:
+    """A model that is not read yet, and how its texts begin and end."""
+
+    title: str
+    config: ModelConfig
+    read: Read
+    dtype: torch.dtype
+    tokenizer: object
+    bos: bool  # whether a text begins with BOS
+    stop: frozenset[int]
+
+    def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Transformer:
+        dtype = dtype or self.dtype
+        with torch.device("meta"):
+            model = Transformer(self.config, dtype).to(dtype)
+        model.to_empty(device=device)
+        model.tie_weights()
+        fill(model, self.read)
+        return model.eval()
+
+
+def open_source(spec: str, tokenizer: str | None) -> Source:
+    """spec: a run folder, a Hugging Face folder, or the hub id of one; tokenizer None: its own."""
+    folder = find(spec, "--run")
+    if (folder / "checkpoints").is_dir():
+        return open_run(folder, tokenizer)
+    if (folder / "config.json").is_file():
+        return open_folder(folder, tokenizer)
+    raise UserError(f"--run {spec} holds neither checkpoints, as a run folder does, nor config.json: a model's folder")
+
+
+def open_run(run: Path, tokenizer: str | None) -> Source:
+    """The newest whole checkpoint, in the dtype that the run computed in."""
+    found = newest(run)
+    if not tokenizer and not found.config.knows_text:
+        raise UserError(f"--run {run} was trained on token shards: name the --tokenizer that made them")
+    tokens = load_tokenizer(tokenizer or found.config.tokenizer)
+    title, dtype = f"{run}, step {found.step}", DTYPES.get(found.config.dtype, torch.float32)
+    return Source(title, found.model_config, found.read_weights, dtype, tokens, True, frozenset(tokens.stop_ids))
+
+
+def open_folder(folder: Path, tokenizer: str | None) -> Source:
+    """In the dtype that config.json names, float16 as fp32."""
+    config, values = read_config(folder), read_json(folder / "config.json")
+    tokens = load_tokenizer(tokenizer or str(folder))
+    half = "bfloat16" in (values.get("dtype"), values.get("torch_dtype"))
+    dtype = torch.bfloat16 if half else torch.float32
+    stop = tokens.stop_ids - {tokens.bos_id} | {tokens.eos_id}
+    return Source(str(folder), config, open_weights(folder, config), dtype, tokens, begins_with_bos(tokens), stop)
+
+
+def begins_with_bos(tokenizer) -> bool:
+    """Whether its files tell transformers to put BOS before a text."""
+    files = {file.name: file for file in tokenizer.files}
+    if "tokenizer.json" in files:
+        last = read_json(files["tokenizer.json"]).get("post_processor") or {}
+        return any("SpecialToken" in step.get("single", [""])[0] for step in last.get("processors", [last]))
+    settings = read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
+    return settings.get("add_bos_token", "vocab.json" not in files)
+
+
+# ---- the command line
+
+
+def read_prompt(source: Source, text: str, chat: bool, system: str | None) -> list[int]:
+    tokenizer = source.tokenizer
+    if not chat:
+        ids = tokenizer.encode(text)
+        return [tokenizer.bos_id, *ids] if source.bos or not ids else ids
+    kind = {"swiglu": "llama", "moe": "mixtral"}.get(source.config.mlp, "") if tokenizer.files else ""
+    messages = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": text}]
+    return render_chat(tokenizer, messages, chat_family(tokenizer, kind))[0]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="generate.py",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--run", required=True, metavar="NAME", help="run folder, Hugging Face folder, or hub id that is downloaded")
+    add("--prompt", default=[""], nargs="+", metavar="TEXT", help="what the text begins with; several: a text of each")
+    add("--chat", action="store_true", help="a prompt is a user's message; prints the answer")
+    add("--system", metavar="TEXT", help="with --chat: the system message")
+    add("--tokens", default=300, type=int, help="how many new tokens at most")
+    add("--temperature", default=0.8, type=float, help="0 = always the most probable token")
+    add("--top_k", default=0, type=int, help="choose among the k most probable tokens; 0 = all")
+    add("--top_p", default=0.95, type=float, help="choose among the most probable that together have this probability")
+    add("--seed", default=0, type=int, help="of the choices")
+    add("--tokenizer", metavar="NAME", help="as for train.py; None = the run's or the folder's own")
+    add("--dtype", default="auto", choices=("auto", *DTYPES), help="auto = that of the run, or of the folder's weights")
+    return parser
 
 
 def main(argv: list[str]) -> None:
-    from shard import find_device
-    from tokenizer import load_tokenizer
-
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--run", required=True, type=Path, help="run folder")
-    parser.add_argument("--prompt", default="", help="what the text begins with")
-    parser.add_argument("--tokens", default=300, type=int, help="how many new tokens")
-    parser.add_argument("--temperature", default=0.8, type=float, help="0 = always the most probable token")
-    parser.add_argument("--top_k", default=0, type=int, help="choose among the k most probable tokens; 0 = all")
-    parser.add_argument(
-        "--top_p",
-        default=0.95,
-        type=float,
-        help="choose among the most probable tokens that together have this probability",
-    )
-    parser.add_argument("--seed", default=0, type=int)
-    args = parser.parse_args(argv)
-    if args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0 or args.tokens < 1:
+    args = make_parser().parse_args(argv)
+    if not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1 or args.top_k < 0 or args.tokens < 1:
         raise UserError("--temperature must be >= 0, --top_p in (0, 1], --top_k >= 0, --tokens >= 1")
-    config, model, step = load_run(args.run, find_device(1))
-    tokenizer = load_tokenizer(config.tokenizer)
-    if not config.reads_text:
+    if args.system is not None and not args.chat:
+        raise UserError("--system is the beginning of a conversation: give --chat too")
+    if args.chat and not all(args.prompt):
+        raise UserError("--chat: give the user's message as --prompt")
+    source = open_source(args.run, args.tokenizer)
+    ids, room = source.tokenizer.vocab_size, source.config.vocab_size
+    if ids > room:
         raise UserError(
-            f"--run {args.run} was trained on token shards: the one tokenizer there is, bytes, cannot read them"
+            f"--run {args.run}: the tokenizer has {ids} ids, the model a vocabulary of {room}; name the --tokenizer"
+            " that the model was trained with"
         )
-    ids = [tokenizer.bos_id, *tokenizer.encode(args.prompt)]
-    check_length(model.config, len(ids), args.tokens)
-    print(f"{args.run}, step {step}, {config.model}", file=sys.stderr)
-    print(args.prompt, end="", flush=True)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character can be several tokens
-    for token in sample(model, torch.tensor([ids]), args.tokens, args.temperature, args.top_k, args.top_p, args.seed):
-        if token.item() in (tokenizer.eos_id, tokenizer.bos_id):
-            break
-        if token.item() < 256:  # a larger vocabulary's other ids were never trained
-            print(decoder.decode(bytes([token.item()])), end="", flush=True)
-    print()
+    prompts = [read_prompt(source, text, args.chat, args.system) for text in args.prompt]
+    check_length(source.config, max(map(len, prompts)), args.tokens)
+    model = source.load(find_device(1), DTYPES.get(args.dtype))
+    print(source.title, file=sys.stderr)
+    choice = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    texts = write(model, source.tokenizer, prompts, args.tokens, source.stop, not args.chat, **choice)
+    begin = [""] * len(prompts) if args.chat else args.prompt
+    if len(prompts) == 1:
+        print(begin[0], end="", flush=True)
+        for _, text in texts:
+            print(text, end="", flush=True)
+        print()
+        return
+    whole = list(begin)
+    for row, text in texts:
+        whole[row] += text
+    for row, text in enumerate(whole, 1):
+        print(f"--- text {row} of {len(whole)}\n{text}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from model import Transformer, random_init
 from optim import make_optimizer
 from shard import Ranks, fill
 from test_shard import run_ranks
+from weights import load_model
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -102,6 +103,55 @@ def test_any_slice_of_a_tensor_is_put_together_from_its_parts(tmp_path):
     found, whole = checkpoint.Checkpoint(folder), model.embed_tokens.weight.detach()
     for slices in ((slice(0, 258), slice(0, 64)), (slice(5, 9), slice(60, 64)), (slice(3, 3), slice(0, 64))):
         assert torch.equal(found.read_weights("embed_tokens.weight", slices), whole[slices])
+
+
+EXPORT = """
+import checkpoint
+from pathlib import Path
+ranks = shard.init_ranks()
+run = Path(sys.argv[2])
+checkpoint.export(checkpoint.newest(run), run / "two", ranks, shard_gb=1e-4)
+shard.leave(ranks)
+"""
+
+
+def test_ranks_share_an_export_and_the_command_line_makes_the_same(tmp_path, capsys):
+    config, model, optimizer = make_state(tmp_path, "--model", "tiny-mixtral")
+    checkpoint.save(tmp_path, 3, model, optimizer, {}, config, ALONE)
+    run_ranks(2, EXPORT, str(tmp_path))
+    words = ["export", str(tmp_path), str(tmp_path / "one"), "--shard_gb", "1e-4", "--tokenizer", "none"]
+    assert checkpoint.main(words) == 0 and "step 3" in capsys.readouterr().out
+    files = sorted(p.name for p in (tmp_path / "one").iterdir())
+    assert files == sorted(p.name for p in (tmp_path / "two").iterdir()) and len(files) > 5
+    assert all((tmp_path / "one" / f).read_bytes() == (tmp_path / "two" / f).read_bytes() for f in files)
+    assert not list(tmp_path.glob("*.tmp-*"))
+    read = load_model(tmp_path / "one")
+    assert read.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(read.parameters(), model.parameters(), strict=True))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/file").touch()
+    with pytest.raises(UserError, match="is no export"):
+        checkpoint.main([*words[:2], str(tmp_path / "own"), "--tokenizer", "none"])
+    assert checkpoint.main(["export", str(tmp_path), str(tmp_path / "half"), "--dtype", "bf16"]) == 0
+    half = load_model(tmp_path / "half", torch.bfloat16)
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(half.parameters(), model.parameters(), strict=True))
+    assert (tmp_path / "half/tokenizer.json").exists()
+
+
+def test_list_and_verify(tmp_path, capsys):
+    config, model, optimizer = make_state(tmp_path)
+    for step in (3, 4):
+        checkpoint.save(tmp_path, step, model, optimizer, {}, config, ALONE)
+    assert checkpoint.main(["list", str(tmp_path)]) == 0 and checkpoint.main(["verify", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert [said.count(words) for words in ("step 3", "step 4", "written by 1 ranks", "whole")] == [2, 2, 2, 2]
+    path = tmp_path / "checkpoints/step-00000004/rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert checkpoint.main(["verify", str(tmp_path)]) == 1
+    assert "step 4: the checksum of rank-00000.safetensors is wrong" in capsys.readouterr().out
+    assert checkpoint.newest(tmp_path).step == 3
+    with pytest.raises(UserError, match="no checkpoints"):
+        checkpoint.main(["list", str(tmp_path / "nowhere")])
 
 
 def test_the_newest_are_kept_and_nothing_is_written_twice(tmp_path):

@@ -1,6 +1,7 @@
 """The command line: what was typed is the oracle."""
 
 import dataclasses
+import json
 import re
 import shutil
 import subprocess
@@ -8,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from huggingface_hub import constants
 
 import config
 from config import Config, check_batch, parse_args
 from errors import UserError
 from model import MODELS
+from weights import config_json
 
 ROOT = Path(config.__file__).parent
 FIELDS = dataclasses.fields(Config)
@@ -62,6 +66,14 @@ def test_types():
     assert parse_args(["--check"]).check == 0 and parse_args(["--check", "4"]).check == 4 and parse_args([]).check < 0
 
 
+def test_booleans():
+    """A bare flag is on; what follows it may be another flag."""
+    for words, value in {"": True, "=on": True, "=off": False, " true": True, " FALSE": False}.items():
+        assert parse_args(f"--offload_activations{words} --steps 7".split()).offload_activations is value
+    assert parse_args([]).offload_activations is False
+    assert "--offload_activations" in refused("--offload_activations", "maybe")
+
+
 @pytest.mark.parametrize(
     "words, named",
     [
@@ -99,6 +111,57 @@ def test_choices(field):
         assert getattr(parse_args([f"--{field.name}={choice}"]), field.name) == choice
     message = refused(f"--{field.name}=nonsense")
     assert f"--{field.name} nonsense" in message and all(choice in message for choice in field.metadata["choices"])
+
+
+# ---- folders
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "Tiny-9B").mkdir()
+    found = config_json(dataclasses.replace(MODELS["tiny-gpt2"], n_layers=3), torch.float32)
+    (tmp_path / "Tiny-9B/config.json").write_text(json.dumps(found))
+    return str(tmp_path / "Tiny-9B")
+
+
+def test_a_folder_is_a_model(folder):
+    c = parse_args(["--model", folder])
+    assert c.model_config == dataclasses.replace(MODELS["tiny-gpt2"], n_layers=3)
+    assert (c.tokenizer, c.weights, Path(c.out)) == ("bytes", "", Path("runs/Tiny-9B"))
+    assert parse_args(["--model", folder, "--n_layers", "2"]).model_config == MODELS["tiny-gpt2"]
+
+
+def test_weights_bring_their_model_and_tokenizer(folder):
+    assert parse_args(["--weights", folder]).model == folder
+    assert parse_args(["--weights", folder, "--model=tiny-gpt2"]).model == "tiny-gpt2"
+    (Path(folder) / "tokenizer.model").touch()
+    for words, spec in [
+        (["--weights", folder], folder),
+        (["--model", folder], folder),
+        (["--weights", folder, "--model", "tiny-gpt2"], folder),
+        (["--weights", folder, "--tokenizer", "bytes"], "bytes"),
+    ]:
+        assert parse_args(words).tokenizer == spec
+
+
+def test_hub_ids_are_looked_up_where_download_puts_them(folder, tmp_path, monkeypatch):
+    """The layout of huggingface_hub's cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    at = tmp_path / "hub/models--some--thing"
+    (at / "refs").mkdir(parents=True)
+    (at / "refs/main").write_text("c0ffee" * 6 + "abcd")
+    shutil.copytree(folder, at / "snapshots" / ("c0ffee" * 6 + "abcd"))
+    assert parse_args(["--model", "some/thing"]).model_config.n_layers == 3
+    assert Path(parse_args(["--weights", "some/thing"]).out) == Path("runs/thing")
+    for flag in ("--model", "--weights"):
+        message = refused(flag, "some/other")
+        assert f"{flag} some/other" in message and "python download.py some/other" in message
+
+
+def test_sampling_needs_to_know_what_tokens_mean(folder):
+    assert "--tokenizer" in refused("--data", "a.bin", "--sample_every", "5")
+    (Path(folder) / "tokenizer.json").touch()
+    assert parse_args(["--data", "a.bin", "--sample_every", "5", "--tokenizer", folder]).sample_every == 5
 
 
 # ---- recipes
@@ -152,8 +215,8 @@ def test_an_unknown_flag_in_a_recipe(recipe):
 @pytest.mark.parametrize(
     "flags, values",
     [
-        ("steps seq_len keep", "0 -5"),
-        ("batch_tokens shard_size log_every eval_every eval_batches save_every sample_every", "-1"),
+        ("steps seq_len keep timeout", "0 -5"),
+        ("batch_tokens shard_size prefetch log_every eval_every eval_batches save_every sample_every", "-1"),
         ("vocab_size dim n_layers n_heads n_kv_heads ffn_dim", "-1"),
         ("warmup_steps decay_steps weight_decay clip min_lr", "-0.1 nan"),
         ("warmup_steps decay_steps weight_decay", "inf"),
@@ -270,6 +333,7 @@ def test_help_shows_every_flag_with_its_default_and_choices(capsys, monkeypatch)
         line = shown[f.name]
         assert len(f.metadata["help"]) > 5 and f.metadata["help"] in line
         default = {"": "empty", (): "none"}.get(f.default, f.default)
+        default = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
         assert re.search(rf"\(default: {re.escape(str(default))}[;)]", line)
         assert all(choice in line for choice in f.metadata["choices"])
 

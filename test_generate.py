@@ -1,16 +1,35 @@
 """generate.py. Oracles: repeated argmax of the forward without a cache and transformers' generate for greedy text,
-probabilities computed token by token for sampling."""
+probabilities computed token by token for sampling, transformers and sentencepiece for what a folder's text is."""
 
+import io
+import json
 import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
+import sentencepiece
+import tokenizers
 import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
+import checkpoint
+from config import parse_args
+from data import write_shard
 from errors import UserError
-from generate import check_length, choose, main, sample
-from model import MODELS
-from test_model import BASE, make_model, make_pair, random_tokens
+from generate import check_length, choose, main, open_source, sample, write
+from model import MODELS, KVCache, Transformer
+from optim import make_optimizer
+from shard import Ranks
+from test_model import BASE, FAMILY, error, make_model, make_pair, make_reference, random_tokens, scramble
+from tokenizer import LLAMA3_SPLIT, ByteTokenizer
+from weights import export_model
+
+transformers.utils.logging.disable_progress_bar()
 
 PROBABILITIES = [
     [0.5, 0.25, 0.125, 0.0625, 0.0625],
@@ -76,14 +95,45 @@ def test_greedy_is_repeated_argmax(name):
     assert len(ids[:, 7:].unique()) > 10  # not one token for ever
 
 
+PADDING = torch.tensor([3, 0, 8, 1])  # of four prompts of up to nine tokens: one, the shortest, is a single token
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "mixtral"])
 def test_greedy_is_transformers_generate(name):
+    """Prompts of different lengths in one batch; then the same until each has met a stop token."""
     ours, theirs = make_pair(name)
-    prompts = random_tokens(2, 9)
-    expected = theirs.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=40, do_sample=False, pad_token_id=0
-    )
-    assert torch.equal(run(ours, prompts, 40, temperature=0), expected[:, 9:])
+    prompts, mask = random_tokens(4, 9), (torch.arange(9) >= PADDING[:, None]).long()
+
+    def expected(n: int, stop: list[int] | None = None) -> Tensor:
+        return theirs.generate(
+            prompts, attention_mask=mask, max_new_tokens=n, do_sample=False, pad_token_id=0, eos_token_id=stop
+        )[:, 9:]
+
+    whole = expected(40)
+    assert torch.equal(run(ours, prompts, 40, temperature=0, padding=PADDING), whole)
+    stop = whole[[0, 1, 2, 3], [1, 6, 11, 16]].tolist()
+    found = run(ours, prompts, 100, temperature=0, padding=PADDING, stop=stop)
+    assert found.shape == expected(100, stop).shape and found.shape[1] < 18  # all have met one
+    for row, text in zip(found.tolist(), whole.tolist(), strict=True):
+        end = next(i for i, token in enumerate(text) if token in stop)
+        assert row == text[: end + 1] + [text[end]] * (len(row) - end - 1)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "blocked"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3.1", "mixtral", "wide-heads"])
+def test_padding_changes_nothing(name, backend):
+    """The logits of each row are those of its tokens alone, whatever the padding holds and however they are read."""
+    model, tokens = make_model(name, backend=backend), random_tokens(4, 70)
+    cache = KVCache(FAMILY[name], 4, 70, torch.float32, "cpu", PADDING)
+    found = torch.cat([model.logits(piece, cache=cache) for piece in tokens.split([9, 1, 1, 50, 1, 8], 1)], 1)
+    for row, pad in enumerate(PADDING.tolist()):
+        assert error(found[row, pad:], model.logits(tokens[row : row + 1, pad:])[0]) < 1e-5
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(8)[None].expand(2, -1)])
+def test_logits_of_the_last_token_alone(positions):
+    model, tokens = make_model("llama3"), random_tokens(2, 8)
+    assert error(model.logits(tokens, positions, last=True), model.logits(tokens, positions)[:, -1:]) < 1e-6
 
 
 def test_sampled_text_follows_the_logits():
@@ -106,8 +156,10 @@ def test_seeds_repeat():
 
 @pytest.mark.parametrize("n", [0, 1, 12])
 def test_as_many_steps_as_asked_for(monkeypatch, n):
-    """One forward pass each, of the prompt and then of single tokens, without gradients: ranks must agree on it."""
+    """One forward pass each, of the prompt and then of single tokens, without gradients: ranks must agree on it. The
+    head is for one token of each."""
     model, seen = make_model("gpt2"), []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
     forward = model.logits
     monkeypatch.setattr(
         model, "logits", lambda ids, **k: seen.append((*ids.shape, torch.is_grad_enabled())) or forward(ids, **k)
@@ -115,7 +167,7 @@ def test_as_many_steps_as_asked_for(monkeypatch, n):
     for ids in sample(model, random_tokens(2, 6), n):
         assert ids.shape == (2,) and ids.dtype == torch.int64 and ids.min() >= 0 and ids.max() < BASE.vocab_size
         assert torch.is_grad_enabled()
-    assert seen == [(2, 6, False), *[(2, 1, False)] * (n - 1)][:n]
+    assert seen == [(2, 6, False), 1, *[(2, 1, False), 1] * (n - 1)][: 2 * n]
 
 
 def test_compiled_blocks_are_not_compiled_again():
@@ -143,12 +195,242 @@ def test_length_beyond_learned_positions_is_refused():
     check_length(MODELS["tiny-llama"], 10**6, 1)  # rotary positions have no end
 
 
-@pytest.mark.parametrize("words", ["--temperature -1", "--top_p 0", "--top_p 1.1", "--top_k -1", "--tokens 0"])
-def test_impossible_flags_are_refused(words):
-    with pytest.raises(UserError, match="--temperature must be >= 0"):
-        main(["--run", "nowhere", *words.split()])
+# ---- texts
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no whole checkpoint"):
-        main(["--run", str(tmp_path / "nothing")])
+def test_texts_grow_to_what_decode_gives():
+    """Several at once; a character of several tokens comes whole; a stop token and what follows it are not shown."""
+    tokenizer, texts = ByteTokenizer(), ["naïve 日本語 🎈", "\xff", ""]
+    rows = [[*text.encode(), 257, 65] for text in texts]
+
+    class Model:  # says what it was told to
+        config, dtype, at = BASE, torch.float32, 0
+        parameters = make_model("llama2").parameters
+
+        def logits(self, ids, cache, last):
+            new = torch.tensor([row[min(self.at, len(row) - 1)] for row in rows])
+            self.at += 1
+            return torch.nn.functional.one_hot(new, 258)[:, None].float()
+
+    grown = list(write(Model(), tokenizer, [[1], [1, 2], [1, 2, 3]], 40, {257}, True, temperature=0))
+    assert ["".join(piece for row, piece in grown if row == i) for i in range(3)] == texts
+    assert {piece for row, piece in grown if row == 0} == {"", *texts[0]}
+
+
+# ---- folders
+
+
+SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] }}"
+    "<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>{{ '\\n\\n' }}"
+)
+PROMPTS = ["The function returns", "A naïve 日本語 list", "x"]
+STOP = {"gpt2": [0], "llama3": [1, 4], "mixtral": [2]}  # end of text, and of a turn
+GREEDY = ["--temperature", "0", "--tokens", "24"]
+LINES = [line for _, text in sorted(topics.items())[:12] for line in text.splitlines()]
+
+
+def save_tokenizer(name: str, folder: Path):
+    """Trains a tokenizer of the family's kind -> encode, with BOS as the family does, and decode, without control."""
+    if name == "mixtral":
+        data = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(LINES), model_writer=data, vocab_size=400, model_type="bpe", byte_fallback=True,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        )  # fmt: skip
+        (folder / "tokenizer.model").write_bytes(data.getvalue())
+        processor = sentencepiece.SentencePieceProcessor(model_proto=data.getvalue())
+        return lambda text: [1, *processor.encode(text)], processor.decode
+    special, level = SPECIAL if name == "llama3" else ["<|endoftext|>"], pre_tokenizers.ByteLevel
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = level(add_prefix_space=False), decoders.ByteLevel()
+    if name == "llama3":
+        split = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_SPLIT), "isolated")
+        bpe.pre_tokenizer = pre_tokenizers.Sequence([split, level(add_prefix_space=False, use_regex=False)])
+    alphabet = level.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(LINES, trainer)
+    if name == "llama3":
+        bpe.post_processor = processors.TemplateProcessing(f"{special[0]} $A", special_tokens=[(special[0], 0)])
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=special[0], eos_token=special[:2][-1], clean_up_tokenization_spaces=False
+    )
+    theirs.chat_template = TEMPLATE if name == "llama3" else None
+    theirs.save_pretrained(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    return lambda text: theirs(text)["input_ids"], lambda ids: theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """hub(name) -> a folder as transformers writes it, its model, and how its text is encoded and decoded."""
+
+    @cache
+    def make(name: str):
+        folder = tmp_path_factory.mktemp(name)
+        model = make_reference(replace(FAMILY[name], vocab_size=400))
+        model.save_pretrained(folder)
+        return folder, model, *save_tokenizer(name, folder)
+
+    return make
+
+
+def their_ids(model, ids: list[int], stop: list[int]) -> list[int]:
+    """All ids, the prompt's too."""
+    ids = torch.tensor([ids])
+    how = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": stop, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0].tolist()
+
+
+def say(capsys, *words) -> str:
+    capsys.readouterr()
+    main([*map(str, words)])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "mixtral"])
+def test_the_text_of_a_folder_is_transformers(hub, capsys, name):
+    """One prompt, several at once, and none, which begins with BOS."""
+    folder, theirs, encode, decode = hub(name)
+    expected = [decode(their_ids(theirs, encode(prompt), STOP[name])) for prompt in PROMPTS]
+    for prompt, text in zip(PROMPTS, expected, strict=True):
+        assert text.startswith(prompt)
+        assert say(capsys, "--run", folder, "--prompt", prompt, *GREEDY) == text + "\n"
+    several = say(capsys, "--run", folder, "--prompt", *PROMPTS, *GREEDY)
+    assert several == "".join(f"--- text {i} of 3\n{text}\n" for i, text in enumerate(expected, 1))
+    bos = 1 if name == "mixtral" else 0
+    assert say(capsys, "--run", folder, *GREEDY) == decode(their_ids(theirs, [bos], STOP[name])) + "\n"
+
+
+def test_sampled_text_of_a_folder_repeats(hub, capsys):
+    folder, *_ = hub("llama3")
+    first, again, other = (
+        say(capsys, "--run", folder, "--prompt", *PROMPTS, "--tokens", 9, "--seed", seed) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_chat_asks_as_the_template_does(hub, capsys, system):
+    """The answer alone, to ids that are those of the folder's own template."""
+    folder, theirs, encode, decode = hub("llama3")
+    template = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    for prompt in PROMPTS:
+        ids = template([*opening, {"role": "user", "content": prompt}], return_dict=False)
+        answer = decode(their_ids(theirs, ids, STOP["llama3"])[len(ids) :])
+        words = ["--chat", "--prompt", prompt, *GREEDY] + ["--system", system] * (system is not None)
+        assert say(capsys, "--run", folder, *words) == answer + "\n"
+
+
+@pytest.mark.parametrize("words, said", [([], "A list of words"), (["--chat"], "list of words")])
+def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, monkeypatch, words, said):
+    """Sentencepiece writes the space before a word in its token, and shows none before the first of a text."""
+    folder, _, encode, _ = hub("mixtral")
+    monkeypatch.setattr("generate.sample", lambda *_, **__: (torch.tensor([i]) for i in encode("list of words")[1:]))
+    assert say(capsys, "--run", folder, "--prompt", "A", *words) == said + "\n"
+
+
+@pytest.mark.parametrize("name, stop", [("gpt2", {0}), ("llama3", {1, 4}), ("mixtral", {2})])
+def test_where_texts_of_a_folder_end(hub, name, stop):
+    """At the end of the text or of a turn, and not at BOS, unless that is the end too."""
+    assert open_source(str(hub(name)[0]), None).stop == stop
+
+
+@pytest.mark.parametrize(
+    "stored, flag, dtype",
+    [("float32", "auto", torch.float32), ("bfloat16", "auto", torch.bfloat16), ("float16", "auto", torch.float32),
+     ("float32", "bf16", torch.bfloat16), ("bfloat16", "fp32", torch.float32)],
+)  # fmt: skip
+def test_dtypes(tmp_path, monkeypatch, stored, flag, dtype):
+    """Of parameters and computation."""
+    make_reference(FAMILY["llama3"]).to(getattr(torch, stored)).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert stored in (values.get("dtype"), values.get("torch_dtype"))
+    seen = []
+    monkeypatch.setattr("generate.sample", lambda model, *_, **__: seen.append(model) or iter(()))
+    monkeypatch.setattr(ByteTokenizer, "vocab_size", 97)
+    main(["--run", str(tmp_path), "--tokenizer", "bytes", "--dtype", flag])
+    assert {seen[0].dtype, *(p.dtype for p in seen[0].parameters())} == {dtype}
+
+
+# ---- run folders
+
+
+def save_run(run: Path, *flags) -> Transformer:
+    """A run's folder after a step in which nothing was learned -> its model."""
+    config = parse_args([*map(str, flags), "--out", str(run), "--dtype", "fp32"])
+    model = scramble(Transformer(config.model_config))
+    config = replace(config, batch_tokens=2048)
+    checkpoint.save(run, 1, model, make_optimizer(model, config), {}, config, Ranks(0, 1, torch.device("cpu")))
+    return model
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-mixtral"])
+def test_the_text_of_a_run_is_that_of_its_export(tmp_path, capsys, name):
+    model = save_run(tmp_path / "run", "--model", name)
+    export_model(model, tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = [their_ids(theirs, [256, *prompt.encode()], [256, 257]) for prompt in PROMPTS]
+    expected = [bytes(i for i in row if i < 256).decode(errors="replace") for row in ids]
+    found = say(capsys, "--run", tmp_path / "run", "--prompt", *PROMPTS, *GREEDY)
+    assert found == "".join(f"--- text {i} of 3\n{text}\n" for i, text in enumerate(expected, 1))
+
+
+def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
+    """That of the run, or one that is named."""
+    folder, _, encode, decode = hub("gpt2")
+    write_shard(tmp_path / "tokens.bin", random_tokens(5000).numpy(), 400)
+    flags = ["--data", tmp_path / "tokens.bin", "--model", "tiny-llama", "--vocab_size", 400]
+    model = save_run(tmp_path / "unknown", *flags)
+    save_run(tmp_path / "known", *flags, "--tokenizer", folder)
+    with pytest.raises(UserError, match="trained on token shards: name the --tokenizer"):
+        main(["--run", str(tmp_path / "unknown")])
+    ids = torch.tensor([[0, *encode("A list")]])
+    expected = decode([*ids[0].tolist(), *run(model, ids, 24, temperature=0, stop=[0])[0].tolist()])
+    for name, words in (("unknown", ["--tokenizer", folder]), ("known", [])):
+        assert say(capsys, "--run", tmp_path / name, "--prompt", "A list", *GREEDY, *words) == expected + "\n"
+
+
+def test_what_another_version_wrote_is_refused(tmp_path):
+    save_run(tmp_path / "run")
+    manifest = tmp_path / "run/checkpoints/step-00000001/manifest.json"
+    values = json.loads(manifest.read_text())
+    values["config"]["warp"] = 9
+    manifest.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="another version.* warp"):
+        open_source(str(tmp_path / "run"), None)
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        *((words, "--temperature must be >= 0") for words in (
+            "--temperature -1", "--temperature nan", "--temperature inf", "--top_p 0", "--top_p 1.1", "--top_k -1",
+            "--tokens 0",
+        )),
+        ("--system x", "give --chat too"),
+        ("--chat", "--chat: give the user's message"),
+        ("--chat --prompt a --run {gpt2}", "which chat format"),
+        ("--chat --prompt a --run {run}", "which chat format"),
+        ("--tokens 128 --prompt a --run {gpt2}", r"prompt \(1 tokens\) \+ 128 new.* 128 learned positions; give fewer"),
+        ("--run {empty}", "neither checkpoints.* nor config.json"),
+        ("--run {empty}/nothing", "no such folder"),
+        ("--run {llama3} --tokenizer no/such", "no such folder"),
+        ("--run {run} --tokenizer {llama3}", "the tokenizer has 400 ids, the model a vocabulary of 258"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_refused(hub, tmp_path, words, message):
+    if "{run}" in words:
+        save_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    names = {n: str(hub(n)[0]) for n in ("gpt2", "llama3") if f"{{{n}}}" in words}
+    words = words.format(run=tmp_path / "run", empty=tmp_path / "empty", **names).split()
+    with pytest.raises(UserError, match=message):
+        main(["--run", "nowhere", *words])

@@ -12,8 +12,16 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import transformers
 
+import checkpoint
+from config import parse_args
+from data import make_loader, write_shard
+from model import Transformer
+from shard import fill
 from train import main as train_main
 
 ROOT = Path(__file__).parent
@@ -54,7 +62,7 @@ def test_a_run_leaves_all_that_it_promises(tmp_path, text):
     flags = [*FAST, "--data", text, "--steps", 12, "--log_every", 5, "--eval_every", 10, "--save_every", 5]
     done = train(*flags, "--sample_every", 10, "--prompt", "7 and", "--out", run)
     names = {p.name for p in run.iterdir()}
-    files = "flags.json env.json status.json metrics.jsonl log.txt curves.png samples.txt checkpoints"
+    files = "flags.json env.json status.json metrics.jsonl log.txt curves.png samples.txt checkpoints hf"
     assert names == set(files.split())
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["step"], status["exit_code"]) == ("finished", 12, 0)
@@ -153,6 +161,65 @@ def test_ranks_save_their_masters_after_an_evaluation(tmp_path, text, shard_size
     assert two[5][0] == pytest.approx(alone[5][0], rel=1e-5) and two[6][2] == pytest.approx(alone[6][2], rel=1e-3)
 
 
+def test_a_run_in_bf16_with_all_that_saves_memory_resumes_bit_for_bit(tmp_path, text, old_run):
+    """On two processes, from weights that rank 0 reads: bf16 masters, moments and reduction, everything offloaded. The
+    stochastic rounding of a resumed run is that of the uninterrupted one."""
+    flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 0, "--schedule", "constant", "--dtype", "bf16"]
+    flags += ["--param_dtype", "bf16", "--state_dtype", "bf16", "--reduce_dtype", "bf16", "--reshard", "always"]
+    flags += ["--offload", "cpu", "--checkpointing", "selective", "--offload_activations", "--prefetch", 2]
+    flags += ["--load", "rank0", "--weights", old_run / "hf", "--timeout", 60, "--batch_tokens", 1024]
+    train(*flags, "--steps", 6, "--out", tmp_path / "whole", ranks=2)
+    train(*flags, "--steps", 3, "--out", tmp_path / "parts", ranks=2)
+    train(*flags, "--steps", 6, "--out", tmp_path / "parts", ranks=2)
+    assert values(tmp_path / "whole") == values(tmp_path / "parts") and len(values(tmp_path / "whole")) == 6
+    manifest = json.loads((tmp_path / "parts/checkpoints/step-00000006/manifest.json").read_text())
+    dtypes = {place["dtype"] for part in manifest["files"] for place in part["tensors"].values()}
+    assert dtypes == {"bfloat16"}
+    losses = [loss for loss, _, _ in values(tmp_path / "whole").values()]
+    assert losses[-1] < losses[0]
+
+
+def test_a_rank_without_the_weights_is_named(tmp_path, text, old_run):
+    """With --load direct; with rank0 it needs none."""
+    shutil.copytree(old_run / "hf", tmp_path / "hf")
+    code = f"""
+import os, pathlib, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+if os.environ["RANK"] == "1":  # the other machine
+    find = train.find
+    train.find = lambda spec, flag: find(spec.replace("hf", "elsewhere") if flag == "--weights" else spec, flag)
+sys.exit(train.main(sys.argv[1:]))
+"""
+    (tmp_path / "run.py").write_text(code)
+    flags = [*FAST, "--model", "tiny-llama", "--data", text, "--weights", tmp_path / "hf", "--steps", 1]
+    flags += ["--eval_every", 0, "--out", tmp_path / "run"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for load, status in (("direct", 1), ("rank0", 0)):
+        words = [*command, tmp_path / "run.py", *flags, "--load", load]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*map(str, words)], capture_output=True, text=True, env=env, timeout=300)
+        assert done.returncode == status, done.stderr[-3000:]
+        if status:
+            assert re.search(r"error: rank 1 on \S+: .*elsewhere", done.stderr), done.stderr[-3000:]
+            assert not re.search(r"rank 0 on", done.stderr)
+
+
+def test_a_killed_rank_is_reported_as_probably_out_of_memory(tmp_path, text):
+    flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 0, "--steps", 4000, "--out", tmp_path / "run"]
+    process = subprocess.Popen(command(flags, 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "Batch 5 " in line:
+            agent = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            ranks = [p for p in agent if b"RANK=1" in Path(f"/proc/{p}/environ").read_bytes().split(b"\0")]
+            os.kill(int(ranks[0]), signal.SIGKILL)
+            break
+    _, said = process.communicate(timeout=120)
+    assert process.returncode and "(-9)" in said and "probably run out of memory" in said
+    assert re.search(r"of the ranks, in GiB: 0: 0\.\d\d, 1: 0\.\d\d", said)
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_saves_and_stops_and_the_same_command_goes_on(tmp_path, text, number):
     flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 0, "--steps", 400, "--out", tmp_path / "run"]
@@ -231,10 +298,17 @@ BAD = {
     "no such data": (["--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
     "too short a text": (["--data", "{short}"], "one row needs seq_len + 1 = 65"),
     "an empty text": (["--data", "{empty}"], "0 tokens"),
-    "ids beyond the vocabulary": (["--vocab_size", "100"], "the model's vocab_size is 100"),
+    "ids beyond the vocabulary": (["--data", "{ids}"], "the model's vocab_size is 258"),
     "a batch that does not divide": (["--batch_tokens", "1000"], "4 x 64 x 1 = 256"),
     "a row too long for learned positions": (["--model", "tiny-gpt2", "--seq_len", "512"], "256 learned positions"),
     "a run folder of another model": (["--model", "tiny-gpt2", "--out", "{old}"], "--model was 'tiny-llama'"),
+    "a model that is not there": (["--model", "no/such"], "--model no/such: unknown"),
+    "weights that are not there": (["--weights", "{short}-not"], "--weights"),
+    "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "dim is 64, the model has 32"),
+    "weights of another family": (["--weights", "{hf}", "--model", "tiny-gpt2"], "norm is 'rmsnorm'"),
+    "weights of another rope": (["--weights", "{rope}", "--model", "tiny-llama"], "rope_theta is 10000.0"),
+    "a tokenizer that is too large": (["--tokenizer", "bytes", "--vocab_size", "100"], "bytes has 258 ids"),
+    "weights of a larger vocabulary": (["--weights", "{large}", "--tokenizer", "bytes"], "were trained on 1000"),
 }
 
 
@@ -242,21 +316,60 @@ BAD = {
 def old_run(tmp_path_factory, text):
     run = tmp_path_factory.mktemp("old") / "run"
     train(*FAST, "--data", text, "--steps", 1, "--eval_every", 0, "--out", run)
+    made = json.loads((run / "hf/config.json").read_text())
+    for name, change in {"rope": {"rope_theta": 1e4}, "large": {"vocab_size": 1000}}.items():
+        shutil.copytree(run / "hf", run.parent / name)
+        (run.parent / name / "config.json").write_text(json.dumps(made | change))
+    (run.parent / "large/tokenizer.json").unlink()
+    shutil.copytree(ROOT / "recipes", run.parent / "ids", ignore=lambda *_: ["default.args"])
+    write_shard(run.parent / "ids/some.bin", np.arange(900) % 300, 300)
     return run
 
 
+def test_the_export_is_the_last_checkpoint(old_run):
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(old_run / "hf", output_loading_info=True)
+    assert not any(info.values())
+    found = checkpoint.newest(old_run)
+    ours = Transformer(found.model_config)
+    fill(ours, found.read_weights)
+    tokens = torch.arange(200)[None]
+    with torch.no_grad():
+        assert torch.allclose(ours.logits(tokens), theirs(tokens).logits, atol=1e-5)
+    tokenizer, words = transformers.AutoTokenizer.from_pretrained(old_run / "hf"), "7 and é\n</s>"
+    assert tokenizer.encode(words, split_special_tokens=True) == [256, *words.encode()]
+
+
+def test_training_starts_from_the_weights_of_a_folder(tmp_path, text, old_run):
+    """The model, its tokenizer and its weights are the folder's; the first loss is that of transformers."""
+    flags = [*FAST, "--data", text, "--weights", old_run / "hf", "--out", tmp_path / "run", "--eval_every", 0]
+    out = train(*flags, "--steps", 1).stdout
+    assert f"Reading weights from {old_run / 'hf'}" in out
+    config = parse_args([*map(str, flags)])
+    assert config.model == config.weights == config.tokenizer == str(old_run / "hf")
+    batch = next(iter(make_loader(config)))[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(old_run / "hf")
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(batch.tokens).logits.flatten(0, 1), batch.targets.flatten())
+    assert records(tmp_path / "run")[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", BAD)
-def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, capsys):
+def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, capsys, monkeypatch):
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "empty.txt").write_text("")
     extra, message = BAD[kind]
-    places = {"{short}": tmp_path / "short.txt", "{empty}": tmp_path / "empty.txt", "{old}": old_run}
+    places = {"short": tmp_path / "short.txt", "empty": tmp_path / "empty.txt", "old": old_run, "hf": old_run / "hf"}
+    places |= {name: old_run.parent / name for name in ("rope", "large", "ids")}
     out = tmp_path / "run"
-    args = [*FAST, "--data", text, "--steps", 2, "--out", out, *(str(places.get(a, a)) for a in extra)]
-    done = train(*args, status=2)
-    assert done.stderr.count("error: ") == 1 and message in done.stderr and "Traceback" not in done.stderr
-    assert train_main([*map(str, args), "--check"]) == 2  # in this process
-    assert message in capsys.readouterr().err
+    args = [*map(str, (*FAST, "--data", text, "--steps", 2, "--out", out)), *(a.format(**places) for a in extra)]
+    if kind == "an unknown flag":  # once as a user does it
+        done = train(*args, status=2)
+        assert done.stderr.count("error: ") == 1 and message in done.stderr and "Traceback" not in done.stderr
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
+    for words in (args, [*args, "--check"]):
+        assert train_main(words) == 2
+        said = capsys.readouterr().err
+        assert said.count("error: ") == 1 and message in said and "Traceback" not in said
     assert not (out / "checkpoints").exists() and not (out / "metrics.jsonl").exists()
 
 

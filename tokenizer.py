@@ -1,26 +1,596 @@
-"""Text <-> token ids. `bytes` is the tokenizer that needs no file: a token is a byte of UTF-8.
+"""Text <-> token ids, and conversations -> token ids with a loss mask.
 
-Text is always encoded as ordinary text: nothing in a document can become a control token; BOS and EOS are added by id.
-"""
+Text is always encoded as ordinary text: nothing in a document or a message can become a control token; BOS, EOS and
+the others are added by id. Three kinds of tokenizer share one surface: `bytes` needs no file; sentencepiece reads the
+tokenizer.model of Llama 2 and Mixtral; tiktoken runs byte-level BPE, built from a tokenizer.json (GPT-2, Llama 3), from
+vocab.json + merges.txt (GPT-2) or from the list of ranks that Llama 3 calls tokenizer.model. Each gives the ids of the
+library that its files were made for (sentencepiece, tokenizers, tiktoken); a file that asks for more than that is
+refused by name. Pickles are never read.
+
+A tokenizer has encode, decode, decoder (decode, id by id), bos_id, eos_id, stop_ids (those that end a generated text;
+BOS too: it begins the next document), vocab_size (largest id + 1), control ({text of a control token: id}), fingerprint
+(the same where the encoding is, on every machine), files (those that an export copies), chat_template and model_type
+(what its folder says, or ""), and leads_with_space (encode puts a space before the text).
+
+Sources: the byte alphabet and expression of GPT-2's encoder.py; Llama 3's tokenizer.py; the chat templates of
+Llama-2-7b-chat-hf, Meta-Llama-3-8B-Instruct, Llama-3.1-8B-Instruct, Mixtral-8x7B-Instruct, Mixtral-8x22B-Instruct."""
+
+import base64
+import codecs
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from errors import UserError
+
+GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Digits one by one, then GPT-2's: a run of white space before a digit stays whole, as before the end of the text.
+DIGITS_GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# What the Oniguruma of tokenizers and the Rust of tiktoken may read differently in an expression of a file's own.
+UNSURE = re.compile(r"\\(?![pP]\{\w\w?\}|[sSrnt]|\W)|[\d,]\}[+?]|\[\[:|&&")
+LLAMA3_CONTROL = {  # behind the ranks come 256 control tokens; the others are reserved
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<|endoftext|>")
+EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>")
+STOP_NAMES = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # the later one wins
+OTHER_FILES = ("merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json")
+MAX_BYTES = 2**29  # Llama 3's tokenizer.json has 17 MB
+SPACES = 50_000  # in runs of white space a few times as long, tiktoken's regular expressions overflow their stack
+
+_printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+_others = [b for b in range(256) if b not in _printable]
+BYTE_OF = {chr(b): b for b in _printable} | {chr(256 + i): b for i, b in enumerate(_others)}  # GPT-2's byte alphabet
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise UserError(f"The text holds half of a surrogate pair (character {e.start}), which is no text") from None
 
 
 class ByteTokenizer:
     """256 bytes, then BOS and EOS."""
 
     bos_id, eos_id, vocab_size = 256, 257, 258
+    control, stop_ids = {"<s>": 256, "</s>": 257}, frozenset({256, 257})
+    fingerprint, files, chat_template, model_type, leads_with_space = "bytes", (), "", "", False
 
     def encode(self, text: str) -> list[int]:
+        _check_text(text)
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
-        """Control tokens are left out; bytes that are no UTF-8 become U+FFFD."""
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+        """Control tokens and ids beyond the vocabulary are left out; bytes that are no UTF-8 become U+FFFD."""
+        return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
+
+    def decoder(self) -> Callable[[int | None], str]:
+        """-> feed(id): the text that this id completes; feed(None) the rest. Together they are what decode gives."""
+        return _byte_decoder({i: bytes([i]) for i in range(256)})
 
 
-def load_tokenizer(spec: str) -> ByteTokenizer:
-    """spec: `bytes`."""
-    if spec != "bytes":
-        raise UserError(f"--tokenizer {spec}: unknown, the tokenizer there is now is: bytes")
-    return ByteTokenizer()
+def _byte_decoder(token_bytes: dict[int, bytes]) -> Callable[[int | None], str]:
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    return lambda i: utf8.decode(b"" if i is None else token_bytes.get(i, b""), final=i is None)
+
+
+class BPE:
+    """Byte-level BPE by tiktoken. vocab {bytes: id}; merges [(left, right)], first come first, or None: any two tokens
+    that make a third, lowest id first; whole: a piece that is in the vocabulary is that token, merges or not; split:
+    what cuts text into pieces; control and words {text: id}: words are cut out of the text before everything else."""
+
+    def __init__(
+        self,
+        vocab: dict[bytes, int],
+        merges: list[tuple[bytes, bytes]] | None,
+        whole: bool,
+        split: str,
+        control: dict[str, int],
+        words: dict[str, int],
+        leads_with_space: bool = False,
+    ):
+        import tiktoken
+
+        missing = [b for b in range(256) if bytes([b]) not in vocab]
+        if missing:
+            raise UserError(f"no token for {len(missing)} of the 256 bytes (the first: {missing[0]:#04x})")
+        ranks, self.ids = (vocab, None) if merges is None else _ranks(vocab, merges, whole)
+        self.control, self.leads_with_space = control, leads_with_space
+        self.words = {w: [i] for w, i in words.items()}
+        longest_first = sorted(map(re.escape, words), key=len, reverse=True)
+        self.cut = re.compile(f"({'|'.join(longest_first)})") if words else None
+        self.tiktoken = tiktoken.Encoding("flatland", pat_str=split, mergeable_ranks=ranks, special_tokens={})
+        self.bytes = {i: t for t, i in vocab.items()} | {i: w.encode() for w, i in words.items()}
+        self.vocab_size = max([*self.bytes, *control.values()]) + 1
+        for i in control.values():
+            self.bytes.pop(i, None)
+
+    def encode(self, text: str) -> list[int]:
+        _check_text(text)
+        if self.cut is None:
+            return self._encode(text)
+        return [i for part in self.cut.split(text) for i in self.words.get(part) or self._encode(part)]
+
+    def _encode(self, text: str) -> list[int]:
+        if self.leads_with_space and text and not text.startswith(" "):
+            text = " " + text
+        blocks = range(0, len(text) - SPACES + 1, SPACES)
+        if blocks and any(text[i : i + SPACES].isspace() for i in blocks):
+            ids = self.tiktoken._encode_only_native_bpe(text)  # the same, its pieces cut by Python
+        else:
+            ids = self.tiktoken.encode_ordinary(text)
+        return ids if self.ids is None else [self.ids[i] for i in ids]
+
+    def decode(self, ids: list[int]) -> str:
+        """Control tokens and ids beyond the vocabulary are left out; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self.bytes.get(i, b"") for i in ids).decode(errors="replace")
+
+    def decoder(self) -> Callable[[int | None], str]:
+        """-> feed(id): the text that this id completes; feed(None) the rest. Together they are what decode gives."""
+        return _byte_decoder(self.bytes)
+
+
+def _ranks(
+    vocab: dict[bytes, int], merges: list[tuple[bytes, bytes]], whole: bool
+) -> tuple[dict[bytes, int], list[int] | None]:
+    """-> ({token: rank}, rank -> id or None where they are equal) with which tiktoken applies exactly these merges.
+
+    tiktoken merges any two neighbours whose concatenation has a rank; a merge list allows listed pairs alone. While a
+    token T forms inside a text, its bytes go through the states that the bytes of T alone go through, so only one pair
+    can ever become T: the last two parts of T when merged alone. Tokens that merging their own bytes does not give are
+    left out; with the others both ways agree."""
+    order = {pair: i for i, pair in enumerate(merges)}
+    never = len(merges)
+    used = {}  # token: number of the merge that makes it; -1 for bytes
+    for token in vocab:
+        parts, rank = [token[i : i + 1] for i in range(len(token))], -1
+        waiting = [order.get(pair, never) for pair in zip(parts, parts[1:], strict=False)]
+        while waiting and (least := min(waiting)) < never:
+            i, rank = waiting.index(least), least
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+            del waiting[i]
+            for k in range(max(i - 1, 0), min(i + 1, len(waiting))):
+                waiting[k] = order.get((parts[k], parts[k + 1]), never)
+        if not waiting:
+            used[token] = rank
+        elif whole:
+            used[token] = never
+            if len(parts) == 2:
+                raise UserError(f"{token!r} is in the vocabulary, but no merge joins {parts[0]!r} and {parts[1]!r}")
+    by_rank = sorted(used, key=lambda token: (used[token], vocab[token]))
+    merged = [vocab[token] for token in by_rank if -1 < used[token] < never]
+    if merged == sorted(merged):
+        return {token: vocab[token] for token in by_rank}, None
+    return {token: i for i, token in enumerate(by_rank)}, [vocab[token] for token in by_rank]
+
+
+class SentencePiece:
+    """A sentencepiece model; extra {text: id}: tokens its folder adds behind the model's ids; they are control tokens.
+
+    Long texts are encoded in pieces cut behind a line feed, which is up to 4 times as fast, where no token can reach
+    across the cut: byte-fallback BPE, no normalization, and a line feed is never a part of a longer token."""
+
+    PIECE = 1_000  # characters, or more
+
+    def __init__(self, model: bytes, extra: dict[str, int]):
+        from sentencepiece import SentencePieceProcessor
+
+        self.processor = SentencePieceProcessor(model_proto=model)
+        size = self.processor.vocab_size()
+        pieces = [self.processor.id_to_piece(i) for i in range(size)]
+        extra = {c: i for c, i in extra.items() if i >= size}
+        self.control = {pieces[i]: i for i in range(size) if self.processor.is_control(i)} | extra
+        self.text_ids = frozenset(range(size)) - set(self.control.values())
+        self.vocab_size = max([size - 1, *extra.values()]) + 1
+        parts = dict(_fields(model))
+        trainer, normalizer = dict(_fields(parts.get(2, b""))), dict(_fields(parts.get(3, b"")))
+        self.leads_with_space = bool(normalizer.get(3, 1)) and not trainer.get(24, 0)
+        plain = trainer.get(3) == 2 and trainer.get(35) == 1 and not normalizer.get(2) and not normalizer.get(4, 1)
+        self.inner = None
+        if plain and self.leads_with_space and not any("\n" in piece and piece != "\n" for piece in pieces):
+            self.inner = SentencePieceProcessor(model_proto=model + NO_LEADING_SPACE)
+
+    def encode(self, text: str) -> list[int]:
+        _check_text(text)
+        if self.inner is None or len(text) < 8 * self.PIECE:  # short ones gain nothing
+            return self.processor.encode(text)
+        ids, start, processor = [], 0, self.processor
+        while start < len(text):
+            end = text.find("\n", start + self.PIECE) + 1 or len(text)
+            ids += processor.encode(text[start:end])
+            start, processor = end, self.inner
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """As sentencepiece does, without the leading space; control tokens and ids beyond the model are left out."""
+        return self.processor.decode([i for i in ids if i in self.text_ids])
+
+    def decoder(self) -> Callable[[int | None], str]:
+        """-> feed(id): the text that this id completes; feed(None) the rest. Together they are what decode gives."""
+        shown, waiting = [], []  # shown: ids whose text is known, so that what follows is not taken for a beginning
+
+        def feed(i: int | None) -> str:
+            nonlocal shown, waiting
+            if i is not None:
+                if i not in self.text_ids:
+                    return ""
+                waiting.append(i)
+                if self.processor.is_byte(i) and self._incomplete(waiting):
+                    return ""
+            text = self.decode(shown + waiting)[len(self.decode(shown)) :]
+            if text:
+                shown, waiting = shown or waiting, []
+            return text
+
+        return feed
+
+    def _incomplete(self, ids: list[int]) -> bool:
+        """Whether a later byte token could complete the character that these byte tokens begin."""
+        try:
+            bytes(int(self.processor.id_to_piece(i)[1:-1], 16) for i in ids if self.processor.is_byte(i)).decode()
+        except UnicodeDecodeError:
+            return True
+        return False
+
+
+NO_LEADING_SPACE = bytes([3 << 3 | 2, 2, 3 << 3 | 0, 0])  # protobuf's way to overrule normalizer_spec.add_dummy_prefix
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """(number, value) of the fields of a protobuf message, as sentencepiece_model.proto describes them."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value, shift = 0, 0
+        while True:
+            value |= (data[at] & 127) << shift
+            at, shift = at + 1, shift + 7
+            if data[at - 1] < 128:
+                return value
+
+    while at < len(data):
+        key = varint()
+        if key & 7 == 0:
+            yield key >> 3, varint()
+            continue
+        size = {1: 8, 5: 4}.get(key & 7) or varint()
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+Tokenizer = ByteTokenizer | SentencePiece | BPE
+
+
+# ---- files
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{path}: {path.stat().st_size} bytes, more than any tokenizer has")
+        data = path.read_bytes()
+    except OSError as e:
+        raise UserError(f"{path}: {e.strerror}") from None
+    if data.startswith(b"version https://git-lfs"):
+        raise UserError(f"{path} is a Git LFS pointer, not the file: fetch it with `git lfs pull` or download.py")
+    if re.match(rb"\s*<(!doctype|html)", data[:200], re.IGNORECASE):
+        raise UserError(f"{path} is an HTML page: its download went wrong, fetch it again")
+    return data
+
+
+def _json(path: Path) -> dict:
+    """{} if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read(path))
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path} is not JSON: {e}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """spec: `bytes`, a tokenizer.json, tokenizer.model or vocab.json, a folder with one of them, or a hub id."""
+    if spec == "bytes":
+        return ByteTokenizer()
+    if not spec:
+        raise UserError("--tokenizer: expected bytes, a file, a folder or a hub id, found nothing")
+    from download import find  # bytes needs no hub client
+
+    try:
+        path = find(spec, "--tokenizer")
+    except UserError as e:
+        raise UserError(f"{e} (--tokenizer bytes needs no file)") from None
+    folder = path if path.is_dir() else path.parent
+    names = (*TOKENIZER_FILES, *SETTINGS_FILES, *OTHER_FILES, "config.json")
+    files = [f for f in dict.fromkeys([path, *(folder / name for name in names)]) if f.is_file()]
+    return _load(path, folder, tuple((f, f.stat().st_mtime_ns, f.stat().st_size) for f in files))
+
+
+@functools.lru_cache(maxsize=4)
+def _load(path: Path, folder: Path, _files: tuple) -> SentencePiece | BPE:
+    sources = [path] if path != folder else [folder / n for n in TOKENIZER_FILES if (folder / n).is_file()]
+    if not sources:
+        found = ", ".join(sorted(f.name for f in folder.iterdir())[:10]) or "nothing"
+        raise UserError(f"--tokenizer {folder}: no {' or '.join(TOKENIZER_FILES)} in it; it holds {found}")
+    source = sources[0]
+    try:
+        settings: dict = {}
+        for name in SETTINGS_FILES:
+            settings |= {k: v for k, v in _json(folder / name).items() if v is not None}
+        data = _read(source)
+        d = _json(source) if data.lstrip().startswith(b"{") else {}
+        model = folder / "tokenizer.model"
+        if source.name == "tokenizer.json" and model in sources and not _is_byte_level(d):
+            source, data, d = model, _read(model), {}
+        added = {c: {"id": i, "special": True} for c, i in _json(folder / "added_tokens.json").items()}
+        added |= {t["content"]: {**t, "id": int(i)} for i, t in settings.get("added_tokens_decoder", {}).items()}
+        if isinstance(d.get("model"), dict):
+            tokenizer = _from_json(d, added | {t["content"]: t for t in d.get("added_tokens") or []}, settings)
+        elif d:
+            merges = _read(folder / "merges.txt")
+            data += merges
+            pairs = [m.split(" ") for m in merges.decode().splitlines() if m and not m.startswith("#version")]
+            if "<|endoftext|>" in d:
+                added.setdefault("<|endoftext|>", {"id": d["<|endoftext|>"], "special": True})
+            tokenizer = _bpe(d, pairs, False, GPT2_SPLIT, added, settings, bool(settings.get("add_prefix_space")))
+        elif re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", data[:1000]):
+            lines = [line.split() for line in data.splitlines() if line]
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+            if sorted(ranks.values()) != list(range(len(lines))):
+                raise UserError("its ranks are not 0, 1, 2, ... without a gap")
+            names = {i: f"<|reserved_special_token_{i}|>" for i in range(256)} | LLAMA3_CONTROL
+            tokenizer = BPE(ranks, None, True, LLAMA3_SPLIT, {c: len(ranks) + i for i, c in names.items()}, {})
+        else:
+            tokenizer = SentencePiece(data, {c: t["id"] for c, t in added.items()})
+        _settle(tokenizer, folder, settings, data)
+    except UserError as e:
+        raise UserError(str(e) if str(folder) in str(e) else f"--tokenizer {source}: {e}") from None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OSError) as e:
+        raise UserError(
+            f"--tokenizer {source}: neither a tokenizer.json, a tokenizer.model nor a vocab.json, or a damaged one"
+            f" ({type(e).__name__}: {str(e)[:200]})"
+        ) from None
+    return tokenizer
+
+
+def _steps(d: dict) -> list[dict]:
+    steps = d.get("pre_tokenizer") or {}
+    return steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
+
+
+def _is_byte_level(d: dict) -> bool:
+    return d["model"].get("type", "BPE") == "BPE" and _steps(d)[-1].get("type") == "ByteLevel"
+
+
+def _from_json(d: dict, added: dict[str, dict], settings: dict) -> BPE:
+    """A tokenizer.json of the tokenizers library."""
+    model, steps = d["model"], _steps(d)
+    kinds, first, last = [str(s.get("type")) for s in steps], steps[0], steps[-1]
+    if not _is_byte_level(d):
+        raise UserError(
+            f"its model is {model.get('type')}, its pre-tokenizer {' + '.join(kinds)}; of a tokenizer.json only"
+            " byte-level BPE is read (GPT-2, Llama 3): for Llama 2 and Mixtral give tokenizer.model or a folder with it"
+        )
+    unused = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    for name, value in {"normalizer": d.get("normalizer"), **{n: model.get(n) for n in unused}}.items():
+        if value:
+            raise UserError(f"{name} {json.dumps(value)[:200]} is not supported, expected none")
+    space, regex = last.get("add_prefix_space", True), last.get("use_regex", True)
+    split = ""
+    if len(steps) == 1:
+        split = GPT2_SPLIT if regex else r"[\s\S]+"
+    elif kinds == ["Digits", "ByteLevel"] and first["individual_digits"] and regex and not space:
+        split = DIGITS_GPT2_SPLIT
+    elif kinds == ["Split", "ByteLevel"] and not regex and not space:
+        own = first["pattern"].get("Regex")
+        if own and not UNSURE.search(own) and first["behavior"] == "Isolated" and not first["invert"]:
+            # What an expression does not match is a piece too; Llama 3's leaves nothing.
+            split = own if own == LLAMA3_SPLIT else f"{own}|(?:(?!{own})[\\s\\S])+"
+    if not split:
+        raise UserError(f"pre_tokenizer {json.dumps(steps)[:400]} is not supported")
+    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    return _bpe(model["vocab"], merges, bool(model.get("ignore_merges")), split, added, settings, space)
+
+
+def _name(token: str | dict | None) -> str | None:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _bpe(
+    tokens: dict[str, int], merges: list, whole: bool, split: str, added: dict[str, dict], settings: dict, space: bool
+) -> BPE:
+    """tokens and merges in the byte alphabet; added {text: its entry in added_tokens}: no merge makes these."""
+    named = [settings.get(f"{n}_token") for n in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
+    named = {_name(n) for n in named + (settings.get("additional_special_tokens") or [])}
+    ids = {c: t["id"] for c, t in added.items()} | tokens
+    if len(set(ids.values())) < len(ids) or not all(type(i) is int and 0 <= i < 2**31 for i in ids.values()):
+        raise UserError("its ids are not distinct whole numbers")
+    control = {c: i for c, i in ids.items() if c in named or (c in added and added[c].get("special"))}
+    words = {c: t for c, t in added.items() if c not in control}
+    for c, t in words.items():
+        if t.get("lstrip") or t.get("rstrip") or t.get("single_word"):
+            raise UserError(f"added token {c!r} with lstrip, rstrip or single_word is not supported")
+    if len({bool(t.get("normalized")) for t in words.values()}) > 1:
+        raise UserError("added tokens of which some are normalized and others are not are not supported")
+
+    def to_bytes(token: str) -> bytes:
+        try:
+            return bytes([BYTE_OF[c] for c in token])
+        except KeyError:
+            raise UserError(f"token {token!r} is not written in GPT-2's byte alphabet") from None
+
+    as_bytes = {t: to_bytes(t) for t in tokens if t not in control and (t not in words or BYTE_OF.keys() >= set(t))}
+    lost = next((t for m in merges for t in (*m, "".join(m)) if t not in as_bytes), None)
+    if lost is not None:
+        raise UserError(f"its merges need {lost!r}, which is not in the vocabulary")
+    vocab = {b: tokens[t] for t, b in as_bytes.items()}
+    pairs = [(as_bytes[left], as_bytes[right]) for left, right in merges]
+    return BPE(vocab, pairs, whole, split, control, {c: ids[c] for c in words}, space)
+
+
+def _settle(tokenizer: SentencePiece | BPE, folder: Path, settings: dict, data: bytes) -> None:
+    """Adds what a tokenizer's files (data) and those beside them say about control tokens, export and chat."""
+    configs = [_json(folder / n) for n in ("config.json", "generation_config.json")]
+
+    def ids(which: str) -> list[int]:
+        found = [config.get(f"{which}_token_id") for config in configs]
+        return [i for f in found for i in (f if isinstance(f, list) else [f]) if isinstance(i, int)]
+
+    def control(which: str, names: tuple[str, ...]) -> int | None:
+        name = _name(settings.get(f"{which}_token"))
+        if name is not None and name not in tokenizer.control:
+            raise UserError(f"its {which}_token {name!r} ({' or '.join(SETTINGS_FILES)}) is not in the vocabulary")
+        own = getattr(tokenizer.processor, f"{which}_id")() if isinstance(tokenizer, SentencePiece) else -1
+        known = [tokenizer.control[name]] if name else [own] if own >= 0 else []
+        known += [tokenizer.control[n] for n in names if n in tokenizer.control]
+        return next(iter(known + ids(which)), None)
+
+    bos, eos = control("bos", BOS_NAMES), control("eos", EOS_NAMES)
+    if bos is None and eos is None:
+        raise UserError("no BOS or EOS is known: name bos_token and eos_token in a tokenizer_config.json beside it")
+    tokenizer.bos_id, tokenizer.eos_id = eos if bos is None else bos, bos if eos is None else eos
+    stops = [tokenizer.control[n] for n in STOP_NAMES if n in tokenizer.control]
+    tokenizer.stop_ids = frozenset([tokenizer.bos_id, tokenizer.eos_id, *ids("eos"), *stops])
+    words = sorted(getattr(tokenizer, "words", {}).items())
+    rest = json.dumps([tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size, words, tokenizer.leads_with_space])
+    tokenizer.fingerprint = hashlib.sha256(data + rest.encode()).hexdigest()[:16]
+    names = sorted((*TOKENIZER_FILES, *SETTINGS_FILES, *OTHER_FILES))
+    tokenizer.files = tuple(folder / name for name in names if (folder / name).is_file())
+    template = _json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template") or ""
+    if isinstance(template, list):
+        template = next((t["template"] for t in template if t["name"] == "default"), "")
+    jinja = folder / "chat_template.jinja"
+    tokenizer.chat_template = _read(jinja).decode() if jinja.is_file() else template
+    tokenizer.model_type = configs[0].get("model_type") or ""
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer.json and tokenizer_config.json with which transformers gives the ids of `bytes`."""
+    control = [{"id": i, "content": c, "special": True} for c, i in ByteTokenizer.control.items()]
+    for token in control:
+        token |= {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    vocab = {c: b for c, b in sorted(BYTE_OF.items(), key=lambda item: item[1])} | ByteTokenizer.control
+    d = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": control, "normalizer": None}
+    bos, text = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    begin = {"type": "TemplateProcessing", "single": [bos, text],
+             "pair": [bos, text, bos, {"Sequence": {"id": "B", "type_id": 1}}],
+             "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}}}  # fmt: skip
+    d |= {"pre_tokenizer": level, "post_processor": begin, "decoder": level}
+    d["model"] = {"type": "BPE", "vocab": vocab, "merges": []}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    config |= {"clean_up_tokenization_spaces": False, "model_max_length": 2**31}
+    (folder / "tokenizer.json").write_text(json.dumps(d, indent=1, ensure_ascii=False), "utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), "utf-8")
+
+
+# ---- chat
+
+
+def chat_family(tokenizer: Tokenizer, model_type: str = "") -> str:
+    """-> "llama2", "llama3" or "mixtral", by the tokenizer, its folder, or model_type ("llama" or "mixtral")."""
+    if "<|start_header_id|>" in tokenizer.control:
+        return "llama3"
+    model_type = tokenizer.model_type or model_type
+    if model_type == "mixtral" or "[INST]" in tokenizer.control:
+        return "mixtral"
+    if "[INST]" in tokenizer.chat_template and "<<SYS>>" not in tokenizer.chat_template:
+        return "mixtral"
+    if model_type == "llama" or "<<SYS>>" in tokenizer.chat_template:
+        return "llama2"
+    raise UserError(
+        "Chat: neither the tokenizer nor the model says which chat format it was made for (Llama or Mixtral)"
+    )
+
+
+def render_chat(tokenizer: Tokenizer, messages: list[dict], family: str) -> tuple[list[int], list[int]]:
+    """messages [{"role", "content"}] -> (ids, mask): mask is 1 on the assistant's tokens and the control token that
+    closes them. Where the last message is not the assistant's, the ids end with what asks for an answer. Each turn is
+    encoded by itself, as it is when the model answers, and as text: no message can hold a control token."""
+    system, turns = _turns(messages)
+    ids, mask = [tokenizer.bos_id], [0]
+
+    def add(new: list[int], trained: bool = False) -> None:
+        ids.extend(new)
+        mask.extend([int(trained)] * len(new))
+
+    encode, control, eos = tokenizer.encode, tokenizer.control, [tokenizer.eos_id]
+    lead = "" if tokenizer.leads_with_space else " "
+    if family == "llama3":
+        absent = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} - control.keys()
+        if absent:
+            raise UserError(f"Chat as Llama 3 does it: the tokenizer has no {', '.join(sorted(absent))}")
+        start, end, eot = (control[f"<|{name}|>"] for name in ("start_header_id", "end_header_id", "eot_id"))
+        if "Cutting Knowledge Date" in tokenizer.chat_template:  # Llama 3.1 and 3.2; the date is the templates' own
+            system = f"Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n{(system or '').strip()}"
+        elif system is not None:
+            system = system.strip()
+        opening = [] if system is None else [("system", system)]
+        for role, content in opening + [(role, content.strip()) for role, content in turns]:
+            add([start, *encode(role), end, *encode("\n\n")])
+            add([*encode(content), eot], role == "assistant")
+        if turns[-1][0] != "assistant":
+            add([start, *encode("assistant"), end, *encode("\n\n")])
+    elif family == "llama2":
+        for i, (role, content) in enumerate(turns):
+            if role == "assistant":
+                add(encode(f"{lead}{content.strip()} ") + eos, True)
+                continue
+            if i == 0 and system is not None:
+                content = f"<<SYS>>\n{system}\n<</SYS>>\n\n{content}"
+            add(([tokenizer.bos_id] if i else []) + encode(f"[INST] {content.strip()} [/INST]"))
+    elif family == "mixtral":
+        inst = [[control[t]] if t in control else None for t in ("[INST]", "[/INST]")]
+        last = max(i for i, (role, _) in enumerate(turns) if role == "user")
+        for i, (role, content) in enumerate(turns):
+            if role == "assistant":
+                add(encode(lead + content) + eos, True)
+                continue
+            if system is not None and i == (last if all(inst) else 0):
+                content = f"{system}\n\n{content}"
+            add(inst[0] + encode(lead + content) + inst[1] if all(inst) else encode(f"{lead}[INST] {content} [/INST]"))
+    else:
+        raise UserError(f"Chat format {family}: unknown, there are llama2, llama3 and mixtral")
+    return ids, mask
+
+
+def _turns(messages: list[dict]) -> tuple[str | None, list[tuple[str, str]]]:
+    """-> (the system prompt or None, [(role, content)] of the turns: user, assistant, user, ...)."""
+    if not isinstance(messages, list) or not messages:
+        raise UserError("Chat: expected a list of messages with one message or more")
+    for i, m in enumerate(messages):
+        if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
+            raise UserError(f'Chat message {i}: expected {{"role": ..., "content": text}}, found {str(m)[:200]}')
+        if m["role"] not in ("system", "user", "assistant"):
+            raise UserError(f"Chat message {i}: role {m['role']!r}, expected system, user or assistant")
+    system = messages[0]["content"] if messages[0]["role"] == "system" else None
+    turns = [(m["role"], m["content"]) for m in messages[system is not None :]]
+    for i, (role, _) in enumerate(turns):
+        if role != ("user", "assistant")[i % 2]:
+            raise UserError(
+                f"Chat message {i + (system is not None)}: role {role}, expected {('user', 'assistant')[i % 2]}"
+                " (a system message may come first, then user and assistant in turn)"
+            )
+    if not turns:
+        raise UserError("Chat: a system message alone, expected a user's message after it")
+    return system, turns

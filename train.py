@@ -25,23 +25,27 @@ from errors import RankError, UserError  # first: it finds the Python that has t
 import torch  # isort: skip
 import torch.distributed as dist
 
+import activations
 import checkpoint
 import generate
+import machine
 import shard
 from attention import choose_backend
 from config import Config, check_batch, parse_args, split_batch
 from data import IGNORE, Loader, check_tokens, make_loader
+from download import find
 from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_logging, write_status
-from model import Transformer, flops_per_token, random_init
-from optim import learning_rate, make_optimizer, update
+from model import MODELS, Transformer, flops_per_token, loss_head_bytes, random_init
+from optim import DTYPES, learning_rate, make_optimizer, update
 from tokenizer import load_tokenizer
+from weights import dropout_note, family, open_weights
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DEFAULT = ["@recipes/default.args"]
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
 
 
-def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
+def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None:
+    """built: where the model and the optimizer are put, so that what ends the run can tell of them."""
     # ---- set-up
     run, first = Path(config.out), ranks.rank == 0
     found, skipped = shard.on_first_rank(lambda: checkpoint.find(config), ranks)
@@ -59,22 +63,23 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
     for message in skipped:
         logger.warning(message)
 
-    shard.on_first_rank(lambda: check_tokens(config), ranks)  # also tokenises text, once
+    shard.on_first_rank(lambda: check_inputs(config, bool(found)), ranks)
     loader = make_loader(config, ranks.rank, ranks.world_size)
     val_loader = make_loader(config, ranks.rank, ranks.world_size, "val") if config.eval_every else None
 
-    mesh = shard.make_mesh(config.shard_size, ranks)
-    model = build(config, ranks, mesh)
+    opened = shard.on_every_rank(lambda: open_first_weights(config, bool(found), ranks), ranks)
+    mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
+    model = build(config, ranks, mesh, built)
     optimizer = make_optimizer(model, config)
+    built.append(optimizer)
     logger.info("Created optimizer")
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if found:
-        checkpoint.restore(found, model, optimizer, ranks)
+        checkpoint.restore(found, model, optimizer, ranks, config.load)
         loader.load_state_dict(found.manifest["position"])
         logger.info("Resumed from %s after step %d", found.folder, start)
     else:
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        shard.fill(model, random_init(config.model_config, shapes, config.seed))
+        shard.fill(model, *first_values(config, model, opened))
     guard = shard.GradientGuard(model, config.clip, ranks, mesh)
     peak, peak_source = peak_flops(ranks.device, model.dtype)
     log = Log(run, ranks, clock, config, flops_per_token(config.model_config, config.seq_len), peak, start)
@@ -90,7 +95,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
         lr = learning_rate(config, step - 1)
         loss, trained = torch.zeros((), device=ranks.device), 0
         for i, batch in enumerate(micro_batches):
-            shard.sync_gradients(model, i == len(micro_batches) - 1)
+            shard.sync_gradients(model, i == len(micro_batches) - 1, config.reshard)
             trained += int((batch.targets != IGNORE).sum())
             batch = batch.to(ranks.device)
             part = model(batch.tokens, batch.targets, batch.positions)
@@ -109,7 +114,8 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
             if evaluated:
                 with clock.part("evaluation"):
                     val_loss = evaluate(model, val_loader, ranks)
-            log.step(step, loss, grad_norm, lr, val_loss)  # before the save: a checkpoint's record is never missing
+            # Before the save: a checkpoint's record is never missing.
+            log.step(step, loss, grad_norm, lr, val_loss, model.take_router_sums())
             if saved:
                 with clock.part("saves"):
                     before = clock.seconds("saves")
@@ -125,8 +131,13 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
                 write_samples(config, model, run, step, ranks)
         if stopped:
             break
+        if step == start + 1:
+            shard.set_timeout(config.timeout, ranks, mesh)
         clock.switch("steps")
 
+    if not stopped:
+        with clock.part("export"):
+            export(config, checkpoint.step_folder(run, step), ranks)
     logger.info(clock.report())
     if stopped:
         logger.info(
@@ -136,7 +147,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
         write_status(run, "stopped" if stopped else "finished", step, 0)
 
 
-def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
+def build(config: Config, ranks: shard.Ranks, mesh, built: list) -> Transformer:
     """The model, ready to be filled: parameters allocated, nothing in them yet. The order is explained in shard.py."""
     logger.info("Creating Model")
     with torch.device("meta"):
@@ -144,14 +155,51 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     total = sum(p.numel() for p in model.parameters())
     logger.info("Created model with total parameters: %d (%s)", total, human(total))
     logger.info("Trainable parameters: %d (%s)", total, human(total))
-    shard.checkpoint_activations(model, config.checkpointing)
+    model.to(DTYPES[config.param_dtype])
+    offload = config.offload == "cpu"
+    activations.checkpoint_activations(model, config.checkpointing)
     shard.compile_model(model, config.compile)
-    shard.shard_model(model, mesh, model.dtype)
+    activations.offload_activations(model, config.offload_activations, ranks.device)
+    shard.shard_model(model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload)
     if mesh is not None:
         logger.info("Wrapped model with FSDP")
-    model.to_empty(device=ranks.device)
+    built.append(model)
+    if offload:
+        shard.on_every_rank(
+            lambda: machine.refuse_without_room(model, DTYPES[config.state_dtype], machine.available_memory()), ranks
+        )
+    model.to_empty(device="cpu" if offload else ranks.device)
     model.tie_weights()
     return model
+
+
+def open_first_weights(config: Config, resumes: bool, ranks: shard.Ranks):
+    """read(name, slices) of --weights, on the ranks that read them; before anything is allocated, for a machine may
+    lack the files."""
+    if config.weights and not resumes and (config.load == "direct" or ranks.rank == 0):
+        return open_weights(find(config.weights, "--weights"), config.model_config)
+
+
+def first_values(config: Config, model: Transformer, opened) -> tuple:
+    """What training starts from, for shard.fill: --weights, or random values, which every rank draws itself."""
+    note = dropout_note(find(config.model, "--model")) if config.model not in MODELS else ""
+    if note:
+        logger.info(note)
+    if config.weights:
+        logger.info("Reading weights from %s", config.weights)
+        return opened, config.load
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return (random_init(config.model_config, shapes, config.seed),)
+
+
+def export(config: Config, saved: Path, ranks: shard.Ranks) -> None:
+    """The last checkpoint as a Hugging Face folder, hf/. All ranks must call."""
+    try:
+        family(config.model_config)
+    except ValueError as e:
+        return logger.warning("No export to hf/: %s", e)
+    tokenizer = load_tokenizer(config.tokenizer) if config.knows_text else None
+    checkpoint.export(checkpoint.Checkpoint(saved), Path(config.out) / "hf", ranks, tokenizer=tokenizer)
 
 
 @torch.no_grad()
@@ -194,6 +242,16 @@ def every(step: int, n: int) -> bool:
     return n > 0 and step % n == 0
 
 
+def check_inputs(config: Config, resumes: bool) -> None:
+    """Tokens, tokenizer, weights and prompt against the model; also tokenises text, once."""
+    check_tokens(config)
+    if config.weights and not resumes:
+        open_weights(find(config.weights, "--weights"), config.model_config)
+    if config.sample_every:
+        prompt = 1 + len(load_tokenizer(config.tokenizer).encode(config.prompt))
+        generate.check_length(config.model_config, prompt, 1)
+
+
 def open_run_folder(run: Path, step: int) -> None:
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -222,16 +280,13 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
             else "fp32"
         )
     if compile_mode != "none":
-        problem = shard.compiler_problem()
+        problem = machine.compiler_problem()
         if problem and compile_mode != "auto":
             raise UserError(f"--compile {compile_mode}: {problem}")
         if problem and int(os.environ.get("RANK", 0)) == 0:
             print(f"Training without torch.compile: {problem}", file=sys.stderr)
         compile_mode = "none" if problem else "block" if compile_mode == "auto" else compile_mode
-    if compile_mode == "model" and world_size > 1:
-        raise UserError(
-            "--compile model is for one process; with several, parameters are gathered block by block: --compile block"
-        )
+    shard.refuse_unsupported(replace(config, compile=compile_mode), world_size)
     attention = choose_backend(config.attention, device.type, dtype, compile_mode != "none", config.seq_len)
     shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
     _, batch_tokens = split_batch(config, world_size)
@@ -245,6 +300,7 @@ def say_finished(config: Config, step: int) -> None:
     again = f"bash launch.sh {shlex.join(words)}"
     print(
         f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
+        f"  its weights:   {config.out}/hf, for transformers, vLLM and others\n"
         f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
         f"  go on:         {again} --steps {2 * step}\n"
         f"  start afresh:  {again} --out {shlex.quote(config.out + '-2')}"
@@ -253,7 +309,7 @@ def say_finished(config: Config, step: int) -> None:
 
 def check(config: Config) -> None:
     """--check: everything that can be known without training; prints key=value lines for launch.sh."""
-    device = shard.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", config.check)))  # of all, those on this machine
+    device = machine.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", config.check)))  # of all, those on this machine
     processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
     config = resolve(config, device, processes)
     there = next(p for p in [Path(config.out).absolute(), *Path(config.out).absolute().parents] if p.exists())
@@ -266,36 +322,44 @@ def check(config: Config) -> None:
     if done:
         say_finished(config, found.step)
     else:
-        check_tokens(config)
+        check_inputs(config, bool(found))
         if config.eval_every:
             make_loader(config, 0, processes, "val")
         loader = make_loader(config, 0, processes)
         if found:
             loader.load_state_dict(found.manifest["position"])
     state = "finished" if done else "resume" if found else "fresh"
-    timeout = getattr(config, "timeout", 600)
-    print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}\ntimeout={timeout}")
+    print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}\ntimeout={config.timeout}")
 
 
 def main(argv: list[str]) -> int:
-    clock, config, rank = Clock(), None, int(os.environ.get("RANK", 0))
+    clock, config, rank, built = Clock(), None, int(os.environ.get("RANK", 0)), []
     try:
         config = parse_args(argv or DEFAULT)
         if config.check >= 0:
             check(config)
             return 0
-        shard.keep_memory()
+        machine.keep_memory()
         ranks = shard.init_ranks()
         config = resolve(config, ranks.device, ranks.world_size)
-        train(config, ranks, clock)
+        train(config, ranks, clock, built)
         shard.leave(ranks)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        return report(error, config, rank)
+        return report(error, config, rank, built)
 
 
-def report(error: Exception, config: Config | None, rank: int) -> int:
+def describe_memory(config: Config, model: Transformer, optimizer=None) -> str:
+    device, statistics = torch.device("cuda", torch.cuda.current_device()), torch.cuda.memory_stats()
+    used = {k: statistics[f"{k}_bytes.all.peak"] for k in ("allocated", "reserved")}
+    used["total"] = torch.cuda.get_device_properties(device).total_memory
+    micro_batch, _ = split_batch(config, int(os.environ.get("WORLD_SIZE", 1)))
+    head = loss_head_bytes(config.model_config, micro_batch * config.seq_len, device.type)
+    return machine.explain_out_of_memory(model, optimizer, config, head, used, str(device))
+
+
+def report(error: Exception, config: Config | None, rank: int, built: list) -> int:
     """Says what ended the run, on stderr and in status.json -> the exit status."""
     code, message, alone = 1, f"{type(error).__name__}: {error}", isinstance(error, RankError)
     if isinstance(error, UserError):
@@ -304,6 +368,8 @@ def report(error: Exception, config: Config | None, rank: int) -> int:
         code, message = 2, f"no permission: {error}"
     elif isinstance(error, shard.NotFinite):
         message = str(error)
+    elif isinstance(error, torch.OutOfMemoryError) and built:
+        message, alone = f"rank {rank} on {platform.node()}: {describe_memory(config, *built)}", True
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"the disk is full: {error}; what was saved before is intact: free some space and start again"
     else:
@@ -312,6 +378,12 @@ def report(error: Exception, config: Config | None, rank: int) -> int:
         message = f"rank {rank} on {platform.node()}: {message}"
     run = Path(config.out) if config else None
     status = read_json(run / "status.json") if run else {}
+    if alone and "onnection" in message and "rss_gib" in status:  # so gloo and NCCL speak of a rank that is gone
+        resident = ", ".join(f"{rank}: {gib:.2f}" for rank, gib in enumerate(status["rss_gib"]))
+        message += (
+            f"\nAnother rank is gone. If it was killed (-9), its machine has probably run out of memory; the last"
+            f" resident memory of the ranks, in GiB: {resident}"
+        )
     running = status.get("state") == "running" and (rank > 0 or status.get("pid") == os.getpid())  # and this job's
     if rank == 0 or alone:  # what all ranks see alike is said once
         print(f"error: {message}", file=sys.stderr)

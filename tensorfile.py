@@ -1,0 +1,188 @@
+"""The safetensors format: 8 bytes with the header's length, a JSON header (name -> dtype, shape, offsets), the bytes.
+
+Headers are checked before anything is allocated, and damage is named. Reading takes just the rows that are asked for
+(pread; a memory map would count as memory of this process), writing streams a portion at a time.
+
+Source: the format's description, github.com/huggingface/safetensors, README."""
+
+import glob
+import json
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from errors import UserError
+
+Slices = tuple[slice, ...]
+Read = Callable[[str, Slices], Tensor]  # read(name, slices) -> those values of a tensor
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+MAX_HEADER = 100_000_000  # bytes, the format's own limit
+PORTION = 2**26  # bytes read or written at a time
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: dtype by its safetensors name, offset from the file's beginning."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def what_it_is(path: Path, head: bytes) -> str:
+    """A guess at a file that is no safetensors."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a git-LFS pointer, not the weights: run `git lfs pull` there, or `python download.py ORG/NAME`"
+    if head.lstrip()[:1] == b"<":
+        return "an HTML or XML page, not weights: the download went wrong, repeat it with `python download.py`"
+    if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return f"a pickle, which can run code: only safetensors are loaded. {conversion(path)}"
+    return "damaged, or no safetensors file: its header is not what the format says"
+
+
+def _no_duplicates(pairs: list) -> dict:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return dict(pairs)
+
+
+class TensorFile:
+    """A safetensors file, its header read and checked; UserError says what is wrong with it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self.file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as this lives)
+        except OSError as e:
+            raise UserError(f"{path} cannot be read: {e.strerror}") from None
+        size = os.fstat(self.file.fileno()).st_size
+        head = self.file.read(512)
+        length = int.from_bytes(head[:8], "little")
+        if size < 8 or length > min(MAX_HEADER, size - 8):
+            kind = what_it_is(path, head)
+            if size >= 8 and length <= MAX_HEADER and head[8:9] == b"{":
+                kind = f"cut short: {size} bytes, its header alone has {length}"
+            raise UserError(f"{path} is {kind}")
+        try:
+            header = json.loads(os.pread(self.file.fileno(), length, 8).decode(), object_pairs_hook=_no_duplicates)
+            metadata = header.pop("__metadata__", None)
+            if metadata is not None and any(type(text) is not str for text in metadata.values()):
+                raise ValueError("__metadata__ holds more than texts")
+            self.entries, end = {}, 0
+            for name, row in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                self.entries[name], end = self._check(name, row, end, size - 8 - length, 8 + length)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            raise UserError(f"{path} is {what_it_is(path, head)} ({type(e).__name__}: {e})") from None
+        if end != size - 8 - length:
+            raise UserError(f"{path}: {size - 8 - length} bytes of tensors, its header describes {end}")
+
+    def _check(self, name: str, row: dict, expected: int, available: int, base: int) -> tuple[Entry, int]:
+        """-> (a row of the header, the end of its bytes); tensors follow each other without gaps."""
+        dtype, shape, (begin, end) = row["dtype"], row["shape"], row["data_offsets"]
+        if type(shape) is not list or any(type(n) is not int or n < 0 for n in [*shape, begin, end]):
+            raise ValueError(f"shape or offsets of {name}")
+        if len(shape) > 64 or math.prod(max(n, 1) for n in shape) >= 2**60:  # even beside a 0
+            raise ValueError(f"{name} has an impossible shape")
+        if dtype not in DTYPES:
+            raise UserError(
+                f"{self.path}: {name} has dtype {dtype}, which is not read (quantised?); F32, F16, BF16 are"
+            )
+        if end - begin != math.prod(shape) * DTYPES[dtype].itemsize or begin != expected:
+            raise UserError(
+                f"{self.path}: {name} {dtype} {shape} is said to be at bytes {begin} to {end}, which does not fit its"
+                " size and the tensor before it; the file is damaged"
+            )
+        if end > available:
+            raise UserError(f"{self.path} is cut short: {name} would end at byte {base + end} of {base + available}")
+        return Entry(dtype, tuple(shape), base + begin), end
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """Those values of a tensor (step 1), in the file's dtype."""
+        entry = self.entries[name]
+        bounds = [s.indices(n)[:2] for s, n in zip(slices, entry.shape, strict=True)]
+        out = torch.empty([max(0, b - a) for a, b in bounds], dtype=DTYPES[entry.dtype])
+        if not out.numel():
+            return out
+        if not bounds:
+            self._read_into(out.view(1), entry.offset)
+            return out
+        row = math.prod(entry.shape[1:])
+        whole_rows = all(b - a == n for (a, b), n in zip(bounds[1:], entry.shape[1:], strict=True))
+        (first, last), step = bounds[0], max(1, PORTION // (row * out.itemsize))
+        if whole_rows:
+            self._read_into(out, entry.offset + first * row * out.itemsize)
+            return out
+        for a in range(first, last, step):
+            b = min(a + step, last)
+            rows = torch.empty((b - a, *entry.shape[1:]), dtype=out.dtype)
+            self._read_into(rows, entry.offset + a * row * out.itemsize)
+            out[a - first : b - first] = rows[(slice(None), *(slice(*bound) for bound in bounds[1:]))]
+        return out
+
+    def _read_into(self, out: Tensor, offset: int) -> None:
+        view, done = memoryview(out.view(-1).view(torch.uint8).numpy()), 0
+        while done < len(view):
+            n = os.preadv(self.file.fileno(), [view[done : done + PORTION]], offset + done)
+            if n == 0:
+                raise UserError(f"{self.path} became shorter while it was read")
+            done += n
+
+
+def conversion(path: Path) -> str:
+    """How to make safetensors of a pickle and, where its name is a pickle's, of those that belong to it."""
+    pattern = glob.escape(str(path))
+    if path.suffix != ".safetensors":
+        pattern = str(Path(glob.escape(str(path.parent))) / f"{re.split('[-.]', path.name)[0]}*{path.suffix}")
+    code = (
+        "import glob, torch; from safetensors.torch import save_file; [save_file({k: v.clone().contiguous() for k, v in"
+        " torch.load(open(f, 'rb'), map_location='cpu', weights_only=True).items()}, f.removesuffix('.safetensors') +"
+        f" '.safetensors') for f in glob.glob({pattern!r})]"
+    )
+    return f"If you trust its source, convert it: python -c {shlex.quote(code)}"
+
+
+def assemble(
+    slices: Slices, whole: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple[tuple, tuple, Callable]]
+) -> Tensor:
+    """Those values of a tensor of shape `whole` that is kept in parts (start, shape, read): read(slices of the part) is
+    called for the parts that are needed."""
+    bounds = [s.indices(n)[:2] for s, n in zip(slices, whole, strict=True)]
+    out = torch.empty([max(0, b - a) for a, b in bounds], dtype=dtype)
+    for start, shape, read in parts:
+        overlap = [(max(a, s), min(b, s + n)) for (a, b), s, n in zip(bounds, start, shape, strict=True)]
+        if all(a < b for a, b in overlap):
+            here = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, bounds, strict=True))
+            out[here] = read(tuple(slice(a - s, b - s) for (a, b), s in zip(overlap, start, strict=True)))
+    return out
+
+
+def write_tensors(path: Path, rows: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype, read: Read) -> None:
+    """Writes a safetensors file of the tensors `rows` (name, shape), a portion of rows of each at a time, and syncs."""
+    code = next(k for k, v in DTYPES.items() if v == dtype)
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in rows:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in rows:
+            step = max(1, PORTION // (math.prod(shape[1:]) * dtype.itemsize))
+            for a in range(0, shape[0], step):
+                part = (slice(a, min(a + step, shape[0])), *(slice(0, n) for n in shape[1:]))
+                values = read(name, part).to(dtype).contiguous()
+                f.write(values.view(-1).view(torch.uint8).numpy().data)
+        f.flush()
+        os.fsync(f.fileno())

@@ -1,0 +1,829 @@
+"""weights.py. Oracles: transformers for what a folder means and for what an export is, the safetensors library for its
+bits, a whole parameter for slices of it, the published config.json files for the rows of MODELS."""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+
+import weights
+from errors import UserError
+from model import MODELS, ModelConfig, RopeScaling, Transformer, rope_frequencies
+from tensorfile import TensorFile
+from test_model import BF16, FAMILY, error, make_reference, random_tokens, translate, uneven_targets
+from test_tensorfile import random_slices, same_bits, whole
+from weights import Export, config_json, dropout_note, export_model, find_files, load_model, open_weights, pieces
+
+transformers.utils.logging.disable_progress_bar()
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOKENS = random_tokens(2, 96)  # twice as long as rope scaling's original context
+INDEX = "model.safetensors.index.json"
+
+
+@cache
+def reference(name: str, dtype: torch.dtype = torch.float32):
+    """Hugging Face's model in fp32, its weights rounded to dtype; it is shared, and not to be changed."""
+    model = make_reference(FAMILY[name])
+    for p in model.parameters():
+        p.data = p.data.to(dtype).float()
+    return model
+
+
+def load_theirs(folder: Path, dtype: torch.dtype):
+    """Transformers' model of a folder, computing in dtype, and what it says about the loading."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True, attn_implementation="eager"
+    )
+
+
+@pytest.fixture
+def save(tmp_path):
+    """save(name) -> folder that transformers has written."""
+
+    def save(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
+        folder = tmp_path / f"theirs-{len(os.listdir(tmp_path))}"
+        make_reference(FAMILY[name]).to(dtype).save_pretrained(folder, max_shard_size=shard)
+        return folder
+
+    return save
+
+
+def edit_json(path: Path, change) -> None:
+    """change(the dict) edits it in place, or returns another."""
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(change(values) or values))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+
+
+def older_keys(values: dict, key: str = "rope_type") -> None:
+    """config.json as version 4 writes it."""
+    values["torch_dtype"] = values.pop("dtype")
+    if rope := values.pop("rope_parameters", None):
+        values["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
+        values["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
+
+
+# ---- reading
+
+
+@pytest.mark.parametrize("dtype, shard", [("fp32", "5GB"), ("fp32", "40KB"), ("bf16", "20KB"), ("fp16", "5GB")])
+@pytest.mark.parametrize("name", FAMILY)
+def test_reads_what_transformers_writes(save, name, dtype, shard):
+    """Computed in fp32, whatever the file's dtype."""
+    folder = save(name, DTYPES[dtype], shard)
+    assert (len(find_files(folder)) > 2) == (shard != "5GB")
+    assert json.loads((folder / "config.json").read_text())["dtype"] == str(DTYPES[dtype])[6:]
+    assert error(load_model(folder).logits(TOKENS), reference(name, DTYPES[dtype])(TOKENS).logits) < 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_older_config_keys(save, name):
+    folder = save(name)
+    for key in ("rope_type", "type"):
+        edit_json(folder / "config.json", lambda values, key=key: older_keys(values, key))
+        assert weights.read_config(folder) == FAMILY[name]
+        assert error(load_model(folder).logits(TOKENS), reference(name)(TOKENS).logits) < 1e-5
+        shutil.rmtree(folder)
+        folder = save(name)
+    assert weights.read_config(folder) == FAMILY[name]  # in the newer ones
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_computes_in_bf16(save, name):
+    """As near to fp32 as transformers' own bf16, whose weights are the same and which rounds as often. The median over
+    tokens: rounding can send a token to another expert, and then all of it differs."""
+    folder, exact = save(name, torch.bfloat16), reference(name, torch.bfloat16)(TOKENS).logits
+    ours, (theirs, _) = load_model(folder, torch.bfloat16), load_theirs(folder, torch.bfloat16)
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    logits = torch.stack((ours.logits(TOKENS), theirs(TOKENS).logits.float()))
+    off = ((logits - exact).norm(dim=-1) / exact.norm(dim=-1)).flatten(1).median(1).values.tolist()
+    assert BF16 / 8 < off[0] < 1.5 * off[1], off
+
+
+def strip(name: str) -> str:
+    return name.removeprefix("model.").removeprefix("transformer.")
+
+
+BUFFERS = {
+    "gpt2": {"transformer.h.{}.attn.bias": torch.ones(1, 1, 128, 128, dtype=torch.bool).tril(),
+             "transformer.h.{}.attn.masked_bias": torch.tensor(-1e4)},
+    "llama": {"model.layers.{}.self_attn.rotary_emb.inv_freq": torch.rand(8)},
+}  # fmt: skip
+VARIANTS = {
+    "no prefix": lambda t, head: {strip(n): v for n, v in t.items()},
+    "head": lambda t, head: t | {"lm_head.weight": head.clone()},
+    "no prefix, but a head": lambda t, head: {strip(n): v for n, v in t.items()} | {"lm_head.weight": head.clone()},
+    "buffers": lambda t, head: t | old_buffers(t),
+    "buffers, no prefix": lambda t, head: {strip(n): v for n, v in (t | old_buffers(t)).items()},
+}
+
+
+def old_buffers(tensors: dict) -> dict:
+    kind = "gpt2" if "transformer.wte.weight" in tensors else "llama"
+    return {n.format(i): t.clone() for n, t in BUFFERS[kind].items() for i in range(2)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.2", "mixtral"])
+def test_names_of_older_files(save, name, variant):
+    folder, theirs = save(name), reference(name)
+    head = theirs.get_output_embeddings().weight.detach()
+    save_file(VARIANTS[variant](load_file(folder / "model.safetensors"), head), folder / "model.safetensors")
+    assert error(load_model(folder).logits(TOKENS), theirs(TOKENS).logits) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3.2"])
+def test_model_saved_without_its_head(tmp_path, name):
+    reference(name).base_model.save_pretrained(tmp_path)
+    assert error(load_model(tmp_path).logits(TOKENS), reference(name)(TOKENS).logits) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_training_as_in_transformers(save, name):
+    """Every gradient, then the losses of 20 AdamW steps."""
+    ours, theirs, targets = load_model(save(name)), make_reference(FAMILY[name]), uneven_targets(96, 40, length=96)
+    ours.config = replace(ours.config, router_aux_loss_coef=0.0)  # transformers adds it only where it is asked to
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=2e-3) for m in (ours, theirs)]
+    for step in range(20):
+        loss = ours(TOKENS, targets)
+        expected = F.cross_entropy(theirs(TOKENS).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss.backward()
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-4), step
+        if step == 0:
+            first, grads = loss.item(), translate({n: p.grad for n, p in theirs.named_parameters()})
+            errors = {n: error(p.grad, grads[n]) for n, p in ours.named_parameters()}
+            assert max(errors.values()) < 1e-4, errors
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert loss.item() < 0.5 * first
+
+
+# ---- slices and memory
+
+
+def split_dtypes(folder: Path) -> None:
+    """A fused parameter's tensors in several dtypes."""
+    tensors = load_file(folder / "model.safetensors")
+    kinds = {"k_proj": torch.bfloat16, "v_proj": torch.float16, "up_proj": torch.bfloat16, "w3": torch.float16}
+    for name in tensors:
+        tensors[name] = tensors[name].to(next((d for k, d in kinds.items() if k in name), torch.float32))
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one dtype", "mixed dtypes"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.2", "mixtral", "wide-heads"])
+def test_slices_of_every_parameter(monkeypatch, save, name, mixed):
+    """Any slice is that of the whole. Of those along the first dimension just the bytes are read that are wanted, but
+    for GPT-2's linears, which are kept transposed."""
+    folder, r = save(name, shard="30KB" if not mixed else "5GB"), random.Random(0)
+    if mixed:
+        split_dtypes(folder)
+    parameters = {n: p.detach() for n, p in load_model(folder).named_parameters()}
+    read, counted, preadv = open_weights(folder, FAMILY[name]), [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *a: counted.append(preadv(*a)) or counted[-1])
+    for n, p in parameters.items():
+        for _ in range(8):
+            slices = random_slices(p.shape, r)
+            assert torch.equal(read(n, slices), p[slices]), (n, slices)
+        counted.clear()
+        rows = (random_slices(p.shape, r)[0], *whole(p.shape)[1:])
+        assert torch.equal(read(n, rows), p[rows])
+        if not mixed and not (name == "gpt2" and n.endswith("proj.weight")):
+            assert sum(counted) == p[rows].numel() * 4, n
+
+
+MEMORY = """
+import re, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+import tensorfile
+from model import ModelConfig
+from weights import Export, config_json, load_model, open_weights, pieces
+import json, os
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 2**10
+
+def make(folder, n_layers):
+    config = ModelConfig(vocab_size=2000, dim=512, n_layers=n_layers, n_heads=8, ffn_dim=2048, max_seq_len=64)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_json(config, torch.bfloat16)))
+    header, end = {}, 0
+    for piece in (piece for row in pieces(config).values() for piece in row):
+        begin, end = end, end + 2 * torch.Size(piece.shape).numel()
+        header[piece.name] = {"dtype": "BF16", "shape": piece.shape, "data_offsets": [begin, end]}
+    text, block = json.dumps(header).encode(), os.urandom(2**16)
+    with open(folder / "model.safetensors", "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for at in range(0, end, len(block)):
+            f.write(block[: end - at])
+    return config, end / 2**20
+
+def export(source, config, target):
+    out, read = Export(target, config, torch.bfloat16, 0.02), open_weights(source, config)
+    out.begin()
+    for i in range(len(out.shards)):
+        out.write_shard(i, read)
+    out.finish()
+
+out = Path(sys.argv[2])
+config, _ = make(out / "small", 1)
+export(out / "small", config, out / "small-copy")
+load_model(out / "small", torch.bfloat16)
+start = peak()
+config, size = make(out / "large", 14)
+export(out / "large", config, out / "copy")
+exported = peak()
+load_model(out / "copy", torch.bfloat16)
+print(size, exported - start, peak() - exported)
+"""
+
+
+def test_peak_memory_is_not_twice_the_model(tmp_path):
+    """116 MiB of weights, whose largest tensor has 2 MiB (as a parameter, two of them): an export needs the memory of a
+    few such, loading that of the model and a few such. The rest is what the allocator leaves behind."""
+    command = [sys.executable, "-c", MEMORY, str(Path(__file__).parent), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    size, export, load = map(float, done.stdout.split())
+    assert size > 110 and len(list((tmp_path / "copy").glob("model-*-of-*.safetensors"))) > 5
+    assert export < 24 and load < size + 24
+    for name, tensor in load_file(tmp_path / "large" / "model.safetensors").items():
+        if ".11." in name:
+            found = next(f for f in map(TensorFile, find_files(tmp_path / "copy")) if name in f.entries)
+            assert same_bits(found.read(name, whole(tensor.shape)), tensor)
+
+
+# ---- export
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILY)
+def test_import_export_import(save, tmp_path, name, dtype):
+    """The same names with the same bits; transformers finds every key, no other, and computes equal logits."""
+    dtype = DTYPES[dtype]
+    source = save(name, dtype)
+    model = load_model(source, dtype)
+    export_model(model, tmp_path / "single")
+    export_model(load_model(tmp_path / "single", dtype), tmp_path / "sharded", shard_gb=2e-5)
+    theirs, expected = tensors_of(source), load_theirs(source, dtype)[0](TOKENS).logits
+    for folder in (tmp_path / "single", tmp_path / "sharded"):
+        ours = tensors_of(folder)
+        assert ours.keys() == theirs.keys() and all(same_bits(ours[n], t) for n, t in theirs.items())
+        again = dict(load_model(folder, dtype).named_parameters())
+        assert all(same_bits(p.detach(), again[n].detach()) for n, p in model.named_parameters())
+        loaded, info = load_theirs(folder, "auto")
+        assert not any(info.values()), info
+        assert {p.dtype for p in loaded.parameters()} == {dtype}
+        assert torch.equal(loaded(TOKENS).logits, expected)
+
+
+@pytest.mark.parametrize("name, shard_gb", [("gpt2", 3e-5), ("mixtral", 3e-5), ("llama3.2", 1e-9), ("llama3", 5)])
+def test_shards_and_index(save, tmp_path, name, shard_gb):
+    """Names, sizes and the index; a tensor that is larger than a shard has a file of its own."""
+    out = tmp_path / "out"
+    export_model(load_model(save(name)), out, shard_gb=shard_gb)
+    files = sorted(p.name for p in out.glob("*.safetensors"))
+    if shard_gb == 5:
+        assert files == ["model.safetensors"] and not (out / INDEX).exists()
+        return
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    index, sizes = json.loads((out / INDEX).read_text()), {}
+    for file in files:
+        tensors = load_file(out / file)
+        assert all(index["weight_map"].pop(n) == file for n in tensors)
+        sizes[file] = sum(t.nbytes for t in tensors.values())
+        assert sizes[file] <= shard_gb * 1e9 or len(tensors) == 1
+    assert not index["weight_map"] and index["metadata"]["total_size"] == sum(sizes.values())
+    if shard_gb > 1e-6:
+        assert len(files) <= 2 + 2 * sum(sizes.values()) / (shard_gb * 1e9)  # they are filled
+    assert set(os.listdir(out)) == {*files, INDEX, "config.json", "generation_config.json"}
+
+
+class FakeTokenizer:
+    bos_id, eos_id = 5, 7
+
+    def __init__(self, *files: Path):
+        self.files = files
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_exported_config(save, tmp_path, name):
+    """In version 4's keys, which transformers reads to the values that it wrote itself."""
+    (tmp_path / "tokenizer.model").write_bytes(b"\0pieces")
+    tokenizer = FakeTokenizer(tmp_path / "tokenizer.model")
+    source = save(name)
+    export_model(load_model(source).bfloat16(), tmp_path / "out", tokenizer=tokenizer)
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not {"rope_parameters", "dtype"} & set(values) and values["torch_dtype"] == "bfloat16"
+    if name != "gpt2":
+        assert values["rope_theta"] == FAMILY[name].rope_theta
+        assert (values["rope_scaling"] or {}).get("rope_type") == (FAMILY[name].rope_scaling and "llama3")
+    found, expected = (transformers.AutoConfig.from_pretrained(f).to_dict() for f in (tmp_path / "out", source))
+    expected |= {"dtype": found["dtype"], "bos_token_id": 5, "eos_token_id": 7}
+    differ = {k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k)}
+    assert differ <= {"_name_or_path", "transformers_version", "attn_pdrop", "embd_pdrop", "resid_pdrop"}, differ
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == b"\0pieces"
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (generation.bos_token_id, generation.eos_token_id) == (5, 7)
+
+
+def test_export_rounds_to_the_dtype_asked_for(save, tmp_path):
+    source, config = save("llama3"), FAMILY["llama3"]
+    out = Export(tmp_path / "out", config, torch.bfloat16)
+    out.begin()
+    out.write_shard(0, open_weights(source, config))
+    out.finish()
+    rounded = {n: t.bfloat16() for n, t in tensors_of(source).items()}
+    assert all(same_bits(t, rounded[n]) for n, t in tensors_of(tmp_path / "out").items())
+
+
+def test_export_replaces_only_an_export(save, tmp_path):
+    model, other = load_model(save("llama3")), load_model(save("gpt2"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    before = set(os.listdir(tmp_path))
+    with pytest.raises(UserError, match="mine is there already and is no export"):
+        export_model(model, tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").exists() and set(os.listdir(tmp_path)) == before
+    export_model(model, tmp_path / "new" / "out")  # makes the folders above
+    export_model(other, tmp_path / "new" / "out")
+    assert weights.read_config(tmp_path / "new" / "out") == FAMILY["gpt2"]
+    assert os.listdir(tmp_path / "new") == ["out"]
+
+
+def test_export_that_fails_leaves_the_older_one(monkeypatch, save, tmp_path):
+    model = load_model(save("llama3"))
+    export_model(model, tmp_path / "out")
+    before, listing = tensors_of(tmp_path / "out"), set(os.listdir(tmp_path))
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(weights, "write_tensors", fail)
+    with pytest.raises(OSError, match="disk full"):
+        export_model(model, tmp_path / "out")
+    after = tensors_of(tmp_path / "out")
+    assert all(same_bits(after[n], t) for n, t in before.items()) and set(os.listdir(tmp_path)) == listing
+
+
+def test_export_needs_room(monkeypatch, save, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match=r"out: the export needs 0\.\d GB, the disk has 0\.0 GB free"):
+        export_model(load_model(save("llama3")), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change", [{"bias": True}, {"norm": "layernorm"}, {"mlp": "gelu"}, {"positions": "learned"}], ids=str
+)
+def test_shape_without_a_family(tmp_path, change):
+    with pytest.raises(UserError, match="no Hugging Face form"):
+        export_model(Transformer(replace(FAMILY["llama3"], **change)), tmp_path / "out")
+    assert not os.listdir(tmp_path)
+
+
+def test_gpt2_with_grouped_heads_has_no_family(tmp_path):
+    with pytest.raises(UserError, match="no Hugging Face form: GPT-2 has as many key/value heads as heads"):
+        export_model(Transformer(replace(FAMILY["gpt2"], n_kv_heads=2)), tmp_path / "out")
+
+
+# ---- strictness
+
+
+Q, DOWN, EMBED = (f"model.{n}.weight" for n in ("layers.1.self_attn.q_proj", "layers.0.mlp.down_proj", "embed_tokens"))
+
+
+def change(name: str, function):
+    """tensors -> them with one of them changed."""
+    return lambda tensors: tensors | {name: function(tensors[name]).contiguous()}
+
+
+WRONG = {  # family, change of the tensors, message
+    "missing": ("llama3", lambda t: {n: v for n, v in t.items() if n != Q}, f"lacks {Q}"),
+    "no head": ("llama3", lambda t: {n: v for n, v in t.items() if n != "lm_head.weight"}, "lacks lm_head.weight"),
+    "a layer too few": (
+        "llama3", lambda t: {n: v for n, v in t.items() if ".1." not in n}, r"lacks model\.layers\.1\..* and \d more"),
+    "nothing": ("llama3", lambda t: {}, "lacks model.embed_tokens.weight"),
+    "extra": ("llama3", lambda t: t | {"model.adapter.weight": torch.zeros(3)}, " holds model.adapter.weight besides"),
+    "extra without prefix": ("llama3", lambda t: t | {"value_head": torch.zeros(3)}, "holds .*value_head besides"),
+    "a layer too many": (
+        "llama3", lambda t: t | {Q.replace(".1.", ".2."): t[Q].clone()}, r" holds model\.layers\.2\.self_attn\.q"),
+    "biases": ("llama3", lambda t: t | {Q.replace("weight", "bias"): torch.zeros(64)}, r"holds .*1.self_attn.q_proj.b"),
+    "extra and missing": (
+        "llama3", lambda t: {n.replace("q_proj", "query"): v for n, v in t.items()}, "lacks .*q_proj.* holds .*query"),
+    "another family": ("llama3", lambda t: {"transformer.wte.weight": t[EMBED]}, "lacks .* and holds"),
+    "wrong shape": ("llama3", change(Q, lambda t: t[:32]), rf"{Q} has shape \[32, 64\], expected \[64, 64\]"),
+    "transposed": ("llama3", change(DOWN, lambda t: t.T), rf"{DOWN} has shape \[48, 64\], expected \[64, 48\]"),
+    "GPT-2 as if linear": ("gpt2", change("transformer.h.0.mlp.c_fc.weight", lambda t: t.T),
+                           r"h.0.mlp.c_fc.weight has shape \[48, 64\], expected \[64, 48\]"),
+    "GPT-2 without positions": (
+        "gpt2", lambda t: {n: v for n, v in t.items() if "wpe" not in n}, "lacks transformer.wpe.weight"),
+    "another vocabulary": ("llama3", change(EMBED, lambda t: t[:96]), r"shape \[96, 64\], expected \[97, 64\]"),
+    "3 dimensions": ("llama3", change(Q, lambda t: t[None]), r"shape \[1, 64, 64\], expected \[64, 64\]"),
+    "expert": ("mixtral", change("model.layers.1.block_sparse_moe.experts.3.w2.weight", lambda t: t.T),
+               r"experts.3.w2.weight has shape \[48, 64\], expected \[64, 48\]"),
+    "fewer experts": ("mixtral", lambda t: {n: v for n, v in t.items() if "experts.3" not in n}, "lacks .*experts.3"),
+    "fp64": ("llama3", change(Q, lambda t: t.double()), f"{Q} has dtype F64; F32, F16 and BF16 are read"),
+    "int8": ("llama3", change(Q, lambda t: t.to(torch.int8)), f"{Q} has dtype I8; F32, F16 and BF16 are read"),
+    "fp8": ("llama3", change(Q, lambda t: t.to(torch.float8_e4m3fn)), f"{Q} has dtype F8_E4M3, which is not read"),
+    "with and without prefix": (
+        "llama3", lambda t: t | {strip(Q): t[Q].clone()}, f"{Q} is twice .*in model.safetensors"),
+    "a tied head of its own": (
+        "llama3.2", lambda t: t | {"lm_head.weight": t[EMBED] + 1}, "lm_head.weight is not .*tie_word_embeddings"),
+    "a tied head whose last value differs": ("llama3.2", lambda t: t | {
+        "lm_head.weight": t[EMBED] + F.pad(torch.ones(1, 1), (63, 0, 96, 0))}, "lm_head.weight is not the embedding"),
+    "a tied head of another shape": (
+        "llama3.2", lambda t: t | {"lm_head.weight": t[EMBED][:9].clone()}, "lm_head.weight is not the embedding"),
+    "a tied head of another dtype": (
+        "llama3.2", lambda t: t | {"lm_head.weight": torch.zeros(97, 64, dtype=torch.int8)}, "lm_head.weight"),
+    "a tied head without dimensions": ("llama3.2", lambda t: t | {"lm_head.weight": torch.tensor(1.0)}, "lm_head.weig"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_other_tensors_are_refused(save, case):
+    name, wrong, message = WRONG[case]
+    folder = save(name)
+    save_file(wrong(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    with pytest.raises(UserError, match=message) as e:
+        load_model(folder)
+    assert str(folder) in str(e.value)
+
+
+def test_tensor_twice_in_two_files(save):
+    folder = save("llama3", shard="40KB")
+    first, second = find_files(folder)[:2]
+    name = next(iter(load_file(first)))
+    save_file(load_file(second) | {name: load_file(first)[name]}, second)
+    with pytest.raises(UserError, match=f"{name} is twice in .*: in {first.name} and in {second.name}"):
+        load_model(folder)
+
+
+INDEXES = {
+    "a missing file": ({"a": "model-00002-of-00002.safetensors"}, "lacks 1 of 1 files .*: model-00002-of-00002"),
+    "the folder above": ({"a": "../x.safetensors"}, "'../x.safetensors', which is no safetensors file beside it"),
+    "an absolute name": ({"a": "/etc/x.safetensors"}, "'/etc/x.safetensors', which is no"),
+    "a folder below": ({"a": "b/x.safetensors"}, "'b/x.safetensors', which is no"),
+    "backslashes": ({"a": "..\\x.safetensors"}, "which is no"),
+    "a zero": ({"a": "x\0.safetensors"}, "which is no"),
+    "a pickle": ({"a": "pytorch_model.bin"}, "'pytorch_model.bin', which is no"),
+    "no name": ({"a": ""}, "'', which is no"),
+    "a number": ({"a": 5}, "which is no"),
+    "a list": ({"a": ["x.safetensors"]}, "which is no"),
+    "a name too long": ({"a": "x" * 300 + ".safetensors"}, "x" * 50),
+    "nothing": ({}, "it has no weight_map"),
+}
+INDEX_TEXTS = {
+    "no weight_map": ("{}", "it has no weight_map"),
+    "weight_map is a list": ('{"weight_map": ["x.safetensors"]}', "it has no weight_map"),
+    "a list": ("[]", "holds a list, not an object"),
+    "no JSON": ("{", "is damaged"),
+    "empty": ("", "is damaged"),
+    "no UTF-8": (b"\xff\xff", "is damaged"),
+    "deeply nested": ("[" * 100_000, "is damaged"),
+    "LFS": ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "git-LFS pointer.*git lfs pull"),
+    "HTML": ("<!doctype html>", "HTML.*download.py"),
+} | {k: (json.dumps({"weight_map": table}), message) for k, (table, message) in INDEXES.items()}
+
+
+@pytest.mark.parametrize("case", INDEX_TEXTS)
+def test_wrong_index(save, case):
+    folder = save("llama3", shard="40KB")
+    text, message = INDEX_TEXTS[case]
+    (folder / INDEX).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=message) as e:
+        load_model(folder)
+    assert str(folder) in str(e.value)
+
+
+def test_which_files_are_taken(save, tmp_path):
+    folder = save("llama3", shard="40KB")
+    (folder / find_files(folder)[2].name).unlink()
+    with pytest.raises(UserError, match="lacks 1 of [0-9]+ files that its index names: model-00003-of"):
+        load_model(folder)
+    single = save("llama3")
+    (single / "model.safetensors").rename(single / "my own.safetensors")
+    shutil.copy(single / "my own.safetensors", single / "consolidated.safetensors")  # Meta's and Mistral's own names
+    for path in (single, single / "my own.safetensors"):
+        assert error(load_model(path).logits(TOKENS), reference("llama3")(TOKENS).logits) < 1e-5
+    (single / "my own.safetensors").unlink()
+    with pytest.raises(UserError, match="holds no weights"):
+        load_model(single)
+    (single / "config.json").unlink()
+    (single / "params.json").write_text("{}")
+    with pytest.raises(UserError, match="holds no config.json.*params.json is Meta's own format"):
+        load_model(single)
+    with pytest.raises(UserError, match=re.escape(str(tmp_path / "nowhere"))):
+        load_model(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 497774208\n", "git-LFS pointer.*git lfs pull"),
+    (b"<!DOCTYPE html><html>Sign in</html>", "HTML.*download.py"),
+    (b"{}", "damaged"),
+], ids=["LFS", "HTML", "JSON"])  # fmt: skip
+def test_other_files_in_place_of_weights(save, content, message):
+    for folder in (save("llama3"), save("llama3", shard="40KB")):
+        file = find_files(folder)[-1]
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=f"{file.name} is .*{message}"):
+            load_model(folder)
+
+
+class Trap:
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+PICKLES = {
+    "shards": [f"it's $HOME [1]/pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)],
+    "by a wrong name": ["model.safetensors"],
+}
+
+
+@pytest.mark.parametrize("case", PICKLES)
+def test_pickles_are_refused_with_a_conversion_that_works(save, tmp_path, case):
+    """The command that the message ends with is run as it stands; a Trap would end this process. What training leaves
+    beside the weights does not get in the way."""
+    source, names = save("gpt2"), PICKLES[case]
+    folder = (tmp_path / "pickled" / names[0]).parent
+    folder.mkdir(parents=True)
+    shutil.copy(source / "config.json", folder)
+    values = reference("gpt2").state_dict() | {n.format(0): t for n, t in BUFFERS["gpt2"].items()}
+    for i, name in enumerate(names):
+        torch.save(dict(list(values.items())[i :: len(names)]), tmp_path / "pickled" / name)
+    if case == "shards":
+        (folder / "pytorch_model.bin.index.json").write_text("{}")
+        for extra in ("optimizer.pt", "rng_state.pth", "training_args.bin"):
+            torch.save(Trap(), folder / extra)
+    with pytest.raises(UserError, match="can run code.*If you trust its source") as e:
+        load_model(folder)
+    assert Path(names[0]).name in str(e.value)
+    command = str(e.value)[str(e.value).index("python -c") :]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(command, shell=True, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert error(load_model(folder).logits(TOKENS), reference("gpt2")(TOKENS).logits) < 1e-5
+
+
+def test_a_pickle_is_not_opened(save):
+    folder = save("llama3")
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        torch.save({"x": Trap()}, folder / name)
+        with pytest.raises(UserError, match=f"{name}.*pickle"):
+            load_model(folder)
+        with pytest.raises(UserError, match=f"{name}.*pickle"):
+            load_model(folder / name)
+        (folder / name).unlink()
+
+
+# ---- config.json
+
+GPT2_FACTS = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+    "summary_type": "cls_index", "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+}  # fmt: skip
+LARGER_GPT2 = GPT2_FACTS | {"n_special": 0, "predict_special_tokens": True}
+LLAMA2_FACTS = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": True,
+    "vocab_size": 32000,
+}  # fmt: skip
+LLAMA3_FACTS = LLAMA2_FACTS | {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": 128001,
+    "intermediate_size": 14336, "max_position_embeddings": 8192, "num_key_value_heads": 8, "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16", "transformers_version": "4.40.0.dev0", "vocab_size": 128256,
+}  # fmt: skip
+SCALING = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+           "rope_type": "llama3"}  # fmt: skip
+LLAMA31_FACTS = LLAMA3_FACTS | {
+    "eos_token_id": [128001, 128008, 128009], "max_position_embeddings": 131072, "mlp_bias": False,
+    "rope_scaling": SCALING, "transformers_version": "4.43.0.dev0",
+}  # fmt: skip
+MIXTRAL_FACTS = {
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
+    "vocab_size": 32000,
+}  # fmt: skip
+PUBLISHED = {
+    "gpt2": GPT2_FACTS,
+    "gpt2-medium": LARGER_GPT2 | {"n_embd": 1024, "n_head": 16, "n_layer": 24},
+    "gpt2-large": LARGER_GPT2 | {"n_embd": 1280, "n_head": 20, "n_layer": 36},
+    "gpt2-xl": GPT2_FACTS | {"n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True},
+    "llama2-7b": LLAMA2_FACTS,
+    "llama3-8b": LLAMA3_FACTS,
+    "llama3.1-8b": LLAMA31_FACTS,
+    "llama3.1-405b": LLAMA31_FACTS | {
+        "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_hidden_layers": 126,
+    },
+    "llama3.2-1b": LLAMA31_FACTS | {
+        "eos_token_id": 128001, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "rope_scaling": SCALING | {"factor": 32.0}, "tie_word_embeddings": True,
+    },
+    "mixtral-8x7b": MIXTRAL_FACTS,
+}  # fmt: skip
+
+
+def read(folder: Path, values: dict | str) -> ModelConfig:
+    (folder / "config.json").write_text(values if isinstance(values, str) else json.dumps(values))
+    return weights.read_config(folder)
+
+
+def newer_keys(values: dict) -> dict:
+    """As version 5 writes it."""
+    rope = {"rope_type": "default"} | (values.get("rope_scaling") or {})
+    rope["rope_theta"] = values.get("rope_theta", 10000.0)
+    rest = {k: v for k, v in values.items() if k not in ("rope_scaling", "rope_theta", "torch_dtype")}
+    return rest | {"dtype": "bfloat16"} | ({} if values["model_type"] == "gpt2" else {"rope_parameters": rope})
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config(tmp_path, name):
+    """The folder's shape is the row's, but for the initialisation, which is ours."""
+    for values in (PUBLISHED[name], newer_keys(PUBLISHED[name])):
+        assert replace(read(tmp_path, values), init_std=MODELS[name].init_std) == MODELS[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_config_round_trip(tmp_path, name):
+    values = config_json(MODELS[name], torch.bfloat16)
+    assert read(tmp_path, values) == MODELS[name]
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert read(tmp_path, json.dumps(theirs, default=str)) == MODELS[name]
+
+
+BASE = {"llama": LLAMA31_FACTS, "gpt2": GPT2_FACTS, "mixtral": MIXTRAL_FACTS}
+SAME = [  # a family, harmless changes
+    ("llama", {"num_key_value_heads": 8, "head_dim": 128}),
+    ("llama", {"head_dim": None, "mlp_bias": False, "sliding_window": None, "partial_rotary_factor": 1.0}),
+    ("llama", {"hidden_act": "swish", "pad_token_id": 128004, "use_cache": False, "attention_dropout": 0.1}),
+    ("llama", {"_name_or_path": "x", "_attn_implementation_autoset": True, "quantization_config": None}),
+    ("llama", {"rope_scaling": {**{k: v for k, v in SCALING.items() if k != "rope_type"}, "type": "llama3"}}),
+    ("llama", {"rope_scaling": SCALING | {"factor": 8, "type": "llama3"}, "rope_theta": 500000}),
+    ("gpt2", {"activation_function": "gelu_pytorch_tanh", "n_inner": None, "gradient_checkpointing": False}),
+    ("gpt2", {"n_inner": 3072, "scale_attn_weights": True, "reorder_and_upcast_attn": False, "resid_pdrop": 0}),
+    ("gpt2", {"tie_word_embeddings": True, "id2label": {"0": "LABEL_0"}, "is_encoder_decoder": False}),
+    ("mixtral", {"router_jitter_noise": 0.0, "output_router_logits": True}),
+]
+
+
+@pytest.mark.parametrize("kind, changes", SAME, ids=str)
+def test_harmless_fields(tmp_path, kind, changes):
+    assert read(tmp_path, BASE[kind] | changes) == read(tmp_path, BASE[kind])
+
+
+@pytest.mark.parametrize("kind", BASE)
+def test_absent_fields_have_transformers_defaults(tmp_path, kind):
+    """What an older or a short config.json leaves out is what its configuration class fills in."""
+    values = {k: BASE[kind][k] for k in ("model_type", *SHORT[kind])}
+    found = read(tmp_path, values)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert found == read(tmp_path, json.dumps(theirs.to_dict(), default=str))
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 500000.0}
+UNKNOWN = {
+    "logits_scaling": 8.0, "logit_scale": 0.0625, "final_logit_softcapping": 30.0, "use_qk_norm": True,
+    "residual_multiplier": 0.22, "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "rope_interleaved": True,
+    "quantization_config": {"quant_method": "gptq", "bits": 4}, "auto_map": {"AutoModel": "modeling.py"},
+    "layer_types": ["sliding_attention"], "no_rope_layers": [1], "num_experts": 8, "": 1,
+}  # fmt: skip
+SHORT = {
+    "llama": ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "gpt2": ("vocab_size", "n_embd", "n_layer", "n_head"),
+    "mixtral": ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+}
+
+
+def scaling(**changes) -> dict:
+    return {"rope_scaling": {k: v for k, v in (SCALING | changes).items() if v is not ...}}
+
+
+REFUSED = [  # a family, its Llama 3.1's, GPT-2's or Mixtral's config.json with changes (...: without), what is said
+    *(("llama", {"model_type": m}, f"model_type {m!r} is not known; there are llama, mixtral, gpt2")
+      for m in ("mistral", "qwen2", "gemma", "gpt_neox", "Llama", "", None, 3)),
+    *(("llama", {"model_type": m}, "model_type .* is not known") for m in (["llama"], {})),
+    *(("llama", scaling(rope_type=t), f"rope_type '{t}' is not implemented") for t in (
+        "linear", "dynamic", "yarn", "longrope", "proportional")),
+    ("llama", scaling(rope_type=..., type="linear"), "rope_type 'linear' is not implemented"),
+    ("llama", {"rope_scaling": None, "rope_parameters": LINEAR}, "rope_type 'linear' is not implemented"),
+    ("llama", {"rope_scaling": LINEAR, "rope_parameters": DEFAULT}, "rope_scaling|linear"),
+    ("llama", {"rope_parameters": DEFAULT}, "rope_scaling"),
+    ("llama", {"rope_scaling": None, "rope_parameters": {"full_attention": DEFAULT}}, "full_attention"),
+    ("llama", scaling(attention_factor=2.0), "attention_factor"),
+    *(("llama", scaling(**{key: ...}), f"lacks {key}") for key in SCALING if key != "rope_type"),
+    *(("llama", scaling(factor=v), "positive") for v in (
+        0, -8.0, "8", True, [8.0], None, float("nan"), float("inf"))),
+    ("llama", scaling(low_freq_factor=4.0), "high_freq_factor must be above low_freq_factor"),
+    *(("llama", {"rope_theta": v}, "rope_theta|positive") for v in (0, -1, "5e5", True, False, 10**400)),
+    *(("llama", {"rope_scaling": v}, "rope_scaling") for v in ("llama3", 8, ["llama3"])),
+    *(("llama", {"hidden_act": v}, f"hidden_act is {v!r}, .*only 'silu'") for v in ("gelu", "relu", "gelu_new", None)),
+    *(("gpt2", {"activation_function": v}, f"activation_function is '{v}'") for v in ("gelu", "relu", "silu")),
+    *((kind, {key: value}, f"{key} is {value!r}") for kind, key, value in (
+        ("mixtral", "sliding_window", 4096), ("llama", "attention_bias", True), ("llama", "mlp_bias", True),
+        ("mixtral", "router_jitter_noise", 0.1), ("llama", "partial_rotary_factor", 0.5),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True), ("gpt2", "scale_attn_weights", False),
+        ("gpt2", "add_cross_attention", True), ("llama", "is_encoder_decoder", True))),
+    *(("llama", {key: value}, f"{key} = .*: not known here, and may change") for key, value in UNKNOWN.items()),
+    ("gpt2", {"num_key_value_heads": 4}, "num_key_value_heads = 4: not known here"),
+    *((kind, {key: ...}, f"does not say {key}") for kind, keys in SHORT.items() for key in keys),
+    *(("llama", {key: value}, f"{key} is {re.escape(repr(value))}, expected int") for key in (
+        "vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings") for value in (
+        "64", True, 64.0, [64])),
+    *(("llama", {key: value}, "config.json: ") for key in (
+        *SHORT["llama"], "num_key_value_heads", "head_dim", "max_position_embeddings") for value in (0, -1)),
+    *(("llama", {"rms_norm_eps": value}, "rms_norm_eps") for value in (
+        "1e-5", True, [1e-5], -1, float("nan"), float("inf"), 10**400)),
+    *(("llama", {"tie_word_embeddings": value}, "tie_word_embeddings is .*expected bool") for value in (1, "false")),
+    *(("gpt2", {key: value}, "config.json: ") for key in ("n_positions", "n_inner", "n_embd") for value in (0, -1)),
+    *(("mixtral", {key: value}, "config.json: ") for key in ("num_local_experts", "num_experts_per_tok")
+      for value in (0, -1, "2", True)),
+    ("mixtral", {"num_experts_per_tok": 9}, "config.json: "),
+    ("llama", {"num_key_value_heads": 5}, "n_heads 32 does not divide by n_kv_heads 5"),
+    ("llama", {"hidden_size": 4100}, "dim 4100 does not divide by n_heads 32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, changes, message", REFUSED, ids=lambda value: str(value)[:60])
+def test_refused_configs(tmp_path, kind, changes, message):
+    with pytest.raises(UserError, match=message) as e:
+        read(tmp_path, {k: v for k, v in (BASE[kind] | changes).items() if v is not ...})
+    assert str(tmp_path / "config.json") in str(e.value)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("[]", "holds a list, not an object"), ("{", "is damaged"), ("", "is damaged"), ("<html>", "is an HTML"),
+    ("version https://git-lfs.github.com/spec/v1\n", "is a git-LFS pointer"), ("[" * 100_000, "is damaged"),
+    ('{"vocab_size": ' + "9" * 5000 + "}", "is damaged"),
+], ids=["list", "open", "empty", "HTML", "LFS", "deeply nested", "5000 digits"])  # fmt: skip
+def test_config_that_is_no_object(tmp_path, text, message):
+    with pytest.raises(UserError, match=f"config.json {message}"):
+        read(tmp_path, text)
+
+
+def test_damaged_json_is_not_called_safetensors(tmp_path):
+    with pytest.raises(UserError) as e:
+        read(tmp_path, '{"model_type": "llama", }')
+    assert "safetensors" not in str(e.value).replace(str(tmp_path), "")
+
+
+def test_dropout_is_named(tmp_path):
+    read(tmp_path, GPT2_FACTS)
+    note = dropout_note(tmp_path)
+    assert all(f"{k} 0.1" in note for k in ("attn_pdrop", "embd_pdrop", "resid_pdrop")) and "\n" not in note
+    read(tmp_path, LLAMA31_FACTS | {"attention_dropout": 0.25})
+    assert "attention_dropout 0.25" in dropout_note(tmp_path)
+    read(tmp_path, LLAMA31_FACTS)
+    assert dropout_note(tmp_path) == ""
+
+
+def test_rope_table_of_published_models_is_transformers(tmp_path):
+    """The frequencies of the real sizes, which the tiny models above do not have."""
+    for name in ("llama2-7b", "llama3-8b", "llama3.1-8b", "llama3.2-1b", "mixtral-8x7b"):
+        config = read(tmp_path, PUBLISHED[name])
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+        rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
+        assert error(rope_frequencies(config, torch.device("cpu")), rotary.inv_freq) < 1e-6, name
+    assert config.rope_scaling is None and MODELS["llama3.2-1b"].rope_scaling == RopeScaling(factor=32.0)
+
+
+def test_pieces_cover_every_parameter():
+    """Of every row: the tensors of a parameter fill it, once."""
+    for name in ("tiny-gpt2", "tiny-llama", "tiny-llama3.2", "tiny-mixtral", "llama3.1-405b", "gpt2-xl"):
+        with torch.device("meta"):
+            shapes = {n: p.shape for n, p in Transformer(MODELS[name]).named_parameters()}
+        plan = pieces(MODELS[name])
+        assert plan.keys() == shapes.keys()
+        assert all(sum(torch.Size(p.shape).numel() for p in row) == shapes[n].numel() for n, row in plan.items())
