@@ -37,6 +37,7 @@ BOOT = (
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK = 0.5  # seconds between two looks
 ENDED = ("finished", "stopped", "error", "failed")
+PORT_TAKEN = "port {} is taken; set another at the top of launch.sh, or 0 for a free one"
 # What a rank says when it fails because another one did.
 FOLLOWED = re.compile(
     r"Connection (reset|closed|refused)|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|unhandled system error|"
@@ -476,9 +477,8 @@ class Supervisor:
         answers = self.prepare()
         if not any(isinstance(a, Exception) for a in answers):
             if not answers[0]["port"]:
-                name, port = self.hosts[0].label, job["port"]
-                text = f"{name}: port {port} is taken; set another at the top of launch.sh, or 0 for a free one"
-                return "error", 0, text, "", []
+                text = f"{self.hosts[0].label}: {PORT_TAKEN.format(job['port'])}"
+                return "failed", 0, text, text, []
             self.set(attempt=self.launch.get("attempt", 0) + 1)
             answers = self.start_all(answers[0]["port"])
         failed = [(h, a) for h, a in zip(self.hosts, answers, strict=True) if isinstance(a, Exception)]
@@ -520,6 +520,7 @@ class Supervisor:
         watchers = [
             Watcher(h, job["ssh"], {**common, "label": h.label, "mirror": h.label in job["apart"]}) for h in self.hosts
         ]
+        grace = min(GRACE, job["timeout"])
         seen = {w: {} for w in watchers}  # the most workers that a host has shown
         vanished, ranks, failing, status, told = set(), {}, None, {}, ()
         while True:
@@ -547,7 +548,7 @@ class Supervisor:
             if len(over) == len(watchers) or silent:
                 break
             failing = (failing or now) if hurt else None
-            if failing and now - failing > GRACE * (3 if status.get("state") in ("finished", "stopped") else 1):
+            if failing and now - failing > grace * (3 if status.get("state") in ("finished", "stopped") else 1):
                 break
         for w in watchers:
             w.close()
@@ -582,8 +583,9 @@ class Supervisor:
         for w in watchers:
             name = w.host.label
             if w in silent:
+                names = ", ".join(x.host.label for x in watchers if x in silent)
                 at = time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - w.heard)))
-                causes.append((0, f"{name} has not answered since {at}", "", ""))
+                causes.append((0, f"{names} {'has' if len(silent) == 1 else 'have'} not answered since {at}", "", ""))
             elif w in vanished:
                 causes.append((1, f"everything on {name} was gone: killed, or the machine restarted", "", ""))
             elif results[w].get("exit", 0) < 0 and not results[w]["signals"]:
@@ -815,17 +817,26 @@ def verb_train(words: list[str], settings: dict) -> int:
     mark = secrets.token_hex(8)
     os.truncate(lock, 0)
     os.write(lock, mark.encode())
-    request = {"root": job["root"], "out": name, "clear": False, "port": job["port"]}
+    request = {"root": job["root"], "out": name, "clear": False, "port": job["port"], "mark": mark}
     answers = call_all(hosts, job["ssh"], "prepare", 30, lambda h: {**request, "label": h.label})
     problems = [mend(h, a) for h, a in zip(hosts, answers, strict=True) if isinstance(a, Exception)]
     if problems:
         raise UserError("\n".join([*problems, *([f"{watch_it}   {stop_it}"] if "already" in str(problems) else [])]))
+    if not answers[0]["port"]:
+        raise UserError(f"{hosts[0].label}: {PORT_TAKEN.format(job['port'])}")
     job["saved"] = max(a["saved"] for a in answers)
     job["apart"] = [h.label for h, a in zip(hosts, answers, strict=True) if a["mark"] != mark]
     apart = [h for h in hosts[1:] if h.label in job["apart"]]
     with ThreadPoolExecutor(len(hosts)) as pool:  # each has data and caches of its own
         list(pool.map(lambda h: check(h, job, sum(h.slots for h in hosts)), apart))
     job["hosts"] = [asdict(h) for h in hosts]
+    seen = call_all(hosts, job["ssh"], "marks", 30, {"root": job["root"], "out": name})
+    if any(isinstance(s, dict) and set(s["marks"].get(mark, [])) != {h.label for h in hosts} for s in seen):
+        print(
+            f"The hosts do not share the folder {name}: each keeps its own ranks' part of a checkpoint, and neither this"
+            " launch nor a later one can go on from it. Give --out a folder that all of them see",
+            file=sys.stderr,
+        )
 
     for left in ("stop", "stop-now"):
         (out / "logs" / left).unlink(missing_ok=True)

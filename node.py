@@ -307,6 +307,8 @@ def prepare(request: dict) -> dict:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise Refused(f"{folder} cannot be made: {e.strerror}") from None
+    if "mark" in request:
+        (folder / "mark").write_text(request["mark"])
     marker = f"{os.path.realpath(folder)}/"
     if request["clear"]:
         kill_all(marker)
@@ -321,6 +323,14 @@ def prepare(request: dict) -> dict:
         "mark": read(out / "logs" / "launch.lock"),
         "port": probe_port(request["port"]),
     }
+
+
+def marks(request: dict) -> dict:
+    """-> {mark: the hosts whose mark of a launch is seen from here}."""
+    out = {}
+    for file in Path(request["root"], request["out"]).glob("logs/*/mark"):
+        out.setdefault(read(file), []).append(file.parent.name)
+    return {"marks": out}
 
 
 def probe_port(port: int) -> int:
@@ -701,7 +711,7 @@ def unpack_environment(request: dict) -> dict:
 
 
 OPERATIONS = (
-    probe, run, prepare, start, watch, status, stop, sweep, follow, examine, pairs, usage, unpack, unpack_environment
+    probe, run, prepare, marks, start, watch, status, stop, sweep, follow, examine, pairs, usage, unpack, unpack_environment
 )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ if "--check" in args:
         sys.exit(2)
     print(f"{out} is finished" if before == "finished" else "a line for the user")
     processes = (args[args.index("--check") + 1 :] or [1])[0]
-    print(f"out={out}\ndevice=cpu\nprocesses={processes}\nstate={'finished' if before == 'finished' else 'fresh'}")
+    print(f"out={out}\ndevice=cpu\nprocesses={processes}\nstate={'finished' if before == 'finished' else 'fresh'}\ntimeout=8")
     sys.exit()
 
 rank = int(os.environ["RANK"])
