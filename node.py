@@ -33,6 +33,7 @@ from pathlib import Path
 
 ORPHANED = 40  # seconds without a word from cluster.py after which a watch ends
 WITHOUT_WORKERS = 20  # seconds that torchrun may live on after its workers: its own barriers wait for dead peers
+BETWEEN = 2.5  # seconds between two signals to a worker, which takes those that come together for one
 PLAIN_ENVIRONMENT = (
     "HOME",
     "LANG",
@@ -158,12 +159,13 @@ def agent(logs: Path, timeout: float, command: list) -> int:
         found = workers_of(marker)
         wanted = max(min(len(signals), 2), (logs / "stop").exists(), 2 * (logs / "stop-now").exists())
         for pid in found:
-            if told.get(pid, 0) < wanted:
+            count, at = told.get(pid, (0, 0.0))
+            if count < wanted and time.monotonic() - at > BETWEEN:
                 kill([pid], signal.SIGTERM)
-                told[pid] = told.get(pid, 0) + 1
+                told[pid] = (count + 1, time.monotonic())
         if wanted == 2:
             ending = ending or time.monotonic()
-            if time.monotonic() - ending > 5:
+            if time.monotonic() - ending > 3 * BETWEEN:
                 kill(found, signal.SIGKILL)
         if found:
             last_seen = time.monotonic()

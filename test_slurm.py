@@ -52,6 +52,11 @@ def until(condition, what: str) -> None:
         time.sleep(0.3)
 
 
+def idle(env: dict) -> bool:
+    done = subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], env=env, capture_output=True, text=True)
+    return done.stdout.strip() == "2"
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     """Its environment. munged, slurmctld and two slurmd, all in the foreground, are children of the test."""
@@ -83,12 +88,8 @@ def slurm(tmp_path_factory):
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         time.sleep(1)
 
-    def idle() -> bool:
-        done = subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], env=env, capture_output=True, text=True)
-        return done.stdout.strip() == "2"
-
-    until(lambda: idle() or any(p.poll() is not None for p in processes), "two idle nodes")
-    if not idle():
+    until(lambda: idle(env) or any(p.poll() is not None for p in processes), "two idle nodes")
+    if not idle(env):
         pytest.skip("Slurm does not start here: " + (folder / "slurmctld.log").read_text()[-300:])
     yield env
     subprocess.run(["scancel", "-u", "root"], env=env)
@@ -147,7 +148,8 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
         until(lambda: log.exists() and f"Batch {step} " in log.read_text(), f"step {step}")
 
     def goes_on(job: str) -> None:
-        until(lambda: state(job) == "PENDING", "the requeue")
+        until(lambda: state(job) == "PENDING" and idle(slurm), "the requeue")
+        time.sleep(2)
         subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], env=slurm)  # without Slurm's pause
 
     truth, cut = tmp_path / "truth", tmp_path / "cut"
@@ -160,13 +162,15 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)  # as before the time limit
     goes_on(job)
     assert json.loads((cut / "status.json").read_text())["state"] == "stopped"
+    assert json.loads((cut / "status.json").read_text())["exit_code"] == 0  # and saved
     reaches(cut, 200)
     subprocess.run(["scontrol", "requeue", job], env=slurm, check=True)  # as when preempted
     goes_on(job)
     until(lambda: state(job) in ("COMPLETED", "FAILED"), "the end")
     said = (tmp_path / "cut.out").read_text()
     assert state(job) == "COMPLETED", said[-2000:]
-    assert (cut / "log.txt").read_text().count("Resumed from") == 2
+    log = (cut / "log.txt").read_text()
+    assert log.count("Resumed from") == log.count("Stopped by") == 2  # preempted, it saved as well
     assert losses(cut) == losses(truth) and len(losses(cut)) == 400
     assert sorted(p.name for p in (cut / "logs").iterdir() if p.is_dir()) == ["n1", "n2"]
     assert len(list(cut.glob("logs/n?/*/agent.stderr.log"))) == 6
