@@ -95,6 +95,20 @@ class Config:
     )
     state_dtype: str = _flag("fp32", "of AdamW's two moments", ("fp32", "bf16"))
     reduce_dtype: str = _flag("fp32", "gradients are summed over ranks in it", ("fp32", "bf16"))
+    fp8: str = _flag(
+        "off",
+        "FP8 matrix products: one scale per tensor, per row and column, or that with weight gradients in bf16;"
+        " 0 = off, 1 = tensor",
+        ("off", "tensor", "row", "row_gw_hp"),
+    )
+    fp8_grad_dtype: str = _flag(
+        "auto",
+        "FP8 format of gradients; auto = e5m2 (range) with --fp8 tensor, e4m3 (precision) with the others",
+        ("auto", "e5m2", "e4m3"),
+    )
+    fp8_all_gather: bool = _flag(False, "gather sharded weights as FP8 (--fp8 tensor): half the bytes")
+    fp8_skip: tuple = _flag((), "names of layers, or parts of them between dots, that stay in bf16, as down_proj")
+    fp8_log_every: int = _flag(100, "steps between FP8 figures of a few layers in metrics.jsonl; 0 = never")
     shard_size: int = _flag(0, "ranks that share one copy of the parameters; 0 = all, 1 = every rank holds them")
     reshard: str = _flag(
         "auto",
@@ -228,7 +242,7 @@ def make_parser() -> argparse.ArgumentParser:
             "default": default,
         }
         if isinstance(default, tuple):
-            options |= {"nargs": "+", "metavar": "PATH"}
+            options |= {"nargs": "+", "metavar": "NAME" if f.name == "fp8_skip" else "PATH"}
         elif f.name == "check":
             options |= {"nargs": "?", "const": 0, "type": int, "metavar": "N"}
         elif isinstance(default, bool):
@@ -292,6 +306,8 @@ def parse_args(argv: list[str]) -> Config:
     values = vars(make_parser().parse_args(words))
     for f in fields(Config):
         value, choices = values[f.name], f.metadata["choices"]
+        if f.name == "fp8":
+            value = values[f.name] = {"0": "off", "1": "tensor"}.get(value, value)
         if choices and value not in choices:
             near = difflib.get_close_matches(value, choices, 1)
             raise UserError(
@@ -324,7 +340,7 @@ def _check_ranges(c: Config) -> None:
     for name in (
         "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "micro_batch", "batch_tokens", "min_lr",
         "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "prefetch", "log_every",
-        "eval_every", "eval_batches", "save_every", "sample_every",
+        "eval_every", "eval_batches", "save_every", "sample_every", "fp8_log_every",
     ):  # fmt: skip
         if not 0 <= getattr(c, name) < float("inf"):
             raise UserError(f"--{name} {getattr(c, name)}: it must be finite and not negative")
@@ -344,9 +360,30 @@ def _check_ranges(c: Config) -> None:
             f"--micro_batch 0 needs --batch_tokens that divide by --seq_len {c.seq_len}, not {c.batch_tokens}"
         )
     model = c.model_config
+    if c.fp8 != "off":
+        _check_fp8(c, model)
     if model.positions == "learned" and c.seq_len > model.max_seq_len:
         raise UserError(
             f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"
+        )
+
+
+def _check_fp8(c: Config, model: ModelConfig) -> None:
+    for flag, size in (("dim", model.dim), ("ffn_dim", model.ffn_dim)):
+        if size % 16:
+            near = max(16, round(size / 16) * 16)
+            raise UserError(f"--fp8 {c.fp8}: {flag} {size} does not divide by 16; the nearest is --{flag} {near}")
+    for what, heads in (("n_heads", model.n_heads), ("n_heads + 2 n_kv_heads", model.n_heads + 2 * model.n_kv_heads)):
+        if heads * model.head_dim % 16:
+            raise UserError(
+                f"--fp8 {c.fp8}: {what} = {heads}, times head_dim {model.head_dim}, does not divide by 16;"
+                f" --n_heads {max(1, round(model.dim / 16))}, of 16 dimensions each, would"
+            )
+    if c.fp8 != "tensor" and c.fp8_grad_dtype == "e5m2":
+        raise UserError(f"--fp8 {c.fp8} has e4m3 gradients; e5m2 is for --fp8 tensor")
+    if c.fp8 != "tensor" and c.fp8_all_gather:
+        raise UserError(
+            f"--fp8_all_gather needs one scale per weight, which --fp8 tensor has and --fp8 {c.fp8} has not"
         )
 
 

@@ -290,6 +290,8 @@ class MoE(nn.Module):
     """top_k of E SwiGLU experts per token, weighted by the softmax over the chosen ones (Mixtral, arXiv 2401.04088
     section 2.1). Returns, beside the output, what each expert got of each row: tokens and probabilities, [2, B, E]."""
 
+    matmul = staticmethod(grouped_matmul)  # looked up on self, so that a conversion to another precision can replace it
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         E, D, F = config.n_experts, config.dim, config.ffn_dim
@@ -310,8 +312,8 @@ class MoE(nn.Module):
         experts, order = experts.flatten().sort(stable=True)  # [N k]
         token = order // self.top_k
         ends = (experts[:, None] <= torch.arange(E, device=x.device)).sum(0, dtype=torch.int32)  # [E]
-        gate, up = grouped_matmul(x[token], self.gate_up_proj, ends).chunk(2, -1)  # [N k, F] each
-        y = grouped_matmul(F.silu(gate) * up, self.down_proj, ends)  # [N k, D]
+        gate, up = self.matmul(x[token], self.gate_up_proj, ends).chunk(2, -1)  # [N k, F] each
+        y = self.matmul(F.silu(gate) * up, self.down_proj, ends)  # [N k, D]
         y = y * scores.flatten()[order, None].to(y.dtype)
         return torch.zeros_like(x).index_add(0, token, y).view(B, T, D), router
 

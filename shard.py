@@ -126,6 +126,10 @@ UNSUPPORTED = (
         lambda c, ranks: c.checkpointing == "none" and c.offload_activations,
         "--offload_activations is for what checkpointing keeps, the block inputs: give --checkpointing block, too",
     ),
+    (
+        lambda c, ranks: c.fp8 != "off" and c.offload == "cpu",
+        "--fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two",
+    ),
 )
 
 

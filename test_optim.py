@@ -243,3 +243,21 @@ def test_pieces_do_not_matter(monkeypatch):
         model = small_model()
         results.append(run_updates(model, mixed(model, "bf16", "bf16")))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_mode", ["none", "block"])
+def test_mixed_adamw_on_a_gpu_is_that_on_a_cpu(compile_mode):
+    """The same bits for rounding: what differs is one step of bf16 where the arithmetic's last digit does."""
+    results = []
+    for device in ("cpu", "cuda"):
+        model = small_model().to(device)
+        optimizer = mixed(model, "bf16", "bf16", compile_mode=compile_mode)
+        for t in range(3):
+            set_gradients(small := small_model().bfloat16(), t)
+            for p, q in zip(model.parameters(), small.parameters(), strict=True):
+                p.grad = q.grad.to(device)
+            update(optimizer, 0.1, torch.tensor(2.0, device=device), torch.tensor(0.0, device=device))
+        results.append([p.detach().float().cpu() for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-9)

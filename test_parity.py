@@ -2,6 +2,7 @@
 
     python test_parity.py            the whole table, on 1, 2 and 4 processes: some minutes
     pytest test_parity.py            a short form of it; pytest -m slow test_parity.py: the whole
+    on GPUs where there are as many as processes, else on the CPU
 
 The oracle is the plain model: one process, fp32, nothing sharded, compiled or checkpointed, all rows in one forward
 pass. A cell trains two steps (plain SGD: the first steps of Adam are g / |g|, which makes full steps of the rounding
@@ -106,17 +107,17 @@ def train(model, micro_batches, reduce, reshard: str = "auto") -> list[torch.Ten
     """Two steps -> losses, norms and gradients per trained token, as whole tensors. reduce: see GradientGuard."""
     out = []
     for _ in range(2):
-        loss, trained = torch.zeros(()), 0
+        loss, trained = 0.0, 0
         for i, (tokens, targets, positions) in enumerate(micro_batches):
             shard.sync_gradients(model, i == len(micro_batches) - 1, reshard)
             part = model(tokens, targets, positions)
             part.backward()
             loss, trained = loss + part.detach(), trained + int((targets != -100).sum())
         mean, norm, count = reduce(loss, trained)
-        out += [mean, norm]
+        out += [mean.cpu(), norm.cpu()]
         for p in model.parameters():
             whole = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-            out.append(whole.detach() / count)
+            out.append(whole.detach().cpu() / count.cpu())
         with torch.no_grad():
             for p in model.parameters():
                 shard.local(p).sub_(shard.local(p.grad), alpha=0.1 / count.item())
@@ -133,7 +134,7 @@ def make_model(name: str, dtype: str, attention: str = "sdpa") -> Transformer:
         return Transformer(config_of(name), DTYPES[dtype], attention)
 
 
-def fill(model, name: str, device: str = "cpu") -> None:
+def fill(model, name: str, device: torch.device | str = "cpu") -> None:
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     model.to_empty(device=device)
     model.tie_weights()
@@ -165,11 +166,11 @@ def run(cell: Cell, ranks: shard.Ranks) -> list[torch.Tensor]:
     shard.compile_model(model, cell.compile)
     activations.offload_activations(model, cell.offload_activations, ranks.device)
     shard.shard_model(model, mesh, model.dtype, torch.float32, cell.reshard, cell.prefetch, offload)
-    fill(model, cell.model)
+    fill(model, cell.model, "cpu" if offload else ranks.device)
     micro = ROWS // (ranks.world_size * cell.accumulate)
     starts = [(m * ranks.world_size + ranks.rank) * micro for m in range(cell.accumulate)]
     whole = batch(cell.packed)
-    mine = [[None if x is None else x[a : a + micro] for x in whole] for a in starts]
+    mine = [[None if x is None else x[a : a + micro].to(ranks.device) for x in whole] for a in starts]
     return train(model, mine, shard.GradientGuard(model, 0.0, ranks, mesh).reduce, cell.reshard)
 
 
@@ -182,6 +183,7 @@ def work(whole: bool) -> None:
     """A rank: all cells of this number of processes; rank 0 prints the table."""
     torch.set_num_threads(1)
     ranks, bad = shard.init_ranks(), []
+    torch.set_float32_matmul_precision("highest")  # no TF32 here
     for cell in cells(ranks.world_size, whole):
         parts = ranks.world_size * cell.accumulate if config_of(cell.model).mlp == "moe" else 1
         exact = oracle(cell.model, "fp32", cell.packed, parts)
@@ -208,10 +210,13 @@ def start(world_size: int, whole: bool) -> list[subprocess.Popen]:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    env |= {"WORLD_SIZE": str(world_size)}
+    env |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    env |= {} if world_size <= torch.cuda.device_count() else {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, __file__, "--whole" if whole else "--short"]
     return [
-        subprocess.Popen(command, env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
         for rank in range(world_size)
     ]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import activations
 import machine
@@ -261,6 +262,7 @@ ROWS = {  # flags that ask for each row of shard.UNSUPPORTED, in order, and the 
     "model and offload": ("--compile model --offload cpu", 1),
     "model and offloaded activations": ("--compile model --offload_activations --checkpointing block", 1),
     "offloaded activations without checkpointing": ("--offload_activations --compile none", 1),
+    "FP8 and offloaded parameters": ("--fp8 tensor --offload cpu --compile none", 2),
 }
 
 
@@ -447,3 +449,64 @@ def test_checkpointing_and_compile_leave_names_alone():
     activations.checkpoint_activations(model, "block")
     shard.compile_model(model, "block")
     assert [n for n, _ in model.named_parameters()] == names
+
+
+@pytest.mark.gpu
+def test_offloaded_activations_free_a_gpu_and_change_no_bit():
+    """Eight blocks whose inputs are 64 MiB each: they are not there when the backward pass begins."""
+    config = replace(MODELS["tiny-llama"], dim=1024, n_layers=8, n_heads=8, n_kv_heads=8, ffn_dim=1024)
+    tokens = torch.zeros(16, 2048, dtype=torch.long, device="cuda")
+    found = {}
+    for on in (False, True):
+        with torch.device("meta"):
+            model = Transformer(config, torch.bfloat16)
+        activations.checkpoint_activations(model, "block")
+        activations.offload_activations(model, on, torch.device("cuda", 0))
+        model.to_empty(device="cuda")
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        shard.fill(model, random_init(config, shapes, 0))
+        for _ in range(2):  # the second with pinned memory that has been used before
+            model.zero_grad()
+            loss = model(tokens, tokens)
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated()
+            loss.backward()
+        found[on] = held, [p.grad.clone() for p in model.parameters()]
+        del model, loss
+    assert found[False][0] - found[True][0] > 6 * 2**26
+    assert all(torch.equal(a, b) for a, b in zip(found[False][1], found[True][1], strict=True))
+
+
+class Counted(TorchDispatchMode):
+    """Operators that are really run: below the checkpointing, which answers for those that it has kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_selective_checkpointing_computes_no_product_and_no_attention_again(device):
+    """Products and attention in the backward pass: as many as without checkpointing, with whichever attention kernel
+    torch takes on this device; more than that with block."""
+    config, counts, grads = replace(MODELS["tiny-llama"], dim=512, n_heads=8, n_kv_heads=8, ffn_dim=1024), {}, {}
+    tokens = torch.zeros(2, 256, dtype=torch.long, device=device)
+    for mode in ("none", "selective", "block"):
+        model = Transformer(config, torch.bfloat16)
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        shard.fill(model, random_init(config, shapes, 0))
+        model.to(device)
+        activations.checkpoint_activations(model, mode)
+        loss = model(tokens, tokens)
+        with Counted() as counted:
+            loss.backward()
+        names = [n for n in counted.names if "backward" not in n]
+        counts[mode] = [sum(n.startswith(kind) for n in names) for kind in ("mm", "_scaled_dot_product")]
+        grads[mode] = [p.grad for p in model.parameters()]
+    assert counts["selective"] == counts["none"] and counts["none"][1] == 0, counts
+    assert counts["block"] == [counts["none"][0] + 3 * 2, 2], counts  # the last product of a block is not needed
+    assert all(torch.equal(a, b) for mode in ("selective", "block") for a, b in zip(grads["none"], grads[mode]))  # noqa: B905

@@ -12,6 +12,7 @@ Exit status: 0 finished or stopped, 2 a mistake in flags, files or data (one mes
 """
 
 import errno
+import math
 import os
 import platform
 import shlex
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 import activations
 import checkpoint
+import fp8
 import generate
 import machine
 import shard
@@ -70,6 +72,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
     opened = shard.on_every_rank(lambda: open_first_weights(config, bool(found), ranks), ranks)
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     model = build(config, ranks, mesh, built)
+    weight_scales = prepare_fp8(model, config, ranks, mesh)
     optimizer = make_optimizer(model, config)
     built.append(optimizer)
     logger.info("Created optimizer")
@@ -88,11 +91,13 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
 
     # ---- the loop
     stopped, steps = False, iter(loader)
+    fp8_every = config.fp8_log_every if config.fp8 != "off" else 0
     clock.switch("compile")  # the first step, which compiles
     for step in range(start + 1, config.steps + 1):
         with clock.part("data"):
             micro_batches = next(steps)
         lr = learning_rate(config, step - 1)
+        weight_scales.refresh()
         loss, trained = torch.zeros((), device=ranks.device), 0
         for i, batch in enumerate(micro_batches):
             shard.sync_gradients(model, i == len(micro_batches) - 1, config.reshard)
@@ -108,7 +113,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
         stopped = stop.agreed() and not last
         evaluated = val_loader is not None and (last or every(step, config.eval_every))
         saved = last or stopped or every(step, config.save_every)
-        if step == 1 or evaluated or saved or every(step, config.log_every):
+        if step == 1 or evaluated or saved or any(every(step, n) for n in (config.log_every, fp8_every)):
             guard.check(step, wait=True)  # what follows is not the step's time, nor to be done with broken weights
             val_loss = None
             if evaluated:
@@ -116,6 +121,8 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
                     val_loss = evaluate(model, val_loader, ranks)
             # Before the save: a checkpoint's record is never missing.
             log.step(step, loss, grad_norm, lr, val_loss, model.take_router_sums())
+            if every(step, fp8_every):
+                log.amend(**fp8.watched(model))
             if saved:
                 with clock.part("saves"):
                     before = clock.seconds("saves")
@@ -155,6 +162,11 @@ def build(config: Config, ranks: shard.Ranks, mesh, built: list) -> Transformer:
     total = sum(p.numel() for p in model.parameters())
     logger.info("Created model with total parameters: %d (%s)", total, human(total))
     logger.info("Trainable parameters: %d (%s)", total, human(total))
+    if config.fp8 != "off":
+        rows = convert_to_fp8(model, config, ranks.device)
+        logger.info(fp8.table(rows, config.fp8, config.model_config.top_k))
+        if ranks.device.type == "cpu":
+            logger.info("FP8 on a CPU shows what it does to the loss; here it is slower than bf16")
     model.to(DTYPES[config.param_dtype])
     offload = config.offload == "cpu"
     activations.checkpoint_activations(model, config.checkpointing)
@@ -171,6 +183,28 @@ def build(config: Config, ranks: shard.Ranks, mesh, built: list) -> Transformer:
     model.to_empty(device="cpu" if offload else ranks.device)
     model.tie_weights()
     return model
+
+
+def convert_to_fp8(model: Transformer, config: Config, device: torch.device) -> list:
+    grad_dtype = {"auto": "e5m2"}.get(config.fp8_grad_dtype, config.fp8_grad_dtype)
+    try:
+        return fp8.convert_linears(model, config.fp8, grad_dtype, config.fp8_skip, small=device.type == "cpu")
+    except ValueError as e:
+        raise UserError(f"--fp8_skip: {e}") from None
+
+
+def prepare_fp8(model: Transformer, config: Config, ranks: shard.Ranks, mesh) -> fp8.WeightScales:
+    """What FP8 does once per step (nothing, where it is off), once the parameters are allocated."""
+    blocks = [list(fp8.layers(block)) for block in model.layers]
+    if config.fp8_log_every:  # the last product of three blocks, the down projection: where outliers grow first
+        chosen = {0, len(blocks) // 2, len(blocks) - 1}
+        fp8.watch(model, [f"layers.{i}.{blocks[i][-1]}" for i in chosen if blocks[i]])
+    if mesh is not None and config.fp8_all_gather:
+        fp8.gather_in_fp8(model, mesh["shard"])
+    group = None if mesh is None else mesh["shard"].get_group()
+    micro_batch, batch_tokens = split_batch(config, ranks.world_size)
+    reuse = batch_tokens > micro_batch * config.seq_len * ranks.world_size
+    return fp8.WeightScales(model, model.dtype, group, reuse, config.compile != "none")
 
 
 def open_first_weights(config: Config, resumes: bool, ranks: shard.Ranks):
@@ -206,12 +240,14 @@ def export(config: Config, saved: Path, ranks: shard.Ranks) -> None:
 def evaluate(model: Transformer, loader: Loader, ranks: shard.Ranks) -> float:
     """Mean loss per token of the validation batches. All ranks must call."""
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    model.eval()  # FP8 trains; this is bf16
     for micro_batches in loader:
         for batch in micro_batches:
             sums[1] += (batch.targets != IGNORE).sum()
             batch = batch.to(ranks.device)
             sums[0] += model(batch.tokens, batch.targets, batch.positions)
     shard.reshard(model)
+    model.train()
     if ranks.world_size > 1:
         dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
@@ -223,11 +259,13 @@ def write_samples(config: Config, model: Transformer, run: Path, step: int, rank
     tokenizer = load_tokenizer(config.tokenizer)
     ids = [tokenizer.bos_id, *tokenizer.encode(config.prompt)]
     n = min(SAMPLE_TOKENS, config.model_config.max_seq_len - len(ids))
+    model.eval()
     out = [
         t.item()
         for t in generate.sample(model, torch.tensor([ids]), n, SAMPLE_TEMPERATURE, 0, SAMPLE_TOP_P, config.seed + step)
     ]
     shard.reshard(model)
+    model.train()
     if ranks.rank == 0:
         text = config.prompt + tokenizer.decode(out)
         logger.info("Sample after step %d:\n%s", step, text)
@@ -289,8 +327,35 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
     shard.refuse_unsupported(replace(config, compile=compile_mode), world_size)
     attention = choose_backend(config.attention, device.type, dtype, compile_mode != "none", config.seq_len)
     shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
+    if config.fp8 != "off":
+        check_fp8(config, device, dtype, compile_mode, world_size)
     _, batch_tokens = split_batch(config, world_size)
     return replace(config, dtype=dtype, compile=compile_mode, attention=attention, batch_tokens=batch_tokens)
+
+
+def check_fp8(config: Config, device: torch.device, dtype: str, compile_mode: str, world_size: int) -> None:
+    """Refuses what FP8 cannot do here."""
+    flag, micro_batch = f"--fp8 {config.fp8}", split_batch(config, world_size)[0]
+    if micro_batch * config.seq_len % fp8.MULTIPLE:  # weight gradients sum over them
+        unit = fp8.MULTIPLE // math.gcd(micro_batch, fp8.MULTIPLE)
+        near = max(unit, round(config.seq_len / unit) * unit)
+        raise UserError(
+            f"{flag}: micro_batch x seq_len = {micro_batch} x {config.seq_len} = {micro_batch * config.seq_len} tokens"
+            f" do not divide by {fp8.MULTIPLE}; the nearest is --seq_len {near}"
+        )
+    if config.fp8_skip:
+        with torch.device("meta"):
+            convert_to_fp8(Transformer(config.model_config), config, device)
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        found = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
+        raise UserError(f"{flag}: {found}, FP8 needs 8.9 (Ada, Hopper or later); --fp8 off trains in bf16 here")
+    if compile_mode == "none":
+        raise UserError(f"{flag}: uncompiled, FP8 is several times slower than bf16; --compile block, or --fp8 off")
+    if dtype != "bf16":
+        raise UserError(f"{flag}: on a GPU what is not FP8 is bf16; --dtype bf16, or --fp8 off")
 
 
 def say_finished(config: Config, step: int) -> None:
