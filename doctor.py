@@ -1,7 +1,7 @@
 """`launch.sh doctor` and `launch.sh sync`: whether every machine is fit to train, and making their files the same.
 
-doctor looks at all hosts at once, has every pair of them sum 8 MB, and draws a table: a row for each check, a column for
-each host. Below it stands, for each red field, what was found and the command that mends it."""
+doctor looks at all hosts at once, has every pair of them sum 8 MB, and draws a table: a row for each check, a column
+for each host. Below it stands, for each red field, what was found and the command that mends it."""
 
 import io
 import json
@@ -125,71 +125,66 @@ def examine_all(table: Table, hosts: list[Host], base: dict, settings: dict) -> 
         if isinstance(a, Exception):
             table.put("ssh", host, "fails", mend(host, a))
             continue
+        there = "" if host.local else f"ssh {f'-p {host.port} ' if host.port else ''}{host.name} "
+        setup = f"{sync}, or {there}'cd {base['root']} && bash launch.sh setup'"
 
         def put(row: str, text: str, bad: bool = False, problem: str = "", host=host) -> None:
             table.put(row, host, text, problem if bad else "")
 
-        reach = "" if host.local else f"ssh {f'-p {host.port} ' if host.port else ''}{host.name} "
-        own = a["names"].pop(a["name"]) if a["name"] not in names else a["names"][a["name"]]
-        # gloo and NCCL are told the interface by the launcher; a name that means 127.0.1.1 troubles what asks by name.
-        put("own name", own[0][:20])
+        def alike(row: str, key: str, text: str, mending: str, a=a, put=put) -> None:
+            """Red where most hosts have another."""
+            put(row, text, json.dumps(a[key]) != usual[key], f"{text}, others {usual[key]}; {mending}")
+
+        # The own name may mean 127.0.1.1, as on Debian: the launcher passes addresses and interfaces, never that name.
+        put("own name", a["names"][a["name"]][0][:20])
         unknown = [n for n in names if not re.match(r"[\d.]+$", a["names"][n][0])]
         wrong = [
-            f"{n} is {a['names'][n][0]}"
-            for n, other in zip(names, [h for h in hosts if not h.local], strict=True)
-            if n not in unknown and other is not host and other.address not in a["names"][n]
-            and not other.address.startswith("127.")
+            f"{other.name} is {a['names'][name][0]}"
+            for name, other in zip(names, [h for h in hosts if not h.local], strict=True)
+            if name not in unknown and other is not host and not other.address.startswith("127.")
+            and other.address not in a["names"][name]
         ]  # fmt: skip
-        put(
-            "other names",
-            "known" if not unknown else f"{len(unknown)} unknown",
-            bool(wrong),
-            f"{', '.join(wrong)} there, not what this machine reaches; mend /etc/hosts: {reach}getent hosts {' '.join(names)}",
-        )
+        advice = f"{', '.join(wrong)} there, not what this machine reaches; mend its /etc/hosts: {there}cat /etc/hosts"
+        put("other names", f"{len(unknown)} unknown" if unknown else "known", bool(wrong), advice)
         put("reverse name", a["reverse"] or "none")
-        shift = a["time"] - sent
-        off = shift < -CLOCK or a["time"] - time.time() > CLOCK
-        put(
-            "clock",
-            f"{shift:+.1f} s" if off else "agrees",
-            off,
-            f"{shift:+.1f} s off this machine's; {reach}sudo chronyc makestep",
+        ahead, behind = a["time"] - time.time(), sent - a["time"]
+        off = max(ahead, behind)
+        advice = (
+            f"{off:.0f} s {'ahead of' if ahead > behind else 'behind'} this machine's; {there}sudo chronyc makestep"
         )
-        put("python", a["python"], json.dumps(a["python"]) != usual["python"], f"others have {usual['python']}; {sync}")
-        broken = isinstance(a["torch"], str)
-        put("torch", "no" if broken else a["torch"][0], broken or json.dumps(a["torch"]) != usual["torch"],
-            f"{a['torch'] if broken else a['torch'][:3]}, others {usual['torch']}; {sync}, or {reach}'cd {base['root']} && bash launch.sh setup'")  # fmt: skip
-        if not broken and a["torch"][1]:
-            put("cuda, nccl", f"{a['torch'][1]}, {'.'.join(map(str, a['torch'][2] or ['none']))}")
-        put("driver", a["driver"] or "none", json.dumps(a["driver"]) != usual["driver"],
-            f"{a['driver'] or 'none'}, others {usual['driver']}; install the same: {reach}nvidia-smi")  # fmt: skip
+        put("clock", f"{off:.0f} s off" if off > CLOCK else "agrees", off > CLOCK, advice)
+        alike("python", "python", a["python"], setup)
+        if isinstance(a["torch"], str):
+            put("torch", "no", True, f"{a['torch']}; {setup}")
+        else:
+            alike("torch", "torch", a["torch"][0], setup)
+            if a["torch"][1]:
+                put("cuda, nccl", f"{a['torch'][1]}, {'.'.join(map(str, a['torch'][2] or ['none']))}")
+        alike("driver", "driver", a["driver"] or "none", f"install the same: {there}nvidia-smi")
         put(
             "code", a["code"] or "none", a["code"] != code, f"{a['code'] or 'nothing there'}, here it is {code}; {sync}"
         )
         put("folder", "shared" if a["shared"] else "its own")
-        put("GPUs", str(a["gpus"]), json.dumps(a["gpus"]) != usual["gpus"],
-            f"{a['gpus']}, others {usual['gpus']}: {reach}nvidia-smi; slots=N in hosts takes fewer on purpose")  # fmt: skip
+        alike("GPUs", "gpus", str(a["gpus"]), f"{there}nvidia-smi; to use fewer on purpose: slots=N in hosts")
         used = [f"GPU {i} {m} MiB" for i, m in enumerate(a["gpu_memory"]) if m > 1000]
         busy = [f"{pid} ({run or 'torchrun'})" for pid, run in a["left"]]
-        put("left over", ", ".join(used) or (f"{len(busy)} processes" if busy else "nothing"), bool(used or busy),
-            f"{', '.join(busy + used)}; end them: {reach}kill {' '.join(str(p) for p, _ in a['left']) or '(see nvidia-smi)'}")  # fmt: skip
+        pids = " ".join(str(pid) for pid, _ in a["left"])
+        advice = f"{', '.join(busy + used)}; if it is of no use: {there}{f'kill {pids}' if pids else 'nvidia-smi'}"
+        put("left over", f"{len(busy)} processes" if busy else ", ".join(used) or "nothing", bool(used or busy), advice)
         for folder, limit in (("runs", DISK), ("/dev/shm", SHM)):
             free = a["free"][folder]
-            put(f"free {folder}", f"{free / 1e9:.0f} GB", free < limit,
-                f"{free / 1e9:.1f} GB, at least {limit / 1e9:.0f} are wanted; {reach}df -h {folder if folder[0] == '/' else base['root']}")  # fmt: skip
-        put(
-            "open files",
-            str(a["files"]),
-            a["files"] < FILES,
-            f"{a['files']}; at least {FILES}: in /etc/security/limits.conf: * - nofile 65536",
-        )
-        small = bool(a["gpus"]) and a["locked"] != -1 and a["locked"] < 2**30
-        put("locked memory", "unlimited" if a["locked"] == -1 else f"{a['locked'] // 1024} KB", small,
-            "RDMA needs more: in /etc/security/limits.conf: * - memlock unlimited")  # fmt: skip
-        put("tmux", "there" if a["tmux"] else "none", not a["tmux"], f"{reach}sudo apt install -y tmux")
+            place = folder if folder.startswith("/") else base["root"]
+            advice = f"{free / 1e9:.1f} GB, at least {limit / 1e9:.0f} are wanted; {there}df -h {place}"
+            put(f"free {folder}", f"{free / 1e9:.0f} GB", free < limit, advice)
+        advice = f"{a['files']}, at least {FILES} are wanted: `* - nofile 65536` in its /etc/security/limits.conf"
+        put("open files", str(a["files"]), a["files"] < FILES, advice)
+        small = a["gpus"] > 0 and 0 <= a["locked"] < 2**30
+        advice = "RDMA needs more: `* - memlock unlimited` in its /etc/security/limits.conf"
+        put("locked memory", "unlimited" if a["locked"] < 0 else f"{a['locked'] // 1024} KB", small, advice)
+        put("tmux", "there" if a["tmux"] else "none", not a["tmux"], f"{there}sudo apt install -y tmux")
         if host is hosts[0]:
-            put("port", str(a["port"]) if settings["port"] != "0" else "a free one", not a["port"],
-                f"{settings['port']} is taken; set another at the top of launch.sh")  # fmt: skip
+            text = "a free one" if settings["port"] == "0" else settings["port"]
+            put("port", text, not a["port"], f"{settings['port']} is taken; set another at the top of launch.sh")
 
 
 def check_data(table: Table, hosts: list[Host], base: dict, words: list[str], settings: dict) -> None:
@@ -246,7 +241,7 @@ def check_links(table: Table, hosts: list[Host], base: dict, settings: dict) -> 
         problem = ""
         if others:
             which = "every link of this host" if all_bad else f"the link to {names}"
-            problem = f"{which} {what}{f': {detail}' if bad else ''}; look at cable, firewall and `ip -s link` on {host.label}"
+            problem = f"{which} {what}{f': {detail}' if bad else ''}; its cable, firewall, errors: `ip -s link` there"
         shown = f"{min(mine.values()):.0f} MB/s" if mine else "none"
         table.put("links", host, shown, problem)
 
@@ -377,7 +372,7 @@ def verb_sync(words: list[str], settings: dict) -> int:
         if wrong:
             base = os.path.realpath(settings["python"])
             problems.append(
-                f"{host.label}: {settings['python']} does not run there: {wrong}. It needs the same {base}, or an environment"
+                f"{host.label}: {settings['python']} does not run there: {wrong}. It needs {base}, or an environment"
                 f" of its own: ssh {host.name} 'cd {shlex.quote(str(ROOT))} && bash launch.sh setup'"
             )
             return ""

@@ -713,7 +713,8 @@ def unpack_environment(request: dict) -> dict:
 
 
 OPERATIONS = (
-    probe, run, prepare, marks, start, watch, status, stop, sweep, follow, examine, pairs, usage, unpack, unpack_environment
+    probe, run, prepare, marks, start, watch, status, stop, sweep, follow, examine, pairs, usage, unpack,
+    unpack_environment,
 )  # fmt: skip
 
 

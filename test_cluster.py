@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 
 import cluster
 import node
+import top
 from cluster import Host, Supervisor, read_hosts, settle_addresses, share_machine
 from doctor import tournament
 from errors import UserError
@@ -31,9 +33,13 @@ NAME = os.uname().nodename
     ("text", "expected"),
     [
         ("localhost", [("localhost", 0, 0, NAME)]),
-        ("localhost\nlocalhost slots=2\nlocalhost", [("localhost", 0, 0, NAME), ("localhost", 0, 2, f"{NAME}-2"), ("localhost", 0, 0, f"{NAME}-3")]),
-        ("\ufeff# ours\r\n\r\n  me@node-1:2222\tslots=8 # big\r\nnode2", [("me@node-1", 2222, 8, "node-1-2222"), ("node2", 0, 0, "node2")]),
-        ("10.0.0.1:22\n[fe80::1]:22\na_b.example.org", [("10.0.0.1", 22, 0, "10.0.0.1-22"), ("fe80::1", 22, 0, "fe80--1-22"), ("a_b.example.org", 0, 0, "a_b.example.org")]),
+        ("localhost\nlocalhost slots=2", [("localhost", 0, 0, NAME), ("localhost", 0, 2, f"{NAME}-2")]),
+        (
+            "\ufeff# ours\r\n\r\n  me@node-1:2222\tslots=8 # big\r\nnode2",
+            [("me@node-1", 2222, 8, "node-1-2222"), ("node2", 0, 0, "node2")],
+        ),
+        ("10.0.0.1:22\n[fe80::1]:22", [("10.0.0.1", 22, 0, "10.0.0.1-22"), ("fe80::1", 22, 0, "fe80--1-22")]),
+        ("a_b.example.org", [("a_b.example.org", 0, 0, "a_b.example.org")]),
         ("x@node1:1\nx@node1:2", [("x@node1", 1, 0, "node1-1"), ("x@node1", 2, 0, "node1-2")]),
     ],
 )  # fmt: skip
@@ -78,7 +84,7 @@ def test_the_file_hosts_may_be_absent(monkeypatch, tmp_path):
     [
         ([None, None], ["127.0.0.1", "127.0.0.1"]),
         (["10.0.0.9 5 10.0.0.1 22", "10.0.0.9 6 10.0.0.2 22"], ["10.0.0.1", "10.0.0.2"]),
-        # the launching machine's own name means 127.0.1.1 to it, as on Debian; localhost among others is this machine, too
+        # this machine's own name means 127.0.1.1 to it, as on Debian
         (["127.0.0.1 5 127.0.1.1 22", "10.0.0.1 6 10.0.0.2 22"], ["10.0.0.1", "10.0.0.2"]),
         ([None, "10.0.0.1 6 10.0.0.2 22"], ["10.0.0.1", "10.0.0.2"]),
         (["127.0.0.1 5 127.0.0.2 22", "127.0.0.1 5 127.0.0.3 22"], ["127.0.0.2", "127.0.0.3"]),
@@ -124,24 +130,40 @@ def ended(status: int, *failures: dict, signals: tuple = ()) -> dict:
 
 RESET = "RuntimeError: Connection reset by peer"
 BUG = "Traceback\nKeyError: 'x'"
+TWICE = ended(1, failure(0, -15, ""), failure(1, 1, BUG))
+KILLED = ended(1, failure(1, -9, ""))
+LOST = ended(1, failure(0, 1, RESET))
+STOP, NOW = ("stop",), ("stop", "stop-now")
 JUDGEMENTS = {
-    # name: (status.json, what was asked, results of the hosts, vanished, silent) -> state, what the report says
-    "finished": ("finished", (), [ended(0), ended(0)], [], [], "finished", ""),
-    "finished, though an agent was killed after it": ("finished", (), [ended(0), {}], [1], [], "finished", ""),
-    "a worker was stopped by hand": ("stopped", (), [ended(0), ended(0)], [], [], "stopped", ""),
-    "kill-session": ("stopped", (), [ended(1, signals=(1,)), ended(0)], [], [], "stopped", ""),
-    "an agent was killed, so its workers stopped": ("stopped", (), [ended(0), ended(-9)], [], [], "failed", "torchrun on b was ended by SIGKILL"),
-    "the user's mistake": ("error", (), [ended(1), ended(1)], [], [], "error", ""),
-    "the same before the run began": (None, (), [ended(1, failure(0, 2, "error: no GPU")), ended(1)], [], [], "error", ""),
-    "a worker was killed": ("running", (), [ended(1, failure(0, 1, RESET)), ended(1, failure(1, -9, ""))], [], [], "failed", "rank 1 on b was ended by SIGKILL"),
-    "a bug on one rank": ("failed", (), [ended(1, failure(0, 1, RESET)), ended(1, failure(1, 1, BUG))], [], [], "failed", "rank 1 on b failed with status 1"),
-    "siblings had SIGTERM from torchrun": ("failed", (), [ended(1, failure(0, -15, ""), failure(1, 1, BUG)), ended(1)], [], [], "failed", "rank 1 on a failed with status 1"),
-    "a machine restarted": ("failed", (), [ended(1, failure(0, 1, RESET)), {}], [1], [], "failed", "everything on b was gone"),
-    "a cable was pulled": ("failed", (), [ended(1, failure(0, 1, BUG)), {}], [], [1], "failed", "b has not answered since"),
-    "stopped early": (None, ("stop",), [ended(1), ended(1)], [], [], "stopped", ""),
-    "stopped at once": ("running", ("stop", "stop-now"), [ended(1), ended(1)], [], [], "failed", ""),
-    "stopped, but a peer was dead": ("running", ("stop",), [ended(1, failure(0, 1, RESET)), {}], [], [1], "failed", "b has not answered"),
-}  # fmt: skip
+    # status.json, what was asked, results of hosts a and b, who vanished, who is silent -> state, the report's words
+    "finished": ("finished", (), [ended(0), ended(0)], "", "", "finished", ""),
+    "finished, though an agent was killed after it": ("finished", (), [ended(0), {}], "b", "", "finished", ""),
+    "a worker was stopped by hand": ("stopped", (), [ended(0), ended(0)], "", "", "stopped", ""),
+    "kill-session": ("stopped", (), [ended(1, signals=(1,)), ended(0)], "", "", "stopped", ""),
+    "an agent was killed, so all stopped": (
+        "stopped",
+        (),
+        [ended(0), ended(-9)],
+        "",
+        "",
+        "failed",
+        "torchrun on b was",
+    ),
+    "the user's mistake": ("error", (), [ended(1), ended(1)], "", "", "error", ""),
+    "the same, before it began": (None, (), [ended(1, failure(0, 2, "error: no GPU")), LOST], "", "", "error", ""),
+    "a worker was killed": ("running", (), [LOST, KILLED], "", "", "failed", "rank 1 on b was ended by SIGKILL"),
+    "a bug on one rank": ("failed", (), [LOST, ended(1, failure(1, 1, BUG))], "", "", "failed", "rank 1 on b failed"),
+    "torchrun's SIGTERM to siblings": ("failed", (), [TWICE, ended(1)], "", "", "failed", "rank 1 on a failed"),
+    "a machine restarted": ("failed", (), [LOST, {}], "b", "", "failed", "everything on b was gone"),
+    "a cable was pulled": ("failed", (), [TWICE, {}], "", "b", "failed", "b has not answered since"),
+    "stopped early": (None, STOP, [ended(1), ended(1)], "", "", "stopped", ""),
+    "stopped at once": ("running", NOW, [ended(1), ended(1)], "", "", "failed", ""),
+    "stopped, but a peer was dead": ("running", STOP, [LOST, {}], "", "b", "failed", "b has not answered"),
+}
+
+
+class Watched(SimpleNamespace):
+    __hash__ = object.__hash__
 
 
 @pytest.mark.parametrize("name", JUDGEMENTS)
@@ -152,20 +174,41 @@ def test_how_an_attempt_is_judged(tmp_path, name):
     for file in asked:
         (tmp_path / "logs" / file).touch()
     supervisor = Supervisor({"hosts": [], "out": str(tmp_path)})
-    hosts = [SimpleNamespace(host=Host(n, label=n), heard=time.monotonic(), last={"result": r}) for n, r in zip("ab", results, strict=True)]  # fmt: skip
-    hosts = [Hashable(h) for h in hosts]
-    found = supervisor.judge(
-        hosts, {hosts[i] for i in vanished}, {hosts[i] for i in silent}, {"state": status, "step": 7, "message": "m"}
-    )
+    hosts = {
+        n: Watched(host=Host(n, label=n), heard=time.monotonic(), last={"result": r})
+        for n, r in zip("ab", results, strict=True)
+    }
+    now = {"state": status, "step": 7, "message": "m"}
+    found = supervisor.judge(list(hosts.values()), {hosts[n] for n in vanished}, {hosts[n] for n in silent}, now)
     assert found[0] == state
     assert said in found[3] and (bool(found[3]) == bool(said))
     if name == "a bug on one rank":
         assert BUG in found[3]
 
 
-class Hashable:
-    def __init__(self, values: SimpleNamespace):
-        self.__dict__.update(vars(values))
+def test_a_screen_of_top():
+    gpu = {"index": 1, "busy": 0.5, "watts": 350.0, "limit": 700.0, "used": 40.0, "size": 80.0, "heat": 60.0}
+    numbers = {"cpu": 0.25, "cores": 8, "load": 2.0, "mem_used": 10.0, "mem_size": 100.0}
+    up = SimpleNamespace(host=Host("node1", label="node1"), silent=False, heard=1.0, said="", last=numbers | {
+        "ranks": {"0": (0, 0.9), "1": (1, 0.2)}, "gpus": [gpu | {"clock": 1980.0, "processes": 1, "index": 0},
+        gpu | {"clock": 900.0, "processes": 1}]})  # fmt: skip
+    down = SimpleNamespace(host=Host("node2", label="node2"), silent=True, heard=0.0, said="No route to host", last={})
+    text = top.picture([up, down], None)
+    assert "1 of 2 hosts, 2 workers, 2 GPUs at 50%, 0.70 kW, 80 of 160 GiB" in text
+    assert re.search(r"^node2 +does not answer: No route to host$", text, re.M)
+    ranks = {0: ("node1", 1980.0, 0.9), 1: ("node1", 900.0, 0.2)}
+    assert "slowest rank 1 on node1 (900 MHz)" in top.run_lines((Path("/none"), "runs/x"), ranks)[0]
+    ranks = {0: ("node1", None, 0.9), 1: ("node1", None, 0.2)}
+    assert "slowest rank 0 on node1" in top.run_lines((Path("/none"), "runs/x"), ranks)[0]
+
+
+def test_top_once_shows_this_machine_and_a_host_that_does_not_answer(tmp_path):
+    (tmp_path / "hosts").write_text("localhost\n127.0.0.1:9\n")
+    command = [sys.executable, str(cluster.ROOT / "top.py"), str(tmp_path / "hosts"), "--once"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^{NAME} +cpu .* of {node.cores()} +mem ", done.stdout, re.M)
+    assert re.search(r"^127\.0\.0\.1-9 +does not answer: .*refused", done.stdout, re.M), done.stdout
 
 
 def test_the_command_that_goes_on_with_the_others(tmp_path):

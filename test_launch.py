@@ -45,7 +45,8 @@ if "--check" in args:
         sys.exit(2)
     print(f"{out} is finished" if before == "finished" else "a line for the user")
     processes = (args[args.index("--check") + 1 :] or [1])[0]
-    print(f"out={out}\ndevice=cpu\nprocesses={processes}\nstate={'finished' if before == 'finished' else 'fresh'}\ntimeout=8")
+    print(f"out={out}\ndevice=cpu\nprocesses={processes}\ntimeout=8")
+    print(f"state={'finished' if before == 'finished' else 'fresh'}")
     sys.exit()
 
 rank = int(os.environ["RANK"])
@@ -341,7 +342,7 @@ def test_a_deaf_run_ends_at_the_second_stop(checkout):
         (["frobnicate"], "train (the default), setup, status, logs, attach"),
         (["--nproc", "many"], "--nproc"),
         (["status", "--out", "runs/absent"], "runs/absent"),
-        (["logs", "what"], "--out DIR"),
+        (["logs", "--out"], "--out takes a run folder"),
         (["logs"], "no run in runs/"),
         (["--end", "mistake"], "error: found a mistake"),
     ],

@@ -1,5 +1,5 @@
-"""train.sbatch under a real Slurm that the test starts: two virtual nodes on this machine. The oracle is the uninterrupted
-run: the losses of every step, bit for bit."""
+"""train.sbatch under a real Slurm that the test starts: two virtual nodes on this machine. The oracle is the
+uninterrupted run: the losses of every step, bit for bit."""
 
 import json
 import os
@@ -68,8 +68,8 @@ def slurm(tmp_path_factory):
     for parent in (folder, *folder.parents[:2]):
         parent.chmod(0o755)
     (folder / "munge").mkdir(mode=0o755)
-    (folder / "munge" / "key").write_bytes(os.urandom(128))
-    (folder / "munge" / "key").chmod(0o400)
+    (folder / "munge" / "key-file").write_bytes(os.urandom(128))
+    (folder / "munge" / "key-file").chmod(0o400)
     sockets = [socket.socket() for _ in range(3)]
     for s in sockets:
         s.bind(("127.0.0.1", 0))
@@ -81,7 +81,7 @@ def slurm(tmp_path_factory):
     conf.write_text(SLURM.format(host=host, folder=folder, ports=ports, cpus=os.cpu_count()))
     env = os.environ | {"SLURM_CONF": str(conf), "OMP_NUM_THREADS": "1"}
     munge = [munged, "--foreground", "--force"]
-    munge += [f"--{k}={folder}/munge/{v}" for k, v in (("socket", "socket"), ("key-file", "key"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))]  # fmt: skip
+    munge += [f"--{k}={folder}/munge/{k}" for k in ("socket", "key-file", "pid-file", "log-file", "seed-file")]
     commands = [munge, [controller, "-D"], *([daemon, "-D", "-N", n] for n in ("n1", "n2"))]
     processes = []
     for command in commands:
@@ -108,20 +108,9 @@ def losses(run: Path) -> list:
 def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(slurm, tmp_path):
     text = tmp_path / "it's.txt"
     text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(4000)))
-    shape = "--model tiny-llama --compile none --dtype fp32 --seq_len 32 --micro_batch 2".split()
-    flags = [
-        *shape,
-        "--steps",
-        "400",
-        "--eval_every",
-        "0",
-        "--log_every",
-        "1",
-        "--save_every",
-        "30",
-        "--data",
-        str(text),
-    ]
+    shape = ["--model", "tiny-llama", "--compile", "none", "--dtype", "fp32", "--seq_len", "32", "--micro_batch", "2"]
+    often = ["--eval_every", "0", "--log_every", "1", "--save_every", "30"]
+    flags = [*shape, *often, "--steps", "400", "--data", str(text)]
 
     def submit(out: Path, *more: str) -> str:
         command = [

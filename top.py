@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from cluster import (
     Host,
@@ -40,7 +41,7 @@ class Feed(threading.Thread):
 
     def __init__(self, host: Host, ssh: str, out: str):
         super().__init__(daemon=True)
-        self.out, self.host, self.ssh, self.last, self.heard, self.said = host, ssh, {}, 0.0, "asking"
+        self.out, self.host, self.ssh, self.last, self.heard, self.said = out, host, ssh, {}, 0.0, "asking"
         self.start()
 
     def run(self) -> None:
@@ -93,8 +94,9 @@ def picture(feeds: list[Feed], run: tuple | None) -> str:
         a = feed.last
         totals["up"] += 1
         totals["workers"] += len(a["ranks"])
+        memory = f"{a['mem_used']:6.1f} of {a['mem_size']:6.1f} GiB"
         lines.append(
-            f"{name}cpu {bar(a['cpu'])} {a['cpu']:4.0%} of {a['cores']:<4} mem {a['mem_used']:6.1f} of {a['mem_size']:6.1f} GiB"
+            f"{name}cpu {bar(a['cpu'])} {a['cpu']:4.0%} of {a['cores']:<4} mem {memory}"
             f"  load {a['load']:6.2f}  workers {len(a['ranks'])}"
         )
         clocks = {}
@@ -103,9 +105,10 @@ def picture(feeds: list[Feed], run: tuple | None) -> str:
             for key in ("busy", "watts", "used", "size"):
                 totals[key] += gpu[key]
             clocks[gpu["index"]] = gpu["clock"]
+            g = SimpleNamespace(**gpu)
             lines.append(
-                f"{'':{width}}gpu {gpu['index']:<2} {bar(gpu['busy'])} {gpu['busy']:4.0%}  {gpu['watts']:4.0f} of {gpu['limit']:.0f} W"
-                f"  {gpu['used']:5.1f} of {gpu['size']:5.1f} GiB  {gpu['heat']:3.0f} °C  {gpu['clock']:5.0f} MHz  processes {gpu['processes']}"
+                f"{'':{width}}gpu {g.index:<2} {bar(g.busy)} {g.busy:4.0%}  {g.watts:4.0f} of {g.limit:.0f} W"
+                f"  {g.used:5.1f} of {g.size:5.1f} GiB  {g.heat:3.0f} °C  {g.clock:5.0f} MHz  processes {g.processes}"
             )
         for rank, (local, share) in a["ranks"].items():
             ranks[int(rank)] = (feed.host.label, clocks.get(int(local)), share)
@@ -132,9 +135,9 @@ def run_lines(run: tuple | None, ranks: dict) -> list[str]:
     state = read_launch(out).get("state") or status.get("state", "unknown")
     line = f"{name}: {state}"
     if record:
+        r = SimpleNamespace(**record)
         line += (
-            f"  step {record['step']}  loss {record['loss']:.4f}  {record['tok_per_s']:.0f} tok/s  mfu {record['mfu']:.1%}"
-            f"  {record['step_ms']:.0f} ms a step"
+            f"  step {r.step}  loss {r.loss:.4f}  {r.tok_per_s:.0f} tok/s  mfu {r.mfu:.1%}  {r.step_ms:.0f} ms a step"
         )
     if len(ranks) > 1:
         clocked = {r: c for r, (_, c, _) in ranks.items() if c}
