@@ -730,8 +730,8 @@ def pick_run(words: list[str], verb: str) -> tuple[Path, str, list[str]]:
     if not name:
 
         def age(run: Path) -> float:
-            files = [run / "status.json", run / "logs" / "launch.json"]
-            return max([f.stat().st_mtime for f in files if f.exists()] or [0.0])
+            status = run / "status.json"
+            return max(read_launch(run).get("began", 0.0), status.stat().st_mtime if status.exists() else 0.0)
 
         if not runs:
             raise UserError("There is no run in runs/ yet. Start one: bash launch.sh")
@@ -840,7 +840,7 @@ def verb_train(words: list[str], settings: dict) -> int:
 
     for left in ("stop", "stop-now"):
         (out / "logs" / left).unlink(missing_ok=True)
-    launch = {"id": mark, "state": "starting", "machine": platform.node(), "out": name, "words": words}
+    launch = {"id": mark, "state": "starting", "machine": platform.node(), "began": time.time(), "out": name}
     launch |= {k: job[k] for k in ("root", "ssh", "hosts", "apart")}
     write_whole(out / "logs" / "launch.json", json.dumps(launch, indent=1) + "\n")
     follower = Follower(out, name)

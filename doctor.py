@@ -224,25 +224,32 @@ def check_links(table: Table, hosts: list[Host], base: dict, settings: dict) -> 
                     faults[a.label, b.label] = answer["error"]
     for talker in talkers.values():
         talker.close()
+    # Between nodes of one machine no network is used: the fastest is looked for among the others.
+    address = {h.label: h.address for h in hosts}
+    fastest = max([s for (a, b), s in speeds.items() if address[a] != address[b]], default=0.0)
+    slow = {
+        p: f"{s:.0f} MB/s, the fastest has {fastest:.0f}"
+        for p, s in speeds.items()
+        if s * SLOW < fastest and address[p[0]] != address[p[1]]
+    }
+    bad = {**slow, **faults}
+    links = {h.label: [p for p in bad if h.label in p] for h in hosts}
+    met = {h.label: [p for p in [*speeds, *faults] if h.label in p] for h in hosts}
+    culprits = [label for label in links if len(links[label]) == len(met[label]) > 1]
     for host in hosts:
         if not ready[host.label]:
             table.put("links", host, "none", "torch does not come up there; see the row torch")
             continue
-        mine = {p: s for p, s in speeds.items() if host.label in p}
-        bad = dict(p for p in faults.items() if host.label in p[0])
-        # Between nodes of one machine no network is used.
-        away = [s for (a, b), s in speeds.items() if len({h.address for h in hosts if h.label in (a, b)}) > 1]
-        slow = {p: s for p, s in mine.items() if away and s * SLOW < max(away)}
-        others = [set(p) - {host.label} for p in {**bad, **slow}]
-        all_bad = len(others) == len(hosts) - 1 and len(hosts) > 2
-        names = ", ".join(name for other in others for name in other)
-        detail = next(iter(bad.values()), "") or "".join(f"{s:.0f} MB/s" for s in list(slow.values())[:1])
-        what = "is broken" if bad else f"is slow ({detail}, the fastest has {max(away):.0f} MB/s)" if slow else ""
+        mine = [p for p in links[host.label] if host.label in culprits or not set(p) & set(culprits)]
+        shown = f"{min([s for p, s in speeds.items() if host.label in p], default=0.0):.0f} MB/s"
         problem = ""
-        if others:
-            which = "every link of this host" if all_bad else f"the link to {names}"
-            problem = f"{which} {what}{f': {detail}' if bad else ''}; its cable, firewall, errors: `ip -s link` there"
-        shown = f"{min(mine.values()):.0f} MB/s" if mine else "none"
+        if mine:
+            others = ", ".join(label for p in mine for label in p if label != host.label)
+            which = "every link of this host" if host.label in culprits else f"the link to {others}"
+            what = "is broken" if mine[0] in faults else "is slow"
+            problem = (
+                f"{which} {what} ({bad[mine[0]]}); see its cable, firewall and the errors that `ip -s link` counts"
+            )
         table.put("links", host, shown, problem)
 
 
