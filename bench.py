@@ -25,10 +25,10 @@ from errors import UserError  # first: it finds the Python that has torch
 import torch  # isort: skip
 import numpy as np
 
-from data import builtin_documents
 from generate import sample
 from model import MODELS, ModelConfig, Transformer, random_init
 from shard import fill
+from text import builtin_documents
 from tokenizer import LLAMA3_SPLIT, load_tokenizer
 from weights import export_model
 

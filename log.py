@@ -142,10 +142,8 @@ def describe_run(config: Config, ranks: Ranks, loader, val_loader, peak_source: 
     device = f"{env['devices'][0]} x {ranks.world_size}"
     how = f"{config.dtype}, compile {config.compile}, attention {config.attention}"
     logger.info(f"Run folder: {run}; torch {torch.__version__} on {device}, {how}", stacklevel=2)
-    held_out = f", {len(val_loader.tokens)} for validation" if val_loader else ""
-    epochs = config.steps * loader.step_rows / loader.rows
-    plan = f"{config.steps} steps of {config.batch_tokens} tokens are {epochs:.2f} epochs"
-    logger.info(f"Data: {len(loader.tokens)} tokens{held_out}; {plan}", stacklevel=2)
+    for line in loader.summary(val_loader):
+        logger.info(line, stacklevel=2)
     if loader.step_rows % (loader.micro_batch * ranks.world_size):
         logger.info(
             "A step does not divide by the ranks: its last micro-batch is filled with untrained rows", stacklevel=2

@@ -94,7 +94,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
             shard.sync_gradients(model, i == len(micro_batches) - 1)
             trained += int((batch.targets != IGNORE).sum())
             batch = batch.to(ranks.device)
-            part = model(batch.tokens, batch.targets, batch.positions)
+            part = model(batch.tokens, batch.targets, batch.positions, batch.documents)
             part.backward()
             loss += part.detach()
         loss, grad_norm, grad_scale = guard.reduce(loss, trained)
@@ -188,7 +188,7 @@ def evaluate(model: Transformer, loader: Loader, ranks: shard.Ranks) -> float:
         for batch in micro_batches:
             sums[1] += (batch.targets != IGNORE).sum()
             batch = batch.to(ranks.device)
-            sums[0] += model(batch.tokens, batch.targets, batch.positions)
+            sums[0] += model(batch.tokens, batch.targets, batch.positions, batch.documents)
     shard.reshard(model)
     if ranks.world_size > 1:
         dist.all_reduce(sums)
