@@ -30,25 +30,34 @@ BLOCK = 128  # queries per block: large enough for the matmul rate, small enough
 BLOCKED_MAX_TOKENS = 1024  # beyond this the stored probabilities cost more memory than the time they save
 
 
-def choose_backend(
-    name: str, device_type: str, dtype: str, compiled: bool, seq_len: int, separate: bool = False, head_dim: int = 64
-) -> str:
-    """Resolves `auto`, and refuses what cannot run here. `blocked` pays where it was measured to: compiled, in bf16 (in
-    fp32 torch's CPU kernel is as fast), for rows of more than one block. separate: documents share rows."""
-    fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256
+def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_len: int, head_dim: int = 64) -> str:
+    """Resolves `auto`, and refuses what cannot run here. `varlen` is for rows of several documents, others go to sdpa;
+    `blocked` pays where it was measured to: compiled, in bf16 (in fp32 torch's CPU kernel is as fast), for rows of more
+    than one block."""
+    old = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256 and not old
     if name in PACKED and not fits:
         raise UserError(
-            f"--attention {name}: its kernels are for GPUs, bf16 and heads of up to 256 dimensions by 8, not for"
-            f" {device_type}, {dtype}, {head_dim}: --attention auto"
+            f"--attention {name}: its kernels are for GPUs from the A100 on, bf16 and heads of up to 256 dimensions by"
+            f" 8, not for {device_type}, {dtype}, {head_dim}: give --attention auto"
         )
     if name == "flash" and importlib.util.find_spec("flash_attn") is None:
         raise UserError(f"--attention flash: the package flash-attn is not installed: {INSTALL_FLASH}")
     if name != "auto":
         return name
-    if fits and separate and torch.cuda.get_device_capability() >= (8, 0):
-        return "varlen"
     blocked = device_type == "cpu" and dtype == "bf16" and compiled and BLOCK < seq_len <= BLOCKED_MAX_TOKENS
-    return "blocked" if blocked else "sdpa"
+    return "varlen" if fits else "blocked" if blocked else "sdpa"
+
+
+def kernel(backend: str, separate: bool) -> str:
+    """What runs in training, for env.json. separate: rows hold several documents."""
+    if backend == "flash":
+        from importlib.metadata import version
+
+        return f"flash-attn {version('flash-attn')}" + (", varlen" if separate else "")
+    if backend == "varlen":
+        return "varlen, torch's" if separate else "sdpa"
+    return f"{backend}, boolean mask" if separate else backend
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str = "sdpa") -> Tensor:

@@ -38,7 +38,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # What may differ when a run goes on: how often things happen, where, and how the same step is split and computed.
 MAY_CHANGE = {
     "steps", "out", "log_every", "eval_every", "eval_batches", "save_every", "keep", "resume", "sample_every", "prompt",
-    "check", "micro_batch", "shard_size", "checkpointing", "compile", "attention", "val_data", "data",
+    "check", "micro_batch", "shard_size", "checkpointing", "compile", "attention", "val_data", "data", "skip_bad",
+    "read_ahead_gb",
 }  # fmt: skip
 
 

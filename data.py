@@ -34,6 +34,7 @@ from config import Config, parse_args, split_batch, tokenizer_beside
 from model import IGNORE
 from order import permute, turns
 from prepare import prepare, read_index, sha256_of
+from prepare import write_shard as write_shard
 from remote import PREFIX
 from rows import (
     ChatRows,
@@ -47,6 +48,7 @@ from rows import (
     open_split,
 )
 from text import KINDS, find_text, split_weight
+from text import builtin_documents as builtin_documents
 from tokenizer import load_tokenizer
 from workers import ahead
 
@@ -305,7 +307,7 @@ class Loader:
         for a in range(0, len(places), micro):
             part = slice(a, a + micro)
             batch = Batch(tokens[part], targets[part])
-            if begins is not None or self._separate():
+            if begins is not None or self.separate:
                 batch.positions, batch.documents = _documents(
                     np.zeros((micro, T), bool) if begins is None else begins[part]
                 )
@@ -314,7 +316,8 @@ class Loader:
             out.append(batch)
         return out
 
-    def _separate(self) -> bool:
+    @property
+    def separate(self) -> bool:
         """Whether batches carry positions: all or none do, or compiled code would be compiled twice."""
         return self.config.documents == "separate" or any(isinstance(s, ChatRows) for s in self.sources)
 

@@ -21,8 +21,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attention import kernel
 from config import Config
 from errors import ROOT
+from model import IGNORE
 from shard import Ranks, gather, mesh_shape
 
 logger = logging.getLogger("flatland")
@@ -133,7 +135,7 @@ def describe_run(config: Config, ranks: Ranks, loader, val_loader, peak_source: 
         "world_size": ranks.world_size,
         "mesh": {"replicate": replicate, "shard": size},
         "device": ranks.device.type,
-        "attention": config.attention,
+        "attention": kernel(config.attention, loader.separate),
         "peak": peak_source,
         "data": {"train": loader.describe(), "val": val_loader.describe() if val_loader else []},
     }
@@ -243,10 +245,13 @@ class Log:
         flops_per_token: int,
         peak: float,
         resumed_step: int,
+        sources: list[str] = (),
     ):
         self.folder, self.ranks, self.clock = folder, ranks, clock
         self.batch_tokens, self.seq_len = config.batch_tokens, config.seq_len
         self.flops_per_token, self.peak = flops_per_token, peak
+        self.sources = sources
+        self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=ranks.device)  # losses, tokens
         self._mark(resumed_step)
         if ranks.rank == 0:
             kept = [r for r in self.records() if r["step"] <= resumed_step]
@@ -261,6 +266,21 @@ class Log:
     def _mark(self, step: int) -> None:
         self.last_step = step
         self.last_seconds = [self.clock.seconds(part) for part in ("compile", "steps", "data")]
+
+    def count(self, batch, row_losses: Tensor) -> None:
+        """Adds the loss of each row [B] of a micro-batch to that of the entry of --data it is from, in a mixture."""
+        if batch.sources is not None:
+            trained = (batch.targets != IGNORE).sum(1)
+            self.by_source.index_add_(1, batch.sources, torch.stack((row_losses.double(), trained.double())))
+
+    def _source_losses(self) -> dict[str, float]:
+        """Mean loss per token of each source of a mixture since the last record. All ranks must call."""
+        if len(self.sources) < 2:
+            return {}
+        losses, tokens = sum(gather(self.by_source.cpu(), self.ranks)).tolist()
+        self.by_source.zero_()
+        rows = zip(self.sources, losses, tokens, strict=True)
+        return {f"loss_{name}": loss / n for name, loss, n in rows if n}
 
     def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val_loss: float | None = None) -> None:
         """Records a step; reads the loss from the device, which is the only wait for it. Speeds are averages since the
@@ -288,6 +308,7 @@ class Log:
             "mfu": per_device * self.flops_per_token / self.peak,
             "mem_gib": memory,
         }
+        record |= self._source_losses()
         if val_loss is not None:
             record["val_loss"] = val_loss
         if self.ranks.rank == 0:

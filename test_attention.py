@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 
 import attention
-from attention import BACKENDS, choose_backend
+from attention import PACKED, choose_backend
+from errors import UserError
 
+BACKENDS = ("sdpa", "blocked")  # of CPUs
 BF16 = 2.0**-8  # largest relative error of rounding to bfloat16
 HEADS = [(4, 4), (6, 2), (4, 1)]  # of queries and of keys
 
@@ -110,8 +112,10 @@ def test_blocks_of_the_real_size(backend):
 def test_choose_backend():
     longest = attention.BLOCKED_MAX_TOKENS
     assert choose_backend("auto", "cpu", "bf16", True, longest) == "blocked"
+    assert choose_backend("auto", "cuda", "bf16", True, 2048, 128) == "varlen"
     for other in (
-        ("cuda", "bf16", True, longest),
+        ("cuda", "fp32", True, longest),
+        ("cuda", "bf16", True, longest, 12),
         ("cpu", "fp32", True, longest),
         ("cpu", "bf16", False, longest),
         ("cpu", "bf16", True, longest + 1),
@@ -119,3 +123,6 @@ def test_choose_backend():
     ):
         assert choose_backend("auto", *other) == "sdpa"
         assert [choose_backend(name, *other) for name in BACKENDS] == list(BACKENDS)
+        for name in PACKED:
+            with pytest.raises(UserError, match=f"--attention {name}: .*--attention auto"):
+                choose_backend(name, *other)

@@ -30,7 +30,7 @@ import generate
 import shard
 from attention import choose_backend
 from config import Config, check_batch, parse_args, split_batch
-from data import IGNORE, Loader, check_tokens, make_loader
+from data import IGNORE, Loader, check_tokens, make_loader, merge_positions
 from download import find
 from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_logging, write_status
 from model import MODELS, Transformer, flops_per_token, random_init
@@ -72,13 +72,16 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if found:
         checkpoint.restore(found, model, optimizer, ranks)
-        loader.load_state_dict(found.manifest["position"])
         logger.info("Resumed from %s after step %d", found.folder, start)
     else:
         shard.fill(model, first_values(config, model))
+    position = found.manifest["position"] if found else shard.on_first_rank(loader.state_dict, ranks)
+    loader.load_state_dict(position)  # at the start too: all ranks take rank 0's revision of a stream
     guard = shard.GradientGuard(model, config.clip, ranks, mesh)
     peak, peak_source = peak_flops(ranks.device, model.dtype)
-    log = Log(run, ranks, clock, config, flops_per_token(config.model_config, config.seq_len), peak, start)
+    log = Log(
+        run, ranks, clock, config, flops_per_token(config.model_config, config.seq_len), peak, start, loader.names
+    )
     if first:
         describe_run(config, ranks, loader, val_loader, peak_source, start)
 
@@ -96,6 +99,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
             batch = batch.to(ranks.device)
             part = model(batch.tokens, batch.targets, batch.positions, batch.documents)
             part.backward()
+            log.count(batch, model.lm_head.row_losses)
             loss += part.detach()
         loss, grad_norm, grad_scale = guard.reduce(loss, trained)
         update(optimizer, lr, grad_scale, guard.suppress)
@@ -114,7 +118,8 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
             if saved:
                 with clock.part("saves"):
                     before = clock.seconds("saves")
-                    checkpoint.save(run, step, model, optimizer, loader.state_dict(), config, ranks)
+                    position = merge_positions(shard.gather(loader.state_dict(), ranks))
+                    checkpoint.save(run, step, model, optimizer, position, config, ranks)
                     log.amend(save_ms=1e3 * (clock.seconds("saves") - before))
             if evaluated or last or stopped:
                 with clock.part("evaluation"):
@@ -268,7 +273,9 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
         raise UserError(
             "--compile model is for one process; with several, parameters are gathered block by block: --compile block"
         )
-    attention = choose_backend(config.attention, device.type, dtype, compile_mode != "none", config.seq_len)
+    attention = choose_backend(
+        config.attention, device.type, dtype, compile_mode != "none", config.seq_len, config.model_config.head_dim
+    )
     shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
     _, batch_tokens = split_batch(config, world_size)
     return replace(config, dtype=dtype, compile=compile_mode, attention=attention, batch_tokens=batch_tokens)
