@@ -15,6 +15,7 @@ kinds, conversations.
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -471,62 +472,37 @@ def _verify(argv: list[str]) -> None:
 
 
 def show(config: Config, n: int, colour: bool) -> Iterator[str]:
-    """n rows as they are trained on, decoded: what is trained on in green (or between [[ and ]]), the rest grey; a line
-    before each document."""
+    """n rows as they are trained on, decoded, document by document: what is trained on in green (or between [[ and ]]),
+    the rest grey."""
     tokenizer = load_tokenizer(config.tokenizer)
     names = {i: text for text, i in tokenizer.control.items()}
     on, off, end = ("\033[32m", "\033[90m", "\033[0m") if colour else ("[[", "", "]]")
-    loader = make_loader(config)
-    shown = 0
-    for batches in loader:
-        for batch in batches:
-            for b in range(len(batch.tokens)):
-                tokens, targets = batch.tokens[b].tolist(), batch.targets[b].tolist()
-                if not any(t != IGNORE for t in targets):
-                    continue
-                positions = batch.positions[b].tolist() if batch.positions is not None else range(len(tokens))
-                # A token is trained on where it is the target of the one before; the last target is only that.
-                trained = [False] + [t != IGNORE for t in targets]
-                ids, out, runs = [*tokens, targets[-1]], [f"--- row {shown + 1}\n"], []
-                for i, (token, is_trained) in enumerate(zip(ids, trained, strict=True)):
-                    border = i < len(tokens) and i > 0 and positions[i] == 0
-                    if border:  # the last token of a conversation is a target alone
-                        last = targets[i - 1]
-                        if last != IGNORE and last != token:
-                            runs.append((True, [last], False))
-                        is_trained = False
-                    if token != IGNORE:
-                        if runs and runs[-1][0] == is_trained and not border:
-                            runs[-1][1].append(token)
-                        else:
-                            runs.append((is_trained, [token], border))
-                for is_trained, run, border in runs:
-                    text = "".join(
-                        names[k] if control else tokenizer.decode(list(g))
-                        for control, g in _grouped(run, names)
-                        for k in ([next(iter(g))] if control else [0])
-                    )
-                    out.append(("\n--- document\n" if border else "") + (on if is_trained else off) + text)
-                    out.append(end if is_trained or colour else "")
-                yield "".join(out)
-                shown += 1
-                if shown == n:
-                    return
 
+    def text(ids: list[int]) -> str:
+        runs = itertools.groupby(ids, lambda i: i in names)
+        return "".join("".join(map(names.get, run)) if control else tokenizer.decode([*run]) for control, run in runs)
 
-def _grouped(ids: list[int], names: dict[int, str]) -> Iterator[tuple[bool, list[int]]]:
-    """Control tokens one by one, what is between them together."""
-    run = []
-    for i in ids:
-        if i in names:
-            if run:
-                yield False, run
-            yield True, [i]
-            run = []
-        else:
-            run.append(i)
-    if run:
-        yield False, run
+    def rows() -> Iterator[tuple[list[int], list[int], list[int]]]:
+        for batch in itertools.chain.from_iterable(make_loader(config)):
+            begins = torch.zeros_like(batch.tokens) if batch.positions is None else batch.positions == 0
+            for row, targets, first in zip(batch.tokens.tolist(), batch.targets.tolist(), begins, strict=True):
+                yield row, targets, sorted({0, *first.nonzero().flatten().tolist()})
+
+    for number, (row, targets, starts) in enumerate(itertools.islice(rows(), n), 1):
+        out = [f"--- row {number}"]
+        for start, stop in itertools.pairwise([*starts, len(row)]):
+            trained = [t != IGNORE for t in targets[start:stop]]
+            if not any(trained):
+                out.append(f"--- {stop - start} places filled up, not trained on")
+                continue
+            last = [targets[stop - 1]] if trained[-1] else []  # a document's last token may be a target alone
+            pairs = zip(row[start:stop] + last, [False, *trained], strict=False)
+            line = "--- document\n" if len(starts) > 1 else ""
+            for is_trained, run in itertools.groupby(pairs, lambda pair: pair[1]):
+                words = text([i for i, _ in run])
+                line += on + words + end if is_trained else off + words + (end if colour else "")
+            out.append(line)
+        yield "\n".join(out)
 
 
 def _show(argv: list[str]) -> None:
