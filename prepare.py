@@ -345,7 +345,7 @@ def prepare(
         index = build(sources, settings, out, names, processes, shard_tokens, val_every, skip_bad, note, meter, warn)
         if not index["files"]:
             raise UserError(
-                f"{', '.join(map(str, sources[:3]))}: no rows with text in it, so there is nothing to prepare"
+                f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare"
             )
         index |= {"key": key, "sources": [{"name": str(s), "bytes": size_of(s)} for s in sources]}
         write_json(out / "index.json", index)

@@ -189,12 +189,10 @@ def find_shards(spec: str, flag: str) -> list[Path]:
     path = Path(spec).expanduser()
     if path.is_dir():
         files = sorted(path.glob("*.bin"))
+        if (path / "progress.json").exists():
+            raise UserError(f"{flag} {spec} is not prepared to its end: run its `python data.py prepare` again")
         if not files:
-            unfinished = (path / "progress.json").exists()
-            why = "is not prepared to its end: run `python data.py prepare` again" if unfinished else "holds no .bin"
-            raise UserError(
-                f"{flag} {spec}: the folder {why} token shards" if not unfinished else f"{flag} {spec} {why}"
-            )
+            raise UserError(f"{flag} {spec}: the folder holds no .bin token shards")
         return files
     files = [path] if path.exists() else sorted(Path(p) for p in glob.glob(str(path)))
     if not files or not files[0].exists():
