@@ -1,5 +1,5 @@
-"""Streams. The oracle for rows is a naive loop over the documents that the test itself wrote; a hub of our own that cuts
-and refuses stands for the hub."""
+"""Streams. The oracle for rows is a naive loop over the documents that the test itself wrote; a hub of our own that
+cuts and refuses stands for the hub."""
 
 import gzip
 import itertools
