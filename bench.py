@@ -1,18 +1,24 @@
 """Benchmarks: ours against what others use for the same work, on this machine.
 
-    python bench.py                          # every suite
+    python bench.py                              # every suite
     python bench.py --suite generate --json results.json
+    python bench.py fp8 --run runs/NAME          # what FP8 does to each layer of a model; on a GPU, what it wins
+    python bench.py fp8-parity [--flag value]    # the same small Llama in bf16 (two seeds) and in each FP8 recipe
 
-First the results of all contenders are compared: what is timed computes the same. Then each runs once unmeasured, and
-they take turns, so that what else the machine does meets them alike. A row gives the median speed of its runs, and the
-10th and 90th percentile; `ratio` is its median over that of the last of its case.
+`fp8` reads a run's newest checkpoint (a bf16 run's, too) and sends one micro-batch of its data forward and backward.
+In a suite, first the results of all contenders are compared: what is timed computes the same. Then each runs once
+unmeasured, and they take turns, so that what else the machine does meets them alike. A row gives the median speed of
+its runs, and the 10th and 90th percentile; `ratio` is its median over that of the last of its case.
 
-It needs what `bash test.sh` installs on top of requirements.txt."""
+Suites need what `bash test.sh` installs on top of requirements.txt."""
 
 import argparse
 import io
 import json
+import os
 import platform
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,15 +26,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from errors import UserError  # first: it finds the Python that has torch
+from errors import ROOT, UserError  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 import numpy as np
+from torch import Tensor, nn
 
+import fp8
+import shard
+from checkpoint import newest
+from config import split_batch
+from data import builtin_documents, make_loader
 from generate import sample
+from machine import find_device
 from model import MODELS, ModelConfig, Transformer, random_init
-from shard import fill
-from text import builtin_documents
 from tokenizer import LLAMA3_SPLIT, load_tokenizer
 from weights import export_model
 
@@ -73,7 +84,7 @@ def bench_generate(repeats: int) -> Iterator[Row]:
     n, length = 128, 32
     for name, config in models.items():
         ours = Transformer(config).eval()
-        fill(ours, random_init(config, {k: tuple(p.shape) for k, p in ours.named_parameters()}, 0))
+        shard.fill(ours, random_init(config, {k: tuple(p.shape) for k, p in ours.named_parameters()}, 0))
         with tempfile.TemporaryDirectory() as folder:
             export_model(ours, Path(folder) / "model")
             theirs = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "model").eval()
@@ -140,10 +151,287 @@ def bench_tokenizer(repeats: int) -> Iterator[Row]:
         yield from race(case, "MB/s", size / 1e6, contenders, repeats)
 
 
-SUITES = {"generate": bench_generate, "tokenizer": bench_tokenizer}
+# ---- loading: `shard.fill` from a file of bf16 weights
+
+
+def raw_reader(path: Path, shapes: dict[str, tuple[int, ...]]) -> Callable[[str, tuple[slice, ...]], Tensor]:
+    """-> read(name, slices) of a file that holds the tensors one after the other in bf16"""
+    starts, at = {}, 0
+    for name, shape in shapes.items():
+        starts[name], at = at, at + 2 * torch.Size(shape).numel()
+    file = os.open(path, os.O_RDONLY)
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        shape, rows = shapes[name], slices[0]
+        width = 2 * torch.Size(shape[1:]).numel()
+        out = torch.empty((rows.stop - rows.start) * width, dtype=torch.uint8)
+        view, done = memoryview(out.numpy()), 0
+        while done < len(view):
+            done += os.preadv(file, [view[done:]], starts[name] + rows.start * width + done)
+        return out.view(torch.bfloat16).view(-1, *shape[1:])[(slice(None), *slices[1:])]
+
+    return read
+
+
+def forget(path: Path) -> None:
+    """Drops the file from the page cache."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def read_plainly(path: Path) -> None:
+    """One process, from the first byte to the last, into memory of the file's size."""
+    view, done = memoryview(torch.empty(path.stat().st_size, dtype=torch.uint8).numpy()), 0
+    with open(path, "rb", buffering=0) as f:
+        while done < len(view):
+            done += f.readinto(view[done : done + 2**24])
+
+
+def peak_rss(reset: bool = False) -> int:
+    """Bytes; since the last reset (Linux: proc(5), clear_refs)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+
+def load_config(gb: float) -> ModelConfig:
+    """A Llama of so many GB in bf16."""
+    row = replace(MODELS["llama3.2-1b"], vocab_size=16000, rope_scaling=None, tied=False)
+    layer = 2 * row.dim * (row.n_heads + row.n_kv_heads) * row.head_dim + 3 * row.dim * row.ffn_dim
+    return replace(row, n_layers=max(1, round((gb * 1e9 / 2 - 2 * row.vocab_size * row.dim) / layer)))
+
+
+def load_rank(path: Path, gb: float, repeats: int) -> None:
+    """A rank: reads the file in every way, and prints the seconds and the peak memory of each, as JSON."""
+    torch.set_num_threads(1)
+    ranks, config = shard.init_ranks(), load_config(gb)
+    mesh, seconds, peak = shard.make_mesh(0, ranks), {}, {}
+    for _ in range(repeats):
+        for case in ("cold", "cached"):
+            for way in ("direct", "rank0", "plain read"):
+                with torch.device("meta"):
+                    model = Transformer(config, torch.bfloat16).to(torch.bfloat16)
+                shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+                shard.shard_model(model, mesh, torch.bfloat16)
+                model.to_empty(device="cpu")
+                read = raw_reader(path, shapes)
+                if case == "cold" and ranks.rank == 0:
+                    forget(path)
+                shard.gather(None, ranks)
+                before, begin = peak_rss(reset=True), time.perf_counter()
+                if way != "plain read":
+                    shard.fill(model, read, way)
+                elif ranks.rank == 0:
+                    read_plainly(path)
+                shard.gather(None, ranks)
+                seconds.setdefault(case, {}).setdefault(way, []).append(time.perf_counter() - begin)
+                peak[way] = max(peak.get(way, 0), peak_rss() - before)
+    largest = 2 * max(torch.Size(shape).numel() for shape in shapes.values())
+    peaks = shard.gather(peak, ranks)
+    if ranks.rank == 0:
+        print(json.dumps({"seconds": seconds, "peak": {w: max(p[w] for p in peaks) for w in peak}, "largest": largest}))
+    shard.leave(ranks)
+
+
+def bench_load(repeats: int, gb: float = 0.6) -> Iterator[Row]:
+    """Reading 0.6 GB of weights, bf16 to bf16, against one process that reads the file into memory of its size."""
+    with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
+        path, size = Path(folder) / "weights.bin", 0
+        with open(path, "wb") as f:
+            for parameter in Transformer(load_config(gb)).parameters():
+                values = torch.randn(parameter.shape, device="cpu").bfloat16()
+                size += f.write(values.view(torch.uint8).numpy())
+        for ranks in (1, 2, 4):
+            with socket.socket() as s:
+                s.bind(("127.0.0.1", 0))
+                env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+            words = [
+                sys.executable,
+                "-c",
+                f"import bench, pathlib; bench.load_rank(pathlib.Path({str(path)!r}), {gb}, {repeats})",
+            ]
+            env |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+            processes = [
+                subprocess.Popen(words, env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+                for rank in range(ranks)
+            ]
+            found = json.loads([process.communicate()[0] for process in processes][0])
+            for case, ways in found["seconds"].items():
+                plain = np.median(ways["plain read"])
+                for way, times in ways.items():
+                    low, median, high = np.quantile(size / 1e9 / np.array(times), (0.1, 0.5, 0.9)).tolist()
+                    shards, beyond = (
+                        found["peak"][way] * ranks / size,
+                        (found["peak"][way] - size / ranks) / found["largest"],
+                    )
+                    memory = (
+                        "" if way == "plain read" else f"; peak {shards:.2f} shards, {beyond:.1f} tensors beyond it"
+                    )
+                    row = {"case": f"{ranks} process{'es' * (ranks > 1)}, {case}", "what": way + memory, "unit": "GB/s"}
+                    yield row | {"median": median, "p10": low, "p90": high, "ratio": plain / np.median(times)}
+
+
+SUITES = {"generate": bench_generate, "tokenizer": bench_tokenizer, "load": bench_load}
+
+
+# ---- FP8
+
+
+def snr_db(exact: Tensor, found: Tensor) -> float:
+    exact, found = exact.double(), found.double()
+    return 10 * torch.log10(exact.square().sum() / (found - exact).square().sum()).item()
+
+
+def milliseconds(run) -> float:
+    """Median of 20 on the GPU, each with its own events, after 5 that compile and warm up."""
+    times = []
+    for i in range(25):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times += [begin.elapsed_time(end)] if i >= 5 else []
+    return sorted(times)[len(times) // 2]
+
+
+def speed_up(shape: tuple[int, int], tokens: int, recipe: str) -> float:
+    """Of a layer [N, K], forward and backward with all casts, over the same in bf16; both compiled."""
+    spent = []
+    for convert in (False, True):
+        layer = nn.Linear(shape[1], shape[0], bias=False, device="cuda", dtype=torch.bfloat16)
+        if convert:
+            fp8.convert_linears(layer, recipe, small=True)
+        x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        g = torch.randn(tokens, shape[0], device="cuda", dtype=torch.bfloat16)
+        torch._dynamo.reset()
+        layer.compile(dynamic=False)
+
+        def run(layer=layer, x=x, g=g):
+            layer(x).backward(g)
+            x.grad = layer.weight.grad = None
+
+        spent.append(milliseconds(run))
+    return spent[0] / spent[1]
+
+
+def report_fp8(run: Path, recipe: str) -> str:
+    """A line per converted layer: amax, saturated and flushed shares and SNR of x, W and g; SNR of y against bf16; on a
+    GPU the measured speed-up. Shares in parts per million."""
+    device = find_device(1)
+    checkpoint = newest(run)
+    config = checkpoint.config
+    model = Transformer(checkpoint.model_config, torch.bfloat16 if config.dtype == "bf16" else torch.float32)
+    shard.fill(model, checkpoint.read_weights)
+    model.to(device)
+    recipe = recipe or (config.fp8 if config.fp8 != "off" else "tensor")
+    grad_dtype = "e5m2" if config.fp8_grad_dtype == "auto" else config.fp8_grad_dtype
+    rows = fp8.convert_linears(model, recipe, grad_dtype, config.fp8_skip, small=True)
+    fp8.watch(model, list(fp8.layers(model)))
+    model.train()
+    outputs, hooks = {}, []
+    for name, layer in fp8.layers(model).items():
+
+        def compare(layer, inputs, output, name=name):
+            layer.eval()
+            with torch.no_grad():
+                outputs[name] = snr_db(layer.forward(*inputs), output)
+            layer.train()
+
+        hooks.append(layer.register_forward_hook(compare))
+    batch = next(iter(make_loader(config)))[0].to(device)
+    model(batch.tokens, batch.targets, batch.positions).backward()
+    found, speeds, lost = fp8.watched(model), {}, 0
+    tokens = split_batch(config, 1)[0] * config.seq_len
+    columns = "".join(f"  {o + ' amax':>9} {'sat':>6} {'flush':>7} {'dB':>5}" for o in "xwg")
+    title = f"{run}, step {checkpoint.step}: FP8 recipe {recipe}, {tokens} tokens; saturated and flushed in millionths"
+    lines = [title, f"{'layer':36} {'shape':>14}{columns}  {'y dB':>5}{'  speed-up' if device.type == 'cuda' else ''}"]
+    for name, shape, verdict in rows:
+        if name not in outputs:
+            lines.append(f"{name:36} {' x '.join(map(str, shape)):>14}  {verdict}")
+            continue
+        line = f"{name:36} {f'{shape[0]} x {shape[1]}':>14}"
+        for o in "xwg":
+            amax, saturated, flushed, snr = (found[f"fp8/{name}/{o}_{f}"] for f in fp8.FIGURES)
+            snr = "-" if snr is None else f"{snr:.1f}"
+            line += f"  {amax:9.2e} {1e6 * saturated:6.0f} {1e6 * flushed:7.0f} {snr:>5}"
+        line += f"  {outputs[name]:5.1f}"
+        if device.type == "cuda":
+            if shape not in speeds:
+                speeds[shape] = speed_up(shape, tokens, recipe)
+            lost += speeds[shape] < 1
+            line += f"  {speeds[shape]:6.2f} x{'  LOSES: --fp8_skip ' + name if speeds[shape] < 1 else ''}"
+        lines.append(line)
+    if device.type == "cuda":
+        lines.append(f"{lost} of {len(outputs)} layers are slower than in bf16 at {tokens} tokens")
+    else:
+        lines.append("speed-up: on a GPU only")
+    return "\n".join(lines)
+
+
+PARITY = ["--model", "tiny-llama", "--dim", "128", "--n_layers", "4", "--n_heads", "4", "--n_kv_heads", "2",
+          "--ffn_dim", "384", "--seq_len", "128", "--micro_batch", "8", "--steps", "300", "--lr", "6e-3",
+          "--schedule", "linear", "--warmup_steps", "30", "--dtype", "bf16", "--log_every", "5", "--eval_every", "100",
+          "--eval_batches", "40"]  # fmt: skip
+RUNS = {"bf16": [], "bf16, another seed": ["--seed", "1"], "tensor": ["--fp8", "tensor"],
+        "tensor, e4m3 gradients": ["--fp8", "tensor", "--fp8_grad_dtype", "e4m3"], "row": ["--fp8", "row"],
+        "row_gw_hp": ["--fp8", "row_gw_hp"]}  # fmt: skip
+
+
+def parity(out: Path, flags: list[str]) -> str:
+    """Trains what is not there yet, draws the losses and -> the table, in Markdown."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    curves = {}
+    for name, own in RUNS.items():
+        folder = out / name.replace(", ", "-").replace(" ", "-")
+        command = [sys.executable, str(ROOT / "train.py"), *PARITY, *flags, *own, "--out", str(folder)]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise UserError(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
+        curves[name] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    base = curves["bf16"]
+    lines = ["| run | training loss, last 50 steps | validation loss | less bf16's |", "|---|--:|--:|--:|"]
+    for i, (name, records) in enumerate(curves.items()):
+        steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
+        above.plot(steps, losses, lw=1, color=f"C{i}", label=name)
+        if name != "bf16, another seed":  # which has other data
+            below.plot(steps, [a - b["loss"] for a, b in zip(losses, base, strict=True)], lw=1, color=f"C{i}")
+        late = [r["loss"] for r in records if r["step"] > records[-1]["step"] - 50]
+        validation, other = records[-1]["val_loss"], base[-1]["val_loss"]
+        lines.append(f"| {name} | {sum(late) / len(late):.4f} | {validation:.4f} | {validation - other:+.4f} |")
+    above.set_ylabel("loss (nats per token)")
+    below.set_ylabel("less bf16's on the same data")
+    below.set_xlabel("step")
+    above.legend()
+    for axis in (above, below):
+        axis.grid(alpha=0.3)
+    figure.savefig(out / "fp8-parity.png", dpi=90)
+    plt.close(figure)
+    return "\n".join([*lines, f"({out / 'fp8-parity.png'})"])
 
 
 # ---- the command line
+
+
+def main_fp8(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    report = verbs.add_parser("fp8", help="what FP8 does to each layer of a run's model")
+    report.add_argument("--run", required=True, type=Path, help="run folder")
+    report.add_argument("--recipe", default="", choices=("", *fp8.RECIPES), help="another than the run's")
+    same = verbs.add_parser("fp8-parity", help="losses in bf16 and in each recipe; takes trainer flags, too")
+    same.add_argument("--out", default=Path("runs/fp8-parity"), type=Path, help="folder of the runs and the plot")
+    args, flags = parser.parse_known_args(argv)
+    if flags and args.verb != "fp8-parity":
+        raise UserError(f"{flags[0]} is unknown; python bench.py {args.verb} --help lists what there is")
+    print(report_fp8(args.run, args.recipe) if args.verb == "fp8" else parity(args.out, flags))
 
 
 def describe() -> dict[str, str | int]:
@@ -160,6 +448,8 @@ def _lines(path: str) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
+    if argv and argv[0].startswith("fp8"):
+        return main_fp8(argv)
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--suite", nargs="+", choices=SUITES, default=list(SUITES), help="which; default: all")
     parser.add_argument("--repeats", type=int, default=9, help="measured runs of each contender (default 9)")

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from config import Config
 from model import ModelConfig, RopeScaling
-from shard import Ranks, fill, gather, local, local_slices, on_first_rank, owns
+from shard import Ranks, fill, fill_tensors, gather, local, local_slices, on_first_rank, owns
 from tensorfile import Slices, TensorFile, assemble
 from tokenizer import load_tokenizer
 from weights import Export
@@ -38,8 +38,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # What may differ when a run goes on: how often things happen, where, and how the same step is split and computed.
 MAY_CHANGE = {
     "steps", "out", "log_every", "eval_every", "eval_batches", "save_every", "keep", "resume", "sample_every", "prompt",
-    "check", "micro_batch", "shard_size", "checkpointing", "compile", "attention", "val_data", "data", "skip_bad",
-    "read_ahead_gb",
+    "check", "micro_batch", "shard_size", "checkpointing", "compile", "attention", "val_data", "data", "reshard",
+    "prefetch", "offload", "offload_activations", "load", "timeout", "skip_bad", "read_ahead_gb",
+    "fp8", "fp8_grad_dtype", "fp8_all_gather", "fp8_skip", "fp8_log_every",
 }  # fmt: skip
 
 
@@ -223,6 +224,7 @@ class Checkpoint:
 
     @property
     def model_config(self) -> ModelConfig:
+        """The shape that it holds, whatever has become of --model since."""
         values = dict(self.manifest["model"])
         scaling = values.pop("rope_scaling")
         return ModelConfig(**values, rope_scaling=scaling and RopeScaling(**scaling))
@@ -243,7 +245,7 @@ class Checkpoint:
     def read_weights(self, name: str, slices: Slices) -> Tensor:
         return self.read(f"model.{name}", slices)
 
-    def restore_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def restore_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, load: str) -> None:
         """Moments and update count; on the mesh that the model is on now."""
         if not self.manifest["updates"]:
             return
@@ -251,11 +253,11 @@ class Checkpoint:
             device = local(parameter).device
             optimizer.state[parameter] = {"step": torch.tensor(float(self.manifest["updates"]), device=device)}
             for moment in MOMENTS:
-                optimizer.state[parameter][moment] = torch.zeros_like(parameter, requires_grad=False)
-        for moment in MOMENTS:
-            for name, parameter in model.named_parameters():
-                state = optimizer.state[parameter][moment]
-                local(state).copy_(self.read(f"{moment}.{name}", local_slices(state)))
+                dtype = getattr(optimizer, "state_dtype", parameter.dtype)
+                optimizer.state[parameter][moment] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        named = list(model.named_parameters())
+        moments = [(f"{moment}.{name}", optimizer.state[p][moment]) for moment in MOMENTS for name, p in named]
+        fill_tensors(moments, self.read, load)
 
     def restore_rng(self, ranks: Ranks) -> None:
         """The random state of this rank; on another number of ranks there is none to restore."""
@@ -317,10 +319,12 @@ def _check_settings(found: Checkpoint, config: Config) -> None:
         )
 
 
-def restore(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Weights, optimizer and random state. All ranks must call."""
-    fill(model, found.read_weights)
-    found.restore_optimizer(model, optimizer)
+def restore(
+    found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, load: str = "direct"
+) -> None:
+    """Weights, optimizer and random state. load: see shard.fill. All ranks must call."""
+    fill(model, found.read_weights, load)
+    found.restore_optimizer(model, optimizer, load)
     found.restore_rng(ranks)
 
 

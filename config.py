@@ -43,6 +43,9 @@ class Config:
     n_heads: int = _flag(0, "overrides the model's number of attention heads")
     n_kv_heads: int = _flag(0, "overrides the model's number of key/value heads")
     ffn_dim: int = _flag(0, "overrides the model's feed-forward width")
+    router_aux_loss_coef: float = _flag(
+        -1.0, "weight of the loss that balances experts, beside the mean loss; -1 = the model's"
+    )
     # data
     data: tuple = _flag(
         (),
@@ -102,9 +105,41 @@ class Config:
         "of activations and matrix products (weights stay fp32); auto = bf16 where the hardware has it",
         ("auto", "bf16", "fp32"),
     )
+    param_dtype: str = _flag(
+        "fp32", "of the masters, which the optimizer updates; bf16 rounds its updates stochastically", ("fp32", "bf16")
+    )
+    state_dtype: str = _flag("fp32", "of AdamW's two moments", ("fp32", "bf16"))
+    reduce_dtype: str = _flag("fp32", "gradients are summed over ranks in it", ("fp32", "bf16"))
+    fp8: str = _flag(
+        "off",
+        "FP8 matrix products: one scale per tensor, per row and column, or that with weight gradients in bf16;"
+        " 0 = off, 1 = tensor",
+        ("off", "tensor", "row", "row_gw_hp"),
+    )
+    fp8_grad_dtype: str = _flag(
+        "auto",
+        "FP8 format of gradients; auto = e5m2 (range) with --fp8 tensor, e4m3 (precision) with the others",
+        ("auto", "e5m2", "e4m3"),
+    )
+    fp8_all_gather: bool = _flag(False, "gather sharded weights as FP8 (--fp8 tensor): half the bytes")
+    fp8_skip: tuple = _flag((), "names of layers, or parts of them between dots, that stay in bf16, as down_proj")
+    fp8_log_every: int = _flag(100, "steps between FP8 figures of a few layers in metrics.jsonl; 0 = never")
     shard_size: int = _flag(0, "ranks that share one copy of the parameters; 0 = all, 1 = every rank holds them")
+    reshard: str = _flag(
+        "auto",
+        "give gathered parameters back after the forward pass; auto = all but the last block's, which are needed next",
+        ("auto", "always", "never"),
+    )
+    prefetch: int = _flag(1, "units gathered ahead of their use, forward and backward; 0 = FSDP2's own order")
+    offload: str = _flag(
+        "none", "cpu: parameters, gradients and optimizer state live, and are updated, on the CPU", ("none", "cpu")
+    )
+    offload_activations: bool = _flag(False, "the block inputs that checkpointing keeps wait in the host's memory")
     checkpointing: str = _flag(
-        "none", "block: keep only each block's input and compute the rest again in the backward pass", ("none", "block")
+        "none",
+        "what the backward pass computes again: block = all but each block's input; selective = of that, what is"
+        " neither a matrix product nor attention",
+        ("none", "block", "selective"),
     )
     compile: str = _flag(
         "auto",
@@ -125,9 +160,15 @@ class Config:
     eval_batches: int = _flag(10, "global batches per evaluation; 0 = the whole validation split")
     save_every: int = _flag(0, "steps between checkpoints; 0 = at the end only")
     keep: int = _flag(2, "checkpoints kept")
+    load: str = _flag(
+        "direct",
+        "direct = every rank reads its part of the files; rank0 = rank 0 reads them and sends each rank its part",
+        ("direct", "rank0"),
+    )
     resume: str = _flag("auto", "auto = go on from the run folder's newest checkpoint; never; or a checkpoint folder")
     sample_every: int = _flag(0, "steps between text samples; 0 = never")
     prompt: str = _flag("", "what samples begin with")
+    timeout: int = _flag(600, "seconds that ranks wait for each other before the job ends; the first step has 30 min")
     check: int = _flag(
         -1,
         "check all that can be checked without training, for N processes (bare: one per GPU, or 1), and exit",
@@ -141,6 +182,8 @@ class Config:
             for f in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
             if getattr(self, f)
         }
+        if self.router_aux_loss_coef >= 0:
+            changes["router_aux_loss_coef"] = self.router_aux_loss_coef
         if "dim" in changes or "n_heads" in changes:
             changes["head_dim"] = 0
         if "n_heads" in changes and row.n_kv_heads == row.n_heads:
@@ -215,7 +258,7 @@ def make_parser() -> argparse.ArgumentParser:
             "default": default,
         }
         if isinstance(default, tuple):
-            options |= {"nargs": "+", "metavar": "PATH"}
+            options |= {"nargs": "+", "metavar": "NAME" if f.name == "fp8_skip" else "PATH"}
         elif f.name == "check":
             options |= {"nargs": "?", "const": 0, "type": int, "metavar": "N"}
         elif isinstance(default, bool):
@@ -279,6 +322,8 @@ def parse_args(argv: list[str]) -> Config:
     values = vars(make_parser().parse_args(words))
     for f in fields(Config):
         value, choices = values[f.name], f.metadata["choices"]
+        if f.name == "fp8":
+            value = values[f.name] = {"0": "off", "1": "tensor"}.get(value, value)
         if choices and value not in choices:
             near = difflib.get_close_matches(value, choices, 1)
             raise UserError(
@@ -305,13 +350,13 @@ def parse_args(argv: list[str]) -> Config:
 
 
 def _check_ranges(c: Config) -> None:
-    for name in ("steps", "seq_len", "keep", "lanes"):
+    for name in ("steps", "seq_len", "keep", "timeout", "lanes"):
         if getattr(c, name) < 1:
             raise UserError(f"--{name} {getattr(c, name)}: it must be at least 1")
     for name in (
         "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "micro_batch", "batch_tokens", "min_lr",
-        "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "log_every", "eval_every", "eval_batches",
-        "save_every", "sample_every", "skip_bad", "read_ahead_gb",
+        "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "prefetch", "log_every",
+        "eval_every", "eval_batches", "save_every", "sample_every", "fp8_log_every", "skip_bad", "read_ahead_gb",
     ):  # fmt: skip
         if not 0 <= getattr(c, name) < float("inf"):
             raise UserError(f"--{name} {getattr(c, name)}: it must be finite and not negative")
@@ -331,9 +376,30 @@ def _check_ranges(c: Config) -> None:
             f"--micro_batch 0 needs --batch_tokens that divide by --seq_len {c.seq_len}, not {c.batch_tokens}"
         )
     model = c.model_config
+    if c.fp8 != "off":
+        _check_fp8(c, model)
     if model.positions == "learned" and c.seq_len > model.max_seq_len:
         raise UserError(
             f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"
+        )
+
+
+def _check_fp8(c: Config, model: ModelConfig) -> None:
+    for flag, size in (("dim", model.dim), ("ffn_dim", model.ffn_dim)):
+        if size % 16:
+            near = max(16, round(size / 16) * 16)
+            raise UserError(f"--fp8 {c.fp8}: {flag} {size} does not divide by 16; the nearest is --{flag} {near}")
+    for what, heads in (("n_heads", model.n_heads), ("n_heads + 2 n_kv_heads", model.n_heads + 2 * model.n_kv_heads)):
+        if heads * model.head_dim % 16:
+            raise UserError(
+                f"--fp8 {c.fp8}: {what} = {heads}, times head_dim {model.head_dim}, does not divide by 16;"
+                f" --n_heads {max(1, round(model.dim / 16))}, of 16 dimensions each, would"
+            )
+    if c.fp8 != "tensor" and c.fp8_grad_dtype == "e5m2":
+        raise UserError(f"--fp8 {c.fp8} has e4m3 gradients; e5m2 is for --fp8 tensor")
+    if c.fp8 != "tensor" and c.fp8_all_gather:
+        raise UserError(
+            f"--fp8_all_gather needs one scale per weight, which --fp8 tensor has and --fp8 {c.fp8} has not"
         )
 
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from checkpoint import newest
 from download import find
+from machine import find_device
 from model import KVCache, ModelConfig, Transformer
-from shard import fill, find_device
+from shard import fill
 from tensorfile import Read
 from tokenizer import chat_family, load_tokenizer, render_chat
 from weights import open_weights, read_config, read_json

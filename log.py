@@ -77,13 +77,12 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_status(folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "") -> None:
+def write_status(
+    folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "", **more: list[float]
+) -> None:
     """state: running, finished, stopped, error (the user's mistake) or failed."""
-    write_whole(
-        folder / "status.json",
-        json.dumps({"state": state, "step": step, "exit_code": exit_code, "message": message, "pid": os.getpid()})
-        + "\n",
-    )
+    status = {"state": state, "step": step, "exit_code": exit_code, "message": message, "pid": os.getpid()}
+    write_whole(folder / "status.json", json.dumps(status | more) + "\n")
 
 
 def read_json(path: Path) -> dict:
@@ -233,6 +232,15 @@ class Clock:
         return f"Time taken: {self.since - self.begin:.1f} seconds ({parts})"
 
 
+def describe_routers(sums: Tensor) -> dict[str, float]:
+    """Transformer.take_router_sums, over all ranks -> the balancing loss, and the experts' shares of the tokens as
+    multiples of an even share: each one's over all layers, and the extremes of any layer."""
+    loads = sums[:-2] / sums[:-2].mean(1, keepdim=True)
+    shares = {f"expert_load_{e}": load for e, load in enumerate(loads.mean(0).tolist())}
+    extremes = {"expert_load_max": loads.max().item(), "expert_load_min": loads.min().item()}
+    return {"router_aux_loss": (sums[-2, 0] / sums[-1, 0]).item()} | extremes | shares
+
+
 class Log:
     """The step record. All ranks must hold one and call it alike: peak memory is gathered when a step is recorded."""
 
@@ -282,11 +290,20 @@ class Log:
         rows = zip(self.sources, losses, tokens, strict=True)
         return {f"loss_{name}": loss / n for name, loss, n in rows if n}
 
-    def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val_loss: float | None = None) -> None:
-        """Records a step; reads the loss from the device, which is the only wait for it. Speeds are averages since the
-        last record."""
+    def step(
+        self,
+        step: int,
+        loss: Tensor,
+        grad_norm: Tensor,
+        lr: float,
+        val_loss: float | None = None,
+        router_sums: Tensor | None = None,
+    ) -> None:
+        """Records a step; reads the loss from the device, which is the only wait for it. Speeds, and what routers do
+        with their experts, are averages since the last record."""
         loss, grad_norm = loss.item(), grad_norm.item()
         memory = max(gather(memory_gib(self.ranks.device), self.ranks))
+        resident = gather(memory_gib(torch.device("cpu")), self.ranks)
         since = self.last_seconds
         steps = step - self.last_step
         self._mark(step)
@@ -309,12 +326,14 @@ class Log:
             "mem_gib": memory,
         }
         record |= self._source_losses()
+        if router_sums is not None:
+            record |= describe_routers(sum(gather(router_sums.double().cpu(), self.ranks)))
         if val_loss is not None:
             record["val_loss"] = val_loss
         if self.ranks.rank == 0:
             with open(self.folder / "metrics.jsonl", "a") as f:
                 f.write(json.dumps(record) + "\n")
-            write_status(self.folder, "running", step)
+            write_status(self.folder, "running", step, rss_gib=resident)
         line = (
             f"Batch {step} Loss: {loss:.5f}, Speed: {record['samples_per_s']:.2f} samples/sec, lr: {lr:.6f},"
             f" {tokens_per_s:.0f} tok/s, mfu {record['mfu']:.1%}, grad norm {grad_norm:.3f}, mem {memory:.2f} GiB"

@@ -60,6 +60,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     n_experts: int = 0
     top_k: int = 0
+    router_aux_loss_coef: float = 0.0  # what load balancing of experts adds to the mean loss; see Transformer.balance
     init_std: float = 0.02
 
     def __post_init__(self):
@@ -90,8 +91,9 @@ _LLAMA3_70B = replace(_LLAMA3, dim=8192, n_layers=80, n_heads=64, ffn_dim=28672,
 _LLAMA31 = dict(max_seq_len=131072, rope_scaling=RopeScaling(factor=8.0))
 _LLAMA32 = dict(max_seq_len=131072, rope_scaling=RopeScaling(factor=32.0), tied=True)
 _MIXTRAL = replace(
-    _LLAMA2, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768, mlp="moe", n_experts=8, top_k=2, rope_theta=1e6
-)
+    _LLAMA2, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768, mlp="moe", n_experts=8, top_k=2, rope_theta=1e6,
+    router_aux_loss_coef=0.02,
+)  # fmt: skip
 _TINY = ModelConfig(  # the narrower, the larger its init_std: close to 0.6 / sqrt(dim), as 0.02 is at a width of 1024
     vocab_size=258, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=176, max_seq_len=2048, rope_theta=5e5,
     init_std=0.05,
@@ -115,11 +117,13 @@ MODELS: dict[str, ModelConfig] = {
     "llama3.2-1b": replace(_LLAMA3, dim=2048, n_layers=16, n_heads=32, ffn_dim=8192, head_dim=64, **_LLAMA32),
     "llama3.2-3b": replace(_LLAMA3, dim=3072, n_layers=28, n_heads=24, ffn_dim=8192, head_dim=128, **_LLAMA32),
     "mixtral-8x7b": _MIXTRAL,
-    "mixtral-8x22b": replace(_MIXTRAL, dim=6144, n_layers=56, n_heads=48, ffn_dim=16384, max_seq_len=65536),
+    "mixtral-8x22b": replace(
+        _MIXTRAL, dim=6144, n_layers=56, n_heads=48, ffn_dim=16384, max_seq_len=65536, router_aux_loss_coef=0.001
+    ),
     "tiny-gpt2": replace(_gpt2(64, 2, 4), vocab_size=258, max_seq_len=256),
     "tiny-llama": _TINY,
     "tiny-llama3.2": replace(_TINY, rope_scaling=RopeScaling(factor=32.0, original_seq_len=64), tied=True),
-    "tiny-mixtral": replace(_TINY, mlp="moe", n_experts=4, top_k=2),
+    "tiny-mixtral": replace(_TINY, mlp="moe", n_experts=4, top_k=2, router_aux_loss_coef=0.02),
 }
 
 
@@ -284,7 +288,9 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 class MoE(nn.Module):
     """top_k of E SwiGLU experts per token, weighted by the softmax over the chosen ones (Mixtral, arXiv 2401.04088
-    section 2.1)."""
+    section 2.1). Returns, beside the output, what each expert got of each row: tokens and probabilities, [2, B, E]."""
+
+    matmul = staticmethod(grouped_matmul)  # looked up on self, so that a conversion to another precision can replace it
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -294,19 +300,22 @@ class MoE(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F, D))
         self.down_proj = nn.Parameter(torch.empty(E, D, F))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         B, T, D = x.shape
         x = x.view(B * T, D)
-        scores, experts = self.gate(x).float().softmax(-1).topk(self.top_k, -1)  # [N, k] each
+        probabilities = self.gate(x).float().softmax(-1)  # [N, E]
+        scores, experts = probabilities.topk(self.top_k, -1)  # [N, k] each
         scores = scores / scores.sum(-1, keepdim=True)
+        E = self.gate.out_features
+        chosen = (experts.view(B, -1, 1) == torch.arange(E, device=x.device)).sum(1)  # [B, E]
+        router = torch.stack((chosen.float(), probabilities.view(B, T, E).sum(1)))
         experts, order = experts.flatten().sort(stable=True)  # [N k]
         token = order // self.top_k
-        E = self.gate.out_features
         ends = (experts[:, None] <= torch.arange(E, device=x.device)).sum(0, dtype=torch.int32)  # [E]
-        gate, up = grouped_matmul(x[token], self.gate_up_proj, ends).chunk(2, -1)  # [N k, F] each
-        y = grouped_matmul(F.silu(gate) * up, self.down_proj, ends)  # [N k, D]
+        gate, up = self.matmul(x[token], self.gate_up_proj, ends).chunk(2, -1)  # [N k, F] each
+        y = self.matmul(F.silu(gate) * up, self.down_proj, ends)  # [N k, D]
         y = y * scores.flatten()[order, None].to(y.dtype)
-        return torch.zeros_like(x).index_add(0, token, y).view(B, T, D)
+        return torch.zeros_like(x).index_add(0, token, y).view(B, T, D), router
 
 
 MLPS = {"swiglu": SwiGLU, "gelu": GELU, "moe": MoE}
@@ -322,9 +331,11 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, rope=None, mask: Tensor | None = None, cache: LayerCache | None = None, start: int = 0
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x [B, T, D] -> the same, with MoE also what it says of its experts."""
         x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, start)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        y = self.mlp(self.post_attention_layernorm(x))
+        return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
 
 
 # Elements of the logits that exist at once. A few large chunks are as fast as one; on a GPU smaller ones would cost
@@ -380,6 +391,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx * grad, dw * grad, None, None
 
 
+def loss_head_bytes(config: ModelConfig, tokens: int, device_type: str) -> int:
+    """What the loss of so many tokens needs at its peak in bf16: a chunk's logits, in both dtypes and their gradient,
+    and the gradient of the weight."""
+    logits = min(CHUNK_LOGITS[device_type], tokens * config.vocab_size)
+    return 8 * logits + 4 * config.vocab_size * config.dim
+
+
 class LossHead(nn.Module):
     """lm_head. With targets [B, T] it returns the summed loss (fp32 scalar) and never holds the [B, T, V] logits;
     without, the logits in fp32. One module, so that sharding gathers its weight for either."""
@@ -428,6 +446,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, attention_backend: str = "sdpa"):
         super().__init__()
         self.config, self.dtype = config, dtype
+        self.router_sums: Tensor | None = None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         if config.positions == "learned":
             self.embed_positions = nn.Embedding(config.max_seq_len, config.dim)
@@ -446,15 +465,43 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
-        return self.lm_head(self._hidden(tokens, positions, None, documents), targets)
+        x, routers = self._hidden(tokens, positions, None, documents)
+        loss = self.lm_head(x, targets)
+        if not routers or not torch.is_grad_enabled():
+            return loss
+        extra = self.balance(torch.stack(routers), targets)
+        return loss + (extra - extra.detach())  # its gradient, and nothing of its value
 
     def logits(
         self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None, last: bool = False
     ) -> Tensor:
         """[B, T, V] fp32; last: of each row's last token alone, [B, 1, V]. With a cache, `tokens` continue what it
         holds, and are added to it."""
-        x = self._hidden(tokens, positions, cache)
+        x, _ = self._hidden(tokens, positions, cache)
         return self.lm_head(x[:, -1:] if last else x)
+
+    def balance(self, routers: Tensor, targets: Tensor) -> Tensor:
+        """The load-balancing loss of one forward pass (arXiv 2101.03961, as Hugging Face's Mixtral has it), times its
+        coefficient and the trained tokens, so that it and the summed loss are divided by their global number alike.
+
+            E sum_e (assignments to e / N L) (router probability of e / N L)        summed over all layers and tokens
+
+        routers [L, 2, B, E]. Rows without a trained token only fill up a micro-batch: they do not count."""
+        L, _, _, E = routers.shape
+        trained = targets != IGNORE
+        rows = trained.any(1)
+        assignments, probabilities = (routers * rows[:, None]).sum(2).unbind(1)  # [L, E] each
+        count = rows.sum().clamp(min=1) * targets.shape[1] * L
+        loss = E * (assignments.sum(0) * probabilities.sum(0)).sum() / count.float().square()
+        sums = torch.cat((assignments, loss * trained.sum().expand(1, E), trained.sum().expand(1, E))).detach()
+        self.router_sums = sums if self.router_sums is None else self.router_sums + sums
+        return self.config.router_aux_loss_coef * loss * trained.sum()
+
+    def take_router_sums(self) -> Tensor | None:
+        """[L + 2, E], since the last call: the tokens that each expert of each layer got; then, in all columns alike,
+        the balancing loss times the trained tokens, and their number. None without experts."""
+        sums, self.router_sums = self.router_sums, None
+        return sums
 
     def _mask(self, positions: Tensor | None, documents: Tensor | None) -> Tensor | None:
         """Which documents there are, as the back-end wants to be told."""
@@ -466,7 +513,7 @@ class Transformer(nn.Module):
 
     def _hidden(
         self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None, documents: Tensor | None = None
-    ) -> Tensor:
+    ) -> tuple[Tensor, list[Tensor]]:
         assert positions is None or cache is None, "a cache counts the positions itself"
         T, start = tokens.shape[1], cache.length if cache else 0
         if cache:
@@ -481,12 +528,15 @@ class Transformer(nn.Module):
             rope = tuple(table[:, start : start + T] for table in cache.rope)
         else:
             rope = rope_table(self.config, positions)
-        x = x.to(self.dtype)
+        x, routers = x.to(self.dtype), []
         for i, block in enumerate(self.layers):
             x = block(x, rope, mask, cache.layers[i], start) if cache else block(x, rope, mask)
+            if isinstance(x, tuple):
+                routers.append(x[1])
+                x = x[0]
         if cache:
             cache.length += T
-        return self.norm(x)
+        return self.norm(x), routers
 
 
 # Initialisation: one place, and a pure function of (seed, name, position in the parameter), so that every rank can draw

@@ -1,25 +1,135 @@
 """AdamW (arXiv 1711.05101) and the learning rate.
 
-torch's fused AdamW does the arithmetic. It also takes `grad_scale` (gradients are divided by it) and `found_inf` (1
-suppresses the update) as tensors on the device, inside its one kernel: so the division by the number of trained tokens,
-clipping and the guard against non-finite gradients cost no pass over memory and no synchronisation."""
+Where parameters and moments are fp32, torch's fused AdamW does the arithmetic. It also takes `grad_scale` (gradients
+are divided by it) and `found_inf` (1 suppresses the update) as tensors on the device, inside its one kernel: so the
+division by the number of trained tokens, clipping and the guard against non-finite gradients cost no pass over memory
+and no synchronisation.
 
+It refuses other dtypes. For bf16 moments and bf16 masters there is an AdamW of our own with the same interface, over
+flat pieces of the parameters, in fp32 arithmetic, compiled to one pass over memory where there is a compiler. An update
+is often smaller than half of bf16's spacing at the parameter, and rounding to the nearest would lose it, every step
+again; so would the second moment's when beta2 is close to 1. Both are rounded stochastically: up with the probability
+that keeps the mean (arXiv 2010.06192). The random bits are a hash of (seed, step, parameter, position): a resumed run
+repeats them, and replicas, which must stay equal, draw the same."""
+
+import hashlib
 import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PIECE = {"eager": 2**18, "compiled": 2**30}  # elements: what the temporaries of the one fit in a cache; 32-bit indices
 
 
-def make_optimizer(model: nn.Module, config) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config) -> torch.optim.Optimizer:
     """Matrices and embeddings decay; biases and norm weights (one dimension) do not. config: a Config."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, fused=True)
+    options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": 1e-8}
+    if config.state_dtype == "fp32" and all(p.dtype == torch.float32 for p in model.parameters()):
+        return torch.optim.AdamW(groups, fused=True, **options)
+    return MixedAdamW(groups, DTYPES[config.state_dtype], config.seed, config.compile != "none", **options)
 
 
-def update(optimizer: torch.optim.AdamW, lr: float, grad_scale: Tensor, suppress: Tensor) -> None:
+class MixedAdamW(torch.optim.Optimizer):
+    """AdamW for parameters and moments of any dtypes. Uses `grad_scale` and `found_inf` and keeps its state under the
+    names that torch's fused AdamW does: exp_avg, exp_avg_sq (in state_dtype) and step."""
+
+    def __init__(self, groups, state_dtype: torch.dtype, seed: int = 0, compiled: bool = False, **options):
+        super().__init__(groups, options)
+        self.state_dtype, self.seed = state_dtype, seed
+        self.piece = PIECE["compiled" if compiled else "eager"]
+        self.adamw = torch.compile(adamw_, dynamic=True) if compiled else adamw_
+        self.grad_scale = self.found_inf = None
+
+    def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        moments = {key: torch.zeros_like(parameter, dtype=self.state_dtype) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), device=_local(parameter).device)} | moments
+
+    @torch.no_grad()
+    def step(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p].update(self.init_state(p))
+        steps = [self.state[p]["step"] for p in parameters]
+        torch._foreach_add_(steps, 1.0 - self.found_inf)
+        t, keep = steps[0].clamp(min=1.0), self.found_inf > 0
+        number = 0
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            factors = torch.stack(  # tensors: a number that changes would compile again, an .item() would wait
+                (
+                    1.0 / self.grad_scale,
+                    torch.full_like(t, 1.0 - group["lr"] * group["weight_decay"]),
+                    group["lr"] / (1.0 - beta1**t),
+                    (1.0 - beta2**t).rsqrt(),
+                )
+            )
+            for p in group["params"]:
+                state, number = self.state[p], number + 1
+                flat = [_local(x).view(-1) for x in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+                key = int.from_bytes(hashlib.sha256(f"{self.seed}/{number}".encode()).digest()[:4], "little")
+                for a in range(0, flat[0].numel(), self.piece):
+                    place = torch.tensor([key, _local_start(p) + a]).to(t.device, non_blocking=True)
+                    pieces = (x[a : a + self.piece] for x in flat)
+                    self.adamw(*pieces, factors, keep, t, place, beta1, beta2, group["eps"])
+
+
+def adamw_(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Tensor, keep: Tensor, step: Tensor, place: Tensor,
+    beta1: float, beta2: float, eps: float,
+) -> None:  # fmt: skip
+    """Update number `step` of flat pieces, in place; none if `keep`. factors: 1 / gradient scale, 1 - lr decay, lr /
+    (1 - beta1^t), 1 / sqrt(1 - beta2^t). place: the parameter's key and the piece's position in it."""
+    unscale, decay, rate, root = factors.unbind()
+    g = g.float() * unscale
+    new_m = torch.lerp(m.float(), g, 1.0 - beta1)
+    new_v = torch.lerp(v.float(), g * g, 1.0 - beta2)
+    new_p = p.float() * decay - rate * new_m / (new_v.sqrt() * root + eps)
+    if torch.bfloat16 in (p.dtype, v.dtype):
+        bits = random_bits(p.numel(), place, step)
+        new_p = round_stochastically(new_p, bits & 0xFFFF) if p.dtype == torch.bfloat16 else new_p
+        new_v = round_stochastically(new_v, bits >> 16) if v.dtype == torch.bfloat16 else new_v
+    for old, new in ((m, new_m), (v, new_v), (p, new_p)):
+        old.copy_(torch.where(keep, old, new.to(old.dtype)))
+
+
+def random_bits(n: int, place: Tensor, step: Tensor) -> Tensor:
+    """n integers below 2^32: a hash of (key, position, step), xor-shifts and multiplications. (Multipliers below 2^31
+    keep int64 from overflowing.)"""
+    key, start = place.unbind()
+    h = torch.arange(n, device=step.device) + start
+    rounds = ((key + (h >> 32), 0x7FEB352D), (step.long(), 0x46CA6B45), (0, 0x5BD1E995))
+    for salt, multiplier in rounds:
+        h = ((h ^ salt) * multiplier) & 0xFFFFFFFF
+        h = h ^ (h >> 15)
+    return h
+
+
+def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
+    """fp32 -> bf16: the 16 bits that bf16 lacks are the probability of rounding away from zero. bits: below 2^16."""
+    return ((x.view(torch.int32) + bits.int()) & -65536).view(torch.float32).bfloat16()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_start(tensor: Tensor) -> int:
+    """The number that the first element of this rank's part has in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return sum(s * math.prod(tensor.shape[d + 1 :]) for d, s in enumerate(start))
+
+
+def update(optimizer: torch.optim.Optimizer, lr: float, grad_scale: Tensor, suppress: Tensor) -> None:
     """One step with gradients / grad_scale, or none at all where suppress is 1 (fp32 scalars on the device); frees the
     gradients."""
     for group in optimizer.param_groups:

@@ -344,9 +344,7 @@ def prepare(
         names = ("train-{:05}.bin", "val-{:05}.bin")
         index = build(sources, settings, out, names, processes, shard_tokens, val_every, skip_bad, note, meter, warn)
         if not index["files"]:
-            raise UserError(
-                f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare"
-            )
+            raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
         index |= {"key": key, "sources": [{"name": str(s), "bytes": size_of(s)} for s in sources]}
         write_json(out / "index.json", index)
         progress.unlink()

@@ -2,39 +2,49 @@
 
 The order is fixed, each step one call, in train.py's `build`:
 
-    meta device -> activation checkpointing -> compile each block -> fully_shard -> to_empty -> fill
+    meta device -> checkpointing -> compile each block -> activation offload -> fully_shard -> to_empty -> fill
 
 Checkpointing goes first, because the compiler must see it; compilation before sharding, so that the compiled graph
 holds the computation and not the gathering; memory is allocated last, when every rank knows which part is its own.
-Nothing here wraps or renames a module: parameter names stay those of the model.
+Each step rebinds a block's `forward`; nothing wraps or renames a module: parameter names stay those of the model.
 
 Replication, full sharding and hybrids are one 2-D mesh (replicate, shard): --shard_size 1 replicates, 0 shards over all
-ranks. One rank alone is not wrapped. Works on any module with `.layers`."""
+ranks. One rank alone is not wrapped, unless its parameters are offloaded. Works on any module with `.layers`."""
 
 import ctypes
+import logging
+import math
 import os
 import platform
-import shutil
 import signal
-import subprocess
 import sys
-import sysconfig
-import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
+from machine import find_device
+
+logger = logging.getLogger("flatland")
 
 
 @dataclass(frozen=True)
@@ -48,30 +58,6 @@ class Ranks:
     control: dist.ProcessGroup | None = None
 
 
-def find_device(processes: int, local_rank: int = 0) -> torch.device:
-    """The device of a rank when `processes` ranks run on this machine; refuses too few GPUs, and GPUs that torch cannot
-    use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not torch.cuda.is_available():
-        if visible not in ("", "-1") and shutil.which("nvidia-smi"):
-            query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-            found = subprocess.run(query, capture_output=True, text=True)
-            if found.returncode == 0 and found.stdout.strip():
-                raise UserError(
-                    f"nvidia-smi shows GPUs ({found.stdout.strip().splitlines()[0]}), but torch"
-                    f" {torch.__version__} (CUDA {torch.version.cuda}) cannot use them: update the driver, install a"
-                    " torch that suits it, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
-                )
-        return torch.device("cpu")
-    if processes > torch.cuda.device_count():
-        raise UserError(
-            f"{processes} processes on this machine, but {torch.cuda.device_count()} visible GPUs"
-            f" (CUDA_VISIBLE_DEVICES is {'not set' if visible is None else visible}):"
-            " start one process per visible GPU"
-        )
-    return torch.device("cuda", local_rank)
-
-
 def init_ranks() -> Ranks:
     """Joins the process group that torchrun describes in the environment; without one, this process is alone. All ranks
     must call."""
@@ -82,6 +68,7 @@ def init_ranks() -> Ranks:
     device = find_device(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # what stays in fp32 is multiplied as TF32
     if world_size == 1:
         return Ranks(0, 1, device)
     dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30))
@@ -94,7 +81,7 @@ def leave(ranks: Ranks) -> None:
     here in 1 of 10 runs that had merely destroyed the group)."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if ranks.world_size > 1:
+    if dist.is_initialized():
         dist.barrier(ranks.control)
         dist.destroy_process_group()
         os._exit(0)
@@ -109,70 +96,82 @@ def mesh_shape(shard_size: int, world_size: int) -> tuple[int, int]:
     return world_size // size, size
 
 
-def make_mesh(shard_size: int, ranks: Ranks) -> DeviceMesh | None:
-    """The (replicate, shard) mesh; None for one rank. All ranks must call."""
+def make_mesh(shard_size: int, ranks: Ranks, offload: bool = False) -> DeviceMesh | None:
+    """The (replicate, shard) mesh; None for one rank, unless it offloads. All ranks must call."""
     shape = mesh_shape(shard_size, ranks.world_size)
     if ranks.world_size == 1:
-        return None
+        if not offload:
+            return None
+        if not dist.is_initialized():
+            backend = "cuda:nccl,cpu:gloo" if ranks.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def keep_memory() -> None:
-    """glibc gives large blocks back to the kernel and faults them in again, every step: most of a CPU's training time.
-    Without an NVIDIA GPU, and unless the user has set MALLOC_*, let it keep them."""
-    if (
-        platform.libc_ver()[0] == "glibc"
-        and not torch.cuda.is_available()
-        and not any(k.startswith("MALLOC_") for k in os.environ)
-    ):
-        libc = ctypes.CDLL(None)
-        for parameter, value in ((-4, 0), (-1, -1), (-2, 2**28)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD (malloc.h)
-            libc.mallopt(parameter, value)
+# What does not work together: (whether it is asked for, what to say about it).
+UNSUPPORTED = (
+    (
+        lambda c, ranks: c.compile == "model" and ranks > 1,
+        "--compile model is for one process; with several, parameters are gathered block by block: --compile block",
+    ),
+    (
+        lambda c, ranks: c.compile == "model" and c.offload == "cpu",
+        "--compile model with --offload cpu: parameters are fetched block by block: --compile block",
+    ),
+    (
+        lambda c, ranks: c.compile == "model" and c.offload_activations,
+        "--compile model with --offload_activations: they are taken from between the blocks: --compile block",
+    ),
+    (
+        lambda c, ranks: c.checkpointing == "none" and c.offload_activations,
+        "--offload_activations is for what checkpointing keeps, the block inputs: give --checkpointing block, too",
+    ),
+    (
+        lambda c, ranks: c.fp8 != "off" and c.offload == "cpu",
+        "--fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two",
+    ),
+)
 
 
-def compiler_problem() -> str:
-    """Why torch.compile cannot work here, with the command that mends it; empty if it can."""
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # the one inductor takes
-    if " " in (torch.__file__ or ""):  # inductor's linker flags are split at it
-        return f"torch is in a folder with a space in its name ({Path(torch.__file__).parent}): move the checkout"
-    if not shutil.which(compiler.split()[0]):
-        return f"no usable C++ compiler ({compiler} is not there): sudo apt install g++ python3-dev"
-    source = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() < 0; }\n"
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "try.cpp").write_text(source)
-        flags = ["-fopenmp", "-I", sysconfig.get_paths()["include"], "-c", "try.cpp", "-o", "try.o"]
-        done = subprocess.run([*compiler.split(), *flags], cwd=folder, capture_output=True, text=True)
-    if done.returncode == 0:
-        return ""
-    return f"{compiler} cannot compile against Python.h and OpenMP: sudo apt install g++ python3-dev"
+def refuse_unsupported(config, world_size: int) -> None:
+    for asked, message in UNSUPPORTED:
+        if asked(config, world_size):
+            raise UserError(message)
+
+
+def set_timeout(seconds: int, ranks: Ranks, mesh: DeviceMesh | None) -> None:
+    """From now on a rank that waits this long for another ends the job. All groups have the start's long limit before:
+    reading weights and compiling take some ranks longer than others."""
+    groups = [] if mesh is None else [None, ranks.control, *mesh.get_all_groups()]
+    for group in groups if ranks.world_size > 1 else []:
+        _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 # ---- the build order
 
 
-def checkpoint_activations(model: nn.Module, mode: str) -> None:
-    """block: each block keeps its input only and computes the rest again in the backward pass (arXiv 1604.06174)."""
-    if mode == "block":
-        for block in model.layers:
-            block.forward = _checkpointed(block.forward)
-
-
-def _checkpointed(forward: Callable) -> Callable:
-    def run(*args):
-        return checkpoint(forward, *args, use_reentrant=False)
-
-    return run
-
-
 def compile_model(model: nn.Module, mode: str) -> None:
     """block: every block on its own, sharing one compiled graph; model: everything as one graph. In place."""
-    for module in {"none": [], "block": list(model.layers), "model": [model]}[mode]:
-        module.compile(dynamic=False)
+    if mode == "model":
+        model.compile(dynamic=False)
+    for block in model.layers if mode == "block" else []:
+        block.forward = torch.compile(block.forward, dynamic=False)
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh | None, dtype: torch.dtype) -> None:
-    """FSDP2 with a unit per block and one for the rest: parameters are gathered in `dtype`, gradients summed in
-    fp32."""
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard: str = "auto",
+    prefetch: int = 1,
+    offload: bool = False,
+    own_units: bool = True,
+) -> None:
+    """FSDP2: parameters are gathered in `dtype` unit by unit, gradients summed in `reduce_dtype`. Units are the
+    embedding, each block, lm_head (own_units False, or tied: these two belong to the rest) and the rest.
+
+    Neither the embedding nor our loss head needs its weight in the backward pass: it is not gathered again."""
     if mesh is None:
         return
     size = mesh["shard"].size()
@@ -183,28 +182,147 @@ def shard_model(model: nn.Module, mesh: DeviceMesh | None, dtype: torch.dtype) -
             return None
         return next((Shard(d) for d in (1, 2) if parameter.shape[d] % size == 0), None)
 
+    ends = [getattr(model, name, None) for name in ("embed_tokens", "lm_head")]
+    if not own_units or None in ends or ends[0].weight is ends[1].weight:
+        ends = []
+    units = [*ends[:1], *model.layers, *ends[1:], model]
+    needed_next = {model, model.layers[-1]}  # their backward pass begins when the forward pass ends
     # Inputs are not cast: the model does it, and its rope tables are to stay fp32.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in [*model.layers, model]:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    for unit in units:
+        give_back = {"auto": unit not in needed_next, "always": True, "never": False}[reshard]
         fully_shard(
-            module,
+            unit,
             mesh=mesh,
             mp_policy=policy,
-            reshard_after_forward=size > 1 and module is not model,
+            reshard_after_forward=size > 1 and give_back,
             shard_placement_fn=placement,
+            offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
         )
-        module.set_gradient_divide_factor(
-            1.0
-        )  # sums: what they are divided by, the count of trained tokens, is known later
-        module.set_force_sum_reduction_for_comms(True)  # and not as a multiplied sum, which gloo lacks
+        unit.set_gradient_divide_factor(1.0)  # sums: they are divided by the count of trained tokens, known later
+        unit.set_force_sum_reduction_for_comms(True)  # and not as a multiplied sum, which gloo lacks
+        unit.set_unshard_in_backward(unit not in ends)
+    in_order = [model, *units[:-1]]
+    for i, unit in enumerate(in_order if prefetch else []):
+        unit.set_modules_to_forward_prefetch(in_order[i + 1 : i + 1 + prefetch])
+        unit.set_modules_to_backward_prefetch(in_order[max(1, i - prefetch) : i][::-1])
     register_fsdp_forward_method(model, "logits")
 
 
-def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor]) -> None:
-    """Gives every parameter its values: read(name, slices) returns the part that this rank keeps."""
+PIECE = 2**23  # elements that are read, sent and copied at a time
+
+
+def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor], load: str = "direct") -> None:
+    """Gives every parameter its values: read(name, slices) returns those of a part of it, on the CPU, in any dtype.
+    direct: every rank reads what it keeps; rank0: rank 0 alone reads, and sends each rank its part. Either goes piece
+    by piece, the next one being read while this one is sent and copied. All ranks must call."""
+    fill_tensors(list(model.named_parameters()), read, load)
+
+
+def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str) -> None:
+    source = _sent_by_rank0 if load == "rank0" and isinstance(named[0][1], DTensor) else _read_here
+    total, mine = (sum(p.numel() for p in ps) for ps in ([p for _, p in named], [local(p) for _, p in named]))
+    done, size, begin = 0, 0.0, time.perf_counter()
+    said = begin
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            local(parameter).copy_(read(name, local_slices(parameter)))
+        for target, values in source(named, read):
+            target.copy_(values)
+            done += values.numel()
+            size += values.numel() * values.element_size() * total / mine  # of all ranks, who read alike
+            seconds = time.perf_counter() - begin
+            if begin + seconds - said > 10:
+                said, rate, rest = begin + seconds, size / 1e9 / seconds, seconds * (mine / done - 1)
+                logger.info("Loading: %.0f %%, %.2f GB/s, %.0f s left", 1e2 * done / mine, rate, rest)
+    seconds = time.perf_counter() - begin
+    rate = size / 1e9 / seconds
+    logger.info("Filled %d tensors: %.3f GB in %.1f s, %.2f GB/s", len(named), size / 1e9, seconds, rate)
+
+
+def _read_here(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
+    """-> (part of this rank's part of a parameter, its values)"""
+
+    def jobs():
+        for name, parameter in named:
+            shape, sharding = parameter.shape, _sharding(parameter)
+            for rows in _rows(shape, *sharding[:2], PIECE):
+                yield local(parameter)[rows], partial(read, name, _slices(shape, *sharding, rows))
+
+    return _ahead(jobs())
+
+
+def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same. Rank 0 scatters a piece over the ranks of its copy of the model; they send it to the other copies."""
+    mesh, first = named[0][1].device_mesh, dist.get_rank() == 0
+    dtypes = [[read(n, tuple(slice(0, 1) for _ in p.shape)).dtype for n, p in named] if first else None]
+    dist.broadcast_object_list(dtypes, 0)
+
+    def jobs():
+        for (name, parameter), dtype in zip(named, dtypes[0], strict=True):
+            shape, (dim, parts, _) = parameter.shape, _sharding(parameter)
+            for rows in _rows(shape, dim, parts, PIECE // parts):
+                places = [_slices(shape, dim, parts, i, rows) for i in range(parts)] if first else []
+                yield (parameter, dtype, rows), partial(_read_all, read, name, places)
+
+    for (parameter, dtype, rows), values in _ahead(jobs()):
+        target = local(parameter)[rows]
+        shape = [rows.stop - rows.start, *target.shape[1:]]
+        buffer = torch.empty(shape, dtype=dtype, device=mesh.device_type)
+        pieces = [_padded(v, shape).to(buffer.device) for v in values] if first else None
+        if mesh.get_coordinate()[0] == 0:
+            dist.scatter(buffer, pieces, group=mesh.get_group("shard"), group_src=0)
+        if mesh.size(0) > 1:
+            dist.broadcast(buffer, group=mesh.get_group("replicate"), group_src=0)
+        yield target, buffer[: len(target)]
+
+
+def _read_all(read: Callable, name: str, places: list) -> list[Tensor]:
+    return [read(name, place) for place in places]
+
+
+def _sharding(parameter: Tensor) -> tuple[int, int, int]:
+    """(dimension that is divided, number of parts, this rank's)"""
+    if not isinstance(parameter, DTensor):
+        return 0, 1, 0
+    return parameter.placements[-1].dim, parameter.device_mesh.size(-1), parameter.device_mesh.get_coordinate()[-1]
+
+
+def _rows(shape: torch.Size, dim: int, parts: int, elements: int) -> Iterator[slice]:
+    """Cuts the rows of the largest part into slices of about so many elements."""
+    rows = -(-shape[0] // parts) if dim == 0 else shape[0]
+    width = math.prod(shape[1:]) // (1 if dim == 0 else parts)
+    step = max(1, elements // max(width, 1))
+    return (slice(a, min(a + step, rows)) for a in range(0, rows, step))
+
+
+def _slices(shape: torch.Size, dim: int, parts: int, part: int, rows: slice) -> tuple[slice, ...]:
+    """Where those rows of a part lie in the whole tensor."""
+    step, out = -(-shape[dim] // parts), [slice(0, n) for n in shape]
+    out[dim] = slice(min(part * step, shape[dim]), min((part + 1) * step, shape[dim]))
+    first = out[0]
+    out[0] = slice(min(first.start + rows.start, first.stop), min(first.start + rows.stop, first.stop))
+    return tuple(out)
+
+
+def _padded(values: Tensor, shape: list[int]) -> Tensor:
+    """The last part may be smaller, all that is sent is of one size."""
+    if list(values.shape) == shape:
+        return values.contiguous()
+    out = values.new_zeros(shape)
+    out[: len(values)] = values
+    return out
+
+
+def _ahead(jobs: Iterator) -> Iterator:
+    """(a, work) ... -> (a, work()) ..., the next work being done in a thread while this one's result is used."""
+    with ThreadPoolExecutor(1) as thread:
+        before = None
+        for a, work in jobs:
+            now = a, thread.submit(work)
+            if before:
+                yield before[0], before[1].result()
+            before = now
+        if before:
+            yield before[0], before[1].result()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -233,10 +351,13 @@ def owns(tensor: Tensor) -> bool:
 # ---- in the loop
 
 
-def sync_gradients(model: nn.Module, on: bool) -> None:
-    """Off while micro-batches accumulate: only the last one's backward pass reduces over ranks."""
+def sync_gradients(model: nn.Module, last: bool, reshard: str = "auto") -> None:
+    """Before each micro-batch; last: of its step. Replicas reduce over each other with the last one only. Over the
+    ranks of a copy each one is reduced: whole gradients of a large model would not fit. With --reshard never the
+    parameters stay gathered until the last."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(on)
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or reshard != "never")
 
 
 def reshard(model: nn.Module) -> None:
@@ -259,14 +380,18 @@ class GradientGuard:
     def __init__(self, model: nn.Module, clip: float, ranks: Ranks, mesh: DeviceMesh | None):
         self.parameters, self.clip, self.ranks = list(model.parameters()), clip, ranks
         self.replicas = 1 if mesh is None else mesh["replicate"].size()
-        self.suppress = torch.zeros((), device=ranks.device)
+        self.suppress = torch.zeros((), device=local(self.parameters[0]).device)  # on the host, if they are offloaded
         self.seen = None  # a copy of it on its way to the host
 
     def reduce(self, loss: Tensor, trained: int) -> tuple[Tensor, Tensor, Tensor]:
         """loss: this rank's sum over its `trained` tokens, gradients likewise -> (loss per token, gradient norm, what
         the gradients are to be divided by), global. All ranks must call."""
-        norms = torch._foreach_norm([local(p.grad) for p in self.parameters])
-        square = torch.stack(norms).float().square().sum() / self.replicas
+        # On a CPU torch adds up one value after the other: in fp32 that is wrong by 3e-4 for 10 M of them.
+        length = 2**17 if self.suppress.device.type == "cpu" else 2**30
+        pieces = [piece for p in self.parameters for piece in local(p.grad).reshape(-1).split(length)]
+        norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)
+        square = torch.stack(norms).square().sum() / self.replicas
+        loss = loss.to(square.device)
         sums = torch.stack((square, loss, torch.full_like(loss, trained)))
         if self.ranks.world_size > 1:
             dist.all_reduce(sums)
@@ -339,6 +464,20 @@ def on_first_rank(work: Callable, ranks: Ranks):
     result, error = gather((result, error), ranks)[0]
     if error is not None:
         raise UserError(str(error)) if isinstance(error, UserError) else error
+    return result
+
+
+def on_every_rank(work: Callable, ranks: Ranks):
+    """Each rank does it and gets its own result; or all get one error, which names the ranks and machines that had one.
+    All ranks must call."""
+    result, fault = None, ""
+    try:
+        result = work()
+    except (UserError, OSError) as e:
+        fault = f"rank {ranks.rank} on {platform.node()}: {e}"
+    faults = [f for f in gather(fault, ranks) if f]
+    if faults:
+        raise UserError("\n".join(faults))
     return result
 
 

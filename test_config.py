@@ -66,6 +66,14 @@ def test_types():
     assert parse_args(["--check"]).check == 0 and parse_args(["--check", "4"]).check == 4 and parse_args([]).check < 0
 
 
+def test_booleans():
+    """A bare flag is on; what follows it may be another flag."""
+    for words, value in {"": True, "=on": True, "=off": False, " true": True, " FALSE": False}.items():
+        assert parse_args(f"--offload_activations{words} --steps 7".split()).offload_activations is value
+    assert parse_args([]).offload_activations is False
+    assert "--offload_activations" in refused("--offload_activations", "maybe")
+
+
 @pytest.mark.parametrize(
     "words, named",
     [
@@ -207,8 +215,8 @@ def test_an_unknown_flag_in_a_recipe(recipe):
 @pytest.mark.parametrize(
     "flags, values",
     [
-        ("steps seq_len keep", "0 -5"),
-        ("batch_tokens shard_size log_every eval_every eval_batches save_every sample_every", "-1"),
+        ("steps seq_len keep timeout", "0 -5"),
+        ("batch_tokens shard_size prefetch log_every eval_every eval_batches save_every sample_every", "-1"),
         ("vocab_size dim n_layers n_heads n_kv_heads ffn_dim", "-1"),
         ("warmup_steps decay_steps weight_decay clip min_lr", "-0.1 nan"),
         ("warmup_steps decay_steps weight_decay", "inf"),
@@ -325,6 +333,7 @@ def test_help_shows_every_flag_with_its_default_and_choices(capsys, monkeypatch)
         line = shown[f.name]
         assert len(f.metadata["help"]) > 5 and f.metadata["help"] in line
         default = {"": "empty", (): "none"}.get(f.default, f.default)
+        default = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
         assert re.search(rf"\(default: {re.escape(str(default))}[;)]", line)
         assert all(choice in line for choice in f.metadata["choices"])
 

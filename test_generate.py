@@ -326,12 +326,18 @@ def test_chat_asks_as_the_template_does(hub, capsys, system):
         assert say(capsys, "--run", folder, *words) == answer + "\n"
 
 
-def test_chat_answers_do_not_begin_with_a_space(hub, capsys):
-    """As sentencepiece shows a text of its own, other than one that goes on."""
-    folder, theirs, encode, decode = hub("mixtral")
-    ids = encode("[INST] Why? [/INST]")
-    answer = decode(their_ids(theirs, ids, STOP["mixtral"])[len(ids) :])
-    assert say(capsys, "--run", folder, "--chat", "--prompt", "Why?", *GREEDY) == answer + "\n"
+@pytest.mark.parametrize("words, said", [([], "A list of words"), (["--chat"], "list of words")])
+def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, monkeypatch, words, said):
+    """Sentencepiece writes the space before a word in its token, and shows none before the first of a text."""
+    folder, _, encode, _ = hub("mixtral")
+    monkeypatch.setattr("generate.sample", lambda *_, **__: (torch.tensor([i]) for i in encode("list of words")[1:]))
+    assert say(capsys, "--run", folder, "--prompt", "A", *words) == said + "\n"
+
+
+@pytest.mark.parametrize("name, stop", [("gpt2", {0}), ("llama3", {1, 4}), ("mixtral", {2})])
+def test_where_texts_of_a_folder_end(hub, name, stop):
+    """At the end of the text or of a turn, and not at BOS, unless that is the end too."""
+    assert open_source(str(hub(name)[0]), None).stop == stop
 
 
 @pytest.mark.parametrize(

@@ -345,3 +345,14 @@ def test_memory_is_the_peak_of_the_process():
     del block
     assert memory_gib(torch.device("cpu")) == pytest.approx(peak(), rel=0.2)
     assert memory_gib(torch.device("cpu")) > 0.125
+
+
+def test_routers_are_described_by_shares_of_the_tokens():
+    """Two layers, four experts, 12 trained tokens: expert 3 is not used in the first layer."""
+    counts = [[8, 8, 8, 0], [2, 2, 2, 18]]
+    sums = torch.tensor([*counts, [12 * 1.5] * 4, [12.0] * 4])
+    record = log.describe_routers(sums)
+    assert record["router_aux_loss"] == pytest.approx(1.5)
+    assert (record["expert_load_max"], record["expert_load_min"]) == (pytest.approx(3), 0)
+    shares = [record[f"expert_load_{e}"] for e in range(4)]
+    assert shares == pytest.approx([(4 / 3 + 1 / 3) / 2] * 3 + [1.5]) and sum(shares) == pytest.approx(4)

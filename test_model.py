@@ -30,7 +30,9 @@ FAMILY = {
     "llama3": replace(BASE, n_kv_heads=2, rope_theta=5e5),
     "llama3.1": replace(BASE, n_kv_heads=2, rope_scaling=STRETCHED),
     "llama3.2": replace(BASE, n_kv_heads=2, rope_scaling=STRETCHED, tied=True),
-    "mixtral": replace(BASE, n_kv_heads=2, mlp="moe", n_experts=4, top_k=2, rope_theta=1e6),
+    "mixtral": replace(
+        BASE, n_kv_heads=2, mlp="moe", n_experts=4, top_k=2, rope_theta=1e6, router_aux_loss_coef=0.001
+    ),
     "wide-heads": replace(BASE, n_kv_heads=1, head_dim=24),
 }
 BF16 = 2.0**-8  # largest relative error of rounding to bfloat16
@@ -196,7 +198,8 @@ def translate(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def make_pair(name: str) -> tuple[Transformer, nn.Module]:
     """Our model and Hugging Face's with the same weights."""
-    ours, theirs = Transformer(FAMILY[name]), make_reference(FAMILY[name])
+    config = replace(FAMILY[name], router_aux_loss_coef=0.0)  # transformers adds it only where it is asked to
+    ours, theirs = Transformer(config), make_reference(config)
     values = translate(dict(theirs.named_parameters()))
     assert {n: p.shape for n, p in ours.named_parameters()} == {n: v.shape for n, v in values.items()}
     fill(ours, lambda name, slices: values[name])
@@ -241,6 +244,32 @@ def test_bf16_stays_near_fp32(name):
     spread = (logits - reference.logits(tokens)).norm() / reference.logits(tokens).norm()
     assert BF16 / 8 < spread < BF16 * math.sqrt(60)
     assert loss.item() == pytest.approx(reference(tokens, targets).item(), rel=0.01)
+
+
+@pytest.mark.parametrize("filler", [0, 2])
+def test_balancing_loss_is_that_of_transformers(filler):
+    """In the gradients and the sums, not in the loss. Rows that only fill up the batch count for nothing."""
+    ours, theirs = make_pair("mixtral")
+    ours.config = replace(ours.config, router_aux_loss_coef=0.3)
+    theirs.router_aux_loss_coef = 0.3
+    tokens, targets = random_tokens(2, 40), uneven_targets(40, 7, length=40)
+    out = theirs(tokens, output_router_logits=True, labels=tokens)  # labels of its own, only for the auxiliary loss
+    logits = out.logits
+    mean = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    (mean + 0.3 * out.aux_loss).backward()
+    more = random_tokens(filler, 40, seed=5)
+    loss = ours(torch.cat((tokens, more)), torch.cat((targets, torch.full_like(more, -100))))
+    assert loss.item() == pytest.approx(47 * mean.item(), rel=1e-5)
+    (loss / 47).backward()
+    grads = translate({n: p.grad for n, p in theirs.named_parameters()})
+    errors = {n: error(p.grad, grads[n]) for n, p in ours.named_parameters()}
+    assert max(errors.values()) < 1e-4, errors
+    sums = ours.take_router_sums()
+    assert (sums[2, 0] / 47).item() == pytest.approx(out.aux_loss.item(), rel=1e-5) and sums[3, 0] == 47
+    for layer, scores in enumerate(out.router_logits):
+        counts = scores.topk(2, -1).indices.flatten().bincount(minlength=4)
+        assert sums[layer].tolist() == counts.tolist()
+    assert ours.take_router_sums() is None
 
 
 # ---- the loss head
@@ -518,7 +547,7 @@ def test_experts_token_by_token(dtype, bound):
     expected.backward(gradient.double())
 
     x.requires_grad_()
-    found = moe(x)
+    found, _ = moe(x)
     found.backward(gradient.to(dtype))
     assert error(found, expected) < bound and error(x.grad, inputs.grad) < bound
     for n, p in moe.named_parameters():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from config import parse_args
-from optim import learning_rate, make_optimizer, update
+from optim import PIECE, MixedAdamW, learning_rate, make_optimizer, random_bits, update
 
 # Rates with --lr 1 --min_lr 0.1 --steps 100, at the steps given.
 RATES = [
@@ -62,7 +62,7 @@ def set_gradients(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """-> the same, in fp64"""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator) * 10**seed
+        p.grad = (torch.randn(p.shape, generator=generator) * 10**seed).to(p.dtype)
     return {name: p.grad.double() for name, p in model.named_parameters()}
 
 
@@ -119,3 +119,145 @@ def test_a_suppressed_update_changes_no_bit(updates_before, value):
     update(optimizer, 0.1, one, zero), update(other_optimizer, 0.1, one, zero)
     pairs = zip(snapshot(model, optimizer), snapshot(other, other_optimizer), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+# ---- AdamW for other dtypes; torch's fused AdamW in fp32 is the oracle
+
+
+def mixed(model: nn.Module, param: str, state: str, seed: int = 0, compile_mode: str = "none"):
+    model.to(torch.bfloat16 if param == "bf16" else torch.float32)
+    words = f"--weight_decay 0.5 --beta1 0.8 --beta2 0.9 --state_dtype {state} --param_dtype {param} --seed {seed}"
+    return make_optimizer(model, parse_args([*words.split(), "--compile", compile_mode]))
+
+
+def run_updates(model: nn.Module, optimizer, steps: int = 4, lr: float = 0.1) -> list[torch.Tensor]:
+    for t in range(steps):
+        set_gradients(model, 0)
+        for p in model.parameters():
+            p.grad = (p.grad * (t + 1)).to(p.dtype)
+        update(optimizer, lr / (t + 1), torch.tensor(2.0), torch.tensor(0.0))
+    return [p.detach().float() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("compile_mode", ["none", "block"])
+@pytest.mark.parametrize("param, state", [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "bf16")])
+def test_mixed_dtypes_follow_fp32(param, state, compile_mode):
+    """To the rounding of what is kept in bf16: 2^-8 of a parameter per update, 2^-8 of the moments, which is less than
+    that of the update."""
+    model, other = small_model(), small_model()
+    optimizer = mixed(model, param, state, compile_mode=compile_mode)
+    assert {g["weight_decay"] for g in optimizer.param_groups} == {0.5, 0.0}
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        q.data.copy_(p.data)  # the same start, rounded if masters are
+    got, want = run_updates(model, optimizer), run_updates(other, mixed(other, "fp32", "fp32"))
+    for a, b in zip(got, want, strict=True):
+        size = b.abs().max() * (4 if param == "bf16" else 0) + 0.1 * 4
+        assert (a - b).abs().max() < 2**-8 * size
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    for p, s in optimizer.state.items():
+        assert p.dtype == dtypes[param] and s["exp_avg"].dtype == s["exp_avg_sq"].dtype == dtypes[state]
+
+
+def test_mixed_adamw_in_fp32_is_adamw():
+    """All fp32 it is not used, but computes the same."""
+    model, other = small_model(), small_model()
+    groups = optimizer_of(model).param_groups
+    own = MixedAdamW([dict(g) for g in groups], torch.float32, lr=0.1, betas=(0.8, 0.9), eps=1e-8)
+    for a, b in zip(run_updates(model, own), run_updates(other, optimizer_of(other)), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+def test_updates_too_small_for_bf16_are_kept_on_average():
+    """1 + 1e-4 is 1 in bf16: rounding to the nearest would never move. Twenty updates of 1e-4 move the mean by 2e-3,
+    in steps of 2^-8: sqrt(n p (1 - p)) of 2^16 parameters is 0.6 % of that."""
+    model = nn.Linear(256, 256, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    optimizer = make_optimizer(model, parse_args(["--param_dtype=bf16", "--weight_decay=0", "--compile=none"]))
+    for _ in range(20):
+        model.weight.grad = torch.full_like(model.weight, -1.0)
+        update(optimizer, 1e-4, torch.tensor(1.0), torch.tensor(0.0))
+    moved = model.weight.float() - 1
+    assert moved.mean().item() == pytest.approx(2e-3, rel=0.03)
+    assert set(moved.unique().tolist()) <= {k * 2**-7 for k in range(9)}
+    rows = moved.view(256, 256)
+    assert rows.mean(0).std() < 0.15 * moved.std() and rows.mean(1).std() < 0.15 * moved.std()  # no pattern: 1/16
+
+
+def test_random_bits_are_uniform_and_their_own():
+    """Bytes of 2^16 numbers, by chi-square; other keys, steps and positions give other numbers."""
+
+    def bits(key=1, start=0, step=1):
+        return random_bits(2**16, torch.tensor([key, start]), torch.tensor(float(step)))
+
+    base = bits()
+    for shift in (0, 8, 16, 24):
+        counts = torch.bincount(base >> shift & 0xFF, minlength=256).float()
+        assert ((counts - 256) ** 2 / 256).sum() < 255 + 6 * math.sqrt(2 * 255)
+    assert torch.equal(bits(start=100)[:-100], base[100:])
+    for other in (bits(key=2), bits(step=2), bits(start=2**32), bits(key=2**31)):
+        assert (other == base).float().mean() < 1e-3
+        agree = ((other ^ base) & 1).float().mean()  # correlated bits would agree or differ more often
+        assert 0.48 < agree < 0.52
+
+
+def test_stochastic_rounding_repeats_itself():
+    """The same seed, the same bits; a resumed optimizer, with its count, goes on with them; another seed differs."""
+
+    def final(seed: int, cut: bool) -> list[torch.Tensor]:
+        model = nn.ModuleDict({"a": nn.Linear(64, 64)})
+        generator = torch.Generator().manual_seed(3)
+        for p in model.parameters():
+            p.data.normal_(generator=generator)
+        optimizer = mixed(model, "bf16", "bf16", seed)
+        run_updates(model, optimizer, 2, 1e-3)
+        if cut:
+            state = optimizer.state_dict()
+            optimizer = mixed(model, "bf16", "bf16", seed)
+            for p, old in zip([p for g in optimizer.param_groups for p in g["params"]], state["state"].values(),
+                              strict=True):  # fmt: skip
+                optimizer.state[p] = old
+        return run_updates(model, optimizer, 2, 1e-3)
+
+    base, cut, other = final(0, False), final(0, True), final(1, False)
+    assert all(torch.equal(a, b) for a, b in zip(base, cut, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(base, other, strict=True))
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_a_suppressed_mixed_update_changes_no_bit(value):
+    model = small_model()
+    optimizer = mixed(model, "bf16", "bf16")
+    run_updates(model, optimizer, 1)
+    before = [t.clone() for t in snapshot(model, optimizer)]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, value)
+    update(optimizer, 0.1, torch.tensor(value), torch.tensor(1.0))
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
+
+
+def test_pieces_do_not_matter(monkeypatch):
+    """Bit for bit: neither in how many pieces a parameter is updated nor which part of it a rank holds."""
+    results = []
+    for piece in (7, 2**18):
+        monkeypatch.setitem(PIECE, "eager", piece)
+        model = small_model()
+        results.append(run_updates(model, mixed(model, "bf16", "bf16")))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_mode", ["none", "block"])
+def test_mixed_adamw_on_a_gpu_is_that_on_a_cpu(compile_mode):
+    """The same bits for rounding: what differs is one step of bf16 where the arithmetic's last digit does."""
+    results = []
+    for device in ("cpu", "cuda"):
+        model = small_model().to(device)
+        optimizer = mixed(model, "bf16", "bf16", compile_mode=compile_mode)
+        for t in range(3):
+            set_gradients(small := small_model().bfloat16(), t)
+            for p, q in zip(model.parameters(), small.parameters(), strict=True):
+                p.grad = q.grad.to(device)
+            update(optimizer, 0.1, torch.tensor(2.0, device=device), torch.tensor(0.0, device=device))
+        results.append([p.detach().float().cpu() for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-9)

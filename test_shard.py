@@ -3,12 +3,17 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import activations
+import machine
 import shard
+from config import parse_args
 from errors import UserError
 from model import MODELS, Transformer, random_init
 
@@ -41,17 +46,13 @@ def make_batch(rank: int = 0, ranks: int = 1):
     return tokens[share], targets[share]
 
 
-def train_steps(
-    ranks: shard.Ranks, name: str, mesh=None, checkpointing="none", compile_mode="none", dtype=torch.float32
-):
+def train_steps(ranks: shard.Ranks, name: str, mesh=None, dtype=torch.float32):
     """Three steps in two micro-batches each -> (losses, gradient norms, final parameters as whole tensors)."""
     from optim import update
 
-    config = MODELS[name]
+    config = replace(MODELS[name], router_aux_loss_coef=0.0)  # which is a micro-batch's own
     with torch.device("meta"):
         model = Transformer(config, dtype)
-    shard.checkpoint_activations(model, checkpointing)
-    shard.compile_model(model, compile_mode)
     shard.shard_model(model, mesh, dtype)
     model.to_empty(device="cpu")
     model.tie_weights()
@@ -81,25 +82,25 @@ def train_steps(
 
 PARITY = """
 ranks = shard.init_ranks()
-for name, size, ac, comp in {cases!r}:
-    got = test_shard.train_steps(ranks, name, shard.make_mesh(size, ranks), ac, comp)
+for name, size in {cases!r}:
+    got = test_shard.train_steps(ranks, name, shard.make_mesh(size, ranks))
     want = test_shard.train_steps(test_shard.ALONE, name)
     for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True):
-        assert abs(a - b) < 1e-5 * max(1, abs(b)), (name, size, ac, comp, got[:2], want[:2])
+        assert abs(a - b) < 1e-5 * max(1, abs(b)), (name, size, got[:2], want[:2])
     for key in want[2]:
         torch.testing.assert_close(got[2][key], want[2][key], rtol=1e-4, atol=1e-6, msg=lambda m: f"{{key}} {{m}}")
     if ranks.rank == 0:
-        print("same", name, size, ac, comp)
+        print("same", name, size)
 shard.leave(ranks)
 """
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_train_like_one_process(tmp_path, ranks):
-    """Losses, norms and parameters after clipped AdamW steps, with uneven masks and accumulation, on every mesh."""
-    models = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral")
-    cases = [(name, size, "none", "none") for name in models for size in ((1, 2) if ranks == 2 else (2, 4))]
-    cases += [("tiny-llama", 0, "block", "none")] + ([("tiny-llama", 0, "block", "block")] if ranks == 2 else [])
+    """Losses, norms and parameters after clipped AdamW steps, with uneven masks and accumulation, on every mesh.
+    test_parity.py compares gradients, in many more ways of dividing the work."""
+    models = ("tiny-llama", "tiny-llama3.2", "tiny-mixtral")
+    cases = [(name, size) for name in models for size in ((1, 2) if ranks == 2 else (2, 4))]
     out = run_ranks(ranks, PARITY.format(cases=cases), str(tmp_path))
     assert out.count("same") == len(cases)
 
@@ -130,6 +131,239 @@ print("done")
 shard.leave(ranks)
 """
     assert run_ranks(3, code, str(tmp_path)).count("done") == 3
+
+
+RAW = """
+import os, bench
+from pathlib import Path
+from dataclasses import replace
+from model import MODELS, Transformer
+config = replace(MODELS[{name!r}], **{sizes!r})
+ranks = shard.init_ranks()
+torch.set_num_threads(1)
+with torch.device("meta"):
+    shapes = {{n: tuple(p.shape) for n, p in Transformer(config).named_parameters()}}
+path = Path(sys.argv[2]) / "weights.bin"
+if ranks.rank == 0:
+    with open(path, "wb") as f:
+        for i, shape in enumerate(shapes.values()):
+            f.write(torch.randn(shape, generator=torch.Generator().manual_seed(i)).bfloat16().view(torch.uint8).numpy())
+shard.gather(None, ranks)
+read = bench.raw_reader(path, shapes)
+
+def build(size, dtype=torch.float32):
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype)
+    shard.shard_model(model, shard.make_mesh(size, ranks), torch.float32)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    for p in model.parameters():
+        shard.local(p.detach()).fill_(float("nan"))
+    return model
+"""
+
+
+@pytest.mark.parametrize("name, n_experts", [("tiny-llama3.2", 0), ("tiny-mixtral", 3)])
+def test_both_loaders_give_every_rank_the_file_s_values(tmp_path, name, n_experts):
+    """Bit for bit, on every mesh of four ranks, in pieces that divide nothing evenly; three experts on four ranks."""
+    sizes = {"n_experts": n_experts, "vocab_size": 259, "ffn_dim": 136}
+    code = (
+        RAW.format(name=name, sizes=sizes)
+        + """
+shard.PIECE = 1000
+whole = Transformer(config)
+shard.fill(whole, read)
+want = {n: p.detach() for n, p in whole.named_parameters()}
+for size in (1, 2, 4):
+    for load in ("direct", "rank0"):
+        model = build(size)
+        nobody = lambda name, slices: 1 / 0
+        shard.fill(model, read if load == "direct" or ranks.rank == 0 else nobody, load)
+        for n, p in model.named_parameters():
+            assert torch.equal(p.full_tensor(), want[n]), (size, load, n)
+            assert torch.equal(want[n].bfloat16().float(), want[n]) and want[n].std() > 0.5
+        print("same")
+shard.leave(ranks)
+"""
+    )
+    assert run_ranks(4, code, str(tmp_path)).count("same") == 4 * 6
+
+
+def test_loading_needs_the_shard_and_one_tensor(tmp_path, monkeypatch):
+    """Peak memory of every rank, beyond what it had, for 58 MB in bf16, the largest tensor 8 MB of it, on two ranks."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed is given back, and does not hide in the heap
+    sizes = {"dim": 512, "n_layers": 20, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 512, "vocab_size": 8000}
+    code = (
+        RAW.format(name="tiny-llama", sizes=sizes)
+        + """
+shard.PIECE = 2**20
+own = path.stat().st_size / ranks.world_size
+largest = 2 * 8000 * 512
+with torch.device("meta"):
+    tiny = Transformer(MODELS["tiny-llama"])
+shard.shard_model(tiny, shard.make_mesh(0, ranks), torch.float32)
+tiny.to_empty(device="cpu")
+for load in ("direct", "rank0"):  # what the first use of anything takes
+    shard.fill(tiny, lambda name, slices: torch.zeros([s.stop - s.start for s in slices]), load)
+models = []
+for load in ("direct", "rank0"):
+    with torch.device("meta"):
+        model = Transformer(config).to(torch.bfloat16)
+    shard.shard_model(model, shard.make_mesh(0, ranks), torch.bfloat16)
+    model.to_empty(device="cpu")
+    models.append(model)  # else its memory would be used again
+    before = bench.peak_rss(reset=True)
+    shard.fill(model, read, load)
+    used = bench.peak_rss() - before
+    print(load, "rank", ranks.rank, "used", used, "shard", own, "largest", largest)
+    assert 0.9 * own < used < own + largest, (load, ranks.rank, used, own, largest)
+print("done")
+shard.leave(ranks)
+"""
+    )
+    assert run_ranks(2, code, str(tmp_path)).count("done") == 2
+
+
+def test_faults_of_ranks_are_told_to_all_and_late_ones_are_not_waited_for(tmp_path):
+    code = """
+import os, time, torch.distributed as dist
+from config import parse_args
+from errors import UserError
+ranks = shard.init_ranks()
+assert shard.on_every_rank(lambda: ranks.rank, ranks) == ranks.rank
+def work():
+    if ranks.rank == 1:
+        raise FileNotFoundError(2, "No such file", "/weights/model.safetensors")
+try:
+    shard.on_every_rank(work, ranks)
+except UserError as e:
+    assert "rank 1 on" in str(e) and "/weights/model.safetensors" in str(e) and "rank 0" not in str(e), e
+    print("told")
+mesh = shard.make_mesh(0, ranks)
+shard.set_timeout(1, ranks, mesh)
+for group in (None, ranks.control, mesh.get_group("shard")):
+    if ranks.rank == 0:
+        begin = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as e:
+            assert time.monotonic() - begin < 10
+            print("waited", flush=True)
+if ranks.rank == 1:
+    time.sleep(8)
+os._exit(0)
+"""
+    out = run_ranks(2, code, str(tmp_path))
+    assert out.count("told") == 2 and out.count("waited") == 3
+
+
+ROWS = {  # flags that ask for each row of shard.UNSUPPORTED, in order, and the number of ranks
+    "model on two": ("--compile model", 2),
+    "model and offload": ("--compile model --offload cpu", 1),
+    "model and offloaded activations": ("--compile model --offload_activations --checkpointing block", 1),
+    "offloaded activations without checkpointing": ("--offload_activations --compile none", 1),
+    "FP8 and offloaded parameters": ("--fp8 tensor --offload cpu --compile none", 2),
+}
+
+
+@pytest.mark.parametrize("row", range(len(shard.UNSUPPORTED)))
+def test_what_does_not_work_together_is_refused(row):
+    words, ranks = list(ROWS.values())[row]
+    with pytest.raises(UserError) as error:
+        shard.refuse_unsupported(parse_args(words.split()), ranks)
+    assert str(error.value) == shard.UNSUPPORTED[row][1]
+    flags = [word for word in words.split() if word.startswith("--")]
+    assert flags[0] in str(error.value) and len(ROWS) == len(shard.UNSUPPORTED)
+    shard.refuse_unsupported(parse_args(["--compile", "block", "--offload", "cpu"]), 2)
+
+
+def test_offload_without_room_is_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with torch.device("meta"):
+        model = Transformer(MODELS["llama3-8b"])  # 8.03 B parameters: 16 bytes each in fp32, 12 with bf16 moments
+    with pytest.raises(UserError, match=r"478.6 GiB.* 4 ranks, and 100.0 GiB are free"):
+        machine.refuse_without_room(model, torch.float32, 100 * 2**30)
+    with pytest.raises(UserError, match=r"359.0 GiB"):
+        machine.refuse_without_room(model, torch.bfloat16, 100 * 2**30)
+    machine.refuse_without_room(model, torch.float32, 500 * 2**30)
+    assert machine.available_memory() > 2**28
+
+
+def test_out_of_memory_tells_what_the_memory_went_to():
+    model = torch.nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    used = {"allocated": 2**26, "reserved": 2**27, "total": 2**28}
+    mib = {"parameters": 4, "gradients": 4, "optimizer state": 8, "activations and gathered layers": 64 - 16 - 8}
+
+    def explain(*words: str) -> str:
+        return machine.explain_out_of_memory(model, optimizer, parse_args([*words]), 2**23, used, "cpu:0")
+
+    said = explain()
+    assert all(f"{part} {n / 1024:.2f}" in said for part, n in mib.items()), said
+    assert "0.06 GiB allocated at the peak and 0.12 reserved of 0.25" in said and "expandable_segments" in said
+    flags = ["--micro_batch", "--state_dtype bf16", "--checkpointing selective", "--checkpointing block"]
+    flags += ["--offload_activations", "--param_dtype bf16", "--offload cpu"]
+    assert [said.index(f) for f in flags] == sorted(said.index(f) for f in flags)
+    done = explain("--micro_batch=1", "--state_dtype=bf16", "--checkpointing=block", "--offload_activations")
+    assert not any(f in done for f in ("--micro_batch", "--state_dtype", "--checkpointing", "--offload_activations"))
+
+
+def test_a_rank_of_64_builds_405b_on_meta_without_memory(tmp_path):
+    """Every step of the build up to the allocation, of which a rank would hold a 64th."""
+    code = """
+import time, bench, activations, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from model import MODELS, Transformer
+dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
+before, begin = bench.peak_rss(reset=True), time.perf_counter()
+with torch.device("meta"):
+    model = Transformer(MODELS["llama3.1-405b"], torch.bfloat16)
+activations.checkpoint_activations(model, "block")
+mesh = shard.init_device_mesh("cpu", (1, 64), mesh_dim_names=("replicate", "shard"))
+shard.shard_model(model, mesh, torch.bfloat16, offload=True)
+used, seconds = bench.peak_rss() - before, time.perf_counter() - begin
+parameters = list(model.parameters())
+assert all(p.is_meta for p in parameters) and sum(p.numel() for p in parameters) == 405_853_388_800
+assert abs(64 * sum(shard.local(p).numel() for p in parameters) / 405_853_388_800 - 1) < 1e-4
+assert used < 2**28, used
+print(f"built in {seconds:.1f} s and {used / 2**20:.0f} MiB")
+"""
+    out = run_ranks(1, code, str(tmp_path))
+    print(out)
+    assert "built in" in out
+
+
+def test_prefetch_gathers_units_before_their_turn(tmp_path):
+    """The profiler's names of what FSDP2 gathers early: one unit, or two, ahead, in both directions; 0: its own way,
+    backward only."""
+    code = """
+import collections
+from model import MODELS, Transformer
+from dataclasses import replace
+ranks = shard.init_ranks()
+for depth in (0, 1, 2):
+    with torch.device("meta"):
+        model = Transformer(replace(MODELS["tiny-llama"], n_layers=4))
+    shard.shard_model(model, shard.make_mesh(0, ranks), torch.float32, prefetch=depth, reshard="always")
+    model.to_empty(device="cpu")
+    shard.fill(model, lambda name, slices: torch.full([s.stop - s.start for s in slices], 0.01))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    model(tokens, tokens).backward()
+    with torch.profiler.profile() as profile:
+        model(tokens, tokens).backward()
+    early = [e.name for e in profile.events() if "_prefetch for " in e.name]
+    count = collections.Counter(name.split()[0].removeprefix("FSDP::") for name in early)
+    print(depth, count["forward_prefetch"], count["backward_prefetch"] > 0, flush=True)
+    first = next((name for name in early if "forward" in name), "")
+    assert depth == 0 or first == "FSDP::forward_prefetch for embed_tokens", early
+shard.leave(ranks)
+"""
+    out = run_ranks(2, code, str(tmp_path)).splitlines()
+    units = ["embed_tokens", *range(4), "lm_head"]
+    counts = {depth: sum(len(units[i : i + depth]) for i in range(len(units) + 1)) for depth in (0, 1, 2)}
+    assert all(out.count(f"{depth} {n} True") == 2 for depth, n in counts.items()), out
 
 
 def test_guard_suppresses_updates_on_all_ranks(tmp_path):
@@ -187,7 +421,7 @@ def test_bad_meshes_and_devices_name_both_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(UserError, match=r"4 processes.* 2 visible GPUs \(CUDA_VISIBLE_DEVICES is 0,1\)"):
-        shard.find_device(4)
+        machine.find_device(4)
 
 
 def test_gpus_that_torch_cannot_use_are_refused(monkeypatch, tmp_path):
@@ -199,19 +433,80 @@ def test_gpus_that_torch_cannot_use_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError, match=r"NVIDIA H200, 470.1.*CUDA"):
-        shard.find_device(1)
+        machine.find_device(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert shard.find_device(1).type == "cpu"
+    assert machine.find_device(1).type == "cpu"
 
 
 def test_missing_compiler_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "apt install g++" in shard.compiler_problem()
+    assert "apt install g++" in machine.compiler_problem()
 
 
 def test_checkpointing_and_compile_leave_names_alone():
     model = Transformer(MODELS["tiny-llama"])
     names = [n for n, _ in model.named_parameters()]
-    shard.checkpoint_activations(model, "block")
+    activations.checkpoint_activations(model, "block")
     shard.compile_model(model, "block")
     assert [n for n, _ in model.named_parameters()] == names
+
+
+@pytest.mark.gpu
+def test_offloaded_activations_free_a_gpu_and_change_no_bit():
+    """Eight blocks whose inputs are 64 MiB each: they are not there when the backward pass begins."""
+    config = replace(MODELS["tiny-llama"], dim=1024, n_layers=8, n_heads=8, n_kv_heads=8, ffn_dim=1024)
+    tokens = torch.zeros(16, 2048, dtype=torch.long, device="cuda")
+    found = {}
+    for on in (False, True):
+        with torch.device("meta"):
+            model = Transformer(config, torch.bfloat16)
+        activations.checkpoint_activations(model, "block")
+        activations.offload_activations(model, on, torch.device("cuda", 0))
+        model.to_empty(device="cuda")
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        shard.fill(model, random_init(config, shapes, 0))
+        for _ in range(2):  # the second with pinned memory that has been used before
+            model.zero_grad()
+            loss = model(tokens, tokens)
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated()
+            loss.backward()
+        found[on] = held, [p.grad.clone() for p in model.parameters()]
+        del model, loss
+    assert found[False][0] - found[True][0] > 6 * 2**26
+    assert all(torch.equal(a, b) for a, b in zip(found[False][1], found[True][1], strict=True))
+
+
+class Counted(TorchDispatchMode):
+    """Operators that are really run: below the checkpointing, which answers for those that it has kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_selective_checkpointing_computes_no_product_and_no_attention_again(device):
+    """Products and attention in the backward pass: as many as without checkpointing, with whichever attention kernel
+    torch takes on this device; more than that with block."""
+    config, counts, grads = replace(MODELS["tiny-llama"], dim=512, n_heads=8, n_kv_heads=8, ffn_dim=1024), {}, {}
+    tokens = torch.zeros(2, 256, dtype=torch.long, device=device)
+    for mode in ("none", "selective", "block"):
+        model = Transformer(config, torch.bfloat16)
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        shard.fill(model, random_init(config, shapes, 0))
+        model.to(device)
+        activations.checkpoint_activations(model, mode)
+        loss = model(tokens, tokens)
+        with Counted() as counted:
+            loss.backward()
+        names = [n for n in counted.names if "backward" not in n]
+        counts[mode] = [sum(n.startswith(kind) for n in names) for kind in ("mm", "_scaled_dot_product")]
+        grads[mode] = [p.grad for p in model.parameters()]
+    assert counts["selective"] == counts["none"] and counts["none"][1] == 0, counts
+    assert counts["block"] == [counts["none"][0] + 3 * 2, 2], counts  # the last product of a block is not needed
+    assert all(torch.equal(a, b) for mode in ("selective", "block") for a, b in zip(grads["none"], grads[mode]))  # noqa: B905

@@ -161,6 +161,65 @@ def test_ranks_save_their_masters_after_an_evaluation(tmp_path, text, shard_size
     assert two[5][0] == pytest.approx(alone[5][0], rel=1e-5) and two[6][2] == pytest.approx(alone[6][2], rel=1e-3)
 
 
+def test_a_run_in_bf16_with_all_that_saves_memory_resumes_bit_for_bit(tmp_path, text, old_run):
+    """On two processes, from weights that rank 0 reads: bf16 masters, moments and reduction, everything offloaded. The
+    stochastic rounding of a resumed run is that of the uninterrupted one."""
+    flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 0, "--schedule", "constant", "--dtype", "bf16"]
+    flags += ["--param_dtype", "bf16", "--state_dtype", "bf16", "--reduce_dtype", "bf16", "--reshard", "always"]
+    flags += ["--offload", "cpu", "--checkpointing", "selective", "--offload_activations", "--prefetch", 2]
+    flags += ["--load", "rank0", "--weights", old_run / "hf", "--timeout", 60, "--batch_tokens", 1024]
+    train(*flags, "--steps", 6, "--out", tmp_path / "whole", ranks=2)
+    train(*flags, "--steps", 3, "--out", tmp_path / "parts", ranks=2)
+    train(*flags, "--steps", 6, "--out", tmp_path / "parts", ranks=2)
+    assert values(tmp_path / "whole") == values(tmp_path / "parts") and len(values(tmp_path / "whole")) == 6
+    manifest = json.loads((tmp_path / "parts/checkpoints/step-00000006/manifest.json").read_text())
+    dtypes = {place["dtype"] for part in manifest["files"] for place in part["tensors"].values()}
+    assert dtypes == {"bfloat16"}
+    losses = [loss for loss, _, _ in values(tmp_path / "whole").values()]
+    assert losses[-1] < losses[0]
+
+
+def test_a_rank_without_the_weights_is_named(tmp_path, text, old_run):
+    """With --load direct; with rank0 it needs none."""
+    shutil.copytree(old_run / "hf", tmp_path / "hf")
+    code = f"""
+import os, pathlib, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+if os.environ["RANK"] == "1":  # the other machine
+    find = train.find
+    train.find = lambda spec, flag: find(spec.replace("hf", "elsewhere") if flag == "--weights" else spec, flag)
+sys.exit(train.main(sys.argv[1:]))
+"""
+    (tmp_path / "run.py").write_text(code)
+    flags = [*FAST, "--model", "tiny-llama", "--data", text, "--weights", tmp_path / "hf", "--steps", 1]
+    flags += ["--eval_every", 0, "--out", tmp_path / "run"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for load, status in (("direct", 1), ("rank0", 0)):
+        words = [*command, tmp_path / "run.py", *flags, "--load", load]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*map(str, words)], capture_output=True, text=True, env=env, timeout=300)
+        assert done.returncode == status, done.stderr[-3000:]
+        if status:
+            assert re.search(r"error: rank 1 on \S+: .*elsewhere", done.stderr), done.stderr[-3000:]
+            assert not re.search(r"rank 0 on", done.stderr)
+
+
+def test_a_killed_rank_is_reported_as_probably_out_of_memory(tmp_path, text):
+    flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 0, "--steps", 4000, "--out", tmp_path / "run"]
+    process = subprocess.Popen(command(flags, 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "Batch 5 " in line:
+            agent = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            ranks = [p for p in agent if b"RANK=1" in Path(f"/proc/{p}/environ").read_bytes().split(b"\0")]
+            os.kill(int(ranks[0]), signal.SIGKILL)
+            break
+    _, said = process.communicate(timeout=120)
+    assert process.returncode and "(-9)" in said and "probably run out of memory" in said
+    assert re.search(r"of the ranks, in GiB: 0: 0\.\d\d, 1: 0\.\d\d", said)
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_saves_and_stops_and_the_same_command_goes_on(tmp_path, text, number):
     flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 0, "--steps", 400, "--out", tmp_path / "run"]
@@ -277,7 +336,7 @@ def test_the_export_is_the_last_checkpoint(old_run):
     with torch.no_grad():
         assert torch.allclose(ours.logits(tokens), theirs(tokens).logits, atol=1e-5)
     tokenizer, words = transformers.AutoTokenizer.from_pretrained(old_run / "hf"), "7 and é\n</s>"
-    assert tokenizer.encode(words, split_special_tokens=True) == list(words.encode())
+    assert tokenizer.encode(words, split_special_tokens=True) == [256, *words.encode()]
 
 
 def test_training_starts_from_the_weights_of_a_folder(tmp_path, text, old_run):

@@ -208,7 +208,7 @@ class SentencePiece:
 
     def encode(self, text: str) -> list[int]:
         _check_text(text)
-        if self.inner is None or len(text) < 2 * self.PIECE:
+        if self.inner is None or len(text) < 8 * self.PIECE:  # short ones gain nothing
             return self.processor.encode(text)
         ids, start, processor = [], 0, self.processor
         while start < len(text):
@@ -492,7 +492,11 @@ def write_byte_tokenizer(folder: Path) -> None:
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     vocab = {c: b for c, b in sorted(BYTE_OF.items(), key=lambda item: item[1])} | ByteTokenizer.control
     d = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": control, "normalizer": None}
-    d |= {"pre_tokenizer": level, "post_processor": None, "decoder": level}
+    bos, text = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    begin = {"type": "TemplateProcessing", "single": [bos, text],
+             "pair": [bos, text, bos, {"Sequence": {"id": "B", "type_id": 1}}],
+             "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}}}  # fmt: skip
+    d |= {"pre_tokenizer": level, "post_processor": begin, "decoder": level}
     d["model"] = {"type": "BPE", "vocab": vocab, "merges": []}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     config |= {"clean_up_tokenization_spaces": False, "model_max_length": 2**31}

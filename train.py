@@ -12,6 +12,7 @@ Exit status: 0 finished or stopped, 2 a mistake in flags, files or data (one mes
 """
 
 import errno
+import math
 import os
 import platform
 import shlex
@@ -25,25 +26,28 @@ from errors import RankError, UserError  # first: it finds the Python that has t
 import torch  # isort: skip
 import torch.distributed as dist
 
+import activations
 import checkpoint
+import fp8
 import generate
+import machine
 import shard
 from attention import choose_backend
 from config import Config, check_batch, parse_args, split_batch
 from data import IGNORE, Loader, check_tokens, make_loader, merge_positions
 from download import find
 from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_logging, write_status
-from model import MODELS, Transformer, flops_per_token, random_init
-from optim import learning_rate, make_optimizer, update
+from model import MODELS, Transformer, flops_per_token, loss_head_bytes, random_init
+from optim import DTYPES, learning_rate, make_optimizer, update
 from tokenizer import load_tokenizer
 from weights import dropout_note, family, open_weights
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DEFAULT = ["@recipes/default.args"]
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
 
 
-def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
+def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None:
+    """built: where the model and the optimizer are put, so that what ends the run can tell of them."""
     # ---- set-up
     run, first = Path(config.out), ranks.rank == 0
     found, skipped = shard.on_first_rank(lambda: checkpoint.find(config), ranks)
@@ -65,16 +69,19 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
     loader = make_loader(config, ranks.rank, ranks.world_size)
     val_loader = make_loader(config, ranks.rank, ranks.world_size, "val") if config.eval_every else None
 
-    mesh = shard.make_mesh(config.shard_size, ranks)
-    model = build(config, ranks, mesh)
+    opened = shard.on_every_rank(lambda: open_first_weights(config, bool(found), ranks), ranks)
+    mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
+    model = build(config, ranks, mesh, built)
+    weight_scales = prepare_fp8(model, config, ranks, mesh)
     optimizer = make_optimizer(model, config)
+    built.append(optimizer)
     logger.info("Created optimizer")
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if found:
-        checkpoint.restore(found, model, optimizer, ranks)
+        checkpoint.restore(found, model, optimizer, ranks, config.load)
         logger.info("Resumed from %s after step %d", found.folder, start)
     else:
-        shard.fill(model, first_values(config, model))
+        shard.fill(model, *first_values(config, model, opened))
     position = found.manifest["position"] if found else shard.on_first_rank(loader.state_dict, ranks)
     loader.load_state_dict(position)  # at the start too: all ranks take rank 0's revision of a stream
     guard = shard.GradientGuard(model, config.clip, ranks, mesh)
@@ -87,14 +94,16 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
 
     # ---- the loop
     stopped, steps = False, iter(loader)
+    fp8_every = config.fp8_log_every if config.fp8 != "off" else 0
     clock.switch("compile")  # the first step, which compiles
     for step in range(start + 1, config.steps + 1):
         with clock.part("data"):
             micro_batches = next(steps)
         lr = learning_rate(config, step - 1)
+        weight_scales.refresh()
         loss, trained = torch.zeros((), device=ranks.device), 0
         for i, batch in enumerate(micro_batches):
-            shard.sync_gradients(model, i == len(micro_batches) - 1)
+            shard.sync_gradients(model, i == len(micro_batches) - 1, config.reshard)
             trained += int((batch.targets != IGNORE).sum())
             batch = batch.to(ranks.device)
             part = model(batch.tokens, batch.targets, batch.positions, batch.documents)
@@ -108,13 +117,16 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
         stopped = stop.agreed() and not last
         evaluated = val_loader is not None and (last or every(step, config.eval_every))
         saved = last or stopped or every(step, config.save_every)
-        if step == 1 or evaluated or saved or every(step, config.log_every):
+        if step == 1 or evaluated or saved or any(every(step, n) for n in (config.log_every, fp8_every)):
             guard.check(step, wait=True)  # what follows is not the step's time, nor to be done with broken weights
             val_loss = None
             if evaluated:
                 with clock.part("evaluation"):
                     val_loss = evaluate(model, val_loader, ranks)
-            log.step(step, loss, grad_norm, lr, val_loss)  # before the save: a checkpoint's record is never missing
+            # Before the save: a checkpoint's record is never missing.
+            log.step(step, loss, grad_norm, lr, val_loss, model.take_router_sums())
+            if every(step, fp8_every):
+                log.amend(**fp8.watched(model))
             if saved:
                 with clock.part("saves"):
                     before = clock.seconds("saves")
@@ -131,6 +143,8 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
                 write_samples(config, model, run, step, ranks)
         if stopped:
             break
+        if step == start + 1:
+            shard.set_timeout(config.timeout, ranks, mesh)
         clock.switch("steps")
 
     if not stopped:
@@ -145,7 +159,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock) -> None:
         write_status(run, "stopped" if stopped else "finished", step, 0)
 
 
-def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
+def build(config: Config, ranks: shard.Ranks, mesh, built: list) -> Transformer:
     """The model, ready to be filled: parameters allocated, nothing in them yet. The order is explained in shard.py."""
     logger.info("Creating Model")
     with torch.device("meta"):
@@ -153,26 +167,68 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     total = sum(p.numel() for p in model.parameters())
     logger.info("Created model with total parameters: %d (%s)", total, human(total))
     logger.info("Trainable parameters: %d (%s)", total, human(total))
-    shard.checkpoint_activations(model, config.checkpointing)
+    if config.fp8 != "off":
+        rows = convert_to_fp8(model, config, ranks.device)
+        logger.info(fp8.table(rows, config.fp8, config.model_config.top_k))
+        if ranks.device.type == "cpu":
+            logger.info("FP8 on a CPU shows what it does to the loss; here it is slower than bf16")
+    model.to(DTYPES[config.param_dtype])
+    offload = config.offload == "cpu"
+    activations.checkpoint_activations(model, config.checkpointing)
     shard.compile_model(model, config.compile)
-    shard.shard_model(model, mesh, model.dtype)
+    activations.offload_activations(model, config.offload_activations, ranks.device)
+    shard.shard_model(model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload)
     if mesh is not None:
         logger.info("Wrapped model with FSDP")
-    model.to_empty(device=ranks.device)
+    built.append(model)
+    if offload:
+        shard.on_every_rank(
+            lambda: machine.refuse_without_room(model, DTYPES[config.state_dtype], machine.available_memory()), ranks
+        )
+    model.to_empty(device="cpu" if offload else ranks.device)
     model.tie_weights()
     return model
 
 
-def first_values(config: Config, model: Transformer):
-    """read(name, slices) of what training starts from: --weights, or random values."""
+def convert_to_fp8(model: Transformer, config: Config, device: torch.device) -> list:
+    grad_dtype = {"auto": "e5m2"}.get(config.fp8_grad_dtype, config.fp8_grad_dtype)
+    try:
+        return fp8.convert_linears(model, config.fp8, grad_dtype, config.fp8_skip, small=device.type == "cpu")
+    except ValueError as e:
+        raise UserError(f"--fp8_skip: {e}") from None
+
+
+def prepare_fp8(model: Transformer, config: Config, ranks: shard.Ranks, mesh) -> fp8.WeightScales:
+    """What FP8 does once per step (nothing, where it is off), once the parameters are allocated."""
+    blocks = [list(fp8.layers(block)) for block in model.layers]
+    if config.fp8_log_every:  # the last product of three blocks, the down projection: where outliers grow first
+        chosen = {0, len(blocks) // 2, len(blocks) - 1}
+        fp8.watch(model, [f"layers.{i}.{blocks[i][-1]}" for i in chosen if blocks[i]])
+    if mesh is not None and config.fp8_all_gather:
+        fp8.gather_in_fp8(model, mesh["shard"])
+    group = None if mesh is None else mesh["shard"].get_group()
+    micro_batch, batch_tokens = split_batch(config, ranks.world_size)
+    reuse = batch_tokens > micro_batch * config.seq_len * ranks.world_size
+    return fp8.WeightScales(model, model.dtype, group, reuse, config.compile != "none")
+
+
+def open_first_weights(config: Config, resumes: bool, ranks: shard.Ranks):
+    """read(name, slices) of --weights, on the ranks that read them; before anything is allocated, for a machine may
+    lack the files."""
+    if config.weights and not resumes and (config.load == "direct" or ranks.rank == 0):
+        return open_weights(find(config.weights, "--weights"), config.model_config)
+
+
+def first_values(config: Config, model: Transformer, opened) -> tuple:
+    """What training starts from, for shard.fill: --weights, or random values, which every rank draws itself."""
     note = dropout_note(find(config.model, "--model")) if config.model not in MODELS else ""
     if note:
         logger.info(note)
     if config.weights:
         logger.info("Reading weights from %s", config.weights)
-        return open_weights(find(config.weights, "--weights"), config.model_config)
+        return opened, config.load
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return random_init(config.model_config, shapes, config.seed)
+    return (random_init(config.model_config, shapes, config.seed),)
 
 
 def export(config: Config, saved: Path, ranks: shard.Ranks) -> None:
@@ -189,12 +245,14 @@ def export(config: Config, saved: Path, ranks: shard.Ranks) -> None:
 def evaluate(model: Transformer, loader: Loader, ranks: shard.Ranks) -> float:
     """Mean loss per token of the validation batches. All ranks must call."""
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    model.eval()  # FP8 trains; this is bf16
     for micro_batches in loader:
         for batch in micro_batches:
             sums[1] += (batch.targets != IGNORE).sum()
             batch = batch.to(ranks.device)
             sums[0] += model(batch.tokens, batch.targets, batch.positions, batch.documents)
     shard.reshard(model)
+    model.train()
     if ranks.world_size > 1:
         dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
@@ -206,11 +264,13 @@ def write_samples(config: Config, model: Transformer, run: Path, step: int, rank
     tokenizer = load_tokenizer(config.tokenizer)
     ids = [tokenizer.bos_id, *tokenizer.encode(config.prompt)]
     n = min(SAMPLE_TOKENS, config.model_config.max_seq_len - len(ids))
+    model.eval()
     out = [
         t.item()
         for t in generate.sample(model, torch.tensor([ids]), n, SAMPLE_TEMPERATURE, 0, SAMPLE_TOP_P, config.seed + step)
     ]
     shard.reshard(model)
+    model.train()
     if ranks.rank == 0:
         text = config.prompt + tokenizer.decode(out)
         logger.info("Sample after step %d:\n%s", step, text)
@@ -263,22 +323,46 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
             else "fp32"
         )
     if compile_mode != "none":
-        problem = shard.compiler_problem()
+        problem = machine.compiler_problem()
         if problem and compile_mode != "auto":
             raise UserError(f"--compile {compile_mode}: {problem}")
         if problem and int(os.environ.get("RANK", 0)) == 0:
             print(f"Training without torch.compile: {problem}", file=sys.stderr)
         compile_mode = "none" if problem else "block" if compile_mode == "auto" else compile_mode
-    if compile_mode == "model" and world_size > 1:
-        raise UserError(
-            "--compile model is for one process; with several, parameters are gathered block by block: --compile block"
-        )
+    shard.refuse_unsupported(replace(config, compile=compile_mode), world_size)
     attention = choose_backend(
         config.attention, device.type, dtype, compile_mode != "none", config.seq_len, config.model_config.head_dim
     )
     shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
+    if config.fp8 != "off":
+        check_fp8(config, device, dtype, compile_mode, world_size)
     _, batch_tokens = split_batch(config, world_size)
     return replace(config, dtype=dtype, compile=compile_mode, attention=attention, batch_tokens=batch_tokens)
+
+
+def check_fp8(config: Config, device: torch.device, dtype: str, compile_mode: str, world_size: int) -> None:
+    """Refuses what FP8 cannot do here."""
+    flag, micro_batch = f"--fp8 {config.fp8}", split_batch(config, world_size)[0]
+    if micro_batch * config.seq_len % fp8.MULTIPLE:  # weight gradients sum over them
+        unit = fp8.MULTIPLE // math.gcd(micro_batch, fp8.MULTIPLE)
+        near = max(unit, round(config.seq_len / unit) * unit)
+        raise UserError(
+            f"{flag}: micro_batch x seq_len = {micro_batch} x {config.seq_len} = {micro_batch * config.seq_len} tokens"
+            f" do not divide by {fp8.MULTIPLE}; the nearest is --seq_len {near}"
+        )
+    if config.fp8_skip:
+        with torch.device("meta"):
+            convert_to_fp8(Transformer(config.model_config), config, device)
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        found = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
+        raise UserError(f"{flag}: {found}, FP8 needs 8.9 (Ada, Hopper or later); --fp8 off trains in bf16 here")
+    if compile_mode == "none":
+        raise UserError(f"{flag}: uncompiled, FP8 is several times slower than bf16; --compile block, or --fp8 off")
+    if dtype != "bf16":
+        raise UserError(f"{flag}: on a GPU what is not FP8 is bf16; --dtype bf16, or --fp8 off")
 
 
 def say_finished(config: Config, step: int) -> None:
@@ -297,7 +381,7 @@ def say_finished(config: Config, step: int) -> None:
 
 def check(config: Config) -> None:
     """--check: everything that can be known without training; prints key=value lines for launch.sh."""
-    device = shard.find_device(config.check)
+    device = machine.find_device(config.check)
     processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
     config = resolve(config, device, processes)
     there = next(p for p in [Path(config.out).absolute(), *Path(config.out).absolute().parents] if p.exists())
@@ -321,24 +405,33 @@ def check(config: Config) -> None:
 
 
 def main(argv: list[str]) -> int:
-    clock, config, rank = Clock(), None, int(os.environ.get("RANK", 0))
+    clock, config, rank, built = Clock(), None, int(os.environ.get("RANK", 0)), []
     try:
         config = parse_args(argv or DEFAULT)
         if config.check >= 0:
             check(config)
             return 0
-        shard.keep_memory()
+        machine.keep_memory()
         ranks = shard.init_ranks()
         config = resolve(config, ranks.device, ranks.world_size)
-        train(config, ranks, clock)
+        train(config, ranks, clock, built)
         shard.leave(ranks)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        return report(error, config, rank)
+        return report(error, config, rank, built)
 
 
-def report(error: Exception, config: Config | None, rank: int) -> int:
+def describe_memory(config: Config, model: Transformer, optimizer=None) -> str:
+    device, statistics = torch.device("cuda", torch.cuda.current_device()), torch.cuda.memory_stats()
+    used = {k: statistics[f"{k}_bytes.all.peak"] for k in ("allocated", "reserved")}
+    used["total"] = torch.cuda.get_device_properties(device).total_memory
+    micro_batch, _ = split_batch(config, int(os.environ.get("WORLD_SIZE", 1)))
+    head = loss_head_bytes(config.model_config, micro_batch * config.seq_len, device.type)
+    return machine.explain_out_of_memory(model, optimizer, config, head, used, str(device))
+
+
+def report(error: Exception, config: Config | None, rank: int, built: list) -> int:
     """Says what ended the run, on stderr and in status.json -> the exit status."""
     code, message, alone = 1, f"{type(error).__name__}: {error}", isinstance(error, RankError)
     if isinstance(error, UserError):
@@ -347,6 +440,8 @@ def report(error: Exception, config: Config | None, rank: int) -> int:
         code, message = 2, f"no permission: {error}"
     elif isinstance(error, shard.NotFinite):
         message = str(error)
+    elif isinstance(error, torch.OutOfMemoryError) and built:
+        message, alone = f"rank {rank} on {platform.node()}: {describe_memory(config, *built)}", True
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"the disk is full: {error}; what was saved before is intact: free some space and start again"
     else:
@@ -355,6 +450,12 @@ def report(error: Exception, config: Config | None, rank: int) -> int:
         message = f"rank {rank} on {platform.node()}: {message}"
     run = Path(config.out) if config else None
     status = read_json(run / "status.json") if run else {}
+    if alone and "onnection" in message and "rss_gib" in status:  # so gloo and NCCL speak of a rank that is gone
+        resident = ", ".join(f"{rank}: {gib:.2f}" for rank, gib in enumerate(status["rss_gib"]))
+        message += (
+            f"\nAnother rank is gone. If it was killed (-9), its machine has probably run out of memory; the last"
+            f" resident memory of the ranks, in GiB: {resident}"
+        )
     running = status.get("state") == "running" and (rank > 0 or status.get("pid") == os.getpid())  # and this job's
     if rank == 0 or alone:  # what all ranks see alike is said once
         print(f"error: {message}", file=sys.stderr)

@@ -207,7 +207,8 @@ def _check_config(folder: Path, config: ModelConfig) -> None:
     """Weights of the same shapes may belong to another model: another rope_theta shows nowhere but in the results."""
     if not (folder / "config.json").exists():
         return
-    found = asdict(read_config(folder)) | {"init_std": config.init_std}
+    free = ("init_std", "router_aux_loss_coef")  # they change no output
+    found = asdict(read_config(folder)) | {k: getattr(config, k) for k in free}
     if config.positions == "rope":
         found["max_seq_len"] = config.max_seq_len
     wanted = asdict(config)
@@ -278,6 +279,7 @@ KEYS = {
         "norm_eps": ("rms_norm_eps", float, 1e-5),
         "n_experts": ("num_local_experts", int, 8),
         "top_k": ("num_experts_per_tok", int, 2),
+        "router_aux_loss_coef": ("router_aux_loss_coef", float, 0.001),
     },
     "gpt2": {
         "vocab_size": ("vocab_size", int, REQUIRED),
@@ -318,7 +320,7 @@ HARMLESS = {
     "n_ctx", "n_special", "predict_special_tokens", "output_past", "bos_token_id", "eos_token_id", "pad_token_id",
     "sep_token_id", "unk_token_id", "id2label", "label2id", "num_labels", "task_specific_params", "problem_type",
     "finetuning_task", "is_decoder", "gradient_checkpointing", "max_length", "output_router_logits",
-    "router_aux_loss_coef", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
+    "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
     "summary_proj_to_labels", "do_sample", "temperature", "top_p", "top_k", "return_dict", "output_hidden_states",
     "output_attentions", "max_sequence_length", "is_llama_config", "transformers.js_config", "unsloth_version",
     "unsloth_fixed",

@@ -1,0 +1,141 @@
+"""What the machine under a rank has: devices, a compiler, memory."""
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from errors import UserError
+
+
+def find_device(processes: int, local_rank: int = 0) -> torch.device:
+    """The device of a rank when `processes` ranks run on this machine; refuses too few GPUs, and GPUs that torch cannot
+    use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not torch.cuda.is_available():
+        if visible not in ("", "-1") and shutil.which("nvidia-smi"):
+            query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+            found = subprocess.run(query, capture_output=True, text=True)
+            if found.returncode == 0 and found.stdout.strip():
+                raise UserError(
+                    f"nvidia-smi shows GPUs ({found.stdout.strip().splitlines()[0]}), but torch"
+                    f" {torch.__version__} (CUDA {torch.version.cuda}) cannot use them: update the driver, install a"
+                    " torch that suits it, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+                )
+        return torch.device("cpu")
+    if processes > torch.cuda.device_count():
+        raise UserError(
+            f"{processes} processes on this machine, but {torch.cuda.device_count()} visible GPUs"
+            f" (CUDA_VISIBLE_DEVICES is {'not set' if visible is None else visible}):"
+            " start one process per visible GPU"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def keep_memory() -> None:
+    """glibc gives large blocks back to the kernel and faults them in again, every step: most of a CPU's training time.
+    Without an NVIDIA GPU, and unless the user has set MALLOC_*, let it keep them."""
+    if (
+        platform.libc_ver()[0] == "glibc"
+        and not torch.cuda.is_available()
+        and not any(k.startswith("MALLOC_") for k in os.environ)
+    ):
+        libc = ctypes.CDLL(None)
+        for parameter, value in ((-4, 0), (-1, -1), (-2, 2**28)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD (malloc.h)
+            libc.mallopt(parameter, value)
+
+
+def compiler_problem() -> str:
+    """Why torch.compile cannot work here, with the command that mends it; empty if it can."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # the one inductor takes
+    if " " in (torch.__file__ or ""):  # inductor's linker flags are split at it
+        return f"torch is in a folder with a space in its name ({Path(torch.__file__).parent}): move the checkout"
+    if not shutil.which(compiler.split()[0]):
+        return f"no usable C++ compiler ({compiler} is not there): sudo apt install g++ python3-dev"
+    source = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() < 0; }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "try.cpp").write_text(source)
+        flags = ["-fopenmp", "-I", sysconfig.get_paths()["include"], "-c", "try.cpp", "-o", "try.o"]
+        done = subprocess.run([*compiler.split(), *flags], cwd=folder, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    return f"{compiler} cannot compile against Python.h and OpenMP: sudo apt install g++ python3-dev"
+
+
+# ---- memory
+
+
+def available_memory() -> int:
+    """Bytes of the host's memory that processes can still take, container limits included; 0: not known."""
+    try:
+        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+        limits = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+        if limits[0].exists() and (limit := limits[0].read_text().strip()) != "max":
+            free = min(free, int(limit) - int(limits[1].read_text()))
+        return free
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def refuse_without_room(model: nn.Module, state_dtype: torch.dtype, available: int) -> None:
+    """--offload cpu needs parameters, gradients and two moments of all ranks of a machine in its memory. Call before
+    they are allocated."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    size = sum(_local(p).numel() * (2 * p.element_size() + 2 * state_dtype.itemsize) for p in model.parameters())
+    if available and ranks * size > available:
+        raise UserError(
+            f"--offload cpu needs {ranks * size / 2**30:.1f} GiB on {platform.node()} for the parameters, gradients and"
+            f" moments of its {ranks} ranks, and {available / 2**30:.1f} GiB are free: use more machines, --state_dtype"
+            " bf16 or --param_dtype bf16, a larger --shard_size, or no --offload"
+        )
+
+
+def explain_out_of_memory(model: nn.Module, optimizer, config, head: int, used: dict[str, int], name: str) -> str:
+    """What the memory of a GPU went to, measured, and the flags that lower it, the cheapest first. head: bytes that the
+    loss head takes; used: bytes allocated at the peak, reserved, total; name: of the device."""
+    tensors = {
+        "parameters": model.parameters(),
+        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+        "optimizer state": [t for state in optimizer.state.values() for t in state.values()] if optimizer else [],
+    }
+    parts = {}
+    for part, of_part in tensors.items():
+        held = [_local(t) for t in of_part]
+        parts[part] = sum(t.numel() * t.element_size() for t in held if t.device.type == name.partition(":")[0])
+    parts["loss head (at most)"] = head
+    rest = used["allocated"] - sum(parts.values())
+    parts["activations and gathered layers"] = max(rest, 0)
+    said = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
+    advice = [
+        (config.micro_batch != 1, "a smaller --micro_batch (the same --batch_tokens: only the speed changes)"),
+        (config.reshard == "never", "--reshard auto"),
+        (config.state_dtype == "fp32", "--state_dtype bf16"),
+        (config.shard_size != 0, "--shard_size 0"),
+        (config.checkpointing == "none", "--checkpointing selective"),
+        (config.checkpointing != "block", "--checkpointing block"),
+        (not config.offload_activations, "--offload_activations (with --checkpointing)"),
+        (config.param_dtype == "fp32", "--param_dtype bf16"),
+        (config.offload == "none", "--offload cpu"),
+    ]
+    loose = used["reserved"] - used["allocated"]
+    if loose > used["total"] / 10:
+        advice.insert(0, (True, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"))
+    flags = "; ".join(text for useful, text in advice if useful)
+    return (
+        f"out of memory on {name}: {used['allocated'] / 2**30:.2f} GiB allocated at the peak and"
+        f" {used['reserved'] / 2**30:.2f} reserved of {used['total'] / 2**30:.2f}. In GiB: {said}."
+        f" What lowers it, the cheapest first: {flags}; or more GPUs"
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,67 @@
+"""Every recipe runs, with a tiny model in its place, and says the truth about its size."""
+
+import re
+
+import pytest
+import torch
+
+from config import parse_args
+from errors import ROOT
+from model import Transformer, flops_per_token
+from test_shard import run_ranks
+
+RECIPES = sorted(p.name for p in (ROOT / "recipes").glob("*.args"))
+TINY = {"gpt2": "tiny-gpt2", "mixtral-8x7b": "tiny-mixtral"}
+# A text of its own, few rows, few steps; all else is the recipe's.
+SHORT = ["--seq_len=64", "--micro_batch=1", "--batch_tokens=0", "--steps=3", "--eval_batches=1", "--sample_every=0"]
+SIZES = ["--dim=0", "--n_layers=0", "--n_heads=0", "--n_kv_heads=0", "--ffn_dim=0"]
+
+
+def words(recipe: str) -> list[str]:
+    """A recipe with its tiny model. One is compiled, the others not: that is tested elsewhere."""
+    full = parse_args([f"@recipes/{recipe}"])
+    compiled = [] if recipe == "llama3-8b.args" else ["--compile=none"]
+    return [f"@recipes/{recipe}", "--model", TINY.get(full.model, "tiny-llama"), *SIZES, *SHORT, *compiled]
+
+
+def test_every_recipe_runs_on_two_processes(tmp_path):
+    text = tmp_path / "numbers.txt"
+    text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
+    lines = {r: [*words(r), "--data", str(text), "--out", str(tmp_path / r)] for r in RECIPES}
+    code = f"""
+import json, train
+from pathlib import Path
+from config import parse_args
+from log import Clock
+ranks = shard.init_ranks()
+for recipe, words in {lines!r}.items():
+    config = train.resolve(parse_args(words), ranks.device, ranks.world_size)
+    train.train(config, ranks, Clock(), [])
+    shard.gather(None, ranks)
+    last = json.loads((Path(config.out) / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 3 and 3 < last["loss"] < 7, last
+    print("ran", recipe)
+shard.leave(ranks)
+"""
+    out = run_ranks(2, code, str(tmp_path))
+    assert all(out.count(f"ran {recipe}") == 2 for recipe in RECIPES), out
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_headers_state_what_the_project_s_own_functions_compute(recipe):
+    header = (ROOT / "recipes" / recipe).read_text().partition("\n--")[0]
+    config = parse_args([f"@recipes/{recipe}"])
+    with torch.device("meta"):
+        model = Transformer(config.model_config)
+    number, unit = re.search(r"([\d.]+) ([BM]) parameters", header).groups()
+    total = sum(p.numel() for p in model.parameters())
+    assert float(number) * {"B": 1e9, "M": 1e6}[unit] == pytest.approx(total, rel=5e-3)
+    flops = re.search(r"([\d.]+) GFLOP per token", header)
+    if flops:
+        assert float(flops[1]) * 1e9 == pytest.approx(flops_per_token(config.model_config, config.seq_len), rel=5e-3)
+        step = int(re.search(r"Each step: ([\d,]+) tokens", header)[1].replace(",", ""))
+        assert step == config.batch_tokens
+        for named in ("GPU: about", "Time: about"):
+            assert named in header
+    else:
+        assert recipe == "default.args"
