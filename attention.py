@@ -23,8 +23,8 @@ from torch import Tensor
 
 from errors import UserError
 
-BACKENDS = ("sdpa", "blocked", "varlen", "flash")
-PACKED = ("varlen", "flash")  # these take where documents begin, not a mask
+BACKENDS = ("sdpa", "blocked")  # on every device
+PACKED = ("varlen", "flash")  # on GPUs; these take where documents begin, not a mask
 INSTALL_FLASH = "pip install packaging ninja && pip install flash-attn --no-build-isolation"
 BLOCK = 128  # queries per block: large enough for the matmul rate, small enough to skip nearly half of the work
 BLOCKED_MAX_TOKENS = 1024  # beyond this the stored probabilities cost more memory than the time they save

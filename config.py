@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
-from attention import BACKENDS
+from attention import BACKENDS, PACKED
 from download import find
 from errors import ROOT, UserError
 from model import MODELS, ModelConfig
@@ -150,7 +150,7 @@ class Config:
         "auto",
         "attention back-end; auto = varlen (torch's) on a GPU in bf16 where documents are separate; blocked on a CPU"
         " in bf16, compiled, for rows of 129 to 1024; else sdpa; flash = the flash-attn package",
-        ("auto", *BACKENDS),
+        ("auto", *BACKENDS, *PACKED),
     )
     # the run
     out: str = _flag("", "run folder; default runs/ + recipe and data names")

@@ -478,6 +478,8 @@ def is_stream(specs: tuple[str, ...], flag: str, config: Config) -> bool:
     if not remote and not (config.stream and specs and all(map(is_text, specs))):
         return False
     first = find_text(specs[0], flag)[0]
+    if isinstance(first, Remote) and kind_of(first.path) == ".parquet":  # its table of contents is at its end
+        (first,) = fetch_whole([first])
     fields = (config.text_field, "messages", "prompt", "completion")
     row = next((r for r, _ in read_rows(first, fields, 0, 0)), None)
     if row is None:

@@ -5,10 +5,9 @@ import torch
 from torch import Tensor
 
 import attention
-from attention import PACKED, choose_backend
+from attention import BACKENDS, PACKED, choose_backend
 from errors import UserError
 
-BACKENDS = ("sdpa", "blocked")  # of CPUs
 BF16 = 2.0**-8  # largest relative error of rounding to bfloat16
 HEADS = [(4, 4), (6, 2), (4, 1)]  # of queries and of keys
 
