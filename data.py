@@ -53,6 +53,8 @@ from text import builtin_documents as builtin_documents
 from tokenizer import load_tokenizer
 from workers import ahead
 
+ORDER_ROWS = 2048  # rows whose order is computed at a time: for a few it costs more than reading them
+
 
 @dataclass
 class Batch:
@@ -206,9 +208,16 @@ class Loader:
         self._start(samples, self.lanes)
         try:
             while True:
-                batches = self._batches(samples, samples + self.step_rows, self._pick)
-                samples += self.step_rows
-                yield batches, samples, self._lane_positions()
+                base, count = samples, ORDER_ROWS // self.step_rows + 1
+                source, row = self._pick(np.arange(base, base + count * self.step_rows))
+
+                def pick(places: np.ndarray, base=base, source=source, row=row) -> tuple[np.ndarray, np.ndarray]:
+                    return source[places - base], row[places - base]
+
+                for _ in range(count):
+                    batches = self._batches(samples, samples + self.step_rows, pick)
+                    samples += self.step_rows
+                    yield batches, samples, self._lane_positions()
         finally:
             for source in self.sources:
                 if source.count is None and source.stream:

@@ -30,7 +30,9 @@ def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
 def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.ndarray]:
     """Whose turn it is at the given places of a mixture -> (source, its how manyeth turn from 0). Of the first n places
     a source of weight w has n w, to less than one turn per source that comes before it, for every n."""
-    source, number = np.empty_like(index), index.copy()
+    source, number = np.zeros_like(index), index.copy()
+    if len(weights) == 1:
+        return source, number
     open_, left = np.arange(len(index)), sum(weights, Fraction(0))
     for i, weight in enumerate(weights):
         share = (weight / left).limit_denominator(2**30) if left else Fraction(1)

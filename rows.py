@@ -170,9 +170,10 @@ class Tokens:
         out = np.empty((len(starts), length), dtype=np.result_type(*{a.dtype for a in self.arrays}))
         shards = np.searchsorted(self.ends, starts, side="right")
         inside = starts + length <= self.ends[shards]
-        for shard in np.unique(shards[inside]):
+        for shard in set(shards[inside].tolist()):
             array, here = self.arrays[shard], inside & (shards == shard)
-            view = np.lib.stride_tricks.sliding_window_view(array, length)
+            step = array.itemsize  # every window of the shard, as a view
+            view = np.ndarray((len(array) - length + 1, length), array.dtype, array, strides=(step, step))
             out[here] = view[starts[here] - (self.ends[shard] - len(array))]
         for i in np.flatnonzero(~inside):
             out[i] = self.read(int(starts[i]), int(starts[i]) + length)
