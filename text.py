@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,8 +41,7 @@ class BadRow(UserError):
     """One that --skip_bad may pass over."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     number: int  # from 1
     line: int  # that it begins with
     offset: int  # of its first byte in the (decompressed) file
@@ -50,6 +50,7 @@ class Row:
     val: bool = False
 
 
+@functools.lru_cache(maxsize=4096)
 def kind_of(name: str) -> str:
     """The suffix that says what a file holds, without .gz; empty if it is none of ours."""
     suffix = Path(name.removesuffix(".gz")).suffix
@@ -258,14 +259,17 @@ class Encoder:
                 content = json.loads(self.decode(name, row, content))
             except (ValueError, RecursionError) as e:
                 raise BadRow(f"{place(name, row.number)} (byte {row.offset}) is not JSON: {e}") from None
-        where = place(name, row.number)
         if isinstance(content, dict):
             if isinstance(text := content.get(self.text_field), str):
-                if re.search("[\ud800-\udfff]", text):
-                    raise BadRow(f"{where}: '{self.text_field}' holds half of a surrogate pair, which is no text")
-                return [self.tokenizer.bos_id, *self.tokenizer.encode(text)], None
+                try:
+                    ids = self.tokenizer.encode(text)
+                except UserError as e:
+                    raise BadRow(f"{place(name, row.number)}, '{self.text_field}': {e}") from None
+                ids.insert(0, self.tokenizer.bos_id)
+                return ids, None
             if content.get("messages") is not None or {"prompt", "completion"} <= content.keys():
-                return self.chat(where, content)
+                return self.chat(place(name, row.number), content)
+        where = place(name, row.number)
         found = f"fields {', '.join(content)}" if isinstance(content, dict) else type(content).__name__
         raise BadRow(f"{where} has no text field '{self.text_field}' (found: {found}); --text_field names it")
 
