@@ -30,9 +30,7 @@ FAMILY = {
     "llama3": replace(BASE, n_kv_heads=2, rope_theta=5e5),
     "llama3.1": replace(BASE, n_kv_heads=2, rope_scaling=STRETCHED),
     "llama3.2": replace(BASE, n_kv_heads=2, rope_scaling=STRETCHED, tied=True),
-    "mixtral": replace(
-        BASE, n_kv_heads=2, mlp="moe", n_experts=4, top_k=2, rope_theta=1e6, router_aux_loss_coef=0.001
-    ),
+    "mixtral": replace(BASE, n_kv_heads=2, mlp="moe", n_experts=4, top_k=2, rope_theta=1e6, router_aux_loss_coef=0.001),
     "wide-heads": replace(BASE, n_kv_heads=1, head_dim=24),
 }
 BF16 = 2.0**-8  # largest relative error of rounding to bfloat16

@@ -1,89 +1,67 @@
-"""The recipes with data, made tiny, on two processes, from files made here: what they say is what trains."""
+"""Every recipe runs, with a tiny model in its place, and says the truth about its size."""
 
-import gzip
-import json
-import math
-import os
-import subprocess
-import sys
-from pathlib import Path
+import re
 
 import pytest
+import torch
 
-from config import _read_recipe
+from config import parse_args
+from errors import ROOT
+from model import Transformer, flops_per_token
+from test_shard import run_ranks
 
-ROOT = Path(__file__).parent
-TINY = "--vocab_size 300 --dim 32 --n_layers 1 --n_heads 4 --n_kv_heads 2 --ffn_dim 64 --tokenizer bytes --compile none"
-SMALL = "--seq_len 64 --micro_batch 2 --batch_tokens 1024 --steps 4 --eval_every 2 --eval_batches 2 --log_every 1"
-MODELS = {
-    "llama2-7b-c4": "tiny-llama",
-    "llama2-70b-c4": "tiny-llama",
-    "mixtral-8x7b-c4": "tiny-mixtral",
-    "llama3-8b-sft": "tiny-llama",
-}
-
-
-def files(folder, recipe) -> list[str]:
-    """What stands for the recipe's data: conversations, or C4's files under its names."""
-    for split, n in (("train", 3), ("validation", 1)):
-        for f in range(n):
-            rows = [
-                {
-                    "messages": [
-                        {"role": "user", "content": f"What is {i}?"},
-                        {"role": "assistant", "content": f"It is {i}."},
-                    ]
-                }
-                if "sft" in recipe
-                else {"text": f"{split} {f} document {i} " * 5, "url": "x"}
-                for i in range(90)
-            ]
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            name = f"{split}-{f}.jsonl" if "sft" in recipe else f"c4-{split}.{f:05}-of-{n:05}.json.gz"
-            content = lines.encode() if "sft" in recipe else gzip.compress(lines.encode())
-            (folder / name).write_bytes(content)
-    pattern = "{}-*.jsonl" if "sft" in recipe else "c4-{}.*.json.gz"
-    return ["--data", str(folder / pattern.format("train")), "--val_data", str(folder / pattern.format("validation"))]
+RECIPES = sorted(p.name for p in (ROOT / "recipes").glob("*.args"))
+TINY = {"gpt2": "tiny-gpt2", "mixtral-8x7b": "tiny-mixtral"}
+# A text of its own, few rows, few steps; all else is the recipe's.
+SHORT = ["--seq_len=64", "--micro_batch=1", "--batch_tokens=0", "--steps=3", "--eval_batches=1", "--sample_every=0"]
+SIZES = ["--vocab_size=0", "--dim=0", "--n_layers=0", "--n_heads=0", "--n_kv_heads=0", "--ffn_dim=0"]
 
 
-def train(*words) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(ROOT / "train.py"), *words], capture_output=True, text=True, env=env, timeout=400
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+def words(recipe: str) -> list[str]:
+    """A recipe with its tiny model. One is compiled, the others not: that is tested elsewhere."""
+    full = parse_args([f"@recipes/{recipe}"])
+    compiled = [] if recipe == "llama3-8b.args" else ["--compile=none"]
+    return [f"@recipes/{recipe}", "--model", TINY.get(full.model, "tiny-llama"), *SIZES, *SHORT, *compiled]
 
 
-def tiny_flags(folder, recipe) -> list[str]:
-    said = _read_recipe(f"recipes/{recipe}.args")
-    assert "--data" in said and "--val_data" in said
-    weights = said.index("--weights") if "--weights" in said else len(said)  # these are not made tiny
-    stream = ["--stream", "--lanes", "4"] if "c4" in recipe else []
-    rest = [*TINY.split(), *SMALL.split(), *files(folder, recipe), *stream]
-    return [*said[:weights], *said[weights + 2 :], "--model", MODELS[recipe], *rest]
+def test_every_recipe_runs_on_two_processes(tmp_path):
+    text = tmp_path / "numbers.txt"
+    text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
+    lines = {r: [*words(r), "--data", str(text), "--out", str(tmp_path / r)] for r in RECIPES}
+    code = f"""
+import json, train
+from pathlib import Path
+from config import parse_args
+from log import Clock
+ranks = shard.init_ranks()
+for recipe, words in {lines!r}.items():
+    config = train.resolve(parse_args(words), ranks.device, ranks.world_size)
+    train.train(config, ranks, Clock(), [])
+    shard.gather(None, ranks)
+    last = json.loads((Path(config.out) / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 3 and 3 < last["loss"] < 7, last
+    print("ran", recipe)
+shard.leave(ranks)
+"""
+    out = run_ranks(2, code, str(tmp_path))
+    assert all(out.count(f"ran {recipe}") == 2 for recipe in RECIPES), out
 
 
-@pytest.mark.parametrize("recipe", MODELS)
-def test_tiny(tmp_path, recipe):
-    text = (ROOT / "recipes" / f"{recipe}.args").read_text()
-    assert ("pip install pyarrow" in text) == (".parquet" in text) and "python download.py" in text
-    train(*tiny_flags(tmp_path, recipe), "--out", str(tmp_path / "run"))
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records] == [1, 2, 3, 4] and all(math.isfinite(r["loss"]) for r in records)
-    assert [r["step"] for r in records if "val_loss" in r] == [2, 4]
-    env = json.loads((tmp_path / "run" / "env.json").read_text())
-    assert env["attention"] == ("sdpa, boolean mask" if "sft" in recipe else "sdpa") and env["data"]["val"]
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert ("conversations, 0 truncated" if "sft" in recipe else "a stream of 3 files for 4 lanes") in log
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["llama2-7b-c4", "llama3-8b-sft"])
-def test_it_goes_on_where_it_stopped(tmp_path, recipe):
-    flags = [*tiny_flags(tmp_path, recipe), "--schedule", "constant"]
-    for name, steps in (("parts", 2), ("parts", 4), ("whole", 4)):
-        train(*flags, "--steps", str(steps), "--out", str(tmp_path / name))
-    runs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("parts", "whole")]
-    losses = [[json.loads(line)["loss"] for line in run] for run in runs]
-    assert losses[0] == losses[1]
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_headers_state_what_the_project_s_own_functions_compute(recipe):
+    header = (ROOT / "recipes" / recipe).read_text().partition("\n--")[0]
+    config = parse_args([f"@recipes/{recipe}"])
+    with torch.device("meta"):
+        model = Transformer(config.model_config)
+    number, unit = re.search(r"([\d.]+) ([BM]) parameters", header).groups()
+    total = sum(p.numel() for p in model.parameters())
+    assert float(number) * {"B": 1e9, "M": 1e6}[unit] == pytest.approx(total, rel=5e-3)
+    flops = re.search(r"([\d.]+) (GFLOP per token|TFLOP per row|PFLOP)", header)
+    tokens = {"GFLOP per token": 1e-9, "TFLOP per row": 1e-12 * config.seq_len}
+    tokens["PFLOP"] = 1e-15 * config.steps * config.batch_tokens
+    computed = tokens[flops[2]] * flops_per_token(config.model_config, config.seq_len)
+    assert float(flops[1]) == pytest.approx(computed, rel=5e-3 if flops[2] != "PFLOP" else 0.05)
+    if config.batch_tokens and flops[2] != "PFLOP":
+        step = int(re.search(r"Each step: ([\d,]+) tokens", header)[1].replace(",", ""))
+        assert step == config.batch_tokens
+        assert "GPU: about" in header and "Time: about" in header
