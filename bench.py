@@ -13,10 +13,13 @@ its runs, and the 10th and 90th percentile; `ratio` is its median over that of t
 Suites need what `bash test.sh` installs on top of requirements.txt."""
 
 import argparse
+import base64
+import gzip
 import io
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -35,11 +38,12 @@ from torch import Tensor, nn
 import fp8
 import shard
 from checkpoint import newest
-from config import split_batch
-from data import builtin_documents, make_loader
+from config import parse_args, split_batch
+from data import builtin_documents, make_loader, write_shard
 from generate import sample
 from machine import find_device
 from model import MODELS, ModelConfig, Transformer, random_init
+from prepare import build
 from tokenizer import LLAMA3_SPLIT, load_tokenizer
 from weights import export_model
 
@@ -273,7 +277,61 @@ def bench_load(repeats: int, gb: float = 0.6) -> Iterator[Row]:
                     yield row | {"median": median, "p10": low, "p90": high, "ratio": plain / np.median(times)}
 
 
-SUITES = {"generate": bench_generate, "tokenizer": bench_tokenizer, "load": bench_load}
+def bench_data(repeats: int) -> Iterator[Row]:
+    """Batches from token shards in the page cache, one process; shards from text, against the tokenizer alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, n = Path(folder, "tokens.bin"), 50_000_000
+        tokens = np.random.default_rng(0).integers(0, 50_000, n, dtype=np.uint16)
+        write_shard(path, tokens, 50257)
+        array = np.memmap(path, dtype=np.uint16, mode="r", offset=1024)
+        draw = np.random.default_rng(0)
+        for seq_len, micro_batch in ((256, 64), (1024, 32), (2048, 16), (8192, 8)):
+            words = (
+                f"--data {path} --val_data {path} --model llama3.2-1b --seq_len {seq_len} --micro_batch {micro_batch}"
+            )
+            steps = make_loader(parse_args(words.split()))._steps(0)  # without the thread that reads ahead
+
+            def ours(steps=steps) -> None:
+                for _ in range(40):
+                    next(steps)
+
+            def by_row(seq_len=seq_len, micro_batch=micro_batch) -> None:
+                for _ in range(40):
+                    at = draw.integers(0, n - seq_len - 1, micro_batch)
+                    for shift in (0, 1):
+                        rows = [array[i + shift : i + shift + seq_len].astype(np.int64) for i in at]
+                        torch.stack([torch.from_numpy(row) for row in rows])
+
+            contenders = {"flatland": ours, "a row at a time, in random order": by_row}
+            case = f"{micro_batch} rows of {seq_len} tokens"
+            yield from race(case, "tokens/s", 40 * seq_len * micro_batch, contenders, repeats)
+
+        texts, size = [], 0
+        for text in builtin_documents():
+            texts.append(text)
+            size += len(text.encode())
+            if size > 4e6:
+                break
+        words = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        Path(folder, "a.json.gz").write_bytes(gzip.compress(words.encode()))
+        vocab = {bytes([b]): b for b in range(256)}
+        for text in texts[:300]:  # a vocabulary of whole words, which is about as fast as a trained one
+            for word in re.findall(rb" ?[A-Za-z]{2,9}", text.encode()):
+                for end in range(2, len(word) + 1):
+                    vocab.setdefault(word[:end], len(vocab))
+        lines = (f"{base64.b64encode(token).decode()} {i}" for token, i in vocab.items())
+        Path(folder, "tokenizer.model").write_text("\n".join(lines) + "\n")
+        settings = f"{folder}/tokenizer.model", "text", "llama"
+        encode = load_tokenizer(settings[0]).encode
+
+        def prepared() -> None:
+            build([Path(folder, "a.json.gz")], settings, Path(folder), ("train.bin", "val.bin"))
+
+        contenders = {"prepare, one process, .json.gz": prepared, "the tokenizer alone": lambda: [*map(encode, texts)]}
+        yield from race("4 MB of text", "MB/s", size / 1e6, contenders, repeats)
+
+
+SUITES = {"generate": bench_generate, "tokenizer": bench_tokenizer, "load": bench_load, "data": bench_data}
 
 
 # ---- FP8

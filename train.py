@@ -34,7 +34,7 @@ import machine
 import shard
 from attention import choose_backend
 from config import Config, check_batch, parse_args, split_batch
-from data import IGNORE, Loader, check_tokens, make_loader
+from data import IGNORE, Loader, check_tokens, make_loader, merge_positions
 from download import find
 from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_logging, write_status
 from model import MODELS, Transformer, flops_per_token, loss_head_bytes, random_init
@@ -83,13 +83,16 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if found:
         checkpoint.restore(found, model, optimizer, ranks, config.load)
-        loader.load_state_dict(found.manifest["position"])
         logger.info("Resumed from %s after step %d", found.folder, start)
     else:
         shard.fill(model, *first_values(config, model, opened))
+    position = found.manifest["position"] if found else shard.on_first_rank(loader.state_dict, ranks)
+    loader.load_state_dict(position)  # at the start too: all ranks take rank 0's revision of a stream
     guard = shard.GradientGuard(model, config.clip, ranks, mesh)
     peak, peak_source = peak_flops(ranks.device, model.dtype)
-    log = Log(run, ranks, clock, config, flops_per_token(config.model_config, config.seq_len), peak, start)
+    log = Log(
+        run, ranks, clock, config, flops_per_token(config.model_config, config.seq_len), peak, start, loader.names
+    )
     if first:
         describe_run(config, ranks, loader, val_loader, peak_source, start)
 
@@ -107,8 +110,9 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
             shard.sync_gradients(model, i == len(micro_batches) - 1, config.reshard)
             trained += int((batch.targets != IGNORE).sum())
             batch = batch.to(ranks.device)
-            part = model(batch.tokens, batch.targets, batch.positions)
+            part = model(batch.tokens, batch.targets, batch.positions, batch.documents)
             part.backward()
+            log.count(batch, model.lm_head.row_losses)
             loss += part.detach()
         loss, grad_norm, grad_scale = guard.reduce(loss, trained)
         update(optimizer, lr, grad_scale, guard.suppress)
@@ -130,7 +134,8 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
             if saved:
                 with clock.part("saves"):
                     before = clock.seconds("saves")
-                    checkpoint.save(run, step, model, optimizer, loader.state_dict(), config, ranks)
+                    position = merge_positions(shard.gather(loader.state_dict(), ranks))
+                    checkpoint.save(run, step, model, optimizer, position, config, ranks)
                     log.amend(save_ms=1e3 * (clock.seconds("saves") - before))
             if evaluated or last or stopped:
                 with clock.part("evaluation"):
@@ -259,7 +264,7 @@ def evaluate(model: Transformer, loader: Loader, ranks: shard.Ranks) -> float:
         for batch in micro_batches:
             sums[1] += (batch.targets != IGNORE).sum()
             batch = batch.to(ranks.device)
-            sums[0] += model(batch.tokens, batch.targets, batch.positions)
+            sums[0] += model(batch.tokens, batch.targets, batch.positions, batch.documents)
     shard.reshard(model)
     model.train()
     if ranks.world_size > 1:
@@ -338,7 +343,9 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
             print(f"Training without torch.compile: {problem}", file=sys.stderr)
         compile_mode = "none" if problem else "block" if compile_mode == "auto" else compile_mode
     shard.refuse_unsupported(replace(config, compile=compile_mode), world_size)
-    attention = choose_backend(config.attention, device.type, dtype, compile_mode != "none", config.seq_len)
+    attention = choose_backend(
+        config.attention, device.type, dtype, compile_mode != "none", config.seq_len, config.model_config.head_dim
+    )
     shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
     if config.fp8 != "off":
         check_fp8(config, device, dtype, compile_mode, world_size)
