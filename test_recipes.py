@@ -29,13 +29,13 @@ def test_every_recipe_runs_on_two_processes(tmp_path):
     text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
     lines = {r: [*words(r), "--data", str(text), "--out", str(tmp_path / r)] for r in RECIPES}
     code = f"""
-import json, train
+import json, preflight, train
 from pathlib import Path
 from config import parse_args
 from log import Clock
 ranks = shard.init_ranks()
 for recipe, words in {lines!r}.items():
-    config = train.resolve(parse_args(words), ranks.device, ranks.world_size)
+    config = preflight.resolve(parse_args(words), ranks.device, ranks.world_size)
     train.train(config, ranks, Clock(), [])
     shard.gather(None, ranks)
     last = json.loads((Path(config.out) / "metrics.jsonl").read_text().splitlines()[-1])
