@@ -342,6 +342,19 @@ def newest(run: Path) -> Checkpoint:
     raise UserError(f"{run}: there is no whole checkpoint in it{''.join(faults) or ' (runs/NAME is a run folder)'}")
 
 
+def load_run_tokenizer(found: Checkpoint, spec: str | None = None):
+    """The tokenizer of a run, whose files may be in its export only by now; None if it is not known."""
+    if spec or not found.config.knows_text:
+        return load_tokenizer(spec) if spec else None
+    exported = found.folder.parent.parent / "hf"
+    try:
+        return load_tokenizer(found.config.tokenizer)
+    except UserError:
+        if not (exported / "config.json").exists():
+            raise
+        return load_tokenizer(str(exported))
+
+
 def export(
     found: Checkpoint,
     folder: Path,
@@ -349,10 +362,11 @@ def export(
     dtype: torch.dtype = torch.float32,
     shard_gb: float = 5.0,
     tokenizer=None,
+    replaces: bool = False,
 ) -> None:
-    """Writes a checkpoint's weights as a Hugging Face folder. All ranks must call; each writes its share of the shards.
-    An error on one is raised on all."""
-    made = Export(folder, found.model_config, dtype, shard_gb, gather(secrets.token_hex(4), ranks)[0])
+    """Writes a checkpoint's weights as a Hugging Face folder; replaces: an older export there gives way. All ranks must
+    call; each writes its share of the shards. An error on one is raised on all."""
+    made = Export(folder, found.model_config, dtype, shard_gb, gather(secrets.token_hex(4), ranks)[0], replaces)
     on_first_rank(made.begin, ranks)
     error = None
     try:
@@ -410,8 +424,7 @@ def _export(args: argparse.Namespace) -> int:
     if not args.shard_gb > 0:
         raise UserError(f"--shard_gb {args.shard_gb}: it must be positive")
     found = newest(args.run)
-    spec = args.tokenizer or (found.config.tokenizer if found.config.knows_text else "none")
-    tokenizer = None if spec == "none" else load_tokenizer(spec)
+    tokenizer = load_run_tokenizer(found, args.tokenizer) if args.tokenizer != "none" else None
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     export(found, args.out, Ranks(0, 1, torch.device("cpu")), dtype, args.shard_gb, tokenizer)
     print(f"{args.out}: step {found.step} of {args.run} in {args.dtype}")

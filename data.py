@@ -476,7 +476,7 @@ def check_tokenizer(config: Config) -> None:
     own = tokenizer_beside(config.weights)
     if own and own != config.tokenizer and load_tokenizer(own).encode(PROBE) != tokenizer.encode(PROBE):
         raise UserError(f"--tokenizer {config.tokenizer} is another one than that of --weights {config.weights}")
-    padding = 512  # vocabularies are padded to multiples of so much at most
+    padding = 1 if config.tokenizer == "bytes" else 512  # vocabularies are padded to multiples of so much at most
     if not own and model.vocab_size - tokenizer.vocab_size >= padding:
         raise UserError(
             f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, --weights {config.weights} were trained on"

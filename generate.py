@@ -19,7 +19,7 @@ from errors import UserError  # first: it finds the Python that has torch
 import torch  # isort: skip
 from torch import Tensor
 
-from checkpoint import newest
+from checkpoint import load_run_tokenizer, newest
 from download import find
 from machine import find_device
 from model import KVCache, ModelConfig, Transformer
@@ -134,44 +134,37 @@ class Source:
         return model.eval()
 
 
-def open_source(spec: str, tokenizer: str | None) -> Source:
-    """spec: a run folder, a Hugging Face folder, or the hub id of one; tokenizer None: its own."""
+def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
+    """spec: a run folder, a Hugging Face folder, or the hub id of one; tokenizer None: its own. chat: a text ends where
+    a turn does, too."""
     folder = find(spec, "--run")
     if (folder / "checkpoints").is_dir():
         return open_run(folder, tokenizer)
     if (folder / "config.json").is_file():
-        return open_folder(folder, tokenizer)
+        return open_folder(folder, tokenizer, chat)
     raise UserError(f"--run {spec} holds neither checkpoints, as a run folder does, nor config.json: a model's folder")
 
 
 def open_run(run: Path, tokenizer: str | None) -> Source:
     """The newest whole checkpoint, in the dtype that the run computed in."""
     found = newest(run)
-    if not tokenizer and not found.config.knows_text:
+    tokens = load_run_tokenizer(found, tokenizer)
+    if tokens is None:
         raise UserError(f"--run {run} was trained on token shards: name the --tokenizer that made them")
-    tokens = load_tokenizer(tokenizer or found.config.tokenizer)
     title, dtype = f"{run}, step {found.step}", DTYPES.get(found.config.dtype, torch.float32)
     return Source(title, found.model_config, found.read_weights, dtype, tokens, True, frozenset(tokens.stop_ids))
 
 
-def open_folder(folder: Path, tokenizer: str | None) -> Source:
-    """In the dtype that config.json names, float16 as fp32."""
+def open_folder(folder: Path, tokenizer: str | None, chat: bool) -> Source:
+    """In the dtype that config.json names, float16 as fp32. A text ends as with transformers: at the eos_token_id of
+    generation_config.json, else config.json."""
     config, values = read_config(folder), read_json(folder / "config.json")
     tokens = load_tokenizer(tokenizer or str(folder))
     half = "bfloat16" in (values.get("dtype"), values.get("torch_dtype"))
     dtype = torch.bfloat16 if half else torch.float32
     stop = tokens.stop_ids - {tokens.bos_id} | {tokens.eos_id}
-    return Source(str(folder), config, open_weights(folder, config), dtype, tokens, begins_with_bos(tokens), stop)
-
-
-def begins_with_bos(tokenizer) -> bool:
-    """Whether its files tell transformers to put BOS before a text."""
-    files = {file.name: file for file in tokenizer.files}
-    if "tokenizer.json" in files:
-        last = read_json(files["tokenizer.json"]).get("post_processor") or {}
-        return any("SpecialToken" in step.get("single", [""])[0] for step in last.get("processors", [last]))
-    settings = read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
-    return settings.get("add_bos_token", "vocab.json" not in files)
+    stop = frozenset(stop if chat or not tokens.eos_ids else tokens.eos_ids)
+    return Source(str(folder), config, open_weights(folder, config), dtype, tokens, tokens.adds_bos, stop)
 
 
 # ---- the command line
@@ -217,7 +210,7 @@ def main(argv: list[str]) -> None:
         raise UserError("--system is the beginning of a conversation: give --chat too")
     if args.chat and not all(args.prompt):
         raise UserError("--chat: give the user's message as --prompt")
-    source = open_source(args.run, args.tokenizer)
+    source = open_source(args.run, args.tokenizer, args.chat)
     ids, room = source.tokenizer.vocab_size, source.config.vocab_size
     if ids > room:
         raise UserError(

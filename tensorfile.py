@@ -45,7 +45,7 @@ def what_it_is(path: Path, head: bytes) -> str:
     if head.startswith(b"version https://git-lfs"):
         return "a git-LFS pointer, not the weights: run `git lfs pull` there, or `python download.py ORG/NAME`"
     if head.lstrip()[:1] == b"<":
-        return "an HTML or XML page, not weights: the download went wrong, repeat it with `python download.py`"
+        return "an HTML or XML page: the download went wrong, repeat it with `python download.py`"
     if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return f"a pickle, which can run code: only safetensors are loaded. {conversion(path)}"
     return "damaged, or no safetensors file: its header is not what the format says"
@@ -182,7 +182,10 @@ def write_tensors(path: Path, rows: list[tuple[str, tuple[int, ...]]], dtype: to
             step = max(1, PORTION // (math.prod(shape[1:]) * dtype.itemsize))
             for a in range(0, shape[0], step):
                 part = (slice(a, min(a + step, shape[0])), *(slice(0, n) for n in shape[1:]))
-                values = read(name, part).to(dtype).contiguous()
+                values = read(name, part)
+                if dtype == torch.float16 and values.abs().amax() > torch.finfo(dtype).max:
+                    raise UserError(f"{name} holds values beyond float16's range: take bf16 or fp32")
+                values = values.to(dtype).contiguous()
                 f.write(values.view(-1).view(torch.uint8).numpy().data)
         f.flush()
         os.fsync(f.fileno())

@@ -130,8 +130,9 @@ def test_ranks_share_an_export_and_the_command_line_makes_the_same(tmp_path, cap
     assert all(torch.equal(a, b) for a, b in zip(read.parameters(), model.parameters(), strict=True))
     (tmp_path / "own").mkdir()
     (tmp_path / "own/file").touch()
-    with pytest.raises(UserError, match="is no export"):
-        checkpoint.main([*words[:2], str(tmp_path / "own"), "--tokenizer", "none"])
+    for there in ("own", "one"):  # a model's folder, too
+        with pytest.raises(UserError, match="is there already"):
+            checkpoint.main([*words[:2], str(tmp_path / there), "--tokenizer", "none"])
     assert checkpoint.main(["export", str(tmp_path), str(tmp_path / "half"), "--dtype", "bf16"]) == 0
     half = load_model(tmp_path / "half", torch.bfloat16)
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(half.parameters(), model.parameters(), strict=True))

@@ -4,6 +4,7 @@ probabilities computed token by token for sampling, transformers and sentencepie
 import io
 import json
 import math
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -336,8 +337,24 @@ def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, m
 
 @pytest.mark.parametrize("name, stop", [("gpt2", {0}), ("llama3", {1, 4}), ("mixtral", {2})])
 def test_where_texts_of_a_folder_end(hub, name, stop):
-    """At the end of the text or of a turn, and not at BOS, unless that is the end too."""
-    assert open_source(str(hub(name)[0]), None).stop == stop
+    """In a chat at the end of the text or of a turn, and not at BOS, unless that is the end too."""
+    assert open_source(str(hub(name)[0]), None, chat=True).stop == stop
+
+
+def test_a_folder_says_where_its_texts_end(hub, tmp_path):
+    """generation_config.json, else config.json, as for transformers; and an export says it again."""
+    folder = shutil.copytree(hub("llama3")[0], tmp_path / "copy")
+    for file, ends in (("config.json", [5, 7]), ("generation_config.json", 6)):
+        values = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+        (folder / file).write_text(json.dumps(values | {"eos_token_id": ends}))
+        if file == "config.json":
+            (folder / "generation_config.json").unlink(missing_ok=True)
+        source = open_source(str(folder), None)
+        listed = ends if isinstance(ends, list) else [ends]
+        assert source.stop == set(listed)
+        export_model(source.load(torch.device("cpu")), tmp_path / file, tokenizer=source.tokenizer)
+        for name in ("config.json", "generation_config.json"):
+            assert json.loads((tmp_path / file / name).read_text())["eos_token_id"] == ends
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import io
 import json
 import random
 import re
+import shutil
 from pydoc_data.topics import topics
 
 import jinja2
@@ -256,7 +257,7 @@ def test_gpt2_files(tmp_path):
         ours = T.load_tokenizer(spec)
         assert all(ours.encode(s) == oracle.encode(s, add_special_tokens=False).ids for s in STRINGS)
         assert (ours.bos_id, ours.eos_id, ours.vocab_size, ours.stop_ids) == (1500, 1500, 1502, {1500})
-        assert [f.name for f in ours.files] == ["merges.txt", "vocab.json"]
+        assert sorted(ours.files.values()) == ["merges.txt", "vocab.json"]
 
 
 def test_llama3_ranks(tmp_path):
@@ -415,7 +416,22 @@ def test_the_model_of_llama2_is_taken_before_its_json(tmp_path):
     )
     ours = T.load_tokenizer(folder)
     assert isinstance(ours, T.SentencePiece) and ours.model_type == "mixtral"
-    assert [f.name for f in ours.files] == ["tokenizer.json", "tokenizer.model"]
+    assert sorted(ours.files.values()) == ["tokenizer.json", "tokenizer.model"]
+
+
+def test_a_file_of_another_name_is_exported_under_its_own(tmp_path):
+    """And the other tokenizer beside it is not."""
+    _write(tmp_path, tokenizer__json=_json("gpt2"), tokenizer__model=_model("llama2"))
+    for old, new in (("tokenizer.model", "mine.model"), ("tokenizer.json", "mine.json")):
+        shutil.copy(tmp_path / old, tmp_path / new)
+        assert T.load_tokenizer(str(tmp_path / new)).files == {tmp_path / new: old}
+
+
+def test_a_chat_template_of_another_kind_is_refused(tmp_path):
+    config = {"chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}", "bos_token": "<s>"}
+    ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model("llama2"), tokenizer_config__json=config))
+    with pytest.raises(UserError, match="none of Llama's or Mixtral's.*im_start"):
+        T.chat_family(ours, "llama")
 
 
 def test_fingerprint(tmp_path):

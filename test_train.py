@@ -2,6 +2,7 @@
 
 Oracles: an uninterrupted run for resume, one process for several, the metrics file for the screen."""
 
+import errno
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import torch
 import transformers
 
 import checkpoint
+import weights
 from config import parse_args
 from data import make_loader, write_shard
 from model import Transformer
@@ -307,6 +309,8 @@ BAD = {
     "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "dim is 64, the model has 32"),
     "weights of another family": (["--weights", "{hf}", "--model", "tiny-gpt2"], "norm is 'rmsnorm'"),
     "weights of another rope": (["--weights", "{rope}", "--model", "tiny-llama"], "rope_theta is 10000.0"),
+    "something of the user's in hf/": (["--out", "{ids}"], "ids/hf is there already"),
+    "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "trained on 300"),
     "a tokenizer that is too large": (["--tokenizer", "bytes", "--vocab_size", "100"], "bytes has 258 ids"),
     "weights of a larger vocabulary": (["--weights", "{large}", "--tokenizer", "bytes"], "were trained on 1000"),
 }
@@ -317,12 +321,18 @@ def old_run(tmp_path_factory, text):
     run = tmp_path_factory.mktemp("old") / "run"
     train(*FAST, "--data", text, "--steps", 1, "--eval_every", 0, "--out", run)
     made = json.loads((run / "hf/config.json").read_text())
-    for name, change in {"rope": {"rope_theta": 1e4}, "large": {"vocab_size": 1000}}.items():
+    for name, change in {
+        "rope": {"rope_theta": 1e4},
+        "large": {"vocab_size": 1000},
+        "near": {"vocab_size": 300},
+    }.items():
         shutil.copytree(run / "hf", run.parent / name)
         (run.parent / name / "config.json").write_text(json.dumps(made | change))
-    (run.parent / "large/tokenizer.json").unlink()
+    (run.parent / "large/tokenizer.json").unlink(), (run.parent / "near/tokenizer.json").unlink()
     shutil.copytree(ROOT / "recipes", run.parent / "ids", ignore=lambda *_: ["default.args"])
     write_shard(run.parent / "ids/some.bin", np.arange(900) % 300, 300)
+    (run.parent / "ids/hf").mkdir()
+    (run.parent / "ids/hf/mine.txt").touch()
     return run
 
 
@@ -337,6 +347,27 @@ def test_the_export_is_the_last_checkpoint(old_run):
         assert torch.allclose(ours.logits(tokens), theirs(tokens).logits, atol=1e-5)
     tokenizer, words = transformers.AutoTokenizer.from_pretrained(old_run / "hf"), "7 and é\n</s>"
     assert tokenizer.encode(words, split_special_tokens=True) == [256, *words.encode()]
+
+
+def test_an_export_that_was_cut_short_is_made_up_for(tmp_path, text, capsys, monkeypatch):
+    """A full disk at the end: the checkpoint is safe, and the same command writes hf/."""
+    flags = [*map(str, (*FAST, "--data", text, "--steps", 1, "--eval_every", 0, "--out", tmp_path / "run"))]
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(weights, "write_tensors", full)
+        assert train_main(flags) == 1
+    assert "the disk is full" in capsys.readouterr().err and not (tmp_path / "run/hf").exists()
+    assert train_main([*flags, "--check"]) == 0 and "state=resume" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        train_main(flags)
+    assert end.value.code == 0 and "run/hf" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "run").glob("hf*")) == ["hf"]
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
+    assert weights.load_model(tmp_path / "run/hf").config.vocab_size == 258
 
 
 def test_training_starts_from_the_weights_of_a_folder(tmp_path, text, old_run):
@@ -359,7 +390,7 @@ def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, 
     (tmp_path / "empty.txt").write_text("")
     extra, message = BAD[kind]
     places = {"short": tmp_path / "short.txt", "empty": tmp_path / "empty.txt", "old": old_run, "hf": old_run / "hf"}
-    places |= {name: old_run.parent / name for name in ("rope", "large", "ids")}
+    places |= {name: old_run.parent / name for name in ("rope", "large", "near", "ids")}
     out = tmp_path / "run"
     args = [*map(str, (*FAST, "--data", text, "--steps", 2, "--out", out)), *(a.format(**places) for a in extra)]
     if kind == "an unknown flag":  # once as a user does it

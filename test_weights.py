@@ -323,7 +323,7 @@ class FakeTokenizer:
     bos_id, eos_id = 5, 7
 
     def __init__(self, *files: Path):
-        self.files = files
+        self.files, self.eos_ids = {file: file.name for file in files}, [7]
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -362,11 +362,14 @@ def test_export_replaces_only_an_export(save, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     before = set(os.listdir(tmp_path))
-    with pytest.raises(UserError, match="mine is there already and is no export"):
-        export_model(model, tmp_path / "mine")
+    for replaces in (False, True):
+        with pytest.raises(UserError, match="mine is there already"):
+            export_model(model, tmp_path / "mine", replaces=replaces)
     assert (tmp_path / "mine" / "thesis.txt").exists() and set(os.listdir(tmp_path)) == before
     export_model(model, tmp_path / "new" / "out")  # makes the folders above
-    export_model(other, tmp_path / "new" / "out")
+    with pytest.raises(UserError, match="out is there already"):
+        export_model(other, tmp_path / "new" / "out")
+    export_model(other, tmp_path / "new" / "out", replaces=True)
     assert weights.read_config(tmp_path / "new" / "out") == FAMILY["gpt2"]
     assert os.listdir(tmp_path / "new") == ["out"]
 
@@ -381,7 +384,7 @@ def test_export_that_fails_leaves_the_older_one(monkeypatch, save, tmp_path):
 
     monkeypatch.setattr(weights, "write_tensors", fail)
     with pytest.raises(OSError, match="disk full"):
-        export_model(model, tmp_path / "out")
+        export_model(model, tmp_path / "out", replaces=True)
     after = tensors_of(tmp_path / "out")
     assert all(same_bits(after[n], t) for n, t in before.items()) and set(os.listdir(tmp_path)) == listing
 

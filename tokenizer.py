@@ -70,7 +70,8 @@ class ByteTokenizer:
 
     bos_id, eos_id, vocab_size = 256, 257, 258
     control, stop_ids = {"<s>": 256, "</s>": 257}, frozenset({256, 257})
-    fingerprint, files, chat_template, model_type, leads_with_space = "bytes", (), "", "", False
+    fingerprint, files, chat_template, model_type, leads_with_space = "bytes", {}, "", "", False
+    eos_ids, adds_bos = [257], True
 
     def encode(self, text: str) -> list[int]:
         _check_text(text)
@@ -363,6 +364,11 @@ def _load(path: Path, folder: Path, _files: tuple) -> SentencePiece | BPE:
         else:
             tokenizer = SentencePiece(data, {c: t["id"] for c, t in added.items()})
         _settle(tokenizer, folder, settings, data)
+        own = source.name if source.name in TOKENIZER_FILES else "tokenizer.json" if d else "tokenizer.model"
+        names = {*SETTINGS_FILES, *OTHER_FILES, *(TOKENIZER_FILES if path == folder else ())} - {own}
+        there = {folder / name: name for name in sorted(names) if (folder / name).is_file()}
+        tokenizer.files = {source: own} | there
+        tokenizer.adds_bos = _adds_bos(d.get("post_processor"), tokenizer, settings)
     except UserError as e:
         raise UserError(str(e) if str(folder) in str(e) else f"--tokenizer {source}: {e}") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OSError) as e:
@@ -469,19 +475,30 @@ def _settle(tokenizer: SentencePiece | BPE, folder: Path, settings: dict, data: 
     if bos is None and eos is None:
         raise UserError("no BOS or EOS is known: name bos_token and eos_token in a tokenizer_config.json beside it")
     tokenizer.bos_id, tokenizer.eos_id = eos if bos is None else bos, bos if eos is None else eos
+    listed = [config.get("eos_token_id") for config in reversed(configs)]
+    listed = next((e if isinstance(e, list) else [e] for e in listed if e is not None), [])
+    tokenizer.eos_ids = [i for i in listed if type(i) is int]
     stops = [tokenizer.control[n] for n in STOP_NAMES if n in tokenizer.control]
     tokenizer.stop_ids = frozenset([tokenizer.bos_id, tokenizer.eos_id, *ids("eos"), *stops])
     words = sorted(getattr(tokenizer, "words", {}).items())
     rest = json.dumps([tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size, words, tokenizer.leads_with_space])
     tokenizer.fingerprint = hashlib.sha256(data + rest.encode()).hexdigest()[:16]
-    names = sorted((*TOKENIZER_FILES, *SETTINGS_FILES, *OTHER_FILES))
-    tokenizer.files = tuple(folder / name for name in names if (folder / name).is_file())
     template = _json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template") or ""
     if isinstance(template, list):
         template = next((t["template"] for t in template if t["name"] == "default"), "")
     jinja = folder / "chat_template.jinja"
     tokenizer.chat_template = _read(jinja).decode() if jinja.is_file() else template
     tokenizer.model_type = configs[0].get("model_type") or ""
+
+
+def _adds_bos(last: dict | None, tokenizer: SentencePiece | BPE, settings: dict) -> bool:
+    """Whether transformers puts BOS before a text, given the post_processor of a tokenizer.json."""
+    if isinstance(tokenizer, BPE):
+        steps = (last or {}).get("processors", [last or {}])
+        singles = [step["single"] for step in steps if step.get("type") == "TemplateProcessing"]
+        first = [single[0].get("SpecialToken", {}).get("id") for single in singles if single]
+        return any(tokenizer.control.get(name) == tokenizer.bos_id for name in first)
+    return settings.get("add_bos_token", True)
 
 
 def write_byte_tokenizer(folder: Path) -> None:
@@ -512,9 +529,14 @@ def chat_family(tokenizer: Tokenizer, model_type: str = "") -> str:
     if "<|start_header_id|>" in tokenizer.control:
         return "llama3"
     model_type = tokenizer.model_type or model_type
-    if model_type == "mixtral" or "[INST]" in tokenizer.control:
-        return "mixtral"
+    if tokenizer.chat_template and "[INST]" not in tokenizer.chat_template:
+        begin = tokenizer.chat_template[:60]
+        raise UserError(
+            f"Chat: its chat_template is none of Llama's or Mixtral's, which are known; it begins {begin!r}"
+        )
     if "[INST]" in tokenizer.chat_template and "<<SYS>>" not in tokenizer.chat_template:
+        return "mixtral"
+    if model_type == "mixtral" or "[INST]" in tokenizer.control:
         return "mixtral"
     if model_type == "llama" or "<<SYS>>" in tokenizer.chat_template:
         return "llama2"

@@ -40,7 +40,7 @@ from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_l
 from model import MODELS, Transformer, flops_per_token, loss_head_bytes, random_init
 from optim import DTYPES, learning_rate, make_optimizer, update
 from tokenizer import load_tokenizer
-from weights import dropout_note, family, open_weights
+from weights import dropout_note, family, open_weights, refuse_in_the_way
 
 DEFAULT = ["@recipes/default.args"]
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
@@ -53,6 +53,10 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
     found, skipped = shard.on_first_rank(lambda: checkpoint.find(config), ranks)
     start = found.step if found else 0
     if start >= config.steps:
+        if not is_exported(config):  # the end was cut short
+            shard.on_first_rank(lambda: open_run_folder(run, start), ranks)
+            export(config, found.folder, ranks)
+            shard.on_first_rank(lambda: write_status(run, "finished", start, 0), ranks)
         return say_finished(config, start) if first else None
     if not found:
         check_batch(config, ranks.world_size)
@@ -233,7 +237,17 @@ def export(config: Config, saved: Path, ranks: shard.Ranks) -> None:
     except ValueError as e:
         return logger.warning("No export to hf/: %s", e)
     tokenizer = load_tokenizer(config.tokenizer) if config.knows_text else None
-    checkpoint.export(checkpoint.Checkpoint(saved), Path(config.out) / "hf", ranks, tokenizer=tokenizer)
+    found, folder = checkpoint.Checkpoint(saved), Path(config.out) / "hf"
+    checkpoint.export(found, folder, ranks, tokenizer=tokenizer, replaces=True)
+
+
+def is_exported(config: Config) -> bool:
+    """Whether all is there that a finished run leaves."""
+    try:
+        family(config.model_config)
+    except ValueError:
+        return True
+    return (Path(config.out) / "hf").exists()
 
 
 @torch.no_grad()
@@ -259,15 +273,13 @@ def write_samples(config: Config, model: Transformer, run: Path, step: int, rank
     tokenizer = load_tokenizer(config.tokenizer)
     ids = [tokenizer.bos_id, *tokenizer.encode(config.prompt)]
     n = min(SAMPLE_TOKENS, config.model_config.max_seq_len - len(ids))
+    choice = {"temperature": SAMPLE_TEMPERATURE, "top_p": SAMPLE_TOP_P, "seed": config.seed + step}
     model.eval()
-    out = [
-        t.item()
-        for t in generate.sample(model, torch.tensor([ids]), n, SAMPLE_TEMPERATURE, 0, SAMPLE_TOP_P, config.seed + step)
-    ]
+    out = generate.write(model, tokenizer, [ids], n, (), True, **choice)  # no stop: all ranks go through to the end
+    text = config.prompt + "".join(piece for _, piece in out)
     shard.reshard(model)
     model.train()
     if ranks.rank == 0:
-        text = config.prompt + tokenizer.decode(out)
         logger.info("Sample after step %d:\n%s", step, text)
         with open(run / "samples.txt", "a", encoding="utf-8") as f:
             f.write(f"--- step {step}\n{text}\n")
@@ -283,6 +295,7 @@ def every(step: int, n: int) -> bool:
 def check_inputs(config: Config, resumes: bool) -> None:
     """Tokens, tokenizer, weights and prompt against the model; also tokenises text, once."""
     check_tokens(config)
+    refuse_in_the_way(Path(config.out) / "hf", True)
     if config.weights and not resumes:
         open_weights(find(config.weights, "--weights"), config.model_config)
     if config.sample_every:
@@ -363,9 +376,10 @@ def say_finished(config: Config, step: int) -> None:
     if "--check" in words:  # launch.sh's last words
         words = words[: words.index("--check")] or DEFAULT
     again = f"bash launch.sh {shlex.join(words)}"
+    weights = f"  its weights:   {config.out}/hf, for transformers, vLLM and others\n"
     print(
         f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
-        f"  its weights:   {config.out}/hf, for transformers, vLLM and others\n"
+        f"{weights * (Path(config.out) / 'hf').exists()}"
         f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
         f"  go on:         {again} --steps {2 * step}\n"
         f"  start afresh:  {again} --out {shlex.quote(config.out + '-2')}"
@@ -383,7 +397,7 @@ def check(config: Config) -> None:
     found, _ = checkpoint.find(config)
     if not found:
         check_batch(config, processes)
-    done = found is not None and found.step >= config.steps
+    done = found is not None and found.step >= config.steps and is_exported(config)
     if done:
         say_finished(config, found.step)
     else:

@@ -28,7 +28,7 @@ from torch import Tensor
 from download import find
 from model import ModelConfig, RopeScaling, Transformer
 from tensorfile import DTYPES, Read, Slices, TensorFile, assemble, conversion, what_it_is, write_tensors
-from tokenizer import write_byte_tokenizer
+from tokenizer import ByteTokenizer, write_byte_tokenizer
 
 # ---- names
 
@@ -140,7 +140,10 @@ def find_files(folder: Path) -> list[Path]:
         if not files and pickles:
             _refuse_pickle(pickles[0])
         if not files:
-            raise UserError(f"{folder} holds no weights: no model.safetensors, no index of several, no *.safetensors")
+            raise UserError(
+                f"{folder} holds no weights: no model.safetensors, no index of several, no *.safetensors. Was it"
+                " fetched with --skip-model? python download.py ORG/NAME takes them, too"
+            )
         return files
     table = read_json(index)
     names = sorted(set(map(str, table["weight_map"].values()))) if isinstance(table.get("weight_map"), dict) else []
@@ -387,6 +390,10 @@ def read_config(folder: Path) -> ModelConfig:
         found["rope_theta"], found["rope_scaling"] = _read_rope(values, THETA[kind], path)
     elif not found["ffn_dim"]:
         found["ffn_dim"] = 4 * found["dim"]
+    if max(found["n_layers"], found.get("n_experts", 0)) > 10_000:  # each is to be a module, or a tensor in the file
+        raise UserError(
+            f"{path}: {found['n_layers']} layers, {found.get('n_experts', 0)} experts: not a model's numbers"
+        )
     if found.get("top_k", 0) > found.get("n_experts", 0):
         raise UserError(f"{path}: num_experts_per_tok is {found['top_k']}, there are {found['n_experts']} experts")
     try:
@@ -455,15 +462,24 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict:
 class Export:
     """A Hugging Face folder in the making: shards of safetensors of at most shard_gb GB each (10^9 bytes; a tensor that
     is larger has a file of its own), to be written one by one, by any number of processes, into `temporary` beside its
-    place; `finish` adds the rest and renames it. Values are rounded to `dtype`. UserError: no family has this shape."""
+    place; `finish` adds the rest and renames it. Values are rounded to `dtype`. replaces: an older export gives way.
+    UserError: no family has this shape."""
 
-    def __init__(self, folder: Path, config: ModelConfig, dtype: torch.dtype, shard_gb: float = 5.0, nonce: str = ""):
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        shard_gb: float = 5.0,
+        nonce: str = "",
+        replaces: bool = False,
+    ):
         try:
             rows = [(piece, name) for name, row in pieces(config).items() for piece in row]
         except ValueError as e:
             raise UserError(f"This model has no Hugging Face form: {e}") from None
         folder = folder.absolute()
-        self.folder, self.config, self.dtype = folder, config, dtype
+        self.folder, self.config, self.dtype, self.replaces = folder, config, dtype, replaces
         self.temporary = folder.with_name(f"{folder.name}.tmp-{nonce or secrets.token_hex(4)}")
         self.shards, room = [], 0.0
         for piece, name in rows:
@@ -481,8 +497,9 @@ class Export:
 
     def begin(self) -> None:
         """Makes the temporary folder; refuses one that is in the way, and a disk that is too small."""
-        if self.folder.exists() and not _is_export(self.folder):
-            raise UserError(f"{self.folder} is there already and is no export: give another folder")
+        refuse_in_the_way(self.folder, self.replaces)
+        for left in self.folder.parent.glob(f"{self.folder.name}.tmp-*") if self.replaces else ():
+            shutil.rmtree(left, ignore_errors=True)  # of an export that was killed
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder.parent).free
         if self.bytes > free:
@@ -496,17 +513,18 @@ class Export:
         write_tensors(self.temporary / self.files[i], shapes, self.dtype, lambda n, s: _read_out(*shard[n], read, s))
 
     def finish(self, tokenizer=None) -> None:
-        """The index, config.json, generation_config.json and the tokenizer's files; an older export gives way."""
+        """The index, config.json, generation_config.json and the tokenizer's files."""
         if len(self.files) > 1:
             places = {name: file for file, shard in zip(self.files, self.shards, strict=True) for name in shard}
             index = {"metadata": {"total_size": self.bytes}, "weight_map": places}
             _write_json(self.temporary / "model.safetensors.index.json", index)
-        ids = {"bos_token_id": tokenizer and tokenizer.bos_id, "eos_token_id": tokenizer and tokenizer.eos_id}
+        ends = (tokenizer.eos_ids or [tokenizer.eos_id]) if tokenizer else [None]
+        ids = {"bos_token_id": tokenizer and tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
         _write_json(self.temporary / "config.json", config_json(self.config, self.dtype) | ids)
         _write_json(self.temporary / "generation_config.json", ids)
-        for file in tokenizer.files if tokenizer else ():
-            shutil.copyfile(file, self.temporary / file.name)
-        if tokenizer and not tokenizer.files:
+        for file, name in tokenizer.files.items() if tokenizer else ():
+            shutil.copyfile(file, self.temporary / name)
+        if isinstance(tokenizer, ByteTokenizer):
             write_byte_tokenizer(self.temporary)
         old = self.temporary.with_name(f"{self.temporary.name}.old")
         if self.folder.exists():
@@ -518,8 +536,11 @@ class Export:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-def _is_export(folder: Path) -> bool:
-    return folder.is_dir() and (not any(folder.iterdir()) or (folder / "generation_config.json").exists())
+def refuse_in_the_way(folder: Path, replaces: bool) -> None:
+    """Whether an export may be written there: where nothing is, or, if it replaces, where an export is."""
+    is_export = replaces and (folder / "generation_config.json").exists() and (folder / "config.json").exists()
+    if folder.exists() and not is_export and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} is there already: move it away, or give another folder")
 
 
 def _read_out(piece: Piece, name: str, read: Read, slices: Slices) -> Tensor:
@@ -534,10 +555,12 @@ def _write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, tokenizer=None) -> None:
-    """Writes an unsharded model as a Hugging Face folder, in the dtype of its parameters."""
+def export_model(
+    model: Transformer, folder: Path | str, shard_gb: float = 5, tokenizer=None, replaces: bool = False
+) -> None:
+    """Writes an unsharded model as a Hugging Face folder, in the dtype of its parameters; see Export."""
     parameters = dict(model.named_parameters())
-    export = Export(Path(folder), model.config, next(iter(parameters.values())).dtype, shard_gb)
+    export = Export(Path(folder), model.config, next(iter(parameters.values())).dtype, shard_gb, replaces=replaces)
     export.begin()
     try:
         for i in range(len(export.shards)):
