@@ -441,9 +441,10 @@ class Supervisor:
         self.end("failed", step, message, report)
 
     def end(self, state: str, step: int, message: str, report: str = "") -> None:
-        """The last words; also in status.json, where rank 0 was killed before it could write its own."""
+        """The last words; also in status.json, where rank 0 was killed before it could write its own, or where others
+        took its end for a failure."""
         status = read_json(self.out / "status.json")
-        if status.get("state") == "running":
+        if status.get("state") == "running" or "stop-now" in self.stopping():
             status |= {"state": state, "exit_code": 1, "message": message}
             write_whole(self.out / "status.json", json.dumps(status) + "\n")
         self.set(state=state, step=step, message=message, report=report)
