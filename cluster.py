@@ -417,7 +417,7 @@ class Supervisor:
         while True:
             state, step, message, cause, dead = self.attempt()
             if state != "failed" or self.stopping():
-                return self.set(state=state, step=step, message=message, report=cause)
+                return self.end(state, step, message, cause)
             answers = self.prepare()  # ends what is left of it
             newest = max((a["saved"] for a in answers if isinstance(a, dict)), default=saved)
             if newest > saved:
@@ -433,12 +433,21 @@ class Supervisor:
             self.wait(pause)
             self.wait_for_hosts()
             if self.stopping():
-                return self.set(state="stopped", step=step, message="stopped between two tries")
+                return self.end("stopped", step, "stopped between two tries")
         if self.job["retries"]:
             report += f"\n{self.job['out']}: gave up after {tries} {'tries' if tries > 1 else 'try'} without progress"
         if dead:
             report += "\n" + self.without(dead)
-        self.set(state="failed", step=step, message=message, report=report)
+        self.end("failed", step, message, report)
+
+    def end(self, state: str, step: int, message: str, report: str = "") -> None:
+        """The last words; also in status.json, where rank 0 was killed before it could write its own, or where others
+        took its end for a failure."""
+        status = read_json(self.out / "status.json")
+        if status.get("state") == "running" or "stop-now" in self.stopping():
+            status |= {"state": state, "exit_code": 1, "message": message}
+            write_whole(self.out / "status.json", json.dumps(status) + "\n")
+        self.set(state=state, step=step, message=message, report=report)
 
     def wait(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -576,7 +585,8 @@ class Supervisor:
         state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
         results = {w: w.last.get("result") or {} for w in watchers}
         asked = self.stopping()
-        killed = vanished or silent or [w for w in watchers if results[w].get("exit", 0) < 0]
+        killed = vanished or silent
+        killed = killed or [r for r in results.values() if r.get("exit", 0) < 0 or r.get("failures")]
         if state in ("finished", "error") or (state == "stopped" and (asked or not killed)):
             return state, step, message, "", []
         causes = []  # (how sure it is that this came first, what, which log tells more, its end)
@@ -608,7 +618,7 @@ class Supervisor:
         if asked and not state:
             return "stopped", 0, "stopped before it had begun", "", []
         if "stop-now" in asked:
-            return "failed", step, "stopped at once, without saving", "", []
+            return "stopped", step, "stopped at once, without saving", "", []
         if not causes and state == "stopped":
             return state, step, message, "", []
         sure, what, file, end = min(

@@ -33,7 +33,6 @@ from pathlib import Path
 
 ORPHANED = 40  # seconds without a word from cluster.py after which a watch ends
 WITHOUT_WORKERS = 20  # seconds that torchrun may live on after its workers: its own barriers wait for dead peers
-BETWEEN = 2.5  # seconds between two signals to a worker, which takes those that come together for one
 PLAIN_ENVIRONMENT = (
     "HOME",
     "LANG",
@@ -153,20 +152,17 @@ def agent(logs: Path, timeout: float, command: list) -> int:
             preexec_fn=die_with_parent,
         )
     write_whole(logs / "agent.pid", f"{os.getpid()} {platform.node()}\n")
-    told, last_seen, ending = {}, None, None
+    told, last_seen = set(), None
     while child.poll() is None:
         time.sleep(0.3)
         found = workers_of(marker)
         wanted = max(min(len(signals), 2), (logs / "stop").exists(), 2 * (logs / "stop-now").exists())
         for pid in found:
-            count, at = told.get(pid, (0, 0.0))
-            if count < wanted and time.monotonic() - at > BETWEEN:
+            if wanted == 2:
+                kill([pid], signal.SIGKILL)
+            elif wanted and pid not in told:
                 kill([pid], signal.SIGTERM)
-                told[pid] = (count + 1, time.monotonic())
-        if wanted == 2:
-            ending = ending or time.monotonic()
-            if time.monotonic() - ending > 3 * BETWEEN:
-                kill(found, signal.SIGKILL)
+                told.add(pid)
         if found:
             last_seen = time.monotonic()
         elif last_seen and time.monotonic() - last_seen > WITHOUT_WORKERS:
@@ -726,6 +722,8 @@ def main(request: dict) -> None:
         answer = {"refused": str(e)}
     if answer is not None:
         print(json.dumps(answer), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # a thread may be reading stdin, which the interpreter's own end does not like
 
 
 if __name__ == "__main__":

@@ -149,6 +149,15 @@ JUDGEMENTS = {
         "failed",
         "torchrun on b was",
     ),
+    "a worker was killed, so the others were stopped": (
+        "stopped",
+        (),
+        [ended(1), KILLED],
+        "",
+        "",
+        "failed",
+        "rank 1 on b",
+    ),
     "the user's mistake": ("error", (), [ended(1), ended(1)], "", "", "error", ""),
     "the same, before it began": (None, (), [ended(1, failure(0, 2, "error: no GPU")), LOST], "", "", "error", ""),
     "a worker was killed": ("running", (), [LOST, KILLED], "", "", "failed", "rank 1 on b was ended by SIGKILL"),
@@ -157,7 +166,7 @@ JUDGEMENTS = {
     "a machine restarted": ("failed", (), [LOST, {}], "b", "", "failed", "everything on b was gone"),
     "a cable was pulled": ("failed", (), [TWICE, {}], "", "b", "failed", "b has not answered since"),
     "stopped early": (None, STOP, [ended(1), ended(1)], "", "", "stopped", ""),
-    "stopped at once": ("running", NOW, [ended(1), ended(1)], "", "", "failed", ""),
+    "stopped at once": ("running", NOW, [ended(1), ended(1)], "", "", "stopped", ""),
     "stopped, but a peer was dead": ("running", STOP, [LOST, {}], "", "b", "failed", "b has not answered"),
 }
 
