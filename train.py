@@ -35,7 +35,7 @@ import shard
 from attention import choose_backend
 from config import Config, check_batch, parse_args, split_batch
 from data import IGNORE, Loader, check_tokens, make_loader, merge_positions
-from download import find
+from download import Failed, find
 from log import Clock, Log, describe_run, logger, peak_flops, read_json, start_logging, write_status
 from model import MODELS, Transformer, flops_per_token, loss_head_bytes, random_init
 from optim import DTYPES, learning_rate, make_optimizer, update
@@ -447,12 +447,16 @@ def describe_memory(config: Config, model: Transformer, optimizer=None) -> str:
 
 def report(error: Exception, config: Config | None, rank: int, built: list) -> int:
     """Says what ended the run, on stderr and in status.json -> the exit status."""
-    code, message, alone = 1, f"{type(error).__name__}: {error}", isinstance(error, RankError)
+    code, message, alone = (
+        1,
+        f"{type(error).__name__}: {error}",
+        isinstance(error, RankError) or getattr(error, "alone", False),
+    )
     if isinstance(error, UserError):
         code, message = 2, str(error)
     elif isinstance(error, PermissionError):
         code, message = 2, f"no permission: {error}"
-    elif isinstance(error, shard.NotFinite):
+    elif isinstance(error, (shard.NotFinite, Failed)):
         message = str(error)
     elif isinstance(error, torch.OutOfMemoryError) and built:
         message, alone = f"rank {rank} on {platform.node()}: {describe_memory(config, *built)}", True
