@@ -23,7 +23,7 @@ import shard
 from attention import choose_backend
 from config import Config, check_batch, split_batch
 from data import check_tokens, make_loader
-from download import find
+from download import Failed, find
 from log import logger, read_json, write_status
 from model import MODELS, Transformer, loss_head_bytes, random_init
 from tokenizer import load_tokenizer
@@ -227,12 +227,13 @@ def describe_memory(config: Config, model: Transformer, optimizer=None) -> str:
 
 def report(error: Exception, config: Config | None, rank: int, built: list) -> int:
     """Says what ended the run, on stderr and in status.json -> the exit status."""
-    code, message, alone = 1, f"{type(error).__name__}: {error}", isinstance(error, RankError)
+    code, message = 1, f"{type(error).__name__}: {error}"
+    alone = isinstance(error, RankError) or getattr(error, "alone", False)
     if isinstance(error, UserError):
         code, message = 2, str(error)
     elif isinstance(error, PermissionError):
         code, message = 2, f"no permission: {error}"
-    elif isinstance(error, shard.NotFinite):
+    elif isinstance(error, (shard.NotFinite, Failed)):
         message = str(error)
     elif isinstance(error, torch.OutOfMemoryError) and built:
         message, alone = f"rank {rank} on {platform.node()}: {describe_memory(config, *built)}", True
