@@ -53,7 +53,7 @@ from generate import sample
 from log import write_whole
 from machine import find_device
 from model import MODELS, LossHead, ModelConfig, Transformer, flops_per_token, initial_std, random_init
-from optim import make_optimizer, update
+from optim import DTYPES, make_optimizer, update
 from tokenizer import LLAMA3_SPLIT, load_tokenizer
 from weights import config_json, export_model
 
@@ -608,20 +608,14 @@ def theirs(lab: Lab, flags: str, compiled: bool, shared: Contender | None = None
         model, optimizer = shared.model, shared.optimizer
     else:
         options = {k: v for k, v in values.items() if k not in ("architectures", "model_type", "torch_dtype")}
+        shape = transformers.AutoConfig.for_model(values["model_type"], **options, use_cache=False)
         with torch.device(lab.ranks.device):
-            model = (
-                transformers.AutoModelForCausalLM.from_config(
-                    transformers.AutoConfig.for_model(values["model_type"], **options, use_cache=False),
-                    dtype=torch.bfloat16,
-                    attn_implementation="sdpa",
-                )
-                .to(lab.ranks.device)
-                .train()
-            )
+            kinds = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+            model = transformers.AutoModelForCausalLM.from_config(shape, **kinds).to(lab.ranks.device).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batch, call = random_batch(lab, config), model
-    if compiled and config.compile != "none":
-        call = torch.compile(model, dynamic=False)
+    if compiled:
+        call = torch.compile(model, dynamic=False, disable=lab.tiny)
 
     def step() -> None:
         tokens = batch.to(lab.ranks.device).tokens
@@ -637,9 +631,10 @@ KERNELS = {"compiled": "^triton", "attention": "sdpa|flash|fmha|attention", "opt
            "matmul": "gemm|nvjet|cutlass|cublas|xmma|splitK", "copies": "^Mem(cpy|set)"}  # fmt: skip
 
 
-def profile_rows(lab: Lab, case: str, step: Callable, steps: int = 3) -> Iterator[Row]:
+def profile_rows(lab: Lab, case: str, step: Callable) -> Iterator[Row]:
     from torch.profiler import ProfilerActivity, profile
 
+    steps = 1 if lab.tiny else 3
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * lab.cuda]) as record:
         for _ in range(steps):
             step()
@@ -689,9 +684,8 @@ def gpu_check(lab: Lab) -> Iterator[Row]:
     cpu = shard.Ranks(0, 1, torch.device("cpu"))
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    results, batch = {}, None
-    for where, ranks, dtype in (("cpu", cpu, "fp32"), ("cpu", cpu, "bf16"), ("gpu", lab.ranks, "fp32"),
-                                ("gpu", lab.ranks, "bf16")):  # fmt: skip
+    results = {}
+    for where, ranks, dtype in [("cpu", cpu, d) for d in DTYPES] + [("gpu", lab.ranks, d) for d in DTYPES]:
         config = flags_to_config(lab, f"{flags} {dtype}")
         config = replace(config, dtype=dtype, compile="none" if where == "cpu" else config.compile, attention="sdpa")
         model = train.build(config, ranks, None, [])
@@ -799,57 +793,48 @@ def roof(x: Tensor, w: Tensor, g: Tensor, recipe: str) -> list[Callable[[], Tens
 
 def gpu_products(lab: Lab, recipes: tuple[str, ...]) -> Iterator[Row]:
     for name in ("llama3-8b", "llama3-70b", "llama3.1-405b"):
-        c = (
-            replace(MODELS[name], dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=176)
-            if lab.tiny
-            else MODELS[name]
-        )
-        wide = c.n_heads * c.head_dim
-        shapes = [
-            (wide + 2 * c.n_kv_heads * c.head_dim, c.dim),
-            (c.dim, wide),
-            (2 * c.ffn_dim, c.dim),
-            (c.dim, c.ffn_dim),
-        ]
-        for tokens in (2048, 8192) if not lab.tiny else (32,):
-            torch._dynamo.reset()
-            with torch.device(lab.ranks.device):
-                layers = nn.ModuleList(nn.Linear(K, N, bias=False, dtype=torch.bfloat16) for N, K in shapes)
-                xs = [torch.randn(tokens, K, dtype=torch.bfloat16, requires_grad=True) for _, K in shapes]
-                gs = [torch.randn(tokens, N, dtype=torch.bfloat16) for N, _ in shapes]
-
-            def step(run: Callable, layers=layers, xs=xs, gs=gs) -> None:
-                torch.autograd.backward(run(xs), gs)
-                for t in (*xs, *layers.parameters()):
-                    t.grad = None
-
-            def plain(xs: list[Tensor], layers=layers) -> list[Tensor]:
-                return [nn.functional.linear(x, layer.weight) for x, layer in zip(xs, layers, strict=True)]
-
-            def linear(xs: list[Tensor], layers=layers) -> list[Tensor]:
-                return [layer(x) for x, layer in zip(xs, layers, strict=True)]
-
-            flops = 6 * tokens * sum(N * K for N, K in shapes)
+        for tokens in (2048, 8192):
             for recipe in recipes:
-                fp8.convert_linears(layers, recipe, small=True)
-                run = linear if lab.tiny else torch.compile(linear, dynamic=False)
-                three = zip(xs, layers, gs, strict=True)
-                with torch.no_grad():
-                    calls = [call for x, layer, g in three for call in roof(x, layer.weight, g, recipe)]
-                alone = f"{recipe}: products alone"
-                contenders = {
-                    f"{recipe}, with casts": partial(step, run),
-                    alone: lambda calls=calls: [f() for f in calls],
-                }
-                measured = measure(lab, contenders | {"bf16": partial(step, plain)}, 1, 3)
-                spent = {name: float(np.median(times)) for name, times in measured[0].items()}
+                yield from product_rows(lab, name, tokens, recipe)
+                torch._dynamo.reset()
 
-                def says(name: str, rate: float, spent=spent, alone=alone) -> str:
-                    share = f"; casts {1 - spent[alone] / spent[name]:.1%} of its time" if "casts" in name else ""
-                    return f"; {1e3 * spent[name]:.2f} ms{share}"
 
-                case = f"a block's products, {name}, {tokens} tokens"
-                yield from rows_of(case, "TFLOP/s", flops / 1e12, measured, says)
+def product_rows(lab: Lab, name: str, tokens: int, recipe: str) -> list[Row]:
+    """The linear layers of a block, forward and backward. (In a model the compiler joins casts with what comes before:
+    their share there is smaller.)"""
+    c = MODELS[name]
+    if lab.tiny:
+        c, tokens = replace(c, dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=176), 32
+    wide = c.n_heads * c.head_dim
+    shapes = [(wide + 2 * c.n_kv_heads * c.head_dim, c.dim), (c.dim, wide), (2 * c.ffn_dim, c.dim), (c.dim, c.ffn_dim)]
+    with torch.device(lab.ranks.device):
+        layers = nn.ModuleList(nn.Linear(K, N, bias=False, dtype=torch.bfloat16) for N, K in shapes)
+        xs = [torch.randn(tokens, K, dtype=torch.bfloat16, requires_grad=True) for _, K in shapes]
+        gs = [torch.randn(tokens, N, dtype=torch.bfloat16) for N, _ in shapes]
+    fp8.convert_linears(layers, recipe, small=True)
+    with torch.no_grad():
+        three = zip(xs, layers, gs, strict=True)
+        calls = [call for x, layer, g in three for call in roof(x, layer.weight, g, recipe)]
+
+    def fp8_layers(xs: list[Tensor]) -> list[Tensor]:
+        return [layer(x) for x, layer in zip(xs, layers, strict=True)]
+
+    def bf16_layers(xs: list[Tensor]) -> list[Tensor]:
+        return [nn.functional.linear(x, layer.weight) for x, layer in zip(xs, layers, strict=True)]
+
+    def step(run: Callable) -> None:
+        torch.autograd.backward(run(xs), gs)
+        for t in (*xs, *layers.parameters()):
+            t.grad = None
+
+    casts, alone = f"{recipe}, with casts", f"{recipe}, products alone"
+    run = torch.compile(fp8_layers, dynamic=False, disable=lab.tiny)
+    steps = {casts: partial(step, run), alone: lambda: [call() for call in calls], "bf16": partial(step, bf16_layers)}
+    measured = measure(lab, steps, 1, 3)
+    ms = {name: 1e3 * float(np.median(times)) for name, times in measured[0].items()}
+    share = {casts: f"; casts {1 - ms[alone] / ms[casts]:.1%} of its time"}
+    flops, case = 6 * tokens * sum(N * K for N, K in shapes), f"a block's products, {name}, {tokens} tokens"
+    return rows_of(case, "TFLOP/s", flops / 1e12, measured, lambda name, _: f"; {ms[name]:.2f} ms{share.get(name, '')}")
 
 
 def gpu_checkpointing(lab: Lab) -> Iterator[Row]:
@@ -861,35 +846,28 @@ def gpu_checkpointing(lab: Lab) -> Iterator[Row]:
     yield from race_training(lab, case, contenders | {"--checkpointing none": none}, flags)
 
 
-def one_by_one(lab: Lab, case: str, flags: str, variants: dict[str, tuple[str, dict]]) -> Iterator[Row]:
-    """Contenders that do not fit side by side; ratios to the first."""
-    first = 0.0
-    for name, (more, options) in variants.items():
-        contender = ours(lab, f"{flags} {more}", **options)
-        (row,) = race_training(lab, f"{case}, one by one", {name: contender}, flags, warm=1, rounds=2)
+NO_MESH, IN_ROOT = "no FSDP", "embedding and lm_head in the root's unit"
+
+
+def one_by_one(lab: Lab, case: str, layers: int, variants: dict[str, str]) -> Iterator[Row]:
+    """Under FSDP on one rank, contenders that do not fit side by side; ratios to the first. What one GPU cannot show:
+    communication, thus what prefetching hides of it, and --reshard, since one rank has nothing to give back."""
+    mesh, first = shard.make_mesh(0, lab.ranks, offload=True), 0.0
+    flags = f"--model llama3-8b --n_layers {layers} --seq_len 4096 --micro_batch 2"
+    for name, more in variants.items():
+        contender = ours(lab, f"{flags} {more}", None, None if name == NO_MESH else mesh, name != IN_ROOT)
+        title = f"{case}: Llama 8B, {layers} layers, 2 x 4096, one by one"
+        (row,) = race_training(lab, title, {name: contender}, flags, warm=1, rounds=2)
         del contender
         free(lab)
         first = first or row["median"]
         yield row | {"ratio": row["median"] / first}
 
 
-def gpu_mesh(lab: Lab) -> Iterator[Row]:
-    """What FSDP costs on one rank: its copies and hooks. What one GPU cannot show: communication, thus what prefetching
-    hides of it, and --reshard, since one rank has nothing to give back."""
-    mesh = {"mesh": shard.make_mesh(0, lab.ranks, offload=True)}
-    variants = {"no mesh": ("", {})} | {f"--prefetch {n}": (f"--prefetch {n}", mesh) for n in (1, 0, 2)}
-    variants["--reshard never"] = ("--reshard never", mesh)
-    variants["embedding and lm_head in the root's unit"] = ("", mesh | {"own_units": False})
-    flags = "--model llama3-8b --n_layers 4 --seq_len 4096 --micro_batch 2"
-    yield from one_by_one(lab, "FSDP on one rank: Llama 8B, 4 layers, 2 x 4096", flags, variants)
-
-
-def gpu_offload(lab: Lab) -> Iterator[Row]:
-    mesh = {"mesh": shard.make_mesh(0, lab.ranks, offload=True)}
-    variants = {"--offload none": ("", mesh)}
-    variants |= {f"--offload cpu --prefetch {n}": (f"--offload cpu --prefetch {n}", mesh) for n in (1, 0)}
-    flags = "--model llama3-8b --n_layers 2 --seq_len 4096 --micro_batch 2"
-    yield from one_by_one(lab, "offload: Llama 8B, 2 layers, 2 x 4096", flags, variants)
+FSDP = {NO_MESH: "", "--prefetch 1": "", "--prefetch 0": "--prefetch 0", "--prefetch 2": "--prefetch 2",
+        "--reshard never": "--reshard never", IN_ROOT: ""}  # fmt: skip
+OFFLOAD = {"--offload none": "", "--offload cpu": "--offload cpu",
+           "--offload cpu --prefetch 0": "--offload cpu --prefetch 0"}  # fmt: skip
 
 
 def gpu_gpt2(lab: Lab) -> Iterator[Row]:
@@ -902,56 +880,53 @@ def gpu_gpt2(lab: Lab) -> Iterator[Row]:
 
 
 def gpu_head(lab: Lab) -> Iterator[Row]:
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from head_rows(lab, dtype)
+        torch._dynamo.reset()
+
+
+def head_rows(lab: Lab, dtype: torch.dtype) -> list[Row]:
+    """dtype: of the weight; x is bf16."""
     N, D, V = (64, 32, 256) if lab.tiny else (16384, 4096, 128256)
     shape = ModelConfig(vocab_size=V, dim=D, n_layers=1, n_heads=1, ffn_dim=D, max_seq_len=N)
-    for dtype in (torch.bfloat16, torch.float32):
-        torch._dynamo.reset()
-        with torch.device(lab.ranks.device):
-            head, targets = LossHead(shape).to(dtype), torch.randint(0, V, (1, N))
-            nn.init.normal_(head.weight, std=0.02)
-            x = torch.randn(1, N, D, dtype=torch.bfloat16, requires_grad=True)
+    with torch.device(lab.ranks.device):
+        head, targets = LossHead(shape).to(dtype), torch.randint(0, V, (1, N))
+        nn.init.normal_(head.weight, std=0.02)
+        x = torch.randn(1, N, D, dtype=torch.bfloat16, requires_grad=True)
 
-        def cross_entropy(x, weight, targets):
-            logits = nn.functional.linear(x[0], weight.to(x.dtype)).float()
-            return nn.functional.cross_entropy(logits, targets[0], reduction="sum")
+    def plain() -> Tensor:
+        logits = nn.functional.linear(x[0], head.weight.to(x.dtype)).float()
+        return nn.functional.cross_entropy(logits, targets[0], reduction="sum")
 
-        losses = {"flatland": head, "F.cross_entropy, compiled": torch.compile(cross_entropy, disable=lab.tiny)}
-        losses["F.cross_entropy, compiled"] = partial(_with_weight, losses["F.cross_entropy, compiled"], head)
-        if hasattr(nn.functional, "linear_cross_entropy"):
-            losses["F.linear_cross_entropy"] = partial(_with_weight, _fused_cross_entropy, head)
-        values = [loss(x, targets).item() for loss in losses.values()]
-        if max(values) - min(values) > 1e-2 * values[0]:  # torch's own sums to bf16
-            raise RuntimeError(f"the results differ: {values}")
+    def fused() -> Tensor:
+        return nn.functional.linear_cross_entropy(x[0], head.weight.to(x.dtype), targets[0], reduction="sum")
 
-        def step(loss: Callable, x=x, head=head, targets=targets) -> None:
-            loss(x, targets).backward()
-            x.grad = head.weight.grad = None
+    def products() -> None:
+        with torch.no_grad():
+            w = head.weight.to(x.dtype)
+            y = x[0] @ w.T
+            _ = y @ w, y.T @ x[0]
 
-        def products(x=x, weight=head.weight) -> None:
-            with torch.no_grad():
-                a, w = x[0], weight.bfloat16() if weight.dtype != x.dtype else weight
-                y = a @ w.T
-                _ = y @ w, y.T @ a
+    def step(loss: Callable) -> None:
+        loss().backward()
+        x.grad = head.weight.grad = None
 
-        rest = torch.cuda.memory_allocated() if lab.cuda else 0
-        grads = x.nbytes + head.weight.nbytes
-        contenders = {name: partial(step, loss) for name, loss in losses.items()}
-        measured = measure(lab, contenders | {"its three products alone": products}, 1, 4)
+    losses = {"flatland": lambda: head(x, targets), "compiled F.cross_entropy": torch.compile(plain, disable=lab.tiny)}
+    if hasattr(nn.functional, "linear_cross_entropy"):
+        losses["F.linear_cross_entropy"] = fused
+    values = [loss().item() for loss in losses.values()]
+    if max(values) - min(values) > 1e-2 * values[0]:  # torch's own sums to bf16
+        raise RuntimeError(f"the results differ: {values}")
+    rest = x.nbytes + head.weight.nbytes + (torch.cuda.memory_allocated() if lab.cuda else 0)  # with the gradients
+    steps = {name: partial(step, loss) for name, loss in losses.items()} | {"its three products alone": products}
+    measured = measure(lab, steps, 1, 4)
 
-        def says(name: str, rate: float, measured=measured, rest=rest, grads=grads) -> str:
-            beyond = f"; {(measured[1][name] - rest - grads) / 2**30:.2f} GiB beyond" if "alone" not in name else ""
-            return f"; {1e3 * np.median(measured[0][name]):.2f} ms{beyond}"
+    def says(name: str, rate: float) -> str:
+        beyond = f"; {(measured[1][name] - rest) / 2**30:.2f} GiB beyond gradients" if name in losses else ""
+        return f"; {1e3 * np.median(measured[0][name]):.2f} ms{beyond}"
 
-        case = f"F: loss head, {N} x {D} x {V}, weight in {str(dtype)[6:]}"
-        yield from rows_of(case, "TFLOP/s", 6 * N * D * V / 1e12, measured, says)
-
-
-def _with_weight(loss: Callable, head: LossHead, x: Tensor, targets: Tensor) -> Tensor:
-    return loss(x, head.weight, targets)
-
-
-def _fused_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.linear_cross_entropy(x[0], weight.to(x.dtype), targets[0], reduction="sum")
+    case = f"F: loss head, {N} x {D} x {V}, weight in {str(dtype)[6:]}"
+    return rows_of(case, "TFLOP/s", 6 * N * D * V / 1e12, measured, says)
 
 
 def gpu_experts(lab: Lab) -> Iterator[Row]:
@@ -970,8 +945,9 @@ PARTS = {
     "fp8": (100, partial(gpu_fp8, T=4096, B=2)), "recipe3": (70, gpu_recipe3),
     "products": (70, partial(gpu_products, recipes=("tensor",))), "llama-2048": (70, partial(gpu_llama, T=2048, B=1)),
     "fp8-2048": (80, partial(gpu_fp8, T=2048, B=1)), "checkpointing": (80, gpu_checkpointing), "head": (25, gpu_head),
-    "mesh": (80, gpu_mesh), "offload": (70, gpu_offload), "gpt2": (110, gpu_gpt2), "experts": (70, gpu_experts),
-    "products-row": (100, partial(gpu_products, recipes=("row", "row_gw_hp"))),
+    "mesh": (110, partial(one_by_one, case="FSDP on one rank", layers=4, variants=FSDP)),
+    "offload": (70, partial(one_by_one, case="offload", layers=2, variants=OFFLOAD)), "gpt2": (110, gpu_gpt2),
+    "experts": (70, gpu_experts), "products-row": (120, partial(gpu_products, recipes=("row", "row_gw_hp"))),
 }  # fmt: skip
 
 
@@ -987,10 +963,10 @@ def bench_gpu(tiny: bool, seconds: float, parts: list[str]) -> Iterator[Row]:
 
     transformers.utils.logging.disable_progress_bar()
     if not (tiny or torch.cuda.is_available()):
-        raise UserError(
-            "--suite gpu needs a GPU that torch can use; with --tiny its code runs on a CPU, at small sizes"
-        )
+        raise UserError("--suite gpu needs a GPU that torch can use; with --tiny its code runs on a CPU, in small")
     lab = Lab(shard.init_ranks(), tiny, time.monotonic() + seconds)
+    if tiny:
+        yield note("--tiny", "small shapes and few steps under the names of the large ones: the figures say nothing")
     limit, torch._dynamo.config.recompile_limit = torch._dynamo.config.recompile_limit, 64  # contenders share code
     try:
         for name, (cost, part) in PARTS.items():
