@@ -8,35 +8,71 @@ the query's through every compiler pass (where it does not, training dies with "
 Back-ends: `sdpa`, torch's fused kernels; `blocked`, plain matrix products over blocks of queries for CPUs, where
 torch's kernel reaches a fraction of the matmul rate: a block of queries meets only the keys up to its own end, so half
 of the work is never done. It keeps the probabilities for the backward pass ([B, H, T, T] / 2), hence it is for short
-rows.
+rows. `varlen` and `flash` are for documents that share a row on a GPU, and need no mask of T x T: torch's kernel for
+sequences of many lengths, and that of the flash-attn package (which runs plain rows, too). For the others a boolean
+mask says the same.
 
 Letters: B batch, T tokens (queries), S keys, H heads, K key/value heads, h head_dim.
 """
+
+import importlib.util
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BACKENDS = ("sdpa", "blocked")
+from errors import UserError
+
+BACKENDS = ("sdpa", "blocked")  # on every device
+PACKED = ("varlen", "flash")  # on GPUs; these take where documents begin, not a mask
+INSTALL_FLASH = "pip install packaging ninja && pip install flash-attn --no-build-isolation"
 BLOCK = 128  # queries per block: large enough for the matmul rate, small enough to skip nearly half of the work
 BLOCKED_MAX_TOKENS = 1024  # beyond this the stored probabilities cost more memory than the time they save
 
 
-def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_len: int) -> str:
-    """Resolves `auto`; other names are returned as they are. `blocked` pays where it was measured to: compiled, in
-    bf16 (in fp32 torch's CPU kernel is as fast), for rows of more than one block."""
+def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_len: int, head_dim: int = 64) -> str:
+    """Resolves `auto`, and refuses what cannot run here. `varlen` is for rows of several documents, others go to sdpa;
+    `blocked` pays where it was measured to: compiled, in bf16 (in fp32 torch's CPU kernel is as fast), for rows of more
+    than one block."""
+    old = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256 and not old
+    if name in PACKED and not fits:
+        raise UserError(
+            f"--attention {name}: its kernels are for GPUs from the A100 on, bf16 and heads of up to 256 dimensions by"
+            f" 8, not for {device_type}, {dtype}, {head_dim}: give --attention auto"
+        )
+    if name == "flash" and importlib.util.find_spec("flash_attn") is None:
+        raise UserError(f"--attention flash: the package flash-attn is not installed: {INSTALL_FLASH}")
     if name != "auto":
         return name
     blocked = device_type == "cpu" and dtype == "bf16" and compiled and BLOCK < seq_len <= BLOCKED_MAX_TOKENS
-    return "blocked" if blocked else "sdpa"
+    return "varlen" if fits else "blocked" if blocked else "sdpa"
+
+
+def kernel(backend: str, separate: bool) -> str:
+    """What runs in training, for env.json. separate: rows hold several documents."""
+    if backend == "flash":
+        from importlib.metadata import version
+
+        return f"flash-attn {version('flash-attn')}" + (", varlen" if separate else "")
+    if backend == "varlen":
+        return "varlen, torch's" if separate else "sdpa"
+    return f"{backend}, boolean mask" if separate else backend
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str = "sdpa") -> Tensor:
     """q [B, T, H, h], k and v [B, S, K, h] with K dividing H -> [B, T, H, h].
 
-    mask: None for plain causal attention (then T == S), or boolean [B or 1, 1, T, S], True where a query sees a key; it
-    says everything, causality too."""
+    mask: None for plain causal attention (then T == S); or boolean [B or 1, 1, T, S], True where a query sees a key,
+    which says everything, causality too; or, for the back-ends in PACKED, int32 [N + 1]: where each of N documents
+    begins in the B T tokens, filled up with B T."""
     group = q.shape[2] // k.shape[2]
+    if mask is not None and mask.dtype == torch.int32:
+        return _packed(q, k, v, mask, backend)
+    if backend == "flash" and mask is None:
+        from flash_attn import flash_attn_func
+
+        return flash_attn_func(q, k, v, causal=True)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T or S, h]
     if backend == "blocked":
         out = _blocked(q, k, v, mask, group)
@@ -46,6 +82,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backe
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1)
     return out.transpose(1, 2)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str) -> Tensor:
+    """All rows are one sequence of documents to the kernels. No document is longer than a row, which is what they are
+    told: the true maximum would be a number that changes with the batch, and compiled code with it."""
+    B, T = q.shape[:2]
+    flat = [t.flatten(0, 1) for t in (q, k, v)]  # [B T, H or K, h]
+    if backend == "flash":
+        from flash_attn import flash_attn_varlen_func
+
+        out = flash_attn_varlen_func(*flat, begins, begins, T, T, causal=True)
+    else:
+        from torch.nn.attention.varlen import varlen_attn
+
+        out = varlen_attn(*flat, begins, begins, T, T, **_varlen_words(q.shape[2] != k.shape[2]))
+    return out.view(B, T, *out.shape[1:])
+
+
+def _varlen_words(grouped: bool) -> dict:
+    """How varlen_attn is told of causality and shared heads: torch 2.11 to 2.13 differ."""
+    import inspect
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    causal = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    return causal | ({"enable_gqa": grouped} if "enable_gqa" in known else {})
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: int) -> Tensor:

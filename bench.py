@@ -15,7 +15,9 @@ is written anew after each row.
 Suites need what `bash test.sh` installs on top of requirements.txt."""
 
 import argparse
+import base64
 import gc
+import gzip
 import io
 import json
 import math
@@ -48,12 +50,14 @@ import shard
 import train
 from checkpoint import newest
 from config import Config, parse_args, split_batch
-from data import Batch, builtin_documents, make_loader
+from data import Batch, builtin_documents, make_loader, write_shard
 from generate import sample
 from log import write_whole
 from machine import find_device
 from model import MODELS, LossHead, ModelConfig, Transformer, flops_per_token, initial_std, random_init
 from optim import DTYPES, make_optimizer, update
+from preflight import prepare_fp8, resolve
+from prepare import build
 from tokenizer import LLAMA3_SPLIT, load_tokenizer
 from weights import config_json, export_model
 
@@ -285,6 +289,60 @@ def bench_load(repeats: int, gb: float = 0.6) -> Iterator[Row]:
                     )
                     row = {"case": f"{ranks} process{'es' * (ranks > 1)}, {case}", "what": way + memory, "unit": "GB/s"}
                     yield row | {"median": median, "p10": low, "p90": high, "ratio": plain / np.median(times)}
+
+
+def bench_data(repeats: int) -> Iterator[Row]:
+    """Batches from token shards in the page cache, one process; shards from text, against the tokenizer alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, n = Path(folder, "tokens.bin"), 50_000_000
+        tokens = np.random.default_rng(0).integers(0, 50_000, n, dtype=np.uint16)
+        write_shard(path, tokens, 50257)
+        array = np.memmap(path, dtype=np.uint16, mode="r", offset=1024)
+        draw = np.random.default_rng(0)
+        for seq_len, micro_batch in ((256, 64), (1024, 32), (2048, 16), (8192, 8)):
+            words = (
+                f"--data {path} --val_data {path} --model llama3.2-1b --seq_len {seq_len} --micro_batch {micro_batch}"
+            )
+            steps = make_loader(parse_args(words.split()))._steps(0)  # without the thread that reads ahead
+
+            def ours(steps=steps) -> None:
+                for _ in range(40):
+                    next(steps)
+
+            def by_row(seq_len=seq_len, micro_batch=micro_batch) -> None:
+                for _ in range(40):
+                    at = draw.integers(0, n - seq_len - 1, micro_batch)
+                    for shift in (0, 1):
+                        rows = [array[i + shift : i + shift + seq_len].astype(np.int64) for i in at]
+                        torch.stack([torch.from_numpy(row) for row in rows])
+
+            contenders = {"flatland": ours, "a row at a time, in random order": by_row}
+            case = f"{micro_batch} rows of {seq_len} tokens"
+            yield from race(case, "tokens/s", 40 * seq_len * micro_batch, contenders, repeats)
+
+        texts, size = [], 0
+        for text in builtin_documents():
+            texts.append(text)
+            size += len(text.encode())
+            if size > 4e6:
+                break
+        words = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        Path(folder, "a.json.gz").write_bytes(gzip.compress(words.encode()))
+        vocab = {bytes([b]): b for b in range(256)}
+        for text in texts[:300]:  # a vocabulary of whole words, which is about as fast as a trained one
+            for word in re.findall(rb" ?[A-Za-z]{2,9}", text.encode()):
+                for end in range(2, len(word) + 1):
+                    vocab.setdefault(word[:end], len(vocab))
+        lines = (f"{base64.b64encode(token).decode()} {i}" for token, i in vocab.items())
+        Path(folder, "tokenizer.model").write_text("\n".join(lines) + "\n")
+        settings = f"{folder}/tokenizer.model", "text", "llama"
+        encode = load_tokenizer(settings[0]).encode
+
+        def prepared() -> None:
+            build([Path(folder, "a.json.gz")], settings, Path(folder), ("train.bin", "val.bin"))
+
+        contenders = {"prepare, one process, .json.gz": prepared, "the tokenizer alone": lambda: [*map(encode, texts)]}
+        yield from race("4 MB of text", "MB/s", size / 1e6, contenders, repeats)
 
 
 # ---- FP8
@@ -547,7 +605,7 @@ def race_training(lab: Lab, case: str, contenders: dict[str, Contender], flags: 
 
 @cache
 def flags_to_config(lab: Lab, flags: str) -> Config:
-    return train.resolve(parse_args(f"--compile block {flags} {TINY * lab.tiny}".split()), lab.ranks.device, 1)
+    return resolve(parse_args(f"--compile block {flags} {TINY * lab.tiny}".split()), lab.ranks.device, 1)
 
 
 def random_batch(lab: Lab, config: Config) -> Batch:
@@ -577,7 +635,7 @@ def ours(lab: Lab, flags: str, shared: Contender | None = None, mesh=None, own_u
         fill_on_device(model, ranks.device)
     if not own_units:  # what build does, with the one argument that no flag sets
         shard.shard_model(model, mesh, model.dtype, reshard=config.reshard, prefetch=config.prefetch, own_units=False)
-    scales = train.prepare_fp8(model, config, ranks, mesh)
+    scales = prepare_fp8(model, config, ranks, mesh)
     optimizer = shared.optimizer if shared else make_optimizer(model, config)
     guard, batch = shard.GradientGuard(model, config.clip, ranks, mesh), random_batch(lab, config)
 
@@ -993,7 +1051,7 @@ def bench_gpu(tiny: bool, seconds: float, parts: list[str]) -> Iterator[Row]:
 
 # ---- the command line
 
-SUITES = {"generate": bench_generate, "tokenizer": bench_tokenizer, "load": bench_load}
+SUITES = {"generate": bench_generate, "tokenizer": bench_tokenizer, "load": bench_load, "data": bench_data}
 
 
 def main_fp8(argv: list[str]) -> None:

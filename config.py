@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
+from attention import BACKENDS, PACKED
 from download import find
 from errors import ROOT, UserError
 from model import MODELS, ModelConfig
+from text import is_text, split_weight
 from weights import read_config
 
 
@@ -46,7 +48,9 @@ class Config:
     )
     # data
     data: tuple = _flag(
-        (), "token-shard folder, .bin, .txt or .jsonl files or globs, one or more; none = the built-in text"
+        (),
+        "one or more of: token shards (a folder, .bin), .txt, .jsonl, .json.gz, .parquet, globs,"
+        " hf://datasets/ORG/NAME/PATH; each may end in :WEIGHT; none = the built-in text",
     )
     val_data: tuple = _flag((), "the same for validation; none = shards named *val*, else a held-out 1/20")
     tokenizer: str = _flag(
@@ -54,13 +58,24 @@ class Config:
         "bytes, or a tokenizer.json, a tokenizer.model, a folder or the hub id of one; default: that of --weights or"
         " --model where these have one, else bytes",
     )
-    text_field: str = _flag("text", "the field of a .jsonl row that holds the text")
+    text_field: str = _flag("text", "the field (.jsonl) or column (.parquet) that holds the text")
     data_dtype: str = _flag("", "dtype of headerless token files", ("", "uint16", "uint32"))
     documents: str = _flag(
         "joined",
         "separate: documents never attend to each other; joined: a row is one sequence",
         ("joined", "separate"),
     )
+    long_chats: str = _flag(
+        "truncate",
+        "conversations longer than --seq_len are cut, or left out; the log counts them",
+        ("truncate", "drop"),
+    )
+    skip_bad: int = _flag(
+        0, "bad rows of text that are logged and left out before one ends the run; of streams, per lane"
+    )
+    stream: bool = _flag(False, "tokenise local text while training, as hf:// text always is, not once into the cache")
+    lanes: int = _flag(64, "parts that a stream is dealt to; a run's order depends on it, and a resume keeps it")
+    read_ahead_gb: float = _flag(8.0, "disk, per rank, for what of a hub stream is read ahead")
     delimiter: int = _flag(-1, "id of the token that begins a document; -1 = as the tokenizer or the shard format says")
     # batch and length
     seq_len: int = _flag(256, "tokens per row")
@@ -133,8 +148,9 @@ class Config:
     )
     attention: str = _flag(
         "auto",
-        "attention back-end; auto = blocked on a CPU in bf16, compiled, for rows of 129 to 1024; else sdpa",
-        ("auto", "sdpa", "blocked"),
+        "attention back-end; auto = varlen (torch's) on a GPU in bf16 where documents are separate; blocked on a CPU"
+        " in bf16, compiled, for rows of 129 to 1024; else sdpa; flash = the flash-attn package",
+        ("auto", *BACKENDS, *PACKED),
     )
     # the run
     out: str = _flag("", "run folder; default runs/ + recipe and data names")
@@ -182,7 +198,7 @@ class Config:
     @property
     def knows_text(self) -> bool:
         """Whether it is known what tokens mean: text of our tokenising, or shards with a tokenizer that was named."""
-        return self.tokenizer != "bytes" or all(Path(d).suffix in (".txt", ".jsonl") for d in self.data)
+        return self.tokenizer != "bytes" or all(is_text(split_weight(d)[0]) for d in self.data)
 
     @property
     def warmup(self) -> int:
@@ -260,7 +276,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _data_name(spec: str) -> str:
     """What an entry of --data adds to the run folder's name; a glob is told by its folder, too."""
-    path = Path(spec)
+    path = Path(split_weight(spec)[0].removesuffix(".gz"))
     parts = (path.parent.name, path.stem) if glob.has_magic(path.name) else (path.stem,)
     return re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.") or "data"
 
@@ -334,13 +350,13 @@ def parse_args(argv: list[str]) -> Config:
 
 
 def _check_ranges(c: Config) -> None:
-    for name in ("steps", "seq_len", "keep", "timeout"):
+    for name in ("steps", "seq_len", "keep", "timeout", "lanes"):
         if getattr(c, name) < 1:
             raise UserError(f"--{name} {getattr(c, name)}: it must be at least 1")
     for name in (
         "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "micro_batch", "batch_tokens", "min_lr",
         "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "prefetch", "log_every",
-        "eval_every", "eval_batches", "save_every", "sample_every", "fp8_log_every",
+        "eval_every", "eval_batches", "save_every", "sample_every", "fp8_log_every", "skip_bad", "read_ahead_gb",
     ):  # fmt: skip
         if not 0 <= getattr(c, name) < float("inf"):
             raise UserError(f"--{name} {getattr(c, name)}: it must be finite and not negative")

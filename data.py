@@ -1,54 +1,73 @@
-"""From files to batches: token shards, text that is tokenised once into shards, their order, and the position in it.
+"""From rows to batches: the order of rows, mixtures, the position; and the commands for data.
 
 A row is seq_len tokens and their successors. The shards of a split are one long sequence of tokens; row i begins at
 token i * seq_len. Rows are visited in a random order that is a pure function of (seed, epoch, i), computed where it is
 needed and never stored. Step s of a run trains on rows s * R ... (s + 1) * R - 1 of that order (R = batch_tokens /
 seq_len), whatever the number of ranks, the micro-batch or the step the run was resumed at: the position is one integer.
+Streams (stream.py) add a few integers per lane. In a mixture, order.turns says whose turn a row is.
 
-Formats: llm.c's shards (a header of 256 int32: magic 20240520, version 1, uint16 tokens; or magic 20240801, version 7,
-uint32), nanoGPT's headerless files (their dtype must be said), UTF-8 .txt (a file is a document) and .jsonl (a row is
-one)."""
+Where rows come from is in rows.py: llm.c's shards (prepare.py writes them), nanoGPT's headerless files, text of many
+kinds, conversations.
 
-import glob
+    python data.py prepare --input FILES --tokenizer T --out DIR        text -> token shards
+    python data.py verify DIR|FILE ...                                  checksums, headers, ids
+    python data.py show --data FILES --n 3 [any flag of train.py]       rows, decoded; what is trained on in colour"""
+
+import argparse
 import hashlib
-import inspect
+import itertools
 import json
 import os
-import platform
 import re
-import shutil
-import sysconfig
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
+from errors import UserError  # first: it finds the Python that has torch
+
+import numpy as np  # isort: skip
 import torch
 from torch import Tensor
 
-from config import Config, split_batch, tokenizer_beside
-from errors import RankError, UserError
+from config import Config, parse_args, split_batch, tokenizer_beside
 from model import IGNORE
+from order import permute, turns
+from prepare import prepare, read_index, sha256_of
+from prepare import write_shard as write_shard
+from remote import PREFIX
+from rows import (
+    ChatRows,
+    ShardRows,
+    StreamRows,
+    beyond_vocabulary,
+    choose_parts,
+    find_shards,
+    is_stream,
+    open_shard,
+    open_split,
+)
+from text import KINDS, find_text, split_weight
+from text import builtin_documents as builtin_documents
 from tokenizer import load_tokenizer
+from workers import ahead
 
-HEADER = 256  # int32
-MAGICS = {
-    20240520: (1, np.uint16, 50256),
-    20240801: (7, np.uint32, 128000),
-}  # version, dtype, the token before a document
-VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
-CACHE = Path(__file__).parent / "cache"
-VAL_EVERY = 20  # one document in so many, or the last 1/20 of a single long one, is held out for validation
+ORDER_ROWS = 2048  # rows whose order is computed at a time: for a few it costs more than reading them
 
 
 @dataclass
 class Batch:
     """One micro-batch: tokens and targets [B, T] int64, target -100 = not trained on; positions [B, T] int64, 0 at the
-    beginning of each document, or None: one sequence per row."""
+    beginning of each document, or None: one sequence per row. documents, with positions: int32, where each document
+    begins in the flattened tokens, filled up with B T to a count that hardly ever changes. sources [B] int64, in a
+    mixture: the entry of --data that a row is from."""
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor | None = None
+    documents: Tensor | None = None
+    sources: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """Asynchronous on a GPU."""
@@ -56,290 +75,10 @@ class Batch:
         def move(t: Tensor | None) -> Tensor | None:
             return t if t is None or device.type == "cpu" else t.pin_memory().to(device, non_blocking=True)
 
-        return Batch(move(self.tokens), move(self.targets), move(self.positions))
+        return Batch(*(move(t) for t in (self.tokens, self.targets, self.positions, self.documents, self.sources)))
 
 
-# ---- token shards
-
-
-def open_shard(path: Path, data_dtype: str = "") -> tuple[np.ndarray, int | None]:
-    """Memory-maps a shard -> (its tokens, the id that its format puts before each document, if it has one)."""
-    size = path.stat().st_size
-    if size == 0:
-        raise UserError(f"{path} is empty")
-    head = np.fromfile(path, dtype="<i4", count=HEADER)
-    if len(head) == HEADER and int(head[0]) in MAGICS:
-        version, dtype, delimiter = MAGICS[int(head[0])]
-        if head[1] != version:
-            raise UserError(
-                f"{path}: shard version {head[1]} with magic {head[0]}, expected version {version}; write it again"
-            )
-        found, expected = size - 4 * HEADER, int(head[2]) * np.dtype(dtype).itemsize
-        if found != expected:
-            raise UserError(
-                f"{path}: {found} bytes of tokens, its header says {head[2]} tokens = {expected} bytes;"
-                " the file is damaged or cut short"
-            )
-        return np.memmap(path, dtype=dtype, mode="r", offset=4 * HEADER), delimiter
-    if not data_dtype:
-        raise UserError(
-            f"{path} has no token-shard header (magic {' or '.join(map(str, MAGICS))}); for headerless tokens,"
-            " as nanoGPT writes them, say --data_dtype uint16 or uint32"
-        )
-    if size % np.dtype(data_dtype).itemsize:
-        raise UserError(f"{path}: {size} bytes is no whole number of {data_dtype} tokens")
-    return np.memmap(path, dtype=data_dtype, mode="r"), None
-
-
-def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Writes tokens with the llm.c header that suits the vocabulary."""
-    magic = 20240520 if vocab_size <= 2**16 else 20240801
-    version, dtype, _ = MAGICS[magic]
-    header = np.zeros(HEADER, dtype="<i4")
-    header[:3] = magic, version, len(tokens)
-    with open(path, "wb") as f:
-        f.write(header.tobytes())
-        f.write(tokens.astype(dtype).tobytes())
-
-
-# ---- text
-
-
-def builtin_documents() -> Iterator[str]:
-    """Real English that is on every machine that can run this: Python's reference topics and the docstrings of the
-    standard library and of torch, each of 200 characters or more, once. It changes with their versions."""
-    import pydoc_data.topics
-
-    topics = [text for _, text in sorted(pydoc_data.topics.topics.items()) if len(text) >= 200]
-    yield from dict.fromkeys(topics)  # once each
-    docstring = re.compile(r'(?:\A|:\n|,\n)\s*r?"""(.*?)"""', re.DOTALL)
-    no_part_of_it = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"}
-    seen = set(topics)
-    for root in (Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent):
-        for path in sorted(root.rglob("*.py")):
-            if no_part_of_it.isdisjoint(path.relative_to(root).parts):
-                for match in docstring.findall(path.read_text("utf-8", "replace")):
-                    text = inspect.cleandoc(match)
-                    if len(text) >= 200 and text not in seen:
-                        seen.add(text)
-                        yield text
-
-
-def _pieces(path: Path, text_field: str) -> Iterator[tuple[str, bool, bool]]:
-    """(text, whether a document begins, whether it is for validation), a line or a row at a time."""
-    size, done, val_begun = path.stat().st_size, 0, False
-    cut = size * (VAL_EVERY - 1) // VAL_EVERY
-    with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-            try:
-                text = line.decode()
-            except UnicodeDecodeError as e:
-                raise UserError(
-                    f"{path}: not UTF-8 at byte {done + e.start} (line {number}); convert the file, e.g. with iconv"
-                ) from None
-            if path.suffix == ".txt":
-                val = done >= cut and done > 0
-                if not val and done + len(line) == size:  # nothing would be left: the last line itself is cut
-                    held_out = len(line[: cut - done].decode(errors="ignore"))
-                    yield text[:held_out], done == 0, False
-                    text, val = text[held_out:], True
-                yield text, done == 0 or (val and not val_begun), val
-                val_begun = val
-            elif text.strip():
-                try:
-                    row = json.loads(text)
-                except ValueError as e:
-                    raise UserError(f"{path} line {number} is not JSON: {e}") from None
-                if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
-                    found = f"fields {', '.join(row)}" if isinstance(row, dict) else type(row).__name__
-                    raise UserError(
-                        f"{path} line {number} has no text field '{text_field}' (found: {found}); --text_field names it"
-                    )
-                if re.search("[\ud800-\udfff]", row[text_field]):
-                    raise UserError(
-                        f"{path} line {number}: '{text_field}' holds half of a surrogate pair, which is no text"
-                    )
-                yield row[text_field], True, number % VAL_EVERY == 0
-            done += len(line)
-
-
-def _builtin_pieces() -> Iterator[tuple[str, bool, bool]]:
-    for i, text in enumerate(builtin_documents(), 1):
-        yield text, True, i % VAL_EVERY == 0
-
-
-def _documents(pieces: Iterator[tuple[str, bool, bool]]) -> Iterator[tuple[str, bool, bool]]:
-    """The pieces of each document as one: a tokenizer sees white space across lines, and may treat a text's beginning
-    in its own way. (Bytes do neither.)"""
-    texts, kind = [], False
-    for text, begins, val in pieces:
-        if begins and texts:
-            yield "".join(texts), True, kind
-            texts = []
-        texts.append(text)
-        kind = val
-    if texts:
-        yield "".join(texts), True, kind
-
-
-def tokenize(name: str, sources: list[Path], config: Config) -> Path:
-    """Tokenises text (no sources: the built-in one) into a folder of the cache, once -> the folder with train.bin,
-    val.bin and index.json. Safe when several processes do it at the same time."""
-    tokenizer = load_tokenizer(config.tokenizer)
-    if sources:
-        identity = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in sources] + [config.text_field]
-    else:
-        identity = [
-            platform.python_version(),
-            torch.__version__,
-            hashlib.sha256(inspect.getsource(builtin_documents).encode()).hexdigest(),
-        ]
-    key = hashlib.sha256(json.dumps([identity, tokenizer.fingerprint, VAL_EVERY]).encode()).hexdigest()[:12]
-    folder = CACHE / f"{name}-{key}"
-    if (folder / "index.json").exists():
-        return folder
-    temporary = CACHE / f"{name}-{key}.tmp-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        raw = {split: open(temporary / f"{split}.raw", "wb") for split in ("train", "val")}  # noqa: SIM115
-        for pieces in [_pieces(p, config.text_field) for p in sources] or [_builtin_pieces()]:
-            for text, begins, val in pieces if config.tokenizer == "bytes" else _documents(pieces):
-                ids = ([tokenizer.bos_id] if begins else []) + tokenizer.encode(text)
-                raw["val" if val else "train"].write(np.array(ids, dtype="<u4").tobytes())
-        index = {"tokenizer": config.tokenizer, "sources": [str(p) for p in sources] or ["built-in"], "files": {}}
-        for split, f in raw.items():
-            f.close()
-            tokens = np.fromfile(f.name, dtype="<u4")
-            path = temporary / f"{split}.bin"
-            write_shard(path, tokens, tokenizer.vocab_size)
-            index["files"][path.name] = {"tokens": len(tokens), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-            os.remove(f.name)
-        (temporary / "index.json").write_text(json.dumps(index, indent=1))
-        os.rename(temporary, folder)
-    except OSError:
-        if not (folder / "index.json").exists():  # else another process was first, with the same content
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-# ---- splits
-
-
-class Tokens:
-    """Parts of shards (file, tokens, number of the first in its file) as one sequence of token ids."""
-
-    def __init__(self, parts: list[tuple[Path, np.ndarray, int]]):
-        self.paths, self.arrays, self.firsts = ([part[i] for part in parts] for i in range(3))
-        self.ends = np.cumsum([len(a) for a in self.arrays])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        out, shard = [], int(np.searchsorted(self.ends, start, side="right"))
-        while start < stop:
-            first = int(self.ends[shard]) - len(self.arrays[shard])
-            end = min(stop, int(self.ends[shard]))
-            out.append(self.arrays[shard][start - first : end - first])
-            start, shard = end, shard + 1
-        return out[0] if len(out) == 1 else np.concatenate(out)
-
-    def where(self, position: int) -> str:
-        shard = int(np.searchsorted(self.ends, position, side="right"))
-        inside = position - int(self.ends[shard]) + len(self.arrays[shard])
-        return f"{self.paths[shard]} at token {self.firsts[shard] + inside}"
-
-
-def _find(spec: str, flag: str) -> list[Path]:
-    """The files that an entry of --data names: a file, a folder of .bin shards, or a glob."""
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        files = sorted(path.glob("*.bin"))
-        if not files:
-            raise UserError(f"{flag} {spec}: the folder holds no .bin token shards")
-        return files
-    files = [path] if path.exists() else sorted(Path(p) for p in glob.glob(str(path)))
-    if not files or not files[0].exists():
-        raise UserError(f"{flag} {spec}: no such file or folder")
-    return files
-
-
-def _split(specs: tuple[str, ...], flag: str, config: Config) -> tuple[dict[str, list], int | None]:
-    """-> ({"train": [(path, tokens)], "val": [...]}, document delimiter) of all the entries of a flag."""
-    parts, delimiters = {"train": [], "val": []}, set()
-    files = [f for spec in specs for f in _find(spec, flag)]
-    kinds = {f.suffix for f in files} or {".txt"}
-    if not kinds <= {".bin", ".txt", ".jsonl"}:
-        bad = next(f for f in files if f.suffix not in (".bin", ".txt", ".jsonl"))
-        raise UserError(f"{flag} {bad}: what this file holds is not known; .txt, .jsonl and .bin (token shards) are")
-    texts = [f for f in files if f.suffix != ".bin"]
-    named = {f for f in files if f.suffix == ".bin" and VAL_NAME.search(f.stem)}
-    shards = [(f, "val" if f in named else "train" if named else "") for f in files if f.suffix == ".bin"]
-    if texts or not files:
-        folder = tokenize(texts[0].stem if texts else "builtin", texts, config)
-        shards += [(folder / f"{split}.bin", split) for split in parts]
-    for path, split in shards:
-        tokens, delimiter = open_shard(path, config.data_dtype)
-        if path.is_relative_to(CACHE):
-            delimiter = load_tokenizer(config.tokenizer).bos_id
-        delimiters.add(delimiter)
-        cut = {"train": len(tokens), "val": 0, "": len(tokens) - len(tokens) // VAL_EVERY}[split]
-        for name, piece, first in (("train", tokens[:cut], 0), ("val", tokens[cut:], cut)):
-            if len(piece):
-                parts[name].append((path, piece, first))
-    return parts, delimiters.pop() if len(delimiters) == 1 else None
-
-
-def open_split(config: Config, split: str) -> tuple[Tokens, int | None]:
-    """-> (the tokens of a split, "train" or "val"; the id before each document, None if unknown). With --val_data that
-    is the validation split and all of --data trains; else shards named *val* are, else a held-out 1/20."""
-    parts, delimiter = _split(config.data, "--data", config)
-    if config.val_data and split == "train":
-        chosen = parts["train"] + [
-            part for part in parts["val"] if part[0].is_relative_to(CACHE) or not VAL_NAME.search(part[0].stem)
-        ]
-    elif config.val_data:
-        parts, delimiter = _split(config.val_data, "--val_data", config)
-        chosen = parts["train"] + parts["val"]
-    else:
-        chosen = parts[split]
-    tokens = Tokens(chosen)
-    if len(tokens) < config.seq_len + 1:
-        what = "training data" if split == "train" else "validation split"
-        mend = "give more text or a smaller --seq_len" + (
-            "" if split == "train" else ", name a --val_data, or turn evaluation off with --eval_every 0"
-        )
-        raise UserError(
-            f"The {what} has {len(tokens)} tokens, one row needs seq_len + 1 = {config.seq_len + 1}: {mend}"
-        )
-    return tokens, delimiter if config.delimiter < 0 else config.delimiter
-
-
-# ---- order
-
-
-def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
-    """A random permutation of range(n) at the given indices, in O(1) memory: a Feistel network over the next power of
-    four, applied again to what falls outside (cycle walking, Black and Rogaway 2002)."""
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
-    keys = np.frombuffer(hashlib.sha256(key.encode()).digest(), dtype="<u8")
-    out = index.astype(np.uint64)
-    todo = np.ones(len(out), dtype=bool)
-    while todo.any():
-        x = out[todo]
-        left, right = x >> half, x & mask
-        for k in keys:
-            z = right + k  # splitmix64's mixing, modulo 2^64
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            left, right = right, left ^ ((z ^ (z >> np.uint64(31))) & mask)
-        out[todo] = left << half | right
-        todo = out >= n
-    return out.astype(np.int64)
+# ---- the loader
 
 
 class Loader:
@@ -349,99 +88,277 @@ class Loader:
 
     def __init__(self, config: Config, rank: int, world_size: int, split: str):
         self.config, self.rank, self.world_size, self.split = config, rank, world_size, split
-        self.tokens, self.delimiter = open_split(config, split)
-        if config.documents == "separate" and self.delimiter is None:
-            raise UserError(
-                "--documents separate needs the id of the token that begins a document,"
-                " which these shards do not say: give --delimiter ID"
-            )
-        self.rows = (len(self.tokens) - 1) // config.seq_len  # in an epoch
+        entries = config.val_data if split == "val" and config.val_data else config.data
+        flag = "--val_data" if split == "val" and config.val_data else "--data"
+        parsed = [split_weight(e) for e in entries]
+        weighted = [w for _, w in parsed if w is not None]
+        if weighted and len(weighted) < len(parsed):
+            raise UserError(f"{flag}: a weight for some entries and not for others; give each one, as in A:0.7 B:0.3")
+        if weighted and (min(weighted) < 0 or not sum(weighted)):
+            raise UserError(f"{flag} {' '.join(entries)}: weights must not be negative, nor sum to nothing")
+        groups = [(spec,) for spec, _ in parsed] if weighted else [tuple(spec for spec, _ in parsed)]
+        self.weights, self.groups = weighted or [Fraction(1)], groups
+        self.names = [re.sub(r"[^\w.*-]+", "-", Path(g[0]).name if g else "built-in") for g in groups]
+        if len(set(self.names)) < len(groups):
+            self.names = [f"{i}-{name}" for i, name in enumerate(self.names)]
+        self.sources = [self._open(group, flag) for group in groups]
         self.micro_batch, batch_tokens = split_batch(config, world_size)
         self.step_rows = batch_tokens // config.seq_len  # in a step, over all ranks
         self.samples = 0  # rows handed out so far, over all ranks
+        self.lanes: dict[str, dict[str, tuple]] = {}  # by source: positions of the lanes of this rank
         self.fingerprint = hashlib.sha256(json.dumps(self.describe()).encode()).hexdigest()[:16]
+        if split == "val":
+            self.places = self._validation_rows()
+
+    def _open(self, group: tuple[str, ...], flag: str) -> ShardRows | StreamRows:
+        config = self.config
+        if is_stream(group, flag, config):
+            if self.split == "val" and flag == "--data":
+                raise UserError(
+                    f"--data {group[0]} is streamed, so none of it can be held out: name a --val_data (for C4:"
+                    f" {PREFIX}allenai/c4/en/c4-validation.*.json.gz), or turn evaluation off with --eval_every 0"
+                )
+            if self.split == "val" and not config.eval_batches:
+                raise UserError("--eval_batches 0: a streamed --val_data has no end that is known: give a number")
+            return StreamRows(group, flag, config, {}, self.split == "val")
+        found, _ = choose_parts(config, self.split, group)
+        if found.chat:
+            tokens, _ = open_split(config, self.split, group)
+            return ChatRows(tokens, config, self.split)
+        return ShardRows(*open_split(config, self.split, group), config)
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch of what has one."""
+        return sum(s.count or 0 for s in self.sources)
+
+    @property
+    def tokens(self) -> list:
+        return [s.tokens for s in self.sources if s.count]
+
+    def summary(self, val: "Loader | None") -> list[str]:
+        """For the head of the log."""
+
+        def size(loader: Loader) -> str:
+            stored = sum(map(len, loader.tokens))
+            return " and ".join(
+                [f"{stored} tokens"] * bool(stored) + ["a stream"] * (len(loader.tokens) < len(loader.sources))
+            )
+
+        c, lanes = self.config, self.config.lanes
+        plan = f"{c.steps} steps of {c.batch_tokens} tokens"
+        if len(self.sources) == 1 and self.rows:
+            plan += f" are {c.steps * self.step_rows / self.rows:.2f} epochs"
+        out = [f"Data: {size(self)}{f', {size(val)} for validation' if val else ''}; {plan}"]
+        out += [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
+        if len(self.sources) > 1:
+            total = sum(self.weights)
+            shares = (f"{name} {float(w / total):.4g}" for name, w in zip(self.names, self.weights, strict=True))
+            out.append(f"A mixture of {', '.join(shares)}")
+        if any(s.count is None for s in self.sources) and lanes % self.step_rows and self.step_rows % lanes:
+            out.append(
+                f"A step has {self.step_rows} rows, for {lanes} lanes: neither divides the other, so several ranks read"
+                " the same lanes"
+            )
+        return out
 
     def describe(self) -> list[dict]:
-        """Name, size and checksum (of the first and last MiB) of each part of the split, for the run folder."""
-        rows = []
-        for path, array in zip(self.tokens.paths, self.tokens.arrays, strict=True):
-            n = 2**20 // array.itemsize
-            digest = hashlib.sha256(array[:n].tobytes() + array[-n:].tobytes()).hexdigest()
-            rows.append({"file": path.name, "tokens": len(array), "sha256_ends": digest})
-        return rows
+        """What identifies the data, for the run folder and for a checkpoint."""
+        out = [row for s in self.sources for row in s.describe()]
+        weights = [f"{name}:{w}" for name, w in zip(self.names, self.weights, strict=True)]
+        return out + [{"mixture": weights}] if len(self.sources) > 1 else out
 
     def state_dict(self) -> dict:
-        return {
+        """The position behind the last batch that was handed out; of lanes, those that this rank reads."""
+        state = {
             "samples": self.samples,
-            "epoch": self.samples // self.rows,
+            "epoch": self.samples // self.rows if self.rows else 0,
             "seq_len": self.config.seq_len,
             "data": self.fingerprint,
         }
+        commits = {spec: c for s in self.sources if s.count is None for spec, c in s.commits.items()}
+        return state | ({"lanes": self.lanes} if self.lanes else {}) | ({"commits": commits} if commits else {})
 
     def load_state_dict(self, state: dict) -> None:
+        for source in self.sources:
+            if source.count is None and state.get("commits", {}) != source.commits and state.get("commits"):
+                source.open({spec: c for spec, c in state["commits"].items() if spec in source.specs})
+        self.fingerprint = hashlib.sha256(json.dumps(self.describe()).encode()).hexdigest()[:16]
         for field, found in (("data", self.fingerprint), ("seq_len", self.config.seq_len)):
             if state[field] != found:
                 raise UserError(
                     f"The checkpoint was trained on other data ({field} {state[field]}, now {found}):"
                     " give the same --data and --seq_len, or a new --out"
                 )
-        self.samples = state["samples"]
+        self.samples, self.lanes = state["samples"], state.get("lanes", {})
 
     def __iter__(self) -> Iterator[list[Batch]]:
         if self.split == "train":
-            while True:
-                index = np.arange(self.samples, self.samples + self.step_rows)
-                epoch, rows = index // self.rows, index % self.rows
-                for e in range(epoch[0], epoch[-1] + 1):
-                    rows[epoch == e] = permute(rows[epoch == e], self.rows, f"{self.config.seed}/{e}")
-                batches = self._batches(rows)
-                self.samples += self.step_rows
+            for batches, samples, lanes in ahead(self._steps(self.samples), 1):
+                self.samples, self.lanes = samples, lanes
                 yield batches
         else:
-            count = min(self.rows, self.config.eval_batches * self.step_rows or self.rows)
-            rows = np.arange(count) * self.rows // count
-            for a in range(0, count, self.step_rows):
-                yield self._batches(rows[a : a + self.step_rows])
+            self._start(0, {})
+            for first in range(0, len(self.places[0]), self.step_rows):
+                stop = min(first + self.step_rows, len(self.places[0]))
+                yield self._batches(first, stop, lambda at: (self.places[0][at], self.places[1][at]))
 
-    def _batches(self, rows: np.ndarray) -> list[Batch]:
+    def _steps(self, samples: int) -> Iterator[tuple[list[Batch], int, dict]]:
+        """(micro-batches, the position behind them) without end."""
+        self._start(samples, self.lanes)
+        try:
+            while True:
+                base, count = samples, ORDER_ROWS // self.step_rows + 1
+                source, row = self._pick(np.arange(base, base + count * self.step_rows))
+
+                def pick(places: np.ndarray, base=base, source=source, row=row) -> tuple[np.ndarray, np.ndarray]:
+                    return source[places - base], row[places - base]
+
+                for _ in range(count):
+                    batches = self._batches(samples, samples + self.step_rows, pick)
+                    samples += self.step_rows
+                    yield batches, samples, self._lane_positions()
+        finally:
+            for source in self.sources:
+                if source.count is None and source.stream:
+                    source.stream.close()
+
+    def _lane_positions(self) -> dict:
+        return {
+            str(i): {str(lane): list(p) for lane, p in s.positions.items()}
+            for i, s in enumerate(self.sources)
+            if s.count is None
+        }
+
+    def _pick(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Places in the run -> (source, row of it)."""
+        source, number = turns(places, self.weights)
+        for i, s in enumerate(self.sources):
+            if s.count is None:
+                continue
+            mine = source == i
+            epoch, row = number[mine] // s.count, number[mine] % s.count
+            for e in np.unique(epoch):
+                key = f"{self.config.seed}/{e}" + (f"/{i}" if i else "")
+                row[epoch == e] = permute(row[epoch == e], s.count, key)
+            number[mine] = row
+        return source, number
+
+    def _validation_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        limit, counts = self.config.eval_batches * self.step_rows, [s.count for s in self.sources]
+        if not limit:
+            source = np.repeat(np.arange(len(counts)), counts)
+            return source, np.concatenate([np.arange(n) for n in counts])
+        source, number = turns(np.arange(limit), self.weights)
+        for i, n in enumerate(counts):
+            if n is not None:
+                beyond = (source == i) & (number >= n)
+                source, number = source[~beyond], number[~beyond]
+                mine = source == i
+                number[mine] = number[mine] * n // max(1, int(mine.sum()))
+        return source, number
+
+    def _start(self, samples: int, lanes: dict) -> None:
+        """Starts the streams: which lanes are this rank's, as far as can be seen from the steps to come."""
+        for i, source in enumerate(self.sources):
+            if source.count is not None or (source.keep and source.stream):
+                continue
+            saved = {int(lane): tuple(p) for lane, p in lanes.get(str(i), {}).items()}
+            places = np.concatenate(
+                [self._slots(samples + k * self.step_rows) for k in range(self._steps_seen(samples))]
+            )
+            if self.split == "val":
+                places = places[places < len(self.places[0])]
+                owner, number = self.places[0][places], self.places[1][places]
+            else:
+                owner, number = turns(places, self.weights)
+            mine = list(dict.fromkeys((number[owner == i] % self.config.lanes).tolist()))
+            if mine:
+                source.start(mine, saved)
+
+    def _steps_seen(self, samples: int) -> int:
+        """Steps after which the lanes of a rank's rows are seen to repeat, or the rest of the run."""
+        if self.split == "val":
+            return -(-len(self.places[0]) // self.step_rows)
+        left = self.config.steps - samples // self.step_rows + 2
+        return max(1, min(left, self.config.lanes * (1 if len(self.sources) == 1 else 16)))
+
+    def _slots(self, first: int) -> np.ndarray:
+        """The places of this rank in the step that begins at `first`; a step's last micro-batch may reach beyond it."""
+        micro = self.micro_batch
+        starts = np.arange(0, self.step_rows, micro * self.world_size) + self.rank * micro
+        places = (starts[:, None] + np.arange(micro)).ravel()
+        return first + places[places < self.step_rows]
+
+    def _batches(self, first: int, stop: int, pick) -> list[Batch]:
         """Row m * ranks * micro_batch + rank * micro_batch + i of the step is row i of micro-batch m. Where they do not
         divide, the last micro-batch is filled with rows that are not trained on."""
-        micro = self.micro_batch
+        micro, T = self.micro_batch, self.config.seq_len
+        starts = np.arange(first, stop, micro * self.world_size) + self.rank * micro
+        places = (starts[:, None] + np.arange(micro)).ravel()
+        real = np.flatnonzero(places < stop)
+        source, row = pick(places[real])
+        tokens = np.zeros((len(places), T), dtype=np.int64)
+        targets = np.full((len(places), T), IGNORE, dtype=np.int64)
+        begins = None
+        for i, s in enumerate(self.sources):
+            mine = real[source == i]
+            whole = len(mine) == len(places)
+            new_tokens, new_targets, new_begins = s.rows(row[source == i])
+            tokens[slice(None) if whole else mine] = new_tokens
+            targets[slice(None) if whole else mine] = new_targets
+            if new_begins is not None:
+                begins = np.zeros((len(places), T), dtype=bool) if begins is None else begins
+                begins[mine] = new_begins
+        owners = np.zeros(len(places), dtype=np.int64)
+        owners[real] = source
+        tokens, targets = torch.from_numpy(tokens), torch.from_numpy(targets)
         out = []
-        for start in range(0, len(rows), micro * self.world_size):
-            a = start + self.rank * micro
-            out.append(self._batch(rows[a : a + micro], micro))
+        for a in range(0, len(places), micro):
+            part = slice(a, a + micro)
+            batch = Batch(tokens[part], targets[part])
+            if begins is not None or self.separate:
+                batch.positions, batch.documents = _documents(
+                    np.zeros((micro, T), bool) if begins is None else begins[part]
+                )
+            if len(self.sources) > 1:
+                batch.sources = torch.from_numpy(owners[part])
+            out.append(batch)
         return out
 
-    def _batch(self, rows: np.ndarray, micro: int) -> Batch:
-        T = self.config.seq_len
-        block = np.zeros((micro, T + 1), dtype=np.int64)
-        for i, row in enumerate(rows):
-            block[i] = self.tokens.read(int(row) * T, int(row) * T + T + 1)
-        if block.max() >= self.config.model_config.vocab_size:
-            i, t = np.argwhere(block >= self.config.model_config.vocab_size)[0]
-            raise _beyond_vocabulary(self.tokens, int(rows[i]) * T + int(t), self.config)
-        targets = block[:, 1:].copy()
-        targets[len(rows) :] = IGNORE
-        positions = None
-        if self.config.documents == "separate":
-            begins = block[:, :-1] == self.delimiter
-            begins[:, 0] = True
-            index = np.arange(T)
-            positions = torch.from_numpy(index - np.maximum.accumulate(np.where(begins, index, 0), 1))
-        return Batch(torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(targets), positions)
+    @property
+    def separate(self) -> bool:
+        """Whether batches carry positions: all or none do, or compiled code would be compiled twice."""
+        return self.config.documents == "separate" or any(isinstance(s, ChatRows) for s in self.sources)
 
 
-def _beyond_vocabulary(tokens: Tokens, at: int, config: Config) -> RankError:
-    return RankError(
-        f"{tokens.where(at)}: id {tokens.read(at, at + 1)[0]}, but the model's vocab_size is"
-        f" {config.model_config.vocab_size}; tokenizer and --model (or --vocab_size) must match"
-    )
+def _documents(begins: np.ndarray) -> tuple[Tensor, Tensor]:
+    """begins [B, T] -> positions [B, T], and where documents begin in the flattened rows."""
+    begins[:, 0] = True
+    B, T = begins.shape
+    index = np.arange(T)
+    positions = index - np.maximum.accumulate(np.where(begins, index, 0), 1)
+    starts = np.flatnonzero(begins)
+    count = 1 << (max(len(starts), 16 * B) - 1).bit_length()
+    documents = np.full(count + 1, B * T, dtype=np.int32)
+    documents[: len(starts)] = starts
+    return torch.from_numpy(positions), torch.from_numpy(documents)
 
 
 def make_loader(config: Config, rank: int = 0, world_size: int = 1, split: str = "train") -> Loader:
     """split: "train" or "val"."""
     return Loader(config, rank, world_size, split)
+
+
+def merge_positions(states: list[dict]) -> dict:
+    """The positions of all ranks as one, from which any number of ranks can go on."""
+    merged = dict(states[0])
+    for state in states[1:]:
+        for source, lanes in state.get("lanes", {}).items():
+            ours = merged.setdefault("lanes", {}).setdefault(source, {})
+            for lane, position in lanes.items():
+                ours[lane] = max(position, ours.get(lane, position), key=lambda p: p[0])
+    return merged
 
 
 def check_tokens(config: Config) -> None:
@@ -450,14 +367,14 @@ def check_tokens(config: Config) -> None:
     if config.knows_text:
         check_tokenizer(config)
     for split in ("train", "val") if config.eval_every else ("train",):
-        tokens, _ = open_split(config, split)
-        seen = 0
-        for array in tokens.arrays:
-            part = array[: max(0, 2**27 - seen)]
-            if len(part) and int(part.max()) >= config.model_config.vocab_size:
-                at = seen + int(np.argmax(part >= config.model_config.vocab_size))
-                raise _beyond_vocabulary(tokens, at, config)
-            seen += len(array)
+        for tokens in make_loader(config, split=split).tokens:
+            seen = 0
+            for array in tokens.arrays:
+                part = array[: max(0, 2**27 - seen)]
+                if len(part) and int(part.max()) >= config.model_config.vocab_size:
+                    at = seen + int(np.argmax(part >= config.model_config.vocab_size))
+                    raise beyond_vocabulary(tokens, at, config)
+                seen += len(array)
 
 
 PROBE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
@@ -482,3 +399,145 @@ def check_tokenizer(config: Config) -> None:
             f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, --weights {config.weights} were trained on"
             f" {model.vocab_size}: name the tokenizer that they were trained with"
         )
+
+
+# ---- the command line
+
+
+def _prepare(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="data.py prepare", description="Text -> token shards.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help=f"files, globs, hf:// or - (standard input): {KINDS}")
+    add("--tokenizer", required=True, help="bytes, a file, a folder or a hub id")
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for the shards; the same words go on after a kill",
+    )
+    add("--text_field", default="text", help="field or column of the text (default: text)")
+    add("--shard_tokens", type=int, default=100_000_000, metavar="N", help="tokens per shard (default: 100000000)")
+    add(
+        "--val_every", type=int, default=100, metavar="N", help="one document in N is held out; 0 = none (default: 100)"
+    )
+    add("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (default: one per core)")
+    add("--skip_bad", type=int, default=0, metavar="N", help="bad rows that are left out before it ends (default: 0)")
+    add("--chat", default="llama", choices=("llama", "mixtral"), help="format, where the tokenizer does not say it")
+    args = parser.parse_args(argv)
+    for name, least in (("shard_tokens", 1), ("val_every", 0), ("processes", 0), ("skip_bad", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} {getattr(args, name)}: it must be at least {least}")
+    sources = [f for spec in args.input for f in find_text(spec, "--input")]
+    settings = args.tokenizer, args.text_field, args.chat
+    index = prepare(sources, settings, args.out, args.processes, args.shard_tokens, args.val_every, args.skip_bad)
+    tokens = {s: sum(f["tokens"] for n, f in index["files"].items() if n.startswith(s) and n.endswith(".bin"))
+              for s in ("train", "val")}  # fmt: skip
+    print(f"{args.out}: {index['documents']} documents, {tokens['train']} tokens and {tokens['val']} for validation")
+    print(f"Use it: --data {args.out} --tokenizer {args.tokenizer}")
+
+
+def verify(path: Path, vocab_size: int = 0, data_dtype: str = "") -> list[str]:
+    """What is wrong with a folder of shards or one of them: checksums, headers, every id."""
+    folder = path if path.is_dir() else path.parent
+    index, wrong = read_index(folder), []
+    files = find_shards(str(path), "verify")
+    vocab_size = vocab_size or index.get("vocab_size", 0)
+    for name in index.get("files", {}) if path.is_dir() else ():
+        if not (folder / name).exists():
+            wrong.append(f"{folder / name} is missing")
+    masks = [f.with_suffix(".mask") for f in files if f.with_suffix(".mask").exists()]
+    for file in [*files, *masks]:
+        known = index.get("files", {}).get(file.name)
+        if index and known is None:
+            wrong.append(f"{file} is not in index.json")
+        elif known and sha256_of(file) != known["sha256"]:
+            wrong.append(f"{file} has changed since it was prepared (sha256): prepare the text again")
+        if file.suffix == ".bin":
+            try:
+                tokens, _ = open_shard(file, data_dtype)
+            except UserError as e:
+                wrong.append(str(e))
+                continue
+            for a in range(0, len(tokens) if vocab_size else 0, 2**24):
+                part = tokens[a : a + 2**24]
+                if part.max() >= vocab_size:
+                    at = int(np.argmax(part >= vocab_size))
+                    wrong.append(f"{file} at token {a + at}: id {part[at]}, beyond the {vocab_size} of the vocabulary")
+                    break
+    return wrong
+
+
+def _verify(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="data.py verify", description="Checks token shards.", allow_abbrev=False)
+    parser.add_argument("path", nargs="+", type=Path, help="folders or .bin files")
+    parser.add_argument("--vocab_size", type=int, default=0, help="ids must be below it (default: the index's)")
+    parser.add_argument("--data_dtype", default="", choices=("uint16", "uint32"), help="of headerless files")
+    args = parser.parse_args(argv)
+    wrong = [line for path in args.path for line in verify(path, args.vocab_size, args.data_dtype)]
+    if wrong:
+        raise UserError("\n".join(wrong))
+    print(f"{', '.join(map(str, args.path))}: all is as it should be")
+
+
+def show(config: Config, n: int, colour: bool) -> Iterator[str]:
+    """n rows as they are trained on, decoded, document by document: what is trained on in green (or between [[ and ]]),
+    the rest grey."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    names = {i: text for text, i in tokenizer.control.items()}
+    on, off, end = ("\033[32m", "\033[90m", "\033[0m") if colour else ("[[", "", "]]")
+
+    def text(ids: list[int]) -> str:
+        runs = itertools.groupby(ids, lambda i: i in names)
+        return "".join("".join(map(names.get, run)) if control else tokenizer.decode([*run]) for control, run in runs)
+
+    def rows() -> Iterator[tuple[list[int], list[int], list[int]]]:
+        for batch in itertools.chain.from_iterable(make_loader(config)):
+            begins = torch.zeros_like(batch.tokens) if batch.positions is None else batch.positions == 0
+            for row, targets, first in zip(batch.tokens.tolist(), batch.targets.tolist(), begins, strict=True):
+                yield row, targets, sorted({0, *first.nonzero().flatten().tolist()})
+
+    for number, (row, targets, starts) in enumerate(itertools.islice(rows(), n), 1):
+        out = [f"--- row {number}"]
+        for start, stop in itertools.pairwise([*starts, len(row)]):
+            trained = [t != IGNORE for t in targets[start:stop]]
+            if not any(trained):
+                out.append(f"--- {stop - start} places filled up, not trained on")
+                continue
+            last = [targets[stop - 1]] if trained[-1] else []  # a document's last token may be a target alone
+            pairs = zip(row[start:stop] + last, [False, *trained], strict=False)
+            line = "--- document\n" if len(starts) > 1 else ""
+            for is_trained, run in itertools.groupby(pairs, lambda pair: pair[1]):
+                words = text([i for i, _ in run])
+                line += on + words + end if is_trained else off + words + (end if colour else "")
+            out.append(line)
+        yield "\n".join(out)
+
+
+def _show(argv: list[str]) -> None:
+    own = argparse.ArgumentParser(prog="data.py show", add_help=False, allow_abbrev=False)
+    own.add_argument("--n", type=int, default=3)
+    own.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
+    args, rest = own.parse_known_args(argv)
+    colour = args.colour == "always" or (args.colour == "auto" and sys.stdout.isatty())
+    for text in show(parse_args(rest), max(1, args.n), colour):
+        print(text)
+
+
+def main(argv: list[str]) -> int:
+    commands = {"prepare": _prepare, "verify": _verify, "show": _show}
+    try:
+        if not argv or argv[0] not in commands:
+            raise UserError(f"expected python data.py {'|'.join(commands)} ... (each has --help)")
+        commands[argv[0]](argv[1:])
+        return 0
+    except UserError as e:
+        print(f"\nerror: {e}" if sys.stderr.isatty() else f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nInterrupted; the same command goes on from there", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -184,10 +184,10 @@ class Hub(urllib.request.HTTPRedirectHandler):
             url = following and urlsplit(following[1])._replace(scheme=here.scheme, netloc=here.netloc).geturl()
         return pages
 
-    def tree(self, commit: str) -> dict[str, tuple[int, str]]:
-        """Path -> (bytes, hash) of all files at a commit."""
-        files = {}
-        for entry in (e for page in self.ask(f"tree/{commit}?recursive=true&expand=false") for e in page):
+    def tree(self, commit: str, folder: str = "") -> dict[str, tuple[int, str]]:
+        """Path -> (bytes, hash) of all files at a commit, or of those in a folder and below."""
+        files, where = {}, f"tree/{commit}{folder and '/' + quote(folder)}"
+        for entry in (e for page in self.ask(f"{where}?recursive=true&expand=false") for e in page):
             if _checked(entry, "type", r"\w+") == "file":
                 path, stored = _checked(entry, "path", r"[^\0]+"), entry.get("lfs") or entry
                 if not path.isprintable() or re.search(r"[\\:]|(^|/)(\.{0,2}|\.download)(/|$)", path):

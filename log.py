@@ -21,8 +21,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attention import kernel
 from config import Config
 from errors import ROOT
+from model import IGNORE
 from shard import Ranks, gather, mesh_shape
 
 logger = logging.getLogger("flatland")
@@ -132,7 +134,7 @@ def describe_run(config: Config, ranks: Ranks, loader, val_loader, peak_source: 
         "world_size": ranks.world_size,
         "mesh": {"replicate": replicate, "shard": size},
         "device": ranks.device.type,
-        "attention": config.attention,
+        "attention": kernel(config.attention, loader.separate),
         "peak": peak_source,
         "data": {"train": loader.describe(), "val": val_loader.describe() if val_loader else []},
     }
@@ -141,10 +143,8 @@ def describe_run(config: Config, ranks: Ranks, loader, val_loader, peak_source: 
     device = f"{env['devices'][0]} x {ranks.world_size}"
     how = f"{config.dtype}, compile {config.compile}, attention {config.attention}"
     logger.info(f"Run folder: {run}; torch {torch.__version__} on {device}, {how}", stacklevel=2)
-    held_out = f", {len(val_loader.tokens)} for validation" if val_loader else ""
-    epochs = config.steps * loader.step_rows / loader.rows
-    plan = f"{config.steps} steps of {config.batch_tokens} tokens are {epochs:.2f} epochs"
-    logger.info(f"Data: {len(loader.tokens)} tokens{held_out}; {plan}", stacklevel=2)
+    for line in loader.summary(val_loader):
+        logger.info(line, stacklevel=2)
     if loader.step_rows % (loader.micro_batch * ranks.world_size):
         logger.info(
             "A step does not divide by the ranks: its last micro-batch is filled with untrained rows", stacklevel=2
@@ -253,10 +253,13 @@ class Log:
         flops_per_token: int,
         peak: float,
         resumed_step: int,
+        sources: list[str] = (),
     ):
         self.folder, self.ranks, self.clock = folder, ranks, clock
         self.batch_tokens, self.seq_len = config.batch_tokens, config.seq_len
         self.flops_per_token, self.peak = flops_per_token, peak
+        self.sources = sources
+        self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=ranks.device)  # losses, tokens
         self._mark(resumed_step)
         if ranks.rank == 0:
             kept = [r for r in self.records() if r["step"] <= resumed_step]
@@ -271,6 +274,21 @@ class Log:
     def _mark(self, step: int) -> None:
         self.last_step = step
         self.last_seconds = [self.clock.seconds(part) for part in ("compile", "steps", "data")]
+
+    def count(self, batch, row_losses: Tensor) -> None:
+        """Adds the loss of each row [B] of a micro-batch to that of the entry of --data it is from, in a mixture."""
+        if batch.sources is not None:
+            trained = (batch.targets != IGNORE).sum(1)
+            self.by_source.index_add_(1, batch.sources, torch.stack((row_losses.double(), trained.double())))
+
+    def _source_losses(self) -> dict[str, float]:
+        """Mean loss per token of each source of a mixture since the last record. All ranks must call."""
+        if len(self.sources) < 2:
+            return {}
+        losses, tokens = sum(gather(self.by_source.cpu(), self.ranks)).tolist()
+        self.by_source.zero_()
+        rows = zip(self.sources, losses, tokens, strict=True)
+        return {f"loss_{name}": loss / n for name, loss, n in rows if n}
 
     def step(
         self,
@@ -307,6 +325,7 @@ class Log:
             "mfu": per_device * self.flops_per_token / self.peak,
             "mem_gib": memory,
         }
+        record |= self._source_losses()
         if router_sums is not None:
             record |= describe_routers(sum(gather(router_sums.double().cpu(), self.ranks)))
         if val_loss is not None:

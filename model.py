@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import attention
+from attention import PACKED, attention
 
 IGNORE = -100  # the target of a token that is not trained on
 
@@ -344,13 +344,13 @@ CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 
 
 def loss_chunk(x: Tensor, weight: Tensor, targets: Tensor, grads: bool) -> tuple[Tensor, Tensor | None]:
-    """Summed cross-entropy (fp32) of x [n, D] against targets [n], and its gradient by the logits [n, V] in x's
-    dtype."""
+    """Cross-entropy (fp32 [n], 0 where there is no target) of x [n, D] against targets [n], and the gradient of its sum
+    by the logits [n, V] in x's dtype."""
     logits = (x @ weight.T).float()
     lse = logits.logsumexp(-1, keepdim=True)
     trained = (targets != IGNORE)[:, None]
     picked = targets.clamp(min=0)[:, None]
-    loss = torch.where(trained, lse - logits.gather(1, picked), 0.0).sum()
+    loss = torch.where(trained, lse - logits.gather(1, picked), 0.0)[:, 0]
     if not grads:
         return loss, None
     dlogits = logits.sub_(lse).exp_()  # in place: no second block of this size
@@ -363,16 +363,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     [N, V] logits never exist, neither now nor saved for the backward pass."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool) -> tuple[Tensor, Tensor]:
         w = weight.to(x.dtype)
         rows = max(1, CHUNK_LOGITS.get(x.device.type, CHUNK_LOGITS["cuda"]) // w.shape[0])
         chunks = range(0, x.shape[0], rows)
-        loss = torch.zeros((), device=x.device)
+        loss, losses = torch.zeros((), device=x.device), []
         dx = torch.empty_like(x) if grads else None
         dw = torch.zeros(w.shape, device=x.device) if grads and len(chunks) > 1 else None  # chunks add up in fp32
         for a in chunks:
             part, dlogits = loss_chunk(x[a : a + rows], w, targets[a : a + rows], grads)
-            loss = loss + part
+            loss = loss + part.sum()
+            losses.append(part)
             if grads:
                 dx[a : a + rows] = dlogits @ w
                 step = dlogits.T @ x[a : a + rows]
@@ -380,10 +381,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 del dlogits, step  # before the next chunk's
         if grads:
             ctx.save_for_backward(dx, dw.to(weight.dtype))
-        return loss
+        losses = torch.cat(losses)
+        ctx.mark_non_differentiable(losses)
+        return loss, losses
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor, _):
         dx, dw = ctx.saved_tensors
         return dx * grad, dw * grad, None, None
 
@@ -406,7 +409,11 @@ class LossHead(nn.Module):
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return F.linear(x, self.weight.to(x.dtype)).float()
-        return _LinearCrossEntropy.apply(x.flatten(0, 1), self.weight, targets.flatten(), torch.is_grad_enabled())
+        loss, losses = _LinearCrossEntropy.apply(
+            x.flatten(0, 1), self.weight, targets.flatten(), torch.is_grad_enabled()
+        )
+        self.row_losses = losses.view(targets.shape).sum(1)
+        return loss
 
 
 def document_mask(positions: Tensor) -> Tensor:
@@ -416,12 +423,25 @@ def document_mask(positions: Tensor) -> Tensor:
     return same.tril()[:, None]
 
 
+def document_begins(positions: Tensor) -> Tensor:
+    """int32 [B T + 1]: where documents begin in the flattened rows, filled up with B T; without a host
+    synchronisation."""
+    begins = (positions == 0).flatten()
+    n = begins.numel()
+    index = torch.where(begins, begins.cumsum(0) - 1, n)  # those that begin none all go to the last place
+    out = torch.full((n + 1,), n, dtype=torch.int32, device=positions.device)
+    return out.scatter_(0, index, torch.arange(n, dtype=torch.int32, device=positions.device)).index_fill_(
+        0, torch.full((1,), n, device=positions.device), n
+    )
+
+
 class Transformer(nn.Module):
-    """model(tokens [B, T], targets [B, T], positions=None) -> loss summed over the targets that are not -100, fp32
-    scalar.
+    """model(tokens [B, T], targets [B, T], positions=None, documents=None) -> loss summed over the targets that are not
+    -100, fp32 scalar. What it was in each row is left in lm_head.row_losses.
 
     dtype: what activations and matrix products are computed in. positions None: one causal sequence per row; else
-    documents, each beginning where the position is 0, that never attend to each other."""
+    documents, each beginning where the position is 0, that never attend to each other. documents: the same as int32 [N]
+    for the packed back-ends (attention.py); left out, it is computed."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, attention_backend: str = "sdpa"):
         super().__init__()
@@ -442,8 +462,10 @@ class Transformer(nn.Module):
         if self.config.tied:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
-        x, routers = self._hidden(tokens, positions, None)
+    def forward(
+        self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        x, routers = self._hidden(tokens, positions, None, documents)
         loss = self.lm_head(x, targets)
         if not routers or not torch.is_grad_enabled():
             return loss
@@ -481,13 +503,23 @@ class Transformer(nn.Module):
         sums, self.router_sums = self.router_sums, None
         return sums
 
-    def _hidden(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> tuple[Tensor, list[Tensor]]:
+    def _mask(self, positions: Tensor | None, documents: Tensor | None) -> Tensor | None:
+        """Which documents there are, as the back-end wants to be told."""
+        if positions is None:
+            return None
+        if self.layers[0].self_attn.backend not in PACKED:
+            return document_mask(positions)
+        return document_begins(positions) if documents is None else documents
+
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None, documents: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         assert positions is None or cache is None, "a cache counts the positions itself"
         T, start = tokens.shape[1], cache.length if cache else 0
         if cache:
             mask, positions = cache.mask(T), cache.positions[:, start : start + T]
         else:
-            mask = None if positions is None else document_mask(positions)
+            mask = self._mask(positions, documents)
             positions = torch.arange(T, device=tokens.device)[None] if positions is None else positions
         x, rope = self.embed_tokens(tokens), None
         if self.config.positions == "learned":

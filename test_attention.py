@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 import attention
-from attention import BACKENDS, choose_backend
+from attention import BACKENDS, PACKED, choose_backend
+from errors import UserError
 
 BF16 = 2.0**-8  # largest relative error of rounding to bfloat16
 HEADS = [(4, 4), (6, 2), (4, 1)]  # of queries and of keys
@@ -110,8 +111,10 @@ def test_blocks_of_the_real_size(backend):
 def test_choose_backend():
     longest = attention.BLOCKED_MAX_TOKENS
     assert choose_backend("auto", "cpu", "bf16", True, longest) == "blocked"
+    assert choose_backend("auto", "cuda", "bf16", True, 2048, 128) == "varlen"
     for other in (
-        ("cuda", "bf16", True, longest),
+        ("cuda", "fp32", True, longest),
+        ("cuda", "bf16", True, longest, 12),
         ("cpu", "fp32", True, longest),
         ("cpu", "bf16", False, longest),
         ("cpu", "bf16", True, longest + 1),
@@ -119,3 +122,120 @@ def test_choose_backend():
     ):
         assert choose_backend("auto", *other) == "sdpa"
         assert [choose_backend(name, *other) for name in BACKENDS] == list(BACKENDS)
+        for name in PACKED:
+            with pytest.raises(UserError, match=f"--attention {name}: .*--attention auto"):
+                choose_backend(name, *other)
+
+
+# ---- several documents in a row, without a mask
+
+
+def begins(mask: Tensor) -> Tensor:
+    """A mask of documents as the packed kernels are told of it, filled up."""
+    B, T = mask.shape[0], mask.shape[-1]
+    first = mask[:, 0].to(torch.int8).argmax(-1)  # [B, T]: the first token that each sees
+    starts = (first == torch.arange(T)).flatten().nonzero().flatten()
+    return torch.cat((starts, torch.full((9,), B * T))).int()
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_packed_kernels_get_the_documents(monkeypatch, heads):
+    """The kernel's place is taken by a loop over documents, as its own documentation describes it."""
+    import torch.nn.attention.varlen as varlen
+
+    def loop(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False):
+        assert torch.equal(cu_q, cu_k) and (max_q, max_k) == (101, 101) and window_size == (-1, 0)
+        assert enable_gqa == (heads[0] != heads[1]) and cu_q[-1] == len(q) and cu_q.dtype == torch.int32
+        out = torch.empty_like(q)
+        for a, z in zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False):
+            if z > a:
+                out[a:z] = naive(q[None, a:z], k[None, a:z], v[None, a:z], causal(z - a, z - a))[0][0]
+        return out
+
+    monkeypatch.setattr(varlen, "varlen_attn", loop)
+    mask = random_documents(2, 101)
+    q, k, v, _ = make_inputs(101, 101, heads)
+    found = attention.attention(q, k, v, begins(mask), "varlen")
+    torch.testing.assert_close(found, naive(q, k, v, mask)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["uneven", "documents"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
+@pytest.mark.parametrize("backend", ["sdpa", *PACKED])
+def test_gpu_kernels(backend, heads, case):
+    """Every kernel against fp64, packed and not. A change in one document leaves the bits of the others."""
+    if backend == "flash":
+        pytest.importorskip("flash_attn", reason=attention.INSTALL_FLASH)
+    T, _, mask = CASES[case]
+    inputs = [t.cuda() for t in make_inputs(T, T, heads, torch.bfloat16, h=64)]
+    *qkv, gradient = inputs
+    exact = [t.double().requires_grad_() for t in qkv]
+    expected, _ = naive(*exact, (causal(T, T) if mask is None else mask).cuda())
+    expected.backward(gradient.double())
+    told = mask if mask is None or backend == "sdpa" else begins(mask)
+    told = None if told is None else told.cuda()
+    qkv = [t.requires_grad_() for t in qkv]
+    found = attention.attention(*qkv, told, backend)
+    found.backward(gradient)
+    assert (found - expected).norm() < 4 * BF16 * expected.norm()
+    for a, b in zip(qkv, exact, strict=True):
+        assert (a.grad - b.grad).norm() < 8 * BF16 * b.grad.norm()
+    if mask is not None:
+        starts = begins(mask).tolist()
+        a, z = next((a, z) for a, z in zip(starts, starts[1:], strict=False) if z - a > 3)
+        changed = [t.detach().clone() for t in qkv]
+        for t in changed:
+            t.view(-1, *t.shape[2:])[a:z] += 1
+        after = attention.attention(*changed, told, backend).flatten(0, 1)
+        before = found.detach().flatten(0, 1)
+        others = torch.ones(len(before), dtype=torch.bool)
+        others[a:z] = False
+        assert torch.equal(after[others], before[others]) and not torch.equal(after[a:z], before[a:z])
+
+
+@pytest.mark.gpu
+def test_gpu_model_compiles_with_each_kernel():
+    """The same losses and gradients, compiled, from every kernel that is here."""
+    from dataclasses import replace
+
+    from model import MODELS, Transformer, document_begins, random_init
+    from shard import fill
+
+    config = replace(MODELS["tiny-llama"], dim=128, n_heads=2, n_kv_heads=1, head_dim=64)
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 258, (2, 256), generator=g).cuda()
+    positions = torch.arange(256).expand(2, 256).clone()
+    positions[0, 100:] -= 100
+    positions[1, 31:] -= 31
+    positions = positions.cuda()
+    losses, norms = {}, {}
+    for backend in ("sdpa", *PACKED):
+        if backend == "flash" and not attention.importlib.util.find_spec("flash_attn"):
+            continue
+        model = Transformer(config, torch.bfloat16, backend)
+        fill(model, random_init(config, {k: tuple(p.shape) for k, p in model.named_parameters()}, 0))
+        model.cuda()
+        for block in model.layers:
+            block.compile(fullgraph=True)
+        loss = model(tokens, tokens.roll(-1, 1), positions, document_begins(positions))
+        loss.backward()
+        losses[backend] = loss.item()
+        norms[backend] = model.embed_tokens.weight.grad.norm().item()
+    assert len(losses) > 1
+    for values in (losses, norms):
+        assert max(values.values()) == pytest.approx(min(values.values()), rel=2e-3)
+
+
+def test_flash_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install flash-attn --no-build-isolation"):
+        choose_backend("flash", "cuda", "bf16", True, 2048)
+
+
+def test_document_begins():
+    from model import document_begins
+
+    positions = torch.tensor([[0, 1, 2, 0], [0, 0, 1, 2]])
+    assert document_begins(positions).tolist() == [0, 3, 4, 5, 8, 8, 8, 8, 8]
+    assert document_begins(positions).dtype == torch.int32

@@ -18,10 +18,10 @@ from config import parse_args
 from errors import UserError
 from fp8 import E4M3, E5M2, RECIPES, WeightScales, convert_linears
 from model import MODELS, Linear, MoE, SwiGLU, Transformer, grouped_matmul, random_init
+from preflight import check_fp8
 from shard import Ranks, fill
 from test_shard import run_ranks
 from test_train import records, train, values
-from train import check_fp8
 from train import main as train_main
 
 BF16 = torch.bfloat16

@@ -1,0 +1,254 @@
+"""What is settled before the first step, and what is said at a run's end: every `auto` resolved, inputs checked, first
+values found; one message for each way a run can end. train.py tells the story in between."""
+
+import errno
+import math
+import os
+import platform
+import shlex
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from errors import RankError, UserError  # first: it finds the Python that has torch
+
+import torch  # isort: skip
+
+import checkpoint
+import fp8
+import generate
+import machine
+import shard
+from attention import choose_backend
+from config import Config, check_batch, split_batch
+from data import check_tokens, make_loader
+from download import find
+from log import logger, read_json, write_status
+from model import MODELS, Transformer, loss_head_bytes, random_init
+from tokenizer import load_tokenizer
+from weights import dropout_note, family, open_weights, refuse_in_the_way
+
+DEFAULT = ["@recipes/default.args"]
+
+
+# ---- before
+
+
+def resolve(config: Config, device: torch.device, world_size: int) -> Config:
+    """Replaces every `auto` by what it means here, so that flags.json says what was done."""
+    dtype, compile_mode = config.dtype, config.compile
+    if dtype == "auto":
+        cpu_has_it = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        dtype = (
+            "bf16"
+            if (torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else cpu_has_it)
+            else "fp32"
+        )
+    if compile_mode != "none":
+        problem = machine.compiler_problem()
+        if problem and compile_mode != "auto":
+            raise UserError(f"--compile {compile_mode}: {problem}")
+        if problem and int(os.environ.get("RANK", 0)) == 0:
+            print(f"Training without torch.compile: {problem}", file=sys.stderr)
+        compile_mode = "none" if problem else "block" if compile_mode == "auto" else compile_mode
+    shard.refuse_unsupported(replace(config, compile=compile_mode), world_size)
+    attention = choose_backend(
+        config.attention, device.type, dtype, compile_mode != "none", config.seq_len, config.model_config.head_dim
+    )
+    shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
+    if config.fp8 != "off":
+        check_fp8(config, device, dtype, compile_mode, world_size)
+    _, batch_tokens = split_batch(config, world_size)
+    return replace(config, dtype=dtype, compile=compile_mode, attention=attention, batch_tokens=batch_tokens)
+
+
+def check_fp8(config: Config, device: torch.device, dtype: str, compile_mode: str, world_size: int) -> None:
+    """Refuses what FP8 cannot do here."""
+    flag, micro_batch = f"--fp8 {config.fp8}", split_batch(config, world_size)[0]
+    if micro_batch * config.seq_len % fp8.MULTIPLE:  # weight gradients sum over them
+        unit = fp8.MULTIPLE // math.gcd(micro_batch, fp8.MULTIPLE)
+        near = max(unit, round(config.seq_len / unit) * unit)
+        raise UserError(
+            f"{flag}: micro_batch x seq_len = {micro_batch} x {config.seq_len} = {micro_batch * config.seq_len} tokens"
+            f" do not divide by {fp8.MULTIPLE}; the nearest is --seq_len {near}"
+        )
+    if config.fp8_skip:
+        with torch.device("meta"):
+            convert_to_fp8(Transformer(config.model_config), config, device)
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        found = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
+        raise UserError(f"{flag}: {found}, FP8 needs 8.9 (Ada, Hopper or later); --fp8 off trains in bf16 here")
+    if compile_mode == "none":
+        raise UserError(f"{flag}: uncompiled, FP8 is several times slower than bf16; --compile block, or --fp8 off")
+    if dtype != "bf16":
+        raise UserError(f"{flag}: on a GPU what is not FP8 is bf16; --dtype bf16, or --fp8 off")
+
+
+def convert_to_fp8(model: Transformer, config: Config, device: torch.device) -> list:
+    grad_dtype = {"auto": "e5m2"}.get(config.fp8_grad_dtype, config.fp8_grad_dtype)
+    try:
+        return fp8.convert_linears(model, config.fp8, grad_dtype, config.fp8_skip, small=device.type == "cpu")
+    except ValueError as e:
+        raise UserError(f"--fp8_skip: {e}") from None
+
+
+def check_inputs(config: Config, resumes: bool) -> None:
+    """Tokens, tokenizer, weights and prompt against the model; also tokenises text, once."""
+    check_tokens(config)
+    refuse_in_the_way(Path(config.out) / "hf", True)
+    if config.weights and not resumes:
+        open_weights(find(config.weights, "--weights"), config.model_config)
+    if config.sample_every:
+        prompt = 1 + len(load_tokenizer(config.tokenizer).encode(config.prompt))
+        generate.check_length(config.model_config, prompt, 1)
+
+
+def check(config: Config) -> None:
+    """--check: everything that can be known without training; prints key=value lines for launch.sh."""
+    device = machine.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", config.check)))  # of all, those on this machine
+    processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
+    config = resolve(config, device, processes)
+    there = next(p for p in [Path(config.out).absolute(), *Path(config.out).absolute().parents] if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"--out {config.out}: {there} is no folder that can be written to")
+    found, _ = checkpoint.find(config)
+    if not found:
+        check_batch(config, processes)
+    done = found is not None and found.step >= config.steps and is_exported(config)
+    if done:
+        say_finished(config, found.step)
+    else:
+        check_inputs(config, bool(found))
+        if config.eval_every:
+            make_loader(config, 0, processes, "val")
+        loader = make_loader(config, 0, processes)
+        if found:
+            loader.load_state_dict(found.manifest["position"])
+    state = "finished" if done else "resume" if found else "fresh"
+    print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}\ntimeout={config.timeout}")
+
+
+def open_run_folder(run: Path, step: int) -> None:
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as e:
+        raise UserError(f"--out {run}: no folder can be there: {e}") from None
+    write_status(run, "running", step)
+
+
+def human(n: int) -> str:
+    unit, name = next((u for u in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if n >= u[0]), (1, ""))
+    return f"{n / unit:.2f} {name}".strip()
+
+
+def open_first_weights(config: Config, resumes: bool, ranks: shard.Ranks):
+    """read(name, slices) of --weights, on the ranks that read them; before anything is allocated, for a machine may
+    lack the files."""
+    if config.weights and not resumes and (config.load == "direct" or ranks.rank == 0):
+        return open_weights(find(config.weights, "--weights"), config.model_config)
+
+
+def first_values(config: Config, model: Transformer, opened) -> tuple:
+    """What training starts from, for shard.fill: --weights, or random values, which every rank draws itself."""
+    note = dropout_note(find(config.model, "--model")) if config.model not in MODELS else ""
+    if note:
+        logger.info(note)
+    if config.weights:
+        logger.info("Reading weights from %s", config.weights)
+        return opened, config.load
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return (random_init(config.model_config, shapes, config.seed),)
+
+
+def prepare_fp8(model: Transformer, config: Config, ranks: shard.Ranks, mesh) -> fp8.WeightScales:
+    """What FP8 does once per step (nothing, where it is off), once the parameters are allocated."""
+    blocks = [list(fp8.layers(block)) for block in model.layers]
+    if config.fp8_log_every:  # the last product of three blocks, the down projection: where outliers grow first
+        chosen = {0, len(blocks) // 2, len(blocks) - 1}
+        fp8.watch(model, [f"layers.{i}.{blocks[i][-1]}" for i in chosen if blocks[i]])
+    if mesh is not None and config.fp8_all_gather:
+        fp8.gather_in_fp8(model, mesh["shard"])
+    group = None if mesh is None else mesh["shard"].get_group()
+    micro_batch, batch_tokens = split_batch(config, ranks.world_size)
+    reuse = batch_tokens > micro_batch * config.seq_len * ranks.world_size
+    return fp8.WeightScales(model, model.dtype, group, reuse, config.compile != "none")
+
+
+# ---- at the end
+
+
+def is_exported(config: Config) -> bool:
+    """Whether all is there that a finished run leaves."""
+    try:
+        family(config.model_config)
+    except ValueError:
+        return True
+    return (Path(config.out) / "hf").exists()
+
+
+def last_logged(run: Path) -> int:
+    return read_json(run / "status.json").get("step", 0)
+
+
+def say_finished(config: Config, step: int) -> None:
+    words = sys.argv[1:] or DEFAULT
+    if "--check" in words:  # launch.sh's last words
+        words = words[: words.index("--check")] or DEFAULT
+    again = f"bash launch.sh {shlex.join(words)}"
+    weights = f"  its weights:   {config.out}/hf, for transformers, vLLM and others\n"
+    print(
+        f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
+        f"{weights * (Path(config.out) / 'hf').exists()}"
+        f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
+        f"  go on:         {again} --steps {2 * step}\n"
+        f"  start afresh:  {again} --out {shlex.quote(config.out + '-2')}"
+    )
+
+
+def describe_memory(config: Config, model: Transformer, optimizer=None) -> str:
+    device, statistics = torch.device("cuda", torch.cuda.current_device()), torch.cuda.memory_stats()
+    used = {k: statistics[f"{k}_bytes.all.peak"] for k in ("allocated", "reserved")}
+    used["total"] = torch.cuda.get_device_properties(device).total_memory
+    micro_batch, _ = split_batch(config, int(os.environ.get("WORLD_SIZE", 1)))
+    head = loss_head_bytes(config.model_config, micro_batch * config.seq_len, device.type)
+    return machine.explain_out_of_memory(model, optimizer, config, head, used, str(device))
+
+
+def report(error: Exception, config: Config | None, rank: int, built: list) -> int:
+    """Says what ended the run, on stderr and in status.json -> the exit status."""
+    code, message, alone = 1, f"{type(error).__name__}: {error}", isinstance(error, RankError)
+    if isinstance(error, UserError):
+        code, message = 2, str(error)
+    elif isinstance(error, PermissionError):
+        code, message = 2, f"no permission: {error}"
+    elif isinstance(error, shard.NotFinite):
+        message = str(error)
+    elif isinstance(error, torch.OutOfMemoryError) and built:
+        message, alone = f"rank {rank} on {platform.node()}: {describe_memory(config, *built)}", True
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        message = f"the disk is full: {error}; what was saved before is intact: free some space and start again"
+    else:
+        traceback.print_exc()
+        alone = True
+        message = f"rank {rank} on {platform.node()}: {message}"
+    run = Path(config.out) if config else None
+    status = read_json(run / "status.json") if run else {}
+    if alone and "onnection" in message and "rss_gib" in status:  # so gloo and NCCL speak of a rank that is gone
+        resident = ", ".join(f"{rank}: {gib:.2f}" for rank, gib in enumerate(status["rss_gib"]))
+        message += (
+            f"\nAnother rank is gone. If it was killed (-9), its machine has probably run out of memory; the last"
+            f" resident memory of the ranks, in GiB: {resident}"
+        )
+    running = status.get("state") == "running" and (rank > 0 or status.get("pid") == os.getpid())  # and this job's
+    if rank == 0 or alone:  # what all ranks see alike is said once
+        print(f"error: {message}", file=sys.stderr)
+    if running:  # the first rank to fail says why; what follows from it elsewhere does not replace it
+        try:
+            write_status(run, "error" if code == 2 else "failed", status["step"], code, message)
+        except OSError:
+            print(f"{run}/status.json could not be written", file=sys.stderr)
+    return code

@@ -1,0 +1,304 @@
+"""Conversations as rows, and mixtures. Oracles: the families' own templates, rendered by jinja2; first-fit as a loop.
+Counting."""
+
+import itertools
+import json
+import re
+from fractions import Fraction
+
+import jinja2
+import numpy as np
+import pytest
+import torch
+
+import rows
+from config import parse_args
+from data import Batch, make_loader, show
+from errors import UserError
+from model import MODELS, Transformer, random_init
+from order import turns
+from shard import fill
+from test_tokenizer import TEMPLATES, _chat_tokenizer
+from tokenizer import load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "CACHE", tmp_path / "cache")
+
+
+def config(*data, **flags):
+    flags = {"vocab_size": 4096, "seq_len": 64, "micro_batch": 4} | flags
+    return parse_args([f"--{k}={v}" for k, v in flags.items()] + ["--data", *map(str, data)])
+
+
+def refused(call, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+def conversations(n=60) -> list[list[dict]]:
+    out = []
+    for i in range(n):
+        system = [{"role": "system", "content": "Be brief."}] * (i % 3 == 0)
+        pairs = [(f"Question {i}.{k}?", f"Answer {i}.{k}" + " and more" * (i * 5 % 7)) for k in range(i % 3 + 1)]
+        roles = ("user", "assistant")
+        turns_ = [{"role": r, "content": c} for pair in pairs for r, c in zip(roles, pair, strict=True)]
+        out.append(system + turns_)
+    return out
+
+
+def write(path, messages):
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in messages))
+    return path
+
+
+def epoch(loader) -> list[Batch]:
+    """The micro-batches of one epoch, or a little more."""
+    return list(itertools.chain.from_iterable(itertools.islice(loader, -(-loader.rows // loader.step_rows))))
+
+
+def documents(batches) -> list[tuple[list[int], list[int]]]:
+    """(tokens, targets) of each document that is trained on, taken apart where positions restart."""
+    out = []
+    for b in batches:
+        for tokens, targets, positions in zip(b.tokens.tolist(), b.targets.tolist(), b.positions.tolist(), strict=True):
+            starts = [i for i, p in enumerate(positions) if p == 0]
+            assert starts[0] == 0
+            for a, z in itertools.pairwise([*starts, len(tokens)]):
+                assert positions[a:z] == list(range(z - a))
+                if max(targets[a:z]) >= 0:
+                    out.append((tokens[a:z], targets[a:z]))
+    return out
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama3", "mixtral"])
+def test_rows_are_what_the_template_renders(tmp_path, family):
+    """Each conversation once per epoch, whole; the targets are the assistant's words and the token that ends them."""
+    tokenizer = _chat_tokenizer(family, tmp_path / "tokenizer" if (tmp_path / "tokenizer").mkdir() is None else "")
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATES[family])
+    bos, eos = ("<|begin_of_text|>", "<|eot_id|>") if family == "llama3" else ("<s>", "</s>")
+    every = conversations()
+    kept = [m for i, m in enumerate(every, 1) if i % 20]
+    model = "tiny-mixtral" if family == "mixtral" else "tiny-llama"
+    c = config(write(tmp_path / "a.jsonl", every), tokenizer=tmp_path / "tokenizer", seq_len=700, model=model)
+    loader = make_loader(c)
+    found = documents(epoch(loader))[: len(kept)]
+    names = {i: text for text, i in tokenizer.control.items()}
+
+    def text(ids):
+        runs = itertools.groupby(ids, lambda i: i in names)
+        return "".join("".join(names[i] for i in g) if k else tokenizer.decode(list(g)) for k, g in runs)
+
+    def plain(words):  # a space beside a control token, or between turns, is the tokenizer's matter
+        return re.sub(r"\s+", "", words)
+
+    expected = {}
+    for m in kept:
+        whole = template.render(messages=m, bos_token=bos, eos_token=eos, add_generation_prompt=False)
+        expected[plain(whole)] = "".join(plain(t["content"]) + eos for t in m if t["role"] == "assistant")
+    seen = {}
+    for tokens, targets in found:
+        last = [targets[-1]] if targets[-1] >= 0 else []
+        seen[plain(text(tokens + last))] = plain(text([t for t in targets if t >= 0]))
+        assert all(t in (-100, n) for t, n in zip(targets, tokens[1:], strict=False))  # nothing but the next token
+    assert seen == expected
+    assert "57 conversations, 0 truncated to --seq_len 700 and 0 dropped" in "".join(loader.summary(None))
+
+
+def test_prompt_and_completion(tmp_path):
+    both = [
+        {"prompt": "Why?", "completion": "So."},
+        {"prompt": [{"role": "user", "content": "Why?"}], "completion": [{"role": "assistant", "content": "So."}]},
+        {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
+    found = documents(epoch(make_loader(config(tmp_path / "a.jsonl"))))[:3]
+    assert found[0] == found[1] == found[2] and bytes(t for t in found[0][1] if 0 <= t < 256) == b" So. "
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pack_is_first_fit(seed):
+    lengths = np.random.default_rng(seed).integers(1, 101, 400)
+    room, expected = [], []
+    for n in lengths:
+        at = next((i for i, free in enumerate(room) if free >= n), len(room))
+        room += [100] * (at == len(room))
+        room[at] -= n
+        expected.append(at)
+    assert rows.pack(lengths, 100).tolist() == expected
+
+
+def test_pack_of_very_many_closes_the_fullest(monkeypatch):
+    monkeypatch.setattr(rows, "OPEN_ROWS", 10)
+    lengths = np.random.default_rng(0).integers(1, 101, 3000)
+    row = rows.pack(lengths, 100)
+    filled = np.bincount(row, lengths)
+    assert filled.max() <= 100 and filled.min() > 0 and filled.mean() > 88
+
+
+def test_too_long_conversations(tmp_path):
+    """Cut to what fits, dropped with the flag or where nothing that is trained on would be left; all counted."""
+    rows_ = [[("x" * 10, "y" * 10)], [("x" * 10, "y" * 100)], [("x" * 100, "y" * 10)]]
+    path = write(tmp_path / "a.jsonl", [
+        [{"role": r, "content": c} for pair in row for r, c in zip(("user", "assistant"), pair, strict=True)]
+        for row in rows_
+    ])  # fmt: skip
+    loader = make_loader(config(path))
+    assert "3 conversations, 1 truncated to --seq_len 64 and 1 dropped" in loader.summary(None)[1]
+    (short, long) = sorted(documents(epoch(loader))[:2], key=lambda d: len(d[0]))
+    assert len(long[0]) == 64 and bytes(t for t in long[1] if 0 <= t < 256).count(b"y") == 65 - 1 - 25 - 1
+    loader = make_loader(config(path, long_chats="drop"))
+    assert "0 truncated to --seq_len 64 and 2 dropped" in loader.summary(None)[1]
+    assert documents(epoch(loader))[0] == short
+    message = refused(make_loader, config(path, seq_len=20, long_chats="drop"))
+    assert "3 conversations, and none is left" in message and "--seq_len" in message
+
+
+def test_chat_order_knows_no_ranks_and_resumes(tmp_path):
+    path = write(tmp_path / "a.jsonl", conversations())
+    c = config(path, seq_len=256, micro_batch=6)
+    whole = [b.tokens.tolist() for b in itertools.chain.from_iterable(itertools.islice(make_loader(c), 8))]
+    c2 = config(path, seq_len=256, micro_batch=1, batch_tokens=6 * 256)
+    loaders = [make_loader(c2, rank, 3) for rank in range(3)]
+    state = make_loader(c).state_dict() | {"samples": 18}
+    for loader in loaders:
+        loader.load_state_dict(state)
+    for expected, *micros in zip(whole[3:], *loaders, strict=False):
+        assert [row for ranks in zip(*micros, strict=True) for b in ranks for row in b.tokens.tolist()] == expected
+
+
+def test_show(tmp_path):
+    path = write(tmp_path / "a.jsonl", [[{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]])
+    (plain,) = show(config(path), 1, False)
+    assert plain.splitlines()[:3] == ["--- row 1", "--- document", "<s>[INST] Why? [/INST][[ So. </s>]]"]
+    assert re.search(r"--- \d+ places filled up", plain)
+    (coloured,) = show(config(path), 1, True)
+    assert "\033[32m So. </s>\033[0m" in coloured
+
+
+def test_nobody_sees_another_document(tmp_path):
+    """One conversation of a row is changed: the logits of the others stay equal bit by bit."""
+    c = config(write(tmp_path / "a.jsonl", conversations()), seq_len=400, micro_batch=1)
+    model = Transformer(MODELS["tiny-llama"]).eval()
+    fill(model, random_init(MODELS["tiny-llama"], {k: tuple(p.shape) for k, p in model.named_parameters()}, 0))
+    (batch,) = next(iter(make_loader(c)))
+    starts = (batch.positions[0] == 0).nonzero().flatten().tolist()
+    assert len(starts) > 3
+    a, z = starts[1], starts[2]
+    before = model.logits(batch.tokens, batch.positions)
+    batch.tokens[0, a:z] = (batch.tokens[0, a:z] + 1) % 256
+    after = model.logits(batch.tokens, batch.positions)
+    outside = [i for i in range(400) if not a <= i < z]
+    assert torch.equal(before[:, outside], after[:, outside]) and not torch.equal(before[:, a:z], after[:, a:z])
+
+
+def test_documents_for_the_packed_kernels(tmp_path):
+    """Where documents begin: as the positions say, filled up to a count that stays the same."""
+    c = config(write(tmp_path / "a.jsonl", conversations()), seq_len=400)
+    for batch in epoch(make_loader(c)):
+        starts = (batch.positions.flatten() == 0).nonzero().flatten().tolist()
+        found = batch.documents.tolist()
+        assert found[: len(starts)] == starts and set(found[len(starts) :]) == {4 * 400}
+        assert len(found) == 65 and batch.documents.dtype == torch.int32
+
+
+# ---- mixtures
+
+
+@pytest.mark.parametrize("weights", ["0.7 0.3", "1 1 1", "0.7 0.2 0.1", "5 0 2.5", "0.001 0.999", "0.123456789 1"])
+def test_turns_have_exact_shares(weights):
+    weights = [Fraction(w) for w in weights.split()]
+    n = 20_000
+    source, number = turns(np.arange(n), weights)
+    for i, w in enumerate(weights):
+        mine = source == i
+        assert number[mine].tolist() == list(range(int(mine.sum())))  # none left out, none twice
+        drift = np.abs(np.cumsum(mine) - np.arange(1, n + 1) * float(w / sum(weights))).max()
+        assert drift < len(weights)  # not only in the long run: after every row
+    some = np.array([17, 4, 19_999, 10**12])
+    assert turns(some, weights)[0][:3].tolist() == source[some[:3]].tolist()
+
+
+def numbered(path, first, n):
+    from prepare import write_shard
+
+    write_shard(path, np.arange(first, first + n), 2**17)
+    return path
+
+
+def test_a_mixture(tmp_path):
+    """Shares, order, resume and ranks; epochs of each source by itself."""
+    a, b = numbered(tmp_path / "a.bin", 0, 8 * 50 + 1), numbered(tmp_path / "b.bin", 1000, 8 * 20 + 1)
+    val = numbered(tmp_path / "val.bin", 0, 100)
+    flags = {"seq_len": 8, "val_data": val, "vocab_size": 2**17}
+    c = config(f"{a}:0.7", f"{b}:0.3", micro_batch=10, **flags)
+    loader = make_loader(c)
+    batches = [batch for (batch,) in itertools.islice(loader, 20)]
+    whole = [row for batch in batches for row in batch.tokens[:, 0].tolist()]
+    assert all(batch.sources.tolist() == [int(t >= 1000) for t in batch.tokens[:, 0]] for batch in batches)
+    assert all(sum(batch.sources.tolist()) == 3 for batch in batches)
+    of_a, of_b = [t for t in whole if t < 1000], [t for t in whole if t >= 1000]
+    assert sorted(of_a[:50]) == sorted(of_a[50:100]) == [*range(0, 400, 8)] and of_a[:50] != of_a[50:100]
+    assert sorted(of_b[:20]) == sorted(of_b[20:40]) == [*range(1000, 1160, 8)]
+    c2 = config(f"{a}:0.7", f"{b}:0.3", micro_batch=2, batch_tokens=80, **flags)
+    loaders = [make_loader(c2, rank, 3) for rank in range(3)]
+    for part in loaders:
+        part.load_state_dict(loader.state_dict() | {"samples": 70})
+    found = []
+    for micros in zip(*(itertools.islice(part, 5) for part in loaders), strict=True):
+        for ranks in zip(*micros, strict=True):
+            found += [int(r[0]) for m in ranks for r, t in zip(m.tokens, m.targets, strict=True) if t.max() >= 0]
+    assert found == whole[70:120]
+    other = make_loader(config(f"{a}:0.6", f"{b}:0.4", micro_batch=10, **flags))
+    assert "other data" in refused(other.load_state_dict, loader.state_dict())
+
+
+def test_a_mixture_of_kinds(tmp_path):
+    """Text, conversations and a stream, each with its weight; validation has its share of each."""
+    chat = write(tmp_path / "chat.jsonl", conversations(100))
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"text {i} " * 20}) + "\n" for i in range(200)))
+    loader = make_loader(config(f"{chat}:1", f"{tmp_path / 'text.jsonl'}:3", seq_len=256, micro_batch=8))
+    for (batch,) in itertools.islice(loader, 3):
+        assert batch.sources.tolist().count(0) == 2 and batch.positions is not None
+        text_rows = batch.sources == 1
+        assert torch.equal(batch.positions[text_rows], torch.arange(256).expand(6, 256))
+        assert (batch.targets[text_rows] >= 0).all() and (batch.targets[~text_rows] == -100).any()
+    val = make_loader(config(f"{chat}:1", f"{tmp_path / 'text.jsonl'}:3", seq_len=256, eval_batches=2), split="val")
+    assert sum(b.sources.tolist().count(0) for (b,) in val) == 2
+
+
+MIXTURES = {
+    "a:0 b:0": "sum to nothing",
+    "a:-1 b:2": "must not be negative",
+    "a:0.5 b": "a weight for some",
+    "chat text": "conversations",
+}
+
+
+@pytest.mark.parametrize("words", MIXTURES)
+def test_wrong_mixtures(tmp_path, words):
+    for name in "ab":
+        numbered(tmp_path / f"{name}.bin", 0, 900)
+    write(tmp_path / "chat.jsonl", conversations(30))
+    (tmp_path / "text.jsonl").write_text('{"text": "x"}\n')
+    entries = [re.sub(r"^[ab]", r"\g<0>.bin", w) if w[0] in "ab" else f"{w}.jsonl" for w in words.split()]
+    message = refused(make_loader, config(*(tmp_path / e for e in entries)))
+    assert MIXTURES[words] in message
+
+
+def test_prepared_conversations(tmp_path):
+    """`prepare` keeps the mask; the tokenizer must be the one that prepared."""
+    from prepare import prepare
+
+    path = write(tmp_path / "a.jsonl", conversations())
+    prepare([path], ("bytes", "text", "llama"), tmp_path / "out", 0, 2000, 20, 0)
+    assert len(list((tmp_path / "out").glob("*.mask"))) > 2
+    folder, files = make_loader(config(tmp_path / "out")), make_loader(config(path))
+    assert [b.targets.tolist() for b in epoch(folder)] == [b.targets.tolist() for b in epoch(files)]
+    (tmp_path / "other").mkdir()
+    _chat_tokenizer("llama3", tmp_path / "other")
+    message = refused(make_loader, config(tmp_path / "out", tokenizer=tmp_path / "other"))
+    assert "was prepared with --tokenizer bytes" in message
+    assert load_tokenizer("bytes").fingerprint in (tmp_path / "out" / "index.json").read_text()

@@ -1,0 +1,236 @@
+"""Text -> shards. The oracle is a naive loop over what the test itself wrote: BOS and the text's bytes, row by row."""
+
+import gzip
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data
+import prepare
+import text
+from errors import UserError
+from rows import open_shard
+
+ROOT = Path(__file__).parent
+BYTES = ("bytes", "text", "llama")
+ROWS = [f"row {i}: naïve 日本語 " + "word " * (i * 7 % 23) for i in range(300)]
+
+
+def jsonl(rows, field="text") -> bytes:
+    return b"".join(json.dumps({"id": i, field: row}).encode() + b"\n" for i, row in enumerate(rows))
+
+
+def naive(rows, val_every=20) -> dict[str, list[int]]:
+    out = {"train": [], "val": []}
+    for i, row in enumerate(rows, 1):
+        out["val" if val_every and i % val_every == 0 else "train"] += [256, *row.encode()]
+    return out
+
+
+def tokens(folder, split) -> list[int]:
+    return [t for path in sorted(folder.glob(f"{split}-*.bin")) for t in open_shard(path)[0].tolist()]
+
+
+def run(sources, out, processes=0, shard_tokens=10**9, val_every=20, skip_bad=0, settings=BYTES):
+    return prepare.prepare([Path(s) for s in sources], settings, out, processes, shard_tokens, val_every, skip_bad)
+
+
+def refused(call, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+def parquet(path, rows):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pa.table({"id": range(len(rows)), "text": rows}), path, row_group_size=70)
+
+
+WRITERS = {
+    "a.jsonl": lambda p: p.write_bytes(jsonl(ROWS)),
+    "a.json.gz": lambda p: p.write_bytes(gzip.compress(jsonl(ROWS))),
+    "a.jsonl.gz": lambda p: p.write_bytes(gzip.compress(jsonl(ROWS[:99])) + gzip.compress(jsonl(ROWS[99:]))),
+    "a.parquet": lambda p: parquet(p, ROWS),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_gives_the_same_tokens(tmp_path, monkeypatch, name):
+    WRITERS[name](tmp_path / name)
+    monkeypatch.setattr(prepare, "BATCH", 1000)
+    index = run([tmp_path / name], tmp_path / "out", shard_tokens=7000)
+    for split, expected in naive(ROWS).items():
+        assert tokens(tmp_path / "out", split) == expected
+        sizes = [f["tokens"] for n, f in index["files"].items() if n.startswith(split)]
+        assert sizes[:-1] == [7000] * (len(sizes) - 1) and sum(sizes) == len(expected)
+    assert index["documents"] == 300 and index["delimiter"] == 256 and index["fingerprint"] == "bytes"
+    assert data.verify(tmp_path / "out") == []
+
+
+def test_processes_change_nothing(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
+    monkeypatch.setattr(prepare, "BATCH", 1000)
+    for n in (0, 2):
+        run([tmp_path / "a.jsonl"], tmp_path / str(n), processes=n, shard_tokens=7000)
+    files = sorted(p.name for p in (tmp_path / "0").glob("*.bin"))
+    assert len(files) > 3
+    assert all((tmp_path / "0" / f).read_bytes() == (tmp_path / "2" / f).read_bytes() for f in files)
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 20])
+def test_it_goes_on_after_a_kill(tmp_path, monkeypatch, at):
+    """Killed at a batch; what was written behind the last note is there, and cut off."""
+    for name, rows in (("a.jsonl", ROWS), ("b.jsonl", ROWS[::-1])):
+        (tmp_path / name).write_bytes(jsonl(rows))
+    sources = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    monkeypatch.setattr(prepare, "BATCH", 2000)
+    whole = run(sources, tmp_path / "whole", shard_tokens=9000)
+    monkeypatch.setattr(prepare, "NOTE_EVERY", 0)
+    seen, encode = [], prepare.encode_rows
+
+    def killed(*args):
+        seen.append(args[2][0].number)
+        if len(seen) == at + 1:
+            raise KeyboardInterrupt
+        if len(seen) == at:
+            monkeypatch.setattr(prepare, "NOTE_EVERY", 1e9)  # the last batch is written, not noted
+        return encode(*args)
+
+    monkeypatch.setattr(prepare, "encode_rows", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(sources, tmp_path / "out", shard_tokens=9000)
+    assert not (tmp_path / "out" / "index.json").exists()
+    assert "not prepared to its end" in refused(data.find_shards, str(tmp_path / "out"), "--data")
+    del seen[:]
+    monkeypatch.setattr(prepare, "encode_rows", lambda *args: seen.append(args[2][0].number) or encode(*args))
+    index = run(sources, tmp_path / "out", shard_tokens=9000)
+    assert index["files"] == whole["files"] and index["documents"] == 600 and data.verify(tmp_path / "out") == []
+    assert at < 2 or seen[0] > 1  # it was not done all over again
+
+
+def test_long_txt_is_cut_between_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "PIECE", 500)
+    (tmp_path / "a.txt").write_text("".join(f"{row}\n" for row in ROWS))
+    run([tmp_path / "a.txt"], tmp_path / "out")
+    train, val = tokens(tmp_path / "out", "train"), tokens(tmp_path / "out", "val")
+    assert train[0] == val[0] == 256 and train.count(256) == val.count(256) == 1
+    assert bytes(train[1:] + val[1:]) == (tmp_path / "a.txt").read_bytes() and bytes(train[-1:]) == b"\n"
+    seen = [row.content for row, _ in text.read_rows(tmp_path / "a.txt", ())]
+    assert len(seen) > 10 and all(piece.endswith(b"\n") for piece in seen) and max(map(len, seen)) < 700
+
+
+def command(*words, **kwargs):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "data.py"), *map(str, words)], env=env, capture_output=True, **kwargs
+    )
+
+
+def test_command_line(tmp_path):
+    """Standard input, a pattern, verify and what they print."""
+    out = tmp_path / "out"
+    done = command("prepare", "--input", "-", "--tokenizer", "bytes", "--out", out, "--val_every", 0, input=jsonl(ROWS))
+    assert done.returncode == 0, done.stderr
+    assert tokens(out, "train") == naive(ROWS, 0)["train"] and not list(out.glob("val*"))
+    assert b"300 documents" in done.stdout and b"MB/s" in done.stderr and f"--data {out}".encode() in done.stdout
+    path = out / "train-00000.bin"
+    content = bytearray(path.read_bytes())
+    content[2000] ^= 1
+    path.write_bytes(content)
+    done = command("verify", out)
+    assert done.returncode == 2 and b"train-00000.bin has changed" in done.stderr and b"Traceback" not in done.stderr
+    done = command("show", "--data", out, "--n", 2, "--seq_len", 40)
+    assert done.stdout.decode().count("--- row") == 2 and b"[[" in done.stdout
+
+
+def test_verify_reads_every_id(tmp_path):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    ids = np.zeros(100_000)
+    prepare.write_shard(folder / "a.bin", ids, 50257)
+    assert data.verify(folder, 300) == []
+    ids[77_777] = 300
+    prepare.write_shard(folder / "a.bin", ids, 50257)
+    (message,) = data.verify(folder, 300)
+    assert f"{folder / 'a.bin'} at token 77777: id 300" in message
+
+
+CHAT = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
+GOOD = jsonl(["good"])
+BAD = {
+    "gzip cut": (
+        "a.json.gz",
+        gzip.compress(jsonl(ROWS))[:-200],
+        r"a\.json\.gz: .*cut short at byte \d+, after line \d+",
+    ),
+    "no gzip": ("a.json.gz", GOOD, "gzip data is damaged"),
+    "json": ("a.jsonl", GOOD + b"{'text': 1}\n", r"line 2 \(byte 26\) is not JSON.*--skip_bad"),
+    "array": ("a.json", b'[{"text": "x"}]\n', "line 1 has no text field 'text' .*list"),
+    "field": ("a.jsonl", GOOD + jsonl(["x"], "body"), "line 2 has no text field 'text' .*id, body.*--text_field"),
+    "empty": ("a.jsonl", b"", "no rows are left"),
+    "blank": ("a.jsonl", b"\n \n", "no rows are left"),
+    "no assistant": (
+        "a.jsonl",
+        json.dumps({"messages": CHAT["messages"][:1]}).encode(),
+        "line 1: .*without an assistant",
+    ),
+    "roles": ("a.jsonl", json.dumps({"messages": CHAT["messages"][::-1]}).encode(), "line 1: .*role assistant"),
+    "both kinds": ("a.jsonl", GOOD + json.dumps(CHAT).encode(), "line 2.*conversations"),
+    "unknown": ("a.csv", b"a,b", r"a\.csv: what this file holds"),
+    "parquet": ("a.parquet", b"PAR1", "no parquet file|needs pyarrow: pip install pyarrow"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_named(tmp_path, kind):
+    name, content, pattern = BAD[kind]
+    (tmp_path / name).write_bytes(content)
+
+    def work():
+        run(text.find_text(str(tmp_path / name), "--input"), tmp_path / "out")
+
+    message = refused(work)
+    assert str(tmp_path / name) in message and re.search(pattern, message, re.DOTALL)
+
+
+def test_skip_bad_leaves_out_so_many(tmp_path, capsys):
+    lines = jsonl(ROWS[:10]).splitlines(keepends=True)
+    lines[3], lines[7] = b"{\n", b'{"txt": "x"}\n'
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+    assert "line 8" in refused(run, [tmp_path / "a.jsonl"], tmp_path / "one", val_every=0, skip_bad=1)
+    index = run([tmp_path / "a.jsonl"], tmp_path / "two", val_every=0, skip_bad=2)
+    kept = [row for i, row in enumerate(ROWS[:10]) if i not in (3, 7)]
+    assert tokens(tmp_path / "two", "train") == naive(kept, 0)["train"] and index["skipped"] == 2
+    said = capsys.readouterr().err
+    assert "line 4" in said and "line 8" in said
+
+
+def test_a_folder_is_not_mixed(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS[:50]))
+    run([tmp_path / "a.jsonl"], tmp_path / "out")
+    run([tmp_path / "a.jsonl"], tmp_path / "out")  # it is there
+    assert "holds other shards" in refused(run, [tmp_path / "a.jsonl"], tmp_path / "out", val_every=7)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("x")
+    assert "not empty (thesis.tex)" in refused(run, [tmp_path / "a.jsonl"], tmp_path / "full")
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert "pip install pyarrow" in refused(lambda: [*text.read_rows(tmp_path / "a.parquet", ("text",))])
+
+
+def test_piped_text_is_a_document(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"two\nlines"))))
+    ((row, _),) = text.read_rows(Path("-"), ("text",))
+    assert text.encoder(*BYTES)("-", row)[0] == [256, *b"two\nlines"]

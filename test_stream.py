@@ -1,0 +1,263 @@
+"""Streams. The oracle for rows is a naive loop over the documents that the test itself wrote; a hub of our own that
+cuts and refuses stands for the hub."""
+
+import gzip
+import itertools
+import json
+import os
+
+import numpy as np
+import pytest
+from huggingface_hub import constants
+
+import download
+import remote
+import rows
+import stream
+from config import parse_args
+from data import make_loader, merge_positions
+from errors import UserError
+from order import permute
+from test_download import COMMITS, FakeHub
+
+T = 16
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "CACHE", tmp_path / "cache")
+
+
+def text(file: int, row: int) -> str:
+    return f"file {file} row {row} " + "word " * ((file * 5 + row * 7) % 11)
+
+
+def write(folder, files=5, count=40):
+    folder.mkdir(exist_ok=True)
+    for f in range(files):
+        lines = "".join(json.dumps({"text": text(f, r)}) + "\n" for r in range(count))
+        (folder / f"part.{f}.json.gz").write_bytes(gzip.compress(lines.encode()))
+    return f"{folder}/part.*.json.gz"
+
+
+def config(data, **flags):
+    flags = {"seq_len": T, "micro_batch": 12, "batch_tokens": 12 * T, "lanes": 4, "stream": "on"} | flags
+    return parse_args([f"--{k}={v}" for k, v in ({"eval_every": 0} | flags).items()] + ["--data", *str(data).split()])
+
+
+def naive_lane(lane, lanes, files=5, count=40, epochs=3, seed=0):
+    """All tokens of a lane, file by file."""
+    mine = list(range(lane, files, lanes)) if files >= lanes else [lane % files]
+    sharing = [other for other in range(lanes) if other % files == lane % files] if files < lanes else [lane]
+    out = []
+    for epoch in range(epochs):
+        for k in permute(np.arange(len(mine)), len(mine), f"{seed}/{epoch}/{lane}"):
+            for row in range(sharing.index(lane), count, len(sharing)):
+                out += [256, *text(mine[k], row).encode()]
+    return out
+
+
+def run(c, steps, world_size=1, state=None):
+    """-> rows of each global batch [seq_len + 1 tokens], the merged position."""
+    loaders = [make_loader(c, rank, world_size) for rank in range(world_size)]
+    for loader in loaders:
+        if state:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+    iterators, out = [iter(loader) for loader in loaders], []
+    for _ in range(steps):
+        micros = zip(*(next(i) for i in iterators), strict=True)
+        batch = [b for ranks in micros for b in ranks]
+        pairs = [(x, y) for b in batch for x, y in zip(b.tokens.tolist(), b.targets.tolist(), strict=True)]
+        assert all(x[1:] == y[:-1] for x, y in pairs if max(y) >= 0)
+        out.append([(*x, y[-1]) for x, y in pairs if max(y) >= 0])
+    for i in iterators:
+        i.close()
+    return out, merge_positions([loader.state_dict() for loader in loaders])
+
+
+@pytest.mark.parametrize("files, lanes", [(5, 4), (4, 4), (5, 2), (2, 5), (1, 3)])
+def test_rows_are_those_of_the_lanes(tmp_path, files, lanes):
+    """Row r is the next one of lane r mod lanes, over several epochs; with fewer files than lanes rows are dealt."""
+    found, state = run(config(write(tmp_path / "d", files, 9), lanes=lanes), 25)
+    whole = sum(found, [])
+    for lane in range(lanes):
+        expected = naive_lane(lane, lanes, files, 9, epochs=30)
+        mine = whole[lane::lanes]
+        assert mine == [tuple(expected[i * T : i * T + T + 1]) for i in range(len(mine))]
+    assert max(p[1] for p in state["lanes"]["0"].values()) >= 1  # an epoch has ended
+
+
+def test_no_rank_changes_a_row_and_a_resume_repeats_none(tmp_path):
+    """Ranks, micro-batches and the number of lanes that divide a step, or do not."""
+    data = write(tmp_path / "d")
+    for lanes, splits in ((4, [(2, 3), (3, 4)]), (8, [(2, 6), (5, 2)])):
+        whole, _ = run(config(data, lanes=lanes), 9)
+        state, found = None, []
+        for steps, (world_size, micro_batch) in zip((4, 5), splits, strict=True):
+            part, state = run(config(data, lanes=lanes, micro_batch=micro_batch), steps, world_size, state)
+            found += part
+        assert found == whole
+
+
+def test_bad_rows(tmp_path, caplog):
+    write(tmp_path / "d", 1, 30)
+    path = tmp_path / "d" / "part.0.json.gz"
+    lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
+    lines[7] = b"{\n"
+    path.write_bytes(gzip.compress(b"".join(lines)))
+    with pytest.raises(UserError, match=r"part\.0\.json\.gz line 8 .*is not JSON.*--skip_bad"):
+        run(config(path, lanes=1), 4)
+    (found, *_), _ = run(config(path, lanes=1, skip_bad=1, batch_tokens=24 * T), 1)
+    expected = [t for r in range(30) if r != 7 for t in (256, *text(0, r).encode())]
+    assert found == [tuple(expected[i * T : i * T + T + 1]) for i in range(24)]
+    assert "left out" in caplog.text and "line 8" in caplog.text
+
+
+def test_truncated_gzip(tmp_path):
+    data = write(tmp_path / "d", 1, 40)
+    path = tmp_path / "d" / "part.0.json.gz"
+    path.write_bytes(path.read_bytes()[:-60])
+    with pytest.raises(UserError, match=r"part\.0\.json\.gz: .*cut short at byte \d+"):
+        run(config(data, lanes=1), 20)
+
+
+def test_what_cannot_be_streamed(tmp_path):
+    data = write(tmp_path / "d", 1, 5)
+    with pytest.raises(UserError, match="name a --val_data.*--eval_every 0"):
+        make_loader(config(data, eval_every=10), split="val")
+    with pytest.raises(UserError, match="--eval_batches 0"):
+        make_loader(config(data, eval_batches=0, val_data=tmp_path / "d" / "part.0.json.gz"), split="val")
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(UserError, match="empty.jsonl is empty"):
+        make_loader(config(tmp_path / "empty.jsonl"))
+
+
+def test_validation_of_a_stream(tmp_path):
+    """The same rows each time, on any number of ranks."""
+    data, val = write(tmp_path / "d"), write(tmp_path / "v", 2, 40)
+    expected = None
+    for world_size, micro_batch in ((1, 12), (2, 3)):
+        c = config(data, val_data=val, eval_every=1, eval_batches=2, micro_batch=micro_batch)
+        loaders = [make_loader(c, rank, world_size, "val") for rank in range(world_size)]
+        for _ in range(2):
+            steps = zip(*loaders, strict=True)
+            found = [b.tokens.tolist() for ranks in steps for micro in zip(*ranks, strict=True) for b in micro]
+            found = list(itertools.chain.from_iterable(found))
+            expected = expected or found
+            assert found == expected and len(found) == 24
+
+
+# ---- the hub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    cdn = FakeHub()
+    server = FakeHub(cdn)
+    write(tmp_path / "files", 3, 40)
+    content = {f"en/c4-train.{f:05}-of-00003.json.gz": (tmp_path / "files" / f"part.{f}.json.gz").read_bytes()
+               for f in range(3)}  # fmt: skip
+    content |= {"en/c4-validation.0.json.gz": gzip.compress(b'{"text": "val"}\n'), "de/train.json.gz": b"",
+                "README.md": b"words"}  # fmt: skip
+    server.repos = cdn.repos = {"datasets/org/c4": content, "datasets/org/one": {"train.jsonl": b'{"text": "x"}\n'}}
+    cdn.faults = server.faults
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(download, "PAUSE", 0.01)
+    for name in ("HTTP_PROXY", "http_proxy", "HF_HUB_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    yield server
+    for s in (server, cdn):
+        s.shutdown()
+        s.server_close()
+
+
+C4 = "hf://datasets/org/c4/en/c4-train.*.json.gz"
+
+
+def test_the_hub_gives_what_local_files_give(hub, tmp_path, monkeypatch):
+    """Also where it cuts, and where it asks to wait; and the commit is pinned by the position."""
+    first = "en/c4-train.00000-of-00003.json.gz"
+    expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=3), 6)
+    hub.faults[first] = [("",), ("cut", 30), ("status", 429, {"Retry_After": 0}), ("status", 503)]
+    found, state = run(config(C4, lanes=3), 3)
+    assert found == expected[:3] and state["commits"] == {C4: "a" * 40} and not hub.faults[first]
+    monkeypatch.setitem(COMMITS, "main", "f" * 40)
+    rest, state = run(config(C4, lanes=3), 3, 2, state)
+    assert rest == expected[3:] and state["commits"] == {C4: "a" * 40}
+    assert make_loader(config(C4, lanes=3)).state_dict()["commits"] == {C4: "f" * 40}
+
+
+def test_few_files_are_kept_whole(hub, tmp_path):
+    expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=5), 4)
+    found, _ = run(config(C4, lanes=5), 4)
+    assert found == expected
+    sent = hub.cdn.sent
+    assert len(list((tmp_path / "home").rglob("*.json.gz"))) == 3
+    assert run(config(C4, lanes=5), 4)[0] == expected and hub.cdn.sent - sent < 2000  # but for the first file's head
+
+
+@pytest.mark.parametrize("faults", [[("flip", 90)], [("cut", 10)] * 30], ids=str)
+def test_what_arrives_damaged_or_never_is_said(hub, monkeypatch, faults):
+    monkeypatch.setattr(remote, "TRIES", 3)
+    (file, *_) = remote.resolve(C4, "--data")
+    hub.faults[file.path] = list(faults)
+    if faults[0][0] == "cut":
+        monkeypatch.setattr(hub.cdn, "refuse", lambda path: (503,) if "00000" in path else None)
+    with pytest.raises(UserError, match="damaged|3 times in a row"), remote.RemoteFile(file, 0) as f:
+        while f.read(100):
+            pass
+
+
+def test_what_is_read_ahead_is_bounded(hub, monkeypatch):
+    monkeypatch.setattr(remote, "PIECE", 100)
+    monkeypatch.setattr(remote, "CHUNK", 70)
+    (file, *_) = remote.resolve(C4, "--data")
+    content = hub.repos["datasets/org/c4"][file.path]
+    seen, got = [], b""
+    with remote.RemoteFile(file, 0) as f:
+        while block := f.read(33):
+            got += block
+            seen.append((f.waiting, len(f.pieces)))
+    assert got == content and max(w for w, _ in seen) <= 200 and max(n for _, n in seen) <= 5
+
+
+ADDRESSES = {
+    "hf://datasets/org/one": 1,
+    "hf://datasets/org/c4/en": 3,
+    "hf://datasets/org/c4/en/*": 4,
+    "hf://datasets/org/c4/**": 5,
+    "hf://datasets/org/c4@v1/en/c4-validation.0.json.gz": 1,
+}
+WRONG = {
+    "hf://datasets/org/c4": r"does not say which files.*org/c4/de/train\.json\.gz.*org/c4/en/c4-train\.\*\.json\.gz",
+    "hf://datasets/org/c4/fr": "no such data file there; there are .*c4-train",
+    "hf://datasets/org": "expected hf://datasets/ORG/NAME",
+    "hf://org/c4": "expected hf://datasets/ORG/NAME",
+    "hf://datasets/org/no": "there is no .*org/no",
+    "hf://datasets/org/c4@v9/en": "no such --revision",
+}
+
+
+@pytest.mark.parametrize("spec", ADDRESSES)
+def test_addresses(hub, spec):
+    found = remote.resolve(spec, "--data")
+    assert len(found) == ADDRESSES[spec] and {f.commit for f in found} == {COMMITS["v1" if "@v1" in spec else "main"]}
+
+
+@pytest.mark.parametrize("spec", WRONG)
+def test_wrong_addresses(hub, spec):
+    with pytest.raises(UserError, match=WRONG[spec]):
+        remote.resolve(spec, "--data")
+
+
+def test_a_worker_that_dies_is_told(tmp_path):
+    from workers import Worker
+
+    worker = Worker()
+    with pytest.raises(RuntimeError, match="signal 9"):
+        worker(os.kill, worker.process.pid, 9)
+    worker.close()
+    assert stream.MAX_WORKERS > 0
