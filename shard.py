@@ -422,21 +422,27 @@ class GradientGuard:
                 )
 
 
+TOGETHER = 2.0  # seconds within which signals are one
+
+
 class StopVote:
     """Agreement to stop: SIGTERM, SIGINT, SIGHUP or SIGUSR1 on any rank, or a guard that tripped, ends the run on all
     ranks at the same step, one step after it was noticed: nobody waits for the answer. A second signal ends the process
-    at once."""
+    at once, unless it comes with the first: Slurm signals torchrun and ranks alike, and torchrun passes its own on."""
 
     def __init__(self, ranks: Ranks, second_signal: Callable[[], None]):
         self.ranks, self.reason, self.second_signal = ranks, "", second_signal
-        self.pending = None
+        self.pending, self.since = None, 0.0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame) -> None:
         if self.reason:
+            if time.monotonic() - self.since < TOGETHER:
+                return
             self.second_signal()
             os._exit(1)
+        self.since = time.monotonic()
         self.reason = signal.Signals(number).name
 
     def agreed(self) -> bool:

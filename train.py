@@ -395,7 +395,7 @@ def say_finished(config: Config, step: int) -> None:
 
 def check(config: Config) -> None:
     """--check: everything that can be known without training; prints key=value lines for launch.sh."""
-    device = machine.find_device(config.check)
+    device = machine.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", config.check)))  # of all, those on this machine
     processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
     config = resolve(config, device, processes)
     there = next(p for p in [Path(config.out).absolute(), *Path(config.out).absolute().parents] if p.exists())
@@ -415,7 +415,7 @@ def check(config: Config) -> None:
         if found:
             loader.load_state_dict(found.manifest["position"])
     state = "finished" if done else "resume" if found else "fresh"
-    print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}")
+    print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}\ntimeout={config.timeout}")
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,450 @@
+"""The launcher on several hosts: localhost nodes, and hosts behind an sshd of the test's own; a stand-in for train.py
+under the real torchrun. How an attempt is judged, and the list of hosts, are tested without processes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import cluster
+import node
+import top
+from cluster import Host, Supervisor, read_hosts, settle_addresses, share_machine
+from doctor import tournament
+from errors import UserError
+from test_launch import LIMIT, checkout, command_lines, contains, eventually  # noqa: F401
+
+NAME = os.uname().nodename
+
+
+# ---- without processes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("localhost", [("localhost", 0, 0, NAME)]),
+        ("localhost\nlocalhost slots=2", [("localhost", 0, 0, NAME), ("localhost", 0, 2, f"{NAME}-2")]),
+        (
+            "\ufeff# ours\r\n\r\n  me@node-1:2222\tslots=8 # big\r\nnode2",
+            [("me@node-1", 2222, 8, "node-1-2222"), ("node2", 0, 0, "node2")],
+        ),
+        ("10.0.0.1:22\n[fe80::1]:22", [("10.0.0.1", 22, 0, "10.0.0.1-22"), ("fe80::1", 22, 0, "fe80--1-22")]),
+        ("a_b.example.org", [("a_b.example.org", 0, 0, "a_b.example.org")]),
+        ("x@node1:1\nx@node1:2", [("x@node1", 1, 0, "node1-1"), ("x@node1", 2, 0, "node1-2")]),
+    ],
+)  # fmt: skip
+def test_hosts_files(monkeypatch, tmp_path, text, expected):
+    (tmp_path / "hosts").write_bytes(text.encode())
+    monkeypatch.setattr(cluster, "ROOT", tmp_path)
+    assert [(h.name, h.port, h.slots, h.label) for h in read_hosts("")] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no machine"),
+        ("# node1\n\n", "names no machine"),
+        ("node1\n-oProxyCommand=evil", "hosts line 2: '-oProxyCommand=evil'"),
+        ("node1;reboot", "'node1;reboot' is no host"),
+        ("$(reboot)", "is no host"),
+        ("node1:ssh", "is no host"),
+        ("node1:70000", "no such port"),
+        ("localhost:22", "without ssh"),
+        ("node1 slots=0", "slots=N"),
+        ("node1 slots=8 gpus=8", "'gpus=8'"),
+        ("node1, node2", "is no host"),
+        ("node1\nnode2\nnode1 slots=2", "node1 is listed twice"),
+    ],
+)
+def test_bad_hosts_files(monkeypatch, tmp_path, text, message):
+    (tmp_path / "hosts").write_text(text)
+    monkeypatch.setattr(cluster, "ROOT", tmp_path)
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_hosts("")
+
+
+def test_the_file_hosts_may_be_absent(monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster, "ROOT", tmp_path)
+    assert [h.line for h in read_hosts("")] == ["localhost"]
+    assert [h.line for h in read_hosts("a,b@c:22, d")] == ["a", "b@c:22", "d"]
+
+
+@pytest.mark.parametrize(
+    ("connections", "expected"),
+    [
+        ([None, None], ["127.0.0.1", "127.0.0.1"]),
+        (["10.0.0.9 5 10.0.0.1 22", "10.0.0.9 6 10.0.0.2 22"], ["10.0.0.1", "10.0.0.2"]),
+        # this machine's own name means 127.0.1.1 to it, as on Debian
+        (["127.0.0.1 5 127.0.1.1 22", "10.0.0.1 6 10.0.0.2 22"], ["10.0.0.1", "10.0.0.2"]),
+        ([None, "10.0.0.1 6 10.0.0.2 22"], ["10.0.0.1", "10.0.0.2"]),
+        (["127.0.0.1 5 127.0.0.2 22", "127.0.0.1 5 127.0.0.3 22"], ["127.0.0.2", "127.0.0.3"]),
+    ],
+)
+def test_addresses_are_those_that_connections_came_in_at(connections, expected):
+    hosts = [
+        Host(f"h{i}" if c else "localhost", facts={"connection": (c or "").split()}) for i, c in enumerate(connections)
+    ]
+    settle_addresses(hosts)
+    assert [h.address for h in hosts] == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "slots", "nproc", "expected"),
+    [
+        ("", [0, 0], 0, [(1, None), (1, None)]),
+        ("", [0, 3], 0, [(1, None), (3, None)]),
+        ("0 1 2 3", [0], 0, [(4, ["0", "1", "2", "3"])]),
+        ("4 5 6 7", [0, 0], 0, [(2, ["4", "5"]), (2, ["6", "7"])]),
+        ("0 1 2 3", [0, 0], 1, [(1, ["0"]), (1, ["2"])]),
+        ("0 1 2", [0, 0], 0, "3 GPUs cannot be divided among 2 nodes"),
+        ("0 1", [4], 0, "slots=4, but 2 visible GPUs"),
+    ],
+)
+def test_a_machines_gpus_are_divided_among_its_nodes(gpus, slots, nproc, expected):
+    hosts = [Host("localhost", slots=n, label=f"h{i}", facts={"gpus": gpus.split()}) for i, n in enumerate(slots)]
+    problems = share_machine(hosts, nproc)
+    if isinstance(expected, str):
+        assert expected in problems[0]
+    else:
+        assert not problems and [(h.slots, h.devices) for h in hosts] == expected
+        assert {h.processes_here for h in hosts} == {sum(n for n, _ in expected)}
+
+
+def failure(rank: int, status: int, tail: str) -> dict:
+    return {"rank": rank, "local_rank": 0, "exit": status, "file": f"/logs/{rank}/stderr.log", "tail": tail}
+
+
+def ended(status: int, *failures: dict, signals: tuple = ()) -> dict:
+    return {"exit": status, "signals": list(signals), "failures": list(failures)}
+
+
+RESET = "RuntimeError: Connection reset by peer"
+BUG = "Traceback\nKeyError: 'x'"
+TWICE = ended(1, failure(0, -15, ""), failure(1, 1, BUG))
+KILLED = ended(1, failure(1, -9, ""))
+LOST = ended(1, failure(0, 1, RESET))
+STOP, NOW = ("stop",), ("stop", "stop-now")
+JUDGEMENTS = {
+    # status.json, what was asked, results of hosts a and b, who vanished, who is silent -> state, the report's words
+    "finished": ("finished", (), [ended(0), ended(0)], "", "", "finished", ""),
+    "finished, though an agent was killed after it": ("finished", (), [ended(0), {}], "b", "", "finished", ""),
+    "a worker was stopped by hand": ("stopped", (), [ended(0), ended(0)], "", "", "stopped", ""),
+    "kill-session": ("stopped", (), [ended(1, signals=(1,)), ended(0)], "", "", "stopped", ""),
+    "an agent was killed, so all stopped": (
+        "stopped",
+        (),
+        [ended(0), ended(-9)],
+        "",
+        "",
+        "failed",
+        "torchrun on b was",
+    ),
+    "the user's mistake": ("error", (), [ended(1), ended(1)], "", "", "error", ""),
+    "the same, before it began": (None, (), [ended(1, failure(0, 2, "error: no GPU")), LOST], "", "", "error", ""),
+    "a worker was killed": ("running", (), [LOST, KILLED], "", "", "failed", "rank 1 on b was ended by SIGKILL"),
+    "a bug on one rank": ("failed", (), [LOST, ended(1, failure(1, 1, BUG))], "", "", "failed", "rank 1 on b failed"),
+    "torchrun's SIGTERM to siblings": ("failed", (), [TWICE, ended(1)], "", "", "failed", "rank 1 on a failed"),
+    "a machine restarted": ("failed", (), [LOST, {}], "b", "", "failed", "everything on b was gone"),
+    "a cable was pulled": ("failed", (), [TWICE, {}], "", "b", "failed", "b has not answered since"),
+    "stopped early": (None, STOP, [ended(1), ended(1)], "", "", "stopped", ""),
+    "stopped at once": ("running", NOW, [ended(1), ended(1)], "", "", "failed", ""),
+    "stopped, but a peer was dead": ("running", STOP, [LOST, {}], "", "b", "failed", "b has not answered"),
+}
+
+
+class Watched(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("name", JUDGEMENTS)
+def test_how_an_attempt_is_judged(tmp_path, name):
+    status, asked, results, vanished, silent, state, said = JUDGEMENTS[name]
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "launch.json").write_text('{"id": "x"}')
+    for file in asked:
+        (tmp_path / "logs" / file).touch()
+    supervisor = Supervisor({"hosts": [], "out": str(tmp_path)})
+    hosts = {
+        n: Watched(host=Host(n, label=n), heard=time.monotonic(), last={"result": r})
+        for n, r in zip("ab", results, strict=True)
+    }
+    now = {"state": status, "step": 7, "message": "m"}
+    found = supervisor.judge(list(hosts.values()), {hosts[n] for n in vanished}, {hosts[n] for n in silent}, now)
+    assert found[0] == state
+    assert said in found[3] and (bool(found[3]) == bool(said))
+    if name == "a bug on one rank":
+        assert BUG in found[3]
+
+
+def test_a_screen_of_top():
+    gpu = {"index": 1, "busy": 0.5, "watts": 350.0, "limit": 700.0, "used": 40.0, "size": 80.0, "heat": 60.0}
+    numbers = {"cpu": 0.25, "cores": 8, "load": 2.0, "mem_used": 10.0, "mem_size": 100.0}
+    up = SimpleNamespace(host=Host("node1", label="node1"), silent=False, heard=1.0, said="", last=numbers | {
+        "ranks": {"0": (0, 0.9), "1": (1, 0.2)}, "gpus": [gpu | {"clock": 1980.0, "processes": 1, "index": 0},
+        gpu | {"clock": 900.0, "processes": 1}]})  # fmt: skip
+    down = SimpleNamespace(host=Host("node2", label="node2"), silent=True, heard=0.0, said="No route to host", last={})
+    text = top.picture([up, down], None)
+    assert "1 of 2 hosts, 2 workers, 2 GPUs at 50%, 0.70 kW, 80 of 160 GiB" in text
+    assert re.search(r"^node2 +does not answer: No route to host$", text, re.M)
+    ranks = {0: ("node1", 1980.0, 0.9), 1: ("node1", 900.0, 0.2)}
+    assert "slowest rank 1 on node1 (900 MHz)" in top.run_lines((Path("/none"), "runs/x"), ranks)[0]
+    ranks = {0: ("node1", None, 0.9), 1: ("node1", None, 0.2)}
+    assert "slowest rank 0 on node1" in top.run_lines((Path("/none"), "runs/x"), ranks)[0]
+
+
+def test_top_once_shows_this_machine_and_a_host_that_does_not_answer(tmp_path):
+    (tmp_path / "hosts").write_text("localhost\n127.0.0.1:9\n")
+    command = [sys.executable, str(cluster.ROOT / "top.py"), str(tmp_path / "hosts"), "--once"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^{NAME} +cpu .* of {node.cores()} +mem ", done.stdout, re.M)
+    assert re.search(r"^127\.0\.0\.1-9 +does not answer: .*refused", done.stdout, re.M), done.stdout
+
+
+def test_the_command_that_goes_on_with_the_others(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "flags.json").write_text('{"batch_tokens": 384}')
+    hosts = [dict(name=n, port=p, slots=2, label=n) for n, p in (("a", 0), ("me@b", 22), ("c", 0))]
+    job = {"hosts": hosts, "out": str(tmp_path), "words": ["--data", "it's here"]}
+    supervisor = Supervisor(job)
+    said = supervisor.without([supervisor.hosts[2]])
+    assert said.splitlines()[-1].strip() == (
+        f"""bash launch.sh --hosts a,me@b:22 --nproc 2 --data 'it'"'"'s here' --out {tmp_path} --batch_tokens 384"""
+    )
+    assert "c did not come back" in said
+
+
+def test_torchruns_report_of_failures():
+    text = """
+train.py FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-01-01_00:00:01
+  host      : node2
+  rank      : 3 (local_rank: 1)
+  exitcode  : -15 (pid: 9)
+  error_file: <N/A>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:00
+  host      : node2
+  rank      : 2 (local_rank: 0)
+  exitcode  : 1 (pid: 8)
+"""
+    found = [(f["rank"], f["local_rank"], f["exit"]) for f in node.parse_failures(text)]
+    assert found == [(2, 0, 1), (3, 1, -15)]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
+def test_every_pair_meets_once(n):
+    hosts = [Host(f"h{i}", label=f"h{i}") for i in range(n)]
+    rounds = tournament(hosts)
+    met = [tuple(sorted((a.label, b.label))) for r in rounds for a, b in r]
+    assert len(met) == len(set(met)) == n * (n - 1) // 2
+    assert all(len({h.label for p in r for h in p}) == 2 * len(r) for r in rounds)
+
+
+def test_the_hash_sees_every_edit_and_every_new_file(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    seen = {node.content_hash(tmp_path)}
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.py", ""), ("recipes/x.args", ""), ("launch.sh", "")):
+        (tmp_path / name).write_text(text)
+        seen.add(node.content_hash(tmp_path))
+    assert len(seen) == 6
+    (tmp_path / "hosts").write_text("node1")  # what no run depends on
+    assert node.content_hash(tmp_path) in seen
+
+
+# ---- nodes on this machine
+
+
+def setting(checkout, **values) -> None:  # noqa: F811
+    text = (checkout.folder / "launch.sh").read_text()
+    for name, value in values.items():
+        text, count = re.subn(rf"^{name}=\S*", f"{name}={value}", text, flags=re.M)
+        assert count == 1
+    (checkout.folder / "launch.sh").write_text(text)
+
+
+def workers(checkout, name: str) -> list[int]:  # noqa: F811
+    marker = f"{os.path.realpath(checkout.run(name))}/logs/"
+    return [pid for pid in node.processes(marker)[1] if node.parent(pid) not in node.processes(marker)[1]]
+
+
+def ids(run: Path) -> list[str]:
+    return sorted({p.name for p in run.glob("logs/*/2*")})
+
+
+def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):  # noqa: F811
+    (checkout.folder / "hosts").write_bytes(b"localhost\r\n\r\nlocalhost # again")
+    setting(checkout, retry_pause=1)
+    checkout.environment.update(HF_TOKEN="hf_abcdefgh", MARK="marked", NCCL_DEBUG="WARN")
+    words = ["--x", "two words", "$HOME;", "it's", '{"a": [1]}']
+    status, out, err = checkout.launch("--out", "runs/two", "--steps", "5000", "--save_every", "1", *words)
+    run = checkout.run("two")
+    assert (status, err) == (0, ""), err  # returns: this is no terminal
+    assert "Started runs/two" in out and "on 2 hosts" in out
+    log = run / "log.txt"
+    eventually(lambda: contains(log, "Batch 12 "), "some batches")
+    assert 'environment ["2", "marked", 11]' in log.read_text()
+    assert json.dumps(words)[1:-1] in log.read_text()
+    if shutil.which("tmux"):
+        listed = subprocess.run(["tmux", "ls", "-F", "#S"], env=checkout.environment, capture_output=True, text=True)
+        assert listed.stdout.split() == ["flatland-two", "flatland-two_2"]
+    texts = [p.read_text(errors="replace") for p in run.rglob("*") if p.is_file()] + list(command_lines().values())
+    assert not [t for t in texts if "hf_abcdefgh" in t]
+    assert len(list(run.glob(f"logs/{NAME}*/**/*stderr.log"))) == 4  # an agent and a worker each
+    status, out, err = checkout.launch("status")
+    assert re.search(rf"{NAME}-2 +flatland-two_2 +alive +1 of 1 +\d+ ", out), out
+    status, out, err = checkout.launch("--out", "runs/two")
+    assert status == 2 and "being trained already" in err
+
+    victim = next(pid for pid in workers(checkout, "two") if node.environment_of(pid)["RANK"] == "1")
+    os.kill(victim, signal.SIGKILL)
+    eventually(lambda: contains(log, "Resumed after step"), "the relaunch")
+    assert len(ids(run)) == 2
+    told = (run / "logs" / "launch.log").read_text()
+    assert re.search(rf"failed at step \d+: rank 1 on {NAME}(-2)? was ended by SIGKILL", told)
+    resumed = re.search(r"Resumed after step (\d+)", log.read_text())[1]
+    assert f"Relaunching from step {resumed} in" in told
+
+    status, out, err = checkout.launch("stop")
+    assert status == 0 and "runs/two: stopped at step" in out, out + err
+    assert not workers(checkout, "two") and not checkout.agent_lives("two")
+    assert not [line for line in command_lines().values() if str(checkout.folder) in line and "supervise" in line]
+
+
+def test_it_gives_up_after_its_tries_and_shows_the_first_cause(checkout):  # noqa: F811
+    setting(checkout, retry_pause=0)
+    status, out, err = checkout.launch(
+        "--hosts", "localhost,localhost", "--retries=1", "--end", "crash", "--steps", "1"
+    )
+    assert status == 0
+    status, out, err = checkout.launch("logs")
+    assert status == 1
+    assert "ValueError: only this rank knows why" in err and "gave up after 1 try without progress" in err
+    assert len(ids(checkout.run("default"))) == 2
+    assert not workers(checkout, "default")
+
+
+# ---- hosts behind ssh
+
+
+@pytest.fixture
+def sshd(checkout):  # noqa: F811
+    """Starts an sshd on an address; with `apart`, in a mount namespace where the checkout's folder is empty."""
+    program = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
+    if not program or not shutil.which("ssh-keygen"):
+        pytest.skip("no sshd here: apt install openssh-server")
+    folder = checkout.short / "ssh"
+    folder.mkdir(mode=0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    shutil.copy(folder / "user.pub", folder / "authorized")
+    if os.getuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    processes = []
+
+    def start(address: str, apart: bool = False) -> str:
+        with socket.socket() as s:
+            s.bind((address, 0))
+            port = s.getsockname()[1]
+        config = folder / f"config-{address}"
+        config.write_text(
+            f"Port {port}\nListenAddress {address}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
+            f"StrictModes no\nUsePAM no\nPasswordAuthentication no\nPidFile none\nSetEnv TMUX_TMPDIR={checkout.short}\n"
+        )
+        command = [program, "-D", "-e", "-f", str(config)]
+        if apart:
+            hide = f'mount -t tmpfs tmpfs "{checkout.folder}" && exec "$@"'
+            command = ["unshare", "--mount", "bash", "-c", hide, "bash", *command]
+        log = folder / f"log-{address}"
+        with open(log, "w") as err:
+            processes.append(subprocess.Popen(command, stderr=err))
+        eventually(lambda: "listening" in log.read_text() or processes[-1].poll() is not None, "sshd")
+        if processes[-1].poll() is not None:
+            pytest.skip(f"sshd does not start here: {log.read_text().strip().splitlines()[-1]}")
+        return f"{address}:{port}"
+
+    (folder / "config").write_text(
+        f"Host *\n IdentityFile {folder}/user\n IdentitiesOnly yes\n BatchMode yes\n ConnectTimeout 5\n"
+        f" StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
+    )
+    setting(checkout, ssh=f"'-F {folder}/config' #")
+    yield start
+    for process in processes:
+        process.terminate()
+        process.wait(LIMIT)
+
+
+def test_hosts_behind_ssh_start_all_or_none(checkout, sshd):  # noqa: F811
+    first, second = sshd("127.0.0.2"), sshd("127.0.0.3")
+    with socket.socket() as s:
+        s.bind(("127.0.0.4", 0))
+        dead = f"127.0.0.4:{s.getsockname()[1]}"
+    status, out, err = checkout.launch("--hosts", f"{first},{dead},{second}")
+    assert status == 2 and len(err.splitlines()) == 1
+    assert err.startswith(dead.replace(":", "-")) and "Connection refused" in err
+    assert not (checkout.folder / "runs").exists()
+
+    checkout.environment.update(HF_TOKEN="hf_abcdefgh", NCCL_DEBUG="WARN")
+    status, out, err = checkout.launch("--hosts", f"{first},{second}", "--detach", "--steps", "4", "--x", "$HOME; '\"")
+    assert status == 0, err
+    log = checkout.run("default") / "log.txt"
+    status, out, err = checkout.launch("logs")
+    assert status == 0 and "default: finished at step 4" in out, err
+    assert json.dumps(["--x", "$HOME; '\""])[1:-1] in log.read_text()
+    assert 'environment ["2", null, 11]' in log.read_text()
+    everything = [p.read_text(errors="replace") for p in checkout.run("default").rglob("*") if p.is_file()]
+    assert not [t for t in everything if "hf_abcdefgh" in t]
+
+
+@pytest.mark.slow
+def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):  # noqa: F811
+    if os.getuid() or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("a host with a disk of its own needs root and mount namespaces")
+    here, apart = sshd("127.0.0.2"), sshd("127.0.0.3", apart=True)
+    label = apart.replace(":", "-")
+    (checkout.folder / "new_and_uncommitted.py").write_text("x = 1\n")
+    status, out, err = checkout.launch("--hosts", f"{here},{apart}")
+    assert (
+        status == 2 and f"{label}: there is no" in err and "launch.sh sync" in err and not err.startswith("127.0.0.2")
+    )
+    status, out, err = checkout.launch("sync", "--hosts", f"{here},{apart}")
+    assert status == 0, err
+    assert "sees this very folder" in out and re.search(rf"{label}: \d+ files, verified .*, \.venv copied", out)
+    with open(checkout.folder / "new_and_uncommitted.py", "a") as f:
+        f.write("y = 2\n")
+    status, out, err = checkout.launch("--hosts", f"{here},{apart}")
+    assert status == 2 and f"{label}: the files in" in err
+    status, out, err = checkout.launch("sync", "--hosts", apart)
+    assert status == 0 and ".venv the same" in out
+    # rank 0 may be on either: its log is seen here all the same
+    status, out, err = checkout.launch("--hosts", f"{apart},{here}", "--steps", "3")
+    assert status == 0 and "do not share the folder runs/default" in err, err
+    status, out, err = checkout.launch("logs")
+    assert status == 0 and "Batch 3 " in out and "finished at step 3" in out, out + err
+
+
+@pytest.mark.slow
+def test_doctor_names_what_is_wrong_and_how_to_mend_it(checkout, sshd):  # noqa: F811
+    first, second = sshd("127.0.0.2"), sshd("127.0.0.3")
+    status, out, err = checkout.launch("doctor", "--hosts", f"{first},{second}")
+    assert "links" in out and "MB/s" in out
+    assert re.search(r"^code +✓ \w+ +✓ \w+", out, re.M), out
+    status, out, err = checkout.launch("doctor", "--hosts", f"{first},127.0.0.4:9", "--end", "mistake")
+    assert status == 1
+    assert re.search(r"127\.0\.0\.4-9: ssh: .*refused.* ssh -p 9 127\.0\.0\.4 true", out)
+    assert "data, weights: found a mistake" in out
