@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from errors import UserError
-
 BACKENDS = ("sdpa", "blocked")  # on every device
 PACKED = ("varlen", "flash")  # on GPUs; these take where documents begin, not a mask
 INSTALL_FLASH = "pip install packaging ninja && pip install flash-attn --no-build-isolation"
@@ -31,18 +29,18 @@ BLOCKED_MAX_TOKENS = 1024  # beyond this the stored probabilities cost more memo
 
 
 def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_len: int, head_dim: int = 64) -> str:
-    """Resolves `auto`, and refuses what cannot run here. `varlen` is for rows of several documents, others go to sdpa;
+    """Resolves `auto`, and refuses what cannot run here (ValueError). `varlen` is for rows of several documents, others go to sdpa;
     `blocked` pays where it was measured to: compiled, in bf16 (in fp32 torch's CPU kernel is as fast), for rows of more
     than one block."""
     old = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256 and not old
     if name in PACKED and not fits:
-        raise UserError(
+        raise ValueError(
             f"--attention {name}: its kernels are for GPUs from the A100 on, bf16 and heads of up to 256 dimensions by"
             f" 8, not for {device_type}, {dtype}, {head_dim}: give --attention auto"
         )
     if name == "flash" and importlib.util.find_spec("flash_attn") is None:
-        raise UserError(f"--attention flash: the package flash-attn is not installed: {INSTALL_FLASH}")
+        raise ValueError(f"--attention flash: the package flash-attn is not installed: {INSTALL_FLASH}")
     if name != "auto":
         return name
     blocked = device_type == "cpu" and dtype == "bf16" and compiled and BLOCK < seq_len <= BLOCKED_MAX_TOKENS

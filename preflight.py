@@ -53,9 +53,11 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
             print(f"Training without torch.compile: {problem}", file=sys.stderr)
         compile_mode = "none" if problem else "block" if compile_mode == "auto" else compile_mode
     shard.refuse_unsupported(replace(config, compile=compile_mode), world_size)
-    attention = choose_backend(
-        config.attention, device.type, dtype, compile_mode != "none", config.seq_len, config.model_config.head_dim
-    )
+    compiled, head_dim = compile_mode != "none", config.model_config.head_dim
+    try:
+        attention = choose_backend(config.attention, device.type, dtype, compiled, config.seq_len, head_dim)
+    except ValueError as e:
+        raise UserError(str(e)) from None
     shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
     if config.fp8 != "off":
         check_fp8(config, device, dtype, compile_mode, world_size)

@@ -6,7 +6,6 @@ from torch import Tensor
 
 import attention
 from attention import BACKENDS, PACKED, choose_backend
-from errors import UserError
 
 BF16 = 2.0**-8  # largest relative error of rounding to bfloat16
 HEADS = [(4, 4), (6, 2), (4, 1)]  # of queries and of keys
@@ -123,7 +122,7 @@ def test_choose_backend():
         assert choose_backend("auto", *other) == "sdpa"
         assert [choose_backend(name, *other) for name in BACKENDS] == list(BACKENDS)
         for name in PACKED:
-            with pytest.raises(UserError, match=f"--attention {name}: .*--attention auto"):
+            with pytest.raises(ValueError, match=f"--attention {name}: .*--attention auto"):
                 choose_backend(name, *other)
 
 
@@ -229,7 +228,7 @@ def test_gpu_model_compiles_with_each_kernel():
 
 def test_flash_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install flash-attn --no-build-isolation"):
+    with pytest.raises(ValueError, match="pip install flash-attn --no-build-isolation"):
         choose_backend("flash", "cuda", "bf16", True, 2048)
 
 
