@@ -29,9 +29,9 @@ BLOCKED_MAX_TOKENS = 1024  # beyond this the stored probabilities cost more memo
 
 
 def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_len: int, head_dim: int = 64) -> str:
-    """Resolves `auto`, and refuses what cannot run here (ValueError). `varlen` is for rows of several documents, others go to sdpa;
-    `blocked` pays where it was measured to: compiled, in bf16 (in fp32 torch's CPU kernel is as fast), for rows of more
-    than one block."""
+    """Resolves `auto`, and refuses what cannot run here (ValueError). `varlen` is for rows of several documents, others
+    go to sdpa; `blocked` pays where it was measured to: compiled, in bf16 (in fp32 torch's CPU kernel is as fast), for
+    rows of more than one block."""
     old = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256 and not old
     if name in PACKED and not fits:

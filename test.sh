@@ -4,9 +4,10 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
 
-test_requirements=('pytest>=8' 'transformers>=5' 'tokenizers>=0.21' 'ruff>=0.9')
+test_requirements=('pytest>=8' 'pytest-xdist>=3.5' 'transformers>=5' 'tokenizers>=0.21' 'ruff>=0.9')
 
 source ./env.sh
 environment test "${test_requirements[@]}"
-# A -m among the arguments comes later and wins.
-exec "$python" -m pytest -q -m 'not gpu and not slow' "$@"
+# Two at a time, with a thread each: nearly twice as fast on two cores. A -m or -n among the arguments comes later and wins.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "$python" -m pytest -q -n 2 -m 'not gpu and not slow' "$@"
