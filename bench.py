@@ -270,6 +270,7 @@ def bench_load(repeats: int, gb: float = 0.6) -> Iterator[Row]:
                 "-c",
                 f"import bench, pathlib; bench.load_rank(pathlib.Path({str(path)!r}), {gb}, {repeats})",
             ]
+            env["CUDA_VISIBLE_DEVICES"] = ""  # into the host's memory
             env |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
             processes = [
                 subprocess.Popen(words, env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)

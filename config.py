@@ -123,7 +123,9 @@ class Config:
     )
     fp8_all_gather: bool = _flag(False, "gather sharded weights as FP8 (--fp8 tensor): half the bytes")
     fp8_skip: tuple = _flag((), "names of layers, or parts of them between dots, that stay in bf16, as down_proj")
-    fp8_log_every: int = _flag(100, "steps between FP8 figures of a few layers in metrics.jsonl; 0 = never")
+    fp8_log_every: int = _flag(
+        100, "steps between FP8 figures of a few layers in metrics.jsonl, in records of their own; 0 = never"
+    )
     shard_size: int = _flag(0, "ranks that share one copy of the parameters; 0 = all, 1 = every rank holds them")
     reshard: str = _flag(
         "auto",
@@ -376,8 +378,15 @@ def _check_ranges(c: Config) -> None:
             f"--micro_batch 0 needs --batch_tokens that divide by --seq_len {c.seq_len}, not {c.batch_tokens}"
         )
     model = c.model_config
+    if c.router_aux_loss_coef != -1 and not (0 <= c.router_aux_loss_coef < float("inf") and model.n_experts):
+        raise UserError(
+            f"--router_aux_loss_coef {c.router_aux_loss_coef}: it must be 0 or more, and {c.model} has"
+            f" {model.n_experts} experts; -1 = the model's"
+        )
     if c.fp8 != "off":
         _check_fp8(c, model)
+    elif c.fp8_skip:
+        raise UserError("--fp8_skip is for --fp8 tensor, row or row_gw_hp; --fp8 is off")
     if model.positions == "learned" and c.seq_len > model.max_seq_len:
         raise UserError(
             f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"

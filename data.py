@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from config import Config, parse_args, split_batch, tokenizer_beside
+from download import Failed
 from model import IGNORE
 from order import permute, turns
 from prepare import prepare, read_index, sha256_of
@@ -53,6 +54,7 @@ from text import builtin_documents as builtin_documents
 from tokenizer import load_tokenizer
 from workers import ahead
 
+LOOK_AHEAD = 2**21  # rows of a mixture with a stream that are looked through for the lanes that a rank reads
 ORDER_ROWS = 2048  # rows whose order is computed at a time: for a few it costs more than reading them
 
 
@@ -202,6 +204,9 @@ class Loader:
             for first in range(0, len(self.places[0]), self.step_rows):
                 stop = min(first + self.step_rows, len(self.places[0]))
                 yield self._batches(first, stop, lambda at: (self.places[0][at], self.places[1][at]))
+            for source in self.sources:  # from here on its rows come from memory
+                if source.count is None and source.stream:
+                    source.stream.close()
 
     def _steps(self, samples: int) -> Iterator[tuple[list[Batch], int, dict]]:
         """(micro-batches, the position behind them) without end."""
@@ -264,24 +269,27 @@ class Loader:
             if source.count is not None or (source.keep and source.stream):
                 continue
             saved = {int(lane): tuple(p) for lane, p in lanes.get(str(i), {}).items()}
-            places = np.concatenate(
-                [self._slots(samples + k * self.step_rows) for k in range(self._steps_seen(samples))]
-            )
+            steps, whole = self._steps_to_look_at(samples)
+            places = np.concatenate([self._slots(samples + k * self.step_rows) for k in range(steps)])
             if self.split == "val":
                 places = places[places < len(self.places[0])]
                 owner, number = self.places[0][places], self.places[1][places]
             else:
                 owner, number = turns(places, self.weights)
             mine = list(dict.fromkeys((number[owner == i] % self.config.lanes).tolist()))
+            if not whole:
+                mine = list(range(self.config.lanes))
             if mine:
                 source.start(mine, saved)
 
-    def _steps_seen(self, samples: int) -> int:
-        """Steps after which the lanes of a rank's rows are seen to repeat, or the rest of the run."""
+    def _steps_to_look_at(self, samples: int) -> tuple[int, bool]:
+        """(steps, whether these show all lanes that this rank will read). With one source the lanes of a rank's rows
+        repeat after as many steps as there are lanes."""
         if self.split == "val":
-            return -(-len(self.places[0]) // self.step_rows)
-        left = self.config.steps - samples // self.step_rows + 2
-        return max(1, min(left, self.config.lanes * (1 if len(self.sources) == 1 else 16)))
+            return -(-len(self.places[0]) // self.step_rows), True
+        left = max(1, self.config.steps - samples // self.step_rows + 2)  # what is read ahead, too
+        most = self.config.lanes if len(self.sources) == 1 else 1 + LOOK_AHEAD // self.step_rows
+        return min(left, most), len(self.sources) == 1 or left <= most
 
     def _slots(self, first: int) -> np.ndarray:
         """The places of this rank in the step that begins at `first`; a step's last micro-batch may reach beyond it."""
@@ -362,19 +370,23 @@ def merge_positions(states: list[dict]) -> dict:
 
 
 def check_tokens(config: Config) -> None:
-    """Refuses a tokenizer, or ids, beyond the vocabulary before anything is trained; beyond 2^27 tokens per split,
-    those rows are checked as they are read."""
+    """Refuses a tokenizer, or ids, beyond the vocabulary before anything is trained. Of shards beyond 2^27 tokens per
+    split 64 places are looked at; rows are checked as they are read, and `data.py verify` checks all."""
     if config.knows_text:
         check_tokenizer(config)
     for split in ("train", "val") if config.eval_every else ("train",):
         for tokens in make_loader(config, split=split).tokens:
-            seen = 0
+            seen, first = 0, 0
             for array in tokens.arrays:
-                part = array[: max(0, 2**27 - seen)]
-                if len(part) and int(part.max()) >= config.model_config.vocab_size:
-                    at = seen + int(np.argmax(part >= config.model_config.vocab_size))
-                    raise beyond_vocabulary(tokens, at, config)
-                seen += len(array)
+                whole = seen + len(array) <= 2**27
+                blocks = [0] if whole else range(0, len(array), max(1, len(array) // 64))
+                for a in blocks:
+                    part = array[a:] if whole else array[a : a + 2**14]
+                    if len(part) and int(part.max()) >= config.model_config.vocab_size:
+                        at = first + a + int(np.argmax(part >= config.model_config.vocab_size))
+                        raise beyond_vocabulary(tokens, at, config)
+                    seen += len(part)
+                first += len(array)
 
 
 PROBE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
@@ -534,6 +546,9 @@ def main(argv: list[str]) -> int:
     except UserError as e:
         print(f"\nerror: {e}" if sys.stderr.isatty() else f"error: {e}", file=sys.stderr)
         return 2
+    except (Failed, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\nInterrupted; the same command goes on from there", file=sys.stderr)
         return 130

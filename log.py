@@ -343,7 +343,7 @@ class Log:
 
     def amend(self, **values: float) -> None:
         """Adds values to the record just written, in place: a crash at any moment leaves it whole."""
-        if self.ranks.rank == 0:
+        if values and self.ranks.rank == 0:
             with open(self.folder / "metrics.jsonl", "rb+") as f:
                 f.seek(-2, os.SEEK_END)  # the closing brace and the line's end
                 f.write(f", {json.dumps(values)[1:]}\n".encode())

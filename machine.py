@@ -90,7 +90,12 @@ def refuse_without_room(model: nn.Module, state_dtype: torch.dtype, available: i
     """--offload cpu needs parameters, gradients and two moments of all ranks of a machine in its memory. Call before
     they are allocated."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    size = sum(_local(p).numel() * (2 * p.element_size() + 2 * state_dtype.itemsize) for p in model.parameters())
+    size = 0
+    for p in map(_local, model.parameters()):
+        # Parameters and gradients are pinned for a GPU, in blocks that torch's allocator rounds up to a power of two.
+        copy = p.numel() * p.element_size()
+        pinned = 1 << (copy - 1).bit_length() if copy and torch.cuda.is_available() else copy
+        size += 2 * pinned + 2 * p.numel() * state_dtype.itemsize
     if available and ranks * size > available:
         raise UserError(
             f"--offload cpu needs {ranks * size / 2**30:.1f} GiB on {platform.node()} for the parameters, gradients and"
@@ -119,12 +124,12 @@ def explain_out_of_memory(model: nn.Module, optimizer, config, head: int, used: 
         (config.micro_batch != 1, "a smaller --micro_batch (the same --batch_tokens: only the speed changes)"),
         (config.reshard == "never", "--reshard auto"),
         (config.state_dtype == "fp32", "--state_dtype bf16"),
-        (config.shard_size != 0, "--shard_size 0"),
+        (config.shard_size != 0 and int(os.environ.get("WORLD_SIZE", 1)) > 1, "--shard_size 0"),
         (config.checkpointing == "none", "--checkpointing selective"),
         (config.checkpointing != "block", "--checkpointing block"),
         (not config.offload_activations, "--offload_activations (with --checkpointing)"),
         (config.param_dtype == "fp32", "--param_dtype bf16"),
-        (config.offload == "none", "--offload cpu"),
+        (config.offload == "none" and config.fp8 == "off", "--offload cpu"),
     ]
     loose = used["reserved"] - used["allocated"]
     if loose > used["total"] / 10:

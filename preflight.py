@@ -23,7 +23,7 @@ import shard
 from attention import choose_backend
 from config import Config, check_batch, split_batch
 from data import check_tokens, make_loader
-from download import find
+from download import Failed, find
 from log import logger, read_json, write_status
 from model import MODELS, Transformer, loss_head_bytes, random_init
 from tokenizer import load_tokenizer
@@ -73,11 +73,13 @@ def check_fp8(config: Config, device: torch.device, dtype: str, compile_mode: st
             f"{flag}: micro_batch x seq_len = {micro_batch} x {config.seq_len} = {micro_batch * config.seq_len} tokens"
             f" do not divide by {fp8.MULTIPLE}; the nearest is --seq_len {near}"
         )
-    if config.fp8_skip:
-        with torch.device("meta"):
-            convert_to_fp8(Transformer(config.model_config), config, device)
-    if device.type != "cuda":
-        return
+    if device.type == "cuda":
+        refuse_gpu_for_fp8(flag, device, dtype, compile_mode)
+    with torch.device("meta"):  # refuses names that match nothing, and a model of which nothing would be converted
+        convert_to_fp8(Transformer(config.model_config), config, device)
+
+
+def refuse_gpu_for_fp8(flag: str, device: torch.device, dtype: str, compile_mode: str) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         found = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
@@ -89,11 +91,16 @@ def check_fp8(config: Config, device: torch.device, dtype: str, compile_mode: st
 
 
 def convert_to_fp8(model: Transformer, config: Config, device: torch.device) -> list:
+    """Where every layer is too small to become faster, as in a model that is for trying things, all are converted."""
     grad_dtype = {"auto": "e5m2"}.get(config.fp8_grad_dtype, config.fp8_grad_dtype)
-    try:
-        return fp8.convert_linears(model, config.fp8, grad_dtype, config.fp8_skip, small=device.type == "cpu")
-    except ValueError as e:
-        raise UserError(f"--fp8_skip: {e}") from None
+    for small in (device.type == "cpu", True):
+        try:
+            rows = fp8.convert_linears(model, config.fp8, grad_dtype, config.fp8_skip, small=small)
+        except ValueError as e:
+            raise UserError(f"--fp8_skip: {e}") from None
+        if any(verdict == "fp8" for _, _, verdict in rows):
+            return rows
+    raise UserError(f"--fp8 {config.fp8}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
 
 
 def check_inputs(config: Config, resumes: bool) -> None:
@@ -220,12 +227,13 @@ def describe_memory(config: Config, model: Transformer, optimizer=None) -> str:
 
 def report(error: Exception, config: Config | None, rank: int, built: list) -> int:
     """Says what ended the run, on stderr and in status.json -> the exit status."""
-    code, message, alone = 1, f"{type(error).__name__}: {error}", isinstance(error, RankError)
+    code, message = 1, f"{type(error).__name__}: {error}"
+    alone = isinstance(error, RankError) or getattr(error, "alone", False)
     if isinstance(error, UserError):
         code, message = 2, str(error)
     elif isinstance(error, PermissionError):
         code, message = 2, f"no permission: {error}"
-    elif isinstance(error, shard.NotFinite):
+    elif isinstance(error, (shard.NotFinite, Failed)):
         message = str(error)
     elif isinstance(error, torch.OutOfMemoryError) and built:
         message, alone = f"rank {rank} on {platform.node()}: {describe_memory(config, *built)}", True
@@ -242,6 +250,10 @@ def report(error: Exception, config: Config | None, rank: int, built: list) -> i
         message += (
             f"\nAnother rank is gone. If it was killed (-9), its machine has probably run out of memory; the last"
             f" resident memory of the ranks, in GiB: {resident}"
+        )
+    elif alone and "imed out" in message and config:
+        message += (
+            f"\nAnother rank has not answered for --timeout {config.timeout} s: it hangs, or is slow; see its log"
         )
     running = status.get("state") == "running" and (rank > 0 or status.get("pid") == os.getpid())  # and this job's
     if rank == 0 or alone:  # what all ranks see alike is said once

@@ -91,7 +91,7 @@ def fetch_whole(files: list[Remote]) -> list[Path]:
         words = [f"datasets/{repo}", "--revision", commit]
         status = main(words + [word for path in missing for word in ("--include", re.sub(r"([*?[])", r"[\1]", path))])
         if status:
-            raise UserError(f"{PREFIX}{repo}: its files could not be fetched (see above)")
+            raise Failed(f"{PREFIX}{repo}: its files could not be fetched (see above)")
     return [folder / f.path for f in files]
 
 
@@ -161,7 +161,7 @@ class RemoteFile(io.RawIOBase):
                 self.state.wait(1.0)
             if not self.waiting:
                 if self.error:
-                    raise self.error if isinstance(self.error, UserError) else UserError(str(self.error))
+                    raise self.error if isinstance(self.error, (UserError, Failed)) else Failed(str(self.error))
                 return 0
             while self.pieces[0][2] == self.pieces[0][1]:
                 self.pieces.popleft()[0].close()

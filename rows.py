@@ -220,6 +220,9 @@ def _split(specs: tuple[str, ...], flag: str, config: Config) -> Found:
     texts = list(fetch_whole(remote)) if remote else []  # conversations: text of the hub is streamed
     files = [f for spec in specs if not spec.startswith("hf://") for f in find_shards(spec, flag)]
     texts += [f for f in files if f.suffix != ".bin"]
+    for file in texts:
+        if not file.stat().st_size:
+            raise UserError(f"{flag} {file} is empty")
     named = {f for f in files if f.suffix == ".bin" and VAL_NAME.search(f.stem)}
     shards = [(f, "val" if f in named else "train" if named else "") for f in files if f.suffix == ".bin"]
     if texts or not specs:

@@ -228,10 +228,10 @@ def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str) -> 
         for target, values in source(named, read):
             target.copy_(values)
             done += values.numel()
-            size += values.numel() * values.element_size() * total / mine  # of all ranks, who read alike
+            size += values.numel() * values.element_size() * total / max(mine, 1)  # of all ranks, who read alike
             seconds = time.perf_counter() - begin
             if begin + seconds - said > 10:
-                said, rate, rest = begin + seconds, size / 1e9 / seconds, seconds * (mine / done - 1)
+                said, rate, rest = begin + seconds, size / 1e9 / seconds, seconds * (mine / max(done, 1) - 1)
                 logger.info("Loading: %.0f %%, %.2f GB/s, %.0f s left", 1e2 * done / mine, rate, rest)
     seconds = time.perf_counter() - begin
     rate = size / 1e9 / seconds

@@ -159,7 +159,9 @@ class Stream:
                 rows = self.ready[lane].get()
                 if isinstance(rows, Exception):
                     self.ready[lane].put(rows)
-                    raise RankError(str(rows)) if isinstance(rows, UserError) else rows
+                    rows = RankError(str(rows)) if isinstance(rows, UserError) else rows
+                    rows.alone = True  # other ranks may have met nothing
+                    raise rows
                 waiting += rows
             tokens, position, bad = waiting.pop(0)
             for message in bad:

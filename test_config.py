@@ -231,6 +231,17 @@ def test_ranges(flags, values):
             assert re.search(f"--{flag} {value}.* must ", refused(f"--{flag}={value}"))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model tiny-mixtral --router_aux_loss_coef -5", "--model tiny-mixtral --router_aux_loss_coef nan",
+        "--model tiny-llama --router_aux_loss_coef 0.5", "--fp8_skip down_proj",
+    ],
+)  # fmt: skip
+def test_flags_that_would_be_ignored_are_refused(words):
+    assert words.split()[-2] in refused(*words.split())
+
+
 def test_min_lr_above_lr():
     assert re.search("--min_lr 0.02 .*--lr 0.01", refused("--lr", "0.01", "--min_lr", "0.02"))
     assert parse_args(["--lr", "0.01", "--min_lr", "0.01"]).min_lr == 0.01

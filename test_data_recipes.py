@@ -3,14 +3,12 @@
 import gzip
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from config import _read_recipe
+from test_shard import run_ranks
 
 ROOT = Path(__file__).parent
 TINY = "--vocab_size 300 --dim 32 --n_layers 1 --n_heads 4 --n_kv_heads 2 --ffn_dim 64 --tokenizer bytes --compile none"
@@ -46,13 +44,20 @@ def files(folder, recipe) -> list[str]:
     return ["--data", str(folder / pattern.format("train")), "--val_data", str(folder / pattern.format("validation"))]
 
 
-def train(*words) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(ROOT / "train.py"), *words], capture_output=True, text=True, env=env, timeout=400
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+def train(tmp_path, runs: dict[str, list[str]]) -> None:
+    """The runs one after the other, in the same two processes."""
+    code = f"""
+import train
+from config import parse_args
+from log import Clock
+ranks = shard.init_ranks()
+for words in {list(runs.values())!r}:
+    config = train.resolve(parse_args(words), ranks.device, ranks.world_size)
+    train.train(config, ranks, Clock(), [])
+    shard.gather(None, ranks)
+shard.leave(ranks)
+"""
+    run_ranks(2, code, str(tmp_path))
 
 
 def tiny_flags(folder, recipe) -> list[str]:
@@ -64,26 +69,31 @@ def tiny_flags(folder, recipe) -> list[str]:
     return [*said[:weights], *said[weights + 2 :], "--model", MODELS[recipe], *rest]
 
 
-@pytest.mark.parametrize("recipe", MODELS)
-def test_tiny(tmp_path, recipe):
-    text = (ROOT / "recipes" / f"{recipe}.args").read_text()
-    assert ("pip install pyarrow" in text) == (".parquet" in text) and "python download.py" in text
-    train(*tiny_flags(tmp_path, recipe), "--out", str(tmp_path / "run"))
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records] == [1, 2, 3, 4] and all(math.isfinite(r["loss"]) for r in records)
-    assert [r["step"] for r in records if "val_loss" in r] == [2, 4]
-    env = json.loads((tmp_path / "run" / "env.json").read_text())
-    assert env["attention"] == ("sdpa, boolean mask" if "sft" in recipe else "sdpa") and env["data"]["val"]
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert ("conversations, 0 truncated" if "sft" in recipe else "a stream of 3 files for 4 lanes") in log
+def test_tiny(tmp_path):
+    runs = {}
+    for recipe in MODELS:
+        text = (ROOT / "recipes" / f"{recipe}.args").read_text()
+        assert ("pip install pyarrow" in text) == (".parquet" in text) and "python download.py" in text
+        (tmp_path / recipe).mkdir()
+        runs[recipe] = [*tiny_flags(tmp_path / recipe, recipe), "--out", str(tmp_path / recipe / "run")]
+    train(tmp_path, runs)
+    for recipe in MODELS:
+        run = tmp_path / recipe / "run"
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert [r["step"] for r in records] == [1, 2, 3, 4] and all(math.isfinite(r["loss"]) for r in records)
+        assert [r["step"] for r in records if "val_loss" in r] == [2, 4]
+        env, log = json.loads((run / "env.json").read_text()), (run / "log.txt").read_text()
+        assert env["attention"] == ("sdpa, boolean mask" if "sft" in recipe else "sdpa") and env["data"]["val"]
+        assert ("conversations, 0 truncated" if "sft" in recipe else "a stream of 3 files for 4 lanes") in log
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["llama2-7b-c4", "llama3-8b-sft"])
 def test_it_goes_on_where_it_stopped(tmp_path, recipe):
     flags = [*tiny_flags(tmp_path, recipe), "--schedule", "constant"]
-    for name, steps in (("parts", 2), ("parts", 4), ("whole", 4)):
-        train(*flags, "--steps", str(steps), "--out", str(tmp_path / name))
+    at = {"a": ("parts", 2), "b": ("parts", 4), "c": ("whole", 4)}
+    words = {k: [*flags, "--steps", str(n), "--out", str(tmp_path / name)] for k, (name, n) in at.items()}
+    train(tmp_path, words)
     runs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("parts", "whole")]
     losses = [[json.loads(line)["loss"] for line in run] for run in runs]
     assert losses[0] == losses[1]

@@ -655,3 +655,11 @@ def test_kernels_equal_the_cpu(recipe, grad_dtype):
     gpu = run(make_layer(w.cuda(), recipe, grad_dtype), x.cuda(), g.cuda())
     for a, b in zip(cpu, gpu, strict=True):
         assert error(b.cpu(), a) < 2e-3  # sums in another order, fast accumulation
+
+
+def test_a_run_in_which_nothing_would_be_fp8_is_refused():
+    names = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    config = parse_args(["--fp8", "tensor", "--fp8_skip", *names])
+    with pytest.raises(UserError, match="no layer would be in FP8.*skipped by name"):
+        check_fp8(config, torch.device("cpu"), "fp32", "none", 1)
+    check_fp8(parse_args(["--fp8", "tensor", "--fp8_skip", *names[1:]]), torch.device("cpu"), "fp32", "none", 1)

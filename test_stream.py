@@ -99,6 +99,22 @@ def test_no_rank_changes_a_row_and_a_resume_repeats_none(tmp_path):
         assert found == whole
 
 
+def test_a_stream_in_a_mixture(tmp_path):
+    """The stream's rows are those that it has alone, on one rank and on three, and after a resume."""
+    from prepare import write_shard
+
+    data = write(tmp_path / "d")
+    write_shard(tmp_path / "a.bin", np.arange(5000), 2**16)
+    alone, _ = run(config(data, lanes=4), 4)
+    flags = {"lanes": 4, "vocab_size": 5000, "steps": 12, "val_data": tmp_path / "a.bin"}
+    mixed = f"{data}:2 {tmp_path / 'a.bin'}:1"
+    whole, _ = run(config(mixed, **flags), 6)
+    streamed = [row for row in sum(whole, []) if max(row) <= 256 and row[1] != row[0] + 1]
+    assert streamed[:40] == sum(alone, [])[:40] and len(sum(whole, [])) == 72
+    first, state = run(config(mixed, micro_batch=2, **flags), 3, 3)
+    assert first + run(config(mixed, micro_batch=6, **flags), 3, 2, state)[0] == whole
+
+
 def test_bad_rows(tmp_path, caplog):
     write(tmp_path / "d", 1, 30)
     path = tmp_path / "d" / "part.0.json.gz"
@@ -206,7 +222,7 @@ def test_what_arrives_damaged_or_never_is_said(hub, monkeypatch, faults):
     hub.faults[file.path] = list(faults)
     if faults[0][0] == "cut":
         monkeypatch.setattr(hub.cdn, "refuse", lambda path: (503,) if "00000" in path else None)
-    with pytest.raises(UserError, match="damaged|3 times in a row"), remote.RemoteFile(file, 0) as f:
+    with pytest.raises(download.Failed, match="damaged|3 times in a row"), remote.RemoteFile(file, 0) as f:
         while f.read(100):
             pass
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from download import Failed
 from errors import ROOT, UserError
 
 
@@ -128,8 +129,8 @@ def _serve() -> None:
             return
         try:
             answer = getattr(importlib.import_module(module), name)(*args), None
-        except UserError as e:
-            answer = None, UserError(str(e))
+        except (UserError, Failed) as e:
+            answer = None, (UserError if isinstance(e, UserError) else Failed)(str(e))
         except Exception as e:
             import traceback
 
