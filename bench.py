@@ -492,7 +492,7 @@ def parity(out: Path, flags: list[str]) -> str:
 PEAK = 989e12  # FLOP/s, dense bf16, of an H100 or H200 (SXM) by its data sheet; what MFU is a share of
 TINY = (
     "--dim 64 --n_layers 2 --n_heads 4 --n_kv_heads 4 --ffn_dim 176 --vocab_size 256 --seq_len 32 --micro_batch 2"
-    " --dtype bf16 --compile none --attention sdpa"
+    " --dtype bf16 --attention sdpa"
 )
 
 
@@ -606,7 +606,8 @@ def race_training(lab: Lab, case: str, contenders: dict[str, Contender], flags: 
 
 @cache
 def flags_to_config(lab: Lab, flags: str) -> Config:
-    return resolve(parse_args(f"--compile block {flags} {TINY * lab.tiny}".split()), lab.ranks.device, 1)
+    words = f"--compile block {flags} {TINY * lab.tiny} {'--compile none' * (not lab.cuda)}".split()
+    return resolve(parse_args(words), lab.ranks.device, 1)
 
 
 def random_batch(lab: Lab, config: Config) -> Batch:
@@ -1021,8 +1022,6 @@ def bench_gpu(tiny: bool, seconds: float, parts: list[str]) -> Iterator[Row]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    if not (tiny or torch.cuda.is_available()):
-        raise UserError("--suite gpu needs a GPU that torch can use; with --tiny its code runs on a CPU, in small")
     lab = Lab(shard.init_ranks(), tiny, time.monotonic() + seconds)
     if tiny:
         yield note("--tiny", "small shapes and few steps under the names of the large ones: the figures say nothing")
@@ -1097,6 +1096,8 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.repeats < 1:
         raise UserError(f"--repeats {args.repeats}: it must be at least 1")
+    if "gpu" in args.suite and not (args.tiny or torch.cuda.is_available()):
+        raise UserError("--suite gpu needs a GPU that torch can use; with --tiny its code runs on a CPU, in small")
     try:
         machine = describe()
     except ImportError as e:
