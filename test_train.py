@@ -299,7 +299,7 @@ BAD = {
     "no such recipe": (["@recipes/none.args"], "no such recipe"),
     "no such data": (["--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
     "too short a text": (["--data", "{short}"], "one row needs seq_len + 1 = 65"),
-    "an empty text": (["--data", "{empty}"], "0 tokens"),
+    "an empty text": (["--data", "{empty}"], "empty.txt is empty"),
     "ids beyond the vocabulary": (["--data", "{ids}"], "the model's vocab_size is 258"),
     "a batch that does not divide": (["--batch_tokens", "1000"], "4 x 64 x 1 = 256"),
     "a row too long for learned positions": (["--model", "tiny-gpt2", "--seq_len", "512"], "256 learned positions"),
