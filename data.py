@@ -374,8 +374,15 @@ def check_tokens(config: Config) -> None:
     split 64 places are looked at; rows are checked as they are read, and `data.py verify` checks all."""
     if config.knows_text:
         check_tokenizer(config)
+    made_with: dict[str, Path] = {}  # by the fingerprint of the tokenizer
     for split in ("train", "val") if config.eval_every else ("train",):
         for tokens in make_loader(config, split=split).tokens:
+            made_with |= {read_index(p.parent)["fingerprint"]: p.parent for p in tokens.paths if read_index(p.parent)}
+            if len(made_with) > 1:
+                found = (f"{p} with {read_index(p)['tokenizer']}" for p in made_with.values())
+                raise UserError(
+                    f"The data were tokenised by several tokenizers: {'; '.join(found)}. Name one --tokenizer"
+                )
             seen, first = 0, 0
             for array in tokens.arrays:
                 whole = seen + len(array) <= 2**27

@@ -195,7 +195,7 @@ def find_shards(spec: str, flag: str) -> list[Path]:
         if not files:
             raise UserError(f"{flag} {spec}: the folder holds no .bin token shards")
         return files
-    files = [path] if path.exists() else sorted(Path(p) for p in glob.glob(str(path)))
+    files = [path] if path.exists() else sorted(Path(p) for p in glob.glob(str(path), recursive=True))
     if not files or not files[0].exists():
         raise UserError(f"{flag} {spec}: no such file or folder")
     for file in files:
@@ -331,7 +331,10 @@ class ChatRows(ShardRows):
     def __init__(self, tokens: Tokens, config: Config, split: str):
         masks = []
         for path, array, first in zip(tokens.paths, tokens.arrays, tokens.firsts, strict=True):
-            mask = np.memmap(path.with_suffix(".mask"), dtype=np.uint8, mode="r")
+            file, length = path.with_suffix(".mask"), read_index(path.parent)["files"][path.name]["tokens"]
+            if not file.exists() or file.stat().st_size != length:
+                raise UserError(f"{file}: missing, or not a byte for each token of {path.name}: prepare the text again")
+            mask = np.memmap(file, dtype=np.uint8, mode="r")
             masks.append((path, mask[first : first + len(array)], first))
         self.tokens, self.masks, self.config = tokens, Tokens(masks), config
         starts = [np.flatnonzero(m & BEGINS) for m in self.masks.arrays]

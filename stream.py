@@ -91,7 +91,10 @@ def lane_rows(plan: Plan, lane: int, position: Position) -> Iterator[tuple[np.nd
                 tokens, marks = tokens[start:], [(begin - start, mark) for begin, mark in marks]
             first, skip = 0, 0
         if not found:
-            raise UserError(f"Lane {lane}: no rows are left in {', '.join(str(plan.files[i]) for i in mine[:3])}")
+            raise UserError(
+                f"Lane {lane}: no rows are left for it in {', '.join(str(plan.files[i]) for i in mine[:3])}; give a"
+                f" smaller --lanes than {plan.lanes}, or leave out --stream"
+            )
         epoch, at, first, skip = epoch + 1, 0, 0, 0
 
 
@@ -121,6 +124,7 @@ class Stream:
         self.positions = {lane: tuple(positions.get(lane, (0,) * 6)) for lane in mine}
         self.ready: dict[int, queue.Queue] = {lane: queue.Queue(2) for lane in mine}
         self.waiting: dict[int, list] = {lane: [] for lane in mine}
+        self.errors: dict[int, Exception] = {}
         self.stop = threading.Event()
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         count = max(1, min(MAX_WORKERS, len(mine), cores() // ranks_here - 1))
@@ -129,40 +133,35 @@ class Stream:
             threading.Thread(target=self._feed, args=(worker, mine[i::count]), daemon=True).start()
 
     def _feed(self, worker: Worker, lanes: list[int]) -> None:
-        """A thread: keeps the lanes of one worker filled, in turn, as they are emptied in turn."""
+        """A thread: keeps the lanes of one worker filled. It waits for none of them: a rank may need many rows of one
+        lane before it comes to the next."""
         at = {lane: self.positions[lane] for lane in lanes}
         try:
             worker(begin, self.plan)
-            while True:
-                for lane in lanes:
+            while not self.stop.is_set():
+                wanted = [lane for lane in lanes if not self.ready[lane].full()]
+                if not wanted:
+                    self.stop.wait(0.002)
+                for lane in wanted:  # this thread alone puts, so there is room
                     rows = worker(next_rows, lane, at[lane], CHUNK)
                     at[lane] = rows[-1][1]
-                    if not self._put(lane, rows):
-                        return
+                    self.ready[lane].put(rows)
         except Exception as e:
-            for lane in lanes:
-                self._put(lane, e)
-
-    def _put(self, lane: int, item) -> bool:
-        while not self.stop.is_set():
-            try:
-                self.ready[lane].put(item, timeout=0.5)
-                return True
-            except queue.Full:
-                pass
-        return False
+            self.errors.update(dict.fromkeys(lanes, e))
 
     def take(self, lane: int, number: int) -> tuple[np.ndarray, Position]:
         while True:
             waiting = self.waiting[lane]
             while not waiting:
-                rows = self.ready[lane].get()
-                if isinstance(rows, Exception):
-                    self.ready[lane].put(rows)
-                    rows = RankError(str(rows)) if isinstance(rows, UserError) else rows
-                    rows.alone = True  # other ranks may have met nothing
-                    raise rows
-                waiting += rows
+                try:
+                    waiting += self.ready[lane].get(timeout=0.5)
+                except queue.Empty:
+                    error = self.errors.get(lane)
+                    if error is None or not self.ready[lane].empty():
+                        continue  # rows that were read before the error come first
+                    error = RankError(str(error)) if isinstance(error, UserError) else error
+                    error.alone = True  # other ranks may have met nothing
+                    raise error from None
             tokens, position, bad = waiting.pop(0)
             for message in bad:
                 self.warn(f"left out: {message}")

@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -277,3 +278,25 @@ def test_a_worker_that_dies_is_told(tmp_path):
         worker(os.kill, worker.process.pid, 9)
     worker.close()
     assert stream.MAX_WORKERS > 0
+
+
+@pytest.mark.parametrize("case", ["rows that lanes do not divide", "a mixture"])
+def test_a_rank_that_comes_to_its_lanes_unevenly_waits_for_none(tmp_path, case):
+    """One of two ranks, which skips what the other takes."""
+    if case == "a mixture":
+        mixture = f"{write(tmp_path / 'a')}:0.51 {write(tmp_path / 'b')}:0.49"
+        c = config(mixture, micro_batch=32, batch_tokens=64 * T, lanes=64)
+    else:
+        c = config(write(tmp_path / "a"), micro_batch=33, batch_tokens=66 * T, lanes=64)
+    steps, seen = iter(make_loader(c, 0, 2)), []
+    reader = threading.Thread(target=lambda: seen.extend(itertools.islice(steps, 40)), daemon=True)
+    reader.start()
+    reader.join(100)
+    assert len(seen) == 40
+    steps.close()
+
+
+def test_more_lanes_than_rows_are_named(tmp_path):
+    (tmp_path / "one.txt").write_text("a single document")
+    with pytest.raises(UserError, match="give a smaller --lanes than 4, or leave out --stream"):
+        run(config(tmp_path / "one.txt"), 1)

@@ -4,6 +4,7 @@ A worker is a fresh Python that has not imported torch, so it starts in a fracti
 GPU or process group with its parent, as a fork would. It ends when its parent does, however that ends: its input
 closes."""
 
+import contextlib
 import importlib
 import pickle
 import queue
@@ -46,8 +47,9 @@ class Worker:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError, ValueError):  # what was to be sent to it is of no use any more
+                pipe.close()
 
 
 def in_order(function: Callable, jobs: Iterable[tuple], processes: int) -> Iterator:
