@@ -4,6 +4,7 @@ Both rebind a block's `forward`: no wrapper modules, so names stay; and a plain 
 Checkpointing is to be applied before compilation, offloading after it: the compiler must see the one and not the other.
 """
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
@@ -22,6 +23,10 @@ KEPT = [
     )
     if hasattr(torch.ops.aten, name)
 ]  # fmt: skip
+with contextlib.suppress(ImportError, AttributeError):
+    import torch.nn.attention.varlen  # registers its operator
+
+    KEPT.append(torch.ops.torch_attn._varlen_attn.default)
 
 
 def checkpoint_activations(model: nn.Module, mode: str) -> None:

@@ -14,7 +14,10 @@ import pytest
 
 import data
 import prepare
+import rows
 import text
+from config import parse_args
+from data import check_tokens
 from errors import UserError
 from rows import open_shard
 
@@ -89,8 +92,8 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("at", [1, 2, 5, 20])
 def test_it_goes_on_after_a_kill(tmp_path, monkeypatch, at):
     """Killed at a batch; what was written behind the last note is there, and cut off."""
-    for name, rows in (("a.jsonl", ROWS), ("b.jsonl", ROWS[::-1])):
-        (tmp_path / name).write_bytes(jsonl(rows))
+    for name, texts in (("a.jsonl", ROWS), ("b.jsonl", ROWS[::-1])):
+        (tmp_path / name).write_bytes(jsonl(texts))
     sources = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     monkeypatch.setattr(prepare, "BATCH", 2000)
     whole = run(sources, tmp_path / "whole", shard_tokens=9000)
@@ -234,3 +237,19 @@ def test_piped_text_is_a_document(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"two\nlines"))))
     ((row, _),) = text.read_rows(Path("-"), ("text",))
     assert text.encoder(*BYTES)("-", row)[0] == [256, *b"two\nlines"]
+
+
+def test_data_of_several_tokenizers_are_refused(tmp_path, monkeypatch):
+    """Folders that say what made them, and text, which is tokenised now."""
+    monkeypatch.setattr(rows, "CACHE", tmp_path / "cache")
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_bytes(jsonl(ROWS))
+        run([tmp_path / f"{name}.jsonl"], tmp_path / name)
+    index = json.loads((tmp_path / "b/index.json").read_text())
+    (tmp_path / "b/index.json").write_text(json.dumps(index | {"fingerprint": "0123", "tokenizer": "other"}))
+    short = ["--seq_len", "16"]
+    check_tokens(parse_args([*short, "--data", str(tmp_path / "a"), str(tmp_path / "a.jsonl")]))
+    for words in (["--data", "{a}", "{b}"], ["--data", "{b}", "--val_data", "{a}"], ["--data", "{b}:1", "{text}:2"]):
+        places = {"a": tmp_path / "a", "b": tmp_path / "b", "text": tmp_path / "a.jsonl"}
+        with pytest.raises(UserError, match="tokenised by several tokenizers: .*b with other"):
+            check_tokens(parse_args([*short, *(w.format(**places) for w in words)]))
