@@ -465,8 +465,9 @@ def verify(path: Path, vocab_size: int = 0, data_dtype: str = "") -> list[str]:
     for name in index.get("files", {}) if path.is_dir() else ():
         if not (folder / name).exists():
             wrong.append(f"{folder / name} is missing")
+    wrong += [f"{f} is no token shard (.bin)" for f in files if f.suffix != ".bin"]
     masks = [f.with_suffix(".mask") for f in files if f.with_suffix(".mask").exists()]
-    for file in [*files, *masks]:
+    for file in [*(f for f in files if f.suffix == ".bin"), *masks]:
         known = index.get("files", {}).get(file.name)
         if index and known is None:
             wrong.append(f"{file} is not in index.json")

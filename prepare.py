@@ -167,10 +167,10 @@ class Meter:
     def show(self, done: int, text: int, tokens: int, end: bool = False) -> None:
         """done: of the stored bytes; text: bytes of text that this process has seen."""
         now = time.monotonic()
+        self.at_start = min(done, self.total) if self.at_start is None else self.at_start
         if not end and now - self.shown < (0.2 if sys.stderr.isatty() else 10):
             return
         self.shown, seconds = now, max(now - self.began, 1e-3)
-        self.at_start = min(done, self.total) if self.at_start is None else self.at_start
         share = min(1.0, done / self.total) if self.total else 0.0
         line = f"{text / 1e6:.0f} MB of text, {text / 1e6 / seconds:.1f} MB/s, {tokens / 1e6:.1f} M tokens"
         if self.total:
@@ -318,6 +318,8 @@ def prepare(
         if index:
             if index.get("key") != key:
                 raise UserError(f"--out {out} holds other shards (input, tokenizer or flags differ): name another")
+            if any(str(source) == "-" for source in sources):
+                raise UserError(f"--out {out} is ready; whether standard input is the same is not known: name another")
             print(f"{out} is ready already", file=sys.stderr)
             return index
         note = {}
