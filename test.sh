@@ -10,4 +10,4 @@ source ./env.sh
 environment test "${test_requirements[@]}"
 # Two at a time, with a thread each: nearly twice as fast on two cores. A -m or -n among the arguments comes later and wins.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$python" -m pytest -q -n 2 -m 'not gpu and not slow' "$@"
+exec "$python" -m pytest -q -n 2 --dist worksteal -m 'not gpu and not slow' "$@"
