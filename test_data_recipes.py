@@ -47,12 +47,12 @@ def files(folder, recipe) -> list[str]:
 def train(tmp_path, runs: dict[str, list[str]]) -> None:
     """The runs one after the other, in the same two processes."""
     code = f"""
-import train
+import preflight, train
 from config import parse_args
 from log import Clock
 ranks = shard.init_ranks()
 for words in {list(runs.values())!r}:
-    config = train.resolve(parse_args(words), ranks.device, ranks.world_size)
+    config = preflight.resolve(parse_args(words), ranks.device, ranks.world_size)
     train.train(config, ranks, Clock(), [])
     shard.gather(None, ranks)
 shard.leave(ranks)

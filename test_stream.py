@@ -4,6 +4,7 @@ cuts and refuses stands for the hub."""
 import gzip
 import itertools
 import json
+import logging
 import os
 import threading
 
@@ -116,7 +117,9 @@ def test_a_stream_in_a_mixture(tmp_path):
     assert first + run(config(mixed, micro_batch=6, **flags), 3, 2, state)[0] == whole
 
 
-def test_bad_rows(tmp_path, caplog):
+def test_bad_rows(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("flatland"), "propagate", True)  # a run in this process may have ended it
+    caplog.set_level(logging.INFO, "flatland")
     write(tmp_path / "d", 1, 30)
     path = tmp_path / "d" / "part.0.json.gz"
     lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)

@@ -99,7 +99,7 @@ def test_the_parts_of_the_time_add_up_to_the_wall(tmp_path, text):
     seconds = {name: float(s) for name, s in (p.rsplit(" ", 1) for p in parts.split(", "))}
     assert {"start", "compile", "data", "steps", "evaluation", "saves"} <= seconds.keys()
     assert sum(seconds.values()) == pytest.approx(float(total), abs=0.05 * len(seconds) + 0.05)
-    assert float(total) <= wall < float(total) + 2  # what is left is the interpreter's end
+    assert float(total) - 0.05 <= wall < float(total) + 2  # rounded; what is left is the start of the process
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path, text):
@@ -187,10 +187,10 @@ def test_a_rank_without_the_weights_is_named(tmp_path, text, old_run):
     code = f"""
 import os, pathlib, sys
 sys.path.insert(0, {str(ROOT)!r})
-import train
+import preflight, train
 if os.environ["RANK"] == "1":  # the other machine
-    find = train.find
-    train.find = lambda spec, flag: find(spec.replace("hf", "elsewhere") if flag == "--weights" else spec, flag)
+    find = preflight.find
+    preflight.find = lambda spec, flag: find(spec.replace("hf", "elsewhere") if flag == "--weights" else spec, flag)
 sys.exit(train.main(sys.argv[1:]))
 """
     (tmp_path / "run.py").write_text(code)
@@ -419,7 +419,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path, text):
 
 def test_check_prints_what_would_be_done_and_trains_nothing(tmp_path, text):
     out = train(*FAST, "--data", text, "--out", tmp_path / "run", "--check").stdout.splitlines()
-    assert out == [f"out={tmp_path / 'run'}", "device=cpu", "processes=1", "state=fresh"]
+    assert out == [f"out={tmp_path / 'run'}", "device=cpu", "processes=1", "state=fresh", "timeout=600"]
     assert not (tmp_path / "run").exists()
 
 

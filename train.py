@@ -257,8 +257,10 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    if dist.is_initialized():  # a rank that failed: see shard.leave
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+    try:
+        status = main(sys.argv[1:])
+    except SystemExit as end:
+        status = end.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)  # without the interpreter's own end: seconds that nobody counts, and see shard.leave
