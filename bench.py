@@ -124,18 +124,24 @@ def bench_generate(repeats: int) -> Iterator[Row]:
             yield from race(case, "tokens/s", prompts * n, contenders, repeats)
 
 
-def bench_tokenizer(repeats: int) -> Iterator[Row]:
-    """Encoding the built-in text, document by document, with vocabularies trained on it."""
-    import sentencepiece
-    import tokenizers
-    from tokenizers import models, pre_tokenizers, trainers
-
+def built_in_text() -> tuple[list[str], int]:
+    """-> (4 MB of documents, their bytes)"""
     texts, size = [], 0
     for text in builtin_documents():
         texts.append(text)
         size += len(text.encode())
         if size > 4e6:
             break
+    return texts, size
+
+
+def bench_tokenizer(repeats: int) -> Iterator[Row]:
+    """Encoding the built-in text, document by document, with vocabularies trained on it."""
+    import sentencepiece
+    import tokenizers
+    from tokenizers import models, pre_tokenizers, trainers
+
+    texts, size = built_in_text()
     lines = [line for text in texts for line in text.splitlines() if line]
     with tempfile.TemporaryDirectory() as folder:
         bpe, level = tokenizers.Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
@@ -321,12 +327,7 @@ def bench_data(repeats: int) -> Iterator[Row]:
             case = f"{micro_batch} rows of {seq_len} tokens"
             yield from race(case, "tokens/s", 40 * seq_len * micro_batch, contenders, repeats)
 
-        texts, size = [], 0
-        for text in builtin_documents():
-            texts.append(text)
-            size += len(text.encode())
-            if size > 4e6:
-                break
+        texts, size = built_in_text()
         words = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         Path(folder, "a.json.gz").write_bytes(gzip.compress(words.encode()))
         vocab = {bytes([b]): b for b in range(256)}

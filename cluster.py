@@ -1,8 +1,7 @@
 """The launcher's part on the machine where `bash launch.sh` is typed: which hosts, whether all are fit, starting them
 together, watching them to the end, starting them again.
 
-launch.sh calls it as `python cluster.py NAME=SETTING ... -- VERB WORDS`. What has to be done on a host is in node.py,
-which is sent there. `train` checks all hosts, then leaves a supervisor behind, a process of its own, and follows the
+launcher.py calls its verbs. What has to be done on a host is in node.py, which is sent there. `train` checks all hosts, then leaves a supervisor behind, a process of its own, and follows the
 run's log. The supervisor starts one agent on every host and watches them through one ssh connection each; it decides
 when the job has failed, ends it everywhere, and relaunches it from the newest checkpoint under a new rendezvous id. It
 writes `runs/NAME/logs/launch.json` (hosts, state, attempt) and `launch.log` (what happened), and holds the lock
@@ -858,7 +857,7 @@ def verb_train(words: list[str], settings: dict) -> int:
     follower.begin("logs/launch.log", None)
     with open(out / "logs" / "supervisor.stderr.log", "ab") as err:
         supervisor = subprocess.Popen(
-            [sys.executable, str(ROOT / "cluster.py"), "--", "supervise", name],
+            [sys.executable, str(ROOT / "launcher.py"), "--", "supervise", name],
             stdin=subprocess.PIPE, stdout=err, stderr=err, cwd=ROOT, pass_fds=(lock,), start_new_session=True,
         )  # fmt: skip
     supervisor.stdin.write(json.dumps(job).encode())
@@ -1016,29 +1015,3 @@ def verb_attach(words: list[str], settings: dict) -> int:
         port = ["-p", str(host.port)] if host.port else []
         command = ["ssh", "-t", *shlex.split(launch["ssh"]), *port, host.name, shlex.join(command)]
     os.execvp(command[0], command)
-
-
-def main(argv: list[str]) -> int:
-    split = argv.index("--")
-    settings, (verb, *words) = dict(s.split("=", 1) for s in argv[:split]), argv[split + 1 :]
-    try:
-        if verb in ("doctor", "sync"):
-            import doctor
-
-            return getattr(doctor, f"verb_{verb}")(words, settings)
-        if verb == "top":
-            import top
-
-            return top.verb_top(words, settings)
-        return globals()[f"verb_{verb}"](words, settings)
-    except UserError as e:
-        print(e, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # | head
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -46,7 +46,7 @@ for name in default_args ssh forward port retries retry_pause host_wait start_li
 done
 
 hand_over() {  # hand_over VERB [WORD ...]
-  exec "$python" cluster.py "${settings[@]}" python="$python" -- "$@"
+  exec "$python" launcher.py "${settings[@]}" python="$python" -- "$@"
 }
 
 verb=train

@@ -23,6 +23,7 @@ FILES = [
     "requirements.txt",
     "hosts",
     "cluster.py",
+    "launcher.py",
     "node.py",
     "doctor.py",
     "top.py",
