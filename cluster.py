@@ -1,12 +1,12 @@
 """The launcher's part on the machine where `bash launch.sh` is typed: which hosts, whether all are fit, starting them
 together, watching them to the end, starting them again.
 
-launcher.py calls its verbs. What has to be done on a host is in node.py, which is sent there. `train` checks all hosts, then leaves a supervisor behind, a process of its own, and follows the
-run's log. The supervisor starts one agent on every host and watches them through one ssh connection each; it decides
-when the job has failed, ends it everywhere, and relaunches it from the newest checkpoint under a new rendezvous id. It
-writes `runs/NAME/logs/launch.json` (hosts, state, attempt) and `launch.log` (what happened), and holds the lock
-`launch.lock` as long as it lives; every other verb reads these. A `localhost` line is a node on this machine: the same,
-without ssh.
+launcher.py calls its verbs. What has to be done on a host is in node.py, which is sent there. `train` checks all
+hosts, then leaves a supervisor behind, a process of its own, and follows the run's log. The supervisor starts one
+agent on every host and watches them through one ssh connection each; it decides when the job has failed, ends it
+everywhere, and relaunches it from the newest checkpoint under a new rendezvous id. It writes
+`runs/NAME/logs/launch.json` (hosts, state, attempt) and `launch.log` (what happened), and holds the lock `launch.lock`
+as long as it lives; every other verb reads these. A `localhost` line is a node on this machine: the same, without ssh.
 
 Why the job is relaunched as a whole: an elastic torchrun regroups reliably only in the easy cases."""
 
