@@ -960,8 +960,8 @@ def verb_status(words: list[str], settings: dict) -> int:
     for key, value in rows.items():
         print(f"{key:<10} {value}")
     if hosts:
-        width = max(len(h.label) for h in hosts) + 2
-        place = max(len(h.session) for h in hosts) + 2
+        width = max(len(word) for word in ("host", *(h.label for h in hosts))) + 2
+        place = max(len(word) for word in ("session", *(h.session for h in hosts))) + 2
         print(f"{'host':<{width}}{'session':<{place}}{'agent':<10}{'ranks':<10}{'step':<8}last output")
     for host, answer in zip(hosts, answers, strict=True):
         line = f"{host.label:<{width}}{host.session:<{place}}"
