@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from torch.backends import cudnn
 
 import fp8
+import guard
 import shard
 import train
 from checkpoint import newest
@@ -640,7 +641,7 @@ def ours(lab: Lab, flags: str, shared: Contender | None = None, mesh=None, own_u
         shard.shard_model(model, mesh, model.dtype, reshard=config.reshard, prefetch=config.prefetch, own_units=False)
     scales = prepare_fp8(model, config, ranks, mesh)
     optimizer = shared.optimizer if shared else make_optimizer(model, config)
-    guard, batch = shard.GradientGuard(model, config.clip, ranks, mesh), random_batch(lab, config)
+    gradients, batch = guard.GradientGuard(model, config.clip, ranks, mesh), random_batch(lab, config)
 
     def step() -> None:
         nonlocal number
@@ -650,10 +651,10 @@ def ours(lab: Lab, flags: str, shared: Contender | None = None, mesh=None, own_u
         here = batch.to(ranks.device)
         loss = model(here.tokens, here.targets)
         loss.backward()
-        _, _, grad_scale = guard.reduce(loss.detach(), batch.targets.numel())
-        update(optimizer, 1e-5, grad_scale, guard.suppress)
+        _, _, grad_scale = gradients.reduce(loss.detach(), batch.targets.numel())
+        update(optimizer, 1e-5, grad_scale, gradients.suppress)
         model.take_router_sums()
-        guard.check(number)
+        gradients.check(number)
 
     return Contender(step, model, optimizer)
 

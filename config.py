@@ -26,6 +26,10 @@ def _flag(default, help: str, choices: tuple = ()):
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+# What --resume_override may name.
+OVERRIDABLE = ("lr", "min_lr", "warmup_steps", "schedule", "decay_steps", "weight_decay", "beta1", "beta2", "clip")
+
+
 @dataclass(frozen=True)
 class Config:
     # model
@@ -161,16 +165,34 @@ class Config:
     eval_every: int = _flag(100, "steps between evaluations; 0 = never")
     eval_batches: int = _flag(10, "global batches per evaluation; 0 = the whole validation split")
     save_every: int = _flag(0, "steps between checkpoints; 0 = at the end only")
-    keep: int = _flag(2, "checkpoints kept")
+    save_async: bool = _flag(True, "write checkpoints while training goes on, from a copy in the host's memory")
+    keep: int = _flag(2, "checkpoints kept, at least 2: should the newest be damaged, the one before is used")
     load: str = _flag(
         "direct",
         "direct = every rank reads its part of the files; rank0 = rank 0 reads them and sends each rank its part",
         ("direct", "rank0"),
     )
     resume: str = _flag("auto", "auto = go on from the run folder's newest checkpoint; never; or a checkpoint folder")
+    resume_override: tuple = _flag(
+        (), f"settings whose new values a run goes on with, separated by commas: {', '.join(OVERRIDABLE)}"
+    )
+    on_nonfinite: str = _flag(
+        "stop",
+        "what a loss or gradient norm that is no number does, before it is applied: stop the run, or skip that update",
+        ("stop", "skip"),
+    )
+    replicas_every: int = _flag(
+        100,
+        "steps between comparisons of a hash of the parameters that several ranks hold copies of; 0 = at saves only",
+    )
+    deterministic: bool = _flag(False, "only kernels that give the same bits each time; on GPUs slower")
     sample_every: int = _flag(0, "steps between text samples; 0 = never")
     prompt: str = _flag("", "what samples begin with")
-    timeout: int = _flag(600, "seconds that ranks wait for each other before the job ends; the first step has 30 min")
+    timeout: int = _flag(
+        600,
+        "seconds without the end of a step after which the job ends and says where it hangs; the first step, an"
+        " evaluation, a save and samples have 30 min",
+    )
     check: int = _flag(
         -1,
         "check all that can be checked without training, for N processes (bare: one per GPU, or 1), and exit",
@@ -260,7 +282,7 @@ def make_parser() -> argparse.ArgumentParser:
             "default": default,
         }
         if isinstance(default, tuple):
-            options |= {"nargs": "+", "metavar": "NAME" if f.name == "fp8_skip" else "PATH"}
+            options |= {"nargs": "+", "metavar": "NAME" if f.name in ("fp8_skip", "resume_override") else "PATH"}
         elif f.name == "check":
             options |= {"nargs": "?", "const": 0, "type": int, "metavar": "N"}
         elif isinstance(default, bool):
@@ -334,6 +356,7 @@ def parse_args(argv: list[str]) -> Config:
             )
         if isinstance(value, list):
             values[f.name] = tuple(value)
+    values["resume_override"] = tuple(name for word in values["resume_override"] for name in word.split(",") if name)
     if values["weights"]:
         find(values["weights"], "--weights")
         if not any(word.partition("=")[0] == "--model" for word in words):
@@ -352,13 +375,14 @@ def parse_args(argv: list[str]) -> Config:
 
 
 def _check_ranges(c: Config) -> None:
-    for name in ("steps", "seq_len", "keep", "timeout", "lanes"):
+    for name in ("steps", "seq_len", "timeout", "lanes"):
         if getattr(c, name) < 1:
             raise UserError(f"--{name} {getattr(c, name)}: it must be at least 1")
     for name in (
         "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "micro_batch", "batch_tokens", "min_lr",
         "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "prefetch", "log_every",
         "eval_every", "eval_batches", "save_every", "sample_every", "fp8_log_every", "skip_bad", "read_ahead_gb",
+        "replicas_every",
     ):  # fmt: skip
         if not 0 <= getattr(c, name) < float("inf"):
             raise UserError(f"--{name} {getattr(c, name)}: it must be finite and not negative")
@@ -367,6 +391,10 @@ def _check_ranges(c: Config) -> None:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(c, name) < 1:
             raise UserError(f"--{name} {getattr(c, name)}: it must be in [0, 1)")
+    if c.keep < 2:
+        raise UserError(f"--keep {c.keep}: it must be at least 2: should the newest be damaged, the one before is used")
+    if wrong := [name for name in c.resume_override if name not in OVERRIDABLE]:
+        raise UserError(f"--resume_override {wrong[0]}: it can name {', '.join(OVERRIDABLE)}; for others a new --out")
     if c.min_lr > c.lr:
         raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
     if c.check < -1 or c.delimiter < -1:

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -107,6 +108,7 @@ class Loader:
         self.micro_batch, batch_tokens = split_batch(config, world_size)
         self.step_rows = batch_tokens // config.seq_len  # in a step, over all ranks
         self.samples = 0  # rows handed out so far, over all ranks
+        self.before: deque[dict] = deque(maxlen=3)  # positions before the last batches that were handed out
         self.lanes: dict[str, dict[str, tuple]] = {}  # by source: positions of the lanes of this rank
         self.fingerprint = hashlib.sha256(json.dumps(self.describe()).encode()).hexdigest()[:16]
         if split == "val":
@@ -181,6 +183,12 @@ class Loader:
         commits = {spec: c for s in self.sources if s.count is None for spec, c in s.commits.items()}
         return state | ({"lanes": self.lanes} if self.lanes else {}) | ({"commits": commits} if commits else {})
 
+    def where(self, step: int) -> list[str]:
+        """The places in the data of this rank's rows of a step; of a stream, of one of the last steps only."""
+        places = self._slots((step - 1) * self.step_rows)
+        source, row = self._pick(places)
+        return [self.sources[s].where(r) for s, r in zip(source.tolist(), row.tolist(), strict=True)]
+
     def load_state_dict(self, state: dict) -> None:
         for source in self.sources:
             if source.count is None and state.get("commits", {}) != source.commits and state.get("commits"):
@@ -197,6 +205,7 @@ class Loader:
     def __iter__(self) -> Iterator[list[Batch]]:
         if self.split == "train":
             for batches, samples, lanes in ahead(self._steps(self.samples), 1):
+                self.before.append(self.state_dict())
                 self.samples, self.lanes = samples, lanes
                 yield batches
         else:

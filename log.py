@@ -7,6 +7,7 @@ Rank 0 writes. Nothing here waits for a GPU except `Log.step` on the steps that 
 import gc
 import json
 import logging
+import math
 import os
 import platform
 import resource
@@ -25,7 +26,7 @@ from attention import kernel
 from config import Config
 from errors import ROOT
 from model import IGNORE
-from shard import Ranks, gather, mesh_shape
+from shard import Ranks, gather, mesh_shape, on_first_rank
 
 logger = logging.getLogger("flatland")
 
@@ -200,17 +201,17 @@ class Clock:
     def __init__(self):
         self.begin = time.perf_counter() - _process_age()
         self.parts: dict[str, float] = {}
-        self.stack, self.since = ["start"], self.begin
+        self.stack, self.since, self.step = ["start"], self.begin, 0
 
     def _lap(self) -> None:
         now = time.perf_counter()
         self.parts[self.stack[-1]] = self.parts.get(self.stack[-1], 0.0) + now - self.since
         self.since = now
 
-    def switch(self, part: str) -> None:
-        """From now on time belongs to `part`."""
+    def switch(self, part: str, step: int = 0) -> None:
+        """From now on time belongs to `part`. step: the last one that was done."""
         self._lap()
-        self.stack[-1] = part
+        self.stack[-1], self.step = part, step
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -302,8 +303,9 @@ class Log:
         """Records a step; reads the loss from the device, which is the only wait for it. Speeds, and what routers do
         with their experts, are averages since the last record."""
         loss, grad_norm = loss.item(), grad_norm.item()
-        memory = max(gather(memory_gib(self.ranks.device), self.ranks))
-        resident = gather(memory_gib(torch.device("cpu")), self.ranks)
+        here = memory_gib(self.ranks.device), memory_gib(torch.device("cpu"))
+        memories, resident = zip(*gather(here, self.ranks), strict=True)
+        memory = max(memories)
         since = self.last_seconds
         steps = step - self.last_step
         self._mark(step)
@@ -314,9 +316,9 @@ class Log:
         record = {
             "step": step,
             "tokens": step * self.batch_tokens,
-            "loss": loss,
+            "loss": loss if math.isfinite(loss) else None,  # of a step that --on_nonfinite skip passed over
             "lr": lr,
-            "grad_norm": grad_norm,
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
             "step_ms": 1e3 * seconds / steps,
             "data_ms": 1e3 * data / steps,
             "samples_per_s": tokens_per_s / self.seq_len,
@@ -330,10 +332,7 @@ class Log:
             record |= describe_routers(sum(gather(router_sums.double().cpu(), self.ranks)))
         if val_loss is not None:
             record["val_loss"] = val_loss
-        if self.ranks.rank == 0:
-            with open(self.folder / "metrics.jsonl", "a") as f:
-                f.write(json.dumps(record) + "\n")
-            write_status(self.folder, "running", step, rss_gib=resident)
+        on_first_rank(lambda: self._write(record, resident), self.ranks)
         line = (
             f"Batch {step} Loss: {loss:.5f}, Speed: {record['samples_per_s']:.2f} samples/sec, lr: {lr:.6f},"
             f" {tokens_per_s:.0f} tok/s, mfu {record['mfu']:.1%}, grad norm {grad_norm:.3f}, mem {memory:.2f} GiB"
@@ -341,12 +340,22 @@ class Log:
         line += f", val loss {record['val_loss']:.5f}" if "val_loss" in record else ""
         logger.info(line, stacklevel=2)
 
+    def _write(self, record: dict, resident: tuple[float, ...]) -> None:
+        with open(self.folder / "metrics.jsonl", "a") as f:
+            f.write(json.dumps(record) + "\n")
+        write_status(self.folder, "running", record["step"], rss_gib=resident)
+
     def amend(self, **values: float) -> None:
-        """Adds values to the record just written, in place: a crash at any moment leaves it whole."""
-        if values and self.ranks.rank == 0:
-            with open(self.folder / "metrics.jsonl", "rb+") as f:
-                f.seek(-2, os.SEEK_END)  # the closing brace and the line's end
-                f.write(f", {json.dumps(values)[1:]}\n".encode())
+        """Adds values to the record just written, in place: a crash at any moment leaves it whole. All ranks must
+        call."""
+
+        def write() -> None:
+            if values:
+                with open(self.folder / "metrics.jsonl", "rb+") as f:
+                    f.seek(-2, os.SEEK_END)  # the closing brace and the line's end
+                    f.write(f", {json.dumps(values)[1:]}\n".encode())
+
+        on_first_rank(write, self.ranks)
 
     def draw(self) -> None:
         """Writes curves.png from metrics.jsonl."""

@@ -54,6 +54,14 @@ def keep_memory() -> None:
             libc.mallopt(parameter, value)
 
 
+def set_determinism(on: bool) -> None:
+    """--deterministic. Call it before a GPU is used."""
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition for the same bits
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+
+
 def compiler_problem() -> str:
     """Why torch.compile cannot work here, with the command that mends it; empty if it can."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # the one inductor takes

@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import traceback
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from errors import RankError, UserError  # first: it finds the Python that has torch
@@ -18,14 +18,16 @@ import torch  # isort: skip
 import checkpoint
 import fp8
 import generate
+import guard
 import machine
 import shard
 from attention import choose_backend
 from config import Config, check_batch, split_batch
-from data import check_tokens, make_loader
+from data import Loader, check_tokens, make_loader, merge_positions
 from download import Failed, find
 from log import logger, read_json, write_status
 from model import MODELS, Transformer, loss_head_bytes, random_init
+from runlock import RunLock, sees
 from tokenizer import load_tokenizer
 from weights import dropout_note, family, open_weights, refuse_in_the_way
 
@@ -124,7 +126,9 @@ def check(config: Config) -> None:
     there = next(p for p in [Path(config.out).absolute(), *Path(config.out).absolute().parents] if p.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"--out {config.out}: {there} is no folder that can be written to")
-    found, _ = checkpoint.find(config)
+    found, _ = checkpoint.find(config, sizes_only=True)  # training reads every byte
+    if found and found.step >= config.steps:
+        found, _ = checkpoint.find(config)
     if not found:
         check_batch(config, processes)
     done = found is not None and found.step >= config.steps and is_exported(config)
@@ -141,12 +145,51 @@ def check(config: Config) -> None:
     print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}\ntimeout={config.timeout}")
 
 
-def open_run_folder(run: Path, step: int) -> None:
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as e:
-        raise UserError(f"--out {run}: no folder can be there: {e}") from None
-    write_status(run, "running", step)
+@dataclass
+class Made:
+    """What a run has made so far, for what ends it."""
+
+    lock: RunLock | None = None
+    watchdog: guard.Watchdog | None = None
+    loader: Loader | None = None
+    model: Transformer | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    saver: checkpoint.Saver | None = None
+
+    def release(self) -> None:
+        if self.watchdog:
+            self.watchdog.end()
+        if self.lock:
+            self.lock.release()
+
+
+def open_run_folder(run: Path, ranks: shard.Ranks, made: Made) -> str:
+    """Makes the run folder, takes its lock on rank 0, looks for it on all ranks, and removes what torn saves have left
+    -> a word of this start's own. All ranks must call."""
+
+    def take() -> str:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            made.lock = RunLock(run)
+        except (FileExistsError, NotADirectoryError) as e:
+            raise UserError(f"--out {run}: no folder can be there: {e}") from None
+        except OSError as e:
+            if e.errno == errno.EROFS:
+                raise UserError(f"--out {run}: the disk is read-only: {e}") from None
+            raise
+        checkpoint.clean(run)
+        return made.lock.word
+
+    def look() -> None:
+        if not sees(run, word):
+            raise UserError(
+                f"--out {run} is not the folder there that it is on rank 0's machine: checkpoints need one that all"
+                " machines see; give an --out on a shared disk"
+            )
+
+    word = shard.on_first_rank(take, ranks)
+    shard.on_every_rank(look, ranks)
+    return word
 
 
 def human(n: int) -> str:
@@ -218,6 +261,19 @@ def say_finished(config: Config, step: int) -> None:
     )
 
 
+def save_before(error: guard.NotFinite, ranks: shard.Ranks, made: Made) -> str:
+    """Saves the state before the step that was not finite, if there is no checkpoint of it -> a sentence that says so.
+    All ranks must call."""
+    step, loader = error.step - 1, made.loader
+    if step <= made.saver.last:
+        return ""
+    handed_out = loader.samples // loader.step_rows
+    position = merge_positions(shard.gather(loader.before[error.step - handed_out - 1], ranks))
+    made.saver.save(step, position)
+    made.saver.wait()
+    return f"\nThe state before it is saved: {checkpoint.step_folder(made.saver.run, step)}"
+
+
 def describe_memory(config: Config, model: Transformer, optimizer=None) -> str:
     device, statistics = torch.device("cuda", torch.cuda.current_device()), torch.cuda.memory_stats()
     used = {k: statistics[f"{k}_bytes.all.peak"] for k in ("allocated", "reserved")}
@@ -227,20 +283,31 @@ def describe_memory(config: Config, model: Transformer, optimizer=None) -> str:
     return machine.explain_out_of_memory(model, optimizer, config, head, used, str(device))
 
 
-def report(error: Exception, config: Config | None, rank: int, built: list) -> int:
+def report(error: Exception, config: Config | None, rank: int, made: Made) -> int:
     """Says what ended the run, on stderr and in status.json -> the exit status."""
     code, message = 1, f"{type(error).__name__}: {error}"
+    if made.saver:
+        made.saver.finish(guard.ANSWER)  # what is being written is from before this
     alone = isinstance(error, RankError) or getattr(error, "alone", False)
     if isinstance(error, UserError):
         code, message = 2, str(error)
     elif isinstance(error, PermissionError):
         code, message = 2, f"no permission: {error}"
-    elif isinstance(error, (shard.NotFinite, Failed)):
+    elif isinstance(error, guard.NotFinite):
         message = str(error)
-    elif isinstance(error, torch.OutOfMemoryError) and built:
-        message, alone = f"rank {rank} on {platform.node()}: {describe_memory(config, *built)}", True
+        try:
+            message += save_before(error, made.saver.ranks, made)
+        except Exception as e:
+            message += f"\nThe state before it could not be saved: {e}"
+    elif isinstance(error, (guard.Diverged, Failed)):
+        message = str(error)
+    elif isinstance(error, torch.OutOfMemoryError) and made.model:
+        told = describe_memory(config, made.model, made.optimizer)
+        message, alone = f"rank {rank} on {platform.node()}: {told}", True
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"the disk is full: {error}; what was saved before is intact: free some space and start again"
+    elif isinstance(error, OSError) and config and not Path(config.out).exists():
+        message = f"--out {config.out} has vanished: {error}"
     else:
         traceback.print_exc()
         alone = True
@@ -265,4 +332,5 @@ def report(error: Exception, config: Config | None, rank: int, built: list) -> i
             write_status(run, "error" if code == 2 else "failed", status["step"], code, message)
         except OSError:
             print(f"{run}/status.json could not be written", file=sys.stderr)
+    made.release()
     return code

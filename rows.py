@@ -45,6 +45,7 @@ VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECA
 CACHE = Path(__file__).parent / "cache"
 PARALLEL = 2**25  # bytes of text from which it is tokenised by several processes
 OPEN_ROWS = 1000  # rows that a conversation may still be packed into
+RECENT = 4096  # rows of a stream whose places are remembered
 logger = logging.getLogger("flatland")
 
 
@@ -315,6 +316,9 @@ class ShardRows:
         begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
         return block[:, :-1], block[:, 1:], begins
 
+    def where(self, row: int) -> str:
+        return self.tokens.where(row * self.config.seq_len)
+
     def describe(self) -> list[dict]:
         """Name, size and checksum (of the first and last MiB) of each part."""
         out = []
@@ -381,6 +385,9 @@ class ChatRows(ShardRows):
                 begins[i, at] = True
         return tokens, targets, begins
 
+    def where(self, row: int) -> str:
+        return ", ".join(self.tokens.where(int(self.starts[document])) for document in self.contents[row])
+
 
 def pack(lengths: np.ndarray, size: int) -> np.ndarray:
     """The row of each document, first-fit: into the first of the rows that it fits into. Of more than OPEN_ROWS rows
@@ -412,6 +419,7 @@ class StreamRows:
         self.config, self.specs, self.flag, self.keep = config, specs, flag, keep
         self.kept: dict[int, np.ndarray] = {}
         self.positions: dict[int, tuple] = {}
+        self.recent: dict[int, str] = {}  # where the last rows are from
         self.stream = None
         self.delimiter = load_tokenizer(config.tokenizer).bos_id if config.delimiter < 0 else config.delimiter
         self.open(commits)
@@ -457,7 +465,11 @@ class StreamRows:
             if number in self.kept:
                 block[i] = self.kept[number]
                 continue
-            block[i], self.positions[number % lanes] = self.stream.take(number % lanes, number // lanes)
+            block[i], position = self.stream.take(number % lanes, number // lanes)
+            self.positions[number % lanes] = position
+            self.recent[number] = self.stream.plan.where(number % lanes, position)
+            if len(self.recent) > RECENT:
+                self.recent.pop(next(iter(self.recent)))
             if self.keep:
                 self.kept[number] = block[i].astype(np.uint32)
         if len(block) and block.max() >= self.config.model_config.vocab_size:
@@ -467,6 +479,9 @@ class StreamRows:
             )
         begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
         return block[:, :-1], block[:, 1:], begins
+
+    def where(self, number: int) -> str:
+        return self.recent.get(number, f"row {number} of the stream")
 
     def start(self, lanes: list[int], positions: dict[int, tuple]) -> None:
         """Begins to read so many lanes from there on."""

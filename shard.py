@@ -45,17 +45,19 @@ from errors import UserError
 from machine import find_device
 
 logger = logging.getLogger("flatland")
+WATCHDOG = 15  # seconds that a rank's watchdog has to find out who is behind
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all. control: the gloo group for votes and checkpoints (None: alone); used by one thread
-    only."""
+    """This process among all. control: the gloo group for votes and what ranks tell each other (None: alone), used by
+    the main thread only; saving: that of the thread that writes checkpoints."""
 
     rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup | None = None
+    saving: dist.ProcessGroup | None = None
 
 
 def init_ranks() -> Ranks:
@@ -72,7 +74,7 @@ def init_ranks() -> Ranks:
     if world_size == 1:
         return Ranks(0, 1, device)
     dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30))
-    return Ranks(dist.get_rank(), world_size, device, dist.new_group(backend="gloo"))
+    return Ranks(dist.get_rank(), world_size, device, *(dist.new_group(backend="gloo") for _ in range(2)))
 
 
 def leave(ranks: Ranks) -> None:
@@ -141,10 +143,10 @@ def refuse_unsupported(config, world_size: int) -> None:
 
 def set_timeout(seconds: int, ranks: Ranks, mesh: DeviceMesh | None) -> None:
     """From now on a rank that waits this long for another ends the job. All groups have the start's long limit before:
-    reading weights and compiling take some ranks longer than others."""
+    reading weights and compiling take some ranks longer than others. The watchdogs (guard.py) come first."""
     groups = [] if mesh is None else [None, ranks.control, *mesh.get_all_groups()]
     for group in groups if ranks.world_size > 1 else []:
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+        _set_pg_timeout(timedelta(seconds=seconds + WATCHDOG), group)
 
 
 # ---- the build order
@@ -368,97 +370,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-class NotFinite(Exception):
-    """The loss or the gradients stopped being numbers."""
-
-
-class GradientGuard:
-    """Global loss, gradient norm, clipping and the guard against non-finite values, from one all-reduce per step and
-    without a host synchronisation. A non-finite loss or norm suppresses that update and all later ones, on every rank
-    alike."""
-
-    def __init__(self, model: nn.Module, clip: float, ranks: Ranks, mesh: DeviceMesh | None):
-        self.parameters, self.clip, self.ranks = list(model.parameters()), clip, ranks
-        self.replicas = 1 if mesh is None else mesh["replicate"].size()
-        self.suppress = torch.zeros((), device=local(self.parameters[0]).device)  # on the host, if they are offloaded
-        self.seen = None  # a copy of it on its way to the host
-
-    def reduce(self, loss: Tensor, trained: int) -> tuple[Tensor, Tensor, Tensor]:
-        """loss: this rank's sum over its `trained` tokens, gradients likewise -> (loss per token, gradient norm, what
-        the gradients are to be divided by), global. All ranks must call."""
-        # On a CPU torch adds up one value after the other: in fp32 that is wrong by 3e-4 for 10 M of them.
-        length = 2**17 if self.suppress.device.type == "cpu" else 2**30
-        pieces = [piece for p in self.parameters for piece in local(p.grad).reshape(-1).split(length)]
-        norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)
-        square = torch.stack(norms).square().sum() / self.replicas
-        loss = loss.to(square.device)
-        sums = torch.stack((square, loss, torch.full_like(loss, trained)))
-        if self.ranks.world_size > 1:
-            dist.all_reduce(sums)
-        square, loss, count = sums.unbind()
-        norm = square.sqrt() / count
-        bad = ~(norm.isfinite() & loss.isfinite())
-        self.suppress = torch.maximum(self.suppress, bad.float())
-        excess = (norm / self.clip).clamp(min=1.0) if self.clip else torch.ones_like(norm)
-        return loss / count, norm, count * excess
-
-    def check(self, step: int, wait: bool = False) -> None:
-        """Raises NotFinite if an update was suppressed: up to the step before, which costs no waiting, or up to this
-        one. Call once a step; the outcome is the same on all ranks."""
-        flag, event = torch.empty((), pin_memory=self.suppress.is_cuda), None
-        flag.copy_(self.suppress, non_blocking=True)
-        if self.suppress.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-        before, self.seen = self.seen, (step, flag, event)
-        for at, flag, event in ([before] if before else []) + ([self.seen] if wait else []):
-            if event:
-                event.synchronize()
-            if flag.item():
-                raise NotFinite(
-                    f"The loss or the gradient norm of step {at} is not finite. That update and all later ones were"
-                    " suppressed, on all ranks; the newest checkpoint is from before it. A smaller --lr, a longer"
-                    " --warmup_steps or --dtype fp32 usually mend it"
-                )
-
-
-TOGETHER = 2.0  # seconds within which signals are one
-
-
-class StopVote:
-    """Agreement to stop: SIGTERM, SIGINT, SIGHUP or SIGUSR1 on any rank, or a guard that tripped, ends the run on all
-    ranks at the same step, one step after it was noticed: nobody waits for the answer. A second signal ends the process
-    at once, unless it comes with the first: Slurm signals torchrun and ranks alike, and torchrun passes its own on."""
-
-    def __init__(self, ranks: Ranks, second_signal: Callable[[], None]):
-        self.ranks, self.reason, self.second_signal = ranks, "", second_signal
-        self.pending, self.since = None, 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame) -> None:
-        if self.reason:
-            if time.monotonic() - self.since < TOGETHER:
-                return
-            self.second_signal()
-            os._exit(1)
-        self.since = time.monotonic()
-        self.reason = signal.Signals(number).name
-
-    def agreed(self) -> bool:
-        """Casts this step's vote and returns the outcome of the step before. All ranks must call, once a step."""
-        if self.ranks.world_size == 1:
-            return bool(self.reason)
-        outcome = False
-        if self.pending is not None:
-            work, vote = self.pending
-            work.wait(timedelta(seconds=20)) if self.reason else work.wait()  # told to stop because a peer is dead?
-            outcome = bool(vote.item())
-        vote = torch.tensor([1 if self.reason else 0])
-        self.pending = (dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True), vote)
-        return outcome
-
-
 def on_first_rank(work: Callable, ranks: Ranks):
     """Rank 0 does it while the others wait; all get its result, or its error. All ranks must call."""
     result, error = None, None
@@ -487,10 +398,10 @@ def on_every_rank(work: Callable, ranks: Ranks):
     return result
 
 
-def gather(value, ranks: Ranks) -> list:
-    """One object of every rank, on all ranks. All ranks must call."""
+def gather(value, ranks: Ranks, group: dist.ProcessGroup | None = None) -> list:
+    """One object of every rank, on all ranks. group: default ranks.control. All ranks must call."""
     if ranks.world_size == 1:
         return [value]
     out = [None] * ranks.world_size
-    dist.all_gather_object(out, value, group=ranks.control)
+    dist.all_gather_object(out, value, group=group or ranks.control)
     return out

@@ -47,6 +47,14 @@ class Plan:
             return [lane % len(self.files)]
         return list(range(lane, len(self.files), self.lanes))
 
+    def where(self, lane: int, position: Position) -> str:
+        """The document that a row's end is in."""
+        _, epoch, file, row, _, _ = position
+        mine = self.lane_files(lane)
+        order = permute(np.arange(len(mine)), len(mine), f"{self.seed}/{epoch}/{lane}")
+        source = self.files[mine[int(order[file])]]
+        return f"{source.path if isinstance(source, Remote) else source} up to row {row} (lane {lane}, epoch {epoch})"
+
     def dealt(self, lane: int) -> tuple[int, int]:
         """(i, n): of a file's rows, those whose number is i modulo n are the lane's."""
         n = len(self.files)

@@ -6,13 +6,16 @@ Headers are checked before anything is allocated, and damage is named. Reading t
 Source: the format's description, github.com/huggingface/safetensors, README."""
 
 import glob
+import itertools
 import json
 import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +31,7 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
-PORTION = 2**26  # bytes read or written at a time
+PORTION = 2**24  # bytes read or written at a time
 
 
 @dataclass(frozen=True)
@@ -158,34 +161,57 @@ def assemble(
     """Those values of a tensor of shape `whole` that is kept in parts (start, shape, read): read(slices of the part) is
     called for the parts that are needed."""
     bounds = [s.indices(n)[:2] for s, n in zip(slices, whole, strict=True)]
-    out = torch.empty([max(0, b - a) for a, b in bounds], dtype=dtype)
+    out, filled = torch.empty([max(0, b - a) for a, b in bounds], dtype=dtype), 0
     for start, shape, read in parts:
         overlap = [(max(a, s), min(b, s + n)) for (a, b), s, n in zip(bounds, start, shape, strict=True)]
         if all(a < b for a, b in overlap):
             here = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, bounds, strict=True))
-            out[here] = read(tuple(slice(a - s, b - s) for (a, b), s in zip(overlap, start, strict=True)))
+            values = read(tuple(slice(a - s, b - s) for (a, b), s in zip(overlap, start, strict=True)))
+            out[here] = values
+            filled += values.numel()
+    if filled != out.numel():
+        raise UserError(f"a tensor of shape {list(whole)} is kept in parts, and they do not make it up")
     return out
+
+
+def write_file(path: Path, rows: list[tuple[str, torch.dtype, tuple[int, ...], Callable]]) -> tuple[int, int]:
+    """Writes a safetensors file of tensors (name, dtype, shape, function that gives their portions in order), and syncs
+    -> (its bytes, their crc32). OSError: what the disk says."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, dtype, shape, _ in rows:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    crc = 0
+    with open(path, "wb") as f:
+        for part in itertools.chain([[len(text).to_bytes(8, "little") + text]], (_bytes(row) for row in rows)):
+            for data in part:
+                f.write(data)
+                crc = zlib.crc32(data, crc)
+        f.flush()
+        size = f.tell()
+        os.fsync(f.fileno())
+    return size, crc
+
+
+def _bytes(row: tuple[str, torch.dtype, tuple[int, ...], Callable]) -> Iterator[memoryview]:
+    for values in row[3]():
+        view = memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())
+        for a in range(0, len(view), PORTION):
+            yield view[a : a + PORTION]
 
 
 def write_tensors(path: Path, rows: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype, read: Read) -> None:
     """Writes a safetensors file of the tensors `rows` (name, shape), a portion of rows of each at a time, and syncs."""
-    code = next(k for k, v in DTYPES.items() if v == dtype)
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape in rows:
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in rows:
-            step = max(1, PORTION // (math.prod(shape[1:]) * dtype.itemsize))
-            for a in range(0, shape[0], step):
-                part = (slice(a, min(a + step, shape[0])), *(slice(0, n) for n in shape[1:]))
-                values = read(name, part)
-                if dtype == torch.float16 and values.abs().amax() > torch.finfo(dtype).max:
-                    raise UserError(f"{name} holds values beyond float16's range: take bf16 or fp32")
-                values = values.to(dtype).contiguous()
-                f.write(values.view(-1).view(torch.uint8).numpy().data)
-        f.flush()
-        os.fsync(f.fileno())
+
+    def portions(name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        step = max(1, PORTION // (math.prod(shape[1:]) * dtype.itemsize))
+        for a in range(0, shape[0], step):
+            values = read(name, (slice(a, min(a + step, shape[0])), *(slice(0, n) for n in shape[1:])))
+            if dtype == torch.float16 and values.abs().amax() > torch.finfo(dtype).max:
+                raise UserError(f"{name} holds values beyond float16's range: take bf16 or fp32")
+            yield values.to(dtype)
+
+    write_file(path, [(name, dtype, shape, partial(portions, name, shape)) for name, shape in rows])

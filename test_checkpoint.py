@@ -23,6 +23,13 @@ from weights import load_model
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
+def save(run: Path, step: int, model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None) -> Path:
+    saver = checkpoint.Saver(replace(config, out=str(run)), model, optimizer, ranks, mesh, None, "word")
+    saver.save(step, position, torch.arange(20))
+    saver.wait()
+    return checkpoint.step_folder(run, step)
+
+
 def make_state(run: Path, *flags: str, steps: int = 3):
     """A model and optimizer after a few steps of their own."""
     config = parse_args(["--out", str(run), *flags])
@@ -47,11 +54,11 @@ def tensors_of(model, optimizer) -> dict:
 def test_round_trip_is_bit_exact(tmp_path, name):
     config, model, optimizer = make_state(tmp_path, "--model", name)
     rng = torch.get_rng_state()
-    checkpoint.save(tmp_path, 3, model, optimizer, {"samples": 5}, config, ALONE)
+    save(tmp_path, 3, model, optimizer, {"samples": 5}, config)
     _, other, other_optimizer = make_state(tmp_path, "--model", name, steps=0)
     torch.rand(10)
     found, skipped = checkpoint.find(config)
-    checkpoint.restore(found, other, other_optimizer, ALONE)
+    checkpoint.restore(found, other, other_optimizer, ALONE, config)
     want, got = tensors_of(model, optimizer), tensors_of(other, other_optimizer)
     assert want.keys() == got.keys() and not skipped
     assert all(torch.equal(want[k], got[k]) for k in want)
@@ -61,7 +68,7 @@ def test_round_trip_is_bit_exact(tmp_path, name):
 
 
 RESHARD = """
-import checkpoint
+import checkpoint, test_checkpoint
 from pathlib import Path
 from dataclasses import replace
 from config import parse_args
@@ -73,12 +80,13 @@ config = parse_args(["--model", "{name}", "--out", str(run)])
 with torch.device("meta"):
     model = Transformer(config.model_config)
 shapes = {{n: tuple(p.shape) for n, p in model.named_parameters()}}
-shard.shard_model(model, shard.make_mesh({size}, ranks), torch.float32)
+mesh = shard.make_mesh({size}, ranks)
+shard.shard_model(model, mesh, torch.float32)
 model.to_empty(device="cpu")
 model.tie_weights()
 optimizer = make_optimizer(model, config)
-checkpoint.restore(checkpoint.find(config)[0], model, optimizer, ranks)
-checkpoint.save(run, 4, model, optimizer, {{"samples": 5}}, config, ranks)
+checkpoint.restore(checkpoint.find(config)[0], model, optimizer, ranks, config)
+test_checkpoint.save(run, 4, model, optimizer, {{"samples": 5}}, config, ranks, mesh)
 shard.leave(ranks)
 """
 
@@ -87,19 +95,19 @@ shard.leave(ranks)
 def test_resharding_keeps_every_bit(tmp_path, name, size, ranks):
     """1 rank -> several, on full, hybrid and uneven meshes -> 1 rank."""
     config, model, optimizer = make_state(tmp_path, "--model", name)
-    checkpoint.save(tmp_path, 3, model, optimizer, {}, config, ALONE)
+    save(tmp_path, 3, model, optimizer, {}, config)
     run_ranks(ranks, RESHARD.format(name=name, size=size), str(tmp_path))
     _, other, other_optimizer = make_state(tmp_path, "--model", name, steps=0)
     found, _ = checkpoint.find(config)
     assert found.step == 4 and found.manifest["world_size"] == ranks
-    checkpoint.restore(found, other, other_optimizer, ALONE)
+    checkpoint.restore(found, other, other_optimizer, ALONE, config)
     want, got = tensors_of(model, optimizer), tensors_of(other, other_optimizer)
     assert all(torch.equal(want[k], got[k]) for k in want)
 
 
 def test_any_slice_of_a_tensor_is_put_together_from_its_parts(tmp_path):
     config, model, optimizer = make_state(tmp_path)
-    folder = checkpoint.save(tmp_path, 3, model, optimizer, {}, config, ALONE)
+    folder = save(tmp_path, 3, model, optimizer, {}, config)
     found, whole = checkpoint.Checkpoint(folder), model.embed_tokens.weight.detach()
     for slices in ((slice(0, 258), slice(0, 64)), (slice(5, 9), slice(60, 64)), (slice(3, 3), slice(0, 64))):
         assert torch.equal(found.read_weights("embed_tokens.weight", slices), whole[slices])
@@ -117,7 +125,7 @@ shard.leave(ranks)
 
 def test_ranks_share_an_export_and_the_command_line_makes_the_same(tmp_path, capsys):
     config, model, optimizer = make_state(tmp_path, "--model", "tiny-mixtral")
-    checkpoint.save(tmp_path, 3, model, optimizer, {}, config, ALONE)
+    save(tmp_path, 3, model, optimizer, {}, config)
     run_ranks(2, EXPORT, str(tmp_path))
     words = ["export", str(tmp_path), str(tmp_path / "one"), "--shard_gb", "1e-4", "--tokenizer", "none"]
     assert checkpoint.main(words) == 0 and "step 3" in capsys.readouterr().out
@@ -142,7 +150,7 @@ def test_ranks_share_an_export_and_the_command_line_makes_the_same(tmp_path, cap
 def test_list_and_verify(tmp_path, capsys):
     config, model, optimizer = make_state(tmp_path)
     for step in (3, 4):
-        checkpoint.save(tmp_path, step, model, optimizer, {}, config, ALONE)
+        save(tmp_path, step, model, optimizer, {}, config)
     assert checkpoint.main(["list", str(tmp_path)]) == 0 and checkpoint.main(["verify", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert [said.count(words) for words in ("step 3", "step 4", "written by 1 ranks", "whole")] == [2, 2, 2, 2]
@@ -159,24 +167,25 @@ def test_the_newest_are_kept_and_nothing_is_written_twice(tmp_path):
     config, model, optimizer = make_state(tmp_path, "--keep", "2")
     torn = tmp_path / "checkpoints" / "step-00000001.tmp-dead"
     torn.mkdir(parents=True)
+    (torn / "rank-00000.safetensors").touch()
     for step in range(1, 6):
-        checkpoint.save(tmp_path, step, model, optimizer, {}, config, ALONE)
+        save(tmp_path, step, model, optimizer, {}, config)
     names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert names == ["latest", "step-00000004", "step-00000005"]
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step-00000005"
     before = (tmp_path / "checkpoints/step-00000005/manifest.json").stat().st_mtime_ns
-    checkpoint.save(tmp_path, 5, model, optimizer, {}, config, ALONE)
+    save(tmp_path, 5, model, optimizer, {}, config)
     assert (tmp_path / "checkpoints/step-00000005/manifest.json").stat().st_mtime_ns == before
 
 
 def test_damaged_later_ones_do_not_push_out_the_one_just_written(tmp_path):
-    config, model, optimizer = make_state(tmp_path, "--keep", "1")
+    config, model, optimizer = make_state(tmp_path, "--keep", "2")
     for step in (1, 3, 4):
         folder = tmp_path / "checkpoints" / f"step-{step:08d}"
-        checkpoint.save(tmp_path, step, model, optimizer, {}, replace(config, keep=9), ALONE)
+        save(tmp_path, step, model, optimizer, {}, replace(config, keep=9))
         if step > 1:
             (folder / "manifest.json").unlink()
-    checkpoint.save(tmp_path, 2, model, optimizer, {}, config, ALONE)
+    save(tmp_path, 2, model, optimizer, {}, config)
     assert checkpoint.find(config)[0].step == 2
 
 
@@ -199,7 +208,7 @@ DAMAGE = {
 def test_damage_is_named_and_the_one_before_is_used(tmp_path, kind):
     config, model, optimizer = make_state(tmp_path)
     for step in (1, 2):
-        folder = checkpoint.save(tmp_path, step, model, optimizer, {}, config, ALONE)
+        folder = save(tmp_path, step, model, optimizer, {}, config)
     DAMAGE[kind](folder)
     found, skipped = checkpoint.find(config)
     assert found.step == 1 and len(skipped) == 1 and "step-00000002" in skipped[0]
@@ -209,13 +218,13 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path, kind):
         checkpoint.find(config)
     with pytest.raises(UserError, match="give another --out"):
         checkpoint.find(replace(config, resume="never"))
-    checkpoint.save(tmp_path, 2, model, optimizer, {}, config, ALONE)  # in the place of the damaged one
+    save(tmp_path, 2, model, optimizer, {}, config)  # in the place of the damaged one
     assert [(s, ok) for s, ok, _ in checkpoint.verify(tmp_path)] == [(1, False), (2, True)]
 
 
 def test_other_settings_are_refused_with_the_list(tmp_path):
     config, model, optimizer = make_state(tmp_path)
-    checkpoint.save(tmp_path, 1, model, optimizer, {}, config, ALONE)
+    save(tmp_path, 1, model, optimizer, {}, config)
     with pytest.raises(UserError, match="(?s)--model was 'tiny-llama', is 'tiny-gpt2'.*--lr was 0.0003, is 0.1"):
         checkpoint.find(replace(config, model="tiny-gpt2", lr=0.1))
     assert checkpoint.find(replace(config, steps=5, log_every=3, micro_batch=1))[0].step == 1
@@ -235,9 +244,9 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(tmp_path):
         pytest.skip("only root can mount a small disk")
     try:
         config, model, optimizer = make_state(disk)
-        checkpoint.save(disk, 1, model, optimizer, {}, config, ALONE)
+        save(disk, 1, model, optimizer, {}, config)
         with pytest.raises(OSError) as caught:
-            checkpoint.save(disk, 2, model, optimizer, {}, config, ALONE)
+            save(disk, 2, model, optimizer, {}, config)
         assert caught.value.errno == errno.ENOSPC
         assert sorted(p.name for p in (disk / "checkpoints").iterdir()) == ["latest", "step-00000001"]
         assert checkpoint.find(config)[0].step == 1
@@ -247,21 +256,17 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(tmp_path):
 
 def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
     code = """
-import checkpoint
+import checkpoint, test_checkpoint
 from pathlib import Path
-from config import parse_args
-from model import Transformer, random_init
-from optim import make_optimizer
 ranks = shard.init_ranks()
 run = Path(sys.argv[2])
-config = parse_args(["--out", str(run)])
-model = Transformer(config.model_config)
-write = checkpoint.save_file
+config, model, optimizer = test_checkpoint.make_state(run)
 def fail(*args):
     raise OSError(5, "input/output error")
-checkpoint.save_file = fail if ranks.rank == 1 else write
+if ranks.rank == 1:
+    checkpoint.write_file = fail
 try:
-    checkpoint.save(run, 1, model, make_optimizer(model, config), {}, config, ranks)
+    test_checkpoint.save(run, 1, model, optimizer, {}, config, ranks)
 except OSError as e:
     print("refused", e.errno)
 shard.leave(ranks)
@@ -274,7 +279,7 @@ shard.leave(ranks)
 def test_a_copied_run_folder_still_loads(tmp_path):
     """Nothing in a checkpoint names the place where it was written."""
     config, model, optimizer = make_state(tmp_path / "a")
-    checkpoint.save(tmp_path / "a", 1, model, optimizer, {}, config, ALONE)
+    save(tmp_path / "a", 1, model, optimizer, {}, config)
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert checkpoint.find(replace(config, out=str(tmp_path / "b")))[0].step == 1
-    assert json.loads((tmp_path / "b/checkpoints/step-00000001/manifest.json").read_text())["format"] == 1
+    assert json.loads((tmp_path / "b/checkpoints/step-00000001/manifest.json").read_text())["format"] == checkpoint.FORMAT

@@ -216,7 +216,8 @@ def test_an_unknown_flag_in_a_recipe(recipe):
 @pytest.mark.parametrize(
     "flags, values",
     [
-        ("steps seq_len keep timeout", "0 -5"),
+        ("steps seq_len timeout", "0 -5"),
+        ("keep", "1 0"),
         ("batch_tokens shard_size prefetch log_every eval_every eval_batches save_every sample_every", "-1"),
         ("vocab_size dim n_layers n_heads n_kv_heads ffn_dim", "-1"),
         ("warmup_steps decay_steps weight_decay clip min_lr", "-0.1 nan"),

@@ -128,6 +128,7 @@ def test_other_ranks_are_silent(tmp_path, passes, capsys):
     passes(1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log, "gather", lambda value, ranks: [value] * 2)
+        patch.setattr(log, "on_first_rank", lambda work, ranks: None)
         record(run, 1, val_loss=2.0)
     run.draw()
     logger.error("nobody hears this")
@@ -141,7 +142,8 @@ def test_other_ranks_are_silent(tmp_path, passes, capsys):
 def test_records(tmp_path, passes, monkeypatch):
     """Two ranks; the first step compiles; between records also an evaluation and a save, which are no time of steps."""
     gathered = []
-    monkeypatch.setattr(log, "gather", lambda value, ranks: gathered.append(value) or [value, 4096.0])
+    monkeypatch.setattr(log, "gather", lambda value, ranks: gathered.append(value) or [value, (4096.0, 4096.0)])
+    monkeypatch.setattr(log, "on_first_rank", lambda work, ranks: work())
     clock = Clock()
     run = make_log(tmp_path, clock, world_size=2)
     clock.switch("compile")
@@ -160,7 +162,7 @@ def test_records(tmp_path, passes, monkeypatch):
     record(run, 6)
     first, second, third = metrics(tmp_path)
     assert list(first) == list(third) == KEYS and list(second) == [*KEYS, "val_loss", "save_ms"]
-    assert all(0 < value < 4096 for value in gathered)
+    assert all(0 < value < 4096 for pair in gathered for value in pair)
     assert first == {
         "step": 1, "tokens": TOKENS, "loss": 2.5, "lr": 1e-4, "grad_norm": 0.75, "step_ms": 10e3, "data_ms": 250,
         "samples_per_s": TOKENS / SEQ_LEN / 10, "tok_per_s": TOKENS / 10, "tok_per_s_per_device": TOKENS / 20,

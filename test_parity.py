@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import activations
+import guard
 import shard
 from model import MODELS, Transformer, random_init
 from optim import DTYPES
@@ -171,7 +172,7 @@ def run(cell: Cell, ranks: shard.Ranks) -> list[torch.Tensor]:
     starts = [(m * ranks.world_size + ranks.rank) * micro for m in range(cell.accumulate)]
     whole = batch(cell.packed)
     mine = [[None if x is None else x[a : a + micro].to(ranks.device) for x in whole] for a in starts]
-    return train(model, mine, shard.GradientGuard(model, 0.0, ranks, mesh).reduce, cell.reshard)
+    return train(model, mine, guard.GradientGuard(model, 0.0, ranks, mesh).reduce, cell.reshard)
 
 
 def error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:

@@ -24,6 +24,7 @@ import activations
 import checkpoint
 import fp8
 import generate
+import guard
 import machine
 import preflight
 import shard
@@ -38,23 +39,25 @@ from weights import family
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
 
 
-def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None:
-    """built: where the model and the optimizer are put, so that what ends the run can tell of them."""
+def train(config: Config, ranks: shard.Ranks, clock: Clock, made: preflight.Made) -> None:
+    """made: where what the run makes is put, so that what ends it can tell of it."""
     # ---- set-up
     run, first = Path(config.out), ranks.rank == 0
-    found, skipped = shard.on_first_rank(lambda: checkpoint.find(config), ranks)
+    word = preflight.open_run_folder(run, ranks, made)
+    made.watchdog = guard.Watchdog(config.timeout, run, ranks, clock, made.lock)
+    found, skipped = checkpoint.find(config, ranks)
     start = found.step if found else 0
     if start >= config.steps:
         if not preflight.is_exported(config):  # the end was cut short
-            shard.on_first_rank(lambda: preflight.open_run_folder(run, start), ranks)
+            shard.on_first_rank(lambda: write_status(run, "running", start), ranks)
             export(config, found.folder, ranks)
             shard.on_first_rank(lambda: write_status(run, "finished", start, 0), ranks)
         return preflight.say_finished(config, start) if first else None
     if not found:
         check_batch(config, ranks.world_size)
-    shard.on_first_rank(lambda: preflight.open_run_folder(run, start), ranks)
+    shard.on_first_rank(lambda: write_status(run, "running", start), ranks)
     start_logging(run if first else None)
-    stop = shard.StopVote(
+    stop = guard.StopVote(
         ranks,
         lambda: (
             first and write_status(run, "stopped", preflight.last_logged(run), 1, "stopped at once, without saving")
@@ -64,25 +67,28 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
         logger.warning(message)
 
     shard.on_first_rank(lambda: preflight.check_inputs(config, bool(found)), ranks)
-    loader = make_loader(config, ranks.rank, ranks.world_size)
+    made.loader = loader = make_loader(config, ranks.rank, ranks.world_size)
     val_loader = make_loader(config, ranks.rank, ranks.world_size, "val") if config.eval_every else None
 
     opened = shard.on_every_rank(lambda: preflight.open_first_weights(config, bool(found), ranks), ranks)
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
-    model = build(config, ranks, mesh, built)
+    made.watchdog.add_mesh(mesh)
+    model = build(config, ranks, mesh, made)
     weight_scales = preflight.prepare_fp8(model, config, ranks, mesh)
-    optimizer = make_optimizer(model, config)
-    built.append(optimizer)
+    made.optimizer = optimizer = make_optimizer(model, config)
     logger.info("Created optimizer")
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if found:
-        checkpoint.restore(found, model, optimizer, ranks, config.load)
+        checkpoint.restore(found, model, optimizer, ranks, config)
         logger.info("Resumed from %s after step %d", found.folder, start)
     else:
         shard.fill(model, *preflight.first_values(config, model, opened))
     position = found.manifest["position"] if found else shard.on_first_rank(loader.state_dict, ranks)
     loader.load_state_dict(position)  # at the start too: all ranks take rank 0's revision of a stream
-    guard = shard.GradientGuard(model, config.clip, ranks, mesh)
+    gradients = guard.GradientGuard(
+        model, config.clip, ranks, mesh, config.on_nonfinite, config.replicas_every, loader.where
+    )
+    made.saver = saver = checkpoint.Saver(config, model, optimizer, ranks, mesh, found, word)
     peak, peak_source = peak_flops(ranks.device, model.dtype)
     log = Log(
         run, ranks, clock, config, flops_per_token(config.model_config, config.seq_len), peak, start, loader.names
@@ -108,15 +114,15 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
             part.backward()
             log.count(batch, model.lm_head.row_losses)
             loss += part.detach()
-        loss, grad_norm, grad_scale = guard.reduce(loss, trained)
-        update(optimizer, lr, grad_scale, guard.suppress)
+        loss, grad_norm, grad_scale = gradients.reduce(loss, trained)
+        update(optimizer, lr, grad_scale, gradients.suppress)
 
         last = step == config.steps
-        stopped = stop.agreed() and not last
+        stopped = stop.agreed(saver.failed) and not last
         evaluated = val_loader is not None and (last or every(step, config.eval_every))
         saved = last or stopped or every(step, config.save_every)
         if step == 1 or evaluated or saved or any(every(step, n) for n in (config.log_every, fp8_every)):
-            guard.check(step, wait=True)  # what follows is not the step's time, nor to be done with broken weights
+            gradients.check(step, wait=True)  # what follows is not the step's time, nor to be done with broken weights
             val_loss = None
             if evaluated:
                 with clock.part("evaluation"):
@@ -129,13 +135,13 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
                 with clock.part("saves"):
                     before = clock.seconds("saves")
                     position = merge_positions(shard.gather(loader.state_dict(), ranks))
-                    checkpoint.save(run, step, model, optimizer, position, config, ranks)
+                    saver.save(step, position, micro_batches[0].tokens[0])
                     log.amend(save_ms=1e3 * (clock.seconds("saves") - before))
             if evaluated or last or stopped:
                 with clock.part("evaluation"):
                     log.draw()
         else:
-            guard.check(step)
+            gradients.check(step)
         if every(step, config.sample_every) or (last and config.sample_every):
             with clock.part("samples"):
                 write_samples(config, model, run, step, ranks)
@@ -143,8 +149,10 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
             break
         if step == start + 1:
             shard.set_timeout(config.timeout, ranks, mesh)
-        clock.switch("steps")
+        clock.switch("steps", step)
 
+    with clock.part("saves"):
+        saver.wait()
     if not stopped:
         with clock.part("export"):
             export(config, checkpoint.step_folder(run, step), ranks)
@@ -157,7 +165,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, built: list) -> None
         write_status(run, "stopped" if stopped else "finished", step, 0)
 
 
-def build(config: Config, ranks: shard.Ranks, mesh, built: list) -> Transformer:
+def build(config: Config, ranks: shard.Ranks, mesh, made: preflight.Made) -> Transformer:
     """The model, ready to be filled: parameters allocated, nothing in them yet. The order is explained in shard.py."""
     logger.info("Creating Model")
     with torch.device("meta"):
@@ -178,7 +186,7 @@ def build(config: Config, ranks: shard.Ranks, mesh, built: list) -> Transformer:
     shard.shard_model(model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload)
     if mesh is not None:
         logger.info("Wrapped model with FSDP")
-    built.append(model)
+    made.model = model
     if offload:
         shard.on_every_rank(
             lambda: machine.refuse_without_room(model, DTYPES[config.state_dtype], machine.available_memory()), ranks
@@ -239,21 +247,24 @@ def every(step: int, n: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    clock, config, rank, built = Clock(), None, int(os.environ.get("RANK", 0)), []
+    clock, config, rank, made = Clock(), None, int(os.environ.get("RANK", 0)), preflight.Made()
     try:
         config = parse_args(argv or preflight.DEFAULT)
         if config.check >= 0:
             preflight.check(config)
             return 0
         machine.keep_memory()
+        machine.set_determinism(config.deterministic)
         ranks = shard.init_ranks()
         config = preflight.resolve(config, ranks.device, ranks.world_size)
-        train(config, ranks, clock, built)
+        train(config, ranks, clock, made)
+        made.release()
         shard.leave(ranks)
     except KeyboardInterrupt:
+        made.release()
         return 130
     except Exception as error:
-        return preflight.report(error, config, rank, built)
+        return preflight.report(error, config, rank, made)
 
 
 if __name__ == "__main__":
