@@ -495,6 +495,8 @@ def parse(argv: list[str]) -> Namespace:
     if unknown := [part for part in args.parts if part not in known]:
         there = f"there are {', '.join(known)}" if known else "parts are of --suite cpu and --suite gpu"
         raise UserError(f"--parts {unknown[0]} is unknown: {there}")
+    if args.nanogpt and not (args.nanogpt / "model.py").exists():
+        raise UserError(f"--nanogpt {args.nanogpt}: there is no model.py in it")
     if args.repeats < 0:
         raise UserError(f"--repeats {args.repeats}: it must be at least 1")
     if "gpu" in args.suite and not (args.tiny or has_gpu):

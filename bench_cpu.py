@@ -19,10 +19,12 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import ROOT, UserError  # first: it finds the Python that has torch
+from errors import ROOT  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 from bench_peers import PEERS, SIDE
@@ -59,7 +61,8 @@ class Contender(NamedTuple):
     processes: int = 1
 
 
-class Bench(NamedTuple):
+@dataclass
+class Bench:
     """A shape, and what all contenders share. folder: temporary."""
 
     shape: str
@@ -70,7 +73,7 @@ class Bench(NamedTuple):
     def flags(self) -> list[str]:
         return (TINY if self.args.tiny else SHAPES)[self.shape].split()
 
-    @property
+    @cached_property
     def config(self) -> Config:
         return resolve(parse_args(self.flags), torch.device("cpu"), 1)
 
@@ -101,22 +104,24 @@ def missing(peer: str, shape: str, args: Namespace) -> str:
     if peer == "nanogpt":
         if not args.nanogpt:
             return "--nanogpt FOLDER names a checkout of github.com/karpathy/nanoGPT"
-        if not (args.nanogpt / "model.py").exists():
-            raise UserError(f"--nanogpt {args.nanogpt}: there is no model.py in it")
         return "" if shape == "gpt2" else "GPT-2 only"
     if importlib.util.find_spec(peer) is None:
         return f"not installed: pip install {peer}"
     return "no learned positions" if (peer, shape) == ("litgpt", "gpt2") else ""
 
 
+def there(bench: Bench, peer: str) -> bool:
+    return peer in bench.args.peers and not missing(peer, bench.shape, bench.args)
+
+
 def peers_of(bench: Bench, allocator: bool) -> list[Contender]:
     """The peers at their fastest: compiled, with fused AdamW; in autocast, and in pure bf16 where they offer it."""
     label = ", allocator set" if allocator else ""
     out = []
-    for peer in bench.args.peers:
+    for peer in filter(partial(there, bench), PEERS):
         for precision in dict.fromkeys((bench.mixed, "bf16-true" if peer == "litgpt" else bench.mixed)):
             out.append(Contender(f"{peer}, {precision}, compiled{label}", peer, precision, allocator=allocator))
-    return [c for c in out if not missing(c.peer, bench.shape, bench.args)]
+    return out
 
 
 def ours(bench: Bench, **more) -> Contender:
@@ -329,21 +334,24 @@ def bench_allocator(bench: Bench) -> Iterator[Row]:
 
 def bench_others(bench: Bench) -> Iterator[Row]:
     """Two processes, a thread each, instead of one; peers uncompiled, and in fp32; then a whole run of train.py."""
-    case, mine = f"{bench.title}, others", None
-    contenders = [ours(bench), ours(bench, processes=2)._replace(name="flatland, 2 gloo processes")]
-    if "transformers" in bench.args.peers and not missing("transformers", bench.shape, bench.args):
+    case, timed = f"{bench.title}, others", {}
+    contenders = [ours(bench), ours(bench, processes=2)._replace(name="flatland in 2 processes")]
+    if there(bench, "transformers"):
         contenders.append(Contender(f"transformers, {bench.mixed}, uncompiled", "transformers", bench.mixed, False))
-    if "nanogpt" in bench.args.peers and not missing("nanogpt", bench.shape, bench.args) and bench.mixed != "32-true":
+    if there(bench, "nanogpt") and bench.mixed != "32-true":
         contenders.append(Contender("nanogpt, 32-true, compiled, AdamW unfused", "nanogpt", "32-true", fused=False))
     for row in race(bench, case, contenders):
-        mine = mine or ("share" in row and row)
         yield row
-    if mine:
+        if "share" in row:
+            timed[row["what"].partition(";")[0]] = row["median"]
+    if mine := timed.get("flatland"):
+        if two := timed.get("flatland in 2 processes"):
+            yield note(case, "one process over two (gloo, FSDP)", mine / two, "", mine / two)
         run = whole_run(bench, bench.folder / "cache", 3 + bench.args.repeats)
         seconds = [bench.config.micro_batch * bench.config.seq_len / r["tok_per_s"] for r in run["records"][2:]]
         rates = spread(bench.config.micro_batch * bench.config.seq_len, seconds)
         what = f"python train.py, whole; {run['records'][-1]['mem_gib'] * 2**30 / 1e9:.2f} GB; ratio to the step alone"
-        yield {"case": case, "what": what, "unit": "tokens/s", **rates, "ratio": rates["median"] / mine["median"]}
+        yield {"case": case, "what": what, "unit": "tokens/s", **rates, "ratio": rates["median"] / mine}
 
 
 def whole_run(bench: Bench, cache: Path, steps: int, *more: str) -> dict:
