@@ -266,6 +266,33 @@ def test_turns_figures_and_targets(tmp_path, monkeypatch):
     assert len(missed) == 4
 
 
+def test_starting_cold_cached_and_uncompiled(tmp_path, monkeypatch):
+    """Each in its turn, ours by train.py; 1.2 times the fastest uncompiled peer is the bound."""
+    (tmp_path / "model.py").touch()
+    order = []
+
+    class Process:
+        def __init__(self, bench, contender, cache, load):
+            assert not load and cache.is_dir()
+            order.append(cache)
+            self.seconds = {"transformers": 5.0, "nanogpt": 4.0}[contender.peer] + 10 * contender.compile
+
+        def close(self):
+            pass
+
+    def run(bench, cache, steps, *more):
+        assert steps == 1
+        return {"first step": 4.0 if more == ("--compile", "none") else 9.0}
+
+    monkeypatch.setattr(bench_cpu, "Running", Process)
+    monkeypatch.setattr(bench_cpu, "whole_run", run)
+    rows = list(bench_cpu.bench_start(small(tmp_path, repeats=6)))
+    figures = {row["what"]: (row["median"], row["ratio"]) for row in rows}
+    assert figures["transformers, compiled, cached"] == (15.0, 3.75) and figures["nanogpt, uncompiled"] == (4.0, 1.0)
+    assert [row["what"].endswith("NOT reached") for row in rows[-3:]] == [True, True, False]
+    assert len(order) == 12 and len(set(order)) == 4  # two rounds of two peers: a fresh cache for each
+
+
 def test_one_process_two_processes_and_the_whole_run(tmp_path):
     bench_ = small(tmp_path, repeats=1)
     losses = []
