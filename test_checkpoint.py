@@ -1,7 +1,6 @@
 """checkpoint.py: the oracle is the state that was saved, and a run that was never interrupted (test_train.py)."""
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -282,4 +281,4 @@ def test_a_copied_run_folder_still_loads(tmp_path):
     save(tmp_path / "a", 1, model, optimizer, {}, config)
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert checkpoint.find(replace(config, out=str(tmp_path / "b")))[0].step == 1
-    assert json.loads((tmp_path / "b/checkpoints/step-00000001/manifest.json").read_text())["format"] == checkpoint.FORMAT
+    assert checkpoint.verify(tmp_path / "b") == [(1, True, "")]
