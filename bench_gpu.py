@@ -34,7 +34,7 @@ from config import Config, parse_args
 from data import Batch
 from model import MODELS, LossHead, ModelConfig, Transformer, flops_per_token, initial_std, random_init
 from optim import DTYPES, make_optimizer, update
-from preflight import first_values, prepare_fp8, resolve
+from preflight import Made, first_values, prepare_fp8, resolve
 from weights import config_json
 
 PEAK = 989e12  # FLOP/s, dense bf16, of an H100 or H200 (SXM) by its data sheet; what MFU is a share of
@@ -180,7 +180,7 @@ def our_step(
     config: Config, ranks: shard.Ranks, batch: Batch, shared: Contender | None = None, mesh=None, own_units: bool = True
 ) -> Contender:
     """train.py's step on one micro-batch. shared: whose parameters and optimizer it trains."""
-    number, model = 0, train.build(config, ranks, mesh if own_units else None, [])
+    number, model = 0, train.build(config, ranks, mesh if own_units else None, Made())
     if shared:
         model.load_state_dict(shared.model.state_dict(keep_vars=True), assign=True)
     elif ranks.device.type == "cuda":
@@ -301,7 +301,7 @@ def gpu_check(lab: Lab) -> Iterator[Row]:
     for where, ranks, dtype in [("cpu", cpu, d) for d in DTYPES] + [("gpu", lab.ranks, d) for d in DTYPES]:
         config = flags_to_config(lab, f"{flags} {dtype}")
         config = replace(config, dtype=dtype, compile="none" if where == "cpu" else config.compile, attention="sdpa")
-        model = train.build(config, ranks, None, [])
+        model = train.build(config, ranks, None, Made())
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         shard.fill(model, random_init(config.model_config, shapes, 0))
         batch = random_batch(lab, config)

@@ -179,14 +179,14 @@ def check_ours(spec: dict) -> dict[str, float]:
     times as large, for at their first values layers do so little that a wrong one hardly shows."""
     import shard
     import train
-    from preflight import first_values
+    from preflight import Made, first_values
     from weights import export_model
 
     tokens, targets = (t[:1] for t in make_tokens(spec))
     out = {}
     for dtype in ("bf16", "fp32"):
         config, ranks = our_config(spec, "--dtype", dtype, "--compile", "none")
-        model = train.build(config, ranks, None, [])
+        model = train.build(config, ranks, None, Made())
         shard.fill(model, *first_values(config, model, None))
         if dtype == "fp32":
             export_model(model, Path(spec["model"]))
