@@ -21,6 +21,8 @@ from model import MODELS, ModelConfig
 from text import is_text, split_weight
 from weights import read_config
 
+PROFILE_AFTER = 3  # steps before the profiled ones: what compiles, what settles, and one that warms the profiler up
+
 
 def _flag(default, help: str, choices: tuple = ()):
     return field(default=default, metadata={"help": help, "choices": choices})
@@ -170,6 +172,9 @@ class Config:
     resume: str = _flag("auto", "auto = go on from the run folder's newest checkpoint; never; or a checkpoint folder")
     sample_every: int = _flag(0, "steps between text samples; 0 = never")
     prompt: str = _flag("", "what samples begin with")
+    profile: int = _flag(
+        0, "steps that torch's profiler watches: a trace and a table of where their time goes, in profile/; 0 = none"
+    )
     timeout: int = _flag(600, "seconds that ranks wait for each other before the job ends; the first step has 30 min")
     check: int = _flag(
         -1,
@@ -359,6 +364,7 @@ def _check_ranges(c: Config) -> None:
         "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "micro_batch", "batch_tokens", "min_lr",
         "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "prefetch", "log_every",
         "eval_every", "eval_batches", "save_every", "sample_every", "fp8_log_every", "skip_bad", "read_ahead_gb",
+        "profile",
     ):  # fmt: skip
         if not 0 <= getattr(c, name) < float("inf"):
             raise UserError(f"--{name} {getattr(c, name)}: it must be finite and not negative")
@@ -367,6 +373,11 @@ def _check_ranges(c: Config) -> None:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(c, name) < 1:
             raise UserError(f"--{name} {getattr(c, name)}: it must be in [0, 1)")
+    if c.profile and c.steps < PROFILE_AFTER + c.profile:
+        raise UserError(
+            f"--profile {c.profile} needs --steps {PROFILE_AFTER + c.profile}: {PROFILE_AFTER} come before those that"
+            f" are profiled; there are {c.steps}"
+        )
     if c.min_lr > c.lr:
         raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
     if c.check < -1 or c.delimiter < -1:
