@@ -3,6 +3,7 @@
     python bench.py                              # every suite but that of a GPU
     python bench.py --suite gpu --json gpu.json  # on one H200 or H100, at most 9 minutes; --parts picks among its parts
     python bench.py --suite generate --json results.json
+    python bench.py --suite switches             # whole runs: bench_runs.py; also growth, reference
     python bench.py fp8 --run runs/NAME          # what FP8 does to each layer of a model; on a GPU, what it wins
     python bench.py fp8-parity [--flag value]    # the same small Llama in bf16 (two seeds) and in each FP8 recipe
 
@@ -45,6 +46,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.backends import cudnn
 
+import bench_runs
 import fp8
 import shard
 import train
@@ -1088,12 +1090,15 @@ def main(argv: list[str]) -> None:
     if argv and argv[0].startswith("fp8"):
         return main_fp8(argv)
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--suite", nargs="+", choices=[*SUITES, "gpu"], default=list(SUITES), help="default: but gpu")
+    parser.add_argument("--suite", nargs="+", choices=[*SUITES, "gpu", *bench_runs.SUITES], default=list(SUITES),
+                        help="default: but gpu and those of whole runs")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=9, help="measured runs of each contender (default 9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and the machine to a file")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="of --suite gpu; default: all")
     parser.add_argument("--seconds", type=float, default=520.0, help="that --suite gpu may take (default 520)")
     parser.add_argument("--tiny", action="store_true", help="--suite gpu in small, on a CPU, too: does its code run?")
+    parser.add_argument("--steps", type=int, default=0, help="of --suite switches and reference; 0 = as written there")
+    parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="a checkout of github.com/karpathy/nanoGPT")
     args = parser.parse_args(argv)
     if args.repeats < 1:
         raise UserError(f"--repeats {args.repeats}: it must be at least 1")
@@ -1106,6 +1111,7 @@ def main(argv: list[str]) -> None:
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     rows, suites = [], {name: partial(suite, args.repeats) for name, suite in SUITES.items()}
     suites["gpu"] = partial(bench_gpu, args.tiny, args.seconds, args.parts)
+    suites |= {name: partial(suite, args) for name, suite in bench_runs.SUITES.items()}
     for suite in args.suite:
         print(f"\n{suites[suite].func.__doc__.splitlines()[0]}\n\n| case | what | median | p10 | p90 | ratio |")
         print("|---|---|--:|--:|--:|--:|")
