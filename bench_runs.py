@@ -283,7 +283,9 @@ def explain(axis: str, points: dict[int, Run], words: list) -> Iterator[Row]:
     if axis in flops:
         said += f": {flops[axis]:,.0f} FLOP per token and unit at {flops[axis] / b:.0f} GFLOP/s"
     else:
-        said += f": {fixed / 1e6:.2f} MFLOP per token at {fixed / a:.0f} GFLOP/s, and nothing that grows"
+        said += (
+            f": {fixed / 1e6:.2f} MFLOP per token at {fixed / a:.0f} GFLOP/s, {b * n[-1] / a:+.0%} with {n[-1]} rows"
+        )
     yield row(axis, said, b, "ns")
     said = f"memory = {c0 / 2**20:.0f} MiB + {d / 1024:.4g} KiB x; the tensors' sizes say {expected / 1024:.4g} KiB"
     yield row(axis, f"{said} ({tokens} tokens)", d / 1024, "KiB", d / expected if expected else None)

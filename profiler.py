@@ -2,10 +2,11 @@
 
     python profiler.py runs/NAME/profile/rank-00000.trace.json.gz         the table of a trace, again
 
-Every moment of the profiled steps belongs to one category: they add up to the wall time. On a GPU it is that of
-the kernel that runs: computation before communication, so what is said of communication is what nothing hides; a gap is
-`data wait` while the host waits for a batch, else `idle`. On a CPU it is that of the innermost operation in the main
-thread; between operations it is `communication` while gloo sends, else `idle`: Python and what it takes to call.
+Every moment of the profiled steps belongs to one category: they add up to the wall time. On a GPU it is that of the
+kernel that runs: computation before communication, so what is said of communication is what nothing hides; a gap is
+`data wait` while the host waits for a batch, `optimizer` while it updates offloaded parameters, else `idle`. On a CPU
+it is that of the innermost operation in the main thread; between operations it is `communication` while gloo sends,
+else `idle`: Python and what it takes to call.
 
 An operation is told by what it is called from (optimizer, loss head, FSDP), else by its own name, from inside to
 outside. The names are those of torch's profiler, of inductor's kernels and of the libraries' (cuBLAS, cuDNN, NCCL)."""
@@ -16,6 +17,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from errors import UserError  # first: it finds the Python that has torch
@@ -47,17 +49,22 @@ KINDS = (  # else of the first that matches the innermost name that any does
 )
 
 
+@cache
+def _first_match(name: str, rules: tuple) -> int | None:
+    return next((i for i, (_, pattern) in enumerate(rules) if re.search(pattern, name)), None)
+
+
 def category(names: list[str], vocab: int = 0, shapes: list | None = None) -> str:
     """names: of an operation and of all that it is called from, the outermost first; shapes: of a matrix product's
     operands. A product with a dimension of `vocab` is the loss head's."""
-    for found, pattern in WITHIN:
-        if any(re.search(pattern, name) for name in names):
-            return found
-    for name in reversed(names):
-        found = next((found for found, pattern in KINDS if re.search(pattern, name)), "")
-        if found:
-            head = found == "matmul" and vocab and any(vocab in shape for shape in shapes or [] if len(shape) == 2)
-            return "loss head" if head else found
+    within = [i for i in (_first_match(name, WITHIN) for name in names) if i is not None]
+    if within:
+        return WITHIN[min(within)][0]
+    kinds = [i for i in (_first_match(name, KINDS) for name in names) if i is not None]
+    if kinds:
+        found = KINDS[kinds[-1]][0]
+        head = found == "matmul" and vocab and any(vocab in shape for shape in shapes or [] if len(shape) == 2)
+        return "loss head" if head else found
     ours = any(name.startswith("aten::") for name in names)
     return "norms and elementwise" if ours else "idle"  # a range of Python's own
 
@@ -121,7 +128,9 @@ def analyse(events: list[dict], vocab: int = 0) -> tuple[dict[str, float], dict[
         segments += found if thread == main else [s for s in found if s[3].startswith("gloo:")]
     kernels = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
     if kernels:
-        segments = [s for s in segments if s[2] in ("data wait", OTHER)]  # what the host does beside
+        updates = re.compile("fused_adamw|cpp_fused")  # --offload cpu
+        beside = ("data wait", OTHER)  # what of the host's work is told of where the GPU has none
+        segments = [s for s in segments if s[2] in beside or s[2] == "optimizer" and updates.search(s[3])]
         for e in kernels:
             names, shapes = launches.get(e.get("args", {}).get("correlation"), [[], None])
             kind = category([*names, e["name"]], vocab, shapes)

@@ -72,11 +72,13 @@ def test_on_a_gpu_kernels_are_told_by_name_and_by_who_launched_them():
         *launch(9, 9, "aten::to"), kernel("Memcpy HtoD (Pinned -> Device)", 110, 111, 9, "gpu_memcpy"),
         *launch(10, 10, "aten::mm"), kernel("some_new_library_kernel", 130, 140, 10),
         event("part: data", 100, 125, "user_annotation"),
+        event("Optimizer.step#AdamW.step", 150, 170, "user_annotation"),
+        event("aten::_fused_adamw_", 155, 165),  # of parameters that live on the CPU
         event("gpu range", 0, 200, "gpu_user_annotation", tid=7),
     ]  # fmt: skip
     assert spent(events) == pytest.approx({
-        "matmul": 20 + 10, "norms and elementwise": 5 + 10 + 1, "attention": 15, "loss head": 10, "optimizer": 4,
-        "communication": 20, "data wait": 24, "idle": 10 + 6 + 5 + 60,
+        "matmul": 20 + 10, "norms and elementwise": 5 + 10 + 1, "attention": 15, "loss head": 10, "optimizer": 4 + 10,
+        "communication": 20, "data wait": 24, "idle": 10 + 6 + 5 + 50,
     })  # fmt: skip
 
 
