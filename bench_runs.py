@@ -239,7 +239,7 @@ def fit(x: list[float], y: list[float]) -> tuple[float, float]:
 
 def bench_growth(args: Namespace) -> Iterator[Row]:
     """Time and memory against sequence length, batch, vocabulary, layers and processes; draws growth.png."""
-    cuda, points = torch.cuda.is_available(), {}
+    cuda, points, slopes = torch.cuda.is_available(), {}, {}
     for axis, (flags, about) in axes(cuda).items():
         points[axis] = {}
         for n, words in flags.items():
@@ -251,47 +251,62 @@ def bench_growth(args: Namespace) -> Iterator[Row]:
                 points[axis][n] = this = run(Path(folder, "run"), words, processes, env)
             yield row(f"{axis} {n}", f"{about}: {this.memory:.2f} GiB", this.speed, "tokens/s", mem_gib=this.memory)
         if axis != "processes":
-            yield from explain(axis, points[axis], next(iter(flags.values())))
-    draw(points)
+            exact = points[axis] if cuda else exact_memory(flags)
+            slopes[axis], rows = explain(axis, points[axis], exact, next(iter(flags.values())))
+            yield from rows
+    draw(points, slopes)
     yield row("all", "drawn: growth.png")
 
 
-def explain(axis: str, points: dict[int, Run], words: list) -> Iterator[Row]:
-    """The slopes of time and memory along an axis, beside what the FLOP count and the sizes of tensors say."""
+def exact_memory(flags: dict[int, list]) -> dict[int, Run]:
+    """Two points of an axis again, with an allocator that gives every block back: what is resident is what is in use.
+    (By default train.py keeps freed blocks, which is faster and fragments the heap.)"""
+    out = {}
+    for n in list(flags)[1:4:2]:
+        with tempfile.TemporaryDirectory() as folder:
+            words = [*flags[n], "--steps", 2, "--log_every", 1, "--eval_every", 0]
+            out[n] = run(Path(folder, "run"), words, env={"MALLOC_MMAP_THRESHOLD_": "65536"})
+    return out
+
+
+def explain(axis: str, points: dict[int, Run], exact: dict[int, Run], words: list) -> tuple[float, list[Row]]:
+    """The slopes of time and memory along an axis, beside what the FLOP count and the sizes of tensors say; -> the
+    latter's bytes per unit, and the rows."""
     config = parse_args(list(map(str, words)))
     c, n = config.model_config, list(points)
-    tokens = config.seq_len * config.micro_batch
     a, b = fit(n, [1e9 / p.speed for p in points.values()])
     c0, d = fit(n, [p.memory * 2**30 for p in points.values()])
+    _, d_exact = fit(list(exact), [p.memory * 2**30 for p in exact.values()])
+    attention = 6 * c.n_heads * c.head_dim  # per layer and token of context
     flops = {  # per token and unit of the axis, forward and backward
-        "sequence length": 6 * c.n_layers * c.n_heads * c.head_dim,
+        "sequence length": attention * c.n_layers,
         "vocabulary": 6 * c.dim,
-        "layers": 6 * (matmul_params(c) - c.vocab_size * c.dim) / c.n_layers
-        + 6 * c.n_heads * c.head_dim * config.seq_len,
+        "layers": 6 * (matmul_params(c) - c.vocab_size * c.dim) / c.n_layers + attention * config.seq_len,
     }
     layer = sum(p.numel() for p in Transformer(c).layers[0].parameters())
-    rows = config.micro_batch
     more = parse_args([*map(str, words), "--n_layers", str(c.n_layers + 1)])
-    expected = {
+    expected = {  # parameters, gradients and two moments in fp32; what autograd keeps for the backward pass
         "sequence length": 0.0,
         "rows per step": float(saved_bytes(config, 2) - saved_bytes(config, 1)),
         "vocabulary": 16.0 * 2 * c.dim,
-        "layers": 16.0 * layer + rows * (saved_bytes(more, 1) - saved_bytes(config, 1)),
+        "layers": 16.0 * layer + config.micro_batch * (saved_bytes(more, 1) - saved_bytes(config, 1)),
     }[axis]
-    fixed = flops_per_token(c, config.seq_len)
     said = f"time per token = {a:.4g} ns + {b:.4g} ns x"
     if axis in flops:
         said += f": {flops[axis]:,.0f} FLOP per token and unit at {flops[axis] / b:.0f} GFLOP/s"
     else:
+        fixed = flops_per_token(c, config.seq_len)
         said += (
             f": {fixed / 1e6:.2f} MFLOP per token at {fixed / a:.0f} GFLOP/s, {b * n[-1] / a:+.0%} with {n[-1]} rows"
         )
-    yield row(axis, said, b, "ns")
-    said = f"memory = {c0 / 2**20:.0f} MiB + {d / 1024:.4g} KiB x; the tensors' sizes say {expected / 1024:.4g} KiB"
-    yield row(axis, f"{said} ({tokens} tokens)", d / 1024, "KiB", d / expected if expected else None)
+    time_row = row(axis, said, b, "ns")
+    said = f"memory = {c0 / 2**20:.0f} MiB + {d / 1024:.4g} KiB x; in use {d_exact / 1024:.4g} KiB x"
+    said += f"; the tensors' sizes say {expected / 1024:.4g} KiB"
+    return expected, [time_row, row(axis, said, d_exact / 1024, "KiB", d_exact / expected if expected else None)]
 
 
-def draw(points: dict[str, dict[int, Run]], path: Path = ROOT / "growth.png") -> None:
+def draw(points: dict[str, dict[int, Run]], slopes: dict[str, float], path: Path = ROOT / "growth.png") -> None:
+    """slopes: bytes per unit of an axis that the sizes of tensors say."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -306,15 +321,19 @@ def draw(points: dict[str, dict[int, Run]], path: Path = ROOT / "growth.png") ->
             panel.set_xscale("log", base=2)
             panel.set_ylim(0, 1.15 * max(y))
             panel.grid(alpha=0.3)
-            panel.set_xticks(n, [f"{x // 1024}k" if x % 1024 == 0 and x else str(x) for x in n])
+            panel.set_xticks(n, [f"{x // 1024}k" if x % 1024 == 0 else str(x) for x in n])
             panel.minorticks_off()
+            panel.tick_params("x", rotation=45 if n[-1] > 1000 else 0)
         fine = np.geomspace(n[0], n[-1], 100)
         if axis == "processes":
             above.plot(n, [speeds[0] * x for x in n], "--", color="grey", lw=1, label="as many times one")
+            above.set_ylim(0, 1.15 * speeds[0] * n[-1])
         else:
             (a, b), (c, d) = fit(n, [1 / s for s in speeds]), fit(n, memory)
             above.plot(fine, 1 / (a + b * fine), color="C0", lw=1, label="1 / (a + b x)")
             below.plot(fine, c + d * fine, color="C3", lw=1, label="c + d x")
+            in_tensors = memory[0] + slopes[axis] / 2**30 * (fine - n[0])
+            below.plot(fine, in_tensors, "--", color="grey", lw=1, label="sizes of tensors")
         for panel in (above, below):
             panel.legend(fontsize=8)
         below.set_xlabel(axis)
