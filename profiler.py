@@ -29,9 +29,11 @@ from config import PROFILE_AFTER, Config
 from log import Clock, logger
 from shard import Ranks
 
-COMPUTE = ("matmul", "attention", "loss head", "norms and elementwise", "optimizer")
 OTHER = "evaluation, saves and samples"  # that fall between profiled steps: none of a step's time
-CATEGORIES = (*COMPUTE, "communication", "data wait", OTHER, "idle")
+CATEGORIES = (
+    "matmul", "attention", "loss head", "norms and elementwise", "optimizer", "communication", "data wait", OTHER,
+    "idle",
+)  # fmt: skip
 
 WITHIN = (  # an operation is of the first of these that it, or what it is called from, matches
     (OTHER, r"^part: (evaluation|saves|samples)"),
