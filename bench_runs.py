@@ -132,6 +132,7 @@ def bench_switches(args: Namespace) -> Iterator[Row]:
     words = ["@recipes/char-gpt.args", "--batch_tokens", tokens, "--steps", steps, "--warmup_steps", 0.1]
     words += ["--log_every", max(1, steps // 5), "--eval_every", steps, "--eval_batches", 10]
     words += ["--sample_every", max(1, steps // 2)]
+    words += [] if cuda else ["--lr", 3e-4]  # 1e-3, an eighth of the batch and a few steps of warm-up: losses jump
     runs: dict[str, Run] = {}
     with tempfile.TemporaryDirectory() as folder:
         rows = switches(cuda, gpus)
