@@ -5,6 +5,7 @@
     python bench.py --suite gpu --json gpu.json  # on one H200 or H100, at most 9 minutes; --parts picks among its parts
     python bench.py --suite generate --json results.json
     python bench.py --check                      # only compares results, and times nothing
+    python bench.py --suite switches             # whole runs: bench_runs.py; also growth, reference
     python bench.py fp8 --run runs/NAME          # what FP8 does to each layer of a model; on a GPU, what it wins
     python bench.py fp8-parity [--flag value]    # the same small Llama in bf16 (two seeds) and in each FP8 recipe
 
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 
 import bench_cpu
 import bench_gpu
+import bench_runs
 import fp8
 import shard
 from bench_rows import Row, describe, in_table, peak_rss, race, rank_environments, same, spread
@@ -467,6 +469,7 @@ SUITES: dict[str, Callable[[Namespace], Iterator[Row]]] = {
     "data": bench_data,
     "cpu": bench_cpu.bench_cpu,
     "gpu": bench_gpu.bench_gpu,
+    **bench_runs.SUITES,
 }
 
 
@@ -485,6 +488,7 @@ def parse(argv: list[str]) -> Namespace:
     parser.add_argument("--peers", nargs="+", choices=bench_cpu.PEERS, default=list(bench_cpu.PEERS),
                         help="of --suite cpu; default: all that are there")  # fmt: skip
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="a checkout of github.com/karpathy/nanoGPT")
+    parser.add_argument("--steps", type=int, default=0, help="of --suite switches and reference; 0 = as written there")
     parser.add_argument("--seconds", type=float, default=520.0, help="that --suite gpu may take (default 520)")
     parser.add_argument("--tiny", action="store_true", help="cpu and gpu in small, on a CPU, too: does the code run?")
     args = parser.parse_args(argv)

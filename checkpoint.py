@@ -66,7 +66,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 MAY_CHANGE = {
     "steps", "out", "log_every", "eval_every", "eval_batches", "save_every", "keep", "resume", "sample_every", "prompt",
     "check", "micro_batch", "shard_size", "checkpointing", "compile", "attention", "val_data", "data", "reshard",
-    "prefetch", "offload", "offload_activations", "load", "timeout", "skip_bad", "read_ahead_gb",
+    "prefetch", "offload", "offload_activations", "load", "timeout", "skip_bad", "read_ahead_gb", "profile",
     "fp8", "fp8_grad_dtype", "fp8_all_gather", "fp8_skip", "fp8_log_every",
     "save_async", "resume_override", "on_nonfinite", "replicas_every", "deterministic",
 }  # fmt: skip

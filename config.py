@@ -21,6 +21,8 @@ from model import MODELS, ModelConfig
 from text import is_text, split_weight
 from weights import read_config
 
+PROFILE_AFTER = 3  # steps before the profiled ones: what compiles, what settles, and one that warms the profiler up
+
 
 def _flag(default, help: str, choices: tuple = ()):
     return field(default=default, metadata={"help": help, "choices": choices})
@@ -188,6 +190,9 @@ class Config:
     deterministic: bool = _flag(False, "only kernels that give the same bits each time; on GPUs slower")
     sample_every: int = _flag(0, "steps between text samples; 0 = never")
     prompt: str = _flag("", "what samples begin with")
+    profile: int = _flag(
+        0, "steps that torch's profiler watches: a trace and a table of where their time goes, in profile/; 0 = none"
+    )
     timeout: int = _flag(
         600,
         "seconds without the end of a step after which the job ends and says where it hangs; the first step, an"
@@ -383,6 +388,7 @@ def _check_ranges(c: Config) -> None:
         "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "prefetch", "log_every",
         "eval_every", "eval_batches", "save_every", "sample_every", "fp8_log_every", "skip_bad", "read_ahead_gb",
         "replicas_every",
+        "profile",
     ):  # fmt: skip
         if not 0 <= getattr(c, name) < float("inf"):
             raise UserError(f"--{name} {getattr(c, name)}: it must be finite and not negative")
@@ -395,6 +401,11 @@ def _check_ranges(c: Config) -> None:
         raise UserError(f"--keep {c.keep}: it must be at least 2: should the newest be damaged, the one before is used")
     if wrong := [name for name in c.resume_override if name not in OVERRIDABLE]:
         raise UserError(f"--resume_override {wrong[0]}: it can name {', '.join(OVERRIDABLE)}; for others a new --out")
+    if c.profile and c.steps < PROFILE_AFTER + c.profile:
+        raise UserError(
+            f"--profile {c.profile} needs --steps {PROFILE_AFTER + c.profile}: {PROFILE_AFTER} come before those that"
+            f" are profiled; there are {c.steps}"
+        )
     if c.min_lr > c.lr:
         raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
     if c.check < -1 or c.delimiter < -1:

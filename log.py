@@ -218,7 +218,8 @@ class Clock:
         self._lap()
         self.stack.append(name)
         try:
-            yield
+            with torch.profiler.record_function(f"part: {name}"):  # 8 us where no profiler runs
+                yield
         finally:
             self._lap()
             self.stack.pop()

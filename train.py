@@ -33,6 +33,7 @@ from data import IGNORE, Loader, make_loader, merge_positions
 from log import Clock, Log, describe_run, logger, peak_flops, start_logging, write_status
 from model import Transformer, flops_per_token
 from optim import DTYPES, learning_rate, make_optimizer, update
+from profiler import profiled
 from tokenizer import load_tokenizer
 from weights import family
 
@@ -100,7 +101,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, made: preflight.Made
     stopped, steps = False, iter(loader)
     fp8_every = config.fp8_log_every if config.fp8 != "off" else 0
     clock.switch("compile")  # the first step, which compiles
-    for step in range(start + 1, config.steps + 1):
+    for step in profiled(range(start + 1, config.steps + 1), config, ranks, clock):
         with clock.part("data"):
             micro_batches = next(steps)
         lr = learning_rate(config, step - 1)
