@@ -31,6 +31,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from errors import ROOT, UserError  # first: it finds the Python that has torch
@@ -42,16 +43,17 @@ from torch import Tensor, nn
 import bench_cpu
 import bench_gpu
 import bench_runs
+import checkpoint
 import fp8
 import shard
-from bench_rows import Row, describe, in_table, peak_rss, race, rank_environments, same, spread
-from checkpoint import newest
+from bench_rows import Row, describe, in_table, note, peak_rss, race, rank_environments, same, spread
 from config import parse_args, split_batch
 from data import builtin_documents, make_loader, write_shard
 from generate import sample
 from log import write_whole
 from machine import find_device
 from model import MODELS, ModelConfig, Transformer, random_init
+from optim import make_optimizer
 from prepare import build
 from tokenizer import LLAMA3_SPLIT, load_tokenizer
 from weights import export_model
@@ -252,6 +254,64 @@ def bench_load(args: Namespace, gb: float = 0.6) -> Iterator[Row]:
                     yield row | spread(size / 1e9, times) | {"ratio": plain / np.median(times)}
 
 
+def bench_checkpoint(args: Namespace, gb: float = 0.5) -> Iterator[Row]:
+    """Checkpoints of 0.5 GB, fp32 with moments, one process: what a save costs the loop and the disk, and a resume."""
+    if args.check:  # test_checkpoint.py does
+        return
+    with tempfile.TemporaryDirectory(dir=args.disk) as folder:
+        small = replace(MODELS["tiny-llama"], vocab_size=2048, dim=512, ffn_dim=1408)
+        layers = round((gb * 1e9 / 12 - 2 * 2048 * 512) / (small.dim * (small.dim * 3 + 3 * small.ffn_dim)))
+        words = f"--dim 512 --ffn_dim 1408 --vocab_size 2048 --n_layers {layers} --dtype fp32 --out {folder}/run"
+        config = parse_args(words.split())
+        model = Transformer(config.model_config)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        shard.fill(model, random_init(config.model_config, shapes, 0))
+        optimizer, tokens = make_optimizer(model, config), torch.arange(256)
+        model(tokens[None, :8], tokens[None, :8]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saver = checkpoint.Saver(config, model, optimizer, checkpoint.ALONE, None, None, "bench")
+        stalls, waits = [], []
+
+        def save() -> None:
+            begin = time.perf_counter()
+            saver.save(saver.last + 1, {}, tokens)
+            stalls.append(time.perf_counter() - begin)
+            saver.wait()
+            waits.append(time.perf_counter() - begin - stalls[-1])
+
+        def probe() -> None:
+            checkpoint.probe_loss(model, saver.tokens, checkpoint.ALONE.device)
+
+        def plain() -> None:
+            with open(Path(folder) / "plain", "wb") as f:
+                for tensor in state.values():
+                    f.write(tensor.reshape(-1).view(torch.uint8).numpy())
+                f.flush()
+                os.fsync(f.fileno())
+            Path(f.name).unlink()  # as the oldest checkpoint is
+
+        state, _ = checkpoint.own_parts(model, optimizer, checkpoint.ALONE)
+        size = sum(t.numel() * t.element_size() for t in state.values()) / 1e9
+        ways = {"save, until it is on the disk": save, "one file, written and synced": plain}
+        yield from race(f"saving {size:.2f} GB", "GB/s", size, ways, args.repeats)
+        stall, rest = np.median(stalls[1:]), np.median(waits[1:])
+        case = "of a save, training waits"
+        yield note(case, "with --save_async on (probe and copy)", stall * 1e3, "ms", stall / (stall + rest))
+        yield race(case, "probes/s", 1, {"of that, the probe": probe}, args.repeats)[0] | {"ratio": None}
+        newest_folder = checkpoint.folders(Path(config.out))[-1]
+        file = newest_folder / "rank-00000.safetensors"
+        ways = {"verify": partial(checkpoint.fault_of, newest_folder), "read": partial(read_plainly, file)}
+        yield from race("the same, in the page cache", "GB/s", size, ways, args.repeats)
+
+        def resume() -> None:
+            found, _ = checkpoint.find(config)
+            checkpoint.restore(found, model, optimizer, checkpoint.ALONE, config)
+
+        ways = {"resume: verify, load, prove": resume, "read": partial(read_plainly, file)}
+        yield from race("the same, in the page cache", "GB/s", size, ways, args.repeats)
+
+
 def bench_data(args: Namespace) -> Iterator[Row]:
     """Batches from token shards in the page cache, one process; shards from text, against the tokenizer alone."""
     if args.check:  # test_data.py does
@@ -348,10 +408,10 @@ def report_fp8(run: Path, recipe: str) -> str:
     """A line per converted layer: amax, saturated and flushed shares and SNR of x, W and g; SNR of y against bf16; on a
     GPU the measured speed-up. Shares in parts per million."""
     device = find_device(1)
-    checkpoint = newest(run)
-    config = checkpoint.config
-    model = Transformer(checkpoint.model_config, torch.bfloat16 if config.dtype == "bf16" else torch.float32)
-    shard.fill(model, checkpoint.read_weights)
+    saved = checkpoint.newest(run)
+    config = saved.config
+    model = Transformer(saved.model_config, torch.bfloat16 if config.dtype == "bf16" else torch.float32)
+    shard.fill(model, saved.read_weights)
     model.to(device)
     recipe = recipe or (config.fp8 if config.fp8 != "off" else "tensor")
     grad_dtype = "e5m2" if config.fp8_grad_dtype == "auto" else config.fp8_grad_dtype
@@ -373,7 +433,7 @@ def report_fp8(run: Path, recipe: str) -> str:
     found, speeds, lost = fp8.watched(model), {}, 0
     tokens = split_batch(config, 1)[0] * config.seq_len
     columns = "".join(f"  {o + ' amax':>9} {'sat':>6} {'flush':>7} {'dB':>5}" for o in "xwg")
-    title = f"{run}, step {checkpoint.step}: FP8 recipe {recipe}, {tokens} tokens; saturated and flushed in millionths"
+    title = f"{run}, step {saved.step}: FP8 recipe {recipe}, {tokens} tokens; saturated and flushed in millionths"
     lines = [title, f"{'layer':36} {'shape':>14}{columns}  {'y dB':>5}{'  speed-up' if device.type == 'cuda' else ''}"]
     for name, shape, verdict in rows:
         if name not in outputs:
@@ -466,6 +526,7 @@ SUITES: dict[str, Callable[[Namespace], Iterator[Row]]] = {
     "generate": bench_generate,
     "tokenizer": bench_tokenizer,
     "load": bench_load,
+    "checkpoint": bench_checkpoint,
     "data": bench_data,
     "cpu": bench_cpu.bench_cpu,
     "gpu": bench_gpu.bench_gpu,
@@ -489,6 +550,9 @@ def parse(argv: list[str]) -> Namespace:
                         help="of --suite cpu; default: all that are there")  # fmt: skip
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="a checkout of github.com/karpathy/nanoGPT")
     parser.add_argument("--steps", type=int, default=0, help="of --suite switches and reference; 0 = as written there")
+    parser.add_argument(
+        "--disk", type=Path, metavar="FOLDER", help="of --suite checkpoint; default: where temporary files go"
+    )
     parser.add_argument("--seconds", type=float, default=520.0, help="that --suite gpu may take (default 520)")
     parser.add_argument("--tiny", action="store_true", help="cpu and gpu in small, on a CPU, too: does the code run?")
     args = parser.parse_args(argv)

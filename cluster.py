@@ -841,10 +841,9 @@ def verb_train(words: list[str], settings: dict) -> int:
     job["hosts"] = [asdict(h) for h in hosts]
     seen = call_all(hosts, job["ssh"], "marks", 30, {"root": job["root"], "out": name})
     if any(isinstance(s, dict) and set(s["marks"].get(mark, [])) != {h.label for h in hosts} for s in seen):
-        print(
-            f"The hosts do not share the folder {name}: each keeps its ranks' part of a checkpoint, and no launch can"
-            " go on from it. Give --out a folder that all of them see",
-            file=sys.stderr,
+        raise UserError(
+            f"The hosts do not share the folder {name}: each would keep its ranks' part of a checkpoint, and no launch"
+            " could go on from it. Give --out a folder that all of them see"
         )
 
     for left in ("stop", "stop-now"):

@@ -315,3 +315,8 @@ def test_what_the_command_line_refuses(tmp_path):
                            ("--repeats -1", "it must be at least 1")):  # fmt: skip
         with pytest.raises(UserError, match=message):
             bench.main(words.split())
+
+
+def test_checkpoints_are_measured():
+    rows = list(bench.bench_checkpoint(Namespace(check=False, repeats=1, disk=None), gb=0.05))
+    assert len(rows) == 8 and all(row["median"] > 0 for row in rows)

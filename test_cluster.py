@@ -440,11 +440,13 @@ def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):  # noqa
     assert status == 2 and f"{label}: the files in" in err
     status, out, err = checkout.launch("sync", "--hosts", apart)
     assert status == 0 and ".venv the same" in out
-    # rank 0 may be on either: its log is seen here all the same
     status, out, err = checkout.launch("--hosts", f"{apart},{here}", "--steps", "3")
-    assert status == 0 and "do not share the folder runs/default" in err, err
+    assert status == 2 and "do not share the folder runs/default" in err and "--out" in err, err
+    # alone it needs to share nothing, and what its rank 0 says is seen here all the same
+    status, out, err = checkout.launch("--hosts", apart, "--steps", "12")
+    assert status == 0, err
     status, out, err = checkout.launch("logs")
-    assert status == 0 and "Batch 3 " in out and "finished at step 3" in out, out + err
+    assert status == 0 and "Batch 12 " in out and "finished at step 12" in out, out + err
 
 
 @pytest.mark.slow
