@@ -37,7 +37,7 @@ from log import Clock
 ranks = shard.init_ranks()
 for recipe, words in {lines!r}.items():
     config = preflight.resolve(parse_args(words), ranks.device, ranks.world_size)
-    train.train(config, ranks, Clock(), [])
+    train.train(config, ranks, Clock(), preflight.Made())
     shard.gather(None, ranks)
     last = json.loads((Path(config.out) / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 3 and 3 < last["loss"] < 7, last
