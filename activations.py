@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # What selective checkpointing keeps, where this torch has it: matrix products and attention, the expensive part.
-KEPT = [
+KEPT = {
     getattr(torch.ops.aten, name).default
     for name in (
         "mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
@@ -22,16 +22,17 @@ KEPT = [
         "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward",
     )
     if hasattr(torch.ops.aten, name)
-]  # fmt: skip
-with contextlib.suppress(ImportError, AttributeError):
-    import torch.nn.attention.varlen  # registers its operator
-
-    KEPT.append(torch.ops.torch_attn._varlen_attn.default)
+}  # fmt: skip
 
 
 def checkpoint_activations(model: nn.Module, mode: str) -> None:
     """block: each block keeps its input only and computes the rest again in the backward pass (arXiv 1604.06174);
     selective: it keeps the outputs of its matrix products and of attention, too."""
+    if mode == "selective":
+        with contextlib.suppress(ImportError, AttributeError):
+            import torch.nn.attention.varlen  # registers its operator; here, as it also loads the compiler: seconds
+
+            KEPT.add(torch.ops.torch_attn._varlen_attn.default)
     for block in model.layers if mode != "none" else []:
         block.forward = _checkpointed(block.forward, mode)
 

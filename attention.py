@@ -110,19 +110,21 @@ def _varlen_words(grouped: bool) -> dict:
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: int) -> Tensor:
+    """The heads of a group share their keys: they are like so many more rows of one head. The softmax computes in fp32
+    and keeps its result in the dtype of the products alone; slices of contiguous keys and values are no copies."""
     B, H, T, h = q.shape
-    q = (q * h**-0.5).view(B, H // group, group, T, h)  # the heads of a group share their keys
-    k, v = k.unsqueeze(2), v.unsqueeze(2)  # [B, K, 1, S, h]
+    q, k, v = q * h**-0.5, k.flatten(0, 1), v.flatten(0, 1)  # k, v [B K, S, h]
     out = []
     for start in range(0, T, BLOCK):
         stop = min(start + BLOCK, T)
-        seen = stop if mask is None else k.shape[3]
-        scores = q[..., start:stop, :] @ k[..., :seen, :].transpose(-1, -2)  # [B, K, group, block, seen]
+        seen = stop if mask is None else k.shape[1]
+        rows = q[:, :, start:stop].reshape(len(k), -1, h)  # [B K, group block, h]
+        scores = (rows @ k[:, :seen].mT).view(B, -1, group, stop - start, seen)
         if mask is None:
             row = torch.arange(start, stop, device=q.device)[:, None]
             keep = torch.arange(seen, device=q.device)[None, :] <= row
         else:
             keep = mask[:, :, None, start:stop]
-        weights = scores.float().masked_fill(~keep, float("-inf")).softmax(-1).to(q.dtype)
-        out.append(weights @ v[..., :seen, :])
-    return torch.cat(out, 3).view(B, H, T, h)
+        weights = scores.masked_fill(~keep, float("-inf")).softmax(-1)
+        out.append((weights.view(len(k), -1, seen) @ v[:, :seen]).view(B, H, stop - start, h))
+    return torch.cat(out, 2)

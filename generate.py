@@ -48,7 +48,6 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # a compiled block would be compiled again for every length
 def sample(
     model: Transformer,
     ids: Tensor,
@@ -70,7 +69,9 @@ def sample(
     cache = KVCache(model.config, ids.shape[0], ids.shape[1] + n, model.dtype, device, padding)
     stop, ended = torch.tensor(sorted(stop)), None
     for _ in range(n):
-        new = choose(model.logits(ids.to(device), cache=cache, last=True)[:, -1], temperature, top_k, top_p, generator)
+        with torch.compiler.set_stance("force_eager"):  # a compiled block would be compiled again for every length
+            logits = model.logits(ids.to(device), cache=cache, last=True)[:, -1]
+        new = choose(logits, temperature, top_k, top_p, generator)
         if ended is not None:
             new = torch.where(ended, ids[:, 0], new)
         yield new

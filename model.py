@@ -338,24 +338,24 @@ class Block(nn.Module):
         return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
 
 
-# Elements of the logits that exist at once. A few large chunks are as fast as one; on a GPU smaller ones would cost
-# matmul rate.
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
+# Elements of the logits that exist at once. A few large chunks are as fast as one; smaller ones cost matmul rate, and
+# passes over the weight's gradient.
+CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**28}
 
 
-def loss_chunk(x: Tensor, weight: Tensor, targets: Tensor, grads: bool) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy (fp32 [n], 0 where there is no target) of x [n, D] against targets [n], and the gradient of its sum
-    by the logits [n, V] in x's dtype."""
-    logits = (x @ weight.T).float()
-    lse = logits.logsumexp(-1, keepdim=True)
+def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> tuple[Tensor, Tensor | None]:
+    """Cross-entropy (fp32 [n], 0 where there is no target) of logits [n, V] against targets [n], and the gradient of
+    its sum by them, written over them. Compiled, nothing else of this size exists."""
     trained = (targets != IGNORE)[:, None]
     picked = targets.clamp(min=0)[:, None]
-    loss = torch.where(trained, lse - logits.gather(1, picked), 0.0)[:, 0]
+    x = logits.float()
+    lse = x.logsumexp(-1, keepdim=True)
+    loss = torch.where(trained, lse - x.gather(1, picked), 0.0)
     if not grads:
-        return loss, None
-    dlogits = logits.sub_(lse).exp_()  # in place: no second block of this size
-    dlogits[torch.arange(len(dlogits), device=x.device), picked[:, 0]] -= 1.0
-    return loss, dlogits.masked_fill_(~trained, 0.0).to(x.dtype)
+        return loss[:, 0], None
+    dx = x.sub_(lse.masked_fill(~trained, math.inf)).exp_()  # 0 where there is no target
+    dx.scatter_(1, picked, torch.where(trained, torch.expm1(-loss), 0.0))  # exp(-loss) is the target's probability
+    return loss[:, 0], logits.copy_(dx)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -363,39 +363,41 @@ class _LinearCrossEntropy(torch.autograd.Function):
     [N, V] logits never exist, neither now nor saved for the backward pass."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy) -> tuple[Tensor, Tensor]:
         w = weight.to(x.dtype)
-        rows = max(1, CHUNK_LOGITS.get(x.device.type, CHUNK_LOGITS["cuda"]) // w.shape[0])
-        chunks = range(0, x.shape[0], rows)
-        loss, losses = torch.zeros((), device=x.device), []
+        limit = CHUNK_LOGITS.get(x.device.type, CHUNK_LOGITS["cuda"]) // w.shape[0]
+        rows = -(-len(x) // -(-len(x) // max(1, limit)))  # as equal as can be: one shape to compile, or two
+        losses, dw = [], None
         dx = torch.empty_like(x) if grads else None
-        dw = torch.zeros(w.shape, device=x.device) if grads and len(chunks) > 1 else None  # chunks add up in fp32
-        for a in chunks:
-            part, dlogits = loss_chunk(x[a : a + rows], w, targets[a : a + rows], grads)
-            loss = loss + part.sum()
-            losses.append(part)
+        for a in range(0, len(x), rows):
+            part = x[a : a + rows]
+            loss, dlogits = cross_entropy(part @ w.T, targets[a : a + rows], grads)
+            losses.append(loss)
             if grads:
                 dx[a : a + rows] = dlogits @ w
-                step = dlogits.T @ x[a : a + rows]
-                dw = step if dw is None else dw.add_(step)
-                del dlogits, step  # before the next chunk's
+                step = dlogits.T @ part
+                del dlogits  # before the next chunk's
+                if dw is None:  # chunks add up in fp32
+                    dw = step.to(weight.dtype if rows == len(x) else torch.float32)
+                else:
+                    dw.add_(step)
         if grads:
             ctx.save_for_backward(dx, dw.to(weight.dtype))
         losses = torch.cat(losses)
         ctx.mark_non_differentiable(losses)
-        return loss, losses
+        return losses.sum(), losses
 
     @staticmethod
     def backward(ctx, grad: Tensor, _):
         dx, dw = ctx.saved_tensors
-        return dx * grad, dw * grad, None, None
+        return dx * grad, dw.mul_(grad), None, None, None  # dw is as large as the weight
 
 
 def loss_head_bytes(config: ModelConfig, tokens: int, device_type: str) -> int:
-    """What the loss of so many tokens needs at its peak in bf16: a chunk's logits, in both dtypes and their gradient,
-    and the gradient of the weight."""
+    """What the loss of so many tokens needs at its peak in bf16, uncompiled: a chunk's logits, in both dtypes, in fp32
+    once more within logsumexp, and the gradient of the weight."""
     logits = min(CHUNK_LOGITS[device_type], tokens * config.vocab_size)
-    return 8 * logits + 4 * config.vocab_size * config.dim
+    return 10 * logits + 4 * config.vocab_size * config.dim
 
 
 class LossHead(nn.Module):
@@ -405,12 +407,13 @@ class LossHead(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.cross_entropy = cross_entropy  # or that, compiled
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return F.linear(x, self.weight.to(x.dtype)).float()
         loss, losses = _LinearCrossEntropy.apply(
-            x.flatten(0, 1), self.weight, targets.flatten(), torch.is_grad_enabled()
+            x.flatten(0, 1), self.weight, targets.flatten(), torch.is_grad_enabled(), self.cross_entropy
         )
         self.row_losses = losses.view(targets.shape).sum(1)
         return loss

@@ -153,9 +153,12 @@ def set_timeout(seconds: int, ranks: Ranks, mesh: DeviceMesh | None) -> None:
 
 
 def compile_model(model: nn.Module, mode: str) -> None:
-    """block: every block on its own, sharing one compiled graph; model: everything as one graph. In place."""
+    """block: every block on its own, sharing one compiled graph, and the loss head's softmax; model: everything as one
+    graph. In place."""
     if mode == "model":
         model.compile(dynamic=False)
+    elif mode == "block":
+        model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy, dynamic=False)
     for block in model.layers if mode == "block" else []:
         block.forward = torch.compile(block.forward, dynamic=False)
 

@@ -354,7 +354,7 @@ print(max(peak(65536, 16, False), peak(65536, 8, True)) - small)
 
 def test_peak_memory_does_not_hold_the_logits():
     """4096 tokens x 65536 words: the fp32 logits alone would be 1024 MiB (tied, of half the tokens: 512). What it is
-    compared with is as large as one chunk. (Not ru_maxrss: a child process begins with its parent's.)"""
+    compared with is half a chunk. (Not ru_maxrss: a child process begins with its parent's.)"""
     command = [sys.executable, "-c", MEMORY, str(Path(__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
