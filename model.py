@@ -338,9 +338,9 @@ class Block(nn.Module):
         return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
 
 
-# Elements of the logits that exist at once. A few large chunks are as fast as one; smaller ones cost matmul rate, and
+# Bytes of the logits that exist at once. A few large chunks are as fast as one; smaller ones cost matmul rate, and
 # passes over the weight's gradient.
-CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**28}
+CHUNK_BYTES = {"cpu": 100 * 2**20, "cuda": 2**29}
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> tuple[Tensor, Tensor | None]:
@@ -365,7 +365,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy) -> tuple[Tensor, Tensor]:
         w = weight.to(x.dtype)
-        limit = CHUNK_LOGITS.get(x.device.type, CHUNK_LOGITS["cuda"]) // w.shape[0]
+        limit = CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (w.shape[0] * w.itemsize)
         rows = -(-len(x) // -(-len(x) // max(1, limit)))  # as equal as can be: one shape to compile, or two
         losses, dw = [], None
         dx = torch.empty_like(x) if grads else None
@@ -396,7 +396,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def loss_head_bytes(config: ModelConfig, tokens: int, device_type: str) -> int:
     """What the loss of so many tokens needs at its peak in bf16, uncompiled: a chunk's logits, in both dtypes, in fp32
     once more within logsumexp, and the gradient of the weight."""
-    logits = min(CHUNK_LOGITS[device_type], tokens * config.vocab_size)
+    logits = min(CHUNK_BYTES[device_type] // 2, tokens * config.vocab_size)
     return 10 * logits + 4 * config.vocab_size * config.dim
 
 
