@@ -559,6 +559,8 @@ def parse(argv: list[str]) -> Namespace:
     has_gpu = torch.cuda.is_available()
     if "all" in args.suite:
         args.suite = [name for name in SUITES if name != "gpu" or has_gpu]
+    if args.check:  # whole runs compare results while they are timed
+        args.suite = [name for name in args.suite if name not in bench_runs.SUITES]
     known = [part for name in args.suite for part in parts_of(name)]
     if unknown := [part for part in args.parts if part not in known]:
         there = f"there are {', '.join(known)}" if known else "parts are of --suite cpu and --suite gpu"
