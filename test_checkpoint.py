@@ -23,6 +23,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def save(run: Path, step: int, model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None) -> Path:
+    run.mkdir(exist_ok=True)
     saver = checkpoint.Saver(replace(config, out=str(run)), model, optimizer, ranks, mesh, None, "word")
     saver.save(step, position, torch.arange(20))
     saver.wait()
