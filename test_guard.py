@@ -38,7 +38,7 @@ def test_stop_vote_is_one_step_late_and_unanimous(tmp_path):
     code = """
 import os, signal
 ranks = shard.init_ranks()
-vote = guard.StopVote(ranks, lambda: None)
+vote = guard.StopVote(ranks)
 answers = []
 for step in range(6):
     if step == 2 and ranks.rank == 1:
