@@ -43,6 +43,15 @@ def _began(pid: int) -> int | None:
         return None
 
 
+def _read(lock: Path) -> dict:
+    """{}: not there, not written to its end, or damaged."""
+    try:
+        held = json.loads(lock.read_text())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    return held if isinstance(held, dict) else {}
+
+
 class RunLock:
     """Held by rank 0 from a job's start to its end. Raises UserError if another job has it."""
 
@@ -59,22 +68,14 @@ class RunLock:
             except FileExistsError:
                 self._remove_stale()
 
-    def _read(self) -> dict:
-        """{}: not there, not written to its end, or damaged."""
-        try:
-            held = json.loads(self.path.read_text())
-        except (FileNotFoundError, ValueError, RecursionError):
-            return {}
-        return held if isinstance(held, dict) else {}
-
     def _remove_stale(self) -> None:
-        held = self._read()
+        held = _read(self.path)
         if held.get("machine") == _machine() and type(held.get("pid")) is int:
             alive = held["pid"] != os.getpid() and _began(held["pid"]) == held.get("began", -1)
         else:
             alive = self._is_touched(held)
         if alive:
-            held = self._read() or held
+            held = _read(self.path) or held
             raise UserError(
                 f"--out {self.path.parent}: process {held.get('pid')} on {held.get('host')} is training there; wait for"
                 f" it, stop it with `bash launch.sh stop`, or give another --out"
@@ -97,7 +98,7 @@ class RunLock:
             before, end = self.path.stat().st_mtime_ns, time.monotonic() + 3 * TOUCH
             while time.monotonic() < end:
                 time.sleep(0.5)
-                if self.path.stat().st_mtime_ns != before or self._read() != held:
+                if self.path.stat().st_mtime_ns != before or _read(self.path) != held:
                     return True
         except FileNotFoundError:
             pass
@@ -109,7 +110,7 @@ class RunLock:
             return ""
         self.touched, why = time.monotonic(), "has vanished, or holds something else"
         try:
-            held = self._read()
+            held = _read(self.path)
             if held.get("word") == self.word:
                 os.utime(self.path)
                 self.missed = 0
@@ -123,7 +124,7 @@ class RunLock:
 
     def release(self) -> None:
         try:
-            if self._read().get("word") == self.word:
+            if _read(self.path).get("word") == self.word:
                 self.path.unlink()
         except OSError:
             pass
@@ -133,11 +134,9 @@ def sees(run: Path, word: str) -> bool:
     """Whether the lock that rank 0 took is to be seen here, too."""
     end = time.monotonic() + LOOK
     while True:
-        try:
-            if json.loads((run / "lock").read_text())["word"] == word:
+        with contextlib.suppress(OSError):
+            if _read(run / "lock").get("word") == word:
                 return True
-        except (OSError, ValueError, LookupError, TypeError):
-            pass
         if time.monotonic() > end:
             return False
         time.sleep(0.2)
