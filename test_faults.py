@@ -2,20 +2,33 @@
 meet what is no number. The oracle is the state that was saved, and the run to which nothing happened."""
 
 import builtins
+import errno
 import io
+import itertools
 import json
+import math
 import os
 import pickle
+import platform
+import re
 import shutil
+import signal
 import sys
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import checkpoint
+import model
+import train
+from data import write_shard
+from errors import UserError
+from model import Transformer
 from test_checkpoint import make_state, save
 
 ROOT = Path(__file__).parent
@@ -304,3 +317,268 @@ def test_a_wrong_manifest_with_a_right_checksum_is_named(two, capsys):
     shutil.rmtree(folder)
     folder.write_text("a file in the place of a folder")
     falls_back(config, folder, capsys)
+
+
+# ---- runs in this process
+
+TINY = [*SMALL, "--compile", "none", "--dtype", "fp32", "--micro_batch", "2", "--eval_every", "0", "--log_every", "1"]
+TINY += ["--warmup_steps", "0", "--schedule", "constant", "--lr", "0.01"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(300)))
+    return str(path)
+
+
+@pytest.fixture
+def run_here(monkeypatch, text, capsys):
+    """run_here(out, *flags) -> (exit status, what was said on stderr)"""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
+
+    def run(out: Path, *flags) -> tuple[int, str]:
+        try:
+            status = train.main([*TINY, "--data", text, "--out", str(out), *map(str, flags)])
+        except SystemExit as end:
+            status = end.code
+        said = capsys.readouterr().err
+        assert "Traceback" not in said, said
+        assert said.count("error: ") == bool(status), said
+        assert not (out / "lock").exists()
+        return status, said
+
+    yield run
+    signal.set_wakeup_fd(-1)
+
+
+def losses(run: Path) -> list[tuple]:
+    """[(step, loss)] of every record; strict JSON."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} in metrics.jsonl")
+
+    records = [json.loads(line, parse_constant=refuse) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r["loss"]) for r in records]
+
+
+def weights_of(run: Path, step: int) -> list[bytes]:
+    """Of a checkpoint, the files of all ranks; without their random states, which nothing draws from."""
+    return [p.read_bytes() for p in sorted(checkpoint.step_folder(run, step).glob("*.safetensors"))]
+
+
+def break_losses(monkeypatch, steps, value: float = float("inf")) -> None:
+    """The loss of those forward passes of the process, from 1, is no number; one of a run's steps each."""
+    forward, count = Transformer.forward, itertools.count(1)
+
+    def broken(self, *args):
+        loss = forward(self, *args)
+        return loss * value if self.training and next(count) in steps else loss
+
+    monkeypatch.setattr(Transformer, "forward", broken)
+
+
+SLOW = [pytest.param(step, 0, marks=pytest.mark.slow) for step in (2, 8)]
+
+
+@pytest.mark.parametrize(("bad", "save_every"), [(1, 0), (6, 3), (7, 3), *SLOW])
+def test_a_loss_that_is_no_number_stops_with_the_state_before_it(tmp_path, run_here, monkeypatch, bad, save_every):
+    """In the first step, before and at a save and after one, in the last: the state is the uninterrupted run's."""
+    flags = ["--steps", 8, "--save_every", save_every]
+    assert run_here(tmp_path / "whole", *flags[:2], "--save_every", 1, "--keep", 9)[0] == 0
+    with monkeypatch.context() as m:
+        break_losses(m, {bad})
+        status, said = run_here(tmp_path / "run", *flags)
+    assert status == 1 and f"Step {bad}: the loss of rank 0 on {platform.node()} is inf" in said
+    assert said.count("numbers") == 2 and re.search(r"rank 0: \S+ at token \d+", said), said
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["state"] == "failed" and f"Step {bad}:" in status["message"]
+    if bad > 1:
+        assert (f"The state before it is saved: {checkpoint.step_folder(tmp_path / 'run', bad - 1)}" in said) == (
+            (bad - 1) % (save_every or 99) != 0
+        )
+        assert weights_of(tmp_path / "run", bad - 1) == weights_of(tmp_path / "whole", bad - 1)
+    else:
+        assert not checkpoint.folders(tmp_path / "run")
+    with monkeypatch.context() as m:  # directly after the resume, again
+        break_losses(m, {1})
+        status, said = run_here(tmp_path / "run", *flags)
+        assert status == 1 and f"Step {bad}:" in said
+    assert run_here(tmp_path / "run", *flags)[0] == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert weights_of(tmp_path / "run", 8) == weights_of(tmp_path / "whole", 8)
+
+
+def test_steps_that_are_skipped_leave_no_trace_and_ten_in_a_row_end_the_run(tmp_path, run_here, monkeypatch):
+    flags = ["--on_nonfinite", "skip", "--steps", 20, "--eval_every", 10, "--eval_batches", 1]
+    with monkeypatch.context() as m:  # the oracle: those updates left out of an optimizer that knows of no guard
+        left_out, update, count = {3, 4, 10, 20}, train.update, itertools.count(1)
+        m.setattr(train, "update", lambda o, *a: o.zero_grad() if next(count) in left_out else update(o, *a))
+        assert run_here(tmp_path / "whole", *flags)[0] == 0
+    with monkeypatch.context() as m:
+        break_losses(m, left_out, float("nan"))
+        assert run_here(tmp_path / "run", *flags)[0] == 0
+    got, want = losses(tmp_path / "run"), losses(tmp_path / "whole")
+    assert got == [(step, None if step in left_out else loss) for step, loss in want]
+    assert weights_of(tmp_path / "run", 20) == weights_of(tmp_path / "whole", 20)
+    said = (tmp_path / "run/log.txt").read_text()
+    assert said.count("Its update is skipped") == 4 and "2 in a row" in said and "rank 0: " in said
+    with monkeypatch.context() as m:  # every second step is counted anew, the eleventh is never taken
+        break_losses(m, {*range(1, 6, 2), *range(7, 17)})
+        status, said = run_here(tmp_path / "many", *flags[:4], "--save_every", 3)
+    assert status == 1 and "Step 16: " in said and "10 steps in a row" in said
+    manifest = checkpoint.read_manifest(checkpoint.step_folder(tmp_path / "many", 15))
+    assert manifest["updates"] == 3 and manifest["position"]["samples"] == 30
+
+
+def test_a_mixture_a_stream_and_chats_name_their_rows(tmp_path, run_here, monkeypatch, text):
+    chats = tmp_path / "chats.jsonl"
+    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    chats.write_text((json.dumps({"messages": talk}) + "\n") * 20)
+    for kind, flags, named in (
+        ("mixture", ["--data", f"{text}:1", f"{text}:2"], r"rank 0: \S+ at token"),
+        ("stream", ["--data", text, "--stream", "--lanes", 1], r"numbers.txt up to row \d+ \(lane 0, epoch 0\)"),
+        ("chats", ["--data", chats, "--seq_len", 64], r"rank 0: \S*chats\S* at token"),
+    ):
+        with monkeypatch.context() as m:
+            break_losses(m, {2})
+            status, said = run_here(tmp_path / kind, "--steps", 4, *flags)
+        assert status == 1 and re.search(named, said), said
+        with monkeypatch.context() as m:
+            break_losses(m, {2})
+            assert run_here(tmp_path / f"{kind}-skip", "--steps", 4, *flags, "--on_nonfinite", "skip")[0] == 0
+        assert [loss is None for _, loss in losses(tmp_path / f"{kind}-skip")] == [False, True, False, False]
+
+
+# ---- a checkpoint that proves itself
+
+
+def swap(folder: Path, a: str, b: str) -> None:
+    """Two tensors of one shape change places, under right checksums."""
+    path = folder / "rank-00000.safetensors"
+    entries = checkpoint.TensorFile(path).entries
+    data = bytearray(path.read_bytes())
+    (x, y), n = (entries[name].offset for name in (a, b)), 4 * math.prod(entries[a].shape)
+    assert entries[a].shape == entries[b].shape
+    data[x : x + n], data[y : y + n] = data[y : y + n], data[x : x + n]
+    replace_part(folder, bytes(data))
+
+
+def test_what_is_loaded_must_have_the_loss_that_was_saved(tmp_path, run_here, monkeypatch):
+    """Values that changed under right checksums, and code that computes something else. Twenty steps make the layers
+    differ enough."""
+    flags = ["--steps", 20, "--model", "tiny-llama3.2", "--dim", 32, "--n_layers", 2, "--seq_len", 32]
+    assert run_here(tmp_path / "run", *flags)[0] == 0
+    folder = checkpoint.step_folder(tmp_path / "run", 20)
+    both = r"the loss of its probe was \d\.\d+ when it was saved, with what was loaded it is \d+\.\d+"
+    more = [*flags, "--steps", 21]
+
+    def refused(pattern: str, run: Path = tmp_path / "run") -> None:
+        status, said = run_here(run, *more)
+        assert status == 2 and re.search(pattern, said), said
+
+    for name in ("mlp.down_proj", "self_attn.o_proj"):
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        copy = checkpoint.step_folder(tmp_path / name, 20)
+        swap(copy, *(f"model.layers.{i}.{name}.weight" for i in (0, 1)))
+        assert checkpoint.fault_of(copy) == ""
+        refused(both, tmp_path / name)
+    with monkeypatch.context() as m:
+        m.setattr(model, "apply_rope", lambda x, rope: x)
+        refused(both)
+    with monkeypatch.context() as m:
+        m.setattr(model.RMSNorm, "forward", lambda self, x: x)
+        refused(both)
+    with monkeypatch.context() as m:  # what is not tied is not loaded
+        m.setattr(Transformer, "tie_weights", lambda self: torch.nn.init.normal_(self.lm_head.weight, 0, 0.02))
+        refused(r"lm_head|the loss of its probe")
+    before = (folder / "manifest.json").read_bytes()
+    rewrite(folder, lambda m: m["model"].update(rope_theta=2e4))
+    refused(r"model's rope_theta was 20000\.0, is 500000\.0")
+    (folder / "manifest.json").write_bytes(before)
+    rewrite(folder, lambda m: m["probe"].update(loss=m["probe"]["loss"] + 0.01))
+    refused(both)
+    (folder / "manifest.json").write_bytes(before)
+    for change in (["--attention", "sdpa"], ["--checkpointing", "block"], ["--fp8", "tensor"]):
+        shutil.copytree(tmp_path / "run", tmp_path / change[1])
+        assert run_here(tmp_path / change[1], *more, *change)[0] == 0, change
+
+
+# ---- settings
+
+
+def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_here):
+    run = tmp_path / "run"
+    assert run_here(run, "--steps", 3)[0] == 0
+    other = ["--log_every", 2, "--save_every", 2, "--eval_every", 2, "--eval_batches", 1, "--keep", 3]
+    assert run_here(run, "--steps", 5, *other)[0] == 0
+    assert run_here(run, "--steps", 4, *other)[0] == 0  # nothing is left to do
+    changes = ["--lr", 0.02, "--warmup_steps", 2, "--seed", 1]
+    status, said = run_here(run, "--steps", 8, *changes)
+    assert status == 2 and "--lr was 0.01, is 0.02" in said and "--seed was 0, is 1" in said
+    assert "--warmup_steps was 0.0, is 2.0" in said and "--resume_override" not in said  # seed stays
+    status, said = run_here(run, "--steps", 8, *changes[:4])
+    assert status == 2 and "--resume_override lr,warmup_steps goes on" in said
+    status, said = run_here(run, "--steps", 8, *changes[:4], "--resume_override", "lr")
+    assert status == 2 and "--warmup_steps was" in said and "--lr was" not in said
+    status, said = run_here(run, "--steps", 8, "--resume_override", "lr,seed")
+    assert status == 2 and "--resume_override seed: it can name lr," in said
+    assert not (run / "overrides.jsonl").exists()
+    assert run_here(run, "--steps", 8, *changes[:4], "--resume_override", "lr,warmup_steps")[0] == 0
+    recorded = [json.loads(line) for line in (run / "overrides.jsonl").read_text().splitlines()]
+    assert recorded == [{"step": 5, "lr": [0.01, 0.02], "warmup_steps": [0.0, 2.0]}]
+    assert run_here(run, "--steps", 9, *changes[:4])[0] == 0  # the checkpoint has the new ones
+    assert len((run / "overrides.jsonl").read_text().splitlines()) == 1
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["step"], last["lr"]) == (9, 0.02)
+
+
+@pytest.mark.parametrize("stop", [1, 9, 10, pytest.param(19, marks=pytest.mark.slow)])
+def test_a_run_stopped_anywhere_in_the_epochs_equals_the_uninterrupted_one(tmp_path, run_here, stop):
+    """Two shards of 10 rows of 16 tokens and a little more, 2 rows a micro-batch, 4 a step: epochs end within steps."""
+    for i in range(2):
+        write_shard(tmp_path / f"data/{i}.bin", np.random.default_rng(i).integers(0, 258, 10 * 16 + 5 + i), 258)
+    flags = ["--data", tmp_path / "data", "--batch_tokens", 64]
+    assert run_here(tmp_path / "whole", *flags, "--steps", 20)[0] == 0
+    for steps in (stop, 20):
+        assert run_here(tmp_path / "run", *flags, "--steps", steps)[0] == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 20
+    assert weights_of(tmp_path / "run", 20) == weights_of(tmp_path / "whole", 20)
+
+
+@pytest.mark.parametrize("save_async", ["on", "off"])
+def test_a_save_in_the_background_equals_one_that_is_waited_for_and_its_error_ends_the_run(
+    tmp_path, run_here, monkeypatch, save_async
+):
+    flags = ["--steps", 6, "--save_every", 2, "--keep", 9, "--save_async"]
+    assert run_here(tmp_path / "run", *flags, save_async)[0] == 0
+    assert run_here(tmp_path / "other", *flags, "off")[0] == 0
+    for step in (2, 4, 6):
+        assert weights_of(tmp_path / "run", step) == weights_of(tmp_path / "other", step)
+    write = checkpoint.write_file
+
+    def full(path, rows):
+        write(path, rows)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    shutil.rmtree(checkpoint.step_folder(tmp_path / "run", 6))
+    with monkeypatch.context() as m:
+        m.setattr(checkpoint, "write_file", full)
+        status, said = run_here(tmp_path / "run", *flags, save_async, "--steps", 60, "--save_every", 5)
+    assert status == 1 and said.count("the disk is full") == 1
+    assert losses(tmp_path / "run")[-1][0] < 9  # the step after at the latest
+    names = {p.name for p in (tmp_path / "run/checkpoints").iterdir()}
+    assert names == {"latest", "step-00000002", "step-00000004"}
+
+
+def test_a_crash_right_after_a_save_was_begun_leaves_the_checkpoint(tmp_path, run_here, monkeypatch, text):
+    def crash(config, model, run, step, ranks):
+        raise UserError("told to")
+
+    write = checkpoint.write_file
+    with monkeypatch.context() as m:
+        m.setattr(checkpoint, "write_file", lambda *a: time.sleep(1) or write(*a))
+        m.setattr(train, "write_samples", crash)
+        flags = ["--steps", 9, "--save_every", 3, "--sample_every", 3]
+        assert run_here(tmp_path / "run", *flags) == (2, "error: told to\n")
+    assert checkpoint.verify(tmp_path / "run") == [(3, True, "")]
