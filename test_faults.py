@@ -2,6 +2,7 @@
 meet what is no number. The oracle is the state that was saved, and the run to which nothing happened."""
 
 import builtins
+import contextlib
 import errno
 import io
 import itertools
@@ -10,9 +11,12 @@ import math
 import os
 import pickle
 import platform
+import random
 import re
+import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import zlib
@@ -28,6 +32,7 @@ import model
 import train
 from data import write_shard
 from errors import UserError
+from log import read_json
 from model import Transformer
 from test_checkpoint import make_state, save
 
@@ -536,6 +541,7 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
 @pytest.mark.parametrize("stop", [1, 9, 10, pytest.param(19, marks=pytest.mark.slow)])
 def test_a_run_stopped_anywhere_in_the_epochs_equals_the_uninterrupted_one(tmp_path, run_here, stop):
     """Two shards of 10 rows of 16 tokens and a little more, 2 rows a micro-batch, 4 a step: epochs end within steps."""
+    (tmp_path / "data").mkdir()
     for i in range(2):
         write_shard(tmp_path / f"data/{i}.bin", np.random.default_rng(i).integers(0, 258, 10 * 16 + 5 + i), 258)
     flags = ["--data", tmp_path / "data", "--batch_tokens", 64]
@@ -582,3 +588,398 @@ def test_a_crash_right_after_a_save_was_begun_leaves_the_checkpoint(tmp_path, ru
         flags = ["--steps", 9, "--save_every", 3, "--sample_every", 3]
         assert run_here(tmp_path / "run", *flags) == (2, "error: told to\n")
     assert checkpoint.verify(tmp_path / "run") == [(3, True, "")]
+
+
+# ---- storage
+
+
+def test_a_run_folder_that_vanishes_is_named(tmp_path, run_here, monkeypatch):
+    write = train.Log.step
+    with monkeypatch.context() as m:
+        m.setattr(train.Log, "step", lambda log, n, *a: (n == 4 and shutil.rmtree(log.folder), write(log, n, *a)))
+        status, said = run_here(tmp_path / "run", "--steps", 9, "--save_every", 2)
+    assert status == 1 and f"--out {tmp_path / 'run'} has vanished" in said
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "file").touch()
+    status, said = run_here(tmp_path / "file" / "run", "--steps", 1)
+    assert status == 2 and f"--out {tmp_path / 'file/run'}: no folder can be there" in said
+
+
+def mount(folder: Path, *words: str) -> None:
+    """Skips the test where only others may do it; unmounted by the caller."""
+    if os.geteuid() or subprocess.run(["mount", *words, str(folder)], capture_output=True).returncode:
+        pytest.skip("only root can mount a disk")
+
+
+def test_a_disk_that_is_or_becomes_read_only_is_named(tmp_path, run_here, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount(disk, "-t", "tmpfs", "-o", "size=9m", "tmpfs")
+    try:
+        assert run_here(disk / "run", "--steps", 2)[0] == 0
+        write = train.Log.step
+
+        def remount(log, step, *rest):
+            if step == 4:
+                log_file = train.logger.handlers[1]
+                log_file.close()  # it is open for writing
+                train.logger.handlers.remove(log_file)
+                subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+            return write(log, step, *rest)
+
+        with monkeypatch.context() as m:
+            m.setattr(train.Log, "step", remount)
+            m.setattr(train.preflight.Made, "release", lambda made: made.watchdog.end())  # nor can its lock be removed
+            m.setattr(Path, "exists", lambda self, e=Path.exists: self.name != "lock" and e(self))
+            status, said = run_here(disk / "run", "--steps", 9)
+        assert status == 1 and f"--out {disk / 'run'}: its disk fails" in said
+        status, said = run_here(disk / "other", "--steps", 9)
+        assert status == 2 and f"--out {disk / 'other'}: the disk is read-only" in said
+        assert checkpoint.verify(disk / "run") == [(2, True, "")]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_check_says_what_would_be_done(tmp_path, run_here, capsys):
+    """Beside temporary folders, on a run of other settings, while another job has the folder."""
+    run = tmp_path / "run"
+    (run / "checkpoints/step-00000007.tmp-dead").mkdir(parents=True)
+    assert run_here(run, "--steps", 2, "--check")[0] == 0 and not (run / "status.json").exists()
+    assert run_here(run, "--steps", 2)[0] == 0
+    assert not (run / "checkpoints/step-00000007.tmp-dead").exists()
+    status, said = run_here(run, "--steps", 9, "--seed", 3, "--check")
+    assert status == 2 and "--seed was 0, is 3" in said
+
+
+# ---- runs of their own
+
+JOB = """
+import itertools, os, pathlib, signal, sys, time
+sys.path.insert(0, {root!r})
+import checkpoint, guard, preflight, runlock, shard, train
+import torch
+RANK = int(os.environ.get("RANK", 0))
+{code}
+os._exit(train.main(sys.argv[1:]) or 0)
+"""
+AT_STEP = """
+def at_step(n, do):  # with the data of that step
+    clock, count = train.Clock.part, itertools.count(1)
+    train.Clock.part = lambda self, name: (name == "data" and next(count) == n and do(), clock(self, name))[1]
+"""
+
+
+class Job:
+    """A run of its own, on so many ranks, with code of a fault in it."""
+
+    def __init__(self, out: Path, text: str, *flags, ranks: int = 2, code: str = ""):
+        self.out = out
+        script = Path(text).parent / f"job-{secrets.token_hex(4)}.py"
+        script.write_text(JOB.format(root=str(ROOT), code=AT_STEP + code))
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        words = [sys.executable, *launch, script, *TINY, "--data", text, "--out", out, *flags]
+        self.process = subprocess.Popen(
+            [*map(str, words)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
+        )
+
+    def end(self, timeout: float = 120) -> tuple[int, str]:
+        """-> (exit status, what was said on stderr)"""
+        _, said = self.process.communicate(timeout=timeout)
+        return self.process.returncode, said
+
+    def wait_for_step(self, step: int) -> None:
+        while self.status.get("step", 0) < step:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            time.sleep(0.02)
+
+    @property
+    def status(self) -> dict:
+        return read_json(self.out / "status.json")
+
+    def pids(self) -> dict[int, int]:
+        """{rank: process}"""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        out = {}
+        for pid in children:
+            with contextlib.suppress(OSError):
+                rank = re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
+                out |= {int(rank[1]): int(pid)} if rank else {}
+        return out
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory, text):
+    """Twelve steps on two ranks, to which nothing happened, and all their checkpoints."""
+    run = tmp_path_factory.mktemp("truth") / "run"
+    status, said = Job(run, text, "--steps", 12, "--save_every", 1, "--keep", 99).end()
+    assert status == 0, said
+    return run
+
+
+@pytest.mark.slow
+def test_what_is_no_number_on_one_rank_stops_both_with_the_state_before_it(tmp_path, text, truth):
+    code = """
+forward, count = train.Transformer.forward, itertools.count(1)
+def broken(self, *args):
+    loss = forward(self, *args)
+    return loss * float("inf") if self.training and next(count) == 7 and RANK == 1 else loss
+train.Transformer.forward = broken
+"""
+    status, said = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4, code=code).end()
+    assert status and said.count("error: Step 7: the loss of rank 1 on ") == 1 and "rank 0 on" not in said, said
+    assert len(re.findall(r"  rank 1: \S+ at token \d+", said)) == 2
+    assert weights_of(tmp_path / "run", 6) == weights_of(truth, 6)
+    status, said = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4).end()
+    assert status == 0, said
+    assert losses(tmp_path / "run") == losses(truth) and weights_of(tmp_path / "run", 12) == weights_of(truth, 12)
+
+
+SLOWER = "every = train.every\ntrain.every = lambda *a: time.sleep({}) or every(*a)"
+
+
+@pytest.mark.parametrize(("kills", "steps"), [(3, 12), pytest.param(30, 400, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_again_and_again_computes_the_same(tmp_path, text, truth, kills, steps):
+    """kill -9 of any rank or of torchrun at random moments, in saves, too: each step once, with the same bits."""
+    rng, flags = random.Random(0), ["--steps", steps, "--save_every", 3]
+    if steps > 12:
+        truth = tmp_path / "truth"
+        assert Job(truth, text, *flags).end(300)[0] == 0
+    slow = SLOWER.format(0.03 if steps == 12 else 0.003)
+    done = 0
+    while done < kills:
+        job = Job(tmp_path / "run", text, *flags, code=slow)
+        begin = job.status.get("step", 0)
+        if rng.random() < 0.8:  # else at its start
+            while job.process.poll() is None and (job.status.get("pid") not in job.pids().values()):
+                time.sleep(0.05)
+            with contextlib.suppress(AssertionError):
+                job.wait_for_step(begin + rng.randint(1, max(1, steps // kills - 2)))
+        time.sleep(rng.random() * 0.3)
+        victims = [*job.pids().values(), job.process.pid]
+        if job.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(victims), signal.SIGKILL)
+                done += 1
+        job.end()
+        for pid in victims[:-1]:  # torchrun killed, they stop by themselves
+            wait_until_gone(pid)
+        assert all(ok for _, ok, _ in checkpoint.verify(tmp_path / "run"))
+        if job.status.get("state") == "finished":
+            break
+    status, said = Job(tmp_path / "run", text, *flags).end(300)
+    assert status == 0, said
+    assert done >= min(kills, 3) and losses(tmp_path / "run") == losses(truth)
+    assert [step for step, _ in losses(truth)] == [*range(1, steps + 1)]
+    assert weights_of(tmp_path / "run", steps) == weights_of(truth, steps)
+
+
+def wait_until_gone(pid: int, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < end, pid
+        time.sleep(0.05)
+
+
+FLIP = """
+def flip():
+    if RANK == 1:
+        made = next(o for o in __import__("gc").get_objects() if isinstance(o, train.Transformer))
+        parameter = shard.local(next(made.parameters()).detach())
+        parameter.view(torch.int32).view(-1)[7] ^= 1
+at_step(6, flip)
+"""
+
+
+MORE = [pytest.param(*row, marks=pytest.mark.slow) for row in ((2, 1, 0, 10), (4, 2, 4, 8), (3, 1, 4, 8))]
+
+
+@pytest.mark.parametrize(("ranks", "shard_size", "every", "found_after"), [(2, 1, 4, 8), *MORE])
+def test_replicas_that_differ_by_a_bit_are_found_and_not_saved(tmp_path, text, ranks, shard_size, every, found_after):
+    """Within --replicas_every steps, and before each save; of three the one is named, of two both are."""
+    flags = ["--steps", 30, "--shard_size", shard_size, "--save_every", 5, "--keep", 9, "--replicas_every", every]
+    status, said = Job(tmp_path / "run", text, *flags, ranks=ranks, code=FLIP).end()
+    assert status and said.count("error: After step") == 1, said
+    assert f"After step {found_after} not all copies" in said
+    two = "is wrong of rank {1} on {0}, rank {2} on {0}. "
+    named = {2: two.format("{0}", 0, 1), 3: "the odd ones out: rank 1 on {0}. ", 4: two.format("{0}", 1, 3)}
+    assert named[ranks].format(platform.node()) in said, said
+    assert [p.name for p in checkpoint.folders(tmp_path / "run")] == ["step-00000005"]
+
+
+HANGS = {
+    "in the data": "at_step(5, lambda: RANK == 1 and time.sleep(300))",
+    "in a collective": "at_step(5, lambda: RANK == 1 and shard.gather(0, shard.Ranks(0, 2, None, None)))",
+    "stopped": "at_step(5, lambda: RANK == 1 and os.kill(os.getpid(), signal.SIGSTOP))",
+    "in the backward pass": """
+def hang():
+    if RANK == 1:
+        torch.Tensor.backward = lambda self: time.sleep(300)
+at_step(5, hang)
+""",
+}
+
+
+@pytest.mark.parametrize("kind", ["in the data", *(pytest.param(k, marks=pytest.mark.slow) for k in [*HANGS][2:])])
+def test_a_hung_rank_is_named_within_the_limit(tmp_path, text, kind):
+    job = Job(tmp_path / "run", text, "--steps", 30, "--timeout", 5, code=HANGS[kind])
+    job.wait_for_step(4)
+    begin, pids = time.monotonic(), job.pids()
+    status, said = job.end()
+    for pid in pids.values():
+        wait_until_gone(pid, 5)
+    assert status and time.monotonic() - begin < 5 + 40  # torchrun gives a stopped one 30 s, then it kills it
+    rank = "rank 1 does not answer" if kind == "stopped" else r"rank 1 on \S+ is behind: its last step was 4"
+    assert re.search(rank, said), said
+    assert re.search(rank, (tmp_path / "run/log.txt").read_text())
+    assert job.status["state"] == "failed" and re.search(rank, job.status["message"])
+    stacks = sorted(p.name for p in (tmp_path / "run/logs").glob("*/rank-*-stacks.txt"))
+    assert stacks == [f"rank-0000{r}-stacks.txt" for r in ([0] if kind == "stopped" else [0, 1])]
+    assert "train.py" in next((tmp_path / "run/logs").glob("*/rank-00000-stacks.txt")).read_text()
+
+
+def test_a_process_alone_that_hangs_ends_and_a_long_evaluation_does_not(tmp_path, text):
+    code = """
+evaluate = train.evaluate
+train.evaluate = lambda *a: time.sleep(4) or evaluate(*a)
+at_step(6, lambda: time.sleep(300))
+"""
+    flags = ["--steps", 9, "--timeout", 2, "--eval_every", 4, "--eval_batches", 1]
+    job = Job(tmp_path / "run", text, *flags, ranks=1, code=code)
+    status, said = job.end()
+    assert status == 1 and "After step 5: no step has ended for" in said, said
+    assert job.status["state"] == "failed" and not (tmp_path / "run/lock").exists()
+    assert "train.py" in next((tmp_path / "run/logs").glob("*/rank-00000-stacks.txt")).read_text()
+
+
+def test_folders_that_are_not_shared_are_refused_before_anything_is_loaded(tmp_path, text):
+    code = f"""
+runlock.LOOK = 1.0
+shard.fill = checkpoint.find = train.make_loader = None
+if RANK == 1:
+    sees = preflight.sees
+    preflight.sees = lambda run, word: sees(pathlib.Path({str(tmp_path / "other")!r}), word)
+"""
+    status, said = Job(tmp_path / "run", text, "--steps", 3, code=code).end()
+    assert status and said.count("error: ") == 1, said
+    assert re.search(rf"rank 1 on \S+: --out {tmp_path}/run is not the folder there", said)
+    assert [p.name for p in (tmp_path / "run").iterdir()] == []
+
+
+def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path, text):
+    slow = SLOWER.format(0.1)
+    first = Job(tmp_path / "run", text, "--steps", 12, ranks=1, code=slow)
+    first.wait_for_step(2)
+    status, said = Job(tmp_path / "run", text, "--steps", 12, ranks=1).end()
+    assert status == 2 and f"process {first.process.pid} on {platform.node()} is training there" in said
+    assert first.end()[0] == 0 and first.status["state"] == "finished"
+    assert [step for step, _ in losses(tmp_path / "run")] == [*range(1, 13)]
+
+
+SIGNALS = {
+    "an evaluation": "evaluate = train.evaluate\ntrain.evaluate = lambda *a: told() or evaluate(*a)",
+    "a sample": "write = train.write_samples\ntrain.write_samples = lambda *a: told() or write(*a)",
+    "a save": "write = checkpoint.write_file\ncheckpoint.write_file = lambda *a: told() or time.sleep(1) or write(*a)",
+}
+
+
+LONG = [(ranks, kind) for ranks in (1, 2) for kind in SIGNALS if (ranks, kind) != (1, "a save")]
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "a save"), *(pytest.param(*r, marks=pytest.mark.slow) for r in LONG)])
+def test_a_signal_at_any_time_is_honoured(tmp_path, text, ranks, kind):
+    number = {"an evaluation": signal.SIGTERM, "a sample": signal.SIGHUP, "a save": signal.SIGUSR1}[kind]
+    code = f"""
+count = itertools.count()
+told = lambda: RANK == {ranks - 1} and next(count) == 0 and os.kill(os.getpid(), {int(number)})
+{SIGNALS[kind]}
+"""
+    flags = ["--steps", 400, "--eval_every", 5, "--eval_batches", 1, "--sample_every", 5, "--save_every", 5]
+    job = Job(tmp_path / "run", text, *flags, ranks=ranks, code=code)
+    status, said = job.end(60)
+    assert status == 0, said
+    step = job.status["step"]
+    assert job.status["state"] == "stopped" and step < 400
+    assert checkpoint.newest(tmp_path / "run").step == step
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once_even_in_a_collective(tmp_path, text):
+    """Rank 1 sleeps, rank 0 waits for it in C++: no Python signal handler runs there."""
+    code = "at_step(5, lambda: RANK == 1 and [time.sleep(1) for _ in range(300)])"
+    job = Job(tmp_path / "run", text, "--steps", 30, code=code)
+    job.wait_for_step(4)
+    for wait in (2.5, 0.0):
+        for pid in job.pids().values():
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(wait)
+    assert job.end(10)[0]
+    assert job.status["state"] == "stopped" and "at once" in job.status["message"]
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_a_dead_peer(tmp_path, text):
+    slow = SLOWER.format(0.05)
+    job = Job(tmp_path / "run", text, "--steps", 900, "--save_every", 3, ranks=3, code=slow)
+    job.wait_for_step(5)
+    pids = job.pids()
+    os.kill(pids[1], signal.SIGKILL)
+    os.kill(pids[0], signal.SIGTERM)
+    os.kill(pids[2], signal.SIGTERM)
+    assert job.end(45)[0]
+    for pid in pids.values():
+        wait_until_gone(pid, 1)
+    assert all(ok for _, ok, _ in checkpoint.verify(tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_from_one_rank_to_two_and_back_the_batches_are_the_same(tmp_path, text):
+    """Micro-batches of 2 rows, 6 rows a step: on two ranks the last is filled up."""
+    flags = ["--batch_tokens", 96, "--save_every", 3]
+    for ranks, steps in ((1, 3), (2, 7), (1, 12)):
+        status, said = Job(tmp_path / "run", text, *flags, "--steps", steps, ranks=ranks).end()
+        assert status == 0, said
+    assert Job(tmp_path / "whole", text, *flags, "--steps", 12, ranks=1).end()[0] == 0
+    got, want = losses(tmp_path / "run"), losses(tmp_path / "whole")
+    assert [s for s, _ in got] == [s for s, _ in want] == [*range(1, 13)]
+    assert [x for _, x in got] == pytest.approx([x for _, x in want], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_all_ranks_with_one_message(tmp_path, text):
+    """A real one: two checkpoints fit."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount(disk, "-t", "tmpfs", "-o", "size=640k", "tmpfs")
+    try:
+        status, said = Job(disk / "run", text, "--steps", 99, "--save_every", 1, "--keep", 9).end()
+        assert status and said.count("error: the disk is full") == 1, said
+        folders = checkpoint.folders(disk / "run")
+        assert len(folders) >= 2 and all(not checkpoint.fault_of(p) for p in folders)
+        assert {p.name for p in (disk / "run/checkpoints").iterdir()} == {"latest", *(p.name for p in folders)}
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_disks_that_are_not_shared_are_refused(tmp_path, text):
+    """Rank 1 has a disk of its own at --out, as another machine has."""
+    code = f"""
+if RANK == 1:
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+    private = libc.unshare(0x20000) == 0 and libc.mount(b"none", b"/", None, (1 << 18) | 16384, None) == 0
+    if not private or libc.mount(b"tmpfs", {str(tmp_path / "apart")!r}.encode(), b"tmpfs", 0, None):
+        os._exit(77)
+runlock.LOOK = 1.0
+shard.fill = checkpoint.find = train.make_loader = None
+"""
+    (tmp_path / "apart").mkdir()
+    job = Job(tmp_path / "apart" / "run", text, "--steps", 3, code=code)
+    status, said = job.end()
+    if "77" in said:
+        pytest.skip("only root has mounts of its own")
+    assert status and re.search(r"rank 1 on \S+: --out \S+ is not the folder there", said), said
