@@ -324,7 +324,7 @@ def report(error: Exception, config: Config | None, rank: int, made: Made) -> in
         message += (
             f"\nAnother rank has not answered for --timeout {config.timeout} s: it hangs, or is slow; see its log"
         )
-    running = status.get("state") == "running" and (rank > 0 or status.get("pid") == os.getpid())  # and this job's
+    running = status.get("state") == "running" and made.watchdog  # it began: the run folder is this job's
     if rank == 0 or alone:  # what all ranks see alike is said once
         print(f"error: {message}", file=sys.stderr)
     if running:  # the first rank to fail says why; what follows from it elsewhere does not replace it

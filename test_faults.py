@@ -870,13 +870,15 @@ if RANK == 1:
 
 
 def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path, text):
-    slow = SLOWER.format(0.1)
-    first = Job(tmp_path / "run", text, "--steps", 12, ranks=1, code=slow)
+    slow = SLOWER.format(0.05)
+    first = Job(tmp_path / "run", text, "--steps", 300, ranks=1, code=slow)
     first.wait_for_step(2)
-    status, said = Job(tmp_path / "run", text, "--steps", 12, ranks=1).end()
-    assert status == 2 and f"process {first.process.pid} on {platform.node()} is training there" in said
-    assert first.end()[0] == 0 and first.status["state"] == "finished"
-    assert [step for step, _ in losses(tmp_path / "run")] == [*range(1, 13)]
+    status, said = Job(tmp_path / "run", text, "--steps", 300).end()
+    assert status and said.count(f"process {first.process.pid} on {platform.node()} is training there") == 1
+    assert first.status["state"] == "running" and first.process.poll() is None
+    first.process.terminate()
+    assert first.end()[0] == 0 and first.status["state"] == "stopped"
+    assert [step for step, _ in losses(tmp_path / "run")] == [*range(1, first.status["step"] + 1)]
 
 
 SIGNALS = {
