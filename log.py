@@ -244,6 +244,11 @@ def describe_routers(sums: Tensor) -> dict[str, float]:
     return {"router_aux_loss": (sums[-2, 0] / sums[-1, 0]).item()} | extremes | shares
 
 
+def _finite(record: dict[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN, which a step that --on_nonfinite skip passed over leaves."""
+    return {k: v if math.isfinite(v) else None for k, v in record.items()}
+
+
 class Log:
     """The step record. All ranks must hold one and call it alike: peak memory is gathered when a step is recorded."""
 
@@ -350,10 +355,8 @@ class Log:
         logger.info(line, stacklevel=2)
 
     def _write(self, record: dict, resident: tuple[float, ...]) -> None:
-        # JSON has no NaN: so a step that --on_nonfinite skip passed over can leave none.
-        record = {k: v if math.isfinite(v) else None for k, v in record.items()}
         with open(self.folder / "metrics.jsonl", "a") as f:
-            f.write(json.dumps(record) + "\n")
+            f.write(json.dumps(_finite(record)) + "\n")
         write_status(self.folder, "running", record["step"], rss_gib=resident)
 
     def amend(self, **values: float) -> None:
@@ -364,7 +367,7 @@ class Log:
             if values:
                 with open(self.folder / "metrics.jsonl", "rb+") as f:
                     f.seek(-2, os.SEEK_END)  # the closing brace and the line's end
-                    f.write(f", {json.dumps(values)[1:]}\n".encode())
+                    f.write(f", {json.dumps(_finite(values))[1:]}\n".encode())
 
         on_first_rank(write, self.ranks)
 

@@ -941,9 +941,12 @@ def test_nobody_waits_for_a_dead_peer(tmp_path, text):
 def test_from_one_rank_to_two_and_back_the_batches_are_the_same(tmp_path, text):
     """Micro-batches of 2 rows, 6 rows a step: on two ranks the last is filled up."""
     flags = ["--batch_tokens", 96, "--save_every", 3]
-    for ranks, steps in ((1, 3), (2, 7), (1, 12)):
-        status, said = Job(tmp_path / "run", text, *flags, "--steps", steps, ranks=ranks).end()
+    for ranks, size, steps in ((1, 0, 3), (2, 0, 6), (2, 1, 9), (1, 0, 12)):
+        more = ["--steps", steps, "--shard_size", size]
+        status, said = Job(tmp_path / "run", text, *flags, *more, ranks=ranks).end()
         assert status == 0, said
+    probes = re.findall(r"probe: ([\d.]+), it was ([\d.]+)", (tmp_path / "run/log.txt").read_text())
+    assert len(probes) == 3 and all(float(a) == pytest.approx(float(b), abs=1e-5) for a, b in probes)
     assert Job(tmp_path / "whole", text, *flags, "--steps", 12, ranks=1).end()[0] == 0
     got, want = losses(tmp_path / "run"), losses(tmp_path / "whole")
     assert [s for s, _ in got] == [s for s, _ in want] == [*range(1, 13)]
