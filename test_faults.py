@@ -110,7 +110,7 @@ def content(folder: Path) -> tuple:
     return manifest | {"config": manifest["config"] | {"keep": 0}}, (folder / "rank-00000.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("case", ["first", "pruned", "damaged"])
+@pytest.mark.parametrize("case", [pytest.param("first", marks=pytest.mark.slow), "pruned", "damaged"])
 def test_a_save_killed_between_any_two_operations_leaves_the_old_state_or_the_new_one(tmp_path, monkeypatch, case):
     """Steps 1 and so on are saved whole, the next one is killed at operation 1, 2, ... until it survives."""
     whole = {"first": 0, "pruned": 3, "damaged": 2}[case]  # --keep 3
@@ -384,10 +384,10 @@ def break_losses(monkeypatch, steps, value: float = float("inf")) -> None:
     monkeypatch.setattr(Transformer, "forward", broken)
 
 
-SLOW = [pytest.param(step, 0, marks=pytest.mark.slow) for step in (2, 8)]
+SLOW = [pytest.param(*row, marks=pytest.mark.slow) for row in ((2, 0), (7, 3), (8, 0))]
 
 
-@pytest.mark.parametrize(("bad", "save_every"), [(1, 0), (6, 3), (7, 3), *SLOW])
+@pytest.mark.parametrize(("bad", "save_every"), [(1, 0), (6, 3), *SLOW])
 def test_a_loss_that_is_no_number_stops_with_the_state_before_it(tmp_path, run_here, monkeypatch, bad, save_every):
     """In the first step, before and at a save and after one, in the last: the state is the uninterrupted run's."""
     flags = ["--steps", 8, "--save_every", save_every]
@@ -450,10 +450,11 @@ def test_a_mixture_a_stream_and_chats_name_their_rows(tmp_path, run_here, monkey
             break_losses(m, {2})
             status, said = run_here(tmp_path / kind, "--steps", 4, *flags)
         assert status == 1 and re.search(named, said), said
-        with monkeypatch.context() as m:
-            break_losses(m, {2})
-            assert run_here(tmp_path / f"{kind}-skip", "--steps", 4, *flags, "--on_nonfinite", "skip")[0] == 0
-        assert [loss is None for _, loss in losses(tmp_path / f"{kind}-skip")] == [False, True, False, False]
+    with monkeypatch.context() as m:  # whose losses by source are no numbers either
+        break_losses(m, {2})
+        flags = ["--data", f"{text}:1", f"{text}:2", "--on_nonfinite", "skip"]
+        assert run_here(tmp_path / "skip", "--steps", 4, *flags)[0] == 0
+    assert [loss is None for _, loss in losses(tmp_path / "skip")] == [False, True, False, False]
 
 
 # ---- a checkpoint that proves itself
@@ -539,7 +540,7 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
     assert (last["step"], last["lr"]) == (9, 0.02)
 
 
-@pytest.mark.parametrize("stop", [1, 9, 10, pytest.param(19, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stop", [10, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 9, 19))])
 def test_a_run_stopped_anywhere_in_the_epochs_equals_the_uninterrupted_one(tmp_path, run_here, stop):
     """Two shards of 10 rows of 16 tokens and a little more, 2 rows a micro-batch, 4 a step: epochs end within steps."""
     (tmp_path / "data").mkdir()
@@ -553,7 +554,7 @@ def test_a_run_stopped_anywhere_in_the_epochs_equals_the_uninterrupted_one(tmp_p
     assert weights_of(tmp_path / "run", 20) == weights_of(tmp_path / "whole", 20)
 
 
-@pytest.mark.parametrize("save_async", ["on", "off"])
+@pytest.mark.parametrize("save_async", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_save_in_the_background_equals_one_that_is_waited_for_and_its_error_ends_the_run(
     tmp_path, run_here, monkeypatch, save_async
 ):
@@ -604,6 +605,14 @@ def test_a_run_folder_that_vanishes_is_named(tmp_path, run_here, monkeypatch):
     (tmp_path / "file").touch()
     status, said = run_here(tmp_path / "file" / "run", "--steps", 1)
     assert status == 2 and f"--out {tmp_path / 'file/run'}: no folder can be there" in said
+
+
+def test_a_folder_that_a_rank_does_not_see_is_refused_before_anything_is_loaded(tmp_path, run_here, monkeypatch):
+    monkeypatch.setattr(train.preflight, "sees", lambda run, word: False)
+    monkeypatch.setattr(checkpoint, "find", None)
+    status, said = run_here(tmp_path / "run", "--steps", 1)
+    assert status == 2 and f"--out {tmp_path / 'run'} is not the folder there" in said
+    assert not list((tmp_path / "run").iterdir())
 
 
 def mount(folder: Path, *words: str) -> None:
@@ -795,10 +804,10 @@ at_step(6, flip)
 """
 
 
-MORE = [pytest.param(*row, marks=pytest.mark.slow) for row in ((2, 1, 0, 10), (4, 2, 4, 8), (3, 1, 4, 8))]
-
-
-@pytest.mark.parametrize(("ranks", "shard_size", "every", "found_after"), [(2, 1, 4, 8), *MORE])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "shard_size", "every", "found_after"), [(2, 1, 4, 8), (2, 1, 0, 10), (4, 2, 4, 8), (3, 1, 4, 8)]
+)
 def test_replicas_that_differ_by_a_bit_are_found_and_not_saved(tmp_path, text, ranks, shard_size, every, found_after):
     """Within --replicas_every steps, and before each save; of three the one is named, of two both are."""
     flags = ["--steps", 30, "--shard_size", shard_size, "--save_every", 5, "--keep", 9, "--replicas_every", every]
@@ -842,6 +851,7 @@ def test_a_hung_rank_is_named_within_the_limit(tmp_path, text, kind):
     assert "train.py" in next((tmp_path / "run/logs").glob("*/rank-00000-stacks.txt")).read_text()
 
 
+@pytest.mark.slow
 def test_a_process_alone_that_hangs_ends_and_a_long_evaluation_does_not(tmp_path, text):
     code = """
 evaluate = train.evaluate
@@ -856,6 +866,7 @@ at_step(6, lambda: time.sleep(300))
     assert "train.py" in next((tmp_path / "run/logs").glob("*/rank-00000-stacks.txt")).read_text()
 
 
+@pytest.mark.slow
 def test_folders_that_are_not_shared_are_refused_before_anything_is_loaded(tmp_path, text):
     code = f"""
 runlock.LOOK = 1.0
@@ -870,6 +881,7 @@ if RANK == 1:
     assert [p.name for p in (tmp_path / "run").iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path, text):
     slow = SLOWER.format(0.05)
     first = Job(tmp_path / "run", text, "--steps", 300, ranks=1, code=slow)
@@ -889,10 +901,9 @@ SIGNALS = {
 }
 
 
-LONG = [(ranks, kind) for ranks in (1, 2) for kind in SIGNALS if (ranks, kind) != (1, "a save")]
-
-
-@pytest.mark.parametrize(("ranks", "kind"), [(1, "a save"), *(pytest.param(*r, marks=pytest.mark.slow) for r in LONG)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", SIGNALS)
 def test_a_signal_at_any_time_is_honoured(tmp_path, text, ranks, kind):
     number = {"an evaluation": signal.SIGTERM, "a sample": signal.SIGHUP, "a save": signal.SIGUSR1}[kind]
     code = f"""

@@ -20,7 +20,7 @@ OTHER += "lock = RunLock(Path(sys.argv[2])); print('has it', flush=True); time.s
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(runlock, "TOUCH", 0.5)
+    monkeypatch.setattr(runlock, "TOUCH", 0.3)
     monkeypatch.setattr(runlock, "LOOK", 0.5)
 
 
@@ -68,7 +68,7 @@ def test_a_lock_of_another_machine_is_taken_over_if_it_is_not_touched(tmp_path, 
         change(tmp_path / "lock", **theirs)
         begin = time.monotonic()
         mine = RunLock(tmp_path)
-        assert time.monotonic() - begin > 1.5 and sees(tmp_path, mine.word)
+        assert time.monotonic() - begin > 0.8 and sees(tmp_path, mine.word)
     change(tmp_path / "lock", machine="another", host="node7", pid=4711)
     done = threading.Event()
     threading.Thread(target=lambda: [os.utime(tmp_path / "lock") for _ in iter(lambda: done.wait(0.2), True)]).start()
@@ -89,7 +89,8 @@ def test_a_damaged_lock_is_nobodys(tmp_path, quick, monkeypatch, text):
     assert sees(tmp_path, lock.word)
 
 
-def test_the_lock_of_this_machine_needs_all_its_fields(tmp_path, quick):
+def test_the_lock_of_this_machine_needs_all_its_fields(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(runlock, "TOUCH", 0.1)
     lock = RunLock(tmp_path)
     for bad in ({"pid": None}, {"pid": "1"}, {"pid": 1, "began": None}, {"pid": -1}, {"pid": 10**30}):
         change(tmp_path / "lock", **bad)
