@@ -45,11 +45,11 @@ from shard import (
     gather,
     local,
     local_slices,
-    on_every_rank,
     on_first_rank,
     owns,
     reshard,
 )
+from tensorfile import DTYPES as FILE_DTYPES
 from tensorfile import PORTION, Slices, TensorFile, assemble, write_file
 from tokenizer import load_tokenizer
 from weights import Export
@@ -60,7 +60,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PROBE = 128  # tokens whose loss a checkpoint carries
 # Nats per token, by compute dtype: what other kernels and meshes may change.
 TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.03}
-PART = re.compile(r"rank-\d{5,}\.safetensors")
+PART = re.compile(r"rank-[0-9]{5,}\.safetensors")
+# What a manifest is made of, for `fits`.
+PLACE = {"start": [int], "shape": [int], "whole": [int], "dtype": str}
+MANIFEST = {
+    "step": int,
+    "tokens": int,
+    "updates": int,
+    "world_size": int,
+    "position": dict,
+    "probe": {"tokens": [int], "loss": float, "tolerance": float},
+    "config": dict,
+    "model": dict,
+    "files": [{"file": str, "bytes": int, "crc32": int, "tensors": dict}],
+}
 ALONE = Ranks(0, 1, torch.device("cpu"))
 # What may differ when a run goes on: how often things happen, where, and how the same step is split and computed.
 MAY_CHANGE = {
@@ -100,6 +113,7 @@ class Saver:
         self.run, self.word = Path(config.out), word
         self.tokens = found.manifest["probe"]["tokens"] if found else None
         self.last = found.step if found else 0  # the newest that is whole
+        self.damaged = {p for p in folders(self.run) if found and int(p.name[5:]) > found.step}
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
 
@@ -131,7 +145,7 @@ class Saver:
             "model": asdict(self.config.model_config),
         }
         tensors, places = own_parts(self.model, self.optimizer, self.ranks)
-        staged = self.config.save_async and self._has_room(tensors)
+        staged = self.config.save_async and all(gather(self._has_room(tensors), self.ranks))
         ready = _stage(tensors) if staged else None
         self.thread = threading.Thread(target=self._write, args=(manifest, tensors, places, ready), name="checkpoint")
         self.thread.start()
@@ -174,7 +188,8 @@ class Saver:
         try:
             if ready is not None:
                 ready.synchronize()
-            temporary.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(exist_ok=True)  # but no run folder that has vanished
+            temporary.mkdir(exist_ok=True)
             path = temporary / f"rank-{self.ranks.rank:05d}.safetensors"
             rows = [(key, t.dtype, tuple(t.shape), partial(_portions, t)) for key, t in tensors.items()]
             size, crc = write_file(path, rows)
@@ -189,7 +204,8 @@ class Saver:
             if error is None and self.ranks.rank == 0:
                 try:
                     _commit(temporary, folder, manifest | {"files": [p for p, _ in results]})
-                    _prune(self.run, self.config.keep, manifest["step"])
+                    self.damaged.discard(folder)
+                    _prune(self.run, self.config.keep, manifest["step"], self.damaged)
                 except Exception as e:
                     error = e
             error = next((e for e in gather(error, self.ranks, self.ranks.saving) if e), None)
@@ -270,6 +286,7 @@ def _commit(temporary: Path, folder: Path, manifest: dict) -> None:
         os.rename(folder, folder.with_name(f"{temporary.name}-damaged"))  # the run was resumed from an older one
     os.rename(temporary, folder)
     _sync(folder.parent)
+    _sync(folder.parent.parent)  # the first save has made folder.parent
     pointer = folder.parent / "latest.tmp"
     pointer.write_text(folder.name + "\n")
     os.replace(pointer, folder.parent / "latest")
@@ -288,9 +305,11 @@ def folders(run: Path) -> list[Path]:
     return sorted(p for p in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name))
 
 
-def _prune(run: Path, keep: int, step: int) -> None:
-    """Later ones than `step` are damaged, and count for none."""
-    for old in [p for p in folders(run) if int(p.name[5:]) <= step][:-keep]:
+def _prune(run: Path, keep: int, step: int, damaged: set[Path]) -> None:
+    """Of those up to `step` the newest are kept; damaged ones count for none, and go with the first old one."""
+    there = [p for p in folders(run) if int(p.name[5:]) <= step]
+    kept = [p for p in there if p not in damaged][-keep:]
+    for old in [p for p in there if p not in kept] if len(kept) == keep else []:
         os.rename(old, old.with_name(f"{old.name}.tmp-old"))  # first: half a folder is never taken for a checkpoint
     clean(run)
 
@@ -299,6 +318,7 @@ def clean(run: Path) -> None:
     """Removes what torn saves have left."""
     for torn in (run / "checkpoints").glob("step-*.tmp-*"):
         shutil.rmtree(torn, ignore_errors=True)
+    (run / "checkpoints" / "latest.tmp").unlink(missing_ok=True)
 
 
 # ---- trusting
@@ -312,6 +332,15 @@ def _checksum(path: Path) -> int:
     return crc
 
 
+def fits(value, form) -> bool:
+    """Whether JSON is of a form: a type (int: not negative), [form of each], {key: form}."""
+    if isinstance(form, list):
+        return type(value) is list and all(fits(v, form[0]) for v in value)
+    if isinstance(form, dict):
+        return type(value) is dict and all(k in value and fits(value[k], f) for k, f in form.items())
+    return type(value) is form and (form is not int or value >= 0)
+
+
 def read_manifest(folder: Path) -> dict:
     """ValueError, or OSError: what is wrong with it."""
     try:
@@ -320,14 +349,41 @@ def read_manifest(folder: Path) -> dict:
             raise ValueError(f"its format is {manifest['format']}, this version reads {FORMAT}")
         if manifest.pop("crc32") != _crc_of(manifest):
             raise ValueError("its checksum is wrong")
+        for key, form in MANIFEST.items():
+            if not fits(manifest.get(key), form):
+                raise ValueError(f"{key} is not what it should be")
+        places = {}
         for part in manifest["files"]:
             if not PART.fullmatch(part["file"]):
                 raise ValueError(f"{part['file']!r} is no part of a checkpoint")
+            for key, place in part["tensors"].items():
+                if not fits(place, PLACE) or place["dtype"] not in DTYPES:
+                    raise ValueError(f"the place of {key} in {part['file']} is not what it should be")
+                places.setdefault(key, []).append(place)
+        if broken := [key for key, parts in places.items() if not _make_up_a_whole(parts)]:
+            raise ValueError(f"the parts of {broken[0]} do not make it up")
+        if re.fullmatch(r"step-\d{8,}", folder.name) and manifest["step"] != int(folder.name[5:]):
+            raise ValueError(f"it is that of step {manifest['step']}")
     except FileNotFoundError:
         raise ValueError("manifest.json is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise ValueError(f"manifest.json is unreadable: {e}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        said = f"there is no {e}" if isinstance(e, KeyError) else e
+        raise ValueError(f"manifest.json is unreadable: {said}") from None
     return manifest
+
+
+def _make_up_a_whole(parts: list[dict]) -> bool:
+    """Whether they follow each other on the one dimension that is divided, from its beginning to its end."""
+    parts = sorted(parts, key=lambda p: p["start"])
+    whole, dtype, end = parts[0]["whole"], parts[0]["dtype"], 0
+    dim = next((d for d, (n, size) in enumerate(zip(parts[0]["shape"], whole, strict=True)) if n < size), 0)
+    for part in parts:
+        start, shape = ([0] * len(whole), [*whole])
+        start[dim], shape[dim] = end, part["shape"][dim]
+        if part != {"start": start, "shape": shape, "whole": whole, "dtype": dtype}:
+            return False
+        end += shape[dim]
+    return end == whole[dim]
 
 
 def _fault_of_part(folder: Path, size_only: bool, part: dict) -> str:
@@ -335,7 +391,17 @@ def _fault_of_part(folder: Path, size_only: bool, part: dict) -> str:
     try:
         if path.stat().st_size != part["bytes"]:
             return f"{path.name} has {path.stat().st_size} bytes, expected {part['bytes']}"
-        return "" if size_only or _checksum(path) == part["crc32"] else f"the checksum of {path.name} is wrong"
+        if not size_only and _checksum(path) != part["crc32"]:
+            return f"the checksum of {path.name} is wrong"
+        entries = TensorFile(path).entries
+        places = part["tensors"] | {"rng": {"dtype": "uint8", "shape": list(torch.get_rng_state().shape)}}
+        for key, place in places.items():
+            found = entries.get(key)
+            if not found or [*found.shape] != place["shape"] or str(FILE_DTYPES[found.dtype])[6:] != place["dtype"]:
+                return f"{path.name} does not hold {key} as it should"
+        return ""
+    except UserError as e:
+        return str(e)
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as e:
@@ -388,16 +454,17 @@ class Checkpoint:
     def model_config(self) -> ModelConfig:
         """The shape that it holds, whatever has become of --model since."""
         values = dict(self.manifest["model"])
-        scaling = values.pop("rope_scaling")
-        return ModelConfig(**values, rope_scaling=scaling and RopeScaling(**scaling))
+        try:
+            scaling = values.pop("rope_scaling")
+            return ModelConfig(**values, rope_scaling=scaling and RopeScaling(**scaling))
+        except (ValueError, TypeError, KeyError) as e:
+            raise UserError(f"{self.folder} holds a model that this version does not know: {e}") from None
 
     def read(self, key: str, slices: Slices) -> Tensor:
         """Those values of the tensor, put together from the parts that hold them."""
         if key not in self.places:
             raise UserError(f"{self.folder} holds no tensor {key}: it is a checkpoint of another model")
         first = self.places[key][0][1]
-        if first["dtype"] not in DTYPES:
-            raise UserError(f"{self.folder}: {key} has dtype {first['dtype']}")
         parts = [(p["start"], p["shape"], partial(self._read_part, file, key)) for file, p in self.places[key]]
         return assemble(slices, first["whole"], DTYPES[first["dtype"]], parts)
 
@@ -477,6 +544,9 @@ def changed(found: Checkpoint, config: Config) -> dict[str, list]:
     now, then = json.loads(json.dumps(asdict(config))), found.manifest["config"]
     differ = {k: [then[k], now[k]] for k in now if k not in MAY_CHANGE and k in then and now[k] != then[k]}
     refused = {k: v for k, v in differ.items() if k not in config.resume_override}
+    if not refused:  # a --model folder may hold another config.json by now
+        now, then = json.loads(json.dumps(asdict(config.model_config))), found.manifest["model"]
+        refused = {f"model's {k}": [then[k], now[k]] for k in now if k in then and now[k] != then[k]}
     if refused:
         lines = [f"--{k} was {old!r}, is {new!r}" for k, (old, new) in refused.items()]
         names = [k for k in refused if k in OVERRIDABLE]
@@ -495,7 +565,7 @@ def restore(
     """Weights, optimizer and random state; refuses weights whose loss is not what the checkpoint says. All ranks must
     call."""
     fill(model, found.read_weights, config.load)
-    on_every_rank(lambda: _prove(found, model, ranks), ranks)
+    _prove(found, model, ranks)
     found.restore_optimizer(model, optimizer, config.load)
     found.restore_rng(ranks)
     overridden = changed(found, config)
@@ -512,7 +582,8 @@ def _record(run: Path, step: int, overridden: dict) -> None:
 
 def _prove(found: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
     probe = found.manifest["probe"]
-    loss = probe_loss(model, probe["tokens"], ranks.device)
+    losses = gather(probe_loss(model, probe["tokens"], ranks.device), ranks)
+    loss = max(losses, key=lambda x: abs(x - probe["loss"]) if math.isfinite(x) else math.inf)
     if not abs(loss - probe["loss"]) <= probe["tolerance"]:
         raise UserError(
             f"{found.folder}: the loss of its probe was {probe['loss']:.6f} when it was saved, with what was loaded it"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from log import Clock, write_status
-from runlock import RunLock
+from runlock import TAKEN, RunLock
 from shard import Ranks, gather, local
 
 SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it gives up
@@ -65,18 +65,18 @@ class GradientGuard:
     ):
         """where(step): the places in the data of this rank's rows of one of the last steps."""
         self.model, self.parameters, self.ranks, self.mesh = model, list(model.parameters()), ranks, mesh
-        self.clip, self.sticky, self.every = clip, on_nonfinite == "stop", replicas_every
-        self.where, self.skipped = where, 0
+        self.clip, self.limit, self.every = clip, 1 if on_nonfinite == "stop" else SKIPS, replicas_every
+        self.where = where
         self.replicas = 1 if mesh is None else mesh["replicate"].size()
-        self.suppress = torch.zeros((), device=local(self.parameters[0]).device)  # on the host, if they are offloaded
-        self.own = self.suppress
-        self.seen = None  # a copy of both on its way to the host
+        self.in_row = torch.zeros((), device=local(self.parameters[0]).device)  # on the host, if they are offloaded
+        self.own = self.suppress = self.in_row
+        self.seen = None  # a copy of two of them on its way to the host
 
     def reduce(self, loss: Tensor, trained: int) -> tuple[Tensor, Tensor, Tensor]:
         """loss: this rank's sum over its `trained` tokens, gradients likewise -> (loss per token, gradient norm, what
         the gradients are to be divided by), global. All ranks must call."""
         # On a CPU torch adds up one value after the other: in fp32 that is wrong by 3e-4 for 10 M of them.
-        length = 2**17 if self.suppress.device.type == "cpu" else 2**30
+        length = 2**17 if self.in_row.device.type == "cpu" else 2**30
         pieces = [piece for p in self.parameters for piece in local(p.grad).reshape(-1).split(length)]
         norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)
         square = torch.stack(norms).square().sum() / self.replicas
@@ -86,15 +86,17 @@ class GradientGuard:
             dist.all_reduce(sums)
         square, loss, count = sums.unbind()
         norm = square.sqrt() / count
-        bad = (~(norm.isfinite() & loss.isfinite())).float()
-        self.suppress = torch.maximum(self.suppress, bad) if self.sticky else bad
+        bad = ~(norm.isfinite() & loss.isfinite())
+        # From the limit on nothing is updated any more: the host, which learns of it later, finds the state before.
+        self.in_row = (self.in_row + 1) * (bad | (self.in_row >= self.limit))
+        self.suppress = (self.in_row > 0).float()
         excess = (norm / self.clip).clamp(min=1.0) if self.clip else torch.ones_like(norm)
         return loss / count, norm, count * excess
 
     def check(self, step: int, wait: bool = False) -> None:
         """Raises NotFinite if an update was suppressed, or says that it was skipped: up to the step before, which costs
         no waiting, or up to this one; and Diverged. Call once a step; the outcome is the same on all ranks."""
-        found = torch.stack((self.suppress, self.own))
+        found = torch.stack((self.in_row, self.own))
         on_host, event = torch.empty(2, pin_memory=found.is_cuda), None
         on_host.copy_(found, non_blocking=True)
         if found.is_cuda:
@@ -104,17 +106,15 @@ class GradientGuard:
         for at, found, event in ([before] if before else []) + ([self.seen] if wait else []):
             if event:
                 event.synchronize()
-            suppressed, own = found.tolist()
-            if suppressed:
-                self._complain(at, own)
-            else:
-                self.skipped = 0
+            in_row, own = found.tolist()
+            if in_row:
+                self._complain(at, own, int(in_row))
         if wait:
             self.seen = None
         if self.every and step % self.every == 0:
             compare_replicas(self.model, self.ranks, self.mesh, step)
 
-    def _complain(self, step: int, own: float) -> None:
+    def _complain(self, step: int, own: float, in_row: int) -> None:
         mine = None if math.isfinite(own) else own
         told = gather((platform.node(), mine, self.where(step)), self.ranks)
         guilty = {r: row for r, row in enumerate(told) if row[1] is not None}
@@ -126,12 +126,14 @@ class GradientGuard:
         places = [f"  rank {r}: {place}" for r, (_, _, rows) in suspects.items() for place in rows]
         more = f"\n  and {len(places) - 8} rows more" if len(places) > 8 else ""
         what = f"Step {step}: {what}." + "\nIts rows:\n" * bool(places) + "\n".join(places[:8]) + more
-        self.skipped += 1
-        if not self.sticky and self.skipped < SKIPS:
-            return logger.warning("%s\nIts update is skipped (--on_nonfinite skip)", what)
-        stays = "That update and all later ones were suppressed, on all ranks" if self.sticky else f"{SKIPS} in a row"
+        if in_row < self.limit:
+            return logger.warning(
+                "%s\nIts update is skipped (--on_nonfinite skip): %d in a row, %d end the run", what, in_row, self.limit
+            )
+        first = "That update" if in_row == 1 else f"The updates of {in_row} steps in a row"
         raise NotFinite(
-            f"{what}\n{stays}. A smaller --lr (with --resume_override lr), a longer --warmup_steps or --dtype fp32"
+            f"{what}\n{first} and all later ones were suppressed, on all ranks."
+            " A smaller --lr (with --resume_override lr), a longer --warmup_steps or --dtype fp32"
             " usually mend it; --on_nonfinite skip passes over single steps",
             step,
         )
@@ -152,36 +154,32 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
     groups = {}
     for rank, (part, value, _) in enumerate(told):
         groups.setdefault(part, {}).setdefault(value, []).append(rank)
-    wrong = [rank for by_value in groups.values() for same in sorted(by_value.values(), key=len)[:-1] for rank in same]
-    if wrong:
+    said = []
+    for same in (sorted(by_value.values(), key=len) for by_value in groups.values() if len(by_value) > 1):
+        known = len(same[-2]) < len(same[-1])  # most of them agree
+        wrong = sorted(rank for ranks in (same[:-1] if known else same) for rank in ranks)
         names = ", ".join(f"rank {rank} on {told[rank][2]}" for rank in wrong)
+        said.append(f"the odd ones out: {names}" if known else f"no majority tells which is wrong of {names}")
+    if said:
         raise Diverged(
-            f"After step {step} not all copies of the parameters are equal: {names} differs from the others. No"
-            " checkpoint was written since they were compared last. It may be faulty hardware there; start again to go"
-            " on from the newest checkpoint"
+            f"After step {step} not all copies of the parameters are equal; {'; '.join(said)}. No checkpoint was"
+            " written since they were compared last. It may be faulty hardware there; start again to go on from the"
+            " newest checkpoint"
         )
 
 
 class StopVote:
     """Agreement to stop: SIGTERM, SIGINT, SIGHUP or SIGUSR1 on any rank, or a save that failed there, ends the run on
-    all ranks at the same step, one step after it was noticed: nobody waits for the answer. A second signal ends the
-    process at once, unless it comes with the first: Slurm signals torchrun and ranks alike, and torchrun passes its own
-    on."""
+    all ranks at the same step, one step after it was noticed: nobody waits for the answer. What a second signal does is
+    the watchdog's."""
 
-    def __init__(self, ranks: Ranks, second_signal: Callable[[], None]):
-        self.ranks, self.reason, self.second_signal = ranks, "", second_signal
-        self.pending, self.since = None, 0.0
+    def __init__(self, ranks: Ranks):
+        self.ranks, self.reason, self.pending = ranks, "", None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame) -> None:
-        if self.reason:
-            if time.monotonic() - self.since < TOGETHER:
-                return
-            self.second_signal()
-            os._exit(1)
-        self.since = time.monotonic()
-        self.reason = signal.Signals(number).name
+        self.reason = self.reason or signal.Signals(number).name
 
     def agreed(self, failed: bool = False) -> bool:
         """Casts this step's vote and returns the outcome of the step before. All ranks must call, once a step."""
@@ -199,10 +197,11 @@ class StopVote:
 
 
 class Watchdog:
-    """A thread that keeps the run folder's lock, and ends this process when it hangs: when no step ends within
-    --timeout, or none after a signal to stop. Then every rank's watchdog writes its Python stacks to logs/HOST, and the
-    ranks tell each other how far they are, through the store that they met at: so the one that is behind can be named,
-    even if all main threads are blocked.
+    """A thread that keeps the run folder's lock, and ends this process at a second signal to stop (unless it comes with
+    the first: Slurm signals torchrun and ranks alike, and torchrun passes its own on), and when it hangs: when no step
+    ends within --timeout, or none after a signal to stop. Then every rank's watchdog writes its Python stacks to
+    logs/HOST, and the ranks tell each other how far they are, through the store that they met at: so the one that is
+    behind can be named, even if all main threads are blocked.
 
     It goes by the clock, which changes its part several times in a step."""
 
@@ -230,12 +229,15 @@ class Watchdog:
     def _watch(self) -> None:
         stops = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
         while not self.ended:
-            if select.select([self.signals], [], [], 1.0)[0] and stops & set(self.signals.recv(64)):
-                self.told = self.told or time.perf_counter()
+            signalled = select.select([self.signals], [], [], 1.0)[0] and stops & set(self.signals.recv(64))
             if self.ended:
                 return
+            if signalled and self.told and time.perf_counter() - self.told > TOGETHER:
+                self._end("stopped at once, without saving", [], "stopped")
+            if signalled:
+                self.told = self.told or time.perf_counter()
             if self.lock and (lost := self.lock.keep()):
-                self._end(f"--out {self.run}: {lost}", [])
+                self._end(f"--out {self.run}: {lost}", [], "" if lost == TAKEN else "failed")
             part, still = self.clock.stack[-1], time.perf_counter() - self.clock.since
             in_step = part in ("steps", "data")
             limit = self.timeout if in_step else max(self.timeout, START)
@@ -294,13 +296,15 @@ class Watchdog:
                 out.append("all ranks wait at the same place: the network between them?")
         return out
 
-    def _end(self, what: str, why: list[str]) -> None:
+    def _end(self, what: str, why: list[str], state: str = "failed") -> None:
+        """state: for status.json; empty: the run folder is another job's by now."""
         message = f"rank {self.ranks.rank} on {platform.node()}: " + "; ".join([what, *why])
         print(f"error: {message}", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):
-            status = json.loads((self.run / "status.json").read_text())
-            if status["state"] == "running":
-                write_status(self.run, "failed", self.clock.step, 1, message)
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if state and json.loads((self.run / "status.json").read_text())["state"] == "running":
+                write_status(self.run, state, self.clock.step, 1, message)
                 with open(self.run / "log.txt", "a") as f:
                     f.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E [guard.py] {message}\n")
+        if self.lock and state:
+            self.lock.release()
         os._exit(1)

@@ -87,11 +87,12 @@ def write_status(
 
 
 def read_json(path: Path) -> dict:
-    """{} if there is no such file, or no JSON in it."""
+    """{} if there is no such file, or no JSON object in it."""
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def describe_environment() -> dict:
@@ -243,6 +244,11 @@ def describe_routers(sums: Tensor) -> dict[str, float]:
     return {"router_aux_loss": (sums[-2, 0] / sums[-1, 0]).item()} | extremes | shares
 
 
+def _finite(record: dict[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN, which a step that --on_nonfinite skip passed over leaves."""
+    return {k: v if math.isfinite(v) else None for k, v in record.items()}
+
+
 class Log:
     """The step record. All ranks must hold one and call it alike: peak memory is gathered when a step is recorded."""
 
@@ -268,10 +274,17 @@ class Log:
             write_whole(folder / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in kept))
 
     def records(self) -> list[dict]:
-        path = self.folder / "metrics.jsonl"
-        return (
-            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-        )
+        """Of metrics.jsonl; lines that hold none are told of."""
+        path, out, damaged = self.folder / "metrics.jsonl", [], 0
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+            try:
+                record = json.loads(line)
+                out += [record] if record["step"] >= 0 else []
+            except (ValueError, TypeError, KeyError):
+                damaged += 1
+        if damaged:
+            logger.warning("%s: lines left out, as they are cut off or damaged: %d", path, damaged)
+        return out
 
     def _mark(self, step: int) -> None:
         self.last_step = step
@@ -317,9 +330,9 @@ class Log:
         record = {
             "step": step,
             "tokens": step * self.batch_tokens,
-            "loss": loss if math.isfinite(loss) else None,  # of a step that --on_nonfinite skip passed over
+            "loss": loss,
             "lr": lr,
-            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "grad_norm": grad_norm,
             "step_ms": 1e3 * seconds / steps,
             "data_ms": 1e3 * data / steps,
             "samples_per_s": tokens_per_s / self.seq_len,
@@ -343,7 +356,7 @@ class Log:
 
     def _write(self, record: dict, resident: tuple[float, ...]) -> None:
         with open(self.folder / "metrics.jsonl", "a") as f:
-            f.write(json.dumps(record) + "\n")
+            f.write(json.dumps(_finite(record)) + "\n")
         write_status(self.folder, "running", record["step"], rss_gib=resident)
 
     def amend(self, **values: float) -> None:
@@ -354,7 +367,7 @@ class Log:
             if values:
                 with open(self.folder / "metrics.jsonl", "rb+") as f:
                     f.seek(-2, os.SEEK_END)  # the closing brace and the line's end
-                    f.write(f", {json.dumps(values)[1:]}\n".encode())
+                    f.write(f", {json.dumps(_finite(values))[1:]}\n".encode())
 
         on_first_rank(write, self.ranks)
 

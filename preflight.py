@@ -242,10 +242,6 @@ def is_exported(config: Config) -> bool:
     return (Path(config.out) / "hf").exists()
 
 
-def last_logged(run: Path) -> int:
-    return read_json(run / "status.json").get("step", 0)
-
-
 def say_finished(config: Config, step: int) -> None:
     words = sys.argv[1:] or DEFAULT
     if "--check" in words:  # launch.sh's last words
@@ -286,6 +282,8 @@ def describe_memory(config: Config, model: Transformer, optimizer=None) -> str:
 def report(error: Exception, config: Config | None, rank: int, made: Made) -> int:
     """Says what ended the run, on stderr and in status.json -> the exit status."""
     code, message = 1, f"{type(error).__name__}: {error}"
+    if made.watchdog:
+        made.watchdog.clock.switch("end", made.watchdog.clock.step)  # which may take longer than --timeout
     if made.saver:
         made.saver.finish(guard.ANSWER)  # what is being written is from before this
     alone = isinstance(error, RankError) or getattr(error, "alone", False)
@@ -306,8 +304,10 @@ def report(error: Exception, config: Config | None, rank: int, made: Made) -> in
         message, alone = f"rank {rank} on {platform.node()}: {told}", True
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"the disk is full: {error}; what was saved before is intact: free some space and start again"
-    elif isinstance(error, OSError) and config and not Path(config.out).exists():
+    elif isinstance(error, OSError) and config and not os.path.exists(config.out):
         message = f"--out {config.out} has vanished: {error}"
+    elif isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EIO, errno.ESTALE):
+        message = f"--out {config.out}: its disk fails: {error}; what was saved before is intact"
     else:
         traceback.print_exc()
         alone = True
@@ -324,7 +324,7 @@ def report(error: Exception, config: Config | None, rank: int, made: Made) -> in
         message += (
             f"\nAnother rank has not answered for --timeout {config.timeout} s: it hangs, or is slow; see its log"
         )
-    running = status.get("state") == "running" and (rank > 0 or status.get("pid") == os.getpid())  # and this job's
+    running = status.get("state") == "running" and made.watchdog  # it began: the run folder is this job's
     if rank == 0 or alone:  # what all ranks see alike is said once
         print(f"error: {message}", file=sys.stderr)
     if running:  # the first rank to fail says why; what follows from it elsewhere does not replace it

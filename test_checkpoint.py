@@ -23,6 +23,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def save(run: Path, step: int, model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None) -> Path:
+    run.mkdir(exist_ok=True)
     saver = checkpoint.Saver(replace(config, out=str(run)), model, optimizer, ranks, mesh, None, "word")
     saver.save(step, position, torch.arange(20))
     saver.wait()
@@ -186,6 +187,24 @@ def test_damaged_later_ones_do_not_push_out_the_one_just_written(tmp_path):
             (folder / "manifest.json").unlink()
     save(tmp_path, 2, model, optimizer, {}, config)
     assert checkpoint.find(config)[0].step == 2
+
+
+def test_damaged_ones_are_not_among_those_kept(tmp_path):
+    """Two of them, skipped by a resume: as many whole ones as --keep says are there before anything goes."""
+    config, model, optimizer = make_state(tmp_path, "--keep", "2", "--save_async", "off")
+    for step in (1, 2, 3):
+        folder = save(tmp_path, step, model, optimizer, {}, replace(config, keep=9))
+        if step > 1:
+            (folder / "manifest.json").unlink()
+    found, skipped = checkpoint.find(config)
+    assert found.step == 1 and len(skipped) == 2
+    saver = checkpoint.Saver(config, model, optimizer, ALONE, None, found, "word")
+    left = {}
+    for step in (2, 4, 6):
+        saver.save(step, {})
+        left[step] = [int(p.name[5:]) for p in checkpoint.folders(tmp_path)]
+    assert left == {2: [1, 2, 3], 4: [2, 4], 6: [4, 6]}
+    assert all(ok for _, ok, _ in checkpoint.verify(tmp_path))
 
 
 def flip(path: Path) -> None:

@@ -1,6 +1,58 @@
 """guard.py: verdicts are the same on all ranks; the oracle for what is skipped is a run that never had it."""
 
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import guard
+from optim import update
+from shard import Ranks
 from test_shard import run_ranks
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def test_after_ten_bad_steps_in_a_row_nothing_is_updated_any_more():
+    """The host learns of the tenth one step late: the eleventh, which is a number, must not be applied either."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    gradients = guard.GradientGuard(model, 1.0, ALONE, None, "skip")
+    bad = {2, 3, *range(5, 15)}
+    before, changed = model.weight.detach().clone(), []
+    for step in range(1, 17):
+        model(torch.ones(2, 4)).sum().backward()
+        loss = torch.tensor(float("nan") if step in bad else 1.0)
+        update(optimizer, 0.1, gradients.reduce(loss, 8)[2], gradients.suppress)
+        changed += [step] if not torch.equal(before, model.weight) else []
+        before = model.weight.detach().clone()
+        if step < 15:
+            gradients.check(step)
+    assert changed == [1, 4]
+    with pytest.raises(guard.NotFinite, match="Step 14: .*nan(?s:.*)of 10 steps in a row") as caught:
+        gradients.check(15)
+    assert caught.value.step == 14
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ([(0, 5), (0, 6)], "no majority tells which is wrong of rank 0 on a0, rank 1 on a1"),
+        ([(0, 5), (0, 6), (0, 5)], "the odd ones out: rank 1 on a1"),
+        ([(0, 5), (1, 7), (0, 5), (1, 8)], "no majority tells which is wrong of rank 1 on a1, rank 3 on a3"),
+        ([(0, 1), (0, 2), (0, 3), (0, 3)], "the odd ones out: rank 0 on a0, rank 1 on a1"),
+        ([(0, 5), (1, 7), (0, 5), (1, 7)], ""),
+    ],
+)
+def test_the_copy_that_differs_is_named_where_that_can_be_known(monkeypatch, told, said):
+    """told: (part of the parameters, hash) of each rank."""
+    mesh = {"replicate": SimpleNamespace(size=lambda: 2)}
+    mesh = type("Mesh", (dict,), {"get_coordinate": lambda self: (0, 0)})(mesh)
+    monkeypatch.setattr(guard, "gather", lambda *_: [(*row, f"a{rank}") for rank, row in enumerate(told)])
+    if not said:
+        return guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
+    with pytest.raises(guard.Diverged, match=f"After step 3 .*; {said}\\. No checkpoint"):
+        guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
 
 
 def test_guard_suppresses_updates_on_all_ranks(tmp_path):
@@ -38,7 +90,7 @@ def test_stop_vote_is_one_step_late_and_unanimous(tmp_path):
     code = """
 import os, signal
 ranks = shard.init_ranks()
-vote = guard.StopVote(ranks, lambda: None)
+vote = guard.StopVote(ranks)
 answers = []
 for step in range(6):
     if step == 2 and ranks.rank == 1:

@@ -58,12 +58,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, made: preflight.Made
         check_batch(config, ranks.world_size)
     shard.on_first_rank(lambda: write_status(run, "running", start), ranks)
     start_logging(run if first else None)
-    stop = guard.StopVote(
-        ranks,
-        lambda: (
-            first and write_status(run, "stopped", preflight.last_logged(run), 1, "stopped at once, without saving")
-        ),
-    )
+    stop = guard.StopVote(ranks)
     for message in skipped:
         logger.warning(message)
 

@@ -1,0 +1,1002 @@
+"""Faults: saves that are killed anywhere, damaged and hostile checkpoints, runs that are killed, stopped or cut off, or
+meet what is no number. The oracle is the state that was saved, and the run to which nothing happened."""
+
+import builtins
+import contextlib
+import errno
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+import platform
+import random
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+import model
+import train
+from data import write_shard
+from errors import UserError
+from log import read_json
+from model import Transformer
+from test_checkpoint import make_state, save
+
+ROOT = Path(__file__).parent
+SMALL = ["--model", "tiny-llama", "--dim", "16", "--n_heads", "2", "--n_kv_heads", "1", "--n_layers", "1"]
+SMALL += ["--ffn_dim", "16", "--seq_len", "16"]
+
+
+# ---- a save that is killed
+
+
+def die_at(n: int) -> None:
+    """From now on this process ends at its n-th change of what is on the disk, or before an fsync; a write is two."""
+    done = [0]
+
+    def tick(*_):
+        done[0] += 1
+        if done[0] == n:
+            os._exit(9)
+
+    def before(name: str) -> None:
+        real = getattr(os, name)
+        setattr(os, name, lambda *a, **k: tick() or real(*a, **k))
+
+    for name in ("mkdir", "rename", "replace", "fsync", "link", "unlink", "remove", "rmdir"):
+        before(name)
+
+    class File:
+        def __init__(self, file):
+            self.file = file
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            tick()
+            self.file.close()
+
+        def write(self, data):
+            half = len(data) // 2
+            self.file.write(data[:half])
+            self.file.flush()
+            tick()
+            self.file.write(data[half:])
+            self.file.flush()
+            tick()
+
+    real = io.open
+
+    def open_counted(path, mode="r", *args, **options):
+        file = real(path, mode, *args, **options)
+        return (tick() or File(file)) if set(mode) & set("wax+") else file
+
+    builtins.open = io.open = open_counted
+
+
+def in_child(work) -> int:
+    """Runs work() in a fork of this process -> its exit status."""
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as e:
+            print(repr(e), file=sys.__stderr__)
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def content(folder: Path) -> tuple:
+    manifest = checkpoint.read_manifest(folder)
+    return manifest | {"config": manifest["config"] | {"keep": 0}}, (folder / "rank-00000.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("case", [pytest.param("first", marks=pytest.mark.slow), "pruned", "damaged"])
+def test_a_save_killed_between_any_two_operations_leaves_the_old_state_or_the_new_one(tmp_path, monkeypatch, case):
+    """Steps 1 and so on are saved whole, the next one is killed at operation 1, 2, ... until it survives."""
+    whole = {"first": 0, "pruned": 3, "damaged": 2}[case]  # --keep 3
+    run = tmp_path / "run"
+    config, model, optimizer = make_state(run, *SMALL, "--keep", "3")
+    truth = {}
+    for step in range(1, whole + 2):  # the state is the same: what differs is the manifest
+        folder = save(run, step, model, optimizer, {"samples": step}, replace(config, keep=9))
+        truth[step] = content(folder)
+    shutil.rmtree(folder)
+    if case == "damaged":
+        shutil.copytree(run / "checkpoints/step-00000002", folder)
+    start, loss = tmp_path / "start", truth[1][0]["probe"]["loss"]
+    monkeypatch.setattr(checkpoint, "probe_loss", lambda *_: loss)  # OpenMP's threads do not survive a fork
+    shutil.move(run, start)
+    for n in range(1, 1000):
+        shutil.copytree(start, run)
+        if not whole:
+            shutil.rmtree(run / "checkpoints")
+        to_be_saved = (run, whole + 1, model, optimizer, {"samples": whole + 1}, config)
+        ended = in_child(lambda n=n: (die_at(n), save(*to_be_saved)))  # noqa: B023
+        assert ended in (0, 9), n
+        found, skipped = checkpoint.find(config) if whole or checkpoint.folders(run) else (None, [])
+        step = found.step if found else 0
+        assert step in (whole, whole + 1) and (ended or step == whole + 1), n
+        assert len(skipped) == (case == "damaged" and step == whole and folder.exists())
+        for kept in checkpoint.folders(run):  # whole, but for the one that was damaged before
+            assert (step == whole and kept == folder) or content(kept) == truth[int(kept.name[5:])], n
+        enough = {max(step - i, 0) for i in range(3)} - {0}
+        assert {int(p.name[5:]) for p in checkpoint.folders(run)} >= enough
+        checkpoint.clean(run)
+        left = {p.name for p in (run / "checkpoints").iterdir()} if (run / "checkpoints").exists() else set()
+        assert left <= {"latest", *(f"step-{i:08d}" for i in range(1, whole + 2))}, left
+        shutil.rmtree(run)
+        if not ended:
+            break
+    assert n > 20
+    assert len(left) == 1 + min(3, whole + 1), left
+
+
+# ---- damage
+
+
+def spoil(path: Path, at: int, bits: int = 1) -> None:
+    with open(path, "rb+") as f:
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ bits]))
+
+
+def zero(path: Path, at: int, n: int = 4096) -> None:
+    with open(path, "rb+") as f:
+        f.seek(at)
+        f.write(bytes(min(n, path.stat().st_size - at)))
+
+
+DAMAGE = {
+    "a bit in the header's length": lambda p: spoil(p, 0),
+    "a bit in the header": lambda p: spoil(p, 40),
+    "a bit in a tensor": lambda p: spoil(p, p.stat().st_size // 2),
+    "a page of zeros": lambda p: zero(p, min(8192, p.stat().st_size // 2)),
+    "a header of zeros": lambda p: zero(p, 0),
+    "cut short": lambda p: os.truncate(p, p.stat().st_size - 1),
+    "empty": lambda p: os.truncate(p, 0),
+    "longer": lambda p: p.write_bytes(p.read_bytes() + b"\0"),
+    "deleted": lambda p: p.unlink(),
+    "a folder in its place": lambda p: (p.unlink(), p.mkdir()),
+}
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A run folder with steps 1 and 2."""
+    config, model, optimizer = make_state(tmp_path, *SMALL)
+    for step in (1, 2):
+        folder = save(tmp_path, step, model, optimizer, {}, config)
+    return config, folder
+
+
+def falls_back(config, folder: Path, capsys) -> str:
+    """Asserts that all who look at step 2 name its fault, and that step 1 is taken -> the fault."""
+    found, skipped = checkpoint.find(config)
+    assert found.step == 1 and len(skipped) == 1 and str(folder) in skipped[0]
+    run = Path(config.out)
+    assert checkpoint.main(["verify", str(run)]) == 1 and checkpoint.main(["list", str(run)]) == 0
+    assert "step 1: whole" in capsys.readouterr().out and checkpoint.newest(run).step == 1
+    return checkpoint.fault_of(folder)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_of_any_file_is_named(two, capsys, kind):
+    config, folder = two
+    for name in ("rank-00000.safetensors", "manifest.json"):
+        kept = (folder / name).read_bytes()
+        DAMAGE[kind](folder / name)
+        assert name in falls_back(config, folder, capsys)
+        if (folder / name).is_dir():
+            (folder / name).rmdir()
+        (folder / name).write_bytes(kept)
+        assert checkpoint.find(config)[0].step == 2
+    (Path(config.out) / "checkpoints/latest").write_bytes(b"\xff../../nowhere\n")  # a hint for people only
+    assert checkpoint.find(config)[0].step == 2
+
+
+def test_every_byte_of_a_manifest_counts(two):
+    """Changed, it is refused or says the same: e and E in a number, white space."""
+    _, folder = two
+    path = folder / "manifest.json"
+    before, truth = path.read_bytes(), checkpoint.read_manifest(folder)
+    refused = 0
+    for i in range(len(before)):
+        spoil(path, i, 1 << i % 8)
+        try:
+            assert checkpoint.read_manifest(folder) == truth, i
+        except ValueError as e:
+            refused += "manifest.json" in str(e)
+        spoil(path, i, 1 << i % 8)
+    assert refused > 0.99 * len(before) and path.read_bytes() == before
+
+
+def rewrite(folder: Path, change) -> None:
+    """change(manifest), with its checksum made right again."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["crc32"]
+    change(manifest)
+    path.write_text(json.dumps(manifest | {"crc32": zlib.crc32(json.dumps(manifest).encode())}))
+
+
+def replace_part(folder: Path, data: bytes) -> None:
+    (folder / "rank-00000.safetensors").write_bytes(data)
+    rewrite(folder, lambda m: m["files"][0].update(bytes=len(data), crc32=zlib.crc32(data)))
+
+
+def safetensors(header: str | dict, data: bytes = b"") -> bytes:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch evil",)
+
+
+ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HOSTILE = {
+    "a pickle": lambda: pickle.dumps(Evil()),
+    "torch.save": lambda: (f := io.BytesIO(), torch.save(Evil(), f), f.getvalue())[2],
+    "a huge header": lambda: (2**62).to_bytes(8, "little") + b"{}" + bytes(99),
+    "a deep header": lambda: safetensors("[" * 100_000),
+    "overlapping offsets": lambda: safetensors({"a": ROW, "b": ROW}, bytes(8)),
+    "other tensors": lambda: safetensors({"a": ROW}, bytes(8)),
+    "no tensors": lambda: safetensors({}),
+    "a header that is a list": lambda: safetensors("[]"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_files_run_no_code_and_are_named(two, capsys, monkeypatch, tmp_path, kind):
+    config, folder = two
+    monkeypatch.chdir(tmp_path)
+    replace_part(folder, HOSTILE[kind]())
+    assert "rank-00000.safetensors" in falls_back(config, folder, capsys)
+    assert not Path("evil").exists()
+
+
+def place_of(manifest: dict) -> dict:
+    return next(iter(manifest["files"][0]["tensors"].values()))
+
+
+WRONG = {
+    "a path upwards": lambda m: m["files"][0].update(file="../step-00000001/rank-00000.safetensors"),
+    "an absolute path": lambda m: m["files"][0].update(file="/etc/passwd"),
+    "a name with a line's end": lambda m: m["files"][0].update(file="rank-00000.safetensors\n"),
+    "another step": lambda m: m.update(step=1),
+    "a hole": lambda m: place_of(m).update(whole=[n + 1 for n in place_of(m)["whole"]]),
+    "beyond the end": lambda m: place_of(m).update(start=[5 for _ in place_of(m)["start"]]),
+    "another rank": lambda m: place_of(m).update(start=[0]),
+    "a part twice": lambda m: m["files"].append(m["files"][0]),
+    "another shape": lambda m: [place_of(m).update({k: [1, 1]}) for k in ("shape", "whole")],
+    "another dtype": lambda m: place_of(m).update(dtype="bfloat16"),
+    "a dtype of none": lambda m: place_of(m).update(dtype="complex"),
+    "a tensor more": lambda m: m["files"][0]["tensors"].update(more=place_of(m)),
+    "a bool for a number": lambda m: m.update(step=True),
+    "a negative size": lambda m: m["files"][0].update(bytes=-1),
+}
+for key in ("step", "tokens", "updates", "world_size", "position", "probe", "config", "model", "files"):
+    WRONG[f"no {key}"] = lambda m, key=key: m.pop(key)
+    for value in (None, "x", [1], [[]], {"a": {}}, -1.5):
+        WRONG[f"{key} {value}"] = lambda m, key=key, value=value: m.update({key: value})
+for key in ("tokens", "loss", "tolerance"):
+    WRONG[f"probe's {key}"] = lambda m, key=key: m["probe"].update({key: {"a": 1}})
+for key in ("file", "bytes", "crc32", "tensors"):
+    WRONG[f"a file's {key}"] = lambda m, key=key: m["files"][0].update({key: [None]})
+    WRONG[f"no file's {key}"] = lambda m, key=key: m["files"][0].pop(key)
+WRONG = {k: v for k, v in WRONG.items() if k not in ("position {'a': {}}", "config {'a': {}}", "model {'a': {}}")}
+
+
+def test_a_wrong_manifest_with_a_right_checksum_is_named(two, capsys):
+    config, folder = two
+    before = (folder / "manifest.json").read_bytes()
+    for kind, change in WRONG.items():
+        rewrite(folder, change)
+        assert falls_back(config, folder, capsys), kind
+        (folder / "manifest.json").write_bytes(before)
+    for text in ("", "null", "[]", "5", "[" * 100_000, '{"a":' * 100_000, "1" * 5000, '{"format": 2}', "\xff"):
+        (folder / "manifest.json").write_text(text, encoding="latin1")
+        assert "manifest.json" in falls_back(config, folder, capsys), text
+    shutil.rmtree(folder)
+    folder.write_text("a file in the place of a folder")
+    falls_back(config, folder, capsys)
+
+
+# ---- runs in this process
+
+TINY = [*SMALL, "--compile", "none", "--dtype", "fp32", "--micro_batch", "2", "--eval_every", "0", "--log_every", "1"]
+TINY += ["--warmup_steps", "0", "--schedule", "constant", "--lr", "0.01"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(300)))
+    return str(path)
+
+
+@pytest.fixture
+def run_here(monkeypatch, text, capsys):
+    """run_here(out, *flags) -> (exit status, what was said on stderr)"""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
+
+    def run(out: Path, *flags) -> tuple[int, str]:
+        try:
+            status = train.main([*TINY, "--data", text, "--out", str(out), *map(str, flags)])
+        except SystemExit as end:
+            status = end.code
+        said = capsys.readouterr().err
+        assert "Traceback" not in said, said
+        assert said.count("error: ") == bool(status), said
+        assert not (out / "lock").exists()
+        return status, said
+
+    yield run
+    signal.set_wakeup_fd(-1)
+
+
+def losses(run: Path) -> list[tuple]:
+    """[(step, loss)] of every record; strict JSON."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} in metrics.jsonl")
+
+    records = [json.loads(line, parse_constant=refuse) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r["loss"]) for r in records]
+
+
+def weights_of(run: Path, step: int) -> list[bytes]:
+    """Of a checkpoint, the files of all ranks; without their random states, which nothing draws from."""
+    return [p.read_bytes() for p in sorted(checkpoint.step_folder(run, step).glob("*.safetensors"))]
+
+
+def break_losses(monkeypatch, steps, value: float = float("inf")) -> None:
+    """The loss of those forward passes of the process, from 1, is no number; one of a run's steps each."""
+    forward, count = Transformer.forward, itertools.count(1)
+
+    def broken(self, *args):
+        loss = forward(self, *args)
+        return loss * value if self.training and next(count) in steps else loss
+
+    monkeypatch.setattr(Transformer, "forward", broken)
+
+
+SLOW = [pytest.param(*row, marks=pytest.mark.slow) for row in ((2, 0), (7, 3), (8, 0))]
+
+
+@pytest.mark.parametrize(("bad", "save_every"), [(1, 0), (6, 3), *SLOW])
+def test_a_loss_that_is_no_number_stops_with_the_state_before_it(tmp_path, run_here, monkeypatch, bad, save_every):
+    """In the first step, before and at a save and after one, in the last: the state is the uninterrupted run's."""
+    flags = ["--steps", 8, "--save_every", save_every]
+    assert run_here(tmp_path / "whole", *flags[:2], "--save_every", 1, "--keep", 9)[0] == 0
+    with monkeypatch.context() as m:
+        break_losses(m, {bad})
+        status, said = run_here(tmp_path / "run", *flags)
+    assert status == 1 and f"Step {bad}: the loss of rank 0 on {platform.node()} is inf" in said
+    assert said.count("numbers") == 2 and re.search(r"rank 0: \S+ at token \d+", said), said
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["state"] == "failed" and f"Step {bad}:" in status["message"]
+    if bad > 1:
+        assert (f"The state before it is saved: {checkpoint.step_folder(tmp_path / 'run', bad - 1)}" in said) == (
+            (bad - 1) % (save_every or 99) != 0
+        )
+        assert weights_of(tmp_path / "run", bad - 1) == weights_of(tmp_path / "whole", bad - 1)
+    else:
+        assert not checkpoint.folders(tmp_path / "run")
+    with monkeypatch.context() as m:  # directly after the resume, again
+        break_losses(m, {1})
+        status, said = run_here(tmp_path / "run", *flags)
+        assert status == 1 and f"Step {bad}:" in said
+    assert run_here(tmp_path / "run", *flags)[0] == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert weights_of(tmp_path / "run", 8) == weights_of(tmp_path / "whole", 8)
+
+
+def test_steps_that_are_skipped_leave_no_trace_and_ten_in_a_row_end_the_run(tmp_path, run_here, monkeypatch):
+    flags = ["--on_nonfinite", "skip", "--steps", 20, "--eval_every", 10, "--eval_batches", 1]
+    with monkeypatch.context() as m:  # the oracle: those updates left out of an optimizer that knows of no guard
+        left_out, update, count = {3, 4, 10, 20}, train.update, itertools.count(1)
+        m.setattr(train, "update", lambda o, *a: o.zero_grad() if next(count) in left_out else update(o, *a))
+        assert run_here(tmp_path / "whole", *flags)[0] == 0
+    with monkeypatch.context() as m:
+        break_losses(m, left_out, float("nan"))
+        assert run_here(tmp_path / "run", *flags)[0] == 0
+    got, want = losses(tmp_path / "run"), losses(tmp_path / "whole")
+    assert got == [(step, None if step in left_out else loss) for step, loss in want]
+    assert weights_of(tmp_path / "run", 20) == weights_of(tmp_path / "whole", 20)
+    said = (tmp_path / "run/log.txt").read_text()
+    assert said.count("Its update is skipped") == 4 and "2 in a row" in said and "rank 0: " in said
+    with monkeypatch.context() as m:  # every second step is counted anew, the eleventh is never taken
+        break_losses(m, {*range(1, 6, 2), *range(7, 17)})
+        status, said = run_here(tmp_path / "many", *flags[:4], "--save_every", 3)
+    assert status == 1 and "Step 16: " in said and "10 steps in a row" in said
+    manifest = checkpoint.read_manifest(checkpoint.step_folder(tmp_path / "many", 15))
+    assert manifest["updates"] == 3 and manifest["position"]["samples"] == 30
+
+
+def test_a_mixture_a_stream_and_chats_name_their_rows(tmp_path, run_here, monkeypatch, text):
+    chats = tmp_path / "chats.jsonl"
+    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    chats.write_text((json.dumps({"messages": talk}) + "\n") * 20)
+    for kind, flags, named in (
+        ("mixture", ["--data", f"{text}:1", f"{text}:2"], r"rank 0: \S+ at token"),
+        ("stream", ["--data", text, "--stream", "--lanes", 1], r"numbers.txt up to row \d+ \(lane 0, epoch 0\)"),
+        ("chats", ["--data", chats, "--seq_len", 64], r"rank 0: \S*chats\S* at token"),
+    ):
+        with monkeypatch.context() as m:
+            break_losses(m, {2})
+            status, said = run_here(tmp_path / kind, "--steps", 4, *flags)
+        assert status == 1 and re.search(named, said), said
+    with monkeypatch.context() as m:  # whose losses by source are no numbers either
+        break_losses(m, {2})
+        flags = ["--data", f"{text}:1", f"{text}:2", "--on_nonfinite", "skip"]
+        assert run_here(tmp_path / "skip", "--steps", 4, *flags)[0] == 0
+    assert [loss is None for _, loss in losses(tmp_path / "skip")] == [False, True, False, False]
+
+
+# ---- a checkpoint that proves itself
+
+
+def swap(folder: Path, a: str, b: str) -> None:
+    """Two tensors of one shape change places, under right checksums."""
+    path = folder / "rank-00000.safetensors"
+    entries = checkpoint.TensorFile(path).entries
+    data = bytearray(path.read_bytes())
+    (x, y), n = (entries[name].offset for name in (a, b)), 4 * math.prod(entries[a].shape)
+    assert entries[a].shape == entries[b].shape
+    data[x : x + n], data[y : y + n] = data[y : y + n], data[x : x + n]
+    replace_part(folder, bytes(data))
+
+
+def test_what_is_loaded_must_have_the_loss_that_was_saved(tmp_path, run_here, monkeypatch):
+    """Values that changed under right checksums, and code that computes something else. Twenty steps make the layers
+    differ enough."""
+    flags = ["--steps", 20, "--model", "tiny-llama3.2", "--dim", 32, "--n_layers", 2, "--seq_len", 32]
+    assert run_here(tmp_path / "run", *flags)[0] == 0
+    folder = checkpoint.step_folder(tmp_path / "run", 20)
+    both = r"the loss of its probe was \d\.\d+ when it was saved, with what was loaded it is \d+\.\d+"
+    more = [*flags, "--steps", 21]
+
+    def refused(pattern: str, run: Path = tmp_path / "run") -> None:
+        status, said = run_here(run, *more)
+        assert status == 2 and re.search(pattern, said), said
+
+    for name in ("mlp.down_proj", "self_attn.o_proj"):
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        copy = checkpoint.step_folder(tmp_path / name, 20)
+        swap(copy, *(f"model.layers.{i}.{name}.weight" for i in (0, 1)))
+        assert checkpoint.fault_of(copy) == ""
+        refused(both, tmp_path / name)
+    with monkeypatch.context() as m:
+        m.setattr(model, "apply_rope", lambda x, rope: x)
+        refused(both)
+    with monkeypatch.context() as m:
+        m.setattr(model.RMSNorm, "forward", lambda self, x: x)
+        refused(both)
+    with monkeypatch.context() as m:  # what is not tied is not loaded
+        m.setattr(Transformer, "tie_weights", lambda self: torch.nn.init.normal_(self.lm_head.weight, 0, 0.02))
+        refused(r"lm_head|the loss of its probe")
+    before = (folder / "manifest.json").read_bytes()
+    rewrite(folder, lambda m: m["model"].update(rope_theta=2e4))
+    refused(r"model's rope_theta was 20000\.0, is 500000\.0")
+    (folder / "manifest.json").write_bytes(before)
+    rewrite(folder, lambda m: m["probe"].update(loss=m["probe"]["loss"] + 0.01))
+    refused(both)
+    (folder / "manifest.json").write_bytes(before)
+    for change in (["--attention", "sdpa"], ["--checkpointing", "block"], ["--fp8", "tensor"]):
+        shutil.copytree(tmp_path / "run", tmp_path / change[1])
+        assert run_here(tmp_path / change[1], *more, *change)[0] == 0, change
+
+
+# ---- settings
+
+
+def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_here):
+    run = tmp_path / "run"
+    assert run_here(run, "--steps", 3)[0] == 0
+    other = ["--log_every", 2, "--save_every", 2, "--eval_every", 2, "--eval_batches", 1, "--keep", 3]
+    assert run_here(run, "--steps", 5, *other)[0] == 0
+    assert run_here(run, "--steps", 4, *other)[0] == 0  # nothing is left to do
+    changes = ["--lr", 0.02, "--warmup_steps", 2, "--seed", 1]
+    status, said = run_here(run, "--steps", 8, *changes)
+    assert status == 2 and "--lr was 0.01, is 0.02" in said and "--seed was 0, is 1" in said
+    assert "--warmup_steps was 0.0, is 2.0" in said and "--resume_override" not in said  # seed stays
+    status, said = run_here(run, "--steps", 8, *changes[:4])
+    assert status == 2 and "--resume_override lr,warmup_steps goes on" in said
+    status, said = run_here(run, "--steps", 8, *changes[:4], "--resume_override", "lr")
+    assert status == 2 and "--warmup_steps was" in said and "--lr was" not in said
+    status, said = run_here(run, "--steps", 8, "--resume_override", "lr,seed")
+    assert status == 2 and "--resume_override seed: it can name lr," in said
+    assert not (run / "overrides.jsonl").exists()
+    assert run_here(run, "--steps", 8, *changes[:4], "--resume_override", "lr,warmup_steps")[0] == 0
+    recorded = [json.loads(line) for line in (run / "overrides.jsonl").read_text().splitlines()]
+    assert recorded == [{"step": 5, "lr": [0.01, 0.02], "warmup_steps": [0.0, 2.0]}]
+    assert run_here(run, "--steps", 9, *changes[:4])[0] == 0  # the checkpoint has the new ones
+    assert len((run / "overrides.jsonl").read_text().splitlines()) == 1
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["step"], last["lr"]) == (9, 0.02)
+
+
+@pytest.mark.parametrize("stop", [10, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 9, 19))])
+def test_a_run_stopped_anywhere_in_the_epochs_equals_the_uninterrupted_one(tmp_path, run_here, stop):
+    """Two shards of 10 rows of 16 tokens and a little more, 2 rows a micro-batch, 4 a step: epochs end within steps."""
+    (tmp_path / "data").mkdir()
+    for i in range(2):
+        write_shard(tmp_path / f"data/{i}.bin", np.random.default_rng(i).integers(0, 258, 10 * 16 + 5 + i), 258)
+    flags = ["--data", tmp_path / "data", "--batch_tokens", 64]
+    assert run_here(tmp_path / "whole", *flags, "--steps", 20)[0] == 0
+    for steps in (stop, 20):
+        assert run_here(tmp_path / "run", *flags, "--steps", steps)[0] == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 20
+    assert weights_of(tmp_path / "run", 20) == weights_of(tmp_path / "whole", 20)
+
+
+@pytest.mark.parametrize("save_async", ["on", pytest.param("off", marks=pytest.mark.slow)])
+def test_a_save_in_the_background_equals_one_that_is_waited_for_and_its_error_ends_the_run(
+    tmp_path, run_here, monkeypatch, save_async
+):
+    flags = ["--steps", 6, "--save_every", 2, "--keep", 9, "--save_async"]
+    assert run_here(tmp_path / "run", *flags, save_async)[0] == 0
+    assert run_here(tmp_path / "other", *flags, "off")[0] == 0
+    for step in (2, 4, 6):
+        assert weights_of(tmp_path / "run", step) == weights_of(tmp_path / "other", step)
+    write = checkpoint.write_file
+
+    def full(path, rows):
+        write(path, rows)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    shutil.rmtree(checkpoint.step_folder(tmp_path / "run", 6))
+    with monkeypatch.context() as m:
+        m.setattr(checkpoint, "write_file", full)
+        status, said = run_here(tmp_path / "run", *flags, save_async, "--steps", 60, "--save_every", 5)
+    assert status == 1 and said.count("the disk is full") == 1
+    assert losses(tmp_path / "run")[-1][0] < 9  # the step after at the latest
+    names = {p.name for p in (tmp_path / "run/checkpoints").iterdir()}
+    assert names == {"latest", "step-00000002", "step-00000004"}
+
+
+def test_a_crash_right_after_a_save_was_begun_leaves_the_checkpoint(tmp_path, run_here, monkeypatch, text):
+    def crash(config, model, run, step, ranks):
+        raise UserError("told to")
+
+    write = checkpoint.write_file
+    with monkeypatch.context() as m:
+        m.setattr(checkpoint, "write_file", lambda *a: time.sleep(1) or write(*a))
+        m.setattr(train, "write_samples", crash)
+        flags = ["--steps", 9, "--save_every", 3, "--sample_every", 3]
+        assert run_here(tmp_path / "run", *flags) == (2, "error: told to\n")
+    assert checkpoint.verify(tmp_path / "run") == [(3, True, "")]
+
+
+# ---- storage
+
+
+def test_a_run_folder_that_vanishes_is_named(tmp_path, run_here, monkeypatch):
+    write, gone = train.Log.step, tmp_path / "gone"  # at once: a save may be on
+    with monkeypatch.context() as m:
+        m.setattr(train.Log, "step", lambda log, n, *a: (n == 4 and log.folder.rename(gone), write(log, n, *a)))
+        status, said = run_here(tmp_path / "run", "--steps", 9, "--save_every", 2)
+    assert status == 1 and f"--out {tmp_path / 'run'} has vanished" in said
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "file").touch()
+    status, said = run_here(tmp_path / "file" / "run", "--steps", 1)
+    assert status == 2 and f"--out {tmp_path / 'file/run'}: no folder can be there" in said
+
+
+def test_a_folder_that_a_rank_does_not_see_is_refused_before_anything_is_loaded(tmp_path, run_here, monkeypatch):
+    monkeypatch.setattr(train.preflight, "sees", lambda run, word: False)
+    monkeypatch.setattr(checkpoint, "find", None)
+    status, said = run_here(tmp_path / "run", "--steps", 1)
+    assert status == 2 and f"--out {tmp_path / 'run'} is not the folder there" in said
+    assert not list((tmp_path / "run").iterdir())
+
+
+def mount(folder: Path, *words: str) -> None:
+    """Skips the test where only others may do it; unmounted by the caller."""
+    if os.geteuid() or subprocess.run(["mount", *words, str(folder)], capture_output=True).returncode:
+        pytest.skip("only root can mount a disk")
+
+
+def test_a_disk_that_is_or_becomes_read_only_is_named(tmp_path, run_here, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount(disk, "-t", "tmpfs", "-o", "size=9m", "tmpfs")
+    try:
+        assert run_here(disk / "run", "--steps", 2)[0] == 0
+        write = train.Log.step
+
+        def remount(log, step, *rest):
+            if step == 4:
+                log_file = train.logger.handlers[1]
+                log_file.close()  # it is open for writing
+                train.logger.handlers.remove(log_file)
+                subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+            return write(log, step, *rest)
+
+        with monkeypatch.context() as m:
+            m.setattr(train.Log, "step", remount)
+            m.setattr(train.preflight.Made, "release", lambda made: made.watchdog.end())  # nor can its lock be removed
+            m.setattr(Path, "exists", lambda self, e=Path.exists: self.name != "lock" and e(self))
+            status, said = run_here(disk / "run", "--steps", 9)
+        assert status == 1 and f"--out {disk / 'run'}: its disk fails" in said
+        status, said = run_here(disk / "other", "--steps", 9)
+        assert status == 2 and f"--out {disk / 'other'}: the disk is read-only" in said
+        assert checkpoint.verify(disk / "run") == [(2, True, "")]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_check_says_what_would_be_done(tmp_path, run_here, capsys):
+    """Beside temporary folders, on a run of other settings, while another job has the folder."""
+    run = tmp_path / "run"
+    (run / "checkpoints/step-00000007.tmp-dead").mkdir(parents=True)
+    assert run_here(run, "--steps", 2, "--check")[0] == 0 and not (run / "status.json").exists()
+    assert run_here(run, "--steps", 2)[0] == 0
+    assert not (run / "checkpoints/step-00000007.tmp-dead").exists()
+    status, said = run_here(run, "--steps", 9, "--seed", 3, "--check")
+    assert status == 2 and "--seed was 0, is 3" in said
+
+
+# ---- runs of their own
+
+JOB = """
+import itertools, os, pathlib, signal, sys, time
+sys.path.insert(0, {root!r})
+import checkpoint, guard, preflight, runlock, shard, train
+import torch
+RANK = int(os.environ.get("RANK", 0))
+{code}
+os._exit(train.main(sys.argv[1:]) or 0)
+"""
+AT_STEP = """
+def at_step(n, do):  # with the data of that step
+    clock, count = train.Clock.part, itertools.count(1)
+    train.Clock.part = lambda self, name: (name == "data" and next(count) == n and do(), clock(self, name))[1]
+"""
+
+
+class Job:
+    """A run of its own, on so many ranks, with code of a fault in it."""
+
+    def __init__(self, out: Path, text: str, *flags, ranks: int = 2, code: str = ""):
+        self.out = out
+        script = Path(text).parent / f"job-{secrets.token_hex(4)}.py"
+        script.write_text(JOB.format(root=str(ROOT), code=AT_STEP + code))
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        words = [sys.executable, *launch, script, *TINY, "--data", text, "--out", out, *flags]
+        self.process = subprocess.Popen(
+            [*map(str, words)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
+        )
+
+    def end(self, timeout: float = 120) -> tuple[int, str]:
+        """-> (exit status, what was said on stderr)"""
+        _, said = self.process.communicate(timeout=timeout)
+        return self.process.returncode, said
+
+    def wait_for_step(self, step: int) -> None:
+        while self.status.get("step", 0) < step:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            time.sleep(0.02)
+
+    @property
+    def status(self) -> dict:
+        return read_json(self.out / "status.json")
+
+    def pids(self) -> dict[int, int]:
+        """{rank: process}"""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        out = {}
+        for pid in children:
+            with contextlib.suppress(OSError):
+                rank = re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
+                out |= {int(rank[1]): int(pid)} if rank else {}
+        return out
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory, text):
+    """Twelve steps on two ranks, to which nothing happened, and all their checkpoints."""
+    run = tmp_path_factory.mktemp("truth") / "run"
+    status, said = Job(run, text, "--steps", 12, "--save_every", 1, "--keep", 99).end()
+    assert status == 0, said
+    return run
+
+
+@pytest.mark.slow
+def test_what_is_no_number_on_one_rank_stops_both_with_the_state_before_it(tmp_path, text, truth):
+    code = """
+forward, count = train.Transformer.forward, itertools.count(1)
+def broken(self, *args):
+    loss = forward(self, *args)
+    return loss * float("inf") if self.training and next(count) == 7 and RANK == 1 else loss
+train.Transformer.forward = broken
+"""
+    status, said = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4, code=code).end()
+    assert status and said.count("error: Step 7: the loss of rank 1 on ") == 1 and "rank 0 on" not in said, said
+    assert len(re.findall(r"  rank 1: \S+ at token \d+", said)) == 2
+    assert weights_of(tmp_path / "run", 6) == weights_of(truth, 6)
+    status, said = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4).end()
+    assert status == 0, said
+    assert losses(tmp_path / "run") == losses(truth) and weights_of(tmp_path / "run", 12) == weights_of(truth, 12)
+
+
+SLOWER = "every = train.every\ntrain.every = lambda *a: time.sleep({}) or every(*a)"
+
+
+@pytest.mark.parametrize(("kills", "steps"), [(3, 12), pytest.param(30, 400, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_again_and_again_computes_the_same(tmp_path, text, truth, kills, steps):
+    """kill -9 of any rank or of torchrun at random moments, in saves, too: each step once, with the same bits."""
+    rng, flags = random.Random(0), ["--steps", steps, "--save_every", 3]
+    if steps > 12:
+        truth = tmp_path / "truth"
+        assert Job(truth, text, *flags).end(300)[0] == 0
+    slow = SLOWER.format(0.03 if steps == 12 else 0.003)
+    done = 0
+    while done < kills:
+        job = Job(tmp_path / "run", text, *flags, code=slow)
+        begin = job.status.get("step", 0)
+        if rng.random() < 0.8:  # else at its start
+            while job.process.poll() is None and (job.status.get("pid") not in job.pids().values()):
+                time.sleep(0.05)
+            with contextlib.suppress(AssertionError):
+                job.wait_for_step(begin + rng.randint(1, max(1, steps // kills - 2)))
+        time.sleep(rng.random() * 0.3)
+        victims = [*job.pids().values(), job.process.pid]
+        if job.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(victims), signal.SIGKILL)
+                done += 1
+        job.end()
+        for pid in victims[:-1]:  # torchrun killed, they stop by themselves
+            wait_until_gone(pid)
+        assert all(ok for _, ok, _ in checkpoint.verify(tmp_path / "run"))
+        if job.status.get("state") == "finished":
+            break
+    status, said = Job(tmp_path / "run", text, *flags).end(300)
+    assert status == 0, said
+    assert done >= min(kills, 3) and losses(tmp_path / "run") == losses(truth)
+    assert [step for step, _ in losses(truth)] == [*range(1, steps + 1)]
+    assert weights_of(tmp_path / "run", steps) == weights_of(truth, steps)
+
+
+def wait_until_gone(pid: int, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < end, pid
+        time.sleep(0.05)
+
+
+FLIP = """
+def flip():
+    if RANK == 1:
+        made = next(o for o in __import__("gc").get_objects() if isinstance(o, train.Transformer))
+        parameter = shard.local(next(made.parameters()).detach())
+        parameter.view(torch.int32).view(-1)[7] ^= 1
+at_step(6, flip)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "shard_size", "every", "found_after"), [(2, 1, 4, 8), (2, 1, 0, 10), (4, 2, 4, 8), (3, 1, 4, 8)]
+)
+def test_replicas_that_differ_by_a_bit_are_found_and_not_saved(tmp_path, text, ranks, shard_size, every, found_after):
+    """Within --replicas_every steps, and before each save; of three the one is named, of two both are."""
+    flags = ["--steps", 30, "--shard_size", shard_size, "--save_every", 5, "--keep", 9, "--replicas_every", every]
+    status, said = Job(tmp_path / "run", text, *flags, ranks=ranks, code=FLIP).end()
+    assert status and said.count("error: After step") == 1, said
+    assert f"After step {found_after} not all copies" in said
+    two = "is wrong of rank {1} on {0}, rank {2} on {0}. "
+    named = {2: two.format("{0}", 0, 1), 3: "the odd ones out: rank 1 on {0}. ", 4: two.format("{0}", 1, 3)}
+    assert named[ranks].format(platform.node()) in said, said
+    assert [p.name for p in checkpoint.folders(tmp_path / "run")] == ["step-00000005"]
+
+
+HANGS = {
+    "in the data": "at_step(5, lambda: RANK == 1 and time.sleep(300))",
+    "in a collective": "at_step(5, lambda: RANK == 1 and shard.gather(0, shard.Ranks(0, 2, None, None)))",
+    "stopped": "at_step(5, lambda: RANK == 1 and os.kill(os.getpid(), signal.SIGSTOP))",
+    "in the backward pass": """
+def hang():
+    if RANK == 1:
+        torch.Tensor.backward = lambda self: time.sleep(300)
+at_step(5, hang)
+""",
+}
+
+
+@pytest.mark.parametrize("kind", ["in the data", *(pytest.param(k, marks=pytest.mark.slow) for k in [*HANGS][2:])])
+def test_a_hung_rank_is_named_within_the_limit(tmp_path, text, kind):
+    job = Job(tmp_path / "run", text, "--steps", 30, "--timeout", 5, code=HANGS[kind])
+    job.wait_for_step(4)
+    begin, pids = time.monotonic(), job.pids()
+    status, said = job.end()
+    for pid in pids.values():
+        wait_until_gone(pid, 5)
+    assert status and time.monotonic() - begin < 5 + 40  # torchrun gives a stopped one 30 s, then it kills it
+    rank = "rank 1 does not answer" if kind == "stopped" else r"rank 1 on \S+ is behind: its last step was 4"
+    assert re.search(rank, said), said
+    assert re.search(rank, (tmp_path / "run/log.txt").read_text())
+    assert job.status["state"] == "failed" and re.search(rank, job.status["message"])
+    stacks = sorted(p.name for p in (tmp_path / "run/logs").glob("*/rank-*-stacks.txt"))
+    assert stacks == [f"rank-0000{r}-stacks.txt" for r in ([0] if kind == "stopped" else [0, 1])]
+    assert "train.py" in next((tmp_path / "run/logs").glob("*/rank-00000-stacks.txt")).read_text()
+
+
+@pytest.mark.slow
+def test_a_process_alone_that_hangs_ends_and_a_long_evaluation_does_not(tmp_path, text):
+    code = """
+evaluate = train.evaluate
+train.evaluate = lambda *a: time.sleep(4) or evaluate(*a)
+at_step(6, lambda: time.sleep(300))
+"""
+    flags = ["--steps", 9, "--timeout", 2, "--eval_every", 4, "--eval_batches", 1]
+    job = Job(tmp_path / "run", text, *flags, ranks=1, code=code)
+    status, said = job.end()
+    assert status == 1 and "After step 5: no step has ended for" in said, said
+    assert job.status["state"] == "failed" and not (tmp_path / "run/lock").exists()
+    assert "train.py" in next((tmp_path / "run/logs").glob("*/rank-00000-stacks.txt")).read_text()
+
+
+@pytest.mark.slow
+def test_folders_that_are_not_shared_are_refused_before_anything_is_loaded(tmp_path, text):
+    code = f"""
+runlock.LOOK = 1.0
+shard.fill = checkpoint.find = train.make_loader = None
+if RANK == 1:
+    sees = preflight.sees
+    preflight.sees = lambda run, word: sees(pathlib.Path({str(tmp_path / "other")!r}), word)
+"""
+    status, said = Job(tmp_path / "run", text, "--steps", 3, code=code).end()
+    assert status and said.count("error: ") == 1, said
+    assert re.search(rf"rank 1 on \S+: --out {tmp_path}/run is not the folder there", said)
+    assert [p.name for p in (tmp_path / "run").iterdir()] == []
+
+
+@pytest.mark.slow
+def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path, text):
+    slow = SLOWER.format(0.05)
+    first = Job(tmp_path / "run", text, "--steps", 300, ranks=1, code=slow)
+    first.wait_for_step(2)
+    status, said = Job(tmp_path / "run", text, "--steps", 300).end()
+    assert status and said.count(f"process {first.process.pid} on {platform.node()} is training there") == 1
+    assert first.status["state"] == "running" and first.process.poll() is None
+    first.process.terminate()
+    assert first.end()[0] == 0 and first.status["state"] == "stopped"
+    assert [step for step, _ in losses(tmp_path / "run")] == [*range(1, first.status["step"] + 1)]
+
+
+SIGNALS = {
+    "an evaluation": "evaluate = train.evaluate\ntrain.evaluate = lambda *a: told() or evaluate(*a)",
+    "a sample": "write = train.write_samples\ntrain.write_samples = lambda *a: told() or write(*a)",
+    "a save": "write = checkpoint.write_file\ncheckpoint.write_file = lambda *a: told() or time.sleep(1) or write(*a)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", SIGNALS)
+def test_a_signal_at_any_time_is_honoured(tmp_path, text, ranks, kind):
+    number = {"an evaluation": signal.SIGTERM, "a sample": signal.SIGHUP, "a save": signal.SIGUSR1}[kind]
+    code = f"""
+count = itertools.count()
+told = lambda: RANK == {ranks - 1} and next(count) == 0 and os.kill(os.getpid(), {int(number)})
+{SIGNALS[kind]}
+"""
+    flags = ["--steps", 400, "--eval_every", 5, "--eval_batches", 1, "--sample_every", 5, "--save_every", 5]
+    job = Job(tmp_path / "run", text, *flags, ranks=ranks, code=code)
+    status, said = job.end(60)
+    assert status == 0, said
+    step = job.status["step"]
+    assert job.status["state"] == "stopped" and step < 400
+    assert checkpoint.newest(tmp_path / "run").step == step
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once_even_in_a_collective(tmp_path, text):
+    """Rank 1 sleeps, rank 0 waits for it in C++: no Python signal handler runs there."""
+    code = "at_step(5, lambda: RANK == 1 and [time.sleep(1) for _ in range(300)])"
+    job = Job(tmp_path / "run", text, "--steps", 30, code=code)
+    job.wait_for_step(4)
+    for wait in (2.5, 0.0):
+        for pid in job.pids().values():
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(wait)
+    assert job.end(10)[0]
+    assert job.status["state"] == "stopped" and "at once" in job.status["message"]
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_a_dead_peer(tmp_path, text):
+    slow = SLOWER.format(0.05)
+    job = Job(tmp_path / "run", text, "--steps", 900, "--save_every", 3, ranks=3, code=slow)
+    job.wait_for_step(5)
+    pids = job.pids()
+    os.kill(pids[1], signal.SIGKILL)
+    os.kill(pids[0], signal.SIGTERM)
+    os.kill(pids[2], signal.SIGTERM)
+    assert job.end(45)[0]
+    for pid in pids.values():
+        wait_until_gone(pid, 1)
+    assert all(ok for _, ok, _ in checkpoint.verify(tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_from_one_rank_to_two_and_back_the_batches_are_the_same(tmp_path, text):
+    """Micro-batches of 2 rows, 6 rows a step: on two ranks the last is filled up."""
+    flags = ["--batch_tokens", 96, "--save_every", 3]
+    for ranks, size, steps in ((1, 0, 3), (2, 0, 6), (2, 1, 9), (1, 0, 12)):
+        more = ["--steps", steps, "--shard_size", size]
+        status, said = Job(tmp_path / "run", text, *flags, *more, ranks=ranks).end()
+        assert status == 0, said
+    probes = re.findall(r"probe: ([\d.]+), it was ([\d.]+)", (tmp_path / "run/log.txt").read_text())
+    assert len(probes) == 3 and all(float(a) == pytest.approx(float(b), abs=1e-5) for a, b in probes)
+    assert Job(tmp_path / "whole", text, *flags, "--steps", 12, ranks=1).end()[0] == 0
+    got, want = losses(tmp_path / "run"), losses(tmp_path / "whole")
+    assert [s for s, _ in got] == [s for s, _ in want] == [*range(1, 13)]
+    assert [x for _, x in got] == pytest.approx([x for _, x in want], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_all_ranks_with_one_message(tmp_path, text):
+    """A real one: two checkpoints fit."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount(disk, "-t", "tmpfs", "-o", "size=640k", "tmpfs")
+    try:
+        status, said = Job(disk / "run", text, "--steps", 99, "--save_every", 1, "--keep", 9).end()
+        assert status and said.count("error: the disk is full") == 1, said
+        folders = checkpoint.folders(disk / "run")
+        assert len(folders) >= 2 and all(not checkpoint.fault_of(p) for p in folders)
+        assert {p.name for p in (disk / "run/checkpoints").iterdir()} == {"latest", *(p.name for p in folders)}
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_disks_that_are_not_shared_are_refused(tmp_path, text):
+    """Rank 1 has a disk of its own at --out, as another machine has."""
+    code = f"""
+if RANK == 1:
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+    private = libc.unshare(0x20000) == 0 and libc.mount(b"none", b"/", None, (1 << 18) | 16384, None) == 0
+    if not private or libc.mount(b"tmpfs", {str(tmp_path / "apart")!r}.encode(), b"tmpfs", 0, None):
+        os._exit(77)
+runlock.LOOK = 1.0
+shard.fill = checkpoint.find = train.make_loader = None
+"""
+    (tmp_path / "apart").mkdir()
+    job = Job(tmp_path / "apart" / "run", text, "--steps", 3, code=code)
+    status, said = job.end()
+    if "77" in said:
+        pytest.skip("only root has mounts of its own")
+    assert status and re.search(r"rank 1 on \S+: --out \S+ is not the folder there", said), said
