@@ -516,6 +516,8 @@ def find(config: Config, ranks: Ranks = ALONE, sizes_only: bool = False) -> tupl
         skipped.append(f"Skipped the damaged checkpoint {folder}: {fault}")
     if skipped:
         advice = f"No whole checkpoint is left in {config.out}: mend it, or start afresh with another --out"
+        if config.resume != "auto":
+            advice = f"--resume {config.resume} is damaged: name another, or auto"
         raise UserError("\n".join([*skipped, advice]))
     return None, skipped
 

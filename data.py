@@ -190,17 +190,20 @@ class Loader:
         return [self.sources[s].where(r) for s, r in zip(source.tolist(), row.tolist(), strict=True)]
 
     def load_state_dict(self, state: dict) -> None:
+        samples, lanes = state.get("samples"), state.get("lanes", {})
+        if type(samples) is not int or samples < 0 or type(lanes) is not dict:
+            raise UserError(f"The checkpoint's position in the data cannot be: samples {samples}, lanes {lanes}")
         for source in self.sources:
             if source.count is None and state.get("commits", {}) != source.commits and state.get("commits"):
                 source.open({spec: c for spec, c in state["commits"].items() if spec in source.specs})
         self.fingerprint = hashlib.sha256(json.dumps(self.describe()).encode()).hexdigest()[:16]
         for field, found in (("data", self.fingerprint), ("seq_len", self.config.seq_len)):
-            if state[field] != found:
+            if state.get(field) != found:
                 raise UserError(
-                    f"The checkpoint was trained on other data ({field} {state[field]}, now {found}):"
+                    f"The checkpoint was trained on other data ({field} {state.get(field)}, now {found}):"
                     " give the same --data and --seq_len, or a new --out"
                 )
-        self.samples, self.lanes = state["samples"], state.get("lanes", {})
+        self.samples, self.lanes = samples, lanes
 
     def __iter__(self) -> Iterator[list[Batch]]:
         if self.split == "train":
