@@ -263,6 +263,7 @@ def bench_checkpoint(args: Namespace, gb: float = 0.5) -> Iterator[Row]:
         layers = round((gb * 1e9 / 12 - 2 * 2048 * 512) / (small.dim * (small.dim * 3 + 3 * small.ffn_dim)))
         words = f"--dim 512 --ffn_dim 1408 --vocab_size 2048 --n_layers {layers} --dtype fp32 --out {folder}/run"
         config = parse_args(words.split())
+        Path(config.out).mkdir()
         model = Transformer(config.model_config)
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         shard.fill(model, random_init(config.model_config, shapes, 0))
