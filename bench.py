@@ -295,11 +295,14 @@ def bench_checkpoint(args: Namespace, gb: float = 0.5) -> Iterator[Row]:
         state, _ = checkpoint.own_parts(model, optimizer, checkpoint.ALONE)
         size = sum(t.numel() * t.element_size() for t in state.values()) / 1e9
         ways = {"save, until it is on the disk": save, "one file, written and synced": plain}
-        yield from race(f"saving {size:.2f} GB", "GB/s", size, ways, args.repeats)
+        yield from (rows := race(f"saving {size:.2f} GB", "GB/s", size, ways, args.repeats))
         stall, rest = np.median(stalls[1:]), np.median(waits[1:])
+        what, speed = "of the save, the thread: write, checksum, sync, rename, remove the oldest", size / rest
+        yield note(f"saving {size:.2f} GB", what, speed, "GB/s", speed / rows[-1]["median"])
         case = "of a save, training waits"
         yield note(case, "with --save_async on (probe and copy)", stall * 1e3, "ms", stall / (stall + rest))
-        yield race(case, "probes/s", 1, {"of that, the probe": probe}, args.repeats)[0] | {"ratio": None}
+        (row,) = race(case, "probes/s", 1, {"probe": probe}, args.repeats)
+        yield note(case, "of that, the probe", 1e3 / row["median"], "ms")
         newest_folder = checkpoint.folders(Path(config.out))[-1]
         file = newest_folder / "rank-00000.safetensors"
         ways = {"verify": partial(checkpoint.fault_of, newest_folder), "read": partial(read_plainly, file)}

@@ -319,4 +319,4 @@ def test_what_the_command_line_refuses(tmp_path):
 
 def test_checkpoints_are_measured():
     rows = list(bench.bench_checkpoint(Namespace(check=False, repeats=1, disk=None), gb=0.05))
-    assert len(rows) == 8 and all(row["median"] > 0 for row in rows)
+    assert len(rows) == 9 and all(row["median"] > 0 for row in rows)
