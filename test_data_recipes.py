@@ -53,7 +53,7 @@ from log import Clock
 ranks = shard.init_ranks()
 for words in {list(runs.values())!r}:
     config = preflight.resolve(parse_args(words), ranks.device, ranks.world_size)
-    train.train(config, ranks, Clock(), [])
+    train.train(config, ranks, Clock(), preflight.Made())
     shard.gather(None, ranks)
 shard.leave(ranks)
 """

@@ -381,6 +381,7 @@ def save_run(run: Path, *flags) -> Transformer:
     config = parse_args([*map(str, flags), "--out", str(run), "--dtype", "fp32"])
     model = scramble(Transformer(config.model_config))
     config = replace(config, batch_tokens=2048)
+    run.mkdir(parents=True)
     saver = checkpoint.Saver(config, model, make_optimizer(model, config), checkpoint.ALONE, None, None, "word")
     saver.save(1, {})
     saver.wait()
