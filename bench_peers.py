@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
+import errors  # noqa: F401  (first: it finds the Python that has torch)
+
+import torch  # isort: skip
 from torch import Tensor, nn
 
 from bench_rows import peak_rss

@@ -193,6 +193,7 @@ def run_cpu(folder, scale: float, *flags: str) -> list[tuple[str, str]]:
     return [(row["what"], row["ratio"]) for row in json.loads((folder / "rows.json").read_text())["rows"]]
 
 
+@pytest.mark.slow
 def test_training_on_a_cpu_against_a_peer(tmp_path):
     flags = ["--parts", "gpt2-shipped", "--peers", "nanogpt", "litgpt", "--repeats", "1"]
     rows = run_cpu(tmp_path, 1.0, *flags)
@@ -293,6 +294,7 @@ def test_starting_cold_cached_and_uncompiled(tmp_path, monkeypatch):
     assert len(order) == 12 and len(set(order)) == 4  # two rounds of two peers: a fresh cache for each
 
 
+@pytest.mark.slow
 def test_one_process_two_processes_and_the_whole_run(tmp_path):
     bench_ = small(tmp_path, repeats=1)
     losses = []
