@@ -26,26 +26,16 @@ import numpy as np
 import torch.nn.functional as F
 
 import shard
+from bench_rows import Row, note
 from config import Config, parse_args
 from data import make_loader
 from model import Transformer, flops_per_token, matmul_params, random_init
 from optim import learning_rate
 from weights import export_model
 
-Row = dict[str, str | float | None]
-
 
 def row(case: str, what: str, value: float | None = None, unit: str = "", ratio: float | None = None, **more) -> Row:
-    return {
-        "case": case,
-        "what": what,
-        "unit": unit,
-        "median": value,
-        "p10": value,
-        "p90": value,
-        "ratio": ratio,
-        **more,
-    }
+    return note(case, what, value, unit, ratio) | more
 
 
 @dataclass

@@ -262,8 +262,8 @@ class Watchdog:
                 faulthandler.dump_traceback(f, all_threads=True)
         except OSError as e:
             print(f"{file} could not be written: {e}", file=sys.stderr)
-        lines = [f"After step {self.clock.step}: {what}. Stacks are in {file.parent.parent}/*/rank-*-stacks.txt"]
-        self._end(lines[0], self._behind())
+        where = f"Stacks are in {folder.parent}/*/rank-*-stacks.txt"
+        self._end(f"After step {self.clock.step}: {what}. {where}", self._behind())
 
     def _behind(self) -> list[str]:
         """Who is behind, in words; nothing for a rank alone."""

@@ -95,7 +95,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, made: preflight.Made
     # ---- the loop
     stopped, steps = False, iter(loader)
     fp8_every = config.fp8_log_every if config.fp8 != "off" else 0
-    clock.switch("compile")  # the first step, which compiles
+    clock.switch("compile", start)  # the first step, which compiles
     for step in profiled(range(start + 1, config.steps + 1), config, ranks, clock):
         with clock.part("data"):
             micro_batches = next(steps)
