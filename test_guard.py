@@ -55,6 +55,32 @@ def test_the_copy_that_differs_is_named_where_that_can_be_known(monkeypatch, tol
         guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_hash_sees_flips_that_cancel_and_values_that_change_places(monkeypatch, dtype):
+    """Of these the sum of the bits changes with the first alone. The hash takes 16 of the 40 values at a time."""
+    monkeypatch.setattr(guard, "HASHED", 16)
+    model = torch.nn.Linear(8, 5, bias=False, dtype=dtype)
+    bits = model.weight.detach().view({4: torch.int32, 2: torch.int16}[dtype.itemsize]).view(-1)
+    sign = torch.iinfo(bits.dtype).min
+    bits[30] = bits[5] ^ sign
+    before = bits.clone()
+    changes = {
+        "a flip": ([3], before[[3]] ^ 1),
+        "two signs": ([3, 33], before[[3, 33]] ^ sign),
+        "changes that cancel": ([2, 3, 4], before[2:5] + torch.tensor([1, -2, 1]).to(bits)),
+        "an exchange": ([2, 20], before[[20, 2]]),
+        "an exchange of signs": ([5, 30], before[[30, 5]]),
+        "blocks exchanged": (slice(32), before[:32].roll(16)),
+    }
+    hashes = {guard.parameter_hash(model)}
+    for kind, (places, values) in changes.items():
+        bits[places] = values
+        assert guard.parameter_hash(model) not in hashes, kind
+        hashes.add(guard.parameter_hash(model))
+        bits.copy_(before)
+    assert guard.parameter_hash(model) in hashes
+
+
 def test_guard_suppresses_updates_on_all_ranks(tmp_path):
     """A gradient that is no number on one rank: no rank's parameters change, then or later; all raise for one step."""
     code = """
