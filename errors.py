@@ -2,6 +2,7 @@
 
 Started by a Python that lacks the requirements, a script goes on with .venv's, or says how to make one."""
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -16,6 +17,18 @@ class UserError(Exception):
 
 class RankError(UserError):
     """One that a single rank may be the only one to see, and so to report."""
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """Of a folder and those around it, the ones that are not there, innermost first."""
+    return [p for p in (folder, *folder.parents) if not p.exists()]
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Innermost first."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def _use_venv() -> None:

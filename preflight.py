@@ -8,10 +8,10 @@ import platform
 import shlex
 import sys
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from errors import RankError, UserError  # first: it finds the Python that has torch
+from errors import RankError, UserError, missing_folders, remove_empty  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 
@@ -32,6 +32,7 @@ from tokenizer import load_tokenizer
 from weights import dropout_note, family, open_weights, refuse_in_the_way
 
 DEFAULT = ["@recipes/default.args"]
+BEFORE_A_STEP = {"lock", "status.json", "log.txt", "flags.json", "env.json"}  # of the files of a run folder
 
 
 # ---- before
@@ -149,6 +150,7 @@ def check(config: Config) -> None:
 class Made:
     """What a run has made so far, for what ends it."""
 
+    new_folders: list[Path] = field(default_factory=list)  # the run folder and those around it that were not there
     lock: RunLock | None = None
     watchdog: guard.Watchdog | None = None
     loader: Loader | None = None
@@ -156,11 +158,24 @@ class Made:
     optimizer: torch.optim.Optimizer | None = None
     saver: checkpoint.Saver | None = None
 
-    def release(self) -> None:
+    def is_unused(self) -> bool:
+        """Whether this job made the run folder, and has not done a step in it."""
+        if not (self.new_folders and self.lock):
+            return False
+        return {p.name for p in self.new_folders[0].glob("*") if p.is_dir() or p.stat().st_size} <= BEFORE_A_STEP
+
+    def release(self, unused: bool = False) -> None:
+        """unused: what the run folder holds is removed."""
         if self.watchdog:
             self.watchdog.end()
+        for handler in logger.handlers if unused else ():
+            handler.close()
+        for file in self.new_folders[0].glob("*") if unused else ():
+            if file != self.lock.path:
+                file.unlink()
         if self.lock:
             self.lock.release()
+        remove_empty(self.new_folders)
 
 
 def open_run_folder(run: Path, ranks: shard.Ranks, made: Made) -> str:
@@ -169,6 +184,7 @@ def open_run_folder(run: Path, ranks: shard.Ranks, made: Made) -> str:
 
     def take() -> str:
         try:
+            made.new_folders = missing_folders(run)
             run.mkdir(parents=True, exist_ok=True)
             made.lock = RunLock(run)
         except (FileExistsError, NotADirectoryError) as e:
@@ -327,10 +343,11 @@ def report(error: Exception, config: Config | None, rank: int, made: Made) -> in
     running = status.get("state") == "running" and made.watchdog  # it began: the run folder is this job's
     if rank == 0 or alone:  # what all ranks see alike is said once
         print(f"error: {message}", file=sys.stderr)
-    if running:  # the first rank to fail says why; what follows from it elsewhere does not replace it
+    unused = code == 2 and made.is_unused()
+    if running and not unused:  # the first rank to fail says why; what follows from it elsewhere does not replace it
         try:
             write_status(run, "error" if code == 2 else "failed", status["step"], code, message)
         except OSError:
             print(f"{run}/status.json could not be written", file=sys.stderr)
-    made.release()
+    made.release(unused)
     return code

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import UserError
+from errors import UserError, missing_folders, remove_empty
 from remote import Remote
 from text import BUILTIN, Encoder, Row, encode_rows, encoder, read_rows
 from workers import in_order
@@ -291,6 +291,26 @@ def build(
     }
 
 
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """A folder that no other call of `prepare` writes to meanwhile. Made if need be, and removed if it stays empty."""
+    try:
+        new_folders = missing_folders(out)
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--out {out}: no folder can be there: {e.strerror}") from None
+    with open(out / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--out {out}: another prepare is at work there") from None
+        try:
+            yield
+        finally:
+            (out / ".lock").unlink(missing_ok=True)
+            remove_empty(new_folders)
+
+
 def prepare(
     sources: list,
     settings: tuple[str, str, str],
@@ -305,16 +325,9 @@ def prepare(
                 for s in sources]  # fmt: skip
     made_with = [settings[1:], encoder(*settings).tokenizer.fingerprint, shard_tokens, val_every]
     key = hashlib.sha256(json.dumps([identity, made_with]).encode()).hexdigest()[:16]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"--out {out}: no folder can be there: {e.strerror}") from None
-    index, progress = read_index(out), out / "progress.json"
-    with open(out / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {out}: another prepare is at work there") from None
+    progress = out / "progress.json"
+    with _locked(out):
+        index = read_index(out)
         if index:
             if index.get("key") != key:
                 raise UserError(f"--out {out} holds other shards (input, tokenizer or flags differ): name another")
@@ -344,11 +357,18 @@ def prepare(
 
         meter = Meter(sum(map(size_of, sources)))
         names = ("train-{:05}.bin", "val-{:05}.bin")
-        index = build(sources, settings, out, names, processes, shard_tokens, val_every, skip_bad, note, meter, warn)
-        if not index["files"]:
-            raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
+        try:
+            index = build(
+                sources, settings, out, names, processes, shard_tokens, val_every, skip_bad, note, meter, warn
+            )
+            if not index["files"]:
+                raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
+        except UserError:
+            if "position" not in json.loads(progress.read_text("utf-8")):  # nothing to go on from
+                for file in (progress, *out.glob("train-*"), *out.glob("val-*")):
+                    file.unlink()
+            raise
         index |= {"key": key, "sources": [{"name": str(s), "bytes": size_of(s)} for s in sources]}
         write_json(out / "index.json", index)
         progress.unlink()
-    (out / ".lock").unlink(missing_ok=True)
     return index

@@ -103,13 +103,13 @@ def test_it_goes_on_after_a_kill(tmp_path, monkeypatch, at):
     def killed(*args):
         seen.append(args[2][0].number)
         if len(seen) == at + 1:
-            raise KeyboardInterrupt
+            raise UserError("a bad row") if at == 5 else KeyboardInterrupt
         if len(seen) == at:
             monkeypatch.setattr(prepare, "NOTE_EVERY", 1e9)  # the last batch is written, not noted
         return encode(*args)
 
     monkeypatch.setattr(prepare, "encode_rows", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((KeyboardInterrupt, UserError)):
         run(sources, tmp_path / "out", shard_tokens=9000)
     assert not (tmp_path / "out" / "index.json").exists()
     assert "not prepared to its end" in refused(data.find_shards, str(tmp_path / "out"), "--data")
@@ -180,6 +180,7 @@ BAD = {
     "array": ("a.json", b'[{"text": "x"}]\n', "line 1 has no text field 'text' .*list"),
     "field": ("a.jsonl", GOOD + jsonl(["x"], "body"), "line 2 has no text field 'text' .*id, body.*--text_field"),
     "empty": ("a.jsonl", b"", "no rows are left"),
+    "Latin-1": ("a.txt", "naïve".encode("latin-1"), "not UTF-8 at byte 2 .*iconv"),
     "blank": ("a.jsonl", b"\n \n", "no rows are left"),
     "no assistant": (
         "a.jsonl",
@@ -203,6 +204,7 @@ def test_bad_input_is_named(tmp_path, kind):
 
     message = refused(work)
     assert str(tmp_path / name) in message and re.search(pattern, message, re.DOTALL)
+    assert os.listdir(tmp_path) == [name]
 
 
 def test_skip_bad_leaves_out_so_many(tmp_path, capsys):
@@ -225,6 +227,7 @@ def test_a_folder_is_not_mixed(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("x")
     assert "not empty (thesis.tex)" in refused(run, [tmp_path / "a.jsonl"], tmp_path / "full")
+    assert os.listdir(tmp_path / "full") == ["thesis.tex"] and not (tmp_path / "out/.lock").exists()
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):

@@ -298,6 +298,7 @@ BAD = {
     "a wrong type": (["--steps", "many"], "--steps"),
     "no such recipe": (["@recipes/none.args"], "no such recipe"),
     "no such data": (["--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
+    "no such checkpoint": (["--resume", "nowhere"], "--resume nowhere: no such checkpoint folder"),
     "too short a text": (["--data", "{short}"], "one row needs seq_len + 1 = 65"),
     "an empty text": (["--data", "{empty}"], "empty.txt is empty"),
     "ids beyond the vocabulary": (["--data", "{ids}"], "the model's vocab_size is 258"),
@@ -391,7 +392,7 @@ def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, 
     extra, message = BAD[kind]
     places = {"short": tmp_path / "short.txt", "empty": tmp_path / "empty.txt", "old": old_run, "hf": old_run / "hf"}
     places |= {name: old_run.parent / name for name in ("rope", "large", "near", "ids")}
-    out = tmp_path / "run"
+    out = tmp_path / "new/run"
     args = [*map(str, (*FAST, "--data", text, "--steps", 2, "--out", out)), *(a.format(**places) for a in extra)]
     if kind == "an unknown flag":  # once as a user does it
         done = train(*args, status=2)
@@ -401,7 +402,7 @@ def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, 
         assert train_main(words) == 2
         said = capsys.readouterr().err
         assert said.count("error: ") == 1 and message in said and "Traceback" not in said
-    assert not (out / "checkpoints").exists() and not (out / "metrics.jsonl").exists()
+    assert not out.parent.exists()
 
 
 def test_a_mistake_is_said_once_by_several_processes(tmp_path, text):
