@@ -5,6 +5,7 @@ Rank 0 writes. Nothing here waits for a GPU except `Log.step` on the steps that 
 """
 
 import gc
+import itertools
 import json
 import logging
 import math
@@ -270,8 +271,14 @@ class Log:
         self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=ranks.device)  # losses, tokens
         self._mark(resumed_step)
         if ranks.rank == 0:
-            kept = [r for r in self.records() if r["step"] <= resumed_step]
-            write_whole(folder / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in kept))
+            records, path = self.records(), folder / "metrics.jsonl"
+            if records and not resumed_step:
+                aside = next(p for n in itertools.count(1) if not (p := folder / f"metrics-before-{n}.jsonl").exists())
+                os.rename(path, aside)
+                message = "%s has no checkpoint, but records up to step %d: they are kept in %s; starting at step 1"
+                logger.warning(message, folder, records[-1]["step"], aside.name)
+            kept = [r for r in records if r["step"] <= resumed_step]
+            write_whole(path, "".join(json.dumps(r) + "\n" for r in kept))
 
     def records(self) -> list[dict]:
         """Of metrics.jsonl; lines that hold none are told of."""

@@ -194,8 +194,20 @@ def test_resume_removes_later_records(tmp_path, passes):
     record(run, 22)
     last = metrics(tmp_path)[-1]
     assert (last["step"], last["tokens"], last["step_ms"]) == (22, 22 * TOKENS, 3e3)
-    make_log(tmp_path, Clock())  # a fresh start
-    assert metrics(tmp_path) == []
+
+
+def test_a_start_without_a_checkpoint_keeps_the_old_records(tmp_path):
+    """Twice: what was kept before is not overwritten."""
+    start_logging(tmp_path)
+    for number in (1, 2):
+        old = f'{{"step": {number}}}\n'
+        (tmp_path / "metrics.jsonl").write_text(old)
+        make_log(tmp_path, Clock())
+        assert metrics(tmp_path) == [] and (tmp_path / f"metrics-before-{number}.jsonl").read_text() == old
+        said = f"has no checkpoint, but records up to step {number}: they are kept in metrics-before-{number}.jsonl"
+        assert said in (tmp_path / "log.txt").read_text()
+    make_log(tmp_path, Clock())
+    assert len([*tmp_path.glob("metrics*")]) == 3
 
 
 # ---- time
