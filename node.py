@@ -225,7 +225,16 @@ def tail(file, lines: int) -> str:
 
 def own_files(root: Path) -> list:
     """The project's own files, sorted: the code, scripts and recipes; not `hosts`, which no run depends on."""
-    patterns = ("*.py", "*.sh", "*.sbatch", "*.toml", "requirements.txt", "recipes/*.args")
+    patterns = (
+        "*.py",
+        "*.sh",
+        "*.sbatch",
+        "*.toml",
+        "requirements.txt",
+        "recipes/*.args",
+        "bench/*.py",
+        "bench/*.json",
+    )
     return sorted(str(p.relative_to(root)) for pattern in patterns for p in root.glob(pattern) if p.is_file())
 
 
