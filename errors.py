@@ -1,10 +1,12 @@
-"""What a user can get wrong, and the Python that our scripts run in. Import it before torch.
+"""What a user can get wrong, and the Python and the torchrun that our scripts run in. Import it before torch.
 
 Started by a Python that lacks the requirements, a script goes on with .venv's, or says how to make one."""
 
 import contextlib
+import ctypes
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -41,6 +43,24 @@ def _use_venv() -> None:
         os.execv(python, [str(python), *sys.argv])
     lacking = f"This Python ({sys.executable}) lacks {', '.join(missing)}: run `bash launch.sh setup` first"
     sys.exit(print(f"error: {lacking}", file=sys.stderr) or 2)
+
+
+def end_with_torchrun() -> None:
+    """A rank whose torchrun is killed would train on unseen, or wait for peers that never come: from now on it gets
+    SIGTERM then, and where torchrun is gone already it ends here. Call it before torch is imported, which takes
+    seconds, and from the main thread."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG (prctl.h)
+    pid = os.getppid()
+    while pid:  # torchrun is the next Python above this one; what adopts an orphan is init, or another program
+        try:
+            if "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe")):
+                return
+        except OSError:  # another user's
+            pass
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    sys.exit("error: the torchrun that started this rank has ended already")
 
 
 _use_venv()

@@ -11,12 +11,10 @@ Each step rebinds a block's `forward`; nothing wraps or renames a module: parame
 Replication, full sharding and hybrids are one 2-D mesh (replicate, shard): --shard_size 1 replicates, 0 shards over all
 ranks. One rank alone is not wrapped, unless its parameters are offloaded. Works on any module with `.layers`."""
 
-import ctypes
 import logging
 import math
 import os
 import platform
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -64,9 +62,6 @@ def init_ranks() -> Ranks:
     """Joins the process group that torchrun describes in the environment; without one, this process is alone. All ranks
     must call."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # Its agent killed, a rank would train on unseen: it stops as on any SIGTERM. (PR_SET_PDEATHSIG, prctl.h)
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     device = find_device(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -384,3 +384,29 @@ def test_help(checkout):
     for words in (["--help"], ["-h"], ["help"], ["train", "--help"]):
         status, out, err = checkout.launch(*words)
         assert (status, err) == (0, "") and "--nproc N" in out and "train.py checks the flags" not in out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+@pytest.mark.parametrize("gone", ["before", "after"])
+def test_a_rank_ends_with_its_torchrun(gone):
+    """kill -9 of torchrun, before the rank has asked to end with it, and after."""
+    rank = f"""
+import os, sys, time
+print("started", flush=True)
+while {gone == "before"} and os.getppid() == int(sys.argv[1]):
+    time.sleep(0.01)
+sys.path.insert(0, {str(ROOT)!r})
+import errors
+errors.end_with_torchrun()
+print("asked", flush=True)
+time.sleep({LIMIT})
+print("outlived it")
+"""
+    torchrun = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], str(os.getpid())])"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([sys.executable, "-c", torchrun, rank], **pipes) as process:
+        for word in ["started", "asked"][: 1 + (gone == "after")]:
+            assert process.stdout.readline() == f"{word}\n"
+        process.kill()
+        said = process.stdout.read()  # until the rank, too, has closed it
+    assert said == {"before": "error: the torchrun that started this rank has ended already\n", "after": ""}[gone]

@@ -15,7 +15,10 @@ import os
 import sys
 from pathlib import Path
 
-import errors  # noqa: F401  (first: it finds the Python that has torch)
+import errors  # first: it finds the Python that has torch
+
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    errors.end_with_torchrun()
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -56,9 +59,9 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, made: preflight.Made
         return preflight.say_finished(config, start) if first else None
     if not found:
         check_batch(config, ranks.world_size)
+    stop = guard.StopVote(ranks)
     shard.on_first_rank(lambda: write_status(run, "running", start), ranks)
     start_logging(run if first else None)
-    stop = guard.StopVote(ranks)
     for message in skipped:
         logger.warning(message)
 
