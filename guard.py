@@ -248,7 +248,9 @@ class Watchdog:
             part, still = self.clock.stack[-1], time.perf_counter() - self.clock.since
             in_step = part in ("steps", "data")
             limit = self.timeout if in_step else max(self.timeout, START)
-            if part == "start":
+            if part == "start":  # which may take longer than whoever asks for an end waits; nothing is to be saved
+                if self.told:
+                    self._end("stopped before the first step", [], "stopped", int(self.ranks.world_size > 1))
                 continue
             if in_step and self.told and still > (patience := max(ANSWER, 2 * self.longest)):
                 if time.perf_counter() - self.told > patience:
@@ -303,15 +305,16 @@ class Watchdog:
                 out.append("all ranks wait at the same place: the network between them?")
         return out
 
-    def _end(self, what: str, why: list[str], state: str = "failed") -> None:
+    def _end(self, what: str, why: list[str], state: str = "failed", code: int = 1) -> None:
         """state: for status.json; empty: the run folder is another job's by now."""
         message = f"rank {self.ranks.rank} on {platform.node()}: " + "; ".join([what, *why])
         print(f"error: {message}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError, ValueError, KeyError):
-            if state and json.loads((self.run / "status.json").read_text())["state"] == "running":
-                write_status(self.run, state, self.clock.step, 1, message)
+            status = json.loads((self.run / "status.json").read_text())
+            if state and status["state"] == "running":
+                write_status(self.run, state, max(self.clock.step, status["step"]), code, message)
                 with open(self.run / "log.txt", "a") as f:
                     f.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E [guard.py] {message}\n")
         if self.lock and state:
             self.lock.release()
-        os._exit(1)
+        os._exit(code)

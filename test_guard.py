@@ -1,11 +1,15 @@
 """guard.py: verdicts are the same on all ranks; the oracle for what is skipped is a run that never had it."""
 
+import os
+import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import guard
+from log import Clock, read_json, write_status
 from optim import update
 from shard import Ranks
 from test_shard import run_ranks
@@ -127,3 +131,22 @@ print("done")
 shard.leave(ranks)
 """
     assert run_ranks(2, code, str(tmp_path)).count("done") == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, monkeypatch, ranks):
+    """Reading weights may take longer than whoever asked waits. A resumed run keeps its step."""
+    write_status(tmp_path, "running", 7)
+    ended, code = threading.Event(), []
+    monkeypatch.setattr(guard.os, "_exit", lambda status: (code.append(status), watchdog.end(), ended.set()))
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        watchdog = guard.Watchdog(600, tmp_path, ALONE, Clock(), None)
+        watchdog.ranks = Ranks(0, ranks, ALONE.device)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.wait(30) and code == [ranks - 1]  # alone it is no failure; of several, torchrun ends the others
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, before)
+    status = read_json(tmp_path / "status.json")
+    assert (status["state"], status["step"]) == ("stopped", 7)

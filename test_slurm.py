@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from test_launch import command_lines
+
 ROOT = Path(__file__).parent
 LIMIT = 400  # seconds for anything to happen
 SLURM = """ClusterName=test
@@ -146,10 +148,17 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
     until(lambda: state(job) in ("COMPLETED", "FAILED"), "the end")
     assert state(job) == "COMPLETED", (tmp_path / "truth.out").read_text()[-2000:]
 
+    def signal(job: str) -> None:  # as before the time limit
+        subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)
+        goes_on(job)
+
     job = submit(cut)
+    until(lambda: any("--check" in line and str(cut) in line for line in command_lines().values()), "the check")
+    signal(job)
+    until(lambda: list(cut.glob("logs/*/*/agent.pid")), "the ranks' start")
+    signal(job)
     reaches(cut, 40)
-    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)  # as before the time limit
-    goes_on(job)
+    signal(job)
     assert json.loads((cut / "status.json").read_text())["state"] == "stopped"
     assert json.loads((cut / "status.json").read_text())["exit_code"] == 0  # and saved
     reaches(cut, 200)
@@ -162,7 +171,8 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
     assert log.count("Resumed from") == log.count("Stopped by") == 2  # preempted, it saved as well
     assert losses(cut) == losses(truth) and len(losses(cut)) == 400
     assert sorted(p.name for p in (cut / "logs").iterdir() if p.is_dir()) == ["n1", "n2"]
-    assert len(list(cut.glob("logs/n?/*/agent.stderr.log"))) == 6
+    assert len(list(cut.glob("logs/n?/*/agent.stderr.log"))) == 8
+    assert said.count("has not begun") == 1 and said.count("saves and stops") == 3  # none for a requeue's own TERM
 
     job = submit(tmp_path / "mistake", "--lr", "-1")
     until(lambda: state(job) in ("COMPLETED", "FAILED"), "the end")
