@@ -81,7 +81,9 @@ class Config:
     )
     stream: bool = _flag(False, "tokenise local text while training, as hf:// text always is, not once into the cache")
     lanes: int = _flag(64, "parts that a stream is dealt to; a run's order depends on it, and a resume keeps it")
-    read_ahead_gb: float = _flag(8.0, "disk, per rank, for what of a hub stream is read ahead")
+    read_ahead_gb: float = _flag(
+        8.0, "of TMPDIR on each host, for hub streams that are read ahead; at most half of its free room"
+    )
     delimiter: int = _flag(-1, "id of the token that begins a document; -1 = as the tokenizer or the shard format says")
     # batch and length
     seq_len: int = _flag(256, "tokens per row")

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from config import Config, parse_args, split_batch, tokenizer_beside
-from download import Failed
+from download import Failed, interrupt_at_signals, interrupted
 from model import IGNORE
 from order import permute, turns
 from prepare import prepare, read_index, sha256_of
@@ -277,6 +277,7 @@ class Loader:
 
     def _start(self, samples: int, lanes: dict) -> None:
         """Starts the streams: which lanes are this rank's, as far as can be seen from the steps to come."""
+        streams = sum(s.count is None for s in self.sources)
         for i, source in enumerate(self.sources):
             if source.count is not None or (source.keep and source.stream):
                 continue
@@ -292,7 +293,7 @@ class Loader:
             if not whole:
                 mine = list(range(self.config.lanes))
             if mine:
-                source.start(mine, saved)
+                source.start(mine, saved, streams)
 
     def _steps_to_look_at(self, samples: int) -> tuple[int, bool]:
         """(steps, whether these show all lanes that this rank will read). With one source the lanes of a rank's rows
@@ -569,10 +570,10 @@ def main(argv: list[str]) -> int:
     except (Failed, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\nInterrupted; the same command goes on from there", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as e:
+        return interrupted(e)
 
 
 if __name__ == "__main__":
+    interrupt_at_signals()
     sys.exit(main(sys.argv[1:]))

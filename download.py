@@ -25,6 +25,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import ssl
 import sys
 import threading
@@ -32,8 +33,9 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import quote, urlsplit
 
 from errors import UserError  # first of those that may be missing: it may go on in another Python
@@ -46,8 +48,10 @@ TEXT = "*.json|*.jinja|*.model|*.model.v*|*.tiktoken|merges.txt|vocab.*|LICENSE*
 PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
 STALL = 30.0  # seconds without a byte, after which a connection counts as cut
 PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before the second try; doubled before each further one, up to the second
-LONGEST_WAIT = 330.0  # seconds that a hub may ask us to wait; its limits hold for windows of 300
+LONGEST_WAIT = 330.0  # seconds that a hub may ask us to wait at once; its limits hold for windows of 300
+PATIENCE = 1800.0  # seconds without a new byte through which we wait for a hub that limits our requests
 TRIES, LIST_TRIES = 10, 4  # in a row without a new byte, for a file and for a listing, where the user sits and waits
+QUIET = 2.0  # seconds after which a wait is told
 LINE_EVERY = 10.0  # seconds between two lines of progress where the screen is no terminal
 CHUNK = 1 << 20
 SAME = "the same command goes on from there"
@@ -57,10 +61,23 @@ class Failed(Exception):
     """Nobody's mistake: the network, the disk, the hub. One message, exit status 1."""
 
 
+class Damaged(Failed):
+    """The bytes of a file that arrived do not have its hash."""
+
+
+class NotThere(UserError):
+    """The hub answers 404."""
+
+
+def say(text: str) -> None:
+    """A line for the user. workers.py replaces this: a worker process hands the line to its parent."""
+    print(text, file=sys.stderr, flush=True)
+
+
 # ---- names and folders
 
 
-def _folder_of(name: str, revision: str) -> tuple[str, str, Path]:
+def folder_of(name: str, revision: str) -> tuple[str, str, Path]:
     """`ORG/NAME`, `NAME` or `datasets/ORG/NAME` -> (`models` or `datasets`, ORG/NAME, its folder in the cache)."""
     kind, repo = ("datasets", name[9:]) if name.startswith("datasets/") else ("models", name)
     if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", repo, re.ASCII) or "--" in repo or ".." in repo:
@@ -90,17 +107,21 @@ def find(spec: str, flag: str) -> Path:
     if not folder.exists():
         name, _, revision = spec.partition("@")
         try:
-            base = _folder_of(name, revision or "main")[2]
+            base = folder_of(name, revision or "main")[2]
         except UserError:
             raise UserError(f"{flag} {spec}: no such folder or file, and not the name of a repository") from None
-        ref = base / "refs" / (revision or "main")
+        wanted = revision or "main"
+        ref = base / "refs" / wanted
         commit = ref.read_text("utf-8").strip() if ref.is_file() else revision if len(revision) >= 7 else ""
-        there = [p for p in base.glob("snapshots/*") if p.is_dir()]
-        found = [p for p in there if commit and p.name.startswith(commit)] or ([] if revision else there)
+        begun = {p: _record(base / ".download" / f"{p.name}.json").get("revision") for p in base.glob("snapshots/*")}
+        found = [p for p in begun if commit and p.name.startswith(commit)]
+        found = found or [p for p in begun if begun[p] == wanted]
         if not found:
+            others = "".join(f"; there is {name}@{begun[p] or p.name[:12]}" for p in begun)
             command = f"python download.py {name}{revision and f' --revision {revision}'}"
             raise UserError(
-                f"{flag} {spec}: no such folder or file, and no download of it in {constants.HF_HUB_CACHE}: {command}"
+                f"{flag} {spec}: no such folder or file, and no download of it in {constants.HF_HUB_CACHE}{others}:"
+                f" {command}"
             )
         folder = max(found, key=lambda p: p.stat().st_mtime)
         record = base / ".download" / f"{folder.name}.json"  # other programs write none
@@ -128,7 +149,6 @@ class Hub(urllib.request.HTTPRedirectHandler):
     def __init__(self, kind: str, repo: str):
         self.kind, self.repo, self.url = kind, repo, constants.ENDPOINT
         self.page = f"{self.url}/{'datasets/' * (kind == 'datasets')}{repo}"
-        self.reached = threading.local()  # .host: the last one that this thread has asked
         try:
             _origin(self.url)
             good = re.fullmatch(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[\w./-]*)?", self.url, re.ASCII)
@@ -148,78 +168,100 @@ class Hub(urllib.request.HTTPRedirectHandler):
             trust.load_verify_locations(importlib.import_module("certifi").where())
         self.opener = urllib.request.build_opener(self, urllib.request.HTTPSHandler(context=trust))
 
-    def _request(self, url: str, headers: dict[str, str]) -> urllib.request.Request:
+    def _request(self, url: str, headers: dict[str, str], wait: "Wait") -> urllib.request.Request:
         request = urllib.request.Request(url, headers=headers)
-        self.reached.host = urlsplit(url).hostname
+        request.wait, wait.host = wait, urlsplit(url).hostname
         if self.token and _origin(url) == _origin(self.url):
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         return request
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         """urllib's hook: a redirect is a request of its own, for which we decide about the token anew."""
-        return self._request(newurl, req.headers)
+        return self._request(newurl, req.headers, req.wait)
 
     http_error_308 = urllib.request.HTTPRedirectHandler.http_error_302  # Python 3.10 lacks it
 
-    def open(self, url: str, start: int = 0) -> http.client.HTTPResponse:
+    def open(self, url: str, wait: "Wait", start: int = 0) -> http.client.HTTPResponse:
         """The answer from byte `start` on; OSError or HTTPException as urllib raises them."""
         headers = {"User-Agent": "flatland"} | ({"Range": f"bytes={start}-"} if start else {})
-        return self.opener.open(self._request(url, headers), timeout=STALL)
+        return self.opener.open(self._request(url, headers, wait), timeout=STALL)
 
-    def ask(self, path: str) -> list:
-        """The JSON that the hub's interface has for this repository at `path`: a list of its pages."""
-        pages, url, tries = [], f"{self.url}/api/{self.kind}/{self.repo}/{path}", 0
-        while url:
+    def read(self, url: str, size: int, oid: str, digest, have: int, wait: "Wait") -> Iterator[bytes]:
+        """A file's bytes from number `have` on, over as many connections as it takes. digest: of the bytes before. It
+        ends after `size` bytes with the hash `oid`; Damaged if they are others. What the caller does with the bytes
+        cannot be taken for trouble with the network."""
+        while have < size:
+            trouble: Exception | str = f"{wait.name} ends early"
             try:
-                with self.open(url) as answer:
-                    pages.append(json.loads(answer.read()))
-                    following = re.search(r"<([^>]*)>;\s*rel=\"?next", answer.headers.get("Link", ""))
-            except ValueError:
-                raise Failed(f"{self.url} answers no JSON, so it is no hub: check HF_ENDPOINT, or the proxy") from None
+                with self.open(url, wait, have) as answer:
+                    skip = have if answer.status == 200 else 0  # a server without ranges begins at byte 0
+                    if have > skip and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+                        break
+                    while have < size and (chunk := answer.read1(min(CHUNK, size - have + skip))):
+                        skip, chunk = max(0, skip - len(chunk)), chunk[skip:]
+                        if chunk:
+                            digest.update(chunk)
+                            have += len(chunk)
+                            wait.end()
+                            yield chunk
+                            wait.begin()
             except (OSError, http.client.HTTPException) as e:
-                tries += 1
-                time.sleep(self.pause(e, tries, LIST_TRIES)[0])
-                continue
-            here, tries = urlsplit(self.url), 0  # a mirror's list may name the hub itself for the next page
-            url = following and urlsplit(following[1])._replace(scheme=here.scheme, netloc=here.netloc).geturl()
-        return pages
+                if getattr(e, "code", 0) == 416:  # we have as many bytes as the hub's file, or more
+                    break
+                trouble = e
+            if have < size:
+                wait.pause(trouble)
+        wait.end()
+        if have != size or digest.hexdigest() != oid:
+            raise Damaged(f"{url}: what arrived is damaged (its hash is not {oid})")
 
-    def tree(self, commit: str, folder: str = "") -> dict[str, tuple[int, str]]:
+    def ask(self, path: str, tries: int) -> Iterator:
+        """The JSON that the hub's interface has for this repository at `path`, page by page."""
+        url, seen = f"{self.url}/api/{self.kind}/{self.repo}/{path}", set()
+        with Wait(self, f"the listing of {self.repo}", tries).told() as wait:
+            while url:
+                if url in seen:
+                    raise Failed(f"{self.url} lists {self.repo} in a circle: check HF_ENDPOINT, or try later")
+                try:
+                    with self.open(url, wait) as answer:
+                        page = json.loads(answer.read())
+                        following = re.search(r"<([^>]*)>;\s*rel=\"?next", answer.headers.get("Link", ""))
+                except ValueError:
+                    words = "answers no JSON, so it is no hub: check HF_ENDPOINT, or the proxy"
+                    raise Failed(f"{self.url} {words}") from None
+                except (OSError, http.client.HTTPException) as e:
+                    wait.pause(e)
+                    continue
+                yield page
+                wait.begin()
+                seen.add(url)
+                here = urlsplit(self.url)  # a mirror's list may name the hub itself for the next page
+                url = following and page and urlsplit(following[1])
+                url = url and url._replace(scheme=here.scheme, netloc=here.netloc).geturl()
+
+    def commit(self, revision: str, tries: int) -> str:
+        """The commit that a branch or a tag names."""
+        return _checked(next(self.ask(f"revision/{quote(revision, safe='')}", tries)), "sha", r"[0-9a-f]{40}")
+
+    def tree(self, commit: str, folder: str = "", tries: int = LIST_TRIES) -> dict[str, tuple[int, str]]:
         """Path -> (bytes, hash) of all files at a commit, or of those in a folder and below."""
         files, where = {}, f"tree/{commit}{folder and '/' + quote(folder)}"
-        for entry in (e for page in self.ask(f"{where}?recursive=true&expand=false") for e in page):
+        for entry in (e for page in self.ask(f"{where}?recursive=true&expand=false", tries) for e in page):
             if _checked(entry, "type", r"\w+") == "file":
                 path, stored = _checked(entry, "path", r"[^\0]+"), entry.get("lfs") or entry
                 if not path.isprintable() or re.search(r"[\\:]|(^|/)(\.{0,2}|\.download)(/|$)", path):
                     raise Failed(f"{self.repo} lists {path!r}, which would not lie in its folder: nothing was fetched")
                 oid = _checked(stored, "oid", r"[0-9a-f]{40}" if stored is entry else r"[0-9a-f]{64}")
+                if path in files:
+                    raise Failed(f"{self.url} lists {path!r} of {self.repo} twice: check HF_ENDPOINT, or try later")
                 files[path] = int(_checked(stored, "size", r"\d+")), oid
+        for path in files:
+            for folder in map(str, PurePosixPath(path).parents):
+                if folder in files:
+                    raise Failed(
+                        f"{self.repo} lists {folder!r} as a file and as the folder of {path!r}: nothing was fetched"
+                    )
         return files
-
-    def pause(self, error: Exception | str, tries: int, limit: int) -> tuple[float, str]:
-        """-> (seconds to wait before the next try, why). Raises what the user should read if another try is no use or
-        `limit` of them have brought nothing."""
-        seconds, reason = min(PAUSE * 2 ** (tries - 1), LONGEST_PAUSE), getattr(error, "reason", error)
-        if isinstance(error, urllib.error.HTTPError):
-            ours = _origin(error.url) == _origin(self.url)  # else a signed address, which may have expired
-            what = f"{self.reached.host} answers {error.code}"
-            if ours and error.code in (401, 403, 404):
-                raise UserError(self._refusal(error))
-            if error.code == 429:
-                seconds, what = _asked_wait(error.headers) or seconds, f"{what} (too many requests)"
-                if seconds > LONGEST_WAIT:
-                    raise Failed(f"{what} and wants {seconds:.0f} s of rest: wait, or log in for more; {SAME}")
-            elif ours and error.code < 500 and error.code != 408:
-                raise Failed(f"{what}: {self._says(error)}; check HF_ENDPOINT, or try later")
-        elif isinstance(reason, ssl.SSLCertVerificationError):
-            why = f"a certificate that is not trusted here ({reason.verify_message})"
-            raise Failed(f"{self.reached.host} shows {why}; if that is your proxy's, set SSL_CERT_FILE to it")
-        else:
-            words = "nothing arrives" if isinstance(reason, TimeoutError) else getattr(reason, "strerror", None)
-            what = f"connection to {self.reached.host}: {words or str(reason) or type(reason).__name__}"
-        if tries >= limit:
-            raise Failed(f"{what}, {tries} times in a row: check the network, HF_ENDPOINT and HTTPS_PROXY; {SAME}")
-        return seconds, what
 
     def _says(self, error: urllib.error.HTTPError) -> str:
         """The hub's own words; a token that it repeats is not repeated by us."""
@@ -232,15 +274,98 @@ class Hub(urllib.request.HTTPRedirectHandler):
         if code == "GatedRepo":
             return f"{self.repo} is gated: accept its licence at {self.page}, then {log_in} as the one who did"
         if code == "RevisionNotFound":
-            return f"{self.repo} has no such --revision: its branches and tags are at {self.page}/tree/main"
+            return f"{self.repo} has no such revision: its branches and tags are at {self.page}/tree/main"
         if error.code == 401 and self.token:
             source = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the login"
             return f"the hub refuses the token of {source}: make a new one at {self.url}/settings/tokens and {log_in}"
         if code == "EntryNotFound":
-            return f"{self.repo} no longer has a file of that commit: take another --revision (and --out folder)"
+            return f"{self.repo} no longer has a file of that commit: take another revision (and --out folder)"
         if error.code == 403:
             return f"the hub refuses access to {self.repo} ({self._says(error)}): give the token the right to read it"
         return f"there is no {self.page}, or it is private: check the spelling, or {log_in} as one who may read it"
+
+
+class Wait:
+    """The tries to get one file or listing: how many have failed in a row, and what is being waited for."""
+
+    def __init__(self, hub: Hub, name: str, limit: int):
+        self.hub, self.name, self.limit, self.host = hub, name, limit, urlsplit(hub.url).hostname
+        self.begin()
+
+    def begin(self) -> None:
+        """From now on bytes are waited for."""
+        self.since, self.tries, self.refusals, self.reason = time.monotonic(), 0, 0, ""
+        self.next_try, self.said = 0.0, None
+
+    def end(self) -> None:
+        self.since = float("inf")
+
+    def lasts(self) -> bool:
+        return time.monotonic() - self.since > QUIET
+
+    def news(self) -> bool:
+        """Whether the wait lasts, and this was not asked before: once for each try."""
+        said, self.said = self.said, self.next_try if self.lasts() else self.said
+        return self.said != said
+
+    def __str__(self) -> str:
+        now = time.monotonic()
+        reason = self.reason or f"nothing has arrived for {now - self.since:.0f} s"
+        left = f"; next try in {self.next_try - now:.0f} s" if self.next_try > now else ""
+        return f"waiting for {self.name} of {self.host}: {reason}{left}"
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator["Wait"]:
+        """A thread tells what the body waits for."""
+        done = threading.Event()
+
+        def tell() -> None:
+            while not done.wait(0.2):
+                if self.news():
+                    say(str(self))
+
+        threading.Thread(target=tell, daemon=True).start()
+        try:
+            yield self
+        finally:
+            done.set()
+
+    def pause(self, error: Exception | str) -> None:
+        """Sleeps until the next try. Raises what the user should read if another try is no use, if `limit` of them have
+        brought nothing, or if the hub has limited our requests for too long."""
+        hub, reason, limited = self.hub, getattr(error, "reason", error), False
+        if isinstance(error, urllib.error.HTTPError):
+            ours = _origin(error.url) == _origin(hub.url)  # else a signed address, which may have expired
+            reason = f"{self.host} answers {error.code}"
+            asked = _asked_wait(error.headers) if error.code in (429, 503) else None
+            limited = error.code == 429 or asked is not None
+            if ours and error.code in (401, 403, 404):
+                raise (NotThere if error.code == 404 else UserError)(hub._refusal(error))
+            if error.code == 429:
+                reason += " (too many requests)"
+            elif ours and error.code < 500 and error.code != 408:
+                raise Failed(f"{reason}: {hub._says(error)}; check HF_ENDPOINT, or try later")
+        elif isinstance(reason, ssl.SSLCertVerificationError):
+            why = f"a certificate that is not trusted here ({reason.verify_message})"
+            raise Failed(f"{self.host} shows {why}; if that is your proxy's, set SSL_CERT_FILE to it")
+        else:
+            words = "nothing arrives" if isinstance(reason, TimeoutError) else getattr(reason, "strerror", None)
+            reason = f"connection to {self.host}: {words or str(reason) or type(reason).__name__}"
+        if limited:
+            self.refusals += 1
+            seconds = min(PAUSE * 2 ** min(self.refusals - 1, 9), LONGEST_PAUSE) if asked is None else max(asked, PAUSE)
+            so_far = time.monotonic() - self.since
+            if seconds > LONGEST_WAIT or so_far + seconds > PATIENCE:
+                wants = f"wants {seconds:.0f} s of rest" + f", after {so_far:.0f} s of waiting" * (so_far > 1)
+                raise Failed(f"{reason} and {wants}: wait, or log in for more; {SAME}")
+        else:
+            self.tries += 1
+            seconds = min(PAUSE * 2 ** (self.tries - 1), LONGEST_PAUSE)
+            if self.tries >= self.limit:
+                mend = f"check the network, HF_ENDPOINT and HTTPS_PROXY; {SAME}"
+                raise Failed(f"{reason}, {self.tries} times in a row: {mend}")
+        self.reason, self.next_try = reason, time.monotonic() + seconds
+        time.sleep(seconds)
 
 
 def _checked(entry: object, key: str, pattern: str) -> str:
@@ -286,11 +411,24 @@ def select(tree: dict[str, tuple[int, str]], args: argparse.Namespace) -> list[s
         paths = [p for p in paths if not p.endswith((".safetensors", ".safetensors.index.json", *PICKLES))]
     paths = sorted(set(paths) - set(matching(paths, args.exclude)))
     if not paths:
-        raise UserError(f"{args.repo}: none of its {len(tree)} files is selected; it has {', '.join([*tree][:8])} ...")
+        has = f"it has {', '.join([*tree][:8])} ..." if tree else "it is empty"
+        raise UserError(f"{args.repo}: none of its {len(tree)} files is selected; {has}")
     return paths
 
 
 # ---- fetching
+
+
+def new_digest(oid: str, size: int):
+    """For the hash that a listing has: sha256, or git's SHA-1 of a blob of so many bytes."""
+    return hashlib.sha256() if len(oid) == 64 else hashlib.sha1(b"blob %d\0" % size)
+
+
+def write_at(fd: int, chunk: bytes, at: int) -> None:
+    """All of it: the disk may take a part at a time."""
+    while chunk:
+        count = os.pwrite(fd, chunk, at)
+        chunk, at = chunk[count:], at + count
 
 
 @dataclass
@@ -305,7 +443,7 @@ class File:
 
     def digest(self, fd: int, size: int):
         """The hash so far, of the first bytes on disk."""
-        digest, at = hashlib.sha256() if len(self.oid) == 64 else hashlib.sha1(b"blob %d\0" % self.size), 0
+        digest, at = new_digest(self.oid, self.size), 0
         while at < size and (chunk := os.pread(fd, min(CHUNK, size - at), at)):
             digest.update(chunk)
             at += len(chunk)
@@ -330,6 +468,7 @@ class Progress:
     files: int = 0
     note: str = ""  # what is amiss, and since when
     noted: float = -LINE_EVERY
+    waits: set[Wait] = field(default_factory=set)
     error: Exception | None = None
     began: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -351,6 +490,7 @@ class Progress:
         share = self.done / max(self.total, 1)
         words = f"{_bytes(self.done)} of {_bytes(self.total)}", f"{_bytes(speed)}/s", left
         note = self.note if time.monotonic() - self.noted < LINE_EVERY else ""
+        note = next((str(wait) for wait in list(self.waits) if wait.lasts()), note)
         counts = f"{self.files} of {self.count} files", note
         return f"[{'#' * int(20 * share):20}] {100 * share:.0f} %, " + ", ".join(w for w in (*words, *counts) if w)
 
@@ -360,21 +500,13 @@ def _bytes(n: float) -> str:
     return f"{n / unit:.{int(unit > 1)}f} {name}"
 
 
-def _disk_error(error: OSError) -> Exception:
+def disk_error(error: OSError) -> Exception:
     what = f"{error.filename or constants.HF_HUB_CACHE}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Failed(f"{what}; free some space, and {SAME}")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
         return UserError(f"{what}; name a folder that you may write to, with --out or HF_HOME")
     return Failed(what)
-
-
-def _write(fd: int, chunk: bytes, path: Path) -> None:
-    try:
-        while chunk:
-            chunk = chunk[os.write(fd, chunk) :]
-    except OSError as e:  # no matter of the network's
-        raise _disk_error(OSError(e.errno, e.strerror, str(path))) from None
 
 
 def _open_part(part: Path) -> int | None:
@@ -396,42 +528,29 @@ def _open_part(part: Path) -> int | None:
 
 
 def _receive(hub: Hub, file: File, fd: int, progress: Progress) -> None:
-    """Completes a part. A damaged one starts again from byte 0, once; Failed if that is damaged too."""
-    for _ in range(2):
-        have, tries = os.fstat(fd).st_size, 0
-        digest = file.digest(fd, have)
-        progress.add(have)
-        os.lseek(fd, have, os.SEEK_SET)
-        while have < file.size:
-            trouble: Exception | str = f"{file.link.name} ends early"
+    """Completes a part. A damaged one starts again from byte 0, once; Damaged if that is damaged too."""
+    wait = Wait(hub, file.link.name, TRIES)
+    progress.waits.add(wait)
+    try:
+        for again in (False, True):
+            have = os.fstat(fd).st_size
+            digest = file.digest(fd, have)
+            progress.add(have)
             try:
-                with hub.open(file.url, have) as answer:
-                    if have and answer.status == 200:  # a server without ranges
-                        progress.add(-have)
-                        os.ftruncate(fd, 0)
-                        have, digest = os.lseek(fd, 0, os.SEEK_SET), file.digest(fd, 0)
-                    elif have and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-                        break
-                    while have < file.size and (chunk := answer.read1(min(CHUNK, file.size - have))):
-                        _write(fd, chunk, file.part)
-                        digest.update(chunk)
-                        have, tries = have + len(chunk), 0
-                        progress.add(len(chunk), len(chunk))
-            except (OSError, http.client.HTTPException) as e:
-                if getattr(e, "code", 0) == 416:  # the part is as long as the hub's file, or longer
-                    break
-                trouble = e
-            if have < file.size:
-                tries += 1
-                seconds, why = hub.pause(trouble, tries, TRIES)
-                progress.add(note=f"{why}: next try in {seconds:.0f} s")
-                time.sleep(seconds)
-        if have == file.size and digest.hexdigest() == file.oid:
-            os.fsync(fd)
-            return
-        progress.add(-have, note=f"{file.link.name} is damaged: again from the start")
-        os.ftruncate(fd, 0)
-    raise Failed(f"{file.url}: what arrives is damaged, the second time too (its hash is not {file.oid}); try later")
+                for chunk in hub.read(file.url, file.size, file.oid, digest, have, wait):
+                    write_at(fd, chunk, have)
+                    have += len(chunk)
+                    progress.add(len(chunk), len(chunk))
+                return os.fsync(fd)
+            except Damaged as e:
+                if again:
+                    raise Damaged(f"{e}, the second time too; try later") from None
+                progress.add(-have, note=f"{file.link.name} is damaged: again from the start")
+                os.ftruncate(fd, 0)
+            except OSError as e:  # no matter of the network's
+                raise disk_error(OSError(e.errno, e.strerror, str(file.part))) from None
+    finally:
+        progress.waits.discard(wait)
 
 
 def _settle(hub: Hub, file: File, progress: Progress) -> bool:
@@ -512,7 +631,7 @@ def _watch(threads: list[threading.Thread], progress: Progress) -> None:
             if terminal:
                 width = shutil.get_terminal_size().columns - 1
                 print("\r\033[K" + progress.line()[:width], end="", flush=True)
-            elif time.monotonic() - shown >= LINE_EVERY:
+            elif any([wait.news() for wait in list(progress.waits)]) or time.monotonic() - shown >= LINE_EVERY:
                 shown = time.monotonic()
                 print(progress.line(), flush=True)
     progress.note = progress.note if progress.error else ""
@@ -523,57 +642,26 @@ def _watch(threads: list[threading.Thread], progress: Progress) -> None:
 
 def download(args: argparse.Namespace, command: str) -> None:
     """Fetches what the command line asks for. UserError or Failed, with one message, if that cannot be."""
-    kind, repo, base = _folder_of(args.repo, args.revision)
+    kind, repo, base = folder_of(args.repo, args.revision)
     if constants.HF_HUB_OFFLINE:
         raise UserError("HF_HUB_OFFLINE is set, so that nothing is fetched: unset it")
     if args.skip_model and kind == "datasets":
         raise UserError("--skip-model is for models: choose from a dataset with --include and --exclude")
     base = Path(args.out).expanduser() if args.out else base
-    scratch = base / ".download"
-    before = _record(scratch / "record.json") if args.out else {}
+    before = _record(base / ".download" / "record.json") if args.out else {}
     if before and (before["repo"], before["revision"]) != (args.repo, args.revision):
         at = f"{before['repo']} at revision {before['revision']}"
         raise UserError(f"--out {args.out} holds {at}, not {args.repo} at {args.revision}: name another folder")
     hub = Hub(kind, repo)
-    commit = before.get("commit") or _checked(
-        hub.ask(f"revision/{quote(args.revision, safe='')}")[0], "sha", r"[0-9a-f]{40}"
-    )
+    commit = before.get("commit") or hub.commit(args.revision, LIST_TRIES)
     tree = hub.tree(commit)
-    folder, record = (base, "record.json") if args.out else (base / "snapshots" / commit, f"{commit}.json")
     paths = select(tree, args)
-    scratch.mkdir(parents=True, exist_ok=True)
-    plain = bool(args.out) or not _links_work(scratch)  # files in the folder itself, or links from it to blobs
-    files = []
-    for path in paths:
-        (size, oid), link = tree[path], folder / path
-        itself = plain or link.is_file() and not link.is_symlink()
-        home = link if itself else base / "blobs" / oid
-        name = hashlib.sha1(f"{path} {oid}".encode()).hexdigest() if itself else oid
-        url = f"{hub.page}/resolve/{commit}/{quote(path)}"
-        files.append(File(url, size, oid, home, link, scratch / f"{name}.part", scratch / f"{name}.ok"))
-        if args.out and not before and home.exists() and _size(home) != size:
-            raise UserError(f"{home} is there, and not as {repo} has it: name an empty folder with --out")
-
-    progress = Progress(sum(f.size for f in files), len(files))
-    need = sum(max(f.size - max(_size(f.part), 0), 0) for f in files if _size(f.home) != f.size)
-    print(f"{args.repo} at {commit}: {len(files)} files, {_bytes(progress.total)}, {_bytes(need)} of it to fetch")
-    free = shutil.disk_usage(next(p for p in (base.absolute(), *base.absolute().parents) if p.is_dir())).free
-    if need > free:
-        raise Failed(
-            f"{base}: the disk has {_bytes(free)} free and the download needs {_bytes(need)}: free some space, choose"
-            " another disk with --out or HF_HOME, or fetch less with --include or --exclude"
-        )
-    asked = {str(f.link.relative_to(folder)): f.size for f in files}
-    what = {"repo": args.repo, "revision": args.revision, "commit": commit, "command": command, "files": asked}
-    _note(scratch / record, json.dumps(what, indent=1), scratch)
-    queue = deque(sorted(files, key=lambda f: f.size))  # small ones first: a refusal shows at once
-    count = min(args.jobs, len(files))
-    threads = [threading.Thread(target=_work, args=(hub, queue, progress), daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    _watch(threads, progress)
-    if not args.out and args.revision != commit:
-        _note(base / "refs" / args.revision, commit, scratch)
+    if args.out and not before:
+        for path in paths:
+            if (base / path).exists() and _size(base / path) != tree[path][0]:
+                raise UserError(f"{base / path} is there, and not as {repo} has it: name an empty folder with --out")
+    what = {"repo": args.repo, "revision": args.revision, "commit": commit, "command": command}
+    folder = fetch(hub, base, {path: tree[path] for path in paths}, what, bool(args.out), args.jobs)
     print(f"Verified, in {folder}\nRevision {commit}")
     if kind == "models":
         shown = shlex.quote(args.out or repo + f"@{args.revision}" * (args.revision != "main"))
@@ -581,7 +669,65 @@ def download(args: argparse.Namespace, command: str) -> None:
         print(f"Use it: {f'--weights {shown} ' * weights}--tokenizer {shown}")
 
 
+def fetch(hub: Hub, base: Path, tree: dict[str, tuple[int, str]], what: dict, out: bool = False, jobs: int = 8) -> Path:
+    """Fetches the files of a listing -> the folder that they are in. base: the repository's folder in the cache, or
+    with `out` a folder for plain files. what: the repository, the revision, its commit and the command, for the
+    record."""
+    commit, scratch = what["commit"], base / ".download"
+    folder, record = (base, "record.json") if out else (base / "snapshots" / commit, f"{commit}.json")
+    scratch.mkdir(parents=True, exist_ok=True)
+    plain = out or not _links_work(scratch)  # files in the folder itself, or links from it to blobs
+    files = []
+    for path, (size, oid) in tree.items():
+        link = folder / path
+        itself = plain or link.is_file() and not link.is_symlink()
+        home = link if itself else base / "blobs" / oid
+        name = hashlib.sha1(f"{path} {oid}".encode()).hexdigest() if itself else oid
+        url = f"{hub.page}/resolve/{commit}/{quote(path)}"
+        files.append(File(url, size, oid, home, link, scratch / f"{name}.part", scratch / f"{name}.ok"))
+
+    progress = Progress(sum(f.size for f in files), len(files))
+    need = sum(max(f.size - max(_size(f.part), 0), 0) for f in files if _size(f.home) != f.size)
+    print(f"{what['repo']} at {commit}: {len(files)} files, {_bytes(progress.total)}, {_bytes(need)} of it to fetch")
+    free = shutil.disk_usage(scratch).free
+    if need > free:
+        raise Failed(
+            f"{base}: the disk has {_bytes(free)} free and the download needs {_bytes(need)}: free some space, choose"
+            " another disk with --out or HF_HOME, or fetch less with --include or --exclude"
+        )
+    asked = {str(f.link.relative_to(folder)): f.size for f in files}
+    _note(scratch / record, json.dumps(what | {"files": asked}, indent=1), scratch)
+    queue = deque(sorted(files, key=lambda f: f.size))  # small ones first: a refusal shows at once
+    count = min(jobs, len(files))
+    threads = [threading.Thread(target=_work, args=(hub, queue, progress), daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    _watch(threads, progress)
+    if not out and what["revision"] != commit:
+        _note(base / "refs" / what["revision"], commit, scratch)
+    return folder
+
+
 # ---- the command line
+
+
+def interrupt_at_signals() -> None:
+    """SIGTERM and SIGHUP (but for nohup) end the program as Ctrl-C does."""
+
+    def interrupt(number: int, _) -> None:
+        raise KeyboardInterrupt(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, interrupt)
+
+
+def interrupted(error: KeyboardInterrupt) -> int:
+    """Says what has ended the program -> exit status."""
+    number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"\nInterrupted by {number.name}; {SAME}", file=sys.stderr)
+    return 128 + number
 
 
 def _jobs(text: str) -> int:
@@ -618,7 +764,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line -> exit status: 0, 2 for a user's mistake, 1 for the network or the disk, 130 for Ctrl-C."""
+    """The command line -> exit status: 0, 2 for a user's mistake, 1 for the network or the disk, 128 + a signal's
+    number."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         download(_make_parser().parse_args(argv), shlex.join(["python", "download.py", *argv]))
@@ -627,14 +774,14 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (UserError, Failed, OSError) as e:
-        e = _disk_error(e) if isinstance(e, OSError) else e
+        e = disk_error(e) if isinstance(e, OSError) else e
         text = re.sub(r"hf_\w{6,}", "hf_***", str(e))  # it may be among the words that were typed
         print(f"error: {text}", file=sys.stderr)
         return 2 if isinstance(e, UserError) else 1
-    except KeyboardInterrupt:
-        print(f"\nInterrupted; {SAME}", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as e:
+        return interrupted(e)
 
 
 if __name__ == "__main__":
+    interrupt_at_signals()
     sys.exit(main())

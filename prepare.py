@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from download import Damaged, Failed
 from errors import UserError, missing_folders, remove_empty
 from remote import Remote
 from text import BUILTIN, Encoder, Row, encode_rows, encoder, read_rows
@@ -355,14 +356,15 @@ def prepare(
         def warn(message: str) -> None:
             print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
 
-        meter = Meter(sum(map(size_of, sources)))
-        names = ("train-{:05}.bin", "val-{:05}.bin")
+        names, size = ("train-{:05}.bin", "val-{:05}.bin"), sum(map(size_of, sources))
+        how = shard_tokens, val_every, skip_bad, note, Meter(size), warn
         try:
-            index = build(
-                sources, settings, out, names, processes, shard_tokens, val_every, skip_bad, note, meter, warn
-            )
+            index = build(sources, settings, out, names, processes, *how)
             if not index["files"]:
                 raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
+        except Damaged as e:  # what was made of the damaged rows must not be gone on with
+            write_json(progress, {"key": key})
+            raise Failed(f"{e}: the same command begins again") from None
         except UserError:
             if "position" not in json.loads(progress.read_text("utf-8")):  # nothing to go on from
                 for file in (progress, *out.glob("train-*"), *out.glob("val-*")):

@@ -3,27 +3,27 @@
     hf://datasets/ORG/NAME[@REVISION][/PATH]        PATH: a file, a folder, or a pattern with * (within a name) and **
 
 A revision is resolved to a commit once; files are named by it from then on. `RemoteFile` reads one file from its
-beginning: a thread fetches ahead into files without a name (so nothing is left behind, however the process ends), up to
-a share of a disk cap, goes on where a connection was cut, waits where the hub says so, and compares the hash."""
+beginning: a thread fetches ahead into a file without a name, used as a ring (so nothing is left behind, however the
+process ends). Nothing counts as the end of a file before its size and hash hold."""
 
-import hashlib
-import http.client
+import errno
 import io
 import os
 import re
+import shutil
 import tempfile
 import threading
-import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from download import CHUNK, TRIES, Failed, Hub, _checked, main
+import download
+from download import TRIES, Damaged, Failed, Hub, NotThere, Wait, disk_error, fetch, folder_of, new_digest, write_at
 from errors import UserError
 
 PREFIX = "hf://datasets/"
-PIECE = 8 * 2**20  # bytes of a file of what was read ahead
+LEAST = 4 * 2**20  # bytes of a file that are read ahead at least
+VERIFIED_FIRST = 64 * 2**20  # bytes up to which a file is not read before its hash has been compared
 DATA_FILE = re.compile(r"\.(txt|jsonl|json|parquet)(\.gz)?$")
 TRAIN_NAME = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)", re.IGNORECASE)
 
@@ -55,10 +55,12 @@ def resolve(spec: str, flag: str, commit: str = "") -> list[Remote]:
     repo, revision, path = found[1], found[2] or "main", (found[3] or "").strip("/")
     if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
         raise UserError(f"{flag} {spec}: HF_HUB_OFFLINE is set: unset it, or give files that are here")
-    hub = Hub("datasets", repo)
-    commit = commit or _checked(hub.ask(f"revision/{quote(revision, safe='')}")[0], "sha", r"[0-9a-f]{40}")
-    fixed = re.split(r"[*?]", path)[0]
-    tree = hub.tree(commit, fixed.rpartition("/")[0])
+    hub, tries = Hub("datasets", repo), TRIES if commit else download.LIST_TRIES  # a run that goes on has patience
+    commit = commit or hub.commit(revision, tries)
+    try:
+        tree = hub.tree(commit, re.split(r"[*?]", path)[0].rpartition("/")[0], tries)
+    except NotThere:  # there is no such folder: the message names what there is
+        tree = hub.tree(commit, "", tries)
     data = {p: entry for p, entry in sorted(tree.items()) if DATA_FILE.search(p)}
     if path in tree or _pattern(path).pattern != re.escape(path):
         chosen = [p for p in (tree if path in tree else data) if p == path or _pattern(path).fullmatch(p)]
@@ -80,103 +82,106 @@ def _candidates(repo: str, paths: list[str]) -> str:
 
 
 def fetch_whole(files: list[Remote]) -> list[Path]:
-    """The files in HF_HOME's cache, fetched and verified by download.py where they are not yet. Safe when several
-    processes do it at the same time."""
-    from huggingface_hub import constants
-
-    repo, commit = files[0].repo, files[0].commit
-    folder = Path(constants.HF_HUB_CACHE) / f"datasets--{repo.replace('/', '--')}" / "snapshots" / commit
-    missing = [f.path for f in files if not (folder / f.path).is_file() or (folder / f.path).stat().st_size != f.size]
+    """The files in HF_HOME's cache, fetched and verified where they are not yet. Safe when several processes do it at
+    the same time."""
+    repo, commit = f"datasets/{files[0].repo}", files[0].commit
+    base = folder_of(repo, commit)[2]
+    paths = [base / "snapshots" / commit / f.path for f in files]
+    missing = {
+        f.path: (f.size, f.oid)
+        for f, path in zip(files, paths, strict=True)
+        if not path.is_file() or path.stat().st_size != f.size
+    }
     if missing:
-        words = [f"datasets/{repo}", "--revision", commit]
-        status = main(words + [word for path in missing for word in ("--include", re.sub(r"([*?[])", r"[\1]", path))])
-        if status:
-            raise Failed(f"{PREFIX}{repo}: its files could not be fetched (see above)")
-    return [folder / f.path for f in files]
+        command = f"python download.py {repo} --revision {commit}"
+        what = {"repo": repo, "revision": commit, "commit": commit, "command": command}
+        try:
+            fetch(Hub("datasets", files[0].repo), base, missing, what)
+        except OSError as e:
+            raise disk_error(e) from None
+    return paths
 
 
 class RemoteFile(io.RawIOBase):
-    """One file of the hub as a stream of bytes. ahead: bytes on disk that may wait to be read."""
+    """One file of the hub as a stream of bytes, from its beginning. ahead: bytes on disk that may wait to be read. A
+    file that fits into them is verified before the first byte is given, unless it is too large to wait for. whole: all
+    of it is, and `store` is that file."""
 
-    def __init__(self, file: Remote, ahead: int):
-        self.file, self.limit = file, max(ahead, 2 * PIECE)
-        self.pieces: deque = deque()  # [file without a name, bytes in it, bytes read of it]
-        self.waiting, self.ended, self.error = 0, False, None
-        self.state = threading.Condition()
+    def __init__(self, file: Remote, ahead: int, whole: bool = False):
+        self.file, self.folder = file, tempfile.gettempdir()
+        free = shutil.disk_usage(self.folder).free
+        self.ring = min(file.size, file.size if whole else max(min(ahead, free // 2), LEAST))
+        self.verified_first = whole or file.size <= min(self.ring, VERIFIED_FIRST)
+        if free < self.ring:
+            raise self._no_room()
+        self.store = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        self.arrived = self.given = 0
+        self.ended, self.error, self.state = False, None, threading.Condition()
+        self.hub = Hub("datasets", file.repo)
+        self.wait = Wait(self.hub, file.path, TRIES)
         threading.Thread(target=self._run, daemon=True).start()
+
+    def _no_room(self) -> Failed:
+        free = shutil.disk_usage(self.folder).free / 1e6
+        return Failed(
+            f"{self.folder}: {os.strerror(errno.ENOSPC)}: reading ahead in {self.file.path} needs"
+            f" {self.ring / 1e6:.1f} MB there and {free:.1f} MB are free; free some, or set TMPDIR to another disk"
+        )
 
     def _run(self) -> None:
         try:
             self._fetch()
         except Exception as e:
-            self.error = e
+            full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)
+            self.error = self._no_room() if full else e
         with self.state:
             self.ended = True
             self.state.notify_all()
 
     def _fetch(self) -> None:
-        file, have, tries = self.file, 0, 0
-        hub = Hub("datasets", file.repo)
-        digest = hashlib.sha256() if len(file.oid) == 64 else hashlib.sha1(b"blob %d\0" % file.size)
-        url = f"{hub.page}/resolve/{file.commit}/{quote(file.path)}"
-        while have < file.size and not self.closed:
-            trouble: Exception | str = f"{file.path} ends early"
-            try:
-                with hub.open(url, have) as answer:
-                    skip = have if have and answer.status == 200 else 0  # a server without ranges
-                    while have < file.size and not self.closed:
-                        chunk = answer.read1(min(CHUNK, file.size - have + skip))
-                        if not chunk:
-                            break
-                        skip, chunk = max(0, skip - len(chunk)), chunk[skip:]
-                        digest.update(chunk)
-                        self._keep(chunk)
-                        have, tries = have + len(chunk), 0
-            except (OSError, http.client.HTTPException) as e:
-                trouble = e
-            if have < file.size and not self.closed:
-                tries += 1
-                time.sleep(hub.pause(trouble, tries, TRIES)[0])
-        if not self.closed and digest.hexdigest() != file.oid:
-            raise Failed(f"{file}: what arrived is damaged (its hash is not {file.oid}); start again")
-
-    def _keep(self, chunk: bytes) -> None:
-        with self.state:
-            while self.waiting + len(chunk) > self.limit and not self.closed:
-                self.state.wait(1.0)
-            if not self.pieces or self.pieces[-1][1] >= PIECE:
-                self.pieces.append([tempfile.TemporaryFile(buffering=0), 0, 0])  # noqa: SIM115
-            piece = self.pieces[-1]
-            os.pwrite(piece[0].fileno(), chunk, piece[1])
-            piece[1] += len(chunk)
-            self.waiting += len(chunk)
-            self.state.notify_all()
+        file = self.file
+        url = f"{self.hub.page}/resolve/{file.commit}/{quote(file.path)}"
+        for chunk in self.hub.read(url, file.size, file.oid, new_digest(file.oid, file.size), 0, self.wait):
+            while chunk:
+                with self.state:
+                    while not self.closed and self.arrived - self.given == self.ring:
+                        self.state.wait()
+                    if self.closed:
+                        return
+                    at = self.arrived % self.ring
+                    count = min(len(chunk), self.ring - at, self.ring - (self.arrived - self.given))
+                    write_at(self.store.fileno(), chunk[:count], at)
+                    self.arrived, chunk = self.arrived + count, chunk[count:]
+                    self.state.notify_all()
 
     def readable(self) -> bool:
         return True
 
+    def tell(self) -> int:
+        return self.given
+
     def readinto(self, buffer) -> int:
         with self.state:
-            while not self.waiting and not self.ended:
-                self.state.wait(1.0)
-            if not self.waiting:
-                if self.error:
-                    raise self.error if isinstance(self.error, (UserError, Failed)) else Failed(str(self.error))
-                return 0
-            while self.pieces[0][2] == self.pieces[0][1]:
-                self.pieces.popleft()[0].close()
-            piece = self.pieces[0]
-            data = os.pread(piece[0].fileno(), min(len(buffer), piece[1] - piece[2]), piece[2])
-            piece[2] += len(data)
-            self.waiting -= len(data)
+            while not self.ended and (self.verified_first or self.given == self.arrived):
+                self.state.wait(0.5)
+                if self.wait.news():
+                    download.say(str(self.wait))
+            waiting = self.arrived - self.given
+            if self.error and (not waiting or self.verified_first or isinstance(self.error, Damaged)):
+                raise self.error if isinstance(self.error, (UserError, Failed)) else Failed(str(self.error))
+            at = self.given % self.ring if waiting else 0
+            count = min(len(buffer), waiting, self.ring - at)
+            data = os.pread(self.store.fileno(), count, at)
+            if len(data) < count:
+                raise Failed(f"{self.folder}: {len(data)} of {count} bytes that were written there can be read")
+            self.given += count
             self.state.notify_all()
-        buffer[: len(data)] = data
-        return len(data)
+        buffer[:count] = data
+        return count
 
     def close(self) -> None:
         if not self.closed:
             super().close()
             with self.state:
-                for piece in self.pieces:
-                    piece[0].close()
+                self.store.close()
                 self.state.notify_all()

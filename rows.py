@@ -13,12 +13,14 @@ import os
 import platform
 import re
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+import download
 from config import Config
 from errors import RankError, UserError
 from model import IGNORE
@@ -483,15 +485,22 @@ class StreamRows:
     def where(self, number: int) -> str:
         return self.recent.get(number, f"row {number} of the stream")
 
-    def start(self, lanes: list[int], positions: dict[int, tuple]) -> None:
-        """Begins to read so many lanes from there on."""
+    def start(self, lanes: list[int], positions: dict[int, tuple], streams: int = 1) -> None:
+        """Begins to read so many lanes from there on. streams: how many share what may be read ahead."""
         if self.stream:
             self.stream.close()
         c = self.config
-        ahead_bytes = int(c.read_ahead_gb * 2**30 / max(1, len(lanes)))
-        plan = Plan(tuple(self.files), text_settings(c), c.lanes, c.seq_len, c.seed, c.skip_bad, ahead_bytes)
+        ahead = read_ahead_bytes(c.read_ahead_gb) // (streams * len(lanes))
+        plan = Plan(tuple(self.files), text_settings(c), c.lanes, c.seq_len, c.seed, c.skip_bad, ahead)
         self.positions = dict(positions)
-        self.stream = Stream(plan, lanes, positions, logger.warning)
+        warn = logger.warning if logger.isEnabledFor(logging.WARNING) else download.say  # rank 0 has the log
+        self.stream = Stream(plan, lanes, positions, warn)
+
+
+def read_ahead_bytes(gb: float) -> int:
+    """A rank's share of --read_ahead_gb, of which there is no more than half of the disk's free room."""
+    room = min(gb * 2**30, shutil.disk_usage(tempfile.gettempdir()).free / 2)
+    return int(room / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def is_stream(specs: tuple[str, ...], flag: str, config: Config) -> bool:

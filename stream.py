@@ -9,6 +9,7 @@ document, bad rows left out); to go there again, its current file is read from t
 
 Worker processes read and tokenise, each for some of a rank's lanes, a few rows ahead."""
 
+import functools
 import os
 import queue
 import threading
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from download import Damaged
 from errors import RankError, UserError
 from order import permute
 from prepare import cores
@@ -136,11 +138,16 @@ class Stream:
         self.stop = threading.Event()
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         count = max(1, min(MAX_WORKERS, len(mine), cores() // ranks_here - 1))
-        self.workers = [Worker() for _ in range(count)]
+        self.notes: dict[int, str] = {}  # what a worker waits for, by its number
+        self.workers = [Worker(functools.partial(self._hear, i)) for i in range(count)]
         for i, worker in enumerate(self.workers):
-            threading.Thread(target=self._feed, args=(worker, mine[i::count]), daemon=True).start()
+            threading.Thread(target=self._feed, args=(i, worker, mine[i::count]), daemon=True).start()
 
-    def _feed(self, worker: Worker, lanes: list[int]) -> None:
+    def _hear(self, number: int, text: str) -> None:
+        self.notes[number] = text
+        self.warn(text)
+
+    def _feed(self, number: int, worker: Worker, lanes: list[int]) -> None:
         """A thread: keeps the lanes of one worker filled. It waits for none of them: a rank may need many rows of one
         lane before it comes to the next."""
         at = {lane: self.positions[lane] for lane in lanes}
@@ -152,6 +159,7 @@ class Stream:
                     self.stop.wait(0.002)
                 for lane in wanted:  # this thread alone puts, so there is room
                     rows = worker(next_rows, lane, at[lane], CHUNK)
+                    self.notes.pop(number, None)
                     at[lane] = rows[-1][1]
                     self.ready[lane].put(rows)
         except Exception as e:
@@ -168,6 +176,8 @@ class Stream:
                     if error is None or not self.ready[lane].empty():
                         continue  # rows that were read before the error come first
                     error = RankError(str(error)) if isinstance(error, UserError) else error
+                    if isinstance(error, Damaged):
+                        error = Damaged(f"{error}, and trained on: --resume a checkpoint from before that")
                     error.alone = True  # other ranks may have met nothing
                     raise error from None
             tokens, position, bad = waiting.pop(0)

@@ -3,6 +3,7 @@ second origin. The oracle for the layout is the real huggingface_hub client, whi
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -41,6 +42,7 @@ NEVER = {
 }  # fmt: skip
 DATA = {"README.md": b"words", "en/c4-train.0.json.gz": BIG[:5000], "en/c4-val.json.gz": b"v", "de/x.json.gz": b"d"}
 REPOS = {"models/org/model": MODEL | NEVER, "models/solo": {"config.json": b"{}"}, "datasets/org/data": DATA,
+         "models/org/empty": {},
          "models/org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickle"}}  # fmt: skip
 
 
@@ -108,6 +110,9 @@ class Handler(BaseHTTPRequestHandler):
                 names = [{"rfilename": path} for path in files]
                 return self.reply(200, json.dumps({"id": name, "sha": sha, "siblings": names}).encode())
             if path.startswith(f"/api/{repo}/tree/"):
+                folder = "".join(path.split("/tree/")[1].split("/", 1)[1:])
+                if folder and not any(file.startswith(f"{folder}/") for file in files):
+                    return self.reply(404, X_Error_Code="EntryNotFound")
                 return self.tree(files)
             prefix = f"/{'datasets/' * (kind == 'datasets')}{name}/resolve/"
             if path.startswith(prefix):
@@ -282,6 +287,7 @@ def test_token_goes_to_the_hub_only_and_is_kept_nowhere(hub, tmp_path, tmp_path_
     ([("cut", 700_001)], 0),
     ([("cut", 0), ("cut", 300_000), ("cut", 1), ("stall", 5000)], 0),
     ([("status", 503), ("status", 500), ("status", 429, {"Retry_After": "0"})], 0),
+    ([("status", 429, {"Retry_After": "0"})] * 15, 0),  # as often as the hub says when to come again
     ([("status", 403)], 0),  # a signed address that has expired
     ([("cut", 1_000_000), ("plain",)], 1_000_000),
     ([("flip", 5)], len(BIG)),
@@ -313,13 +319,14 @@ def test_kill_and_resume_from_the_last_byte(hub, tmp_path):
     assert find("org/model", "--weights").joinpath("model-00001-of-00002.safetensors").read_bytes() == BIG
 
 
-def test_ctrl_c(hub, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ended_by_a_signal(hub, tmp_path, number):
     hub.cdn.slow = 0.02
     child = run(tmp_path, hub, "org/model")
     wait_for(lambda: hub.cdn.sent > 100_000)
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     said = child.communicate(timeout=10)[0]
-    assert child.returncode == 130 and "the same command goes on" in said
+    assert child.returncode == 128 + number and f"by {number.name}; the same command goes on" in said
     assert "Traceback" not in said and TOKEN not in said
 
 
@@ -342,27 +349,46 @@ def refuse_files(*answer):
     return lambda path: answer if "/resolve/" in path else None
 
 
+def listing(entries, following=""):
+    """Each page has these entries. following: where the next one is; {} gets a new number."""
+    entry = {"type": "file", "path": "config.json", "size": 2, "oid": "c" * 40}
+    body, number = json.dumps([entry | e for e in entries]).encode(), itertools.count()
+
+    def refuse(path):
+        if "/tree/" in path:
+            url = following.replace("SELF", "?recursive=true&expand=false").format(next(number))
+            return 200, body, {"Link": f'<http://hub{path}{url}>; rel="next"'} if following else {}
+
+    return refuse
+
+
 @pytest.mark.parametrize(("refuse", "args", "status", "words"), [
     (refuse_files(403, b"", {"X_Error_Code": "GatedRepo"}), [], 2, "gated: accept its licence at http.*org/model"),
     (refuse_files(401, b"", {"X_Error_Code": "GatedRepo"}), [], 2, "hf auth login"),
     (lambda p: (401, b"", {"X_Error_Message": "Invalid credentials in it"}), [], 2, "the token of HF"),
     (lambda p: (403, b"", {"X_Error_Message": "no right"}), [], 2, "no right"),
     (None, ["org/other"], 2, "no http.*/org/other, or it is private"),
-    (None, ["org/model", "--revision", "v9"], 2, "no such --revision"),
+    (None, ["org/model", "--revision", "v9"], 2, "no such revision"),
     (None, ["org/model", "--revision", "../x"], 2, "--revision"),
     (None, ["../model"], 2, "not the name"),
     (None, ["org/pickled"], 2, "only as pickles .pytorch_model.bin"),
     (None, ["org/model", "--include", "*.nothing"], 2, "none of its 16 files"),
+    (None, ["org/empty"], 2, "org/empty: none of its 0 files is selected; it is empty$"),
     (None, ["datasets/org/data", "--skip-model"], 2, "--include"),
     (None, ["--jobs", "0"], 2, "1 to 64"),
     (lambda p: (429, b"", {"RateLimit": '"api";r=0;t=900'}), [], 1, "901 s"),
     (lambda p: (429, b"", {"Retry_After": "Wed, 21 Oct 2099 07:28:00 GMT"}), [], 1, "too many requests"),
     (refuse_files(500), [], 1, "answers 500, 4 times"),
+    (refuse_files(429), [], 1, r"429 \(too many requests\) and wants 0 s of rest.*: wait, or log in"),
+    (listing([{}], "SELF"), [], 1, "in a circle"),
+    (listing([{}], "?cursor={}"), [], 1, "lists 'config.json' of org/model twice"),
+    (listing([{}, {"path": "config.json/deep.json"}]), [], 1, "as a file and as the folder of 'config.json/deep"),
     (lambda p: (200, b"<html>Log in to the airport"), [], 1, "no JSON"),
     (lambda p: (200, b"[]") if "/tree/" not in p else None, [], 1, "no hub would"),
     (lambda p: (302, b"", {"Location": "http://127.0.0.1:9/"}), [], 1, "refused"),
 ])  # fmt: skip
-def test_one_sentence_and_a_status(hub, tmp_path, capfd, refuse, args, status, words):
+def test_one_sentence_and_a_status(hub, tmp_path, capfd, monkeypatch, refuse, args, status, words):
+    monkeypatch.setattr(download, "PATIENCE", 0.05)
     hub.refuse = refuse or hub.refuse
     assert main(args or ["org/model"]) == status
     said = capfd.readouterr().err
@@ -372,7 +398,7 @@ def test_one_sentence_and_a_status(hub, tmp_path, capfd, refuse, args, status, w
 
 
 @pytest.mark.parametrize(("fault", "words"), [
-    (("flip", 7), "is damaged, the second time too"), (("short", 100), "is damaged, the second time too"),
+    (("flip", 7), "is damaged (its hash is not"), (("short", 100), "is damaged (its hash is not"),
     (("cut", 0), "early, 4 times"), (("stall", 0), "nothing arrives, 4 times"),
 ])  # fmt: skip
 def test_faults_that_last(hub, tmp_path, capfd, fault, words):
@@ -424,6 +450,25 @@ def test_a_token_that_is_none(hub, capfd, monkeypatch):
     assert "anew" in said and "cret" not in said
 
 
+def test_waits_are_told(hub, capfd, monkeypatch):
+    """Where nothing arrives, and where the hub says when to come again: the host, what for, why, and when."""
+    monkeypatch.setattr(download, "QUIET", 0.05)
+    refused, watched = set(), ("/revision/main", "/config.json")
+
+    def refuse(path):
+        if path.endswith(watched) and path not in refused:
+            refused.add(path)
+            threading.Event().wait(0.3)
+            return 429, b"", {"Retry_After": 1}
+
+    hub.refuse = refuse
+    assert main(["org/model", "--include", "config.json"]) == 0
+    said = "".join(capfd.readouterr())
+    for name in ("the listing of org/model", "config.json"):
+        for reason in ("nothing has arrived for 0 s", "127.0.0.1 answers 429 (too many requests); next try in 1 s"):
+            assert f"waiting for {name} of 127.0.0.1: {reason}\n" in said
+
+
 # ---- the disk
 
 
@@ -434,17 +479,17 @@ def test_full_disk(hub, tmp_path, capfd, monkeypatch):
     assert "has 1.0 MB free and the download needs 2.1 MB" in capfd.readouterr().err
     assert hub.cdn.sent == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    write = os.write
+    write = os.pwrite
 
-    def full(fd, data):
-        if len(data) > 2 and os.lseek(fd, 0, os.SEEK_CUR) > 500_000:
+    def full(fd, data, at):
+        if at > 500_000:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(fd, data)
+        return write(fd, data[:70_000], at)
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "pwrite", full)
     assert main(["org/model"]) == 1
     assert "No space left on device; free some space, and the same command goes on" in capfd.readouterr().err
-    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "pwrite", write)
     sent = hub.cdn.sent
     assert main(["org/model"]) == 0
     assert hub.cdn.sent - sent < len(BIG) - 400_000
@@ -517,9 +562,10 @@ def test_find_nothing(hub, spec, words):
 
 def test_find_what_another_program_fetched(hub, tmp_path):
     there = snapshot_download("org/model", cache_dir=constants.HF_HUB_CACHE, endpoint=hub.url, revision="v1")
-    assert [find(f"org/model{at}", "--weights") for at in ("", "@v1", f"@{'b' * 9}")] == [Path(there)] * 3
-    with pytest.raises(UserError, match="--revision v2"):
-        find("org/model@v2", "--weights")
+    assert [find(f"org/model{at}", "--weights") for at in ("@v1", f"@{'b' * 9}")] == [Path(there)] * 2
+    for spec, words in (("org/model@v2", "--revision v2"), ("org/model", "there is org/model@b{12}: .* org/model$")):
+        with pytest.raises(UserError, match=words):
+            find(spec, "--weights")
     sent, damaged = (
         hub.cdn.sent,
         Path(there, "model-00002-of-00002.safetensors"),
@@ -527,3 +573,5 @@ def test_find_what_another_program_fetched(hub, tmp_path):
     damaged.resolve().write_bytes(b"x" * damaged.stat().st_size)
     assert main(["org/model", "--revision", "v1"]) == 0
     assert damaged.read_bytes() == MODEL[damaged.name] and hub.cdn.sent - sent == len(MODEL[damaged.name])
+    with pytest.raises(UserError, match="there is org/model@v1: python download.py org/model$"):
+        find("org/model", "--weights")

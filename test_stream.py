@@ -1,11 +1,14 @@
 """Streams. The oracle for rows is a naive loop over the documents that the test itself wrote; a hub of our own that
 cuts and refuses stands for the hub."""
 
+import contextlib
+import errno
 import gzip
 import itertools
 import json
 import logging
 import os
+import shutil
 import threading
 
 import numpy as np
@@ -16,11 +19,13 @@ import download
 import remote
 import rows
 import stream
+import text as text_module
 from config import parse_args
 from data import make_loader, merge_positions
 from errors import UserError
 from order import permute
 from test_download import COMMITS, FakeHub
+from workers import Worker
 
 T = 16
 
@@ -221,27 +226,92 @@ def test_few_files_are_kept_whole(hub, tmp_path):
 
 @pytest.mark.parametrize("faults", [[("flip", 90)], [("cut", 10)] * 30], ids=str)
 def test_what_arrives_damaged_or_never_is_said(hub, monkeypatch, faults):
+    """Before a byte of it is given, however large the file is."""
     monkeypatch.setattr(remote, "TRIES", 3)
     (file, *_) = remote.resolve(C4, "--data")
     hub.faults[file.path] = list(faults)
     if faults[0][0] == "cut":
         monkeypatch.setattr(hub.cdn, "refuse", lambda path: (503,) if "00000" in path else None)
     with pytest.raises(download.Failed, match="damaged|3 times in a row"), remote.RemoteFile(file, 0) as f:
-        while f.read(100):
-            pass
+        assert not f.read(100)
 
 
 def test_what_is_read_ahead_is_bounded(hub, monkeypatch):
-    monkeypatch.setattr(remote, "PIECE", 100)
-    monkeypatch.setattr(remote, "CHUNK", 70)
+    """On a disk that takes a few bytes at a time."""
+    monkeypatch.setattr(remote, "LEAST", 100)
+    monkeypatch.setattr(download, "CHUNK", 30)
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:20], at))
     (file, *_) = remote.resolve(C4, "--data")
     content = hub.repos["datasets/org/c4"][file.path]
-    seen, got = [], b""
+    got = b""
     with remote.RemoteFile(file, 0) as f:
         while block := f.read(33):
             got += block
-            seen.append((f.waiting, len(f.pieces)))
-    assert got == content and max(w for w, _ in seen) <= 200 and max(n for _, n in seen) <= 5
+            assert f.tell() == len(got) and f.arrived - f.given <= 100
+        assert os.fstat(f.store.fileno()).st_size == 100
+    assert got == content
+
+
+@pytest.mark.parametrize("free", [100, 10**9])
+def test_a_full_disk_is_said_at_once(hub, monkeypatch, free):
+    """Before anything is fetched where the room can be known to lack; else by what fails to be written."""
+    (file, *_) = remote.resolve(C4, "--data")
+    usage, sent = shutil.disk_usage("/"), hub.cdn.sent
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(download.Failed, match=r"No space left on device: .* are free; free some, or set TMPDIR"):
+        remote.RemoteFile(file, 0).read(1)
+    assert hub.cdn.sent - sent == (free > 100) * file.size
+
+
+def test_what_is_read_ahead_is_shared(monkeypatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for free, share in ((10**12, 2**30), (16 * 10**6, 10**6)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        assert rows.read_ahead_bytes(8) == share
+
+
+def test_a_damaged_file_is_fetched_once_more(hub, tmp_path):
+    expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=3), 6)
+    for f in range(3):
+        hub.faults[f"en/c4-train.{f:05}-of-00003.json.gz"] = [("flip", 90)]
+    assert run(config(C4, lanes=3), 6)[0] == expected
+
+
+@pytest.mark.parametrize("second, refused", [
+    ([b"a", b"b", b"C", b"d"], ""), ([b"a", b"B", b"c"], "first was damaged; its rows up to 2 had been read"),
+    ([b"a"], "first was damaged; its rows up to 2 had been read"), ([b"a", b"b", None], "second time too.*up to 2 had"),
+])  # fmt: skip
+def test_rows_that_were_read_before_the_damage_was_known(monkeypatch, second, refused):
+    """Those that the second copy has alike are kept; others end it."""
+    copies = [[b"a", b"b", None], second]
+
+    def read(*_):
+        for number, content in enumerate(copies.pop(0), 1):
+            if content is None:
+                raise download.Damaged("damaged")
+            yield text_module.Row(number, number, 0, content), 0
+
+    monkeypatch.setattr(text_module, "_read_rows", read)
+    found = []
+    with pytest.raises(download.Damaged, match=refused) if refused else contextlib.nullcontext():
+        for row, _ in text_module.read_rows(remote.Remote("o/n", "a" * 40, "x.jsonl", 9, "b" * 40), ()):
+            found.append(row.content)
+    assert found == ([b"a", b"b"] if refused else second)
+
+
+def test_a_gzip_file_of_the_hub_that_is_cut_short(hub):
+    name = "en/c4-train.00000-of-00003.json.gz"
+    hub.repos["datasets/org/c4"][name] = hub.repos["datasets/org/c4"][name][:-60]
+    (file, *_) = remote.resolve(C4, "--data")
+    with pytest.raises(UserError, match=rf"cut short at byte {file.size}, after line"):
+        list(text_module.read_rows(file, ("text",)))
 
 
 ADDRESSES = {
@@ -257,7 +327,7 @@ WRONG = {
     "hf://datasets/org": "expected hf://datasets/ORG/NAME",
     "hf://org/c4": "expected hf://datasets/ORG/NAME",
     "hf://datasets/org/no": "there is no .*org/no",
-    "hf://datasets/org/c4@v9/en": "no such --revision",
+    "hf://datasets/org/c4@v9/en": "no such revision",
 }
 
 
@@ -273,10 +343,10 @@ def test_wrong_addresses(hub, spec):
         remote.resolve(spec, "--data")
 
 
-def test_a_worker_that_dies_is_told(tmp_path):
-    from workers import Worker
-
-    worker = Worker()
+def test_a_worker_says_and_dies(tmp_path):
+    heard = []
+    worker = Worker(heard.append)
+    assert worker(download.say, "waiting") is None and heard == ["waiting"]
     with pytest.raises(RuntimeError, match="signal 9"):
         worker(os.kill, worker.process.pid, 9)
     worker.close()

@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+import download
+from download import Damaged, Failed
 from errors import UserError
 from remote import PREFIX, Remote, RemoteFile, resolve
 from tokenizer import chat_family, load_tokenizer, render_chat
@@ -117,7 +119,7 @@ def builtin_documents() -> Iterator[str]:
 def open_bytes(source: Path | Remote, ahead: int):
     """-> a binary stream from the file's beginning, as it is stored."""
     if isinstance(source, Remote):
-        return RemoteFile(source, ahead)
+        return RemoteFile(source, ahead, kind_of(source.path) == ".parquet")  # its table of contents is at its end
     return sys.stdin.buffer if str(source) == "-" else open(source, "rb")
 
 
@@ -129,7 +131,43 @@ def read_rows(
     source: Path | Remote, fields: tuple[str, ...], first: int = 0, val_every: int = VAL_EVERY, ahead: int = 2**26
 ) -> Iterator[tuple[Row, int]]:
     """(row, bytes of the stored file read so far) of the rows behind number `first`. fields: the columns that a parquet
-    file may have to be read for. UserError where the file itself is damaged."""
+    file may have to be read for. UserError where the file itself is damaged. What arrives damaged from the hub is
+    fetched once more; Damaged if rows that were given are not the same then."""
+    if not isinstance(source, Remote):
+        yield from _read_rows(source, fields, first, val_every, ahead)
+        return
+    given, given_sum, fetched_again = first, 0, False
+    while True:
+        repeated_sum = 0
+        try:
+            for row, at in _read_rows(source, fields, first, val_every, ahead):
+                if row.number <= given:
+                    repeated_sum = _sum(row, repeated_sum)
+                elif repeated_sum != given_sum:
+                    break
+                else:
+                    given, given_sum = row.number, _sum(row, given_sum)
+                    repeated_sum = given_sum
+                    yield row, at
+            if repeated_sum == given_sum:
+                return
+            trouble = f"{source}: what arrived first was damaged"
+        except Damaged as e:
+            trouble = f"{e}, the second time too; try later"
+            if not fetched_again:
+                download.say(f"{e}: it is fetched again")
+                fetched_again = True
+                continue
+        raise Damaged(f"{trouble}; its rows up to {given} had been read") if given > first else Failed(trouble)
+
+
+def _sum(row: Row, begin: int) -> int:
+    return zlib.crc32(row.content, begin) if isinstance(row.content, bytes) else begin
+
+
+def _read_rows(
+    source: Path | Remote, fields: tuple[str, ...], first: int, val_every: int, ahead: int
+) -> Iterator[tuple[Row, int]]:
     name = str(source.path if isinstance(source, Remote) else source)
     if name == BUILTIN:
         for number, text in enumerate(builtin_documents(), 1):
@@ -162,6 +200,8 @@ def read_rows(
                     yield Row(number, number, offset, line, True, val), _tell(raw)
                 offset += len(line)
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            while isinstance(raw, RemoteFile) and raw.read(2**20):
+                pass  # if it was damaged on its way, that is said at its end
             where = f"byte {_tell(raw)}, after line {number}"
             raise UserError(
                 f"{shown}: the gzip data is damaged or cut short at {where} ({e}): fetch or compress the file again"
@@ -208,13 +248,9 @@ def _parquet(raw, shown: str, fields: tuple[str, ...], first: int, val_every: in
         import pyarrow.parquet
     except ImportError:
         raise UserError(f"{shown}: reading parquet needs pyarrow: pip install pyarrow") from None
-    if isinstance(raw, RemoteFile):  # its table of contents is at its end
-        import shutil
-        import tempfile
-
-        whole = tempfile.TemporaryFile()  # noqa: SIM115
-        shutil.copyfileobj(raw, whole, 2**20)
-        raw = whole
+    if isinstance(raw, RemoteFile):
+        raw.read(1)  # waits until it is verified
+        raw = raw.store
     try:
         file = pyarrow.parquet.ParquetFile(raw)
         there = [c for c in fields if c in file.schema_arrow.names]

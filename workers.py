@@ -15,15 +15,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from download import Failed
+import download
+from download import Damaged, Failed
 from errors import ROOT, UserError
 
 
 class Worker:
     """One process. `worker(function, *args)` runs a function of a module of ours there, and waits for its result; what
-    it raises is raised here. For one thread at a time."""
+    it raises is raised here, and `hear` gets what it says. For one thread at a time."""
 
-    def __init__(self):
+    def __init__(self, hear: Callable[[str], None] = download.say):
+        self.hear = hear
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "workers.py")],
             stdin=subprocess.PIPE,
@@ -35,7 +37,9 @@ class Worker:
         try:
             pickle.dump((function.__module__, function.__name__, args), self.process.stdin, pickle.HIGHEST_PROTOCOL)
             self.process.stdin.flush()
-            result, error = pickle.load(self.process.stdout)
+            while isinstance(answer := pickle.load(self.process.stdout), str):
+                self.hear(answer)
+            result, error = answer
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             code = self.process.wait()
             how = f"was ended by signal {-code} (9: out of memory?)" if code < 0 else f"ended with status {code}"
@@ -124,6 +128,14 @@ def ahead(items: Iterator, count: int) -> Iterator:
 def _serve() -> None:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # what is printed must not get among the results
+    sending = threading.Lock()
+
+    def send(answer: str | tuple) -> None:
+        with sending:
+            pickle.dump(answer, sink, pickle.HIGHEST_PROTOCOL)
+            sink.flush()
+
+    download.say = send
     while True:
         try:
             module, name, args = pickle.load(source)
@@ -132,15 +144,14 @@ def _serve() -> None:
         try:
             answer = getattr(importlib.import_module(module), name)(*args), None
         except (UserError, Failed) as e:
-            answer = None, (UserError if isinstance(e, UserError) else Failed)(str(e))
+            answer = None, next(kind for kind in (UserError, Damaged, Failed) if isinstance(e, kind))(str(e))
         except Exception as e:
             import traceback
 
             traceback.print_exc()
             answer = None, RuntimeError(f"{type(e).__name__}: {e}")
         try:
-            pickle.dump(answer, sink, pickle.HIGHEST_PROTOCOL)
-            sink.flush()
+            send(answer)
         except BrokenPipeError:
             sys.stderr.close()
             return
