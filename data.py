@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 
 from errors import UserError  # first: it finds the Python that has torch
@@ -49,6 +50,7 @@ from rows import (
     is_stream,
     open_shard,
     open_split,
+    sample_digest,
 )
 from text import KINDS, find_text, split_weight
 from text import builtin_documents as builtin_documents
@@ -110,7 +112,6 @@ class Loader:
         self.samples = 0  # rows handed out so far, over all ranks
         self.before: deque[dict] = deque(maxlen=3)  # positions before the last batches that were handed out
         self.lanes: dict[str, dict[str, tuple]] = {}  # by source: positions of the lanes of this rank
-        self.fingerprint = hashlib.sha256(json.dumps(self.describe()).encode()).hexdigest()[:16]
         if split == "val":
             self.places = self._validation_rows()
 
@@ -172,13 +173,21 @@ class Loader:
         weights = [f"{name}:{w}" for name, w in zip(self.names, self.weights, strict=True)]
         return out + [{"mixture": weights}] if len(self.sources) > 1 else out
 
+    @cached_property
+    def fingerprints(self) -> list[str]:
+        """By which a checkpoint knows the data: now by places all over the files, before by their ends alone."""
+        files = [f for s in self.sources for f in s.files if isinstance(f, Path)]
+        described = self.describe()
+        known = ([*described, sample_digest(files)], described)
+        return [hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16] for content in known]
+
     def state_dict(self) -> dict:
         """The position behind the last batch that was handed out; of lanes, those that this rank reads."""
         state = {
             "samples": self.samples,
             "epoch": self.samples // self.rows if self.rows else 0,
             "seq_len": self.config.seq_len,
-            "data": self.fingerprint,
+            "data": self.fingerprints[0],
         }
         commits = {spec: c for s in self.sources if s.count is None for spec, c in s.commits.items()}
         return state | ({"lanes": self.lanes} if self.lanes else {}) | ({"commits": commits} if commits else {})
@@ -196,11 +205,11 @@ class Loader:
         for source in self.sources:
             if source.count is None and state.get("commits", {}) != source.commits and state.get("commits"):
                 source.open({spec: c for spec, c in state["commits"].items() if spec in source.specs})
-        self.fingerprint = hashlib.sha256(json.dumps(self.describe()).encode()).hexdigest()[:16]
-        for field, found in (("data", self.fingerprint), ("seq_len", self.config.seq_len)):
-            if state.get(field) != found:
+                self.__dict__.pop("fingerprints", None)
+        for field, known in (("data", self.fingerprints), ("seq_len", [self.config.seq_len])):
+            if state.get(field) not in known:
                 raise UserError(
-                    f"The checkpoint was trained on other data ({field} {state.get(field)}, now {found}):"
+                    f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known[0]}):"
                     " give the same --data and --seq_len, or a new --out"
                 )
         self.samples, self.lanes = samples, lanes

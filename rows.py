@@ -1,8 +1,9 @@
 """Where rows come from: token shards, conversations packed into rows, streams; what an entry of --data names.
 
 A source has `count`, the rows of its epoch (None: it has no end), `rows(index)` -> tokens [n, T], targets [n, T] and
-begins [n, T] (a document begins here; None: a row is one sequence), `note`, a line for the log, and `describe()`, by
-which a checkpoint knows it again. Text is tokenised once, into shards in the cache, or streamed (stream.py)."""
+begins [n, T] (a document begins here; None: a row is one sequence), `note`, a line for the log, and `describe()` and
+`files`, by which a checkpoint knows it again. Text is tokenised once, into shards in the cache, or streamed
+(stream.py)."""
 
 import glob
 import hashlib
@@ -11,9 +12,11 @@ import json
 import logging
 import os
 import platform
+import random
 import re
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +51,7 @@ CACHE = Path(__file__).parent / "cache"
 PARALLEL = 2**25  # bytes of text from which it is tokenised by several processes
 OPEN_ROWS = 1000  # rows that a conversation may still be packed into
 RECENT = 4096  # rows of a stream whose places are remembered
+BLOCK, READ = 2**16, 2**27  # bytes: of a file that are compared at a place, and of all files; see sample_digest
 logger = logging.getLogger("flatland")
 
 
@@ -81,6 +85,25 @@ def open_shard(path: Path, data_dtype: str = "") -> tuple[np.ndarray, int | None
     if size % np.dtype(data_dtype).itemsize:
         raise UserError(f"{path}: {size} bytes is no whole number of {data_dtype} tokens")
     return np.memmap(path, dtype=data_dtype, mode="r"), None
+
+
+def sample_digest(files: list[Path]) -> str:
+    """By which the content of files is known again, without reading all of it: each is cut into equal stretches, and of
+    each stretch one BLOCK at a random place (always the same one) is hashed. Up to READ bytes all is; of more files
+    than 32 at least 64 blocks of each are."""
+    blocks = max(64, READ // BLOCK // max(1, len(files)))
+
+    def digest(file: Path) -> str:
+        size, rng, hashed = file.stat().st_size, random.Random(0), hashlib.sha256()
+        stretch = max(BLOCK, size // blocks)
+        with open(file, "rb", buffering=0) as f:
+            for start in range(0, size, stretch):
+                f.seek(start + int(rng.random() * (stretch - BLOCK + 1)))
+                hashed.update(f.read(BLOCK))
+        return hashed.hexdigest()
+
+    with ThreadPoolExecutor(16) as threads:  # a disk far away is slow to seek
+        return hashlib.sha256("".join(threads.map(digest, files)).encode()).hexdigest()
 
 
 # ---- text
@@ -306,6 +329,7 @@ class ShardRows:
                 " which these shards do not say: give --delimiter ID"
             )
         self.tokens, self.delimiter, self.config = tokens, delimiter, config
+        self.files = tokens.paths
         self.count = (len(tokens) - 1) // config.seq_len
         self.note = ""
 
@@ -341,8 +365,9 @@ class ChatRows(ShardRows):
             if not file.exists() or file.stat().st_size != length:
                 raise UserError(f"{file}: missing, or not a byte for each token of {path.name}: prepare the text again")
             mask = np.memmap(file, dtype=np.uint8, mode="r")
-            masks.append((path, mask[first : first + len(array)], first))
+            masks.append((file, mask[first : first + len(array)], first))
         self.tokens, self.masks, self.config = tokens, Tokens(masks), config
+        self.files = tokens.paths + self.masks.paths
         starts = [np.flatnonzero(m & BEGINS) for m in self.masks.arrays]
         offsets = self.masks.ends - [len(m) for m in self.masks.arrays]
         starts = np.concatenate([s + o for s, o in zip(starts, offsets, strict=True)] or [np.zeros(0, np.int64)])

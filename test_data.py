@@ -468,6 +468,48 @@ def test_another_data_set_or_length_is_refused(tmp_path):
     assert "--data" in refused(make_loader(config(tmp_path / "d")).load_state_dict, state)
 
 
+CHANGED = {
+    "shards": ("a.bin", np.arange(2**21, dtype="<i4").tobytes(), {"data_dtype": "uint32", "vocab_size": 2**22}),
+    "chats": ("a.jsonl", b'{"prompt": "one", "completion": "two"}\n' * 300, {"seq_len": 64}),
+    "a stream": ("a.txt", b"one line\n" * 3000, {"stream": "on", "lanes": 1}),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_change_in_the_middle_of_a_file_is_refused(tmp_path, cache, kind):
+    """By one bit; of conversations, in what is trained on."""
+    name, content, flags = CHANGED[kind]
+    (tmp_path / name).write_bytes(content)
+    c = config(tmp_path / name, eval_every=0, **flags)
+    state = make_loader(c).state_dict()
+    make_loader(c).load_state_dict(state)
+    changed = next(cache.rglob("train.mask")) if kind == "chats" else tmp_path / name
+    data = bytearray(changed.read_bytes())
+    data[len(data) // 2] ^= 1
+    changed.write_bytes(data)
+    assert "other data" in refused(make_loader(c).load_state_dict, state)
+
+
+def test_a_large_file_is_compared_all_over(tmp_path, monkeypatch):
+    """64 blocks of 1 KiB out of 1 MiB: a change of two 64ths is seen wherever it is."""
+    monkeypatch.setattr(rows, "BLOCK", 2**10)
+    monkeypatch.setattr(rows, "READ", 2**16)
+    path, content = tmp_path / "a.bin", os.urandom(2**20)
+    path.write_bytes(content)
+    digests = {rows.sample_digest([path])}
+    for start in range(0, 2**20, 2**16):
+        path.write_bytes(content[:start] + bytes(2**15) + content[start + 2**15 :])
+        digests.add(rows.sample_digest([path]))
+    assert len(digests) == 17
+
+
+def test_a_checkpoint_that_knows_the_ends_of_the_files_alone_goes_on(tmp_path):
+    state = make_loader(config(numbered(tmp_path / "d", 37))).state_dict() | {"data": "d3d0378191310af6"}
+    make_loader(config(tmp_path / "d")).load_state_dict(state)
+    shard(tmp_path / "d" / "s0.bin", [7, *range(1, 37 * T + 1)])
+    assert "other data" in refused(make_loader(config(tmp_path / "d")).load_state_dict, state)
+
+
 def test_describe(tmp_path):
     loader = make_loader(config(shard(tmp_path / "a.bin", range(1000))))
     digest = hashlib.sha256(2 * np.arange(950, dtype="<u2").tobytes()).hexdigest()
