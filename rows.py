@@ -206,9 +206,13 @@ class Tokens:
         return out
 
     def where(self, position: int) -> str:
+        """A place in a file of the user's; of text that was tokenised into the cache, the files that it is from."""
         shard = int(np.searchsorted(self.ends, position, side="right"))
-        inside = position - int(self.ends[shard]) + len(self.arrays[shard])
-        return f"{self.paths[shard]} at token {self.firsts[shard] + inside}"
+        path, inside = self.paths[shard], position - int(self.ends[shard]) + len(self.arrays[shard])
+        if not path.is_relative_to(CACHE):
+            return f"{path} at token {self.firsts[shard] + inside}"
+        names = read_index(path.parent)["sources"]
+        return ", ".join(names[:3]) + (f" or {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def find_shards(spec: str, flag: str) -> list[Path]:
@@ -342,8 +346,18 @@ class ShardRows:
         begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
         return block[:, :-1], block[:, 1:], begins
 
+    def begin(self, row: int) -> int:
+        """The place of a row's first token."""
+        return row * self.config.seq_len
+
     def where(self, row: int) -> str:
-        return self.tokens.where(row * self.config.seq_len)
+        """The place of a row, and its first characters, if it is known what its tokens mean."""
+        place = self.tokens.where(self.begin(row))
+        prepared_with = read_index(self.tokens.paths[0].parent).get("fingerprint")
+        if not self.config.knows_text and prepared_with != "bytes":
+            return place
+        ids = self.rows(np.array([row]))[0][0, :400].tolist()
+        return f"{place}: {load_tokenizer(self.config.tokenizer).decode(ids)[:80]!r}"
 
     def describe(self) -> list[dict]:
         """Name, size and checksum (of the first and last MiB) of each part."""
@@ -412,8 +426,8 @@ class ChatRows(ShardRows):
                 begins[i, at] = True
         return tokens, targets, begins
 
-    def where(self, row: int) -> str:
-        return ", ".join(self.tokens.where(int(self.starts[document])) for document in self.contents[row])
+    def begin(self, row: int) -> int:
+        return int(self.starts[self.contents[row][0]])
 
 
 def pack(lengths: np.ndarray, size: int) -> np.ndarray:

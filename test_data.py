@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -514,6 +515,20 @@ def test_describe(tmp_path):
     loader = make_loader(config(shard(tmp_path / "a.bin", range(1000))))
     digest = hashlib.sha256(2 * np.arange(950, dtype="<u2").tobytes()).hexdigest()
     assert loader.describe() == [{"file": "a.bin", "tokens": 950, "sha256_ends": digest}]
+
+
+def test_rows_are_named_by_files_of_the_users_and_by_their_text(tmp_path, cache):
+    names = [str(tmp_path / f"{i}.txt") for i in range(5)]
+    for name in names:
+        (tmp_path / name).write_text("red \x1b[31m text\n" * 50)
+    (place,) = make_loader(config(*names, seq_len=200)).where(1)
+    named, text = place.split(": ", 1)
+    assert named == f"{', '.join(names[:3])} or 2 more" and len(eval(text)) == 80 and "\\x1b[31m text\\nred" in text
+    shutil.copytree(next(cache.iterdir()), tmp_path / "prepared")
+    (place,) = make_loader(config(tmp_path / "prepared", seq_len=200)).where(1)
+    assert re.match(rf"{tmp_path}/prepared/train\.bin at token \d+: '", place)
+    (place,) = make_loader(config(numbered(tmp_path / "d", 37))).where(1)
+    assert re.fullmatch(rf"{tmp_path}/d/s0\.bin at token \d+", place)  # what its tokens mean is not known
 
 
 # ---- documents
