@@ -253,7 +253,9 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
         try:
             found = shlex.split(line, comments=True)
         except ValueError as e:
-            raise UserError(f"{path} line {number}: {e}: {line}") from None
+            raise UserError(f"{path} line {number}: {e}") from None
+        if found and not words and found[0][:1] not in ("-", "@"):
+            raise UserError(f"@{name} is no recipe: it begins with {found[0][:40]!r}, not with a flag")
         for word in found:
             words += _read_recipe(word[1:], (*inside, path.resolve())) if word.startswith("@") else [word]
     return words
@@ -350,7 +352,10 @@ def parse_args(argv: list[str]) -> Config:
             if name.replace("-", "_") not in [*names, "help"]:
                 near = difflib.get_close_matches(name.replace("-", "_"), names, 1, 0.0)[0]
                 raise UserError(f"unknown flag --{name}; the nearest one is --{near}; --help lists all")
-    values = vars(make_parser().parse_args(words))
+    parsed, rest = make_parser().parse_known_args(words)
+    if rest:
+        raise UserError(f"{rest[0][:40]!r} is neither a flag nor the value of one; --help lists all flags")
+    values = vars(parsed)
     for f in fields(Config):
         value, choices = values[f.name], f.metadata["choices"]
         if f.name == "fp8":
@@ -376,6 +381,8 @@ def parse_args(argv: list[str]) -> Config:
         data = [_data_name(d) for d in values["data"]]
         model = values["model"] if values["model"] in MODELS else _data_name(values["model"].rstrip("/"))
         values["out"] = str(Path("runs") / "-".join((recipes or [model]) + data))
+    if not values["out"].isprintable():  # launch.sh and train.sbatch read it as a line
+        raise UserError(f"--out {values['out']!r}: a run folder's name must be printable")
     config = Config(**values)
     _check_ranges(config)
     return config

@@ -206,6 +206,14 @@ def test_an_open_quote_is_named_with_its_line(recipe):
     assert "own.args line 2" in refused(recipe("own", "--steps 1\n--prompt 'abc\n"))
 
 
+@pytest.mark.parametrize(
+    "text", ["root:x:0 secret\nsecret:x:1", "# secret\n" + "k" * 999, "'secret", "--lr 1\nx secret"]
+)
+def test_a_file_that_is_no_recipe_is_not_shown(recipe, text):
+    message = refused(recipe("a", text))
+    assert "secret" not in message and len(message) < 200
+
+
 def test_an_unknown_flag_in_a_recipe(recipe):
     assert "--steps" in refused(recipe("own", "--stepps 3"))
 
@@ -317,6 +325,12 @@ def test_out_is_named_after_recipe_and_data(recipe):
         ([name, "--data", "a.txt", "--out", "mine"], "mine"),
     ]:
         assert Path(parse_args(words).out) == Path(out)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31m", "a\x85b", "a\u2028b", "a\r"])
+def test_a_run_folder_is_one_line(recipe, name):
+    assert repr(f"runs/{name}") in refused("--out", f"runs/{name}")
+    assert "--out" in refused(recipe(name, "--lr 1"))
 
 
 def test_out_of_globs(recipe):
