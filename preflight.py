@@ -1,6 +1,7 @@
 """What is settled before the first step, and what is said at a run's end: every `auto` resolved, inputs checked, first
 values found; one message for each way a run can end. train.py tells the story in between."""
 
+import contextlib
 import errno
 import math
 import os
@@ -341,13 +342,14 @@ def report(error: Exception, config: Config | None, rank: int, made: Made) -> in
             f"\nAnother rank has not answered for --timeout {config.timeout} s: it hangs, or is slow; see its log"
         )
     running = status.get("state") == "running" and made.watchdog  # it began: the run folder is this job's
-    if rank == 0 or alone:  # what all ranks see alike is said once
-        print(f"error: {message}", file=sys.stderr)
     unused = code == 2 and made.is_unused()
     if running and not unused:  # the first rank to fail says why; what follows from it elsewhere does not replace it
         try:
             write_status(run, "error" if code == 2 else "failed", status["step"], code, message)
         except OSError:
-            print(f"{run}/status.json could not be written", file=sys.stderr)
+            message += f"\n{run}/status.json could not be written"
+    if rank == 0 or alone:  # what all ranks see alike is said once
+        with contextlib.suppress(OSError):  # stderr may be on the disk that is full
+            print(f"error: {message}", file=sys.stderr)
     made.release(unused)
     return code
