@@ -10,6 +10,7 @@ as long as it lives; every other verb reads these. A `localhost` line is a node 
 
 Why the job is relaunched as a whole: an elastic torchrun regroups reliably only in the easy cases."""
 
+import contextlib
 import fcntl
 import fnmatch
 import json
@@ -18,6 +19,7 @@ import platform
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from errors import ROOT, UserError
+from node import FULL_DISK, KILLED, TERMINATED, WAITED, read_json, write_whole
 
 BOOT = (
     "import json, sys; request = json.loads(sys.stdin.buffer.readline());"
@@ -37,11 +40,7 @@ GRACE = 20  # seconds that the others have to end by themselves once a part of t
 LOOK = 0.5  # seconds between two looks
 ENDED = ("finished", "stopped", "error", "failed")
 PORT_TAKEN = "port {} is taken; set another at the top of launch.sh, or 0 for a free one"
-# What a rank says when it fails because another one did.
-FOLLOWED = re.compile(
-    r"Connection (reset|closed|refused)|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|unhandled system error|"
-    r"Socket|peer|store|was not answered"
-)
+ROOM = 2**20  # free bytes below which a disk counts as full
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Refused(Exception):
 
 def parse_host(text: str, where: str) -> Host:
     words = text.split()
-    found = re.fullmatch(r"((?:[\w.-]+@)?(?:[\w][\w.-]*|\[[0-9a-fA-F:]+\]))(?::(\d+))?", words[0])
+    found = re.fullmatch(r"((?:\w[\w.-]*@)?(?:[\w][\w.-]*|\[[0-9a-fA-F:]+\]))(?::(\d+))?", words[0])
     if not found:
         raise UserError(f"{where}: '{words[0]}' is no host; a line is host, user@host or host:port, then slots=N")
     host = Host(found[1].replace("[", "").replace("]", ""), int(found[2] or 0))
@@ -130,8 +129,12 @@ def read_hosts(listed: str, path: Path | None = None) -> list[Host]:
 def remote_command(host: Host, ssh: str, python: str = "python3") -> list[str]:
     if host.local:
         return [sys.executable, "-c", BOOT]
+    return [*ssh_command(host, ssh), f"exec {shlex.quote(python)} -c {shlex.quote(BOOT)}"]
+
+
+def ssh_command(host: Host, options: str) -> list[str]:
     port = ["-p", str(host.port)] if host.port else []
-    return ["ssh", *shlex.split(ssh), *port, host.name, f"exec {shlex.quote(python)} -c {shlex.quote(BOOT)}"]
+    return ["ssh", *shlex.split(options), *port, "--", host.name]
 
 
 def line_for(op: str, request: dict) -> bytes:
@@ -294,10 +297,11 @@ def is_supervised(out: Path) -> bool:
     lock = take_lock(out, fcntl.LOCK_SH)
     if lock is None:
         return True
+    os.utime(lock)  # by the clock of the folder's disk, which is set as it may be
+    now, launch = os.fstat(lock).st_mtime, read_launch(out)
     os.close(lock)
-    launch = read_launch(out)
     try:
-        fresh = time.time() - (out / "logs" / "launch.json").stat().st_mtime < 30
+        fresh = abs(now - (out / "logs" / "launch.json").stat().st_mtime) < 30
     except OSError:
         return False
     return fresh and launch.get("state") not in ENDED and launch.get("machine") != platform.node()
@@ -322,17 +326,17 @@ def read_launch(out: Path) -> dict:
     return read_json(out / "logs" / "launch.json")
 
 
-def read_json(path: Path) -> dict:
+def full_disk(out: Path) -> str:
+    """A sentence if the disk that a run folder is on has no room left for its logs."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+        disk = os.statvfs(out)
+    except OSError:
+        return ""
+    free = disk.f_bavail * disk.f_frsize
+    if free >= ROOM and (disk.f_favail or not disk.f_files):
+        return ""
+    left = f"{free} bytes" if free < ROOM else "no inodes"
+    return f"the disk of {out} is full ({left} left): free some space there, and launch again"
 
 
 def hosts_of(launch: dict) -> list[Host]:
@@ -348,7 +352,7 @@ class Watcher(threading.Thread):
     def __init__(self, host: Host, ssh: str, request: dict):
         super().__init__(daemon=True)
         self.host, self.ssh, self.request = host, ssh, request
-        self.last, self.heard, self.open, self.process, self.files = {}, time.monotonic(), True, None, []
+        self.last, self.heard, self.open, self.process = {}, time.monotonic(), True, None
         self.start()
 
     def run(self) -> None:
@@ -363,9 +367,7 @@ class Watcher(threading.Thread):
                 for line in self.process.stdout:
                     if not line.startswith(b"{"):
                         continue
-                    answer = json.loads(line)
-                    self.files += [answer.pop("files", {})]
-                    self.last, self.heard = answer, time.monotonic()
+                    self.last, self.heard = json.loads(line), time.monotonic()
                     self.process.stdin.write(b"\n")  # a sign of life
                     self.process.stdin.flush()
             except (OSError, ValueError):  # the connection broke
@@ -388,24 +390,40 @@ class Supervisor:
     def __init__(self, job: dict):
         self.job, self.hosts, self.out = job, [Host(**h) for h in job["hosts"]], ROOT / job["out"]
         self.launch = read_launch(self.out)
-        self.touched = 0.0
+        self.touched, self.unwritten = 0.0, {}
 
     def stopping(self) -> tuple:
         """What `launch.sh stop` has asked for."""
         return tuple(name for name in ("stop", "stop-now") if (self.out / "logs" / name).exists())
 
     def say(self, text: str) -> None:
-        with open(self.out / "logs" / "launch.log", "a") as f:
-            f.write(text.rstrip("\n") + "\n")
+        self.write("logs/launch.log", self.unwritten.get("logs/launch.log", "") + text.rstrip("\n"))
 
     def set(self, **values) -> None:
         self.launch.update(values)
-        write_whole(self.out / "logs" / "launch.json", json.dumps(self.launch, indent=1) + "\n")
+        self.write("logs/launch.json", json.dumps(self.launch, indent=1))
+
+    def write(self, name: str, text: str) -> None:
+        """Of launch.log, what is new; of others, all. What the disk does not take is tried again."""
+        self.unwritten[name] = text + "\n"
+        self.write_again()
+
+    def write_again(self) -> None:
+        for name, text in list(self.unwritten.items()):
+            with contextlib.suppress(OSError):
+                if name.endswith(".log"):
+                    with open(self.out / name, "a") as f:
+                        f.write(text)
+                else:
+                    write_whole(self.out / name, text)
+                del self.unwritten[name]
 
     def alive(self) -> None:
+        self.write_again()
         if time.monotonic() - self.touched > 5:
             self.touched = time.monotonic()
-            os.utime(self.out / "logs" / "launch.json")
+            with contextlib.suppress(OSError):
+                os.utime(self.out / "logs" / "launch.json")
 
     def ask(self, op: str, limit: float, **request) -> list:
         common = {"root": self.job["root"], "out": self.job["out"], "id": self.launch["id"]}
@@ -444,9 +462,12 @@ class Supervisor:
         took its end for a failure."""
         status = read_json(self.out / "status.json")
         if status.get("state") == "running" or "stop-now" in self.stopping():
-            status |= {"state": state, "exit_code": 1, "message": message}
-            write_whole(self.out / "status.json", json.dumps(status) + "\n")
+            self.write("status.json", json.dumps(status | {"state": state, "exit_code": 1, "message": message}))
         self.set(state=state, step=step, message=message, report=report)
+        end = time.monotonic() + FULL_DISK
+        while self.unwritten and time.monotonic() < end:
+            time.sleep(LOOK)
+            self.write_again()
 
     def wait(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -503,21 +524,20 @@ class Supervisor:
         endpoint = f"[{first.address}]:{port}" if ":" in first.address else f"{first.address}:{port}"
 
         def request(host: Host) -> dict:
-            command = [
+            torchrun = [
                 job["python"], "-m", "torch.distributed.run",
                 "--nnodes", str(len(self.hosts)), "--nproc-per-node", str(host.slots), "--max-restarts", "0",
                 "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", self.launch["id"],
                 "--rdzv-conf", f"is_host={int(host is first)},join_timeout={job['join_timeout']}",
-                "--local-addr", host.address, "--redirects", "3", "--log-dir", "{logs}",
-                "train.py", *job["words"],
+                "--local-addr", host.address, "--redirects", "3",
             ]  # fmt: skip
             env = {**(job["here"] if host.local else {}), **job["env"]}
             env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(job["shutdown_timeout"]))  # 2.11 has no flag for it
             return {
                 "root": job["root"], "out": job["out"], "id": self.launch["id"], "label": host.label,
                 "session": host.session, "address": host.address, "devices": host.devices, "env": env,
-                "processes_here": host.processes_here, "command": command, "timeout": job["timeout"],
-                "limit": job["start_limit"],
+                "processes_here": host.processes_here, "torchrun": torchrun, "words": job["words"],
+                "timeout": job["timeout"], "limit": job["start_limit"],
             }  # fmt: skip
 
         return call_all(self.hosts, job["ssh"], "start", job["start_limit"] + 20, request)
@@ -525,12 +545,10 @@ class Supervisor:
     def watch(self) -> tuple[str, int, str, str, list[Host]]:
         job = self.job
         common = {"root": job["root"], "out": job["out"], "id": self.launch["id"]}
-        watchers = [
-            Watcher(h, job["ssh"], {**common, "label": h.label, "mirror": h.label in job["apart"]}) for h in self.hosts
-        ]
+        watchers = [Watcher(h, job["ssh"], {**common, "label": h.label}) for h in self.hosts]
         grace = min(GRACE, job["timeout"])
         seen = {w: {} for w in watchers}  # the most workers that a host has shown
-        vanished, ranks, failing, status, told = set(), {}, None, {}, ()
+        vanished, ranks, failing, status, told = {}, {}, None, {}, ()  # vanished, silent: watchers and since when
         while True:
             time.sleep(LOOK)
             self.alive()
@@ -539,17 +557,16 @@ class Supervisor:
                 threading.Thread(target=self.ask, args=("stop", 20), kwargs={"now": "stop-now" in told}).start()
             now = time.monotonic()
             for w in watchers:
-                self.mirror(w)
                 if len(w.last.get("workers", {})) > len(seen[w]):
                     seen[w] = w.last["workers"]
-                status = w.last.get("status") or status
+                status = later(status, w.last.get("status", {}))
                 if w.last and not w.last["agent"] and not w.last["result"] and not w.last["workers"]:
-                    vanished.add(w)
+                    vanished.setdefault(w, now)
             found = {rank: [w.host.label, local] for w in watchers for rank, local in seen[w].items()}
             if found != ranks:
                 ranks = found
                 self.set(ranks=ranks)
-            silent = [w for w in watchers if now - w.heard > job["timeout"] + 3]
+            silent = {w: w.heard for w in watchers if now - w.heard > job["timeout"] + 3}
             over = [w for w in watchers if w.last and not w.last["agent"] and not w.last["workers"]]
             hurt = vanished or [w for w in watchers if (w.last.get("result") or {}).get("exit")]
             hurt = hurt or [w for w in watchers if len(w.last.get("workers", {})) < len(seen[w])]
@@ -562,106 +579,90 @@ class Supervisor:
             w.close()
         answers = self.ask("sweep", 20)
         for w, a in zip(watchers, answers, strict=True):
-            w.last = a if isinstance(a, dict) else w.last
-            self.mirror(w)
-        away = [w for w, a in zip(watchers, answers, strict=True) if isinstance(a, Unreachable)]
-        return self.judge(watchers, vanished, {*silent, *away}, status)
+            if isinstance(a, dict):
+                w.last, w.heard = a, time.monotonic()
+                status = later(status, a["status"])
+            elif isinstance(a, Unreachable):
+                silent.setdefault(w, w.heard)
+        return self.judge(watchers, vanished, silent, status)
 
-    def mirror(self, w: Watcher) -> None:
-        """Writes what rank 0's host sent of its files, where this run folder is not the same."""
-        batches, w.files = w.files, []
-        for files in batches:
-            for name, (anew, text) in files.items():
-                if text or anew:
-                    with open(self.out / name, "w" if anew else "a") as f:
-                        f.write(text)
-        status = w.last.get("status")
-        if w.host.label in self.job["apart"] and status and status != read_json(self.out / "status.json"):
-            write_whole(self.out / "status.json", json.dumps(status) + "\n")
-
-    def judge(self, watchers: list[Watcher], vanished: set, silent: set, status: dict):
-        """How an attempt ended, and why, from what all hosts said."""
+    def judge(self, watchers: list[Watcher], vanished: dict, silent: dict, status: dict):
+        """How an attempt ended, and why: the earliest of the surest causes that hosts give."""
         state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
-        results = {w: w.last.get("result") or {} for w in watchers}
-        asked = self.stopping()
-        killed = vanished or silent
-        killed = killed or [r for r in results.values() if r.get("exit", 0) < 0 or r.get("failures")]
-        if state in ("finished", "error") or (state == "stopped" and (asked or not killed)):
-            return state, step, message, "", []
-        causes = []  # (how sure it is that this came first, what, which log tells more, its end)
+        causes = []  # (when, what an agent says, or cannot say any more)
+        if silent:
+            since, names = min(silent.values()), ", ".join(w.host.label for w in silent)
+            at = time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - since)))
+            what = f"{names} {'has' if len(silent) == 1 else 'have'} not answered since {at}"
+            causes.append((since, {"sure": KILLED, "what": what}))
         for w in watchers:
-            name = w.host.label
-            if w in silent:
-                names = ", ".join(x.host.label for x in watchers if x in silent)
-                at = time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - w.heard)))
-                causes.append((0, f"{names} {'has' if len(silent) == 1 else 'have'} not answered since {at}", "", ""))
-            elif w in vanished:
-                causes.append((1, f"everything on {name} was gone: killed, or the machine restarted", "", ""))
-            elif results[w].get("exit", 0) < 0 and not results[w]["signals"]:
-                what = signal.Signals(-results[w]["exit"]).name
-                causes.append((1, f"torchrun on {name} was ended by {what}", "", ""))
-            for f in results[w].get("failures", []):
-                who, number = f"rank {f['rank']} on {name}", f["exit"]
-                if number == 2 and not state:
-                    said = re.findall(r"^error: (.*)", f["tail"], re.M | re.S)
-                    return "error", 0, said[-1] if said else f["tail"], "", []
-                if number < 0:
-                    sure, what = (6 if -number == signal.SIGTERM else 2), signal.Signals(-number).name
-                    causes.append((sure, f"{who} was ended by {what}", f["file"], f["tail"]))
-                else:
-                    sure = 5 if FOLLOWED.search(f["tail"]) or not f["tail"] else 3
-                    causes.append((sure, f"{who} failed with status {number}", f["file"], f["tail"]))
-            if results[w].get("exit") and not results[w].get("failures"):
-                file = self.out / "logs" / name / self.launch["id"] / "agent.stderr.log"
-                causes.append((7, f"torchrun on {name} ended with status {results[w]['exit']}", str(file), ""))
+            result = w.last.get("result")
+            if w in vanished and w not in silent:
+                what = f"everything on {w.host.label} was gone: killed, or the machine restarted"
+                causes.append((vanished[w], {"sure": KILLED, "what": what}))
+            elif result and result["cause"] and w not in silent:
+                causes.append((w.heard - result["ago"], result["cause"]))
+        nothing = {"sure": WAITED, "what": "it ended, and no host can say why"}
+        _, cause = min(causes, key=lambda c: (c[1]["sure"], c[0]), default=(0, nothing))
+        asked = self.stopping()
+        if state in ("finished", "error") or (state == "stopped" and (asked or cause["sure"] > TERMINATED)):
+            return state, step, message, "", []
+        end, what = cause.get("tail", ""), cause["what"]
+        if cause.get("status") == 2 and not state:
+            said = re.findall(r"^error: (.*)", end, re.M | re.S)
+            return "error", 0, said[-1] if said else end, "", []
         if asked and not state:
             return "stopped", 0, "stopped before it had begun", "", []
         if "stop-now" in asked:
             return "stopped", step, "stopped at once, without saving", "", []
-        if not causes and state == "stopped":
-            return state, step, message, "", []
-        sure, what, file, end = min(
-            causes, default=(9, "it ended, and no host can say why", "", ""), key=lambda c: c[0]
-        )
-        if file and not end and Path(file).exists():
-            end = "\n".join(Path(file).read_text(errors="replace").splitlines()[-30:])
-        text = f"---- the end of {file}\n{end}\n----\n" if end else ""
-        if state == "failed" and sure > 2 and message and message not in text:
+        if full := full_disk(self.out):
+            what += f"; {full}"
+        text = f"---- the end of {cause['file']}\n{end}\n----\n" if end else ""
+        if state == "failed" and cause["sure"] > KILLED and message and message not in text:
             text += message + "\n"
         text += f"{self.job['out']}: failed{f' at step {step}' if step else ''}: {what}"
         return "failed", step, what, text, [w.host for w in silent]
+
+
+def later(*statuses: dict) -> dict:
+    """Which was written last: an attempt's end is, and hosts may not all see it yet."""
+    return max(statuses, key=lambda s: (s.get("state") in ENDED, s.get("step", -1)))
 
 
 # ---- following a run
 
 
 class Follower:
-    """Shows log.txt and the supervisor's words as they come."""
+    """Shows log.txt and the supervisor's words as they come, or what one host or rank prints; from the files' ends on,
+    or so many lines before."""
 
-    def __init__(self, out: Path, shown: str):
-        self.out, self.shown, self.name = out, "", shown
-        self.offsets = {}
-
-    def begin(self, name: str, lines: int | None) -> None:
-        """From here on: the file's end (None), or that many lines before it."""
-        path = self.out / name
-        size = path.stat().st_size if path.exists() else 0
-        if lines and size:
+    def __init__(self, out: Path, name: str, lines: int = 0, which: str = ""):
+        self.out, self.name, self.which, self.shown, self.offsets, self.last = out, name, which, "", {}, None
+        for path in self.files():
             with open(path, "rb") as f:
-                f.seek(max(0, size - 65536))
-                size -= sum(len(line) for line in f.read().splitlines(keepends=True)[-lines:])
-        self.offsets[name] = size
+                f.seek(max(0, path.stat().st_size - 65536))
+                end = f.read().splitlines(keepends=True)
+                self.offsets[path] = f.tell() - sum(map(len, end[max(0, len(end) - lines) :]))
+
+    def files(self) -> list[Path]:
+        """Those that are there."""
+        if self.which:
+            return host_files(self.out, self.name, self.which)
+        return [p for p in (self.out / "log.txt", self.out / "logs/launch.log") if p.exists()]
 
     def show(self) -> None:
-        for name, stream in (("log.txt", sys.stdout), ("logs/launch.log", sys.stderr)):
-            path = self.out / name
-            if not path.exists():
-                continue
+        for path in self.files():
             with open(path, "rb") as f:
-                f.seek(self.offsets.get(name, 0))
+                f.seek(self.offsets.get(path, 0))
                 text = f.read().decode(errors="replace")
-                self.offsets[name] = f.tell()
+                self.offsets[path] = f.tell()
+            if not text:
+                continue
             self.shown += text
+            stream = sys.stderr if path.name == "launch.log" else sys.stdout
+            if self.which and path != self.last:
+                stream.write(f"==> {path.relative_to(self.out)} <==\n")
+            self.last = path
             if stream.isatty():
                 text = re.sub(r"^[\d-]{10} [\d:]{8} [A-Z] \[[^\]]*\] ", "", text, flags=re.M)
             stream.write(text)
@@ -669,8 +670,12 @@ class Follower:
 
     def to_the_end(self) -> int:
         """Follows until the run is over -> the exit status."""
-        asked = 0.0
+        asked, told = 0.0, ""
         while True:
+            full = full_disk(self.out)
+            if full and not told:
+                print(full, file=sys.stderr, flush=True)
+            told = full
             over = read_launch(self.out).get("state") in ENDED
             if not over and not is_supervised(self.out) and time.monotonic() - asked > 3:
                 over = not is_alive(read_launch(self.out))
@@ -695,7 +700,7 @@ class Follower:
             print(f"{self.name}: {state}{f' at step {step}' if step else ''}")
             return 0
         if not report:
-            print(f"{self.name}: {message or 'failed'}{f' at step {step}' if step else ''}", file=sys.stderr)
+            print(f"{self.name}: failed{f' at step {step}' if step else ''}: {message}", file=sys.stderr)
         return 1
 
 
@@ -707,7 +712,7 @@ def final_state(out: Path, launch: dict) -> tuple[str, str, str]:
     state = status.get("state", "")
     if state in ENDED:
         return state, status.get("message") or "", ""
-    return "failed", "dead: it ended without a word" if state or launch else "it never began", ""
+    return "failed", full_disk(out) or ("dead: it ended without a word" if state or launch else "it never began"), ""
 
 
 def is_alive(launch: dict) -> bool:
@@ -716,7 +721,7 @@ def is_alive(launch: dict) -> bool:
     if not hosts:
         return False
     request = {"root": launch["root"], "out": launch["out"], "id": launch["id"]}
-    answers = call_all(hosts, launch["ssh"], "status", 20, lambda h: {**request, "label": h.label})
+    answers = call_all(hosts, launch["ssh"], "look", 20, lambda h: {**request, "label": h.label})
     return any(isinstance(a, Exception) or a["agent"] or a["workers"] for a in answers)
 
 
@@ -826,7 +831,8 @@ def verb_train(words: list[str], settings: dict) -> int:
     mark = secrets.token_hex(8)
     os.truncate(lock, 0)
     os.write(lock, mark.encode())
-    request = {"root": job["root"], "out": name, "clear": False, "port": job["port"], "mark": mark}
+    os.fsync(lock)  # for those that see the folder over a network
+    request = {"root": job["root"], "out": name, "clear": False, "port": job["port"]}
     answers = call_all(hosts, job["ssh"], "prepare", 30, lambda h: {**request, "label": h.label})
     problems = [mend(h, a) for h, a in zip(hosts, answers, strict=True) if isinstance(a, Exception)]
     if problems:
@@ -834,26 +840,21 @@ def verb_train(words: list[str], settings: dict) -> int:
     if not answers[0]["port"]:
         raise UserError(f"{hosts[0].label}: {PORT_TAKEN.format(job['port'])}")
     job["saved"] = max(a["saved"] for a in answers)
-    job["apart"] = [h.label for h, a in zip(hosts, answers, strict=True) if a["mark"] != mark]
-    apart = [h for h in hosts[1:] if h.label in job["apart"]]
-    with ThreadPoolExecutor(len(hosts)) as pool:  # each has data and caches of its own
-        list(pool.map(lambda h: check(h, job, sum(h.slots for h in hosts)), apart))
-    job["hosts"] = [asdict(h) for h in hosts]
-    seen = call_all(hosts, job["ssh"], "marks", 30, {"root": job["root"], "out": name})
-    if any(isinstance(s, dict) and set(s["marks"].get(mark, [])) != {h.label for h in hosts} for s in seen):
+    apart = [h.label for h, a in zip(hosts, answers, strict=True) if a["mark"] != mark]
+    if apart:
         raise UserError(
-            f"The hosts do not share the folder {name}: each would keep its ranks' part of a checkpoint, and no launch"
-            " could go on from it. Give --out a folder that all of them see"
+            f"{', '.join(apart)}: the folder {name} there is not the one here. Hosts that do not share the folder keep"
+            " a part of each checkpoint, and no launch can go on from it. Give --out a folder that all hosts and this"
+            " machine see, or launch from a machine that sees it"
         )
+    job["hosts"] = [asdict(h) for h in hosts]
 
     for left in ("stop", "stop-now"):
         (out / "logs" / left).unlink(missing_ok=True)
     launch = {"id": mark, "state": "starting", "machine": platform.node(), "began": time.time(), "out": name}
-    launch |= {k: job[k] for k in ("root", "ssh", "hosts", "apart")}
+    launch |= {k: job[k] for k in ("root", "ssh", "hosts")}
     write_whole(out / "logs" / "launch.json", json.dumps(launch, indent=1) + "\n")
     follower = Follower(out, name)
-    follower.begin("log.txt", None)
-    follower.begin("logs/launch.log", None)
     with open(out / "logs" / "supervisor.stderr.log", "ab") as err:
         supervisor = subprocess.Popen(
             [sys.executable, str(ROOT / "launcher.py"), "--", "supervise", name],
@@ -890,16 +891,12 @@ def verb_logs(words: list[str], settings: dict) -> int:
     if len(rest) > 1 or (rest and rest[0].startswith("-")):
         raise UserError(f"logs takes --out DIR and one host or rank, not {' '.join(rest)}")
     on_interrupt(f"{name} goes on. {'   '.join(hints(name))}")
-    if rest:
-        return logs_of(rest[0], read_launch(out), name, settings)
-    follower = Follower(out, name)
-    follower.begin("log.txt", 50)
-    follower.begin("logs/launch.log", 50)
-    return follower.to_the_end()
+    return Follower(out, name, 20 if rest else 50, *rest).to_the_end()
 
 
-def logs_of(which: str, launch: dict, name: str, settings: dict) -> int:
-    """Follows what the processes of one host, or one rank, print."""
+def host_files(out: Path, name: str, which: str) -> list[Path]:
+    """What the processes of one host, or one rank, print in the newest attempt."""
+    launch = read_launch(out)
     hosts, ranks = hosts_of(launch), launch.get("ranks", {})
     label, local = ranks.get(which, (which, None))
     host = next((h for h in hosts if label in (h.label, h.line)), None)
@@ -909,22 +906,8 @@ def logs_of(which: str, launch: dict, name: str, settings: dict) -> int:
             f"logs: {name} has no host or rank '{which}'; hosts: {known}; ranks: {', '.join(ranks) or 'none'}"
         )
     patterns = [f"*/attempt_*/{'*' if local is None else local}/*.log"] + (["agent.*.log"] if local is None else [])
-    request = {"root": launch["root"], "out": launch["out"], "id": launch["id"], "label": host.label}
-    here = host if host.label in launch["apart"] else Host("localhost")  # the folder is seen here: no need to go there
-    process = subprocess.Popen(
-        remote_command(here, launch["ssh"]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
-    )
-    process.stdin.write(line_for("follow", {**request, "patterns": patterns}))
-    process.stdin.flush()
-    last = None
-    for line in process.stdout:
-        if line.startswith(b"{"):
-            answer = json.loads(line)
-            if answer["file"] != last and local is None:
-                print(f"==> {answer['file']} <==")
-            last = answer["file"]
-            print(answer["text"], end="", flush=True)
-    return 0
+    folder = out / "logs" / host.label / launch["id"]
+    return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
 def verb_status(words: list[str], settings: dict) -> int:
@@ -934,7 +917,7 @@ def verb_status(words: list[str], settings: dict) -> int:
     launch, status, hosts = read_launch(out), read_json(out / "status.json"), hosts_of(read_launch(out))
     request = {"root": launch.get("root"), "out": launch.get("out"), "id": launch.get("id")}
     asked = lambda h: {**request, "label": h.label}  # noqa: E731
-    answers = call_all(hosts, launch["ssh"], "status", 20, asked) if hosts else []
+    answers = call_all(hosts, launch["ssh"], "look", 20, asked) if hosts else []
     supervised = is_supervised(out)
     state, message, _ = final_state(out, launch)
     if supervised or any(isinstance(a, dict) and (a["agent"] or a["workers"]) for a in answers):
@@ -943,7 +926,7 @@ def verb_status(words: list[str], settings: dict) -> int:
             state += ", but its launcher is gone: nobody would relaunch it"
     log, age, batch = out / "log.txt", "", ""
     if log.exists():
-        age = f"{time.time() - log.stat().st_mtime:.0f} s ago"
+        age = f"{max(0, time.time() - log.stat().st_mtime):.0f} s ago"
         batch = (re.findall(r"Batch \d+ Loss.*", log.read_text(errors="replace")) or [""])[-1]
     step = (re.findall(r"Batch (\d+)", batch) or [status.get("step") or ""])[0]
     rows = {
@@ -951,6 +934,7 @@ def verb_status(words: list[str], settings: dict) -> int:
         "state": state,
         "step": status.get("step") or "",
         "message": message.partition("\n")[0],
+        "disk": full_disk(out) or f"{shutil.disk_usage(out).free / 1e9:.1f} GB free",
         "attempt": launch.get("attempt", ""),
         "place": launch.get("place", ""),
         "last line": age,
@@ -990,8 +974,6 @@ def verb_stop(words: list[str], settings: dict) -> int:
           f"Stopping {name}: it ends its step and saves. The same once more stops it at once, without saving.",
           flush=True)  # fmt: skip
     follower = Follower(out, name)
-    follower.begin("log.txt", None)
-    follower.begin("logs/launch.log", None)
     for file in files[: 1 + now]:
         file.touch()
     if not supervised:
@@ -1011,6 +993,5 @@ def verb_attach(words: list[str], settings: dict) -> int:
         raise UserError(f"attach: {name} has no host '{label}'; it has {', '.join(h.label for h in hosts) or 'none'}")
     command = ["tmux", "attach", "-t", f"={host.session}"]
     if not host.local:
-        port = ["-p", str(host.port)] if host.port else []
-        command = ["ssh", "-t", *shlex.split(launch["ssh"]), *port, host.name, shlex.join(command)]
+        command = [*ssh_command(host, f"-t {launch['ssh']}"), shlex.join(command)]
     os.execvp(command[0], command)

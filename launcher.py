@@ -22,6 +22,9 @@ def main(argv: list[str]) -> int:
         return 130
     except BrokenPipeError:  # | head
         os._exit(0)
+    except OSError as e:  # a disk that is full, or fails
+        print(f"{verb}: {e}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

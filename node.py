@@ -6,8 +6,9 @@ what is secret in a request is never on a command line. Only the standard librar
 
 `python3 node.py agent LOGS TIMEOUT COMMAND...` runs torchrun (COMMAND) in its tmux session or under srun, and sees to
 it that nothing of it is left when it ends. Files in LOGS, `runs/NAME/logs/HOST/ID`: agent.pid, agent.stderr.log,
-agent.stdout.log, result.json at the end; `stop` and `stop-now` appear there when the run is to stop. A process of the
-run is known by LOGS in its command line, a worker by LOGS in the environment that torchrun gave it."""
+agent.stdout.log, result.json at the end, with the first cause of a failure on this host; `stop` and `stop-now` appear
+there when the run is to stop. A process of the run is known by LOGS in its command line, a worker by LOGS in the
+environment that torchrun gave it."""
 
 import contextlib
 import ctypes
@@ -33,6 +34,14 @@ from pathlib import Path
 
 ORPHANED = 40  # seconds without a word from cluster.py after which a watch ends
 WITHOUT_WORKERS = 20  # seconds that torchrun may live on after its workers: its own barriers wait for dead peers
+FULL_DISK = 30  # seconds that an agent tries to write its result where there is no room
+# How sure it is that a cause is the first one of the whole job; of the same certainty, the earliest comes first.
+KILLED, FAILED, FOLLOWED, TERMINATED, UNKNOWN, WAITED = range(6)
+# What a rank says when it fails because another one did.
+OF_A_PEER = re.compile(
+    r"Connection (reset|closed|refused)|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|unhandled system error|"
+    r"Socket|peer|store|was not answered"
+)
 PLAIN_ENVIRONMENT = (
     "HOME",
     "LANG",
@@ -63,8 +72,11 @@ def read(path, default: str = "") -> str:
 
 def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def parent(pid: int) -> int:
@@ -110,17 +122,14 @@ def kill(pids, number: int) -> None:
             os.kill(pid, number)
 
 
-def kill_all(logs: str) -> int:
-    """Kills every process of the folder -> how many there were."""
-    count = 0
+def kill_all(logs: str) -> None:
+    """Kills every process of the folder."""
     for _ in range(50):  # the dying may just have started others
         ours, workers = processes(logs)
         if not ours and not workers:
             break
-        count = max(count, len(ours) + len(workers))
         kill(ours + workers, signal.SIGKILL)
         time.sleep(0.1)
-    return count
 
 
 def die_with_parent() -> None:
@@ -152,10 +161,13 @@ def agent(logs: Path, timeout: float, command: list) -> int:
             preexec_fn=die_with_parent,
         )
     write_whole(logs / "agent.pid", f"{os.getpid()} {platform.node()}\n")
-    told, last_seen = set(), None
+    told, seen, last_seen, first_loss, waited = set(), set(), None, None, False
     while child.poll() is None:
         time.sleep(0.3)
         found = workers_of(marker)
+        if seen - set(found):
+            first_loss = first_loss or time.monotonic()
+        seen |= set(found)
         wanted = max(min(len(signals), 2), (logs / "stop").exists(), 2 * (logs / "stop-now").exists())
         for pid in found:
             if wanted == 2:
@@ -166,21 +178,57 @@ def agent(logs: Path, timeout: float, command: list) -> int:
         if found:
             last_seen = time.monotonic()
         elif last_seen and time.monotonic() - last_seen > WITHOUT_WORKERS:
+            waited = True
             kill([child.pid], signal.SIGKILL)
         shown = show(screen, shown)
+    first_loss = first_loss or time.monotonic()
     # Killed, it leaves workers that have had their SIGTERM from init_ranks' PR_SET_PDEATHSIG and may be saving.
     end = time.monotonic() + timeout
     while workers_of(marker) and time.monotonic() < end and not (logs / "stop-now").exists():
         time.sleep(0.3)
     kill(processes(marker)[1], signal.SIGKILL)
-    failures = parse_failures(read(logs / "agent.stderr.log"))
-    for failure in failures:
-        file = next(logs.glob(f"*/attempt_*/{failure['local_rank']}/stderr.log"), None)
-        failure["file"], failure["tail"] = str(file or ""), tail(file, 30)
-    write_whole(
-        logs / "result.json", json.dumps({"exit": child.returncode, "signals": signals, "failures": failures}) + "\n"
-    )
+    cause = None if signals and child.returncode < 0 else first_cause(logs, child.returncode, waited)
+    result = {"exit": child.returncode, "first_loss": first_loss, "cause": cause}
+    end = time.monotonic() + FULL_DISK
+    while True:
+        try:
+            write_whole(logs / "result.json", json.dumps(result) + "\n")
+            break
+        except OSError as e:  # said where there is room: on the session's screen, or in Slurm's file
+            said = f"{e.strerror} in {logs}"
+            if cause and said not in cause["what"]:
+                cause["what"] += f"; {said}"
+            print(f"{cause['what'] if cause else said}: free some space, and launch again", file=sys.stderr, flush=True)
+            if time.monotonic() > end:
+                break
+            time.sleep(5)
     return max(child.returncode, 0) or int(child.returncode != 0)
+
+
+def first_cause(logs: Path, status: int, waited: bool):
+    """What went wrong first on this host, where torchrun has ended with that status; None: nothing. waited: its workers
+    had ended, it went on waiting for other hosts, and its agent killed it."""
+    name, screen = logs.parent.name, logs / "agent.stderr.log"
+    causes = []
+    for rank, local, number in parse_failures(read(screen)):
+        file = next(logs.glob(f"*/attempt_*/{local}/stderr.log"), "")
+        end = tail(file, 30)
+        how = f"was ended by {signal.Signals(-number).name}" if number < 0 else f"failed with status {number}"
+        followed = OF_A_PEER.search(end) or (number > 0 and not end)
+        sure = TERMINATED if number == -signal.SIGTERM else KILLED if number == -signal.SIGKILL else FAILED
+        sure = FOLLOWED if followed and sure == FAILED and number != 2 else sure
+        causes.append({"sure": sure, "what": f"rank {rank} on {name} {how}", "status": number, "file": str(file)})
+        causes[-1]["tail"] = end
+    if causes:  # torchrun kills those that do not end when another one has failed
+        return min(causes, key=lambda cause: cause["sure"] or FAILED)
+    if waited or status < 0:
+        how = "waited for the other hosts in vain" if waited else f"was ended by {signal.Signals(-status).name}"
+        sure, end = WAITED if waited else KILLED, ""
+    elif status:
+        sure, how, end = UNKNOWN, f"ended with status {status}", tail(screen, 30)
+    else:
+        return None
+    return {"sure": sure, "what": f"torchrun on {name} {how}", "status": status, "file": str(screen), "tail": end}
 
 
 def show(file: Path, offset) -> int:
@@ -201,11 +249,12 @@ def show(file: Path, offset) -> int:
 
 
 def parse_failures(text: str) -> list:
-    """What torchrun says of the workers that failed on this host, the one first that it saw failing first."""
+    """What torchrun says of the workers that failed on this host, the one first that it saw failing first.
+    -> (rank, local rank, exit status)"""
     others, _, root = text.rpartition("Root Cause")
     pattern = r"rank\s*:\s*(\d+) \(local_rank: (\d+)\)\s*\n\s*exitcode\s*:\s*(-?\d+)"
     found = re.findall(pattern, root) + re.findall(pattern, others)
-    return [{"rank": int(rank), "local_rank": int(local), "exit": int(code)} for rank, local, code in found]
+    return [tuple(map(int, numbers)) for numbers in found]
 
 
 def tail(file, lines: int) -> str:
@@ -314,8 +363,6 @@ def prepare(request: dict) -> dict:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise Refused(f"{folder} cannot be made: {e.strerror}") from None
-    if "mark" in request:
-        (folder / "mark").write_text(request["mark"])
     marker = f"{os.path.realpath(folder)}/"
     if request["clear"]:
         kill_all(marker)
@@ -330,14 +377,6 @@ def prepare(request: dict) -> dict:
         "mark": read(out / "logs" / "launch.lock"),
         "port": probe_port(request["port"]),
     }
-
-
-def marks(request: dict) -> dict:
-    """-> {mark: the hosts whose mark of a launch is seen from here}."""
-    out = {}
-    for file in Path(request["root"], request["out"]).glob("logs/*/mark"):
-        out.setdefault(read(file), []).append(file.parent.name)
-    return {"marks": out}
 
 
 def probe_port(port: int) -> int:
@@ -368,15 +407,15 @@ def interface_of(address: str) -> str:
 
 def start(request: dict) -> dict:
     """Starts the agent, in a tmux session where there is tmux, else in the background -> where it is."""
-    logs = Path(os.path.realpath(Path(request["root"], request["out"]))) / "logs" / request["label"] / request["id"]
+    logs = log_folder(request)
     logs.mkdir(parents=True)
     env = {**os.environ, **request["env"]}
     if request["devices"] is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(request["devices"])
     elif request["processes_here"] > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // request["processes_here"])))
-    command = [word.replace("{logs}", str(logs)) for word in request["command"]]
-    keeper = ["python3", "node.py", "agent", str(logs), str(request["timeout"]), *command]
+    torchrun = [*request["torchrun"], "--log-dir", str(logs), "train.py", *request["words"]]
+    keeper = ["python3", "node.py", "agent", str(logs), str(request["timeout"]), *torchrun]
 
     # The environment travels in a script that only its owner can read and that deletes itself: it belongs on no command
     # line and in no run folder, and a tmux server keeps the environment that it was started with.
@@ -418,20 +457,32 @@ def start(request: dict) -> dict:
     return {"place": place, "pid": int(pid)}
 
 
-def look(logs: Path) -> dict:
-    """The state of an attempt on this host."""
-    marker = f"{os.path.realpath(logs)}/"
-    pid = (read(logs / "agent.pid").split() or ["0"])[0]
+def read_json(path) -> dict:
     try:
-        result = json.loads(read(logs / "result.json", "null"))
+        return json.loads(read(path))
     except ValueError:
-        result = None
+        return {}
+
+
+def log_folder(request: dict) -> Path:
+    """Of the attempt on this host; its real path, for so the processes name it."""
+    return Path(os.path.realpath(Path(request["root"], request["out"])), "logs", request["label"], request["id"])
+
+
+def look(request: dict) -> dict:
+    """The state of an attempt on this host, and its status.json."""
+    logs = log_folder(request)
+    pid = (read(logs / "agent.pid").split() or ["0"])[0]
+    result, status = read_json(logs / "result.json"), read_json(logs.parents[2] / "status.json")
+    if result:
+        result["ago"] = time.monotonic() - result["first_loss"]
     times = [p.stat().st_mtime for p in logs.glob("*/attempt_*/*/std*.log")]
     return {
         "agent": str(logs) in read(f"/proc/{pid}/cmdline"),
-        "workers": {str(rank): local for rank, local in workers_of(marker).values()},
+        "workers": {str(rank): local for rank, local in workers_of(f"{logs}/").values()},
         "result": result,
-        "age": time.time() - max(times) if times else None,
+        "status": status if status.get("attempt") == request["id"] else {},
+        "age": max(0.0, time.time() - max(times)) if times else None,
     }
 
 
@@ -449,81 +500,27 @@ def listen() -> list:
 
 
 def watch(request: dict) -> None:
-    """A line of JSON every second: look(), status.json if it is this attempt's, and what is new in the files that rank
-    0 writes, for a cluster.py that cannot see this run folder. Ends with its caller."""
+    """A line of JSON with look() every second. Ends with its caller."""
     heard = listen()
-    out = Path(request["root"], request["out"])
-    logs = out / "logs" / request["label"] / request["id"]
-    first, sent = False, {}
     while time.monotonic() - heard[0] < ORPHANED:
-        answer = look(logs)
-        first = first or "0" in answer["workers"]
-        try:
-            fresh = (out / "status.json").stat().st_mtime >= (logs / "agent.pid").stat().st_mtime
-            answer["status"] = json.loads(read(out / "status.json")) if fresh else {}
-        except (OSError, ValueError):
-            answer["status"] = {}
-        if request["mirror"] and first:
-            answer["files"] = {name: news(out / name, sent) for name in ("log.txt", "metrics.jsonl", "flags.json")}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(look(request)), flush=True)
         time.sleep(1)
-
-
-def news(path: Path, sent: dict) -> tuple:
-    """-> (whether the file begins anew, the text added since the last call)."""
-    try:
-        found = path.stat()
-        inode, offset = sent.get(path, (0, 0))
-        anew = inode != found.st_ino or found.st_size < offset
-        with open(path, "rb") as f:
-            f.seek(0 if anew else offset)
-            data = f.read(2**20)
-            sent[path] = (found.st_ino, f.tell())
-        return anew, data.decode(errors="replace")
-    except OSError:
-        return False, ""
-
-
-def status(request: dict) -> dict:
-    return look(Path(request["root"], request["out"]) / "logs" / request["label"] / request["id"])
 
 
 def stop(request: dict) -> dict:
     """Lets the run stop here: its agent sees the file. Without an agent, what is left is ended directly."""
-    logs = Path(request["root"], request["out"]) / "logs" / request["label"] / request["id"]
-    found = look(logs)
+    logs, found = log_folder(request), look(request)
     if found["agent"]:
         (logs / ("stop-now" if request["now"] else "stop")).touch()
     else:
-        kill(workers_of(f"{os.path.realpath(logs)}/"), signal.SIGKILL if request["now"] else signal.SIGTERM)
+        kill(workers_of(f"{logs}/"), signal.SIGKILL if request["now"] else signal.SIGTERM)
     return found
 
 
 def sweep(request: dict) -> dict:
     """Ends all that is left of an attempt, at once."""
-    logs = Path(request["root"], request["out"]) / "logs" / request["label"] / request["id"]
-    killed = kill_all(f"{os.path.realpath(logs)}/")
-    return {**look(logs), "killed": killed}
-
-
-def follow(request: dict) -> None:
-    """Lines of the newest attempt's log files that match, from their last ones on, until the caller or the run ends."""
-    folder = Path(request["root"], request["out"]) / "logs" / request["label"] / request["id"]
-    threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
-    offsets, more = {}, True
-    while more:
-        more = look(folder)["agent"]
-        for file in sorted(p for pattern in request["patterns"] for p in folder.glob(pattern)):
-            if file not in offsets:
-                text, offsets[file] = tail(file, 20), file.stat().st_size
-                text += "\n" if text else ""
-            else:
-                with open(file, "rb") as f:
-                    f.seek(offsets[file])
-                    text, offsets[file] = f.read(2**20).decode(errors="replace"), f.tell()
-            if text:
-                print(json.dumps({"file": str(file.relative_to(folder)), "text": text}), flush=True)
-        time.sleep(0.5)
+    kill_all(f"{log_folder(request)}/")
+    return look(request)
 
 
 # ---- for doctor, sync and top
@@ -718,8 +715,7 @@ def unpack_environment(request: dict) -> dict:
 
 
 OPERATIONS = (
-    probe, run, prepare, marks, start, watch, status, stop, sweep, follow, examine, pairs, usage, unpack,
-    unpack_environment,
+    probe, run, prepare, start, look, watch, stop, sweep, examine, pairs, usage, unpack, unpack_environment,
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +21,7 @@ import top
 from cluster import Host, Supervisor, read_hosts, settle_addresses, share_machine
 from doctor import tournament
 from errors import UserError
+from log import write_status
 from test_launch import LIMIT, checkout, command_lines, contains, eventually  # noqa: F401
 
 NAME = os.uname().nodename
@@ -56,6 +57,8 @@ def test_hosts_files(monkeypatch, tmp_path, text, expected):
         ("# node1\n\n", "names no machine"),
         ("node1\n-oProxyCommand=evil", "hosts line 2: '-oProxyCommand=evil'"),
         ("node1;reboot", "'node1;reboot' is no host"),
+        ("-oProxyCommand@node1", "'-oProxyCommand@node1' is no host"),
+        (".a@node1", "is no host"),
         ("$(reboot)", "is no host"),
         ("node1:ssh", "is no host"),
         ("node1:70000", "no such port"),
@@ -120,53 +123,73 @@ def test_a_machines_gpus_are_divided_among_its_nodes(gpus, slots, nproc, expecte
         assert {h.processes_here for h in hosts} == {sum(n for n, _ in expected)}
 
 
-def failure(rank: int, status: int, tail: str) -> dict:
-    return {"rank": rank, "local_rank": 0, "exit": status, "file": f"/logs/{rank}/stderr.log", "tail": tail}
-
-
-def ended(status: int, *failures: dict, signals: tuple = ()) -> dict:
-    return {"exit": status, "signals": list(signals), "failures": list(failures)}
-
-
-RESET = "RuntimeError: Connection reset by peer"
 BUG = "Traceback\nKeyError: 'x'"
-TWICE = ended(1, failure(0, -15, ""), failure(1, 1, BUG))
-KILLED = ended(1, failure(1, -9, ""))
-LOST = ended(1, failure(0, 1, RESET))
+RESET = "RuntimeError: Connection reset by peer"
+CAUSES = {
+    # torchrun's failures as (rank, status, the end of its log), root cause last; torchrun's status -> sure, the words
+    "a bug": ([(0, -15, ""), (1, 1, BUG)], 1, node.FAILED, "rank 1 on a failed with status 1"),
+    "a bug, and torchrun killed a deaf one": ([(0, -9, ""), (1, 1, BUG)], 1, node.FAILED, "rank 1 on a failed"),
+    "killed": ([(0, 1, RESET), (1, -9, "")], 1, node.KILLED, "rank 1 on a was ended by SIGKILL"),
+    "a peer's end": ([(0, 1, RESET)], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
+    "NCCL's abort at a peer's end": ([(0, -6, "Watchdog caught: Timeout")], 1, node.FOLLOWED, "SIGABRT"),
+    "a segmentation fault": ([(0, -11, "")], 1, node.FAILED, "rank 0 on a was ended by SIGSEGV"),
+    "the user's mistake": ([(0, 2, "error: --timeout 0")], 1, node.FAILED, "status 2"),
+    "ended from outside": ([(0, -15, "")], 1, node.TERMINATED, "SIGTERM"),
+    "torchrun was killed": ([], -9, node.KILLED, "torchrun on a was ended by SIGKILL"),
+    "its agent killed it": ([], None, node.WAITED, "torchrun on a waited for the other hosts in vain"),
+    "torchrun failed": ([], 1, node.UNKNOWN, "torchrun on a ended with status 1"),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_first_cause_on_a_host(tmp_path, name):
+    failures, status, sure, said = CAUSES[name]
+    logs, report = tmp_path / "a" / "id", []
+    for rank, number, end in failures:
+        file = logs / "x" / "attempt_0" / str(rank) / "stderr.log"
+        file.parent.mkdir(parents=True)
+        file.write_text(end)
+        report.append(f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {number} (pid: 9)\n")
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / "agent.stderr.log").write_text(
+        "\n".join([*report[:-1], "Root Cause (first observed failure):", *report[-1:]])
+    )
+    cause = node.first_cause(logs, status or -9, waited=status is None)
+    assert cause["sure"] == sure and said in cause["what"]
+    assert cause["tail"] == (next(end for _, number, end in failures if number == cause["status"]) if failures else
+                             node.tail(logs / "agent.stderr.log", 30) * (status == 1))  # fmt: skip
+    assert node.first_cause(logs, 0, waited=False) is None or failures
+
+
+def end(sure: int, what: str, ago: float = 0.0, **more) -> dict:
+    return {"exit": 1, "ago": ago, "cause": {"sure": sure, "what": what, "file": "f", "tail": "", **more}}
+
+
+LOST, WAITED = end(node.FOLLOWED, "rank 0 on a failed", 9), end(node.WAITED, "torchrun on a waited", 9)
+KILLED, EARLIER = end(node.KILLED, "rank 1 on b was killed"), end(node.KILLED, "torchrun on b was killed", 1)
+FINE = {"cause": None}
+SIGNALLED = end(node.UNKNOWN, "torchrun on a ended")
+MISTAKE = end(node.FAILED, "rank 0 failed", tail="error: no GPU", status=2)
 STOP, NOW = ("stop",), ("stop", "stop-now")
 JUDGEMENTS = {
     # status.json, what was asked, results of hosts a and b, who vanished, who is silent -> state, the report's words
-    "finished": ("finished", (), [ended(0), ended(0)], "", "", "finished", ""),
-    "finished, though an agent was killed after it": ("finished", (), [ended(0), {}], "b", "", "finished", ""),
-    "a worker was stopped by hand": ("stopped", (), [ended(0), ended(0)], "", "", "stopped", ""),
-    "kill-session": ("stopped", (), [ended(1, signals=(1,)), ended(0)], "", "", "stopped", ""),
-    "an agent was killed, so all stopped": (
-        "stopped",
-        (),
-        [ended(0), ended(-9)],
-        "",
-        "",
-        "failed",
-        "torchrun on b was",
-    ),
-    "a worker was killed, so the others were stopped": (
-        "stopped",
-        (),
-        [ended(1), KILLED],
-        "",
-        "",
-        "failed",
-        "rank 1 on b",
-    ),
-    "the user's mistake": ("error", (), [ended(1), ended(1)], "", "", "error", ""),
-    "the same, before it began": (None, (), [ended(1, failure(0, 2, "error: no GPU")), LOST], "", "", "error", ""),
-    "a worker was killed": ("running", (), [LOST, KILLED], "", "", "failed", "rank 1 on b was ended by SIGKILL"),
-    "a bug on one rank": ("failed", (), [LOST, ended(1, failure(1, 1, BUG))], "", "", "failed", "rank 1 on b failed"),
-    "torchrun's SIGTERM to siblings": ("failed", (), [TWICE, ended(1)], "", "", "failed", "rank 1 on a failed"),
+    "finished": ("finished", (), [FINE, FINE], "", "", "finished", ""),
+    "finished, though an agent was killed after it": ("finished", (), [FINE, {}], "b", "", "finished", ""),
+    "a worker was stopped by hand": ("stopped", (), [FINE, FINE], "", "", "stopped", ""),
+    "kill-session": ("stopped", (), [SIGNALLED, FINE], "", "", "stopped", ""),
+    "kill-session, and the others waited": ("stopped", (), [WAITED, SIGNALLED], "", "", "stopped", ""),
+    "an agent was killed, so all stopped": ("stopped", (), [FINE, KILLED], "", "", "failed", "rank 1 on b was killed"),
+    "torchrun of b was killed, that of a waited": ("stopped", (), [WAITED, KILLED], "", "", "failed", "b was killed"),
+    "the user's mistake": ("error", (), [SIGNALLED, FINE], "", "", "error", ""),
+    "the same, before it began": (None, (), [MISTAKE, LOST], "", "", "error", ""),
+    "a worker was killed": ("running", (), [LOST, KILLED], "", "", "failed", "rank 1 on b was killed"),
+    "two were killed": ("running", (), [KILLED, EARLIER], "", "", "failed", "torchrun on b"),
+    "a bug on one rank": ("failed", (), [LOST, end(node.FAILED, "b failed", tail=BUG)], "", "", "failed", "b failed"),
     "a machine restarted": ("failed", (), [LOST, {}], "b", "", "failed", "everything on b was gone"),
-    "a cable was pulled": ("failed", (), [TWICE, {}], "", "b", "failed", "b has not answered since"),
-    "stopped early": (None, STOP, [ended(1), ended(1)], "", "", "stopped", ""),
-    "stopped at once": ("running", NOW, [ended(1), ended(1)], "", "", "stopped", ""),
+    "a cable was pulled": ("failed", (), [LOST, {}], "", "b", "failed", "b has not answered since"),
+    "a switch lost its power": ("failed", (), [LOST, {}], "", "ab", "failed", "a, b have not answered since"),
+    "stopped early": (None, STOP, [SIGNALLED, SIGNALLED], "", "", "stopped", ""),
+    "stopped at once": ("running", NOW, [SIGNALLED, SIGNALLED], "", "", "stopped", ""),
     "stopped, but a peer was dead": ("running", STOP, [LOST, {}], "", "b", "failed", "b has not answered"),
 }
 
@@ -175,24 +198,120 @@ class Watched(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-@pytest.mark.parametrize("name", JUDGEMENTS)
-def test_how_an_attempt_is_judged(tmp_path, name):
-    status, asked, results, vanished, silent, state, said = JUDGEMENTS[name]
+@pytest.fixture
+def supervisor(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "launch.json").write_text('{"id": "x"}')
+    return Supervisor({"hosts": [], "out": str(tmp_path)})
+
+
+@pytest.mark.parametrize("name", JUDGEMENTS)
+def test_how_an_attempt_is_judged(supervisor, name):
+    status, asked, results, vanished, silent, state, said = JUDGEMENTS[name]
     for file in asked:
-        (tmp_path / "logs" / file).touch()
-    supervisor = Supervisor({"hosts": [], "out": str(tmp_path)})
+        (supervisor.out / "logs" / file).touch()
     hosts = {
-        n: Watched(host=Host(n, label=n), heard=time.monotonic(), last={"result": r})
-        for n, r in zip("ab", results, strict=True)
+        n: Watched(host=Host(n, label=n), heard=9.0, last={"result": r}) for n, r in zip("ab", results, strict=True)
     }
     now = {"state": status, "step": 7, "message": "m"}
-    found = supervisor.judge(list(hosts.values()), {hosts[n] for n in vanished}, {hosts[n] for n in silent}, now)
+    found = supervisor.judge(list(hosts.values()), *({hosts[n]: 1.0 for n in ns} for ns in (vanished, silent)), now)
     assert found[0] == state
     assert said in found[3] and (bool(found[3]) == bool(said))
     if name == "a bug on one rank":
         assert BUG in found[3]
+
+
+def test_a_full_disk_is_named_and_what_it_does_not_take_is_written_later(supervisor, monkeypatch):
+    write = node.write_whole
+    monkeypatch.setattr(
+        cluster, "write_whole", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    monkeypatch.setattr(
+        cluster.os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=99, f_favail=1, f_files=9)
+    )
+    supervisor.set(state="failed", message="m")
+    assert cluster.read_launch(supervisor.out) == {"id": "x"}
+    assert "full (99 bytes left)" in cluster.final_state(supervisor.out, {"state": "running"})[1]
+    assert "is full" in supervisor.judge([], {}, {}, {"state": "running"})[3]
+    monkeypatch.setattr(cluster, "write_whole", write)
+    supervisor.write_again()
+    assert cluster.read_launch(supervisor.out) == {"id": "x", "state": "failed", "message": "m"}
+    assert not list(supervisor.out.rglob("*.tmp-*"))
+
+
+def test_a_status_is_known_by_its_attempt_and_clocks_are_not_compared(tmp_path, monkeypatch):
+    out, request = tmp_path / "run", {"root": str(tmp_path), "out": "link", "label": "a", "id": "new"}
+    (out / "logs" / "a" / "new").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(out)
+    (out / "logs" / "a" / "new" / "agent.pid").write_text("1 a")
+    (out / "logs" / "launch.lock").touch()
+    cluster.write_whole(out / "logs" / "launch.json", '{"machine": "another", "state": "running"}')
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "new")
+    write_status(out, "finished", 3, 0)
+    for hours in (-2, 0, 2):
+        for file in (out / "logs" / "a" / "new" / "agent.pid", out / "logs" / "launch.json"):
+            os.utime(file, (0, file.stat().st_ctime + 3600 * hours))
+        assert node.look(request)["status"]["state"] == "finished"
+        assert node.look(request | {"id": "old"})["status"] == {}
+        assert cluster.is_supervised(out) == (hours == 0)
+
+
+def test_logs_of_a_rank_go_on_over_a_relaunch_to_the_end_of_the_run(tmp_path, monkeypatch, capsys):
+    launch = {"state": "running", "hosts": [asdict(Host(n, label=n)) for n in "ab"]}
+
+    def write(text: str, host: str, id_: str, state: str = "running") -> None:
+        now = launch | {"id": id_, "ranks": {"3": [host, 0]}, "state": state}
+        (tmp_path / "logs" / host / id_ / "x" / "attempt_0" / "0").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "logs" / "launch.json").write_text(json.dumps(now))
+        with open(tmp_path / "logs" / host / id_ / "x" / "attempt_0" / "0" / "stdout.log", "a") as f:
+            f.write(text)
+
+    write("first\nsecond\n", "a", "1")
+    later = iter([("third\n", "a", "1"), ("fourth\n", "b", "2"), ("fifth\n", "b", "2", "finished")])
+    monkeypatch.setattr(cluster, "is_supervised", lambda _: True)
+    monkeypatch.setattr(cluster.time, "sleep", lambda _: write(*next(later)))
+    assert cluster.Follower(tmp_path, "r", 1, "3").to_the_end() == 0
+    heads = [f"==> logs/{n}/x/attempt_0/0/stdout.log <==\n" for n in ("a/1", "b/2")]
+    assert capsys.readouterr().out == f"{heads[0]}second\nthird\n{heads[1]}fourth\nfifth\nr: finished\n"
+    with pytest.raises(UserError, match="no host or rank '4'"):
+        cluster.host_files(tmp_path, "r", "4")
+
+
+@pytest.mark.parametrize(
+    ("program", "sure", "room"),
+    [
+        ("kill -9 $$", node.KILLED, True),
+        ("TORCHELASTIC_ERROR_FILE=$0/ sleep 2; sleep 60", node.WAITED, True),  # a worker, that ends, and its torchrun
+        ("kill -9 $$", node.KILLED, False),
+    ],
+)
+def test_what_an_agent_says_of_its_torchruns_end(tmp_path, program, sure, room):
+    logs = tmp_path / "logs" / "a" / "x"
+    logs.mkdir(parents=True)
+    if not room:
+        (logs / "result.json").mkdir()
+    code = f"import node; node.WITHOUT_WORKERS, node.FULL_DISK = 0.5, 0; node.agent(node.Path({str(logs)!r}), 5, {{}})"
+    command = ["bash", "-c", program, str(logs), "--local-addr", "127.0.0.1"]
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(command)], cwd=cluster.ROOT, capture_output=True, text=True, timeout=LIMIT
+    )
+    if room:
+        result = json.loads((logs / "result.json").read_text())
+        assert (result["exit"], result["cause"]["sure"], done.stderr) == (-9, sure, "")
+    else:
+        assert re.match(r"torchrun on a was ended by SIGKILL; Is a directory in .*/x: free some space", done.stderr)
+    assert not list(logs.glob("*.tmp-*"))
+
+
+def test_a_hosts_name_is_no_option_of_ssh(tmp_path, monkeypatch):
+    (tmp_path / "logs").mkdir()
+    hosts = [asdict(Host("-oProxyCommand=x", 22, label="a"))]
+    (tmp_path / "logs" / "launch.json").write_text(json.dumps({"hosts": hosts, "ssh": "-q"}))
+    ran = []
+    monkeypatch.setattr(os, "execvp", lambda _, command: ran.append(command))
+    cluster.verb_attach(["--out", str(tmp_path)], {})
+    ran.append(cluster.remote_command(Host(**hosts[0]), "-q"))
+    assert all(command[command.index("--") + 1] == "-oProxyCommand=x" for command in ran) and len(ran) == 2
 
 
 def test_a_screen_of_top():
@@ -252,8 +371,7 @@ Root Cause (first observed failure):
   rank      : 2 (local_rank: 0)
   exitcode  : 1 (pid: 8)
 """
-    found = [(f["rank"], f["local_rank"], f["exit"]) for f in node.parse_failures(text)]
-    assert found == [(2, 0, 1), (3, 1, -15)]
+    assert node.parse_failures(text) == [(2, 0, 1), (3, 1, -15)]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
@@ -442,11 +560,8 @@ def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):  # noqa
     assert status == 0 and ".venv the same" in out
     status, out, err = checkout.launch("--hosts", f"{apart},{here}", "--steps", "3")
     assert status == 2 and "do not share the folder runs/default" in err and "--out" in err, err
-    # alone it needs to share nothing, and what its rank 0 says is seen here all the same
-    status, out, err = checkout.launch("--hosts", apart, "--steps", "12")
-    assert status == 0, err
-    status, out, err = checkout.launch("logs")
-    assert status == 0 and "Batch 12 " in out and "finished at step 12" in out, out + err
+    status, out, err = checkout.launch("--hosts", apart, "--steps", "3")
+    assert status == 2 and f"{label}: the folder runs/default there is not the one here" in err, err
 
 
 @pytest.mark.slow

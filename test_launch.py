@@ -61,7 +61,9 @@ def say(text):
 
 def write(state, step, message=""):
     if rank == 0:
-        (out / "status.new").write_text(json.dumps({"state": state, "step": step, "exit_code": 0, "message": message}))
+        status = {"state": state, "step": step, "exit_code": 0, "message": message}
+        status["attempt"] = os.environ["TORCHELASTIC_RUN_ID"]
+        (out / "status.new").write_text(json.dumps(status))
         os.replace(out / "status.new", out / "status.json")
 
 
@@ -207,6 +209,8 @@ def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(
         "\\",
         '{"a": [1, 2]}',
         "\n",
+        "{logs}",
+        "--x={logs}",
     ]
     status, out, err = checkout.launch("--nproc", "1", *typed)
     assert (status, err) == (0, "")
