@@ -22,6 +22,7 @@ import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,10 +30,11 @@ import torch
 
 import checkpoint
 import model
+import preflight
 import train
 from data import write_shard
 from errors import UserError
-from log import read_json
+from log import read_json, write_status
 from model import Transformer
 from test_checkpoint import make_state, save
 
@@ -979,6 +981,19 @@ def test_a_full_disk_ends_all_ranks_with_one_message(tmp_path, text):
         assert {p.name for p in (disk / "run/checkpoints").iterdir()} == {"latest", *(p.name for p in folders)}
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_an_end_is_told_in_status_json_when_stderr_takes_nothing(tmp_path, monkeypatch):
+    clock = SimpleNamespace(switch=lambda *_: None, step=3)
+    made = preflight.Made(watchdog=SimpleNamespace(clock=clock, end=lambda: None))
+    write_status(tmp_path, "running", 3)
+
+    def refuse(_) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=refuse))
+    assert preflight.report(OSError(errno.ENOSPC, "full"), SimpleNamespace(out=str(tmp_path)), 0, made) == 1
+    assert "the disk is full" in read_json(tmp_path / "status.json")["message"]
 
 
 @pytest.mark.slow
