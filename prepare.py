@@ -365,7 +365,7 @@ def prepare(
         except Damaged as e:  # what was made of the damaged rows must not be gone on with
             write_json(progress, {"key": key})
             raise Failed(f"{e}: the same command begins again") from None
-        except UserError:
+        except Exception:
             if "position" not in json.loads(progress.read_text("utf-8")):  # nothing to go on from
                 for file in (progress, *out.glob("train-*"), *out.glob("val-*")):
                     file.unlink()

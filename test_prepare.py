@@ -120,6 +120,15 @@ def test_it_goes_on_after_a_kill(tmp_path, monkeypatch, at):
     assert at < 2 or seen[0] > 1  # it was not done all over again
 
 
+def test_a_failure_before_the_first_note_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
+    monkeypatch.setattr(prepare, "BATCH", 2000)
+    monkeypatch.setattr(prepare.Meter, "show", lambda *_: os.stat(tmp_path / "gone"))  # a batch is written by then
+    with pytest.raises(FileNotFoundError):
+        run([tmp_path / "a.jsonl"], tmp_path / "new/out", shard_tokens=1000)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
 def test_long_txt_is_cut_between_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "PIECE", 500)
     (tmp_path / "a.txt").write_text("".join(f"{row}\n" for row in ROWS))
