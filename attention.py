@@ -16,6 +16,7 @@ Letters: B batch, T tokens (queries), S keys, H heads, K key/value heads, h head
 """
 
 import importlib.util
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,8 @@ from torch import Tensor
 
 BACKENDS = ("sdpa", "blocked")  # on every device
 PACKED = ("varlen", "flash")  # on GPUs; these take where documents begin, not a mask
-INSTALL_FLASH = "pip install packaging ninja && pip install flash-attn --no-build-isolation"
+PIP = f"{sys.executable} -m pip install"  # into the Python that runs this
+INSTALL_FLASH = f"{PIP} packaging ninja && {PIP} flash-attn --no-build-isolation"
 BLOCK = 128  # queries per block: large enough for the matmul rate, small enough to skip nearly half of the work
 BLOCKED_MAX_TOKENS = 1024  # beyond this the stored probabilities cost more memory than the time they save
 

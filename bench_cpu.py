@@ -106,7 +106,7 @@ def missing(peer: str, shape: str, args: Namespace) -> str:
             return "--nanogpt FOLDER names a checkout of github.com/karpathy/nanoGPT"
         return "" if shape == "gpt2" else "GPT-2 only"
     if importlib.util.find_spec(peer) is None:
-        return f"not installed: pip install {peer}"
+        return f"not installed: {sys.executable} -m pip install {peer}"
     return "no learned positions" if (peer, shape) == ("litgpt", "gpt2") else ""
 
 

@@ -199,7 +199,7 @@ BAD = {
     "roles": ("a.jsonl", json.dumps({"messages": CHAT["messages"][::-1]}).encode(), "line 1: .*role assistant"),
     "both kinds": ("a.jsonl", GOOD + json.dumps(CHAT).encode(), "line 2.*conversations"),
     "unknown": ("a.csv", b"a,b", r"a\.csv: what this file holds"),
-    "parquet": ("a.parquet", b"PAR1", "no parquet file|needs pyarrow: pip install pyarrow"),
+    "parquet": ("a.parquet", b"PAR1", "no parquet file|needs pyarrow: .* -m pip install pyarrow"),
 }
 
 
@@ -242,7 +242,9 @@ def test_a_folder_is_not_mixed(tmp_path):
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    assert "pip install pyarrow" in refused(lambda: [*text.read_rows(tmp_path / "a.parquet", ("text",))])
+    assert f"needs pyarrow: {sys.executable} -m pip install pyarrow" in refused(
+        lambda: [*text.read_rows(tmp_path / "a.parquet", ("text",))]
+    )
 
 
 def test_piped_text_is_a_document(monkeypatch):

@@ -247,7 +247,7 @@ def _parquet(raw, shown: str, fields: tuple[str, ...], first: int, val_every: in
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{shown}: reading parquet needs pyarrow: pip install pyarrow") from None
+        raise UserError(f"{shown}: reading parquet needs pyarrow: {sys.executable} -m pip install pyarrow") from None
     if isinstance(raw, RemoteFile):
         raw.read(1)  # waits until it is verified
         raw = raw.store
