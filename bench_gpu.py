@@ -27,13 +27,14 @@ from torch import Tensor, nn
 
 import fp8
 import guard
+import machine
 import shard
 import train
 from bench_rows import Row, note, spread
 from config import Config, parse_args
 from data import Batch
 from model import MODELS, LossHead, ModelConfig, Transformer, flops_per_token, initial_std, random_init
-from optim import DTYPES, make_optimizer, update
+from optim import make_optimizer, update
 from preflight import Made, first_values, prepare_fp8, resolve
 from weights import config_json
 
@@ -298,7 +299,7 @@ def gpu_check(lab: Lab) -> Iterator[Row]:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     results = {}
-    for where, ranks, dtype in [("cpu", cpu, d) for d in DTYPES] + [("gpu", lab.ranks, d) for d in DTYPES]:
+    for where, ranks, dtype in [(w, r, d) for w, r in (("cpu", cpu), ("gpu", lab.ranks)) for d in ("bf16", "fp32")]:
         config = flags_to_config(lab, f"{flags} {dtype}")
         config = replace(config, dtype=dtype, compile="none" if where == "cpu" else config.compile, attention="sdpa")
         model = train.build(config, ranks, None, Made())
@@ -575,6 +576,7 @@ def bench_gpu(args: Namespace) -> Iterator[Row]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    machine.set_products("bf16")
     lab = Lab(shard.init_ranks(), args.tiny, time.monotonic() + args.seconds)
     if args.tiny:
         yield note("--tiny", "small shapes and few steps under the names of the large ones: the figures say nothing")

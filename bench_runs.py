@@ -98,12 +98,11 @@ def seed_noise(losses: list[float]) -> float:
 def switches(cuda: bool, gpus: int) -> list[tuple[str, list[str] | None, int, dict[str, str]]]:
     """(name, flags, processes, environment), each with one switch more than before; flags None: not on this machine."""
     own, fused = ("blocked", "sdpa") if cuda else ("sdpa", "blocked")  # plain products are what is slow on a GPU
-    fp32, bf16 = ["--dtype", "fp32", "--compile", "none"], ["--dtype", "bf16", "--compile", "none"]
-    compiled = ["--dtype", "bf16", "--compile", "block"]
+    plain, compiled = ["--compile", "none", "--attention", own], ["--dtype", "bf16", "--compile", "block"]
     rows = [
-        ("fp32", [*fp32, "--attention", own], 1, {"NVIDIA_TF32_OVERRIDE": "0"}),
-        ("TF32", [*fp32, "--attention", own] if cuda else None, 1, {}),
-        ("bf16", [*bf16, "--attention", own], 1, {}),
+        ("fp32", ["--dtype", "fp32", *plain], 1, {}),
+        ("TF32", ["--dtype", "tf32", *plain] if cuda else None, 1, {}),
+        ("bf16", ["--dtype", "bf16", *plain], 1, {}),
         ("+ compile", [*compiled, "--attention", own], 1, {}),
         (f"+ attention {fused}", [*compiled, "--attention", fused], 1, {}),
     ]
@@ -178,6 +177,7 @@ def traps(folder: Path, words: list, runs: dict[str, Run], last: tuple, cuda: bo
 # ---- growth
 
 SMALL = "--model tiny-llama --dim 128 --n_layers 2 --n_heads 2 --n_kv_heads 2 --ffn_dim 384 --compile none"
+SMALL += " --tokenizer bytes"  # for the large vocabularies, too
 T, ROWS = 256, 16  # of the points of all axes but their own
 
 

@@ -8,9 +8,10 @@ environment variables of our own."""
 import argparse
 import difflib
 import glob
+import math
 import re
 import shlex
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,14 +19,71 @@ from attention import BACKENDS, PACKED
 from download import find
 from errors import ROOT, UserError
 from model import MODELS, ModelConfig
-from text import is_text, split_weight
+from text import SUFFIXES, is_text, split_weight
 from weights import read_config
 
 PROFILE_AFTER = 3  # steps before the profiled ones: what compiles, what settles, and one that warms the profiler up
+BYTES_UP_TO = 1024  # the largest vocabulary whose text is taken as bytes (258 ids) without being told
+
+# Our flags, and what nanoGPT, transformers, torchtitan, torchtune, axolotl and the FSDP recipes for Slurm call them.
+ELSEWHERE = """
+model model_type model_name model_flavor flavor model.name
+weights model_name_or_path hf_pretrained_model_name_or_dir base_model init_from initial_load_path
+dim n_embd hidden_size hidden_width hidden_dim d_model embed_dim
+n_layers n_layer num_layers num_hidden_layers
+n_heads n_head num_heads num_attention_heads
+n_kv_heads n_kv_head num_kv_heads num_key_value_heads llama_num_key_value_heads num_query_groups
+ffn_dim intermediate_size llama_intermediate_size ffn_hidden_size n_inner intermediate_dim
+data dataset datasets dataset_path dataset_name data_path data_dir data_files train_file training_dir train_data
+val_data validation_file eval_file test_dir eval_dataset validation.dataset validation.dataset_path
+tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_type hf_assets_path tokenizer.path
+text_field dataset_text_field text_column text_column_name
+documents packing sample_packing packed
+seq_len block_size max_seq_len max_seq_length max_length sequence_len sequence_length seq_length context_length
+seq_len max_context_width model_max_length cutoff_len
+micro_batch batch_size train_batch_size per_device_train_batch_size micro_batch_size local_batch_size device_batch_size
+batch_tokens gradient_accumulation_steps global_batch_size total_batch_size grad_accum_steps
+steps max_steps max_iters max_train_steps max_training_steps num_steps train_iters num_iterations
+lr learning_rate max_lr
+min_lr lr_min min_learning_rate min_lr_factor
+warmup_steps warmup warmup_iters warmup_ratio num_warmup_steps lr_warmup_steps lr_warmup_iters
+schedule lr_scheduler lr_scheduler_type lr_decay_style decay_lr decay_type
+decay_steps lr_decay_iters lr_decay_steps decay_ratio
+beta1 adam_beta1
+beta2 adam_beta2
+clip grad_clip max_grad_norm clip_grad_norm max_norm gradient_clip_val gradient_clipping clip_grad
+dtype bf16 fp16 tf32 torch_dtype precision mixed_precision mixed_precision_param
+reduce_dtype mixed_precision_reduce
+fp8 float8 enable_fp8 recipe_name
+fp8_all_gather enable_fsdp_float8_all_gather
+fp8_skip filter_fqns
+shard_size sharding_strategy data_parallel_shard_degree shard_degree fsdp
+reshard fsdp_reshard_after_forward reshard_after_forward
+prefetch forward_prefetch backward_prefetch backward_fetch_policy
+offload cpu_offload enable_cpu_offload fsdp_cpu_offload offload_params
+offload_activations activation_offloading enable_activation_offloading
+checkpointing gradient_checkpointing activation_checkpointing enable_activation_checkpointing activation_checkpoint.mode
+compile torch_compile compile_model compile.enable
+attention attn_implementation flash_attention use_flash_attn use_flash_attention
+out out_dir output_dir dump_folder checkpoint_dir save_dir checkpoint.folder
+seed random_seed
+log_every log_interval logging_steps logging_freq log_freq log_every_n_steps
+eval_every eval_interval eval_steps eval_freq validation_freq val_check_interval validation.freq
+eval_batches eval_iters validation_batches max_eval_batches limit_val_batches validation.steps
+save_every save_steps save_interval checkpoint_freq ckpt_freq checkpoint_interval checkpoint_every_n_steps
+save_every checkpoint.interval
+save_async async_mode async_save
+keep save_total_limit num_kept_checkpoints keep_latest_k
+resume resume_from_checkpoint resume_from auto_resume_from_checkpoints load_step
+deterministic full_determinism
+profile enable_profiling
+timeout ddp_timeout init_timeout_seconds train_timeout_seconds
+"""
 
 
-def _flag(default, help: str, choices: tuple = ()):
-    return field(default=default, metadata={"help": help, "choices": choices})
+def _flag(default, help: str, choices: tuple = (), least: float = 0, below: float = math.inf, needs: str = ""):
+    """least, below: the range of a number, the second not in it; needs: the flag without which it has no effect."""
+    return field(default=default, metadata={"help": help, "choices": choices, "range": (least, below), "needs": needs})
 
 
 # What --resume_override may name.
@@ -50,7 +108,7 @@ class Config:
     n_kv_heads: int = _flag(0, "overrides the model's number of key/value heads")
     ffn_dim: int = _flag(0, "overrides the model's feed-forward width")
     router_aux_loss_coef: float = _flag(
-        -1.0, "weight of the loss that balances experts, beside the mean loss; -1 = the model's"
+        -1.0, "weight of the loss that balances experts, beside the mean loss; -1 = the model's", least=-1
     )
     # data
     data: tuple = _flag(
@@ -62,7 +120,7 @@ class Config:
     tokenizer: str = _flag(
         "",
         "bytes, or a tokenizer.json, a tokenizer.model, a folder or the hub id of one; default: that of --weights or"
-        " --model where these have one, else bytes",
+        f" --model where these have one, else bytes (to be named for text where the vocabulary is above {BYTES_UP_TO})",
     )
     text_field: str = _flag("text", "the field (.jsonl) or column (.parquet) that holds the text")
     data_dtype: str = _flag("", "dtype of headerless token files", ("", "uint16", "uint32"))
@@ -80,16 +138,25 @@ class Config:
         0, "bad rows of text that are logged and left out before one ends the run; of streams, per lane"
     )
     stream: bool = _flag(False, "tokenise local text while training, as hf:// text always is, not once into the cache")
-    lanes: int = _flag(64, "parts that a stream is dealt to; a run's order depends on it, and a resume keeps it")
-    read_ahead_gb: float = _flag(
-        8.0, "of TMPDIR on each host, for hub streams that are read ahead; at most half of its free room"
+    lanes: int = _flag(
+        64,
+        "parts that a stream is dealt to; a run's order depends on it, and a resume keeps it",
+        least=1,
+        needs="stream",
     )
-    delimiter: int = _flag(-1, "id of the token that begins a document; -1 = as the tokenizer or the shard format says")
+    read_ahead_gb: float = _flag(
+        8.0,
+        "of TMPDIR on each host, for hub streams that are read ahead; at most half of its free room",
+        needs="stream",
+    )
+    delimiter: int = _flag(
+        -1, "id of the token that begins a document; -1 = as the tokenizer or the shard format says", least=-1
+    )
     # batch and length
-    seq_len: int = _flag(256, "tokens per row")
+    seq_len: int = _flag(256, "tokens per row", least=1)
     micro_batch: int = _flag(8, "rows per rank per forward pass; 0 = the rank's whole share of --batch_tokens")
     batch_tokens: int = _flag(0, "tokens per optimizer step over all ranks; 0 = one micro-batch per rank")
-    steps: int = _flag(1000, "optimizer steps")
+    steps: int = _flag(1000, "optimizer steps", least=1)
     # optimizer
     lr: float = _flag(3e-4, "peak learning rate")
     min_lr: float = _flag(0.0, "learning rate at the end of the decay")
@@ -104,14 +171,15 @@ class Config:
         "step the decay ends at (0 = --steps); wsd: its length (0 = a fifth of them); below 1 = share of the steps",
     )
     weight_decay: float = _flag(0.1, "AdamW's weight decay, of matrices and embeddings")
-    beta1: float = _flag(0.9, "AdamW's first beta")
-    beta2: float = _flag(0.95, "AdamW's second beta")
+    beta1: float = _flag(0.9, "AdamW's first beta", below=1)
+    beta2: float = _flag(0.95, "AdamW's second beta", below=1)
     clip: float = _flag(1.0, "largest global gradient norm; 0 = no clipping")
     # precision, memory and speed
     dtype: str = _flag(
         "auto",
-        "of activations and matrix products (weights stay fp32); auto = bf16 where the hardware has it",
-        ("auto", "bf16", "fp32"),
+        "of activations and matrix products (weights stay fp32); tf32 = fp32, multiplied as TF32 on a GPU; auto = bf16"
+        " where the hardware has it, else fp32",
+        ("auto", "bf16", "tf32", "fp32"),
     )
     param_dtype: str = _flag(
         "fp32", "of the masters, which the optimizer updates; bf16 rounds its updates stochastically", ("fp32", "bf16")
@@ -128,11 +196,18 @@ class Config:
         "auto",
         "FP8 format of gradients; auto = e5m2 (range) with --fp8 tensor, e4m3 (precision) with the others",
         ("auto", "e5m2", "e4m3"),
+        needs="fp8",
     )
-    fp8_all_gather: bool = _flag(False, "gather sharded weights as FP8 (--fp8 tensor): half the bytes")
-    fp8_skip: tuple = _flag((), "names of layers, or parts of them between dots, that stay in bf16, as down_proj")
+    fp8_all_gather: bool = _flag(False, "gather sharded weights as FP8 (--fp8 tensor): half the bytes", needs="fp8")
+    fp8_skip: tuple = _flag(
+        (),
+        "names of layers, or parts of them between dots, that stay in bf16, as down_proj",
+        needs="fp8",
+    )
     fp8_log_every: int = _flag(
-        100, "steps between FP8 figures of a few layers in metrics.jsonl, in records of their own; 0 = never"
+        100,
+        "steps between FP8 figures of a few layers in metrics.jsonl, in records of their own; 0 = never",
+        needs="fp8",
     )
     shard_size: int = _flag(0, "ranks that share one copy of the parameters; 0 = all, 1 = every rank holds them")
     reshard: str = _flag(
@@ -164,17 +239,18 @@ class Config:
     )
     # the run
     out: str = _flag("", "run folder; default runs/ + recipe and data names")
-    seed: int = _flag(0, "of initialisation, data order and samples")
+    seed: int = _flag(0, "of initialisation, data order and samples", least=-(2**63), below=2**63)
     log_every: int = _flag(10, "steps between records; 0 = the first and the last only")
     eval_every: int = _flag(100, "steps between evaluations; 0 = never")
     eval_batches: int = _flag(10, "global batches per evaluation; 0 = the whole validation split")
     save_every: int = _flag(0, "steps between checkpoints; 0 = at the end only")
     save_async: bool = _flag(True, "write checkpoints while training goes on, from a copy in the host's memory")
-    keep: int = _flag(2, "checkpoints kept, at least 2: should the newest be damaged, the one before is used")
+    keep: int = _flag(2, "checkpoints kept, at least 2: should the newest be damaged, the one before is used", least=2)
     load: str = _flag(
         "direct",
         "direct = every rank reads its part of the files; rank0 = rank 0 reads them and sends each rank its part",
         ("direct", "rank0"),
+        needs="weights",
     )
     resume: str = _flag("auto", "auto = go on from the run folder's newest checkpoint; never; or a checkpoint folder")
     resume_override: tuple = _flag(
@@ -199,10 +275,12 @@ class Config:
         600,
         "seconds without the end of a step after which the job ends and says where it hangs; the first step, an"
         " evaluation, a save and samples have 30 min",
+        least=1,
     )
     check: int = _flag(
         -1,
         "check all that can be checked without training, for N processes (bare: one per GPU, or 1), and exit",
+        least=-1,
     )
 
     @cached_property
@@ -310,8 +388,19 @@ def make_parser() -> argparse.ArgumentParser:
 def _data_name(spec: str) -> str:
     """What an entry of --data adds to the run folder's name; a glob is told by its folder, too."""
     path = Path(split_weight(spec)[0].removesuffix(".gz"))
-    parts = (path.parent.name, path.stem) if glob.has_magic(path.name) else (path.stem,)
-    return re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.") or "data"
+    name = path.stem if path.suffix in (*SUFFIXES, ".bin") else path.name
+    return _folder_name(f"{path.parent.name}-{name}" if glob.has_magic(path.name) else name)
+
+
+def _folder_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "data"
+
+
+def _is_shards(spec: str) -> bool:
+    """Whether an entry of --data names token shards, and not text."""
+    path = Path(split_weight(spec)[0]).expanduser()
+    names = glob.glob(str(path), recursive=True) if glob.has_magic(path.name) else [path]
+    return any(Path(name).suffix == ".bin" or Path(name).is_dir() for name in names)
 
 
 def _find_model(spec: str) -> None:
@@ -334,40 +423,47 @@ def tokenizer_beside(spec: str) -> str:
     return spec if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")) else ""
 
 
-def parse_args(argv: list[str]) -> Config:
+def _known_as(name: str) -> str:
+    """The flag of ours that a name stands for, be it another trainer's or misspelt; empty if there is none."""
+    ours = [f.name for f in fields(Config)]
+    meanings = {name: name for name in ours}
+    for line in ELSEWHERE.strip().splitlines():
+        flag, *theirs = line.split()
+        meanings |= dict.fromkeys(theirs, flag)
+    near = difflib.get_close_matches(name, ours, 1, 0.85)
+    last = name.rpartition(".")[2]  # torchtitan's names are SECTION.NAME
+    return meanings.get(name) or meanings.get(last) or "".join(near)
+
+
+def parse_args(argv: list[str], trains: bool = False) -> Config:
     """Command-line words -> Config. Raises UserError for anything that can be seen to be wrong without data or
-    devices."""
+    devices; trains: also for data and tokenizers that were forgotten."""
     words, recipes = [], []
     for word in argv:
         if word.startswith("@"):
-            recipes.append(Path(word[1:]).stem)
+            recipes.append(Path(word[1:]).name.removesuffix(".args"))
             words += _read_recipe(word[1:])
         else:
             words.append(word)
-    names = [f.name for f in fields(Config)]
     for i, word in enumerate(words):
         if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            words[i] = f"--{name.replace('-', '_')}{equals}{value}"
-            if name.replace("-", "_") not in [*names, "help"]:
-                near = difflib.get_close_matches(name.replace("-", "_"), names, 1, 0.0)[0]
-                raise UserError(f"unknown flag --{name}; the nearest one is --{near}; --help lists all")
+            typed, equals, value = word[2:].partition("=")
+            name = typed.replace("-", "_")
+            words[i] = f"--{name}{equals}{value}"
+            known = _known_as(name)
+            if name not in (known, "help"):
+                nearest = f"the nearest one is --{known}; " if known else ""
+                raise UserError(f"unknown flag --{typed}; {nearest}--help lists all")
     parsed, rest = make_parser().parse_known_args(words)
     if rest:
         raise UserError(f"{rest[0][:40]!r} is neither a flag nor the value of one; --help lists all flags")
     values = vars(parsed)
     for f in fields(Config):
-        value, choices = values[f.name], f.metadata["choices"]
-        if f.name == "fp8":
-            value = values[f.name] = {"0": "off", "1": "tensor"}.get(value, value)
-        if choices and value not in choices:
-            near = difflib.get_close_matches(value, choices, 1)
-            raise UserError(
-                f"--{f.name} {value}: unknown{f', did you mean {near[0]}?' if near else ''};"
-                f" there are {', '.join(c for c in choices if c)}"
-            )
-        if isinstance(value, list):
-            values[f.name] = tuple(value)
+        if isinstance(values[f.name], list):
+            values[f.name] = tuple(values[f.name])
+    values["fp8"] = {"0": "off", "1": "tensor"}.get(values["fp8"], values["fp8"])
+    for f in fields(Config):
+        _check_flag(f, values)
     values["resume_override"] = tuple(name for word in values["resume_override"] for name in word.split(",") if name)
     if values["weights"]:
         find(values["weights"], "--weights")
@@ -375,41 +471,73 @@ def parse_args(argv: list[str]) -> Config:
             values["model"] = values["weights"]
     if values["model"] not in MODELS:
         _find_model(values["model"])
-    if not values["tokenizer"]:
-        values["tokenizer"] = tokenizer_beside(values["weights"]) or tokenizer_beside(values["model"]) or "bytes"
     if not values["out"]:
         data = [_data_name(d) for d in values["data"]]
-        model = values["model"] if values["model"] in MODELS else _data_name(values["model"].rstrip("/"))
+        model = _folder_name(Path(values["model"]).name)
         values["out"] = str(Path("runs") / "-".join((recipes or [model]) + data))
     if not values["out"].isprintable():  # launch.sh and train.sbatch read it as a line
         raise UserError(f"--out {values['out']!r}: a run folder's name must be printable")
+    names_tokenizer = bool(values["tokenizer"])
+    if not names_tokenizer:
+        values["tokenizer"] = tokenizer_beside(values["weights"]) or tokenizer_beside(values["model"]) or "bytes"
     config = Config(**values)
-    _check_ranges(config)
+    _check_together(config)
+    if trains:
+        _check_data(config, names_tokenizer)
+    if (
+        config.sample_every
+        and config.tokenizer == "bytes"
+        and not names_tokenizer
+        and any(map(_is_shards, config.data))
+    ):
+        raise UserError("--sample_every: what these token shards mean is not known: name their --tokenizer, or give 0")
     return config
 
 
-def _check_ranges(c: Config) -> None:
-    for name in ("steps", "seq_len", "timeout", "lanes"):
-        if getattr(c, name) < 1:
-            raise UserError(f"--{name} {getattr(c, name)}: it must be at least 1")
-    for name in (
-        "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "micro_batch", "batch_tokens", "min_lr",
-        "warmup_steps", "decay_steps", "weight_decay", "clip", "shard_size", "prefetch", "log_every",
-        "eval_every", "eval_batches", "save_every", "sample_every", "fp8_log_every", "skip_bad", "read_ahead_gb",
-        "replicas_every",
-        "profile",
-    ):  # fmt: skip
-        if not 0 <= getattr(c, name) < float("inf"):
-            raise UserError(f"--{name} {getattr(c, name)}: it must be finite and not negative")
-    if not 0 < c.lr < float("inf"):
-        raise UserError(f"--lr {c.lr}: it must be positive")
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(c, name) < 1:
-            raise UserError(f"--{name} {getattr(c, name)}: it must be in [0, 1)")
-    if c.keep < 2:
-        raise UserError(f"--keep {c.keep}: it must be at least 2: should the newest be damaged, the one before is used")
+def _check_flag(f: Field, values: dict) -> None:
+    """Whether a flag's value is what its field says it may be, and has an effect."""
+    value, (least, below) = values[f.name], f.metadata["range"]
+    choices, needs = f.metadata["choices"], f.metadata["needs"]
+    if choices and value not in choices:
+        near = difflib.get_close_matches(value, choices, 1)
+        raise UserError(
+            f"--{f.name} {value}: unknown{f', did you mean {near[0]}?' if near else ''};"
+            f" there are {', '.join(c for c in choices if c)}"
+        )
+    if isinstance(value, (int, float)) and not least <= value < below:
+        limit = "finite" if below == math.inf else f"below {below}"
+        raise UserError(f"--{f.name} {value}: it must be at least {least} and {limit} ({f.metadata['help']})")
+    streams = needs == "stream" and any(d.startswith("hf://") for d in (*values["data"], *values["val_data"]))
+    if needs and value not in (f.default, 0) and values[needs] == getattr(Config, needs) and not streams:
+        raise UserError(f"--{f.name} has no effect without --{needs}: give that, or leave --{f.name} out")
+
+
+def _check_data(c: Config, names_tokenizer: bool) -> None:
+    """Refuses what would be trained on by oversight: the built-in text for a real model, and text as bytes in a
+    vocabulary of words. Who names --tokenizer bytes wants it."""
+    size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
+    if size <= BYTES_UP_TO or (as_bytes and names_tokenizer):
+        return
+    text = next((d for d in (*c.data, *c.val_data) if not _is_shards(d)), "")
+    if not c.data and (as_bytes or not c.model.startswith("tiny-")):
+        raise UserError(
+            f"--model {c.model} has a vocabulary of {size}, and no --data is named: give it and, for text, --tokenizer"
+            " (the built-in text, to try a model out, needs --tokenizer bytes)"
+        )
+    if text and as_bytes:
+        raise UserError(
+            f"--model {c.model} has a vocabulary of {size}, and no --tokenizer is named for {text}: give the model's"
+            f" (`python download.py ORG/NAME --skip-model` fetches it); --tokenizer bytes uses 258 of the {size} ids"
+        )
+
+
+def _check_together(c: Config) -> None:
     if wrong := [name for name in c.resume_override if name not in OVERRIDABLE]:
         raise UserError(f"--resume_override {wrong[0]}: it can name {', '.join(OVERRIDABLE)}; for others a new --out")
+    if not c.lr:
+        raise UserError("--lr 0.0: it must be positive")
+    if c.decay_steps and c.schedule == "constant":
+        raise UserError(f"--decay_steps {c.decay_steps}: there is no decay with --schedule constant")
     if c.profile and c.steps < PROFILE_AFTER + c.profile:
         raise UserError(
             f"--profile {c.profile} needs --steps {PROFILE_AFTER + c.profile}: {PROFILE_AFTER} come before those that"
@@ -417,24 +545,18 @@ def _check_ranges(c: Config) -> None:
         )
     if c.min_lr > c.lr:
         raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
-    if c.check < -1 or c.delimiter < -1:
-        raise UserError(f"--check {c.check}, --delimiter {c.delimiter}: they must not be negative")
-    if c.sample_every and not c.knows_text:
-        raise UserError("--sample_every: what these token shards mean is not known: name their --tokenizer, or give 0")
     if not c.micro_batch and (not c.batch_tokens or c.batch_tokens % c.seq_len):
         raise UserError(
             f"--micro_batch 0 needs --batch_tokens that divide by --seq_len {c.seq_len}, not {c.batch_tokens}"
         )
     model = c.model_config
-    if c.router_aux_loss_coef != -1 and not (0 <= c.router_aux_loss_coef < float("inf") and model.n_experts):
+    if c.router_aux_loss_coef != -1 and (c.router_aux_loss_coef < 0 or not model.n_experts):
         raise UserError(
             f"--router_aux_loss_coef {c.router_aux_loss_coef}: it must be 0 or more, and {c.model} has"
             f" {model.n_experts} experts; -1 = the model's"
         )
     if c.fp8 != "off":
         _check_fp8(c, model)
-    elif c.fp8_skip:
-        raise UserError("--fp8_skip is for --fp8 tensor, row or row_gw_hp; --fp8 is off")
     if model.positions == "learned" and c.seq_len > model.max_seq_len:
         raise UserError(
             f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"
@@ -452,12 +574,12 @@ def _check_fp8(c: Config, model: ModelConfig) -> None:
                 f"--fp8 {c.fp8}: {what} = {heads}, times head_dim {model.head_dim}, does not divide by 16;"
                 f" --n_heads {max(1, round(model.dim / 16))}, of 16 dimensions each, would"
             )
-    if c.fp8 != "tensor" and c.fp8_grad_dtype == "e5m2":
-        raise UserError(f"--fp8 {c.fp8} has e4m3 gradients; e5m2 is for --fp8 tensor")
     if c.fp8 != "tensor" and c.fp8_all_gather:
         raise UserError(
             f"--fp8_all_gather needs one scale per weight, which --fp8 tensor has and --fp8 {c.fp8} has not"
         )
+    if c.fp8 != "tensor" and c.fp8_grad_dtype == "e5m2":
+        raise UserError(f"--fp8 {c.fp8} has e4m3 gradients; e5m2 is for --fp8 tensor")
 
 
 def split_batch(c: Config, world_size: int) -> tuple[int, int]:

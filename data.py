@@ -397,8 +397,10 @@ def check_tokens(config: Config) -> None:
     if config.knows_text:
         check_tokenizer(config)
     made_with: dict[str, Path] = {}  # by the fingerprint of the tokenizer
+    headerless = False
     for split in ("train", "val") if config.eval_every else ("train",):
         for tokens in make_loader(config, split=split).tokens:
+            headerless |= any(array.offset == 0 for array in tokens.arrays)
             made_with |= {read_index(p.parent)["fingerprint"]: p.parent for p in tokens.paths if read_index(p.parent)}
             if len(made_with) > 1:
                 found = (f"{p} with {read_index(p)['tokenizer']}" for p in made_with.values())
@@ -416,6 +418,10 @@ def check_tokens(config: Config) -> None:
                         raise beyond_vocabulary(tokens, at, config)
                     seen += len(part)
                 first += len(array)
+    if config.data_dtype and not headerless:
+        raise UserError(
+            f"--data_dtype {config.data_dtype} is for headerless token files, and there are none: leave it out"
+        )
 
 
 PROBE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
@@ -561,8 +567,10 @@ def _show(argv: list[str]) -> None:
     own.add_argument("--n", type=int, default=3)
     own.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
     args, rest = own.parse_known_args(argv)
+    if args.n < 1:
+        raise UserError(f"--n {args.n}: it must be at least 1")
     colour = args.colour == "always" or (args.colour == "auto" and sys.stdout.isatty())
-    for text in show(parse_args(rest), max(1, args.n), colour):
+    for text in show(parse_args(rest), args.n, colour):
         print(text)
 
 

@@ -62,6 +62,13 @@ def set_determinism(on: bool) -> None:
         torch.backends.cudnn.benchmark = False
 
 
+def set_products(dtype: str) -> None:
+    """How a GPU multiplies fp32 matrices: with --dtype fp32 as they are, else, where anything stays in fp32, as TF32.
+    Call it before anything is compiled."""
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
+
+
 def compiler_problem() -> str:
     """Why torch.compile cannot work here, with the command that mends it; empty if it can."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # the one inductor takes

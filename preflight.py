@@ -49,6 +49,8 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
             if (torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else cpu_has_it)
             else "fp32"
         )
+    if dtype == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        raise UserError(f"--dtype tf32: only NVIDIA GPUs from Ampere on have it, {device.type} here; --dtype fp32")
     if compile_mode != "none":
         problem = machine.compiler_problem()
         if problem and compile_mode != "auto":
@@ -321,7 +323,9 @@ def report(error: Exception, config: Config | None, rank: int, made: Made) -> in
         message, alone = f"rank {rank} on {platform.node()}: {told}", True
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"the disk is full: {error}; what was saved before is intact: free some space and start again"
-    elif isinstance(error, OSError) and config and not os.path.exists(config.out):
+    elif isinstance(error, BrokenPipeError):
+        message = f"what read this output has ended: {error}"
+    elif isinstance(error, OSError) and made.watchdog and not os.path.exists(config.out):
         message = f"--out {config.out} has vanished: {error}"
     elif isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EIO, errno.ESTALE):
         message = f"--out {config.out}: its disk fails: {error}; what was saved before is intact"

@@ -65,7 +65,6 @@ def init_ranks() -> Ranks:
     device = find_device(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # what stays in fp32 is multiplied as TF32
     if world_size == 1:
         return Ranks(0, 1, device)
     dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30))

@@ -99,6 +99,39 @@ def test_an_unknown_flag_names_the_nearest(typed, near):
     assert re.search(rf"{typed.split('=')[0]}\b.* {near}\b", refused(typed))
 
 
+# What other trainers call it -> what we do; nothing where we have no such flag.
+FOREIGN = {
+    "nanoGPT": "n_layer=n_layers n_head=n_heads n_embd=dim block_size=seq_len batch_size=micro_batch max_iters=steps"
+    " learning_rate=lr warmup_iters=warmup_steps lr_decay_iters=decay_steps grad_clip=clip out_dir=out dataset=data"
+    " eval_interval=eval_every eval_iters=eval_batches log_interval=log_every init_from=weights dropout= backend="
+    " wandb_log= eval_only=",
+    "transformers": "per-device-train-batch-size=micro_batch gradient_accumulation_steps=batch_tokens max_steps=steps"
+    " max_grad_norm=clip lr_scheduler_type=schedule gradient_checkpointing=checkpointing bf16=dtype output_dir=out"
+    " save_steps=save_every save_total_limit=keep logging_steps=log_every eval_steps=eval_every adam_beta2=beta2"
+    " resume_from_checkpoint=resume model_name_or_path=weights num_train_epochs= adam_epsilon= report_to= log_level=",
+    "torchtitan": "training.local_batch_size=micro_batch training.seq_len=seq_len optimizer.lr=lr"
+    " parallelism.data_parallel_shard_degree=shard_size checkpoint.interval=save_every validation.steps=eval_batches"
+    " training.dataset_path=data activation_checkpoint.mode=checkpointing job.dump_folder=out model.flavor=model"
+    " training.max_norm=clip parallelism.tensor_parallel_degree= optimizer.eps=",
+    "recipe 5": "max_context_width=seq_len hidden_width=dim num_layers=n_layers num_heads=n_heads"
+    " llama_intermediate_size=ffn_dim num_key_value_heads=n_kv_heads checkpoint_freq=save_every warmup=warmup_steps"
+    " validation_freq=eval_every validation_batches=eval_batches checkpoint_dir=out lr_decay_style=schedule"
+    " sharding_strategy=shard_size cpu_offload=offload logging_freq=log_every epochs= limit_all_gathers=",
+}
+
+
+@pytest.mark.parametrize("name, ours", [pair.split("=") for names in FOREIGN.values() for pair in names.split()])
+def test_a_flag_of_another_trainer_names_ours_or_none(name, ours):
+    expected = f"; the nearest one is --{ours}; " if ours else "; "
+    assert refused(f"--{name}", "1") == f"unknown flag --{name}{expected}--help lists all"
+
+
+def test_the_table_of_other_trainers_maps_names_that_are_not_ours_to_flags():
+    ours, lines = {f.name for f in FIELDS}, [line.split() for line in config.ELSEWHERE.strip().splitlines()]
+    theirs = [name for _, *names in lines for name in names]
+    assert {flag for flag, *_ in lines} <= ours and not ours & {*theirs} and len({*theirs}) == len(theirs)
+
+
 def test_an_unknown_model_names_the_nearest_and_all():
     message = refused("--model", "lama2-7b")
     assert "did you mean llama2-7b?" in message
@@ -108,8 +141,10 @@ def test_an_unknown_model_names_the_nearest_and_all():
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["choices"]], ids=lambda f: f.name)
 def test_choices(field):
     assert field.default in field.metadata["choices"]
+    needed = {"fp8": ["--fp8=tensor"], "weights": ["--weights", str(ROOT), "--model=tiny-llama"]}
     for choice in field.metadata["choices"]:
-        assert getattr(parse_args([f"--{field.name}={choice}"]), field.name) == choice
+        words = [f"--{field.name}={choice}", *needed.get(field.metadata["needs"], [])]
+        assert getattr(parse_args(words), field.name) == choice
     message = refused(f"--{field.name}=nonsense")
     assert f"--{field.name} nonsense" in message and all(choice in message for choice in field.metadata["choices"])
 
@@ -162,7 +197,12 @@ def test_hub_ids_are_looked_up_where_download_puts_them(folder, tmp_path, monkey
 def test_sampling_needs_to_know_what_tokens_mean(folder):
     assert "--tokenizer" in refused("--data", "a.bin", "--sample_every", "5")
     (Path(folder) / "tokenizer.json").touch()
-    assert parse_args(["--data", "a.bin", "--sample_every", "5", "--tokenizer", folder]).sample_every == 5
+    for known in (
+        ["a.bin", "--tokenizer", folder],
+        ["a.bin", "--tokenizer", "bytes"],
+        ["README.md"],
+    ):  # .md: data.py says
+        assert parse_args(["--sample_every", "5", "--data", *known]).sample_every == 5
 
 
 # ---- recipes
@@ -224,7 +264,9 @@ def test_an_unknown_flag_in_a_recipe(recipe):
 @pytest.mark.parametrize(
     "flags, values",
     [
-        ("steps seq_len timeout", "0 -5"),
+        ("steps seq_len timeout lanes", "0 -5"),
+        ("check delimiter", "-2"),
+        ("seed", f"{2**70}"),
         ("keep", "1 0"),
         ("batch_tokens shard_size prefetch log_every eval_every eval_batches save_every sample_every", "-1"),
         ("vocab_size dim n_layers n_heads n_kv_heads ffn_dim", "-1"),
@@ -244,11 +286,42 @@ def test_ranges(flags, values):
     "words",
     [
         "--model tiny-mixtral --router_aux_loss_coef -5", "--model tiny-mixtral --router_aux_loss_coef nan",
-        "--model tiny-llama --router_aux_loss_coef 0.5", "--fp8_skip down_proj",
+        "--model tiny-llama --router_aux_loss_coef 0.5", "--fp8_skip down_proj", "--fp8_all_gather on",
+        "--fp8 off --fp8_grad_dtype e4m3", "--fp8=0 --fp8_log_every 5", "--fp8 row --fp8_all_gather on", "--load rank0",
+        "--lanes 4", "--data a.txt --read_ahead_gb 1", "--schedule constant --decay_steps 100",
     ],
 )  # fmt: skip
 def test_flags_that_would_be_ignored_are_refused(words):
     assert words.split()[-2] in refused(*words.split())
+
+
+def test_streams_take_their_flags():
+    for words in ("--stream", "--data hf://datasets/a/b/c.jsonl", "--data a.bin --val_data hf://datasets/a/b/c.jsonl"):
+        assert parse_args([*words.split(), "--lanes", "4", "--read_ahead_gb", "1"]).lanes == 4
+
+
+@pytest.mark.parametrize(
+    "words, missing",
+    [
+        ("", "no --data is named"), ("--data a.jsonl:0.5 b.bin:0.5", "no --tokenizer is named for a.jsonl:0.5"),
+        ("--data b.bin --val_data a.txt.gz", "named for a.txt.gz"), ("--data c/*.json", "named for c/*.json"),
+        ("--data b.bin", ""), ("--data tokens.v2", ""), ("--tokenizer bytes", ""), ("--data a --tokenizer bytes", ""),
+    ],
+)  # fmt: skip
+def test_what_was_forgotten_is_refused_where_tokens_are_not_bytes(tmp_path, monkeypatch, words, missing):
+    monkeypatch.chdir(tmp_path)
+    Path("tokens.v2").mkdir()
+    for vocab_size, beside in ((1024, False), (1025, False), (32000, True)):
+        found = config_json(dataclasses.replace(MODELS["tiny-gpt2"], vocab_size=vocab_size), torch.float32)
+        Path("config.json").write_text(json.dumps(found))
+        Path("tokenizer.json" if beside else "other.json").touch()
+        argv = ["--model", str(tmp_path), *words.split()]
+        if missing and vocab_size > 1024 and not (beside and words):
+            with pytest.raises(UserError, match=re.escape(missing)):
+                parse_args(argv, trains=True)
+        else:
+            parse_args(argv, trains=True)
+        parse_args(argv)
 
 
 def test_min_lr_above_lr():
@@ -323,6 +396,7 @@ def test_out_is_named_after_recipe_and_data(recipe):
         ([name, "--data", "/far/away/my book.txt"], "runs/default-my-book"),
         ([name, "--data", "a.txt", "b/"], "runs/default-a-b"),
         ([name, "--data", "a.txt", "--out", "mine"], "mine"),
+        ([name, "--data", "fineweb-1.5", "v2.1/c4.en.json.gz:0.3", "x.y.bin"], "runs/default-fineweb-1.5-c4.en-x.y"),
     ]:
         assert Path(parse_args(words).out) == Path(out)
 
@@ -331,6 +405,14 @@ def test_out_is_named_after_recipe_and_data(recipe):
 def test_a_run_folder_is_one_line(recipe, name):
     assert repr(f"runs/{name}") in refused("--out", f"runs/{name}")
     assert "--out" in refused(recipe(name, "--lr 1"))
+
+
+def test_out_tells_models_apart_whose_names_have_dots(folder, monkeypatch):
+    monkeypatch.setattr(config, "find", lambda spec, flag: Path(folder))
+    names = ["Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.2-3B", "a.gz", "b.bin"]
+    for flag in ("--weights", "--model"):
+        outs = [parse_args([flag, f"meta-llama/{name}", "--data", "mytext.txt"]).out for name in names]
+        assert outs == [f"runs/{name}-mytext" for name in names]
 
 
 def test_out_of_globs(recipe):

@@ -16,7 +16,7 @@ import torch
 import prepare
 import rows
 from config import parse_args
-from data import Batch, check_tokens, make_loader
+from data import Batch, _show, check_tokens, make_loader
 from errors import UserError
 from order import permute
 from rows import open_split
@@ -195,6 +195,20 @@ def test_ids_beyond_the_vocabulary(tmp_path, at, split):
         assert f"{second} at token {at}: id 300" in message and "vocab_size is 300" in message
     if split == "val":
         check_tokens(config(first, second, vocab_size=300, eval_every=0))  # it is not read
+
+
+def test_data_dtype_needs_a_headerless_file(tmp_path):
+    with_header, without = shard(tmp_path / "a.bin", range(400)), headerless(tmp_path / "b.bin", range(400))
+    (tmp_path / "c.txt").write_text("some words\n" * 100)
+    check_tokens(config(with_header, without, data_dtype="uint16"))
+    check_tokens(config(with_header, val_data=without, data_dtype="uint16"))
+    for path in (with_header, tmp_path / "c.txt"):
+        assert "--data_dtype uint16 is for headerless" in refused(check_tokens, config(path, data_dtype="uint16"))
+
+
+def test_show_needs_a_number_of_rows():
+    for n in ("-1", "0"):
+        assert f"--n {n}" in refused(_show, ["--n", n])
 
 
 # ---- text

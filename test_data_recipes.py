@@ -73,7 +73,9 @@ def test_tiny(tmp_path):
     runs = {}
     for recipe in MODELS:
         text = (ROOT / "recipes" / f"{recipe}.args").read_text()
-        assert ("pip install pyarrow" in text) == (".parquet" in text) and "python download.py" in text
+        assert (".venv/bin/python -m pip install pyarrow" in text) == (
+            ".parquet" in text
+        ) and "python download.py" in text
         (tmp_path / recipe).mkdir()
         runs[recipe] = [*tiny_flags(tmp_path / recipe, recipe), "--out", str(tmp_path / recipe / "run")]
     train(tmp_path, runs)

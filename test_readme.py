@@ -1,11 +1,19 @@
 """README.md: what it prints is done as it is printed."""
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
+
+from config import parse_args
+from model import MODELS
+from weights import config_json
 
 ROOT = Path(__file__).parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -33,3 +41,13 @@ def test_the_printed_change_of_the_model_trains(tmp_path):
     done = subprocess.run([sys.executable, "train.py", *flags], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Batch 5 Loss" in done.stdout and "No export to hf/" in done.stdout
+
+
+def test_the_run_folders_that_it_names_are_those_of_its_commands(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(config_json(MODELS["tiny-llama"], torch.float32)))
+    monkeypatch.setattr("config.find", lambda spec, flag: tmp_path)  # the weights are fetched
+    block = README.partition("## Use\n")[2].split("```")[1]
+    launches = [line for line in block.splitlines() if re.match("bash launch.sh (@|--model|--weights)", line)]
+    outs = {parse_args(shlex.split(line, comments=True)[2:]).out for line in launches} | {"runs/default", "runs/two"}
+    named = set(re.findall(r"runs/[\w.-]+", block)) - {"runs/NAME"}
+    assert len(outs) > 6 and len(named) > 2 and named <= outs

@@ -1,4 +1,4 @@
-"""Every recipe runs, with a tiny model in its place, and says the truth about its size."""
+"""Every recipe runs, with a tiny model in its place, says the truth about its size, and names what it needs."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from config import _read_recipe, parse_args
-from errors import ROOT
+from errors import ROOT, UserError
 from model import Transformer, flops_per_token
 from test_shard import run_ranks
 
@@ -15,14 +15,15 @@ RECIPES = sorted(p.name for p in (ROOT / "recipes").glob("*.args") if "--data" n
 TINY = {"gpt2": "tiny-gpt2", "mixtral-8x7b": "tiny-mixtral"}
 # A text of its own, few rows, few steps; all else is the recipe's.
 SHORT = ["--seq_len=64", "--micro_batch=1", "--batch_tokens=0", "--steps=3", "--eval_batches=1", "--sample_every=0"]
+FRESH = ["--weights=", "--load=direct"]  # none of the real weights is here
 SIZES = ["--vocab_size=0", "--dim=0", "--n_layers=0", "--n_heads=0", "--n_kv_heads=0", "--ffn_dim=0"]
 
 
 def words(recipe: str) -> list[str]:
     """A recipe with its tiny model. One is compiled, the others not: that is tested elsewhere."""
-    full = parse_args([f"@recipes/{recipe}"])
+    full = parse_args([f"@recipes/{recipe}", *FRESH])
     compiled = [] if recipe == "llama3-8b.args" else ["--compile=none"]
-    return [f"@recipes/{recipe}", "--model", TINY.get(full.model, "tiny-llama"), *SIZES, *SHORT, *compiled]
+    return [f"@recipes/{recipe}", *FRESH, "--model", TINY.get(full.model, "tiny-llama"), *SIZES, *SHORT, *compiled]
 
 
 def test_every_recipe_runs_on_two_processes(tmp_path):
@@ -51,7 +52,7 @@ shard.leave(ranks)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_headers_state_what_the_project_s_own_functions_compute(recipe):
     header = (ROOT / "recipes" / recipe).read_text().partition("\n--")[0]
-    config = parse_args([f"@recipes/{recipe}"])
+    config = parse_args([f"@recipes/{recipe}", *FRESH])
     with torch.device("meta"):
         model = Transformer(config.model_config)
     number, unit = re.search(r"([\d.]+) ([BM]) parameters", header).groups()
@@ -66,3 +67,29 @@ def test_headers_state_what_the_project_s_own_functions_compute(recipe):
         step = int(re.search(r"Each step: ([\d,]+) tokens", header)[1].replace(",", ""))
         assert step == config.batch_tokens
         assert "GPU: about" in header and "Time: about" in header
+        if not config.save_every:
+            return
+        disk = re.search(r"Disk: ([\d.]+) ([GT])B a checkpoint.* ([\d.]+) ([GT])B for the two that are kept", header)
+        sizes = [float(disk[i]) * {"G": 1e9, "T": 1e12}[disk[i + 1]] for i in (1, 3)]
+        assert config.keep == 2 and sizes == pytest.approx([12 * total, 36 * total], rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_real_models_need_data_and_the_small_ones_none(recipe):
+    words, text = [f"@recipes/{recipe}", *FRESH], ["--data", "my.txt"]
+    if recipe in ("default.args", "char-gpt.args"):
+        assert parse_args(words, trains=True).tokenizer == parse_args([*words, *text], trains=True).tokenizer == "bytes"
+        return
+    for missing, more in (("--data", []), ("--tokenizer", text)):
+        with pytest.raises(UserError, match=f"vocabulary of [0-9]+, and .* {missing}"):
+            parse_args([*words, *more], trains=True)
+    assert parse_args([*words, "--data", "tokens/a.bin"], trains=True).data
+    assert parse_args([*words, *text, "--tokenizer", "bytes"], trains=True).tokenizer == "bytes"
+
+
+def test_fine_tuning_starts_from_the_weights_that_the_head_says_to_fetch(monkeypatch):
+    monkeypatch.setattr("config.find", lambda spec, flag: ROOT)
+    for name in ("llama3-8b", "llama3-8b-sft", "llama3.1-405b"):
+        weights = parse_args([f"@recipes/{name}.args"]).weights
+        head = (ROOT / f"recipes/{name}.args").read_text()
+        assert weights.startswith("meta-llama/") and f"Needs, once:  python download.py {weights} " in head

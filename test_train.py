@@ -19,6 +19,8 @@ import torch
 import transformers
 
 import checkpoint
+import machine
+import preflight
 import weights
 from config import parse_args
 from data import make_loader, write_shard
@@ -312,6 +314,12 @@ BAD = {
     "weights of another rope": (["--weights", "{rope}", "--model", "tiny-llama"], "rope_theta is 10000.0"),
     "something of the user's in hf/": (["--out", "{ids}"], "ids/hf is there already"),
     "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "trained on 300"),
+    "text without a tokenizer": (["--model", "gpt2"], "no --tokenizer is named for"),
+    "a file of no known kind": (
+        ["--data", "{md}", "--sample_every", "1"],
+        "README.md: what this file holds is not known",
+    ),
+    "tf32 on a CPU": (["--dtype", "tf32"], "--dtype tf32: only NVIDIA GPUs"),
     "a tokenizer that is too large": (["--tokenizer", "bytes", "--vocab_size", "100"], "bytes has 258 ids"),
     "weights of a larger vocabulary": (["--weights", "{large}", "--tokenizer", "bytes"], "were trained on 1000"),
 }
@@ -391,6 +399,7 @@ def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, 
     (tmp_path / "empty.txt").write_text("")
     extra, message = BAD[kind]
     places = {"short": tmp_path / "short.txt", "empty": tmp_path / "empty.txt", "old": old_run, "hf": old_run / "hf"}
+    places["md"] = ROOT / "README.md"
     places |= {name: old_run.parent / name for name in ("rope", "large", "near", "ids")}
     out = tmp_path / "new/run"
     args = [*map(str, (*FAST, "--data", text, "--steps", 2, "--out", out)), *(a.format(**places) for a in extra)]
@@ -403,6 +412,32 @@ def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, 
         said = capsys.readouterr().err
         assert said.count("error: ") == 1 and message in said and "Traceback" not in said
     assert not out.parent.exists()
+
+
+def test_fp32_is_not_multiplied_as_tf32(tmp_path, monkeypatch):
+    products = []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with monkeypatch.context() as m:
+        m.setattr(machine, "set_products", products.append)
+        assert train_main(["--dtype", "fp32", "--data", "nowhere.txt", "--out", str(tmp_path / "run")]) == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", products.append)
+    for dtype in ("fp32", "tf32", "bf16"):
+        machine.set_products(dtype)
+    assert products == ["fp32", "highest", "high", "high"]
+
+
+def test_the_run_folder_is_not_blamed_for_the_end_of_what_reads_the_output(tmp_path, capsys):
+    config = parse_args(["--out", str(tmp_path / "run")])
+    for error in (BrokenPipeError(errno.EPIPE, "Broken pipe"), ConnectionResetError(errno.ECONNRESET, "reset")):
+        assert preflight.report(error, config, 0, preflight.Made()) == 1
+        said = capsys.readouterr().err
+        assert "vanished" not in said and ("what read this output has ended" in said) == (error.errno == errno.EPIPE)
+
+
+def test_closed_output_is_no_crash():
+    code = "import errors, sys; print(1); sys.stdout.flush(); print(2, file=sys.stderr, flush=True)"
+    assert subprocess.run(["bash", "-c", '"$0" -c "$1" >&- 2>&-', sys.executable, code], cwd=ROOT).returncode == 0
 
 
 def test_a_mistake_is_said_once_by_several_processes(tmp_path, text):

@@ -11,6 +11,7 @@ for the GPU.
 Exit status: 0 finished or stopped, 2 a mistake in flags, files or data (one message), 1 anything else.
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -248,7 +249,7 @@ def every(step: int, n: int) -> bool:
 def main(argv: list[str]) -> int:
     clock, config, rank, made = Clock(), None, int(os.environ.get("RANK", 0)), preflight.Made()
     try:
-        config = parse_args(argv or preflight.DEFAULT)
+        config = parse_args(argv or preflight.DEFAULT, trains=True)
         if config.check >= 0:
             preflight.check(config)
             return 0
@@ -256,6 +257,7 @@ def main(argv: list[str]) -> int:
         machine.set_determinism(config.deterministic)
         ranks = shard.init_ranks()
         config = preflight.resolve(config, ranks.device, ranks.world_size)
+        machine.set_products(config.dtype)
         train(config, ranks, clock, made)
         made.release()
         shard.leave(ranks)
@@ -271,6 +273,7 @@ if __name__ == "__main__":
         status = main(sys.argv[1:])
     except SystemExit as end:
         status = end.code
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for screen in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            screen.flush()
     os._exit(status or 0)  # without the interpreter's own end: seconds that nobody counts, and see shard.leave
