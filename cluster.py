@@ -502,7 +502,7 @@ class Supervisor:
     def attempt(self) -> tuple[str, int, str, str, list[Host]]:
         """One launch -> (state, step, message, the cause of a failure, hosts that do not answer)."""
         job = self.job
-        self.set(id=time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2), state="starting")
+        self.set(id=time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2), state="starting", ranks={})
         answers = self.prepare()
         if not any(isinstance(a, Exception) for a in answers):
             if not answers[0]["port"]:
@@ -516,7 +516,7 @@ class Supervisor:
             cause = "\n".join(mend(h, e) for h, e in failed)
             return "failed", 0, cause.splitlines()[0], cause, [h for h, e in failed if isinstance(e, Unreachable)]
         places = sorted({a["place"] for a in answers})
-        self.set(state="running", place=places[0], pid=answers[0]["pid"])
+        self.set(state="running", message="", place=places[0], pid=answers[0]["pid"])
         return self.watch()
 
     def start_all(self, port: int) -> list:
@@ -824,14 +824,14 @@ def verb_train(words: list[str], settings: dict) -> int:
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
         lock = None if is_supervised(out) else take_lock(out)
+        if lock is None:
+            raise UserError(f"{name} is being trained already. {watch_it}   {stop_it}")
+        mark = secrets.token_hex(8)
+        os.truncate(lock, 0)
+        os.write(lock, mark.encode())
+        os.fsync(lock)  # for those that see the folder over a network
     except OSError as e:
         raise UserError(f"--out {name}: {e}") from None
-    if lock is None:
-        raise UserError(f"{name} is being trained already. {watch_it}   {stop_it}")
-    mark = secrets.token_hex(8)
-    os.truncate(lock, 0)
-    os.write(lock, mark.encode())
-    os.fsync(lock)  # for those that see the folder over a network
     request = {"root": job["root"], "out": name, "clear": False, "port": job["port"]}
     answers = call_all(hosts, job["ssh"], "prepare", 30, lambda h: {**request, "label": h.label})
     problems = [mend(h, a) for h, a in zip(hosts, answers, strict=True) if isinstance(a, Exception)]
@@ -901,10 +901,11 @@ def host_files(out: Path, name: str, which: str) -> list[Path]:
     label, local = ranks.get(which, (which, None))
     host = next((h for h in hosts if label in (h.label, h.line)), None)
     if host is None:
+        last = sum(h.slots for h in hosts) - 1
+        if which.isdigit() and int(which) <= last:  # it has not started yet
+            return []
         known = ", ".join(h.label for h in hosts) or "none"
-        raise UserError(
-            f"logs: {name} has no host or rank '{which}'; hosts: {known}; ranks: {', '.join(ranks) or 'none'}"
-        )
+        raise UserError(f"logs: {name} has no host or rank '{which}'; hosts: {known}; ranks: 0 to {last}")
     patterns = [f"*/attempt_*/{'*' if local is None else local}/*.log"] + (["agent.*.log"] if local is None else [])
     folder = out / "logs" / host.label / launch["id"]
     return sorted(path for pattern in patterns for path in folder.glob(pattern))

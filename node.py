@@ -75,8 +75,9 @@ def write_whole(path: Path, text: str) -> None:
     try:
         temporary.write_text(text)
         os.replace(temporary, path)
-    finally:
+    except OSError as e:
         temporary.unlink(missing_ok=True)
+        raise OSError(e.errno, e.strerror, str(path)) from None
 
 
 def parent(pid: int) -> int:

@@ -257,17 +257,17 @@ def test_a_status_is_known_by_its_attempt_and_clocks_are_not_compared(tmp_path, 
 
 
 def test_logs_of_a_rank_go_on_over_a_relaunch_to_the_end_of_the_run(tmp_path, monkeypatch, capsys):
-    launch = {"state": "running", "hosts": [asdict(Host(n, label=n)) for n in "ab"]}
+    launch = {"state": "running", "hosts": [asdict(Host(n, slots=2, label=n)) for n in "ab"]}
 
     def write(text: str, host: str, id_: str, state: str = "running") -> None:
-        now = launch | {"id": id_, "ranks": {"3": [host, 0]}, "state": state}
+        now = launch | {"id": id_, "ranks": {"3": [host, 0]} if text else {}, "state": state}
         (tmp_path / "logs" / host / id_ / "x" / "attempt_0" / "0").mkdir(parents=True, exist_ok=True)
         (tmp_path / "logs" / "launch.json").write_text(json.dumps(now))
         with open(tmp_path / "logs" / host / id_ / "x" / "attempt_0" / "0" / "stdout.log", "a") as f:
             f.write(text)
 
     write("first\nsecond\n", "a", "1")
-    later = iter([("third\n", "a", "1"), ("fourth\n", "b", "2"), ("fifth\n", "b", "2", "finished")])
+    later = iter([("third\n", "a", "1"), ("", "b", "2"), ("fourth\n", "b", "2"), ("fifth\n", "b", "2", "finished")])
     monkeypatch.setattr(cluster, "is_supervised", lambda _: True)
     monkeypatch.setattr(cluster.time, "sleep", lambda _: write(*next(later)))
     assert cluster.Follower(tmp_path, "r", 1, "3").to_the_end() == 0
