@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+import unicodedata
 from pydoc_data.topics import topics
 
 import jinja2
@@ -533,6 +534,60 @@ def test_other_splits_are_refused(steps, tmp_path):
     d = _json("gpt2") | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
     with pytest.raises(UserError, match="pre_tokenizer .* is not supported"):
         T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
+
+
+def _split(expression: str) -> dict:
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    steps = [split, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}]
+    return _json("gpt2") | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+
+
+@pytest.mark.parametrize("expression", [
+    "^a|b", "a$", "(?i:ß)", "(?i)a", "(?i:ss)|a", "(?m:.)+", "(?x: a)", "(?#c)a", "(?~a)", r"\w+", r"\<a", r"\Aa",
+    "[a[bc]]", "[a&&b]", "[a--b]", "[[:alpha:]]", "a{2}+", "a{,2}", "a{2}{3}", "a+{2}", r"(?<n>a)\k<n>", r"(a)\1",
+    r"\p{N}*", "a|", "()", "(?=a)", "a?", "a*+|b", "(a|b?)(?!c)", "[ab]{0}", "[ab]{0,3}",
+])  # fmt: skip
+def test_expressions_that_the_library_reads_otherwise_are_refused(expression, tmp_path):
+    with pytest.raises(UserError, match="pre_tokenizer Split .* is not supported: ") as error:
+        T.load_tokenizer(_write(tmp_path, tokenizer__json=_split(expression)))
+    assert repr(expression) in str(error.value)
+
+
+CASELESS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?i:[sdmt]|ll|ve|re)"
+
+
+@pytest.mark.parametrize("expression", [
+    rf"'{CASELESS[1]}|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    rf" ?[\p{{Lu}}\p{{M}}]*[\p{{Ll}}\p{{M}}]+{CASELESS[0]}?| ?[^\s\p{{L}}]+[\r\n/]*|\s+(?!\S)",
+    r"(a|\p{L})(?=(\p{N}|\.))|[\]()^$-]{2,}\(", r"(?<= )\p{L}+(?<!s)|[^ -~](?>é|e)?", r"\p{N}",
+])  # fmt: skip
+def test_own_expressions_cut_as_the_library_does(expression, tmp_path, monkeypatch):
+    """Also with Python's expressions, which long white space and long texts without a match need; these know newer
+    letters."""
+    d = _split(expression)
+    ours, oracle = T.load_tokenizer(_write(tmp_path, tokenizer__json=d)), _hf(d)
+    expected = {text: oracle.encode(text, add_special_tokens=False).ids for text in STRINGS}
+    assert {text: ours.encode(text) for text in STRINGS} == expected
+    monkeypatch.setattr(T, "SPACES", 1)
+    known = [text for text in STRINGS if all(unicodedata.category(c) != "Cn" for c in text)]
+    assert len(known) > 100 and all(ours.encode(text) == expected[text] for text in known)
+    if expression == r"\p{N}":
+        assert ours.decode(ours.encode("ab" * 500_000)) == "ab" * 500_000
+
+
+@pytest.mark.parametrize("decoder", [
+    None, {"type": "Fuse"}, {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+])  # fmt: skip
+def test_other_decoders_are_refused(decoder, tmp_path):
+    with pytest.raises(UserError, match="decoder .* is not supported, expected ByteLevel"):
+        T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2") | {"decoder": decoder}))
+    T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2")))
+
+
+def test_a_device_is_no_tokenizer():
+    with pytest.raises(UserError, match="/dev/zero is no file"):
+        T.load_tokenizer("/dev/zero")
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])

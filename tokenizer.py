@@ -33,8 +33,13 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# What the Oniguruma of tokenizers and the Rust of tiktoken may read differently in an expression of a file's own.
-UNSURE = re.compile(r"\\(?![pP]\{\w\w?\}|[sSrnt]|\W)|[\d,]\}[+?]|\[\[:|&&")
+# The parts of an expression that the Oniguruma of tokenizers, the Rust of tiktoken and Python read alike. Left out are
+# ^ and $ (line ends in Oniguruma), ignored case apart from contractions (there "ß" is also "ss"), and sets in sets.
+_CHARACTER = r"\\[pP]\{\w\w?\}|\\[sSrnt]|\\[!-/:;=?@\[-^`{-~]"
+_GROUP = r"\((?!\?)|\(\?(?:[:=!>]|<[=!])|\(\?i:(?:'s\|'t\|'re\|'ve\|'m\|'ll\|'d|\[sdmt\]\|ll\|ve\|re)\)|[)|.]"
+_SET = rf"\[\^?(?:{_CHARACTER}|(?!--|~~|&&)[^\[\]\\])+\]"
+_TIMES = r"(?:[*+?][+?]?|\{\d+(?:,\d*)?\})(?![*+?{])"
+SPLIT_PARTS = re.compile(rf"(?:(?:{_CHARACTER}|{_GROUP}|{_SET}|[^\\^$()\[\]{{}}|.*+?])(?:{_TIMES})?)+")
 LLAMA3_CONTROL = {  # behind the ranks come 256 control tokens; the others are reserved
     0: "<|begin_of_text|>",
     1: "<|end_of_text|>",
@@ -131,11 +136,15 @@ class BPE:
     def _encode(self, text: str) -> list[int]:
         if self.leads_with_space and text and not text.startswith(" "):
             text = " " + text
-        blocks = range(0, len(text) - SPACES + 1, SPACES)
-        if blocks and any(text[i : i + SPACES].isspace() for i in blocks):
+        blocks, ids = range(0, len(text) - SPACES + 1, SPACES), None
+        try:
+            if not any(text[i : i + SPACES].isspace() for i in blocks):
+                ids = self.tiktoken.encode_ordinary(text)
+        except BaseException as e:
+            if type(e).__name__ != "PanicException":  # Rust's, at a long text without a match of the expression
+                raise
+        if ids is None:
             ids = self.tiktoken._encode_only_native_bpe(text)  # the same, its pieces cut by Python
-        else:
-            ids = self.tiktoken.encode_ordinary(text)
         return ids if self.ids is None else [self.ids[i] for i in ids]
 
     def decode(self, ids: list[int]) -> str:
@@ -284,6 +293,8 @@ Tokenizer = ByteTokenizer | SentencePiece | BPE
 
 def _read(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():  # a device has no end
+            raise UserError(f"{path} is no file")
         if path.stat().st_size > MAX_BYTES:
             raise UserError(f"{path}: {path.stat().st_size} bytes, more than any tokenizer has")
         data = path.read_bytes()
@@ -407,15 +418,33 @@ def _from_json(d: dict, added: dict[str, dict], settings: dict) -> BPE:
         split = GPT2_SPLIT if regex else r"[\s\S]+"
     elif kinds == ["Digits", "ByteLevel"] and first["individual_digits"] and regex and not space:
         split = DIGITS_GPT2_SPLIT
-    elif kinds == ["Split", "ByteLevel"] and not regex and not space:
-        own = first["pattern"].get("Regex")
-        if own and not UNSURE.search(own) and first["behavior"] == "Isolated" and not first["invert"]:
-            # What an expression does not match is a piece too; Llama 3's leaves nothing.
-            split = own if own == LLAMA3_SPLIT else f"{own}|(?:(?!{own})[\\s\\S])+"
+    elif (kinds == ["Split", "ByteLevel"] and not regex and not space) and (
+        first["pattern"].get("Regex") and first["behavior"] == "Isolated" and not first["invert"]
+    ):
+        split = _own_split(first["pattern"]["Regex"])
     if not split:
         raise UserError(f"pre_tokenizer {json.dumps(steps)[:400]} is not supported")
+    decoder = d.get("decoder") or {}
+    if [step.get("type") for step in decoder.get("decoders", [decoder])] != ["ByteLevel"]:
+        raise UserError(f"decoder {json.dumps(decoder)[:200]} is not supported, expected ByteLevel")
     merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     return _bpe(model["vocab"], merges, bool(model.get("ignore_merges")), split, added, settings, space)
+
+
+def _own_split(expression: str) -> str:
+    """What cuts text as a Split with an expression of the file's own does: what it does not match is a piece too."""
+    try:
+        read_alike = SPLIT_PARTS.match(expression)
+        if rest := expression[read_alike.end() if read_alike else 0 :]:
+            raise ValueError(f"the tokenizers library may read it differently from {rest[:20]!r} on")
+        groups_of_no_number = re.sub(rf"({_CHARACTER}|{_SET})|\((?!\?)", lambda m: m[1] or "(?:", expression)
+        parser = getattr(re, "_parser", None) or re.sre_parse  # Python 3.11 and later; 3.10
+        if not parser.parse(re.sub(r"\\[pP]\{\w\w?\}", "x", expression)).getwidth()[0]:
+            raise ValueError("it matches the empty text")
+    except (ValueError, OverflowError, re.error) as e:
+        raise UserError(f"pre_tokenizer Split {expression[:300]!r} is not supported: {e}") from None
+    own = groups_of_no_number
+    return own if own == LLAMA3_SPLIT else f"{own}|(?:(?!{own})[\\s\\S])+"
 
 
 def _name(token: str | dict | None) -> str | None:
