@@ -422,35 +422,36 @@ def change(name: str, function):
 
 
 WRONG = {  # family, change of the tensors, message
-    "missing": ("llama3", lambda t: {n: v for n, v in t.items() if n != Q}, f"lacks {Q}"),
-    "no head": ("llama3", lambda t: {n: v for n, v in t.items() if n != "lm_head.weight"}, "lacks lm_head.weight"),
+    "missing": ("llama3", lambda t: {n: v for n, v in t.items() if n != Q}, f"lacks '{Q}'"),
+    "no head": ("llama3", lambda t: {n: v for n, v in t.items() if n != "lm_head.weight"}, "lacks 'lm_head.weight'"),
     "a layer too few": (
-        "llama3", lambda t: {n: v for n, v in t.items() if ".1." not in n}, r"lacks model\.layers\.1\..* and \d more"),
-    "nothing": ("llama3", lambda t: {}, "lacks model.embed_tokens.weight"),
-    "extra": ("llama3", lambda t: t | {"model.adapter.weight": torch.zeros(3)}, " holds model.adapter.weight besides"),
-    "extra without prefix": ("llama3", lambda t: t | {"value_head": torch.zeros(3)}, "holds .*value_head besides"),
+        "llama3", lambda t: {n: v for n, v in t.items() if ".1." not in n}, r"lacks 'model\.layers\.1\..* and \d more"),
+    "nothing": ("llama3", lambda t: {}, "lacks 'model.embed_tokens.weight'"),
+    "extra": ("llama3", lambda t: t | {"model.adapter.weight": torch.zeros(3)}, "holds 'model.adapter.weight' besides"),
+    "escapes": ("llama3", lambda t: t | {"a\nb\x1b[31m": torch.zeros(3)}, r"holds 'a\\nb\\x1b\[31m' besides"),
+    "extra without prefix": ("llama3", lambda t: t | {"value_head": torch.zeros(3)}, "holds .*value_head' besides"),
     "a layer too many": (
-        "llama3", lambda t: t | {Q.replace(".1.", ".2."): t[Q].clone()}, r" holds model\.layers\.2\.self_attn\.q"),
+        "llama3", lambda t: t | {Q.replace(".1.", ".2."): t[Q].clone()}, r" holds 'model\.layers\.2\.self_attn\.q"),
     "biases": ("llama3", lambda t: t | {Q.replace("weight", "bias"): torch.zeros(64)}, r"holds .*1.self_attn.q_proj.b"),
     "extra and missing": (
         "llama3", lambda t: {n.replace("q_proj", "query"): v for n, v in t.items()}, "lacks .*q_proj.* holds .*query"),
     "another family": ("llama3", lambda t: {"transformer.wte.weight": t[EMBED]}, "lacks .* and holds"),
-    "wrong shape": ("llama3", change(Q, lambda t: t[:32]), rf"{Q} has shape \[32, 64\], expected \[64, 64\]"),
-    "transposed": ("llama3", change(DOWN, lambda t: t.T), rf"{DOWN} has shape \[48, 64\], expected \[64, 48\]"),
+    "wrong shape": ("llama3", change(Q, lambda t: t[:32]), rf"'{Q}' has shape \[32, 64\], expected \[64, 64\]"),
+    "transposed": ("llama3", change(DOWN, lambda t: t.T), rf"'{DOWN}' has shape \[48, 64\], expected \[64, 48\]"),
     "GPT-2 as if linear": ("gpt2", change("transformer.h.0.mlp.c_fc.weight", lambda t: t.T),
-                           r"h.0.mlp.c_fc.weight has shape \[48, 64\], expected \[64, 48\]"),
+                           r"h.0.mlp.c_fc.weight' has shape \[48, 64\], expected \[64, 48\]"),
     "GPT-2 without positions": (
-        "gpt2", lambda t: {n: v for n, v in t.items() if "wpe" not in n}, "lacks transformer.wpe.weight"),
+        "gpt2", lambda t: {n: v for n, v in t.items() if "wpe" not in n}, "lacks 'transformer.wpe.weight'"),
     "another vocabulary": ("llama3", change(EMBED, lambda t: t[:96]), r"shape \[96, 64\], expected \[97, 64\]"),
     "3 dimensions": ("llama3", change(Q, lambda t: t[None]), r"shape \[1, 64, 64\], expected \[64, 64\]"),
     "expert": ("mixtral", change("model.layers.1.block_sparse_moe.experts.3.w2.weight", lambda t: t.T),
-               r"experts.3.w2.weight has shape \[48, 64\], expected \[64, 48\]"),
+               r"experts.3.w2.weight' has shape \[48, 64\], expected \[64, 48\]"),
     "fewer experts": ("mixtral", lambda t: {n: v for n, v in t.items() if "experts.3" not in n}, "lacks .*experts.3"),
-    "fp64": ("llama3", change(Q, lambda t: t.double()), f"{Q} has dtype F64; F32, F16 and BF16 are read"),
-    "int8": ("llama3", change(Q, lambda t: t.to(torch.int8)), f"{Q} has dtype I8; F32, F16 and BF16 are read"),
-    "fp8": ("llama3", change(Q, lambda t: t.to(torch.float8_e4m3fn)), f"{Q} has dtype F8_E4M3, which is not read"),
+    "fp64": ("llama3", change(Q, lambda t: t.double()), f"'{Q}' has dtype F64; F32, F16 and BF16 are read"),
+    "int8": ("llama3", change(Q, lambda t: t.to(torch.int8)), f"'{Q}' has dtype I8; F32, F16 and BF16 are read"),
+    "fp8": ("llama3", change(Q, lambda t: t.to(torch.float8_e4m3fn)), f"'{Q}' has dtype F8_E4M3, which is not read"),
     "with and without prefix": (
-        "llama3", lambda t: t | {strip(Q): t[Q].clone()}, f"{Q} is twice .*in model.safetensors"),
+        "llama3", lambda t: t | {strip(Q): t[Q].clone()}, f"'{Q}' is twice .*in 'model.safetensors'"),
     "a tied head of its own": (
         "llama3.2", lambda t: t | {"lm_head.weight": t[EMBED] + 1}, "lm_head.weight is not .*tie_word_embeddings"),
     "a tied head whose last value differs": ("llama3.2", lambda t: t | {
@@ -478,12 +479,12 @@ def test_tensor_twice_in_two_files(save):
     first, second = find_files(folder)[:2]
     name = next(iter(load_file(first)))
     save_file(load_file(second) | {name: load_file(first)[name]}, second)
-    with pytest.raises(UserError, match=f"{name} is twice in .*: in {first.name} and in {second.name}"):
+    with pytest.raises(UserError, match=f"{name!r} is twice in .*: in {first.name!r} and in {second.name!r}"):
         load_model(folder)
 
 
 INDEXES = {
-    "a missing file": ({"a": "model-00002-of-00002.safetensors"}, "lacks 1 of 1 files .*: model-00002-of-00002"),
+    "a missing file": ({"a": "model-00002-of-00002.safetensors"}, "lacks 1 of 1 files .*: 'model-00002-of-00002"),
     "the folder above": ({"a": "../x.safetensors"}, "'../x.safetensors', which is no safetensors file beside it"),
     "an absolute name": ({"a": "/etc/x.safetensors"}, "'/etc/x.safetensors', which is no"),
     "a folder below": ({"a": "b/x.safetensors"}, "'b/x.safetensors', which is no"),
@@ -522,7 +523,7 @@ def test_wrong_index(save, case):
 def test_which_files_are_taken(save, tmp_path):
     folder = save("llama3", shard="40KB")
     (folder / find_files(folder)[2].name).unlink()
-    with pytest.raises(UserError, match="lacks 1 of [0-9]+ files that its index names: model-00003-of"):
+    with pytest.raises(UserError, match="lacks 1 of [0-9]+ files that its index names: 'model-00003-of"):
         load_model(folder)
     single = save("llama3")
     (single / "model.safetensors").rename(single / "my own.safetensors")
@@ -692,6 +693,7 @@ SAME = [  # a family, harmless changes
     ("llama", {"head_dim": None, "mlp_bias": False, "sliding_window": None, "partial_rotary_factor": 1.0}),
     ("llama", {"hidden_act": "swish", "pad_token_id": 128004, "use_cache": False, "attention_dropout": 0.1}),
     ("llama", {"_name_or_path": "x", "_attn_implementation_autoset": True, "quantization_config": None}),
+    ("llama", {"is_causal": True, "pruned_heads": {}, "chunk_size_feed_forward": 0, "bad_words_ids": None}),
     ("llama", {"rope_scaling": {**{k: v for k, v in SCALING.items() if k != "rope_type"}, "type": "llama3"}}),
     ("llama", {"rope_scaling": SCALING | {"factor": 8, "type": "llama3"}, "rope_theta": 500000}),
     ("gpt2", {"activation_function": "gelu_pytorch_tanh", "n_inner": None, "gradient_checkpointing": False}),
@@ -734,6 +736,10 @@ def scaling(**changes) -> dict:
     return {"rope_scaling": {k: v for k, v in (SCALING | changes).items() if v is not ...}}
 
 
+FALSY = {  # keys that may mean something where they are null, false, 0 or empty; GPT-2's are aliases in transformers
+    "llama": {"attn_logit_softcapping": None, "use_rms_norm": False, "no_such_key": "", "layer_types": [], "bias": {}},
+    "gpt2": {"hidden_size": 0, "num_attention_heads": None, "num_hidden_layers": 0.0, "max_position_embeddings": False},
+}
 REFUSED = [  # a family, its Llama 3.1's, GPT-2's or Mixtral's config.json with changes (...: without), what is said
     *(("llama", {"model_type": m}, f"model_type {m!r} is not known; there are llama, mixtral, gpt2")
       for m in ("mistral", "qwen2", "gemma", "gpt_neox", "Llama", "", None, 3)),
@@ -746,7 +752,7 @@ REFUSED = [  # a family, its Llama 3.1's, GPT-2's or Mixtral's config.json with 
     ("llama", {"rope_parameters": DEFAULT}, "rope_scaling"),
     ("llama", {"rope_scaling": None, "rope_parameters": {"full_attention": DEFAULT}}, "full_attention"),
     ("llama", scaling(attention_factor=2.0), "attention_factor"),
-    *(("llama", scaling(**{key: ...}), f"lacks {key}") for key in SCALING if key != "rope_type"),
+    *(("llama", scaling(**{key: ...}), f"lacks {key!r}") for key in SCALING if key != "rope_type"),
     *(("llama", scaling(factor=v), "positive") for v in (
         0, -8.0, "8", True, [8.0], None, float("nan"), float("inf"))),
     ("llama", scaling(low_freq_factor=4.0), "high_freq_factor must be above low_freq_factor"),
@@ -759,8 +765,12 @@ REFUSED = [  # a family, its Llama 3.1's, GPT-2's or Mixtral's config.json with 
         ("mixtral", "router_jitter_noise", 0.1), ("llama", "partial_rotary_factor", 0.5),
         ("gpt2", "scale_attn_by_inverse_layer_idx", True), ("gpt2", "scale_attn_weights", False),
         ("gpt2", "add_cross_attention", True), ("llama", "is_encoder_decoder", True))),
-    *(("llama", {key: value}, f"{key} = .*: not known here, and may change") for key, value in UNKNOWN.items()),
-    ("gpt2", {"num_key_value_heads": 4}, "num_key_value_heads = 4: not known here"),
+    *(("llama", {key: value}, f"{key!r} = .*: not known here, and may change") for key, value in UNKNOWN.items()),
+    *((kind, {key: value}, f"{key!r} = .*: not known here") for kind, keys in FALSY.items()
+      for key, value in keys.items()),
+    *(("mixtral", {"is_causal": value}, "is_causal is .*only True") for value in (None, False, 0)),
+    *(("llama", {"rope_scaling": value}, "rope_scaling is .*expected an object") for value in (False, 0, "", [])),
+    ("gpt2", {"num_key_value_heads": 4}, "'num_key_value_heads' = 4: not known here"),
     *((kind, {key: ...}, f"does not say {key}") for kind, keys in SHORT.items() for key in keys),
     *(("llama", {key: value}, f"{key} is {re.escape(repr(value))}, expected int") for key in (
         "vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings") for value in (
@@ -805,9 +815,9 @@ def test_damaged_json_is_not_called_safetensors(tmp_path):
 def test_dropout_is_named(tmp_path):
     read(tmp_path, GPT2_FACTS)
     note = dropout_note(tmp_path)
-    assert all(f"{k} 0.1" in note for k in ("attn_pdrop", "embd_pdrop", "resid_pdrop")) and "\n" not in note
+    assert all(f"{k!r}: 0.1" in note for k in ("attn_pdrop", "embd_pdrop", "resid_pdrop")) and "\n" not in note
     read(tmp_path, LLAMA31_FACTS | {"attention_dropout": 0.25})
-    assert "attention_dropout 0.25" in dropout_note(tmp_path)
+    assert "'attention_dropout': 0.25" in dropout_note(tmp_path)
     read(tmp_path, LLAMA31_FACTS)
     assert dropout_note(tmp_path) == ""
 

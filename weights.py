@@ -10,6 +10,7 @@ written when the shard is whole.
 
 Source: the configuration classes and modelling files of transformers 4 and 5."""
 
+import errno
 import json
 import math
 import os
@@ -147,7 +148,7 @@ def find_files(folder: Path) -> list[Path]:
         return files
     table = read_json(index)
     names = sorted(set(map(str, table["weight_map"].values()))) if isinstance(table.get("weight_map"), dict) else []
-    bad = [n for n in names if not n.endswith(".safetensors") or Path(n).name != n or "\\" in n or "\0" in n]
+    bad = [n for n in names if not n.endswith(".safetensors") or Path(n).name != n or "\\" in n or not n.isprintable()]
     if not names or bad:
         found = f"it names {bad[0]!r}, which is no safetensors file beside it" if bad else "it has no weight_map"
         raise UserError(f"{index}: {found}")
@@ -165,7 +166,7 @@ def _refuse_pickle(path: Path) -> Path:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def open_weights(folder: Path, config: ModelConfig) -> Read:
@@ -179,7 +180,8 @@ def open_weights(folder: Path, config: ModelConfig) -> Read:
             full = PREFIX[family(config)] + name
             full = full if full in expected else name
             if full in where:
-                raise UserError(f"{full} is twice in {folder}: in {where[full][0].path.name} and in {file.path.name}")
+                both = f"in {where[full][0].path.name!r} and in {file.path.name!r}"
+                raise UserError(f"{full!r} is twice in {folder}: {both}")
             if not BUFFERS.search(name):
                 where[full] = file, name
     spare = where.pop("lm_head.weight", None) if config.tied else None
@@ -191,9 +193,9 @@ def open_weights(folder: Path, config: ModelConfig) -> Read:
         file, there = where[name]
         entry = file.entries[there]
         if entry.shape != piece.stored:
-            raise UserError(f"{file.path}: {there} has shape {list(entry.shape)}, expected {list(piece.stored)}")
+            raise UserError(f"{file.path}: {there!r} has shape {list(entry.shape)}, expected {list(piece.stored)}")
         if entry.dtype not in ("F32", "F16", "BF16"):
-            raise UserError(f"{file.path}: {there} has dtype {entry.dtype}; F32, F16 and BF16 are read")
+            raise UserError(f"{file.path}: {there!r} has dtype {entry.dtype}; F32, F16 and BF16 are read")
     if spare:
         _check_tied(spare, where[plan["embed_tokens.weight"][0].name])
 
@@ -316,6 +318,7 @@ MEANS_OURS = {
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
     "partial_rotary_factor": (1, None),
+    "is_causal": (True,),
 }
 # Fields that change nothing in a forward or backward pass of ours.
 HARMLESS = {
@@ -328,12 +331,23 @@ HARMLESS = {
     "output_attentions", "max_sequence_length", "is_llama_config", "transformers.js_config", "unsloth_version",
     "unsloth_fixed",
 }  # fmt: skip
+# Fields that ask for nothing while they are null, false, 0 or empty.
+HARMLESS_WHEN_OFF = {
+    "quantization_config", "auto_map", "pruned_heads", "chunk_size_feed_forward", "cross_attention_hidden_size",
+    "tie_encoder_decoder", "torchscript", "use_bfloat16", "tf_legacy_loss", "use_sliding_window", "use_qk_norm",
+    "rope_interleaved", "tokenizer_class", "prefix", "decoder_start_token_id", "min_length", "early_stopping",
+    "diversity_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "output_scores",
+    "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+}  # fmt: skip
 ROPE_KEYS = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
              "original_seq_len": "original_max_position_embeddings"}  # fmt: skip
 
 
 def read_json(path: Path) -> dict:
     try:
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "it is no file")
         text = path.read_bytes()
         found = json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -368,12 +382,12 @@ def read_config(folder: Path) -> ModelConfig:
             raise UserError(f"{path}: {key} is {values[key]!r}, model.py computes only {means_ours[0]!r}")
     known = {key for key, _, _ in KEYS[kind].values()} | set(MEANS_OURS) | HARMLESS
     known |= {"rope_theta", "rope_scaling", "rope_parameters"} if kind in THETA else set()
-    unknown = [k for k, v in values.items() if k not in known and v not in (None, False, "", [], {}) and k[:1] != "_"]
-    unknown = [k for k in unknown if not _is_dropout(k)]
+    known |= {key for key in HARMLESS_WHEN_OFF if not values.get(key)}
+    unknown = [key for key in values if key not in known and key[:1] != "_" and not _is_dropout(key)]
     if unknown:
         raise UserError(
-            f"{path}: {', '.join(f'{k} = {values[k]!r}'[:80] for k in unknown)}: not known here, and may change what is"
-            " computed; remove what does not"
+            f"{path}: {', '.join(f'{k!r} = {values[k]!r}'[:80] for k in unknown)}: not known here, and may change what"
+            " is computed; remove what does not"
         )
     found = {}
     for ours, (key, type_, default) in KEYS[kind].items():
@@ -404,12 +418,12 @@ def read_config(folder: Path) -> ModelConfig:
 
 def _read_rope(values: dict, theta: float, path: Path) -> tuple[float, RopeScaling | None]:
     """rope_theta and rope_scaling of version 4, or rope_parameters of version 5."""
-    if values.get("rope_parameters") and values.get("rope_scaling"):
+    given = [values[k] for k in ("rope_parameters", "rope_scaling") if values.get(k) not in (None, {})]
+    if len(given) > 1:
         raise UserError(f"{path} has both rope_parameters and rope_scaling: remove the one that does not count")
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{path}: rope_parameters or rope_scaling is {rope!r}, expected an object")
-    rope = dict(rope)
+    if given and not isinstance(given[0], dict):
+        raise UserError(f"{path}: rope_parameters or rope_scaling is {given[0]!r}, expected an object")
+    rope = dict(*given)
     theta = next((t for t in (rope.pop("rope_theta", None), values.get("rope_theta")) if t is not None), theta)
     kind = rope.pop("rope_type", None) or rope.get("type") or "default"
     rope.pop("type", None)
@@ -419,7 +433,7 @@ def _read_rope(values: dict, theta: float, path: Path) -> tuple[float, RopeScali
     for what, names in (("lacks", keys - set(rope) if scaled else set()), ("has", set(rope) - keys)):
         names -= {"partial_rotary_factor"} if rope.get("partial_rotary_factor") in (1, None) else set()
         if names:
-            raise UserError(f"{path}: RoPE of type {kind} {what} {', '.join(sorted(names))}")
+            raise UserError(f"{path}: RoPE of type {kind} {what} {_some(sorted(names))}")
     numbers = [theta, *(rope[k] for k in keys)] if scaled else [theta]
     if any(type(n) not in (int, float) or not 0 < n < 2**53 for n in numbers):
         raise UserError(f"{path}: RoPE's numbers must be positive, found {numbers}")
@@ -437,7 +451,7 @@ def _is_dropout(key: str) -> bool:
 
 def dropout_note(folder: Path) -> str:
     """One line that names the dropout rates of a config.json, which are not applied; empty if there are none."""
-    rates = [f"{k} {v}" for k, v in _read_config_json(folder)[0].items() if _is_dropout(k) and v]
+    rates = [f"{k!r}: {v!r}" for k, v in _read_config_json(folder)[0].items() if _is_dropout(k) and v]
     return f"Dropout is not applied: {', '.join(rates)}" if rates else ""
 
 
