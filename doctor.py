@@ -329,10 +329,14 @@ def meet(talkers: dict, a: Host, b: Host) -> dict:
 # ---- sync
 
 
-def verb_sync(words: list[str], settings: dict) -> int:
-    flags, words = launcher_flags(words, settings)
+def refuse_words(words: list[str]) -> None:
     if words:
         raise UserError(f"sync takes --hosts and nothing else, not {words[0]}")
+
+
+def verb_sync(words: list[str], settings: dict) -> int:
+    flags, words = launcher_flags(words, settings)
+    refuse_words(words)
     hosts = [h for h in read_hosts(flags["hosts"]) if not h.local]
     if not hosts:
         print("No host but this machine: nothing to copy")

@@ -45,6 +45,12 @@ for name in default_args ssh forward port retries retry_pause host_wait start_li
   settings+=("$name=${!name}")
 done
 
+before_installing() {  # with a Python that may lack torch
+  local status=0
+  "$1" launcher.py --before-installing "${settings[@]}" -- "$verb" "${words[@]}" || status=$?
+  case $status in 2) exit 2 ;; 3) exit 0 ;; esac
+}
+
 hand_over() {  # hand_over VERB [WORD ...]
   exec "$python" launcher.py "${settings[@]}" python="$python" -- "$@"
 }
@@ -62,9 +68,11 @@ case $verb in
     sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh ;;
   setup)
     (($# == 0)) || complain 2 "setup takes no arguments, not $1"
+    unset -f before_installing
     environment run
     echo "$("$python" -V) with torch $(torch_of "$python"): $python" ;;
   train | sync | doctor)
+    words=("$@")
     environment run
     hand_over "$verb" "$@" ;;
   *)

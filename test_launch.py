@@ -384,6 +384,66 @@ def test_a_python_without_wheels_of_torch_is_refused_by_name(checkout):
     assert not (checkout.folder / ".venv").exists()
 
 
+# A Python without packages, whose `-m venv` makes an environment whose pip finds no torch for CPUs.
+BARE_PYTHON = """case "$*" in
+  *'-m venv'*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+  *'-m pip'*+cpu) echo "$PIP_SAYS"; exit 1 ;;
+  *'-m pip --version') ;;
+  *'-m pip'*) echo 'ERROR: no more'; exit 1 ;;
+  *) exec "{python}" -S "$@" ;;
+esac"""
+
+
+@pytest.fixture
+def bare(checkout):
+    """All files of ours, a python3 that has nothing, no .venv."""
+    shutil.rmtree(checkout.folder / ".venv")
+    for path in [*ROOT.glob("*.py"), ROOT / "recipes"]:
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, checkout.folder / path.name)
+    checkout.script(checkout.short / "bin" / "python3", BARE_PYTHON.format(python=sys.executable))
+    checkout.script(checkout.short / "bin" / "nvidia-smi", "exit 1")
+    return checkout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nonsense", "1"], "unknown flag --nonsense"),
+        (["@recipes/nothing"], "no such recipe"),
+        (["@recipes/default.args", "--lr", "abc"], "--lr: invalid float"),
+        (["--steps", "0"], "--steps 0: it must be at least 1"),
+        (["--nproc", "many"], "--nproc takes a number"),
+        (["doctor", "--nonsense"], "unknown flag --nonsense"),
+        (["sync", "there"], "sync takes --hosts and nothing else"),
+    ],
+)
+def test_words_are_looked_at_before_anything_is_installed(bare, words, message):
+    status, out, err = bare.launch(*words)
+    assert (status, out, len(err.splitlines())) == (2, "", 1) and message in err
+    assert not (bare.folder / ".venv").exists()
+
+
+def test_help_needs_no_installation(bare):
+    status, out, err = bare.launch("@recipes/default.args", "--help")
+    assert (status, err) == (0, "") and "--micro_batch N" in out and "sdpa" in out
+    assert not (bare.folder / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("pip_says", "reason"),
+    [
+        ("WARNING: Retrying (...) after connection broken by 'no such host': /whl/cpu/torch/", "cannot be reached"),
+        ("ERROR: No matching distribution found for torch==2.13.0+cpu", "has no torch==2.13.0+cpu for Python 3."),
+    ],
+)
+def test_why_there_is_no_torch_for_cpus_is_said(bare, pip_says, reason):
+    bare.environment["PIP_SAYS"] = pip_says
+    status, out, err = bare.launch()  # the default recipe: its words pass
+    assert f"/whl/cpu {reason}" in out and "taking torch with CUDA" in out
+    assert status == 2 and err.startswith("Installing the requirements: ERROR: no more\n")
+    assert (bare.folder / ".venv" / "flatland-incomplete").exists()
+
+
 def test_help(checkout):
     for words in (["--help"], ["-h"], ["help"], ["train", "--help"]):
         status, out, err = checkout.launch(*words)
