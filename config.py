@@ -273,8 +273,8 @@ class Config:
     )
     timeout: int = _flag(
         600,
-        "seconds without the end of a step after which the job ends and says where it hangs; the first step, an"
-        " evaluation, a save and samples have 30 min",
+        "seconds without the end of a step after which the job ends and says where it hangs, a minute later at the"
+        " latest; the first step, an evaluation, a save and samples have 30 min",
         least=1,
     )
     check: int = _flag(

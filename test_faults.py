@@ -843,7 +843,7 @@ def test_a_hung_rank_is_named_within_the_limit(tmp_path, text, kind):
     status, said = job.end()
     for pid in pids.values():
         wait_until_gone(pid, 5)
-    assert status and time.monotonic() - begin < 5 + 40  # torchrun gives a stopped one 30 s, then it kills it
+    assert status and time.monotonic() - begin < 5 + 60  # as --help says: torchrun kills a stopped one after 30 s
     rank = "rank 1 does not answer" if kind == "stopped" else r"rank 1 on \S+ is behind: its last step was 4"
     assert re.search(rank, said), said
     assert re.search(rank, (tmp_path / "run/log.txt").read_text())
