@@ -40,18 +40,7 @@ from order import permute, turns
 from prepare import prepare, read_index, sha256_of
 from prepare import write_shard as write_shard
 from remote import PREFIX
-from rows import (
-    ChatRows,
-    ShardRows,
-    StreamRows,
-    beyond_vocabulary,
-    choose_parts,
-    find_shards,
-    is_stream,
-    open_shard,
-    open_split,
-    sample_digest,
-)
+from rows import Catalog, ChatRows, ShardRows, StreamRows, beyond_vocabulary, find_shards, open_shard, sample_digest
 from text import KINDS, find_text, split_weight
 from text import builtin_documents as builtin_documents
 from tokenizer import load_tokenizer
@@ -91,7 +80,7 @@ class Loader:
     follow each other, each in another order. Validation goes once through eval_batches global batches, evenly
     spread."""
 
-    def __init__(self, config: Config, rank: int, world_size: int, split: str):
+    def __init__(self, config: Config, rank: int, world_size: int, split: str, catalog: Catalog):
         self.config, self.rank, self.world_size, self.split = config, rank, world_size, split
         entries = config.val_data if split == "val" and config.val_data else config.data
         flag = "--val_data" if split == "val" and config.val_data else "--data"
@@ -106,7 +95,7 @@ class Loader:
         self.names = [re.sub(r"[^\w.*-]+", "-", Path(g[0]).name if g else "built-in") for g in groups]
         if len(set(self.names)) < len(groups):
             self.names = [f"{i}-{name}" for i, name in enumerate(self.names)]
-        self.sources = [self._open(group, flag) for group in groups]
+        self.sources = [self._open(group, flag, catalog) for group in groups]
         self.micro_batch, batch_tokens = split_batch(config, world_size)
         self.step_rows = batch_tokens // config.seq_len  # in a step, over all ranks
         self.samples = 0  # rows handed out so far, over all ranks
@@ -115,9 +104,9 @@ class Loader:
         if split == "val":
             self.places = self._validation_rows()
 
-    def _open(self, group: tuple[str, ...], flag: str) -> ShardRows | StreamRows:
+    def _open(self, group: tuple[str, ...], flag: str, catalog: Catalog) -> ShardRows | StreamRows:
         config = self.config
-        if is_stream(group, flag, config):
+        if catalog.is_stream(group, flag):
             if self.split == "val" and flag == "--data":
                 raise UserError(
                     f"--data {group[0]} is streamed, so none of it can be held out: name a --val_data (for C4:"
@@ -125,12 +114,9 @@ class Loader:
                 )
             if self.split == "val" and not config.eval_batches:
                 raise UserError("--eval_batches 0: a streamed --val_data has no end that is known: give a number")
-            return StreamRows(group, flag, config, {}, self.split == "val")
-        found, _ = choose_parts(config, self.split, group)
-        if found.chat:
-            tokens, _ = open_split(config, self.split, group)
-            return ChatRows(tokens, config, self.split)
-        return ShardRows(*open_split(config, self.split, group), config)
+            return StreamRows(group, flag, config, catalog, self.split == "val")
+        tokens, delimiter, chat = catalog.open(self.split, group, flag)
+        return ChatRows(tokens, config, self.split) if chat else ShardRows(tokens, delimiter, config)
 
     @property
     def rows(self) -> int:
@@ -198,14 +184,21 @@ class Loader:
         source, row = self._pick(places)
         return [self.sources[s].where(r) for s, r in zip(source.tolist(), row.tolist(), strict=True)]
 
+    def waits_for(self) -> str:
+        """What of the hub the streams wait for; empty if nothing."""
+        streams = [s.stream for s in self.sources if s.count is None and s.stream]
+        return "; ".join(dict.fromkeys(note for stream in streams for note in list(stream.notes.values())))
+
     def load_state_dict(self, state: dict) -> None:
         samples, lanes = state.get("samples"), state.get("lanes", {})
         if type(samples) is not int or samples < 0 or type(lanes) is not dict:
             raise UserError(f"The checkpoint's position in the data cannot be: samples {samples}, lanes {lanes}")
         for source in self.sources:
-            if source.count is None and state.get("commits", {}) != source.commits and state.get("commits"):
-                source.open({spec: c for spec, c in state["commits"].items() if spec in source.specs})
-                self.__dict__.pop("fingerprints", None)
+            if source.count is None:
+                commits = {spec: c for spec, c in state.get("commits", {}).items() if spec in source.specs}
+                if commits and commits != source.commits:
+                    source.open(Catalog(self.config, commits))
+                    self.__dict__.pop("fingerprints", None)
         for field, known in (("data", self.fingerprints), ("seq_len", [self.config.seq_len])):
             if state.get(field) not in known:
                 raise UserError(
@@ -377,7 +370,13 @@ def _documents(begins: np.ndarray) -> tuple[Tensor, Tensor]:
 
 def make_loader(config: Config, rank: int = 0, world_size: int = 1, split: str = "train") -> Loader:
     """split: "train" or "val"."""
-    return Loader(config, rank, world_size, split)
+    return Loader(config, rank, world_size, split, Catalog(config))
+
+
+def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -> list[Loader]:
+    """For training, and for validation if the run evaluates."""
+    splits = ("train", "val") if config.eval_every else ("train",)
+    return [Loader(config, rank, world_size, split, catalog) for split in splits]
 
 
 def merge_positions(states: list[dict]) -> dict:
@@ -391,15 +390,17 @@ def merge_positions(states: list[dict]) -> dict:
     return merged
 
 
-def check_tokens(config: Config) -> None:
-    """Refuses a tokenizer, or ids, beyond the vocabulary before anything is trained. Of shards beyond 2^27 tokens per
-    split 64 places are looked at; rows are checked as they are read, and `data.py verify` checks all."""
+def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = None) -> list[Loader]:
+    """open_loaders, for rank 0. Refuses a tokenizer, or ids, beyond the vocabulary before anything is trained. Of
+    shards beyond 2^27 tokens per split 64 places are looked at; rows are checked as they are read, and `data.py verify`
+    checks all."""
     if config.knows_text:
         check_tokenizer(config)
     made_with: dict[str, Path] = {}  # by the fingerprint of the tokenizer
     headerless = False
-    for split in ("train", "val") if config.eval_every else ("train",):
-        for tokens in make_loader(config, split=split).tokens:
+    loaders = open_loaders(config, 0, world_size, catalog or Catalog(config))
+    for loader in loaders:
+        for tokens in loader.tokens:
             headerless |= any(array.offset == 0 for array in tokens.arrays)
             made_with |= {read_index(p.parent)["fingerprint"]: p.parent for p in tokens.paths if read_index(p.parent)}
             if len(made_with) > 1:
@@ -422,6 +423,7 @@ def check_tokens(config: Config) -> None:
         raise UserError(
             f"--data_dtype {config.data_dtype} is for headerless token files, and there are none: leave it out"
         )
+    return loaders
 
 
 PROBE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"

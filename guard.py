@@ -217,6 +217,7 @@ class Watchdog:
         self.groups = [None, ranks.control] if ranks.world_size > 1 else []
         self.store = dist.distributed_c10d._get_default_store().clone() if ranks.world_size > 1 else None
         self.told = None  # when a signal to stop came
+        self.loaders = []
         self.longest = 0.0  # seconds between changes of the clock so far, in steps
         self.ended = False
         self.signals, ours = socket.socketpair()
@@ -260,6 +261,11 @@ class Watchdog:
             if in_step:
                 self.longest = max(self.longest, still)
 
+    def _waits(self) -> str:
+        """What of the hub a step waits for that hangs on data."""
+        loaders = self.loaders if self.clock.stack[-1] in ("data", "evaluation") else []
+        return "".join(f", {waits}" for loader in loaders if (waits := loader.waits_for()))
+
     def _hang(self, what: str) -> None:
         folder = self.run / "logs" / platform.node()
         file = folder / f"rank-{self.ranks.rank:05d}-stacks.txt"
@@ -272,7 +278,7 @@ class Watchdog:
         except OSError as e:
             print(f"{file} could not be written: {e}", file=sys.stderr)
         where = f"Stacks are in {folder.parent}/*/rank-*-stacks.txt"
-        self._end(f"After step {self.clock.step}: {what}. {where}", self._behind())
+        self._end(f"After step {self.clock.step}: {what}{self._waits()}. {where}", self._behind())
 
     def _behind(self) -> list[str]:
         """Who is behind, in words; nothing for a rank alone."""
@@ -282,7 +288,7 @@ class Watchdog:
         for group in self.groups:
             with contextlib.suppress(RuntimeError, AttributeError):
                 made += (group or dist.group.WORLD)._get_sequence_number_for_group()
-        me = [self.clock.step, made, self.clock.stack[-1], platform.node()]
+        me = [self.clock.step, made, self.clock.stack[-1] + self._waits(), platform.node()]
         rows = {}
         with contextlib.suppress(Exception):  # the store is gone with its machine
             self.store.set_timeout(timedelta(seconds=2))
@@ -301,7 +307,7 @@ class Watchdog:
             for rank in behind:
                 step, _, part, host = rows[rank]
                 out.append(f"rank {rank} on {host} is behind: its last step was {step}, it is in {part!r}")
-            if not out:
+            if not out and not self._waits():
                 out.append("all ranks wait at the same place: the network between them?")
         return out
 

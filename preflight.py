@@ -24,10 +24,11 @@ import machine
 import shard
 from attention import choose_backend
 from config import Config, check_batch, split_batch
-from data import Loader, check_tokens, make_loader, merge_positions
+from data import Loader, merge_positions, open_checked, open_loaders
 from download import Failed, find
 from log import logger, read_json, write_status
 from model import MODELS, Transformer, loss_head_bytes, random_init
+from rows import Catalog
 from runlock import RunLock, sees
 from tokenizer import load_tokenizer
 from weights import dropout_note, family, open_weights, refuse_in_the_way
@@ -111,15 +112,29 @@ def convert_to_fp8(model: Transformer, config: Config, device: torch.device) -> 
     raise UserError(f"--fp8 {config.fp8}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
 
 
-def check_inputs(config: Config, resumes: bool) -> None:
-    """Tokens, tokenizer, weights and prompt against the model; also tokenises text, once."""
-    check_tokens(config)
+def check_inputs(config: Config, resumes: bool, world_size: int, catalog: Catalog) -> list[Loader]:
+    """Tokens, tokenizer, weights and prompt against the model; also tokenises text, once -> the loaders of rank 0."""
+    loaders = open_checked(config, world_size, catalog)
     refuse_in_the_way(Path(config.out) / "hf", True)
     if config.weights and not resumes:
         open_weights(find(config.weights, "--weights"), config.model_config)
     if config.sample_every:
         prompt = 1 + len(load_tokenizer(config.tokenizer).encode(config.prompt))
         generate.check_length(config.model_config, prompt, 1)
+    return loaders
+
+
+def open_data(config: Config, found: checkpoint.Checkpoint | None, ranks: shard.Ranks) -> list[Loader]:
+    """The loaders for training and, if the run evaluates, for validation. Rank 0 goes first: it checks all inputs,
+    tokenises text, and tells the others what is on the hub. All ranks must call."""
+    catalog, loaders = Catalog(config, found and found.manifest["position"].get("commits")), []
+
+    def look_up() -> tuple:
+        loaders.extend(check_inputs(config, bool(found), ranks.world_size, catalog))
+        return catalog.listed, catalog.streamed
+
+    catalog.listed, catalog.streamed = shard.on_first_rank(look_up, ranks)
+    return loaders or open_loaders(config, ranks.rank, ranks.world_size, catalog)
 
 
 def check(config: Config) -> None:
@@ -139,12 +154,10 @@ def check(config: Config) -> None:
     if done:
         say_finished(config, found.step)
     else:
-        check_inputs(config, bool(found))
-        if config.eval_every:
-            make_loader(config, 0, processes, "val")
-        loader = make_loader(config, 0, processes)
+        position = found.manifest["position"] if found else {}
+        loader, *_ = check_inputs(config, bool(found), processes, Catalog(config, position.get("commits")))
         if found:
-            loader.load_state_dict(found.manifest["position"])
+            loader.load_state_dict(position)
     state = "finished" if done else "resume" if found else "fresh"
     print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}\ntimeout={config.timeout}")
 

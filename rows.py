@@ -235,7 +235,7 @@ def find_shards(spec: str, flag: str) -> list[Path]:
 
 
 @dataclass
-class Found:
+class Shards:
     """Token shards behind entries of --data, by split: (path, tokens, number of the first). delimiter: the id before a
     document, if they agree on one; chat: they are conversations."""
 
@@ -244,9 +244,9 @@ class Found:
     chat: bool
 
 
-def _split(specs: tuple[str, ...], flag: str, config: Config) -> Found:
+def _open_shards(specs: tuple[str, ...], flag: str, config: Config, catalog: "Catalog") -> Shards:
     parts, delimiters, kinds = {"train": [], "val": []}, set(), set()
-    remote = [f for spec in specs if spec.startswith("hf://") for f in find_text(spec, flag)]
+    remote = [f for spec in specs if spec.startswith("hf://") for f in catalog.find(spec, flag)]
     texts = list(fetch_whole(remote)) if remote else []  # conversations: text of the hub is streamed
     files = [f for spec in specs if not spec.startswith("hf://") for f in find_shards(spec, flag)]
     texts += [f for f in files if f.suffix != ".bin"]
@@ -273,7 +273,7 @@ def _split(specs: tuple[str, ...], flag: str, config: Config) -> Found:
                 parts[name].append((path, piece, first))
     if len(kinds) > 1:
         raise UserError(f"{flag}: conversations and text together: give each its weight, as in A:0.5 B:0.5")
-    return Found(parts, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"})
+    return Shards(parts, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"})
 
 
 def _check_index(index: dict, path: Path, tokens: int, config: Config) -> None:
@@ -291,33 +291,54 @@ def _check_index(index: dict, path: Path, tokens: int, config: Config) -> None:
         )
 
 
-def open_split(config: Config, split: str, specs: tuple[str, ...] | None = None) -> tuple[Tokens, int | None]:
-    """-> (the tokens of a split, "train" or "val"; the id before each document, None if unknown). With --val_data that
-    is the validation split and all of --data trains; else shards named *val* are, else a held-out 1/20."""
-    if specs is None:
-        specs = config.val_data if split == "val" and config.val_data else config.data
-    found, chosen = choose_parts(config, split, specs)
-    tokens = Tokens(chosen)
-    if len(tokens) < config.seq_len + 1 and not found.chat:
-        raise _too_little(split, f"{len(tokens)} tokens, one row needs seq_len + 1 = {config.seq_len + 1}")
-    return tokens, found.delimiter if config.delimiter < 0 else config.delimiter
+class Catalog:
+    """What entries of --data and --val_data name: looked up once in a job, for `listed` and `streamed` can be told to
+    other ranks, and opened once in a process. commits: those that hub addresses are to be read at, where a run goes
+    on."""
+
+    def __init__(self, config: Config, commits: dict[str, str] | None = None):
+        self.config, self.commits = config, commits or {}
+        self.listed: dict[str, list[Remote]] = {}  # the files of a hub address
+        self.streamed: dict[tuple[str, ...], bool] = {}
+        self.shards: dict[tuple[str, ...], Shards] = {}
+
+    def find(self, spec: str, flag: str) -> list[Path | Remote]:
+        if not spec.startswith("hf://"):
+            return find_text(spec, flag)
+        if spec not in self.listed:
+            self.listed[spec] = find_text(spec, flag, self.commits.get(spec, ""))
+        return self.listed[spec]
+
+    def is_stream(self, specs: tuple[str, ...], flag: str) -> bool:
+        if specs not in self.streamed:
+            self.streamed[specs] = _is_stream(specs, flag, self.config, self)
+        return self.streamed[specs]
+
+    def open(self, split: str, specs: tuple[str, ...], flag: str) -> tuple[Tokens, int | None, bool]:
+        """-> (the tokens of a split, "train" or "val"; the id before each document, None if unknown; whether they are
+        conversations). With --val_data that is the validation split and all of --data trains; else shards named *val*
+        are, else a held-out 1/20."""
+        config = self.config
+        if specs not in self.shards:
+            self.shards[specs] = _open_shards(specs, flag, config, self)
+        shards = self.shards[specs]
+        parts = shards.parts[split]
+        if config.val_data and split == "val":
+            parts = shards.parts["train"] + shards.parts["val"]
+        elif config.val_data:
+            parts = parts + [
+                part for part in shards.parts["val"] if read_index(part[0].parent) or not VAL_NAME.search(part[0].stem)
+            ]
+        tokens = Tokens(parts)
+        if len(tokens) < config.seq_len + 1 and not shards.chat:
+            raise _too_little(split, f"{len(tokens)} tokens, one row needs seq_len + 1 = {config.seq_len + 1}")
+        return tokens, shards.delimiter if config.delimiter < 0 else config.delimiter, shards.chat
 
 
 def _too_little(split: str, what: str) -> UserError:
     name = "training data" if split == "train" else "validation split"
     mend = "" if split == "train" else ", name a --val_data, or turn evaluation off with --eval_every 0"
     return UserError(f"The {name} has {what}: give more text or a smaller --seq_len{mend}")
-
-
-def choose_parts(config: Config, split: str, specs: tuple[str, ...]) -> tuple[Found, list]:
-    found = _split(specs, "--data" if split == "train" or not config.val_data else "--val_data", config)
-    if config.val_data and split == "train":
-        chosen = found.parts["train"] + [
-            part for part in found.parts["val"] if read_index(part[0].parent) or not VAL_NAME.search(part[0].stem)
-        ]
-    else:
-        chosen = found.parts["train"] + found.parts["val"] if config.val_data else found.parts[split]
-    return found, chosen
 
 
 # ---- sources: rows(index) -> tokens [n, T], targets [n, T], begins [n, T] or None (one sequence per row)
@@ -456,18 +477,18 @@ class StreamRows:
 
     count = None  # no end
 
-    def __init__(self, specs: tuple[str, ...], flag: str, config: Config, commits: dict[str, str], keep: bool):
+    def __init__(self, specs: tuple[str, ...], flag: str, config: Config, catalog: Catalog, keep: bool):
         self.config, self.specs, self.flag, self.keep = config, specs, flag, keep
         self.kept: dict[int, np.ndarray] = {}
         self.positions: dict[int, tuple] = {}
         self.recent: dict[int, str] = {}  # where the last rows are from
         self.stream = None
         self.delimiter = load_tokenizer(config.tokenizer).bos_id if config.delimiter < 0 else config.delimiter
-        self.open(commits)
+        self.open(catalog)
 
-    def open(self, commits: dict[str, str]) -> None:
-        """Finds the files, as of the commits where these are known."""
-        lists = [(spec, find_text(spec, self.flag, commits.get(spec, ""))) for spec in self.specs]
+    def open(self, catalog: Catalog) -> None:
+        """Finds the files, as of the catalog's commits where it has any."""
+        lists = [(spec, catalog.find(spec, self.flag)) for spec in self.specs]
         self.files = [f for _, files in lists for f in files]
         self.commits = {spec: files[0].commit for spec, files in lists if isinstance(files[0], Remote)}
         if len(self.files) < self.config.lanes:
@@ -542,12 +563,12 @@ def read_ahead_bytes(gb: float) -> int:
     return int(room / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def is_stream(specs: tuple[str, ...], flag: str, config: Config) -> bool:
+def _is_stream(specs: tuple[str, ...], flag: str, config: Config, catalog: Catalog) -> bool:
     """Whether entries are streamed: text of the hub, and with --stream all text. Conversations never are."""
     remote = [s for s in specs if s.startswith("hf://")]
     if not remote and not (config.stream and specs and all(map(is_text, specs))):
         return False
-    first = find_text(specs[0], flag)[0]
+    first = catalog.find(specs[0], flag)[0]
     if isinstance(first, Remote) and kind_of(first.path) == ".parquet":  # its table of contents is at its end
         (first,) = fetch_whole([first])
     fields = (config.text_field, "messages", "prompt", "completion")

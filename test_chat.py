@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+import preflight
 import rows
 from config import parse_args
 from data import Batch, make_loader, show
 from errors import UserError
 from model import MODELS, Transformer, random_init
 from order import turns
-from shard import fill
+from shard import Ranks, fill
 from test_tokenizer import TEMPLATES, _chat_tokenizer
 from tokenizer import load_tokenizer
 
@@ -302,3 +303,17 @@ def test_prepared_conversations(tmp_path):
     message = refused(make_loader, config(tmp_path / "out", tokenizer=tmp_path / "other"))
     assert "was prepared with --tokenizer bytes" in message
     assert load_tokenizer("bytes").fingerprint in (tmp_path / "out" / "index.json").read_text()
+
+
+def test_data_is_opened_once(tmp_path, monkeypatch):
+    """In --check, and in a run: each file for both splits, and each split's conversations packed once."""
+    path, calls = write(tmp_path / "a.jsonl", conversations()), []
+    for name in ("open_shard", "pack", "_is_stream"):
+        function = getattr(rows, name)
+        monkeypatch.setattr(rows, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
+    c = config(path, out=tmp_path / "run", compile="none")
+    preflight.check(c)
+    once = ["_is_stream", *["open_shard"] * 2, *["pack"] * 2]
+    assert sorted(calls) == once
+    loader, val_loader = preflight.open_data(c, None, Ranks(0, 1, torch.device("cpu")))
+    assert sorted(calls) == sorted(once * 2) and loader.rows > val_loader.rows

@@ -16,10 +16,10 @@ import torch
 import prepare
 import rows
 from config import parse_args
-from data import Batch, _show, check_tokens, make_loader
+from data import Batch, _show, make_loader, open_checked
 from errors import UserError
 from order import permute
-from rows import open_split
+from rows import Catalog
 from text import builtin_documents
 from tokenizer import ByteTokenizer
 
@@ -51,6 +51,11 @@ def shard(path, tokens, kind=GPT2, **header):
 def headerless(path, tokens, dtype="<u2"):
     path.write_bytes(np.asarray(tokens).astype(dtype).tobytes())
     return path
+
+
+def open_split(c, split):
+    specs = c.val_data if split == "val" and c.val_data else c.data
+    return Catalog(c).open(split, specs, "--data")[:2]
 
 
 def read(c, split="train") -> list[int]:
@@ -186,24 +191,24 @@ def test_ids_beyond_the_vocabulary(tmp_path, at, split):
     first, second = shard(tmp_path / "a.bin", np.zeros(200)), tmp_path / "b.bin"
     tokens = np.full(200, 299)
     shard(second, tokens)
-    check_tokens(config(first, second, vocab_size=300))
+    open_checked(config(first, second, vocab_size=300))
     tokens[at] = 300
     shard(second, tokens)
     c = config(first, second, vocab_size=300, seq_len=1, eval_batches=0)
     loader = make_loader(c, split=split)
-    for message in (refused(check_tokens, c), refused(lambda: [*zip(range(loader.rows), loader, strict=False)])):
+    for message in (refused(open_checked, c), refused(lambda: [*zip(range(loader.rows), loader, strict=False)])):
         assert f"{second} at token {at}: id 300" in message and "vocab_size is 300" in message
     if split == "val":
-        check_tokens(config(first, second, vocab_size=300, eval_every=0))  # it is not read
+        open_checked(config(first, second, vocab_size=300, eval_every=0))  # it is not read
 
 
 def test_data_dtype_needs_a_headerless_file(tmp_path):
     with_header, without = shard(tmp_path / "a.bin", range(400)), headerless(tmp_path / "b.bin", range(400))
     (tmp_path / "c.txt").write_text("some words\n" * 100)
-    check_tokens(config(with_header, without, data_dtype="uint16"))
-    check_tokens(config(with_header, val_data=without, data_dtype="uint16"))
+    open_checked(config(with_header, without, data_dtype="uint16"))
+    open_checked(config(with_header, val_data=without, data_dtype="uint16"))
     for path in (with_header, tmp_path / "c.txt"):
-        assert "--data_dtype uint16 is for headerless" in refused(check_tokens, config(path, data_dtype="uint16"))
+        assert "--data_dtype uint16 is for headerless" in refused(open_checked, config(path, data_dtype="uint16"))
 
 
 def test_show_needs_a_number_of_rows():
@@ -260,7 +265,7 @@ def test_text_is_tokenised_once_until_it_changes(tmp_path, cache, monkeypatch):
     path.write_text("first line\n" * 100)
     seen = counted(monkeypatch)
     assert len(read(config(path))) > 900 and len(seen) == 2  # the training and the validation part
-    read(config(path)), read(config(path), "val"), check_tokens(config(path))
+    read(config(path)), read(config(path), "val"), open_checked(config(path))
     assert len(seen) == 2
     before = path.stat()
     path.write_text("other line\n" * 100)  # of the same size

@@ -17,7 +17,8 @@ import prepare
 import rows
 import text
 from config import parse_args
-from data import check_tokens
+from data import open_checked
+from download import Damaged, Failed
 from errors import UserError
 from rows import open_shard
 
@@ -262,8 +263,23 @@ def test_data_of_several_tokenizers_are_refused(tmp_path, monkeypatch):
     index = json.loads((tmp_path / "b/index.json").read_text())
     (tmp_path / "b/index.json").write_text(json.dumps(index | {"fingerprint": "0123", "tokenizer": "other"}))
     short = ["--seq_len", "16"]
-    check_tokens(parse_args([*short, "--data", str(tmp_path / "a"), str(tmp_path / "a.jsonl")]))
+    open_checked(parse_args([*short, "--data", str(tmp_path / "a"), str(tmp_path / "a.jsonl")]))
     for words in (["--data", "{a}", "{b}"], ["--data", "{b}", "--val_data", "{a}"], ["--data", "{b}:1", "{text}:2"]):
         places = {"a": tmp_path / "a", "b": tmp_path / "b", "text": tmp_path / "a.jsonl"}
         with pytest.raises(UserError, match="tokenised by several tokenizers: .*b with other"):
-            check_tokens(parse_args([*short, *(w.format(**places) for w in words)]))
+            open_checked(parse_args([*short, *(w.format(**places) for w in words)]))
+
+
+def test_rows_that_arrived_damaged_are_not_gone_on_with(tmp_path, monkeypatch):
+    """A kill leaves a position to go on from; what is known to be damaged leaves none."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
+
+    def build(*arguments):
+        note = json.loads((tmp_path / "out" / "progress.json").read_text())
+        prepare.write_json(tmp_path / "out" / "progress.json", note | {"position": [0, 7]})
+        raise Damaged("damaged")
+
+    monkeypatch.setattr(prepare, "build", build)
+    with pytest.raises(Failed, match="damaged: the same command begins again"):
+        run([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert "position" not in json.loads((tmp_path / "out" / "progress.json").read_text())

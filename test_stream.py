@@ -8,16 +8,23 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import constants
 
 import download
+import preflight
 import remote
 import rows
+import shard
 import stream
 import text as text_module
 from config import parse_args
@@ -373,3 +380,38 @@ def test_more_lanes_than_rows_are_named(tmp_path):
     (tmp_path / "one.txt").write_text("a single document")
     with pytest.raises(UserError, match="give a smaller --lanes than 4, or leave out --stream"):
         run(config(tmp_path / "one.txt"), 1)
+
+
+def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
+    """By --check; then by rank 0, which tells the others."""
+    words = (
+        f"--seq_len {T} --micro_batch 4 --lanes 3 --compile none --out {tmp_path / 'run'} --data {C4} --val_data {C4}"
+    )
+    c = parse_args(words.split())
+
+    def asked():
+        files = [path for _, path, *_ in hub.cdn.seen if "/cdn/0/" in path]
+        listings = [path for _, path, *_ in hub.seen if "/api/" in path]
+        hub.seen.clear(), hub.cdn.seen.clear()
+        return len(listings), len(files)
+
+    preflight.check(c)
+    assert asked() == (3, 1)  # the revision and two pages; the head of the first file
+    told = []
+    monkeypatch.setattr(shard, "on_first_rank", lambda work, ranks: told[0] if told else told.append(work()) or told[0])
+    for rank in range(3):
+        loader, val_loader = preflight.open_data(c, None, shard.Ranks(rank, 3, torch.device("cpu")))
+        assert loader.rank == val_loader.rank == rank and asked() == ((3, 1) if rank == 0 else (0, 0))
+
+
+def test_a_hang_names_what_is_waited_for(hub, tmp_path):
+    """The first file's head is answered when the run looks what it holds; nothing is answered from then on."""
+    release, command = threading.Event(), [sys.executable, "train.py", "--data", C4, "--seq_len", T, "--lanes", 3]
+    hub.cdn.refuse = lambda path: hub.cdn.sent and "/cdn/0/" in path and release.wait(60) and None
+    command += ["--compile", "none", "--eval_every", 0, "--timeout", 8, "--out", tmp_path / "run"]
+    done = subprocess.run([*map(str, command)], cwd=Path(stream.__file__).parent, capture_output=True, text=True)
+    release.set()
+    words = (
+        r"no step has ended for \d+ s \(--timeout 8\), waiting for en/c4-train.\d+-of-\d+.json.gz of 127.0.0.1: nothing"
+    )
+    assert done.returncode == 1 and re.search(words, done.stderr), done.stderr

@@ -33,7 +33,7 @@ import machine
 import preflight
 import shard
 from config import Config, check_batch, parse_args
-from data import IGNORE, Loader, make_loader, merge_positions
+from data import IGNORE, Loader, merge_positions
 from log import Clock, Log, describe_run, logger, peak_flops, start_logging, write_status
 from model import Transformer, flops_per_token
 from optim import DTYPES, learning_rate, make_optimizer, update
@@ -66,9 +66,9 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, made: preflight.Made
     for message in skipped:
         logger.warning(message)
 
-    shard.on_first_rank(lambda: preflight.check_inputs(config, bool(found)), ranks)
-    made.loader = loader = make_loader(config, ranks.rank, ranks.world_size)
-    val_loader = make_loader(config, ranks.rank, ranks.world_size, "val") if config.eval_every else None
+    made.watchdog.loaders = preflight.open_data(config, found, ranks)
+    loader, val_loader = [*made.watchdog.loaders, None][:2]
+    made.loader = loader
 
     opened = shard.on_every_rank(lambda: preflight.open_first_weights(config, bool(found), ranks), ranks)
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
@@ -84,7 +84,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, made: preflight.Made
     else:
         shard.fill(model, *preflight.first_values(config, model, opened))
     position = found.manifest["position"] if found else shard.on_first_rank(loader.state_dict, ranks)
-    loader.load_state_dict(position)  # at the start too: all ranks take rank 0's revision of a stream
+    loader.load_state_dict(position)  # at the start too: all ranks must see the same data
     gradients = guard.GradientGuard(
         model, config.clip, ranks, mesh, config.on_nonfinite, config.replicas_every, loader.where
     )

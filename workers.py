@@ -6,6 +6,7 @@ closes."""
 
 import contextlib
 import importlib
+import os
 import pickle
 import queue
 import subprocess
@@ -131,9 +132,12 @@ def _serve() -> None:
     sending = threading.Lock()
 
     def send(answer: str | tuple) -> None:
-        with sending:
-            pickle.dump(answer, sink, pickle.HIGHEST_PROTOCOL)
-            sink.flush()
+        try:
+            with sending:
+                pickle.dump(answer, sink, pickle.HIGHEST_PROTOCOL)
+                sink.flush()
+        except BrokenPipeError:  # the parent is gone
+            os._exit(1)
 
     download.say = send
     while True:
@@ -150,11 +154,7 @@ def _serve() -> None:
 
             traceback.print_exc()
             answer = None, RuntimeError(f"{type(e).__name__}: {e}")
-        try:
-            send(answer)
-        except BrokenPipeError:
-            sys.stderr.close()
-            return
+        send(answer)
 
 
 if __name__ == "__main__":
