@@ -18,7 +18,20 @@ from pathlib import Path
 from urllib.parse import quote
 
 import download
-from download import TRIES, Damaged, Failed, Hub, NotThere, Wait, disk_error, fetch, folder_of, new_digest, write_at
+from download import (
+    LIST_TRIES,
+    TRIES,
+    Damaged,
+    Failed,
+    Hub,
+    NotThere,
+    Wait,
+    disk_error,
+    fetch,
+    folder_of,
+    new_digest,
+    write_at,
+)
 from errors import UserError
 
 PREFIX = "hf://datasets/"
@@ -47,7 +60,7 @@ def _pattern(path: str) -> re.Pattern:
     return re.compile("".join(words.get(w) or re.escape(w) for w in re.split(r"(\*\*|\*|\?)", path)))
 
 
-def resolve(spec: str, flag: str, commit: str = "") -> list[Remote]:
+def resolve(spec: str, flag: str, commit: str = "", tries: int = LIST_TRIES) -> list[Remote]:
     """The files that an address names, by path; with `commit`, as of it. Without a path, those of the train split."""
     found = re.fullmatch(rf"{PREFIX}([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", spec)
     if not found:
@@ -55,7 +68,7 @@ def resolve(spec: str, flag: str, commit: str = "") -> list[Remote]:
     repo, revision, path = found[1], found[2] or "main", (found[3] or "").strip("/")
     if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
         raise UserError(f"{flag} {spec}: HF_HUB_OFFLINE is set: unset it, or give files that are here")
-    hub, tries = Hub("datasets", repo), TRIES if commit else download.LIST_TRIES  # a run that goes on has patience
+    hub = Hub("datasets", repo)
     commit = commit or hub.commit(revision, tries)
     try:
         tree = hub.tree(commit, re.split(r"[*?]", path)[0].rpartition("/")[0], tries)

@@ -306,7 +306,8 @@ class Catalog:
         if not spec.startswith("hf://"):
             return find_text(spec, flag)
         if spec not in self.listed:
-            self.listed[spec] = find_text(spec, flag, self.commits.get(spec, ""))
+            tries = download.TRIES if self.commits else download.LIST_TRIES  # a run that goes on has patience
+            self.listed[spec] = find_text(spec, flag, self.commits.get(spec, ""), tries)
         return self.listed[spec]
 
     def is_stream(self, specs: tuple[str, ...], flag: str) -> bool:

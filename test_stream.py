@@ -222,6 +222,17 @@ def test_the_hub_gives_what_local_files_give(hub, tmp_path, monkeypatch):
     assert make_loader(config(C4, lanes=3)).state_dict()["commits"] == {C4: "f" * 40}
 
 
+def test_a_run_that_goes_on_waits_for_its_hub(hub, monkeypatch):
+    """Also for what has no commit yet, as validation data."""
+    refusals = []
+    hub.refuse = lambda path: refusals and [refusals.pop()]
+    for commits, status in (({C4: "a" * 40}, None), (None, "503, 4 times in a row")):
+        refusals[:] = [503] * 6
+        with pytest.raises(download.Failed, match=status) if status else contextlib.nullcontext():
+            for spec in (C4, "hf://datasets/org/one"):
+                assert rows.Catalog(config(C4), commits).find(spec, "--data")
+
+
 def test_few_files_are_kept_whole(hub, tmp_path):
     expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=5), 4)
     found, _ = run(config(C4, lanes=5), 4)

@@ -70,10 +70,10 @@ def split_weight(spec: str) -> tuple[str, Fraction | None]:
     return (found[1], Fraction(found[2])) if found and not Path(spec).exists() else (spec, None)
 
 
-def find_text(spec: str, flag: str, commit: str = "") -> list[Path | Remote]:
-    """The files of text that an entry names: a file, a pattern, `-`, or an address on the hub."""
+def find_text(spec: str, flag: str, *how) -> list[Path | Remote]:
+    """The files of text that an entry names: a file, a pattern, `-`, or an address on the hub, which `how` is for."""
     if spec.startswith("hf://"):
-        return resolve(spec, flag, commit)
+        return resolve(spec, flag, *how)
     if spec == "-":
         return [Path("-")]
     path = Path(spec).expanduser()
