@@ -190,6 +190,7 @@ class Hub(urllib.request.HTTPRedirectHandler):
         """A file's bytes from number `have` on, over as many connections as it takes. digest: of the bytes before. It
         ends after `size` bytes with the hash `oid`; Damaged if they are others. What the caller does with the bytes
         cannot be taken for trouble with the network."""
+        wait.begin()
         while have < size:
             trouble: Exception | str = f"{wait.name} ends early"
             try:
@@ -291,11 +292,11 @@ class Wait:
     def __init__(self, hub: Hub, name: str, limit: int):
         self.hub, self.name, self.limit, self.host = hub, name, limit, urlsplit(hub.url).hostname
         self.begin()
+        self.end()
 
     def begin(self) -> None:
         """From now on bytes are waited for."""
-        self.since, self.tries, self.refusals, self.reason = time.monotonic(), 0, 0, ""
-        self.next_try, self.said = 0.0, None
+        self.since, self.tries, self.reason, self.next_try, self.said = time.monotonic(), 0, "", 0.0, None
 
     def end(self) -> None:
         self.since = float("inf")
@@ -325,6 +326,7 @@ class Wait:
                     say(str(self))
 
         threading.Thread(target=tell, daemon=True).start()
+        self.begin()
         try:
             yield self
         finally:
@@ -333,16 +335,16 @@ class Wait:
     def pause(self, error: Exception | str) -> None:
         """Sleeps until the next try. Raises what the user should read if another try is no use, if `limit` of them have
         brought nothing, or if the hub has limited our requests for too long."""
-        hub, reason, limited = self.hub, getattr(error, "reason", error), False
+        hub, reason, asked = self.hub, getattr(error, "reason", error), None
         if isinstance(error, urllib.error.HTTPError):
             ours = _origin(error.url) == _origin(hub.url)  # else a signed address, which may have expired
             reason = f"{self.host} answers {error.code}"
             asked = _asked_wait(error.headers) if error.code in (429, 503) else None
-            limited = error.code == 429 or asked is not None
             if ours and error.code in (401, 403, 404):
                 raise (NotThere if error.code == 404 else UserError)(hub._refusal(error))
             if error.code == 429:
                 reason += " (too many requests)"
+                asked = 10 * PAUSE if asked is None else asked
             elif ours and error.code < 500 and error.code != 408:
                 raise Failed(f"{reason}: {hub._says(error)}; check HF_ENDPOINT, or try later")
         elif isinstance(reason, ssl.SSLCertVerificationError):
@@ -351,19 +353,17 @@ class Wait:
         else:
             words = "nothing arrives" if isinstance(reason, TimeoutError) else getattr(reason, "strerror", None)
             reason = f"connection to {self.host}: {words or str(reason) or type(reason).__name__}"
-        if limited:
-            self.refusals += 1
-            seconds = min(PAUSE * 2 ** min(self.refusals - 1, 9), LONGEST_PAUSE) if asked is None else max(asked, PAUSE)
-            so_far = time.monotonic() - self.since
-            if seconds > LONGEST_WAIT or so_far + seconds > PATIENCE:
-                wants = f"wants {seconds:.0f} s of rest" + f", after {so_far:.0f} s of waiting" * (so_far > 1)
-                raise Failed(f"{reason} and {wants}: wait, or log in for more; {SAME}")
-        else:
+        if asked is None:
             self.tries += 1
             seconds = min(PAUSE * 2 ** (self.tries - 1), LONGEST_PAUSE)
             if self.tries >= self.limit:
                 mend = f"check the network, HF_ENDPOINT and HTTPS_PROXY; {SAME}"
                 raise Failed(f"{reason}, {self.tries} times in a row: {mend}")
+        else:
+            seconds, so_far = max(asked, PAUSE), time.monotonic() - self.since
+            if seconds > LONGEST_WAIT or so_far + seconds > PATIENCE:
+                waited = f" after {so_far:.0f} s of waiting" * (so_far > 1)
+                raise Failed(f"{reason} and wants {seconds:.0f} s of rest{waited}: wait, or log in for more; {SAME}")
         self.reason, self.next_try = reason, time.monotonic() + seconds
         time.sleep(seconds)
 
@@ -528,7 +528,7 @@ def _open_part(part: Path) -> int | None:
 
 
 def _receive(hub: Hub, file: File, fd: int, progress: Progress) -> None:
-    """Completes a part. A damaged one starts again from byte 0, once; Damaged if that is damaged too."""
+    """Completes a part. A damaged one starts again from byte 0, once; Damaged if that one is damaged too."""
     wait = Wait(hub, file.link.name, TRIES)
     progress.waits.add(wait)
     try:
