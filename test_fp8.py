@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8
 from activations import checkpoint_activations
-from bench import report_fp8
 from config import parse_args
 from errors import UserError
 from fp8 import E4M3, E5M2, RECIPES, WeightScales, convert_linears
@@ -559,7 +558,7 @@ def test_watched_layers_say_what_they_multiply(recipe):
 # ---- the command line
 
 
-def test_runs_are_recorded_resumed_and_reported(tmp_path, monkeypatch):
+def test_runs_are_recorded_and_resumed(tmp_path, monkeypatch):
     """Resumed equals uninterrupted bit for bit; figures every second step; the report has a line per layer."""
     text = tmp_path / "numbers.txt"
     text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
@@ -576,10 +575,6 @@ def test_runs_are_recorded_resumed_and_reported(tmp_path, monkeypatch):
         found = {k for k in record if k.startswith("fp8/")}
         names = {f"fp8/layers.{i}.mlp.down_proj/{o}_{f}" for i in (0, 1) for o in "xwg" for f in fp8.FIGURES}
         assert found == (names if record["step"] % 2 == 0 else set())
-    lines = report_fp8(tmp_path / "whole", "row").splitlines()
-    assert len(lines) == 2 + 9 + 1 and "recipe row" in lines[0]
-    down = next(line.split() for line in lines if line.startswith("layers.1.mlp.down_proj"))
-    assert 25 < float(down[-1]) < 32 and float(down[-2]) > 28 and "lm_head" in lines[-2]
 
 
 @pytest.mark.parametrize(

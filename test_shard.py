@@ -134,8 +134,34 @@ shard.leave(ranks)
     assert run_ranks(3, code, str(tmp_path)).count("done") == 3
 
 
+def peak_rss(reset: bool = False) -> int:
+    """Bytes; since the last reset (Linux: proc(5), clear_refs)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+
+def raw_reader(path: Path, shapes: dict):
+    """-> read(name, slices) of a file that holds the tensors one after the other in bf16"""
+    starts, at = {}, 0
+    for name, shape in shapes.items():
+        starts[name], at = at, at + 2 * torch.Size(shape).numel()
+    file = os.open(path, os.O_RDONLY)
+
+    def read(name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        shape, rows = shapes[name], slices[0]
+        width = 2 * torch.Size(shape[1:]).numel()
+        out = torch.empty((rows.stop - rows.start) * width, dtype=torch.uint8)
+        if len(out):
+            os.preadv(file, [memoryview(out.numpy())], starts[name] + rows.start * width)
+        return out.view(torch.bfloat16).view(-1, *shape[1:])[(slice(None), *slices[1:])]
+
+    return read
+
+
 RAW = """
-import os, bench
+import os
+from test_shard import raw_reader
 from pathlib import Path
 from dataclasses import replace
 from model import MODELS, Transformer
@@ -150,7 +176,7 @@ if ranks.rank == 0:
         for i, shape in enumerate(shapes.values()):
             f.write(torch.randn(shape, generator=torch.Generator().manual_seed(i)).bfloat16().view(torch.uint8).numpy())
 shard.gather(None, ranks)
-read = bench.raw_reader(path, shapes)
+read = raw_reader(path, shapes)
 
 def build(size, dtype=torch.float32):
     with torch.device("meta"):
@@ -213,9 +239,9 @@ for load in ("direct", "rank0"):
     shard.shard_model(model, shard.make_mesh(0, ranks), torch.bfloat16)
     model.to_empty(device="cpu")
     models.append(model)  # else its memory would be used again
-    before = bench.peak_rss(reset=True)
+    before = test_shard.peak_rss(reset=True)
     shard.fill(model, read, load)
-    used = bench.peak_rss() - before
+    used = test_shard.peak_rss() - before
     print(load, "rank", ranks.rank, "used", used, "shard", own, "largest", largest)
     assert 0.9 * own < used < own + largest, (load, ranks.rank, used, own, largest)
 print("done")
@@ -314,17 +340,17 @@ def test_out_of_memory_tells_what_the_memory_went_to():
 def test_a_rank_of_64_builds_405b_on_meta_without_memory(tmp_path):
     """Every step of the build up to the allocation, of which a rank would hold a 64th."""
     code = """
-import time, bench, activations, torch.distributed as dist
+import time, activations, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from model import MODELS, Transformer
 dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
-before, begin = bench.peak_rss(reset=True), time.perf_counter()
+before, begin = test_shard.peak_rss(reset=True), time.perf_counter()
 with torch.device("meta"):
     model = Transformer(MODELS["llama3.1-405b"], torch.bfloat16)
 activations.checkpoint_activations(model, "block")
 mesh = shard.init_device_mesh("cpu", (1, 64), mesh_dim_names=("replicate", "shard"))
 shard.shard_model(model, mesh, torch.bfloat16, offload=True)
-used, seconds = bench.peak_rss() - before, time.perf_counter() - begin
+used, seconds = test_shard.peak_rss() - before, time.perf_counter() - begin
 parameters = list(model.parameters())
 assert all(p.is_meta for p in parameters) and sum(p.numel() for p in parameters) == 405_853_388_800
 assert abs(64 * sum(shard.local(p).numel() for p in parameters) / 405_853_388_800 - 1) < 1e-4

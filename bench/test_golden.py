@@ -3,8 +3,9 @@
 import json
 import re
 
-import golden
 import pytest
+
+import golden
 
 
 def compare(instructions: str) -> None:
