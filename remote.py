@@ -97,19 +97,17 @@ def _candidates(repo: str, paths: list[str]) -> str:
 def fetch_whole(files: list[Remote]) -> list[Path]:
     """The files in HF_HOME's cache, fetched and verified where they are not yet. Safe when several processes do it at
     the same time."""
-    repo, commit = f"datasets/{files[0].repo}", files[0].commit
-    base = folder_of(repo, commit)[2]
-    paths = [base / "snapshots" / commit / f.path for f in files]
-    missing = {
-        f.path: (f.size, f.oid)
-        for f, path in zip(files, paths, strict=True)
-        if not path.is_file() or path.stat().st_size != f.size
-    }
-    if missing:
-        command = f"python download.py {repo} --revision {commit}"
-        what = {"repo": repo, "revision": commit, "commit": commit, "command": command}
+    paths, missing = [], {}
+    for file in files:
+        base = folder_of(f"datasets/{file.repo}", file.commit)[2]
+        paths.append(base / "snapshots" / file.commit / file.path)
+        if not paths[-1].is_file() or paths[-1].stat().st_size != file.size:
+            missing.setdefault((base, file.repo, file.commit), {})[file.path] = file.size, file.oid
+    for (base, repo, commit), tree in missing.items():
+        what = {"repo": f"datasets/{repo}", "revision": commit, "commit": commit}
+        command = f"python download.py datasets/{repo} --revision {commit}"
         try:
-            fetch(Hub("datasets", files[0].repo), base, missing, what)
+            fetch(Hub("datasets", repo), base, tree, what | {"command": command})
         except OSError as e:
             raise disk_error(e) from None
     return paths

@@ -496,7 +496,7 @@ class StreamRows:
             remote = [f for f in self.files if isinstance(f, Remote)]
             if remote:  # each is read by several lanes: once over the network, then from the disk
                 self.identity = self._identify()
-                there = dict(zip(remote, fetch_whole(remote), strict=True)) if len(self.commits) == 1 else {}
+                there = dict(zip(remote, fetch_whole(remote), strict=True))
                 self.files = [there.get(f, f) for f in self.files]
                 self.note = self._note()
                 return
