@@ -22,6 +22,8 @@ from optim import learning_rate
 from peers import PEERS, adamw
 from weights import export_model
 
+PLOTS = Path(__file__).parent
+
 
 def judge(loss: float, reference: float, noise: float) -> str:
     """How far a validation loss is from the one that it should be."""
@@ -164,35 +166,32 @@ def bench_growth(args: Namespace) -> Iterator[Row]:
                 env = {"MALLOC_MMAP_THRESHOLD_": "65536"}
                 in_use[n] = train_run(Path(folder, "run"), values[n], env=env).memory * 2**20
         yield row(axis, "memory in use, per x", fit(list(in_use), list(in_use.values()))[1], "KiB")
-    draw_growth(points, Path(__file__).with_name("growth.png"))
+    draw_growth(points, PLOTS / "growth.png")
     yield row("all", "drawn: bench/growth.png")
 
 
 def draw_growth(points: dict[str, dict[int, Run]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(2, len(points), figsize=(3.1 * len(points), 6), layout="constrained", sharex="col")
+    figure, panels = subplots(2, len(points), figsize=(3.1 * len(points), 6), sharex="col")
     for (axis, runs), above, below in zip(points.items(), *panels, strict=True):
-        n, fine = list(runs), np.geomspace(min(runs), max(runs), 100)
-        speeds, memory = [run.speed for run in runs.values()], [run.memory for run in runs.values()]
-        for panel, y in ((above, speeds), (below, memory)):
-            panel.plot(n, y, "o", label="measured")
-            panel.set_xscale("log", base=2)
-            panel.set_ylim(0, 1.15 * max(y))
-            panel.grid(alpha=0.3)
-        if axis != "processes":
-            (a, b), (c, d) = fit(n, [1 / speed for speed in speeds]), fit(n, memory)
-            above.plot(fine, 1 / (a + b * fine), lw=1, label="1 / (a + b x)")
-            below.plot(fine, c + d * fine, lw=1, label="c + d x")
-        below.legend()
+        above.plot(list(runs), [run.speed for run in runs.values()], "o-")
+        below.plot(list(runs), [run.memory for run in runs.values()], "o-")
         below.set_xlabel(axis)
+        for panel in (above, below):
+            panel.set_xscale("log", base=2)
+            panel.set_ylim(bottom=0)
+            panel.grid(alpha=0.3)
     panels[0, 0].set_ylabel("tokens per second")
     panels[1, 0].set_ylabel("peak memory of a process (GiB)")
     figure.savefig(path, dpi=90)
-    plt.close(figure)
+
+
+def subplots(*args, **options):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(*args, layout="constrained", **options)
 
 
 # ---- reference
@@ -275,19 +274,14 @@ def bench_fp8_parity(args: Namespace) -> Iterator[Row]:
             late = np.mean([record["loss"] for record in run.records if record["step"] > last - 50])
             said = f"training loss {late:.4f}, validation {run.loss:.4f} ({run.loss - runs['bf16'].loss:+.4f})"
             yield row(f"{last} steps", f"{name}: {said}", run.loss, "nats")
-    draw_losses(runs, Path(__file__).with_name("fp8-parity.png"))
+    draw_losses(runs, PLOTS / "fp8-parity.png")
 
 
 def draw_losses(runs: dict[str, Run], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    figure, (above, below) = subplots(2, 1, figsize=(8, 7), sharex=True)
     base = [record["loss"] for record in runs["bf16"].records]
     for name, run in runs.items():
-        steps, losses = [r["step"] for r in run.records], [r["loss"] for r in run.records]
+        steps, losses = zip(*((record["step"], record["loss"]) for record in run.records), strict=True)
         (line,) = above.plot(steps, losses, lw=1, label=name)
         if name != "bf16, another seed":  # which has other data
             below.plot(steps, np.subtract(losses, base), lw=1, color=line.get_color())
@@ -295,7 +289,6 @@ def draw_losses(runs: dict[str, Run], path: Path) -> None:
     below.set_ylabel("less bf16's on the same data")
     above.legend()
     figure.savefig(path, dpi=90)
-    plt.close(figure)
 
 
 SUITES = {

@@ -92,14 +92,15 @@ def test_transformers_trains_as_we_do(tmp_path):
     assert theirs == pytest.approx(ours, abs=2e-5) and ours < 5
 
 
-def test_fp8_parity_says_how_far_each_recipe_is(monkeypatch):
+def test_fp8_parity_says_how_far_each_recipe_is(monkeypatch, tmp_path):
     def trained(out, words) -> Run:
         run = made_up(2.0 + 0.01 * ("--fp8" in words))
         return Run([record | {"loss": 3.0} for record in run.records], run.wall, run.parts, 0)
 
     monkeypatch.setattr(runs, "train_run", trained)
-    monkeypatch.setattr(runs, "draw_losses", lambda found, path: None)
+    monkeypatch.setattr(runs, "PLOTS", tmp_path)
     said = [row["what"] for row in runs.bench_fp8_parity(Namespace(steps=10))]
     assert len(said) == 6 and said[-1] == "row_gw_hp: training loss 3.0000, validation 2.0100 (+0.0100)"
+    assert (tmp_path / "fp8-parity.png").stat().st_size > 10_000
     for own in runs.RECIPES.values():
         parse_args([*runs.PARITY.split(), *own.split()])
