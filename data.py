@@ -373,10 +373,10 @@ def make_loader(config: Config, rank: int = 0, world_size: int = 1, split: str =
     return Loader(config, rank, world_size, split, Catalog(config))
 
 
-def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -> list[Loader]:
+def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -> Iterator[Loader]:
     """For training, and for validation if the run evaluates."""
     splits = ("train", "val") if config.eval_every else ("train",)
-    return [Loader(config, rank, world_size, split, catalog) for split in splits]
+    return (Loader(config, rank, world_size, split, catalog) for split in splits)
 
 
 def merge_positions(states: list[dict]) -> dict:
@@ -398,8 +398,9 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
         check_tokenizer(config)
     made_with: dict[str, Path] = {}  # by the fingerprint of the tokenizer
     headerless = False
-    loaders = open_loaders(config, 0, world_size, catalog or Catalog(config))
-    for loader in loaders:
+    loaders = []
+    for loader in open_loaders(config, 0, world_size, catalog or Catalog(config)):
+        loaders.append(loader)
         for tokens in loader.tokens:
             headerless |= any(array.offset == 0 for array in tokens.arrays)
             made_with |= {read_index(p.parent)["fingerprint"]: p.parent for p in tokens.paths if read_index(p.parent)}

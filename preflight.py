@@ -134,7 +134,7 @@ def open_data(config: Config, found: checkpoint.Checkpoint | None, ranks: shard.
         return catalog.listed, catalog.streamed
 
     catalog.listed, catalog.streamed = shard.on_first_rank(look_up, ranks)
-    return loaders or open_loaders(config, ranks.rank, ranks.world_size, catalog)
+    return loaders or list(open_loaders(config, ranks.rank, ranks.world_size, catalog))
 
 
 def check(config: Config) -> None:
