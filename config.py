@@ -9,6 +9,7 @@ import argparse
 import difflib
 import glob
 import math
+import os
 import re
 import shlex
 from dataclasses import Field, dataclass, field, fields, replace
@@ -242,7 +243,7 @@ class Config:
     seed: int = _flag(0, "of initialisation, data order and samples", least=-(2**63), below=2**63)
     log_every: int = _flag(10, "steps between records; 0 = the first and the last only")
     eval_every: int = _flag(100, "steps between evaluations; 0 = never")
-    eval_batches: int = _flag(10, "global batches per evaluation; 0 = the whole validation split")
+    eval_batches: int = _flag(10, "global batches per evaluation; 0 = the whole validation split", below=2**20)
     save_every: int = _flag(0, "steps between checkpoints; 0 = at the end only")
     save_async: bool = _flag(True, "write checkpoints while training goes on, from a copy in the host's memory")
     keep: int = _flag(2, "checkpoints kept, at least 2: should the newest be damaged, the one before is used", least=2)
@@ -477,6 +478,9 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
         values["out"] = str(Path("runs") / "-".join((recipes or [model]) + data))
     if not values["out"].isprintable():  # launch.sh and train.sbatch read it as a line
         raise UserError(f"--out {values['out']!r}: a run folder's name must be printable")
+    sizes = [len(os.fsencode(name)) for name in Path(values["out"]).parts]
+    if max(sizes, default=0) > 255 or sum(sizes) > 3500:
+        raise UserError(f"--out {values['out'][:60]}...: its name has {sum(sizes)} bytes; give one of at most 255")
     names_tokenizer = bool(values["tokenizer"])
     if not names_tokenizer:
         values["tokenizer"] = tokenizer_beside(values["weights"]) or tokenizer_beside(values["model"]) or "bytes"
@@ -504,6 +508,7 @@ def _check_flag(f: Field, values: dict) -> None:
             f"--{f.name} {value}: unknown{f', did you mean {near[0]}?' if near else ''};"
             f" there are {', '.join(c for c in choices if c)}"
         )
+    below = 2**53 if isinstance(value, int) and below == math.inf else below
     if isinstance(value, (int, float)) and not least <= value < below:
         limit = "finite" if below == math.inf else f"below {below}"
         raise UserError(f"--{f.name} {value}: it must be at least {least} and {limit} ({f.metadata['help']})")

@@ -101,22 +101,21 @@ def available_memory() -> int:
         return 0
 
 
-def refuse_without_room(model: nn.Module, state_dtype: torch.dtype, available: int) -> None:
-    """--offload cpu needs parameters, gradients and two moments of all ranks of a machine in its memory. Call before
-    they are allocated."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    size = 0
-    for p in map(_local, model.parameters()):
-        # Parameters and gradients are pinned for a GPU, in blocks that torch's allocator rounds up to a power of two.
-        copy = p.numel() * p.element_size()
-        pinned = 1 << (copy - 1).bit_length() if copy and torch.cuda.is_available() else copy
-        size += 2 * pinned + 2 * p.numel() * state_dtype.itemsize
-    if available and ranks * size > available:
-        raise UserError(
-            f"--offload cpu needs {ranks * size / 2**30:.1f} GiB on {platform.node()} for the parameters, gradients and"
-            f" moments of its {ranks} ranks, and {available / 2**30:.1f} GiB are free: use more machines, --state_dtype"
-            " bf16 or --param_dtype bf16, a larger --shard_size, or no --offload"
-        )
+def lower_memory(config, on_gpu: bool = True) -> str:
+    """The flags that lower what a run needs, the cheapest first."""
+    flags = [
+        (config.micro_batch != 1, "a smaller --micro_batch (the same --batch_tokens: only the speed changes)"),
+        (config.reshard == "never", "--reshard auto"),
+        (config.state_dtype == "fp32", "--state_dtype bf16"),
+        (config.shard_size != 0 and int(os.environ.get("WORLD_SIZE", 1)) > 1, "--shard_size 0"),
+        (config.checkpointing == "none", "--checkpointing selective"),
+        (config.checkpointing != "block", "--checkpointing block"),
+        (on_gpu and not config.offload_activations, "--offload_activations (with --checkpointing)"),
+        (config.param_dtype == "fp32", "--param_dtype bf16"),
+        (on_gpu and config.offload == "none" and config.fp8 == "off", "--offload cpu"),
+    ]
+    last = "more GPUs" if on_gpu else "more machines or a smaller model"
+    return "; ".join([text for useful, text in flags if useful] + [f"or {last}"])
 
 
 def explain_out_of_memory(model: nn.Module, optimizer, config, head: int, used: dict[str, int], name: str) -> str:
@@ -135,25 +134,12 @@ def explain_out_of_memory(model: nn.Module, optimizer, config, head: int, used: 
     rest = used["allocated"] - sum(parts.values())
     parts["activations and gathered layers"] = max(rest, 0)
     said = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
-    advice = [
-        (config.micro_batch != 1, "a smaller --micro_batch (the same --batch_tokens: only the speed changes)"),
-        (config.reshard == "never", "--reshard auto"),
-        (config.state_dtype == "fp32", "--state_dtype bf16"),
-        (config.shard_size != 0 and int(os.environ.get("WORLD_SIZE", 1)) > 1, "--shard_size 0"),
-        (config.checkpointing == "none", "--checkpointing selective"),
-        (config.checkpointing != "block", "--checkpointing block"),
-        (not config.offload_activations, "--offload_activations (with --checkpointing)"),
-        (config.param_dtype == "fp32", "--param_dtype bf16"),
-        (config.offload == "none" and config.fp8 == "off", "--offload cpu"),
-    ]
     loose = used["reserved"] - used["allocated"]
-    if loose > used["total"] / 10:
-        advice.insert(0, (True, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"))
-    flags = "; ".join(text for useful, text in advice if useful)
+    expandable = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; " * (loose > used["total"] / 10)
     return (
         f"out of memory on {name}: {used['allocated'] / 2**30:.2f} GiB allocated at the peak and"
         f" {used['reserved'] / 2**30:.2f} reserved of {used['total'] / 2**30:.2f}. In GiB: {said}."
-        f" What lowers it, the cheapest first: {flags}; or more GPUs"
+        f" What lowers it, the cheapest first: {expandable}{lower_memory(config)}"
     )
 
 

@@ -74,6 +74,13 @@ class ModelConfig:
             raise ValueError(f"n_heads {self.n_heads} does not divide by n_kv_heads {self.n_kv_heads}")
         if self.dim % self.n_heads and self.head_dim == self.dim // self.n_heads:
             raise ValueError(f"dim {self.dim} does not divide by n_heads {self.n_heads}")
+        rows = [self.vocab_size, 2 * self.ffn_dim, (self.n_heads + 2 * self.n_kv_heads) * self.head_dim]
+        rows += [self.max_seq_len] * (self.positions == "learned")
+        if max(rows) * self.dim * max(self.n_experts, 1) >= 2**50 or max(self.n_layers, self.n_experts) > 10_000:
+            raise ValueError(
+                f"no machine holds it: {self.n_layers} layers, {self.n_experts} experts, matrices of {max(rows)} x"
+                f" {self.dim}"
+            )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim} (dim / n_heads)")
 
@@ -398,6 +405,17 @@ def loss_head_bytes(config: ModelConfig, tokens: int, device_type: str) -> int:
     once more within logsumexp, and the gradient of the weight."""
     logits = min(CHUNK_BYTES[device_type] // 2, tokens * config.vocab_size)
     return 10 * logits + 4 * config.vocab_size * config.dim
+
+
+def saved_bytes(config: ModelConfig, tokens: int, checkpointing: str, itemsize: int) -> int:
+    """The least that so many tokens leave for the backward pass: the inputs of the blocks; without checkpointing of
+    whole blocks also the second norm's input, queries, keys, values, attention's output and what the experts, or the
+    MLP, multiply and activate."""
+    per_layer = config.dim
+    if checkpointing != "block":
+        hidden = {"gelu": 1, "swiglu": 2, "moe": 2 * config.top_k}.get(config.mlp, 1) * config.ffn_dim
+        per_layer += config.dim + 2 * (config.n_heads + config.n_kv_heads) * config.head_dim + hidden
+    return tokens * config.n_layers * per_layer * itemsize
 
 
 class LossHead(nn.Module):

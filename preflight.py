@@ -27,7 +27,8 @@ from config import Config, check_batch, split_batch
 from data import Loader, merge_positions, open_checked, open_loaders
 from download import Failed, find
 from log import logger, read_json, write_status
-from model import MODELS, Transformer, loss_head_bytes, random_init
+from model import MODELS, Transformer, loss_head_bytes, random_init, saved_bytes
+from optim import DTYPES
 from rows import Catalog
 from runlock import RunLock, sees
 from tokenizer import load_tokenizer
@@ -112,6 +113,42 @@ def convert_to_fp8(model: Transformer, config: Config, device: torch.device) -> 
     raise UserError(f"--fp8 {config.fp8}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
 
 
+def refuse_without_room(config: Config, device: torch.device, world_size: int) -> None:
+    """Refuses a run that cannot fit into this machine, before anything is allocated. It counts only a part of what the
+    run needs."""
+    micro_batch, batch_tokens = split_batch(config, world_size)
+    _, shards = shard.mesh_shape(config.shard_size, world_size)
+    ranks, gpu = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device.type == "cuda"
+    offload = gpu and config.offload == "cpu"
+    with torch.device("meta"):
+        elements = [-(-p.numel() // shards) for p in Transformer(config.model_config).parameters()]
+    copies = [n * DTYPES[config.param_dtype].itemsize for n in elements]
+    if offload:  # pinned, in blocks that torch rounds up to a power of two
+        copies = [1 << (size - 1).bit_length() for size in copies]
+    copy, moments = sum(copies), 2 * sum(elements) * DTYPES[config.state_dtype].itemsize
+    tokens, itemsize = micro_batch * config.seq_len, DTYPES[config.dtype].itemsize
+    saved = saved_bytes(config.model_config, tokens, config.checkpointing, itemsize)
+    saved *= not (gpu and config.offload_activations)
+    on_host, on_gpu = {"tokens of a step": 16 * batch_tokens // world_size}, {}
+    state = {"parameters": copy, "moments": moments}
+    if offload:
+        on_host, on_gpu = on_host | state | {"gradients": copy}, {"activations": saved}
+    else:  # in a step of one micro-batch, the last gradients come when the activations are gone
+        state |= {"activations": saved} if saved > copy else {"gradients": copy}
+        (on_gpu if gpu else on_host).update(state)
+    places = [(on_host, ranks, platform.node(), machine.available_memory())]
+    if gpu:
+        places.append((on_gpu, 1, str(device), torch.cuda.get_device_properties(device).total_memory))
+    for needs, times, place, free in places:
+        gib = {name: times * size / 2**30 for name, size in needs.items()}
+        if free and sum(gib.values()) > free / 2**30:
+            parts = ", ".join(f"{name} {amount:.1f}" for name, amount in gib.items())
+            raise UserError(
+                f"This run needs more than {sum(gib.values()):.1f} GiB on {place} (ranks: {times}; {parts}), which has"
+                f" {free / 2**30:.1f} GiB. What lowers it, the cheapest first: {machine.lower_memory(config, gpu)}"
+            )
+
+
 def check_inputs(config: Config, resumes: bool, world_size: int, catalog: Catalog) -> list[Loader]:
     """Tokens, tokenizer, weights and prompt against the model; also tokenises text, once -> the loaders of rank 0."""
     loaders = open_checked(config, world_size, catalog)
@@ -154,6 +191,7 @@ def check(config: Config) -> None:
     if done:
         say_finished(config, found.step)
     else:
+        refuse_without_room(config, device, processes)
         position = found.manifest["position"] if found else {}
         loader, *_ = check_inputs(config, bool(found), processes, Catalog(config, position.get("commits")))
         if found:
@@ -279,7 +317,7 @@ def say_finished(config: Config, step: int) -> None:
     if "--check" in words:  # launch.sh's last words
         words = words[: words.index("--check")] or DEFAULT
     again = f"bash launch.sh {shlex.join(words)}"
-    weights = f"  its weights:   {config.out}/hf, for transformers, vLLM and others\n"
+    weights = f"  its weights:   {config.out}/hf, a Hugging Face folder, for transformers and others\n"
     print(
         f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
         f"{weights * (Path(config.out) / 'hf').exists()}"
@@ -321,8 +359,8 @@ def report(error: Exception, config: Config | None, rank: int, made: Made) -> in
     alone = isinstance(error, RankError) or getattr(error, "alone", False)
     if isinstance(error, UserError):
         code, message = 2, str(error)
-    elif isinstance(error, PermissionError):
-        code, message = 2, f"no permission: {error}"
+    elif isinstance(error, PermissionError) or getattr(error, "errno", 0) == errno.ENAMETOOLONG:
+        code, message = 2, f"{'no permission' if isinstance(error, PermissionError) else 'a name is too long'}: {error}"
     elif isinstance(error, guard.NotFinite):
         message = str(error)
         try:

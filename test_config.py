@@ -266,7 +266,7 @@ def test_an_unknown_flag_in_a_recipe(recipe):
     [
         ("steps seq_len timeout lanes", "0 -5"),
         ("check delimiter", "-2"),
-        ("seed", f"{2**70}"),
+        ("seed vocab_size dim n_layers micro_batch batch_tokens seq_len steps timeout eval_batches", f"{2**70}"),
         ("keep", "1 0"),
         ("batch_tokens shard_size prefetch log_every eval_every eval_batches save_every sample_every", "-1"),
         ("vocab_size dim n_layers n_heads n_kv_heads ffn_dim", "-1"),
@@ -280,6 +280,18 @@ def test_ranges(flags, values):
     for flag in flags.split():
         for value in values.split():
             assert re.search(f"--{flag} {value}.* must ", refused(f"--{flag}={value}"))
+
+
+@pytest.mark.parametrize("words, message", [
+    ("--n_layers 2147483648", "no machine holds it: 2147483648 layers"),
+    (f"--vocab_size {2**50}", f"no machine holds it.*{2**50} x 64"),
+    (f"--dim {2**40} --n_heads 4", "no machine holds it"),
+    (f"--out runs/{'x' * 256}", "its name has 260 bytes; give one of at most 255"),
+    (f"--out {'é' * 128}", "its name has 256 bytes"),
+    (f"--out {'/'.join(['x' * 200] * 20)}", "its name has 4000 bytes"),
+])  # fmt: skip
+def test_sizes_beyond_any_machine(words, message):
+    assert re.search(message, refused(*words.split()))
 
 
 @pytest.mark.parametrize(

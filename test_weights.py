@@ -784,6 +784,8 @@ REFUSED = [  # a family, its Llama 3.1's, GPT-2's or Mixtral's config.json with 
     *(("mixtral", {key: value}, "config.json: ") for key in ("num_local_experts", "num_experts_per_tok")
       for value in (0, -1, "2", True)),
     ("mixtral", {"num_experts_per_tok": 9}, "config.json: "),
+    ("llama", {"vocab_size": 2**40}, "config.json: no machine holds it: .* 1099511627776 x 4096"),
+    ("mixtral", {"num_local_experts": 20_000}, "config.json: no machine holds it"),
     ("llama", {"num_key_value_heads": 5}, "n_heads 32 does not divide by n_kv_heads 5"),
     ("llama", {"hidden_size": 4100}, "dim 4100 does not divide by n_heads 32"),
 ]  # fmt: skip

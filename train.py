@@ -66,6 +66,7 @@ def train(config: Config, ranks: shard.Ranks, clock: Clock, made: preflight.Made
     for message in skipped:
         logger.warning(message)
 
+    shard.on_every_rank(lambda: preflight.refuse_without_room(config, ranks.device, ranks.world_size), ranks)
     made.watchdog.loaders = preflight.open_data(config, found, ranks)
     loader, val_loader = [*made.watchdog.loaders, None][:2]
     made.loader = loader
@@ -172,7 +173,8 @@ def build(config: Config, ranks: shard.Ranks, mesh, made: preflight.Made) -> Tra
         model = Transformer(config.model_config, DTYPES[config.dtype], config.attention)
     total = sum(p.numel() for p in model.parameters())
     logger.info("Created model with total parameters: %d (%s)", total, preflight.human(total))
-    logger.info("Trainable parameters: %d (%s)", total, preflight.human(total))
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    logger.info("Trainable parameters: %d (%s)", trainable, preflight.human(trainable))
     if config.fp8 != "off":
         rows = preflight.convert_to_fp8(model, config, ranks.device)
         logger.info(fp8.table(rows, config.fp8, config.model_config.top_k))
@@ -187,10 +189,6 @@ def build(config: Config, ranks: shard.Ranks, mesh, made: preflight.Made) -> Tra
     if mesh is not None:
         logger.info("Wrapped model with FSDP")
     made.model = model
-    if offload:
-        shard.on_every_rank(
-            lambda: machine.refuse_without_room(model, DTYPES[config.state_dtype], machine.available_memory()), ranks
-        )
     model.to_empty(device="cpu" if offload else ranks.device)
     model.tie_weights()
     return model
