@@ -20,7 +20,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import threading
 import time
 import zlib
@@ -29,13 +28,14 @@ from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 
-from errors import UserError  # first: it finds the Python that has torch
+from errors import UserError, read_json, run_script  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 from torch import Tensor, nn
 
 from config import OVERRIDABLE, Config
-from guard import compare_replicas
+from data import Loader, merge_positions
+from guard import ANSWER, NotFinite, Run, compare_replicas
 from machine import available_memory
 from model import ModelConfig, RopeScaling
 from shard import (
@@ -52,7 +52,7 @@ from shard import (
 from tensorfile import DTYPES as FILE_DTYPES
 from tensorfile import PORTION, Slices, TensorFile, assemble, write_file
 from tokenizer import load_tokenizer
-from weights import Export
+from weights import Export, family
 
 FORMAT = 2
 DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16)}
@@ -103,27 +103,63 @@ def probe_loss(model: nn.Module, tokens: list[int], device: torch.device) -> flo
 
 class Saver:
     """Writes checkpoints while the training goes on: `save` computes the probe's loss and copies this rank's parts into
-    the host's memory; a thread writes them. The next save waits for the one before."""
+    the host's memory; a thread writes them. The next save waits for the one before.
 
-    def __init__(
-        self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, mesh, found, word: str
-    ):
-        """found: the Checkpoint that the run goes on from, or None. word: of this start, the same on all ranks."""
-        self.config, self.model, self.optimizer, self.ranks, self.mesh = config, model, optimizer, ranks, mesh
-        self.run, self.word = Path(config.out), word
+    Around the loop (`with saver:`) it lets what is being written come to its end when an error ends the loop, and saves
+    the state before a step whose loss or gradients were no numbers."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, data: Loader, run: Run, found):
+        """found: the Checkpoint that the run goes on from, or None."""
+        self.model, self.optimizer, self.data, self.phase = model, optimizer, data, run.phase
+        self.config, self.ranks, self.mesh = run.config, run.ranks, run.mesh
+        self.run, self.nonce = run.folder, run.nonce
         self.tokens = found.manifest["probe"]["tokens"] if found else None
         self.last = found.step if found else 0  # the newest that is whole
         self.damaged = {p for p in folders(self.run) if found and int(p.name[5:]) > found.step}
+        on_first_rank(lambda: clean(self.run), self.ranks)
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
 
-    def save(self, step: int, position: dict, row: Tensor | None = None) -> None:
-        """Saves the state after `step` updates and removes the oldest checkpoints beyond --keep. row [T]: tokens to
-        probe with, the first call's are kept; None: any. An error, that of the save before too, is raised on all ranks.
-        All ranks must call."""
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        if error is None:
+            return
+        with self.phase("saves"):
+            if self.thread:
+                self.thread.join(ANSWER)  # what is being written is from before this
+            if isinstance(error, NotFinite):
+                try:
+                    error.args = (f"{error}{self._save_before(error.step)}",)
+                except Exception as e:
+                    error.args = (f"{error}\nThe state before it could not be saved: {e}",)
+
+    def _save_before(self, step: int) -> str:
+        """Saves the state before a step, if there is no checkpoint of it -> a sentence that says so. All ranks must
+        call."""
+        if step - 1 <= self.last:
+            return ""
+        done = self.data.samples // self.data.step_rows
+        self._save(step - 1, self.data.before[step - done - 1], None)
+        self.wait()
+        return f"\nThe state before it is saved: {step_folder(self.run, step - 1)}"
+
+    def save(self, step: int, row: Tensor) -> float:
+        """Saves the state after `step` updates and removes the oldest checkpoints beyond --keep -> milliseconds that
+        training waited. row [T]: tokens to probe with; the first call's are kept. An error, that of the save before
+        too, is raised on all ranks. All ranks must call."""
+        begin = time.perf_counter()
+        with self.phase("saves"):
+            self._save(step, self.data.state_dict(), row)
+        return 1e3 * (time.perf_counter() - begin)
+
+    def _save(self, step: int, position: dict, row: Tensor | None) -> None:
+        """position: this rank's, in the data."""
         self.wait()
         if step == self.last:
             return
+        position = merge_positions(gather(position, self.ranks))
         compare_replicas(self.model, self.ranks, self.mesh, step)
         if self.tokens is None:
             row = torch.arange(self.config.seq_len) % self.model.config.vocab_size if row is None else row
@@ -166,15 +202,11 @@ class Saver:
         """Whether the save in the background has failed by now; `wait` tells how."""
         return self.error is not None
 
-    def finish(self, seconds: float) -> None:
-        """Gives the save in the background that long, when the process ends with an error of its own."""
-        if self.thread:
-            self.thread.join(seconds)
-
     def wait(self) -> None:
         """Until what was saved is on the disk, or raises on all ranks why it is not. All ranks must call."""
-        if self.thread:
-            self.thread.join()
+        with self.phase("saves"):
+            if self.thread:
+                self.thread.join()
         error, self.thread, self.error = self.error, None, None
         if error is not None:
             raise error
@@ -183,7 +215,7 @@ class Saver:
         """In the thread: every rank writes its part, then rank 0 the manifest."""
         begin = time.perf_counter()
         folder = step_folder(self.run, manifest["step"])
-        temporary = folder.with_name(f"{folder.name}.tmp-{self.word}")
+        temporary = folder.with_name(f"{folder.name}.tmp-{self.nonce}")
         part, error = None, None
         try:
             if ready is not None:
@@ -622,6 +654,32 @@ def load_run_tokenizer(found: Checkpoint, spec: str | None = None):
         return load_tokenizer(str(exported))
 
 
+def is_exported(config: Config, step: int) -> bool:
+    """Whether a run has ended after that step and left all that a finished one leaves."""
+    status = read_json(Path(config.out) / "status.json")
+    if (status.get("state"), status.get("step")) != ("finished", step):
+        return False
+    return not _has_family(config.model_config) or (Path(config.out) / "hf").exists()
+
+
+def _has_family(model: ModelConfig) -> bool:
+    try:
+        return bool(family(model))
+    except ValueError:
+        return False
+
+
+def export_run(config: Config, step: int, ranks: Ranks) -> None:
+    """A run's checkpoint as a Hugging Face folder, hf/. All ranks must call."""
+    try:
+        family(config.model_config)
+    except ValueError as e:
+        return logger.warning("No export to hf/: %s", e)
+    tokenizer = load_tokenizer(config.tokenizer) if config.knows_text else None
+    saved, folder = Checkpoint(step_folder(Path(config.out), step)), Path(config.out) / "hf"
+    export(saved, folder, ranks, tokenizer=tokenizer, replaces=True)
+
+
 def export(
     found: Checkpoint,
     folder: Path,
@@ -700,9 +758,4 @@ def _export(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (UserError, OSError) as error:
-        sys.exit(print(f"error: {error}", file=sys.stderr) or (2 if isinstance(error, UserError) else 1))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

@@ -16,6 +16,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
+import fp8
 from attention import BACKENDS, PACKED
 from download import find
 from errors import ROOT, UserError
@@ -82,9 +83,13 @@ timeout ddp_timeout init_timeout_seconds train_timeout_seconds
 """
 
 
-def _flag(default, help: str, choices: tuple = (), least: float = 0, below: float = math.inf, needs: str = ""):
-    """least, below: the range of a number, the second not in it; needs: the flag without which it has no effect."""
-    return field(default=default, metadata={"help": help, "choices": choices, "range": (least, below), "needs": needs})
+def _flag(
+    default, help: str, choices: tuple = (), least: float = 0, below: float = math.inf, needs: str = "", group: str = ""
+):
+    """least, below: the range of a number, the second not in it. needs: the flag without which it has no effect. group:
+    in --help, of this flag and those after it."""
+    known = {"help": help, "choices": choices, "range": (least, below), "needs": needs, "group": group}
+    return field(default=default, metadata=known)
 
 
 # What --resume_override may name.
@@ -93,11 +98,11 @@ OVERRIDABLE = ("lr", "min_lr", "warmup_steps", "schedule", "decay_steps", "weigh
 
 @dataclass(frozen=True)
 class Config:
-    # model
     model: str = _flag(
         "tiny-llama",
         f"{' '.join(MODELS)}; or a Hugging Face folder, or the hub id of one that is downloaded; with --weights alone,"
         " theirs",
+        group="model",
     )
     weights: str = _flag(
         "", "safetensors to start from: a folder, or a hub id that is downloaded; empty = random values"
@@ -111,11 +116,11 @@ class Config:
     router_aux_loss_coef: float = _flag(
         -1.0, "weight of the loss that balances experts, beside the mean loss; -1 = the model's", least=-1
     )
-    # data
     data: tuple = _flag(
         (),
         "one or more of: token shards (a folder, .bin), .txt, .jsonl, .json.gz, .parquet, globs,"
         " hf://datasets/ORG/NAME/PATH; each may end in :WEIGHT; none = the built-in text",
+        group="data",
     )
     val_data: tuple = _flag((), "the same for validation; none = shards named *val*, else a held-out 1/20")
     tokenizer: str = _flag(
@@ -153,13 +158,11 @@ class Config:
     delimiter: int = _flag(
         -1, "id of the token that begins a document; -1 = as the tokenizer or the shard format says", least=-1
     )
-    # batch and length
-    seq_len: int = _flag(256, "tokens per row", least=1)
+    seq_len: int = _flag(256, "tokens per row", least=1, group="batch and length")
     micro_batch: int = _flag(8, "rows per rank per forward pass; 0 = the rank's whole share of --batch_tokens")
     batch_tokens: int = _flag(0, "tokens per optimizer step over all ranks; 0 = one micro-batch per rank")
     steps: int = _flag(1000, "optimizer steps", least=1)
-    # optimizer
-    lr: float = _flag(3e-4, "peak learning rate")
+    lr: float = _flag(3e-4, "peak learning rate", group="optimizer")
     min_lr: float = _flag(0.0, "learning rate at the end of the decay")
     warmup_steps: float = _flag(0.02, "steps of linear warm-up; below 1 = share of the steps")
     schedule: str = _flag(
@@ -175,12 +178,12 @@ class Config:
     beta1: float = _flag(0.9, "AdamW's first beta", below=1)
     beta2: float = _flag(0.95, "AdamW's second beta", below=1)
     clip: float = _flag(1.0, "largest global gradient norm; 0 = no clipping")
-    # precision, memory and speed
     dtype: str = _flag(
         "auto",
         "of activations and matrix products (weights stay fp32); tf32 = fp32, multiplied as TF32 on a GPU; auto = bf16"
         " where the hardware has it, else fp32",
         ("auto", "bf16", "tf32", "fp32"),
+        group="precision, memory and speed",
     )
     param_dtype: str = _flag(
         "fp32", "of the masters, which the optimizer updates; bf16 rounds its updates stochastically", ("fp32", "bf16")
@@ -238,8 +241,7 @@ class Config:
         " in bf16, compiled, for rows of 129 to 1024; else sdpa; flash = the flash-attn package",
         ("auto", *BACKENDS, *PACKED),
     )
-    # the run
-    out: str = _flag("", "run folder; default runs/ + recipe and data names")
+    out: str = _flag("", "run folder; default runs/ + recipe and data names", group="the run")
     seed: int = _flag(0, "of initialisation, data order and samples", least=-(2**63), below=2**63)
     log_every: int = _flag(10, "steps between records; 0 = the first and the last only")
     eval_every: int = _flag(100, "steps between evaluations; 0 = never")
@@ -352,7 +354,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Flags from Config's fields: types from the defaults, help, units and choices from the metadata."""
+    """Flags from Config's fields: types from the defaults, everything else from the metadata."""
     parser = _Parser(
         prog="train.py",
         description=__doc__.split("\n\n")[0],
@@ -360,30 +362,25 @@ def make_parser() -> argparse.ArgumentParser:
         usage="python train.py [@recipes/NAME.args ...] [--flag value ...]",
     )
     for f in fields(Config):
-        default, choices = f.default, f.metadata["choices"]
-        shown = {"": "empty", (): "none"}.get(default, default)
-        if isinstance(default, bool):
-            shown = "on" if default else "off"
-        options = {
-            "help": f.metadata["help"]
-            + f" (default: {shown}{'; one of ' + ' '.join(c for c in choices if c) if choices else ''})",
-            "default": default,
-        }
-        if isinstance(default, tuple):
-            options |= {"nargs": "+", "metavar": "NAME" if f.name in ("fp8_skip", "resume_override") else "PATH"}
-        elif f.name == "check":
-            options |= {"nargs": "?", "const": 0, "type": int, "metavar": "N"}
-        elif isinstance(default, bool):
-            options |= {"nargs": "?", "const": True, "type": _on_off, "metavar": "on|off"}
-        else:
-            options |= {
-                "type": type(default),
-                "metavar": "NAME" if choices else {str: "TEXT", int: "N", float: "X"}[type(default)],
-            }
-        parser.add_argument(
-            f"--{f.name}", **{k: v.replace("%", "%%") if k == "help" else v for k, v in options.items()}
-        )
+        if f.metadata["group"]:
+            group = parser.add_argument_group(f.metadata["group"])
+        help, choices = f.metadata["help"], " ".join(filter(None, f.metadata["choices"]))
+        shown = {"": "empty", "()": "none", "True": "on", "False": "off"}.get(str(f.default), f.default)
+        help += f" (default: {shown}; one of {choices})" if choices else f" (default: {shown})"
+        group.add_argument(f"--{f.name}", default=f.default, help=help.replace("%", "%%"), **_how_to_read(f))
     return parser
+
+
+def _how_to_read(f: Field) -> dict:
+    """argparse's options for the values of a flag."""
+    if f.name == "check":
+        return {"nargs": "?", "const": 0, "type": int, "metavar": "N"}
+    if isinstance(f.default, tuple):
+        return {"nargs": "+", "metavar": "NAME" if f.name in ("fp8_skip", "resume_override") else "PATH"}
+    if isinstance(f.default, bool):
+        return {"nargs": "?", "const": True, "type": _on_off, "metavar": "on|off"}
+    metavar = "NAME" if f.metadata["choices"] else {str: "TEXT", int: "N", float: "X"}[type(f.default)]
+    return {"type": type(f.default), "metavar": metavar}
 
 
 def _data_name(spec: str) -> str:
@@ -439,29 +436,13 @@ def _known_as(name: str) -> str:
 def parse_args(argv: list[str], trains: bool = False) -> Config:
     """Command-line words -> Config. Raises UserError for anything that can be seen to be wrong without data or
     devices; trains: also for data and tokenizers that were forgotten."""
-    words, recipes = [], []
-    for word in argv:
-        if word.startswith("@"):
-            recipes.append(Path(word[1:]).name.removesuffix(".args"))
-            words += _read_recipe(word[1:])
-        else:
-            words.append(word)
-    for i, word in enumerate(words):
-        if word.startswith("--"):
-            typed, equals, value = word[2:].partition("=")
-            name = typed.replace("-", "_")
-            words[i] = f"--{name}{equals}{value}"
-            known = _known_as(name)
-            if name not in (known, "help"):
-                nearest = f"the nearest one is --{known}; " if known else ""
-                raise UserError(f"unknown flag --{typed}; {nearest}--help lists all")
+    recipes = [Path(word[1:]).name.removesuffix(".args") for word in argv if word.startswith("@")]
+    words = [word for given in argv for word in (_read_recipe(given[1:]) if given.startswith("@") else [given])]
+    words = [_spelt_as_ours(word) if word.startswith("--") else word for word in words]
     parsed, rest = make_parser().parse_known_args(words)
     if rest:
         raise UserError(f"{rest[0][:40]!r} is neither a flag nor the value of one; --help lists all flags")
-    values = vars(parsed)
-    for f in fields(Config):
-        if isinstance(values[f.name], list):
-            values[f.name] = tuple(values[f.name])
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
     values["fp8"] = {"0": "off", "1": "tensor"}.get(values["fp8"], values["fp8"])
     for f in fields(Config):
         _check_flag(f, values)
@@ -472,15 +453,8 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
             values["model"] = values["weights"]
     if values["model"] not in MODELS:
         _find_model(values["model"])
-    if not values["out"]:
-        data = [_data_name(d) for d in values["data"]]
-        model = _folder_name(Path(values["model"]).name)
-        values["out"] = str(Path("runs") / "-".join((recipes or [model]) + data))
-    if not values["out"].isprintable():  # launch.sh and train.sbatch read it as a line
-        raise UserError(f"--out {values['out']!r}: a run folder's name must be printable")
-    sizes = [len(os.fsencode(name)) for name in Path(values["out"]).parts]
-    if max(sizes, default=0) > 255 or sum(sizes) > 3500:
-        raise UserError(f"--out {values['out'][:60]}...: its name has {sum(sizes)} bytes; give one of at most 255")
+    values["out"] = values["out"] or _default_out(values, recipes)
+    _check_out(values["out"])
     names_tokenizer = bool(values["tokenizer"])
     if not names_tokenizer:
         values["tokenizer"] = tokenizer_beside(values["weights"]) or tokenizer_beside(values["model"]) or "bytes"
@@ -488,14 +462,34 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     _check_together(config)
     if trains:
         _check_data(config, names_tokenizer)
-    if (
-        config.sample_every
-        and config.tokenizer == "bytes"
-        and not names_tokenizer
-        and any(map(_is_shards, config.data))
-    ):
+    unknown_text = config.tokenizer == "bytes" and not names_tokenizer and any(map(_is_shards, config.data))
+    if config.sample_every and unknown_text:
         raise UserError("--sample_every: what these token shards mean is not known: name their --tokenizer, or give 0")
     return config
+
+
+def _spelt_as_ours(word: str) -> str:
+    """A flag, with its value if that follows a "=", with underscores; refuses one that we do not have."""
+    typed, equals, value = word[2:].partition("=")
+    name = typed.replace("-", "_")
+    known = _known_as(name)
+    if name not in (known, "help"):
+        nearest = f"the nearest one is --{known}; " if known else ""
+        raise UserError(f"unknown flag --{typed}; {nearest}--help lists all")
+    return f"--{name}{equals}{value}"
+
+
+def _default_out(values: dict, recipes: list[str]) -> str:
+    names = recipes or [_folder_name(Path(values["model"]).name)]
+    return str(Path("runs") / "-".join(names + [_data_name(d) for d in values["data"]]))
+
+
+def _check_out(out: str) -> None:
+    if not out.isprintable():  # launch.sh and train.sbatch read it as a line
+        raise UserError(f"--out {out!r}: a run folder's name must be printable")
+    sizes = [len(os.fsencode(name)) for name in Path(out).parts]
+    if max(sizes, default=0) > 255 or sum(sizes) > 3500:
+        raise UserError(f"--out {out[:60]}...: its name has {sum(sizes)} bytes; give one of at most 255")
 
 
 def _check_flag(f: Field, values: dict) -> None:
@@ -513,7 +507,7 @@ def _check_flag(f: Field, values: dict) -> None:
         limit = "finite" if below == math.inf else f"below {below}"
         raise UserError(f"--{f.name} {value}: it must be at least {least} and {limit} ({f.metadata['help']})")
     streams = needs == "stream" and any(d.startswith("hf://") for d in (*values["data"], *values["val_data"]))
-    if needs and value not in (f.default, 0) and values[needs] == getattr(Config, needs) and not streams:
+    if needs and value not in (f.default, 0) and values[needs] in ("", "off", 0) and not streams:
         raise UserError(f"--{f.name} has no effect without --{needs}: give that, or leave --{f.name} out")
 
 
@@ -561,30 +555,11 @@ def _check_together(c: Config) -> None:
             f" {model.n_experts} experts; -1 = the model's"
         )
     if c.fp8 != "off":
-        _check_fp8(c, model)
+        fp8.check_flags(c)
     if model.positions == "learned" and c.seq_len > model.max_seq_len:
         raise UserError(
             f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"
         )
-
-
-def _check_fp8(c: Config, model: ModelConfig) -> None:
-    for flag, size in (("dim", model.dim), ("ffn_dim", model.ffn_dim)):
-        if size % 16:
-            near = max(16, round(size / 16) * 16)
-            raise UserError(f"--fp8 {c.fp8}: {flag} {size} does not divide by 16; the nearest is --{flag} {near}")
-    for what, heads in (("n_heads", model.n_heads), ("n_heads + 2 n_kv_heads", model.n_heads + 2 * model.n_kv_heads)):
-        if heads * model.head_dim % 16:
-            raise UserError(
-                f"--fp8 {c.fp8}: {what} = {heads}, times head_dim {model.head_dim}, does not divide by 16;"
-                f" --n_heads {max(1, round(model.dim / 16))}, of 16 dimensions each, would"
-            )
-    if c.fp8 != "tensor" and c.fp8_all_gather:
-        raise UserError(
-            f"--fp8_all_gather needs one scale per weight, which --fp8 tensor has and --fp8 {c.fp8} has not"
-        )
-    if c.fp8 != "tensor" and c.fp8_grad_dtype == "e5m2":
-        raise UserError(f"--fp8 {c.fp8} has e4m3 gradients; e5m2 is for --fp8 tensor")
 
 
 def split_batch(c: Config, world_size: int) -> tuple[int, int]:

@@ -1,24 +1,150 @@
-"""What a user can get wrong, and the Python and the torchrun that our scripts run in. Import it before torch.
+"""How a mistake is said, exit statuses, the Python and the torchrun that our scripts run in, and small helpers that
+more than one file needs. Import it before torch.
 
 Started by a Python that lacks the requirements, a script goes on with .venv's, or says how to make one."""
 
 import contextlib
 import ctypes
 import importlib.util
+import json
 import os
+import platform
+import queue
+import re
 import signal
 import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).parent
 
 
-class UserError(Exception):
-    """What a user can get wrong: reported as one message, without a traceback, with exit status 2."""
+def printable(text: object) -> str:
+    """The text with control characters escaped as Python's repr does it, for a terminal obeys them and names from files
+    and other machines may hold them. Line feeds and tabs stay."""
+    return re.sub("[\0-\b\v-\x1f\x7f-\x9f\ud800-\udfff]", lambda found: repr(found[0])[1:-1], str(text))
+
+
+class Message(Exception):
+    """What is said to a user without a traceback."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class UserError(Message):
+    """What a user can get wrong: reported as one message, with exit status 2."""
 
 
 class RankError(UserError):
     """One that a single rank may be the only one to see, and so to report."""
+
+
+class Failure(Message):
+    """Nobody's mistake here (a hub that does not answer, a loss that is no number): one message, with exit status 1."""
+
+
+class RankFailure(Failure):
+    """One that a single rank may be the only one to see, and so to report."""
+
+
+def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
+    """Calls main(argv) -> the status that it returns, or that its error stands for: 2 a user's mistake, 130 Ctrl-C, 1
+    anything else; says the error. Of one that all ranks see alike only rank 0 speaks."""
+    rank, status, message = int(os.environ.get("RANK", 0)), 1, ""
+    try:
+        return main(argv) or 0
+    except SystemExit as end:  # argparse's, after --help
+        return end.code or 0
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError as error:  # | head
+        message = f"what read this output has ended: {error}"
+    except (UserError, PermissionError) as error:
+        status = 2
+        message = str(error) if rank == 0 or isinstance(error, RankError) else ""
+    except (Failure, OSError) as error:
+        message = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        message = f"rank {rank} on {platform.node()}: {type(error).__name__}: {error}"
+    if message:
+        with contextlib.suppress(OSError):  # stderr may be on a disk that is full
+            print(f"error: {printable(message)}", file=sys.stderr)
+    return status
+
+
+def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Ends the process with main's exit_status, without the interpreter's own end: it takes seconds, and gloo's threads
+    can abort it (pytorch pull request 179291)."""
+    status = exit_status(main, sys.argv[1:])
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            status = status or 1
+    os._exit(status)
+
+
+def write_whole(path: Path, text: str, sync: bool = False) -> None:
+    """Replaces a file at once: a reader sees the old content or the new one. sync: only when it is on the disk."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict:
+    """{} if there is no such file, or no JSON object in it."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_ahead(items: Iterator, count: int) -> Iterator:
+    """The same items, computed by a thread that is up to `count` ahead."""
+    ready: queue.Queue = queue.Queue(count)
+    closed = threading.Event()
+
+    def put(item) -> None:
+        while not closed.is_set():
+            try:
+                return ready.put(item, timeout=0.2)
+            except queue.Full:
+                pass
+
+    def draw() -> None:
+        try:
+            for item in items:
+                put((item, None))
+                if closed.is_set():
+                    return
+            put((None, StopIteration()))
+        except BaseException as error:
+            put((None, error))
+
+    threading.Thread(target=draw, daemon=True).start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        closed.set()
 
 
 def missing_folders(folder: Path) -> list[Path]:

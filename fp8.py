@@ -23,7 +23,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from errors import UserError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ("tensor", "row", "row_gw_hp")
@@ -221,58 +223,77 @@ def convert_linears(
     "bf16: why") of each weight that multiplies.
 
     grad_dtype: e5m2 or e4m3, of recipe tensor's g; the other recipes have e4m3 throughout. skip: names, or parts of
-    them between dots, of layers to leave alone, those in SKIP in any case. small: whether to convert also what is too
-    small to become faster; None: on a CPU, where nothing does. Raises ValueError for an unknown recipe or gradient
-    dtype, and for a name to skip that matches nothing."""
+    them between dots, of layers to leave alone, besides those in SKIP. small: whether to convert also what is too small
+    to become faster; None: on a CPU, where nothing does. Raises ValueError for an unknown recipe or gradient dtype, and
+    for a name to skip that matches nothing."""
     for value, known in ((recipe, RECIPES), (grad_dtype, tuple(GRAD_DTYPES))):
         if value not in known:
             near = difflib.get_close_matches(value, known, 1, 0.0)[0]
             raise ValueError(f"{value} is unknown, did you mean {near}? There are {', '.join(known)}")
+    multiplying = list(_multiplying_weights(module))
+    _refuse_unmatched(skip, [name for m, weights in multiplying if _is_convertible(m) for name in weights])
     holders = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-    rows, chosen, parts, unused = [], [], set(), set(skip) - set(SKIP)
-    for name, m in module.named_modules():
-        experts = hasattr(m, "matmul")
-        weights = [(k, p) for k, p in m.named_parameters(recurse=False) if p.ndim == (3 if experts else 2)]
-        if isinstance(m, nn.Embedding) or not weights:
-            continue
-        named = {f"{name}.{k}" if experts else name: p for k, p in weights}
-        hit = {part for part in (*SKIP, *skip) for full in named if f".{part}." in f".{full}."}
-        if experts or isinstance(m, nn.Linear):
-            unused -= hit
-            parts.update(part for full in named for part in full.split(".") if not part.isdigit())
-        reasons = ["skipped by name"] if hit else []
-        if not experts and not isinstance(m, nn.Linear):
-            reasons.append("no linear layer")
-        for p in named.values():
-            if holders[id(p)] > 1:
-                reasons.append("shares its weight with another layer")
-            reasons += _against(p, recipe, experts, p.device.type == "cpu" if small is None else small)
-        if not reasons:
-            chosen.append((m, Fp8Experts if experts else Fp8Linear))
-        verdict = f"bf16: {reasons[0]}" if reasons else "fp8"  # a module's experts go together
-        rows += [(full, tuple(p.shape), verdict) for full, p in named.items()]
-    if unused:
-        names = f"what their names are made of: {', '.join(sorted(parts))}"
-        raise ValueError(f"no layer is called {', '.join(sorted(unused))}; {names}")
-    for m, mixin in chosen:
-        if not isinstance(m, mixin):
-            m.__class__ = _mixed(mixin, m.__class__)
-        m.fp8_recipe = Recipe(recipe, GRAD_DTYPES[grad_dtype] if recipe == "tensor" else E4M3)
+    rows = []
+    for m, weights in multiplying:
+        reason = _reason_against(m, weights, recipe, (*SKIP, *skip), small, holders)
+        if not reason:
+            _convert(m, Recipe(recipe, GRAD_DTYPES[grad_dtype] if recipe == "tensor" else E4M3))
+        verdict = f"bf16: {reason}" if reason else "fp8"  # the experts of a module go together
+        rows += [(name, tuple(p.shape), verdict) for name, p in weights.items()]
     return rows
 
 
-def _against(weight: Tensor, recipe: str, experts: bool, small: bool) -> list[str]:
-    """What speaks against multiplying a weight [N, K] or [E, N, K] in FP8. The limits are where, on Hopper, the casts
-    cost what the products win, as published."""
-    N, K = weight.shape[-2:]
-    if N % MULTIPLE or K % MULTIPLE:
-        return [f"{N} and {K} must divide by {MULTIPLE}"]
-    by_tensor = recipe == "tensor" and not experts
-    if not small and ((K <= 4096 and N <= 1024) if by_tensor else (N <= 2048 or K <= 1024)):
-        return ["too small to become faster"]
+def _convert(m: nn.Module, recipe: Recipe) -> None:
+    mixin = Fp8Experts if hasattr(m, "matmul") else Fp8Linear
+    if not isinstance(m, mixin):
+        m.__class__ = _mixed(mixin, m.__class__)
+    m.fp8_recipe = recipe
+
+
+def _is_convertible(m: nn.Module) -> bool:
+    return isinstance(m, nn.Linear) or hasattr(m, "matmul")
+
+
+def _multiplying_weights(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+    """Every module with weights that multiply, and these by name: a layer's [N, K], or stacked experts [E, N, K]."""
+    for name, m in module.named_modules():
+        experts = hasattr(m, "matmul")
+        parameters = [(k, p) for k, p in m.named_parameters(recurse=False) if p.ndim == (3 if experts else 2)]
+        if parameters and not isinstance(m, nn.Embedding):
+            yield m, {f"{name}.{k}" if experts else name: p for k, p in parameters}
+
+
+def _matches(part: str, name: str) -> bool:
+    return f".{part}." in f".{name}."
+
+
+def _refuse_unmatched(skip: Sequence[str], names: list[str]) -> None:
+    unmatched = sorted(s for s in set(skip) - set(SKIP) if not any(_matches(s, name) for name in names))
+    if unmatched:
+        parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+        raise ValueError(f"no layer is called {', '.join(unmatched)}; their names are made of {', '.join(parts)}")
+
+
+def _reason_against(m: nn.Module, weights: dict[str, Tensor], recipe: str, skip, small: bool | None, holders) -> str:
+    """Why a module's weights [N, K] or [E, N, K] are not multiplied in FP8; empty if they are. The limits are where, on
+    Hopper, the casts cost what the products win, as published."""
+    if any(_matches(s, name) for s in skip for name in weights):
+        return "skipped by name"
+    if not _is_convertible(m):
+        return "no linear layer"
+    experts = hasattr(m, "matmul")
+    for p in weights.values():
+        N, K = p.shape[-2:]
+        if holders[id(p)] > 1:
+            return "shares its weight with another layer"
+        if N % MULTIPLE or K % MULTIPLE:
+            return f"{N} and {K} must divide by {MULTIPLE}"
+        tiny = N <= 1024 and K <= 4096 if recipe == "tensor" and not experts else N <= 2048 or K <= 1024
+        if tiny and not (p.device.type == "cpu" if small is None else small):
+            return "too small to become faster"
     if experts and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
-        return ["grouped FP8 kernels need compute capability 9.0"]
-    return []
+        return "grouped FP8 kernels need compute capability 9.0"
+    return ""
 
 
 def fp8_share(rows: list, recipe: str, top_k: int = 1) -> float:
@@ -441,3 +462,80 @@ def watched(model: nn.Module) -> dict[str, float | None]:
             for figure, value in zip(FIGURES, (amax, saturated, flushed, snr), strict=True):
                 out[f"fp8/{name}/{operand}_{figure}"] = value
     return out
+
+
+# ---- in a run: config is a Config, model a Transformer
+
+
+def check_flags(config) -> None:
+    """Refuses what the flags alone show to be impossible."""
+    recipe, model = config.fp8, config.model_config
+    for flag, size in (("dim", model.dim), ("ffn_dim", model.ffn_dim)):
+        if size % MULTIPLE:
+            near = max(MULTIPLE, round(size / MULTIPLE) * MULTIPLE)
+            raise UserError(
+                f"--fp8 {recipe}: {flag} {size} does not divide by {MULTIPLE}; the nearest is --{flag} {near}"
+            )
+    for what, heads in (("n_heads", model.n_heads), ("n_heads + 2 n_kv_heads", model.n_heads + 2 * model.n_kv_heads)):
+        if heads * model.head_dim % MULTIPLE:
+            raise UserError(
+                f"--fp8 {recipe}: {what} = {heads}, times head_dim {model.head_dim}, does not divide by {MULTIPLE};"
+                f" --n_heads {max(1, round(model.dim / MULTIPLE))}, of {MULTIPLE} dimensions each, would"
+            )
+    if recipe != "tensor" and config.fp8_grad_dtype == "e5m2":
+        raise UserError(f"--fp8 {recipe} has e4m3 gradients; e5m2 is for --fp8 tensor")
+    if recipe != "tensor" and config.fp8_all_gather:
+        raise UserError(
+            f"--fp8_all_gather needs one scale per weight, which --fp8 tensor has and --fp8 {recipe} has not"
+        )
+
+
+def check_run(config, device: torch.device, micro_batch: int) -> None:
+    """Refuses a number of tokens that the weight gradients cannot be summed over, and a GPU without FP8."""
+    flag, tokens = f"--fp8 {config.fp8}", micro_batch * config.seq_len
+    if tokens % MULTIPLE:
+        unit = MULTIPLE // math.gcd(micro_batch, MULTIPLE)
+        near = max(unit, round(config.seq_len / unit) * unit)
+        raise UserError(
+            f"{flag}: micro_batch x seq_len = {micro_batch} x {config.seq_len} = {tokens} tokens do not divide by"
+            f" {MULTIPLE}; the nearest is --seq_len {near}"
+        )
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        name = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
+        raise UserError(f"{flag}: {name}, FP8 needs 8.9 (Ada, Hopper or later); --fp8 off trains in bf16 here")
+    if config.compile == "none":
+        raise UserError(f"{flag}: uncompiled, FP8 is several times slower than bf16; --compile block, or --fp8 off")
+    if config.dtype != "bf16":
+        raise UserError(f"{flag}: on a GPU what is not FP8 is bf16; --dtype bf16, or --fp8 off")
+
+
+def convert(model: nn.Module, config, device: torch.device) -> str:
+    """Converts the model as the flags say -> a table of what was converted. Where every layer is too small to become
+    faster, as in a model that is for trying things, all are converted. Refuses names to skip that match nothing, and a
+    model of which nothing would be converted."""
+    grad_dtype = {"auto": "e5m2"}.get(config.fp8_grad_dtype, config.fp8_grad_dtype)
+    for small in (device.type == "cpu", True):
+        try:
+            rows = convert_linears(model, config.fp8, grad_dtype, config.fp8_skip, small)
+        except ValueError as e:
+            raise UserError(f"--fp8_skip: {e}") from None
+        if any(verdict == "fp8" for _, _, verdict in rows):
+            slow = "\nFP8 on a CPU shows what it does to the loss; here it is slower than bf16"
+            return table(rows, config.fp8, config.model_config.top_k) + slow * (device.type == "cpu")
+    raise UserError(f"--fp8 {config.fp8}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
+
+
+def prepare(model: nn.Module, config, mesh: DeviceMesh | None, accumulates: bool) -> WeightScales:
+    """What FP8 does once per step (nothing, where it is off). Call it once the parameters are allocated. accumulates:
+    steps have several micro-batches."""
+    blocks = [list(layers(block)) for block in model.layers]
+    if config.fp8_log_every:  # the last product of three blocks, the down projection: where outliers grow first
+        chosen = {0, len(blocks) // 2, len(blocks) - 1}
+        watch(model, [f"layers.{i}.{blocks[i][-1]}" for i in chosen if blocks[i]])
+    if mesh is not None and config.fp8_all_gather:
+        gather_in_fp8(model, mesh["shard"])
+    group = None if mesh is None else mesh["shard"].get_group()
+    return WeightScales(model, model.dtype, group, accumulates, config.compile != "none")

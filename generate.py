@@ -14,21 +14,82 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import UserError  # first: it finds the Python that has torch
+from errors import UserError, read_json, run_script  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 from torch import Tensor
 
 from checkpoint import load_run_tokenizer, newest
 from download import find
+from guard import Run
+from log import logger
 from machine import find_device
-from model import KVCache, ModelConfig, Transformer
-from shard import fill
+from model import ModelConfig, Transformer, rope_table
+from optim import DTYPES
+from shard import fill, reshard
 from tensorfile import Read
 from tokenizer import chat_family, load_tokenizer, render_chat
-from weights import open_weights, read_config, read_json
+from weights import open_weights, read_config
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SAMPLE_TOKENS, SAMPLING = 200, {"temperature": 0.8, "top_p": 0.95}  # of a run's samples
+
+
+class LayerCache:
+    """Keys and values of one layer for the tokens seen so far: [B, K, S, h] each, allocated once."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
+        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.length = 0
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [B, T, K, h] of the next tokens -> those of all tokens so far, [B, S, K, h]."""
+        start, stop = self.length, self.length + k.shape[1]
+        assert stop <= self.k.shape[2], f"{stop} tokens, the cache has room for {self.k.shape[2]}"
+        self.k[:, :, start:stop], self.v[:, :, start:stop] = k.transpose(1, 2), v.transpose(1, 2)
+        self.length = stop
+        return self.k[:, :, :stop].transpose(1, 2), self.v[:, :, :stop].transpose(1, 2)
+
+
+class KVCache:
+    """What `Transformer.logits` needs in order to continue sequences without reading them again; `length` tokens are in
+    it. padding [B]: the first so many tokens of each row are no text: nothing sees them, positions count after them.
+    All of them, and what follows, are in the first call."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        padding: Tensor | None = None,
+    ):
+        shape = (batch, config.n_kv_heads, max_len, config.head_dim)
+        self.layers = [LayerCache(shape, dtype, device) for _ in range(config.n_layers)]
+        self.length, self.max_len, self.padded = 0, max_len, padding is not None
+        self.slots = torch.arange(max_len, device=device)
+        padding = padding.to(device)[:, None] if self.padded else torch.zeros(1, 1, dtype=torch.long, device=device)
+        self.text = self.slots >= padding  # [B or 1, S], as are the positions
+        self.positions = (self.slots - padding).clamp(min=0)
+        self.rope = rope_table(config, self.positions) if config.positions == "rope" else None
+
+    def take(self, T: int) -> tuple[Tensor | None, Tensor, tuple[Tensor, Tensor] | None]:
+        """Makes room for the next T tokens -> their mask, positions and rotary table."""
+        mask, start = self._mask(T), self.length
+        self.length += T
+        rope = self.rope and tuple(table[:, start : self.length] for table in self.rope)
+        return mask, self.positions[:, start : self.length], rope
+
+    def _mask(self, T: int) -> Tensor | None:
+        """Which of all tokens the next T see, [B or 1, 1, T, S]; None: plain causal attention among themselves."""
+        stop = self.length + T
+        if T == 1:
+            return self.text[:, None, None, :stop]
+        if not self.length and not self.padded:
+            return None
+        keys, own = self.slots[:stop], self.slots[self.length : stop, None]
+        seen = (keys <= own) & self.text[:, None, :stop]
+        return (seen | (keys == own))[:, None]  # padding sees itself, as a softmax over nothing is no number
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
@@ -100,6 +161,25 @@ def write(
                 yield row, decoders[row](token)
     for row, decode in enumerate(decoders):
         yield row, decode(None)
+
+
+def write_samples(model: Transformer, run: Run, step: int) -> None:
+    """A text of the model in training, to the log and samples.txt. All ranks must call: sharded layers are gathered for
+    every token."""
+    config = run.config
+    with run.phase("samples"):
+        tokenizer = load_tokenizer(config.tokenizer)
+        ids = [tokenizer.bos_id, *tokenizer.encode(config.prompt)]
+        n = min(SAMPLE_TOKENS, config.model_config.max_seq_len - len(ids))
+        model.eval()
+        pieces = write(model, tokenizer, [ids], n, (), True, **SAMPLING, seed=config.seed + step)  # no stop: all go on
+        text = config.prompt + "".join(piece for _, piece in pieces)
+        reshard(model)
+        model.train()
+        if run.ranks.rank == 0:
+            logger.info("Sample after step %d:\n%s", step, text)
+            with open(run.folder / "samples.txt", "a", encoding="utf-8") as f:
+                f.write(f"--- step {step}\n{text}\n")
 
 
 def check_length(config: ModelConfig, prompt: int, n: int) -> None:
@@ -239,9 +319,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(print(f"error: {error}", file=sys.stderr) or 2)
-    except (KeyboardInterrupt, BrokenPipeError):
-        sys.exit(130)
+    run_script(main)

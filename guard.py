@@ -1,9 +1,11 @@
-"""What watches over a run: gradients that stop being numbers, replicas that differ, signals to stop, ranks that hang.
+"""What watches over a run: its folder and lock, signals to stop, ranks that hang, gradients that stop being numbers,
+replicas that differ; and what is said when it ends.
 
-All ranks come to the same verdict at the same step. Nothing here makes the host wait for the device in every step: what
-a step found is read one step late."""
+All ranks come to the same verdict at the same step. Nothing here makes the host wait for the device in every step: the
+flags of a step are read one step late."""
 
 import contextlib
+import errno
 import faulthandler
 import hashlib
 import json
@@ -11,34 +13,223 @@ import logging
 import math
 import os
 import platform
+import secrets
 import select
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from log import Clock, write_status
-from runlock import TAKEN, RunLock
-from shard import Ranks, gather, local
+from config import Config
+from errors import Failure, RankError, RankFailure, UserError, missing_folders, printable, read_json, remove_empty
+from log import Clock, start_logging, write_status
+from optim import GradientReducer
+from shard import Ranks, gather, local, on_every_rank, on_first_rank, set_timeout
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it gives up
 TOGETHER = 2.0  # seconds within which signals are one
 ANSWER = 20.0  # seconds that a rank which was told to stop waits for others
-START = 1800  # seconds that the first step, an evaluation or a save may take
+LONG = 1800  # seconds that the first step, an evaluation or a save may take
 HASHED = 2**20  # values of the parameters that are hashed at a time
+TOUCH = 10.0  # seconds between touches of the lock; one that three of them miss is stale
+LOOK = 15.0  # seconds for a file to appear on another machine
+BEFORE_A_STEP = {"lock", "status.json", "log.txt", "flags.json", "env.json"}  # of the files of a run folder
+TAKEN = "another job has taken the run folder over"
 logger = logging.getLogger("flatland")
 
 
-class NotFinite(Exception):
+# ---- the run
+
+
+class Run:
+    """One job in its run folder: the folder and its lock, log.txt, status.json, signals to stop, the watchdog, where
+    time goes, and how it ended. All ranks must enter it together.
+
+        with Run(config, ranks) as run: ...
+
+    An error inside is reported once, on stderr and in status.json, and becomes `exit_code`."""
+
+    def __init__(self, config: Config, ranks: Ranks):
+        self.config, self.ranks, self.folder, self.clock = config, ranks, Path(config.out), Clock()
+        self.lock: RunLock | None = None
+        self.new_folders: list[Path] = []  # the run folder and those around it that were not there, on rank 0
+        self.mesh: DeviceMesh | None = None
+        self.began, self.exit_code = False, 1
+        # Seconds that the watchdog grants a phase; those not named here have LONG, the start as long as it takes.
+        self.limits = {"steps": config.timeout, "data": config.timeout}
+
+    def __enter__(self) -> "Run":
+        self.nonce = on_first_rank(self._take_folder, self.ranks)
+        try:
+            on_every_rank(self._check_shared, self.ranks)
+        except UserError:
+            self._release()
+            raise
+        self.votes = StopVote(self.ranks)
+        self.watchdog = Watchdog(self)
+        return self
+
+    def _take_folder(self) -> str:
+        try:
+            self.new_folders = missing_folders(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = RunLock(self.folder)
+        except (FileExistsError, NotADirectoryError) as e:
+            raise UserError(f"--out {self.folder}: no folder can be there: {e}") from None
+        except OSError as e:
+            if e.errno == errno.EROFS:
+                raise UserError(f"--out {self.folder}: the disk is read-only: {e}") from None
+            raise
+        return self.lock.nonce
+
+    def _check_shared(self) -> None:
+        if not sees(self.folder, self.nonce):
+            raise UserError(
+                f"--out {self.folder} is not the folder there that it is on rank 0's machine: checkpoints need one that"
+                " all machines see; give an --out on a shared disk"
+            )
+
+    def begin(self, step: int, warnings: list[str] = ()) -> None:
+        """From now on status.json and log.txt are this job's; `step` is the last one that was done. All ranks must
+        call."""
+        self.began = True
+        self.clock.step = step
+        self.write_status("running", step)
+        start_logging(self.folder if self.ranks.rank == 0 else None)
+        for message in warnings:
+            logger.warning(message)
+
+    def write_status(self, state: str, step: int, exit_code: int | None = None, message: str = "", **more) -> None:
+        """status.json, on rank 0. All ranks must call."""
+        on_first_rank(lambda: write_status(self.folder, state, step, exit_code, message, **more), self.ranks)
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager:
+        """Time inside belongs to `name`, and the watchdog grants it `limits[name]` seconds (else LONG)."""
+        return self.clock.part(name)
+
+    def add_mesh(self, mesh: DeviceMesh | None) -> None:
+        """Its groups tell the watchdog how far a rank is, and get --timeout after the first step."""
+        self.mesh = mesh
+        self.watchdog.groups += mesh.get_all_groups() if mesh is not None and self.watchdog.groups else []
+
+    def watch_data(self, *loaders) -> None:
+        """Loaders (or None) that tell the watchdog what they wait for."""
+        self.watchdog.loaders = [loader for loader in loaders if loader]
+
+    def finish_step(self, step: int) -> None:
+        """Notes that a step is done. After the first, which compiles, ranks wait --timeout for each other."""
+        if self.clock.stack[-1] != "steps":
+            set_timeout(self.config.timeout, self.ranks, self.mesh)
+        self.clock.switch("steps", step)
+
+    def end(self, state: str, step: int) -> None:
+        """state: finished or stopped. All ranks must call."""
+        logger.info(self.clock.report())
+        if state == "stopped":
+            reason = self.votes.reason or "another rank"
+            logger.info("Stopped by %s after step %d; the same command goes on from there", reason, step)
+        self.write_status(state, step, 0)
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> bool:
+        self.clock.switch("end", self.clock.step)  # which may take longer than --timeout
+        if isinstance(error, KeyboardInterrupt):
+            self.exit_code = 130
+        unused = isinstance(error, (UserError, PermissionError)) and self._is_unused()
+        if isinstance(error, Exception):
+            self._report(error, writes=not unused)
+        self._release(unused)
+        if error is None:
+            self.exit_code = 0
+        return isinstance(error, (Exception, KeyboardInterrupt))
+
+    def _is_unused(self) -> bool:
+        """Whether this job made the run folder, and has not done a step in it."""
+        if not (self.new_folders and self.lock):
+            return False
+        return {p.name for p in self.folder.glob("*") if p.is_dir() or p.stat().st_size} <= BEFORE_A_STEP
+
+    def _release(self, remove: bool = False) -> None:
+        """remove: what the run folder holds goes, too."""
+        if hasattr(self, "watchdog"):
+            self.watchdog.ended = True
+        if remove:
+            start_logging(None)
+            for file in self.folder.glob("*"):
+                if file != self.lock.path:
+                    file.unlink()
+        if self.lock:
+            self.lock.release()
+        remove_empty(self.new_folders)
+
+    def _report(self, error: Exception, writes: bool) -> None:
+        """Says what ended the run, on stderr and, if it `writes`, in status.json."""
+        self.exit_code, message, alone = explain(error, self.config, self.ranks.rank)
+        status = read_json(self.folder / "status.json")
+        if alone and "onnection" in message and "rss_gib" in status:  # so gloo and NCCL speak of a rank that is gone
+            resident = ", ".join(f"{rank}: {gib:.2f}" for rank, gib in enumerate(status["rss_gib"]))
+            message += (
+                "\nAnother rank is gone. If it was killed (-9), its machine has probably run out of memory; the last"
+                f" resident memory of the ranks, in GiB: {resident}"
+            )
+        elif alone and "imed out" in message:
+            message += (
+                f"\nAnother rank has not answered for --timeout {self.config.timeout} s: it hangs, or is slow; see its"
+                " log"
+            )
+        if writes and self.began and status.get("state") == "running":  # the first rank to fail says why
+            try:
+                state = "error" if self.exit_code == 2 else "failed"
+                write_status(self.folder, state, status["step"], self.exit_code, message)
+            except OSError:
+                message += f"\n{self.folder}/status.json could not be written"
+        if self.ranks.rank == 0 or alone:  # what all ranks see alike is said once
+            with contextlib.suppress(OSError):  # stderr may be on the disk that is full
+                print(f"error: {printable(message)}", file=sys.stderr)
+
+
+def explain(error: Exception, config: Config, rank: int) -> tuple[int, str, bool]:
+    """-> (exit status, message, whether this rank may be the only one that knows)."""
+    alone = isinstance(error, (RankError, RankFailure))
+    if isinstance(error, UserError):
+        return 2, str(error), alone
+    if isinstance(error, PermissionError):
+        return 2, f"no permission: {error}", alone
+    if isinstance(error, Failure):
+        return 1, str(error), alone
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return (
+                1,
+                f"the disk is full: {error}; what was saved before is intact: free some space and start again",
+                alone,
+            )
+        if error.errno == errno.ENAMETOOLONG:
+            return 2, f"a name is too long: {error}", alone
+        if isinstance(error, BrokenPipeError):
+            return 1, f"what read this output has ended: {error}", alone
+        if not os.path.exists(config.out):
+            return 1, f"--out {config.out} has vanished: {error}", alone
+        if error.errno in (errno.EROFS, errno.EIO, errno.ESTALE):
+            return 1, f"--out {config.out}: its disk fails: {error}; what was saved before is intact", alone
+    traceback.print_exception(error)
+    return 1, f"rank {rank} on {platform.node()}: {type(error).__name__}: {error}", True
+
+
+# ---- gradients
+
+
+class NotFinite(Failure):
     """The loss or the gradients stopped being numbers; step: in which step."""
 
     def __init__(self, message: str, step: int):
@@ -46,75 +237,54 @@ class NotFinite(Exception):
         self.step = step
 
 
-class Diverged(Exception):
+class Diverged(Failure):
     """Ranks that should hold the same parameters do not."""
 
 
-class GradientGuard:
-    """Global loss, gradient norm, clipping and the guard against non-finite values, from one all-reduce per step and
-    without a host synchronisation. A non-finite loss or norm suppresses that update on every rank alike, and with
-    --on_nonfinite stop all later ones."""
+class GradientGuard(GradientReducer):
+    """The reducer of train.py's loop, and what the host does about the flags that it sets on the device: a loss or norm
+    that is no number stops the run, or with --on_nonfinite skip only SKIPS of them in a row do."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        clip: float,
-        ranks: Ranks,
-        mesh: DeviceMesh | None,
-        on_nonfinite: str = "stop",
-        replicas_every: int = 0,
+        self, model: nn.Module, config: Config, ranks: Ranks, mesh: DeviceMesh | None,
         where: Callable[[int], list[str]] = lambda step: [],
-    ):
+    ):  # fmt: skip
         """where(step): the places in the data of this rank's rows of one of the last steps."""
-        self.model, self.parameters, self.ranks, self.mesh = model, list(model.parameters()), ranks, mesh
-        self.clip, self.limit, self.every = clip, 1 if on_nonfinite == "stop" else SKIPS, replicas_every
-        self.where = where
-        self.replicas = 1 if mesh is None else mesh["replicate"].size()
-        self.in_row = torch.zeros((), device=local(self.parameters[0]).device)  # on the host, if they are offloaded
-        self.own = self.suppress = self.in_row
-        self.seen = None  # a copy of two of them on its way to the host
-
-    def reduce(self, loss: Tensor, trained: int) -> tuple[Tensor, Tensor, Tensor]:
-        """loss: this rank's sum over its `trained` tokens, gradients likewise -> (loss per token, gradient norm, what
-        the gradients are to be divided by), global. All ranks must call."""
-        # On a CPU torch adds up one value after the other: in fp32 that is wrong by 3e-4 for 10 M of them.
-        length = 2**17 if self.in_row.device.type == "cpu" else 2**30
-        pieces = [piece for p in self.parameters for piece in local(p.grad).reshape(-1).split(length)]
-        norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)
-        square = torch.stack(norms).square().sum() / self.replicas
-        self.own = loss = loss.to(square.device)
-        sums = torch.stack((square, loss, torch.full_like(loss, trained)))
-        if self.ranks.world_size > 1:
-            dist.all_reduce(sums)
-        square, loss, count = sums.unbind()
-        norm = square.sqrt() / count
-        bad = ~(norm.isfinite() & loss.isfinite())
-        # From the limit on nothing is updated any more: the host, which learns of it later, finds the state before.
-        self.in_row = (self.in_row + 1) * (bad | (self.in_row >= self.limit))
-        self.suppress = (self.in_row > 0).float()
-        excess = (norm / self.clip).clamp(min=1.0) if self.clip else torch.ones_like(norm)
-        return loss / count, norm, count * excess
+        group = dist.group.WORLD if ranks.world_size > 1 else None
+        replicas = 1 if mesh is None else mesh["replicate"].size()
+        limit = 1 if config.on_nonfinite == "stop" else SKIPS
+        super().__init__(list(model.parameters()), config.clip, group, replicas, limit)
+        self.model, self.ranks, self.mesh, self.where = model, ranks, mesh, where
+        self.every = config.replicas_every
+        self.pending = None  # the flags of a step, on their way to the host
 
     def check(self, step: int, wait: bool = False) -> None:
-        """Raises NotFinite if an update was suppressed, or says that it was skipped: up to the step before, which costs
-        no waiting, or up to this one; and Diverged. Call once a step; the outcome is the same on all ranks."""
-        found = torch.stack((self.in_row, self.own))
-        on_host, event = torch.empty(2, pin_memory=found.is_cuda), None
-        on_host.copy_(found, non_blocking=True)
-        if found.is_cuda:
+        """Raises NotFinite if an update was suppressed, or warns that it was skipped: up to the step before, which
+        costs no waiting, or with `wait` up to this one; and Diverged. Call once a step; the outcome is the same on all
+        ranks."""
+        flags = torch.stack((self.bad_in_row, self.local_loss))
+        on_host, event = torch.empty(2, pin_memory=flags.is_cuda), None
+        on_host.copy_(flags, non_blocking=True)
+        if flags.is_cuda:
             event = torch.cuda.Event()
             event.record()
-        before, self.seen = self.seen, (step, on_host, event)
-        for at, found, event in ([before] if before else []) + ([self.seen] if wait else []):
-            if event:
-                event.synchronize()
-            in_row, own = found.tolist()
-            if in_row:
-                self._complain(at, own, int(in_row))
+        before, self.pending = self.pending, (step, on_host, event)
+        self._read(before)
         if wait:
-            self.seen = None
+            self._read(self.pending)
+            self.pending = None
         if self.every and step % self.every == 0:
             compare_replicas(self.model, self.ranks, self.mesh, step)
+
+    def _read(self, pending: tuple | None) -> None:
+        if pending is None:
+            return
+        step, on_host, event = pending
+        if event:
+            event.synchronize()
+        bad_in_row, local_loss = on_host.tolist()
+        if bad_in_row:
+            self._complain(step, local_loss, int(bad_in_row))
 
     def _complain(self, step: int, own: float, in_row: int) -> None:
         mine = None if math.isfinite(own) else own
@@ -175,6 +345,9 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
         )
 
 
+# ---- signals, and ranks that hang
+
+
 class StopVote:
     """Agreement to stop: SIGTERM, SIGINT, SIGHUP or SIGUSR1 on any rank, or a save that failed there, ends the run on
     all ranks at the same step, one step after it was noticed: nobody waits for the answer. What a second signal does is
@@ -182,7 +355,7 @@ class StopVote:
 
     def __init__(self, ranks: Ranks):
         self.ranks, self.reason, self.pending = ranks, "", None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        for number in STOPS:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame) -> None:
@@ -205,69 +378,61 @@ class StopVote:
 
 class Watchdog:
     """A thread that keeps the run folder's lock, and ends this process at a second signal to stop (unless it comes with
-    the first: Slurm signals torchrun and ranks alike, and torchrun passes its own on), and when it hangs: when no step
-    ends within --timeout, or none after a signal to stop. Then every rank's watchdog writes its Python stacks to
+    the first: Slurm signals torchrun and ranks alike, and torchrun passes its own on), and when it hangs: when a phase
+    outlasts its limit, or no step ends after a signal to stop. Then every rank's watchdog writes its Python stacks to
     logs/HOST, and the ranks tell each other how far they are, through the store that they met at: so the one that is
-    behind can be named, even if all main threads are blocked.
+    behind can be named, even if all main threads are blocked."""
 
-    It goes by the clock, which changes its part several times in a step."""
-
-    def __init__(self, timeout: int, run: Path, ranks: Ranks, clock: Clock, lock: RunLock | None):
-        self.timeout, self.run, self.ranks, self.clock, self.lock = timeout, run, ranks, clock, lock
-        self.groups = [None, ranks.control] if ranks.world_size > 1 else []
-        self.store = dist.distributed_c10d._get_default_store().clone() if ranks.world_size > 1 else None
-        self.told = None  # when a signal to stop came
-        self.loaders = []
+    def __init__(self, run: Run):
+        self.run, self.ranks, self.clock = run, run.ranks, run.clock
+        many = run.ranks.world_size > 1
+        self.groups = [None, run.ranks.control] if many else []  # their collectives tell how far a rank is
+        self.store = dist.distributed_c10d._get_default_store().clone() if many else None
+        self.stopped_at: float | None = None  # when a signal to stop came
+        self.loaders: list = []  # data.Loader
         self.longest = 0.0  # seconds between changes of the clock so far, in steps
         self.ended = False
-        self.signals, ours = socket.socketpair()
-        ours.setblocking(False)
-        signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)  # also while the main thread is in C++ code
-        self.ours = ours
+        self.signals, self.sender = socket.socketpair()
+        self.sender.setblocking(False)
+        signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)  # also while the main thread is in C++
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
-    def add_mesh(self, mesh: DeviceMesh | None) -> None:
-        """Groups whose collectives tell how far a rank is."""
-        self.groups += mesh.get_all_groups() if mesh is not None and self.groups else []
-
-    def end(self) -> None:
-        """What follows is not the run's."""
-        self.ended = True
-
     def _watch(self) -> None:
-        stops = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
         while not self.ended:
-            signalled = select.select([self.signals], [], [], 1.0)[0] and stops & set(self.signals.recv(64))
+            signalled = select.select([self.signals], [], [], 1.0)[0] and set(STOPS) & set(self.signals.recv(64))
             if self.ended:
                 return
-            if signalled and self.told and time.perf_counter() - self.told > TOGETHER:
+            if signalled and self.stopped_at and time.perf_counter() - self.stopped_at > TOGETHER:
                 self._end("stopped at once, without saving", [], "stopped")
             if signalled:
-                self.told = self.told or time.perf_counter()
-            if self.lock and (lost := self.lock.keep()):
-                self._end(f"--out {self.run}: {lost}", [], "" if lost == TAKEN else "failed")
-            part, still = self.clock.stack[-1], time.perf_counter() - self.clock.since
-            in_step = part in ("steps", "data")
-            limit = self.timeout if in_step else max(self.timeout, START)
-            if part == "start":  # which may take longer than whoever asks for an end waits; nothing is to be saved
-                if self.told:
-                    self._end("stopped before the first step", [], "stopped", int(self.ranks.world_size > 1))
-                continue
-            if in_step and self.told and still > (patience := max(ANSWER, 2 * self.longest)):
-                if time.perf_counter() - self.told > patience:
-                    self._hang(f"told to stop, and no step has ended for {still:.0f} s: nothing is saved")
-            elif still > limit:
-                self._hang(f"no step has ended for {still:.0f} s (--timeout {self.timeout})")
-            if in_step:
-                self.longest = max(self.longest, still)
+                self.stopped_at = self.stopped_at or time.perf_counter()
+            if self.run.lock and (lost := self.run.lock.keep()):
+                self._end(f"--out {self.run.folder}: {lost}", [], "" if lost == TAKEN else "failed")
+            self._check_progress()
 
-    def _waits(self) -> str:
-        """What of the hub a step waits for that hangs on data."""
+    def _check_progress(self) -> None:
+        now, phase, timeout = time.perf_counter(), self.clock.stack[-1], self.run.config.timeout
+        idle, in_step = now - self.clock.since, phase in ("steps", "data")
+        if phase == "start":  # which may take longer than whoever asks for an end waits; nothing is to be saved
+            if self.stopped_at:
+                self._end("stopped before the first step", [], "stopped", int(self.ranks.world_size > 1))
+            return
+        patience = max(ANSWER, 2 * self.longest)
+        if in_step and self.stopped_at and idle > patience:
+            if now - self.stopped_at > patience:
+                self._hang(f"told to stop, and no step has ended for {idle:.0f} s: nothing is saved")
+        elif idle > self.run.limits.get(phase, max(timeout, LONG)):
+            self._hang(f"no step has ended for {idle:.0f} s (--timeout {timeout})")
+        if in_step:
+            self.longest = max(self.longest, idle)
+
+    def _awaited(self) -> str:
+        """The file of the hub that a step waits for which hangs on data, in words."""
         loaders = self.loaders if self.clock.stack[-1] in ("data", "evaluation") else []
-        return "".join(f", {waits}" for loader in loaders if (waits := loader.waits_for()))
+        return "".join(f", {awaited}" for loader in loaders if (awaited := loader.waits_for()))
 
     def _hang(self, what: str) -> None:
-        folder = self.run / "logs" / platform.node()
+        folder = self.run.folder / "logs" / platform.node()
         file = folder / f"rank-{self.ranks.rank:05d}-stacks.txt"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -278,36 +443,40 @@ class Watchdog:
         except OSError as e:
             print(f"{file} could not be written: {e}", file=sys.stderr)
         where = f"Stacks are in {folder.parent}/*/rank-*-stacks.txt"
-        self._end(f"After step {self.clock.step}: {what}{self._waits()}. {where}", self._behind())
+        self._end(f"After step {self.clock.step}: {what}{self._awaited()}. {where}", self._behind())
+
+    def _exchange(self) -> dict[int, list]:
+        """[last step, collectives, phase, host] of every rank that answers within 5 s."""
+        collectives = 0
+        for group in self.groups:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                collectives += (group or dist.group.WORLD)._get_sequence_number_for_group()
+        progress = {}
+        with contextlib.suppress(Exception):  # the store is gone with its machine
+            self.store.set_timeout(timedelta(seconds=2))
+            mine = [self.clock.step, collectives, self.clock.stack[-1] + self._awaited(), platform.node()]
+            self.store.set(f"flatland/watch/{self.ranks.rank}", json.dumps(mine))
+            end = time.monotonic() + 5
+            while len(progress) < self.ranks.world_size and time.monotonic() < end:
+                time.sleep(0.2)
+                for rank in set(range(self.ranks.world_size)) - set(progress):
+                    if self.store.check([key := f"flatland/watch/{rank}"]):
+                        progress[rank] = json.loads(self.store.get(key))
+        return progress
 
     def _behind(self) -> list[str]:
         """Who is behind, in words; nothing for a rank alone."""
         if self.store is None:
             return []
-        made = 0
-        for group in self.groups:
-            with contextlib.suppress(RuntimeError, AttributeError):
-                made += (group or dist.group.WORLD)._get_sequence_number_for_group()
-        me = [self.clock.step, made, self.clock.stack[-1] + self._waits(), platform.node()]
-        rows = {}
-        with contextlib.suppress(Exception):  # the store is gone with its machine
-            self.store.set_timeout(timedelta(seconds=2))
-            self.store.set(f"flatland/watch/{self.ranks.rank}", json.dumps(me))
-            end = time.monotonic() + 5
-            while len(rows) < self.ranks.world_size and time.monotonic() < end:
-                time.sleep(0.2)
-                for rank in set(range(self.ranks.world_size)) - set(rows):
-                    if self.store.check([key := f"flatland/watch/{rank}"]):
-                        rows[rank] = json.loads(self.store.get(key))
-        silent = sorted(set(range(self.ranks.world_size)) - set(rows))
+        progress = self._exchange()
+        silent = sorted(set(range(self.ranks.world_size)) - set(progress))
         out = [f"rank {rank} does not answer: stopped, gone, or cut off" for rank in silent]
-        if rows:
-            least, most = min(r[:2] for r in rows.values()), max(r[:2] for r in rows.values())
-            behind = [rank for rank, r in sorted(rows.items()) if r[:2] == least < most]
-            for rank in behind:
-                step, _, part, host = rows[rank]
-                out.append(f"rank {rank} on {host} is behind: its last step was {step}, it is in {part!r}")
-            if not out and not self._waits():
+        if progress:
+            least, most = min(p[:2] for p in progress.values()), max(p[:2] for p in progress.values())
+            for rank, (step, collectives, phase, host) in sorted(progress.items()):
+                if [step, collectives] == least < most:
+                    out.append(f"rank {rank} on {host} is behind: its last step was {step}, it is in {phase!r}")
+            if not out and not self._awaited():
                 out.append("all ranks wait at the same place: the network between them?")
         return out
 
@@ -315,12 +484,131 @@ class Watchdog:
         """state: for status.json; empty: the run folder is another job's by now."""
         message = f"rank {self.ranks.rank} on {platform.node()}: " + "; ".join([what, *why])
         print(f"error: {message}", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            status = json.loads((self.run / "status.json").read_text())
-            if state and status["state"] == "running":
-                write_status(self.run, state, max(self.clock.step, status["step"]), code, message)
-                with open(self.run / "log.txt", "a") as f:
+        folder = self.run.folder
+        with contextlib.suppress(OSError):
+            status = read_json(folder / "status.json")
+            if state and status.get("state") == "running":
+                write_status(folder, state, max(self.clock.step, status["step"]), code, message)
+                with open(folder / "log.txt", "a") as f:
                     f.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E [guard.py] {message}\n")
-        if self.lock and state:
-            self.lock.release()
+        if self.run.lock and state:
+            self.run.lock.release()
         os._exit(code)
+
+
+# ---- one run folder, one job
+
+
+def _machine() -> str:
+    """What two machines do not share, whatever they are called, nor two containers, nor a machine after a restart."""
+    said = platform.node()
+    with contextlib.suppress(OSError):
+        said += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        said += " " + os.readlink("/proc/self/ns/pid")
+    return said
+
+
+def _began(pid: int) -> int | None:
+    """When the process of that number began: it may be another than it was. None: there is none, or a dead one."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else int(fields[19])
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+    try:  # where there is no /proc
+        os.kill(pid, 0)
+        return 0
+    except OSError:
+        return None
+
+
+class RunLock:
+    """Held by rank 0 from a job's start to its end. Raises UserError if another job has it."""
+
+    def __init__(self, run: Path):
+        self.path, self.touched, self.missed = run / "lock", time.monotonic(), 0
+        self.nonce = secrets.token_hex(4)
+        pid = os.getpid()
+        mine = {"host": platform.node(), "machine": _machine(), "pid": pid, "began": _began(pid), "nonce": self.nonce}
+        while True:
+            try:
+                with open(self.path, "x") as f:
+                    f.write(json.dumps(mine))
+                return
+            except FileExistsError:
+                self._remove_stale()
+
+    def _remove_stale(self) -> None:
+        held = read_json(self.path)
+        if held.get("machine") == _machine() and type(held.get("pid")) is int:
+            alive = held["pid"] != os.getpid() and _began(held["pid"]) == held.get("began", -1)
+        else:
+            alive = self._is_touched(held)
+        if alive:
+            held = read_json(self.path) or held
+            raise UserError(
+                f"--out {self.path.parent}: process {held.get('pid')} on {held.get('host')} is training there; wait for"
+                f" it, stop it with `bash launch.sh stop`, or give another --out"
+            )
+        aside = self.path.with_name(f"lock.tmp-{self.nonce}")
+        try:
+            os.rename(self.path, aside)
+        except FileNotFoundError:
+            return
+        try:
+            if held and json.loads(aside.read_text()) != held:  # somebody else was first, and this is theirs
+                os.link(aside, self.path)
+        except (ValueError, FileExistsError):
+            pass
+        finally:
+            aside.unlink()
+
+    def _is_touched(self, held: dict) -> bool:
+        try:
+            before, end = self.path.stat().st_mtime_ns, time.monotonic() + 3 * TOUCH
+            while time.monotonic() < end:
+                time.sleep(0.5)
+                if self.path.stat().st_mtime_ns != before or read_json(self.path) != held:
+                    return True
+        except FileNotFoundError:
+            pass
+        return False
+
+    def keep(self) -> str:
+        """Touches it now and then -> what is wrong, if it is no longer this job's."""
+        if time.monotonic() - self.touched < TOUCH:
+            return ""
+        self.touched, why = time.monotonic(), "has vanished, or holds something else"
+        try:
+            held = read_json(self.path)
+            if held.get("nonce") == self.nonce:
+                os.utime(self.path)
+                self.missed = 0
+                return ""
+            if "nonce" in held:
+                return TAKEN
+        except OSError as e:
+            why = f"cannot be touched: {e}"
+        self.missed += 1
+        return f"its file `lock` {why}" if self.missed == 3 else ""
+
+    def release(self) -> None:
+        try:
+            if read_json(self.path).get("nonce") == self.nonce:
+                self.path.unlink()
+        except OSError:
+            pass
+
+
+def sees(run: Path, nonce: str) -> bool:
+    """Whether the lock that rank 0 took is to be seen here, too."""
+    end = time.monotonic() + LOOK
+    while True:
+        with contextlib.suppress(OSError):
+            if read_json(run / "lock").get("nonce") == nonce:
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from attention import kernel
 from config import Config
-from errors import ROOT
-from model import IGNORE
-from shard import Ranks, gather, mesh_shape, on_first_rank
+from errors import ROOT, printable, write_whole
+from model import IGNORE, flops_per_token
+from shard import gather, mesh_shape, on_first_rank
 
 logger = logging.getLogger("flatland")
 
@@ -43,21 +43,24 @@ class _EveryLine(logging.Formatter):
     """The prefix on each line of a message, so that every line can be grepped and cut alike."""
 
     def format(self, record: logging.LogRecord) -> str:
-        lines, args = record.getMessage().splitlines() or [""], record.args
-        record.args, out = (), []
-        message = record.msg
-        for record.msg in lines:
-            record.message = None
-            out.append(super().format(record))
-        record.msg, record.args = message, args
-        return "\n".join(out)
+        parts = vars(record) | {"args": ()}
+        lines = record.msg.splitlines() or [""]
+        return "\n".join(super(_EveryLine, self).format(logging.makeLogRecord(parts | {"msg": x})) for x in lines)
+
+
+def _make_printable(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable("\n".join(record.getMessage().splitlines())), ()
+    return True
 
 
 def start_logging(folder: Path | None) -> None:
     """Messages go to the screen, with a prefix where that is no terminal, and to log.txt in the folder; None: this rank
     is silent."""
     prefixed = _EveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] %(message)s", "%Y-%m-%d %H:%M:%S")
-    logger.handlers.clear()
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.filters[:] = [_make_printable]
     logger.propagate = False
     logging.raiseExceptions = False  # a full disk is told once, by what fails to write the metrics
     logger.setLevel(logging.INFO if folder else logging.CRITICAL + 1)
@@ -67,16 +70,6 @@ def start_logging(folder: Path | None) -> None:
         if not sys.stdout.isatty():
             screen.setFormatter(prefixed)
         logger.handlers += [screen, file]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replaces a file at once: a reader sees the old content or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_status(
@@ -89,13 +82,10 @@ def write_status(
     write_whole(folder / "status.json", json.dumps(status | more) + "\n")
 
 
-def read_json(path: Path) -> dict:
-    """{} if there is no such file, or no JSON object in it."""
-    try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def human(n: int) -> str:
+    """6889410560 -> 6.89 B"""
+    unit, name = next((u for u in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if n >= u[0]), (1, ""))
+    return f"{n / unit:.2f} {name}".strip()
 
 
 def describe_environment() -> dict:
@@ -130,32 +120,6 @@ def describe_environment() -> dict:
         or [cpu or platform.processor()],
         "threads": torch.get_num_threads(),
     }
-
-
-def describe_run(config: Config, ranks: Ranks, loader, val_loader, peak_source: str, start: int) -> None:
-    """flags.json, env.json and the head of the log: what is needed to know, later, what was run."""
-    run, (replicate, size) = Path(config.out), mesh_shape(config.shard_size, ranks.world_size)
-    env = describe_environment() | {
-        "world_size": ranks.world_size,
-        "mesh": {"replicate": replicate, "shard": size},
-        "device": ranks.device.type,
-        "attention": kernel(config.attention, loader.separate),
-        "peak": peak_source,
-        "data": {"train": loader.describe(), "val": val_loader.describe() if val_loader else []},
-    }
-    write_whole(run / "flags.json", json.dumps(asdict(config), indent=1) + "\n")
-    write_whole(run / "env.json", json.dumps(env, indent=1) + "\n")
-    device = f"{env['devices'][0]} x {ranks.world_size}"
-    how = f"{config.dtype}, compile {config.compile}, attention {config.attention}"
-    logger.info(f"Run folder: {run}; torch {torch.__version__} on {device}, {how}", stacklevel=2)
-    for line in loader.summary(val_loader):
-        logger.info(line, stacklevel=2)
-    if loader.step_rows % (loader.micro_batch * ranks.world_size):
-        logger.info(
-            "A step does not divide by the ranks: its last micro-batch is filled with untrained rows", stacklevel=2
-        )
-    logger.info(f"mfu counts causal attention; its peak per device is {peak_source}", stacklevel=2)
-    logger.info(f"Training from step {start + 1} to {config.steps}", stacklevel=2)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
@@ -239,71 +203,101 @@ class Clock:
 
 
 def describe_routers(sums: Tensor) -> dict[str, float]:
-    """Transformer.take_router_sums, over all ranks -> the balancing loss, and the experts' shares of the tokens as
-    multiples of an even share: each one's over all layers, and the extremes of any layer."""
+    """Details.router_sums, over all ranks -> the balancing loss, and the experts' shares of the tokens as multiples of
+    an even share: each expert's over all layers, and the extremes of any layer."""
     loads = sums[:-2] / sums[:-2].mean(1, keepdim=True)
     shares = {f"expert_load_{e}": load for e, load in enumerate(loads.mean(0).tolist())}
     extremes = {"expert_load_max": loads.max().item(), "expert_load_min": loads.min().item()}
     return {"router_aux_loss": (sums[-2, 0] / sums[-1, 0]).item()} | extremes | shares
 
 
-def _finite(record: dict[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN, which a step that --on_nonfinite skip passed over leaves."""
-    return {k: v if math.isfinite(v) else None for k, v in record.items()}
+def read_records(path: Path) -> list[dict]:
+    """The records of a metrics.jsonl; lines that hold none are reported and left out."""
+    records, damaged = [], 0
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+            records += [record] if record["step"] >= 0 else []
+        except (ValueError, TypeError, KeyError):
+            damaged += 1
+    if damaged:
+        logger.warning("%s: lines left out, as they are cut off or damaged: %d", path, damaged)
+    return records
 
 
 class Log:
-    """The step record. All ranks must hold one and call it alike: peak memory is gathered when a step is recorded."""
+    """The step record. All ranks must hold one and call it alike: peak memory is gathered when a step is recorded.
 
-    def __init__(
-        self,
-        folder: Path,
-        ranks: Ranks,
-        clock: Clock,
-        config: Config,
-        flops_per_token: int,
-        peak: float,
-        resumed_step: int,
-        sources: list[str] = (),
-    ):
-        self.folder, self.ranks, self.clock = folder, ranks, clock
+    What comes later than its step (the duration of its save, say) is a record of its own with the step's number."""
+
+    def __init__(self, run, dtype: torch.dtype, resumed_step: int, sources: list[str] = ()):
+        """run: a guard.Run. dtype: of matrix products. sources: names of the entries of a mixture."""
+        config: Config = run.config
+        self.run, self.ranks, self.clock, self.file = run, run.ranks, run.clock, run.folder / "metrics.jsonl"
         self.batch_tokens, self.seq_len = config.batch_tokens, config.seq_len
-        self.flops_per_token, self.peak = flops_per_token, peak
+        self.flops_per_token = flops_per_token(config.model_config, config.seq_len)
+        self.peak, self.peak_source = peak_flops(self.ranks.device, dtype)
         self.sources = sources
-        self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=ranks.device)  # losses, tokens
+        self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=self.ranks.device)  # losses, tokens
+        self.router_sums: Tensor | None = None
         self._mark(resumed_step)
-        if ranks.rank == 0:
-            records, path = self.records(), folder / "metrics.jsonl"
+        if self.ranks.rank == 0:
+            records = read_records(self.file)
             if records and not resumed_step:
-                aside = next(p for n in itertools.count(1) if not (p := folder / f"metrics-before-{n}.jsonl").exists())
-                os.rename(path, aside)
-                message = "%s has no checkpoint, but records up to step %d: they are kept in %s; starting at step 1"
-                logger.warning(message, folder, records[-1]["step"], aside.name)
+                self._keep_aside(records[-1]["step"])
             kept = [r for r in records if r["step"] <= resumed_step]
-            write_whole(path, "".join(json.dumps(r) + "\n" for r in kept))
+            write_whole(self.file, "".join(json.dumps(r) + "\n" for r in kept))
 
-    def records(self) -> list[dict]:
-        """Of metrics.jsonl; lines that hold none are told of."""
-        path, out, damaged = self.folder / "metrics.jsonl", [], 0
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-            try:
-                record = json.loads(line)
-                out += [record] if record["step"] >= 0 else []
-            except (ValueError, TypeError, KeyError):
-                damaged += 1
-        if damaged:
-            logger.warning("%s: lines left out, as they are cut off or damaged: %d", path, damaged)
-        return out
+    def _keep_aside(self, last: int) -> None:
+        """The records of a run whose checkpoints are gone."""
+        names = (self.file.with_name(f"metrics-before-{n}.jsonl") for n in itertools.count(1))
+        aside = next(path for path in names if not path.exists())
+        os.rename(self.file, aside)
+        message = "%s has no checkpoint, but records up to step %d: they are kept in %s; starting at step 1"
+        logger.warning(message, self.file.parent, last, aside.name)
+
+    def describe_run(self, data, val_data) -> None:
+        """flags.json, env.json and the head of the log: what is needed to know, later, what was run. data, val_data:
+        the Loaders."""
+        if self.ranks.rank:
+            return
+        config, folder, size = self.run.config, self.run.folder, self.ranks.world_size
+        replicate, shard = mesh_shape(config.shard_size, size)
+        env = describe_environment() | {
+            "world_size": size,
+            "mesh": {"replicate": replicate, "shard": shard},
+            "device": self.ranks.device.type,
+            "attention": kernel(config.attention, data.separate),
+            "peak": self.peak_source,
+            "data": {"train": data.describe(), "val": val_data.describe() if val_data else []},
+        }
+        write_whole(folder / "flags.json", json.dumps(asdict(config), indent=1) + "\n")
+        write_whole(folder / "env.json", json.dumps(env, indent=1) + "\n")
+        how = f"{config.dtype}, compile {config.compile}, attention {config.attention}"
+        lines = [f"Run folder: {folder}; torch {torch.__version__} on {env['devices'][0]} x {size}, {how}"]
+        lines += data.summary(val_data)
+        if data.step_rows % (data.micro_batch * size):
+            lines.append("A step does not divide by the ranks: its last micro-batch is filled with untrained rows")
+        lines.append(f"mfu counts causal attention; its peak per device is {self.peak_source}")
+        lines.append(f"Training from step {self.last_step + 1} to {config.steps}")
+        for line in lines:
+            logger.info(line, stacklevel=2)
 
     def _mark(self, step: int) -> None:
         self.last_step = step
         self.last_seconds = [self.clock.seconds(part) for part in ("compile", "steps", "data")]
 
-    def count(self, batch, row_losses: Tensor) -> None:
-        """Adds the loss of each row [B] of a micro-batch to that of the entry of --data it is from, in a mixture."""
-        if batch.sources is not None:
-            trained = (batch.targets != IGNORE).sum(1)
-            self.by_source.index_add_(1, batch.sources, torch.stack((row_losses.double(), trained.double())))
+    def count(self, parts: list[tuple]) -> None:
+        """Adds up what the next record says of its steps' micro-batches, (Batch, model.Details) each: the loss of each
+        entry of --data, in a mixture, and what the routers did."""
+        for batch, details in parts:
+            if batch.sources is not None:
+                trained = (batch.targets != IGNORE).sum(1)
+                rows = torch.stack((details.row_losses.double(), trained.double()))
+                self.by_source.index_add_(1, batch.sources, rows)
+            if details.router_sums is not None:
+                before = self.router_sums
+                self.router_sums = details.router_sums if before is None else before + details.router_sums
 
     def _source_losses(self) -> dict[str, float]:
         """Mean loss per token of each source of a mixture since the last record. All ranks must call."""
@@ -314,75 +308,63 @@ class Log:
         rows = zip(self.sources, losses, tokens, strict=True)
         return {f"loss_{name}": loss / n for name, loss, n in rows if n}
 
-    def step(
-        self,
-        step: int,
-        loss: Tensor,
-        grad_norm: Tensor,
-        lr: float,
-        val_loss: float | None = None,
-        router_sums: Tensor | None = None,
-    ) -> None:
-        """Records a step; reads the loss from the device, which is the only wait for it. Speeds, and what routers do
-        with their experts, are averages since the last record."""
-        loss, grad_norm = loss.item(), grad_norm.item()
-        here = memory_gib(self.ranks.device), memory_gib(torch.device("cpu"))
-        memories, resident = zip(*gather(here, self.ranks), strict=True)
-        memory = max(memories)
-        since = self.last_seconds
-        steps = step - self.last_step
+    def _speed(self, step: int) -> dict[str, float]:
+        """Averages since the last record."""
+        last_step, last_seconds = self.last_step, self.last_seconds
         self._mark(step)
-        data = self.last_seconds[2] - since[2]
-        seconds = sum(self.last_seconds) - sum(since)
+        steps, seconds = step - last_step, sum(self.last_seconds) - sum(last_seconds)
         tokens_per_s = steps * self.batch_tokens / seconds
         per_device = tokens_per_s / self.ranks.world_size
-        record = {
-            "step": step,
-            "tokens": step * self.batch_tokens,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
+        return {
             "step_ms": 1e3 * seconds / steps,
-            "data_ms": 1e3 * data / steps,
+            "data_ms": 1e3 * (self.last_seconds[2] - last_seconds[2]) / steps,
             "samples_per_s": tokens_per_s / self.seq_len,
             "tok_per_s": tokens_per_s,
             "tok_per_s_per_device": per_device,
             "mfu": per_device * self.flops_per_token / self.peak,
-            "mem_gib": memory,
         }
-        record |= self._source_losses()
-        if router_sums is not None:
-            record |= describe_routers(sum(gather(router_sums.double().cpu(), self.ranks)))
+
+    def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val_loss: float | None = None) -> None:
+        """Records a step; reads the loss from the device, which is the only wait for it. All ranks must call."""
+        loss, grad_norm = loss.item(), grad_norm.item()
+        memory = memory_gib(self.ranks.device), memory_gib(torch.device("cpu"))
+        memory, resident = zip(*gather(memory, self.ranks), strict=True)
+        record = {"step": step, "tokens": step * self.batch_tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
+        record |= self._speed(step) | {"mem_gib": max(memory)} | self._source_losses()
+        if self.router_sums is not None:
+            record |= describe_routers(sum(gather(self.router_sums.double().cpu(), self.ranks)))
+            self.router_sums = None
         if val_loss is not None:
             record["val_loss"] = val_loss
-        on_first_rank(lambda: self._write(record, resident), self.ranks)
-        line = (
+        self._write(record)
+        self.run.write_status("running", step, rss_gib=resident)
+        logger.info(
             f"Batch {step} Loss: {loss:.5f}, Speed: {record['samples_per_s']:.2f} samples/sec, lr: {lr:.6f},"
-            f" {tokens_per_s:.0f} tok/s, mfu {record['mfu']:.1%}, grad norm {grad_norm:.3f}, mem {memory:.2f} GiB"
+            f" {record['tok_per_s']:.0f} tok/s, mfu {record['mfu']:.1%}, grad norm {grad_norm:.3f},"
+            f" mem {record['mem_gib']:.2f} GiB" + (f", val loss {val_loss:.5f}" if val_loss is not None else ""),
+            stacklevel=2,
         )
-        line += f", val loss {record['val_loss']:.5f}" if "val_loss" in record else ""
-        logger.info(line, stacklevel=2)
 
-    def _write(self, record: dict, resident: tuple[float, ...]) -> None:
-        with open(self.folder / "metrics.jsonl", "a") as f:
-            f.write(json.dumps(_finite(record)) + "\n")
-        write_status(self.folder, "running", record["step"], rss_gib=resident)
+    def add(self, step: int, **values: float) -> None:
+        """A record of its own of what came later than the step. All ranks must call."""
+        if values:
+            self._write({"step": step} | values)
 
-    def amend(self, **values: float) -> None:
-        """Adds values to the record just written, in place: a crash at any moment leaves it whole. All ranks must
-        call."""
-
-        def write() -> None:
-            if values:
-                with open(self.folder / "metrics.jsonl", "rb+") as f:
-                    f.seek(-2, os.SEEK_END)  # the closing brace and the line's end
-                    f.write(f", {json.dumps(_finite(values))[1:]}\n".encode())
+    def _write(self, record: dict[str, float]) -> None:
+        def write() -> None:  # JSON has no NaN, which a step that --on_nonfinite skip passed over leaves
+            with open(self.file, "a") as f:
+                f.write(json.dumps({k: v if v is None or math.isfinite(v) else None for k, v in record.items()}) + "\n")
 
         on_first_rank(write, self.ranks)
 
     def draw(self) -> None:
         """Writes curves.png from metrics.jsonl."""
-        records = self.records() if self.ranks.rank == 0 else []
+        with self.run.phase("evaluation"):
+            self._draw()
+
+    def _draw(self) -> None:
+        records = read_records(self.file) if self.ranks.rank == 0 else []
+        records = [r for r in records if "loss" in r]
         if not records:
             return
         import matplotlib
@@ -390,37 +372,34 @@ class Log:
         matplotlib.use("Agg")
         from matplotlib import pyplot as plt
 
-        steps = [r["step"] for r in records]
+        def values(name: str) -> tuple[list[int], list[float]]:
+            return tuple(zip(*((r["step"], r[name]) for r in records if name in r), strict=True))
+
         figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
         (loss, lr), (speed, norm) = axes
-        loss.plot(steps, [r["loss"] for r in records], lw=1, label="training, this step")
+        loss.plot(*values("loss"), lw=1, label="training, this step")
         evaluated = [r for r in records if "val_loss" in r]
         if evaluated:
-            loss.plot(
-                [r["step"] for r in evaluated],
-                [r["val_loss"] for r in evaluated],
-                "o-",
-                ms=4,
-                label=f"validation, last {evaluated[-1]['val_loss']:.3f}",
-            )
+            last = f"validation, last {evaluated[-1]['val_loss']:.3f}"
+            loss.plot(*values("val_loss"), "o-", ms=4, label=last)
         loss.set_ylabel("loss (nats per token)")
         loss.legend()
-        lr.plot(steps, [r["lr"] for r in records])
+        lr.plot(*values("lr"))
         lr.set_ylabel("learning rate")
-        speed.plot(
-            steps[1:] or steps, [r["tok_per_s"] for r in records][1:] or [records[0]["tok_per_s"]]
-        )  # the first one compiles
+        steps, speeds = values("tok_per_s")
+        speed.plot(steps[1:] or steps, speeds[1:] or speeds)  # the first one compiles
         speed.set_ylabel("tokens per second")
         speed.set_ylim(bottom=0)
-        norm.plot(steps, [r["grad_norm"] for r in records], lw=1)
+        norm.plot(*values("grad_norm"), lw=1)
         norm.set_ylabel("gradient norm")
         for axis in axes.flat:
             axis.grid(alpha=0.3)
             axis.set_xlabel("step")
             axis.tick_params(labelbottom=True)
-        figure.suptitle(self.folder.name)
-        temporary = self.folder / f"curves.tmp-{os.getpid()}.png"
+        folder = self.file.parent
+        figure.suptitle(folder.name)
+        temporary = folder / f"curves.tmp-{os.getpid()}.png"
         figure.savefig(temporary, dpi=110)
         plt.close(figure)
         gc.collect()  # a figure is full of cycles: left to itself the memory of several would be held
-        os.replace(temporary, self.folder / "curves.png")
+        os.replace(temporary, folder / "curves.png")

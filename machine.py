@@ -1,5 +1,6 @@
 """What the machine under a rank has: devices, a compiler, memory."""
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -8,13 +9,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from errors import UserError
+from errors import RankFailure, UserError
+from model import loss_head_bytes
+from optim import local
 
 
 def find_device(processes: int, local_rank: int = 0) -> torch.device:
@@ -118,6 +121,22 @@ def lower_memory(config, on_gpu: bool = True) -> str:
     return "; ".join([text for useful, text in flags if useful] + [f"or {last}"])
 
 
+@contextlib.contextmanager
+def explained_memory(config, model: nn.Module, optimizer=None) -> Iterator[None]:
+    """An out-of-memory error of the GPU inside is raised again as one message that says what the memory went to."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        device, statistics = torch.device("cuda", torch.cuda.current_device()), torch.cuda.memory_stats()
+        used = {k: statistics[f"{k}_bytes.all.peak"] for k in ("allocated", "reserved")}
+        used["total"] = torch.cuda.get_device_properties(device).total_memory
+        rows = config.micro_batch or config.batch_tokens // config.seq_len  # at most
+        head = loss_head_bytes(config.model_config, rows * config.seq_len, device.type)
+        message = explain_out_of_memory(model, optimizer, config, head, used, str(device))
+        rank = os.environ.get("RANK", 0)
+        raise RankFailure(f"rank {rank} on {platform.node()}: {message}") from None
+
+
 def explain_out_of_memory(model: nn.Module, optimizer, config, head: int, used: dict[str, int], name: str) -> str:
     """What the memory of a GPU went to, measured, and the flags that lower it, the cheapest first. head: bytes that the
     loss head takes; used: bytes allocated at the peak, reserved, total; name: of the device."""
@@ -128,7 +147,7 @@ def explain_out_of_memory(model: nn.Module, optimizer, config, head: int, used: 
     }
     parts = {}
     for part, of_part in tensors.items():
-        held = [_local(t) for t in of_part]
+        held = [local(t) for t in of_part]
         parts[part] = sum(t.numel() * t.element_size() for t in held if t.device.type == name.partition(":")[0])
     parts["loss head (at most)"] = head
     rest = used["allocated"] - sum(parts.values())
@@ -141,7 +160,3 @@ def explain_out_of_memory(model: nn.Module, optimizer, config, head: int, used: 
         f" {used['reserved'] / 2**30:.2f} reserved of {used['total'] / 2**30:.2f}. In GiB: {said}."
         f" What lowers it, the cheapest first: {expandable}{lower_memory(config)}"
     )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -19,6 +19,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -166,9 +167,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
         return frequencies
     turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # rotations within the original context
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(
-        0.0, 1.0
-    )  # 1: fast frequencies stay, 0: slow ones are divided by the factor, between: interpolated
+    keep = keep.clamp(0.0, 1.0)  # 1: a fast frequency stays; 0: a slow one is divided by the factor
     return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
 
 
@@ -185,55 +184,6 @@ def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-class LayerCache:
-    """Keys and values of one layer for the tokens seen so far: [B, K, S, h] each, allocated once."""
-
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
-        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-
-    def append(self, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [B, T, K, h] of the tokens from `start` on -> those of all tokens so far, [B, S, K, h]."""
-        stop = start + k.shape[1]
-        assert stop <= self.k.shape[2], f"{stop} tokens, the cache has room for {self.k.shape[2]}"
-        self.k[:, :, start:stop], self.v[:, :, start:stop] = k.transpose(1, 2), v.transpose(1, 2)
-        return self.k[:, :, :stop].transpose(1, 2), self.v[:, :, :stop].transpose(1, 2)
-
-
-class KVCache:
-    """What `Transformer.logits` needs in order to continue sequences without reading them again; `length` tokens are in
-    it. padding [B]: the first so many tokens of each row are no text: nothing sees them, positions count after them.
-    All of them, and what follows, are in the first call."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch: int,
-        max_len: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        padding: Tensor | None = None,
-    ):
-        shape = (batch, config.n_kv_heads, max_len, config.head_dim)
-        self.layers = [LayerCache(shape, dtype, device) for _ in range(config.n_layers)]
-        self.length, self.max_len, self.padded = 0, max_len, padding is not None
-        self.slots = torch.arange(max_len, device=device)
-        padding = padding.to(device)[:, None] if self.padded else torch.zeros(1, 1, dtype=torch.long, device=device)
-        self.text = self.slots >= padding  # [B or 1, S], as are the positions
-        self.positions = (self.slots - padding).clamp(min=0)
-        self.rope = rope_table(config, self.positions) if config.positions == "rope" else None
-
-    def mask(self, T: int) -> Tensor | None:
-        """Which of all tokens the next T see, [B or 1, 1, T, S]; None: plain causal attention among themselves."""
-        stop = self.length + T
-        if T == 1:
-            return self.text[:, None, None, :stop]
-        if not self.length and not self.padded:
-            return None
-        keys, own = self.slots[:stop], self.slots[self.length : stop, None]
-        seen = (keys <= own) & self.text[:, None, :stop]
-        return (seen | (keys == own))[:, None]  # padding sees itself, as a softmax over nothing is no number
-
-
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -242,16 +192,14 @@ class Attention(nn.Module):
         self.o_proj = Linear(config.n_heads * config.head_dim, config.dim, bias=config.bias)
         self.backend = "sdpa"
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, cache: LayerCache | None, start: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, cache=None) -> Tensor:
         B, T, _ = x.shape
         qkv = self.qkv_proj(x).view(B, T, -1, self.head_dim)  # [B, T, H + 2K, h]
         q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), 2)
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         if cache is not None:
-            k, v = cache.append(start, k, v)
+            k, v = cache.append(k, v)
         if cache is None or T > 1:
             out = attention(q, k, v, mask, self.backend)  # [B, T, H, h]
         else:  # heads that share their keys are like so many tokens of one head: no key need be repeated
@@ -295,9 +243,10 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 class MoE(nn.Module):
     """top_k of E SwiGLU experts per token, weighted by the softmax over the chosen ones (Mixtral, arXiv 2401.04088
-    section 2.1). Returns, beside the output, what each expert got of each row: tokens and probabilities, [2, B, E]."""
+    section 2.1). Returns the output and, per row and expert, the tokens assigned and the sum of the router's
+    probabilities, [2, B, E]."""
 
-    matmul = staticmethod(grouped_matmul)  # looked up on self, so that a conversion to another precision can replace it
+    matmul = staticmethod(grouped_matmul)  # looked up on self, so that a conversion to FP8 can replace it
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -336,13 +285,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = make_norm(config)
         self.mlp = MLPS[config.mlp](config)
 
-    def forward(
-        self, x: Tensor, rope=None, mask: Tensor | None = None, cache: LayerCache | None = None, start: int = 0
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """x [B, T, D] -> the same, with MoE also what it says of its experts."""
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, start)
+    def forward(self, x: Tensor, rope=None, mask: Tensor | None = None, cache=None) -> tuple[Tensor, Tensor | None]:
+        """x [B, T, D] -> (the same, the router's statistics where there are experts)."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
         y = self.mlp(self.post_attention_layernorm(x))
-        return (x + y[0], y[1]) if isinstance(y, tuple) else x + y
+        y, router = y if isinstance(y, tuple) else (y, None)
+        return x + y, router
 
 
 # Bytes of the logits that exist at once. A few large chunks are as fast as one; smaller ones cost matmul rate, and
@@ -419,22 +367,22 @@ def saved_bytes(config: ModelConfig, tokens: int, checkpointing: str, itemsize: 
 
 
 class LossHead(nn.Module):
-    """lm_head. With targets [B, T] it returns the summed loss (fp32 scalar) and never holds the [B, T, V] logits;
-    without, the logits in fp32. One module, so that sharding gathers its weight for either."""
+    """lm_head. With targets [B, T] it returns the summed loss (fp32 scalar) and that of each row (fp32 [B], without
+    gradient), and never holds the [B, T, V] logits; without targets, the logits in fp32. One module, so that sharding
+    gathers its weight for either."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         self.cross_entropy = cross_entropy  # or that, compiled
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if targets is None:
             return F.linear(x, self.weight.to(x.dtype)).float()
         loss, losses = _LinearCrossEntropy.apply(
             x.flatten(0, 1), self.weight, targets.flatten(), torch.is_grad_enabled(), self.cross_entropy
         )
-        self.row_losses = losses.view(targets.shape).sum(1)
-        return loss
+        return loss, losses.view(targets.shape).sum(1)
 
 
 def document_mask(positions: Tensor) -> Tensor:
@@ -456,18 +404,27 @@ def document_begins(positions: Tensor) -> Tensor:
     )
 
 
+class Details(NamedTuple):
+    """Sums of one forward pass that the log reports, without gradient.
+
+    row_losses: fp32 [B]. router_sums: None without experts; else fp32 [L + 2, E]: the tokens assigned to each expert of
+    each layer; then, the same in all columns, the balancing loss times the trained tokens, and the trained tokens."""
+
+    row_losses: Tensor
+    router_sums: Tensor | None
+
+
 class Transformer(nn.Module):
     """model(tokens [B, T], targets [B, T], positions=None, documents=None) -> loss summed over the targets that are not
-    -100, fp32 scalar. What it was in each row is left in lm_head.row_losses.
+    -100, fp32 scalar; with details=True, (loss, Details).
 
-    dtype: what activations and matrix products are computed in. positions None: one causal sequence per row; else
-    documents, each beginning where the position is 0, that never attend to each other. documents: the same as int32 [N]
-    for the packed back-ends (attention.py); left out, it is computed."""
+    dtype: of activations and matrix products. positions None: one causal sequence per row; else documents, each
+    beginning where the position is 0, that never attend to each other. documents: the same as int32 [N] for the packed
+    back-ends (attention.py); left out, it is computed."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, attention_backend: str = "sdpa"):
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.router_sums: Tensor | None = None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         if config.positions == "learned":
             self.embed_positions = nn.Embedding(config.max_seq_len, config.dim)
@@ -484,30 +441,31 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
-        self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
-    ) -> Tensor:
+        self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None,
+        details: bool = False,
+    ) -> Tensor | tuple[Tensor, Details]:  # fmt: skip
         x, routers = self._hidden(tokens, positions, None, documents)
-        loss = self.lm_head(x, targets)
-        if not routers or not torch.is_grad_enabled():
-            return loss
-        extra = self.balance(torch.stack(routers), targets)
-        return loss + (extra - extra.detach())  # its gradient, and nothing of its value
+        loss, row_losses = self.lm_head(x, targets)
+        router_sums = None
+        if routers and torch.is_grad_enabled():
+            extra, router_sums = self.balance(torch.stack(routers), targets)
+            loss = loss + (extra - extra.detach())  # adds its gradient; the reported loss does not include it
+        return (loss, Details(row_losses, router_sums)) if details else loss
 
-    def logits(
-        self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None, last: bool = False
-    ) -> Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor | None = None, cache=None, last: bool = False) -> Tensor:
         """[B, T, V] fp32; last: of each row's last token alone, [B, 1, V]. With a cache, `tokens` continue what it
         holds, and are added to it."""
         x, _ = self._hidden(tokens, positions, cache)
         return self.lm_head(x[:, -1:] if last else x)
 
-    def balance(self, routers: Tensor, targets: Tensor) -> Tensor:
+    def balance(self, routers: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The load-balancing loss of one forward pass (arXiv 2101.03961, as Hugging Face's Mixtral has it), times its
         coefficient and the trained tokens, so that it and the summed loss are divided by their global number alike.
 
             E sum_e (assignments to e / N L) (router probability of e / N L)        summed over all layers and tokens
 
-        routers [L, 2, B, E]. Rows without a trained token only fill up a micro-batch: they do not count."""
+        routers [L, 2, B, E] -> (loss, Details.router_sums). Rows without a trained token only fill up a micro-batch:
+        they do not count."""
         L, _, _, E = routers.shape
         trained = targets != IGNORE
         rows = trained.any(1)
@@ -515,17 +473,10 @@ class Transformer(nn.Module):
         count = rows.sum().clamp(min=1) * targets.shape[1] * L
         loss = E * (assignments.sum(0) * probabilities.sum(0)).sum() / count.float().square()
         sums = torch.cat((assignments, loss * trained.sum().expand(1, E), trained.sum().expand(1, E))).detach()
-        self.router_sums = sums if self.router_sums is None else self.router_sums + sums
-        return self.config.router_aux_loss_coef * loss * trained.sum()
-
-    def take_router_sums(self) -> Tensor | None:
-        """[L + 2, E], since the last call: the tokens that each expert of each layer got; then, in all columns alike,
-        the balancing loss times the trained tokens, and their number. None without experts."""
-        sums, self.router_sums = self.router_sums, None
-        return sums
+        return self.config.router_aux_loss_coef * loss * trained.sum(), sums
 
     def _mask(self, positions: Tensor | None, documents: Tensor | None) -> Tensor | None:
-        """Which documents there are, as the back-end wants to be told."""
+        """The documents in the form that the attention back-end takes."""
         if positions is None:
             return None
         if self.layers[0].self_attn.backend not in PACKED:
@@ -533,30 +484,23 @@ class Transformer(nn.Module):
         return document_begins(positions) if documents is None else documents
 
     def _hidden(
-        self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None, documents: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor | None, cache, documents: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         assert positions is None or cache is None, "a cache counts the positions itself"
-        T, start = tokens.shape[1], cache.length if cache else 0
         if cache:
-            mask, positions = cache.mask(T), cache.positions[:, start : start + T]
+            mask, positions, rope = cache.take(tokens.shape[1])
         else:
             mask = self._mask(positions, documents)
-            positions = torch.arange(T, device=tokens.device)[None] if positions is None else positions
-        x, rope = self.embed_tokens(tokens), None
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None] if positions is None else positions
+            rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
+        x = self.embed_tokens(tokens)
         if self.config.positions == "learned":
             x = x + self.embed_positions(positions)
-        elif cache:
-            rope = tuple(table[:, start : start + T] for table in cache.rope)
-        else:
-            rope = rope_table(self.config, positions)
         x, routers = x.to(self.dtype), []
         for i, block in enumerate(self.layers):
-            x = block(x, rope, mask, cache.layers[i], start) if cache else block(x, rope, mask)
-            if isinstance(x, tuple):
-                routers.append(x[1])
-                x = x[0]
-        if cache:
-            cache.length += T
+            x, router = block(x, rope, mask, cache.layers[i]) if cache else block(x, rope, mask)
+            if router is not None:
+                routers.append(router)
         return self.norm(x), routers
 
 
@@ -608,12 +552,14 @@ def random_init(
 
 def matmul_params(config: ModelConfig) -> int:
     """Parameters that multiply each token: projections, active experts and lm_head, without embeddings, norms and
-    biases."""
-    attn = config.dim * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
-    mlp = config.dim * config.ffn_dim * (3 if config.mlp in ("swiglu", "moe") else 2)
-    if config.mlp == "moe":
-        mlp = mlp * config.top_k + config.dim * config.n_experts
-    return config.n_layers * (attn + mlp) + config.vocab_size * config.dim
+    biases. Counted on a block of the real model, so that another kind of layer needs no formula here."""
+    with torch.device("meta"):
+        block = Block(config)
+    per_block = sum(p.numel() for p in block.parameters() if p.ndim == 2)
+    experts = sum(p.numel() for p in block.parameters() if p.ndim == 3)
+    if experts:
+        per_block += experts * config.top_k // config.n_experts
+    return config.n_layers * per_block + config.vocab_size * config.dim
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:

@@ -25,9 +25,9 @@ from errors import UserError  # first: it finds the Python that has torch
 import torch  # isort: skip
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
-from config import PROFILE_AFTER, Config
-from log import Clock, logger
-from shard import Ranks
+from config import PROFILE_AFTER
+from guard import Run
+from log import logger
 
 OTHER = "evaluation, saves and samples"  # that fall between profiled steps: none of a step's time
 CATEGORIES = (
@@ -165,10 +165,11 @@ def read_trace(path: Path) -> list[dict]:
         return json.load(f)["traceEvents"]
 
 
-def profiled(steps: range, config: Config, ranks: Ranks, clock: Clock) -> Iterator[int]:
+def profiled(steps: range, run: Run) -> Iterator[int]:
     """The steps, one after the other; on rank 0 torch's profiler watches --profile of them, from the fourth on. What it
     takes to start it and to write what it saw is not the steps' time. Ends as the loop does: what was seen is
     written."""
+    config, ranks = run.config, run.ranks
     n, first = config.profile, steps.start + PROFILE_AFTER
     if n and len(steps) < PROFILE_AFTER + n:
         raise UserError(
@@ -180,7 +181,7 @@ def profiled(steps: range, config: Config, ranks: Ranks, clock: Clock) -> Iterat
         return
     torch._inductor.config.cpp.enable_kernel_profile = True  # CPU kernels by name; before anything is compiled
     cuda = ranks.device.type == "cuda"
-    folder = Path(config.out) / "profile"
+    folder = run.folder / "profile"
 
     def write(record: profile) -> None:
         folder.mkdir(exist_ok=True)
@@ -202,20 +203,20 @@ def profiled(steps: range, config: Config, ranks: Ranks, clock: Clock) -> Iterat
     try:
         for step in steps:
             if step == first - 1:
-                with clock.part("profile"):
+                with run.phase("profile"):
                     logger.info(
                         "Profiling steps %d to %d: slower, and so is what is recorded of them", first, first + n - 1
                     )
                     record.start()
             yield step
             if first - 1 <= step < first + n:
-                with clock.part("profile"):
+                with run.phase("profile"):
                     if cuda and step in (first - 1, first + n - 1):
                         torch.cuda.synchronize()  # the kernels of these steps are launched and end in them
                     record.step()
     finally:
         if record.current_action != ProfilerAction.NONE:  # the run ends before the last of them
-            with clock.part("profile"):
+            with run.phase("profile"):
                 record.stop()
 
 

@@ -18,10 +18,8 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -39,8 +37,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from errors import UserError
-from machine import find_device
+from errors import UserError, read_ahead
+from machine import find_device, keep_memory, set_determinism
+from optim import local
 
 logger = logging.getLogger("flatland")
 WATCHDOG = 15  # seconds that a rank's watchdog has to find out who is behind
@@ -58,9 +57,12 @@ class Ranks:
     saving: dist.ProcessGroup | None = None
 
 
-def init_ranks() -> Ranks:
-    """Joins the process group that torchrun describes in the environment; without one, this process is alone. All ranks
-    must call."""
+def init_ranks(deterministic: bool = False) -> Ranks:
+    """Sets up the allocator and the device, and joins the process group that torchrun describes in the environment;
+    without one, this process is alone. deterministic: only kernels that give the same bits each time. All ranks must
+    call."""
+    keep_memory()
+    set_determinism(deterministic)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     device = find_device(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
@@ -72,16 +74,15 @@ def init_ranks() -> Ranks:
 
 
 def leave(ranks: Ranks) -> None:
-    """Ends the process with status 0 when all ranks have come this far. All ranks must call. Several ranks skip the
-    interpreter's own end: gloo's threads can still hold tensors then, and abort it (pytorch pull request 179291; seen
-    here in 1 of 10 runs that had merely destroyed the group)."""
+    """Where there is a process group: ends the process with status 0 when all ranks have come this far. All ranks must
+    call. The interpreter's own end is skipped: gloo's threads can still hold tensors then, and abort it (pytorch pull
+    request 179291; seen here in 1 of 10 runs that had merely destroyed the group)."""
     sys.stdout.flush()
     sys.stderr.flush()
     if dist.is_initialized():
         dist.barrier(ranks.control)
         dist.destroy_process_group()
         os._exit(0)
-    sys.exit(0)
 
 
 def mesh_shape(shard_size: int, world_size: int) -> tuple[int, int]:
@@ -102,37 +103,6 @@ def make_mesh(shard_size: int, ranks: Ranks, offload: bool = False) -> DeviceMes
             backend = "cuda:nccl,cpu:gloo" if ranks.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-# What does not work together: (whether it is asked for, what to say about it).
-UNSUPPORTED = (
-    (
-        lambda c, ranks: c.compile == "model" and ranks > 1,
-        "--compile model is for one process; with several, parameters are gathered block by block: --compile block",
-    ),
-    (
-        lambda c, ranks: c.compile == "model" and c.offload == "cpu",
-        "--compile model with --offload cpu: parameters are fetched block by block: --compile block",
-    ),
-    (
-        lambda c, ranks: c.compile == "model" and c.offload_activations,
-        "--compile model with --offload_activations: they are taken from between the blocks: --compile block",
-    ),
-    (
-        lambda c, ranks: c.checkpointing == "none" and c.offload_activations,
-        "--offload_activations is for what checkpointing keeps, the block inputs: give --checkpointing block, too",
-    ),
-    (
-        lambda c, ranks: c.fp8 != "off" and c.offload == "cpu",
-        "--fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two",
-    ),
-)
-
-
-def refuse_unsupported(config, world_size: int) -> None:
-    for asked, message in UNSUPPORTED:
-        if asked(config, world_size):
-            raise UserError(message)
 
 
 def set_timeout(seconds: int, ranks: Ranks, mesh: DeviceMesh | None) -> None:
@@ -206,6 +176,7 @@ def shard_model(
         unit.set_modules_to_forward_prefetch(in_order[i + 1 : i + 1 + prefetch])
         unit.set_modules_to_backward_prefetch(in_order[max(1, i - prefetch) : i][::-1])
     register_fsdp_forward_method(model, "logits")
+    logger.info("Wrapped model with FSDP")
 
 
 PIECE = 2**23  # elements that are read, sent and copied at a time
@@ -240,13 +211,13 @@ def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str) -> 
 def _read_here(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
     """-> (part of this rank's part of a parameter, its values)"""
 
-    def jobs():
+    def pieces():
         for name, parameter in named:
-            shape, sharding = parameter.shape, _sharding(parameter)
+            shape, sharding, target = parameter.shape, _sharding(parameter), local(parameter.detach())
             for rows in _rows(shape, *sharding[:2], PIECE):
-                yield local(parameter)[rows], partial(read, name, _slices(shape, *sharding, rows))
+                yield target[rows], read(name, _slices(shape, *sharding, rows))
 
-    return _ahead(jobs())
+    return read_ahead(pieces(), 1)
 
 
 def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
@@ -255,27 +226,22 @@ def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor
     dtypes = [[read(n, tuple(slice(0, 1) for _ in p.shape)).dtype for n, p in named] if first else None]
     dist.broadcast_object_list(dtypes, 0)
 
-    def jobs():
+    def pieces():
         for (name, parameter), dtype in zip(named, dtypes[0], strict=True):
-            shape, (dim, parts, _) = parameter.shape, _sharding(parameter)
+            shape, (dim, parts, _), target = parameter.shape, _sharding(parameter), local(parameter.detach())
             for rows in _rows(shape, dim, parts, PIECE // parts):
                 places = [_slices(shape, dim, parts, i, rows) for i in range(parts)] if first else []
-                yield (parameter, dtype, rows), partial(_read_all, read, name, places)
+                yield target[rows], rows.stop - rows.start, dtype, [read(name, place) for place in places]
 
-    for (parameter, dtype, rows), values in _ahead(jobs()):
-        target = local(parameter)[rows]
-        shape = [rows.stop - rows.start, *target.shape[1:]]
+    for target, length, dtype, values in read_ahead(pieces(), 1):
+        shape = [length, *target.shape[1:]]
         buffer = torch.empty(shape, dtype=dtype, device=mesh.device_type)
-        pieces = [_padded(v, shape).to(buffer.device) for v in values] if first else None
+        parts = [_padded(v, shape).to(buffer.device) for v in values] if first else None
         if mesh.get_coordinate()[0] == 0:
-            dist.scatter(buffer, pieces, group=mesh.get_group("shard"), group_src=0)
+            dist.scatter(buffer, parts, group=mesh.get_group("shard"), group_src=0)
         if mesh.size(0) > 1:
             dist.broadcast(buffer, group=mesh.get_group("replicate"), group_src=0)
         yield target, buffer[: len(target)]
-
-
-def _read_all(read: Callable, name: str, places: list) -> list[Tensor]:
-    return [read(name, place) for place in places]
 
 
 def _sharding(parameter: Tensor) -> tuple[int, int, int]:
@@ -309,24 +275,6 @@ def _padded(values: Tensor, shape: list[int]) -> Tensor:
     out = values.new_zeros(shape)
     out[: len(values)] = values
     return out
-
-
-def _ahead(jobs: Iterator) -> Iterator:
-    """(a, work) ... -> (a, work()) ..., the next work being done in a thread while this one's result is used."""
-    with ThreadPoolExecutor(1) as thread:
-        before = None
-        for a, work in jobs:
-            now = a, thread.submit(work)
-            if before:
-                yield before[0], before[1].result()
-            before = now
-        if before:
-            yield before[0], before[1].result()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:

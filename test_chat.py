@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import preflight
+import check
 import rows
 from config import parse_args
 from data import Batch, make_loader, show
@@ -311,9 +311,9 @@ def test_data_is_opened_once(tmp_path, monkeypatch):
     for name in ("open_shard", "pack", "_is_stream"):
         function = getattr(rows, name)
         monkeypatch.setattr(rows, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
-    c = config(path, out=tmp_path / "run", compile="none")
-    preflight.check(c)
+    c = config(path, out=tmp_path / "run", compile="none", dtype="fp32")
+    check.report(c)
     once = ["_is_stream", *["open_shard"] * 2, *["pack"] * 2]
     assert sorted(calls) == once
-    loader, val_loader = preflight.open_data(c, None, Ranks(0, 1, torch.device("cpu")))
+    loader, val_loader = check.open_data(c, None, Ranks(0, 1, torch.device("cpu")))
     assert sorted(calls) == sorted(once * 2) and loader.rows > val_loader.rows

@@ -4,8 +4,10 @@ import errno
 import os
 import shutil
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,10 +24,19 @@ from weights import load_model
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
+def make_saver(model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None, found=None):
+    """As train.py makes it, without a loader and a run."""
+    data = SimpleNamespace(state_dict=lambda: position)
+    run = SimpleNamespace(
+        config=config, ranks=ranks, mesh=mesh, folder=Path(config.out), nonce="nonce", phase=nullcontext
+    )
+    return checkpoint.Saver(model, optimizer, data, run, found)
+
+
 def save(run: Path, step: int, model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None) -> Path:
     run.mkdir(exist_ok=True)
-    saver = checkpoint.Saver(replace(config, out=str(run)), model, optimizer, ranks, mesh, None, "word")
-    saver.save(step, position, torch.arange(20))
+    saver = make_saver(model, optimizer, position, replace(config, out=str(run)), ranks, mesh)
+    saver.save(step, torch.arange(20))
     saver.wait()
     return checkpoint.step_folder(run, step)
 
@@ -198,10 +209,10 @@ def test_damaged_ones_are_not_among_those_kept(tmp_path):
             (folder / "manifest.json").unlink()
     found, skipped = checkpoint.find(config)
     assert found.step == 1 and len(skipped) == 2
-    saver = checkpoint.Saver(config, model, optimizer, ALONE, None, found, "word")
+    saver = make_saver(model, optimizer, {}, config, found=found)
     left = {}
     for step in (2, 4, 6):
-        saver.save(step, {})
+        saver.save(step, torch.arange(20))
         left[step] = [int(p.name[5:]) for p in checkpoint.folders(tmp_path)]
     assert left == {2: [1, 2, 3], 4: [2, 4], 6: [4, 6]}
     assert all(ok for _, ok, _ in checkpoint.verify(tmp_path))

@@ -29,12 +29,13 @@ import pytest
 import torch
 
 import checkpoint
+import errors
+import guard
 import model
-import preflight
 import train
 from data import write_shard
-from errors import UserError
-from log import read_json, write_status
+from errors import UserError, read_json
+from log import write_status
 from model import Transformer
 from test_checkpoint import make_state, save
 
@@ -347,7 +348,7 @@ def run_here(monkeypatch, text, capsys):
 
     def run(out: Path, *flags) -> tuple[int, str]:
         try:
-            status = train.main([*TINY, "--data", text, "--out", str(out), *map(str, flags)])
+            status = errors.exit_status(train.main, [*TINY, "--data", text, "--out", str(out), *map(str, flags)])
         except SystemExit as end:
             status = end.code
         said = capsys.readouterr().err
@@ -367,7 +368,7 @@ def losses(run: Path) -> list[tuple]:
         raise AssertionError(f"{word} in metrics.jsonl")
 
     records = [json.loads(line, parse_constant=refuse) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(r["step"], r["loss"]) for r in records]
+    return [(r["step"], r["loss"]) for r in records if "loss" in r]
 
 
 def weights_of(run: Path, step: int) -> list[bytes]:
@@ -379,9 +380,9 @@ def break_losses(monkeypatch, steps, value: float = float("inf")) -> None:
     """The loss of those forward passes of the process, from 1, is no number; one of a run's steps each."""
     forward, count = Transformer.forward, itertools.count(1)
 
-    def broken(self, *args):
-        loss = forward(self, *args)
-        return loss * value if self.training and next(count) in steps else loss
+    def broken(self, *args, **more):
+        out = forward(self, *args, **more)
+        return (out[0] * value, out[1]) if self.training and more and next(count) in steps else out
 
     monkeypatch.setattr(Transformer, "forward", broken)
 
@@ -538,7 +539,7 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
     assert recorded == [{"step": 5, "lr": [0.01, 0.02], "warmup_steps": [0.0, 2.0]}]
     assert run_here(run, "--steps", 9, *changes[:4])[0] == 0  # the checkpoint has the new ones
     assert len((run / "overrides.jsonl").read_text().splitlines()) == 1
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    last = [r for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "lr" in r][-1]
     assert (last["step"], last["lr"]) == (9, 0.02)
 
 
@@ -582,7 +583,7 @@ def test_a_save_in_the_background_equals_one_that_is_waited_for_and_its_error_en
 
 
 def test_a_crash_right_after_a_save_was_begun_leaves_the_checkpoint(tmp_path, run_here, monkeypatch, text):
-    def crash(config, model, run, step, ranks):
+    def crash(model, run, step):
         raise UserError("told to")
 
     write = checkpoint.write_file
@@ -600,7 +601,7 @@ def test_a_crash_right_after_a_save_was_begun_leaves_the_checkpoint(tmp_path, ru
 def test_a_run_folder_that_vanishes_is_named(tmp_path, run_here, monkeypatch):
     write, gone = train.Log.step, tmp_path / "gone"  # at once: a save may be on
     with monkeypatch.context() as m:
-        m.setattr(train.Log, "step", lambda log, n, *a: (n == 4 and log.folder.rename(gone), write(log, n, *a)))
+        m.setattr(train.Log, "step", lambda log, n, *a: (n == 4 and log.file.parent.rename(gone), write(log, n, *a)))
         status, said = run_here(tmp_path / "run", "--steps", 9, "--save_every", 2)
     assert status == 1 and f"--out {tmp_path / 'run'} has vanished" in said
     assert not (tmp_path / "run").exists()
@@ -610,7 +611,7 @@ def test_a_run_folder_that_vanishes_is_named(tmp_path, run_here, monkeypatch):
 
 
 def test_a_folder_that_a_rank_does_not_see_is_refused_before_anything_is_loaded(tmp_path, run_here, monkeypatch):
-    monkeypatch.setattr(train.preflight, "sees", lambda run, word: False)
+    monkeypatch.setattr(guard, "sees", lambda run, word: False)
     monkeypatch.setattr(checkpoint, "find", None)
     status, said = run_here(tmp_path / "run", "--steps", 1)
     assert status == 2 and f"--out {tmp_path / 'run'} is not the folder there" in said
@@ -641,7 +642,7 @@ def test_a_disk_that_is_or_becomes_read_only_is_named(tmp_path, run_here, monkey
 
         with monkeypatch.context() as m:
             m.setattr(train.Log, "step", remount)
-            m.setattr(train.preflight.Made, "release", lambda made, _: made.watchdog.end())  # its lock stays, too
+            m.setattr(guard.Run, "_release", lambda run, _: setattr(run.watchdog, "ended", True))  # its lock stays, too
             m.setattr(Path, "exists", lambda self, e=Path.exists: self.name != "lock" and e(self))
             status, said = run_here(disk / "run", "--steps", 9)
         assert status == 1 and f"--out {disk / 'run'}: its disk fails" in said
@@ -668,16 +669,16 @@ def test_a_check_says_what_would_be_done(tmp_path, run_here, capsys):
 JOB = """
 import itertools, os, pathlib, signal, sys, time
 sys.path.insert(0, {root!r})
-import checkpoint, guard, preflight, runlock, shard, train
+import checkpoint, errors, guard, shard, train
 import torch
 RANK = int(os.environ.get("RANK", 0))
 {code}
-os._exit(train.main(sys.argv[1:]) or 0)
+errors.run_script(train.main)
 """
 AT_STEP = """
 def at_step(n, do):  # with the data of that step
-    clock, count = train.Clock.part, itertools.count(1)
-    train.Clock.part = lambda self, name: (name == "data" and next(count) == n and do(), clock(self, name))[1]
+    clock, count = guard.Clock.part, itertools.count(1)
+    guard.Clock.part = lambda self, name: (name == "data" and next(count) == n and do(), clock(self, name))[1]
 """
 
 
@@ -736,9 +737,9 @@ def truth(tmp_path_factory, text):
 def test_what_is_no_number_on_one_rank_stops_both_with_the_state_before_it(tmp_path, text, truth):
     code = """
 forward, count = train.Transformer.forward, itertools.count(1)
-def broken(self, *args):
-    loss = forward(self, *args)
-    return loss * float("inf") if self.training and next(count) == 7 and RANK == 1 else loss
+def broken(self, *args, **more):
+    out = forward(self, *args, **more)
+    return (out[0] * float("inf"), out[1]) if self.training and more and next(count) == 7 and RANK == 1 else out
 train.Transformer.forward = broken
 """
     status, said = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4, code=code).end()
@@ -750,7 +751,7 @@ train.Transformer.forward = broken
     assert losses(tmp_path / "run") == losses(truth) and weights_of(tmp_path / "run", 12) == weights_of(truth, 12)
 
 
-SLOWER = "every = train.every\ntrain.every = lambda *a: time.sleep({}) or every(*a)"
+SLOWER = "rate = train.learning_rate\ntrain.learning_rate = lambda *a: time.sleep({}) or rate(*a)"
 
 
 @pytest.mark.parametrize(("kills", "steps"), [(3, 12), pytest.param(30, 400, marks=pytest.mark.slow)])
@@ -871,11 +872,11 @@ at_step(6, lambda: time.sleep(300))
 @pytest.mark.slow
 def test_folders_that_are_not_shared_are_refused_before_anything_is_loaded(tmp_path, text):
     code = f"""
-runlock.LOOK = 1.0
+guard.LOOK = 1.0
 shard.fill = checkpoint.find = train.make_loader = None
 if RANK == 1:
-    sees = preflight.sees
-    preflight.sees = lambda run, word: sees(pathlib.Path({str(tmp_path / "other")!r}), word)
+    sees = guard.sees
+    guard.sees = lambda run, word: sees(pathlib.Path({str(tmp_path / "other")!r}), word)
 """
     status, said = Job(tmp_path / "run", text, "--steps", 3, code=code).end()
     assert status and said.count("error: ") == 1, said
@@ -984,15 +985,15 @@ def test_a_full_disk_ends_all_ranks_with_one_message(tmp_path, text):
 
 
 def test_an_end_is_told_in_status_json_when_stderr_takes_nothing(tmp_path, monkeypatch):
-    clock = SimpleNamespace(switch=lambda *_: None, step=3)
-    made = preflight.Made(watchdog=SimpleNamespace(clock=clock, end=lambda: None))
+    run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), checkpoint.ALONE)
+    run.began = True
     write_status(tmp_path, "running", 3)
 
     def refuse(_) -> None:
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=refuse))
-    assert preflight.report(OSError(errno.ENOSPC, "full"), SimpleNamespace(out=str(tmp_path)), 0, made) == 1
+    assert run.__exit__(OSError, OSError(errno.ENOSPC, "full"), None) and run.exit_code == 1
     assert "the disk is full" in read_json(tmp_path / "status.json")["message"]
 
 
@@ -1006,7 +1007,7 @@ if RANK == 1:
     private = libc.unshare(0x20000) == 0 and libc.mount(b"none", b"/", None, (1 << 18) | 16384, None) == 0
     if not private or libc.mount(b"tmpfs", {str(tmp_path / "apart")!r}.encode(), b"tmpfs", 0, None):
         os._exit(77)
-runlock.LOOK = 1.0
+guard.LOOK = 1.0
 shard.fill = checkpoint.find = train.make_loader = None
 """
     (tmp_path / "apart").mkdir()

@@ -1,6 +1,7 @@
 """fp8.py. Oracles: fp64 products of integers, the formats' tables written out, bf16 layers for errors and saved memory,
 torch's meta functions for CUDA's rules, one process for several, the uncompiled code for the compiled."""
 
+import contextlib
 import re
 from dataclasses import replace
 
@@ -14,10 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8
 from activations import checkpoint_activations
 from config import parse_args
-from errors import UserError
+from errors import UserError, exit_status
 from fp8 import E4M3, E5M2, RECIPES, WeightScales, convert_linears
 from model import MODELS, Linear, MoE, SwiGLU, Transformer, grouped_matmul, random_init
-from preflight import check_fp8
 from shard import Ranks, fill
 from test_shard import run_ranks
 from test_train import records, train, values
@@ -590,22 +590,22 @@ def test_runs_are_recorded_and_resumed(tmp_path, monkeypatch):
     ],
 )
 def test_flags_are_refused(flags, message, tmp_path, capsys):
-    assert train_main([*flags.split(), "--check", "--out", str(tmp_path / "run")]) == 2
+    assert exit_status(train_main, [*flags.split(), "--check", "--out", str(tmp_path / "run")]) == 2
     assert re.search(message, capsys.readouterr().err)
 
 
 def test_gpus_are_refused(monkeypatch):
-    config, gpu = parse_args(["--fp8", "1"]), torch.device("cuda")
+    config, gpu = replace(parse_args(["--fp8", "1"]), dtype="bf16", compile="block"), torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "NVIDIA A100")
-    for capability, dtype, compiled, message in (
-        ((8, 0), "bf16", "block", "A100 has compute capability 8.0, FP8 needs 8.9 .* --fp8 off"),
-        ((9, 0), "bf16", "none", "--compile block"),
-        ((9, 0), "fp32", "block", "--dtype bf16"),
+    for capability, changes, message in (
+        ((8, 0), {}, "A100 has compute capability 8.0, FP8 needs 8.9 .* --fp8 off"),
+        ((9, 0), {"compile": "none"}, "--compile block"),
+        ((9, 0), {"dtype": "fp32"}, "--dtype bf16"),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None, c=capability: c)
         with pytest.raises(UserError, match=message):
-            check_fp8(config, gpu, dtype, compiled, 1)
-    check_fp8(config, gpu, "bf16", "block", 1)
+            fp8.check_run(replace(config, **changes), gpu, 8)
+    fp8.check_run(config, gpu, 8)
     assert (config.fp8, parse_args(["--fp8=0"]).fp8) == ("tensor", "off")
     assert parse_args(["--fp8_all_gather", "true", "--fp8", "1"]).fp8_all_gather
 
@@ -651,7 +651,9 @@ def test_kernels_equal_the_cpu(recipe, grad_dtype):
 
 def test_a_run_in_which_nothing_would_be_fp8_is_refused():
     names = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-    config = parse_args(["--fp8", "tensor", "--fp8_skip", *names])
-    with pytest.raises(UserError, match="no layer would be in FP8.*skipped by name"):
-        check_fp8(config, torch.device("cpu"), "fp32", "none", 1)
-    check_fp8(parse_args(["--fp8", "tensor", "--fp8_skip", *names[1:]]), torch.device("cpu"), "fp32", "none", 1)
+    for skipped, refused in ((names, True), (names[1:], False)):
+        config = parse_args(["--fp8", "tensor", "--fp8_skip", *skipped])
+        model = Transformer(config.model_config)
+        said = pytest.raises(UserError, match="no layer would be in FP8.*skipped by name")
+        with said if refused else contextlib.nullcontext():
+            fp8.convert(model, config, torch.device("cpu"))

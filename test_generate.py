@@ -22,9 +22,10 @@ import checkpoint
 from config import parse_args
 from data import write_shard
 from errors import UserError
-from generate import check_length, choose, main, open_source, sample, write
-from model import MODELS, KVCache, Transformer
+from generate import KVCache, check_length, choose, main, open_source, sample, write
+from model import MODELS, Transformer
 from optim import make_optimizer
+from test_checkpoint import save
 from test_model import BASE, FAMILY, error, make_model, make_pair, make_reference, random_tokens, scramble
 from tokenizer import LLAMA3_SPLIT, ByteTokenizer
 from weights import export_model
@@ -382,9 +383,7 @@ def save_run(run: Path, *flags) -> Transformer:
     model = scramble(Transformer(config.model_config))
     config = replace(config, batch_tokens=2048)
     run.mkdir(parents=True)
-    saver = checkpoint.Saver(config, model, make_optimizer(model, config), checkpoint.ALONE, None, None, "word")
-    saver.save(1, {})
-    saver.wait()
+    save(run, 1, model, make_optimizer(model, config), {}, config)
     return model
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import guard
-from log import Clock, read_json, write_status
+from errors import read_json
+from log import Clock, write_status
 from optim import update
 from shard import Ranks
 from test_shard import run_ranks
@@ -21,7 +22,7 @@ def test_after_ten_bad_steps_in_a_row_nothing_is_updated_any_more():
     """The host learns of the tenth one step late: the eleventh, which is a number, must not be applied either."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    gradients = guard.GradientGuard(model, 1.0, ALONE, None, "skip")
+    gradients = guard.GradientGuard(model, guard.Config(clip=1.0, on_nonfinite="skip"), ALONE, None)
     bad = {2, 3, *range(5, 15)}
     before, changed = model.weight.detach().clone(), []
     for step in range(1, 17):
@@ -92,7 +93,7 @@ from optim import update
 ranks = shard.init_ranks()
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-gradients = guard.GradientGuard(model, 1.0, ranks, None)
+gradients = guard.GradientGuard(model, guard.Config(clip=1.0), ranks, None)
 before, raised = None, None
 for step in range(1, 6):
     model(torch.ones(2, 4)).sum().backward()
@@ -138,10 +139,18 @@ def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, monkey
     """Reading weights may take longer than whoever asked waits. A resumed run keeps its step."""
     write_status(tmp_path, "running", 7)
     ended, code = threading.Event(), []
-    monkeypatch.setattr(guard.os, "_exit", lambda status: (code.append(status), watchdog.end(), ended.set()))
+
+    def leave(status: int) -> None:
+        code.append(status)
+        watchdog.ended = True
+        ended.set()
+
+    monkeypatch.setattr(guard.os, "_exit", leave)
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        watchdog = guard.Watchdog(600, tmp_path, ALONE, Clock(), None)
+        config = SimpleNamespace(timeout=600)
+        run = SimpleNamespace(config=config, ranks=ALONE, clock=Clock(), folder=tmp_path, lock=None, limits={})
+        watchdog = guard.Watchdog(run)
         watchdog.ranks = Ranks(0, ranks, ALONE.device)
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended.wait(30) and code == [ranks - 1]  # alone it is no failure; of several, torchrun ends the others

@@ -6,16 +6,21 @@ import json
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
 
+import errors
 import log
-from log import Clock, Log, logger, memory_gib, peak_flops, read_json, start_logging, write_status, write_whole
+from errors import read_json, write_whole
+from log import Clock, Log, logger, memory_gib, peak_flops, start_logging, write_status
+from model import MODELS
 from shard import Ranks
 
 STARTED = time.perf_counter()
@@ -50,14 +55,19 @@ def passes(monkeypatch):
 
 
 def make_log(folder: Path, clock: Clock, resumed_step=0, rank=0, world_size=1) -> Log:
-    config = SimpleNamespace(batch_tokens=TOKENS, seq_len=SEQ_LEN)
-    return Log(folder, Ranks(rank, world_size, torch.device("cpu")), clock, config, FLOPS, PEAK, resumed_step)
+    config = SimpleNamespace(batch_tokens=TOKENS, seq_len=SEQ_LEN, model_config=MODELS["tiny-llama"])
+    ranks = Ranks(rank, world_size, torch.device("cpu"))
+    status = partial(write_status, folder) if rank == 0 else lambda *_, **__: None  # as Run has it
+    run = SimpleNamespace(config=config, folder=folder, ranks=ranks, clock=clock, phase=clock.part, write_status=status)
+    with mock.patch.object(log, "peak_flops", lambda *_: (PEAK, "made up")):
+        made = Log(run, torch.float32, resumed_step)
+    made.flops_per_token = FLOPS
+    return made
 
 
 def record(run: Log, step: int, loss=2.5, **values) -> None:
     run.step(step, torch.tensor(loss), torch.tensor(0.75), 1e-4, values.pop("val_loss", None))
-    if values:
-        run.amend(**values)
+    run.add(step, **values)
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -97,6 +107,24 @@ def test_our_lines_are_parsed_too(tmp_path, passes, monkeypatch, terminal):
     for part in (f"{tok_per_s:.0f} tok/s", f"mfu {100 * tok_per_s * FLOPS / PEAK:.1f}%", "grad norm 0.750", "GiB"):
         assert part in line
     assert "val loss 8.50000" in line
+
+
+HOSTILE = "a\x1b[31m\r\x9b\udc80"  # a name that would write on the terminal
+
+
+def test_names_from_files_and_hosts_do_not_steer_the_terminal(tmp_path, capsys):
+    """Nor does a name that is no UTF-8 end what prints it."""
+    start_logging(tmp_path)
+    logger.info("read %s: é 日本\tx", HOSTILE)
+    for kind in (errors.UserError, errors.Failure, KeyError):
+
+        def fail(argv, kind=kind):
+            raise kind(f"é 日本\tx: {HOSTILE}")
+
+        errors.exit_status(fail, [])
+    shown = "".join(capsys.readouterr()) + (tmp_path / "log.txt").read_text()
+    assert shown.count("a\\x1b[31m") >= 5 and shown.count("é 日本") >= 5
+    assert not set("\x1b\r\x9b\udc80") & set(shown)
 
 
 def test_every_line_has_the_prefix(tmp_path, capsys):
@@ -160,8 +188,9 @@ def test_records(tmp_path, passes, monkeypatch):
         clock.switch("steps")
     passes(2.0)
     record(run, 6)
-    first, second, third = metrics(tmp_path)
-    assert list(first) == list(third) == KEYS and list(second) == [*KEYS, "val_loss", "save_ms"]
+    first, second, saved, third = metrics(tmp_path)
+    assert list(first) == list(third) == KEYS and list(second) == [*KEYS, "val_loss"]
+    assert saved == {"step": 5, "save_ms": 40e3}
     assert all(0 < value < 4096 for pair in gathered for value in pair)
     assert first == {
         "step": 1, "tokens": TOKENS, "loss": 2.5, "lr": 1e-4, "grad_norm": 0.75, "step_ms": 10e3, "data_ms": 250,
@@ -171,7 +200,7 @@ def test_records(tmp_path, passes, monkeypatch):
     assert second == first | {
         "step": 5, "tokens": 5 * TOKENS, "step_ms": 2e3,
         "samples_per_s": TOKENS / SEQ_LEN / 2, "tok_per_s": TOKENS / 2, "tok_per_s_per_device": TOKENS / 4,
-        "mfu": TOKENS / 4 * FLOPS / PEAK, "val_loss": 2.25, "save_ms": 40e3,
+        "mfu": TOKENS / 4 * FLOPS / PEAK, "val_loss": 2.25,
     }  # fmt: skip
     status = read_json(tmp_path / "status.json")
     assert (status["state"], status["step"]) == ("running", 6)
@@ -293,20 +322,14 @@ def fail(*_args, **_kwargs):
     raise OSError(28, "No space left on device")
 
 
-def half(path: Path, text: str, *_args, **_kwargs):
-    with open(path, "w") as f:
-        f.write(text[: len(text) // 2])
-    fail()
-
-
-@pytest.mark.parametrize("place, failure", [((Path, "write_text"), half), ((log.os, "replace"), fail)])
-def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, place, failure):
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, call):
     write_whole(tmp_path / "a", "old content")
     write_whole(tmp_path / "a", "new content")
     assert (tmp_path / "a").read_text() == "new content"
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-        patch.setattr(*place, failure)
-        write_whole(tmp_path / "a", "newer content")
+        patch.setattr(log.os, call, fail)
+        write_whole(tmp_path / "a", "newer content", sync=True)
     assert (tmp_path / "a").read_text() == "new content" and [p.name for p in tmp_path.iterdir()] == ["a"]
 
 

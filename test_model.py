@@ -19,7 +19,8 @@ import attention
 import model as source
 from attention import BACKENDS
 from config import parse_args
-from model import MODELS, KVCache, LossHead, ModelConfig, MoE, RopeScaling, Transformer, grouped_matmul, random_init
+from generate import KVCache
+from model import MODELS, LossHead, ModelConfig, MoE, RopeScaling, Transformer, grouped_matmul, random_init
 from shard import fill
 
 BASE = ModelConfig(vocab_size=97, dim=64, n_layers=2, n_heads=4, ffn_dim=48, max_seq_len=128)
@@ -256,18 +257,20 @@ def test_balancing_loss_is_that_of_transformers(filler):
     mean = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     (mean + 0.3 * out.aux_loss).backward()
     more = random_tokens(filler, 40, seed=5)
-    loss = ours(torch.cat((tokens, more)), torch.cat((targets, torch.full_like(more, -100))))
+    filled = torch.cat((tokens, more)), torch.cat((targets, torch.full_like(more, -100)))
+    loss, details = ours(*filled, details=True)
     assert loss.item() == pytest.approx(47 * mean.item(), rel=1e-5)
     (loss / 47).backward()
     grads = translate({n: p.grad for n, p in theirs.named_parameters()})
     errors = {n: error(p.grad, grads[n]) for n, p in ours.named_parameters()}
     assert max(errors.values()) < 1e-4, errors
-    sums = ours.take_router_sums()
+    sums = details.router_sums
     assert (sums[2, 0] / 47).item() == pytest.approx(out.aux_loss.item(), rel=1e-5) and sums[3, 0] == 47
     for layer, scores in enumerate(out.router_logits):
         counts = scores.topk(2, -1).indices.flatten().bincount(minlength=4)
         assert sums[layer].tolist() == counts.tolist()
-    assert ours.take_router_sums() is None
+    with torch.no_grad():
+        assert ours(*filled, details=True)[1].router_sums is None
 
 
 # ---- the loss head
@@ -298,14 +301,14 @@ def test_loss_head_is_cross_entropy(monkeypatch, mask, rows):
     monkeypatch.setitem(source.CHUNK_BYTES, "cpu", rows * 41 * 4)  # 0: less than one row, hence one row a chunk
     targets = uneven_targets(*MASKS[mask], length=15).clamp(max=40)
     loss, dx, dw, _ = cross_entropy_fp64(x, head.weight, targets)
-    found = head(x, targets)
+    found, _ = head(x, targets)
     (found * 0.3).backward()
     assert found.item() == pytest.approx(loss.item(), rel=1e-6)
     assert error(x.grad, 0.3 * dx) < 1e-6
     assert error(head.weight.grad, 0.3 * dw) < 1e-6
     assert x.grad[targets == -100].abs().sum() == 0
     with torch.no_grad():
-        assert head(x, targets).item() == pytest.approx(loss.item(), rel=1e-6)
+        assert head(x, targets)[0].item() == pytest.approx(loss.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1000, 1], ids=lambda rows: f"{rows} rows a chunk")
@@ -320,7 +323,7 @@ def test_loss_head_in_bf16(monkeypatch, rows):
     _, dx, dw, dlogits = cross_entropy_fp64(x, w, targets)
     logits = x.detach().double() @ w.T
     d = BF16 * logits.abs().max()
-    found = head(x, targets)
+    found, _ = head(x, targets)
     found.backward()
     assert (found.dtype, x.grad.dtype, head.weight.grad.dtype) == (torch.float32, torch.bfloat16, torch.float32)
     rounded = (x.detach() @ w.bfloat16().T).double()

@@ -172,7 +172,7 @@ def run(cell: Cell, ranks: shard.Ranks) -> list[torch.Tensor]:
     starts = [(m * ranks.world_size + ranks.rank) * micro for m in range(cell.accumulate)]
     whole = batch(cell.packed)
     mine = [[None if x is None else x[a : a + micro].to(ranks.device) for x in whole] for a in starts]
-    return train(model, mine, guard.GradientGuard(model, 0.0, ranks, mesh).reduce, cell.reshard)
+    return train(model, mine, guard.GradientGuard(model, guard.Config(clip=0.0), ranks, mesh).reduce, cell.reshard)
 
 
 def error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:

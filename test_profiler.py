@@ -1,6 +1,7 @@
 """profiler.py: events made up by hand, whose categories are known, and the traces of real runs."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -149,7 +150,9 @@ def test_too_few_steps_are_refused(tmp_path, text):  # noqa: F811
 def test_what_was_seen_is_written_when_the_run_is_stopped(tmp_path, text):  # noqa: F811
     """The loop is left in the second of four profiled steps."""
     config = parse_args(["--steps", "9", "--profile", "4", "--out", str(tmp_path)])
-    for number in profiler.profiled(range(1, 10), config, ALONE, Clock()):
+    clock = Clock()
+    run = SimpleNamespace(config=config, ranks=ALONE, clock=clock, phase=clock.part, folder=tmp_path)
+    for number in profiler.profiled(range(1, 10), run):
         if number == 5:
             break
     assert (tmp_path / "profile/table.txt").read_text().rstrip().endswith("100.0%")

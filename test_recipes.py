@@ -31,16 +31,19 @@ def test_every_recipe_runs_on_two_processes(tmp_path):
     text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
     lines = {r: [*words(r), "--data", str(text), "--out", str(tmp_path / r)] for r in RECIPES}
     code = f"""
-import json, preflight, train
+import json, check, train
 from pathlib import Path
 from config import _read_recipe, parse_args
-from log import Clock
+from guard import Run
 ranks = shard.init_ranks()
 for recipe, words in {lines!r}.items():
-    config = preflight.resolve(parse_args(words), ranks.device, ranks.world_size)
-    train.train(config, ranks, Clock(), preflight.Made())
+    config = check.resolve(parse_args(words), ranks.device, ranks.world_size)
+    with Run(config, ranks) as run:
+        train.train(config, ranks, run)
+    assert run.exit_code == 0
     shard.gather(None, ranks)
-    last = json.loads((Path(config.out) / "metrics.jsonl").read_text().splitlines()[-1])
+    records = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+    last = [record for record in records if "loss" in record][-1]
     assert last["step"] == 3 and 3 < last["loss"] < 7, last
     sys.stdout.write("ran " + recipe + "\\n")  # in one piece, for two ranks write
 shard.leave(ranks)

@@ -1,33 +1,48 @@
-"""runlock.py: two jobs never have one folder. The other job is a process of its own."""
+"""guard.RunLock: two jobs never have one folder. The other job is a process of its own."""
 
 import json
+import multiprocessing
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
-import runlock
+import guard
 from errors import UserError
-from runlock import TAKEN, RunLock, sees
-
-OTHER = "import sys, time; sys.path.insert(0, sys.argv[1]); from runlock import *; "
-OTHER += "lock = RunLock(Path(sys.argv[2])); print('has it', flush=True); time.sleep(60)"
+from guard import TAKEN, RunLock, sees
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(runlock, "TOUCH", 0.3)
-    monkeypatch.setattr(runlock, "LOOK", 0.5)
+    monkeypatch.setattr(guard, "TOUCH", 0.3)
+    monkeypatch.setattr(guard, "LOOK", 0.5)
 
 
-def start_other(run) -> subprocess.Popen:
-    words = [sys.executable, "-c", OTHER, os.path.dirname(os.path.abspath(runlock.__file__)), str(run)]
-    other = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    assert other.stdout.readline() == "has it\n"
+def hold(folder, said) -> None:
+    """In a process of its own: says whether it has the lock, and keeps it."""
+    try:
+        RunLock(folder)
+        said.put("has it")
+        time.sleep(60)
+    except UserError as error:
+        said.put(str(error))
+
+
+def start_others(folder, count: int = 1) -> tuple[list, list[str]]:
+    """-> (processes, what each of them said, in the order of their answers)."""
+    context = multiprocessing.get_context("fork")  # importing all again takes seconds
+    said = context.Queue()
+    others = [context.Process(target=hold, args=(folder, said), daemon=True) for _ in range(count)]
+    for other in others:
+        other.start()
+    return others, [said.get(timeout=30) for _ in others]
+
+
+def start_other(folder):
+    [other], said = start_others(folder)
+    assert said == ["has it"]
     return other
 
 
@@ -41,8 +56,8 @@ def test_a_second_job_is_refused_with_the_first_ones_process_and_takes_over_when
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
     begin = time.monotonic()
     lock = RunLock(tmp_path)  # the other one is a zombie
-    assert time.monotonic() - begin < 2 and sees(tmp_path, lock.word)
-    other.wait()
+    assert time.monotonic() - begin < 2 and sees(tmp_path, lock.nonce)
+    other.join()
     lock.release()
     assert not list(tmp_path.iterdir())
 
@@ -59,7 +74,7 @@ def test_another_process_of_the_same_number_is_not_the_holder(tmp_path):
         RunLock(tmp_path)
     finally:
         other.kill()
-        other.wait()
+        other.join()
 
 
 def test_a_lock_of_another_machine_is_taken_over_if_it_is_not_touched(tmp_path, quick):
@@ -68,7 +83,7 @@ def test_a_lock_of_another_machine_is_taken_over_if_it_is_not_touched(tmp_path, 
         change(tmp_path / "lock", **theirs)
         begin = time.monotonic()
         mine = RunLock(tmp_path)
-        assert time.monotonic() - begin > 0.8 and sees(tmp_path, mine.word)
+        assert time.monotonic() - begin > 0.8 and sees(tmp_path, mine.nonce)
     change(tmp_path / "lock", machine="another", host="node7", pid=4711)
     done = threading.Event()
     threading.Thread(target=lambda: [os.utime(tmp_path / "lock") for _ in iter(lambda: done.wait(0.2), True)]).start()
@@ -82,24 +97,24 @@ def test_a_lock_of_another_machine_is_taken_over_if_it_is_not_touched(tmp_path, 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "[1]", "5", "\0" * 99, '{"machine": 1, "pid": "x"}', "[" * 9**6])
 def test_a_damaged_lock_is_nobodys(tmp_path, quick, monkeypatch, text):
-    monkeypatch.setattr(runlock, "TOUCH", 0.1)
+    monkeypatch.setattr(guard, "TOUCH", 0.1)
     (tmp_path / "lock").write_text(text)
-    assert not sees(tmp_path, "word")
+    assert not sees(tmp_path, "nonce")
     lock = RunLock(tmp_path)
-    assert sees(tmp_path, lock.word)
+    assert sees(tmp_path, lock.nonce)
 
 
 def test_the_lock_of_this_machine_needs_all_its_fields(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(runlock, "TOUCH", 0.1)
+    monkeypatch.setattr(guard, "TOUCH", 0.1)
     lock = RunLock(tmp_path)
     for bad in ({"pid": None}, {"pid": "1"}, {"pid": 1, "began": None}, {"pid": -1}, {"pid": 10**30}):
         change(tmp_path / "lock", **bad)
         lock = RunLock(tmp_path)
-    assert sees(tmp_path, lock.word)
+    assert sees(tmp_path, lock.nonce)
 
 
 def test_a_lock_that_is_gone_or_another_jobs_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(runlock, "TOUCH", 0.0)
+    monkeypatch.setattr(guard, "TOUCH", 0.0)
     run = tmp_path / "run"
     run.mkdir()
     lock = RunLock(run)
@@ -110,7 +125,7 @@ def test_a_lock_that_is_gone_or_another_jobs_is_told(tmp_path, monkeypatch):
         assert lock.keep() == ""
     (run / "lock").write_text(before)
     assert lock.keep() == "" and lock.missed == 0
-    change(run / "lock", word="another")
+    change(run / "lock", nonce="another")
     assert lock.keep() == TAKEN
     lock.release()  # not this one's
     assert (run / "lock").exists()
@@ -124,10 +139,9 @@ def test_many_at_once_have_one_holder(tmp_path):
     """Over a stale lock."""
     dead = start_other(tmp_path)
     dead.kill()
-    dead.wait()
-    code = OTHER.replace("time.sleep(60)", "time.sleep(2)")
-    words = [sys.executable, "-c", code, os.path.dirname(os.path.abspath(runlock.__file__)), str(tmp_path)]
-    started = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(6)]
-    said = [p.communicate() for p in started]
-    assert sum("has it" in out for out, _ in said) == 1, said
-    assert sum("is training there" in err for _, err in said) == 5
+    dead.join()
+    others, said = start_others(tmp_path, 6)
+    for other in others:
+        other.kill()
+    assert said.count("has it") == 1, said
+    assert sum("is training there" in message for message in said) == 5

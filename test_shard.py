@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import activations
+import check
 import guard
 import machine
-import preflight
 import shard
 from config import parse_args
 from errors import UserError
@@ -62,7 +62,7 @@ def train_steps(ranks: shard.Ranks, name: str, mesh=None, dtype=torch.float32):
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     shard.fill(model, random_init(config, shapes, 0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
-    gradients = guard.GradientGuard(model, 0.5, ranks, mesh)
+    gradients = guard.GradientGuard(model, guard.Config(clip=0.5), ranks, mesh)
     tokens, targets = make_batch(ranks.rank, ranks.world_size)
     losses, norms = [], []
     for _ in range(3):
@@ -286,7 +286,7 @@ os._exit(0)
     assert out.count("told") == 2 and out.count("waited") == 3
 
 
-ROWS = {  # flags that ask for each row of shard.UNSUPPORTED, in order, and the number of ranks
+ROWS = {  # flags that ask for each row of check.UNSUPPORTED, in order, and the number of ranks
     "model on two": ("--compile model", 2),
     "model and offload": ("--compile model --offload cpu", 1),
     "model and offloaded activations": ("--compile model --offload_activations --checkpointing block", 1),
@@ -295,15 +295,15 @@ ROWS = {  # flags that ask for each row of shard.UNSUPPORTED, in order, and the 
 }
 
 
-@pytest.mark.parametrize("row", range(len(shard.UNSUPPORTED)))
+@pytest.mark.parametrize("row", range(len(check.UNSUPPORTED)))
 def test_what_does_not_work_together_is_refused(row):
     words, ranks = list(ROWS.values())[row]
     with pytest.raises(UserError) as error:
-        shard.refuse_unsupported(parse_args(words.split()), ranks)
-    assert str(error.value) == shard.UNSUPPORTED[row][1]
+        check.refuse_unsupported(parse_args(words.split()), ranks)
+    assert str(error.value) == check.UNSUPPORTED[row][1]
     flags = [word for word in words.split() if word.startswith("--")]
-    assert flags[0] in str(error.value) and len(ROWS) == len(shard.UNSUPPORTED)
-    shard.refuse_unsupported(parse_args(["--compile", "block", "--offload", "cpu"]), 2)
+    assert flags[0] in str(error.value) and len(ROWS) == len(check.UNSUPPORTED)
+    check.refuse_unsupported(parse_args(["--compile", "block", "--offload", "cpu"]), 2)
 
 
 ROOM = {  # flags, device, GiB of the host and of a GPU: what is said; 8.03 B parameters have 4 x 29.9 GiB in fp32
@@ -324,15 +324,15 @@ def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, case):
     config = parse_args(["--model=llama3-8b", "--dtype=bf16", *words.split()])
     device = torch.device(device, 0) if gpu else torch.device(device)
 
-    def check(host: float, gpu: float) -> None:
+    def refuse(host: float, gpu: float) -> None:
         monkeypatch.setattr(machine, "available_memory", lambda: host * 2**30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gpu * 2**30))
-        preflight.refuse_without_room(config, device, 4)
+        check.refuse_without_room(config, device, 4)
 
     with pytest.raises(UserError, match=message):
-        check(host, gpu)
-    check(2**60, 2**60)
-    check(0, 2**60)  # what the host has is not known
+        refuse(host, gpu)
+    refuse(2**60, 2**60)
+    refuse(0, 2**60)  # what the host has is not known
 
 
 @pytest.mark.parametrize("mode", ["none", "block"])

@@ -20,8 +20,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+import check
 import download
-import preflight
 import remote
 import rows
 import shard
@@ -399,9 +399,8 @@ def test_more_lanes_than_rows_are_named(tmp_path):
 
 def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
     """By --check; then by rank 0, which tells the others."""
-    words = (
-        f"--seq_len {T} --micro_batch 4 --lanes 3 --compile none --out {tmp_path / 'run'} --data {C4} --val_data {C4}"
-    )
+    words = f"--seq_len {T} --micro_batch 4 --lanes 3 --compile none --dtype fp32 --out {tmp_path / 'run'}"
+    words += f" --data {C4} --val_data {C4}"
     c = parse_args(words.split())
 
     def asked():
@@ -410,12 +409,13 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
         hub.seen.clear(), hub.cdn.seen.clear()
         return len(listings), len(files)
 
-    preflight.check(c)
+    check.report(c)
     assert asked() == (3, 1)  # the revision and two pages; the head of the first file
     told = []
     monkeypatch.setattr(shard, "on_first_rank", lambda work, ranks: told[0] if told else told.append(work()) or told[0])
+    monkeypatch.setattr(shard, "on_every_rank", lambda work, ranks: work())
     for rank in range(3):
-        loader, val_loader = preflight.open_data(c, None, shard.Ranks(rank, 3, torch.device("cpu")))
+        loader, val_loader = check.open_data(c, None, shard.Ranks(rank, 3, torch.device("cpu")))
         assert loader.rank == val_loader.rank == rank and asked() == ((3, 1) if rank == 0 else (0, 0))
 
 

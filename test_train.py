@@ -19,11 +19,12 @@ import torch
 import transformers
 
 import checkpoint
+import guard
 import machine
-import preflight
 import weights
 from config import parse_args
 from data import make_loader, write_shard
+from errors import exit_status
 from model import Transformer
 from shard import fill
 from train import main as train_main
@@ -54,7 +55,12 @@ def train(*args, ranks: int = 1, env: dict | None = None, status: int = 0) -> su
 
 
 def records(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """Of metrics.jsonl; what came later than a step's record is added to it."""
+    steps = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        steps.setdefault(record["step"], {}).update(record)
+    return [*steps.values()]
 
 
 def values(run: Path) -> dict[int, tuple]:
@@ -189,11 +195,11 @@ def test_a_rank_without_the_weights_is_named(tmp_path, text, old_run):
     code = f"""
 import os, pathlib, sys
 sys.path.insert(0, {str(ROOT)!r})
-import preflight, train
+import check, errors, train
 if os.environ["RANK"] == "1":  # the other machine
-    find = preflight.find
-    preflight.find = lambda spec, flag: find(spec.replace("hf", "elsewhere") if flag == "--weights" else spec, flag)
-sys.exit(train.main(sys.argv[1:]))
+    find = check.find
+    check.find = lambda spec, flag: find(spec.replace("hf", "elsewhere") if flag == "--weights" else spec, flag)
+errors.run_script(train.main)
 """
     (tmp_path / "run.py").write_text(code)
     flags = [*FAST, "--model", "tiny-llama", "--data", text, "--weights", tmp_path / "hf", "--steps", 1]
@@ -368,12 +374,10 @@ def test_an_export_that_was_cut_short_is_made_up_for(tmp_path, text, capsys, mon
 
     with monkeypatch.context() as m:
         m.setattr(weights, "write_tensors", full)
-        assert train_main(flags) == 1
+        assert exit_status(train_main, flags) == 1
     assert "the disk is full" in capsys.readouterr().err and not (tmp_path / "run/hf").exists()
     assert train_main([*flags, "--check"]) == 0 and "state=resume" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as end:
-        train_main(flags)
-    assert end.value.code == 0 and "run/hf" in capsys.readouterr().out
+    assert train_main(flags) == 0 and "run/hf" in capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "run").glob("hf*")) == ["hf"]
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
     assert weights.load_model(tmp_path / "run/hf").config.vocab_size == 258
@@ -408,7 +412,7 @@ def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, 
         assert done.stderr.count("error: ") == 1 and message in done.stderr and "Traceback" not in done.stderr
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
     for words in (args, [*args, "--check"]):
-        assert train_main(words) == 2
+        assert exit_status(train_main, words) == 2
         said = capsys.readouterr().err
         assert said.count("error: ") == 1 and message in said and "Traceback" not in said
     assert not out.parent.exists()
@@ -419,7 +423,8 @@ def test_fp32_is_not_multiplied_as_tf32(tmp_path, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with monkeypatch.context() as m:
         m.setattr(machine, "set_products", products.append)
-        assert train_main(["--dtype", "fp32", "--data", "nowhere.txt", "--out", str(tmp_path / "run")]) == 2
+        words = ["--dtype", "fp32", "--data", "nowhere.txt", "--out", str(tmp_path / "run")]
+        assert exit_status(train_main, words) == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", products.append)
     for dtype in ("fp32", "tf32", "bf16"):
@@ -427,12 +432,10 @@ def test_fp32_is_not_multiplied_as_tf32(tmp_path, monkeypatch):
     assert products == ["fp32", "highest", "high", "high"]
 
 
-def test_the_run_folder_is_not_blamed_for_the_end_of_what_reads_the_output(tmp_path, capsys):
+def test_the_run_folder_is_not_blamed_for_the_end_of_what_reads_the_output(tmp_path):
     config = parse_args(["--out", str(tmp_path / "run")])
-    for error in (BrokenPipeError(errno.EPIPE, "Broken pipe"), ConnectionResetError(errno.ECONNRESET, "reset")):
-        assert preflight.report(error, config, 0, preflight.Made()) == 1
-        said = capsys.readouterr().err
-        assert "vanished" not in said and ("what read this output has ended" in said) == (error.errno == errno.EPIPE)
+    status, message, _ = guard.explain(BrokenPipeError(errno.EPIPE, "Broken pipe"), config, 0)
+    assert status == 1 and "what read this output has ended" in message
 
 
 def test_closed_output_is_no_crash():

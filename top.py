@@ -128,9 +128,10 @@ def run_lines(run: tuple | None, ranks: dict) -> list[str]:
     status, record = read_json(out / "status.json"), {}
     try:
         with open(out / "metrics.jsonl", "rb") as f:
-            f.seek(max(0, f.seek(0, 2) - 4096))
-            record = json.loads(f.read().decode().splitlines()[-1])
-    except (OSError, ValueError, IndexError):
+            f.seek(max(0, f.seek(0, 2) - 8192))
+            records = map(json.loads, f.read().decode().splitlines()[::-1])
+            record = next(r for r in records if r.get("loss") is not None)  # a save's duration is a record, too
+    except (OSError, ValueError, StopIteration):
         pass
     state = read_launch(out).get("state") or status.get("state", "unknown")
     line = f"{name}: {state}"

@@ -113,6 +113,7 @@ def train_run(out: Path, flags: list, processes: int = 1, env: dict[str, str] | 
     parts = re.search(r"Time taken: [\d.]+ seconds \((.*)\)", (out / "log.txt").read_text())[1]
     seconds = {name: float(s) for name, s in (part.rsplit(" ", 1) for part in parts.split(", "))}
     samples = out / "samples.txt"
+    records = [record for record in records if "loss" in record]  # what came later is in records of its own
     return Run(records, wall, seconds, samples.read_text().count("--- step ") if samples.exists() else 0)
 
 

@@ -86,22 +86,22 @@ def write_data(folder: Path) -> None:
     (folder / "chat.jsonl").write_text("".join(rows))
 
 
-def train_rank(words: list[str], environment: dict[str, str], log: str) -> None:
+def train_rank(words: list[str], environment: dict[str, str], output: str) -> None:
     """A rank, in a process of its own."""
     import torch
 
+    import log
     import rows
     import train
-    from log import Log
 
     os.environ.update(environment)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
     torch.backends.mkldnn.enabled = "--fp8" not in words  # oneDNN's product in FP8 goes by the CPU, not by the set
     rows.CACHE = Path("cache").resolve()
-    train.peak_flops = lambda *_: (1e12, "not measured")  # these two take time, and have no part in a loss
-    Log.draw = lambda self: None
+    log.peak_flops = lambda *_: (1e12, "not measured")  # these two take time, and have no part in a loss
+    log.Log.draw = lambda self: None
     sys.exit(train.main(words))
 
 
@@ -129,7 +129,10 @@ def finish(recipe: str, ranks: int, processes: list[multiprocessing.Process]) ->
         raise SystemExit(f"{out} failed:\n{Path(f'{out}.log').read_text()[-4000:]}")
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     run: Run = {key: [record[key] for record in records if key in record] for key in ("loss", "grad_norm")}
-    return run | {"val_loss": records[-1]["val_loss"], "weights": checksum(out / "hf")}
+    return run | {
+        "val_loss": next(r["val_loss"] for r in reversed(records) if "val_loss" in r),
+        "weights": checksum(out / "hf"),
+    }
 
 
 def checksum(folder: Path) -> str:

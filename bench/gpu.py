@@ -33,13 +33,13 @@ import fp8
 import machine
 import peers
 import shard
+from check import resolve
 from common import Row, row, speed_row, with_ratios
 from config import Config, parse_args
 from data import Batch
 from log import PEAKS
 from model import MODELS, LossHead, ModelConfig, flops_per_token, random_init
 from peers import Contender, random_tokens
-from preflight import resolve
 from profiler import analyse, read_trace
 from weights import config_json
 
@@ -469,7 +469,10 @@ def head_rows(lab: Lab, dtype: torch.dtype) -> list[Row]:
         loss().backward()
         x.grad = head.weight.grad = None
 
-    losses = {"flatland": lambda: head(x, targets), "compiled F.cross_entropy": torch.compile(plain, disable=lab.tiny)}
+    losses = {
+        "flatland": lambda: head(x, targets)[0],
+        "compiled F.cross_entropy": torch.compile(plain, disable=lab.tiny),
+    }
     if hasattr(nn.functional, "linear_cross_entropy"):
         losses["F.linear_cross_entropy"] = fused
     values = [loss().item() for loss in losses.values()]

@@ -134,36 +134,18 @@ def their_step(
 # ---- ours
 
 
-def train_step(model, optimizer, batch, lr: float, gradients, scales, device, reshard: str, step: int) -> Tensor:
-    """A step of train.py's loop on one micro-batch."""
-    import shard
-    from optim import update
-
-    scales.refresh()
-    shard.sync_gradients(model, True, reshard)
-    here = batch.to(device)
-    loss = model(here.tokens, here.targets)
-    loss.backward()
-    loss, _, grad_scale = gradients.reduce(loss.detach(), batch.targets.numel())
-    update(optimizer, lr, grad_scale, gradients.suppress)
-    model.take_router_sums()
-    gradients.check(step)
-    return loss
-
-
 def build(config, ranks, mesh=None):
     """train.py's model, before it is filled."""
     import train
-    from preflight import Made
 
-    return train.build(config, ranks, mesh, Made())
+    return train.build(config, ranks, mesh)
 
 
 def fill(model, config) -> None:
     """With the values that train.py begins with; on a GPU with random ones that take no time to draw."""
     import shard
+    from check import first_values
     from model import initial_std
-    from preflight import first_values
 
     if next(model.parameters()).device.type == "cpu":
         return shard.fill(model, *first_values(config, model, None))
@@ -176,11 +158,12 @@ def our_step(config, ranks, tokens: Tensor, targets: Tensor, shared=None, mesh=N
     """shared: a contender whose parameters and optimizer it trains."""
     import itertools
 
+    import fp8
     import guard
     import shard
     from data import Batch
     from optim import make_optimizer
-    from preflight import prepare_fp8
+    from train import train_step
 
     model = build(config, ranks, mesh if own_units else None)
     if shared:
@@ -190,12 +173,13 @@ def our_step(config, ranks, tokens: Tensor, targets: Tensor, shared=None, mesh=N
     if not own_units:  # what build does, with the one argument that no flag sets
         shard.shard_model(model, mesh, model.dtype, reshard=config.reshard, prefetch=config.prefetch, own_units=False)
     optimizer = shared.optimizer if shared else make_optimizer(model, config)
-    scales, gradients = prepare_fp8(model, config, ranks, mesh), guard.GradientGuard(model, config.clip, ranks, mesh)
+    scales, gradients = fp8.prepare(model, config, mesh, False), guard.GradientGuard(model, config, ranks, mesh)
     batch, numbers = Batch(tokens, targets), itertools.count(1)
 
     def step() -> Tensor:
-        where = ranks.device, config.reshard, next(numbers)
-        return train_step(model, optimizer, batch, LR, gradients, scales, *where)
+        loss, *_ = train_step(model, optimizer, [batch], LR, gradients, scales, ranks.device, config.reshard)
+        gradients.check(next(numbers))
+        return loss
 
     return Contender(step, model, optimizer)
 
@@ -205,8 +189,8 @@ def our_step(config, ranks, tokens: Tensor, targets: Tensor, shared=None, mesh=N
 
 def our_config(spec: dict, *more: str):
     import shard
+    from check import resolve
     from config import parse_args
-    from preflight import resolve
 
     ranks = shard.init_ranks()
     return resolve(parse_args([*spec["flags"], *more]), ranks.device, ranks.world_size), ranks
@@ -219,9 +203,6 @@ def make_step(spec: dict) -> Callable[[], Tensor]:
         a, b = (torch.randn(SIDE, SIDE, dtype=dtype) for _ in range(2))
         return lambda: torch.mm(a, b)[0, 0]  # the limit
     if peer == "flatland":
-        import machine
-
-        machine.keep_memory()
         return our_step(*our_config(spec), *tokens).step
     model, loss_of = PEERS[peer](Path(spec["model"]), spec["load"], checkout=spec["nanogpt"])
     model.to(torch.bfloat16 if spec["precision"] == "bf16-true" else torch.float32)

@@ -1,0 +1,235 @@
+"""What is settled before the first step: every `auto` gets its value, `--check`, what does not fit together, and the
+values that training starts from. Refusals that one flag's value decides are in config.py."""
+
+import os
+import platform
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from errors import UserError  # first: it finds the Python that has torch
+
+import torch  # isort: skip
+
+import checkpoint
+import fp8
+import generate
+import machine
+import shard
+from attention import choose_backend
+from config import Config, check_batch, split_batch
+from data import Loader, open_checked, open_loaders
+from download import find
+from log import logger
+from model import MODELS, Transformer, random_init, saved_bytes
+from optim import DTYPES
+from rows import Catalog
+from tokenizer import load_tokenizer
+from weights import dropout_note, refuse_in_the_way
+from weights import open_weights as open_folder
+
+DEFAULT = ["@recipes/default.args"]
+
+# What does not work together: (whether it is asked for, what to say about it).
+UNSUPPORTED = (
+    (
+        lambda c, ranks: c.compile == "model" and ranks > 1,
+        "--compile model is for one process; with several, parameters are gathered block by block: --compile block",
+    ),
+    (
+        lambda c, ranks: c.compile == "model" and c.offload == "cpu",
+        "--compile model with --offload cpu: parameters are fetched block by block: --compile block",
+    ),
+    (
+        lambda c, ranks: c.compile == "model" and c.offload_activations,
+        "--compile model with --offload_activations: they are taken from between the blocks: --compile block",
+    ),
+    (
+        lambda c, ranks: c.checkpointing == "none" and c.offload_activations,
+        "--offload_activations is for what checkpointing keeps, the block inputs: give --checkpointing block, too",
+    ),
+    (
+        lambda c, ranks: c.fp8 != "off" and c.offload == "cpu",
+        "--fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two",
+    ),
+)
+
+
+def refuse_unsupported(config: Config, world_size: int) -> None:
+    for asked, message in UNSUPPORTED:
+        if asked(config, world_size):
+            raise UserError(message)
+
+
+def resolve(config: Config, device: torch.device, world_size: int) -> Config:
+    """Replaces every `auto` by what it means here, so that flags.json says what was done; refuses what cannot run."""
+    config = replace(config, dtype=_choose_dtype(config.dtype, device), compile=_choose_compile(config.compile))
+    refuse_unsupported(config, world_size)
+    shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
+    micro_batch, batch_tokens = split_batch(config, world_size)
+    if config.fp8 != "off":
+        fp8.check_run(config, device, micro_batch)
+        with torch.device("meta"):
+            fp8.convert(Transformer(config.model_config), config, device)
+    compiled, head_dim = config.compile != "none", config.model_config.head_dim
+    try:
+        attention = choose_backend(config.attention, device.type, config.dtype, compiled, config.seq_len, head_dim)
+    except ValueError as e:
+        raise UserError(str(e)) from None
+    return replace(config, attention=attention, batch_tokens=batch_tokens)
+
+
+def _choose_dtype(dtype: str, device: torch.device) -> str:
+    cuda = device.type == "cuda"
+    if dtype == "tf32" and not (cuda and torch.cuda.get_device_capability(device) >= (8, 0)):
+        raise UserError(f"--dtype tf32: only NVIDIA GPUs from Ampere on have it, {device.type} here; --dtype fp32")
+    if dtype != "auto":
+        return dtype
+    if cuda:
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bf16" if has_bf16 else "fp32"
+
+
+def _choose_compile(mode: str) -> str:
+    if mode == "none":
+        return mode
+    problem = machine.compiler_problem()
+    if problem and mode != "auto":
+        raise UserError(f"--compile {mode}: {problem}")
+    if problem and int(os.environ.get("RANK", 0)) == 0:
+        print(f"Training without torch.compile: {problem}", file=sys.stderr)
+    if mode == "auto":
+        return "none" if problem else "block"
+    return mode
+
+
+def refuse_without_room(config: Config, device: torch.device, world_size: int) -> None:
+    """Refuses a run that cannot fit into this machine, before anything is allocated. It counts only a part of what the
+    run needs."""
+    micro_batch, batch_tokens = split_batch(config, world_size)
+    _, shards = shard.mesh_shape(config.shard_size, world_size)
+    ranks, gpu = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device.type == "cuda"
+    offload = gpu and config.offload == "cpu"
+    with torch.device("meta"):
+        elements = [-(-p.numel() // shards) for p in Transformer(config.model_config).parameters()]
+    copies = [n * DTYPES[config.param_dtype].itemsize for n in elements]
+    if offload:  # pinned, in blocks that torch rounds up to a power of two
+        copies = [1 << (size - 1).bit_length() for size in copies]
+    copy, moments = sum(copies), 2 * sum(elements) * DTYPES[config.state_dtype].itemsize
+    tokens, itemsize = micro_batch * config.seq_len, DTYPES[config.dtype].itemsize
+    saved = saved_bytes(config.model_config, tokens, config.checkpointing, itemsize)
+    saved *= not (gpu and config.offload_activations)
+    on_host, on_gpu = {"tokens of a step": 16 * batch_tokens // world_size}, {}
+    state = {"parameters": copy, "moments": moments}
+    if offload:
+        on_host, on_gpu = on_host | state | {"gradients": copy}, {"activations": saved}
+    else:  # in a step of one micro-batch, the last gradients come when the activations are gone
+        state |= {"activations": saved} if saved > copy else {"gradients": copy}
+        (on_gpu if gpu else on_host).update(state)
+    places = [(on_host, ranks, platform.node(), machine.available_memory())]
+    if gpu:
+        places.append((on_gpu, 1, str(device), torch.cuda.get_device_properties(device).total_memory))
+    for needs, times, place, free in places:
+        gib = {name: times * size / 2**30 for name, size in needs.items()}
+        if free and sum(gib.values()) > free / 2**30:
+            parts = ", ".join(f"{name} {amount:.1f}" for name, amount in gib.items())
+            raise UserError(
+                f"This run needs more than {sum(gib.values()):.1f} GiB on {place} (ranks: {times}; {parts}), which has"
+                f" {free / 2**30:.1f} GiB. What lowers it, the cheapest first: {machine.lower_memory(config, gpu)}"
+            )
+
+
+def check_inputs(config: Config, resumes: bool, world_size: int, catalog: Catalog) -> list[Loader]:
+    """Tokens, tokenizer, weights and prompt against the model; also tokenises text, once -> the loaders of rank 0."""
+    if not resumes:
+        check_batch(config, world_size)
+    loaders = open_checked(config, world_size, catalog)
+    refuse_in_the_way(Path(config.out) / "hf", True)
+    if config.weights and not resumes:
+        open_folder(find(config.weights, "--weights"), config.model_config)
+    if config.sample_every:
+        prompt = 1 + len(load_tokenizer(config.tokenizer).encode(config.prompt))
+        generate.check_length(config.model_config, prompt, 1)
+    return loaders
+
+
+def open_data(config: Config, found: checkpoint.Checkpoint | None, ranks: shard.Ranks) -> tuple[Loader, Loader | None]:
+    """The loaders for training and, if the run evaluates, for validation. Rank 0 goes first: it checks all inputs,
+    tokenises text, and tells the others what is on the hub. All ranks must call."""
+    shard.on_every_rank(lambda: refuse_without_room(config, ranks.device, ranks.world_size), ranks)
+    catalog, loaders = Catalog(config, found and found.manifest["position"].get("commits")), []
+
+    def look_up() -> tuple:
+        loaders.extend(check_inputs(config, found is not None, ranks.world_size, catalog))
+        return catalog.listed, catalog.streamed
+
+    catalog.listed, catalog.streamed = shard.on_first_rank(look_up, ranks)
+    data, *rest = loaders or open_loaders(config, ranks.rank, ranks.world_size, catalog)
+    return data, rest[0] if rest else None
+
+
+def report(config: Config) -> int:
+    """--check: everything that can be known without training; prints key=value lines for launch.sh."""
+    device = machine.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", config.check)))  # of all, those on this machine
+    processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
+    config = resolve(config, device, processes)
+    existing = next(p for p in [Path(config.out).absolute(), *Path(config.out).absolute().parents] if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"--out {config.out}: {existing} is no folder that can be written to")
+    found, _ = checkpoint.find(config, sizes_only=True)  # training reads every byte
+    if found and found.step >= config.steps:
+        found, _ = checkpoint.find(config)
+    done = found is not None and found.step >= config.steps and checkpoint.is_exported(config, found.step)
+    if done:
+        say_finished(config, found.step)
+    else:
+        refuse_without_room(config, device, processes)
+        position = found.manifest["position"] if found else {}
+        catalog = Catalog(config, position.get("commits"))
+        data, *_ = check_inputs(config, found is not None, processes, catalog)
+        if found:
+            data.load_state_dict(position)
+    state = "finished" if done else "resume" if found else "fresh"
+    print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}\ntimeout={config.timeout}")
+    return 0
+
+
+def say_finished(config: Config, step: int) -> None:
+    words = sys.argv[1:] or DEFAULT
+    if "--check" in words:  # launch.sh's last words
+        words = words[: words.index("--check")] or DEFAULT
+    again = f"bash launch.sh {shlex.join(words)}"
+    weights = f"  its weights:   {config.out}/hf, a Hugging Face folder, for transformers and others\n"
+    print(
+        f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
+        f"{weights * (Path(config.out) / 'hf').exists()}"
+        f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
+        f"  go on:         {again} --steps {2 * step}\n"
+        f"  start afresh:  {again} --out {shlex.quote(config.out + '-2')}"
+    )
+
+
+def open_weights(config: Config, ranks: shard.Ranks, resumes: bool):
+    """read(name, slices) of --weights on the ranks that read them, else None; before anything is allocated, for a
+    machine may lack the files. All ranks must call."""
+    reads = config.weights and not resumes and (config.load == "direct" or ranks.rank == 0)
+
+    def open_here():
+        return open_folder(find(config.weights, "--weights"), config.model_config) if reads else None
+
+    return shard.on_every_rank(open_here, ranks)
+
+
+def first_values(config: Config, model: Transformer, weights) -> tuple:
+    """What training starts from, for shard.fill: --weights, or random values, which every rank draws itself."""
+    note = dropout_note(find(config.model, "--model")) if config.model not in MODELS else ""
+    if note:
+        logger.info(note)
+    if config.weights:
+        logger.info("Reading weights from %s", config.weights)
+        return weights, config.load
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return (random_init(config.model_config, shapes, config.seed),)
