@@ -16,10 +16,10 @@ import torch
 import prepare
 import rows
 from config import parse_args
-from data import Batch, _show, make_loader, open_checked
+from data import Batch, make_loader, open_checked, run_show
 from errors import UserError
-from order import permute
 from rows import Catalog
+from stream import permute
 from text import builtin_documents
 from tokenizer import ByteTokenizer
 
@@ -213,7 +213,7 @@ def test_data_dtype_needs_a_headerless_file(tmp_path):
 
 def test_show_needs_a_number_of_rows():
     for n in ("-1", "0"):
-        assert f"--n {n}" in refused(_show, ["--n", n])
+        assert f"--n {n}" in refused(run_show, ["--n", n])
 
 
 # ---- text

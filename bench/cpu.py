@@ -25,10 +25,10 @@ from common import Failed, Row, row, speed_row, train_run, with_ratios  # first:
 import torch  # isort: skip
 from check import resolve
 from config import Config, parse_args
-from data import write_shard
 from machine import available_memory
 from model import flops_per_token
 from peers import PEERS, SIDE, random_tokens
+from prepare import write_shard
 
 SHAPES = {
     "llama": "--model llama2-7b --vocab_size 32000 --dim 512 --n_layers 8 --n_heads 8 --n_kv_heads 4 --ffn_dim 1408"

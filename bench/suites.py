@@ -25,11 +25,12 @@ import checkpoint
 import shard
 from common import Row, peak_rss, race, rank_environments, require_same, row, speed_row
 from config import parse_args
-from data import builtin_documents, make_loader, write_shard
+from data import make_loader
 from generate import sample
 from model import MODELS, ModelConfig, Transformer, random_init
 from optim import make_optimizer
-from prepare import build
+from prepare import build, write_shard
+from text import Encoder, TextFile, builtin_documents
 from tokenizer import LLAMA3_SPLIT, load_tokenizer
 from weights import export_model, open_weights
 
@@ -292,7 +293,7 @@ def bench_data(args: Namespace) -> Iterator[Row]:
         encode = load_tokenizer(spec).encode
 
         def prepare() -> None:
-            build([source], (spec, "text", "llama"), Path(folder), ("train.bin", "val.bin"))
+            build([TextFile(str(source))], Encoder(spec), Path(folder), ("train.bin", "val.bin"))
 
         contenders = {"prepare, one process, .json.gz": prepare, "the tokenizer alone": lambda: [*map(encode, texts)]}
         yield from race("4 MB of text", "MB/s", size / 1e6, contenders, args.repeats)
