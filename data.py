@@ -35,8 +35,8 @@ from torch import Tensor
 from config import Config, parse_args, split_batch, tokenizer_beside
 from model import IGNORE
 from prepare import beyond, read_index, run_prepare, run_verify
-from rows import Catalog, ChatRows, ShardRows, StreamRows, beyond_vocabulary, sample_digest
-from stream import permute
+from rows import Catalog, ChatRows, ShardRows, make_encoder, sample_digest
+from stream import Stream, beyond_vocabulary, permute
 from text import HUB, split_weight
 from tokenizer import load_tokenizer
 
@@ -121,7 +121,7 @@ class Loader:
         if split == "val":
             self.val_rows = self._validation_rows()
 
-    def _open(self, specs: tuple[str, ...], flag: str, catalog: Catalog, count: int) -> ShardRows | StreamRows:
+    def _open(self, specs: tuple[str, ...], flag: str, catalog: Catalog, count: int) -> ShardRows | Stream:
         config, val = self.config, self.split == "val"
         if not catalog.is_stream(specs, flag):
             tokens, delimiter, is_chat = catalog.open(self.split, specs, flag)
@@ -137,7 +137,8 @@ class Loader:
         if count == 1:  # after as many steps as there are lanes they repeat
             steps = np.arange(lanes)[:, None] * self.step_rows
             lanes = len(np.unique((steps + self._my_places(self.step_rows)) % lanes))
-        return StreamRows(specs, flag, config, catalog, val, max(1, lanes) * count)
+        encoder, readers = make_encoder(config), max(1, lanes) * count
+        return Stream(specs, flag, config, encoder, catalog, val, readers)
 
     @property
     def rows(self) -> int:
@@ -221,8 +222,8 @@ class Loader:
 
     def waits_for(self) -> str:
         """What of the hub the streams wait for; empty if nothing."""
-        workers = [worker for s in self.streams.values() if s.stream for worker in s.stream.workers]
-        return "; ".join(dict.fromkeys(worker.note for worker in workers if worker.note))
+        notes = [worker.note for s in self.streams.values() for worker in s.workers]
+        return "; ".join(dict.fromkeys(filter(None, notes)))
 
     def __iter__(self) -> Iterator[list[Batch]]:
         if self.split == "train":
@@ -238,7 +239,7 @@ class Loader:
     def _steps(self, samples: int) -> Iterator[tuple[list[Batch], int, dict]]:
         """(micro-batches, the position behind them) without end."""
         for i, stream in self.streams.items():
-            stream.start({int(lane): tuple(position) for lane, position in self.lanes.get(i, {}).items()})
+            stream.start(self.lanes.get(i, {}))
         steps = ORDER_ROWS // self.step_rows + 1
         try:
             while True:
@@ -247,7 +248,7 @@ class Loader:
                     step = slice(first, first + self.step_rows)
                     batches = self._batches(source[step], row[step])
                     samples += self.step_rows
-                    yield batches, samples, {i: s.stream.state() for i, s in self.streams.items()}
+                    yield batches, samples, {i: s.state() for i, s in self.streams.items()}
         finally:
             self._close()
 

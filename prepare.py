@@ -181,25 +181,27 @@ class ShardWriter:
 
 class Meter:
     """A bar on stderr, with the MB of text per second and the time that is left; a line every ten seconds where that is
-    no terminal. total: bytes of all files as they are stored."""
+    no terminal. total: bytes of all files as they are stored; text, tokens: made by this process."""
 
     def __init__(self, total: int):
-        self.total, self.began, self.shown, self.start = total, time.monotonic(), time.monotonic(), None
+        self.total, self.start, self.text, self.tokens = total, None, 0, 0
+        self.began = self.shown = time.monotonic()
 
-    def show(self, done: int, text: int, tokens: int, end: bool = False) -> None:
-        """done: of the stored bytes; text: bytes of text that this process has seen."""
+    def show(self, done: int, end: bool = False) -> None:
+        """done: of the stored bytes."""
         now, terminal = time.monotonic(), sys.stderr.isatty()
         self.start = done if self.start is None else self.start
         if not end and now - self.shown < (0.2 if terminal else 10):
             return
-        self.shown, seconds = now, max(now - self.began, 1e-3)
-        line = f"{text / 1e6:.0f} MB of text, {text / 1e6 / seconds:.1f} MB/s, {tokens / 1e6:.1f} M tokens"
+        self.shown, seconds = now, now - self.began
+        line = (
+            f"{self.text / 1e6:.0f} MB of text, {self.text / 1e6 / seconds:.1f} MB/s, {self.tokens / 1e6:.1f} M tokens"
+        )
         if self.total:
             share = min(1, done / self.total)
-            line = f"[{'#' * int(20 * share):20}] {100 * share:.0f} %, {line}"
+            line = f"[{'#' * int(20 * share):20}] {share:.0%}, {line}"
         if self.start < done < self.total:
-            left = seconds * (self.total - done) / (done - self.start)
-            line += f", {left / 60:.0f} min left" if left > 90 else f", {left:.0f} s left"
+            line += f", {seconds / 60 * (self.total - done) / (done - self.start):.1f} min left"
         print(f"\r\033[K{line}" if terminal else line, end="\n" if end or not terminal else "", file=sys.stderr)
         sys.stderr.flush()
 
@@ -231,53 +233,52 @@ def build(
     shard_tokens: int = 2**62,
     val_every: int = VAL_EVERY,
     skip_bad: int = 0,
-    progress: dict | None = None,
-    meter: Meter | None = None,
+    state: dict | None = None,
     warn: Callable[[str], None] = print,
 ) -> dict:
-    """Tokenises sources into shards -> index.json's content. names: of the training and the held-out shards. progress:
-    what progress.json said, or its first content; None: there is none. Bad rows beyond skip_bad end it with a
-    UserError."""
+    """Tokenises sources into shards -> index.json's content. state: what progress.json says; it is kept up to date.
+    Bad rows beyond skip_bad end it with a UserError."""
     tokenizer = load_tokenizer(encoder.tokenizer)
-    state = {"position": [0, 0], "documents": 0, "skipped": 0, "kind": "", "shards": {"0": {}, "1": {}}}
-    state |= progress or {}
+    blank = {"position": [0, 0], "documents": 0, "skipped": 0, "kind": "", "shards": {"0": {}, "1": {}}}
+    state = blank | (state or {})
     writers = [
         ShardWriter(folder, name, tokenizer.vocab_size, shard_tokens, state["shards"][split])
         for split, name in zip("01", names, strict=True)
     ]
-    noted, text, tokens = time.monotonic(), 0, 0
+    meter, noted = Meter(sum(s.size for s in sources)), time.monotonic()
     jobs = batches(sources, encoder, state["position"], val_every)
-    for (i, row, done, size), (splits, bad) in in_order(encode_rows, jobs, processes):
+    for (source, row, done, size), (splits, bad) in in_order(encode_rows, jobs, processes):
         _skip(bad, state, skip_bad, warn)
         for val, encoded in splits.items():
             kind = "chat" if encoded.mask else "text"
             if state["kind"] not in ("", kind):
                 raise UserError(
-                    f"{sources[i]}: documents and conversations together (rows before are {state['kind']}):"
+                    f"{sources[source]}: documents and conversations together (rows before are {state['kind']}):"
                     " give them apart, as A:WEIGHT B:WEIGHT"
                 )
             writers[val].add(encoded)
             state |= {"kind": kind, "documents": state["documents"] + encoded.documents}
-            tokens += len(encoded.tokens)
-        state["position"] = [i, row]
-        text += size
-        if meter:
-            meter.show(done, text, tokens)
-        if progress is not None and time.monotonic() - noted > NOTE_EVERY:
+            meter.tokens += len(encoded.tokens)
+        state["position"] = [source, row]
+        meter.text += size
+        if processes:
+            meter.show(done)
+        if "key" in state and time.monotonic() - noted > NOTE_EVERY:
             noted = time.monotonic()
             for writer in writers:
                 writer.flush()
             write_json(folder / "progress.json", state)
     for writer in writers:
         writer.close()
-    if meter:
-        meter.show(meter.total, text, tokens, end=True)
+    if processes:
+        meter.show(meter.total, end=True)
     return {
+        "key": state.get("key"),
         "tokenizer": encoder.tokenizer,
         "fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "delimiter": tokenizer.bos_id,
-        "kind": state["kind"] or "text",
+        "kind": state["kind"],
         "text_field": encoder.text_field,
         "sources": [str(s) for s in sources],
         "documents": state["documents"],
@@ -296,7 +297,7 @@ def _skip(bad: list[str], state: dict, skip_bad: int, warn: Callable[[str], None
 
 
 @contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
+def _locked(out, wait):
     """A folder that no other call of `prepare` writes to meanwhile. Made if need be, and removed if it stays empty."""
     try:
         new_folders = missing_folders(out)
@@ -305,7 +306,7 @@ def _locked(out: Path) -> Iterator[None]:
         raise UserError(f"--out {out}: no folder can be there: {e.strerror}") from None
     with open(out / ".lock", "w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"--out {out}: another prepare is at work there") from None
         try:
@@ -313,6 +314,10 @@ def _locked(out: Path) -> Iterator[None]:
         finally:
             (out / ".lock").unlink(missing_ok=True)
             remove_empty(new_folders)
+
+
+def say(message: str) -> None:
+    print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
 
 
 def prepare(
@@ -323,64 +328,62 @@ def prepare(
     shard_tokens: int = 100_000_000,
     val_every: int = 100,
     skip_bad: int = 0,
+    names: tuple[str, str] = ("train-{:05}.bin", "val-{:05}.bin"),
+    warn: Callable[[str], None] = say,
+    wait: bool = False,
 ) -> dict:
-    """`data.py prepare`: build in a folder of its own, going on where an earlier call was killed -> index.json."""
+    """Text -> a folder of shards, going on where an earlier call was killed -> index.json. names: of the training and
+    the held-out shards. wait: for another process that is at it."""
     fingerprint = load_tokenizer(encoder.tokenizer).fingerprint
     made_with = [s.identity for s in sources], encoder[1:], fingerprint, shard_tokens, val_every
     key = hashlib.sha256(json.dumps(made_with).encode()).hexdigest()[:16]
-    piped = any(str(source) == "-" for source in sources)
-    with _locked(out):
-        index = read_index(out)
-        if index:
-            if index.get("key") != key:
-                raise UserError(f"--out {out} holds other shards (input, tokenizer or flags differ): name another")
-            if piped:
-                raise UserError(f"--out {out} is ready; whether standard input is the same is not known: name another")
-            print(f"{out} is ready already", file=sys.stderr)
-            return index
-        progress = _read_progress(out, key)
-        if piped:  # what came through a pipe does not come again from its middle: from the start
-            progress = {"key": key}
-        write_json(out / "progress.json", progress)
-        if "position" in progress:
-            source, row = progress["position"]
-            print(f"Going on in {sources[source]} after row {row}", file=sys.stderr)
-
-        def warn(message: str) -> None:
-            print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
-
-        names, meter = ("train-{:05}.bin", "val-{:05}.bin"), Meter(sum(s.size for s in sources))
-        how = shard_tokens, val_every, skip_bad, progress, meter, warn
+    note, piped = out / "progress.json", "-" in map(str, sources)
+    with _locked(out, wait):
+        state = _find_work(out, key, piped)
+        if "files" in state:
+            say(f"{out} is ready already")
+            return state
+        if "position" in state:
+            source, row = state["position"]
+            say(f"Going on in {sources[source]} after row {row}")
+        write_json(note, state)
         try:
-            index = build(sources, encoder, out, names, processes, *how)
+            index = build(sources, encoder, out, names, processes, shard_tokens, val_every, skip_bad, state, warn)
             if not index["files"]:
                 raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
         except Damaged as e:  # what was made of the damaged rows must not be gone on with
-            write_json(out / "progress.json", {"key": key})
+            write_json(note, {"key": key})
             raise Failed(f"{e}: the same command begins again") from None
         except Exception:
-            if "position" not in read_json(out / "progress.json"):  # nothing to go on from
-                for file in (out / "progress.json", *out.glob("train-*"), *out.glob("val-*")):
+            if "position" not in read_json(note):  # nothing to go on from
+                for file in (note, *out.glob("train*"), *out.glob("val*")):
                     file.unlink()
             raise
-        index |= {"key": key, "sources": [{"name": str(s), "bytes": s.size} for s in sources]}
         write_json(out / "index.json", index)
-        (out / "progress.json").unlink()
+        note.unlink()
     return index
 
 
-def _read_progress(out: Path, key: str) -> dict:
-    """How far an earlier call came; refuses a folder that holds anything else."""
-    progress = read_json(out / "progress.json") or {"key": key}
-    if progress["key"] != key:
+def _find_work(out, key, piped) -> dict:
+    """index.json of a folder that is ready, or how far an earlier call came; refuses a folder that holds anything
+    else."""
+    index, progress = read_index(out), read_json(out / "progress.json")
+    if index.get("key", key) != key:
+        raise UserError(f"--out {out} holds other shards (input, tokenizer or flags differ): name another")
+    if index and piped:
+        raise UserError(f"--out {out} is ready; whether standard input is the same is not known: name another")
+    if index:
+        return index
+    if progress.get("key", key) != key:
         raise UserError(
             f"--out {out} holds the beginning of other shards (input, tokenizer or flags differ): name another"
             " folder, or empty it"
         )
     foreign = sorted({p.name for p in out.iterdir()} - {".lock"})
-    if foreign and "progress.json" not in foreign:
+    if foreign and not progress:
         raise UserError(f"--out {out} is not empty ({', '.join(foreign[:3])}): name another folder")
-    return progress
+    # What came through a pipe does not come again from its middle.
+    return {"key": key} if piped else {"key": key} | progress
 
 
 def verify(path: Path, vocab_size: int = 0, data_dtype: str = "") -> Iterator[str]:

@@ -8,11 +8,8 @@ streamed (stream.py)."""
 import hashlib
 import json
 import logging
-import os
 import random
 import re
-import shutil
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +19,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 import download
 from config import Config
-from errors import RankError, UserError
+from errors import UserError
 from model import IGNORE
-from prepare import Meter, build, find_shards, open_shard, read_index, write_json
-from stream import HubFile, Lane, Position, Stream, cores, fetch_whole, find_text, make_lane, permute
+from prepare import find_shards, open_shard, prepare, read_index
+from stream import beyond_vocabulary, cores, fetch_whole, find_text, permute
 from text import BEGINS, HUB, TRAINED, VAL_EVERY, BadRow, BuiltinText, Encoder, TextFile, is_text, kind_of
 from tokenizer import load_tokenizer
 
@@ -65,35 +62,23 @@ def make_encoder(config: Config) -> Encoder:
     return Encoder(config.tokenizer, config.text_field, family)
 
 
-def tokenize(name: str, sources: list[TextFile], config: Config) -> Path:
-    """Tokenises text into a folder of the cache, once -> the folder with train.bin, val.bin and index.json. Safe when
-    several processes do it at the same time."""
+def tokenize(sources: list[TextFile], config: Config) -> list[tuple[Path, str]]:
+    """Tokenises text into a folder of the cache, once -> its shards and their splits."""
     encoder, fingerprint = make_encoder(config), load_tokenizer(config.tokenizer).fingerprint
     identity = [s.identity for s in sources] + [encoder.text_field, encoder.chat]
     key = hashlib.sha256(json.dumps([identity, fingerprint, VAL_EVERY]).encode()).hexdigest()[:12]
-    folder = CACHE / f"{name}-{key}"
+    folder = CACHE / f"{Path(sources[0].name).name.partition('.')[0]}-{key}"
+    processes = cores() if sum(s.size for s in sources) > PARALLEL else 0
     index = read_index(folder)
-    if index:
-        if index["skipped"] > config.skip_bad:
-            raise UserError(
-                f"{', '.join(map(str, sources[:3]))}: {index['skipped']} bad rows are left out of what is in {folder},"
-                f" and --skip_bad is {config.skip_bad}: mend the rows, or give --skip_bad {index['skipped']}"
-            )
-        return folder
-    size, how = sum(s.size for s in sources), {"skip_bad": config.skip_bad, "warn": logger.warning}
-    if size > PARALLEL:
-        how |= {"processes": cores(), "meter": Meter(size)}
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
-        made = Path(temporary, name)
-        made.mkdir()
-        write_json(made / "index.json", build(sources, encoder, made, ("train.bin", "val.bin"), **how))
-        try:
-            made.rename(folder)
-        except OSError:
-            if not read_index(folder):  # else another process was first, with the same content
-                raise
-    return folder
+    if not index:
+        how = VAL_EVERY, config.skip_bad, ("train.bin", "val.bin"), logger.warning
+        index = prepare(sources, encoder, folder, processes, 2**62, *how)
+    if index["skipped"] > config.skip_bad:
+        raise UserError(
+            f"{', '.join(map(str, sources[:3]))}: {index['skipped']} bad rows are left out of what is in {folder},"
+            f" and --skip_bad is {config.skip_bad}: mend the rows, or give --skip_bad {index['skipped']}"
+        )
+    return [(folder / name, Path(name).stem) for name in index["files"] if name.endswith(".bin")]
 
 
 class Part(NamedTuple):
@@ -250,9 +235,7 @@ def _find_shards(specs: tuple[str, ...], flag: str, config: Config, catalog: Cat
     other = "train" if held_out else ""
     out = [(path, "val" if path in held_out else other) for path in shards]
     if texts or not specs:
-        name = Path(texts[0].name).name.partition(".")[0] if texts else "builtin"
-        folder = tokenize(name, texts or [BuiltinText()], config)
-        out += [(folder / f"{split}.bin", split) for split in ("train", "val") if (folder / f"{split}.bin").exists()]
+        out += tokenize(texts or [BuiltinText()], config)
     return out
 
 
@@ -275,13 +258,6 @@ def _too_little(split: str, what: str) -> UserError:
     name = "training data" if split == "train" else "validation split"
     mend = "" if split == "train" else ", name a --val_data, or turn evaluation off with --eval_every 0"
     return UserError(f"The {name} has {what}: give more text or a smaller --seq_len{mend}")
-
-
-def beyond_vocabulary(where: str, id_: int, config: Config) -> RankError:
-    return RankError(
-        f"{where}: id {id_}, but the model's vocab_size is {config.model_config.vocab_size}; tokenizer and --model (or"
-        " --vocab_size) must match"
-    )
 
 
 # ---- sources
@@ -414,94 +390,3 @@ def pack(lengths: np.ndarray, size: int) -> np.ndarray:
         room[at] -= n
         out[i] = row[at]
     return out
-
-
-class StreamRows:
-    """Rows of a stream. keep: they are read again and again, from memory. readers: lanes that this rank reads, in all
-    streams."""
-
-    count = None  # no end
-
-    def __init__(self, specs: tuple, flag: str, config: Config, catalog: Catalog, keep: bool, readers: int):
-        self.config, self.specs, self.flag, self.keep, self.readers = config, specs, flag, keep, readers
-        self.kept: dict[int, np.ndarray] = {}
-        self.recent: dict[int, Position] = {}  # behind each of the last rows
-        self.stream: Stream | None = None
-        self.delimiter = load_tokenizer(config.tokenizer).bos_id if config.delimiter < 0 else config.delimiter
-        self.open(catalog)
-
-    def open(self, catalog: Catalog) -> None:
-        """Finds the files, as of the catalog's commits where it has any."""
-        lists = {spec: catalog.find(spec, self.flag) for spec in self.specs}
-        files, lanes = sum(lists.values(), []), self.config.lanes
-        self.commits = {spec: files[0].commit for spec, files in lists.items() if isinstance(files[0], HubFile)}
-        self.identity = [
-            {"file": f.name, "commit": f.commit, "oid": f.oid}
-            if isinstance(f, HubFile)
-            else {"file": Path(f.name).name, "bytes": f.size}
-            for f in files
-        ]
-        self.note = f"a stream of {len(files)} files for {lanes} lanes"
-        if len(files) < lanes:
-            self.note += f": each file is read by {-(-lanes // len(files))} of them"
-            files = fetch_whole(files)  # once over the network, then from the disk
-        self.files = files
-
-    @property
-    def paths(self) -> list[Path]:
-        return [Path(f.name) for f in self.files if not isinstance(f, HubFile)]
-
-    def describe(self) -> list[dict]:
-        c = self.config
-        made = [c.lanes, c.text_field, load_tokenizer(c.tokenizer).fingerprint, self.identity]
-        digest = hashlib.sha256(json.dumps(made).encode()).hexdigest()
-        return [{"stream": list(self.specs), "files": len(self.identity), "commits": self.commits, "sha256": digest}]
-
-    def start(self, positions: dict[int, Position]) -> None:
-        """Rows are read from these positions of the lanes on."""
-        self.close()
-        self.ahead = read_ahead_bytes(self.config.read_ahead_gb) // self.readers
-        warn = logger.warning if logger.isEnabledFor(logging.WARNING) else download.say  # rank 0 has the log
-        self.stream = Stream(self._lane, positions, warn)
-
-    def _lane(self, number: int) -> Lane:
-        c = self.config
-        return make_lane(number, c.lanes, self.files, make_encoder(c), c.seq_len, c.seed, c.skip_bad, self.ahead)
-
-    def close(self) -> None:
-        if self.stream:
-            self.stream.close()
-        self.stream = None
-
-    def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        T, lanes, vocab_size = self.config.seq_len, self.config.lanes, self.config.model_config.vocab_size
-        block, numbers = np.empty((len(index), T + 1), dtype=np.int64), index.tolist()
-        new = [number for number in numbers if number not in self.kept]
-        if new and not self.stream:
-            self.start({})
-        for number in new:
-            self.stream.start(number % lanes)
-        for i, number in enumerate(numbers):
-            if number in self.kept:
-                block[i] = self.kept[number]
-                continue
-            block[i], self.recent[number] = self.stream.take(number % lanes, number // lanes)
-            if len(self.recent) > RECENT:
-                self.recent.pop(next(iter(self.recent)))
-            if self.keep:
-                self.kept[number] = block[i].astype(np.uint32)
-        if len(block) and block.max() >= vocab_size:
-            raise beyond_vocabulary(f"--tokenizer {self.config.tokenizer}", block.max(), self.config)
-        begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
-        return block[:, :-1], block[:, 1:], begins
-
-    def where(self, number: int) -> str:
-        if number not in self.recent:
-            return f"row {number} of the stream"
-        return self._lane(number % self.config.lanes).where(self.recent[number])
-
-
-def read_ahead_bytes(gb: float) -> int:
-    """A rank's share of --read_ahead_gb, of which there is no more than half of the disk's free room."""
-    room = min(gb * 2**30, shutil.disk_usage(tempfile.gettempdir()).free / 2)
-    return int(room / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

@@ -22,6 +22,8 @@ import errno
 import hashlib
 import io
 import itertools
+import json
+import logging
 import os
 import pickle
 import re
@@ -34,6 +36,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
@@ -43,6 +46,7 @@ import download
 from download import Damaged, Failed, Hub, NotThere, Wait
 from errors import RankError, UserError, read_ahead
 from text import HUB, SUFFIXES, VAL_EVERY, BadRow, Encoder, TextFile, TextRow, find_files, kind_of
+from tokenizer import load_tokenizer
 
 LEAST = 4 * 2**20  # bytes of a hub file that are read ahead at least
 VERIFIED_FIRST = 64 * 2**20  # bytes up to which a hub file is not read before its hash has been compared
@@ -50,7 +54,9 @@ DATA_FILE = re.compile(r"\.(txt|jsonl|json|parquet)(\.gz)?$")
 TRAIN_NAME = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)", re.IGNORECASE)
 CHUNK = 4  # rows that are asked of a worker at once
 MAX_WORKERS = 8  # per rank
+RECENT = 4096  # rows of a stream whose places are remembered
 Position = tuple[int, int, int, int, int, int]
+logger = logging.getLogger("flatland")
 
 
 def cores() -> int:
@@ -79,6 +85,13 @@ def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
     return out.astype(np.int64)
 
 
+def beyond_vocabulary(where: str, id_: int, config) -> RankError:
+    return RankError(
+        f"{where}: id {id_}, but the model's vocab_size is {config.model_config.vocab_size}; tokenizer and --model (or"
+        " --vocab_size) must match"
+    )
+
+
 # ---- files of the hub
 
 
@@ -102,10 +115,19 @@ class HubFile(TextFile):
     def identity(self) -> list:
         return [str(self), self.size, self.oid]
 
+    @property
+    def described(self) -> dict:
+        return {"file": self.name, "commit": self.commit, "oid": self.oid}
+
     def open(self, ahead: int) -> BinaryIO:
-        if kind_of(self.name) == ".parquet":  # its table of contents is at its end
-            return _fetch_parquet(self)
-        return io.BufferedReader(HubReader(self, ahead), 2**20)
+        reader = io.BufferedReader(HubReader(self, ahead), 2**20)
+        if kind_of(self.name) != ".parquet":
+            return reader
+        with reader:  # its table of contents is at its end
+            store = _temporary_file(self, self.size)
+            shutil.copyfileobj(reader, store, 2**20)
+        store.seek(0)
+        return store
 
     def rows(self, fields, first=0, val_every=VAL_EVERY, ahead=2**26) -> Iterator[tuple[TextRow, int]]:
         """What arrives damaged is fetched once more; Damaged if rows that were given are not the same then."""
@@ -204,12 +226,7 @@ def fetch_whole(files: list[TextFile]) -> list[TextFile]:
     return local
 
 
-def _content(file: HubFile, wait: Wait) -> Iterator[bytes]:
-    url = f"{wait.hub.page}/resolve/{file.commit}/{quote(file.name)}"
-    return wait.hub.read(url, file.size, file.oid, download.new_digest(file.oid, file.size), 0, wait)
-
-
-def _no_room(file: HubFile, size: int) -> Failed:
+def _no_room(file, size) -> Failed:
     folder = tempfile.gettempdir()
     return Failed(
         f"{folder}: {os.strerror(errno.ENOSPC)}: reading ahead in {file.name} needs {size / 1e6:.1f} MB there and"
@@ -217,23 +234,11 @@ def _no_room(file: HubFile, size: int) -> Failed:
     )
 
 
-def _temporary_file(file: HubFile, size: int) -> BinaryIO:
+def _temporary_file(file, size) -> BinaryIO:
     """A file without a name, so that nothing is left behind, however the process ends."""
     if shutil.disk_usage(tempfile.gettempdir()).free < size:
         raise _no_room(file, size)
     return tempfile.TemporaryFile(buffering=0)
-
-
-def _fetch_parquet(file: HubFile) -> BinaryIO:
-    store = _temporary_file(file, file.size)
-    with Wait(Hub("datasets", file.repo), file.name, download.TRIES).told() as wait:
-        for chunk in _content(file, wait):
-            try:
-                store.write(chunk)
-            except OSError:
-                raise _no_room(file, file.size) from None
-    store.seek(0)
-    return store
 
 
 class HubReader(io.RawIOBase):
@@ -253,7 +258,10 @@ class HubReader(io.RawIOBase):
 
     def _run(self) -> None:
         try:
-            for chunk in _content(self.file, self.wait):
+            file, hub = self.file, self.wait.hub
+            url = f"{hub.page}/resolve/{file.commit}/{quote(file.name)}"
+            digest = download.new_digest(file.oid, file.size)
+            for chunk in hub.read(url, file.size, file.oid, digest, 0, self.wait):
                 while chunk and not self.closed:
                     chunk = chunk[self._store(chunk) :]
                 if self.closed:
@@ -442,7 +450,7 @@ class Lane:
         _, epoch, file, row, _, _ = position
         return f"{self.order(epoch)[file]} up to row {row} (lane {self.number}, epoch {epoch})"
 
-    def rows(self, position: Position) -> Iterator[tuple[np.ndarray, Position, list[str]]]:
+    def rows(self, position: Position):
         """Rows from a position on, without end: (seq_len + 1 tokens, the position behind it, bad rows)."""
         given, *begin = position
         tokens, bad = np.zeros(0, np.uint32), []
@@ -452,7 +460,7 @@ class Lane:
                 bad.append(ids)
                 continue
             begins.append((len(tokens), place))
-            tokens = np.concatenate((tokens, np.array(ids, dtype=np.uint32)))
+            tokens = np.concatenate((tokens, np.array(ids, np.uint32)))
             start = 0
             while len(tokens) - start > self.seq_len:
                 end, given = start + self.seq_len, given + 1
@@ -463,7 +471,7 @@ class Lane:
                 start, bad = end, []
             tokens, begins = tokens[start:], [(begin - start, place) for begin, place in begins]
 
-    def _documents(self, epoch: int, at: int, first: int, skip: int, skipped: int) -> Iterator[tuple]:
+    def _documents(self, epoch, at, first, skip, skipped):
         """(ids, (epoch, file, row, token, bad rows)) from a place on, without end; (a message, None) for a bad row."""
         while True:
             any_rows = at or first
@@ -492,16 +500,7 @@ class Lane:
             epoch, at = epoch + 1, 0
 
 
-def make_lane(number: int, lanes: int, files: list[TextFile], *settings) -> Lane:
-    """Deals a stream's files to a lane; settings: the other fields of Lane."""
-    n = len(files)
-    if n >= lanes:
-        return Lane(number, lanes, files[number::lanes], 0, 1, *settings)
-    sharing = len(range(number % n, lanes, n))
-    return Lane(number, lanes, [files[number % n]], number // n, sharing, *settings)
-
-
-_rows: dict[int, Iterator] = {}  # of a worker: what is to come of each of its lanes
+_rows = {}  # of a worker: what is to come of each of its lanes
 
 
 def open_lane(lane: Lane, position: Position) -> None:
@@ -515,52 +514,124 @@ def next_rows(number: int) -> list[tuple]:
 
 
 class Stream:
-    """The lanes that a rank reads. lanes: makes a lane; positions: where each is to begin."""
+    """A source of rows without end (rows.py says what a source has). catalog: finds the files of an entry. keep: rows
+    are read again and again, from memory. readers: lanes that this rank reads, in all streams."""
 
-    def __init__(self, lanes: Callable[[int], Lane], positions: dict[int, Position], warn: Callable[[str], None]):
-        self.lanes, self.positions, self.warn = lanes, dict(positions), warn
-        self.workers: list[Worker] = []
-        self.rows: dict[int, Iterator] = {}
-        self.most_workers = max(1, min(MAX_WORKERS, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1))
+    count = None
 
-    def start(self, number: int) -> None:
-        """From now on a lane is read ahead."""
-        if number in self.rows:
-            return
-        if len(self.workers) < self.most_workers:
-            self.workers.append(Worker(self.warn))
-        worker = self.workers[len(self.rows) % self.most_workers]
-        chunks = read_ahead(self._chunks(worker, number), 2)
-        self.rows[number] = itertools.chain.from_iterable(chunks)
+    def __init__(self, specs: tuple[str, ...], flag: str, config, encoder: Encoder, catalog, keep: bool, readers: int):
+        self.specs, self.flag, self.config, self.encoder = specs, flag, config, encoder
+        self.keep, self.readers = keep, readers
+        self.kept = {}  # rows by their number
+        self.recent = {}  # the position behind each of the last rows
+        self.workers, self.lanes, self.positions = [], {}, {}  # lanes: the rows to come of each
+        tokenizer = load_tokenizer(encoder.tokenizer)
+        self.fingerprint = tokenizer.fingerprint
+        self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
+        self.open(catalog)
 
-    def _chunks(self, worker: Worker, number: int) -> Iterator[list[tuple]]:
-        worker(open_lane, self.lanes(number), self.positions.get(number, (0,) * 6))
+    def open(self, catalog) -> None:
+        """Finds the files, as of the catalog's commits where it has any."""
+        lists = {spec: catalog.find(spec, self.flag) for spec in self.specs}
+        self.files, lanes = sum(lists.values(), []), self.config.lanes
+        self.commits = {spec: files[0].commit for spec, files in lists.items() if isinstance(files[0], HubFile)}
+        self.identity = [file.described for file in self.files]
+        self.note = f"a stream of {len(self.files)} files for {lanes} lanes"
+        if len(self.files) < lanes:
+            self.note += f": each file is read by {-(-lanes // len(self.files))} of them"
+            self.files = fetch_whole(self.files)  # once over the network, then from the disk
+
+    @property
+    def paths(self) -> list[Path]:
+        return [Path(f.name) for f in self.files if not isinstance(f, HubFile)]
+
+    def describe(self) -> list[dict]:
+        made = [self.config.lanes, self.encoder.text_field, self.fingerprint, self.identity]
+        digest = hashlib.sha256(json.dumps(made).encode()).hexdigest()
+        return [{"stream": list(self.specs), "files": len(self.identity), "commits": self.commits, "sha256": digest}]
+
+    def lane(self, number: int) -> Lane:
+        c, n = self.config, len(self.files)
+        files, turn, sharing = self.files[number :: c.lanes], 0, 1
+        if n < c.lanes:
+            files, turn, sharing = [self.files[number % n]], number // n, len(range(number % n, c.lanes, n))
+        ahead = read_ahead_bytes(c.read_ahead_gb) // self.readers
+        return Lane(number, c.lanes, files, turn, sharing, self.encoder, c.seq_len, c.seed, c.skip_bad, ahead)
+
+    def start(self, positions: dict[str, list]) -> None:
+        """Rows are read from these positions of lanes on."""
+        self.close()
+        self.positions = {int(lane): tuple(position) for lane, position in positions.items()}
+
+    def state(self) -> dict[str, list]:
+        return {str(lane): list(position) for lane, position in self.positions.items()}
+
+    def close(self) -> None:
+        self.lanes.clear()
+        while self.workers:
+            self.workers.pop().close()
+
+    def _start_lane(self, number) -> None:
+        """From now on it is read ahead."""
+        most = max(1, min(MAX_WORKERS, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1))
+        if len(self.workers) < most:
+            self.workers.append(Worker(_warn))
+        chunks = self._chunks(self.workers[len(self.lanes) % most], number)
+        self.lanes[number] = itertools.chain.from_iterable(read_ahead(chunks, 2))
+
+    def _chunks(self, worker, number):
+        worker(open_lane, self.lane(number), self.positions.get(number, (0,) * 6))
         while True:
             yield worker(next_rows, number)
 
-    def take(self, lane: int, number: int) -> tuple[np.ndarray, Position]:
-        """Row `number` of a lane that was started; the number may grow only."""
+    def _take(self, number) -> np.ndarray:
+        if number in self.kept:
+            return self.kept[number]
+        turn, lane = divmod(number, self.config.lanes)
         try:
-            for tokens, position, bad in self.rows[lane]:
-                for message in bad:
-                    self.warn(f"left out: {message}")
-                assert position[0] <= number + 1, f"lane {lane} is behind row {number}: {position}"
-                if position[0] == number + 1:
-                    self.positions[lane] = position
-                    return tokens, position
+            tokens, position, bad = next(self.lanes[lane])
+            while position[0] <= turn:  # rows of other ranks
+                tokens, position, more = next(self.lanes[lane])
+                bad += more
         except UserError as e:
             raise RankError(str(e)) from None  # other ranks may have met nothing
         except Damaged as e:
             raise Damaged(f"{e}, and trained on: --resume a checkpoint from before that") from None
+        assert position[0] == turn + 1, f"lane {lane} is behind row {turn}: {position}"
+        for message in bad:
+            _warn(f"left out: {message}")
+        self.positions[lane] = self.recent[number] = position
+        if len(self.recent) > RECENT:
+            self.recent.pop(next(iter(self.recent)))
+        if self.keep:
+            self.kept[number] = tokens
+        return tokens
 
-    def state(self) -> dict[str, list]:
-        """Where each lane is, for a checkpoint."""
-        return {str(lane): list(position) for lane, position in self.positions.items()}
+    def rows(self, index: np.ndarray) -> tuple:
+        numbers = index.tolist()
+        for lane in dict.fromkeys(n % self.config.lanes for n in numbers if n not in self.kept):
+            if lane not in self.lanes:
+                self._start_lane(lane)
+        block = np.array([self._take(n) for n in numbers], np.int64).reshape(-1, self.config.seq_len + 1)
+        if len(block) and block.max() >= self.config.model_config.vocab_size:
+            raise beyond_vocabulary(f"--tokenizer {self.encoder.tokenizer}", block.max(), self.config)
+        begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
+        return block[:, :-1], block[:, 1:], begins
 
-    def close(self) -> None:
-        self.rows.clear()
-        for worker in self.workers:
-            worker.close()
+    def where(self, number: int) -> str:
+        if number not in self.recent:
+            return f"row {number} of the stream"
+        return self.lane(number % self.config.lanes).where(self.recent[number])
+
+
+def _warn(message) -> None:
+    (logger.warning if logger.isEnabledFor(logging.WARNING) else download.say)(message)  # rank 0 has the log
+
+
+def read_ahead_bytes(gb: float) -> int:
+    """A rank's share of --read_ahead_gb, of which there is no more than half of the disk's free room."""
+    room = min(gb * 2**30, shutil.disk_usage(tempfile.gettempdir()).free / 2)
+    return int(room / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 if __name__ == "__main__":

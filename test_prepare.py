@@ -127,7 +127,7 @@ def test_it_goes_on_after_a_kill(tmp_path, monkeypatch, at):
 def test_a_failure_before_the_first_note_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
     monkeypatch.setattr(prepare, "BATCH", 2000)
-    monkeypatch.setattr(prepare.Meter, "show", lambda *_: os.stat(tmp_path / "gone"))  # a batch is written by then
+    monkeypatch.setattr(prepare.ShardWriter, "close", lambda *_: os.stat(tmp_path / "gone"))  # a shard is written
     with pytest.raises(FileNotFoundError):
         run([tmp_path / "a.jsonl"], tmp_path / "new/out", shard_tokens=1000)
     assert os.listdir(tmp_path) == ["a.jsonl"]

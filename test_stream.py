@@ -238,7 +238,8 @@ def test_few_files_are_kept_whole(hub, tmp_path):
     sent = hub.cdn.sent
     assert len(list((tmp_path / "home").rglob("*.json.gz"))) == 3
     assert (
-        Path(rows.fetch_whole(find_text("hf://datasets/org/one", "") + find_text(C4, ""))[0].name).name == "train.jsonl"
+        Path(stream.fetch_whole(find_text("hf://datasets/org/one", "") + find_text(C4, ""))[0].name).name
+        == "train.jsonl"
     )
     sent += len(hub.repos["datasets/org/one"]["train.jsonl"])
     assert run(config(C4, lanes=5), 4)[0] == expected and hub.cdn.sent - sent < 2000  # but for the first file's head
@@ -294,7 +295,7 @@ def test_what_is_read_ahead_is_shared(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     for free, share in ((10**12, 2**30), (16 * 10**6, 10**6)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
-        assert rows.read_ahead_bytes(8) == share
+        assert stream.read_ahead_bytes(8) == share
 
 
 def test_a_damaged_file_is_fetched_once_more(hub, tmp_path):

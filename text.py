@@ -109,6 +109,11 @@ class TextFile:
             return ["-"]
         return [os.path.realpath(self.name), self.size, os.stat(self.name).st_mtime_ns]
 
+    @property
+    def described(self) -> dict:
+        """By which a stream knows it again."""
+        return {"file": Path(self.name).name, "bytes": self.size}
+
     def open(self, ahead: int) -> BinaryIO:
         return sys.stdin.buffer if self.name == "-" else open(self.name, "rb")
 
