@@ -34,9 +34,9 @@ from torch import Tensor
 
 from config import Config, parse_args, split_batch, tokenizer_beside
 from model import IGNORE
-from prepare import beyond, read_index, run_prepare, run_verify
+from prepare import read_index, run_prepare, run_verify
 from rows import Catalog, ChatRows, ShardRows, make_encoder, sample_digest
-from stream import Stream, beyond_vocabulary, permute
+from stream import Stream, permute
 from text import HUB, split_weight
 from tokenizer import load_tokenizer
 
@@ -121,7 +121,7 @@ class Loader:
         if split == "val":
             self.val_rows = self._validation_rows()
 
-    def _open(self, specs: tuple[str, ...], flag: str, catalog: Catalog, count: int) -> ShardRows | Stream:
+    def _open(self, specs, flag, catalog, count) -> ShardRows | Stream:
         config, val = self.config, self.split == "val"
         if not catalog.is_stream(specs, flag):
             tokens, delimiter, is_chat = catalog.open(self.split, specs, flag)
@@ -133,12 +133,10 @@ class Loader:
             )
         if val and not config.eval_batches:
             raise UserError("--eval_batches 0: a streamed --val_data has no end that is known: give a number")
-        lanes = config.lanes
-        if count == 1:  # after as many steps as there are lanes they repeat
-            steps = np.arange(lanes)[:, None] * self.step_rows
-            lanes = len(np.unique((steps + self._my_places(self.step_rows)) % lanes))
-        encoder, readers = make_encoder(config), max(1, lanes) * count
-        return Stream(specs, flag, config, encoder, catalog, val, readers)
+        first = np.arange(config.lanes)[:, None] * self.step_rows  # after these steps the lanes repeat
+        lanes = np.unique((first + self._my_places(self.step_rows)) % config.lanes)
+        readers = len(lanes) if count == 1 else config.lanes * count
+        return Stream(specs, flag, config, make_encoder(config), catalog, val, readers)
 
     @property
     def rows(self) -> int:
@@ -151,20 +149,21 @@ class Loader:
 
     def summary(self, val: "Loader | None") -> list[str]:
         """For the head of the log."""
-        c, lanes = self.config, self.config.lanes
+        c, lanes, R = self.config, self.config.lanes, self.step_rows
+        sizes = [loader._size() for loader in (self, val) if loader]
         plan = f"{c.steps} steps of {c.batch_tokens} tokens"
         if len(self.sources) == 1 and self.rows:
-            plan += f" are {c.steps * self.step_rows / self.rows:.2f} epochs"
-        out = [f"Data: {self._size()}{f', {val._size()} for validation' if val else ''}; {plan}"]
+            plan += f" are {c.steps * R / self.rows:.2f} epochs"
+        out = [f"Data: {', '.join(sizes)}{' for validation' if val else ''}; {plan}"]
         out += [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
         if len(self.sources) > 1:
-            shares = [float(w / sum(self.weights)) for w in self.weights]
-            shares = [f"{name} {share:.4g}" for name, share in zip(self.names, shares, strict=True)]
+            shares = zip(self.names, self.weights, strict=True)
+            shares = [f"{name} {float(w / sum(self.weights)):.4g}" for name, w in shares]
             out.append(f"A mixture of {', '.join(shares)}")
-        if self.streams and lanes % self.step_rows and self.step_rows % lanes:
+        if self.streams and lanes % R and R % lanes:
             out.append(
-                f"A step has {self.step_rows} rows, for {lanes} lanes: neither divides the other, so several ranks read"
-                " the same lanes"
+                f"A step has {R} rows, for {lanes} lanes: neither divides the other, so several ranks read the same"
+                " lanes"
             )
         return out
 
@@ -354,32 +353,23 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
     checks all."""
     if config.knows_text:
         check_tokenizer(config)
-    made_with: dict[str, Path] = {}  # by the fingerprint of the tokenizer
-    has_headers, loaders = True, []
+    loaders, parts = [], []
     for loader in open_loaders(config, 0, world_size, catalog or Catalog(config)):
         loaders.append(loader)
         for tokens in loader.tokens:
-            for path, array, _ in tokens.parts:
-                has_headers &= array.offset > 0
-                if index := read_index(path.parent):
-                    made_with[index["fingerprint"]] = path.parent
-            if len(made_with) > 1:
-                made_with = "; ".join(f"{p} with {read_index(p)['tokenizer']}" for p in made_with.values())
-                raise UserError(f"The data were tokenised by several tokenizers: {made_with}. Name one --tokenizer")
-            _check_ids(tokens, config)
-    if config.data_dtype and has_headers:
+            tokens.check_ids(config)
+            parts += tokens.parts
+    indexes = {part.path.parent: read_index(part.path.parent) for part in parts}
+    made_with = {i["fingerprint"]: f"{folder} with {i['tokenizer']}" for folder, i in indexes.items() if i}
+    if len(made_with) > 1:
+        raise UserError(
+            f"The data were tokenised by several tokenizers: {'; '.join(made_with.values())}. Name one --tokenizer"
+        )
+    if config.data_dtype and all(part.tokens.offset for part in parts):
         raise UserError(
             f"--data_dtype {config.data_dtype} is for headerless token files, and there are none: leave it out"
         )
     return loaders
-
-
-def _check_ids(tokens, config: Config) -> None:
-    for (_, array, _), begin in zip(tokens.parts, tokens.begins.tolist(), strict=True):
-        look = (2**24, 2**24) if len(tokens) <= 2**27 else (max(1, len(array) // 64), 2**14)
-        at = beyond(array, config.model_config.vocab_size, range(0, len(array), look[0]), look[1])
-        if at is not None:
-            raise beyond_vocabulary(tokens.where(begin + at), array[at], config)
 
 
 def check_tokenizer(config: Config) -> None:
@@ -409,38 +399,35 @@ def check_tokenizer(config: Config) -> None:
 def show(config: Config, n: int, colour: bool) -> Iterator[str]:
     """n rows as they are trained on, decoded, document by document: what is trained on in green (or between [[ and ]]),
     the rest grey."""
-    tokenizer = load_tokenizer(config.tokenizer)
-    names = {i: text for text, i in tokenizer.control.items()}
-    on, off, end = ("\033[32m", "\033[90m", "\033[0m") if colour else ("[[", "", "]]")
-
-    def text(pairs: list[tuple[int, bool]], is_trained: bool) -> str:
-        runs = itertools.groupby((i for i, _ in pairs), lambda i: i in names)
-        words = "".join("".join(map(names.get, ids)) if named else tokenizer.decode([*ids]) for named, ids in runs)
-        return on + words + end if is_trained else off + words + end * colour
-
     batches = itertools.chain.from_iterable(make_loader(config))
-    rows = (row for b in batches for row in zip(*_rows_of(b), strict=True))
-    for number, (tokens, targets, positions) in enumerate(itertools.islice(rows, n), 1):
+    rows = ((batch, i) for batch in batches for i in range(len(batch.tokens)))
+    for number, (batch, i) in enumerate(itertools.islice(rows, n), 1):
+        starts = [0] if batch.positions is None else (batch.positions[i] == 0).nonzero().flatten().tolist()
         out = [f"--- row {number}"]
-        starts = [t for t, position in enumerate(positions) if position == 0]
-        for start, stop in itertools.pairwise([*starts, len(tokens)]):
-            trained = [t != IGNORE for t in targets[start:stop]]
+        for start, stop in itertools.pairwise([*starts, config.seq_len]):
+            tokens, targets = batch.tokens[i, start:stop].tolist(), batch.targets[i, start:stop].tolist()
+            trained = [target != IGNORE for target in targets]
             if not any(trained):
                 out.append(f"--- {stop - start} places filled up, not trained on")
                 continue
-            last = [targets[stop - 1]] * trained[-1]  # a document's last token may be a target alone
-            pairs = zip(tokens[start:stop] + last, [False, *trained], strict=False)
-            runs = itertools.groupby(pairs, lambda pair: pair[1])
-            title = "--- document\n" if len(starts) > 1 else ""
-            out.append(title + "".join(text(run, is_trained) for is_trained, run in runs))
+            tokens += targets[-1:] * trained[-1]  # a document's last token may be a target alone
+            title = "--- document\n" * (len(starts) > 1)
+            out.append(title + _decode(config, tokens, [False, *trained], colour))
         yield "\n".join(out)
 
 
-def _rows_of(batch: Batch) -> tuple[list, list, list]:
-    positions = batch.positions
-    if positions is None:
-        positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
-    return batch.tokens.tolist(), batch.targets.tolist(), positions.tolist()
+def _decode(config, tokens, trained, colour) -> str:
+    tokenizer = load_tokenizer(config.tokenizer)
+    names = {i: text for text, i in tokenizer.control.items()}
+    on, off, end = ("\033[32m", "\033[90m", "\033[0m") if colour else ("[[", "", "]]")
+    out = ""
+    for is_trained, pairs in itertools.groupby(zip(tokens, trained, strict=False), lambda pair: pair[1]):
+        out += on if is_trained else off
+        for is_control, run in itertools.groupby([token for token, _ in pairs], lambda i: i in names):
+            ids = list(run)
+            out += "".join(map(names.get, ids)) if is_control else tokenizer.decode(ids)
+        out += end if is_trained or colour else ""
+    return out
 
 
 def run_show(argv: list[str]) -> None:

@@ -21,7 +21,7 @@ import download
 from config import Config
 from errors import UserError
 from model import IGNORE
-from prepare import find_shards, open_shard, prepare, read_index
+from prepare import beyond, find_shards, open_shard, prepare, read_index
 from stream import beyond_vocabulary, cores, fetch_whole, find_text, permute
 from text import BEGINS, HUB, TRAINED, VAL_EVERY, BadRow, BuiltinText, Encoder, TextFile, is_text, kind_of
 from tokenizer import load_tokenizer
@@ -118,6 +118,15 @@ class Tokens:
         for i in np.flatnonzero(~inside):
             out[i] = self.read(int(starts[i]), int(starts[i]) + length)
         return out
+
+    def check_ids(self, config: Config) -> None:
+        """Refuses ids beyond the vocabulary. Of more than 2^27 tokens 64 stretches of each part are looked at."""
+        for part, begin in zip(self.parts, self.begins, strict=True):
+            n = len(part.tokens)
+            step, count = (2**24, 2**24) if len(self) <= 2**27 else (max(1, n // 64), 2**14)
+            at = beyond(part.tokens, config.model_config.vocab_size, range(0, n, step), count)
+            if at is not None:
+                raise beyond_vocabulary(self.where(begin + at), part.tokens[at], config)
 
     def where(self, position: int) -> str:
         """A place in a file of the user's; of text that was tokenised into the cache, the files that it is from."""

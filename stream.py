@@ -18,7 +18,6 @@ GPU or process group with its parent, as a fork would. It ends when its parent d
 closes."""
 
 import contextlib
-import errno
 import hashlib
 import io
 import itertools
@@ -48,7 +47,8 @@ from errors import RankError, UserError, read_ahead
 from text import HUB, SUFFIXES, VAL_EVERY, BadRow, Encoder, TextFile, TextRow, find_files, kind_of
 from tokenizer import load_tokenizer
 
-LEAST = 4 * 2**20  # bytes of a hub file that are read ahead at least
+SLOT = 2**20  # bytes of a hub file that are read ahead at a time
+LEAST = 4  # slots
 VERIFIED_FIRST = 64 * 2**20  # bytes up to which a hub file is not read before its hash has been compared
 DATA_FILE = re.compile(r"\.(txt|jsonl|json|parquet)(\.gz)?$")
 TRAIN_NAME = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)", re.IGNORECASE)
@@ -226,67 +226,53 @@ def fetch_whole(files: list[TextFile]) -> list[TextFile]:
     return local
 
 
+def _free() -> int:
+    return shutil.disk_usage(tempfile.gettempdir()).free
+
+
 def _no_room(file, size) -> Failed:
-    folder = tempfile.gettempdir()
     return Failed(
-        f"{folder}: {os.strerror(errno.ENOSPC)}: reading ahead in {file.name} needs {size / 1e6:.1f} MB there and"
-        f" {shutil.disk_usage(folder).free / 1e6:.1f} MB are free; free some, or set TMPDIR to another disk"
+        f"{tempfile.gettempdir()}: No space left on device: reading ahead in {file.name} needs {size / 1e6:.1f} MB"
+        f" there and {_free() / 1e6:.1f} MB are free; free some, or set TMPDIR to another disk"
     )
 
 
 def _temporary_file(file, size) -> BinaryIO:
     """A file without a name, so that nothing is left behind, however the process ends."""
-    if shutil.disk_usage(tempfile.gettempdir()).free < size:
+    if _free() < size:
         raise _no_room(file, size)
     return tempfile.TemporaryFile(buffering=0)
 
 
 class HubReader(io.RawIOBase):
-    """One file of the hub as a stream of bytes, from its beginning. A thread fetches ahead into a temporary file that
-    is used as a ring of at most `ahead` bytes. A file that fits into it is verified before the first byte is given,
-    unless it is too large to wait for."""
+    """One file of the hub as a stream of bytes, from its beginning. A thread fetches ahead, piece by piece, into a
+    temporary file of at most `ahead` bytes, whose slots are used again. A file that fits into it is verified before
+    the first byte is given, unless it is too large to wait for."""
 
     def __init__(self, file: HubFile, ahead: int):
-        free = shutil.disk_usage(tempfile.gettempdir()).free
-        self.file, self.ring = file, min(file.size, max(min(ahead, free // 2), LEAST))
-        self.verified_first = file.size <= min(self.ring, VERIFIED_FIRST)
-        self.store = _temporary_file(file, self.ring)
-        self.arrived = self.given = 0
-        self.ended, self.error, self.state = False, None, threading.Condition()
-        self.wait = Wait(Hub("datasets", file.repo), file.name, download.TRIES)
-        threading.Thread(target=self._run, daemon=True).start()
+        self.slots = max(LEAST, min(ahead // SLOT, _free() // 2 // SLOT, -(-file.size // SLOT)))
+        self.file, self.store = file, _temporary_file(file, min(self.slots * SLOT, file.size))
+        self.pieces = read_ahead(self._fetch(), self.slots - 2)  # one is being written, one is being read
+        if file.size <= min(self.slots * SLOT, VERIFIED_FIRST):
+            self.pieces = iter(list(self.pieces))
+        self.begin = self.end = self.given = 0  # in the store, of the piece that is read; in the file
 
-    def _run(self) -> None:
-        try:
-            file, hub = self.file, self.wait.hub
-            url = f"{hub.page}/resolve/{file.commit}/{quote(file.name)}"
-            digest = download.new_digest(file.oid, file.size)
-            for chunk in hub.read(url, file.size, file.oid, digest, 0, self.wait):
-                while chunk and not self.closed:
-                    chunk = chunk[self._store(chunk) :]
-                if self.closed:
-                    return
-        except (UserError, Failed) as e:
-            self.error = e
-        except Exception as e:
-            full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)
-            self.error = _no_room(self.file, self.ring) if full else Failed(str(e))
-        with self.state:
-            self.ended = True
-            self.state.notify_all()
-
-    def _store(self, chunk: bytes) -> int:
-        """Waits for room in the ring -> how many bytes it took."""
-        with self.state:
-            self.state.wait_for(lambda: self.closed or self.arrived - self.given < self.ring)
-            if self.closed:
-                return 0
-            at = self.arrived % self.ring
-            count = min(len(chunk), self.ring - at, self.ring - (self.arrived - self.given))
-            download.write_at(self.store.fileno(), chunk[:count], at)
-            self.arrived += count
-            self.state.notify_all()
-            return count
+    def _fetch(self):
+        """Writes the file's content into the store -> where each piece of it is."""
+        file, hub, slot, piece = self.file, Hub("datasets", self.file.repo), 0, b""
+        url = f"{hub.page}/resolve/{file.commit}/{quote(file.name)}"
+        digest, left = download.new_digest(file.oid, file.size), file.size
+        with Wait(hub, file.name, download.TRIES).told() as wait:
+            for chunk in hub.read(url, file.size, file.oid, digest, 0, wait):
+                piece, left = piece + chunk, left - len(chunk)
+                while len(piece) >= SLOT or (piece and not left):
+                    begin = slot % self.slots * SLOT
+                    try:
+                        download.write_at(self.store.fileno(), piece[:SLOT], begin)
+                    except OSError:
+                        raise _no_room(file, self.slots * SLOT) from None
+                    yield begin, begin + len(piece[:SLOT])
+                    slot, piece = slot + 1, piece[SLOT:]
 
     def readable(self) -> bool:
         return True
@@ -295,30 +281,17 @@ class HubReader(io.RawIOBase):
         return self.given
 
     def readinto(self, buffer) -> int:
-        with self.state:
-            while not self.ended and (self.verified_first or self.given == self.arrived):
-                self.state.wait(0.5)
-                if self.wait.news():
-                    download.say(str(self.wait))
-            waiting = self.arrived - self.given
-            if self.error and (not waiting or self.verified_first or isinstance(self.error, Damaged)):
-                raise self.error
-            at = self.given % self.ring if waiting else 0
-            count = min(len(buffer), waiting, self.ring - at)
-            data = os.pread(self.store.fileno(), count, at)
-            if len(data) < count:
-                raise Failed(f"{tempfile.gettempdir()}: a file that was written there is cut short")
-            self.given += count
-            self.state.notify_all()
-        buffer[:count] = data
-        return count
+        if self.begin == self.end:
+            self.begin, self.end = next(self.pieces, (0, 0))
+        data = os.pread(self.store.fileno(), min(len(buffer), self.end - self.begin), self.begin)
+        self.begin += len(data)
+        self.given += len(data)
+        buffer[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:
-        if not self.closed:
-            super().close()
-            with self.state:
-                self.store.close()
-                self.state.notify_all()
+        super().close()
+        self.pieces = iter(())  # which ends the thread that fetches
 
 
 # ---- worker processes
@@ -630,7 +603,7 @@ def _warn(message) -> None:
 
 def read_ahead_bytes(gb: float) -> int:
     """A rank's share of --read_ahead_gb, of which there is no more than half of the disk's free room."""
-    room = min(gb * 2**30, shutil.disk_usage(tempfile.gettempdir()).free / 2)
+    room = min(gb * 2**30, _free() / 2)
     return int(room / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
