@@ -14,13 +14,13 @@ outside. The names are those of torch's profiler, of inductor's kernels and of t
 import gzip
 import json
 import re
-import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-from errors import UserError  # first: it finds the Python that has torch
+from errors import UserError, run_script  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
@@ -49,6 +49,7 @@ KINDS = (  # else of the first that matches the innermost name that any does
     ("attention", r"(?i)scaled_?dot_?product|flash|fmha|sdpa|varlen_attn|aten::(_softmax|bmm|baddbmm)"),
     ("matmul", r"gemm|nvjet|cutlass|cublas|xmma|splitK|aten::(mm|addmm|_?grouped_mm|_scaled_mm)$|mkldnn.*linear|gemv"),
 )
+HOST_UPDATE = re.compile("fused_adamw|cpp_fused")  # of --offload cpu: told of where the GPU has no work
 
 
 @cache
@@ -56,92 +57,95 @@ def _first_match(name: str, rules: tuple) -> int | None:
     return next((i for i, (_, pattern) in enumerate(rules) if re.search(pattern, name)), None)
 
 
-def category(names: list[str], vocab: int = 0, shapes: list | None = None) -> str:
+def category(names: list[str], vocab: int = 0, shapes: list = ()) -> str:
     """names: of an operation and of all that it is called from, the outermost first; shapes: of a matrix product's
     operands. A product with a dimension of `vocab` is the loss head's."""
     within = [i for i in (_first_match(name, WITHIN) for name in names) if i is not None]
     if within:
         return WITHIN[min(within)][0]
-    kinds = [i for i in (_first_match(name, KINDS) for name in names) if i is not None]
-    if kinds:
-        found = KINDS[kinds[-1]][0]
-        head = found == "matmul" and vocab and any(vocab in shape for shape in shapes or [] if len(shape) == 2)
-        return "loss head" if head else found
-    ours = any(name.startswith("aten::") for name in names)
-    return "norms and elementwise" if ours else "idle"  # a range of Python's own
+    kinds = [KINDS[i][0] for i in (_first_match(name, KINDS) for name in names) if i is not None]
+    if not kinds:
+        ours = any(name.startswith("aten::") for name in names)
+        return "norms and elementwise" if ours else "idle"  # a range of Python's own
+    head = kinds[-1] == "matmul" and vocab and any(vocab in shape for shape in shapes if len(shape) == 2)
+    return "loss head" if head else kinds[-1]
 
 
-def host_segments(events: list[dict], vocab: int = 0) -> tuple[list[tuple], dict[int, list]]:
-    """One thread's events, which nest -> (start, end, category, name) of every stretch with the same innermost event;
-    and [names, shapes] of all that surrounds the launch of each kernel, by its correlation id."""
-    segments, launches, stack, now = [], {}, [], 0.0
+class Event(NamedTuple):
+    """Of a trace; times in microseconds."""
 
-    def until(moment: float) -> None:
-        """Gives the time from `now` on to the events on the stack, which end meanwhile."""
-        nonlocal now
-        while stack:
-            end, names, shapes, kind = stack[-1]
-            if min(end, moment) > now:
-                segments.append((now, min(end, moment), kind, names[-1]))
-                now = min(end, moment)
-            if end > moment:
-                break
-            stack.pop()
+    start: float
+    end: float
+    name: str
+    cat: str
+    thread: int
+    args: dict
+
+
+def sweep(spans: list[tuple]) -> Iterator[tuple[float, float, list[tuple]]]:
+    """Spans begin with (start, end) -> (start, end, the spans that cover it) of every stretch in which these are the
+    same, in the order of their starts: of spans that nest the last is the innermost."""
+    moments = []
+    for span in spans:
+        if span[1] > span[0]:
+            moments += [(span[0], 1, -span[1], len(moments), span), (span[1], 0, 0, len(moments), span)]
+    active, now = [], 0.0
+    for moment, starts, _, _, span in sorted(moments, key=lambda m: m[:4]):
+        if active and moment > now:
+            yield now, moment, active[:]
         now = moment
-
-    for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-        until(event["ts"])
-        args = event.get("args", {})
-        names = [*(stack[-1][1] if stack else []), event["name"]]
-        shapes = args.get("Input Dims") or (stack[-1][2] if stack else None)
-        if event["cat"] in ("cuda_runtime", "cuda_driver"):
-            launches[args.get("correlation")] = [names[:-1], shapes]
-        stack.append((event["ts"] + event["dur"], names, shapes, category(names, vocab, shapes)))
-    until(float("inf"))
-    return segments, launches
+        active.append(span) if starts else active.remove(span)
 
 
-def divide(segments: list[tuple], begin: float, end: float) -> dict[str, float]:
-    """Shares out [begin, end] among (start, end, category, ...): of what overlaps, the first of CATEGORIES wins; what
-    none covers is idle. They add up to end - begin."""
-    moments = [(max(s[0], begin), 1, s[2]) for s in segments if s[1] > begin and s[0] < end]
-    moments += [(min(s[1], end), -1, s[2]) for s in segments if s[1] > begin and s[0] < end]
-    spent, running, now = dict.fromkeys(CATEGORIES, 0.0), Counter(), begin
-    for moment, change, kind in sorted([*moments, (end, 0, "idle")]):
-        spent[next((c for c in CATEGORIES if running[c]), "idle")] += moment - now
-        running[kind] += change
-        now = moment
-    return spent
+def divide(spans: list[tuple], begin: float, end: float) -> tuple[dict[str, float], dict[str, Counter]]:
+    """Shares out [begin, end] among (start, end, category, name): of what overlaps, the first of CATEGORIES wins; what
+    none covers is idle. -> time by category, which adds up to end - begin; by category and name."""
+    names = {kind: Counter() for kind in CATEGORIES}
+    for start, stop, active in sweep(spans):
+        seconds = min(stop, end) - max(start, begin)
+        if seconds > 0:
+            *_, kind, name = min(active, key=lambda span: CATEGORIES.index(span[2]))
+            names[kind][name] += seconds
+    spent = {kind: sum(counter.values()) for kind, counter in names.items()}
+    spent["idle"] += end - begin - sum(spent.values())
+    return spent, names
 
 
-def analyse(events: list[dict], vocab: int = 0) -> tuple[dict[str, float], dict[str, Counter], int]:
-    """Chrome trace events, times in microseconds -> (time by category, time by category and name, steps)."""
-    events = [e for e in events if e.get("ph") == "X"]
-    steps = [e for e in events if e["name"].startswith("ProfilerStep#") and e["cat"] == "user_annotation"]
-    begin, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
-    main, launches, segments = steps[0]["tid"], {}, []
-    threads: dict[object, list[dict]] = {}
-    for event in events:
-        if event["cat"] in ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"):
-            threads.setdefault(event["tid"], []).append(event)
-    for thread, of_thread in threads.items():
-        found, launched = host_segments(of_thread, vocab)
-        launches |= launched
-        segments += found if thread == main else [s for s in found if s[3].startswith("gloo:")]
-    kernels = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
-    if kernels:
-        updates = re.compile("fused_adamw|cpp_fused")  # --offload cpu
-        beside = ("data wait", OTHER)  # what of the host's work is told of where the GPU has none
-        segments = [s for s in segments if s[2] in beside or s[2] == "optimizer" and updates.search(s[3])]
-        for e in kernels:
-            names, shapes = launches.get(e.get("args", {}).get("correlation"), [[], None])
-            kind = category([*names, e["name"]], vocab, shapes)
-            kind = "norms and elementwise" if kind == "idle" else kind
-            segments.append((e["ts"], e["ts"] + e["dur"], kind, e["name"]))
-    names = {c: Counter() for c in CATEGORIES}
-    for start, stop, kind, name in segments:
-        names[kind][name] += max(min(stop, end) - max(start, begin), 0.0)
-    return divide(segments, begin, end), names, len(steps)
+def host_spans(events: list[Event], vocab: int, launches: dict) -> Iterator[tuple[float, float, str, str]]:
+    """(start, end, category, name) of the innermost event at every moment of a thread. launches: by the correlation id
+    of a kernel, gets the names and shapes around its launch."""
+    for start, end, active in sweep(events):
+        names = [event.name for event in active]
+        shapes = [event.args["Input Dims"] for event in active if event.args.get("Input Dims")][-1:]
+        if active[-1].cat.startswith("cuda_"):
+            launches[active[-1].args.get("correlation")] = names[:-1], shapes
+        yield start, end, category(names, vocab, *shapes), names[-1]
+
+
+def is_told(span: tuple, main: bool, gpu: bool) -> bool:
+    """Whether a span of a thread counts: on a GPU only where kernels leave gaps."""
+    *_, kind, name = span
+    if gpu:
+        return main and (kind in ("data wait", OTHER) or kind == "optimizer" and HOST_UPDATE.search(name) is not None)
+    return main or name.startswith("gloo:")
+
+
+def analyse(trace: list[dict], vocab: int = 0) -> tuple[dict[str, float], dict[str, Counter], int]:
+    """Chrome trace events -> (time by category, time by category and name, steps)."""
+    trace = [e for e in trace if e.get("ph") == "X"]
+    events = [Event(e["ts"], e["ts"] + e["dur"], e["name"], e["cat"], e["tid"], e.get("args", {})) for e in trace]
+    steps = [e for e in events if e.name.startswith("ProfilerStep#") and e.cat == "user_annotation"]
+    kernels = [e for e in events if e.cat in ("kernel", "gpu_memcpy", "gpu_memset")]
+    host = [e for e in events if e.cat in ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")]
+    launches, spans = {}, []
+    for thread in {e.thread for e in host}:
+        own = host_spans([e for e in host if e.thread == thread], vocab, launches)
+        spans += [span for span in own if is_told(span, thread == steps[0].thread, bool(kernels))]
+    for e in kernels:
+        names, shapes = launches.get(e.args.get("correlation"), ([], []))
+        kind = category([*names, e.name], vocab, *shapes)
+        spans.append((e.start, e.end, "norms and elementwise" if kind == "idle" else kind, e.name))
+    return *divide(spans, min(e.start for e in steps), max(e.end for e in steps)), len(steps)
 
 
 def table(events: list[dict], vocab: int = 0) -> str:
@@ -151,11 +155,10 @@ def table(events: list[dict], vocab: int = 0) -> str:
     total = sum(spent.values())
     lines = [f"{'':24} ms a step    share   the most of it"]
     for kind, time in spent.items():
-        name, most = (names[kind].most_common(1) or [("", 0.0)])[0]
-        most = (
-            f"   {most / 1e3 / steps:.1f} {re.sub('^graph_[0-9]+_', '', name)[:60]}" if most and kind != "idle" else ""
-        )
-        lines.append(f"{kind:24} {time / 1e3 / steps:9.1f}   {time / total:6.1%}{most}")
+        line = f"{kind:24} {time / 1e3 / steps:9.1f}   {time / total:6.1%}"
+        for name, most in names[kind].most_common(kind != "idle"):
+            line += f"   {most / 1e3 / steps:.1f} {re.sub('^graph_[0-9]+_', '', name)[:60]}"
+        lines.append(line)
     lines.append(f"{'wall time':24} {total / 1e3 / steps:9.1f}   {1:6.1%}")
     return "\n".join([*lines, *[f"beside it: {OTHER}, {beside / 1e3:.1f} ms in all"] * (beside > 0)])
 
@@ -165,53 +168,57 @@ def read_trace(path: Path) -> list[dict]:
         return json.load(f)["traceEvents"]
 
 
+def make_profile(steps: int, cuda: bool, path: Path, then: Callable[[], None] = lambda: None) -> profile:
+    """torch's profiler: warms up for a step, then records `steps` and writes them to a file, and calls `then`."""
+
+    def write(record: profile) -> None:
+        path.parent.mkdir(exist_ok=True)
+        record.export_chrome_trace(str(path))
+        then()
+
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]
+    plan = schedule(wait=0, warmup=1, active=steps, repeat=1)
+    return profile(activities=activities, schedule=plan, on_trace_ready=write, record_shapes=True)
+
+
+def write_table(path: Path, cuda: bool, vocab: int, first: int) -> None:
+    """Of a trace that begins with step `first`, beside it."""
+    events = read_trace(path)
+    if cuda and not any(e.get("cat") == "kernel" for e in events):
+        return logger.warning("The profiler saw no kernel (is CUPTI allowed here?): no table, only %s", path)
+    text = table(events, vocab)
+    path.with_name("table.txt").write_text(text + "\n")
+    logger.info("Profile of rank 0, from step %d on; for chrome://tracing or perfetto: %s\n%s", first, path, text)
+
+
 def profiled(steps: range, run: Run) -> Iterator[int]:
     """The steps, one after the other; on rank 0 torch's profiler watches --profile of them, from the fourth on. What it
     takes to start it and to write what it saw is not the steps' time. Ends as the loop does: what was seen is
     written."""
-    config, ranks = run.config, run.ranks
-    n, first = config.profile, steps.start + PROFILE_AFTER
-    if n and len(steps) < PROFILE_AFTER + n:
+    n, first = run.config.profile, steps.start + PROFILE_AFTER
+    last = first + n - 1
+    if n and last >= steps.stop:
         raise UserError(
-            f"--profile {n} watches steps {first} to {first + n - 1}, when all is compiled and warm, and the run ends"
-            f" with step {steps.stop - 1}: give --steps {first + n - 1}, or --profile 0"
+            f"--profile {n} watches steps {first} to {last}, when all is compiled and warm, and the run ends"
+            f" with step {steps.stop - 1}: give --steps {last}, or --profile 0"
         )
-    if not n or ranks.rank:
+    if not n or run.ranks.rank:
         yield from steps
         return
     torch._inductor.config.cpp.enable_kernel_profile = True  # CPU kernels by name; before anything is compiled
-    cuda = ranks.device.type == "cuda"
-    folder = run.folder / "profile"
-
-    def write(record: profile) -> None:
-        folder.mkdir(exist_ok=True)
-        path = folder / f"rank-{ranks.rank:05d}.trace.json.gz"
-        record.export_chrome_trace(str(path))
-        events = read_trace(path)
-        if cuda and not any(e.get("cat") == "kernel" for e in events):
-            return logger.warning("The profiler saw no kernel (is CUPTI allowed here?): no table, only %s", path)
-        text = table(events, config.model_config.vocab_size)
-        (folder / "table.txt").write_text(text + "\n")
-        logger.info("Profile of rank 0, from step %d on; for chrome://tracing or perfetto: %s\n%s", first, path, text)
-
-    record = profile(
-        activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda],
-        schedule=schedule(wait=0, warmup=1, active=n, repeat=1),
-        on_trace_ready=write,
-        record_shapes=True,
-    )
+    cuda, path = run.ranks.device.type == "cuda", run.folder / "profile/rank-00000.trace.json.gz"
+    vocab = run.config.model_config.vocab_size
+    record = make_profile(n, cuda, path, lambda: write_table(path, cuda, vocab, first))
     try:
         for step in steps:
             if step == first - 1:
                 with run.phase("profile"):
-                    logger.info(
-                        "Profiling steps %d to %d: slower, and so is what is recorded of them", first, first + n - 1
-                    )
+                    logger.info("Profiling steps %d to %d: slower, and so is what is recorded of them", first, last)
                     record.start()
             yield step
-            if first - 1 <= step < first + n:
+            if first - 1 <= step <= last:
                 with run.phase("profile"):
-                    if cuda and step in (first - 1, first + n - 1):
+                    if cuda and step in (first - 1, last):
                         torch.cuda.synchronize()  # the kernels of these steps are launched and end in them
                     record.step()
     finally:
@@ -220,7 +227,11 @@ def profiled(steps: range, run: Run) -> Iterator[int]:
                 record.stop()
 
 
+def main(argv: list[str]) -> None:
+    if len(argv) != 1:
+        raise UserError("usage: python profiler.py TRACE.json.gz")
+    print(table(read_trace(Path(argv[0]))))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python profiler.py TRACE.json.gz")
-    print(table(read_trace(Path(sys.argv[1]))))
+    run_script(main)

@@ -26,11 +26,11 @@ import tempfile
 from itertools import zip_longest
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from errors import Failure, run_script  # first: it finds the Python that has torch
 
+FOLDER = Path(__file__).resolve().parent
 STEPS = 60
-AT_ONCE = 3  # runs that are trained at the same time: of two ranks one often waits for the other
 RECORD = FOLDER / "golden.json"
 # Named in /proc/cpuinfo; the best first. The environment holds a better CPU to the set.
 SETS = {
@@ -52,8 +52,9 @@ RECIPES = {
     "chat": "--data chat.jsonl --model tiny-llama --seq_len 64 --schedule constant --weight_decay 0.3",
     "fp8": "--data a.txt --model tiny-mixtral --n_layers 1 --dtype fp32 --fp8 tensor --fp8_all_gather",
 }
+STEP = ("loss", "gradient norm")
 MEANT = "If this change of the numerics is meant: `python bench/golden.py --record`, and say why in the commit"
-Run = dict[str, list[float] | float | str]  # loss, grad_norm: one per step; val_loss; weights: a checksum
+Figures = dict[str, list[float] | float | str]  # loss, grad_norm: one per step; val_loss; weights: a checksum
 
 
 def sets_here() -> list[str]:
@@ -107,32 +108,32 @@ def train_rank(words: list[str], environment: dict[str, str], output: str) -> No
 
 def start(recipe: str, ranks: int, dtype: str) -> list[multiprocessing.Process]:
     """Starts the ranks of a run in the current folder, which holds the data. They are forks: torch is imported."""
-    words = [*COMMON.split(), "--dtype", dtype, *RECIPES[recipe].split(), "--out", f"{recipe}-{ranks}"]
+    out = f"{recipe}-{ranks}"
+    words = [*COMMON.split(), "--dtype", dtype, *RECIPES[recipe].split(), "--out", out]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     processes = []
     for rank in range(ranks):
         environment = job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        arguments = words, environment, f"{recipe}-{ranks}.log"
+        arguments = words, environment, f"{out}.log"
         processes.append(multiprocessing.get_context("fork").Process(target=train_rank, args=arguments))
         processes[-1].start()
     return processes
 
 
-def finish(recipe: str, ranks: int, processes: list[multiprocessing.Process]) -> Run:
+def finish(recipe: str, ranks: int, processes: list[multiprocessing.Process]) -> Figures:
+    """Waits for the ranks of a run -> its figures."""
     for process in processes:
         process.join()
     out = Path(f"{recipe}-{ranks}")
     if any(process.exitcode for process in processes):
-        raise SystemExit(f"{out} failed:\n{Path(f'{out}.log').read_text()[-4000:]}")
+        raise Failure(f"{out} failed:\n{Path(f'{out}.log').read_text()[-4000:]}")
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    run: Run = {key: [record[key] for record in records if key in record] for key in ("loss", "grad_norm")}
-    return run | {
-        "val_loss": next(r["val_loss"] for r in reversed(records) if "val_loss" in r),
-        "weights": checksum(out / "hf"),
-    }
+    run: Figures = {key: [record[key] for record in records if key in record] for key in ("loss", "grad_norm")}
+    val_loss = next(record["val_loss"] for record in reversed(records) if "val_loss" in record)
+    return run | {"val_loss": val_loss, "weights": checksum(out / "hf")}
 
 
 def checksum(folder: Path) -> str:
@@ -153,19 +154,15 @@ def train_all(instructions: str) -> None:
 
     torch.use_deterministic_algorithms(True, warn_only=True)  # which imports much, too
     write_data(Path())
-    dtype = "bf16" if instructions.endswith("bf16") else "fp32"
-    runs, waiting, running = {}, [(recipe, ranks) for recipe in RECIPES for ranks in (1, 2)], []
-    while waiting or running:
-        if waiting and len(running) < AT_ONCE:
-            recipe, ranks = waiting.pop(0)
-            running.append((recipe, ranks, start(recipe, ranks, dtype)))
-            continue
-        recipe, ranks, processes = running.pop(0)
-        runs[f"{recipe} on {ranks} rank{'s' * (ranks > 1)}"] = finish(recipe, ranks, processes)
+    dtype, runs = "bf16" if instructions.endswith("bf16") else "fp32", {}
+    for recipe in RECIPES:  # the runs of a recipe at the same time: of two ranks one often waits for the other
+        started = {ranks: start(recipe, ranks, dtype) for ranks in (1, 2)}
+        for ranks, processes in started.items():
+            runs[f"{recipe} on {ranks} rank{'s' * (ranks > 1)}"] = finish(recipe, ranks, processes)
     Path("runs.json").write_text(json.dumps(runs))
 
 
-def measure(instructions: str) -> dict[str, Run]:
+def measure(instructions: str) -> dict[str, Figures]:
     """All runs with one instruction set, in a process of its own: what a CPU can do is asked once."""
     aten, onednn, _ = SETS[instructions]
     settings = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "ATEN_", "ONEDNN_", "DNNL_", "TORCH")
@@ -176,36 +173,38 @@ def measure(instructions: str) -> dict[str, Run]:
         work = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import golden; golden.train_all({instructions!r})"
         done = subprocess.run([sys.executable, "-c", work], cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"The golden recipes could not be trained:\n{done.stderr[-4000:]}")
+            raise Failure(f"The golden recipes could not be trained:\n{done.stderr[-4000:]}")
         return json.loads(Path(folder, "runs.json").read_text())
 
 
-def differences(expected: dict[str, Run], measured: dict[str, Run]) -> list[str]:
-    """A line for each run that differs: its first step that does, and by how much."""
+def differences(expected: dict[str, Figures], measured: dict[str, Figures]) -> list[str]:
+    """A line for each run that differs: its first figure that does, and by how much."""
     lines = []
     for name in expected | measured:
         if name not in expected or name not in measured:
             lines.append(f"{name}: {'recorded' if name in expected else 'trained'} only")
-            continue
-        if line := first_difference(expected[name], measured[name]):
-            lines.append(f"{name}: {line}")
+        elif expected[name] != measured[name]:
+            lines.append(f"{name}: {first_difference(expected[name], measured[name])}")
     return lines
 
 
-def first_difference(expected: Run, measured: Run) -> str:
-    columns = (expected["loss"], measured["loss"], expected["grad_norm"], measured["grad_norm"])
-    for step, (loss, new_loss, norm, new_norm) in enumerate(zip_longest(*columns), 1):
-        for what, was, now in (("loss", loss, new_loss), ("gradient norm", norm, new_norm)):
-            if was is None or now is None:
-                return f"step {step} is {'recorded' if now is None else 'trained'} only"
-            if was != now:
-                return (
-                    f"the {what} of step {step} is {now}, recorded {was}: {now - was:+.3g} ({now / was - 1:+.2g} of it)"
-                )
-    if expected["val_loss"] != measured["val_loss"]:
-        return f"all steps agree, the validation loss is {measured['val_loss']}, recorded {expected['val_loss']}"
-    same = expected["weights"] == measured["weights"]
-    return "" if same else "all losses and gradient norms agree, the weights after the last step do not"
+def in_order(run: Figures) -> dict[str, float | str]:
+    """Every figure of a run by its name, as they come in training."""
+    pairs = zip_longest(run["loss"], run["grad_norm"])
+    steps = {
+        f"{what} of step {i}": value for i, pair in enumerate(pairs, 1) for what, value in zip(STEP, pair, strict=True)
+    }
+    return steps | {"validation loss": run["val_loss"], "checksum of the weights": run["weights"]}
+
+
+def first_difference(expected: Figures, measured: Figures) -> str:
+    was, now = in_order(expected), in_order(measured)
+    what = next(name for name in was | now if was.get(name) != now.get(name))
+    old, new = was.get(what), now.get(what)
+    if old is None or new is None:
+        return f"the {what} is {'recorded' if new is None else 'trained'} only"
+    change = "" if isinstance(old, str) else f": {new - old:+.3g} ({new / old - 1:+.2g} of it)"
+    return f"the {what} is {new}, recorded {old}{change}; all before it agree"
 
 
 def torch_version() -> str:
@@ -214,7 +213,7 @@ def torch_version() -> str:
     return torch.__version__.partition("+")[0]
 
 
-def expected_runs(instructions: str) -> tuple[dict[str, Run], str]:
+def expected_runs(instructions: str) -> tuple[dict[str, Figures], str]:
     """-> (the recorded runs, why there are none)"""
     record, again = json.loads(RECORD.read_text()), "`python bench/golden.py --record` makes one"
     if record["torch"] != torch_version():
@@ -240,23 +239,20 @@ def record_all() -> None:
     RECORD.write_text(text + "\n")
 
 
-def main() -> None:
-    import errors  # noqa: F401  (finds the Python that has torch)
-
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--record", action="store_true", help="write golden.json anew")
     parser.add_argument("--set", choices=SETS, help="instruction set (default: the best that this CPU has)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.record:
         return record_all()
     instructions = args.set or next(iter(sets_here()), "")
     expected, problem = expected_runs(instructions)
-    if problem:
-        sys.exit(problem)
-    if lines := differences(expected, measure(instructions)):
-        sys.exit("\n".join([*lines, MEANT]))
+    lines = [problem] if problem else differences(expected, measure(instructions))
+    if lines:
+        raise Failure("\n".join(lines if problem else [*lines, MEANT]))
     print(f"{len(expected)} runs with {instructions}: every loss is the recorded one")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -1,13 +1,13 @@
-"""One GPU: correctness, then training steps and their parts, against peers and limits.
+"""One GPU: correctness, then training steps and their parts, against peers and limits; what FP8 does to a run's layers.
 
     python bench/run.py gpu [--parts NAME ...]
 
 A part makes what it needs and frees it, so that any may be left out."""
 
 import gc
+import itertools
 import json
 import math
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,7 +16,6 @@ import traceback
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -27,20 +26,23 @@ from errors import ROOT  # first: it finds the Python that has torch
 import torch  # isort: skip
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import checkpoint
 import fp8
 import machine
 import peers
 import shard
-from check import resolve
-from common import Row, row, speed_row, with_ratios
+import train
+from check import first_values, resolve
+from common import Row, Wrong, race, row, speed_rows, timed
 from config import Config, parse_args
-from data import Batch
+from data import make_loader
 from log import PEAKS
-from model import MODELS, LossHead, ModelConfig, flops_per_token, random_init
-from peers import Contender, random_tokens
-from profiler import analyse, read_trace
+from model import MODELS, LossHead, ModelConfig, Transformer, flops_per_token
+from optim import DTYPES
+from peers import Contender
+from profiler import analyse, make_profile, read_trace
 from weights import config_json
 
 PEAK = PEAKS["H200"] * 1e12  # FLOP/s, dense bf16; what MFU is a share of
@@ -59,87 +61,44 @@ class Lab(NamedTuple):
     """Where the suite runs. tiny: small shapes, few steps. deadline: of time.monotonic()."""
 
     ranks: shard.Ranks
-    tiny: bool
-    deadline: float
+    tiny: bool = False
+    deadline: float = math.inf
 
     @property
     def cuda(self) -> bool:
         return self.ranks.device.type == "cuda"
 
-    def free(self) -> None:
-        gc.collect()
-        if self.cuda:
-            torch.cuda.empty_cache()
-
 
 # ---- measuring
 
-
-def gpu_state() -> dict[str, str]:
-    fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(fields.split(","), said.split(", "), strict=True))
+SMI = "timeout 10 nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu --format=csv,noheader"
 
 
-def measure(lab: Lab, steps: dict[str, Callable], warm: int = 2, rounds: int = 6) -> tuple[dict, dict, dict]:
-    """Rounds of 5 steps of each in turn, `warm` of them unmeasured, with no waiting inside a round -> seconds of each
-    step, peak bytes, and what nvidia-smi said meanwhile, with the graphs that were compiled after the warm-up."""
-    counters, seconds, peaks = torch._dynamo.utils.counters["stats"], {n: [] for n in steps}, dict.fromkeys(steps, 0)
-    length, warm, rounds = (1, 1, 2) if lab.tiny else (5, warm, rounds)
-    with ThreadPoolExecutor(1) as thread:
-        for turn in range(warm + rounds):
-            if turn > warm and time.monotonic() > lab.deadline:
-                break
-            if turn == warm:
-                graphs, state = counters["unique_graphs"], thread.submit(gpu_state)
-            for name, step in steps.items():
-                spent, peaks[name] = time_steps(lab.cuda, step, length)
-                seconds[name] += spent if turn >= warm else []
-        return seconds, peaks, state.result() | {"late graphs": counters["unique_graphs"] - graphs}
-
-
-def time_steps(cuda: bool, step: Callable, n: int) -> tuple[list[float], int]:
-    """-> seconds of each of n steps, by the GPU's events where there is one; peak bytes"""
-    if not cuda:
-        marks = [time.perf_counter(), *(step() and None or time.perf_counter() for _ in range(n))]
-        return [b - a for a, b in zip(marks, marks[1:], strict=False)], 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    torch.cuda.synchronize()
-    pairs = zip(marks, marks[1:], strict=False)
-    return [a.elapsed_time(b) / 1e3 for a, b in pairs], torch.cuda.max_memory_allocated()
-
-
-def measured_rows(case: str, unit: str, amount: float, measured: tuple, more: Callable[[str, float], str]) -> list[Row]:
-    """A row for each contender, in amount per second; ratios to the last. more(name, amount per second): what to add to
-    its name."""
-    (seconds, _, state), rows = measured, []
-    late = f"; {state['late graphs']} graphs compiled meanwhile" * bool(state["late graphs"])
-    for name, values in seconds.items():
-        result = speed_row(case, name, unit, amount, values)
-        result["what"] += more(name, result["median"]) + late
-        rows.append(result | {"steps": len(values), "gpu": state})
-    return with_ratios(rows)
+def measure(
+    lab: Lab, case: str, unit: str, amount: float, steps: dict[str, Callable],
+    note: Callable[[str, float, int], str] = lambda *_: "", warm: int = 2, rounds: int = 6,
+) -> list[Row]:  # fmt: skip
+    """Rounds of 5 steps of each in turn, `warm` of them unmeasured -> a row each, with what nvidia-smi said meanwhile;
+    ratios to the last. note(name, amount per second, peak bytes): what to add to a name."""
+    counters, length = torch._dynamo.utils.counters["stats"], 1 if lab.tiny else 5
+    contenders = {name: partial(timed, step, length, lab.cuda) for name, step in steps.items()}
+    race(contenders, 1 if lab.tiny else warm)
+    graphs, smi = counters["unique_graphs"], subprocess.Popen(SMI, shell=True, stdout=-1, stderr=-3, text=True)
+    turns = race(contenders, 2 if lab.tiny else rounds, lab.deadline)
+    state, graphs = smi.communicate()[0].strip(), counters["unique_graphs"] - graphs
+    rows = speed_rows(case, unit, amount, turns)
+    for result, (name, several) in zip(rows, turns.items(), strict=True):
+        result["what"] += note(name, result["median"], several[-1].peak)
+        result["what"] += f"; {graphs} graphs compiled meanwhile" * (graphs > 0)
+        result |= {"steps": sum(len(turn.seconds) for turn in several), "gpu": state}
+    return rows
 
 
 def profile_rows(lab: Lab, case: str, step: Callable, vocab: int) -> Iterator[Row]:
     """Where the time of a step goes, as `--profile` tells it, and what the host waits for."""
-    steps = 1 if lab.tiny else 3
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json.gz")
-        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * lab.cuda]
-        plan = schedule(wait=0, warmup=1, active=steps, repeat=1)
-        write = {"on_trace_ready": lambda record: record.export_chrome_trace(str(path)), "record_shapes": True}
-        with profile(activities=activities, schedule=plan, **write) as record:
+        path, steps = Path(folder, "trace.json.gz"), 1 if lab.tiny else 3
+        with make_profile(steps, lab.cuda, path) as record:
             for _ in range(1 + steps):
                 step()
                 if lab.cuda:
@@ -147,10 +106,9 @@ def profile_rows(lab: Lab, case: str, step: Callable, vocab: int) -> Iterator[Ro
                 record.step()
         events = read_trace(path)
     spent, names, _ = analyse(events, vocab)
-    for kind, time_ in spent.items():
-        most = names[kind].most_common(1)
-        longest = f": {most[0][0][:120]}" if most else ""
-        yield row(case, kind + longest, 100 * time_ / sum(spent.values()), "% of a step")
+    for kind, seconds in spent.items():
+        longest = "".join(f": {name[:120]}" for name, _ in names[kind].most_common(1))
+        yield row(case, kind + longest, 100 * seconds / sum(spent.values()), "% of a step")
     counts = Counter(event["name"] for event in events if event.get("ph") == "X")
     for name in ("cudaStreamSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense"):
         yield row(case, name, counts[name] / steps, "per step")  # the event is that of the step before: no waiting
@@ -174,24 +132,23 @@ class Race(NamedTuple):
     profiled: bool = False
 
 
+NO_MESH, IN_ROOT = "no FSDP", "embedding and lm_head in the root's unit"
+DENSE = "flatland, dense, as many FLOPs"  # both of a token's experts as one
+COMPILED, EAGER, TORCHAO = "transformers, compiled", "transformers", "torchao tensorwise on our model"
+
+
 @cache
 def resolved(lab: Lab, flags: str) -> Config:
     words = f"--compile block {flags} {TINY * lab.tiny} {'--compile none' * (not lab.cuda)}".split()
     return resolve(parse_args(words), lab.ranks.device, 1)
 
 
-NO_MESH, IN_ROOT = "no FSDP", "embedding and lm_head in the root's unit"
-DENSE = "flatland, dense, as many FLOPs"  # both of a token's experts as one
-COMPILED, EAGER, TORCHAO = "transformers, compiled", "transformers", "torchao tensorwise on our model"
-FP8 = tuple(f"--fp8 {recipe}" for recipe in fp8.RECIPES)
-
-
-def flags_of(lab: Lab, race: Race, name: str) -> str:
+def config_of(lab: Lab, race: Race, name: str) -> Config:
     memory = torch.cuda.get_device_properties(lab.ranks.device).total_memory if lab.cuda else math.inf
     layers = race.layers // 2 if race.halve and memory < 100e9 else race.layers
     model = "llama2-7b --n_kv_heads 8 --ffn_dim 28672" if name == DENSE else race.model
     size = f"--n_layers {layers} --seq_len {race.seq_len} --micro_batch {race.rows} --fp8_log_every 0"
-    return f"--model {model} {size} {name[name.find('--') :] if '--' in name else ''}"
+    return resolved(lab, f"--model {model} {size} {name[name.find('--') :] if '--' in name else ''}")
 
 
 def theirs(lab: Lab, config: Config, compiled: bool, shared: Contender | None) -> Contender:
@@ -202,92 +159,93 @@ def theirs(lab: Lab, config: Config, compiled: bool, shared: Contender | None) -
         model, loss_of = peers.transformers(Path(folder), False, torch.bfloat16)
     model = shared.model if shared else model.to(lab.ranks.device)
     optimizer = shared.optimizer if shared else peers.adamw(model)
-    batch = Batch(*random_tokens(config.micro_batch, config.seq_len, config.model_config.vocab_size))
-
-    def on_device() -> tuple[Tensor, Tensor]:
-        here = batch.to(lab.ranks.device)
-        return here.tokens, here.targets
-
-    return peers.their_step(model, loss_of, optimizer, on_device, compiled and not lab.tiny)
+    batch = peers.batch_of(config).to(lab.ranks.device)
+    tokens = batch.tokens, batch.targets
+    return peers.their_step(model, loss_of, optimizer, lambda: tokens, compiled and not lab.tiny)
 
 
-def ours(lab: Lab, config: Config, shared: Contender | None = None, mesh=None, own_units: bool = True) -> Contender:
-    tokens = random_tokens(config.micro_batch, config.seq_len, config.model_config.vocab_size)
-    return peers.our_step(config, lab.ranks, *tokens, shared, mesh, own_units)
-
-
-def make_contenders(lab: Lab, race: Race) -> Iterator[tuple[str, Contender | None]]:
-    """Those of the same model share its parameters and optimizer. None: torchao is not installed."""
-    shared: dict = {}
+def make_contenders(lab: Lab, race: Race) -> dict[str, Contender]:
+    """Those of the same model share its parameters and optimizer."""
+    shared, contenders = {}, {}
     for name in race.contenders:
-        config = resolved(lab, flags_of(lab, race, name))
-        key = "transformers" if name in (COMPILED, EAGER) else config.model_config
-        if key == "transformers":
-            contender = theirs(lab, config, name == COMPILED, shared.get(key))
+        config = config_of(lab, race, name)
+        if name in (COMPILED, EAGER):
+            contender = theirs(lab, config, name == COMPILED, shared.get(EAGER))
+            shared[EAGER] = contender
         else:
-            contender = ours(lab, config, shared.get(key))
-        if name == TORCHAO:
-            contender = contender if convert_by_torchao(lab, contender.model) else None
-        shared.setdefault(key, contender)
-        yield name, contender
+            contender = peers.our_step(config, lab.ranks, shared.get(config.model_config))
+            shared[config.model_config] = contender
+        if name != TORCHAO or convert_by_torchao(lab, contender.model):
+            contenders[name] = contender
+    return contenders
 
 
 def convert_by_torchao(lab: Lab, model: nn.Module) -> bool:
-    """The layers that ours converts."""
+    """Converts the layers that ours does -> False: it is not installed."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         return False
     options = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=not lab.cuda)
-    linear = [name for name, m in model.layers.named_modules(prefix="layers") if isinstance(m, nn.Linear)]
-    names = {name for name in linear if not {*fp8.SKIP} & {*name.split(".")}}
+    names = {f"layers.{n}" for n, m in model.layers.named_modules() if isinstance(m, nn.Linear)}
+    names = {name for name in names if not {*fp8.SKIP} & {*name.split(".")}}
     convert_to_float8_training(model, config=options, module_filter_fn=lambda module, name: name in names)
     return True
 
 
 def held(contender: Contender) -> dict[int, int]:
     """Bytes of each of its parameters and moments on the GPU, by address: contenders may share them."""
-    states = (t for state in contender.optimizer.state.values() for t in state.values())
-    tensors = [shard.local(t.detach()) for t in (*contender.model.parameters(), *states)]
+    moments = (t for state in contender.optimizer.state.values() for t in state.values())
+    tensors = [shard.local(t.detach()) for t in (*contender.model.parameters(), *moments)]
     return {t.data_ptr(): t.nbytes for t in tensors if t.device.type == "cuda"}
 
 
 def race_rows(lab: Lab, case: str, config: Config, contenders: dict[str, Contender], **rounds: int) -> list[Row]:
     """Tokens/s, MFU (causal) and peak memory, without what the others hold."""
-    tokens, flops = config.micro_batch * config.seq_len, flops_per_token(config.model_config, config.seq_len)
-    measured = measure(lab, {name: c.step for name, c in contenders.items()}, **rounds)
-    own = {name: held(c) for name, c in contenders.items()}
-    everything = sum({k: v for part in own.values() for k, v in part.items()}.values())
+    flops = flops_per_token(config.model_config, config.seq_len)
 
-    def more(name: str, rate: float) -> str:
-        memory = (measured[1][name] - everything + sum(own[name].values())) / 2**30 * lab.cuda
+    def note(name: str, rate: float, peak: int) -> str:
+        own, everything = held(contenders[name]), {}
+        for contender in contenders.values():
+            everything |= held(contender)
+        memory = (peak - sum(everything.values()) + sum(own.values())) / 2**30 * lab.cuda
         return f"; MFU {rate * flops / PEAK:.1%}; {memory:.1f} GiB"
 
-    return measured_rows(case, "tokens/s", tokens, measured, more)
+    steps = {name: contender.step for name, contender in contenders.items()}
+    return measure(lab, case, "tokens/s", config.micro_batch * config.seq_len, steps, note, **rounds)
 
 
 def gpu_race(lab: Lab, race: Race) -> Iterator[Row]:
-    config = resolved(lab, flags_of(lab, race, ""))
-    size = f"{config.model_config.n_layers} layers, {race.rows} x {race.seq_len}"
-    case, first = f"{race.title}, {size}", None
+    config = config_of(lab, race, "")
+    case = f"{race.title}, {config.model_config.n_layers} layers, {race.rows} x {race.seq_len}"
     if race.alone:
-        mesh = shard.make_mesh(0, lab.ranks, offload=True)
-        for name in race.contenders:
-            on_mesh = None if name == NO_MESH else mesh
-            contender = ours(lab, resolved(lab, flags_of(lab, race, name)), None, on_mesh, name != IN_ROOT)
-            (result,) = race_rows(lab, f"{case}, one by one", config, {name: contender}, warm=1, rounds=2)
-            del contender
-            lab.free()
-            first = first or result["median"]
-            yield result | {"ratio": result["median"] / first}
-        return
-    contenders = dict(make_contenders(lab, race))
-    if None in contenders.values():
-        contenders.pop(TORCHAO)
-        yield row(case, f"{TORCHAO}: not installed")
+        return (yield from alone_rows(lab, race, f"{case}, one by one"))
+    contenders = make_contenders(lab, race)
+    for name in race.contenders:
+        if name not in contenders:
+            yield row(case, f"{name}: not installed")
     yield from race_rows(lab, case, config, contenders)
     if race.profiled:
         yield from profile_rows(lab, f"H: {case}", contenders["flatland"].step, config.model_config.vocab_size)
+
+
+def alone_rows(lab: Lab, race: Race, case: str) -> Iterator[Row]:
+    mesh, first = shard.make_mesh(0, lab.ranks, offload=True), None
+    for name in race.contenders:
+        config, on_mesh = config_of(lab, race, name), None if name == NO_MESH else mesh
+        contender = peers.our_step(config, lab.ranks, None, on_mesh, name != IN_ROOT)
+        (result,) = race_rows(lab, case, config, {name: contender}, warm=1, rounds=2)
+        del contender
+        free(lab)
+        first = first or result["median"]
+        yield result | {"ratio": result["median"] / first}
+    dist.destroy_process_group()
+
+
+def free(lab: Lab) -> None:
+    gc.collect()
+    if lab.cuda:
+        torch.cuda.empty_cache()
 
 
 # ---- correctness
@@ -295,7 +253,7 @@ def gpu_race(lab: Lab, race: Race) -> Iterator[Row]:
 
 def check_bound(case: str, error: float, low: float, high: float) -> Row:
     if not low <= error < high:
-        raise SystemExit(f"{case}: the error is {error:.2e}, not in [{low:.1e}, {high:.1e}): nothing is measured")
+        raise Wrong(f"{case}: the error is {error:.2e}, not in [{low:.1e}, {high:.1e}): nothing is measured")
     return row(case, f"allowed {low:.1e} to {high:.1e}", error, "error", error / high)
 
 
@@ -306,132 +264,128 @@ def relative(value: Tensor, exact: Tensor) -> float:
 
 def gradients(ranks: shard.Ranks, config: Config) -> list[Tensor]:
     """The loss, and every gradient, of the same model and tokens."""
-    model = peers.build(config, ranks)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    shard.fill(model, random_init(config.model_config, shapes, 0))
-    batch = Batch(*random_tokens(config.micro_batch, config.seq_len, config.model_config.vocab_size)).to(ranks.device)
+    model = train.build(config, ranks, None)
+    shard.fill(model, *first_values(config, model, None))
+    batch = peers.batch_of(config).to(ranks.device)
     loss = model(batch.tokens, batch.targets)
     loss.backward()
     return [loss, *(p.grad for p in model.parameters())]
 
 
 def gpu_check(lab: Lab) -> Iterator[Row]:
+    """The loss and gradients of a small model, and the products of a layer in FP8, against the CPU."""
     flags = "--model tiny-llama --dim 256 --n_layers 4 --ffn_dim 512 --seq_len 256 --micro_batch 2 --clip 0"
-    config = replace(resolved(lab, flags), attention="sdpa")
-    cpu, results = shard.Ranks(0, 1, torch.device("cpu")), {}
-    precision = torch.get_float32_matmul_precision()
+    config, cpu = replace(resolved(lab, flags), attention="sdpa"), shard.Ranks(0, 1, torch.device("cpu"))
+    precision, results = torch.get_float32_matmul_precision(), {}
     torch.set_float32_matmul_precision("highest")
     for dtype in ("bf16", "fp32"):
         results["cpu", dtype] = gradients(cpu, replace(config, dtype=dtype, compile="none"))
         results["gpu", dtype] = gradients(lab.ranks, replace(config, dtype=dtype))
     torch.set_float32_matmul_precision(precision)
-    exact = results["cpu", "fp32"]
-    worst = {key: max(map(relative, values, exact)) for key, values in results.items()}
+    worst = {key: max(map(relative, values, results["cpu", "fp32"])) for key, values in results.items()}
     yield check_bound("loss and gradients, fp32, against the CPU's", worst["gpu", "fp32"], 0, 1e-4)
     yield check_bound("the same, bf16; the CPU's own error x 2", worst["gpu", "bf16"], 1e-4, 2 * worst["cpu", "bf16"])
     M, K, N = (256, 512, 384) if lab.tiny else (2048, 4096, 6144)
     for recipe, bounds in ERRORS.items():
         torch.manual_seed(0)
-        layer = nn.Linear(K, N, bias=False, dtype=torch.bfloat16, device=lab.ranks.device)
-        nn.init.normal_(layer.weight)
-        fp8.convert_linears(layer, recipe, small=True)
-        if not lab.tiny:
-            layer.compile(dynamic=False)
-        x, g = (torch.randn(M, n, dtype=torch.bfloat16, device=lab.ranks.device) for n in (K, N))
-        y = layer(x.requires_grad_())
+        layer = Layers(lab, [(N, K)], M, recipe)
+        weight, (x,), (g,) = layer.modules[0].weight, layer.xs, layer.gs
+        nn.init.normal_(weight)
+        y = layer.forward()[0]
         y.backward(g)
-        X, W, G = (t.detach().double() for t in (x, layer.weight, g))
-        pairs = {"y": (y, X @ W.T), "dx": (x.grad, G @ W), "dw": (layer.weight.grad, G.T @ X)}
+        X, W, G = (t.detach().double() for t in (x, weight, g))
+        pairs = {"y": (y, X @ W.T), "dx": (x.grad, G @ W), "dw": (weight.grad, G.T @ X)}
         for (name, pair), (low, high) in zip(pairs.items(), bounds, strict=True):
             yield check_bound(f"fp8 {recipe}, {M} x {K} x {N}, {name}", relative(*pair), low, high)
 
 
 def gpu_tests(lab: Lab) -> Iterator[Row]:
     files = [path for path in ROOT.glob("test_*.py") if "mark.gpu" in path.read_text()]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *(["--version"] if lab.tiny else files)]
-    limit = min(150.0, max(lab.deadline - time.monotonic(), 10.0))
-    try:
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit)
-        code, out = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as stopped:
-        code, out = -1, (stopped.stdout or b"") + f"\nstopped after {limit:.0f} s".encode()
-    lines = out.decode(errors="replace").strip().splitlines()
-    if code:
+    limit = f"{min(150.0, max(lab.deadline - time.monotonic(), 10.0)):.0f}"
+    command = ["timeout", limit, sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
+    command += ["--version"] if lab.tiny else files
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = [*done.stdout.splitlines(), f"stopped after {limit} s"][: -1 if done.returncode != 124 else None]
+    if done.returncode:
         print("\n".join(lines[-60:]), file=sys.stderr)
-    yield row("pytest -m gpu", f"{'failed: ' if code else ''}{lines[-1]}")
+    yield row("pytest -m gpu", f"{'failed: ' if done.returncode else ''}{lines[-1]}")
 
 
 # ---- matrix products and the loss head
 
 
-def roof(x: Tensor, w: Tensor, g: Tensor, recipe: str) -> list[Callable[[], Tensor]]:
-    """The three products of a layer by torch._scaled_mm alone, of operands that are quantized and laid out already."""
-    dim, flip = (None, None) if recipe == "tensor" else (1, 0), fp8.column_major
-    rows, columns = dim if recipe != "tensor" else (None, None)
-    (xq, sx), (wq, sw) = fp8.quantize(x, fp8.E4M3, rows), fp8.quantize(w, fp8.E4M3, rows)
-    gq, sg = fp8.quantize(g, fp8.E5M2 if recipe == "tensor" else fp8.E4M3, rows)
-    (wt, swt), (xt, sxt) = fp8.quantize(w, fp8.E4M3, columns), fp8.quantize(x, fp8.E4M3, columns)
-    gt, sgt = fp8.quantize(g, gq.dtype, columns)
-    products = [(xq, wq.t(), sx, sw.t()), (gq, flip(wt), sg, swt), (gt.t().contiguous(), flip(xt), sgt.t(), sxt)]
-    calls = []
-    for i, (a, b, sa, sb) in enumerate(products if recipe != "row_gw_hp" else products[:2]):
-        scales = {"scale_a": sa.reciprocal(), "scale_b": sb.reciprocal()}
-        fast = recipe != "tensor" or i == 0
-        calls.append(partial(torch._scaled_mm, a, b, out_dtype=torch.bfloat16, use_fast_accum=fast, **scales))
-    return calls if recipe != "row_gw_hp" else [*calls, lambda: g.t() @ x.detach()]
+class Layers:
+    """Linear layers [N, K] in FP8 and the operands of a step: x and the gradient of y for each."""
 
+    def __init__(self, lab: Lab, shapes: list[tuple[int, int]], tokens: int, recipe: str):
+        with torch.device(lab.ranks.device):
+            self.modules = nn.ModuleList(nn.Linear(K, N, bias=False, dtype=torch.bfloat16) for N, K in shapes)
+            self.xs = [torch.randn(tokens, K, dtype=torch.bfloat16, requires_grad=True) for _, K in shapes]
+            self.gs = [torch.randn(tokens, N, dtype=torch.bfloat16) for N, _ in shapes]
+        fp8.convert_linears(self.modules, recipe, small=True)
+        self.forward = torch.compile(self._forward, dynamic=False, disable=lab.tiny)
 
-def layer_steps(lab: Lab, shapes: list[tuple[int, int]], tokens: int, recipe: str) -> dict[str, Callable]:
-    """Linear layers [N, K], forward and backward: in FP8 with all casts; its products alone; in bf16."""
-    with torch.device(lab.ranks.device):
-        layers = nn.ModuleList(nn.Linear(K, N, bias=False, dtype=torch.bfloat16) for N, K in shapes)
-        xs = [torch.randn(tokens, K, dtype=torch.bfloat16, requires_grad=True) for _, K in shapes]
-        gs = [torch.randn(tokens, N, dtype=torch.bfloat16) for N, _ in shapes]
-    fp8.convert_linears(layers, recipe, small=True)
-    with torch.no_grad():
-        three = zip(xs, layers, gs, strict=True)
-        calls = [call for x, layer, g in three for call in roof(x, layer.weight, g, recipe)]
+    def _forward(self) -> list[Tensor]:
+        return [layer(x) for x, layer in zip(self.xs, self.modules, strict=True)]
 
-    def with_casts(xs: list[Tensor]) -> list[Tensor]:
-        return [layer(x) for x, layer in zip(xs, layers, strict=True)]
+    def in_bf16(self) -> list[Tensor]:
+        return [nn.functional.linear(x, layer.weight) for x, layer in zip(self.xs, self.modules, strict=True)]
 
-    def in_bf16(xs: list[Tensor]) -> list[Tensor]:
-        return [nn.functional.linear(x, layer.weight) for x, layer in zip(xs, layers, strict=True)]
-
-    def step(run: Callable) -> None:
-        torch.autograd.backward(run(xs), gs)
-        for t in (*xs, *layers.parameters()):
+    def step(self, forward: Callable) -> None:
+        torch.autograd.backward(forward(), self.gs)
+        for t in (*self.xs, *self.modules.parameters()):
             t.grad = None
 
-    def alone() -> None:
+    def products(self) -> list[Callable[[], Tensor]]:
+        """The matrix products of an uncompiled step, of operands that are quantized and laid out already."""
+        calls = []
+
+        class Record(TorchDispatchMode):
+            def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+                if op in (torch.ops.aten._scaled_mm.default, torch.ops.aten.mm.default):
+                    calls.append(partial(op, *args, **kwargs or {}))
+                return op(*args, **kwargs or {})
+
+        with Record():
+            self.step(self._forward)
+        return calls
+
+
+def layer_rows(lab: Lab, case: str, shapes: list[tuple[int, int]], tokens: int, recipe: str) -> list[Row]:
+    """Forward and backward: in FP8 with all casts; its products alone; in bf16."""
+    layers, flops = Layers(lab, shapes, tokens, recipe), 6 * tokens * sum(N * K for N, K in shapes)
+    calls = layers.products()
+
+    @torch.no_grad()
+    def products() -> None:
         for call in calls:
             call()
 
-    compiled = torch.compile(with_casts, dynamic=False, disable=lab.tiny)
-    casts = partial(step, compiled)
-    return {f"{recipe}, with casts": casts, f"{recipe}, products alone": alone, "bf16": partial(step, in_bf16)}
+    steps = {
+        f"{recipe}, with casts": partial(layers.step, layers.forward),
+        f"{recipe}, products alone": products,
+        "bf16": partial(layers.step, layers.in_bf16),
+    }
+    rows = measure(lab, case, "TFLOP/s", flops / 1e12, steps, in_ms(flops), 1, 3)
+    rows[0]["what"] += f"; casts {1 - rows[0]['median'] / rows[1]['median']:.1%} of its time"
+    torch._dynamo.reset()
+    return rows
+
+
+def in_ms(flops: int) -> Callable[[str, float, int], str]:
+    return lambda name, rate, peak: f"; {1e3 * flops / 1e12 / rate:.2f} ms"
 
 
 def gpu_products(lab: Lab, recipes: tuple[str, ...]) -> Iterator[Row]:
     """The linear layers of a block. (In a model the compiler joins casts with what comes before: their share there is
     smaller.)"""
-    for name, tokens, recipe in [(m, t, r) for m in BLOCKS for t in (2048, 8192) for r in recipes]:
+    for name, tokens, recipe in itertools.product(BLOCKS, (2048, 8192), recipes):
         c, n = MODELS[name], tokens
         if lab.tiny:
             c, n = replace(c, dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=176), 32
         wide, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         shapes = [(wide + 2 * kv, c.dim), (c.dim, wide), (2 * c.ffn_dim, c.dim), (c.dim, c.ffn_dim)]
-        measured = measure(lab, layer_steps(lab, shapes, n, recipe), 1, 3)
-        ms = {name: 1e3 * statistics.median(times) for name, times in measured[0].items()}
-        casts, alone, _ = ms.values()
-        case, flops = f"a block's products, {name}, {tokens} tokens", 6 * n * sum(N * K for N, K in shapes)
-
-        def more(name: str, _, ms=ms, casts=casts, alone=alone) -> str:
-            share = f"; casts {1 - alone / casts:.1%} of its time" if ms[name] == casts else ""
-            return f"; {ms[name]:.2f} ms{share}"
-
-        yield from measured_rows(case, "TFLOP/s", flops / 1e12, measured, more)
-        torch._dynamo.reset()
+        yield from layer_rows(lab, f"a block's products, {name}, {tokens} tokens", shapes, n, recipe)
 
 
 BLOCKS = ("llama3-8b", "llama3-70b", "llama3.1-405b")
@@ -451,13 +405,11 @@ def head_rows(lab: Lab, dtype: torch.dtype) -> list[Row]:
         head, targets = LossHead(shape).to(dtype), torch.randint(0, V, (1, N))
         nn.init.normal_(head.weight, std=0.02)
         x = torch.randn(1, N, D, dtype=torch.bfloat16, requires_grad=True)
+    F = nn.functional
 
     def plain() -> Tensor:
-        logits = nn.functional.linear(x[0], head.weight.to(x.dtype)).float()
-        return nn.functional.cross_entropy(logits, targets[0], reduction="sum")
-
-    def fused() -> Tensor:
-        return nn.functional.linear_cross_entropy(x[0], head.weight.to(x.dtype), targets[0], reduction="sum")
+        logits = F.linear(x[0], head.weight.to(x.dtype)).float()
+        return F.cross_entropy(logits, targets[0], reduction="sum")
 
     @torch.no_grad()
     def products() -> None:
@@ -473,60 +425,51 @@ def head_rows(lab: Lab, dtype: torch.dtype) -> list[Row]:
         "flatland": lambda: head(x, targets)[0],
         "compiled F.cross_entropy": torch.compile(plain, disable=lab.tiny),
     }
-    if hasattr(nn.functional, "linear_cross_entropy"):
-        losses["F.linear_cross_entropy"] = fused
+    fused = getattr(F, "linear_cross_entropy", None)  # of torch 2.13
+    if fused:
+        losses["F.linear_cross_entropy"] = lambda: fused(x[0], head.weight.to(x.dtype), targets[0], reduction="sum")
     values = [loss().item() for loss in losses.values()]
     if max(values) - min(values) > 1e-2 * values[0]:  # torch's own sums to bf16
         raise RuntimeError(f"the results differ: {values}")
     rest = x.nbytes + head.weight.nbytes + (torch.cuda.memory_allocated() if lab.cuda else 0)  # with the gradients
     steps = {name: partial(step, loss) for name, loss in losses.items()} | {"its three products alone": products}
-    measured = measure(lab, steps, 1, 4)
 
-    def more(name: str, _) -> str:
-        beyond = f"; {(measured[1][name] - rest) / 2**30:.2f} GiB beyond gradients" if name in losses else ""
-        return f"; {1e3 * statistics.median(measured[0][name]):.2f} ms{beyond}"
+    def note(name: str, rate: float, peak: int) -> str:
+        beyond = f"; {(peak - rest) / 2**30:.2f} GiB beyond gradients" if name in losses else ""
+        return beyond + in_ms(6 * N * D * V)(name, rate, peak)
 
     case = f"F: loss head, {N} x {D} x {V}, weight in {str(dtype)[6:]}"
-    return measured_rows(case, "TFLOP/s", 6 * N * D * V / 1e12, measured, more)
+    return measure(lab, case, "TFLOP/s", 6 * N * D * V / 1e12, steps, note, 1, 4)
 
 
 # ---- the parts
 
-CHECKPOINTING = ("block", "selective", "block --offload_activations", "none")
+MODES = ("block", "selective", "block --offload_activations", "none")
+CHECKPOINTING = tuple(f"--checkpointing {mode}" for mode in MODES)
 PREFETCH = ("--prefetch 1", "--prefetch 0", "--prefetch 2", "--reshard never")
+OFFLOAD = ("--offload none", "--offload cpu", "--offload cpu --prefetch 0")
 A = Race("A: Llama 8B", "llama3-8b", 8, ("flatland", COMPILED, EAGER), profiled=True)
-B = Race("B: Llama 8B", "llama3-8b", 8, (*FP8, TORCHAO, "bf16"), halve=False)
-RACES = {
-    "llama": A,
-    "fp8": B,
-    "recipe3": Race("B: Llama 2 7B", "llama2-7b", 8, ("flatland --fp8 tensor", "flatland", EAGER)),
-    "llama-2048": A._replace(rows=1, seq_len=2048, profiled=False),
-    "fp8-2048": B._replace(rows=1, seq_len=2048),
-    "checkpointing": Race("Llama 8B", "llama3-8b", 8, tuple(f"--checkpointing {c}" for c in CHECKPOINTING)),
-    "mesh": Race("FSDP on one rank: Llama 8B", "llama3-8b", 4, (NO_MESH, *PREFETCH, IN_ROOT), halve=False, alone=True),
-    "offload": Race("offload: Llama 8B", "llama3-8b", 2, ("--offload none", "--offload cpu",
-                    "--offload cpu --prefetch 0"), halve=False, alone=True),
-    "gpt2": Race("C: GPT-2 124M", "gpt2 --vocab_size 50304", 12, ("flatland --compile block",
-                 "flatland --compile model", EAGER, COMPILED), 64, 1024, halve=False),
-    "experts": Race("E: Mixtral", "mixtral-8x7b", 2, ("flatland", EAGER, DENSE), profiled=True),
-}  # fmt: skip
-OTHERS = {
-    "check": gpu_check,
-    "tests": gpu_tests,
-    "products": partial(gpu_products, recipes=("tensor",)),
-    "head": gpu_head,
-    "products-row": partial(gpu_products, recipes=("row", "row_gw_hp")),
-}
+B = Race("B: Llama 8B", "llama3-8b", 8, (*(f"--fp8 {r}" for r in fp8.RECIPES), TORCHAO, "bf16"), halve=False)
+MESH = Race("FSDP on one rank: Llama 8B", "llama3-8b", 4, (NO_MESH, *PREFETCH, IN_ROOT), halve=False, alone=True)
+GPT2 = ("flatland --compile block", "flatland --compile model", EAGER, COMPILED)
 # Most valuable first; seconds: a guess at what each takes on an H200 whose compiler has nothing cached.
-SECONDS = {
-    "check": 45, "tests": 150, "llama": 100, "fp8": 100, "recipe3": 70, "products": 70, "llama-2048": 70,
-    "fp8-2048": 80, "checkpointing": 80, "head": 25, "mesh": 110, "offload": 70, "gpt2": 110, "experts": 70,
-    "products-row": 120,
-}  # fmt: skip
 PARTS = {
-    name: (cost, partial(gpu_race, race=RACES[name]) if name in RACES else OTHERS[name])
-    for name, cost in SECONDS.items()
-}
+    "check": (45, gpu_check),
+    "tests": (150, gpu_tests),
+    "llama": (100, A),
+    "fp8": (100, B),
+    "recipe3": (70, Race("B: Llama 2 7B", "llama2-7b", 8, ("flatland --fp8 tensor", "flatland", EAGER))),
+    "products": (70, partial(gpu_products, recipes=("tensor",))),
+    "llama-2048": (70, A._replace(rows=1, seq_len=2048, profiled=False)),
+    "fp8-2048": (80, B._replace(rows=1, seq_len=2048)),
+    "checkpointing": (80, Race("Llama 8B", "llama3-8b", 8, CHECKPOINTING)),
+    "head": (25, gpu_head),
+    "mesh": (110, MESH),
+    "offload": (70, MESH._replace(title="offload: Llama 8B", layers=2, contenders=OFFLOAD)),
+    "gpt2": (110, Race("C: GPT-2 124M", "gpt2 --vocab_size 50304", 12, GPT2, 64, 1024, halve=False)),
+    "experts": (70, Race("E: Mixtral", "mixtral-8x7b", 2, ("flatland", EAGER, DENSE), profiled=True)),
+    "products-row": (120, partial(gpu_products, recipes=("row", "row_gw_hp"))),
+}  # fmt: skip
 
 
 def bench_gpu(args: Namespace) -> Iterator[Row]:
@@ -535,25 +478,60 @@ def bench_gpu(args: Namespace) -> Iterator[Row]:
     lab = Lab(shard.init_ranks(), args.tiny, time.monotonic() + args.seconds)
     if args.tiny:
         yield row("--tiny", "small shapes and few steps under the names of the large ones: the figures say nothing")
-    limit, torch._dynamo.config.recompile_limit = torch._dynamo.config.recompile_limit, 64  # contenders share code
+    torch._dynamo.config.recompile_limit = 64  # contenders share code
+    for name, (cost, part) in PARTS.items():
+        if name == "check" or (name in args.parts and args.repeats):
+            yield from run_part(lab, name, cost, part)
+
+
+def run_part(lab: Lab, name: str, cost: int, part: Race | Callable) -> Iterator[Row]:
+    """One that would not end in time is left out; one that fails does not end the others, which are worth their time,
+    but for a wrong result."""
+    begin = time.monotonic()
+    if lab.deadline - begin < cost and not lab.tiny:
+        yield row(name, f"skipped: it takes about {cost} s, {lab.deadline - begin:.0f} s are left")
+        return
     try:
-        for name, (cost, part) in PARTS.items():
-            left = lab.deadline - time.monotonic()
-            if name != "check" and (name not in args.parts or args.check):
-                continue
-            if left < cost and not args.tiny:
-                yield row(name, f"skipped: it takes about {cost} s, {left:.0f} s are left")
-                continue
-            begin = time.monotonic()
-            try:
-                yield from part(lab)
-            except Exception as error:  # the other parts are worth their time
-                traceback.print_exc()
-                yield row(name, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-            torch._dynamo.reset()
-            lab.free()
-            print(f"({name}: {time.monotonic() - begin:.0f} s)", file=sys.stderr)
-    finally:
-        torch._dynamo.config.recompile_limit = limit
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        yield from gpu_race(lab, part) if isinstance(part, Race) else part(lab)
+    except Wrong:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        yield row(name, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    torch._dynamo.reset()
+    free(lab)
+    print(f"({name}: {time.monotonic() - begin:.0f} s)", file=sys.stderr)
+
+
+# ---- the layers of a run's model
+
+
+def bench_fp8(args: Namespace) -> Iterator[Row]:
+    """Each layer of a run's model in FP8: amax, saturated and flushed shares (in millionths) and SNR of x, W and g.
+
+    On a GPU the ratio is its speed-up over bf16."""
+    lab, saved = Lab(shard.Ranks(0, 1, machine.find_device(1))), checkpoint.newest(args.run)
+    config, device = saved.config, lab.ranks.device
+    model = Transformer(saved.model_config, DTYPES[config.dtype])
+    shard.fill(model, saved.read_weights)
+    model.to(device).train()
+    recipe = args.recipe or config.fp8.replace("off", "tensor")
+    rows = fp8.convert_linears(model, recipe, config.fp8_grad_dtype.replace("auto", "e5m2"), config.fp8_skip, True)
+    fp8.watch(model, list(fp8.layers(model)))
+    batch = next(iter(make_loader(config)))[0].to(device)
+    model(batch.tokens, batch.targets, batch.positions).backward()
+    figures, tokens = fp8.watched(model), batch.tokens.numel()
+    speed_up = cache(lambda shape: layer_rows(lab, "", [shape], tokens, recipe)[0]["ratio"] if lab.cuda else None)
+    for name, shape, verdict in rows:
+        case = f"{name}, {' x '.join(map(str, shape))}"
+        if verdict != "fp8":
+            yield row(case, verdict)
+            continue
+        parts = [f"recipe {recipe}, {tokens} tokens"]
+        for operand in "xwg":
+            amax, saturated, flushed, snr = (figures[f"fp8/{name}/{operand}_{f}"] for f in fp8.FIGURES)
+            shares = f"saturated {1e6 * saturated:.0f} flushed {1e6 * flushed:.0f}"
+            parts.append(f"{operand} amax {amax:.2e} {shares}{'' if snr is None else f' {snr:.1f} dB'}")
+        ratio = speed_up(shape)
+        parts += [f"LOSES: --fp8_skip {name}"] if ratio and ratio < 1 else []
+        yield row(case, "; ".join(parts), ratio=ratio)

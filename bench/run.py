@@ -18,97 +18,111 @@ is written anew after each row. Status 1 if a contender computed something else,
 
 import argparse
 import json
+import os
 import sys
+import time
 from argparse import Namespace
+from importlib.metadata import distributions
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from errors import UserError  # first: it finds the Python that has torch
+from errors import Failure, run_script, write_whole  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 
 import cpu
-import fp8_layers
 import gpu
 import peers
 import runs
 import suites
-from common import Failed, describe_machine, table_line
+from common import Row
 from fp8 import RECIPES
-from log import write_whole
+from log import describe_environment
 
 # Each takes the command line's flags and yields its rows; the first line of its docstring is the title.
-SUITES = {**suites.SUITES, "cpu": cpu.bench_cpu, "gpu": gpu.bench_gpu, **runs.SUITES, "fp8": fp8_layers.bench_fp8}
+SUITES = {**suites.SUITES, "cpu": cpu.bench_cpu, "gpu": gpu.bench_gpu, **runs.SUITES, "fp8": gpu.bench_fp8}
 PARTS = {"cpu": cpu.PARTS, "gpu": gpu.PARTS}
+COMPARE = ("generate", "tokenizer", "cpu", "gpu")  # suites with something to compare that is not timed
+PACKAGES = ("transformers", "tokenizers", "sentencepiece", "tiktoken", "litgpt", "torchao")
+SETTINGS = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "TORCH")  # that change what is measured
 
 
-def parse(argv: list[str]) -> Namespace:
+def describe_machine() -> dict[str, object]:
+    """For the head of the results."""
+    machine = {"date": time.strftime("%Y-%m-%d %H:%M")} | describe_environment() | {"load": os.getloadavg()[0]}
+    packages = {package.name: package.version for package in distributions() if package.name in PACKAGES}
+    return machine | packages | {key: value for key, value in os.environ.items() if key.startswith(SETTINGS)}
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench/run.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)}; default: all that can run here")
+    add("suites", nargs="*", metavar="SUITE", choices=SUITES, help=f"{', '.join(SUITES)}; default: all that can run")
     add("--check", action="store_true", help="only compare the results of all contenders, time nothing")
-    add("--repeats", type=int, default=0, help="measured runs of each contender (default 9; cpu: 5)")
+    add("--repeats", type=int, help="measured runs of each contender (default 9; cpu: 5)")
     add("--json", type=Path, metavar="FILE", help="also write the rows and the machine to a file")
-    add("--parts", nargs="+", default=[], metavar="PART", help="of cpu or gpu; default: all")
-    add(
-        "--peers", nargs="+", choices=peers.PEERS, default=list(peers.PEERS), help="of cpu; default: all that are there"
-    )
+    add("--parts", nargs="+", metavar="PART", help="of cpu or gpu; default: all")
+    add("--peers", nargs="+", choices=peers.PEERS, default=[*peers.PEERS], help="of cpu; default: all that are there")
     add("--nanogpt", type=Path, metavar="FOLDER", help="a checkout of github.com/karpathy/nanoGPT")
-    add("--steps", type=int, default=0, help="of switches and reference; 0 = as written there")
-    add("--disk", type=Path, metavar="FOLDER", help="of checkpoint; default: where temporary files go")
+    add("--steps", type=int, default=0, help="of switches, reference and fp8-parity; 0 = as written there")
     add("--seconds", type=float, default=520.0, help="that gpu may take (default 520)")
     add("--run", type=Path, metavar="FOLDER", help="of fp8: a run folder")
     add("--recipe", default="", choices=("", *RECIPES), help="of fp8: another than the run's")
     add("--tiny", action="store_true", help="cpu and gpu in small, on a CPU, too: does the code run?")
+    return parser
+
+
+def parse(argv: list[str]) -> Namespace:
+    parser, has_gpu = make_parser(), torch.cuda.is_available()
     args = parser.parse_args(argv)
-    if unknown := set(args.suites) - set(SUITES):
-        raise UserError(f"{unknown.pop()} is no suite; there are {', '.join(SUITES)}")
-    has_gpu = torch.cuda.is_available()
-    args.suites = args.suites or [name for name in SUITES if name != "fp8" and (name != "gpu" or has_gpu)]
-    if args.check:  # whole runs compare results while they are timed
-        args.suites = [name for name in args.suites if name not in runs.SUITES]
+    suites = args.suites or [name for name in SUITES if name != "fp8" and (name != "gpu" or has_gpu)]
+    args.suites = [name for name in suites if name in COMPARE or not args.check]
     known = [part for name in args.suites for part in PARTS.get(name, ())]
-    if unknown := [part for part in args.parts if part not in known]:
-        choices = f"there are {', '.join(known)}" if known else "only cpu and gpu have parts"
-        raise UserError(f"--parts {unknown[0]} is unknown: {choices}")
+    args.parts = args.parts or known
+    unknown = [part for part in args.parts if part not in known]
+    if unknown:
+        parser.error(f"--parts {unknown[0]} is unknown: there are {', '.join(known) or 'parts of cpu and gpu only'}")
     if args.nanogpt and not (args.nanogpt / "model.py").exists():
-        raise UserError(f"--nanogpt {args.nanogpt}: there is no model.py in it")
+        parser.error(f"--nanogpt {args.nanogpt}: there is no model.py in it")
     if "fp8" in args.suites and not args.run:
-        raise UserError("fp8 needs --run FOLDER, of the run whose model it looks at")
-    if args.repeats < 0:
-        raise UserError(f"--repeats {args.repeats}: it must be at least 1")
+        parser.error("fp8 needs --run FOLDER, of the run whose model it looks at")
+    if args.repeats is not None and args.repeats < 1:
+        parser.error(f"--repeats {args.repeats}: it must be at least 1")
     if "gpu" in args.suites and not (args.tiny or has_gpu):
-        raise UserError("gpu needs a GPU that torch can use; with --tiny its code runs on a CPU, in small")
+        parser.error("gpu needs a GPU that torch can use; with --tiny its code runs on a CPU, in small")
     return args
 
 
+def table_line(row: Row) -> str:
+    low, median, high = ("" if row[key] is None else f"{row[key]:.4g}" for key in ("p10", "median", "p90"))
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    return f"| {row['case']} | {row['what']} | {median} {row['unit']} | {low} | {high} | {ratio} |"
+
+
+def run_suite(suite: str, args: Namespace, machine: dict, rows: list[Row]) -> None:
+    """Prints the suite's rows as they come and adds them to `rows`."""
+    repeats = args.repeats or (5 if suite == "cpu" else 9)
+    own = Namespace(**vars(args) | {"repeats": 0 if args.check else repeats})
+    print(f"\n{SUITES[suite].__doc__.splitlines()[0]}\n\n| case | what | median | p10 | p90 | ratio |")
+    print("|---|---|--:|--:|--:|--:|")
+    for row in SUITES[suite](own):
+        rows.append({"suite": suite} | row)
+        print(table_line(row), flush=True)
+        if args.json:
+            write_whole(args.json, json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
 def main(argv: list[str]) -> None:
-    args = parse(argv)
-    machine, rows = describe_machine(), []
+    args, rows, machine = parse(argv), [], describe_machine()
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     for suite in args.suites:
-        own = Namespace(**vars(args))
-        own.repeats = 0 if args.check else args.repeats or (5 if suite == "cpu" else 9)
-        own.parts = [part for part in PARTS.get(suite, ()) if part in args.parts or not args.parts]
-        print(f"\n{SUITES[suite].__doc__.splitlines()[0]}\n\n| case | what | median | p10 | p90 | ratio |")
-        print("|---|---|--:|--:|--:|--:|")
-        for row in SUITES[suite](own):
-            rows.append({"suite": suite} | row)
-            print(table_line(row), flush=True)
-            if args.json:
-                write_whole(args.json, json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        try:
+            run_suite(suite, args, machine, rows)
+        except ModuleNotFoundError as error:
+            raise Failure(f"{error}: `bash test.sh` installs what the suites need") from None
     if any(word in row["what"] for row in rows for word in ("failed: ", "refused: ")):
-        raise SystemExit("a part failed, or a contender was refused: see above")
+        raise Failure("a part failed, or a contender was refused: see above")
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(print(f"error: {error}", file=sys.stderr) or 2)
-    except ModuleNotFoundError as error:
-        sys.exit(f"error: {error}: `bash test.sh` installs what the suites need")
-    except Failed as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(main)

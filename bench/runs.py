@@ -8,6 +8,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from common import Row, Run, row, train_run  # first: it finds the Python that has torch
 
@@ -15,14 +16,21 @@ import numpy as np  # isort: skip
 import torch
 
 import shard
+from check import first_values
 from config import Config, parse_args
 from data import make_loader
-from model import Transformer, random_init
+from model import Transformer
 from optim import learning_rate
-from peers import PEERS, adamw
+from peers import PEERS, adamw, their_step
 from weights import export_model
 
 PLOTS = Path(__file__).parent
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def train_in(folder: str, flags: str, processes: int = 1, env: dict[str, str] | None = None) -> Run:
+    """A run in a new folder inside of this one."""
+    return train_run(Path(tempfile.mkdtemp(dir=folder), "run"), flags.split(), processes, env)
 
 
 def judge(loss: float, reference: float, noise: float) -> str:
@@ -32,9 +40,9 @@ def judge(loss: float, reference: float, noise: float) -> str:
     return f"validation loss {loss:.4f} ({loss - reference:+.4f}, {distance:.2f} of the seed noise){verdict}"
 
 
-def seeds(folder: Path, words: list) -> tuple[list[Run], float]:
+def seeds(folder: str, flags: str) -> tuple[list[Run], float]:
     """-> three runs, and the seed noise"""
-    runs = [train_run(folder / f"seed-{seed}", [*words, "--seed", seed]) for seed in range(3)]
+    runs = [train_in(folder, f"{flags} --seed {seed}") for seed in range(3)]
     losses = [run.loss for run in runs]
     return runs, max(losses) - min(losses)
 
@@ -42,144 +50,132 @@ def seeds(folder: Path, words: list) -> tuple[list[Run], float]:
 # ---- switches
 
 
-def switches(cuda: bool, gpus: int) -> list[tuple[str, list[str] | None, int, dict[str, str]]]:
-    """(name, flags, processes, environment), each with one switch more than before; flags None: not on this machine."""
-    own, fused = ("blocked", "sdpa") if cuda else ("sdpa", "blocked")  # plain products are what is slow on a GPU
+class Variant(NamedTuple):
+    """flags: empty, if this machine cannot run it."""
 
-    def flags(dtype: str, compiled: str, attention: str) -> list[str]:
-        return ["--dtype", dtype, "--compile", compiled, "--attention", attention]
+    name: str
+    flags: str
+    processes: int = 1
+    env: dict[str, str] | None = None
 
-    last = flags("bf16", "block", fused)
-    rows = [
-        ("fp32", flags("fp32", "none", own), 1, {}),
-        ("TF32", flags("tf32", "none", own) if cuda else None, 1, {}),
-        ("bf16", flags("bf16", "none", own), 1, {}),
-        ("+ compile", flags("bf16", "block", own), 1, {}),
-        (f"+ attention {fused}", last, 1, {}),
+
+def switches(cuda: bool, gpus: int) -> list[Variant]:
+    """Each with one switch more than before."""
+    plain, fused = ("blocked", "sdpa") if cuda else ("sdpa", "blocked")  # plain products are what is slow on a GPU
+    last = f"--dtype bf16 --compile block --attention {fused}"
+    one_process = [
+        Variant("fp32", f"--dtype fp32 --compile none --attention {plain}"),
+        Variant("TF32", f"--dtype tf32 --compile none --attention {plain}" * cuda),
+        Variant("bf16", f"--dtype bf16 --compile none --attention {plain}"),
+        Variant("+ compile", f"--dtype bf16 --compile block --attention {plain}"),
+        Variant(f"+ attention {fused}", last),
     ]
     if cuda:
-        return [*rows, ("+ 2 processes", last if gpus > 1 else None, 2, {})]
-    one = {"OMP_NUM_THREADS": "1"}  # what a process has when two share the machine
-    return [*rows, ("the same on one thread", last, 1, one), ("+ 2 processes of one thread", last, 2, one)]
+        return [*one_process, Variant("+ 2 processes", last * (gpus > 1), 2)]
+    alone = Variant("the same on one thread", last, 1, ONE_THREAD)  # what a process has when two share the machine
+    return [*one_process, alone, Variant("+ 2 processes of one thread", last, 2, ONE_THREAD)]
 
 
 def bench_switches(args: Namespace) -> Iterator[Row]:
     """The byte GPT of recipes/char-gpt.args with one switch after the other: tokens/s, validation loss, memory."""
     cuda = torch.cuda.is_available()
     steps, tokens = args.steps or (1000 if cuda else 30), 16384 if cuda else 2048
-    case, rows = f"{tokens} tokens a step, {steps} steps", switches(cuda, torch.cuda.device_count())
-    words = ["@recipes/char-gpt.args", "--batch_tokens", tokens, "--steps", steps, "--warmup_steps", 0.1]
-    words += ["--log_every", max(1, steps // 5), "--eval_every", steps, "--eval_batches", 10]
-    words += ["--sample_every", max(1, steps // 2)]
-    words += [] if cuda else ["--lr", 3e-4]  # 1e-3, an eighth of the batch and a few steps of warm-up: losses jump
-    runs: dict[str, Run] = {}
+    case, variants = f"{tokens} tokens a step, {steps} steps", switches(cuda, torch.cuda.device_count())
+    flags = f"@recipes/char-gpt.args --batch_tokens {tokens} --steps {steps} --warmup_steps 0.1 --eval_batches 10"
+    flags += f" --log_every {max(1, steps // 5)} --eval_every {steps} --sample_every {max(1, steps // 2)}"
+    flags += "" if cuda else " --lr 3e-4"  # 1e-3, an eighth of the batch and a few steps of warm-up: losses jump
     with tempfile.TemporaryDirectory() as folder:
-        same_seed, noise = seeds(Path(folder), [*words, *rows[4][1]])
-        runs[rows[4][0]] = same_seed[0]
-        yield row(case, f"seed noise of the validation loss, three seeds of {rows[4][0]}", noise, "nats")
-        for name, flags, processes, env in rows:
-            if flags is None:
+        _, noise = seeds(folder, f"{flags} {variants[4].flags}")
+        yield row(case, f"seed noise of the validation loss, three seeds of {variants[4].name}", noise, "nats")
+        first = None
+        for name, own, processes, env in variants:
+            if not own:
                 yield row(case, f"{name}: not on this machine")
                 continue
-            if name not in runs:
-                runs[name] = train_run(Path(folder, name.replace(" ", "-")), [*words, *flags], processes, env)
-            this, first = runs[name], runs["fp32"]
-            said = f"{name}: {judge(this.loss, first.loss, noise)}, {this.memory:.2f} GiB"
-            yield row(case, said, this.speed, "tokens/s", this.speed / first.speed)
-        yield from traps(Path(folder), words, runs, rows[-1], cuda)
+            run = train_in(folder, f"{flags} {own}", processes, env)
+            first = first or run
+            parts = [f"{name}: {judge(run.loss, first.loss, noise)}", f"{run.memory:.2f} GiB", *traps(run, processes)]
+            yield row(case, "; ".join(parts), run.speed, "tokens/s", run.speed / first.speed)
+        if variants[-1].flags:
+            yield samples_row(folder, flags, variants[-1], cuda)
 
 
-def traps(folder: Path, words: list, runs: dict[str, Run], last: tuple, cuda: bool) -> Iterator[Row]:
-    """What went wrong in the recipe's own runs: time that nobody counted, samples that hung, memory that they kept."""
-    name, flags, processes, env = last
-    # Of one process: torchrun's own start and end are not in the log.
-    alone = {run_name: run for run_name, run in runs.items() if "processes" not in run_name}
-    uncounted = {run_name: run.wall - sum(run.parts.values()) for run_name, run in alone.items()}
-    worst = max(alone, key=lambda run_name: abs(uncounted[run_name]) / alone[run_name].wall)
-    wall, share = alone[worst].wall, uncounted[worst] / alone[worst].wall
-    verdict = "" if abs(uncounted[worst]) <= max(0.02 * wall, 0.5) else "; failed: more than 2 % and 0.5 s"
-    said = f"wall time less its logged parts, the worst of all ({worst}, {wall:.1f} s){verdict}"
-    yield row("traps", said, 100 * share, "%")
-    if not flags:
-        return
-    samples = runs[name].samples
-    verdict = "" if samples == 2 else "; failed: 2 were asked for"
-    yield row("traps", f"samples written by {processes} processes{verdict}", samples, "samples")
-    # What the compiler takes is resident, too, and samples are compiled: on a CPU this is told apart without it.
-    short = [*words, *flags, *([] if cuda else ["--compile", "none"]), "--steps", 6, "--eval_every", 0]
-    silent, talking = (train_run(folder / f"{n}", [*short, "--sample_every", n], processes, env) for n in (0, 3))
-    growth = talking.memory - silent.memory
-    verdict = "" if growth <= 0.1 * silent.memory else "; failed: more than 10 %"
-    said = f"peak memory of {processes} processes with samples amid training, less that without them{verdict}"
-    yield row("traps", said, growth, "GiB", talking.memory / silent.memory)
+def traps(run: Run, processes: int) -> list[str]:
+    """What went wrong in the recipe's own runs: time that nobody counted, samples that hung."""
+    uncounted, parts = run.wall - sum(run.parts.values()), []
+    if processes == 1:  # torchrun's own start and end are not in the log
+        verdict = "failed: " * (abs(uncounted) > max(0.02 * run.wall, 0.5))
+        parts.append(f"{verdict}{uncounted / run.wall:.1%} of {run.wall:.1f} s are in no logged part")
+    if run.samples != 2:
+        parts.append(f"failed: {run.samples} samples were written, 2 were asked for")
+    return parts
+
+
+def samples_row(folder: str, flags: str, last: Variant, cuda: bool) -> Row:
+    """Samples that keep memory. What the compiler takes is resident, too, and samples are compiled: on a CPU this is
+    told apart without it."""
+    short = f"{flags} {last.flags} {'' if cuda else '--compile none'} --steps 6 --eval_every 0 --sample_every"
+    silent, talking = (train_in(folder, f"{short} {n}", last.processes, last.env).memory for n in (0, 3))
+    verdict = "" if talking <= 1.1 * silent else "; failed: more than 10 %"
+    what = f"peak memory of {last.processes} processes with samples amid training, less that without them{verdict}"
+    return row("traps", what, talking - silent, "GiB", talking / silent)
 
 
 # ---- growth
 
-SMALL = "--model tiny-llama --dim 128 --n_layers 2 --n_heads 2 --n_kv_heads 2 --ffn_dim 384 --compile none"
-SMALL += " --tokenizer bytes"  # for the large vocabularies, too
-
-
-def axes(cuda: bool) -> dict[str, dict[int, list]]:
-    """axis -> flags by its values; what is not the axis' own: 16 rows of 256 tokens."""
-    base = [*SMALL.split(), "--dtype", "bf16" if cuda else "fp32", "--attention", "sdpa", "--seq_len", 256]
-    base += ["--micro_batch", 16, "--log_every", 1, "--eval_every", 0]
-    counts = [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() if cuda else 2 * (os.cpu_count() or 1))]
-    lengths = (256, 1024, 4096, 16384, 32768)
-    long = {n: [*base, "--steps", 3 if n > 4096 and not cuda else 5] for n in lengths}
-    base += ["--steps", 5]
-    return {
-        "sequence length": {n: [*long[n], "--seq_len", n, "--micro_batch", 32768 // n] for n in lengths},
-        "rows per step": {n: [*base, "--micro_batch", n] for n in (4, 16, 32, 64, 128)},
-        "vocabulary": {n: [*base, "--vocab_size", n] for n in (258, 4096, 16384, 32768, 65536)},
-        "layers": {n: [*base, "--n_layers", n] for n in (2, 4, 8, 16, 32)},
-        "processes": {n: [*base, "--micro_batch", 0, "--batch_tokens", 64 * 256] for n in counts},
-    }
-
-
-def fit(x: list[float], y: list[float]) -> tuple[float, float]:
-    """Least squares of the relative error: y = a + b x."""
-    weights = 1 / np.array(y)
-    columns = np.stack([np.ones(len(x)), np.array(x, dtype=float)], 1)
-    a, b = np.linalg.lstsq(columns * weights[:, None], np.array(y) * weights, rcond=None)[0]
-    return float(a), float(b)
+GROWTH = (
+    "--model tiny-llama --dim 128 --n_layers 2 --n_heads 2 --n_kv_heads 2 --ffn_dim 384 --compile none --attention sdpa"
+    " --tokenizer bytes --seq_len 256 --micro_batch 16 --steps 5 --log_every 1 --eval_every 0"
+)
+AXES = {  # axis: values, flags by the value; what is not the axis' own: 16 rows of 256 tokens
+    "sequence length": ((256, 1024, 4096, 16384, 32768), lambda n: f"--seq_len {n} --micro_batch {32768 // n}"),
+    "rows per step": ((4, 16, 32, 64, 128), lambda n: f"--micro_batch {n}"),
+    "vocabulary": ((258, 4096, 16384, 32768, 65536), lambda n: f"--vocab_size {n}"),
+    "layers": ((2, 4, 8, 16, 32), lambda n: f"--n_layers {n}"),
+    "processes": ((1, 2, 4, 8), lambda n: "--micro_batch 0 --batch_tokens 16384"),
+}
 
 
 def bench_growth(args: Namespace) -> Iterator[Row]:
     """Time and memory against sequence length, batch, vocabulary, layers and processes; draws growth.png."""
     cuda, points = torch.cuda.is_available(), {}
-    for axis, values in axes(cuda).items():
-        points[axis] = {}
-        for n, words in values.items():
-            env = {"OMP_NUM_THREADS": "1"} if axis == "processes" and not cuda else {}
-            with tempfile.TemporaryDirectory() as folder:
-                run = train_run(Path(folder, "run"), words, n if axis == "processes" else 1, env)
-            points[axis][n] = run
-            yield row(f"{axis} {n}", f"{run.memory:.2f} GiB", run.speed, "tokens/s")
-        if axis == "processes":
-            continue
-        a, b = fit(list(values), [1e9 / run.speed for run in points[axis].values()])
-        yield row(axis, f"time per token = {a:.4g} ns + {b:.4g} ns x", b, "ns")
-        in_use = {}  # two points again, with an allocator that gives every freed block back
-        for n in list(values)[1:4:2]:
-            with tempfile.TemporaryDirectory() as folder:
-                env = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-                in_use[n] = train_run(Path(folder, "run"), values[n], env=env).memory * 2**20
-        yield row(axis, "memory in use, per x", fit(list(in_use), list(in_use.values()))[1], "KiB")
+    most = torch.cuda.device_count() if cuda else 2 * (os.cpu_count() or 1)
+    base = f"{GROWTH} --dtype {'bf16' if cuda else 'fp32'}"
+    with tempfile.TemporaryDirectory() as folder:
+        for axis, (values, flags_of) in AXES.items():
+            processes, runs = axis == "processes", {}
+            for n in values:
+                if processes and n > most:
+                    continue
+                env = ONE_THREAD if processes and not cuda else None
+                runs[n] = run = train_in(folder, f"{base} {flags_of(n)}", n if processes else 1, env)
+                yield row(f"{axis} {n}", f"{run.memory:.2f} GiB", run.speed, "tokens/s")
+            points[axis] = runs
+            if not processes:
+                a, b = fit(list(values), [1e9 / run.speed for run in runs.values()])
+                yield row(axis, f"time per token = {a:.4g} ns + {b:.4g} ns x", b, "ns")
+                env, two = {"MALLOC_MMAP_THRESHOLD_": "65536"}, values[1:4:2]  # gives every freed block back
+                in_use = [train_in(folder, f"{base} {flags_of(n)}", env=env).memory * 2**20 for n in two]
+                yield row(axis, "memory in use, per x", fit(two, in_use)[1], "KiB")
     draw_growth(points, PLOTS / "growth.png")
     yield row("all", "drawn: bench/growth.png")
 
 
+def fit(x: list[float], y: list[float]) -> tuple[float, float]:
+    """Least squares of the relative error: y = a + b x."""
+    b, a = np.polyfit(x, y, 1, w=1 / np.array(y))
+    return float(a), float(b)
+
+
 def draw_growth(points: dict[str, dict[int, Run]], path: Path) -> None:
     figure, panels = subplots(2, len(points), figsize=(3.1 * len(points), 6), sharex="col")
-    for (axis, runs), above, below in zip(points.items(), *panels, strict=True):
-        above.plot(list(runs), [run.speed for run in runs.values()], "o-")
-        below.plot(list(runs), [run.memory for run in runs.values()], "o-")
-        below.set_xlabel(axis)
-        for panel in (above, below):
+    for (axis, runs), column in zip(points.items(), panels.T, strict=True):
+        for panel, figures in zip(column, ("speed", "memory"), strict=True):
+            panel.plot(list(runs), [getattr(run, figures) for run in runs.values()], "o-")
             panel.set_xscale("log", base=2)
             panel.set_ylim(bottom=0)
             panel.grid(alpha=0.3)
+        column[1].set_xlabel(axis)
     panels[0, 0].set_ylabel("tokens per second")
     panels[1, 0].set_ylabel("peak memory of a process (GiB)")
     figure.savefig(path, dpi=90)
@@ -205,45 +201,48 @@ REFERENCE = (
 def bench_reference(args: Namespace) -> Iterator[Row]:
     """The same weights, batches and settings in flatland, transformers and nanoGPT: validation losses at the end."""
     steps = args.steps or 200
-    words, case = (
-        [*REFERENCE.split(), "--steps", steps, "--eval_every", steps],
-        f"GPT-2, 4 layers of 128, {steps} steps",
-    )
-    fp32 = [*map(str, words), "--dtype", "fp32"]
+    case, flags = f"GPT-2, 4 layers of 128, {steps} steps", f"{REFERENCE} --steps {steps} --eval_every {steps} --dtype"
+    config = parse_args(f"{flags} fp32".split())
     with tempfile.TemporaryDirectory() as folder:
-        runs, noise = seeds(Path(folder), fp32)
-        ours = runs[0].loss
-        said = ", ".join(f"{run.loss:.4f}" for run in runs)
-        yield row(case, f"seed noise of flatland, fp32: {said}", noise, "nats")
-        losses = {"flatland, bf16": train_run(Path(folder, "bf16"), [*words, "--dtype", "bf16"]).loss}
-        losses["transformers, fp32"] = train_peer(parse_args(fp32), Path(folder), "transformers")
-        if args.nanogpt:
-            losses["nanoGPT, fp32"] = train_peer(parse_args(fp32), Path(folder), "nanogpt", args.nanogpt)
-        else:
-            yield row(case, "nanoGPT: left out; --nanogpt names a checkout of it")
-        for name, loss in losses.items():
-            yield row(case, f"{name}: {judge(loss, ours, noise)}", loss, "nats", abs(loss - ours) / noise)
+        runs, noise = seeds(folder, f"{flags} fp32")
+        losses = ", ".join(f"{run.loss:.4f}" for run in runs)
+        yield row(case, f"seed noise of flatland, fp32: {losses}", noise, "nats")
+        contenders = {"flatland, bf16": lambda: train_in(folder, f"{flags} bf16").loss}
+        for peer in ("transformers", "nanogpt"):
+            contenders[f"{peer}, fp32"] = lambda peer=peer: train_peer(config, Path(folder), peer, args.nanogpt)
+        for name, train in contenders.items():
+            try:
+                loss = train()
+            except ImportError as error:
+                yield row(case, f"{name}: left out: {error}")
+                continue
+            distance = abs(loss - runs[0].loss) / noise
+            yield row(case, f"{name}: {judge(loss, runs[0].loss, noise)}", loss, "nats", distance)
 
 
 def train_peer(config: Config, folder: Path, peer: str, checkout: Path | None = None) -> float:
     """Our first weights, batches and learning rates; their model, torch's AdamW and clipping -> the validation loss at
     the end."""
-    first, initial = folder / f"first-{peer}", Transformer(config.model_config)
-    shapes = {name: tuple(p.shape) for name, p in initial.named_parameters()}
-    shard.fill(initial, random_init(config.model_config, shapes, config.seed))
-    export_model(initial, first)
-    model, loss_of = PEERS[peer](first, True, checkout=checkout)
-    optimizer = adamw(model.train(), config.lr, (config.beta1, config.beta2), config.weight_decay)
-    for step, (batch,) in zip(range(config.steps), make_loader(config), strict=False):
+    initial = Transformer(config.model_config)
+    shard.fill(initial, *first_values(config, initial, None))
+    export_model(initial, folder / peer)
+    model, loss_of = PEERS[peer](folder / peer, True, checkout=checkout)
+    optimizer, batches = (
+        adamw(model, config.lr, (config.beta1, config.beta2), config.weight_decay),
+        iter(make_loader(config)),
+    )
+
+    def batch() -> tuple:
+        (only,) = next(batches)
+        return only.tokens, only.targets
+
+    train = their_step(model, loss_of, optimizer, batch).step
+    for step in range(config.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
-        loss_of(model, batch.tokens, batch.targets).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        train()
     with torch.no_grad():  # all batches have as many tokens
-        batches = [batch for step in make_loader(config, split="val") for batch in step]
-        return float(np.mean([loss_of(model, batch.tokens, batch.targets).item() for batch in batches]))
+        return float(np.mean([loss_of(model, b.tokens, b.targets).item() for (b,) in make_loader(config, split="val")]))
 
 
 # ---- FP8
@@ -265,15 +264,13 @@ RECIPES = {
 
 def bench_fp8_parity(args: Namespace) -> Iterator[Row]:
     """A small Llama in bf16, with two seeds, and in each FP8 recipe: losses at the end; draws fp8-parity.png."""
-    runs: dict[str, Run] = {}
+    runs, steps = {}, args.steps or 300
     with tempfile.TemporaryDirectory() as folder:
         for name, own in RECIPES.items():
-            words = [*PARITY.split(), "--steps", args.steps or 300, *own.split()]
-            runs[name] = run = train_run(Path(folder, str(len(runs))), words)
-            last = run.records[-1]["step"]
-            late = np.mean([record["loss"] for record in run.records if record["step"] > last - 50])
-            said = f"training loss {late:.4f}, validation {run.loss:.4f} ({run.loss - runs['bf16'].loss:+.4f})"
-            yield row(f"{last} steps", f"{name}: {said}", run.loss, "nats")
+            runs[name] = run = train_in(folder, f"{PARITY} --steps {steps} {own}")
+            late = np.mean([record["loss"] for record in run.records if record["step"] > steps - 50])
+            losses = f"training loss {late:.4f}, validation {run.loss:.4f} ({run.loss - runs['bf16'].loss:+.4f})"
+            yield row(f"{steps} steps", f"{name}: {losses}", run.loss, "nats")
     draw_losses(runs, PLOTS / "fp8-parity.png")
 
 

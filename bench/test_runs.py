@@ -11,30 +11,27 @@ from common import Run, train_run
 from config import parse_args
 
 
-def made_up(loss: float, speed: float = 100.0, memory: float = 1.0, wall: float = 50.0, samples: int = 2) -> Run:
+def made_up(loss: float = 2.0, speed=100.0, memory=1.0, wall=50.0, samples=2) -> Run:
     records = [{"step": s, "tok_per_s": speed if s > 2 else 1.0, "mem_gib": memory} for s in (1, 2, 4, 6, 8, 10)]
+    records = [record | {"loss": 3.0} for record in records]
     records[-1]["val_loss"] = loss
     return Run(records, wall, {"start": 2.0, "steps": 47.5, "samples": 0.5}, samples)
 
 
 def switches_of(monkeypatch, trained) -> list[dict]:
     """What the suite says of runs by (flags, processes)."""
-    monkeypatch.setattr(
-        runs, "train_run", lambda out, words, processes=1, env=None: trained(list(map(str, words)), processes)
-    )
+    monkeypatch.setattr(runs, "train_in", lambda folder, flags, processes=1, env=None: trained(flags, processes))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return list(runs.bench_switches(Namespace(steps=10)))
 
 
-def seed_of(words: list[str]) -> int:
-    return int(words[words.index("--seed") + 1]) if "--seed" in words else 0
+def of_seed(flags: str, **figures) -> Run:
+    seed = re.search(r"--seed (\d)", flags)
+    return made_up(2.0 + 0.1 * int(seed[1] if seed else 0), **figures)
 
 
 def test_switches_compare_with_the_first_row_and_find_no_fault(monkeypatch):
-    def trained(words: list[str], processes: int) -> Run:
-        return made_up(2.0 + 0.1 * seed_of(words), speed=300.0 if "bf16" in words else 100.0)
-
-    rows = switches_of(monkeypatch, trained)
+    rows = switches_of(monkeypatch, lambda flags, n: of_seed(flags, speed=300.0 if "bf16" in flags else 100.0))
     assert rows[0]["median"] == pytest.approx(0.2)  # seeds 0, 1, 2
     by_name = {row["what"].partition(":")[0]: row for row in rows}
     assert [by_name[n]["ratio"] for n in ("fp32", "bf16", "+ compile")] == pytest.approx([1.0, 3.0, 3.0])
@@ -43,64 +40,57 @@ def test_switches_compare_with_the_first_row_and_find_no_fault(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("is_faulty", "figures", "message"),
     [
-        (
-            lambda words, n: made_up(2.3) if "block" in words and "sdpa" in words else None,
-            r"\+ compile: .* failed: outside",
-        ),
-        (lambda words, n: made_up(2.0, wall=60.0) if "fp32" in words else None, "wall time .* failed: more than 2 %"),
-        (lambda words, n: made_up(2.0, samples=1) if n == 2 else None, "samples written .* failed: 2 were asked for"),
-        (lambda words, n: made_up(2.0, memory=1.2) if n == 2 and words[-1] != "0" else None, "peak memory .* failed"),
+        (lambda flags, n: "block --attention sdpa" in flags, {"loss": 2.3}, r"\+ compile: .* failed: outside"),
+        (lambda flags, n: "fp32" in flags, {"wall": 60.0}, "fp32: .* failed: 16.7% of 60.0 s are in no logged part"),
+        (lambda flags, n: n == 2 and "none" not in flags, {"samples": 1}, "failed: 1 samples were written, 2 were"),
+        (lambda flags, n: n == 2 and flags[-1] != "0", {"memory": 1.2}, "peak memory .* failed"),
     ],
     ids=["loss", "time", "samples", "memory"],
 )
-def test_each_trap_is_seen(monkeypatch, fault, said):
-    def trained(words: list[str], processes: int) -> Run:
-        return fault(words, processes) or made_up(2.0 + 0.1 * seed_of(words))
+def test_each_trap_is_seen(monkeypatch, is_faulty, figures, message):
+    def trained(flags: str, processes: int) -> Run:
+        return made_up(**figures) if is_faulty(flags, processes) else of_seed(flags)
 
     failed = [row["what"] for row in switches_of(monkeypatch, trained) if "failed" in row["what"]]
     assert len(failed) == 1
-    assert re.match(said, failed[0])
+    assert re.search(message, failed[0])
 
 
-def test_the_flags_of_every_switch_are_known():
-    for cuda, gpus in ((False, 0), (True, 1), (True, 2)):
-        for name, flags, *_ in runs.switches(cuda, gpus):
-            if flags:
-                parse_args(["@recipes/char-gpt.args", *flags])
-            else:
-                assert name in (("+ 2 processes",) if cuda else ("TF32",))
+def test_the_flags_of_every_variant_are_known():
+    tables = [runs.switches(cuda, gpus) for cuda, gpus in ((False, 0), (True, 1), (True, 2))]
+    assert [v.name for table in tables for v in table if not v.flags] == ["TF32", "+ 2 processes"]
+    flags = [f"@recipes/char-gpt.args {v.flags}" for table in tables for v in table]
+    flags += [f"{runs.GROWTH} {of(values[0])}" for values, of in runs.AXES.values()]
+    for words in [*flags, *(f"{runs.PARITY} {recipe}" for recipe in runs.RECIPES.values())]:
+        parse_args(words.split())
 
 
-def test_a_line_is_found_and_drawn(tmp_path):
+def test_growth_is_fitted_and_drawn(monkeypatch, tmp_path):
+    counts = iter(range(1, 100))
+    monkeypatch.setattr(runs, "train_in", lambda *_, **__: made_up(speed=1e9 / next(counts), memory=0.5))
+    monkeypatch.setattr(runs, "PLOTS", tmp_path)
+    rows = list(runs.bench_growth(Namespace()))
+    assert {row["case"] for row in rows} > {*runs.AXES} - {"processes"} and rows[-1][
+        "what"
+    ] == "drawn: bench/growth.png"
+    assert (tmp_path / "growth.png").stat().st_size > 10_000
     x = [256, 1024, 4096, 16384]
     assert runs.fit(x, [3.0 + 0.5 * n for n in x]) == pytest.approx((3.0, 0.5))
-    points = {axis: {n: made_up(2.0, 1e3 / n, 0.1 * n) for n in (1, 2, 4)} for axis in runs.axes(False)}
-    runs.draw_growth(points, tmp_path / "growth.png")
-    assert (tmp_path / "growth.png").stat().st_size > 10_000
-    for values in runs.axes(False).values():
-        parse_args(list(map(str, next(iter(values.values())))))
 
 
 def test_transformers_trains_as_we_do(tmp_path):
     """Three steps from the same weights on the same batches: the same loss, to rounding."""
-    words = [*runs.REFERENCE.split(), "--n_layers", "2", "--steps", "3", "--eval_every", "3"]
-    words += ["--eval_batches", "2", "--dtype", "fp32", "--lr", "1e-2"]
-    ours = train_run(tmp_path / "ours", words, env={"OMP_NUM_THREADS": "1"}).loss
-    theirs = runs.train_peer(parse_args(words), tmp_path, "transformers")
+    flags = f"{runs.REFERENCE} --n_layers 2 --steps 3 --eval_every 3 --eval_batches 2 --dtype fp32 --lr 1e-2".split()
+    ours = train_run(tmp_path / "ours", flags, env={"OMP_NUM_THREADS": "1"}).loss
+    theirs = runs.train_peer(parse_args(flags), tmp_path, "transformers")
     assert theirs == pytest.approx(ours, abs=2e-5) and ours < 5
 
 
 def test_fp8_parity_says_how_far_each_recipe_is(monkeypatch, tmp_path):
-    def trained(out, words) -> Run:
-        run = made_up(2.0 + 0.01 * ("--fp8" in words))
-        return Run([record | {"loss": 3.0} for record in run.records], run.wall, run.parts, 0)
-
-    monkeypatch.setattr(runs, "train_run", trained)
+    monkeypatch.setattr(runs, "train_in", lambda folder, flags: made_up(2.0 + 0.01 * ("--fp8" in flags)))
     monkeypatch.setattr(runs, "PLOTS", tmp_path)
-    said = [row["what"] for row in runs.bench_fp8_parity(Namespace(steps=10))]
-    assert len(said) == 6 and said[-1] == "row_gw_hp: training loss 3.0000, validation 2.0100 (+0.0100)"
+    whats = [row["what"] for row in runs.bench_fp8_parity(Namespace(steps=10))]
+    assert len(whats) == 6 and whats[-1] == "row_gw_hp: training loss 3.0000, validation 2.0100 (+0.0100)"
     assert (tmp_path / "fp8-parity.png").stat().st_size > 10_000
-    for own in runs.RECIPES.values():
-        parse_args([*runs.PARITY.split(), *own.split()])
