@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, urlsplit
 
-from errors import UserError  # first of those that may be missing: it may go on in another Python
+from errors import Failure, UserError  # first of those that may be missing: it may go on in another Python
 
 # isort: split
 from huggingface_hub import constants
@@ -57,7 +57,7 @@ CHUNK = 1 << 20
 SAME = "the same command goes on from there"
 
 
-class Failed(Exception):
+class Failed(Failure):
     """Nobody's mistake: the network, the disk, the hub. One message, exit status 1."""
 
 
@@ -70,7 +70,7 @@ class NotThere(UserError):
 
 
 def say(text: str) -> None:
-    """A line for the user. workers.py replaces this: a worker process hands the line to its parent."""
+    """A line for the user. stream.py's workers replace this: a worker process hands the line to its parent."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -113,7 +113,8 @@ def read_json(path: Path) -> dict:
 
 
 def read_ahead(items: Iterator, count: int) -> Iterator:
-    """The same items, computed by a thread that is up to `count` ahead."""
+    """The same items, computed by a thread that begins at once and is up to `count` ahead. Closing it ends the
+    thread."""
     ready: queue.Queue = queue.Queue(count)
     closed = threading.Event()
 
@@ -134,17 +135,23 @@ def read_ahead(items: Iterator, count: int) -> Iterator:
         except BaseException as error:
             put((None, error))
 
+    def take() -> Iterator:
+        try:
+            yield None  # what is closed before it has begun would not close the thread
+            while True:
+                item, error = ready.get()
+                if isinstance(error, StopIteration):
+                    return
+                if error is not None:
+                    raise error
+                yield item
+        finally:
+            closed.set()
+
     threading.Thread(target=draw, daemon=True).start()
-    try:
-        while True:
-            item, error = ready.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            yield item
-    finally:
-        closed.set()
+    taken = take()
+    next(taken)
+    return taken
 
 
 def missing_folders(folder: Path) -> list[Path]:

@@ -1,193 +1,611 @@
-"""Text that is tokenised while it is trained on, never stored: lanes, and the position in each.
+"""Streams: text that is tokenised while it is trained on, never stored; the worker processes that do it; and files of
+the hub, which are read while they arrive.
 
 The files of a stream are dealt to a fixed number of lanes, file f to lane f mod lanes; where there are fewer files than
 lanes, the rows of a file are dealt to its lanes. A lane puts its documents one behind the other and cuts that into rows
 of seq_len tokens and their successors; its epochs follow each other, each in another order of its files. Global row r
 of the run is the next one of lane r mod lanes: the same rows in the same order on any number of ranks, each of which
-reads the lanes of its own rows. Where a lane is, is said by (rows given, epoch, file, row, token of that row's
-document, bad rows left out); to go there again, its current file is read from the beginning up to that row.
+reads the lanes of its own rows. A lane's position is (rows given, epoch, file, row, token of that row's document, bad
+rows left out); to go there again, its current file is read from the beginning up to that row.
 
-Worker processes read and tokenise, each for some of a rank's lanes, a few rows ahead."""
+    hf://datasets/ORG/NAME[@REVISION][/PATH]        PATH: a file, a folder, or a pattern with * (within a name) and **
 
-import functools
+A revision is resolved to a commit once; files are named by it from then on. Nothing counts as the end of a file before
+its size and hash hold.
+
+A worker is a fresh Python that has not imported torch, so it starts in a fraction of a second, and shares no thread,
+GPU or process group with its parent, as a fork would. It ends when its parent does, however that ends: its input
+closes."""
+
+import contextlib
+import hashlib
+import io
+import itertools
+import json
+import logging
 import os
-import queue
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote
 
 import numpy as np
 
-from download import Damaged
-from errors import RankError, UserError
-from order import permute
-from prepare import cores
-from remote import Remote
-from text import BadRow, encoder, read_rows
-from workers import Worker
+import download
+from download import Damaged, Failed, Hub, NotThere, Wait
+from errors import RankError, UserError, read_ahead
+from text import HUB, SUFFIXES, VAL_EVERY, BadRow, Encoder, TextFile, TextRow, find_files, kind_of
+from tokenizer import load_tokenizer
 
+SLOT = 2**20  # bytes of a hub file that are read ahead at a time
+LEAST = 4  # slots
+VERIFIED_FIRST = 64 * 2**20  # bytes up to which a hub file is not read before its hash has been compared
+DATA_FILE = re.compile(r"\.(txt|jsonl|json|parquet)(\.gz)?$")
+TRAIN_NAME = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)", re.IGNORECASE)
 CHUNK = 4  # rows that are asked of a worker at once
 MAX_WORKERS = 8  # per rank
+RECENT = 4096  # rows of a stream whose places are remembered
 Position = tuple[int, int, int, int, int, int]
+logger = logging.getLogger("flatland")
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
+    """A random permutation of range(n) at the given indices, in O(1) memory: a Feistel network over the next power of
+    four, applied again to what falls outside (cycle walking, Black and Rogaway 2002)."""
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = np.frombuffer(hashlib.sha256(key.encode()).digest(), dtype="<u8")
+    out = index.astype(np.uint64)
+    todo = np.ones(len(out), dtype=bool)
+    while todo.any():
+        x = out[todo]
+        left, right = x >> half, x & mask
+        for k in keys:
+            z = right + k  # splitmix64's mixing, modulo 2^64
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((z ^ (z >> np.uint64(31))) & mask)
+        out[todo] = left << half | right
+        todo = out >= n
+    return out.astype(np.int64)
+
+
+def beyond_vocabulary(where: str, id_: int, config) -> RankError:
+    return RankError(
+        f"{where}: id {id_}, but the model's vocab_size is {config.model_config.vocab_size}; tokenizer and --model (or"
+        " --vocab_size) must match"
+    )
+
+
+# ---- files of the hub
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a worker must know of a stream."""
+class HubFile(TextFile):
+    """A file of a data set at a commit; name: its path there."""
 
-    files: tuple[Path | Remote, ...]
-    settings: tuple[str, str, str]  # of an Encoder
+    repo: str
+    commit: str
+    bytes: int
+    oid: str  # as the hub lists it: sha256, or git's SHA-1 of the blob
+
+    @property
+    def size(self) -> int:
+        return self.bytes
+
+    def __str__(self) -> str:
+        return f"{HUB}{self.repo}@{self.commit[:8]}/{self.name}"
+
+    @property
+    def identity(self) -> list:
+        return [str(self), self.size, self.oid]
+
+    @property
+    def described(self) -> dict:
+        return {"file": self.name, "commit": self.commit, "oid": self.oid}
+
+    def open(self, ahead: int) -> BinaryIO:
+        reader = io.BufferedReader(HubReader(self, ahead), 2**20)
+        if kind_of(self.name) != ".parquet":
+            return reader
+        with reader:  # its table of contents is at its end
+            store = _temporary_file(self, self.size)
+            shutil.copyfileobj(reader, store, 2**20)
+        store.seek(0)
+        return store
+
+    def rows(self, fields, first=0, val_every=VAL_EVERY, ahead=2**26) -> Iterator[tuple[TextRow, int]]:
+        """What arrives damaged is fetched once more; Damaged if rows that were given are not the same then."""
+        given, given_hash, problem = first, 0, ""
+        for again in (False, True):
+            repeated_hash = 0
+            try:
+                for row, stored in super().rows(fields, first, val_every, ahead):
+                    if row.number > given:
+                        if repeated_hash != given_hash:
+                            break
+                        given = row.number
+                        given_hash = repeated_hash = hash((given_hash, str(row.content)))
+                        yield row, stored
+                    else:
+                        repeated_hash = hash((repeated_hash, str(row.content)))
+                if repeated_hash == given_hash:
+                    return
+                problem = f"{self}: what arrived first was damaged"
+                break
+            except Damaged as e:
+                problem = f"{e}, the second time too; try later"
+                if not again:
+                    download.say(f"{e}: it is fetched again")
+        raise Damaged(f"{problem}; its rows up to {given} had been read") if given > first else Failed(problem)
+
+
+def find_text(spec: str, flag: str, commit: str = "", tries: int = download.LIST_TRIES) -> list[TextFile]:
+    """The files of text that an entry names: a file, a folder, a pattern, `-`, or an address on the hub (with `commit`,
+    as of it; without a path, the files of its train split)."""
+    if spec == "-":
+        return [TextFile("-")]
+    if not spec.startswith("hf://"):
+        return [TextFile(str(path)) for path in find_files(spec, flag, SUFFIXES)]
+    address = re.fullmatch(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", spec)
+    if not address:
+        raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION][/PATH]")
+    if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+        raise UserError(f"{flag} {spec}: HF_HUB_OFFLINE is set: unset it, or give files that are here")
+    repo, revision, path = address[1], address[2] or "main", (address[3] or "").strip("/")
+    hub = Hub("datasets", repo)
+    commit = commit or hub.commit(revision, tries)
+    try:
+        tree = hub.tree(commit, re.split(r"[*?]", path)[0].rpartition("/")[0], tries)
+    except NotThere:  # there is no such folder: the message names the files that there are
+        tree = hub.tree(commit, "", tries)
+    return [HubFile(p, repo, commit, *tree[p]) for p in _choose(path, tree, f"{flag} {spec}", repo)]
+
+
+def _choose(path: str, tree: Iterable[str], entry: str, repo: str) -> list[str]:
+    """The files of a listing that the path of an address names."""
+    if path in tree:
+        return [path]
+    data = sorted(p for p in tree if DATA_FILE.search(p))
+    if re.search(r"[*?]", path):
+        words = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
+        pattern = "".join(words.get(w) or re.escape(w) for w in re.split(r"(\*\*|\*|\?)", path))
+        chosen = [p for p in data if re.fullmatch(pattern, p)]
+    else:
+        below = [p for p in data if not path or p.startswith(f"{path}/")]
+        chosen = [p for p in below if TRAIN_NAME.search(p)] or (below if path else [])
+        folders = {p.rpartition("/")[0] for p in chosen}
+        if len(folders) > 1 or (below and not chosen):
+            raise UserError(f"{entry} does not say which files: give one of {_candidates(repo, below)}")
+    if not chosen:
+        raise UserError(f"{entry}: no such data file there; there are {_candidates(repo, data)}")
+    return chosen
+
+
+def _candidates(repo: str, paths: list[str]) -> str:
+    """Files that differ in numbers alone as one pattern each."""
+    patterns = list(dict.fromkeys(re.sub(r"\d+-of-\d+|\d{3,}", "*", p) for p in paths))
+    more = f" and {len(patterns) - 12} more" if len(patterns) > 12 else ""
+    return ", ".join(f"{HUB}{repo}/{p}" for p in patterns[:12]) + more or "none"
+
+
+def fetch_whole(files: list[TextFile]) -> list[TextFile]:
+    """The same files; those of the hub in HF_HOME's cache, fetched and verified where they are not yet. Safe when
+    several processes do it at the same time."""
+    local, missing = [], {}
+    for file in files:
+        if isinstance(file, HubFile):
+            base = download.folder_of(f"datasets/{file.repo}", file.commit)[2]
+            path = base / "snapshots" / file.commit / file.name
+            if not path.is_file() or path.stat().st_size != file.size:
+                missing.setdefault((base, file.repo, file.commit), {})[file.name] = file.size, file.oid
+            file = TextFile(str(path))
+        local.append(file)
+    for (base, repo, commit), tree in missing.items():
+        command = f"python download.py datasets/{repo} --revision {commit}"
+        what = {"repo": f"datasets/{repo}", "revision": commit, "commit": commit, "command": command}
+        try:
+            download.fetch(Hub("datasets", repo), base, tree, what)
+        except OSError as e:
+            raise download.disk_error(e) from None
+    return local
+
+
+def _free() -> int:
+    return shutil.disk_usage(tempfile.gettempdir()).free
+
+
+def _no_room(file, size) -> Failed:
+    return Failed(
+        f"{tempfile.gettempdir()}: No space left on device: reading ahead in {file.name} needs {size / 1e6:.1f} MB"
+        f" there and {_free() / 1e6:.1f} MB are free; free some, or set TMPDIR to another disk"
+    )
+
+
+def _temporary_file(file, size) -> BinaryIO:
+    """A file without a name, so that nothing is left behind, however the process ends."""
+    if _free() < size:
+        raise _no_room(file, size)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+class HubReader(io.RawIOBase):
+    """One file of the hub as a stream of bytes, from its beginning. A thread fetches ahead, piece by piece, into a
+    temporary file of at most `ahead` bytes, whose slots are used again. A file that fits into it is verified before
+    the first byte is given, unless it is too large to wait for."""
+
+    def __init__(self, file: HubFile, ahead: int):
+        self.slots = max(LEAST, min(ahead // SLOT, _free() // 2 // SLOT, -(-file.size // SLOT)))
+        self.file, self.store = file, _temporary_file(file, min(self.slots * SLOT, file.size))
+        self.pieces = read_ahead(self._fetch(), self.slots - 2)  # one is being written, one is being read
+        if file.size <= min(self.slots * SLOT, VERIFIED_FIRST):
+            self.pieces = iter(list(self.pieces))
+        self.begin = self.end = self.given = 0  # in the store, of the piece that is read; in the file
+
+    def _fetch(self):
+        """Writes the file's content into the store -> where each piece of it is."""
+        file, hub, slot, piece = self.file, Hub("datasets", self.file.repo), 0, b""
+        url = f"{hub.page}/resolve/{file.commit}/{quote(file.name)}"
+        digest, left = download.new_digest(file.oid, file.size), file.size
+        with Wait(hub, file.name, download.TRIES).told() as wait:
+            for chunk in hub.read(url, file.size, file.oid, digest, 0, wait):
+                piece, left = piece + chunk, left - len(chunk)
+                while len(piece) >= SLOT or (piece and not left):
+                    begin = slot % self.slots * SLOT
+                    try:
+                        download.write_at(self.store.fileno(), piece[:SLOT], begin)
+                    except OSError:
+                        raise _no_room(file, self.slots * SLOT) from None
+                    yield begin, begin + len(piece[:SLOT])
+                    slot, piece = slot + 1, piece[SLOT:]
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.given
+
+    def readinto(self, buffer) -> int:
+        if self.begin == self.end:
+            self.begin, self.end = next(self.pieces, (0, 0))
+        data = os.pread(self.store.fileno(), min(len(buffer), self.end - self.begin), self.begin)
+        self.begin += len(data)
+        self.given += len(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        super().close()
+        self.pieces = iter(())  # which ends the thread that fetches
+
+
+# ---- worker processes
+
+
+class Worker:
+    """One process. `worker(function, *args)` runs a function of a module of ours there, and waits for its result; what
+    it raises is raised here. `say` gets the lines that it has for the user; `note` is the last one of this call."""
+
+    def __init__(self, say: Callable[[str], None] = download.say):
+        self.say, self.note, self.lock = say, "", threading.Lock()
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the parent
+        )
+
+    def __call__(self, function: Callable, *args):
+        with self.lock:
+            try:
+                pickle.dump((function, args), self.process.stdin, pickle.HIGHEST_PROTOCOL)
+                self.process.stdin.flush()
+                while isinstance(answer := pickle.load(self.process.stdout), str):
+                    self.note = answer
+                    self.say(answer)
+                self.note, (result, error) = "", answer
+            except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+                code = self.process.wait()
+                how = f"was ended by signal {-code} (9: out of memory?)" if code < 0 else f"ended with status {code}"
+                raise RuntimeError(f"a worker process {how}") from None
+        if error is not None:
+            raise error
+        return result
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError, ValueError):  # what was to be sent to it is of no use any more
+                pipe.close()
+
+
+def in_order(function: Callable, jobs: Iterable[tuple], processes: int) -> Iterator[tuple]:
+    """(label, function(*arguments)) for each job (label, *arguments), in their order, by so many processes; 0: here.
+    Jobs are drawn as they are needed, so memory does not grow with their number."""
+    if not processes:
+        for label, *arguments in jobs:
+            yield label, function(*arguments)
+        return
+    local, workers, waiting = threading.local(), [], deque()
+
+    def start() -> None:
+        local.worker = Worker()
+        workers.append(local.worker)
+
+    def work(arguments: list):
+        return local.worker(function, *arguments)
+
+    pool = ThreadPoolExecutor(processes, initializer=start)
+    try:
+        for label, *arguments in jobs:
+            waiting.append((label, pool.submit(work, arguments)))
+            if len(waiting) >= 2 * processes:
+                label, future = waiting.popleft()
+                yield label, future.result()
+        for label, future in waiting:
+            yield label, future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.close()
+
+
+def _serve() -> None:
+    """A worker's loop."""
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # what is printed must not get among the results
+    sending = threading.Lock()
+
+    def send(answer: str | tuple) -> None:
+        try:
+            with sending:
+                pickle.dump(answer, sink, pickle.HIGHEST_PROTOCOL)
+                sink.flush()
+        except BrokenPipeError:  # the parent is gone
+            os._exit(1)
+
+    download.say = send
+    while source.peek(1):
+        try:
+            function, args = pickle.load(source)
+            answer = function(*args), None
+        except (UserError, Failed) as e:
+            answer = None, e
+        except Exception as e:
+            import traceback
+
+            traceback.print_exc()
+            answer = None, RuntimeError(f"{type(e).__name__}: {e}")
+        send(answer)
+
+
+# ---- lanes
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A lane of a stream: of its files, the rows whose number is `turn` modulo `sharing`. ahead: bytes on disk for what
+    one hub file is read ahead."""
+
+    number: int
     lanes: int
+    files: list[TextFile]
+    turn: int
+    sharing: int
+    encoder: Encoder
     seq_len: int
     seed: int
     skip_bad: int
-    ahead: int  # bytes on disk for what one hub file is read ahead
+    ahead: int
 
-    def lane_files(self, lane: int) -> list[int]:
-        if len(self.files) < self.lanes:
-            return [lane % len(self.files)]
-        return list(range(lane, len(self.files), self.lanes))
+    def order(self, epoch: int) -> list[TextFile]:
+        n = len(self.files)
+        return [self.files[i] for i in permute(np.arange(n), n, f"{self.seed}/{epoch}/{self.number}")]
 
-    def where(self, lane: int, position: Position) -> str:
+    def where(self, position: Position) -> str:
         """The document that a row's end is in."""
         _, epoch, file, row, _, _ = position
-        mine = self.lane_files(lane)
-        order = permute(np.arange(len(mine)), len(mine), f"{self.seed}/{epoch}/{lane}")
-        source = self.files[mine[int(order[file])]]
-        return f"{source.path if isinstance(source, Remote) else source} up to row {row} (lane {lane}, epoch {epoch})"
+        return f"{self.order(epoch)[file]} up to row {row} (lane {self.number}, epoch {epoch})"
 
-    def dealt(self, lane: int) -> tuple[int, int]:
-        """(i, n): of a file's rows, those whose number is i modulo n are the lane's."""
-        n = len(self.files)
-        return (lane // n, -(-(self.lanes - lane % n) // n)) if n < self.lanes else (0, 1)
+    def rows(self, position: Position):
+        """Rows from a position on, without end: (seq_len + 1 tokens, the position behind it, bad rows)."""
+        given, *begin = position
+        tokens, bad = np.zeros(0, np.uint32), []
+        begins = []  # of the documents in tokens: (where it begins, its place)
+        for ids, place in self._documents(*begin):
+            if place is None:
+                bad.append(ids)
+                continue
+            begins.append((len(tokens), place))
+            tokens = np.concatenate((tokens, np.array(ids, np.uint32)))
+            start = 0
+            while len(tokens) - start > self.seq_len:
+                end, given = start + self.seq_len, given + 1
+                while len(begins) > 1 and begins[1][0] <= end:
+                    begins.pop(0)
+                begin, (epoch, file, row, offset, skipped) = begins[0]
+                yield tokens[start : end + 1], (given, epoch, file, row, offset + end - begin, skipped), bad
+                start, bad = end, []
+            tokens, begins = tokens[start:], [(begin - start, place) for begin, place in begins]
 
-
-def lane_rows(plan: Plan, lane: int, position: Position) -> Iterator[tuple[np.ndarray, Position, list[str]]]:
-    """A lane's rows from a position on, without end: (seq_len + 1 tokens, the position behind it, bad rows)."""
-    encode, mine, (deal, of) = encoder(*plan.settings), plan.lane_files(lane), plan.dealt(lane)
-    given, epoch, at, first, skip, skipped = position
-    tokens, bad = np.zeros(0, np.uint32), []
-    marks = []  # of each document in tokens: where it begins, what position there is, but for the rows given
-    while True:
-        order, found = permute(np.arange(len(mine)), len(mine), f"{plan.seed}/{epoch}/{lane}"), at or first
-        for k in range(at, len(mine)):
-            source = plan.files[mine[int(order[k])]]
-            name = str(source.path if isinstance(source, Remote) else source)
-            for row, _ in read_rows(source, encode.fields(), max(first - 1, 0), 0, plan.ahead):
-                if (row.number - 1) % of != deal:
-                    continue
-                try:
-                    ids, mask = encode(name, row)
-                    if mask is not None:
-                        raise BadRow(f"{name} line {row.line}: a conversation; these are not streamed")
-                except BadRow as e:
-                    skipped += 1
-                    if skipped > plan.skip_bad:
-                        raise UserError(f"{e}; --skip_bad N leaves out up to N such rows per lane") from None
-                    bad.append(str(e))
-                    continue
-                found, offset = True, skip if row.number == first else 0
-                marks.append((len(tokens), (epoch, k, row.number, offset, skipped)))
-                tokens = np.concatenate((tokens, np.array(ids[offset:], dtype=np.uint32)))
-                start = 0
-                while len(tokens) - start > plan.seq_len:
-                    end, given = start + plan.seq_len, given + 1
-                    while len(marks) > 1 and marks[1][0] <= end:
-                        marks.pop(0)
-                    begin, (e, f, r, o, s) = marks[0]
-                    yield tokens[start : end + 1], (given, e, f, r, o + end - begin, s), bad
-                    start, bad = end, []
-                tokens, marks = tokens[start:], [(begin - start, mark) for begin, mark in marks]
-            first, skip = 0, 0
-        if not found:
-            raise UserError(
-                f"Lane {lane}: no rows are left for it in {', '.join(str(plan.files[i]) for i in mine[:3])}; give a"
-                f" smaller --lanes than {plan.lanes}, or leave out --stream"
-            )
-        epoch, at, first, skip = epoch + 1, 0, 0, 0
+    def _documents(self, epoch, at, first, skip, skipped):
+        """(ids, (epoch, file, row, token, bad rows)) from a place on, without end; (a message, None) for a bad row."""
+        while True:
+            any_rows = at or first
+            for k, file in list(enumerate(self.order(epoch)))[at:]:
+                for row, _ in file.rows(self.encoder.fields, max(first - 1, 0), 0, self.ahead):
+                    if (row.number - 1) % self.sharing != self.turn:
+                        continue
+                    try:
+                        ids, mask = self.encoder(str(file), row)
+                        if mask is not None:
+                            raise BadRow(f"{file} {row.place}: a conversation; these are not streamed")
+                    except BadRow as e:
+                        skipped += 1
+                        if skipped > self.skip_bad:
+                            raise UserError(f"{e}; --skip_bad N leaves out up to N such rows per lane") from None
+                        yield str(e), None
+                        continue
+                    any_rows, offset = True, skip if row.number == first else 0
+                    yield ids[offset:], (epoch, k, row.number, offset, skipped)
+                first, skip = 0, 0
+            if not any_rows:
+                raise UserError(
+                    f"Lane {self.number}: no rows are left for it in {', '.join(map(str, self.files[:3]))}; give a"
+                    f" smaller --lanes than {self.lanes}, or leave out --stream"
+                )
+            epoch, at = epoch + 1, 0
 
 
-_state: dict = {}  # of a worker: its plan, and for each of its lanes (rows to come, position)
+_rows = {}  # of a worker: what is to come of each of its lanes
 
 
-def begin(plan: Plan) -> None:
-    """In a worker, before all else."""
-    _state.update(plan=plan, lanes={})
+def open_lane(lane: Lane, position: Position) -> None:
+    """In a worker."""
+    _rows[lane.number] = lane.rows(position)
 
 
-def next_rows(lane: int, position: Position, count: int) -> list[tuple]:
-    """In a worker: `count` rows of a lane from a position on, which is where its last call ended, or its first."""
-    rows, there = _state["lanes"].get(lane, (None, None))
-    if there != position:
-        rows = lane_rows(_state["plan"], lane, position)
-    out = [next(rows) for _ in range(count)]
-    _state["lanes"][lane] = rows, out[-1][1]
-    return out
+def next_rows(number: int) -> list[tuple]:
+    """In a worker: the next rows of a lane."""
+    return list(itertools.islice(_rows[number], CHUNK))
 
 
 class Stream:
-    """The lanes that a rank reads. `take(lane, n)` gives row n of a lane; n may grow only."""
+    """A source of rows without end (rows.py says what a source has). catalog: finds the files of an entry. keep: rows
+    are read again and again, from memory. readers: lanes that this rank reads, in all streams."""
 
-    def __init__(self, plan: Plan, mine: list[int], positions: dict[int, Position], warn: Callable[[str], None]):
-        self.plan, self.warn = plan, warn
-        self.positions = {lane: tuple(positions.get(lane, (0,) * 6)) for lane in mine}
-        self.ready: dict[int, queue.Queue] = {lane: queue.Queue(2) for lane in mine}
-        self.waiting: dict[int, list] = {lane: [] for lane in mine}
-        self.errors: dict[int, Exception] = {}
-        self.stop = threading.Event()
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        count = max(1, min(MAX_WORKERS, len(mine), cores() // ranks_here - 1))
-        self.notes: dict[int, str] = {}  # what a worker waits for, by its number
-        self.workers = [Worker(functools.partial(self._hear, i)) for i in range(count)]
-        for i, worker in enumerate(self.workers):
-            threading.Thread(target=self._feed, args=(i, worker, mine[i::count]), daemon=True).start()
+    count = None
 
-    def _hear(self, number: int, text: str) -> None:
-        self.notes[number] = text
-        self.warn(text)
+    def __init__(self, specs: tuple[str, ...], flag: str, config, encoder: Encoder, catalog, keep: bool, readers: int):
+        self.specs, self.flag, self.config, self.encoder = specs, flag, config, encoder
+        self.keep, self.readers = keep, readers
+        self.kept = {}  # rows by their number
+        self.recent = {}  # the position behind each of the last rows
+        self.workers, self.lanes, self.positions = [], {}, {}  # lanes: the rows to come of each
+        tokenizer = load_tokenizer(encoder.tokenizer)
+        self.fingerprint = tokenizer.fingerprint
+        self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
+        self.open(catalog)
 
-    def _feed(self, number: int, worker: Worker, lanes: list[int]) -> None:
-        """A thread: keeps the lanes of one worker filled. It waits for none of them: a rank may need many rows of one
-        lane before it comes to the next."""
-        at = {lane: self.positions[lane] for lane in lanes}
-        try:
-            worker(begin, self.plan)
-            while not self.stop.is_set():
-                wanted = [lane for lane in lanes if not self.ready[lane].full()]
-                if not wanted:
-                    self.stop.wait(0.002)
-                for lane in wanted:  # this thread alone puts, so there is room
-                    rows = worker(next_rows, lane, at[lane], CHUNK)
-                    self.notes.pop(number, None)
-                    at[lane] = rows[-1][1]
-                    self.ready[lane].put(rows)
-        except Exception as e:
-            self.errors.update(dict.fromkeys(lanes, e))
+    def open(self, catalog) -> None:
+        """Finds the files, as of the catalog's commits where it has any."""
+        lists = {spec: catalog.find(spec, self.flag) for spec in self.specs}
+        self.files, lanes = sum(lists.values(), []), self.config.lanes
+        self.commits = {spec: files[0].commit for spec, files in lists.items() if isinstance(files[0], HubFile)}
+        self.identity = [file.described for file in self.files]
+        self.note = f"a stream of {len(self.files)} files for {lanes} lanes"
+        if len(self.files) < lanes:
+            self.note += f": each file is read by {-(-lanes // len(self.files))} of them"
+            self.files = fetch_whole(self.files)  # once over the network, then from the disk
 
-    def take(self, lane: int, number: int) -> tuple[np.ndarray, Position]:
-        while True:
-            waiting = self.waiting[lane]
-            while not waiting:
-                try:
-                    waiting += self.ready[lane].get(timeout=0.5)
-                except queue.Empty:
-                    error = self.errors.get(lane)
-                    if error is None or not self.ready[lane].empty():
-                        continue  # rows that were read before the error come first
-                    error = RankError(str(error)) if isinstance(error, UserError) else error
-                    if isinstance(error, Damaged):
-                        error = Damaged(f"{error}, and trained on: --resume a checkpoint from before that")
-                    error.alone = True  # other ranks may have met nothing
-                    raise error from None
-            tokens, position, bad = waiting.pop(0)
-            for message in bad:
-                self.warn(f"left out: {message}")
-            if position[0] == number + 1:
-                return tokens, position
-            assert position[0] <= number, f"lane {lane} is at row {position[0]}, row {number} was asked for"
+    @property
+    def paths(self) -> list[Path]:
+        return [Path(f.name) for f in self.files if not isinstance(f, HubFile)]
+
+    def describe(self) -> list[dict]:
+        made = [self.config.lanes, self.encoder.text_field, self.fingerprint, self.identity]
+        digest = hashlib.sha256(json.dumps(made).encode()).hexdigest()
+        return [{"stream": list(self.specs), "files": len(self.identity), "commits": self.commits, "sha256": digest}]
+
+    def lane(self, number: int) -> Lane:
+        c, n = self.config, len(self.files)
+        files, turn, sharing = self.files[number :: c.lanes], 0, 1
+        if n < c.lanes:
+            files, turn, sharing = [self.files[number % n]], number // n, len(range(number % n, c.lanes, n))
+        ahead = read_ahead_bytes(c.read_ahead_gb) // self.readers
+        return Lane(number, c.lanes, files, turn, sharing, self.encoder, c.seq_len, c.seed, c.skip_bad, ahead)
+
+    def start(self, positions: dict[str, list]) -> None:
+        """Rows are read from these positions of lanes on."""
+        self.close()
+        self.positions = {int(lane): tuple(position) for lane, position in positions.items()}
+
+    def state(self) -> dict[str, list]:
+        return {str(lane): list(position) for lane, position in self.positions.items()}
 
     def close(self) -> None:
-        self.stop.set()
-        for worker in self.workers:
-            worker.close()
+        self.lanes.clear()
+        while self.workers:
+            self.workers.pop().close()
+
+    def _start_lane(self, number) -> None:
+        """From now on it is read ahead."""
+        most = max(1, min(MAX_WORKERS, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1))
+        if len(self.workers) < most:
+            self.workers.append(Worker(_warn))
+        chunks = self._chunks(self.workers[len(self.lanes) % most], number)
+        self.lanes[number] = itertools.chain.from_iterable(read_ahead(chunks, 2))
+
+    def _chunks(self, worker, number):
+        worker(open_lane, self.lane(number), self.positions.get(number, (0,) * 6))
+        while True:
+            yield worker(next_rows, number)
+
+    def _take(self, number) -> np.ndarray:
+        if number in self.kept:
+            return self.kept[number]
+        turn, lane = divmod(number, self.config.lanes)
+        try:
+            tokens, position, bad = next(self.lanes[lane])
+            while position[0] <= turn:  # rows of other ranks
+                tokens, position, more = next(self.lanes[lane])
+                bad += more
+        except UserError as e:
+            raise RankError(str(e)) from None  # other ranks may have met nothing
+        except Damaged as e:
+            raise Damaged(f"{e}, and trained on: --resume a checkpoint from before that") from None
+        assert position[0] == turn + 1, f"lane {lane} is behind row {turn}: {position}"
+        for message in bad:
+            _warn(f"left out: {message}")
+        self.positions[lane] = self.recent[number] = position
+        if len(self.recent) > RECENT:
+            self.recent.pop(next(iter(self.recent)))
+        if self.keep:
+            self.kept[number] = tokens
+        return tokens
+
+    def rows(self, index: np.ndarray) -> tuple:
+        numbers = index.tolist()
+        for lane in dict.fromkeys(n % self.config.lanes for n in numbers if n not in self.kept):
+            if lane not in self.lanes:
+                self._start_lane(lane)
+        block = np.array([self._take(n) for n in numbers], np.int64).reshape(-1, self.config.seq_len + 1)
+        if len(block) and block.max() >= self.config.model_config.vocab_size:
+            raise beyond_vocabulary(f"--tokenizer {self.encoder.tokenizer}", block.max(), self.config)
+        begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
+        return block[:, :-1], block[:, 1:], begins
+
+    def where(self, number: int) -> str:
+        if number not in self.recent:
+            return f"row {number} of the stream"
+        return self.lane(number % self.config.lanes).where(self.recent[number])
+
+
+def _warn(message) -> None:
+    (logger.warning if logger.isEnabledFor(logging.WARNING) else download.say)(message)  # rank 0 has the log
+
+
+def read_ahead_bytes(gb: float) -> int:
+    """A rank's share of --read_ahead_gb, of which there is no more than half of the disk's free room."""
+    room = min(gb * 2**30, _free() / 2)
+    return int(room / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+if __name__ == "__main__":
+    _serve()

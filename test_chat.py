@@ -14,12 +14,12 @@ import torch
 import check
 import rows
 from config import parse_args
-from data import Batch, make_loader, show
+from data import Batch, make_loader, show, turns
 from errors import UserError
 from model import MODELS, Transformer, random_init
-from order import turns
 from shard import Ranks, fill
 from test_tokenizer import TEMPLATES, _chat_tokenizer
+from text import Encoder, TextFile
 from tokenizer import load_tokenizer
 
 
@@ -294,7 +294,7 @@ def test_prepared_conversations(tmp_path):
     from prepare import prepare
 
     path = write(tmp_path / "a.jsonl", conversations())
-    prepare([path], ("bytes", "text", "llama"), tmp_path / "out", 0, 2000, 20, 0)
+    prepare([TextFile(str(path))], Encoder("bytes"), tmp_path / "out", 0, 2000, 20, 0)
     assert len(list((tmp_path / "out").glob("*.mask"))) > 2
     folder, files = make_loader(config(tmp_path / "out")), make_loader(config(path))
     assert [b.targets.tolist() for b in epoch(folder)] == [b.targets.tolist() for b in epoch(files)]

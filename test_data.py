@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ import torch
 import prepare
 import rows
 from config import parse_args
-from data import Batch, _show, make_loader, open_checked
+from data import Batch, make_loader, open_checked, run_show
 from errors import UserError
-from order import permute
 from rows import Catalog
+from stream import permute
 from text import builtin_documents
 from tokenizer import ByteTokenizer
 
@@ -213,7 +214,7 @@ def test_data_dtype_needs_a_headerless_file(tmp_path):
 
 def test_show_needs_a_number_of_rows():
     for n in ("-1", "0"):
-        assert f"--n {n}" in refused(_show, ["--n", n])
+        assert f"--n {n}" in refused(run_show, ["--n", n])
 
 
 # ---- text
@@ -290,20 +291,20 @@ def test_two_processes_at_once(tmp_path, cache, monkeypatch):
     path = tmp_path / "own.txt"
     path.write_text("a line\n" * 100)
     fork = multiprocessing.get_context("fork")
-    both, encode, waited = fork.Barrier(2), ByteTokenizer.encode, []
+    both, encode, calls = fork.Barrier(2), ByteTokenizer.encode, fork.Value("i")
 
-    def encode_together(self, text):
-        if not waited:
-            waited.append(both.wait(60))
+    def slowly(self, text):
+        calls.value += 1
+        time.sleep(0.3)  # the other process is waiting by now
         return encode(self, text)
 
-    monkeypatch.setattr(ByteTokenizer, "encode", encode_together)
-    processes = [fork.Process(target=read, args=(config(path),)) for _ in range(2)]
+    monkeypatch.setattr(ByteTokenizer, "encode", slowly)
+    processes = [fork.Process(target=lambda: both.wait(60) or read(config(path))) for _ in range(2)]
     for p in processes:
         p.start()
     for p in processes:
         p.join(60)
-    assert [p.exitcode for p in processes] == [0, 0]
+    assert [p.exitcode for p in processes] == [0, 0] and calls.value == 2  # the training and the validation part
     assert len(list(cache.iterdir())) == 1
     monkeypatch.setattr(ByteTokenizer, "encode", None)  # it is there
     assert bytes(read(config(path))[1:] + read(config(path), "val")[1:]) == path.read_bytes()

@@ -33,10 +33,10 @@ import errors
 import guard
 import model
 import train
-from data import write_shard
 from errors import UserError, read_json
 from log import write_status
 from model import Transformer
+from prepare import write_shard
 from test_checkpoint import make_state, save
 
 ROOT = Path(__file__).parent

@@ -20,11 +20,11 @@ from torch import Tensor
 
 import checkpoint
 from config import parse_args
-from data import write_shard
 from errors import UserError
 from generate import KVCache, check_length, choose, main, open_source, sample, write
 from model import MODELS, Transformer
 from optim import make_optimizer
+from prepare import write_shard
 from test_checkpoint import save
 from test_model import BASE, FAMILY, error, make_model, make_pair, make_reference, random_tokens, scramble
 from tokenizer import LLAMA3_SPLIT, ByteTokenizer

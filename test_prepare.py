@@ -12,18 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data
 import prepare
 import rows
+import stream
 import text
 from config import parse_args
 from data import open_checked
 from download import Damaged, Failed
 from errors import UserError
-from rows import open_shard
+from prepare import open_shard, verify
+from text import Encoder, TextFile
 
 ROOT = Path(__file__).parent
-BYTES = ("bytes", "text", "llama")
+BYTES = Encoder("bytes")
 ROWS = [f"row {i}: naïve 日本語 " + "word " * (i * 7 % 23) for i in range(300)]
 
 
@@ -43,7 +44,9 @@ def tokens(folder, split) -> list[int]:
 
 
 def run(sources, out, processes=0, shard_tokens=10**9, val_every=20, skip_bad=0, settings=BYTES):
-    return prepare.prepare([Path(s) for s in sources], settings, out, processes, shard_tokens, val_every, skip_bad)
+    return prepare.prepare(
+        [TextFile(str(s)) for s in sources], settings, out, processes, shard_tokens, val_every, skip_bad
+    )
 
 
 def refused(call, *args, **kwargs) -> str:
@@ -77,7 +80,7 @@ def test_every_kind_gives_the_same_tokens(tmp_path, monkeypatch, name):
         sizes = [f["tokens"] for n, f in index["files"].items() if n.startswith(split)]
         assert sizes[:-1] == [7000] * (len(sizes) - 1) and sum(sizes) == len(expected)
     assert index["documents"] == 300 and index["delimiter"] == 256 and index["fingerprint"] == "bytes"
-    assert data.verify(tmp_path / "out") == []
+    assert [*verify(tmp_path / "out")] == []
 
 
 def test_processes_change_nothing(tmp_path, monkeypatch):
@@ -113,31 +116,31 @@ def test_it_goes_on_after_a_kill(tmp_path, monkeypatch, at):
     with pytest.raises((KeyboardInterrupt, UserError)):
         run(sources, tmp_path / "out", shard_tokens=9000)
     assert not (tmp_path / "out" / "index.json").exists()
-    assert "not prepared to its end" in refused(data.find_shards, str(tmp_path / "out"), "--data")
+    assert "not prepared to its end" in refused(prepare.find_shards, str(tmp_path / "out"), "--data")
     del seen[:]
     monkeypatch.setattr(prepare, "encode_rows", lambda *args: seen.append(args[2][0].number) or encode(*args))
     index = run(sources, tmp_path / "out", shard_tokens=9000)
-    assert index["files"] == whole["files"] and index["documents"] == 600 and data.verify(tmp_path / "out") == []
+    assert index["files"] == whole["files"] and index["documents"] == 600 and [*verify(tmp_path / "out")] == []
     assert at < 2 or seen[0] > 1  # it was not done all over again
 
 
 def test_a_failure_before_the_first_note_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
     monkeypatch.setattr(prepare, "BATCH", 2000)
-    monkeypatch.setattr(prepare.Meter, "show", lambda *_: os.stat(tmp_path / "gone"))  # a batch is written by then
+    monkeypatch.setattr(prepare.ShardWriter, "close", lambda *_: os.stat(tmp_path / "gone"))  # a shard is written
     with pytest.raises(FileNotFoundError):
         run([tmp_path / "a.jsonl"], tmp_path / "new/out", shard_tokens=1000)
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_long_txt_is_cut_between_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "PIECE", 500)
+    monkeypatch.setattr(text, "TXT_PIECE", 500)
     (tmp_path / "a.txt").write_text("".join(f"{row}\n" for row in ROWS))
     run([tmp_path / "a.txt"], tmp_path / "out")
     train, val = tokens(tmp_path / "out", "train"), tokens(tmp_path / "out", "val")
     assert train[0] == val[0] == 256 and train.count(256) == val.count(256) == 1
     assert bytes(train[1:] + val[1:]) == (tmp_path / "a.txt").read_bytes() and bytes(train[-1:]) == b"\n"
-    seen = [row.content for row, _ in text.read_rows(tmp_path / "a.txt", ())]
+    seen = [row.content["text"] for row, _ in TextFile(str(tmp_path / "a.txt")).rows(("text",))]
     assert len(seen) > 10 and all(piece.endswith(b"\n") for piece in seen) and max(map(len, seen)) < 700
 
 
@@ -170,10 +173,10 @@ def test_verify_reads_every_id(tmp_path):
     folder.mkdir()
     ids = np.zeros(100_000)
     prepare.write_shard(folder / "a.bin", ids, 50257)
-    assert data.verify(folder, 300) == []
+    assert [*verify(folder, 300)] == []
     ids[77_777] = 300
     prepare.write_shard(folder / "a.bin", ids, 50257)
-    (message,) = data.verify(folder, 300)
+    (message,) = verify(folder, 300)
     assert f"{folder / 'a.bin'} at token 77777: id 300" in message
 
 
@@ -210,7 +213,7 @@ def test_bad_input_is_named(tmp_path, kind):
     (tmp_path / name).write_bytes(content)
 
     def work():
-        run(text.find_text(str(tmp_path / name), "--input"), tmp_path / "out")
+        run(stream.find_text(str(tmp_path / name), "--input"), tmp_path / "out")
 
     message = refused(work)
     assert str(tmp_path / name) in message and re.search(pattern, message, re.DOTALL)
@@ -244,14 +247,14 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     assert f"needs pyarrow: {sys.executable} -m pip install pyarrow" in refused(
-        lambda: [*text.read_rows(tmp_path / "a.parquet", ("text",))]
+        lambda: [*TextFile(str(tmp_path / "a.parquet")).rows(("text",))]
     )
 
 
 def test_piped_text_is_a_document(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"two\nlines"))))
-    ((row, _),) = text.read_rows(Path("-"), ("text",))
-    assert text.encoder(*BYTES)("-", row)[0] == [256, *b"two\nlines"]
+    ((row, _),) = TextFile("-").rows(("text",))
+    assert BYTES("-", row)[0] == [256, *b"two\nlines"]
 
 
 def test_data_of_several_tokenizers_are_refused(tmp_path, monkeypatch):

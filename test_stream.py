@@ -22,7 +22,6 @@ from huggingface_hub import constants
 
 import check
 import download
-import remote
 import rows
 import shard
 import stream
@@ -30,9 +29,8 @@ import text as text_module
 from config import parse_args
 from data import make_loader, merge_positions
 from errors import UserError
-from order import permute
+from stream import HubFile, HubReader, Worker, find_text, permute
 from test_download import COMMITS, FakeHub
-from workers import Worker
 
 T = 16
 
@@ -240,7 +238,8 @@ def test_few_files_are_kept_whole(hub, tmp_path):
     sent = hub.cdn.sent
     assert len(list((tmp_path / "home").rglob("*.json.gz"))) == 3
     assert (
-        rows.fetch_whole(remote.resolve("hf://datasets/org/one", "") + remote.resolve(C4, ""))[0].name == "train.jsonl"
+        Path(stream.fetch_whole(find_text("hf://datasets/org/one", "") + find_text(C4, ""))[0].name).name
+        == "train.jsonl"
     )
     sent += len(hub.repos["datasets/org/one"]["train.jsonl"])
     assert run(config(C4, lanes=5), 4)[0] == expected and hub.cdn.sent - sent < 2000  # but for the first file's head
@@ -249,28 +248,28 @@ def test_few_files_are_kept_whole(hub, tmp_path):
 @pytest.mark.parametrize("faults", [[("flip", 90)], [("cut", 10)] * 30], ids=str)
 def test_what_arrives_damaged_or_never_is_said(hub, monkeypatch, faults):
     """Before a byte of it is given, however large the file is."""
-    monkeypatch.setattr(remote, "TRIES", 3)
-    (file, *_) = remote.resolve(C4, "--data")
-    hub.faults[file.path] = list(faults)
+    monkeypatch.setattr(download, "TRIES", 3)
+    (file, *_) = find_text(C4, "--data")
+    hub.faults[file.name] = list(faults)
     if faults[0][0] == "cut":
         monkeypatch.setattr(hub.cdn, "refuse", lambda path: (503,) if "00000" in path else None)
-    with pytest.raises(download.Failed, match="damaged|3 times in a row"), remote.RemoteFile(file, 0) as f:
+    with pytest.raises(download.Failed, match="damaged|3 times in a row"), HubReader(file, 0) as f:
         assert not f.read(100)
 
 
 def test_what_is_read_ahead_is_bounded(hub, monkeypatch):
     """On a disk that takes a few bytes at a time."""
-    monkeypatch.setattr(remote, "LEAST", 100)
+    monkeypatch.setattr(stream, "SLOT", 25)
     monkeypatch.setattr(download, "CHUNK", 30)
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:20], at))
-    (file, *_) = remote.resolve(C4, "--data")
-    content = hub.repos["datasets/org/c4"][file.path]
+    (file, *_) = find_text(C4, "--data")
+    content = hub.repos["datasets/org/c4"][file.name]
     got = b""
-    with remote.RemoteFile(file, 0) as f:
+    with HubReader(file, 0) as f:
         while block := f.read(33):
             got += block
-            assert f.tell() == len(got) and f.arrived - f.given <= 100
+            assert f.tell() == len(got)
         assert os.fstat(f.store.fileno()).st_size == 100
     assert got == content
 
@@ -278,7 +277,7 @@ def test_what_is_read_ahead_is_bounded(hub, monkeypatch):
 @pytest.mark.parametrize("free", [100, 10**9])
 def test_a_full_disk_is_said_at_once(hub, monkeypatch, free):
     """Before anything is fetched where the room can be known to lack; else by what fails to be written."""
-    (file, *_) = remote.resolve(C4, "--data")
+    (file, *_) = find_text(C4, "--data")
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
 
@@ -287,7 +286,7 @@ def test_a_full_disk_is_said_at_once(hub, monkeypatch, free):
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(download.Failed, match=r"No space left on device: .* are free; free some, or set TMPDIR"):
-        remote.RemoteFile(file, 0).read(1)
+        HubReader(file, 0).read(1)
     assert len([path for _, path, *_ in hub.cdn.seen if "/cdn/0/" in path]) == (free > 100)
 
 
@@ -296,7 +295,7 @@ def test_what_is_read_ahead_is_shared(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     for free, share in ((10**12, 2**30), (16 * 10**6, 10**6)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
-        assert rows.read_ahead_bytes(8) == share
+        assert stream.read_ahead_bytes(8) == share
 
 
 def test_a_damaged_file_is_fetched_once_more(hub, tmp_path):
@@ -318,12 +317,12 @@ def test_rows_that_were_read_before_the_damage_was_known(monkeypatch, second, re
         for number, content in enumerate(copies.pop(0), 1):
             if content is None:
                 raise download.Damaged("damaged")
-            yield text_module.Row(number, number, 0, content), 0
+            yield text_module.TextRow(number, number, 0, content, False), 0
 
-    monkeypatch.setattr(text_module, "_read_rows", read)
+    monkeypatch.setattr(text_module.TextFile, "rows", read)
     found = []
     with pytest.raises(download.Damaged, match=refused) if refused else contextlib.nullcontext():
-        for row, _ in text_module.read_rows(remote.Remote("o/n", "a" * 40, "x.jsonl", 9, "b" * 40), ()):
+        for row, _ in HubFile("x.jsonl", "o/n", "a" * 40, 9, "b" * 40).rows(()):
             found.append(row.content)
     assert found == ([b"a", b"b"] if refused else second)
 
@@ -331,9 +330,9 @@ def test_rows_that_were_read_before_the_damage_was_known(monkeypatch, second, re
 def test_a_gzip_file_of_the_hub_that_is_cut_short(hub):
     name = "en/c4-train.00000-of-00003.json.gz"
     hub.repos["datasets/org/c4"][name] = hub.repos["datasets/org/c4"][name][:-60]
-    (file, *_) = remote.resolve(C4, "--data")
+    (file, *_) = find_text(C4, "--data")
     with pytest.raises(UserError, match=rf"cut short at byte {file.size}, after line"):
-        list(text_module.read_rows(file, ("text",)))
+        list(file.rows(("text",)))
 
 
 ADDRESSES = {
@@ -355,14 +354,14 @@ WRONG = {
 
 @pytest.mark.parametrize("spec", ADDRESSES)
 def test_addresses(hub, spec):
-    found = remote.resolve(spec, "--data")
+    found = find_text(spec, "--data")
     assert len(found) == ADDRESSES[spec] and {f.commit for f in found} == {COMMITS["v1" if "@v1" in spec else "main"]}
 
 
 @pytest.mark.parametrize("spec", WRONG)
 def test_wrong_addresses(hub, spec):
     with pytest.raises(UserError, match=WRONG[spec]):
-        remote.resolve(spec, "--data")
+        find_text(spec, "--data")
 
 
 def test_a_worker_says_and_dies(tmp_path):

@@ -23,9 +23,10 @@ import guard
 import machine
 import weights
 from config import parse_args
-from data import make_loader, write_shard
+from data import make_loader
 from errors import exit_status
 from model import Transformer
+from prepare import write_shard
 from shard import fill
 from train import main as train_main
 

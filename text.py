@@ -1,96 +1,163 @@
-"""From sources of text to token ids, row by row: files, patterns, the hub, standard input; documents and conversations.
+"""From files of text to token ids, row by row: documents and conversations.
 
-`read_rows` yields what a file holds without looking into it: a line of .jsonl (.json of JSON lines is the same), a row
-of .parquet, a piece of .txt (a file is a document); .gz of the first three. `Encoder` makes a row into ids. The two run
-in different processes: parsing costs a few per cent of tokenising, but more than reading does.
+`TextFile.rows` yields what a file holds without looking into it: a line of .jsonl (.json of JSON lines is the same), a
+row of .parquet, a piece of .txt (a file is a document); .gz of the first three. An `Encoder` turns a row into ids. The
+two run in different processes: parsing costs a few per cent of tokenising, but more than reading does.
 
-A row with --text_field is a document: BOS, then its text. One with `messages`, or `prompt` and `completion`, is a
+A row with --text_field is a document: BOS, then its text. A row with `messages`, or `prompt` and `completion`, is a
 conversation, rendered by the tokenizer's chat format; the assistant's words and the token that ends them are trained
-on. Nothing here knows torch."""
+on. For a new format write a reader and add it to READERS. Nothing here knows torch."""
 
 import functools
 import glob
 import gzip
-import io
+import importlib.metadata
+import inspect
 import json
+import os
+import platform
 import re
 import sys
 import zlib
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-import numpy as np
-
-import download
-from download import Damaged, Failed
 from errors import UserError
-from remote import PREFIX, Remote, RemoteFile, resolve
 from tokenizer import chat_family, load_tokenizer, render_chat
 
-SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
-KINDS = f"{', '.join(SUFFIXES)} (.gz of the first three) and .bin (token shards)"
-PIECE = 2**24  # bytes up to which a .txt is tokenised as a whole; beyond, in pieces of so many, cut between lines
+HUB = "hf://datasets/"  # begins the address of a data set on the hub
+TXT_PIECE = 2**24  # bytes up to which a .txt is tokenised as a whole; a longer one in pieces, cut between lines
 VAL_EVERY = 20  # one document in so many, or the last 1/20 of a .txt, is held out for validation
-BUILTIN = "built-in"  # the name of the text that is on every machine
 TRAINED, BEGINS = 1, 2  # bits of a token's mask: it is trained on; a conversation begins with it
 
 
 class BadRow(UserError):
-    """One that --skip_bad may pass over."""
+    """A row that --skip_bad may pass over."""
 
 
-class Row(NamedTuple):
-    number: int  # from 1
-    line: int  # that it begins with
+class TextRow(NamedTuple):
+    number: int  # in its file, from 1
+    line: int  # of the file that it begins with; 0 where the format has no lines
     offset: int  # of its first byte in the (decompressed) file
-    content: bytes | dict
-    begins: bool = True  # a document
-    val: bool = False
+    content: bytes | dict  # JSON, or fields
+    val: bool  # it is held out
+    begins: bool = True  # a document; False: it goes on with one
+
+    @property
+    def place(self) -> str:
+        return f"line {self.line}" if self.line else f"row {self.number}"
 
 
-@functools.lru_cache(maxsize=4096)
+# ---- entries of --data
+
+
 def kind_of(name: str) -> str:
-    """The suffix that says what a file holds, without .gz; empty if it is none of ours."""
+    """The suffix that says what a file holds, without .gz; empty if we do not read it."""
     suffix = Path(name.removesuffix(".gz")).suffix
-    return suffix if suffix in SUFFIXES and not (name.endswith(".gz") and suffix == ".parquet") else ""
+    return suffix if suffix in SUFFIXES and not name.endswith(".parquet.gz") else ""
 
 
 def is_text(spec: str) -> bool:
     """Whether an entry of --data is text that we tokenise."""
-    return spec.startswith(PREFIX) or bool(kind_of(spec))
+    return spec.startswith(HUB) or bool(kind_of(spec))
 
 
 def split_weight(spec: str) -> tuple[str, Fraction | None]:
     """An entry of --data, which may end in :NUMBER -> (what it names, its weight in a mixture or None)."""
-    found = re.fullmatch(r"(.+):(-?(?:\d+\.?\d*|\.\d+))", spec)
-    return (found[1], Fraction(found[2])) if found and not Path(spec).exists() else (spec, None)
+    parts = re.fullmatch(r"(.+):(-?(?:\d+\.?\d*|\.\d+))", spec)
+    return (parts[1], Fraction(parts[2])) if parts and not Path(spec).exists() else (spec, None)
 
 
-def find_text(spec: str, flag: str, *how) -> list[Path | Remote]:
-    """The files of text that an entry names: a file, a pattern, `-`, or an address on the hub, which `how` is for."""
-    if spec.startswith("hf://"):
-        return resolve(spec, flag, *how)
-    if spec == "-":
-        return [Path("-")]
+def find_files(spec: str, flag: str, in_folder: tuple[str, ...], more: tuple[str, ...] = ()) -> list[Path]:
+    """The files that a path or a pattern names, or a folder holds: text, and those with one of `more` suffixes."""
     path = Path(spec).expanduser()
     if path.is_dir():
-        files = [p for p in sorted(path.iterdir()) if kind_of(p.name)]
+        files = [p for p in sorted(path.iterdir()) if (kind_of(p.name) or p.suffix) in in_folder]
+        problem = f"no {', '.join(in_folder)} in this folder"
     else:
-        files = [path] if path.exists() else sorted(Path(p) for p in glob.glob(str(path), recursive=True))
+        files = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+        problem = "no such file or folder"
     if not files:
-        what = f"no {', '.join(SUFFIXES)} in this folder" if path.is_dir() else "no such file or folder"
-        raise UserError(f"{flag} {spec}: {what}")
+        raise UserError(f"{flag} {spec}: {problem}")
     for file in files:
-        if not kind_of(file.name):
-            raise UserError(f"{flag} {file}: what this file holds is not known; {KINDS} are")
+        if not kind_of(file.name) and file.suffix not in more:
+            raise UserError(f"{flag} {file}: what this file holds is not known; {FORMATS} are")
     return files
 
 
-# ---- reading
+@dataclass(frozen=True)
+class TextFile:
+    """A file on this machine; `-` is standard input."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def size(self) -> int:
+        return 0 if self.name == "-" else os.stat(self.name).st_size
+
+    @property
+    def identity(self) -> list:
+        """Differs where the content does."""
+        if self.name == "-":
+            return ["-"]
+        return [os.path.realpath(self.name), self.size, os.stat(self.name).st_mtime_ns]
+
+    @property
+    def described(self) -> dict:
+        """By which a stream knows it again."""
+        return {"file": Path(self.name).name, "bytes": self.size}
+
+    def open(self, ahead: int) -> BinaryIO:
+        return sys.stdin.buffer if self.name == "-" else open(self.name, "rb")
+
+    def rows(
+        self, fields: tuple[str, ...], first: int = 0, val_every: int = VAL_EVERY, ahead: int = 2**26
+    ) -> Iterator[tuple[TextRow, int]]:
+        """(row, bytes of the stored file read so far) of the rows behind number `first`. fields: those that are needed,
+        a document's text first. val_every: 0 holds nothing out. ahead: bytes to fetch ahead from the hub. UserError
+        where the file itself is damaged."""
+        name, line = str(self), 0
+        with self.open(ahead) as raw:
+            kind = kind_of(name)
+            if name == "-":
+                kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
+            stream = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
+            try:
+                for row in READERS[kind](name, stream, fields, first, val_every):
+                    line = row.line
+                    if row.number > first:
+                        yield row, _tell(raw)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+                where = f"byte {_tell(raw)}, after line {line}"
+                while name.startswith(HUB) and raw.read(2**20):
+                    pass  # if it was damaged on its way, that is said at its end
+                raise UserError(
+                    f"{name}: the gzip data is damaged or cut short at {where} ({e}): fetch or compress the file again"
+                ) from None
+
+
+@dataclass(frozen=True)
+class BuiltinText(TextFile):
+    """Text that is on every machine."""
+
+    name: str = "built-in"
+    size = 0
+
+    @property
+    def identity(self) -> list:
+        source = inspect.getsource(builtin_documents)
+        return [platform.python_version(), importlib.metadata.version("torch"), source]
+
+    def rows(self, fields, first=0, val_every=VAL_EVERY, ahead=0) -> Iterator[tuple[TextRow, int]]:
+        for number, text in enumerate(builtin_documents(), 1):
+            yield TextRow(number, 0, 0, {fields[0]: text}, _held_out(number, val_every)), 0
 
 
 def builtin_documents() -> Iterator[str]:
@@ -116,262 +183,174 @@ def builtin_documents() -> Iterator[str]:
                         yield text
 
 
-def open_bytes(source: Path | Remote, ahead: int):
-    """-> a binary stream from the file's beginning, as it is stored."""
-    if isinstance(source, Remote):
-        return RemoteFile(source, ahead, kind_of(source.path) == ".parquet")  # its table of contents is at its end
-    return sys.stdin.buffer if str(source) == "-" else open(source, "rb")
-
-
-def place(name: str, number: int) -> str:
-    return f"{name} {'row' if kind_of(name) == '.parquet' else 'line'} {number}"
-
-
-def read_rows(
-    source: Path | Remote, fields: tuple[str, ...], first: int = 0, val_every: int = VAL_EVERY, ahead: int = 2**26
-) -> Iterator[tuple[Row, int]]:
-    """(row, bytes of the stored file read so far) of the rows behind number `first`. fields: the columns that a parquet
-    file may have to be read for. UserError where the file itself is damaged. What arrives damaged from the hub is
-    fetched once more; Damaged if rows that were given are not the same then."""
-    if not isinstance(source, Remote):
-        yield from _read_rows(source, fields, first, val_every, ahead)
-        return
-    given, given_sum, fetched_again = first, 0, False
-    while True:
-        repeated_sum = 0
-        try:
-            for row, at in _read_rows(source, fields, first, val_every, ahead):
-                if row.number <= given:
-                    repeated_sum = _sum(row, repeated_sum)
-                elif repeated_sum != given_sum:
-                    break
-                else:
-                    given, given_sum = row.number, _sum(row, given_sum)
-                    repeated_sum = given_sum
-                    yield row, at
-            if repeated_sum == given_sum:
-                return
-            trouble = f"{source}: what arrived first was damaged"
-        except Damaged as e:
-            trouble = f"{e}, the second time too; try later"
-            if not fetched_again:
-                download.say(f"{e}: it is fetched again")
-                fetched_again = True
-                continue
-        raise Damaged(f"{trouble}; its rows up to {given} had been read") if given > first else Failed(trouble)
-
-
-def _sum(row: Row, begin: int) -> int:
-    return zlib.crc32(row.content, begin) if isinstance(row.content, bytes) else begin
-
-
-def _read_rows(
-    source: Path | Remote, fields: tuple[str, ...], first: int, val_every: int, ahead: int
-) -> Iterator[tuple[Row, int]]:
-    name = str(source.path if isinstance(source, Remote) else source)
-    if name == BUILTIN:
-        for number, text in enumerate(builtin_documents(), 1):
-            yield Row(number, number, 0, {fields[0]: text}, True, number % val_every == 0), 0
-        return
-    shown, kind = str(source), kind_of(name)
-    with open_bytes(source, ahead) as raw:
-        if name == "-":
-            head = raw.peek(4096).lstrip()[:1]
-            kind = ".jsonl" if head == b"{" else ".txt"
-        if kind == ".parquet":
-            yield from _parquet(raw, shown, fields, first, val_every)
-            return
-        stream = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
-        if isinstance(stream, RemoteFile):
-            stream = io.BufferedReader(stream, 2**20)
-        number = 0
-        try:
-            if kind == ".txt":
-                plain = isinstance(source, Path) and stream is raw and name != "-"
-                for row in _txt(stream, source if plain else None, val_every):
-                    number = row.line
-                    if row.number > first:
-                        yield row, _tell(raw)
-                return
-            offset = 0
-            for number, line in enumerate(stream, 1):
-                if number > first and not line.isspace():
-                    val = val_every > 0 and number % val_every == 0
-                    yield Row(number, number, offset, line, True, val), _tell(raw)
-                offset += len(line)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-            while isinstance(raw, RemoteFile) and raw.read(2**20):
-                pass  # if it was damaged on its way, that is said at its end
-            where = f"byte {_tell(raw)}, after line {number}"
-            raise UserError(
-                f"{shown}: the gzip data is damaged or cut short at {where} ({e}): fetch or compress the file again"
-            ) from None
+# ---- readers: (name, stream, fields, first, val_every) -> rows; those up to `first` are passed over by the caller
 
 
 def _tell(raw) -> int:
     try:
         return raw.tell()
-    except (OSError, ValueError, AttributeError):  # a pipe
+    except (OSError, ValueError):  # a pipe; a file that is closed
         return 0
 
 
-def _txt(stream, path: Path | None, val_every: int) -> Iterator[Row]:
-    """A document in pieces of whole lines. path: a plain file, whose end is held out."""
-    size = path.stat().st_size if path else sys.maxsize
-    cut = _held_out(stream, size, val_every) if path and val_every else size
+def _held_out(number: int, val_every: int) -> bool:
+    return val_every > 0 and number % val_every == 0
+
+
+def _read_lines(name: str, stream, fields, first: int, val_every: int) -> Iterator[TextRow]:
+    offset = 0
+    for number, line in enumerate(stream, 1):
+        if not line.isspace():
+            yield TextRow(number, number, offset, line, _held_out(number, val_every))
+        offset += len(line)
+
+
+def _read_txt(name: str, stream, fields, first: int, val_every: int) -> Iterator[TextRow]:
+    """A document in pieces of whole lines. The end of a plain file is held out."""
+    size = cut = os.path.getsize(name) if name.endswith(".txt") and os.path.isfile(name) else sys.maxsize
+    if val_every and size < sys.maxsize:
+        cut = _last_part(stream, size, val_every)
     offset, line, number = 0, 1, 0
     for end, val in ((cut, False), (size, True)):
         begins = True
-        while offset < end and (piece := stream.read(min(PIECE, end - offset))):
+        while offset < end and (piece := stream.read(min(TXT_PIECE, end - offset))):
             piece += stream.readline(end - offset - len(piece))
             number += 1
-            yield Row(number, line, offset, piece, begins, val)
+            yield TextRow(number, line, offset, {fields[0]: piece}, val, begins)
             offset, line, begins = offset + len(piece), line + piece.count(b"\n"), False
 
 
-def _held_out(stream, size: int, val_every: int) -> int:
-    """Where the last 1/val_every of a .txt begins: with a line, or, if the last one is longer, with a character."""
+def _last_part(stream, size: int, val_every: int) -> int:
+    """Where the last 1/val_every begins: with a line, or, if the last one is longer, with a character."""
     cut = size * (val_every - 1) // val_every
     stream.seek(max(cut - 1, 0))
     stream.readline()
-    found = stream.tell()
-    if found >= size:
-        found = cut
-        while found and stream.seek(found) and stream.read(1)[0] & 0xC0 == 0x80:
-            found -= 1
+    begin = stream.tell()
+    if begin >= size:
+        begin = cut
+        while begin and stream.seek(begin) and stream.read(1)[0] & 0xC0 == 0x80:
+            begin -= 1
     stream.seek(0)
-    return found
+    return begin
 
 
-def _parquet(raw, shown: str, fields: tuple[str, ...], first: int, val_every: int) -> Iterator[tuple[Row, int]]:
+def _read_parquet(name: str, stream, fields: tuple[str, ...], first: int, val_every: int) -> Iterator[TextRow]:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{shown}: reading parquet needs pyarrow: {sys.executable} -m pip install pyarrow") from None
-    if isinstance(raw, RemoteFile):
-        raw.read(1)  # waits until it is verified
-        raw = raw.store
+        raise UserError(f"{name}: reading parquet needs pyarrow: {sys.executable} -m pip install pyarrow") from None
     try:
-        file = pyarrow.parquet.ParquetFile(raw)
-        there = [c for c in fields if c in file.schema_arrow.names]
-        if not there:
-            names = ", ".join(file.schema_arrow.names)
-            raise UserError(f"{shown} has no column '{fields[0]}' (found: {names}); --text_field names it")
-        number, total, size = 0, max(file.metadata.num_rows, 1), raw.seek(0, 2)
+        file = pyarrow.parquet.ParquetFile(stream)
+        columns = file.schema_arrow.names
+        wanted = [c for c in fields if c in columns]
+        if not wanted:
+            columns = ", ".join(columns)
+            raise UserError(f"{name} has no column '{fields[0]}' (found: {columns}); --text_field names it")
+        number = 0
         for group in range(file.num_row_groups):
-            if number + file.metadata.row_group(group).num_rows <= first:
-                number += file.metadata.row_group(group).num_rows
+            count = file.metadata.row_group(group).num_rows
+            if number + count <= first:
+                number += count
                 continue
-            for batch in file.iter_batches(256, [group], there):
+            for batch in file.iter_batches(256, [group], wanted):
                 for row in batch.to_pylist():
                     number += 1
-                    if number > first:
-                        val = val_every > 0 and number % val_every == 0
-                        yield Row(number, number, 0, row, True, val), size * number // total
+                    yield TextRow(number, 0, 0, row, _held_out(number, val_every))
     except pyarrow.ArrowException as e:
-        raise UserError(f"{shown} is no parquet file, or a damaged one: {e}") from None
+        raise UserError(f"{name} is no parquet file, or a damaged one: {e}") from None
+
+
+READERS = {".txt": _read_txt, ".jsonl": _read_lines, ".json": _read_lines, ".parquet": _read_parquet}
+SUFFIXES = tuple(READERS)
+FORMATS = f"{', '.join(SUFFIXES)} (.gz of the first three) and .bin (token shards)"
 
 
 # ---- encoding
 
 
-class Encoder:
-    """Rows -> token ids. text_field: the field of a document's text; model_type: what the chat format follows where the
-    tokenizer does not say it."""
+@functools.lru_cache(maxsize=4)
+def _tokenizer(spec: str):
+    return load_tokenizer(spec)  # which looks whether its files have changed: not for each row
 
-    def __init__(self, tokenizer: str, text_field: str, model_type: str):
-        self.tokenizer, self.text_field, self.model_type = load_tokenizer(tokenizer), text_field, model_type
 
+class Encoder(NamedTuple):
+    """Rows -> token ids. tokenizer: as --tokenizer names it; text_field: the field of a document's text; chat: the chat
+    format's family, llama or mixtral, where the tokenizer does not say it."""
+
+    tokenizer: str
+    text_field: str = "text"
+    chat: str = "llama"
+
+    @property
     def fields(self) -> tuple[str, ...]:
         return self.text_field, "messages", "prompt", "completion"
 
-    def __call__(self, name: str, row: Row) -> tuple[list[int], np.ndarray | None]:
-        """-> (ids, mask of a conversation or None). BadRow names the place."""
-        content = row.content
-        if kind_of(name) == ".txt" or (name == "-" and not content.lstrip().startswith(b"{")):
-            return ([self.tokenizer.bos_id] if row.begins else []) + self.encode(name, row, content), None
-        if isinstance(content, bytes):
-            try:
-                content = json.loads(self.decode(name, row, content))
-            except (ValueError, RecursionError) as e:
-                raise BadRow(f"{place(name, row.number)} (byte {row.offset}) is not JSON: {e}") from None
-        if isinstance(content, dict):
-            if isinstance(text := content.get(self.text_field), str):
-                try:
-                    ids = self.tokenizer.encode(text)
-                except UserError as e:
-                    raise BadRow(f"{place(name, row.number)}, '{self.text_field}': {e}") from None
-                ids.insert(0, self.tokenizer.bos_id)
-                return ids, None
-            if content.get("messages") is not None or {"prompt", "completion"} <= content.keys():
-                return self.chat(place(name, row.number), content)
-        where = place(name, row.number)
-        found = f"fields {', '.join(content)}" if isinstance(content, dict) else type(content).__name__
-        raise BadRow(f"{where} has no text field '{self.text_field}' (found: {found}); --text_field names it")
-
-    def decode(self, name: str, row: Row, content: bytes) -> str:
+    def __call__(self, name: str, row: TextRow) -> tuple[list[int], list[int] | None]:
+        """A row of the file `name` -> (ids, mask of a conversation or None). BadRow names the place."""
+        content, where, tokenizer = row.content, f"{name} {row.place}", _tokenizer(self.tokenizer)
         try:
-            return content.decode()
+            if isinstance(content, bytes):
+                content = json.loads(content.decode())
+            text = content.get(self.text_field) if isinstance(content, dict) else None
+            text = text.decode() if isinstance(text, bytes) else text
         except UnicodeDecodeError as e:
-            line = row.line + content[: e.start].count(b"\n")
+            line = row.line + e.object[: e.start].count(b"\n")
             raise BadRow(
                 f"{name}: not UTF-8 at byte {row.offset + e.start} (line {line}); convert the file, e.g. with iconv"
             ) from None
+        except (ValueError, RecursionError) as e:
+            raise BadRow(f"{where} (byte {row.offset}) is not JSON: {e}") from None
+        if isinstance(text, str):
+            try:
+                return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), None
+            except UserError as e:
+                raise BadRow(f"{where}, '{self.text_field}': {e}") from None
+        found = type(content).__name__
+        if isinstance(content, dict):
+            if content.get("messages") is not None or {"prompt", "completion"} <= content.keys():
+                return self._encode_chat(where, tokenizer, content)
+            found = f"fields {', '.join(content)}"
+        raise BadRow(f"{where} has no text field '{self.text_field}' (found: {found}); --text_field names it")
 
-    def encode(self, name: str, row: Row, content: bytes) -> list[int]:
-        return self.tokenizer.encode(self.decode(name, row, content))
-
-    def chat(self, where: str, row: dict) -> tuple[list[int], np.ndarray]:
-        messages = row.get("messages")
+    def _encode_chat(self, where: str, tokenizer, content: dict) -> tuple[list[int], list[int]]:
+        messages = content.get("messages")
         if messages is None:
             messages = []
-            for role, part in (("user", row["prompt"]), ("assistant", row["completion"])):
+            for role, part in (("user", content["prompt"]), ("assistant", content["completion"])):
                 messages += part if isinstance(part, list) else [{"role": role, "content": part}]
         try:
-            ids, mask = render_chat(self.tokenizer, messages, chat_family(self.tokenizer, self.model_type))
+            ids, mask = render_chat(tokenizer, messages, chat_family(tokenizer, self.chat))
         except UserError as e:
             raise BadRow(f"{where}: {e}") from None
         if not any(mask):
             raise BadRow(f"{where}: a conversation without an assistant's turn, so nothing in it is trained on")
-        mask = np.array(mask, dtype=np.uint8)
         mask[0] |= BEGINS
         return ids, mask
 
 
-@functools.lru_cache(maxsize=4)
-def encoder(tokenizer: str, text_field: str, model_type: str) -> Encoder:
-    return Encoder(tokenizer, text_field, model_type)
-
-
 @dataclass
 class Encoded:
-    """The tokens of some rows, of one split: uint32, and a mask if they are conversations."""
+    """The tokens of some rows of one split. mask: one byte per token, empty for documents."""
 
-    tokens: np.ndarray
-    mask: np.ndarray | None
-    documents: int
+    tokens: array = field(default_factory=lambda: array("I"))
+    mask: bytearray = field(default_factory=bytearray)
+    documents: int = 0
 
 
-def encode_rows(settings: tuple[str, str, str], name: str, rows: list[Row]) -> tuple[dict[bool, Encoded], list[str]]:
-    """-> ({is it for validation: tokens}, what is wrong with rows that are left out)."""
-    encode, bad = encoder(*settings), []
-    ids, masks, count = {False: array("I"), True: array("I")}, {False: [], True: []}, {False: 0, True: 0}
+def encode_rows(encoder: Encoder, name: str, rows: list[TextRow]) -> tuple[dict[bool, Encoded], list[str]]:
+    """Rows of the file `name` -> (tokens by whether they are held out, what is wrong with rows that are left out)."""
+    splits, bad, is_chat = {}, [], None
     for row in rows:
         try:
-            new, mask = encode(name, row)
+            ids, mask = encoder(name, row)
+            if is_chat not in (None, mask is not None):
+                raise BadRow(f"{name} {row.place}: documents and conversations in one file: keep them apart")
         except BadRow as e:
             bad.append(str(e))
             continue
-        if mask is None and masks[row.val] or (mask is not None and len(masks[row.val]) < count[row.val]):
-            bad.append(f"{place(name, row.number)}: documents and conversations in one file: keep them apart")
-            continue
-        ids[row.val].extend(new)
-        count[row.val] += row.begins
-        if mask is not None:
-            masks[row.val].append(mask)
-    out = {}
-    for val in (False, True):
-        if ids[val]:
-            mask = np.concatenate(masks[val]) if masks[val] else None
-            out[val] = Encoded(np.array(ids[val], dtype=np.uint32), mask, count[val])
-    return out, bad
+        is_chat = mask is not None
+        split = splits.setdefault(row.val, Encoded())
+        split.tokens.extend(ids)
+        split.mask.extend(mask or ())
+        split.documents += row.begins
+    return splits, bad

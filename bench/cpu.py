@@ -31,11 +31,11 @@ import torch  # isort: skip
 from torch import nn
 
 import train
-from data import write_shard
 from errors import Failure
 from machine import available_memory
 from model import flops_per_token
 from peers import PEERS, SIDE, fill, our_config, random_tokens
+from prepare import write_shard
 from weights import export_model
 
 SHAPES = {

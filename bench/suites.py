@@ -23,12 +23,13 @@ import torch
 import checkpoint
 import shard
 from config import parse_args
-from data import builtin_documents, make_loader, write_shard
+from data import make_loader
 from generate import sample
 from guard import Run
 from model import MODELS, ModelConfig, Transformer, random_init
 from optim import make_optimizer
-from prepare import build
+from prepare import build, write_shard
+from text import Encoder, TextFile, builtin_documents
 from tokenizer import LLAMA3_SPLIT, load_tokenizer
 from weights import export_model, open_weights, read_config
 
@@ -295,7 +296,7 @@ def bench_data(args: Namespace) -> Iterator[Row]:
         encode = load_tokenizer(spec).encode
         works = {
             "prepare, one process, .json.gz": lambda: build(
-                [source], (spec, "text", "llama"), folder, ("train.bin", "val.bin")
+                [TextFile(str(source))], Encoder(spec), folder, ("train.bin", "val.bin")
             ),
             "the tokenizer alone": lambda: [*map(encode, texts)],
         }
