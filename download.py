@@ -19,7 +19,6 @@ import fcntl
 import fnmatch
 import hashlib
 import http.client
-import importlib.util
 import json
 import os
 import re
@@ -33,12 +32,12 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, urlsplit
 
-from errors import Failure, UserError  # first of those that may be missing: it may go on in another Python
+from errors import Failure, UserError, read_json, run_script, write_whole  # first: it may go on in another Python
 
 # isort: split
 from huggingface_hub import constants
@@ -54,11 +53,10 @@ TRIES, LIST_TRIES = 10, 4  # in a row without a new byte, for a file and for a l
 QUIET = 2.0  # seconds after which a wait is told
 LINE_EVERY = 10.0  # seconds between two lines of progress where the screen is no terminal
 CHUNK = 1 << 20
+LARGEST = 1 << 29  # bytes that are read at once; Llama 3's tokenizer.json has 17 MB
 SAME = "the same command goes on from there"
-
-
-class Failed(Failure):
-    """Nobody's mistake: the network, the disk, the hub. One message, exit status 1."""
+Failed = Failure
+Listing = dict[str, tuple[int, str]]  # path -> (bytes, hash): sha256 (64 digits), or git's SHA-1 of the blob (40)
 
 
 class Damaged(Failed):
@@ -70,7 +68,7 @@ class NotThere(UserError):
 
 
 def say(text: str) -> None:
-    """A line for the user. stream.py's workers replace this: a worker process hands the line to its parent."""
+    """A line for the user. workers.py replaces this: a worker process hands the line to its parent."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -87,13 +85,6 @@ def folder_of(name: str, revision: str) -> tuple[str, str, Path]:
     return kind, repo, Path(constants.HF_HUB_CACHE) / f"{kind}--{repo.replace('/', '--')}"
 
 
-def _record(path: Path) -> dict:
-    """What a command noted about its download, or {}."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text("utf-8"))
-    return {}
-
-
 def _size(path: Path) -> int:
     """Bytes; -1 if there is no such file."""
     return path.stat().st_size if path.is_file() else -1
@@ -105,27 +96,9 @@ def find(spec: str, flag: str) -> Path:
     folder = Path(spec).expanduser()
     record = folder / ".download" / "record.json"
     if not folder.exists():
-        name, _, revision = spec.partition("@")
-        try:
-            base = folder_of(name, revision or "main")[2]
-        except UserError:
-            raise UserError(f"{flag} {spec}: no such folder or file, and not the name of a repository") from None
-        wanted = revision or "main"
-        ref = base / "refs" / wanted
-        commit = ref.read_text("utf-8").strip() if ref.is_file() else revision if len(revision) >= 7 else ""
-        begun = {p: _record(base / ".download" / f"{p.name}.json").get("revision") for p in base.glob("snapshots/*")}
-        found = [p for p in begun if commit and p.name.startswith(commit)]
-        found = found or [p for p in begun if begun[p] == wanted]
-        if not found:
-            others = "".join(f"; there is {name}@{begun[p] or p.name[:12]}" for p in begun)
-            command = f"python download.py {name}{revision and f' --revision {revision}'}"
-            raise UserError(
-                f"{flag} {spec}: no such folder or file, and no download of it in {constants.HF_HUB_CACHE}{others}:"
-                f" {command}"
-            )
-        folder = max(found, key=lambda p: p.stat().st_mtime)
-        record = base / ".download" / f"{folder.name}.json"  # other programs write none
-    asked = _record(record)
+        folder = _find_snapshot(spec, flag)
+        record = folder.parents[1] / ".download" / f"{folder.name}.json"  # other programs write none
+    asked = read_json(record)
     missing = [path for path, size in asked.get("files", {}).items() if _size(folder / path) != size]
     if missing:
         raise UserError(
@@ -133,6 +106,149 @@ def find(spec: str, flag: str) -> Path:
             f" {folder}; go on with: {asked['command']}"
         )
     return folder
+
+
+def _find_snapshot(spec: str, flag: str) -> Path:
+    """The newest of the snapshots in the cache that a hub id may mean: of the commit that it or its branch names, else
+    of a download of that revision that has not come to its end."""
+    name, _, revision = spec.partition("@")
+    wanted = revision or "main"
+    try:
+        base = folder_of(name, wanted)[2]
+    except UserError:
+        raise UserError(f"{flag} {spec}: no such folder or file, and not the name of a repository") from None
+    begun = {p: read_json(base / ".download" / f"{p.name}.json").get("revision") for p in base.glob("snapshots/*")}
+    ref, commit = base / "refs" / wanted, revision if len(revision) >= 7 else "no commit"
+    commit = ref.read_text("utf-8").strip() if ref.is_file() else commit
+    matches = [p for p in begun if p.name.startswith(commit)] or [p for p in begun if begun[p] == wanted]
+    if matches:
+        return max(matches, key=lambda p: p.stat().st_mtime)
+    others = "".join(f"; there is {name}@{begun[p] or p.name[:12]}" for p in begun)
+    command = f"python download.py {name}{revision and f' --revision {revision}'}"
+    raise UserError(
+        f"{flag} {spec}: no such folder or file, and no download of it in {constants.HF_HUB_CACHE}{others}: {command}"
+    )
+
+
+def what_it_is(head: bytes) -> str:
+    """What begins like this, if it is one of the things that come in place of a model's file."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a git-LFS pointer, not the file: run `git lfs pull` there, or `python download.py ORG/NAME`"
+    if re.match(rb"\s*<(!doctype|html|\?xml)", head, re.IGNORECASE):
+        return "an HTML or XML page: the download went wrong, repeat it with `python download.py`"
+    if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return "a pickle, which can run code"
+    return ""
+
+
+def read_file(path: Path) -> bytes:
+    """All of a file that is no tensors'; UserError if it cannot be read, or is what came in its place."""
+    try:
+        if path.exists() and not path.is_file():  # a device has no end
+            raise OSError(errno.EINVAL, "it is no file")
+        if path.stat().st_size > LARGEST:
+            raise OSError(errno.EFBIG, f"{path.stat().st_size} bytes are more than any such file has")
+        data = path.read_bytes()
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from None
+    if wrong := what_it_is(data[:512]):
+        raise UserError(f"{path} is {wrong}")
+    return data
+
+
+def read_object(path: Path) -> dict:
+    """What a JSON file holds."""
+    try:
+        value = json.loads(read_file(path))
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path} is damaged: it is not JSON ({e})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+# ---- waiting
+
+
+class Wait:
+    """The tries to get one file or listing: how many have failed in a row, and what is being waited for. While this is
+    entered, a thread tells the user of each try that takes long."""
+
+    def __init__(self, hub: "Hub", name: str, limit: int):
+        self.hub, self.name, self.limit, self.host = hub, name, limit, urlsplit(hub.url).hostname
+        self.over = threading.Event()
+        self.begin()
+
+    def begin(self) -> None:
+        """From now on bytes are waited for."""
+        self.since, self.tries, self.reason, self.next_try, self.told = time.monotonic(), 0, "", 0.0, False
+
+    def end(self) -> None:
+        self.told = True
+
+    def __enter__(self) -> "Wait":
+        threading.Thread(target=self._tell, daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.over.set()
+
+    def _tell(self) -> None:
+        while not self.over.wait(min(QUIET, 0.2)):
+            now = time.monotonic()
+            if self.told or now - self.since < QUIET:
+                continue
+            self.told = True
+            reason = self.reason or f"nothing has arrived for {now - self.since:.0f} s"
+            left = f"; next try in {self.next_try - now:.0f} s" if self.next_try > now else ""
+            say(f"waiting for {self.name} of {self.host}: {reason}{left}")
+
+    def pause(self, error: Exception | str) -> None:
+        """Sleeps until the next try. Raises what the user should read if another try is no use, if `limit` of them have
+        brought nothing, or if the hub has limited our requests for too long."""
+        reason, asked = self._judge(error)
+        if asked is None:
+            self.tries += 1
+            seconds = min(PAUSE * 2 ** (self.tries - 1), LONGEST_PAUSE)
+            if self.tries >= self.limit:
+                mend = f"check the network, HF_ENDPOINT and HTTPS_PROXY; {SAME}"
+                raise Failed(f"{reason}, {self.tries} times in a row: {mend}")
+        else:
+            seconds, so_far = max(asked, PAUSE), time.monotonic() - self.since
+            if seconds > LONGEST_WAIT or so_far + seconds > PATIENCE:
+                waited = f" after {so_far:.0f} s of waiting" * (so_far > 1)
+                raise Failed(f"{reason} and wants {seconds:.0f} s of rest{waited}: wait, or log in for more; {SAME}")
+        self.reason, self.next_try, self.told = reason, time.monotonic() + seconds, False
+        time.sleep(seconds)
+
+    def _judge(self, error: Exception | str) -> tuple[str, float | None]:
+        """What has happened, and the seconds that the hub asks us to wait; raises what no other try can mend."""
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            why = f"a certificate that is not trusted here ({reason.verify_message})"
+            raise Failed(f"{self.host} shows {why}; if that is your proxy's, set SSL_CERT_FILE to it")
+        if not isinstance(error, urllib.error.HTTPError):
+            words = "nothing arrives" if isinstance(reason, TimeoutError) else getattr(reason, "strerror", None)
+            return f"connection to {self.host}: {words or str(reason) or type(reason).__name__}", None
+        code, reason = error.code, f"{self.host} answers {error.code}"
+        if code == 429:
+            asked = _asked_wait(error.headers)
+            return f"{reason} (too many requests)", 10 * PAUSE if asked is None else asked
+        if code >= 500 or code == 408 or _origin(error.url) != _origin(self.hub.url):
+            return reason, _asked_wait(error.headers) if code == 503 else None  # a signed address may have expired
+        if code in (401, 403, 404):
+            raise (NotThere if code == 404 else UserError)(self.hub.refusal(error))
+        raise Failed(f"{reason}: {self.hub.own_words(error)}; check HF_ENDPOINT, or try later")
+
+
+def _asked_wait(headers) -> float | None:
+    """Seconds that a 429 asks for: Retry-After as a number or a date, or the hub's RateLimit: "api";r=0;t=55."""
+    after, limit = headers.get("Retry-After", "").strip(), re.search(r"\bt=(\d+)", headers.get("RateLimit", ""))
+    if after.isdigit():
+        return float(after)
+    with contextlib.suppress(TypeError, ValueError):
+        return max(0.0, email.utils.parsedate_to_datetime(after).timestamp() - time.time())
+    return float(limit[1]) + 1 if limit else None
 
 
 # ---- the hub
@@ -150,25 +266,23 @@ class Hub(urllib.request.HTTPRedirectHandler):
         self.kind, self.repo, self.url = kind, repo, constants.ENDPOINT
         self.page = f"{self.url}/{'datasets/' * (kind == 'datasets')}{repo}"
         try:
-            _origin(self.url)
-            good = re.fullmatch(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[\w./-]*)?", self.url, re.ASCII)
+            _origin(self.url)  # ValueError: a port that is none
+            if not re.fullmatch(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[\w./-]*)?", self.url, re.ASCII):
+                raise ValueError(self.url)
         except ValueError:
-            good = None
-        if not good:
-            raise UserError("HF_ENDPOINT: expected http://HOST or https://HOST, with a :PORT if need be")
-        from huggingface_hub import get_token  # takes 0.25 s, which find() does without
+            raise UserError("HF_ENDPOINT: expected http://HOST or https://HOST, with a :PORT if need be") from None
+        import certifi  # as get_token takes 0.25 s, which find() does without
+        from huggingface_hub import get_token
 
         self.token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
         if self.token and not re.fullmatch(r"[!-~]+", self.token):
             raise UserError("the token (HF_TOKEN, or the login's file) holds characters that no token has: set it anew")
         trust = ssl.create_default_context()
-        paths = ssl.get_default_verify_paths()
-        found = paths.cafile or paths.capath and os.listdir(paths.capath)
-        if not found and importlib.util.find_spec("certifi"):  # some Pythons know of no system's certificates
-            trust.load_verify_locations(importlib.import_module("certifi").where())
+        if not ssl.get_default_verify_paths().cafile:  # some Pythons know of no system's certificates
+            trust.load_verify_locations(certifi.where())
         self.opener = urllib.request.build_opener(self, urllib.request.HTTPSHandler(context=trust))
 
-    def _request(self, url: str, headers: dict[str, str], wait: "Wait") -> urllib.request.Request:
+    def _request(self, url: str, headers: dict[str, str], wait: Wait) -> urllib.request.Request:
         request = urllib.request.Request(url, headers=headers)
         request.wait, wait.host = wait, urlsplit(url).hostname
         if self.token and _origin(url) == _origin(self.url):
@@ -179,52 +293,47 @@ class Hub(urllib.request.HTTPRedirectHandler):
         """urllib's hook: a redirect is a request of its own, for which we decide about the token anew."""
         return self._request(newurl, req.headers, req.wait)
 
-    http_error_308 = urllib.request.HTTPRedirectHandler.http_error_302  # Python 3.10 lacks it
-
-    def open(self, url: str, wait: "Wait", start: int = 0) -> http.client.HTTPResponse:
+    def _open(self, url: str, wait: Wait, start: int = 0) -> http.client.HTTPResponse:
         """The answer from byte `start` on; OSError or HTTPException as urllib raises them."""
         headers = {"User-Agent": "flatland"} | ({"Range": f"bytes={start}-"} if start else {})
         return self.opener.open(self._request(url, headers, wait), timeout=STALL)
 
-    def read(self, url: str, size: int, oid: str, digest, have: int, wait: "Wait") -> Iterator[bytes]:
-        """A file's bytes from number `have` on, over as many connections as it takes. digest: of the bytes before. It
-        ends after `size` bytes with the hash `oid`; Damaged if they are others. What the caller does with the bytes
-        cannot be taken for trouble with the network."""
-        wait.begin()
-        while have < size:
-            trouble: Exception | str = f"{wait.name} ends early"
-            try:
-                with self.open(url, wait, have) as answer:
-                    skip = have if answer.status == 200 else 0  # a server without ranges begins at byte 0
-                    if have > skip and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-                        break
-                    while have < size and (chunk := answer.read1(min(CHUNK, size - have + skip))):
-                        skip, chunk = max(0, skip - len(chunk)), chunk[skip:]
-                        if chunk:
+    def read(
+        self, path: str, commit: str, size: int, oid: str, digest=None, have: int = 0, tries: int = TRIES
+    ) -> Iterator[bytes]:
+        """The bytes of a file of a commit from number `have` on, over as many connections as it takes; `digest` is of
+        those before. It ends after `size` bytes with the hash `oid`; Damaged if they are others. What the caller does
+        with the bytes cannot be taken for trouble with the network."""
+        url, digest = f"{self.page}/resolve/{commit}/{quote(path)}", digest or new_digest(oid, size)
+        with Wait(self, path, tries) as wait:
+            while have < size:
+                trouble: Exception | str = f"{path} ends early"
+                try:
+                    with self._open(url, wait, have) as answer:
+                        for chunk in _arriving(answer, have, size):
                             digest.update(chunk)
                             have += len(chunk)
                             wait.end()
                             yield chunk
                             wait.begin()
-            except (OSError, http.client.HTTPException) as e:
-                if getattr(e, "code", 0) == 416:  # we have as many bytes as the hub's file, or more
-                    break
-                trouble = e
-            if have < size:
-                wait.pause(trouble)
-        wait.end()
+                except (OSError, http.client.HTTPException) as e:
+                    trouble = e
+                if have < size:
+                    if getattr(trouble, "code", 0) == 416:  # we have as many bytes as the hub's file, or more
+                        break
+                    wait.pause(trouble)
         if have != size or digest.hexdigest() != oid:
             raise Damaged(f"{url}: what arrived is damaged (its hash is not {oid})")
 
     def ask(self, path: str, tries: int) -> Iterator:
         """The JSON that the hub's interface has for this repository at `path`, page by page."""
         url, seen = f"{self.url}/api/{self.kind}/{self.repo}/{path}", set()
-        with Wait(self, f"the listing of {self.repo}", tries).told() as wait:
+        with Wait(self, f"the listing of {self.repo}", tries) as wait:
             while url:
                 if url in seen:
                     raise Failed(f"{self.url} lists {self.repo} in a circle: check HF_ENDPOINT, or try later")
                 try:
-                    with self.open(url, wait) as answer:
+                    with self._open(url, wait) as answer:
                         page = json.loads(answer.read())
                         following = re.search(r"<([^>]*)>;\s*rel=\"?next", answer.headers.get("Link", ""))
                 except ValueError:
@@ -236,40 +345,41 @@ class Hub(urllib.request.HTTPRedirectHandler):
                 yield page
                 wait.begin()
                 seen.add(url)
+                if not (following and page):
+                    return
                 here = urlsplit(self.url)  # a mirror's list may name the hub itself for the next page
-                url = following and page and urlsplit(following[1])
-                url = url and url._replace(scheme=here.scheme, netloc=here.netloc).geturl()
+                url = urlsplit(following[1])._replace(scheme=here.scheme, netloc=here.netloc).geturl()
 
     def commit(self, revision: str, tries: int) -> str:
         """The commit that a branch or a tag names."""
         return _checked(next(self.ask(f"revision/{quote(revision, safe='')}", tries)), "sha", r"[0-9a-f]{40}")
 
-    def tree(self, commit: str, folder: str = "", tries: int = LIST_TRIES) -> dict[str, tuple[int, str]]:
-        """Path -> (bytes, hash) of all files at a commit, or of those in a folder and below."""
+    def tree(self, commit: str, folder: str = "", tries: int = LIST_TRIES) -> Listing:
+        """All files at a commit, or those in a folder and below."""
         files, where = {}, f"tree/{commit}{folder and '/' + quote(folder)}"
         for entry in (e for page in self.ask(f"{where}?recursive=true&expand=false", tries) for e in page):
-            if _checked(entry, "type", r"\w+") == "file":
-                path, stored = _checked(entry, "path", r"[^\0]+"), entry.get("lfs") or entry
-                if not path.isprintable() or re.search(r"[\\:]|(^|/)(\.{0,2}|\.download)(/|$)", path):
-                    raise Failed(f"{self.repo} lists {path!r}, which would not lie in its folder: nothing was fetched")
-                oid = _checked(stored, "oid", r"[0-9a-f]{40}" if stored is entry else r"[0-9a-f]{64}")
-                if path in files:
-                    raise Failed(f"{self.url} lists {path!r} of {self.repo} twice: check HF_ENDPOINT, or try later")
-                files[path] = int(_checked(stored, "size", r"\d+")), oid
+            if _checked(entry, "type", r"\w+") != "file":
+                continue
+            path, stored = _checked(entry, "path", r"[^\0]+"), entry.get("lfs") or entry
+            if not path.isprintable() or re.search(r"[\\:]|(^|/)(\.{0,2}|\.download)(/|$)", path):
+                raise Failed(f"{self.repo} lists {path!r}, which would not lie in its folder: nothing was fetched")
+            if path in files:
+                raise Failed(f"{self.url} lists {path!r} of {self.repo} twice: check HF_ENDPOINT, or try later")
+            oid = _checked(stored, "oid", r"[0-9a-f]{40}" if stored is entry else r"[0-9a-f]{64}")
+            files[path] = int(_checked(stored, "size", r"\d+")), oid
         for path in files:
             for folder in map(str, PurePosixPath(path).parents):
                 if folder in files:
-                    raise Failed(
-                        f"{self.repo} lists {folder!r} as a file and as the folder of {path!r}: nothing was fetched"
-                    )
+                    both = f"{folder!r} as a file and as the folder of {path!r}"
+                    raise Failed(f"{self.repo} lists {both}: nothing was fetched")
         return files
 
-    def _says(self, error: urllib.error.HTTPError) -> str:
-        """The hub's own words; a token that it repeats is not repeated by us."""
+    def own_words(self, error: urllib.error.HTTPError) -> str:
+        """The hub's; a token that it repeats is not repeated by us."""
         words = error.headers.get("X-Error-Message") or str(error.reason)
         return "".join(filter(str.isprintable, words.replace(self.token or "\0", "***")))[:200]
 
-    def _refusal(self, error: urllib.error.HTTPError) -> str:
+    def refusal(self, error: urllib.error.HTTPError) -> str:
         """What to do about 401, 403 or 404: the hub tells cases apart by X-Error-Code and by whether it got a token."""
         code, log_in = error.headers.get("X-Error-Code", ""), "log in (`hf auth login`, or set HF_TOKEN)"
         if code == "GatedRepo":
@@ -282,90 +392,21 @@ class Hub(urllib.request.HTTPRedirectHandler):
         if code == "EntryNotFound":
             return f"{self.repo} no longer has a file of that commit: take another revision (and --out folder)"
         if error.code == 403:
-            return f"the hub refuses access to {self.repo} ({self._says(error)}): give the token the right to read it"
+            words = self.own_words(error)
+            return f"the hub refuses access to {self.repo} ({words}): give the token the right to read it"
         return f"there is no {self.page}, or it is private: check the spelling, or {log_in} as one who may read it"
 
 
-class Wait:
-    """The tries to get one file or listing: how many have failed in a row, and what is being waited for."""
-
-    def __init__(self, hub: Hub, name: str, limit: int):
-        self.hub, self.name, self.limit, self.host = hub, name, limit, urlsplit(hub.url).hostname
-        self.begin()
-        self.end()
-
-    def begin(self) -> None:
-        """From now on bytes are waited for."""
-        self.since, self.tries, self.reason, self.next_try, self.said = time.monotonic(), 0, "", 0.0, None
-
-    def end(self) -> None:
-        self.since = float("inf")
-
-    def lasts(self) -> bool:
-        return time.monotonic() - self.since > QUIET
-
-    def news(self) -> bool:
-        """Whether the wait lasts, and this was not asked before: once for each try."""
-        said, self.said = self.said, self.next_try if self.lasts() else self.said
-        return self.said != said
-
-    def __str__(self) -> str:
-        now = time.monotonic()
-        reason = self.reason or f"nothing has arrived for {now - self.since:.0f} s"
-        left = f"; next try in {self.next_try - now:.0f} s" if self.next_try > now else ""
-        return f"waiting for {self.name} of {self.host}: {reason}{left}"
-
-    @contextlib.contextmanager
-    def told(self) -> Iterator["Wait"]:
-        """A thread tells what the body waits for."""
-        done = threading.Event()
-
-        def tell() -> None:
-            while not done.wait(0.2):
-                if self.news():
-                    say(str(self))
-
-        threading.Thread(target=tell, daemon=True).start()
-        self.begin()
-        try:
-            yield self
-        finally:
-            done.set()
-
-    def pause(self, error: Exception | str) -> None:
-        """Sleeps until the next try. Raises what the user should read if another try is no use, if `limit` of them have
-        brought nothing, or if the hub has limited our requests for too long."""
-        hub, reason, asked = self.hub, getattr(error, "reason", error), None
-        if isinstance(error, urllib.error.HTTPError):
-            ours = _origin(error.url) == _origin(hub.url)  # else a signed address, which may have expired
-            reason = f"{self.host} answers {error.code}"
-            asked = _asked_wait(error.headers) if error.code in (429, 503) else None
-            if ours and error.code in (401, 403, 404):
-                raise (NotThere if error.code == 404 else UserError)(hub._refusal(error))
-            if error.code == 429:
-                reason += " (too many requests)"
-                asked = 10 * PAUSE if asked is None else asked
-            elif ours and error.code < 500 and error.code != 408:
-                raise Failed(f"{reason}: {hub._says(error)}; check HF_ENDPOINT, or try later")
-        elif isinstance(reason, ssl.SSLCertVerificationError):
-            why = f"a certificate that is not trusted here ({reason.verify_message})"
-            raise Failed(f"{self.host} shows {why}; if that is your proxy's, set SSL_CERT_FILE to it")
-        else:
-            words = "nothing arrives" if isinstance(reason, TimeoutError) else getattr(reason, "strerror", None)
-            reason = f"connection to {self.host}: {words or str(reason) or type(reason).__name__}"
-        if asked is None:
-            self.tries += 1
-            seconds = min(PAUSE * 2 ** (self.tries - 1), LONGEST_PAUSE)
-            if self.tries >= self.limit:
-                mend = f"check the network, HF_ENDPOINT and HTTPS_PROXY; {SAME}"
-                raise Failed(f"{reason}, {self.tries} times in a row: {mend}")
-        else:
-            seconds, so_far = max(asked, PAUSE), time.monotonic() - self.since
-            if seconds > LONGEST_WAIT or so_far + seconds > PATIENCE:
-                waited = f" after {so_far:.0f} s of waiting" * (so_far > 1)
-                raise Failed(f"{reason} and wants {seconds:.0f} s of rest{waited}: wait, or log in for more; {SAME}")
-        self.reason, self.next_try = reason, time.monotonic() + seconds
-        time.sleep(seconds)
+def _arriving(answer: http.client.HTTPResponse, have: int, size: int) -> Iterator[bytes]:
+    """What an answer brings of bytes `have` to `size`."""
+    skip = have if answer.status == 200 else 0  # a server without ranges begins at byte 0
+    if have > skip and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+        return
+    while have < size and (chunk := answer.read1(min(CHUNK, size - have + skip))):
+        skip, chunk = max(0, skip - len(chunk)), chunk[skip:]
+        have += len(chunk)
+        if chunk:
+            yield chunk
 
 
 def _checked(entry: object, key: str, pattern: str) -> str:
@@ -376,25 +417,15 @@ def _checked(entry: object, key: str, pattern: str) -> str:
     return value
 
 
-def _asked_wait(headers) -> float | None:
-    """Seconds that a 429 asks for: Retry-After as a number or a date, or the hub's RateLimit: "api";r=0;t=55."""
-    after, limit = headers.get("Retry-After", "").strip(), re.search(r"\bt=(\d+)", headers.get("RateLimit", ""))
-    if after.isdigit():
-        return float(after)
-    with contextlib.suppress(TypeError, ValueError):
-        return max(0.0, email.utils.parsedate_to_datetime(after).timestamp() - time.time())
-    return float(limit[1]) + 1 if limit else None
-
-
-def select(tree: dict[str, tuple[int, str]], args: argparse.Namespace) -> list[str]:
+def select(tree: Listing, args: argparse.Namespace) -> list[str]:
     """The paths to fetch: those of --include; else all of a dataset, and of a model what a trainer reads: safetensors
     (the Hugging Face ones, where there are others too), configuration and tokenizer, all in the top folder."""
 
-    def matching(paths, patterns):
+    def matching(paths, patterns: list[str]) -> list[str]:
         return [p for p in paths if any(fnmatch.fnmatchcase(p, pattern) for pattern in patterns)]  # * is also "/"
 
-    weights = matching([p for p in tree if "/" not in p], ["*.safetensors"])
-    pickles = [p for p in tree if p.endswith(PICKLES)]
+    top = [p for p in tree if "/" not in p]
+    weights, pickles = matching(top, ["*.safetensors"]), [p for p in tree if p.endswith(PICKLES)]
     if args.include:
         paths = matching(tree, args.include)
     elif args.repo.startswith("datasets/"):
@@ -406,7 +437,7 @@ def select(tree: dict[str, tuple[int, str]], args: argparse.Namespace) -> list[s
         )
     else:
         ours = [p for p in weights if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", p)]
-        paths = matching([p for p in tree if "/" not in p], TEXT.split("|")) + (ours or weights)
+        paths = matching(top, TEXT.split("|")) + (ours or weights)
     if args.skip_model:
         paths = [p for p in paths if not p.endswith((".safetensors", ".safetensors.index.json", *PICKLES))]
     paths = sorted(set(paths) - set(matching(paths, args.exclude)))
@@ -433,13 +464,16 @@ def write_at(fd: int, chunk: bytes, at: int) -> None:
 
 @dataclass
 class File:
-    url: str
+    """A file to be fetched. home: where the content goes. link: its name in the snapshot, or home itself. mark: an
+    empty file, not older than home if that has been verified."""
+
+    path: str
     size: int
-    oid: str  # sha256 (64 digits), or git's SHA-1 of the blob (40)
-    home: Path  # where the content goes
-    link: Path  # the name in the snapshot, or home itself
+    oid: str
+    home: Path
+    link: Path
     part: Path
-    mark: Path  # an empty file, not older than home if that has been verified
+    mark: Path
 
     def digest(self, fd: int, size: int):
         """The hash so far, of the first bytes on disk."""
@@ -453,51 +487,120 @@ class File:
         """Whether the content is in its place and right; read only if nobody has since it changed."""
         if _size(self.home) != self.size:
             return False
-        if not self.mark.exists() or self.mark.stat().st_mtime_ns < self.home.stat().st_mtime_ns:
-            with open(self.home, "rb") as f:
-                return self.digest(f.fileno(), self.size).hexdigest() == self.oid
-        return True
+        if self.mark.exists() and self.mark.stat().st_mtime_ns >= self.home.stat().st_mtime_ns:
+            return True
+        with open(self.home, "rb") as f:
+            return self.digest(f.fileno(), self.size).hexdigest() == self.oid
 
 
-@dataclass
-class Progress:
-    total: int
-    count: int
-    done: int = 0  # bytes on disk
-    fetched: int = 0  # bytes from the network
-    files: int = 0
-    note: str = ""  # what is amiss, and since when
-    noted: float = -LINE_EVERY
-    waits: set[Wait] = field(default_factory=set)
-    error: Exception | None = None
-    began: float = field(default_factory=time.monotonic)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+class Fetching:
+    """A download in progress: threads that take files from a queue, and how far they are. Whoever holds the lock on a
+    part fetches it; a file that another process is at goes to the end of the queue."""
 
-    def add(self, done: int = 0, fetched: int = 0, files: int = 0, note: str = "") -> None:
+    def __init__(self, hub: Hub, commit: str, files: list[File]):
+        self.hub, self.commit, self.total, self.count = hub, commit, sum(f.size for f in files), len(files)
+        self.queue = deque(sorted(files, key=lambda f: f.size))  # small ones first: a refusal shows at once
+        self.done = self.fetched = self.files = 0  # bytes on disk, bytes from the network, files
+        self.error: Exception | None = None
+        self.began, self.lock = time.monotonic(), threading.Lock()
+
+    def run(self, jobs: int) -> None:
+        """Shows a bar until all is fetched or a thread has failed. They are daemons: Ctrl-C leaves them behind."""
+        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(min(jobs, self.count))]
+        for thread in threads:
+            thread.start()
+        terminal, shown = sys.stdout.isatty(), time.monotonic()
+        for thread in threads:
+            while thread.is_alive() and not self.error:
+                thread.join(0.1)
+                if terminal:
+                    print("\r\033[K" + self._line()[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+                elif time.monotonic() - shown >= LINE_EVERY:
+                    shown = time.monotonic()
+                    print(self._line(), flush=True)
+        print("\r\033[K" * terminal + self._line(), flush=True)
+        if self.error:
+            raise self.error
+
+    def _line(self) -> str:
+        seconds, share = time.monotonic() - self.began, self.done / max(self.total, 1)
+        speed = self.fetched / max(seconds, 0.1)
+        words = [f"[{'#' * int(20 * share):20}] {100 * share:.0f} %", f"{_bytes(self.done)} of {_bytes(self.total)}"]
+        words += [f"{_bytes(speed)}/s", f"{self.files} of {self.count} files"]
+        if self.fetched and self.done < self.total:
+            words.append(f"{(self.total - self.done) / speed / 60:.1f} min left")
+        return ", ".join(words)
+
+    def _count(self, done: int = 0, fetched: int = 0, files: int = 0) -> None:
         """Called by every thread; raises the error of the first that failed, so that all end."""
         if self.error:
             raise self.error
         with self.lock:
             self.done, self.fetched, self.files = self.done + done, self.fetched + fetched, self.files + files
-            if note:
-                self.note, self.noted = note, time.monotonic()
 
-    def line(self) -> str:
-        seconds = time.monotonic() - self.began
-        speed = self.fetched / max(seconds, 0.1)
-        wait = (self.total - self.done) / max(speed, 1)
-        left = (f"{wait / 60:.0f} min left" if wait > 90 else f"{wait:.0f} s left") if self.fetched and wait else ""
-        share = self.done / max(self.total, 1)
-        words = f"{_bytes(self.done)} of {_bytes(self.total)}", f"{_bytes(speed)}/s", left
-        note = self.note if time.monotonic() - self.noted < LINE_EVERY else ""
-        note = next((str(wait) for wait in list(self.waits) if wait.lasts()), note)
-        counts = f"{self.files} of {self.count} files", note
-        return f"[{'#' * int(20 * share):20}] {100 * share:.0f} %, " + ", ".join(w for w in (*words, *counts) if w)
+    def _work(self) -> None:
+        try:
+            while self.queue:
+                with contextlib.suppress(IndexError):  # another thread took the last one
+                    file = self.queue.popleft()
+                    if not self._settle(file):
+                        self.queue.append(file)
+                        self._count()
+                        time.sleep(0.3)
+        except Exception as e:
+            self.error = self.error or e
+
+    def _settle(self, file: File) -> bool:
+        """Brings one file into its place. False: another process is at it."""
+        fd = _open_part(file.part)
+        if fd is None:
+            return False
+        try:
+            if file.is_whole():
+                self._count(file.size)
+                os.unlink(file.part)
+            else:
+                self._receive(file, fd)
+                file.home.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # without locks, somebody else may have been faster
+                    os.replace(file.part, file.home)
+            file.mark.touch()
+        finally:
+            os.close(fd)
+        if file.link != file.home:
+            file.link.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                file.link.symlink_to(os.path.relpath(file.home, file.link.parent))
+        self._count(files=1)
+        return True
+
+    def _receive(self, file: File, fd: int) -> None:
+        """Completes a part. A damaged one starts again from byte 0, once; Damaged if that one is damaged too."""
+        for again in (False, True):
+            have = os.fstat(fd).st_size
+            digest = file.digest(fd, have)
+            self._count(have)
+            try:
+                for chunk in self.hub.read(file.path, self.commit, file.size, file.oid, digest, have, TRIES):
+                    write_at(fd, chunk, have)
+                    have += len(chunk)
+                    self._count(len(chunk), len(chunk))
+                return os.fsync(fd)
+            except Damaged as e:
+                if again:
+                    raise Damaged(f"{e}, the second time too; try later") from None
+                say(f"{file.path} is damaged: again from the start")
+                self._count(-have)
+                os.ftruncate(fd, 0)
+            except OSError as e:  # no matter of the network's
+                raise disk_error(OSError(e.errno, e.strerror, str(file.part))) from None
 
 
 def _bytes(n: float) -> str:
-    unit, name = next((u for u in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if n >= u[0]), (1, "B"))
-    return f"{n / unit:.{int(unit > 1)}f} {name}"
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if n >= unit:
+            return f"{n / unit:.1f} {name}"
+    return f"{n:.0f} B"
 
 
 def disk_error(error: OSError) -> Exception:
@@ -527,58 +630,6 @@ def _open_part(part: Path) -> int | None:
         os.close(fd)  # whoever held the lock has renamed it: look again
 
 
-def _receive(hub: Hub, file: File, fd: int, progress: Progress) -> None:
-    """Completes a part. A damaged one starts again from byte 0, once; Damaged if that one is damaged too."""
-    wait = Wait(hub, file.link.name, TRIES)
-    progress.waits.add(wait)
-    try:
-        for again in (False, True):
-            have = os.fstat(fd).st_size
-            digest = file.digest(fd, have)
-            progress.add(have)
-            try:
-                for chunk in hub.read(file.url, file.size, file.oid, digest, have, wait):
-                    write_at(fd, chunk, have)
-                    have += len(chunk)
-                    progress.add(len(chunk), len(chunk))
-                return os.fsync(fd)
-            except Damaged as e:
-                if again:
-                    raise Damaged(f"{e}, the second time too; try later") from None
-                progress.add(-have, note=f"{file.link.name} is damaged: again from the start")
-                os.ftruncate(fd, 0)
-            except OSError as e:  # no matter of the network's
-                raise disk_error(OSError(e.errno, e.strerror, str(file.part))) from None
-    finally:
-        progress.waits.discard(wait)
-
-
-def _settle(hub: Hub, file: File, progress: Progress) -> bool:
-    """Brings one file into its place. False: somebody else is at it."""
-    fd = _open_part(file.part)
-    if fd is None:
-        return False
-    try:
-        if file.is_whole():
-            progress.add(file.size)
-            os.unlink(file.part)
-        else:
-            _receive(hub, file, fd, progress)
-            file.home.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # without locks, somebody else may have been faster
-                os.replace(file.part, file.home)
-            _sync(file.home.parent)
-        file.mark.touch()
-    finally:
-        os.close(fd)
-    if file.link != file.home:
-        file.link.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            file.link.symlink_to(os.path.relpath(file.home, file.link.parent))
-    progress.add(files=1)
-    return True
-
-
 def _links_work(scratch: Path) -> bool:
     """Where they do not, a snapshot holds the files themselves, for the hub's own client too."""
     probe = scratch / f"link.{os.getpid()}"
@@ -589,87 +640,7 @@ def _links_work(scratch: Path) -> bool:
     return False
 
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # some file systems cannot
-        os.fsync(fd)
-    os.close(fd)
-
-
-def _note(path: Path, text: str, scratch: Path) -> None:
-    """Writes a small file in one piece, for readers in other processes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = scratch / f"{path.name}.{os.getpid()}"
-    new.write_text(text, "utf-8")
-    os.replace(new, path)
-
-
-def _next(queue: deque[File]) -> File | None:
-    with contextlib.suppress(IndexError):
-        return queue.popleft()
-    return None
-
-
-def _work(hub: Hub, queue: deque[File], progress: Progress) -> None:
-    """A thread. What another process is at goes to the end of the queue."""
-    try:
-        while file := _next(queue):
-            if not _settle(hub, file, progress):
-                queue.append(file)
-                progress.add(note="waiting for a file that is being fetched already")
-                time.sleep(0.3)
-    except Exception as e:
-        progress.error = progress.error or e
-
-
-def _watch(threads: list[threading.Thread], progress: Progress) -> None:
-    """Shows a bar until the threads have ended or one has failed. They are daemons: Ctrl-C leaves them behind."""
-    terminal, shown = sys.stdout.isatty(), time.monotonic()
-    for thread in threads:
-        while thread.is_alive() and not progress.error:
-            thread.join(0.1)
-            if terminal:
-                width = shutil.get_terminal_size().columns - 1
-                print("\r\033[K" + progress.line()[:width], end="", flush=True)
-            elif any([wait.news() for wait in list(progress.waits)]) or time.monotonic() - shown >= LINE_EVERY:
-                shown = time.monotonic()
-                print(progress.line(), flush=True)
-    progress.note = progress.note if progress.error else ""
-    print("\r\033[K" * terminal + progress.line(), flush=True)
-    if progress.error:
-        raise progress.error
-
-
-def download(args: argparse.Namespace, command: str) -> None:
-    """Fetches what the command line asks for. UserError or Failed, with one message, if that cannot be."""
-    kind, repo, base = folder_of(args.repo, args.revision)
-    if constants.HF_HUB_OFFLINE:
-        raise UserError("HF_HUB_OFFLINE is set, so that nothing is fetched: unset it")
-    if args.skip_model and kind == "datasets":
-        raise UserError("--skip-model is for models: choose from a dataset with --include and --exclude")
-    base = Path(args.out).expanduser() if args.out else base
-    before = _record(base / ".download" / "record.json") if args.out else {}
-    if before and (before["repo"], before["revision"]) != (args.repo, args.revision):
-        at = f"{before['repo']} at revision {before['revision']}"
-        raise UserError(f"--out {args.out} holds {at}, not {args.repo} at {args.revision}: name another folder")
-    hub = Hub(kind, repo)
-    commit = before.get("commit") or hub.commit(args.revision, LIST_TRIES)
-    tree = hub.tree(commit)
-    paths = select(tree, args)
-    if args.out and not before:
-        for path in paths:
-            if (base / path).exists() and _size(base / path) != tree[path][0]:
-                raise UserError(f"{base / path} is there, and not as {repo} has it: name an empty folder with --out")
-    what = {"repo": args.repo, "revision": args.revision, "commit": commit, "command": command}
-    folder = fetch(hub, base, {path: tree[path] for path in paths}, what, bool(args.out), args.jobs)
-    print(f"Verified, in {folder}\nRevision {commit}")
-    if kind == "models":
-        shown = shlex.quote(args.out or repo + f"@{args.revision}" * (args.revision != "main"))
-        weights = any(p.endswith(".safetensors") for p in paths)
-        print(f"Use it: {f'--weights {shown} ' * weights}--tokenizer {shown}")
-
-
-def fetch(hub: Hub, base: Path, tree: dict[str, tuple[int, str]], what: dict, out: bool = False, jobs: int = 8) -> Path:
+def fetch(hub: Hub, base: Path, tree: Listing, what: dict, out: bool = False, jobs: int = 8) -> Path:
     """Fetches the files of a listing -> the folder that they are in. base: the repository's folder in the cache, or
     with `out` a folder for plain files. what: the repository, the revision, its commit and the command, for the
     record."""
@@ -680,39 +651,65 @@ def fetch(hub: Hub, base: Path, tree: dict[str, tuple[int, str]], what: dict, ou
     files = []
     for path, (size, oid) in tree.items():
         link = folder / path
-        itself = plain or link.is_file() and not link.is_symlink()
+        itself = plain or (link.is_file() and not link.is_symlink())
         home = link if itself else base / "blobs" / oid
         name = hashlib.sha1(f"{path} {oid}".encode()).hexdigest() if itself else oid
-        url = f"{hub.page}/resolve/{commit}/{quote(path)}"
-        files.append(File(url, size, oid, home, link, scratch / f"{name}.part", scratch / f"{name}.ok"))
-
-    progress = Progress(sum(f.size for f in files), len(files))
+        files.append(File(path, size, oid, home, link, scratch / f"{name}.part", scratch / f"{name}.ok"))
+    fetching = Fetching(hub, commit, files)
     need = sum(max(f.size - max(_size(f.part), 0), 0) for f in files if _size(f.home) != f.size)
-    print(f"{what['repo']} at {commit}: {len(files)} files, {_bytes(progress.total)}, {_bytes(need)} of it to fetch")
+    print(f"{what['repo']} at {commit}: {len(files)} files, {_bytes(fetching.total)}, {_bytes(need)} of it to fetch")
     free = shutil.disk_usage(scratch).free
     if need > free:
         raise Failed(
             f"{base}: the disk has {_bytes(free)} free and the download needs {_bytes(need)}: free some space, choose"
             " another disk with --out or HF_HOME, or fetch less with --include or --exclude"
         )
-    asked = {str(f.link.relative_to(folder)): f.size for f in files}
-    _note(scratch / record, json.dumps(what | {"files": asked}, indent=1), scratch)
-    queue = deque(sorted(files, key=lambda f: f.size))  # small ones first: a refusal shows at once
-    count = min(jobs, len(files))
-    threads = [threading.Thread(target=_work, args=(hub, queue, progress), daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    _watch(threads, progress)
+    asked = {path: size for path, (size, _) in tree.items()}
+    write_whole(scratch / record, json.dumps(what | {"files": asked}, indent=1))
+    fetching.run(jobs)
     if not out and what["revision"] != commit:
-        _note(base / "refs" / what["revision"], commit, scratch)
+        ref = base / "refs" / what["revision"]
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(ref, commit)
     return folder
 
 
 # ---- the command line
 
 
-def interrupt_at_signals() -> None:
-    """SIGTERM and SIGHUP (but for nohup) end the program as Ctrl-C does."""
+def download(args: argparse.Namespace, command: str) -> None:
+    """Fetches what the command line asks for. UserError or Failed, with one message, if that cannot be."""
+    kind, repo, base = folder_of(args.repo, args.revision)
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("HF_HUB_OFFLINE is set, so that nothing is fetched: unset it")
+    if args.skip_model and kind == "datasets":
+        raise UserError("--skip-model is for models: choose from a dataset with --include and --exclude")
+    before = {}
+    if args.out:
+        base = Path(args.out).expanduser()
+        before = read_json(base / ".download" / "record.json")
+    if before and (before["repo"], before["revision"]) != (args.repo, args.revision):
+        at = f"{before['repo']} at revision {before['revision']}"
+        raise UserError(f"--out {args.out} holds {at}, not {args.repo} at {args.revision}: name another folder")
+    hub = Hub(kind, repo)
+    commit = before.get("commit") or hub.commit(args.revision, LIST_TRIES)
+    tree = hub.tree(commit)
+    tree = {path: tree[path] for path in select(tree, args)}
+    for path, (size, _) in tree.items() if args.out and not before else ():
+        if (base / path).exists() and _size(base / path) != size:
+            raise UserError(f"{base / path} is there, and not as {repo} has it: name an empty folder with --out")
+    what = {"repo": args.repo, "revision": args.revision, "commit": commit, "command": command}
+    folder = fetch(hub, base, tree, what, bool(args.out), args.jobs)
+    print(f"Verified, in {folder}\nRevision {commit}")
+    if kind == "models":
+        shown = shlex.quote(args.out or repo + f"@{args.revision}" * (args.revision != "main"))
+        weights = any(p.endswith(".safetensors") for p in tree)
+        print(f"Use it: {f'--weights {shown} ' * weights}--tokenizer {shown}")
+
+
+def resumable(work: Callable[[], None]) -> int:
+    """Runs what the same command can go on with -> 0; or, when Ctrl-C, SIGTERM or SIGHUP (but for nohup) has ended it,
+    says so -> 128 + the signal's number."""
 
     def interrupt(number: int, _) -> None:
         raise KeyboardInterrupt(number)
@@ -720,14 +717,14 @@ def interrupt_at_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, interrupt)
-
-
-def interrupted(error: KeyboardInterrupt) -> int:
-    """Says what has ended the program -> exit status."""
-    number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
-    with contextlib.suppress(OSError):  # the terminal may be gone
-        print(f"\nInterrupted by {number.name}; {SAME}", file=sys.stderr)
-    return 128 + number
+    try:
+        work()
+        return 0
+    except KeyboardInterrupt as e:
+        number = signal.Signals(e.args[0] if e.args else signal.SIGINT)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"\nInterrupted by {number.name}; {SAME}", file=sys.stderr)
+        return 128 + number
 
 
 def _jobs(text: str) -> int:
@@ -763,25 +760,15 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line -> exit status: 0, 2 for a user's mistake, 1 for the network or the disk, 128 + a signal's
-    number."""
-    argv = sys.argv[1:] if argv is None else argv
+def main(argv: list[str]) -> int:
     try:
-        download(_make_parser().parse_args(argv), shlex.join(["python", "download.py", *argv]))
-        return 0
-    except BrokenPipeError:  # as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        args, command = _make_parser().parse_args(argv), shlex.join(["python", "download.py", *argv])
+        return resumable(lambda: download(args, command))
     except (UserError, Failed, OSError) as e:
         e = disk_error(e) if isinstance(e, OSError) else e
         text = re.sub(r"hf_\w{6,}", "hf_***", str(e))  # it may be among the words that were typed
-        print(f"error: {text}", file=sys.stderr)
-        return 2 if isinstance(e, UserError) else 1
-    except KeyboardInterrupt as e:
-        return interrupted(e)
+        raise (UserError if isinstance(e, UserError) else Failed)(text) from None
 
 
 if __name__ == "__main__":
-    interrupt_at_signals()
-    sys.exit(main())
+    run_script(main)

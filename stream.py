@@ -37,12 +37,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import quote
 
 import numpy as np
 
 import download
-from download import Damaged, Failed, Hub, NotThere, Wait
+from download import Damaged, Failed, Hub, NotThere
 from errors import RankError, UserError, read_ahead
 from text import HUB, SUFFIXES, VAL_EVERY, BadRow, Encoder, TextFile, TextRow, find_files, kind_of
 from tokenizer import load_tokenizer
@@ -260,19 +259,17 @@ class HubReader(io.RawIOBase):
     def _fetch(self):
         """Writes the file's content into the store -> where each piece of it is."""
         file, hub, slot, piece = self.file, Hub("datasets", self.file.repo), 0, b""
-        url = f"{hub.page}/resolve/{file.commit}/{quote(file.name)}"
-        digest, left = download.new_digest(file.oid, file.size), file.size
-        with Wait(hub, file.name, download.TRIES).told() as wait:
-            for chunk in hub.read(url, file.size, file.oid, digest, 0, wait):
-                piece, left = piece + chunk, left - len(chunk)
-                while len(piece) >= SLOT or (piece and not left):
-                    begin = slot % self.slots * SLOT
-                    try:
-                        download.write_at(self.store.fileno(), piece[:SLOT], begin)
-                    except OSError:
-                        raise _no_room(file, self.slots * SLOT) from None
-                    yield begin, begin + len(piece[:SLOT])
-                    slot, piece = slot + 1, piece[SLOT:]
+        left = file.size
+        for chunk in hub.read(file.name, file.commit, file.size, file.oid, tries=download.TRIES):
+            piece, left = piece + chunk, left - len(chunk)
+            while len(piece) >= SLOT or (piece and not left):
+                begin = slot % self.slots * SLOT
+                try:
+                    download.write_at(self.store.fileno(), piece[:SLOT], begin)
+                except OSError:
+                    raise _no_room(file, self.slots * SLOT) from None
+                yield begin, begin + len(piece[:SLOT])
+                slot, piece = slot + 1, piece[SLOT:]
 
     def readable(self) -> bool:
         return True

@@ -21,7 +21,8 @@ import pytest
 from huggingface_hub import constants, file_download, scan_cache_dir, snapshot_download
 
 import download
-from download import UserError, find, main
+import errors
+from download import UserError, find
 
 ROOT = Path(__file__).parent
 TOKEN = "hf_SecretSecretSecretSecret"
@@ -196,6 +197,10 @@ def hub(tmp_path, monkeypatch):
     for s in (server, cdn):
         s.shutdown()
         s.server_close()
+
+
+def main(argv) -> int:
+    return errors.exit_status(download.main, argv)
 
 
 def cache(tmp_path, name="models--org--model"):
