@@ -23,66 +23,33 @@ import shutil
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 
-from errors import UserError, read_json, run_script  # first: it finds the Python that has torch
+from errors import UserError, read_json, run_script, write_whole  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from config import OVERRIDABLE, Config
+from config import Config, fields_that_resume
 from data import Loader, merge_positions
 from guard import ANSWER, NotFinite, Run, compare_replicas
 from machine import available_memory
 from model import ModelConfig, RopeScaling
-from shard import (
-    Ranks,
-    fill,
-    fill_tensors,
-    gather,
-    local,
-    local_slices,
-    on_first_rank,
-    owns,
-    reshard,
-)
-from tensorfile import DTYPES as FILE_DTYPES
-from tensorfile import PORTION, Slices, TensorFile, assemble, write_file
+from shard import Ranks, fill, fill_tensors, gather, local, local_slices, on_first_rank, owns, reshard
 from tokenizer import load_tokenizer
-from weights import Export, family
+from weights import PORTION, Entry, Export, Slices, TensorFile, assemble, family, write_file
 
 FORMAT = 2
-DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16)}
-MOMENTS = ("exp_avg", "exp_avg_sq")
 PROBE = 128  # tokens whose loss a checkpoint carries
 # Nats per token, by compute dtype: what other kernels and meshes may change.
 TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.03}
-PART = re.compile(r"rank-[0-9]{5,}\.safetensors")
-# What a manifest is made of, for `fits`.
-PLACE = {"start": [int], "shape": [int], "whole": [int], "dtype": str}
-MANIFEST = {
-    "step": int,
-    "tokens": int,
-    "updates": int,
-    "world_size": int,
-    "position": dict,
-    "probe": {"tokens": [int], "loss": float, "tolerance": float},
-    "config": dict,
-    "model": dict,
-    "files": [{"file": str, "bytes": int, "crc32": int, "tensors": dict}],
-}
+STEP = re.compile(r"step-\d{8,}")
 ALONE = Ranks(0, 1, torch.device("cpu"))
-# What may differ when a run goes on: how often things happen, where, and how the same step is split and computed.
-MAY_CHANGE = {
-    "steps", "out", "log_every", "eval_every", "eval_batches", "save_every", "keep", "resume", "sample_every", "prompt",
-    "check", "micro_batch", "shard_size", "checkpointing", "compile", "attention", "val_data", "data", "reshard",
-    "prefetch", "offload", "offload_activations", "load", "timeout", "skip_bad", "read_ahead_gb", "profile",
-    "fp8", "fp8_grad_dtype", "fp8_all_gather", "fp8_skip", "fp8_log_every",
-    "save_async", "resume_override", "on_nonfinite", "replicas_every", "deterministic",
-}  # fmt: skip
 logger = logging.getLogger("flatland")
 
 
@@ -115,7 +82,7 @@ class Saver:
         self.run, self.nonce = run.folder, run.nonce
         self.tokens = found.manifest["probe"]["tokens"] if found else None
         self.last = found.step if found else 0  # the newest that is whole
-        self.damaged = {p for p in folders(self.run) if found and int(p.name[5:]) > found.step}
+        self.damaged = {p for p in folders(self.run) if found and step_of(p) > found.step}
         on_first_rank(lambda: clean(self.run), self.ranks)
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
@@ -168,12 +135,12 @@ class Saver:
         if not math.isfinite(loss):
             raise RuntimeError(f"The model's loss after step {step} is {loss}: such a state is not saved")
         probe = {"tokens": self.tokens, "loss": loss, "tolerance": TOLERANCE[self.model.dtype]}
-        state = next(iter(self.optimizer.state.values()), None)
+        state = next(iter(self.optimizer.state.values()), {})
         manifest = {
             "format": FORMAT,
             "step": step,
             "tokens": step * self.config.batch_tokens,
-            "updates": int(state["step"].item()) if state else 0,
+            "updates": int(state.get("step", 0)),
             "world_size": self.ranks.world_size,
             "position": position,
             "probe": probe,
@@ -191,11 +158,11 @@ class Saver:
     def _has_room(self, tensors: dict[str, Tensor]) -> bool:
         size = sum(t.numel() * t.element_size() for t in tensors.values()) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         size *= 2 if self.ranks.device.type == "cuda" else 1  # torch pins blocks of powers of two
-        free = available_memory()
-        if free and size > free:
+        free = available_memory() or math.inf
+        if size > free:
             said = "Saving without --save_async: a copy of the state takes %.1f GiB on this machine, %.1f are free"
             logger.warning(said, size / 2**30, free / 2**30)
-        return not free or size <= free
+        return size <= free
 
     @property
     def failed(self) -> bool:
@@ -213,11 +180,11 @@ class Saver:
 
     def _write(self, manifest: dict, tensors: dict[str, Tensor], places: dict[str, dict], ready) -> None:
         """In the thread: every rank writes its part, then rank 0 the manifest."""
-        begin = time.perf_counter()
+        begin, first = time.perf_counter(), self.ranks.rank == 0
         folder = step_folder(self.run, manifest["step"])
         temporary = folder.with_name(f"{folder.name}.tmp-{self.nonce}")
-        part, error = None, None
-        try:
+
+        def write_part() -> dict:
             if ready is not None:
                 ready.synchronize()
             folder.parent.mkdir(exist_ok=True)  # but no run folder that has vanished
@@ -225,49 +192,60 @@ class Saver:
             path = temporary / f"rank-{self.ranks.rank:05d}.safetensors"
             rows = [(key, t.dtype, tuple(t.shape), partial(_portions, t)) for key, t in tensors.items()]
             size, crc = write_file(path, rows)
-            part = {"file": path.name, "bytes": size, "crc32": crc, "tensors": places}
             tensors.clear()
-            rows.clear()
-        except Exception as e:
-            error = e if isinstance(e, OSError) else RuntimeError(f"{type(e).__name__}: {e}")
+            return {"file": path.name, "bytes": size, "crc32": crc, "tensors": places}
+
+        def commit() -> None:
+            _commit(temporary, folder, manifest | {"files": parts})
+            self.damaged.discard(folder)
+            _prune(self.run, self.config.keep, manifest["step"], self.damaged)
+
         try:
-            results = gather((part, error), self.ranks, self.ranks.saving)
-            error = next((e for _, e in results if e), None)
-            if error is None and self.ranks.rank == 0:
-                try:
-                    _commit(temporary, folder, manifest | {"files": [p for p, _ in results]})
-                    self.damaged.discard(folder)
-                    _prune(self.run, self.config.keep, manifest["step"], self.damaged)
-                except Exception as e:
-                    error = e
-            error = next((e for e in gather(error, self.ranks, self.ranks.saving) if e), None)
-        except RuntimeError as e:  # a peer is gone
-            error = e
-        self.error = error
-        if self.ranks.rank == 0 and error is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        elif error is None:
-            self.last = manifest["step"]
-            seconds, size = time.perf_counter() - begin, sum(p["bytes"] for p, _ in results)
-            logger.info("Saved %s: %.3f GB in %.1f s", folder.name, size / 1e9, seconds)
+            parts = _on_all(write_part, self.ranks, self.ranks.saving)
+            _on_all(commit if first else lambda: None, self.ranks, self.ranks.saving)
+        except Exception as error:  # a rank's, or a peer is gone
+            self.error = error
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            return
+        self.last = manifest["step"]
+        seconds, size = time.perf_counter() - begin, sum(part["bytes"] for part in parts)
+        logger.info("Saved %s: %.3f GB in %.1f s", folder.name, size / 1e9, seconds)
+
+
+def _on_all(work: Callable, ranks: Ranks, group=None) -> list:
+    """Each rank does it -> the results of all; an error on one is raised on all. All ranks must call."""
+    result = error = None
+    try:
+        result = work()
+    except (OSError, UserError) as e:
+        error = e
+    except Exception as e:  # it may hold what cannot be sent
+        error = RuntimeError(f"{type(e).__name__}: {e}")
+    answers = gather((result, error), ranks, group)
+    for _, error in answers:
+        if error is not None:
+            raise error
+    return [result for result, _ in answers]
 
 
 def own_parts(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> tuple[dict[str, Tensor], dict[str, dict]]:
-    """-> (this rank's part of the state by name, where in the whole tensors each lies)"""
+    """-> (this rank's part of the state by name, where in the whole tensors each lies). Of the optimizer it is every
+    tensor that its state has for a parameter, but for the count of updates, which is in the manifest."""
     assert not optimizer.state or all(p in optimizer.state for p in model.parameters()), "parameters are still gathered"
     tensors, places = {}, {}
     for name, parameter in model.named_parameters():
-        values = {f"model.{name}": parameter} | {
-            f"{m}.{name}": optimizer.state[parameter][m] for m in MOMENTS if parameter in optimizer.state
-        }
-        for key, value in values.items():
-            if owns(value) and local(value).numel():
-                tensors[key] = local(value.detach())
-                places[key] = {
+        state = optimizer.state.get(parameter, {}).items()
+        values = {"model": parameter} | {k: v for k, v in state if isinstance(v, Tensor) and k != "step"}
+        for kind, value in values.items():
+            mine = owns(value) if isinstance(value, DTensor) else ranks.rank == 0
+            if mine and local(value).numel():
+                part = tensors[f"{kind}.{name}"] = local(value.detach())
+                places[f"{kind}.{name}"] = {
                     "start": [s.start for s in local_slices(value)],
-                    "shape": list(tensors[key].shape),
+                    "shape": list(part.shape),
                     "whole": list(value.shape),
                     "dtype": str(value.dtype)[6:],
                 }
@@ -319,9 +297,7 @@ def _commit(temporary: Path, folder: Path, manifest: dict) -> None:
     os.rename(temporary, folder)
     _sync(folder.parent)
     _sync(folder.parent.parent)  # the first save has made folder.parent
-    pointer = folder.parent / "latest.tmp"
-    pointer.write_text(folder.name + "\n")
-    os.replace(pointer, folder.parent / "latest")
+    write_whole(folder.parent / "latest", folder.name + "\n")
 
 
 def _crc_of(manifest: dict) -> int:
@@ -332,25 +308,31 @@ def step_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
 def folders(run: Path) -> list[Path]:
     """Step folders, oldest first."""
-    return sorted(p for p in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name))
+    return sorted(p for p in (run / "checkpoints").glob("step-*") if STEP.fullmatch(p.name))
 
 
 def _prune(run: Path, keep: int, step: int, damaged: set[Path]) -> None:
     """Of those up to `step` the newest are kept; damaged ones count for none, and go with the first old one."""
-    there = [p for p in folders(run) if int(p.name[5:]) <= step]
-    kept = [p for p in there if p not in damaged][-keep:]
-    for old in [p for p in there if p not in kept] if len(kept) == keep else []:
+    existing = [p for p in folders(run) if step_of(p) <= step]
+    kept = [p for p in existing if p not in damaged][-keep:]
+    for old in [p for p in existing if p not in kept] if len(kept) == keep else []:
         os.rename(old, old.with_name(f"{old.name}.tmp-old"))  # first: half a folder is never taken for a checkpoint
     clean(run)
 
 
 def clean(run: Path) -> None:
     """Removes what torn saves have left."""
-    for torn in (run / "checkpoints").glob("step-*.tmp-*"):
-        shutil.rmtree(torn, ignore_errors=True)
-    (run / "checkpoints" / "latest.tmp").unlink(missing_ok=True)
+    for torn in (run / "checkpoints").glob("*.tmp-*"):
+        if torn.is_dir():
+            shutil.rmtree(torn, ignore_errors=True)
+        else:
+            torn.unlink()
 
 
 # ---- trusting
@@ -364,58 +346,25 @@ def _checksum(path: Path) -> int:
     return crc
 
 
-def fits(value, form) -> bool:
-    """Whether JSON is of a form: a type (int: not negative), [form of each], {key: form}."""
-    if isinstance(form, list):
-        return type(value) is list and all(fits(v, form[0]) for v in value)
-    if isinstance(form, dict):
-        return type(value) is dict and all(k in value and fits(value[k], f) for k, f in form.items())
-    return type(value) is form and (form is not int or value >= 0)
-
-
 def read_manifest(folder: Path) -> dict:
-    """ValueError, or OSError: what is wrong with it."""
+    """ValueError, or OSError: what is wrong with it. Its checksum holds, so that it is what was written: of the rest
+    only the paths are looked at."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']}, this version reads {FORMAT}")
         if manifest.pop("crc32") != _crc_of(manifest):
             raise ValueError("its checksum is wrong")
-        for key, form in MANIFEST.items():
-            if not fits(manifest.get(key), form):
-                raise ValueError(f"{key} is not what it should be")
-        places = {}
         for part in manifest["files"]:
-            if not PART.fullmatch(part["file"]):
+            if not re.fullmatch(r"rank-[0-9]{5,}\.safetensors", part["file"]):
                 raise ValueError(f"{part['file']!r} is no part of a checkpoint")
-            for key, place in part["tensors"].items():
-                if not fits(place, PLACE) or place["dtype"] not in DTYPES:
-                    raise ValueError(f"the place of {key} in {part['file']} is not what it should be")
-                places.setdefault(key, []).append(place)
-        if broken := [key for key, parts in places.items() if not _make_up_a_whole(parts)]:
-            raise ValueError(f"the parts of {broken[0]} do not make it up")
-        if re.fullmatch(r"step-\d{8,}", folder.name) and manifest["step"] != int(folder.name[5:]):
+        if STEP.fullmatch(folder.name) and manifest["step"] != step_of(folder):
             raise ValueError(f"it is that of step {manifest['step']}")
     except FileNotFoundError:
         raise ValueError("manifest.json is missing") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        said = f"there is no {e}" if isinstance(e, KeyError) else e
-        raise ValueError(f"manifest.json is unreadable: {said}") from None
+        raise ValueError(f"manifest.json is unreadable: {type(e).__name__}: {e}") from None
     return manifest
-
-
-def _make_up_a_whole(parts: list[dict]) -> bool:
-    """Whether they follow each other on the one dimension that is divided, from its beginning to its end."""
-    parts = sorted(parts, key=lambda p: p["start"])
-    whole, dtype, end = parts[0]["whole"], parts[0]["dtype"], 0
-    dim = next((d for d, (n, size) in enumerate(zip(parts[0]["shape"], whole, strict=True)) if n < size), 0)
-    for part in parts:
-        start, shape = ([0] * len(whole), [*whole])
-        start[dim], shape[dim] = end, part["shape"][dim]
-        if part != {"start": start, "shape": shape, "whole": whole, "dtype": dtype}:
-            return False
-        end += shape[dim]
-    return end == whole[dim]
 
 
 def _fault_of_part(folder: Path, size_only: bool, part: dict) -> str:
@@ -426,36 +375,36 @@ def _fault_of_part(folder: Path, size_only: bool, part: dict) -> str:
         if not size_only and _checksum(path) != part["crc32"]:
             return f"the checksum of {path.name} is wrong"
         entries = TensorFile(path).entries
-        places = part["tensors"] | {"rng": {"dtype": "uint8", "shape": list(torch.get_rng_state().shape)}}
+        places = part["tensors"] | {"rng": {"dtype": "uint8", "shape": torch.get_rng_state().shape}}
         for key, place in places.items():
-            found = entries.get(key)
-            if not found or [*found.shape] != place["shape"] or str(FILE_DTYPES[found.dtype])[6:] != place["dtype"]:
+            if entries.get(key) != Entry(getattr(torch, place["dtype"]), tuple(place["shape"])):
                 return f"{path.name} does not hold {key} as it should"
-        return ""
-    except UserError as e:
-        return str(e)
     except FileNotFoundError:
         return f"{path.name} is missing"
-    except OSError as e:
+    except (UserError, OSError) as e:
         return f"{path.name} is unreadable: {e}"
+    return ""
 
 
 def fault_of(folder: Path, ranks: Ranks = ALONE, sizes_only: bool = False) -> str:
     """Why a checkpoint cannot be trusted; empty if it can. Every byte is read, each rank reads its share. All ranks
     must call."""
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     try:
-        files = read_manifest(folder)["files"][ranks.rank :: ranks.world_size]
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))) as threads:
-            faults = [*threads.map(partial(_fault_of_part, folder, sizes_only), files)]
+        files = Checkpoint(folder).manifest["files"][ranks.rank :: ranks.world_size]
+        with ThreadPoolExecutor(threads) as pool:
+            faults = [*pool.map(partial(_fault_of_part, folder, sizes_only), files)]
     except (ValueError, OSError) as e:
         faults = [str(e)]
+    except (LookupError, TypeError, AttributeError) as e:
+        faults = [f"manifest.json is unreadable: {type(e).__name__}: {e}"]
     return next((fault for of_rank in gather(faults, ranks) for fault in of_rank if fault), "")
 
 
 def verify(run: Path | str) -> list[tuple[int, bool, str]]:
     """(step, whether it is whole, what is wrong with it) of every checkpoint of a run, oldest first."""
     faults = {p: fault_of(p) for p in folders(Path(run))}
-    return [(int(p.name[5:]), not fault, fault) for p, fault in faults.items()]
+    return [(step_of(p), not fault, fault) for p, fault in faults.items()]
 
 
 # ---- loading
@@ -468,7 +417,8 @@ class Checkpoint:
         self.folder = folder
         self.manifest = read_manifest(folder)
         self.step = self.manifest["step"]
-        self.files, self.places = {}, {}
+        self.files: dict[str, TensorFile] = {}
+        self.places: dict[str, list[tuple[str, dict]]] = {}
         for part in self.manifest["files"]:
             for key, place in part["tensors"].items():
                 self.places.setdefault(key, []).append((part["file"], place))
@@ -484,7 +434,8 @@ class Checkpoint:
 
     @property
     def model_config(self) -> ModelConfig:
-        """The shape that it holds, whatever has become of --model since."""
+        """The shape that it holds, whatever has become of --model since. Fields that are newer than it have their
+        default."""
         values = dict(self.manifest["model"])
         try:
             scaling = values.pop("rope_scaling")
@@ -498,7 +449,7 @@ class Checkpoint:
             raise UserError(f"{self.folder} holds no tensor {key}: it is a checkpoint of another model")
         first = self.places[key][0][1]
         parts = [(p["start"], p["shape"], partial(self._read_part, file, key)) for file, p in self.places[key]]
-        return assemble(slices, first["whole"], DTYPES[first["dtype"]], parts)
+        return assemble(slices, first["whole"], getattr(torch, first["dtype"]), parts)
 
     def _read_part(self, file: str, key: str, slices: Slices) -> Tensor:
         if file not in self.files:
@@ -509,49 +460,65 @@ class Checkpoint:
         return self.read(f"model.{name}", slices)
 
     def restore_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, load: str) -> None:
-        """Moments and update count; on the mesh that the model is on now."""
-        if not self.manifest["updates"]:
-            return
-        for parameter in model.parameters():
-            device = local(parameter).device
-            optimizer.state[parameter] = {"step": torch.tensor(float(self.manifest["updates"]), device=device)}
-            for moment in MOMENTS:
-                dtype = getattr(optimizer, "state_dtype", parameter.dtype)
-                optimizer.state[parameter][moment] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        named = list(model.named_parameters())
-        moments = [(f"{moment}.{name}", optimizer.state[p][moment]) for moment in MOMENTS for name, p in named]
-        fill_tensors(moments, self.read, load)
+        """Whatever tensors the optimizer had for each parameter, and the update count; on the mesh that the model is on
+        now."""
+        named, tensors = dict(model.named_parameters()), []
+        for parameter in named.values() if self.manifest["updates"] else ():
+            step = torch.tensor(float(self.manifest["updates"]), device=local(parameter).device)
+            optimizer.state[parameter]["step"] = step
+        for key, [(_, place), *_] in self.places.items():
+            kind, _, name = key.partition(".")
+            if kind == "model":
+                continue
+            parameter, dtype = named[name], getattr(torch, place["dtype"])
+            if place["whole"] == list(parameter.shape):
+                value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                tensors.append((key, value))
+            else:  # every rank has all of it
+                value = self.read(key, tuple(map(slice, place["whole"]))).to(local(parameter).device)
+            optimizer.state[parameter][kind] = value
+        if tensors:
+            fill_tensors(tensors, self.read, load)
 
     def restore_rng(self, ranks: Ranks) -> None:
         """The random state of this rank; on another number of ranks there is none to restore."""
         if self.manifest["world_size"] != ranks.world_size:
             return
         file, everything = TensorFile(self.folder / f"rank-{ranks.rank:05d}.safetensors"), (slice(None),)
-        torch.set_rng_state(file.read("rng", everything))
+        torch.set_rng_state(file.read("rng", everything).clone())
         if ranks.device.type == "cuda" and "rng.cuda" in file.entries:
-            torch.cuda.set_rng_state(file.read("rng.cuda", everything), ranks.device)
+            torch.cuda.set_rng_state(file.read("rng.cuda", everything).clone(), ranks.device)
+
+
+def _newest_whole(
+    candidates: list[Path], ranks: Ranks = ALONE, sizes_only: bool = False
+) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """candidates: newest first -> the first that is whole, and the faults of those before. All ranks must call."""
+    faults = {}
+    for folder in candidates:
+        faults[folder] = fault_of(folder, ranks, sizes_only)
+        if not faults[folder]:
+            del faults[folder]
+            return Checkpoint(folder), faults
+    return None, faults
 
 
 def find(config: Config, ranks: Ranks = ALONE, sizes_only: bool = False) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to go on from (None: a fresh start), and what a user should know about those that were passed
     over. Refuses a run folder whose checkpoints are all damaged, and one that was trained with other settings. All
     ranks must call."""
-    skipped = []
-    for folder in on_first_rank(lambda: _candidates(config), ranks):
-        fault = fault_of(folder, ranks, sizes_only)
-        if not fault:
-            found = Checkpoint(folder)
-            changed(found, config)
-            if config.resume != "auto":
-                _check_room(config, found.step)
-            return found, skipped
-        skipped.append(f"Skipped the damaged checkpoint {folder}: {fault}")
-    if skipped:
+    found, faults = _newest_whole(on_first_rank(lambda: _candidates(config), ranks), ranks, sizes_only)
+    skipped = [f"Skipped the damaged checkpoint {folder}: {fault}" for folder, fault in faults.items()]
+    if found:
+        changed(found, config)
+        if config.resume != "auto":
+            _check_room(config, found.step)
+    elif skipped:
         advice = f"No whole checkpoint is left in {config.out}: mend it, or start afresh with another --out"
         if config.resume != "auto":
             advice = f"--resume {config.resume} is damaged: name another, or auto"
         raise UserError("\n".join([*skipped, advice]))
-    return None, skipped
+    return found, skipped
 
 
 def _candidates(config: Config) -> list[Path]:
@@ -567,7 +534,7 @@ def _candidates(config: Config) -> list[Path]:
 
 def _check_room(config: Config, step: int) -> None:
     """A run that does not go on from its folder's newest checkpoint must not meet later ones there."""
-    later = [p.name for p in folders(Path(config.out)) if int(p.name[5:]) > step]
+    later = [p.name for p in folders(Path(config.out)) if step_of(p) > step]
     if later:
         raise UserError(f"--resume {config.resume}: {config.out} holds {later[-1]} already; give another --out")
 
@@ -575,16 +542,17 @@ def _check_room(config: Config, step: int) -> None:
 def changed(found: Checkpoint, config: Config) -> dict[str, list]:
     """Settings that differ from the checkpoint's and that --resume_override names: {name: [old, new]}. Refuses those
     that it does not name."""
+    free = fields_that_resume("free")
     now, then = json.loads(json.dumps(asdict(config))), found.manifest["config"]
-    differ = {k: [then[k], now[k]] for k in now if k not in MAY_CHANGE and k in then and now[k] != then[k]}
+    differ = {k: [then[k], now[k]] for k in now if k not in free and k in then and now[k] != then[k]}
     refused = {k: v for k, v in differ.items() if k not in config.resume_override}
     if not refused:  # a --model folder may hold another config.json by now
-        now, then = json.loads(json.dumps(asdict(config.model_config))), found.manifest["model"]
-        refused = {f"model's {k}": [then[k], now[k]] for k in now if k in then and now[k] != then[k]}
+        now, then = asdict(config.model_config), asdict(found.model_config)
+        refused = {f"model's {k}": [then[k], now[k]] for k in now if now[k] != then[k]}
     if refused:
         lines = [f"--{k} was {old!r}, is {new!r}" for k, (old, new) in refused.items()]
-        names = [k for k in refused if k in OVERRIDABLE]
-        hint = f"; --resume_override {','.join(names)} goes on with the new" if len(names) == len(refused) else ""
+        tunable = set(refused) <= set(fields_that_resume("override"))
+        hint = f"; --resume_override {','.join(refused)} goes on with the new" if tunable else ""
         raise UserError(
             f"{found.folder} was trained with other settings:\n  "
             + "\n  ".join(lines)
@@ -602,16 +570,12 @@ def restore(
     _prove(found, model, ranks)
     found.restore_optimizer(model, optimizer, config.load)
     found.restore_rng(ranks)
-    overridden = changed(found, config)
-    if overridden:
-        said = "; ".join(f"{name} {old} -> {new}" for name, (old, new) in overridden.items())
-        logger.info("Going on with other settings: %s", said)
-        on_first_rank(lambda: _record(Path(config.out), found.step, overridden), ranks)
-
-
-def _record(run: Path, step: int, overridden: dict) -> None:
-    with open(run / "overrides.jsonl", "a") as f:
-        f.write(json.dumps({"step": step} | overridden) + "\n")
+    if overridden := changed(found, config):
+        words = "; ".join(f"{name} {old} -> {new}" for name, (old, new) in overridden.items())
+        logger.info("Going on with other settings: %s", words)
+        if ranks.rank == 0:
+            with open(Path(config.out) / "overrides.jsonl", "a") as f:
+                f.write(json.dumps({"step": found.step} | overridden) + "\n")
 
 
 def _prove(found: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
@@ -632,13 +596,11 @@ def _prove(found: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
 
 def newest(run: Path) -> Checkpoint:
     """A run's newest whole checkpoint."""
-    faults = []
-    for folder in folders(run)[::-1]:
-        fault = fault_of(folder)
-        if not fault:
-            return Checkpoint(folder)
-        faults.append(f"\n  {folder.name}: {fault}")
-    raise UserError(f"{run}: there is no whole checkpoint in it{''.join(faults) or ' (runs/NAME is a run folder)'}")
+    found, faults = _newest_whole(folders(run)[::-1])
+    if found:
+        return found
+    words = "".join(f"\n  {folder.name}: {fault}" for folder, fault in faults.items())
+    raise UserError(f"{run}: there is no whole checkpoint in it{words or ' (runs/NAME is a run folder)'}")
 
 
 def load_run_tokenizer(found: Checkpoint, spec: str | None = None):
@@ -657,104 +619,93 @@ def load_run_tokenizer(found: Checkpoint, spec: str | None = None):
 def is_exported(config: Config, step: int) -> bool:
     """Whether a run has ended after that step and left all that a finished one leaves."""
     status = read_json(Path(config.out) / "status.json")
-    if (status.get("state"), status.get("step")) != ("finished", step):
-        return False
-    return not _has_family(config.model_config) or (Path(config.out) / "hf").exists()
+    ended = (status.get("state"), status.get("step")) == ("finished", step)
+    return ended and ((Path(config.out) / "hf").exists() or bool(_why_no_export(config)))
 
 
-def _has_family(model: ModelConfig) -> bool:
+def _why_no_export(config: Config) -> str:
     try:
-        return bool(family(model))
-    except ValueError:
-        return False
+        family(config.model_config)
+    except ValueError as e:
+        return str(e)
+    return ""
 
 
 def export_run(config: Config, step: int, ranks: Ranks) -> None:
     """A run's checkpoint as a Hugging Face folder, hf/. All ranks must call."""
-    try:
-        family(config.model_config)
-    except ValueError as e:
-        return logger.warning("No export to hf/: %s", e)
+    if reason := _why_no_export(config):
+        return logger.warning("No export to hf/: %s", reason)
     tokenizer = load_tokenizer(config.tokenizer) if config.knows_text else None
     saved, folder = Checkpoint(step_folder(Path(config.out), step)), Path(config.out) / "hf"
     export(saved, folder, ranks, tokenizer=tokenizer, replaces=True)
 
 
 def export(
-    found: Checkpoint,
-    folder: Path,
-    ranks: Ranks,
-    dtype: torch.dtype = torch.float32,
-    shard_gb: float = 5.0,
-    tokenizer=None,
-    replaces: bool = False,
-) -> None:
+    found: Checkpoint, folder: Path, ranks: Ranks, dtype: torch.dtype = torch.float32, shard_gb: float = 5.0,
+    tokenizer=None, replaces: bool = False,
+) -> None:  # fmt: skip
     """Writes a checkpoint's weights as a Hugging Face folder; replaces: an older export there gives way. All ranks must
     call; each writes its share of the shards. An error on one is raised on all."""
-    made = Export(folder, found.model_config, dtype, shard_gb, gather(secrets.token_hex(4), ranks)[0], replaces)
-    on_first_rank(made.begin, ranks)
-    error = None
-    try:
+    nonce = gather(secrets.token_hex(4), ranks)[0]
+    made = Export(folder, found.model_config, dtype, shard_gb, nonce, replaces)
+
+    def write_shards() -> None:
         for i in range(ranks.rank, len(made.shards), ranks.world_size):
             made.write_shard(i, found.read_weights)
-    except (OSError, UserError) as e:
-        error = e
+
+    on_first_rank(made.begin, ranks)
     try:
-        if error := next((e for e in gather(error, ranks) if e), None):
-            raise error
+        _on_all(write_shards, ranks)
         on_first_rank(lambda: made.finish(tokenizer), ranks)
     finally:
         if ranks.rank == 0:
             made.abandon()
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="checkpoint.py", description="Looks at a run's checkpoints, or exports one.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb, help in (
-        ("list", "what there is"),
-        ("verify", "read every byte and compare checksums; status 1 if something is wrong"),
-        ("export", "write the newest whole checkpoint as a Hugging Face folder"),
-    ):
-        sub = verbs.add_parser(verb, help=help, description=help)
-        sub.add_argument("run", type=Path, help="run folder")
-        if verb == "export":
-            sub.add_argument("out", type=Path, help="the folder to make")
-            sub.add_argument(
-                "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32 (default) is exact"
-            )
-            sub.add_argument("--shard_gb", type=float, default=5.0, help="largest file, in 10^9 bytes (default 5)")
-            sub.add_argument("--tokenizer", help="whose files to add; default: the run's; none = no files")
-    args = parser.parse_args(argv)
-    if args.verb == "export":
-        return _export(args)
-    if not folders(args.run):
-        raise UserError(f"{args.run}: there are no checkpoints in it (runs/NAME is a run folder)")
-    if args.verb == "verify":
-        rows = verify(args.run)
-        for step, ok, fault in rows:
-            print(f"step {step}: {'whole' if ok else fault}")
-        return int(not all(ok for _, ok, _ in rows))
-    for folder in folders(args.run):
-        try:
-            found = read_manifest(folder)
-            size, ranks, loss = sum(p["bytes"] for p in found["files"]), found["world_size"], found["probe"]["loss"]
-            said = f"{size / 1e9:.3f} GB, {found['tokens']} tokens, written by {ranks} ranks, probe loss {loss:.4f}"
-            print(f"step {found['step']}: {said}")
-        except (OSError, ValueError) as e:
-            print(f"{folder.name}: {e}")
-    return 0
+# ---- the command line
 
 
-def _export(args: argparse.Namespace) -> int:
-    if not args.shard_gb > 0:
-        raise UserError(f"--shard_gb {args.shard_gb}: it must be positive")
+def _list(folder: Path) -> str:
+    try:
+        found = read_manifest(folder)
+        size, ranks, loss = sum(p["bytes"] for p in found["files"]), found["world_size"], found["probe"]["loss"]
+        words = f"{size / 1e9:.3f} GB, {found['tokens']} tokens, written by {ranks} ranks, probe loss {loss:.4f}"
+        return f"step {found['step']}: {words}"
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        return f"{folder.name}: {e}"
+
+
+def _export(args: argparse.Namespace) -> None:
+    if args.out is None or not args.shard_gb > 0:
+        raise UserError(f"--shard_gb {args.shard_gb} must be positive, and the folder to make be named: export RUN OUT")
     found = newest(args.run)
     tokenizer = load_run_tokenizer(found, args.tokenizer) if args.tokenizer != "none" else None
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     export(found, args.out, ALONE, dtype, args.shard_gb, tokenizer)
     print(f"{args.out}: step {found.step} of {args.run} in {args.dtype}")
-    return 0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="checkpoint.py", description="Looks at a run's checkpoints, or exports one.")
+    add = parser.add_argument
+    about = "what there is; every byte compared with its checksum (status 1 if one is wrong); the newest whole one as a"
+    add("verb", choices=("list", "verify", "export"), help=f"{about} Hugging Face folder")
+    add("run", type=Path, help="run folder")
+    add("out", type=Path, nargs="?", help="export: the folder to make")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="export: fp32 (default) is exact")
+    add("--shard_gb", type=float, default=5.0, help="export: largest file, in 10^9 bytes (default 5)")
+    add("--tokenizer", help="export: whose files to add; default: the run's; none = no files")
+    args = parser.parse_args(argv)
+    if args.verb == "export":
+        return _export(args) or 0
+    if not folders(args.run):
+        raise UserError(f"{args.run}: there are no checkpoints in it (runs/NAME is a run folder)")
+    if args.verb == "list":
+        print(*map(_list, folders(args.run)), sep="\n")
+        return 0
+    faults = {step: fault for step, _, fault in verify(args.run)}
+    print(*(f"step {step}: {fault or 'whole'}" for step, fault in faults.items()), sep="\n")
+    return int(any(faults.values()))
 
 
 if __name__ == "__main__":

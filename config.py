@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 from dataclasses import Field, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import fp8
@@ -84,16 +84,18 @@ timeout ddp_timeout init_timeout_seconds train_timeout_seconds
 
 
 def _flag(
-    default, help: str, choices: tuple = (), least: float = 0, below: float = math.inf, needs: str = "", group: str = ""
-):
+    default, help: str, choices: tuple = (), least: float = 0, below: float = math.inf, needs: str = "",
+    group: str = "", resume: str = "same",
+):  # fmt: skip
     """least, below: the range of a number, the second not in it. needs: the flag without which it has no effect. group:
-    in --help, of this flag and those after it."""
+    in --help, of this flag and those after it. resume: what a run that goes on may have: the same value, another
+    ("free"), or another where --resume_override names the flag ("override")."""
     known = {"help": help, "choices": choices, "range": (least, below), "needs": needs, "group": group}
-    return field(default=default, metadata=known)
+    return field(default=default, metadata=known | {"resume": resume})
 
 
-# What --resume_override may name.
-OVERRIDABLE = ("lr", "min_lr", "warmup_steps", "schedule", "decay_steps", "weight_decay", "beta1", "beta2", "clip")
+_free = partial(_flag, resume="free")  # how often things happen, where, and how the same step is split and computed
+_tunable = partial(_flag, resume="override")
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,13 @@ class Config:
     router_aux_loss_coef: float = _flag(
         -1.0, "weight of the loss that balances experts, beside the mean loss; -1 = the model's", least=-1
     )
-    data: tuple = _flag(
+    data: tuple = _free(
         (),
         "one or more of: token shards (a folder, .bin), .txt, .jsonl, .json.gz, .parquet, globs,"
         " hf://datasets/ORG/NAME/PATH; each may end in :WEIGHT; none = the built-in text",
         group="data",
     )
-    val_data: tuple = _flag((), "the same for validation; none = shards named *val*, else a held-out 1/20")
+    val_data: tuple = _free((), "the same for validation; none = shards named *val*, else a held-out 1/20")
     tokenizer: str = _flag(
         "",
         "bytes, or a tokenizer.json, a tokenizer.model, a folder or the hub id of one; default: that of --weights or"
@@ -140,7 +142,7 @@ class Config:
         "conversations longer than --seq_len are cut, or left out; the log counts them",
         ("truncate", "drop"),
     )
-    skip_bad: int = _flag(
+    skip_bad: int = _free(
         0, "bad rows of text that are logged and left out before one ends the run; of streams, per lane"
     )
     stream: bool = _flag(False, "tokenise local text while training, as hf:// text always is, not once into the cache")
@@ -150,7 +152,7 @@ class Config:
         least=1,
         needs="stream",
     )
-    read_ahead_gb: float = _flag(
+    read_ahead_gb: float = _free(
         8.0,
         "of TMPDIR on each host, for hub streams that are read ahead; at most half of its free room",
         needs="stream",
@@ -159,25 +161,25 @@ class Config:
         -1, "id of the token that begins a document; -1 = as the tokenizer or the shard format says", least=-1
     )
     seq_len: int = _flag(256, "tokens per row", least=1, group="batch and length")
-    micro_batch: int = _flag(8, "rows per rank per forward pass; 0 = the rank's whole share of --batch_tokens")
+    micro_batch: int = _free(8, "rows per rank per forward pass; 0 = the rank's whole share of --batch_tokens")
     batch_tokens: int = _flag(0, "tokens per optimizer step over all ranks; 0 = one micro-batch per rank")
-    steps: int = _flag(1000, "optimizer steps", least=1)
-    lr: float = _flag(3e-4, "peak learning rate", group="optimizer")
-    min_lr: float = _flag(0.0, "learning rate at the end of the decay")
-    warmup_steps: float = _flag(0.02, "steps of linear warm-up; below 1 = share of the steps")
-    schedule: str = _flag(
+    steps: int = _free(1000, "optimizer steps", least=1)
+    lr: float = _tunable(3e-4, "peak learning rate", group="optimizer")
+    min_lr: float = _tunable(0.0, "learning rate at the end of the decay")
+    warmup_steps: float = _tunable(0.02, "steps of linear warm-up; below 1 = share of the steps")
+    schedule: str = _tunable(
         "cosine",
         "what follows the warm-up; wsd is constant, then a linear decay",
         ("cosine", "linear", "constant", "wsd"),
     )
-    decay_steps: float = _flag(
+    decay_steps: float = _tunable(
         0.0,
         "step the decay ends at (0 = --steps); wsd: its length (0 = a fifth of them); below 1 = share of the steps",
     )
-    weight_decay: float = _flag(0.1, "AdamW's weight decay, of matrices and embeddings")
-    beta1: float = _flag(0.9, "AdamW's first beta", below=1)
-    beta2: float = _flag(0.95, "AdamW's second beta", below=1)
-    clip: float = _flag(1.0, "largest global gradient norm; 0 = no clipping")
+    weight_decay: float = _tunable(0.1, "AdamW's weight decay, of matrices and embeddings")
+    beta1: float = _tunable(0.9, "AdamW's first beta", below=1)
+    beta2: float = _tunable(0.95, "AdamW's second beta", below=1)
+    clip: float = _tunable(1.0, "largest global gradient norm; 0 = no clipping")
     dtype: str = _flag(
         "auto",
         "of activations and matrix products (weights stay fp32); tf32 = fp32, multiplied as TF32 on a GPU; auto = bf16"
@@ -190,97 +192,97 @@ class Config:
     )
     state_dtype: str = _flag("fp32", "of AdamW's two moments", ("fp32", "bf16"))
     reduce_dtype: str = _flag("fp32", "gradients are summed over ranks in it", ("fp32", "bf16"))
-    fp8: str = _flag(
+    fp8: str = _free(
         "off",
         "FP8 matrix products: one scale per tensor, per row and column, or that with weight gradients in bf16;"
         " 0 = off, 1 = tensor",
         ("off", "tensor", "row", "row_gw_hp"),
     )
-    fp8_grad_dtype: str = _flag(
+    fp8_grad_dtype: str = _free(
         "auto",
         "FP8 format of gradients; auto = e5m2 (range) with --fp8 tensor, e4m3 (precision) with the others",
         ("auto", "e5m2", "e4m3"),
         needs="fp8",
     )
-    fp8_all_gather: bool = _flag(False, "gather sharded weights as FP8 (--fp8 tensor): half the bytes", needs="fp8")
-    fp8_skip: tuple = _flag(
+    fp8_all_gather: bool = _free(False, "gather sharded weights as FP8 (--fp8 tensor): half the bytes", needs="fp8")
+    fp8_skip: tuple = _free(
         (),
         "names of layers, or parts of them between dots, that stay in bf16, as down_proj",
         needs="fp8",
     )
-    fp8_log_every: int = _flag(
+    fp8_log_every: int = _free(
         100,
         "steps between FP8 figures of a few layers in metrics.jsonl, in records of their own; 0 = never",
         needs="fp8",
     )
-    shard_size: int = _flag(0, "ranks that share one copy of the parameters; 0 = all, 1 = every rank holds them")
-    reshard: str = _flag(
+    shard_size: int = _free(0, "ranks that share one copy of the parameters; 0 = all, 1 = every rank holds them")
+    reshard: str = _free(
         "auto",
         "give gathered parameters back after the forward pass; auto = all but the last block's, which are needed next",
         ("auto", "always", "never"),
     )
-    prefetch: int = _flag(1, "units gathered ahead of their use, forward and backward; 0 = FSDP2's own order")
-    offload: str = _flag(
+    prefetch: int = _free(1, "units gathered ahead of their use, forward and backward; 0 = FSDP2's own order")
+    offload: str = _free(
         "none", "cpu: parameters, gradients and optimizer state live, and are updated, on the CPU", ("none", "cpu")
     )
-    offload_activations: bool = _flag(False, "the block inputs that checkpointing keeps wait in the host's memory")
-    checkpointing: str = _flag(
+    offload_activations: bool = _free(False, "the block inputs that checkpointing keeps wait in the host's memory")
+    checkpointing: str = _free(
         "none",
         "what the backward pass computes again: block = all but each block's input; selective = of that, what is"
         " neither a matrix product nor attention",
         ("none", "block", "selective"),
     )
-    compile: str = _flag(
+    compile: str = _free(
         "auto",
         "torch.compile each block or the whole model; auto = block if there is a compiler",
         ("auto", "none", "block", "model"),
     )
-    attention: str = _flag(
+    attention: str = _free(
         "auto",
         "attention back-end; auto = varlen (torch's) on a GPU in bf16 where documents are separate; blocked on a CPU"
         " in bf16, compiled, for rows of 129 to 1024; else sdpa; flash = the flash-attn package",
         ("auto", *BACKENDS, *PACKED),
     )
-    out: str = _flag("", "run folder; default runs/ + recipe and data names", group="the run")
+    out: str = _free("", "run folder; default runs/ + recipe and data names", group="the run")
     seed: int = _flag(0, "of initialisation, data order and samples", least=-(2**63), below=2**63)
-    log_every: int = _flag(10, "steps between records; 0 = the first and the last only")
-    eval_every: int = _flag(100, "steps between evaluations; 0 = never")
-    eval_batches: int = _flag(10, "global batches per evaluation; 0 = the whole validation split", below=2**20)
-    save_every: int = _flag(0, "steps between checkpoints; 0 = at the end only")
-    save_async: bool = _flag(True, "write checkpoints while training goes on, from a copy in the host's memory")
-    keep: int = _flag(2, "checkpoints kept, at least 2: should the newest be damaged, the one before is used", least=2)
-    load: str = _flag(
+    log_every: int = _free(10, "steps between records; 0 = the first and the last only")
+    eval_every: int = _free(100, "steps between evaluations; 0 = never")
+    eval_batches: int = _free(10, "global batches per evaluation; 0 = the whole validation split", below=2**20)
+    save_every: int = _free(0, "steps between checkpoints; 0 = at the end only")
+    save_async: bool = _free(True, "write checkpoints while training goes on, from a copy in the host's memory")
+    keep: int = _free(2, "checkpoints kept, at least 2: should the newest be damaged, the one before is used", least=2)
+    load: str = _free(
         "direct",
         "direct = every rank reads its part of the files; rank0 = rank 0 reads them and sends each rank its part",
         ("direct", "rank0"),
         needs="weights",
     )
-    resume: str = _flag("auto", "auto = go on from the run folder's newest checkpoint; never; or a checkpoint folder")
-    resume_override: tuple = _flag(
-        (), f"settings whose new values a run goes on with, separated by commas: {', '.join(OVERRIDABLE)}"
+    resume: str = _free("auto", "auto = go on from the run folder's newest checkpoint; never; or a checkpoint folder")
+    resume_override: tuple = _free(
+        (), "settings of the optimizer whose new values a run goes on with, separated by commas; as lr,warmup_steps"
     )
-    on_nonfinite: str = _flag(
+    on_nonfinite: str = _free(
         "stop",
         "what a loss or gradient norm that is no number does, before it is applied: stop the run, or skip that update",
         ("stop", "skip"),
     )
-    replicas_every: int = _flag(
+    replicas_every: int = _free(
         100,
         "steps between comparisons of a hash of the parameters that several ranks hold copies of; 0 = at saves only",
     )
-    deterministic: bool = _flag(False, "only kernels that give the same bits each time; on GPUs slower")
-    sample_every: int = _flag(0, "steps between text samples; 0 = never")
-    prompt: str = _flag("", "what samples begin with")
-    profile: int = _flag(
+    deterministic: bool = _free(False, "only kernels that give the same bits each time; on GPUs slower")
+    sample_every: int = _free(0, "steps between text samples; 0 = never")
+    prompt: str = _free("", "what samples begin with")
+    profile: int = _free(
         0, "steps that torch's profiler watches: a trace and a table of where their time goes, in profile/; 0 = none"
     )
-    timeout: int = _flag(
+    timeout: int = _free(
         600,
         "seconds without the end of a step after which the job ends and says where it hangs, a minute later at the"
         " latest; the first step, an evaluation, a save and samples have 30 min",
         least=1,
     )
-    check: int = _flag(
+    check: int = _free(
         -1,
         "check all that can be checked without training, for N processes (bare: one per GPU, or 1), and exit",
         least=-1,
@@ -315,6 +317,11 @@ class Config:
     @property
     def warmup(self) -> int:
         return round(self.warmup_steps * self.steps if self.warmup_steps < 1 else self.warmup_steps)
+
+
+def fields_that_resume(kind: str) -> list[str]:
+    """The flags of that kind: same, free or override; see _flag."""
+    return [f.name for f in fields(Config) if f.metadata["resume"] == kind]
 
 
 def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
@@ -531,8 +538,9 @@ def _check_data(c: Config, names_tokenizer: bool) -> None:
 
 
 def _check_together(c: Config) -> None:
-    if wrong := [name for name in c.resume_override if name not in OVERRIDABLE]:
-        raise UserError(f"--resume_override {wrong[0]}: it can name {', '.join(OVERRIDABLE)}; for others a new --out")
+    tunable = fields_that_resume("override")
+    if wrong := [name for name in c.resume_override if name not in tunable]:
+        raise UserError(f"--resume_override {wrong[0]}: it can name {', '.join(tunable)}; for others a new --out")
     if not c.lr:
         raise UserError("--lr 0.0: it must be positive")
     if c.decay_steps and c.schedule == "constant":

@@ -429,7 +429,7 @@ def select(tree: Listing, args: argparse.Namespace) -> list[str]:
     if args.include:
         paths = matching(tree, args.include)
     elif args.repo.startswith("datasets/"):
-        paths = set(tree) - set(matching(tree, [".git*", "*.md", "*.py"]))
+        paths = [p for p in tree if not re.fullmatch(r"\.git.*|.*\.(md|py)", p)]
     elif pickles and not weights and not args.skip_model:
         raise UserError(
             f"{args.repo} has its weights only as pickles ({', '.join(pickles[:2])}), and only safetensors are loaded:"
@@ -438,9 +438,10 @@ def select(tree: Listing, args: argparse.Namespace) -> list[str]:
     else:
         ours = [p for p in weights if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", p)]
         paths = matching(top, TEXT.split("|")) + (ours or weights)
+    left_out = set(matching(paths, args.exclude))
     if args.skip_model:
-        paths = [p for p in paths if not p.endswith((".safetensors", ".safetensors.index.json", *PICKLES))]
-    paths = sorted(set(paths) - set(matching(paths, args.exclude)))
+        left_out |= {p for p in paths if p.endswith((".safetensors", ".safetensors.index.json", *PICKLES))}
+    paths = sorted(set(paths) - left_out)
     if not paths:
         has = f"it has {', '.join([*tree][:8])} ..." if tree else "it is empty"
         raise UserError(f"{args.repo}: none of its {len(tree)} files is selected; {has}")

@@ -27,9 +27,8 @@ from machine import find_device
 from model import ModelConfig, Transformer, rope_table
 from optim import DTYPES
 from shard import fill, reshard
-from tensorfile import Read
 from tokenizer import chat_family, load_tokenizer, render_chat
-from weights import open_weights, read_config
+from weights import Read, empty_model, model_type, open_weights, read_config
 
 SAMPLE_TOKENS, SAMPLING = 200, {"temperature": 0.8, "top_p": 0.95}  # of a run's samples
 
@@ -206,13 +205,9 @@ class Source:
     stop: frozenset[int]
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Transformer:
-        dtype = dtype or self.dtype
-        with torch.device("meta"):
-            model = Transformer(self.config, dtype).to(dtype)
-        model.to_empty(device=device)
-        model.tie_weights()
+        model = empty_model(self.config, dtype or self.dtype, device)
         fill(model, self.read)
-        return model.eval()
+        return model
 
 
 def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
@@ -256,7 +251,7 @@ def read_prompt(source: Source, text: str, chat: bool, system: str | None) -> li
     if not chat:
         ids = tokenizer.encode(text)
         return [tokenizer.bos_id, *ids] if source.bos or not ids else ids
-    kind = {"swiglu": "llama", "moe": "mixtral"}.get(source.config.mlp, "") if tokenizer.files else ""
+    kind = model_type(source.config) if tokenizer.files else ""
     messages = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": text}]
     return render_chat(tokenizer, messages, chat_family(tokenizer, kind))[0]
 

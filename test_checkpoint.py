@@ -1,6 +1,7 @@
 """checkpoint.py: the oracle is the state that was saved, and a run that was never interrupted (test_train.py)."""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -76,6 +77,30 @@ def test_round_trip_is_bit_exact(tmp_path, name):
     assert found.manifest["position"] == {"samples": 5} and found.step == 3
     assert torch.equal(torch.get_rng_state(), rng)
     assert {p.suffix for p in found.folder.iterdir()} == {".safetensors", ".json"}  # no pickle
+
+
+def test_whatever_state_an_optimizer_has_is_kept(tmp_path):
+    """Of the parameter's shape and of others, in their dtypes; fields that a checkpoint is older than have their
+    default, and others are refused."""
+    config, model, _ = make_state(tmp_path, "--model", "tiny-llama3.2", steps=0)
+    optimizer, other = (torch.optim.SGD(model.parameters(), momentum=0.9) for _ in range(2))
+    for p in model.parameters():
+        state = {"momentum_buffer": torch.randn_like(p).bfloat16(), "rows": torch.rand(len(p)), "scale": torch.rand(())}
+        optimizer.state[p] = state
+    folder = save(tmp_path, 3, model, optimizer, {}, config)
+    checkpoint.restore(checkpoint.find(config)[0], model, other, ALONE, config)
+    for p in model.parameters():
+        want, got = optimizer.state[p], other.state[p]
+        assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
+        assert all(want[k].dtype == got[k].dtype for k in want)
+    manifest = checkpoint.read_manifest(folder)
+    del manifest["model"]["rope_scaling"]["low_freq_factor"], manifest["model"]["n_experts"]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"crc32": checkpoint._crc_of(manifest)}))
+    assert checkpoint.find(config)[0].step == 3
+    del manifest["model"]["tied"]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"crc32": checkpoint._crc_of(manifest)}))
+    with pytest.raises(UserError, match="model's tied was False, is True"):
+        checkpoint.find(config)
 
 
 RESHARD = """
@@ -297,7 +322,7 @@ if ranks.rank == 1:
 try:
     test_checkpoint.save(run, 1, model, optimizer, {}, config, ranks)
 except OSError as e:
-    print("refused", e.errno)
+    print(f"refused {e.errno}", end=" ")
 shard.leave(ranks)
 """
     out = run_ranks(2, code, str(tmp_path))

@@ -1,72 +1,175 @@
 """Hugging Face folders: safetensors and config.json, in and out. GPT-2, Llama and Mixtral.
 
-Names are data: FAMILIES says for each of our parameters which tensors of the file make it up: one, several that are
-fused along dim 0 (q, k, v; gate, up), or one or two per expert that are stacked. Both ways are strict: every tensor of
-ours must be there with its shape, and nothing else may be. No value changes on the way, so reading what was written
-gives the same bits; RoPE keeps Hugging Face's half-split layout and nothing is permuted.
+FAMILIES holds what tells the families apart, as data; of names it says for each of our parameters which tensors of the
+file make it up: one, several that are fused along dim 0 (q, k, v; gate, up), or one or two per expert that are stacked.
+Both ways are strict: every tensor of ours must be there with its shape, and nothing else may be. No value changes on
+the way, so reading what was written gives the same bits; RoPE keeps Hugging Face's half-split layout and nothing is
+permuted.
 
-Only safetensors and JSON are opened, pickles never. An export needs the memory of a part of a tensor, a shard's name is
-written when the shard is whole.
+Only safetensors and JSON are opened, pickles never. The safetensors library checks and reads the files. It maps them
+into memory: should a disk fail in the middle of a read, the process dies of SIGBUS. Writing is ours, for it streams: an
+export needs the memory of a part of a tensor, and a shard's name is written when the shard is whole.
 
-Source: the configuration classes and modelling files of transformers 4 and 5."""
+Sources: the configuration classes and modelling files of transformers 4 and 5; github.com/huggingface/safetensors."""
 
 import errno
+import glob
 import json
 import math
+import operator
 import os
 import re
 import secrets
+import shlex
 import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from pathlib import Path
+from typing import NamedTuple
 
 from errors import UserError  # first: it finds the Python that has torch
 
 import torch  # isort: skip
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from download import find
+from download import find, read_object, what_it_is
 from model import ModelConfig, RopeScaling, Transformer
-from tensorfile import DTYPES, Read, Slices, TensorFile, assemble, conversion, what_it_is, write_tensors
 from tokenizer import ByteTokenizer, write_byte_tokenizer
 
-# ---- names
+# ---- families
 
-_BLOCK = "model.layers.{i}."
-_LLAMA = {
-    "embed_tokens.weight": ("model.embed_tokens.weight",),
-    "layers.{i}.input_layernorm.weight": (_BLOCK + "input_layernorm.weight",),
-    "layers.{i}.self_attn.qkv_proj.weight": tuple(_BLOCK + f"self_attn.{p}_proj.weight" for p in "qkv"),
-    "layers.{i}.self_attn.o_proj.weight": (_BLOCK + "self_attn.o_proj.weight",),
-    "layers.{i}.post_attention_layernorm.weight": (_BLOCK + "post_attention_layernorm.weight",),
-    "norm.weight": ("model.norm.weight",),
-    "lm_head.weight": ("lm_head.weight",),
+# Our parameter, and the tensors that make it up; i: the layer, e: the expert, (q|k|v): one of each, in this order.
+_LLAMA = """
+embed_tokens.weight                           model.embed_tokens.weight
+layers.{i}.input_layernorm.weight             model.layers.{i}.input_layernorm.weight
+layers.{i}.self_attn.qkv_proj.weight          model.layers.{i}.self_attn.(q|k|v)_proj.weight
+layers.{i}.self_attn.o_proj.weight            model.layers.{i}.self_attn.o_proj.weight
+layers.{i}.post_attention_layernorm.weight    model.layers.{i}.post_attention_layernorm.weight
+norm.weight                                   model.norm.weight
+lm_head.weight                                lm_head.weight
+"""
+_LLAMA_MLP = """
+layers.{i}.mlp.gate_up_proj.weight            model.layers.{i}.mlp.(gate|up)_proj.weight
+layers.{i}.mlp.down_proj.weight               model.layers.{i}.mlp.down_proj.weight
+"""
+_MIXTRAL_MLP = """
+layers.{i}.mlp.gate.weight                    model.layers.{i}.block_sparse_moe.gate.weight
+layers.{i}.mlp.gate_up_proj                   model.layers.{i}.block_sparse_moe.experts.{e}.w(1|3).weight
+layers.{i}.mlp.down_proj                      model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight
+"""
+_GPT2 = """
+embed_tokens.weight                           transformer.wte.weight
+embed_positions.weight                        transformer.wpe.weight
+layers.{i}.input_layernorm.KIND               transformer.h.{i}.ln_1.KIND
+layers.{i}.self_attn.qkv_proj.KIND            transformer.h.{i}.attn.c_attn.KIND
+layers.{i}.self_attn.o_proj.KIND              transformer.h.{i}.attn.c_proj.KIND
+layers.{i}.post_attention_layernorm.KIND      transformer.h.{i}.ln_2.KIND
+layers.{i}.mlp.up_proj.KIND                   transformer.h.{i}.mlp.c_fc.KIND
+layers.{i}.mlp.down_proj.KIND                 transformer.h.{i}.mlp.c_proj.KIND
+norm.KIND                                     transformer.ln_f.KIND
+lm_head.weight                                lm_head.weight
+"""
+
+
+def _table(text: str) -> dict[str, list[str]]:
+    rows = {}
+    for ours, theirs in re.findall(r"(\S+) +(\S+)", text):
+        head, several, tail = re.fullmatch(r"([^(]*)\(?([\w|]*)\)?(.*)", theirs).groups()
+        rows[ours] = [head + one + tail for one in several.split("|")]
+    return rows
+
+
+REQUIRED = object()
+# Our field: (its key in config.json, type, default where the key is absent or null), as in transformers' classes.
+_LLAMA_KEYS = {
+    "vocab_size": ("vocab_size", int, REQUIRED),
+    "dim": ("hidden_size", int, REQUIRED),
+    "n_layers": ("num_hidden_layers", int, REQUIRED),
+    "n_heads": ("num_attention_heads", int, REQUIRED),
+    "n_kv_heads": ("num_key_value_heads", int, 0),
+    "head_dim": ("head_dim", int, 0),
+    "ffn_dim": ("intermediate_size", int, REQUIRED),
+    "max_seq_len": ("max_position_embeddings", int, 2048),
+    "norm_eps": ("rms_norm_eps", float, 1e-6),
+    "tied": ("tie_word_embeddings", bool, False),
+    "init_std": ("initializer_range", float, 0.02),
 }
-_GPT2_MODULES = {
-    "embed_tokens": "wte", "embed_positions": "wpe", "norm": "ln_f", "layers.{i}.input_layernorm": "h.{i}.ln_1",
-    "layers.{i}.self_attn.qkv_proj": "h.{i}.attn.c_attn", "layers.{i}.self_attn.o_proj": "h.{i}.attn.c_proj",
-    "layers.{i}.post_attention_layernorm": "h.{i}.ln_2", "layers.{i}.mlp.up_proj": "h.{i}.mlp.c_fc",
-    "layers.{i}.mlp.down_proj": "h.{i}.mlp.c_proj",
+
+
+class Family(NamedTuple):
+    """shape: the fields of ModelConfig that tell this family from the others. keys: of config.json. names: of the
+    tensors; prefix: what they lack in the file of a model without a head. theta: RoPE's, where the file does not say
+    it; 0: there is no RoPE."""
+
+    architecture: str
+    shape: dict[str, str | bool]
+    keys: dict[str, tuple]
+    names: dict[str, list[str]]
+    prefix: str = "model."
+    theta: float = 0.0
+
+
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        {"norm": "rmsnorm", "positions": "rope", "mlp": "swiglu", "bias": False},
+        _LLAMA_KEYS,
+        _table(_LLAMA + _LLAMA_MLP),
+        theta=1e4,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"norm": "rmsnorm", "positions": "rope", "mlp": "moe", "bias": False},
+        _LLAMA_KEYS | {
+            "n_kv_heads": ("num_key_value_heads", int, 8),
+            "max_seq_len": ("max_position_embeddings", int, 131072),
+            "norm_eps": ("rms_norm_eps", float, 1e-5),
+            "n_experts": ("num_local_experts", int, 8),
+            "top_k": ("num_experts_per_tok", int, 2),
+            "router_aux_loss_coef": ("router_aux_loss_coef", float, 0.001),
+        },
+        _table(_LLAMA + _MIXTRAL_MLP),
+        theta=1e6,
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True},
+        {
+            "vocab_size": ("vocab_size", int, REQUIRED),
+            "dim": ("n_embd", int, REQUIRED),
+            "n_layers": ("n_layer", int, REQUIRED),
+            "n_heads": ("n_head", int, REQUIRED),
+            "ffn_dim": ("n_inner", int, 0),
+            "max_seq_len": ("n_positions", int, 1024),
+            "norm_eps": ("layer_norm_epsilon", float, 1e-5),
+            "tied": ("tie_word_embeddings", bool, True),
+            "init_std": ("initializer_range", float, 0.02),
+        },
+        _table(_GPT2.replace("KIND", "weight") + _GPT2.replace("KIND", "bias")),
+        prefix="transformer.",
+    ),
 }  # fmt: skip
-FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
-    "llama": _LLAMA | {
-        "layers.{i}.mlp.gate_up_proj.weight": (_BLOCK + "mlp.gate_proj.weight", _BLOCK + "mlp.up_proj.weight"),
-        "layers.{i}.mlp.down_proj.weight": (_BLOCK + "mlp.down_proj.weight",),
-    },
-    "mixtral": _LLAMA | {
-        "layers.{i}.mlp.gate.weight": (_BLOCK + "block_sparse_moe.gate.weight",),
-        "layers.{i}.mlp.gate_up_proj": tuple(_BLOCK + f"block_sparse_moe.experts.{{e}}.w{n}.weight" for n in (1, 3)),
-        "layers.{i}.mlp.down_proj": (_BLOCK + "block_sparse_moe.experts.{e}.w2.weight",),
-    },
-    "gpt2": {"lm_head.weight": ("lm_head.weight",)} | {
-        f"{ours}.{kind}": (f"transformer.{theirs}.{kind}",)
-        for ours, theirs in _GPT2_MODULES.items() for kind in ("weight", "bias")
-    },
-}  # fmt: skip
-PREFIX = {"llama": "model.", "mixtral": "model.", "gpt2": "transformer."}  # absent in files of a model without a head
 # Not parameters: masks and frequencies that older versions of transformers have stored.
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+
+
+def model_type(config: ModelConfig) -> str:
+    """The family whose MLP a shape has, which is what its chat format follows; empty if there is none."""
+    return next((name for name, family in FAMILIES.items() if family.shape["mlp"] == config.mlp), "")
+
+
+def family(config: ModelConfig) -> str:
+    """The model_type of a shape. ValueError: none has it."""
+    name = model_type(config)
+    shape = {field: getattr(config, field) for field in ("norm", "positions", "mlp", "bias")}
+    if not name or FAMILIES[name].shape != shape:
+        raise ValueError(f"no Hugging Face model that we know has {shape}")
+    if name == "gpt2" and (config.n_kv_heads * config.head_dim != config.dim or config.n_heads != config.n_kv_heads):
+        raise ValueError("GPT-2 has as many key/value heads as heads, and heads of dim / n_heads")
+    return name
 
 
 @dataclass(frozen=True)
@@ -84,44 +187,175 @@ class Piece:
         return self.shape[::-1] if self.transposed else self.shape[-2:]
 
 
-def family(config: ModelConfig) -> str:
-    """The model_type of a shape. ValueError: none has it."""
-    common = (config.norm, config.positions, config.mlp, config.bias)
-    if common == ("layernorm", "learned", "gelu", True):
-        if config.n_kv_heads * config.head_dim != config.dim or config.n_heads != config.n_kv_heads:
-            raise ValueError("GPT-2 has as many key/value heads as heads, and heads of dim / n_heads")
-        return "gpt2"
-    kinds = {("rmsnorm", "rope", "swiglu", False): "llama", ("rmsnorm", "rope", "moe", False): "mixtral"}
-    if common not in kinds:
-        raise ValueError(f"no Hugging Face model that we know has norm, positions, mlp, bias = {common}")
-    return kinds[common]
-
-
 def pieces(config: ModelConfig) -> dict[str, list[Piece]]:
     """For each of our parameters the tensors of the file that make it up; a tied lm_head is none of them."""
-    kind, out = family(config), {}
+    kind = family(config)
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
-    for name, shape in shapes.items():
-        layer = re.match(r"layers\.(\d+)\.", name)
-        theirs = FAMILIES[kind][re.sub(r"^layers\.\d+\.", "layers.{i}.", name)]
-        rows, offset, out[name] = shape[0] if len(shape) < 3 else shape[1], 0, []
-        heads = (
-            config.head_dim * config.n_heads,
-            config.head_dim * config.n_kv_heads,
-            config.head_dim * config.n_kv_heads,
-        )
-        for part, n in zip(theirs, heads if len(theirs) == 3 else [rows // len(theirs)] * len(theirs), strict=True):
-            part = part.replace("{i}", layer[1] if layer else "")
-            if len(shape) < 3:
-                transposed = kind == "gpt2" and name.endswith("_proj.weight")
-                out[name].append(Piece(part, (offset, 0)[: len(shape)], (n, *shape[1:]), transposed))
-            else:
-                out[name] += [
-                    Piece(part.replace("{e}", str(e)), (e, offset, 0), (1, n, shape[2])) for e in range(shape[0])
-                ]
-            offset += n
+    return {name: _pieces_of(name, shape, kind, config) for name, shape in shapes.items()}
+
+
+def _pieces_of(name: str, shape: tuple[int, ...], kind: str, config: ModelConfig) -> list[Piece]:
+    _, layer, rest = re.fullmatch(r"(layers\.(\d+)\.)?(.*)", name).groups()
+    parts = FAMILIES[kind].names["layers.{i}." * (layer is not None) + rest]
+    rows = [shape[-2:][0] // len(parts)] * len(parts)
+    if len(parts) == 3:
+        rows = [config.head_dim * n for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
+    transposed = kind == "gpt2" and name.endswith("_proj.weight")
+    out, offset = [], 0
+    for part, n in zip(parts, rows, strict=True):
+        if len(shape) < 3:
+            out.append(Piece(part.format(i=layer), (offset, 0)[: len(shape)], (n, *shape[1:]), transposed))
+        else:
+            stacked = (1, n, shape[2])
+            out += [Piece(part.format(i=layer, e=e), (e, offset, 0), stacked) for e in range(shape[0])]
+        offset += n
     return out
+
+
+# ---- safetensors
+
+Slices = tuple[slice, ...]
+Read = Callable[[str, Slices], Tensor]  # read(name, slices) -> those values of a tensor
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+PORTION = 2**24  # bytes written at a time
+
+
+class Entry(NamedTuple):
+    """A tensor of a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class TensorFile:
+    """A safetensors file, checked by the library; UserError says what is wrong with it. Pages of the file that were
+    read count as this process's memory while they are mapped: so it is mapped anew every `room` bytes, which are more
+    where the header has many tensors and takes longer to read."""
+
+    def __init__(self, path: Path):
+        self.path, head = path, b""
+        try:
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, "it is no file")
+            with open(path, "rb") as file:
+                head = file.read(512)
+            self.size, self.since = path.stat().st_size, 0
+            self.file = safe_open(path, "pt")
+        except OSError as e:
+            raise UserError(f"{path} cannot be read: {e.strerror}") from None
+        except SafetensorError as e:
+            raise UserError(f"{path} is {_name_fault(path, head, self.size, str(e))}") from None
+        self.entries = {}
+        for name in self.file.offset_keys():
+            tensor = self.file.get_slice(name)
+            dtype = tensor.get_dtype()
+            if dtype not in DTYPES:
+                kind = f"{name!r} has dtype {dtype}, which is not read (quantised?)"
+                raise UserError(f"{path}: {kind}; F32, F16, BF16 are")
+            self.entries[name] = Entry(DTYPES[dtype], tuple(tensor.get_shape()))
+        self.room = max(PORTION, 2**14 * len(self.entries))
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """Those values of a tensor, in the file's dtype; to be copied soon, for they are the file's pages."""
+        if self.path.stat().st_size < self.size:
+            raise UserError(f"{self.path} became shorter while it was read")
+        if self.since > self.room:
+            self.file, self.since = safe_open(self.path, "pt"), 0
+        values = self.file.get_slice(name)[slices]
+        self.since += values.nbytes
+        return values
+
+
+def _name_fault(path: Path, head: bytes, size: int, reason: str) -> str:
+    """A guess at what a file is that the library refuses."""
+    kind = what_it_is(head)
+    if kind.startswith("a pickle"):
+        return f"{kind}: only safetensors are loaded. {conversion(path)}"
+    if "not fully covered" in reason or ("header length" in reason and head[8:9] == b"{"):
+        return f"cut short, or longer than its header says: {size} bytes ({reason[:500]})"
+    return kind or f"damaged, or no safetensors file: its header is not what the format says ({reason[:500]!r})"
+
+
+def conversion(path: Path) -> str:
+    """How to make safetensors of a pickle and, where its name is a pickle's, of those that belong to it."""
+    pattern = glob.escape(str(path))
+    if path.suffix != ".safetensors":
+        pattern = str(Path(glob.escape(str(path.parent))) / f"{re.split('[-.]', path.name)[0]}*{path.suffix}")
+    code = (
+        "import glob, torch; from safetensors.torch import save_file; [save_file({k: v.clone().contiguous() for k, v in"
+        " torch.load(open(f, 'rb'), map_location='cpu', weights_only=True).items()}, f.removesuffix('.safetensors') +"
+        f" '.safetensors') for f in glob.glob({pattern!r})]"
+    )
+    return f"If you trust its source, convert it: python -c {shlex.quote(code)}"
+
+
+def assemble(
+    slices: Slices, whole: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple[tuple, tuple, Callable]]
+) -> Tensor:
+    """Those values of a tensor of shape `whole` that is kept in parts (start, shape, read): read(slices of the part) is
+    called for the parts that are needed."""
+
+    def slices_from(ranges: list[range], origin: Iterable[int]) -> Slices:
+        return tuple(slice(r.start - at, r.stop - at) for r, at in zip(ranges, origin, strict=True))
+
+    wanted = [range(n)[s] for s, n in zip(slices, whole, strict=True)]
+    out, filled = torch.empty([len(r) for r in wanted], dtype=dtype), 0
+    for start, shape, read in parts:
+        places = zip(wanted, start, shape, strict=True)
+        overlap = [range(max(r.start, at), min(r.stop, at + n)) for r, at, n in places]
+        if all(overlap):
+            values = read(slices_from(overlap, start))
+            out[slices_from(overlap, [r.start for r in wanted])] = values
+            filled += values.numel()
+    if filled != out.numel():
+        raise UserError(f"a tensor of shape {list(whole)} is kept in parts, and they do not make it up")
+    return out
+
+
+def write_file(path: Path, rows: list[tuple[str, torch.dtype, tuple[int, ...], Callable]]) -> tuple[int, int]:
+    """Writes a safetensors file of tensors (name, dtype, shape, function that gives their portions in order), and syncs
+    -> (its bytes, their crc32). OSError: what the disk says."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header, end, crc = {"__metadata__": {"format": "pt"}}, 0, 0
+    for name, dtype, shape, _ in rows:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        for data in _contents(len(text).to_bytes(8, "little") + text, rows):
+            f.write(data)
+            crc = zlib.crc32(data, crc)
+        f.flush()
+        os.fsync(f.fileno())
+        return f.tell(), crc
+
+
+def _contents(header: bytes, rows: list) -> Iterator:
+    yield header
+    for *_, portions in rows:
+        for values in portions():
+            for block in values.contiguous().view(-1).view(torch.uint8).split(PORTION):
+                yield memoryview(block.numpy())
+
+
+def write_tensors(path: Path, rows: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype, read: Read) -> None:
+    """Writes a safetensors file of the tensors `rows` (name, shape), a portion of rows of each at a time, and syncs."""
+
+    def portions(name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        step = max(1, PORTION // (math.prod(shape[1:]) * dtype.itemsize))
+        for a in range(0, shape[0], step):
+            values = read(name, (slice(a, min(a + step, shape[0])), *(slice(0, n) for n in shape[1:])))
+            if dtype == torch.float16 and values.abs().amax() > torch.finfo(dtype).max:
+                raise UserError(f"{name} holds values beyond float16's range: take bf16 or fp32")
+            yield values.to(dtype)
+
+    write_file(path, [(name, dtype, shape, partial(portions, name, shape)) for name, shape in rows])
 
 
 # ---- reading
@@ -129,34 +363,38 @@ def pieces(config: ModelConfig) -> dict[str, list[Piece]]:
 
 def find_files(folder: Path) -> list[Path]:
     """The safetensors files that hold a folder's weights, all of them there; an index is checked and obeyed."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if folder.is_file():
         return [_refuse_pickle(folder)]
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return [single]
-    if not index.exists():
-        files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
-        kinds = ("pytorch_model*.bin", "*.bin", "*.pth", "*.pt", "*.ckpt")
-        pickles = [p for kind in kinds for p in sorted(folder.glob(kind))]
-        if not files and pickles:
-            _refuse_pickle(pickles[0])
-        if not files:
-            raise UserError(
-                f"{folder} holds no weights: no model.safetensors, no index of several, no *.safetensors. Was it"
-                " fetched with --skip-model? python download.py ORG/NAME takes them, too"
-            )
+    if index.exists():
+        return _files_of_index(index)
+    files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    if files:
         return files
-    table = read_json(index)
-    names = sorted(set(map(str, table["weight_map"].values()))) if isinstance(table.get("weight_map"), dict) else []
-    bad = [n for n in names if not n.endswith(".safetensors") or Path(n).name != n or "\\" in n or not n.isprintable()]
-    if not names or bad:
-        found = f"it names {bad[0]!r}, which is no safetensors file beside it" if bad else "it has no weight_map"
-        raise UserError(f"{index}: {found}")
-    there = set(os.listdir(folder))
-    missing = [n for n in names if n not in there]
+    for kind in ("pytorch_model*.bin", "*.bin", "*.pth", "*.pt", "*.ckpt"):
+        for pickle in sorted(folder.glob(kind)):
+            _refuse_pickle(pickle)
+    raise UserError(
+        f"{folder} holds no weights: no model.safetensors, no index of several, no *.safetensors. Was it fetched with"
+        " --skip-model? python download.py ORG/NAME takes them, too"
+    )
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    table, folder = read_object(index).get("weight_map"), index.parent
+    names = sorted(set(map(str, table.values()))) if isinstance(table, dict) else []
+    if not names:
+        raise UserError(f"{index}: it has no weight_map")
+    for name in names:
+        if not re.fullmatch(r"[^/\\]+\.safetensors", name) or not name.isprintable():
+            raise UserError(f"{index}: it names {name!r}, which is no safetensors file beside it")
+    existing = set(os.listdir(folder))
+    missing = [name for name in names if name not in existing]
     if missing:
         raise UserError(f"{folder} lacks {len(missing)} of {len(names)} files that its index names: {_some(missing)}")
-    return [folder / n for n in names]
+    return [folder / name for name in names]
 
 
 def _refuse_pickle(path: Path) -> Path:
@@ -169,57 +407,74 @@ def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+Place = tuple[TensorFile, str]  # a tensor: its file, and its name in there
+
+
 def open_weights(folder: Path, config: ModelConfig) -> Read:
     """Checks names, shapes and dtypes of a folder's weights against the model -> read(name, slices), which takes those
     values of one of our parameters from the files, in their dtype (the widest of a fused parameter's)."""
     _check_config(folder, config)
-    plan, where = pieces(config), {}
+    plan = pieces(config)
     expected = {piece.name: piece for row in plan.values() for piece in row}
-    for file in map(TensorFile, find_files(folder)):
-        for name in file.entries:
-            full = PREFIX[family(config)] + name
-            full = full if full in expected else name
-            if full in where:
-                both = f"in {where[full][0].path.name!r} and in {file.path.name!r}"
-                raise UserError(f"{full!r} is twice in {folder}: {both}")
-            if not BUFFERS.search(name):
-                where[full] = file, name
-    spare = where.pop("lm_head.weight", None) if config.tied else None
-    missing, extra = [n for n in expected if n not in where], [n for n in where if n not in expected]
+    places = _find_tensors(folder, FAMILIES[family(config)].prefix, expected)
+    head = places.pop("lm_head.weight", None) if config.tied else None
+    missing, extra = [n for n in expected if n not in places], [n for n in places if n not in expected]
     if missing or extra:
         parts = [f"lacks {_some(missing)}"] * bool(missing) + [f"holds {_some(extra)} besides"] * bool(extra)
         raise UserError(f"{folder} {' and '.join(parts)}: it is another model than the one that was asked for")
     for name, piece in expected.items():
-        file, there = where[name]
-        entry = file.entries[there]
-        if entry.shape != piece.stored:
-            raise UserError(f"{file.path}: {there!r} has shape {list(entry.shape)}, expected {list(piece.stored)}")
-        if entry.dtype not in ("F32", "F16", "BF16"):
-            raise UserError(f"{file.path}: {there!r} has dtype {entry.dtype}; F32, F16 and BF16 are read")
-    if spare:
-        _check_tied(spare, where[plan["embed_tokens.weight"][0].name])
+        _check_entry(*places[name], piece)
+    if head:
+        _check_tied(head, places[plan["embed_tokens.weight"][0].name])
 
     def read(name: str, slices: Slices) -> Tensor:
-        parts = [(piece, *where[piece.name]) for piece in plan[name]]
-        whole = tuple(max(p.start[d] + p.shape[d] for p in plan[name]) for d in range(len(slices)))
-        dtype = reduce(torch.promote_types, (DTYPES[file.entries[n].dtype] for _, file, n in parts))
-        return assemble(slices, whole, dtype, [(p.start, p.shape, partial(_read_piece, p, *at)) for p, *at in parts])
+        row = plan[name]
+        whole = tuple(map(operator.add, row[-1].start, row[-1].shape))
+        dtype = reduce(torch.promote_types, (_entry(places[piece.name]).dtype for piece in row))
+        parts = [(piece.start, piece.shape, partial(_read_piece, piece, *places[piece.name])) for piece in row]
+        return assemble(slices, whole, dtype, parts)
 
     return read
+
+
+def _find_tensors(folder: Path, prefix: str, expected: dict[str, Piece]) -> dict[str, Place]:
+    """Every tensor of a folder by the name that it has in the file of a model with a head."""
+    places: dict[str, Place] = {}
+    for file in map(TensorFile, find_files(folder)):
+        for name in file.entries:
+            full = prefix + name if prefix + name in expected else name
+            if full in places:
+                both = f"in {places[full][0].path.name!r} and in {file.path.name!r}"
+                raise UserError(f"{full!r} is twice in {folder}: {both}")
+            if not BUFFERS.search(name):
+                places[full] = file, name
+    return places
+
+
+def _entry(place: Place) -> Entry:
+    file, name = place
+    return file.entries[name]
+
+
+def _check_entry(file: TensorFile, name: str, piece: Piece) -> None:
+    dtype, shape = file.entries[name]
+    if shape != piece.stored:
+        raise UserError(f"{file.path}: {name!r} has shape {list(shape)}, expected {list(piece.stored)}")
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UserError(f"{file.path}: {name!r} has dtype {str(dtype)[6:]}; float32, float16 and bfloat16 are read")
 
 
 def _check_config(folder: Path, config: ModelConfig) -> None:
     """Weights of the same shapes may belong to another model: another rope_theta shows nowhere but in the results."""
     if not (folder / "config.json").exists():
         return
-    free = ("init_std", "router_aux_loss_coef")  # they change no output
-    found = asdict(read_config(folder)) | {k: getattr(config, k) for k in free}
-    if config.positions == "rope":
-        found["max_seq_len"] = config.max_seq_len
-    wanted = asdict(config)
-    differ = [f"{k} is {found[k]!r}, the model has {wanted[k]!r}" for k in wanted if found[k] != wanted[k]]
+    wanted, stored = asdict(config), asdict(read_config(folder))
+    free = {"init_std", "router_aux_loss_coef"}  # they change no output
+    free |= {"max_seq_len"} if config.positions == "rope" else set()
+    differ = [k for k in wanted if k not in free and stored[k] != wanted[k]]
     if differ:
-        raise UserError(f"{folder / 'config.json'}: {'; '.join(differ)}. --model {folder} takes the folder's own")
+        words = "; ".join(f"{k} is {stored[k]!r}, the model has {wanted[k]!r}" for k in differ)
+        raise UserError(f"{folder / 'config.json'}: {words}. --model {folder} takes the folder's own")
 
 
 def _read_piece(piece: Piece, file: TensorFile, name: str, slices: Slices) -> Tensor:
@@ -227,16 +482,17 @@ def _read_piece(piece: Piece, file: TensorFile, name: str, slices: Slices) -> Te
     return values.T if piece.transposed else values
 
 
-def _check_tied(head: tuple[TensorFile, str], embedding: tuple[TensorFile, str]) -> None:
+def _check_tied(head: Place, embedding: Place) -> None:
     """A tied model's file may hold lm_head too, if it is the embedding."""
-    (a, name), (b, other) = head, embedding
-    same = a.entries[name].shape == b.entries[other].shape
-    for start in range(0, a.entries[name].shape[0], 4096) if same else ():
+    (file, name), (other_file, other) = head, embedding
+    shape = file.entries[name].shape
+    same = shape == other_file.entries[other].shape
+    for start in range(0, shape[0], 4096) if same else ():
         part = (slice(start, start + 4096), slice(None))
-        same = same and torch.equal(a.read(name, part), b.read(other, part))
+        same = same and torch.equal(file.read(name, part), other_file.read(other, part))
     if not same:
         raise UserError(
-            f"{a.path}: lm_head.weight is not the embedding, though config.json ties them (tie_word_embeddings);"
+            f"{file.path}: lm_head.weight is not the embedding, though config.json ties them (tie_word_embeddings);"
             " if the head is its own, say false there"
         )
 
@@ -249,62 +505,24 @@ def load_model(
     folder = find(str(folder), "folder")
     config = read_config(folder)
     read = open_weights(folder, config)
+    model = empty_model(config, dtype, device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(read(name, tuple(slice(0, n) for n in parameter.shape)))
+    return model
+
+
+def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    """A model for evaluation, parameters and computation in `dtype`, that is yet to be filled."""
     with torch.device("meta"):
         model = Transformer(config, dtype).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(read(name, tuple(slice(0, n) for n in parameter.shape)))
     return model.eval()
 
 
 # ---- config.json
 
-REQUIRED = object()
-# Our field: (its key there, type, default where the key is absent or null), as in transformers' configuration classes.
-_LLAMA_KEYS = {
-    "vocab_size": ("vocab_size", int, REQUIRED),
-    "dim": ("hidden_size", int, REQUIRED),
-    "n_layers": ("num_hidden_layers", int, REQUIRED),
-    "n_heads": ("num_attention_heads", int, REQUIRED),
-    "n_kv_heads": ("num_key_value_heads", int, 0),
-    "head_dim": ("head_dim", int, 0),
-    "ffn_dim": ("intermediate_size", int, REQUIRED),
-    "max_seq_len": ("max_position_embeddings", int, 2048),
-    "norm_eps": ("rms_norm_eps", float, 1e-6),
-    "tied": ("tie_word_embeddings", bool, False),
-    "init_std": ("initializer_range", float, 0.02),
-}
-KEYS = {
-    "llama": _LLAMA_KEYS,
-    "mixtral": _LLAMA_KEYS | {
-        "n_kv_heads": ("num_key_value_heads", int, 8),
-        "max_seq_len": ("max_position_embeddings", int, 131072),
-        "norm_eps": ("rms_norm_eps", float, 1e-5),
-        "n_experts": ("num_local_experts", int, 8),
-        "top_k": ("num_experts_per_tok", int, 2),
-        "router_aux_loss_coef": ("router_aux_loss_coef", float, 0.001),
-    },
-    "gpt2": {
-        "vocab_size": ("vocab_size", int, REQUIRED),
-        "dim": ("n_embd", int, REQUIRED),
-        "n_layers": ("n_layer", int, REQUIRED),
-        "n_heads": ("n_head", int, REQUIRED),
-        "ffn_dim": ("n_inner", int, 0),
-        "max_seq_len": ("n_positions", int, 1024),
-        "norm_eps": ("layer_norm_epsilon", float, 1e-5),
-        "tied": ("tie_word_embeddings", bool, True),
-        "init_std": ("initializer_range", float, 0.02),
-    },
-}  # fmt: skip
-KINDS = {
-    "llama": {},
-    "mixtral": {"mlp": "moe"},
-    "gpt2": {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True},
-}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "gpt2": "GPT2LMHeadModel"}
-THETA = {"llama": 1e4, "mixtral": 1e6}  # where the file says nothing
 # Fields that change what is computed, and the values that mean what model.py computes.
 MEANS_OURS = {
     "hidden_act": ("silu", "swish"),
@@ -321,43 +539,24 @@ MEANS_OURS = {
     "is_causal": (True,),
 }
 # Fields that change nothing in a forward or backward pass of ours.
-HARMLESS = {
-    "model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp",
-    "n_ctx", "n_special", "predict_special_tokens", "output_past", "bos_token_id", "eos_token_id", "pad_token_id",
-    "sep_token_id", "unk_token_id", "id2label", "label2id", "num_labels", "task_specific_params", "problem_type",
-    "finetuning_task", "is_decoder", "gradient_checkpointing", "max_length", "output_router_logits",
-    "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
-    "summary_proj_to_labels", "do_sample", "temperature", "top_p", "top_k", "return_dict", "output_hidden_states",
-    "output_attentions", "max_sequence_length", "is_llama_config", "transformers.js_config", "unsloth_version",
-    "unsloth_fixed",
-}  # fmt: skip
+HARMLESS = """
+model_type architectures torch_dtype dtype transformers_version use_cache pretraining_tp n_ctx n_special
+predict_special_tokens output_past bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id id2label
+label2id num_labels task_specific_params problem_type finetuning_task is_decoder gradient_checkpointing
+max_length output_router_logits reorder_and_upcast_attn summary_type summary_use_proj summary_activation
+summary_proj_to_labels do_sample temperature top_p top_k return_dict output_hidden_states output_attentions
+max_sequence_length is_llama_config transformers.js_config unsloth_version unsloth_fixed
+"""
 # Fields that ask for nothing while they are null, false, 0 or empty.
-HARMLESS_WHEN_OFF = {
-    "quantization_config", "auto_map", "pruned_heads", "chunk_size_feed_forward", "cross_attention_hidden_size",
-    "tie_encoder_decoder", "torchscript", "use_bfloat16", "tf_legacy_loss", "use_sliding_window", "use_qk_norm",
-    "rope_interleaved", "tokenizer_class", "prefix", "decoder_start_token_id", "min_length", "early_stopping",
-    "diversity_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "output_scores",
-    "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
-    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-}  # fmt: skip
+HARMLESS_WHEN_OFF = """
+quantization_config auto_map pruned_heads chunk_size_feed_forward cross_attention_hidden_size
+tie_encoder_decoder torchscript use_bfloat16 tf_legacy_loss use_sliding_window use_qk_norm rope_interleaved
+tokenizer_class prefix decoder_start_token_id min_length early_stopping diversity_penalty no_repeat_ngram_size
+encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate forced_bos_token_id
+forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+"""
 ROPE_KEYS = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
              "original_seq_len": "original_max_position_embeddings"}  # fmt: skip
-
-
-def read_json(path: Path) -> dict:
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "it is no file")
-        text = path.read_bytes()
-        found = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        what = what_it_is(path, text[:512])
-        raise UserError(f"{path} is {'damaged: no JSON' if what.startswith('damaged') else what} ({e})") from None
-    except OSError as e:
-        raise UserError(f"{path} cannot be read: {e.strerror}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds a {type(found).__name__}, not an object")
-    return found
 
 
 def _read_config_json(folder: Path) -> tuple[dict, Path]:
@@ -367,7 +566,7 @@ def _read_config_json(folder: Path) -> tuple[dict, Path]:
             path.with_name("params.json").exists()
         )
         raise UserError(f"{path.parent} holds no config.json, which says what model it is{more}")
-    return read_json(path), path
+    return read_object(path), path
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -375,41 +574,47 @@ def read_config(folder: Path) -> ModelConfig:
     compute something else than model.py does."""
     values, path = _read_config_json(folder)
     kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in KEYS:
-        raise UserError(f"{path}: model_type {kind!r} is not known; there are {', '.join(KEYS)}")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise UserError(f"{path}: model_type {kind!r} is not known; there are {', '.join(FAMILIES)}")
+    _refuse_unknown(values, FAMILIES[kind], path)
+    fields = {ours: _read_field(values, *row, path) for ours, row in FAMILIES[kind].keys.items()}
+    if FAMILIES[kind].theta:
+        fields["rope_theta"], fields["rope_scaling"] = _read_rope(values, FAMILIES[kind].theta, path)
+    fields["ffn_dim"] = fields["ffn_dim"] or 4 * fields["dim"]  # GPT-2's may be null
+    if fields.get("top_k", 0) > fields.get("n_experts", 0):
+        raise UserError(f"{path}: num_experts_per_tok is {fields['top_k']}, there are {fields['n_experts']} experts")
+    try:
+        return ModelConfig(**fields, **FAMILIES[kind].shape)
+    except ValueError as e:
+        raise UserError(f"{path}: {e}") from None
+
+
+def _refuse_unknown(values: dict, family: Family, path: Path) -> None:
     for key, means_ours in MEANS_OURS.items():
         if key in values and values[key] not in means_ours:
             raise UserError(f"{path}: {key} is {values[key]!r}, model.py computes only {means_ours[0]!r}")
-    known = {key for key, _, _ in KEYS[kind].values()} | set(MEANS_OURS) | HARMLESS
-    known |= {"rope_theta", "rope_scaling", "rope_parameters"} if kind in THETA else set()
-    known |= {key for key in HARMLESS_WHEN_OFF if not values.get(key)}
+    known = {key for key, _, _ in family.keys.values()} | set(MEANS_OURS) | set(HARMLESS.split())
+    known |= {"rope_theta", "rope_scaling", "rope_parameters"} if family.theta else set()
+    known |= {key for key in HARMLESS_WHEN_OFF.split() if not values.get(key)}
     unknown = [key for key in values if key not in known and key[:1] != "_" and not _is_dropout(key)]
     if unknown:
         raise UserError(
             f"{path}: {', '.join(f'{k!r} = {values[k]!r}'[:80] for k in unknown)}: not known here, and may change what"
             " is computed; remove what does not"
         )
-    found = {}
-    for ours, (key, type_, default) in KEYS[kind].items():
-        value = values.get(key)
-        value = default if value is None else value
-        if value is REQUIRED:
-            raise UserError(f"{path} does not say {key}")
-        if type(value) not in ((int, float) if type_ is float else (type_,)):
-            raise UserError(f"{path}: {key} is {value!r}, expected {type_.__name__}")
-        if key in values and values[key] is not None and type_ is not bool and not 0 < value < 2**53:
-            raise UserError(f"{path}: {key} is {value!r}, expected a positive number")
-        found[ours] = value
-    if kind in THETA:
-        found["rope_theta"], found["rope_scaling"] = _read_rope(values, THETA[kind], path)
-    elif not found["ffn_dim"]:
-        found["ffn_dim"] = 4 * found["dim"]
-    if found.get("top_k", 0) > found.get("n_experts", 0):
-        raise UserError(f"{path}: num_experts_per_tok is {found['top_k']}, there are {found['n_experts']} experts")
-    try:
-        return ModelConfig(**found, **KINDS[kind])
-    except ValueError as e:
-        raise UserError(f"{path}: {e}") from None
+
+
+def _read_field(values: dict, key: str, kind: type, default, path: Path):
+    value = values.get(key)
+    if value is None:
+        value = default
+    elif type(value) not in ((int, float) if kind is float else (kind,)):
+        raise UserError(f"{path}: {key} is {value!r}, expected {kind.__name__}")
+    elif kind is not bool and not 0 < value < 2**53:
+        raise UserError(f"{path}: {key} is {value!r}, expected a positive number")
+    if value is REQUIRED:
+        raise UserError(f"{path} does not say {key}")
+    return value
 
 
 def _read_rope(values: dict, theta: float, path: Path) -> tuple[float, RopeScaling | None]:
@@ -420,25 +625,31 @@ def _read_rope(values: dict, theta: float, path: Path) -> tuple[float, RopeScali
     if given and not isinstance(given[0], dict):
         raise UserError(f"{path}: rope_parameters or rope_scaling is {given[0]!r}, expected an object")
     rope = dict(*given)
-    theta = next((t for t in (rope.pop("rope_theta", None), values.get("rope_theta")) if t is not None), theta)
-    kind = rope.pop("rope_type", None) or rope.get("type") or "default"
-    rope.pop("type", None)
+    thetas = (rope.pop("rope_theta", None), values.get("rope_theta"), theta)
+    theta = next(t for t in thetas if t is not None)
+    kinds = (rope.pop("rope_type", None), rope.pop("type", None))
+    kind = kinds[0] or kinds[1] or "default"
     if kind not in ("default", "llama3"):
         raise UserError(f"{path}: rope_type {kind!r} is not implemented; default and llama3 are")
-    scaled, keys = kind == "llama3", set(ROPE_KEYS.values())
-    for what, names in (("lacks", keys - set(rope) if scaled else set()), ("has", set(rope) - keys)):
-        names -= {"partial_rotary_factor"} if rope.get("partial_rotary_factor") in (1, None) else set()
+    if rope.get("partial_rotary_factor") in (1, None):
+        rope.pop("partial_rotary_factor", None)
+    keys = set(ROPE_KEYS.values())
+    needed = keys if kind == "llama3" else set()
+    for verb, names in (("lacks", needed - set(rope)), ("has", set(rope) - keys)):
         if names:
-            raise UserError(f"{path}: RoPE of type {kind} {what} {_some(sorted(names))}")
-    numbers = [theta, *(rope[k] for k in keys)] if scaled else [theta]
-    if any(type(n) not in (int, float) or not 0 < n < 2**53 for n in numbers):
-        raise UserError(f"{path}: RoPE's numbers must be positive, found {numbers}")
-    if not scaled:
+            raise UserError(f"{path}: RoPE of type {kind} {verb} {_some(sorted(names))}")
+    _check_positive([theta, *(rope[k] for k in needed)], path)
+    if not needed:
         return float(theta), None
     scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in ROPE_KEYS.items()})
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise UserError(f"{path}: high_freq_factor must be above low_freq_factor")
     return float(theta), scaling
+
+
+def _check_positive(numbers: list, path: Path) -> None:
+    if any(type(n) not in (int, float) or not 0 < n < 2**53 for n in numbers):
+        raise UserError(f"{path}: RoPE's numbers must be positive, found {numbers}")
 
 
 def _is_dropout(key: str) -> bool:
@@ -455,8 +666,8 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict:
     """The config.json of a shape, in the keys that transformers 4 and 5, vLLM and llama.cpp read. ValueError: no family
     has this shape."""
     kind = family(config)
-    out = {"architectures": [ARCHITECTURES[kind]], "model_type": kind, "torch_dtype": str(dtype)[6:]}
-    out |= {key: getattr(config, ours) for ours, (key, _, _) in KEYS[kind].items()}
+    out = {"architectures": [FAMILIES[kind].architecture], "model_type": kind, "torch_dtype": str(dtype)[6:]}
+    out |= {key: getattr(config, ours) for ours, (key, _, _) in FAMILIES[kind].keys.items()}
     if kind == "gpt2":
         return out | {"activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     out |= {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_scaling": None}
