@@ -23,7 +23,9 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+from download import find, read_file, read_object
 from errors import UserError
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -55,7 +57,6 @@ STOP_NAMES = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # the later one wins
 OTHER_FILES = ("merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json")
-MAX_BYTES = 2**29  # Llama 3's tokenizer.json has 17 MB
 SPACES = 50_000  # in runs of white space a few times as long, tiktoken's regular expressions overflow their stack
 
 _printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
@@ -291,43 +292,12 @@ Tokenizer = ByteTokenizer | SentencePiece | BPE
 # ---- files
 
 
-def _read(path: Path) -> bytes:
-    try:
-        if path.exists() and not path.is_file():  # a device has no end
-            raise UserError(f"{path} is no file")
-        if path.stat().st_size > MAX_BYTES:
-            raise UserError(f"{path}: {path.stat().st_size} bytes, more than any tokenizer has")
-        data = path.read_bytes()
-    except OSError as e:
-        raise UserError(f"{path}: {e.strerror}") from None
-    if data.startswith(b"version https://git-lfs"):
-        raise UserError(f"{path} is a Git LFS pointer, not the file: fetch it with `git lfs pull` or download.py")
-    if re.match(rb"\s*<(!doctype|html)", data[:200], re.IGNORECASE):
-        raise UserError(f"{path} is an HTML page: its download went wrong, fetch it again")
-    return data
-
-
-def _json(path: Path) -> dict:
-    """{} if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(_read(path))
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{path} is not JSON: {e}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(found).__name__}")
-    return found
-
-
 def load_tokenizer(spec: str) -> Tokenizer:
     """spec: `bytes`, a tokenizer.json, tokenizer.model or vocab.json, a folder with one of them, or a hub id."""
     if spec == "bytes":
         return ByteTokenizer()
     if not spec:
         raise UserError("--tokenizer: expected bytes, a file, a folder or a hub id, found nothing")
-    from download import find  # bytes needs no hub client
-
     try:
         path = find(spec, "--tokenizer")
     except UserError as e:
@@ -342,93 +312,151 @@ def load_tokenizer(spec: str) -> Tokenizer:
 def _load(path: Path, folder: Path, _files: tuple) -> SentencePiece | BPE:
     sources = [path] if path != folder else [folder / n for n in TOKENIZER_FILES if (folder / n).is_file()]
     if not sources:
-        found = ", ".join(sorted(f.name for f in folder.iterdir())[:10]) or "nothing"
-        raise UserError(f"--tokenizer {folder}: no {' or '.join(TOKENIZER_FILES)} in it; it holds {found}")
-    source = sources[0]
+        names = ", ".join(sorted(f.name for f in folder.iterdir())[:10]) or "nothing"
+        raise UserError(f"--tokenizer {folder}: no {' or '.join(TOKENIZER_FILES)} in it; it holds {names}")
     try:
-        settings: dict = {}
-        for name in SETTINGS_FILES:
-            settings |= {k: v for k, v in _json(folder / name).items() if v is not None}
-        data = _read(source)
-        d = _json(source) if data.lstrip().startswith(b"{") else {}
-        model = folder / "tokenizer.model"
-        if source.name == "tokenizer.json" and model in sources and not _is_byte_level(d):
-            source, data, d = model, _read(model), {}
-        added = {c: {"id": i, "special": True} for c, i in _json(folder / "added_tokens.json").items()}
-        added |= {t["content"]: {**t, "id": int(i)} for i, t in settings.get("added_tokens_decoder", {}).items()}
-        if isinstance(d.get("model"), dict):
-            tokenizer = _from_json(d, added | {t["content"]: t for t in d.get("added_tokens") or []}, settings)
-        elif d:
-            merges = _read(folder / "merges.txt")
-            data += merges
-            pairs = [m.split(" ") for m in merges.decode().splitlines() if m and not m.startswith("#version")]
-            if "<|endoftext|>" in d:
-                added.setdefault("<|endoftext|>", {"id": d["<|endoftext|>"], "special": True})
-            tokenizer = _bpe(d, pairs, False, GPT2_SPLIT, added, settings, bool(settings.get("add_prefix_space")))
-        elif re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", data[:1000]):
-            lines = [line.split() for line in data.splitlines() if line]
-            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-            if sorted(ranks.values()) != list(range(len(lines))):
-                raise UserError("its ranks are not 0, 1, 2, ... without a gap")
-            names = {i: f"<|reserved_special_token_{i}|>" for i in range(256)} | LLAMA3_CONTROL
-            tokenizer = BPE(ranks, None, True, LLAMA3_SPLIT, {c: len(ranks) + i for i, c in names.items()}, {})
-        else:
-            tokenizer = SentencePiece(data, {c: t["id"] for c, t in added.items()})
-        _settle(tokenizer, folder, settings, data)
-        own = source.name if source.name in TOKENIZER_FILES else "tokenizer.json" if d else "tokenizer.model"
-        names = {*SETTINGS_FILES, *OTHER_FILES, *(TOKENIZER_FILES if path == folder else ())} - {own}
-        there = {folder / name: name for name in sorted(names) if (folder / name).is_file()}
-        tokenizer.files = {source: own} | there
-        tokenizer.adds_bos = _adds_bos(d.get("post_processor"), tokenizer, settings)
+        return _read_tokenizer(sources, folder, path == folder)
     except UserError as e:
-        raise UserError(str(e) if str(folder) in str(e) else f"--tokenizer {source}: {e}") from None
+        raise UserError(str(e) if str(folder) in str(e) else f"--tokenizer {sources[0]}: {e}") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OSError) as e:
         raise UserError(
-            f"--tokenizer {source}: neither a tokenizer.json, a tokenizer.model nor a vocab.json, or a damaged one"
+            f"--tokenizer {sources[0]}: neither a tokenizer.json, a tokenizer.model nor a vocab.json, or a damaged one"
             f" ({type(e).__name__}: {str(e)[:200]})"
         ) from None
+
+
+class Beside(NamedTuple):
+    """What the other files of a tokenizer's folder say. added: {text: its entry among added tokens}; settings: of
+    tokenizer_config.json and its like; configs: config.json and generation_config.json."""
+
+    added: dict[str, dict]
+    settings: dict
+    configs: list[dict]
+
+    def ids(self, which: str) -> list[int]:
+        values = [config.get(f"{which}_token_id") for config in self.configs]
+        return [i for value in values for i in _listed(value) if isinstance(i, int)]
+
+    def named(self, which: str) -> str | None:
+        return _name(self.settings.get(f"{which}_token"))
+
+
+def _listed(value) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def _name(token: str | dict | None) -> str | None:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _optional(path: Path) -> dict:
+    """{} if there is no such file."""
+    return read_object(path) if path.is_file() else {}
+
+
+def _read_beside(folder: Path) -> Beside:
+    settings: dict = {}
+    for name in SETTINGS_FILES:
+        settings |= {k: v for k, v in _optional(folder / name).items() if v is not None}
+    added = {c: {"id": i, "special": True} for c, i in _optional(folder / "added_tokens.json").items()}
+    added |= {t["content"]: {**t, "id": int(i)} for i, t in settings.get("added_tokens_decoder", {}).items()}
+    return Beside(added, settings, [_optional(folder / n) for n in ("config.json", "generation_config.json")])
+
+
+def _read_tokenizer(sources: list[Path], folder: Path, whole_folder: bool) -> SentencePiece | BPE:
+    source, model = sources[0], folder / "tokenizer.model"
+    beside, data = _read_beside(folder), read_file(source)
+    content = read_object(source) if data.lstrip().startswith(b"{") else {}
+    if source.name == "tokenizer.json" and model in sources and not _is_byte_level(content):
+        source, data, content = model, read_file(model), {}
+    if isinstance(content.get("model"), dict):
+        tokenizer = _from_json(content, beside)
+    elif content:
+        merges = read_file(folder / "merges.txt")
+        data += merges
+        tokenizer = _from_vocabulary(content, merges.decode(), beside)
+    elif re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", data[:1000]):
+        tokenizer = _from_ranks(data)
+    else:
+        tokenizer = SentencePiece(data, {c: t["id"] for c, t in beside.added.items()})
+    _set_ends(tokenizer, beside)
+    words = sorted(getattr(tokenizer, "words", {}).items())
+    rest = json.dumps([tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size, words, tokenizer.leads_with_space])
+    tokenizer.fingerprint = hashlib.sha256(data + rest.encode()).hexdigest()[:16]
+    tokenizer.chat_template = _chat_template(folder, beside.settings)
+    tokenizer.model_type = beside.configs[0].get("model_type") or ""
+    tokenizer.adds_bos = _adds_bos(content.get("post_processor"), tokenizer, beside.settings)
+    default = "tokenizer.json" if content else "tokenizer.model"
+    own = source.name if source.name in TOKENIZER_FILES else default
+    names = {*SETTINGS_FILES, *OTHER_FILES, *(TOKENIZER_FILES if whole_folder else ())} - {own}
+    others = {folder / name: name for name in sorted(names) if (folder / name).is_file()}
+    tokenizer.files = {source: own} | others
     return tokenizer
 
 
-def _steps(d: dict) -> list[dict]:
-    steps = d.get("pre_tokenizer") or {}
+def _steps(content: dict) -> list[dict]:
+    steps = content.get("pre_tokenizer") or {}
     return steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
 
 
-def _is_byte_level(d: dict) -> bool:
-    return d["model"].get("type", "BPE") == "BPE" and _steps(d)[-1].get("type") == "ByteLevel"
+def _is_byte_level(content: dict) -> bool:
+    return content["model"].get("type", "BPE") == "BPE" and _steps(content)[-1].get("type") == "ByteLevel"
 
 
-def _from_json(d: dict, added: dict[str, dict], settings: dict) -> BPE:
+def _from_vocabulary(vocab: dict[str, int], merges: str, beside: Beside) -> BPE:
+    """GPT-2's vocab.json and merges.txt."""
+    pairs = [m.split(" ") for m in merges.splitlines() if m and not m.startswith("#version")]
+    if "<|endoftext|>" in vocab:
+        beside.added.setdefault("<|endoftext|>", {"id": vocab["<|endoftext|>"], "special": True})
+    return _bpe(vocab, pairs, False, GPT2_SPLIT, beside, bool(beside.settings.get("add_prefix_space")))
+
+
+def _from_ranks(data: bytes) -> BPE:
+    """What Llama 3 calls tokenizer.model."""
+    lines = [line.split() for line in data.splitlines() if line]
+    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    if sorted(ranks.values()) != list(range(len(lines))):
+        raise UserError("its ranks are not 0, 1, 2, ... without a gap")
+    names = {i: f"<|reserved_special_token_{i}|>" for i in range(256)} | LLAMA3_CONTROL
+    return BPE(ranks, None, True, LLAMA3_SPLIT, {c: len(ranks) + i for i, c in names.items()}, {})
+
+
+def _from_json(content: dict, beside: Beside) -> BPE:
     """A tokenizer.json of the tokenizers library."""
-    model, steps = d["model"], _steps(d)
-    kinds, first, last = [str(s.get("type")) for s in steps], steps[0], steps[-1]
-    if not _is_byte_level(d):
+    model, steps = content["model"], _steps(content)
+    if not _is_byte_level(content):
+        kinds = " + ".join(str(step.get("type")) for step in steps)
         raise UserError(
-            f"its model is {model.get('type')}, its pre-tokenizer {' + '.join(kinds)}; of a tokenizer.json only"
-            " byte-level BPE is read (GPT-2, Llama 3): for Llama 2 and Mixtral give tokenizer.model or a folder with it"
+            f"its model is {model.get('type')}, its pre-tokenizer {kinds}; of a tokenizer.json only byte-level BPE is"
+            " read (GPT-2, Llama 3): for Llama 2 and Mixtral give tokenizer.model or a folder with it"
         )
     unused = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    for name, value in {"normalizer": d.get("normalizer"), **{n: model.get(n) for n in unused}}.items():
+    for name, value in {"normalizer": content.get("normalizer"), **{n: model.get(n) for n in unused}}.items():
         if value:
             raise UserError(f"{name} {json.dumps(value)[:200]} is not supported, expected none")
-    space, regex = last.get("add_prefix_space", True), last.get("use_regex", True)
-    split = ""
-    if len(steps) == 1:
-        split = GPT2_SPLIT if regex else r"[\s\S]+"
-    elif kinds == ["Digits", "ByteLevel"] and first["individual_digits"] and regex and not space:
-        split = DIGITS_GPT2_SPLIT
-    elif (kinds == ["Split", "ByteLevel"] and not regex and not space) and (
-        first["pattern"].get("Regex") and first["behavior"] == "Isolated" and not first["invert"]
-    ):
-        split = _own_split(first["pattern"]["Regex"])
-    if not split:
-        raise UserError(f"pre_tokenizer {json.dumps(steps)[:400]} is not supported")
-    decoder = d.get("decoder") or {}
+    decoder = content.get("decoder") or {}
     if [step.get("type") for step in decoder.get("decoders", [decoder])] != ["ByteLevel"]:
-        raise UserError(f"decoder {json.dumps(decoder)[:200]} is not supported, expected ByteLevel")
+        kind = f"decoder {json.dumps(decoder)[:200]}" if decoder else "no decoder"
+        raise UserError(f"{kind}: it is not supported, expected ByteLevel")
     merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    return _bpe(model["vocab"], merges, bool(model.get("ignore_merges")), split, added, settings, space)
+    beside.added.update({t["content"]: t for t in content.get("added_tokens") or []})
+    space = steps[-1].get("add_prefix_space", True)
+    return _bpe(model["vocab"], merges, bool(model.get("ignore_merges")), _split(steps), beside, space)
+
+
+def _split(steps: list[dict]) -> str:
+    """The expression that cuts text as these steps do, of which the last is ByteLevel."""
+    kinds, first, last = [step.get("type") for step in steps], steps[0], steps[-1]
+    space, regex = last.get("add_prefix_space", True), last.get("use_regex", True)
+    if len(steps) == 1:
+        return GPT2_SPLIT if regex else r"[\s\S]+"
+    if kinds == ["Digits", "ByteLevel"] and first["individual_digits"] and regex and not space:
+        return DIGITS_GPT2_SPLIT
+    if kinds == ["Split", "ByteLevel"] and not regex and not space:
+        pattern = first["pattern"].get("Regex")
+        if pattern and first["behavior"] == "Isolated" and not first["invert"]:
+            return _own_split(pattern)
+    raise UserError(f"pre_tokenizer {json.dumps(steps)[:400]} is not supported")
 
 
 def _own_split(expression: str) -> str:
@@ -447,106 +475,120 @@ def _own_split(expression: str) -> str:
     return own if own == LLAMA3_SPLIT else f"{own}|(?:(?!{own})[\\s\\S])+"
 
 
-def _name(token: str | dict | None) -> str | None:
-    return token["content"] if isinstance(token, dict) else token
-
-
-def _bpe(
-    tokens: dict[str, int], merges: list, whole: bool, split: str, added: dict[str, dict], settings: dict, space: bool
-) -> BPE:
-    """tokens and merges in the byte alphabet; added {text: its entry in added_tokens}: no merge makes these."""
-    named = [settings.get(f"{n}_token") for n in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
-    named = {_name(n) for n in named + (settings.get("additional_special_tokens") or [])}
+def _bpe(tokens: dict[str, int], merges: list, whole: bool, split: str, beside: Beside, space: bool) -> BPE:
+    """tokens and merges in the byte alphabet; no merge makes the added tokens."""
+    added, settings = beside.added, beside.settings
     ids = {c: t["id"] for c, t in added.items()} | tokens
-    if len(set(ids.values())) < len(ids) or not all(type(i) is int and 0 <= i < 2**31 for i in ids.values()):
-        raise UserError("its ids are not distinct whole numbers")
-    control = {c: i for c, i in ids.items() if c in named or (c in added and added[c].get("special"))}
+    _check_ids([*ids.values()])
+    named = set(map(beside.named, ("bos", "eos", "unk", "pad", "sep", "cls", "mask")))
+    named |= set(map(_name, settings.get("additional_special_tokens") or []))
+    control = {c: i for c, i in ids.items() if c in named or added.get(c, {}).get("special")}
     words = {c: t for c, t in added.items() if c not in control}
+    _check_words(words)
+    texts = [t for t in tokens if t not in control and (t not in words or BYTE_OF.keys() >= set(t))]
+    as_bytes = {text: _to_bytes(text) for text in texts}
+    for left, right in merges:
+        for token in (left, right, left + right):
+            if token not in as_bytes:
+                raise UserError(f"its merges need {token!r}, which is not in the vocabulary")
+    vocab = {b: tokens[t] for t, b in as_bytes.items()}
+    pairs = [(as_bytes[left], as_bytes[right]) for left, right in merges]
+    return BPE(vocab, pairs, whole, split, control, {c: ids[c] for c in words}, space)
+
+
+def _check_ids(ids: list) -> None:
+    if len(set(ids)) < len(ids) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise UserError("its ids are not distinct whole numbers")
+
+
+def _check_words(words: dict[str, dict]) -> None:
     for c, t in words.items():
         if t.get("lstrip") or t.get("rstrip") or t.get("single_word"):
             raise UserError(f"added token {c!r} with lstrip, rstrip or single_word is not supported")
     if len({bool(t.get("normalized")) for t in words.values()}) > 1:
         raise UserError("added tokens of which some are normalized and others are not are not supported")
 
-    def to_bytes(token: str) -> bytes:
-        try:
-            return bytes([BYTE_OF[c] for c in token])
-        except KeyError:
-            raise UserError(f"token {token!r} is not written in GPT-2's byte alphabet") from None
 
-    as_bytes = {t: to_bytes(t) for t in tokens if t not in control and (t not in words or BYTE_OF.keys() >= set(t))}
-    lost = next((t for m in merges for t in (*m, "".join(m)) if t not in as_bytes), None)
-    if lost is not None:
-        raise UserError(f"its merges need {lost!r}, which is not in the vocabulary")
-    vocab = {b: tokens[t] for t, b in as_bytes.items()}
-    pairs = [(as_bytes[left], as_bytes[right]) for left, right in merges]
-    return BPE(vocab, pairs, whole, split, control, {c: ids[c] for c in words}, space)
+def _to_bytes(token: str) -> bytes:
+    try:
+        return bytes([BYTE_OF[c] for c in token])
+    except KeyError:
+        raise UserError(f"token {token!r} is not written in GPT-2's byte alphabet") from None
 
 
-def _settle(tokenizer: SentencePiece | BPE, folder: Path, settings: dict, data: bytes) -> None:
-    """Adds what a tokenizer's files (data) and those beside them say about control tokens, export and chat."""
-    configs = [_json(folder / n) for n in ("config.json", "generation_config.json")]
+def _set_ends(tokenizer: SentencePiece | BPE, beside: Beside) -> None:
+    """What begins and ends a text, by the files beside the tokenizer, its model, or its names."""
+    control = tokenizer.control
 
-    def ids(which: str) -> list[int]:
-        found = [config.get(f"{which}_token_id") for config in configs]
-        return [i for f in found for i in (f if isinstance(f, list) else [f]) if isinstance(i, int)]
-
-    def control(which: str, names: tuple[str, ...]) -> int | None:
-        name = _name(settings.get(f"{which}_token"))
-        if name is not None and name not in tokenizer.control:
+    def end(which: str, names: tuple[str, ...]) -> int | None:
+        name = beside.named(which)
+        if name is not None and name not in control:
             raise UserError(f"its {which}_token {name!r} ({' or '.join(SETTINGS_FILES)}) is not in the vocabulary")
         own = getattr(tokenizer.processor, f"{which}_id")() if isinstance(tokenizer, SentencePiece) else -1
-        known = [tokenizer.control[name]] if name else [own] if own >= 0 else []
-        known += [tokenizer.control[n] for n in names if n in tokenizer.control]
-        return next(iter(known + ids(which)), None)
+        known = [control[name]] if name else [own] if own >= 0 else []
+        known += [control[n] for n in names if n in control] + beside.ids(which)
+        return known[0] if known else None
 
-    bos, eos = control("bos", BOS_NAMES), control("eos", EOS_NAMES)
+    bos, eos = end("bos", BOS_NAMES), end("eos", EOS_NAMES)
     if bos is None and eos is None:
         raise UserError("no BOS or EOS is known: name bos_token and eos_token in a tokenizer_config.json beside it")
     tokenizer.bos_id, tokenizer.eos_id = eos if bos is None else bos, bos if eos is None else eos
-    listed = [config.get("eos_token_id") for config in reversed(configs)]
-    listed = next((e if isinstance(e, list) else [e] for e in listed if e is not None), [])
-    tokenizer.eos_ids = [i for i in listed if type(i) is int]
-    stops = [tokenizer.control[n] for n in STOP_NAMES if n in tokenizer.control]
-    tokenizer.stop_ids = frozenset([tokenizer.bos_id, tokenizer.eos_id, *ids("eos"), *stops])
-    words = sorted(getattr(tokenizer, "words", {}).items())
-    rest = json.dumps([tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size, words, tokenizer.leads_with_space])
-    tokenizer.fingerprint = hashlib.sha256(data + rest.encode()).hexdigest()[:16]
-    template = _json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template") or ""
-    if isinstance(template, list):
-        template = next((t["template"] for t in template if t["name"] == "default"), "")
+    config, generation = (config.get("eos_token_id") for config in beside.configs)
+    tokenizer.eos_ids = [i for i in _listed(config if generation is None else generation) if type(i) is int]
+    stops = [control[n] for n in STOP_NAMES if n in control]
+    tokenizer.stop_ids = frozenset([tokenizer.bos_id, tokenizer.eos_id, *beside.ids("eos"), *stops])
+
+
+def _chat_template(folder: Path, settings: dict) -> str:
     jinja = folder / "chat_template.jinja"
-    tokenizer.chat_template = _read(jinja).decode() if jinja.is_file() else template
-    tokenizer.model_type = configs[0].get("model_type") or ""
+    if jinja.is_file():
+        return read_file(jinja).decode()
+    template = _optional(folder / "chat_template.json").get("chat_template") or settings.get("chat_template") or ""
+    if isinstance(template, list):
+        return next((t["template"] for t in template if t["name"] == "default"), "")
+    return template
 
 
 def _adds_bos(last: dict | None, tokenizer: SentencePiece | BPE, settings: dict) -> bool:
     """Whether transformers puts BOS before a text, given the post_processor of a tokenizer.json."""
-    if isinstance(tokenizer, BPE):
-        steps = (last or {}).get("processors", [last or {}])
-        singles = [step["single"] for step in steps if step.get("type") == "TemplateProcessing"]
-        first = [single[0].get("SpecialToken", {}).get("id") for single in singles if single]
-        return any(tokenizer.control.get(name) == tokenizer.bos_id for name in first)
-    return settings.get("add_bos_token", True)
+    if isinstance(tokenizer, SentencePiece):
+        return settings.get("add_bos_token", True)
+    steps = (last or {}).get("processors", [last or {}])
+    singles = [step["single"] for step in steps if step.get("type") == "TemplateProcessing"]
+    first = [single[0].get("SpecialToken", {}).get("id") for single in singles if single]
+    return any(tokenizer.control.get(name) == tokenizer.bos_id for name in first)
+
+
+# The tokenizer.json of `bytes`, but for its 256 bytes.
+BYTES_JSON = """{
+ "version": "1.0", "truncation": null, "padding": null,
+ "added_tokens": [
+  {"id": 256, "content": "<s>", "special": true,
+   "single_word": false, "lstrip": false, "rstrip": false, "normalized": false},
+  {"id": 257, "content": "</s>", "special": true,
+   "single_word": false, "lstrip": false, "rstrip": false, "normalized": false}
+ ],
+ "normalizer": null,
+ "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
+ "post_processor": {
+  "type": "TemplateProcessing",
+  "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+  "pair": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+           {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+  "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}}
+ },
+ "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
+ "model": {"type": "BPE", "vocab": {}, "merges": []}
+}"""
 
 
 def write_byte_tokenizer(folder: Path) -> None:
     """Writes a tokenizer.json and tokenizer_config.json with which transformers gives the ids of `bytes`."""
-    control = [{"id": i, "content": c, "special": True} for c, i in ByteTokenizer.control.items()]
-    for token in control:
-        token |= {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    vocab = {c: b for c, b in sorted(BYTE_OF.items(), key=lambda item: item[1])} | ByteTokenizer.control
-    d = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": control, "normalizer": None}
-    bos, text = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    begin = {"type": "TemplateProcessing", "single": [bos, text],
-             "pair": [bos, text, bos, {"Sequence": {"id": "B", "type_id": 1}}],
-             "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}}}  # fmt: skip
-    d |= {"pre_tokenizer": level, "post_processor": begin, "decoder": level}
-    d["model"] = {"type": "BPE", "vocab": vocab, "merges": []}
+    content = json.loads(BYTES_JSON)
+    content["model"]["vocab"] = dict(sorted(BYTE_OF.items(), key=lambda item: item[1])) | ByteTokenizer.control
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     config |= {"clean_up_tokenization_spaces": False, "model_max_length": 2**31}
-    (folder / "tokenizer.json").write_text(json.dumps(d, indent=1, ensure_ascii=False), "utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(content, indent=1, ensure_ascii=False), "utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), "utf-8")
 
 
@@ -557,17 +599,16 @@ def chat_family(tokenizer: Tokenizer, model_type: str = "") -> str:
     """-> "llama2", "llama3" or "mixtral", by the tokenizer, its folder, or model_type ("llama" or "mixtral")."""
     if "<|start_header_id|>" in tokenizer.control:
         return "llama3"
-    model_type = tokenizer.model_type or model_type
-    if tokenizer.chat_template and "[INST]" not in tokenizer.chat_template:
-        begin = tokenizer.chat_template[:60]
+    template, model_type = tokenizer.chat_template, tokenizer.model_type or model_type
+    asks, has_system = "[INST]" in template, "<<SYS>>" in template
+    if template and not asks:
+        begin = template[:60]
         raise UserError(
             f"Chat: its chat_template is none of Llama's or Mixtral's, which are known; it begins {begin!r}"
         )
-    if "[INST]" in tokenizer.chat_template and "<<SYS>>" not in tokenizer.chat_template:
+    if (asks and not has_system) or model_type == "mixtral" or "[INST]" in tokenizer.control:
         return "mixtral"
-    if model_type == "mixtral" or "[INST]" in tokenizer.control:
-        return "mixtral"
-    if model_type == "llama" or "<<SYS>>" in tokenizer.chat_template:
+    if model_type == "llama" or has_system:
         return "llama2"
     raise UserError(
         "Chat: neither the tokenizer nor the model says which chat format it was made for (Llama or Mixtral)"
@@ -579,54 +620,70 @@ def render_chat(tokenizer: Tokenizer, messages: list[dict], family: str) -> tupl
     closes them. Where the last message is not the assistant's, the ids end with what asks for an answer. Each turn is
     encoded by itself, as it is when the model answers, and as text: no message can hold a control token."""
     system, turns = _turns(messages)
+    if family not in CHAT_FORMATS:
+        raise UserError(f"Chat format {family}: unknown, there are {', '.join(CHAT_FORMATS)}")
     ids, mask = [tokenizer.bos_id], [0]
-
-    def add(new: list[int], trained: bool = False) -> None:
-        ids.extend(new)
-        mask.extend([int(trained)] * len(new))
-
-    encode, control, eos = tokenizer.encode, tokenizer.control, [tokenizer.eos_id]
-    lead = "" if tokenizer.leads_with_space else " "
-    if family == "llama3":
-        absent = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} - control.keys()
-        if absent:
-            raise UserError(f"Chat as Llama 3 does it: the tokenizer has no {', '.join(sorted(absent))}")
-        start, end, eot = (control[f"<|{name}|>"] for name in ("start_header_id", "end_header_id", "eot_id"))
-        if "Cutting Knowledge Date" in tokenizer.chat_template:  # Llama 3.1 and 3.2; the date is the templates' own
-            system = f"Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n{(system or '').strip()}"
-        elif system is not None:
-            system = system.strip()
-        opening = [] if system is None else [("system", system)]
-        for role, content in opening + [(role, content.strip()) for role, content in turns]:
-            add([start, *encode(role), end, *encode("\n\n")])
-            add([*encode(content), eot], role == "assistant")
-        if turns[-1][0] != "assistant":
-            add([start, *encode("assistant"), end, *encode("\n\n")])
-    elif family == "llama2":
-        for i, (role, content) in enumerate(turns):
-            if role == "assistant":
-                add(encode(f"{lead}{content.strip()} ") + eos, True)
-                continue
-            if i == 0 and system is not None:
-                content = f"<<SYS>>\n{system}\n<</SYS>>\n\n{content}"
-            add(([tokenizer.bos_id] if i else []) + encode(f"[INST] {content.strip()} [/INST]"))
-    elif family == "mixtral":
-        inst = [[control[t]] if t in control else None for t in ("[INST]", "[/INST]")]
-        last = max(i for i, (role, _) in enumerate(turns) if role == "user")
-        for i, (role, content) in enumerate(turns):
-            if role == "assistant":
-                add(encode(lead + content) + eos, True)
-                continue
-            if system is not None and i == (last if all(inst) else 0):
-                content = f"{system}\n\n{content}"
-            add(inst[0] + encode(lead + content) + inst[1] if all(inst) else encode(f"{lead}[INST] {content} [/INST]"))
-    else:
-        raise UserError(f"Chat format {family}: unknown, there are llama2, llama3 and mixtral")
+    for part, answer in CHAT_FORMATS[family](tokenizer, system, turns):
+        ids += part
+        mask += [int(answer)] * len(part)
     return ids, mask
 
 
-def _turns(messages: list[dict]) -> tuple[str | None, list[tuple[str, str]]]:
-    """-> (the system prompt or None, [(role, content)] of the turns: user, assistant, user, ...)."""
+Turns = list[tuple[str, str]]  # role, content
+Parts = Iterator[tuple[list[int], bool]]  # ids, and whether they are an answer
+
+
+def _llama3(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
+    encode, control = tokenizer.encode, tokenizer.control
+    absent = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} - control.keys()
+    if absent:
+        raise UserError(f"Chat as Llama 3 does it: the tokenizer has no {', '.join(sorted(absent))}")
+    start, end, close = (control[f"<|{name}|>"] for name in ("start_header_id", "end_header_id", "eot_id"))
+    if "Cutting Knowledge Date" in tokenizer.chat_template:  # Llama 3.1 and 3.2; the date is the templates' own
+        system = f"Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n{(system or '').strip()}"
+    elif system is not None:
+        system = system.strip()
+    opening = [] if system is None else [("system", system)]
+    for role, content in opening + [(role, content.strip()) for role, content in turns]:
+        yield [start, *encode(role), end, *encode("\n\n")], False
+        yield [*encode(content), close], role == "assistant"
+    if turns[-1][0] != "assistant":
+        yield [start, *encode("assistant"), end, *encode("\n\n")], False
+
+
+def _llama2(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
+    lead = "" if tokenizer.leads_with_space else " "
+    for i, (role, content) in enumerate(turns):
+        if role == "assistant":
+            yield [*tokenizer.encode(f"{lead}{content.strip()} "), tokenizer.eos_id], True
+            continue
+        if i == 0 and system is not None:
+            content = f"<<SYS>>\n{system}\n<</SYS>>\n\n{content}"
+        yield [tokenizer.bos_id] * (i > 0) + tokenizer.encode(f"[INST] {content.strip()} [/INST]"), False
+
+
+def _mixtral(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
+    lead = "" if tokenizer.leads_with_space else " "
+    begin, end = (tokenizer.control.get(token) for token in ("[INST]", "[/INST]"))
+    controlled = begin is not None and end is not None
+    last = max(i for i, (role, _) in enumerate(turns) if role == "user")
+    for i, (role, content) in enumerate(turns):
+        if role == "assistant":
+            yield [*tokenizer.encode(lead + content), tokenizer.eos_id], True
+            continue
+        if system is not None and i == (last if controlled else 0):
+            content = f"{system}\n\n{content}"
+        if controlled:
+            yield [begin, *tokenizer.encode(lead + content), end], False
+        else:
+            yield tokenizer.encode(f"{lead}[INST] {content} [/INST]"), False
+
+
+CHAT_FORMATS = {"llama2": _llama2, "llama3": _llama3, "mixtral": _mixtral}
+
+
+def _turns(messages: list[dict]) -> tuple[str | None, Turns]:
+    """-> (the system prompt or None, the turns: user, assistant, user, ...)."""
     if not isinstance(messages, list) or not messages:
         raise UserError("Chat: expected a list of messages with one message or more")
     for i, m in enumerate(messages):
@@ -634,13 +691,14 @@ def _turns(messages: list[dict]) -> tuple[str | None, list[tuple[str, str]]]:
             raise UserError(f'Chat message {i}: expected {{"role": ..., "content": text}}, found {str(m)[:200]}')
         if m["role"] not in ("system", "user", "assistant"):
             raise UserError(f"Chat message {i}: role {m['role']!r}, expected system, user or assistant")
-    system = messages[0]["content"] if messages[0]["role"] == "system" else None
-    turns = [(m["role"], m["content"]) for m in messages[system is not None :]]
+    turns = [(m["role"], m["content"]) for m in messages]
+    system = turns.pop(0)[1] if turns[0][0] == "system" else None
     for i, (role, _) in enumerate(turns):
-        if role != ("user", "assistant")[i % 2]:
+        expected = ("user", "assistant")[i % 2]
+        if role != expected:
             raise UserError(
-                f"Chat message {i + (system is not None)}: role {role}, expected {('user', 'assistant')[i % 2]}"
-                " (a system message may come first, then user and assistant in turn)"
+                f"Chat message {i + (system is not None)}: role {role}, expected {expected} (a system message may come"
+                " first, then user and assistant in turn)"
             )
     if not turns:
         raise UserError("Chat: a system message alone, expected a user's message after it")
