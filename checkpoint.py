@@ -18,12 +18,10 @@ import logging
 import math
 import os
 import re
-import secrets
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from functools import partial
@@ -40,16 +38,15 @@ from data import Loader, merge_positions
 from guard import ANSWER, NotFinite, Run, compare_replicas
 from machine import available_memory
 from model import ModelConfig, RopeScaling
-from shard import Ranks, fill, fill_tensors, gather, local, local_slices, on_first_rank, owns, reshard
+from shard import ALONE, Ranks, fill, fill_tensors, gather, local, local_slices, on_all, on_first_rank, owns, reshard
 from tokenizer import load_tokenizer
-from weights import PORTION, Entry, Export, Slices, TensorFile, assemble, family, write_file
+from weights import PORTION, Entry, Slices, TensorFile, assemble, export, family, write_file
 
 FORMAT = 2
 PROBE = 128  # tokens whose loss a checkpoint carries
 # Nats per token, by compute dtype: what other kernels and meshes may change.
 TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.03}
 STEP = re.compile(r"step-\d{8,}")
-ALONE = Ranks(0, 1, torch.device("cpu"))
 logger = logging.getLogger("flatland")
 
 
@@ -201,8 +198,8 @@ class Saver:
             _prune(self.run, self.config.keep, manifest["step"], self.damaged)
 
         try:
-            parts = _on_all(write_part, self.ranks, self.ranks.saving)
-            _on_all(commit if first else lambda: None, self.ranks, self.ranks.saving)
+            parts = on_all(write_part, self.ranks, self.ranks.saving)
+            on_all(commit if first else lambda: None, self.ranks, self.ranks.saving)
         except Exception as error:  # a rank's, or a peer is gone
             self.error = error
             if first:
@@ -211,22 +208,6 @@ class Saver:
         self.last = manifest["step"]
         seconds, size = time.perf_counter() - begin, sum(part["bytes"] for part in parts)
         logger.info("Saved %s: %.3f GB in %.1f s", folder.name, size / 1e9, seconds)
-
-
-def _on_all(work: Callable, ranks: Ranks, group=None) -> list:
-    """Each rank does it -> the results of all; an error on one is raised on all. All ranks must call."""
-    result = error = None
-    try:
-        result = work()
-    except (OSError, UserError) as e:
-        error = e
-    except Exception as e:  # it may hold what cannot be sent
-        error = RuntimeError(f"{type(e).__name__}: {e}")
-    answers = gather((result, error), ranks, group)
-    for _, error in answers:
-        if error is not None:
-            raise error
-    return [result for result, _ in answers]
 
 
 def own_parts(
@@ -637,29 +618,8 @@ def export_run(config: Config, step: int, ranks: Ranks) -> None:
         return logger.warning("No export to hf/: %s", reason)
     tokenizer = load_tokenizer(config.tokenizer) if config.knows_text else None
     saved, folder = Checkpoint(step_folder(Path(config.out), step)), Path(config.out) / "hf"
-    export(saved, folder, ranks, tokenizer=tokenizer, replaces=True)
-
-
-def export(
-    found: Checkpoint, folder: Path, ranks: Ranks, dtype: torch.dtype = torch.float32, shard_gb: float = 5.0,
-    tokenizer=None, replaces: bool = False,
-) -> None:  # fmt: skip
-    """Writes a checkpoint's weights as a Hugging Face folder; replaces: an older export there gives way. All ranks must
-    call; each writes its share of the shards. An error on one is raised on all."""
-    nonce = gather(secrets.token_hex(4), ranks)[0]
-    made = Export(folder, found.model_config, dtype, shard_gb, nonce, replaces)
-
-    def write_shards() -> None:
-        for i in range(ranks.rank, len(made.shards), ranks.world_size):
-            made.write_shard(i, found.read_weights)
-
-    on_first_rank(made.begin, ranks)
-    try:
-        _on_all(write_shards, ranks)
-        on_first_rank(lambda: made.finish(tokenizer), ranks)
-    finally:
-        if ranks.rank == 0:
-            made.abandon()
+    read = saved.read_weights
+    export(saved.model_config, read, folder, torch.float32, tokenizer=tokenizer, replaces=True, ranks=ranks)
 
 
 # ---- the command line
@@ -681,7 +641,7 @@ def _export(args: argparse.Namespace) -> None:
     found = newest(args.run)
     tokenizer = load_run_tokenizer(found, args.tokenizer) if args.tokenizer != "none" else None
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
-    export(found, args.out, ALONE, dtype, args.shard_gb, tokenizer)
+    export(found.model_config, found.read_weights, args.out, dtype, args.shard_gb, tokenizer)
     print(f"{args.out}: step {found.step} of {args.run} in {args.dtype}")
 
 

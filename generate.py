@@ -215,10 +215,20 @@ def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
     a turn does, too."""
     folder = find(spec, "--run")
     if (folder / "checkpoints").is_dir():
-        return open_run(folder, tokenizer)
-    if (folder / "config.json").is_file():
-        return open_folder(folder, tokenizer, chat)
-    raise UserError(f"--run {spec} holds neither checkpoints, as a run folder does, nor config.json: a model's folder")
+        source = open_run(folder, tokenizer)
+    elif (folder / "config.json").is_file():
+        source = open_folder(folder, tokenizer, chat)
+    else:
+        raise UserError(
+            f"--run {spec} holds neither checkpoints, as a run folder does, nor config.json: a model's folder"
+        )
+    ids, room = source.tokenizer.vocab_size, source.config.vocab_size
+    if ids > room:
+        raise UserError(
+            f"--run {spec}: the tokenizer has {ids} ids, the model a vocabulary of {room}; name the --tokenizer that"
+            " the model was trained with"
+        )
+    return source
 
 
 def open_run(run: Path, tokenizer: str | None) -> Source:
@@ -280,19 +290,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     args = make_parser().parse_args(argv)
-    if not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1 or args.top_k < 0 or args.tokens < 1:
+    if not (0 <= args.temperature < math.inf and 0 < args.top_p <= 1 and args.top_k >= 0 and args.tokens >= 1):
         raise UserError("--temperature must be >= 0, --top_p in (0, 1], --top_k >= 0, --tokens >= 1")
     if args.system is not None and not args.chat:
         raise UserError("--system is the beginning of a conversation: give --chat too")
     if args.chat and not all(args.prompt):
         raise UserError("--chat: give the user's message as --prompt")
     source = open_source(args.run, args.tokenizer, args.chat)
-    ids, room = source.tokenizer.vocab_size, source.config.vocab_size
-    if ids > room:
-        raise UserError(
-            f"--run {args.run}: the tokenizer has {ids} ids, the model a vocabulary of {room}; name the --tokenizer"
-            " that the model was trained with"
-        )
     prompts = [read_prompt(source, text, args.chat, args.system) for text in args.prompt]
     check_length(source.config, max(map(len, prompts)), args.tokens)
     model = source.load(find_device(1), DTYPES.get(args.dtype))
@@ -301,16 +305,13 @@ def main(argv: list[str]) -> None:
     texts = write(model, source.tokenizer, prompts, args.tokens, source.stop, not args.chat, **choice)
     begin = [""] * len(prompts) if args.chat else args.prompt
     if len(prompts) == 1:
-        print(begin[0], end="", flush=True)
-        for _, text in texts:
+        for text in (*begin, *(text for _, text in texts), "\n"):
             print(text, end="", flush=True)
-        print()
         return
-    whole = list(begin)
     for row, text in texts:
-        whole[row] += text
-    for row, text in enumerate(whole, 1):
-        print(f"--- text {row} of {len(whole)}\n{text}")
+        begin[row] += text
+    for row, text in enumerate(begin, 1):
+        print(f"--- text {row} of {len(begin)}\n{text}")
 
 
 if __name__ == "__main__":

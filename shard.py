@@ -57,6 +57,9 @@ class Ranks:
     saving: dist.ProcessGroup | None = None
 
 
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
 def init_ranks(deterministic: bool = False) -> Ranks:
     """Sets up the allocator and the device, and joins the process group that torchrun describes in the environment;
     without one, this process is alone. deterministic: only kernels that give the same bits each time. All ranks must
@@ -341,6 +344,22 @@ def on_every_rank(work: Callable, ranks: Ranks):
     if faults:
         raise UserError("\n".join(faults))
     return result
+
+
+def on_all(work: Callable, ranks: Ranks, group=None) -> list:
+    """Each rank does it -> the results of all; an error on one is raised on all, as it is. All ranks must call."""
+    result = error = None
+    try:
+        result = work()
+    except (OSError, UserError) as e:
+        error = e
+    except Exception as e:  # it may hold what cannot be sent
+        error = RuntimeError(f"{type(e).__name__}: {e}")
+    answers = gather((result, error), ranks, group)
+    for _, error in answers:
+        if error is not None:
+            raise error
+    return [result for result, _ in answers]
 
 
 def gather(value, ranks: Ranks, group: dist.ProcessGroup | None = None) -> list:

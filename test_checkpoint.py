@@ -18,11 +18,9 @@ from config import parse_args
 from errors import UserError
 from model import Transformer, random_init
 from optim import make_optimizer
-from shard import Ranks, fill
+from shard import ALONE, Ranks, fill
 from test_shard import run_ranks
 from weights import load_model
-
-ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def make_saver(model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None, found=None):
@@ -154,7 +152,8 @@ import checkpoint
 from pathlib import Path
 ranks = shard.init_ranks()
 run = Path(sys.argv[2])
-checkpoint.export(checkpoint.newest(run), run / "two", ranks, shard_gb=1e-4)
+found = checkpoint.newest(run)
+checkpoint.export(found.model_config, found.read_weights, run / "two", torch.float32, 1e-4, ranks=ranks)
 shard.leave(ranks)
 """
 

@@ -30,11 +30,11 @@ from weights import (
     DTYPES as FILE_DTYPES,
 )
 from weights import (
-    Export,
     TensorFile,
     assemble,
     config_json,
     dropout_note,
+    export,
     export_model,
     find_files,
     load_model,
@@ -402,7 +402,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 from model import ModelConfig
-from weights import Export, config_json, load_model, open_weights, pieces
+from weights import config_json, export, load_model, open_weights, pieces
 import json, os
 
 def peak():
@@ -423,20 +423,13 @@ def make(folder, n_layers):
             f.write(block[: end - at])
     return config, end / 2**20
 
-def export(source, config, target):
-    out, read = Export(target, config, torch.bfloat16, 0.02), open_weights(source, config)
-    out.begin()
-    for i in range(len(out.shards)):
-        out.write_shard(i, read)
-    out.finish()
-
 out = Path(sys.argv[2])
 config, _ = make(out / "small", 1)
-export(out / "small", config, out / "small-copy")
+export(config, open_weights(out / "small", config), out / "small-copy", torch.bfloat16, 0.02)
 load_model(out / "small", torch.bfloat16)
 start = peak()
 config, size = make(out / "large", 14)
-export(out / "large", config, out / "copy")
+export(config, open_weights(out / "large", config), out / "copy", torch.bfloat16, 0.02)
 exported = peak()
 load_model(out / "copy", torch.bfloat16)
 print(size, exported - start, peak() - exported)
@@ -534,10 +527,7 @@ def test_exported_config(save, tmp_path, name):
 
 def test_export_rounds_to_the_dtype_asked_for(save, tmp_path):
     source, config = save("llama3"), FAMILY["llama3"]
-    out = Export(tmp_path / "out", config, torch.bfloat16)
-    out.begin()
-    out.write_shard(0, open_weights(source, config))
-    out.finish()
+    export(config, open_weights(source, config), tmp_path / "out", torch.bfloat16)
     rounded = {n: t.bfloat16() for n, t in tensors_of(source).items()}
     assert all(same_bits(t, rounded[n]) for n, t in tensors_of(tmp_path / "out").items())
 

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from download import find, read_object, what_it_is
 from model import ModelConfig, RopeScaling, Transformer
+from shard import ALONE, Ranks, gather, on_all, on_first_rank
 from tokenizer import ByteTokenizer, write_byte_tokenizer
 
 # ---- families
@@ -680,81 +681,86 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict:
 # ---- writing
 
 
-class Export:
-    """A Hugging Face folder in the making: shards of safetensors of at most shard_gb GB each (10^9 bytes; a tensor that
-    is larger has a file of its own), to be written one by one, by any number of processes, into `temporary` beside its
-    place; `finish` adds the rest and renames it. Values are rounded to `dtype`. replaces: an older export gives way.
-    UserError: no family has this shape."""
+def export(
+    config: ModelConfig, read: Read, folder: Path, dtype: torch.dtype, shard_gb: float = 5.0, tokenizer=None,
+    replaces: bool = False, ranks: Ranks = ALONE,
+) -> None:  # fmt: skip
+    """Writes a Hugging Face folder, values rounded to `dtype`: shards of safetensors of at most shard_gb GB (10^9
+    bytes; a tensor that is larger has a file of its own), each by one rank, then the rest. It is written beside its
+    place and renamed when it is whole; replaces: an older export gives way. UserError: no family has this shape. All
+    ranks must call; an error on one is raised on all."""
+    shards, size = _plan_shards(config, dtype, shard_gb * 1e9)
+    folder = folder.absolute()
+    temporary = folder.with_name(f"{folder.name}.tmp-{gather(secrets.token_hex(4), ranks)[0]}")
 
-    def __init__(
-        self,
-        folder: Path,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        shard_gb: float = 5.0,
-        nonce: str = "",
-        replaces: bool = False,
-    ):
-        try:
-            rows = [(piece, name) for name, row in pieces(config).items() for piece in row]
-        except ValueError as e:
-            raise UserError(f"This model has no Hugging Face form: {e}") from None
-        folder = folder.absolute()
-        self.folder, self.config, self.dtype, self.replaces = folder, config, dtype, replaces
-        self.temporary = folder.with_name(f"{folder.name}.tmp-{nonce or secrets.token_hex(4)}")
-        self.shards, room = [], 0.0
-        for piece, name in rows:
-            size = math.prod(piece.shape) * dtype.itemsize
-            if not self.shards or size > room:
-                self.shards.append({})
-                room = shard_gb * 1e9
-            self.shards[-1][piece.name] = piece, name
-            room -= size
-        self.bytes = sum(math.prod(piece.shape) for piece, _ in rows) * dtype.itemsize
-        n = len(self.shards)
-        self.files = [
-            f"model-{i:05d}-of-{n:05d}.safetensors" if n > 1 else "model.safetensors" for i in range(1, n + 1)
-        ]
+    def write_shards() -> None:
+        for name in [*shards][ranks.rank :: ranks.world_size]:
+            rows = {piece.name: (piece, ours) for piece, ours in shards[name]}
+            shapes = [(stored, piece.stored) for stored, (piece, _) in rows.items()]
+            write_tensors(temporary / name, shapes, dtype, lambda n, s, rows=rows: _read_out(*rows[n], read, s))
 
-    def begin(self) -> None:
-        """Makes the temporary folder; refuses one that is in the way, and a disk that is too small."""
-        refuse_in_the_way(self.folder, self.replaces)
-        for left in self.folder.parent.glob(f"{self.folder.name}.tmp-*") if self.replaces else ():
-            shutil.rmtree(left, ignore_errors=True)  # of an export that was killed
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.folder.parent).free
-        if self.bytes > free:
-            need = f"needs {self.bytes / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free"
-            raise UserError(f"{self.folder}: the export {need}")
-        self.temporary.mkdir()
+    on_first_rank(lambda: _begin_export(folder, temporary, size, replaces), ranks)
+    try:
+        on_all(write_shards, ranks)
+        on_first_rank(
+            lambda: _finish_export(folder, temporary, shards, size, config_json(config, dtype), tokenizer), ranks
+        )
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
 
-    def write_shard(self, i: int, read: Read) -> None:
-        shard = self.shards[i]
-        shapes = [(name, piece.stored) for name, (piece, _) in shard.items()]
-        write_tensors(self.temporary / self.files[i], shapes, self.dtype, lambda n, s: _read_out(*shard[n], read, s))
 
-    def finish(self, tokenizer=None) -> None:
-        """The index, config.json, generation_config.json and the tokenizer's files."""
-        if len(self.files) > 1:
-            places = {name: file for file, shard in zip(self.files, self.shards, strict=True) for name in shard}
-            index = {"metadata": {"total_size": self.bytes}, "weight_map": places}
-            _write_json(self.temporary / "model.safetensors.index.json", index)
-        ends = (tokenizer.eos_ids or [tokenizer.eos_id]) if tokenizer else [None]
-        ids = {"bos_token_id": tokenizer and tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
-        _write_json(self.temporary / "config.json", config_json(self.config, self.dtype) | ids)
-        _write_json(self.temporary / "generation_config.json", ids)
-        for file, name in tokenizer.files.items() if tokenizer else ():
-            shutil.copyfile(file, self.temporary / name)
-        if isinstance(tokenizer, ByteTokenizer):
-            write_byte_tokenizer(self.temporary)
-        old = self.temporary.with_name(f"{self.temporary.name}.old")
-        if self.folder.exists():
-            self.folder.rename(old)
-        self.temporary.rename(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+def _plan_shards(config: ModelConfig, dtype: torch.dtype, limit: float) -> tuple[dict[str, list], int]:
+    """-> ({file: [(piece, our parameter)]}, bytes of all)"""
+    try:
+        rows = [(piece, name) for name, row in pieces(config).items() for piece in row]
+    except ValueError as e:
+        raise UserError(f"This model has no Hugging Face form: {e}") from None
+    shards: list[list] = []
+    room, total = 0.0, 0
+    for piece, name in rows:
+        size = math.prod(piece.shape) * dtype.itemsize
+        if not shards or size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append((piece, name))
+        room, total = room - size, total + size
+    n = len(shards)
+    names = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)] if n > 1 else ["model.safetensors"]
+    return dict(zip(names, shards, strict=True)), total
 
-    def abandon(self) -> None:
-        shutil.rmtree(self.temporary, ignore_errors=True)
+
+def _begin_export(folder: Path, temporary: Path, size: int, replaces: bool) -> None:
+    """Makes the temporary folder; refuses one that is in the way, and a disk that is too small."""
+    refuse_in_the_way(folder, replaces)
+    for left in folder.parent.glob(f"{folder.name}.tmp-*") if replaces else ():
+        shutil.rmtree(left, ignore_errors=True)  # of an export that was killed
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if size > free:
+        raise UserError(f"{folder}: the export needs {size / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free")
+    temporary.mkdir()
+
+
+def _finish_export(folder: Path, temporary: Path, shards: dict, size: int, config: dict, tokenizer) -> None:
+    """The index, config.json, generation_config.json and the tokenizer's files; then the folder's name."""
+    ends = (tokenizer.eos_ids or [tokenizer.eos_id]) if tokenizer else [None]
+    ids = {"bos_token_id": tokenizer and tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    contents = {"config.json": config | ids, "generation_config.json": ids}
+    if len(shards) > 1:
+        places = {piece.name: file for file, rows in shards.items() for piece, _ in rows}
+        contents["model.safetensors.index.json"] = {"metadata": {"total_size": size}, "weight_map": places}
+    for name, content in contents.items():
+        (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
+    for file, name in tokenizer.files.items() if tokenizer else ():
+        shutil.copyfile(file, temporary / name)
+    if isinstance(tokenizer, ByteTokenizer):
+        write_byte_tokenizer(temporary)
+    old = temporary.with_name(f"{temporary.name}.old")
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def refuse_in_the_way(folder: Path, replaces: bool) -> None:
@@ -772,20 +778,8 @@ def _read_out(piece: Piece, name: str, read: Read, slices: Slices) -> Tensor:
     return values.T if piece.transposed else values.reshape([s.stop - s.start for s in slices])
 
 
-def _write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def export_model(
-    model: Transformer, folder: Path | str, shard_gb: float = 5, tokenizer=None, replaces: bool = False
-) -> None:
-    """Writes an unsharded model as a Hugging Face folder, in the dtype of its parameters; see Export."""
-    parameters = dict(model.named_parameters())
-    export = Export(Path(folder), model.config, next(iter(parameters.values())).dtype, shard_gb, replaces=replaces)
-    export.begin()
-    try:
-        for i in range(len(export.shards)):
-            export.write_shard(i, lambda name, slices: parameters[name].detach()[slices].cpu())
-        export.finish(tokenizer)
-    finally:
-        export.abandon()
+def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, tokenizer=None, replaces=False) -> None:
+    """Writes an unsharded model as a Hugging Face folder, in the dtype of its parameters; see export."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    dtype = next(iter(parameters.values())).dtype
+    export(model.config, lambda n, s: parameters[n][s].cpu(), Path(folder), dtype, shard_gb, tokenizer, replaces)
