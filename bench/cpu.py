@@ -50,7 +50,7 @@ ONLY = {"litgpt": "llama", "nanogpt": "gpt2"}  # the shape that a peer has
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_TOP_PAD_": str(2**28)}
 TOLERANCE = {"fp32": 1e-5, "gradient": 1e-4, "bf16": 2.0**-8}  # relative; the last is one rounding
 ROOM = 5e9  # bytes of memory to be free before a contender starts
-STEPS = 3  # of a turn, after one that is not timed
+STEPS = 3  # of a turn, after two that are not counted
 
 
 class Contender(NamedTuple):

@@ -71,7 +71,7 @@ class Lab(NamedTuple):
 
 # ---- measuring
 
-SMI = "timeout 10 nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu --format=csv,noheader"
+SMI = "timeout 10 nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu --format=csv,noheader 2>&-"
 
 
 def measure(
@@ -83,7 +83,7 @@ def measure(
     counters, length = torch._dynamo.utils.counters["stats"], 1 if lab.tiny else 5
     contenders = {name: partial(timed, step, length, lab.cuda) for name, step in steps.items()}
     race(contenders, 1 if lab.tiny else warm)
-    graphs, smi = counters["unique_graphs"], subprocess.Popen(SMI, shell=True, stdout=-1, stderr=-3, text=True)
+    graphs, smi = counters["unique_graphs"], subprocess.Popen(SMI, shell=True, stdout=subprocess.PIPE, text=True)
     turns = race(contenders, 2 if lab.tiny else rounds, lab.deadline)
     state, graphs = smi.communicate()[0].strip(), counters["unique_graphs"] - graphs
     rows = speed_rows(case, unit, amount, turns)
@@ -171,10 +171,10 @@ def make_contenders(lab: Lab, race: Race) -> dict[str, Contender]:
         config = config_of(lab, race, name)
         if name in (COMPILED, EAGER):
             contender = theirs(lab, config, name == COMPILED, shared.get(EAGER))
-            shared[EAGER] = contender
+            shared.setdefault(EAGER, contender)
         else:
             contender = peers.our_step(config, lab.ranks, shared.get(config.model_config))
-            shared[config.model_config] = contender
+            shared.setdefault(config.model_config, contender)
         if name != TORCHAO or convert_by_torchao(lab, contender.model):
             contenders[name] = contender
     return contenders
@@ -305,7 +305,7 @@ def gpu_tests(lab: Lab) -> Iterator[Row]:
     command = ["timeout", limit, sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
     command += ["--version"] if lab.tiny else files
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = [*done.stdout.splitlines(), f"stopped after {limit} s"][: -1 if done.returncode != 124 else None]
+    lines = [*done.stdout.splitlines(), *[f"stopped after {limit} s"] * (done.returncode == 124)]
     if done.returncode:
         print("\n".join(lines[-60:]), file=sys.stderr)
     yield row("pytest -m gpu", f"{'failed: ' if done.returncode else ''}{lines[-1]}")
@@ -348,6 +348,7 @@ class Layers:
 
         with Record():
             self.step(self._forward)
+        assert len(calls) == 3 * len(self.xs), f"{len(calls)} products of {len(self.xs)} layers"
         return calls
 
 
