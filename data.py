@@ -6,8 +6,7 @@ needed and never stored. Step s of a run trains on rows s * R ... (s + 1) * R - 
 seq_len), whatever the number of ranks, the micro-batch or the step the run was resumed at: the position is one integer.
 Streams (stream.py) add a few integers per lane. In a mixture, `turns` says whose turn a row is.
 
-Where rows come from is in rows.py: llm.c's shards (prepare.py writes them), nanoGPT's headerless files, text of many
-kinds, conversations.
+Where rows come from is in rows.py.
 
     python data.py prepare --input FILES --tokenizer T --out DIR        text -> token shards
     python data.py verify DIR|FILE ...                                  checksums, headers, ids
@@ -36,7 +35,7 @@ from config import Config, parse_args, split_batch, tokenizer_beside
 from model import IGNORE
 from prepare import read_index, run_prepare, run_verify
 from rows import Catalog, ChatRows, ShardRows, make_encoder, sample_digest
-from stream import Stream, permute
+from stream import Stream, permute, turns
 from text import HUB, split_weight
 from tokenizer import load_tokenizer
 
@@ -62,27 +61,8 @@ class Batch:
         """Asynchronous on a GPU."""
         if device.type == "cpu":
             return self
-        tensors = (self.tokens, self.targets, self.positions, self.documents, self.sources)
+        tensors = vars(self).values()
         return Batch(*(t if t is None else t.pin_memory().to(device, non_blocking=True) for t in tensors))
-
-
-def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.ndarray]:
-    """Whose turn it is at the given places of a mixture -> (source, the index of its turn). Of the first n places a
-    source of weight w has n w, to less than one turn per source that comes before it, for every n."""
-    source, number = np.zeros_like(index), index.copy()
-    if len(weights) == 1:
-        return source, number
-    rest, left = np.arange(len(index)), sum(weights, Fraction(0))
-    for i, weight in enumerate(weights):
-        share = (weight / left).limit_denominator(2**30) if left else Fraction(1)
-        n, d = share.numerator, share.denominator
-        turn = number[rest]
-        before = turn // d * n + turn % d * n // d  # floor(turn n / d), whose products fit 64 bits
-        taken = (turn % d + 1) * n // d > turn % d * n // d
-        source[rest[taken]], number[rest[taken]] = i, before[taken]
-        number[rest[~taken]] = (turn - before)[~taken]
-        rest, left = rest[~taken], left - weight
-    return source, number
 
 
 def split_mixture(entries: list[str], flag: str) -> tuple[list[tuple[str, ...]], list[Fraction]]:
@@ -116,12 +96,12 @@ class Loader:
         self.streams = {str(i): s for i, s in enumerate(self.sources) if s.count is None}
         self.separate = config.documents == "separate" or any(isinstance(s, ChatRows) for s in self.sources)
         self.samples = 0  # rows handed out so far, over all ranks
-        self.before: deque[dict] = deque(maxlen=3)  # positions before the last batches that were handed out
-        self.lanes: dict[str, dict[str, list]] = {}  # by source: the positions of its lanes
+        self.before = deque(maxlen=3)  # positions before the last batches that were handed out
+        self.lanes = {}  # by source: the positions of its lanes
         if split == "val":
             self.val_rows = self._validation_rows()
 
-    def _open(self, specs, flag, catalog, count) -> ShardRows | Stream:
+    def _open(self, specs, flag, catalog, count):
         config, val = self.config, self.split == "val"
         if not catalog.is_stream(specs, flag):
             tokens, delimiter, is_chat = catalog.open(self.split, specs, flag)
@@ -167,7 +147,7 @@ class Loader:
             )
         return out
 
-    def _size(self) -> str:
+    def _size(self):
         stored = sum(map(len, self.tokens))
         return " and ".join([f"{stored} tokens"] * bool(stored) + ["a stream"] * bool(self.streams))
 
@@ -235,7 +215,7 @@ class Loader:
                 yield self._batches(*(part[first : first + self.step_rows] for part in self.val_rows))
             self._close()  # from here on the rows of streams come from memory
 
-    def _steps(self, samples: int) -> Iterator[tuple[list[Batch], int, dict]]:
+    def _steps(self, samples):
         """(micro-batches, the position behind them) without end."""
         for i, stream in self.streams.items():
             stream.start(self.lanes.get(i, {}))
@@ -251,11 +231,11 @@ class Loader:
         finally:
             self._close()
 
-    def _close(self) -> None:
+    def _close(self):
         for stream in self.streams.values():
             stream.close()
 
-    def _pick(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _pick(self, places):
         """Places in the run -> (source, row of it)."""
         source, row = turns(places, self.weights)
         for i, s in enumerate(self.sources):
@@ -269,7 +249,7 @@ class Loader:
                 row[now] = permute(row[now] % s.count, s.count, key)
         return source, row
 
-    def _validation_rows(self) -> tuple[np.ndarray, np.ndarray]:
+    def _validation_rows(self):
         """(source, row of it) of all rows that are evaluated."""
         limit, counts = self.config.eval_batches * self.step_rows, [s.count for s in self.sources]
         if not limit:
@@ -283,13 +263,13 @@ class Loader:
                 row[ours] = row[ours] * n // max(1, int(ours.sum()))
         return source, row
 
-    def _my_places(self, count: int) -> np.ndarray:
+    def _my_places(self, count):
         """Which of a step's rows are this rank's: row m * ranks * micro_batch + rank * micro_batch + i is row i of its
         micro-batch m. Where they do not divide, the last micro-batch reaches beyond `count`."""
         starts = np.arange(0, count, self.micro_batch * self.world_size) + self.rank * self.micro_batch
         return (starts[:, None] + np.arange(self.micro_batch)).ravel()
 
-    def _batches(self, source: np.ndarray, row: np.ndarray) -> list[Batch]:
+    def _batches(self, source, row):
         """This rank's micro-batches of a step, whose rows are given for all ranks. Where the last one reaches beyond
         the step, it is filled with rows that are not trained on."""
         places = self._my_places(len(row))
@@ -312,7 +292,7 @@ class Loader:
         return out
 
 
-def _documents(begins: np.ndarray) -> tuple[Tensor, Tensor]:
+def _documents(begins):
     """begins [B, T] -> positions [B, T], and where documents begin in the flattened rows."""
     begins[:, 0] = True
     B, T = begins.shape
@@ -343,7 +323,7 @@ def merge_positions(states: list[dict]) -> dict:
         for source, lanes in state.get("lanes", {}).items():
             known = merged.setdefault("lanes", {}).setdefault(source, {})
             for lane, position in lanes.items():
-                known[lane] = max(position, known.get(lane, position), key=lambda p: p[0])
+                known[lane] = max(position, known.get(lane, position))  # by the rows given
     return merged
 
 
@@ -416,7 +396,7 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
         yield "\n".join(out)
 
 
-def _decode(config, tokens, trained, colour) -> str:
+def _decode(config, tokens, trained, colour):
     tokenizer = load_tokenizer(config.tokenizer)
     names = {i: text for text, i in tokenizer.control.items()}
     on, off, end = ("\033[32m", "\033[90m", "\033[0m") if colour else ("[[", "", "]]")

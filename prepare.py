@@ -123,12 +123,10 @@ class ShardWriter:
     def __init__(self, folder: Path, names: str, vocab_size: int, shard_tokens: int, state: dict):
         self.folder, self.names, self.vocab_size, self.shard_tokens = folder, names, vocab_size, shard_tokens
         self.state = state
-        for name, first in (("number", 0), ("tokens", 0), ("masked", False), ("files", {})):
-            state.setdefault(name, first)
         self.dtype = np.dtype(make_header(0, vocab_size)[1])
         self.open = {}  # of the shard that is written: the tokens, and the mask if there is one
 
-    def _open(self) -> None:
+    def _open(self):
         """Cut to the length that is known."""
         path, tokens = self.folder / self.names.format(self.state["number"]), self.state["tokens"]
         ends = {path: HEADER + tokens * self.dtype.itemsize}
@@ -177,6 +175,10 @@ class ShardWriter:
 
 
 # ---- text -> shards
+
+
+def say(message: str) -> None:
+    print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
 
 
 class Meter:
@@ -228,23 +230,22 @@ def build(
     sources: list[TextFile],
     encoder: Encoder,
     folder: Path,
-    names: tuple[str, str],
-    processes: int = 0,
     shard_tokens: int = 2**62,
     val_every: int = VAL_EVERY,
+    processes: int = 0,
     skip_bad: int = 0,
+    names: tuple[str, str] = ("train-{:05}.bin", "val-{:05}.bin"),
     state: dict | None = None,
-    warn: Callable[[str], None] = print,
+    warn: Callable[[str], None] = say,
 ) -> dict:
-    """Tokenises sources into shards -> index.json's content. state: what progress.json says; it is kept up to date.
-    Bad rows beyond skip_bad end it with a UserError."""
+    """Tokenises sources into shards -> index.json's content. names: of the training and the held-out shards. state:
+    what progress.json says; it is kept up to date. Bad rows beyond skip_bad end it with a UserError."""
     tokenizer = load_tokenizer(encoder.tokenizer)
-    blank = {"position": [0, 0], "documents": 0, "skipped": 0, "kind": "", "shards": {"0": {}, "1": {}}}
+    shards = {split: {"number": 0, "tokens": 0, "masked": False, "files": {}} for split in "01"}
+    blank = {"position": [0, 0], "documents": 0, "skipped": 0, "kind": "", "shards": shards}
     state = blank | (state or {})
-    writers = [
-        ShardWriter(folder, name, tokenizer.vocab_size, shard_tokens, state["shards"][split])
-        for split, name in zip("01", names, strict=True)
-    ]
+    how = tokenizer.vocab_size, shard_tokens
+    writers = [ShardWriter(folder, names[int(i)], *how, shard) for i, shard in state["shards"].items()]
     meter, noted = Meter(sum(s.size for s in sources)), time.monotonic()
     jobs = batches(sources, encoder, state["position"], val_every)
     for (source, row, done, size), (splits, bad) in in_order(encode_rows, jobs, processes):
@@ -287,7 +288,7 @@ def build(
     }
 
 
-def _skip(bad: list[str], state: dict, skip_bad: int, warn: Callable[[str], None]) -> None:
+def _skip(bad, state, skip_bad, warn):
     for message in bad:
         state["skipped"] += 1
         if state["skipped"] > skip_bad:
@@ -316,24 +317,17 @@ def _locked(out, wait):
             remove_empty(new_folders)
 
 
-def say(message: str) -> None:
-    print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
-
-
 def prepare(
     sources: list[TextFile],
     encoder: Encoder,
     out: Path,
-    processes: int = 0,
-    shard_tokens: int = 100_000_000,
-    val_every: int = 100,
-    skip_bad: int = 0,
-    names: tuple[str, str] = ("train-{:05}.bin", "val-{:05}.bin"),
-    warn: Callable[[str], None] = say,
+    shard_tokens: int = 2**62,
+    val_every: int = VAL_EVERY,
     wait: bool = False,
+    **how,
 ) -> dict:
-    """Text -> a folder of shards, going on where an earlier call was killed -> index.json. names: of the training and
-    the held-out shards. wait: for another process that is at it."""
+    """`build` in a folder of its own, going on where an earlier call was killed -> index.json. wait: for another
+    process that is at it."""
     fingerprint = load_tokenizer(encoder.tokenizer).fingerprint
     made_with = [s.identity for s in sources], encoder[1:], fingerprint, shard_tokens, val_every
     key = hashlib.sha256(json.dumps(made_with).encode()).hexdigest()[:16]
@@ -348,7 +342,7 @@ def prepare(
             say(f"Going on in {sources[source]} after row {row}")
         write_json(note, state)
         try:
-            index = build(sources, encoder, out, names, processes, shard_tokens, val_every, skip_bad, state, warn)
+            index = build(sources, encoder, out, shard_tokens, val_every, state=state, **how)
             if not index["files"]:
                 raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
         except Damaged as e:  # what was made of the damaged rows must not be gone on with
@@ -364,7 +358,7 @@ def prepare(
     return index
 
 
-def _find_work(out, key, piped) -> dict:
+def _find_work(out, key, piped):
     """index.json of a folder that is ready, or how far an earlier call came; refuses a folder that holds anything
     else."""
     index, progress = read_index(out), read_json(out / "progress.json")
@@ -426,7 +420,7 @@ def run_prepare(argv: list[str]) -> None:
     out = "folder for the shards; the same words go on after a kill"
     add("--out", type=Path, required=True, metavar="DIR", help=out)
     add("--text_field", default="text", help="field or column of the text (default: text)")
-    numbers = {
+    numbers = {  # least, default
         "shard_tokens": (1, 100_000_000, "tokens per shard"),
         "val_every": (0, 100, "one document in N is held out; 0 = none"),
         "processes": (0, os.cpu_count() or 1, "workers"),

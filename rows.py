@@ -41,7 +41,7 @@ def sample_digest(files: list[Path]) -> str:
     than 32 at least 64 blocks of each are."""
     blocks = max(64, READ // BLOCK // max(1, len(files)))
 
-    def digest(path: Path) -> str:
+    def digest(path):
         size, rng, hashed = path.stat().st_size, random.Random(0), hashlib.sha256()
         stretch = max(BLOCK, size // blocks)
         with open(path, "rb", buffering=0) as file:
@@ -71,8 +71,8 @@ def tokenize(sources: list[TextFile], config: Config) -> list[tuple[Path, str]]:
     processes = cores() if sum(s.size for s in sources) > PARALLEL else 0
     index = read_index(folder)
     if not index:
-        how = VAL_EVERY, config.skip_bad, ("train.bin", "val.bin"), logger.warning
-        index = prepare(sources, encoder, folder, processes, 2**62, *how)
+        how = {"processes": processes, "skip_bad": config.skip_bad, "warn": logger.warning}
+        index = prepare(sources, encoder, folder, names=("train.bin", "val.bin"), wait=True, **how)
     if index["skipped"] > config.skip_bad:
         raise UserError(
             f"{', '.join(map(str, sources[:3]))}: {index['skipped']} bad rows are left out of what is in {folder},"
@@ -153,9 +153,9 @@ class Catalog:
 
     def __init__(self, config: Config, commits: dict[str, str] | None = None):
         self.config, self.commits = config, commits or {}
-        self.listed: dict[str, list[TextFile]] = {}  # the files of a hub address
-        self.streamed: dict[tuple[str, ...], bool] = {}
-        self.shards: dict[tuple[str, ...], Shards] = {}
+        self.listed = {}  # the files of a hub address
+        self.streamed = {}
+        self.shards = {}
 
     def find(self, spec: str, flag: str) -> list[TextFile]:
         if spec not in self.listed:
@@ -168,7 +168,7 @@ class Catalog:
 
     def is_stream(self, specs: tuple[str, ...], flag: str) -> bool:
         if specs not in self.streamed:
-            self.streamed[specs] = _is_stream(specs, flag, self.config, self)
+            self.streamed[specs] = self._is_stream(specs, flag)
         return self.streamed[specs]
 
     def open(self, split: str, specs: tuple[str, ...], flag: str) -> tuple[Tokens, int | None, bool]:
@@ -177,7 +177,7 @@ class Catalog:
         are, else a held-out 1/20."""
         config = self.config
         if specs not in self.shards:
-            self.shards[specs] = _open_shards(specs, flag, config, self)
+            self.shards[specs] = self._open_shards(specs, flag)
         (train, val), delimiter, is_chat = self.shards[specs].parts.values(), *self.shards[specs][1:]
         if config.val_data and split == "train":
             val = [p for p in val if read_index(p.path.parent) or not VAL_NAME.search(p.path.stem)]
@@ -186,69 +186,68 @@ class Catalog:
             raise _too_little(split, f"{len(tokens)} tokens, one row needs seq_len + 1 = {config.seq_len + 1}")
         return tokens, delimiter if config.delimiter < 0 else config.delimiter, is_chat
 
+    def _is_stream(self, specs, flag):
+        """Whether entries are streamed: text of the hub, and with --stream all text. Conversations never are."""
+        remote = [s for s in specs if s.startswith("hf://")]
+        if not remote and not (self.config.stream and specs and all(map(is_text, specs))):
+            return False
+        first = self.find(specs[0], flag)[0]
+        if kind_of(first.name) == ".parquet":  # its table of contents is at its end
+            (first,) = fetch_whole([first])
+        encoder = make_encoder(self.config)
+        row, _ = next(first.rows(encoder.fields, 0, 0), (None, 0))
+        if row is None:
+            raise UserError(f"{flag} {first} is empty")
+        try:
+            _, mask = encoder(str(first), row)
+        except BadRow as e:
+            if not self.config.skip_bad:
+                raise UserError(f"{e}; --skip_bad N leaves out up to N such rows per lane") from None
+            mask = None
+        if mask is None and len(remote) < len(specs) and not self.config.stream:
+            raise UserError(
+                f"{flag}: text of the hub is streamed and the rest is not: give each its weight, or --stream"
+            )
+        return mask is None
 
-def _is_stream(specs: tuple[str, ...], flag: str, config: Config, catalog: Catalog) -> bool:
-    """Whether entries are streamed: text of the hub, and with --stream all text. Conversations never are."""
-    remote = [s for s in specs if s.startswith("hf://")]
-    if not remote and not (config.stream and specs and all(map(is_text, specs))):
-        return False
-    first = catalog.find(specs[0], flag)[0]
-    if kind_of(first.name) == ".parquet":  # its table of contents is at its end
-        (first,) = fetch_whole([first])
-    encoder = make_encoder(config)
-    row, _ = next(first.rows(encoder.fields, 0, 0), (None, 0))
-    if row is None:
-        raise UserError(f"{flag} {first} is empty")
-    try:
-        _, mask = encoder(str(first), row)
-    except BadRow as e:
-        if not config.skip_bad:
-            raise UserError(f"{e}; --skip_bad N leaves out up to N such rows per lane") from None
-        mask = None
-    if mask is None and len(remote) < len(specs) and not config.stream:
-        raise UserError(f"{flag}: text of the hub is streamed and the rest is not: give each its weight, or --stream")
-    return mask is None
+    def _open_shards(self, specs, flag):
+        parts, delimiters, kinds = {"train": [], "val": []}, set(), set()
+        for path, split in self._find_shards(specs, flag):
+            tokens, delimiter = open_shard(path, self.config.data_dtype)
+            index = read_index(path.parent)
+            if index:
+                _check_index(index, path, len(tokens), self.config)
+                delimiter, split = index["delimiter"], split or "train"
+            delimiters.add(delimiter)
+            kinds.add(index.get("kind", "text"))
+            cut = {"train": len(tokens), "val": 0, "": len(tokens) - len(tokens) // VAL_EVERY}[split]
+            for name, stretch, first in (("train", tokens[:cut], 0), ("val", tokens[cut:], cut)):
+                if len(stretch):
+                    parts[name].append(Part(path, stretch, first))
+        if len(kinds) > 1:
+            raise UserError(f"{flag}: conversations and text together: give each its weight, as in A:0.5 B:0.5")
+        return Shards(parts, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"})
+
+    def _find_shards(self, specs, flag):
+        """(a shard, its split: train, val, or empty where neither its name nor its neighbours' say it). Text is
+        tokenised; that of the hub holds conversations, or it would be streamed."""
+        remote = [spec for spec in specs if spec.startswith("hf://")]
+        texts = fetch_whole([file for spec in remote for file in self.find(spec, flag)])
+        files = [file for spec in specs if spec not in remote for file in find_shards(spec, flag)]
+        shards = [file for file in files if file.suffix == ".bin"]
+        texts += [TextFile(str(file)) for file in files if file.suffix != ".bin"]
+        for text in texts:
+            if not text.size:
+                raise UserError(f"{flag} {text} is empty")
+        held_out = {path for path in shards if VAL_NAME.search(path.stem)}
+        other = "train" if held_out else ""
+        out = [(path, "val" if path in held_out else other) for path in shards]
+        if texts or not specs:
+            out += tokenize(texts or [BuiltinText()], self.config)
+        return out
 
 
-def _open_shards(specs: tuple[str, ...], flag: str, config: Config, catalog: Catalog) -> Shards:
-    parts, delimiters, kinds = {"train": [], "val": []}, set(), set()
-    for path, split in _find_shards(specs, flag, config, catalog):
-        tokens, delimiter = open_shard(path, config.data_dtype)
-        index = read_index(path.parent)
-        if index:
-            _check_index(index, path, len(tokens), config)
-            delimiter, split = index["delimiter"], split or "train"
-        delimiters.add(delimiter)
-        kinds.add(index.get("kind", "text"))
-        cut = {"train": len(tokens), "val": 0, "": len(tokens) - len(tokens) // VAL_EVERY}[split]
-        for name, stretch, first in (("train", tokens[:cut], 0), ("val", tokens[cut:], cut)):
-            if len(stretch):
-                parts[name].append(Part(path, stretch, first))
-    if len(kinds) > 1:
-        raise UserError(f"{flag}: conversations and text together: give each its weight, as in A:0.5 B:0.5")
-    return Shards(parts, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"})
-
-
-def _find_shards(specs: tuple[str, ...], flag: str, config: Config, catalog: Catalog) -> list[tuple[Path, str]]:
-    """(a shard, its split: train, val, or empty where neither its name nor its neighbours' say it). Text is tokenised;
-    that of the hub holds conversations, or it would be streamed."""
-    remote = [spec for spec in specs if spec.startswith("hf://")]
-    texts = fetch_whole([file for spec in remote for file in catalog.find(spec, flag)])
-    files = [file for spec in specs if spec not in remote for file in find_shards(spec, flag)]
-    shards = [file for file in files if file.suffix == ".bin"]
-    texts += [TextFile(str(file)) for file in files if file.suffix != ".bin"]
-    for text in texts:
-        if not text.size:
-            raise UserError(f"{flag} {text} is empty")
-    held_out = {path for path in shards if VAL_NAME.search(path.stem)}
-    other = "train" if held_out else ""
-    out = [(path, "val" if path in held_out else other) for path in shards]
-    if texts or not specs:
-        out += tokenize(texts or [BuiltinText()], config)
-    return out
-
-
-def _check_index(index: dict, path: Path, tokens: int, config: Config) -> None:
+def _check_index(index, path, tokens, config):
     """Whether a shard is the one that was prepared, and by this run's tokenizer."""
     known = index["files"].get(path.name, {}).get("tokens", "nothing of it")
     if known != tokens:
@@ -263,7 +262,7 @@ def _check_index(index: dict, path: Path, tokens: int, config: Config) -> None:
         )
 
 
-def _too_little(split: str, what: str) -> UserError:
+def _too_little(split, what):
     name = "training data" if split == "train" else "validation split"
     mend = "" if split == "train" else ", name a --val_data, or turn evaluation off with --eval_every 0"
     return UserError(f"The {name} has {what}: give more text or a smaller --seq_len{mend}")
@@ -376,7 +375,7 @@ class ChatRows(ShardRows):
         return int(self.starts[self.contents[row][0]])
 
 
-def _open_mask(part: Part) -> Part:
+def _open_mask(part):
     """The mask of a part's tokens."""
     path, tokens, first = part
     mask, length = path.with_suffix(".mask"), read_index(path.parent)["files"][path.name]["tokens"]

@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO
 
@@ -82,6 +83,25 @@ def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
         out[todo] = left << half | right
         todo = out >= n
     return out.astype(np.int64)
+
+
+def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.ndarray]:
+    """Whose turn it is at the given places of a mixture -> (source, the index of its turn). Of the first n places a
+    source of weight w has n w, to less than one turn per source that comes before it, for every n."""
+    source, number = np.zeros_like(index), index.copy()
+    if len(weights) == 1:
+        return source, number
+    rest, left = np.arange(len(index)), sum(weights, Fraction(0))
+    for i, weight in enumerate(weights):
+        share = (weight / left).limit_denominator(2**30) if left else Fraction(1)
+        n, d = share.numerator, share.denominator
+        turn = number[rest]
+        before = turn // d * n + turn % d * n // d  # floor(turn n / d), whose products fit 64 bits
+        taken = (turn % d + 1) * n // d > turn % d * n // d
+        source[rest[taken]], number[rest[taken]] = i, before[taken]
+        number[rest[~taken]] = (turn - before)[~taken]
+        rest, left = rest[~taken], left - weight
+    return source, number
 
 
 def beyond_vocabulary(where: str, id_: int, config) -> RankError:
@@ -176,7 +196,7 @@ def find_text(spec: str, flag: str, commit: str = "", tries: int = download.LIST
     return [HubFile(p, repo, commit, *tree[p]) for p in _choose(path, tree, f"{flag} {spec}", repo)]
 
 
-def _choose(path: str, tree: Iterable[str], entry: str, repo: str) -> list[str]:
+def _choose(path, tree, entry, repo):
     """The files of a listing that the path of an address names."""
     if path in tree:
         return [path]
@@ -196,7 +216,7 @@ def _choose(path: str, tree: Iterable[str], entry: str, repo: str) -> list[str]:
     return chosen
 
 
-def _candidates(repo: str, paths: list[str]) -> str:
+def _candidates(repo, paths):
     """Files that differ in numbers alone as one pattern each."""
     patterns = list(dict.fromkeys(re.sub(r"\d+-of-\d+|\d{3,}", "*", p) for p in paths))
     more = f" and {len(patterns) - 12} more" if len(patterns) > 12 else ""
@@ -225,18 +245,18 @@ def fetch_whole(files: list[TextFile]) -> list[TextFile]:
     return local
 
 
-def _free() -> int:
+def _free():
     return shutil.disk_usage(tempfile.gettempdir()).free
 
 
-def _no_room(file, size) -> Failed:
+def _no_room(file, size):
     return Failed(
         f"{tempfile.gettempdir()}: No space left on device: reading ahead in {file.name} needs {size / 1e6:.1f} MB"
         f" there and {_free() / 1e6:.1f} MB are free; free some, or set TMPDIR to another disk"
     )
 
 
-def _temporary_file(file, size) -> BinaryIO:
+def _temporary_file(file, size):
     """A file without a name, so that nothing is left behind, however the process ends."""
     if _free() < size:
         raise _no_room(file, size)
@@ -341,11 +361,11 @@ def in_order(function: Callable, jobs: Iterable[tuple], processes: int) -> Itera
         return
     local, workers, waiting = threading.local(), [], deque()
 
-    def start() -> None:
+    def start():
         local.worker = Worker()
         workers.append(local.worker)
 
-    def work(arguments: list):
+    def work(arguments):
         return local.worker(function, *arguments)
 
     pool = ThreadPoolExecutor(processes, initializer=start)
@@ -363,13 +383,13 @@ def in_order(function: Callable, jobs: Iterable[tuple], processes: int) -> Itera
             worker.close()
 
 
-def _serve() -> None:
+def _serve():
     """A worker's loop."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # what is printed must not get among the results
     sending = threading.Lock()
 
-    def send(answer: str | tuple) -> None:
+    def send(answer):
         try:
             with sending:
                 pickle.dump(answer, sink, pickle.HIGHEST_PROTOCOL)
@@ -541,7 +561,7 @@ class Stream:
         while self.workers:
             self.workers.pop().close()
 
-    def _start_lane(self, number) -> None:
+    def _start_lane(self, number):
         """From now on it is read ahead."""
         most = max(1, min(MAX_WORKERS, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1))
         if len(self.workers) < most:
@@ -554,7 +574,7 @@ class Stream:
         while True:
             yield worker(next_rows, number)
 
-    def _take(self, number) -> np.ndarray:
+    def _take(self, number):
         if number in self.kept:
             return self.kept[number]
         turn, lane = divmod(number, self.config.lanes)
@@ -594,7 +614,7 @@ class Stream:
         return self.lane(number % self.config.lanes).where(self.recent[number])
 
 
-def _warn(message) -> None:
+def _warn(message):
     (logger.warning if logger.isEnabledFor(logging.WARNING) else download.say)(message)  # rank 0 has the log
 
 

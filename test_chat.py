@@ -14,10 +14,11 @@ import torch
 import check
 import rows
 from config import parse_args
-from data import Batch, make_loader, show, turns
+from data import Batch, make_loader, show
 from errors import UserError
 from model import MODELS, Transformer, random_init
 from shard import Ranks, fill
+from stream import turns
 from test_tokenizer import TEMPLATES, _chat_tokenizer
 from text import Encoder, TextFile
 from tokenizer import load_tokenizer
@@ -294,7 +295,7 @@ def test_prepared_conversations(tmp_path):
     from prepare import prepare
 
     path = write(tmp_path / "a.jsonl", conversations())
-    prepare([TextFile(str(path))], Encoder("bytes"), tmp_path / "out", 0, 2000, 20, 0)
+    prepare([TextFile(str(path))], Encoder("bytes"), tmp_path / "out", 2000, 20)
     assert len(list((tmp_path / "out").glob("*.mask"))) > 2
     folder, files = make_loader(config(tmp_path / "out")), make_loader(config(path))
     assert [b.targets.tolist() for b in epoch(folder)] == [b.targets.tolist() for b in epoch(files)]
@@ -308,9 +309,9 @@ def test_prepared_conversations(tmp_path):
 def test_data_is_opened_once(tmp_path, monkeypatch):
     """In --check, and in a run: each file for both splits, and each split's conversations packed once."""
     path, calls = write(tmp_path / "a.jsonl", conversations()), []
-    for name in ("open_shard", "pack", "_is_stream"):
-        function = getattr(rows, name)
-        monkeypatch.setattr(rows, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
+    for place, name in ((rows, "open_shard"), (rows, "pack"), (rows.Catalog, "_is_stream")):
+        function = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
     c = config(path, out=tmp_path / "run", compile="none", dtype="fp32")
     check.report(c)
     once = ["_is_stream", *["open_shard"] * 2, *["pack"] * 2]

@@ -43,10 +43,8 @@ def tokens(folder, split) -> list[int]:
     return [t for path in sorted(folder.glob(f"{split}-*.bin")) for t in open_shard(path)[0].tolist()]
 
 
-def run(sources, out, processes=0, shard_tokens=10**9, val_every=20, skip_bad=0, settings=BYTES):
-    return prepare.prepare(
-        [TextFile(str(s)) for s in sources], settings, out, processes, shard_tokens, val_every, skip_bad
-    )
+def run(sources, out, shard_tokens=10**9, val_every=20, **how):
+    return prepare.prepare([TextFile(str(s)) for s in sources], BYTES, out, shard_tokens, val_every, **how)
 
 
 def refused(call, *args, **kwargs) -> str:
@@ -277,7 +275,7 @@ def test_rows_that_arrived_damaged_are_not_gone_on_with(tmp_path, monkeypatch):
     """A kill leaves a position to go on from; what is known to be damaged leaves none."""
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
 
-    def build(*arguments):
+    def build(*_, **__):
         note = json.loads((tmp_path / "out" / "progress.json").read_text())
         prepare.write_json(tmp_path / "out" / "progress.json", note | {"position": [0, 7]})
         raise Damaged("damaged")

@@ -186,18 +186,18 @@ def builtin_documents() -> Iterator[str]:
 # ---- readers: (name, stream, fields, first, val_every) -> rows; those up to `first` are passed over by the caller
 
 
-def _tell(raw) -> int:
+def _tell(raw):
     try:
         return raw.tell()
     except (OSError, ValueError):  # a pipe; a file that is closed
         return 0
 
 
-def _held_out(number: int, val_every: int) -> bool:
+def _held_out(number, val_every):
     return val_every > 0 and number % val_every == 0
 
 
-def _read_lines(name: str, stream, fields, first: int, val_every: int) -> Iterator[TextRow]:
+def _read_lines(name, stream, fields, first, val_every):
     offset = 0
     for number, line in enumerate(stream, 1):
         if not line.isspace():
@@ -205,7 +205,7 @@ def _read_lines(name: str, stream, fields, first: int, val_every: int) -> Iterat
         offset += len(line)
 
 
-def _read_txt(name: str, stream, fields, first: int, val_every: int) -> Iterator[TextRow]:
+def _read_txt(name, stream, fields, first, val_every):
     """A document in pieces of whole lines. The end of a plain file is held out."""
     size = cut = os.path.getsize(name) if name.endswith(".txt") and os.path.isfile(name) else sys.maxsize
     if val_every and size < sys.maxsize:
@@ -220,7 +220,7 @@ def _read_txt(name: str, stream, fields, first: int, val_every: int) -> Iterator
             offset, line, begins = offset + len(piece), line + piece.count(b"\n"), False
 
 
-def _last_part(stream, size: int, val_every: int) -> int:
+def _last_part(stream, size, val_every):
     """Where the last 1/val_every begins: with a line, or, if the last one is longer, with a character."""
     cut = size * (val_every - 1) // val_every
     stream.seek(max(cut - 1, 0))
@@ -234,7 +234,7 @@ def _last_part(stream, size: int, val_every: int) -> int:
     return begin
 
 
-def _read_parquet(name: str, stream, fields: tuple[str, ...], first: int, val_every: int) -> Iterator[TextRow]:
+def _read_parquet(name, stream, fields, first, val_every):
     try:
         import pyarrow.parquet
     except ImportError:
@@ -269,7 +269,7 @@ FORMATS = f"{', '.join(SUFFIXES)} (.gz of the first three) and .bin (token shard
 
 
 @functools.lru_cache(maxsize=4)
-def _tokenizer(spec: str):
+def _tokenizer(spec):
     return load_tokenizer(spec)  # which looks whether its files have changed: not for each row
 
 
@@ -312,7 +312,7 @@ class Encoder(NamedTuple):
             found = f"fields {', '.join(content)}"
         raise BadRow(f"{where} has no text field '{self.text_field}' (found: {found}); --text_field names it")
 
-    def _encode_chat(self, where: str, tokenizer, content: dict) -> tuple[list[int], list[int]]:
+    def _encode_chat(self, where, tokenizer, content):
         messages = content.get("messages")
         if messages is None:
             messages = []

@@ -295,9 +295,7 @@ def bench_data(args: Namespace) -> Iterator[Row]:
         train_bpe(texts, Path(spec))
         encode = load_tokenizer(spec).encode
         works = {
-            "prepare, one process, .json.gz": lambda: build(
-                [TextFile(str(source))], Encoder(spec), folder, ("train.bin", "val.bin")
-            ),
+            "prepare, one process, .json.gz": lambda: build([TextFile(str(source))], Encoder(spec), folder),
             "the tokenizer alone": lambda: [*map(encode, texts)],
         }
         yield from race_rows("4 MB of text", "MB/s", megabytes(texts), works, args.repeats)
