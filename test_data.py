@@ -79,27 +79,18 @@ def test_both_headers(tmp_path, kind, delimiter):
     c = config(shard(tmp_path / "a.bin", tokens, kind))
     assert read(c) + read(c, "val") == tokens.tolist()
     assert open_split(c, "train")[1] == open_split(c, "val")[1] == delimiter
-    assert open_split(config(tmp_path / "a.bin", delimiter=5), "train")[1] == 5
+    assert open_split(config(tmp_path / "a.bin", delimiter=5, data_dtype="uint32"), "train")[1] == 5  # a header wins
+    prepare.write_shard(tmp_path / "ours.bin", tokens, 2**16 + (kind == LLAMA3))
+    assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "a.bin").read_bytes()
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_headerless_needs_its_dtype_said(tmp_path, dtype):
-    path = headerless(tmp_path / "a.bin", range(1000), np.dtype(dtype).newbyteorder("<"))
+    path = headerless(tmp_path / "a.bin", range(1000), dtype)
     message = refused(read, config(path))
     assert str(path) in message and "--data_dtype" in message and "20240520 or 20240801" in message
     c = config(path, data_dtype=dtype)
     assert read(c) == list(range(950)) and open_split(c, "train")[1] is None
-
-
-def test_a_header_wins_over_data_dtype(tmp_path):
-    assert read(config(shard(tmp_path / "a.bin", range(100)), data_dtype="uint32")) == list(range(95))
-
-
-def test_write_shard_is_what_llmc_reads(tmp_path):
-    for vocab_size, kind in ((2**16, GPT2), (2**16 + 1, LLAMA3)):
-        prepare.write_shard(tmp_path / "ours.bin", np.arange(500), vocab_size)
-        shard(tmp_path / "theirs.bin", np.arange(500), kind)
-        assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "theirs.bin").read_bytes()
 
 
 def cut(path, size):
@@ -137,10 +128,7 @@ def test_folders_globs_and_lists(tmp_path):
     whole = [t for i in range(3) for t in range(100 * i, 100 * i + 95)]
     assert read(config(tmp_path)) == read(config(tmp_path / "s*.bin")) == whole
     assert read(config(tmp_path / "s2.bin", tmp_path / "s[01].bin")) == whole[190:] + whole[:190]
-
-
-def test_a_file_whose_name_looks_like_a_glob(tmp_path):
-    assert read(config(shard(tmp_path / "book[1].bin", range(100)))) == list(range(95))
+    assert read(config(shard(tmp_path / "book[1].bin", range(100)))) == list(range(95))  # not a glob
 
 
 # ---- splits
@@ -162,10 +150,7 @@ def test_without_such_names_the_last_twentieth_of_each_shard_is(tmp_path):
     c = config(shard(tmp_path / "a.bin", range(1000)), shard(tmp_path / "b.bin", range(2000, 2200)))
     assert read(c) == [*range(950), *range(2000, 2190)]
     assert read(c, "val") == [*range(950, 1000), *range(2190, 2200)]
-
-
-def test_a_text_named_val_changes_nothing_for_shards(tmp_path):
-    (tmp_path / "val.txt").write_text("a line\n" * 100)
+    (tmp_path / "val.txt").write_text("a line\n" * 100)  # changes nothing for shards
     c = config(shard(tmp_path / "a.bin", range(1000, 2000)), tmp_path / "val.txt")
     assert read(c)[:950] == [*range(1000, 1950)] and read(c, "val")[:50] == [*range(1950, 2000)]
 
@@ -203,18 +188,15 @@ def test_ids_beyond_the_vocabulary(tmp_path, at, split):
         open_checked(config(first, second, vocab_size=300, eval_every=0))  # it is not read
 
 
-def test_data_dtype_needs_a_headerless_file(tmp_path):
+def test_wrong_flags(tmp_path):
     with_header, without = shard(tmp_path / "a.bin", range(400)), headerless(tmp_path / "b.bin", range(400))
     (tmp_path / "c.txt").write_text("some words\n" * 100)
     open_checked(config(with_header, without, data_dtype="uint16"))
     open_checked(config(with_header, val_data=without, data_dtype="uint16"))
-    for path in (with_header, tmp_path / "c.txt"):
-        assert "--data_dtype uint16 is for headerless" in refused(open_checked, config(path, data_dtype="uint16"))
-
-
-def test_show_needs_a_number_of_rows():
     for n in ("-1", "0"):
         assert f"--n {n}" in refused(run_show, ["--n", n])
+    for path in (with_header, tmp_path / "c.txt"):
+        assert "--data_dtype uint16 is for headerless" in refused(open_checked, config(path, data_dtype="uint16"))
 
 
 # ---- text
@@ -241,24 +223,11 @@ def test_txt(tmp_path):
         assert bytes(train + val) == raw and bytes(train).endswith(b"\r\n")
         assert abs(len(val) - len(raw) / 20) < 60  # a line
     assert open_split(c, "train")[1] == 256
-
-
-def test_txt_without_line_ends_is_split_too(tmp_path):
-    raw = ("one long line, naïve, " * 5000).encode()
+    raw = ("one long line, naïve, " * 5000).encode()  # is split, too
     (tmp_path / "a.txt").write_bytes(raw)
     c = config(tmp_path / "a.txt")
     train, val = read(c), read(c, "val")
     assert train[0] == val[0] == 256 and bytes(train[1:] + val[1:]) == raw and 0.03 < len(val) / len(raw) < 0.06
-
-
-def test_jsonl(tmp_path):
-    texts = [f"document {i}\nhas two lines, é" for i in range(45)]
-    lines = [json.dumps({"id": i, "body": text}) for i, text in enumerate(texts)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n")
-    c = config(tmp_path / "a.jsonl", text_field="body")
-    found = {s: bytes(255 if t == 256 else t for t in read(c, s)).split(b"\xff")[1:] for s in ("train", "val")}
-    assert [t.decode() for t in found["val"]] == texts[19::20]  # one document in twenty
-    assert [t.decode() for t in found["train"]] == [t for i, t in enumerate(texts) if i % 20 != 19]
 
 
 def test_text_is_tokenised_once_until_it_changes(tmp_path, cache, monkeypatch):
@@ -266,18 +235,6 @@ def test_text_is_tokenised_once_until_it_changes(tmp_path, cache, monkeypatch):
     path.write_text("first line\n" * 100)
     seen = counted(monkeypatch)
     assert len(read(config(path))) > 900 and len(seen) == 2  # the training and the validation part
-    read(config(path)), read(config(path), "val"), open_checked(config(path))
-    assert len(seen) == 2
-    before = path.stat()
-    path.write_text("other line\n" * 100)  # of the same size
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    assert bytes(read(config(path))[1:11]) == b"other line" and len(seen) == 4
-
-
-def test_cache_folder(tmp_path, cache):
-    path = tmp_path / "own.txt"
-    path.write_text("a line\n" * 100)
-    read(config(path))
     (folder,) = cache.iterdir()
     index = json.loads((folder / "index.json").read_text())
     assert folder.name.startswith("own-") and index["tokenizer"] == "bytes" and index["sources"] == [str(path)]
@@ -285,6 +242,12 @@ def test_cache_folder(tmp_path, cache):
         content = (folder / name).read_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
         assert index["files"][name] == {"tokens": (len(content) - 1024) // 2, "sha256": sha256}
+    read(config(path)), read(config(path), "val"), open_checked(config(path))
+    assert len(seen) == 2
+    before = path.stat()
+    path.write_text("other line\n" * 100)  # of the same size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert bytes(read(config(path))[1:11]) == b"other line" and len(seen) == 4
 
 
 def test_two_processes_at_once(tmp_path, cache, monkeypatch):
@@ -300,36 +263,20 @@ def test_two_processes_at_once(tmp_path, cache, monkeypatch):
 
     monkeypatch.setattr(ByteTokenizer, "encode", slowly)
     processes = [fork.Process(target=lambda: both.wait(60) or read(config(path))) for _ in range(2)]
-    for p in processes:
-        p.start()
-    for p in processes:
-        p.join(60)
+    [p.start() for p in processes]
+    [p.join(60) for p in processes]
     assert [p.exitcode for p in processes] == [0, 0] and calls.value == 2  # the training and the validation part
     assert len(list(cache.iterdir())) == 1
     monkeypatch.setattr(ByteTokenizer, "encode", None)  # it is there
     assert bytes(read(config(path))[1:] + read(config(path), "val")[1:]) == path.read_bytes()
 
 
-GOOD_ROW = b'{"text": "good"}\n'
-BAD_TEXTS = {
-    "utf-8": ("a.txt", b"good\nb\xe4d\n", "byte 6.*line 2"),
-    "utf-8 in jsonl": ("a.jsonl", GOOD_ROW + b'{"text": "\xff"}', "byte 27.*line 2"),
-    "json": ("a.jsonl", GOOD_ROW * 2 + b'{"text": ', "line 3 .*JSON"),
-    "field": ("a.jsonl", GOOD_ROW + b'{"body": "x", "id": 1}', "line 2 .*'text'.*body, id.*--text_field"),
-    "no text": ("a.jsonl", GOOD_ROW + b'{"text": 5}', "line 2 .*'text'"),
-    "no object": ("a.jsonl", GOOD_ROW + b'["text"]', "line 2 .*'text'.*list"),
-    "surrogate": ("a.jsonl", GOOD_ROW + b'{"text": "half a pair: \\ud83c"}', "line 2.*surrogate"),
-    "empty": ("a.txt", b"", "is empty"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD_TEXTS)
-def test_bad_text_is_named_and_leaves_nothing(tmp_path, cache, kind):
-    name, content, pattern = BAD_TEXTS[kind]
-    (tmp_path / name).write_bytes(content)
-    message = refused(read, config(tmp_path / name))
-    assert re.search(pattern, message) and str(tmp_path / name) in message
-    assert not cache.exists() or not list(cache.iterdir())
+def test_bad_text_is_named_and_leaves_nothing(tmp_path, cache):
+    """test_prepare.py has all that can be wrong with it."""
+    for content, pattern in ((b"good\nb\xe4d\n", "byte 6.*line 2"), (b"", "is empty")):
+        (tmp_path / "a.txt").write_bytes(content)
+        message = refused(read, config(tmp_path / "a.txt"))
+        assert re.search(pattern, message) and str(tmp_path / "a.txt") in message and not cache.exists()
 
 
 def test_built_in_text(cache, monkeypatch):
@@ -364,11 +311,8 @@ def test_permute_differs_by_key_and_looks_random():
         assert np.abs(np.bincount(column, minlength=8) - 250).max() < 5 * 15
     order = permute(np.arange(10**5), 10**5, "0/0")
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02 and np.sum(np.abs(np.diff(order)) == 1) < 20
-
-
-def test_permute_of_very_many_needs_no_memory():
     order = permute(np.array([0, 1, 10**13 - 1]), 10**13, "0/0")
-    assert len(set(order.tolist())) == 3 and order.min() >= 0 and order.max() < 10**13
+    assert len(set(order.tolist())) == 3 and order.min() >= 0 and order.max() < 10**13  # without memory
 
 
 def test_the_order_never_changes():
@@ -423,10 +367,7 @@ def test_each_row_once_per_epoch(tmp_path):
     assert state["samples"] == 185 and state["epoch"] == 5
     other, _ = run(config(tmp_path / "d", micro_batch=5, seed=1), 37)
     assert sorted(other[0]) != sorted(batches[0])
-
-
-def test_a_step_of_several_epochs(tmp_path):
-    batches, _ = run(config(numbered(tmp_path / "d", 5), micro_batch=12), 5)
+    batches, _ = run(config(numbered(tmp_path / "e", 5), micro_batch=12), 5)  # a step of several epochs
     assert all(sorted(epoch) == [*range(5)] for epoch in np.reshape(sum(batches, []), (12, 5)))
 
 
@@ -452,13 +393,10 @@ def test_resume_anywhere(tmp_path, world_size, micro_batch):
         assert first + rest == whole and end["samples"] == 120
 
 
-def test_position_is_of_what_was_handed_out(tmp_path):
+def test_positions_are_of_what_was_handed_out_and_filled_rows_are_not_trained_on(tmp_path):
     loader = make_loader(config(numbered(tmp_path / "d", 37), micro_batch=3))
-    assert [loader.state_dict()["samples"] for _ in zip(range(4), loader, strict=False)] == [3, 6, 9, 12]
-
-
-def test_filled_rows_are_not_trained_on(tmp_path):
-    c = config(numbered(tmp_path / "d", 37), micro_batch=2, batch_tokens=12 * T)
+    assert [loader.state_dict()["samples"] for _ in zip(range(4), loader, strict=False)] == [3, 6, 9, 12]  # handed out
+    c = config(tmp_path / "d", micro_batch=2, batch_tokens=12 * T)
     steps = [next(iter(make_loader(c, rank, 5))) for rank in range(5)]
     counts = [[int((b.targets != -100).sum()) // T for b in step] for step in steps]
     assert counts == [[2, 2], [2, 0], [2, 0], [2, 0], [2, 0]]
@@ -477,16 +415,22 @@ def test_rows_lie_across_shards(tmp_path):
     assert rows == {tuple(whole[i : i + T]) + tuple(whole[i + 1 : i + T + 1]) for i in range(0, 7 * T, T)}
 
 
-def test_another_data_set_or_length_is_refused(tmp_path):
+def test_data_are_known_again(tmp_path):
     _, state = run(config(numbered(tmp_path / "d", 37)), 2)
     run(config(tmp_path / "d"), 1, 1, state)
     make_loader(config(numbered(tmp_path / "same", 37))).load_state_dict(state)  # in another place
+    described = make_loader(config(shard(tmp_path / "a.bin", range(1000)))).describe()
+    digest = hashlib.sha256(2 * np.arange(950, dtype="<u2").tobytes()).hexdigest()
+    assert described == [{"file": "a.bin", "tokens": 950, "sha256_ends": digest}]
     message = refused(make_loader(config(tmp_path / "d", seq_len=4)).load_state_dict, state)
     assert "seq_len 8, now 4" in message and "--out" in message
     longer = make_loader(config(numbered(tmp_path / "e", 38)))
     assert "--data" in refused(longer.load_state_dict, state)
+    old = state | {"data": "d3d0378191310af6"}  # of the ends of the files alone
+    make_loader(config(tmp_path / "d")).load_state_dict(old)
     shard(tmp_path / "d" / "s0.bin", [7, *range(1, 37 * T + 1)])
-    assert "--data" in refused(make_loader(config(tmp_path / "d")).load_state_dict, state)
+    for known in (state, old):
+        assert "other data" in refused(make_loader(config(tmp_path / "d")).load_state_dict, known)
 
 
 CHANGED = {
@@ -522,19 +466,6 @@ def test_a_large_file_is_compared_all_over(tmp_path, monkeypatch):
         path.write_bytes(content[:start] + bytes(2**15) + content[start + 2**15 :])
         digests.add(rows.sample_digest([path]))
     assert len(digests) == 17
-
-
-def test_a_checkpoint_that_knows_the_ends_of_the_files_alone_goes_on(tmp_path):
-    state = make_loader(config(numbered(tmp_path / "d", 37))).state_dict() | {"data": "d3d0378191310af6"}
-    make_loader(config(tmp_path / "d")).load_state_dict(state)
-    shard(tmp_path / "d" / "s0.bin", [7, *range(1, 37 * T + 1)])
-    assert "other data" in refused(make_loader(config(tmp_path / "d")).load_state_dict, state)
-
-
-def test_describe(tmp_path):
-    loader = make_loader(config(shard(tmp_path / "a.bin", range(1000))))
-    digest = hashlib.sha256(2 * np.arange(950, dtype="<u2").tobytes()).hexdigest()
-    assert loader.describe() == [{"file": "a.bin", "tokens": 950, "sha256_ends": digest}]
 
 
 def test_rows_are_named_by_files_of_the_users_and_by_their_text(tmp_path, cache):
@@ -581,10 +512,7 @@ def test_separate_documents_need_a_delimiter(tmp_path):
     assert batch.positions.tolist() == [[*range(T)]]
     mixed = config(shard(tmp_path / "b.bin", range(100)), shard(tmp_path / "c.bin", range(100), LLAMA3), **flags)
     assert "--delimiter" in refused(make_loader, mixed)
-
-
-def test_text_has_the_tokenizers_delimiter(tmp_path):
-    rows = [json.dumps({"text": "x" * (i % 7)}) for i in range(200)]
+    rows = [json.dumps({"text": "x" * (i % 7)}) for i in range(200)]  # text has the tokenizer's
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     c = config(tmp_path / "a.jsonl", documents="separate", micro_batch=16)
     ((batch,),) = itertools.islice(make_loader(c), 1)

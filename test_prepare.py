@@ -62,7 +62,7 @@ def parquet(path, rows):
 
 WRITERS = {
     "a.jsonl": lambda p: p.write_bytes(jsonl(ROWS)),
-    "a.json.gz": lambda p: p.write_bytes(gzip.compress(jsonl(ROWS))),
+    "a.json.gz": lambda p: p.write_bytes(gzip.compress(jsonl(ROWS, "body"))),
     "a.jsonl.gz": lambda p: p.write_bytes(gzip.compress(jsonl(ROWS[:99])) + gzip.compress(jsonl(ROWS[99:]))),
     "a.parquet": lambda p: parquet(p, ROWS),
 }
@@ -72,7 +72,8 @@ WRITERS = {
 def test_every_kind_gives_the_same_tokens(tmp_path, monkeypatch, name):
     WRITERS[name](tmp_path / name)
     monkeypatch.setattr(prepare, "BATCH", 1000)
-    index = run([tmp_path / name], tmp_path / "out", shard_tokens=7000)
+    encoder = Encoder("bytes", "body" if name == "a.json.gz" else "text")
+    index = prepare.prepare([TextFile(str(tmp_path / name))], encoder, tmp_path / "out", 7000)
     for split, expected in naive(ROWS).items():
         assert tokens(tmp_path / "out", split) == expected
         sizes = [f["tokens"] for n, f in index["files"].items() if n.startswith(split)]
@@ -189,6 +190,9 @@ BAD = {
     "no gzip": ("a.json.gz", GOOD, "gzip data is damaged"),
     "json": ("a.jsonl", GOOD + b"{'text': 1}\n", r"line 2 \(byte 26\) is not JSON.*--skip_bad"),
     "array": ("a.json", b'[{"text": "x"}]\n', "line 1 has no text field 'text' .*list"),
+    "no text": ("a.jsonl", GOOD + b'{"text": 5}', "line 2 has no text field 'text'"),
+    "surrogate": ("a.jsonl", GOOD + b'{"text": "half a pair: \\ud83c"}', "line 2.*surrogate"),
+    "utf-8 in jsonl": ("a.jsonl", GOOD + b'{"text": "\xff"}', "byte 36.*line 2"),
     "field": ("a.jsonl", GOOD + jsonl(["x"], "body"), "line 2 has no text field 'text' .*id, body.*--text_field"),
     "empty": ("a.jsonl", b"", "no rows are left"),
     "Latin-1": ("a.txt", "naïve".encode("latin-1"), "not UTF-8 at byte 2 .*iconv"),

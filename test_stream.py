@@ -143,14 +143,6 @@ def test_bad_rows(tmp_path, caplog, monkeypatch):
     assert "left out" in caplog.text and "line 8" in caplog.text
 
 
-def test_truncated_gzip(tmp_path):
-    data = write(tmp_path / "d", 1, 40)
-    path = tmp_path / "d" / "part.0.json.gz"
-    path.write_bytes(path.read_bytes()[:-60])
-    with pytest.raises(UserError, match=r"part\.0\.json\.gz: .*cut short at byte \d+"):
-        run(config(data, lanes=1), 20)
-
-
 def test_what_cannot_be_streamed(tmp_path):
     data = write(tmp_path / "d", 1, 5)
     with pytest.raises(UserError, match="name a --val_data.*--eval_every 0"):
@@ -160,6 +152,9 @@ def test_what_cannot_be_streamed(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(UserError, match="empty.jsonl is empty"):
         make_loader(config(tmp_path / "empty.jsonl"))
+    (tmp_path / "one.txt").write_text("a single document")
+    with pytest.raises(UserError, match="give a smaller --lanes than 4, or leave out --stream"):
+        run(config(tmp_path / "one.txt"), 1)
 
 
 def test_validation_of_a_stream(tmp_path):
@@ -388,12 +383,6 @@ def test_a_rank_that_comes_to_its_lanes_unevenly_waits_for_none(tmp_path, case):
     reader.join(100)
     assert len(seen) == 40
     steps.close()
-
-
-def test_more_lanes_than_rows_are_named(tmp_path):
-    (tmp_path / "one.txt").write_text("a single document")
-    with pytest.raises(UserError, match="give a smaller --lanes than 4, or leave out --stream"):
-        run(config(tmp_path / "one.txt"), 1)
 
 
 def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
