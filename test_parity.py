@@ -14,8 +14,6 @@ often: its error must be of the same size, at most 1.5 times as large (and gradi
 it smaller). An accumulation in bf16 or a wrong reduction would be far outside."""
 
 import itertools
-import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
@@ -29,6 +27,7 @@ import guard
 import shard
 from model import MODELS, Transformer, random_init
 from optim import DTYPES
+from test_shard import run_code
 
 ROWS, T = 16, 32
 KEPT = (32, 3, 17, 0, 1, 32, 9, 30)  # trained tokens of the rows, over and over: very uneven masks
@@ -206,40 +205,22 @@ def work(whole: bool) -> None:
     shard.leave(ranks)
 
 
-def start(world_size: int, whole: bool) -> list[subprocess.Popen]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    env |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    env |= {} if world_size <= torch.cuda.device_count() else {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, __file__, "--whole" if whole else "--short"]
-    return [
-        subprocess.Popen(
-            command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(world_size)
-    ]
+def compare(world_size: int, whole: bool) -> subprocess.CompletedProcess:
+    env = {} if world_size <= torch.cuda.device_count() else {"CUDA_VISIBLE_DEVICES": ""}
+    return run_code(f"import test_parity; test_parity.work({whole})", ["test_parity.py"], world_size, env, 3000)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["short", "whole"])
 def test_parity(world_size, whole):
-    ranks = start(world_size, whole)
-    said = [rank.communicate(timeout=3000)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world_size, said[0][-3000:]
-    wrong = [line for line in said[0].splitlines() if "WRONG" in line]
-    assert not wrong and said[0].count("| ok |") == len(cells(world_size, whole)), "\n".join(wrong)
-    assert all(f"rank {i}: 0 wrong" in out for i, out in enumerate(said))
+    done = compare(world_size, whole)
+    assert done.returncode == 0, done.stderr[-3000:]
+    wrong = [line for line in done.stdout.splitlines() if "WRONG" in line]
+    assert not wrong and done.stdout.count("| ok |") == len(cells(world_size, whole)), "\n".join(wrong)
+    assert done.stdout.count(": 0 wrong") == world_size
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        work("--whole" in sys.argv)
     print("processes | largest relative error | allowed | | cell")
     for n in (1, 2, 4):
-        processes = start(n, "--short" not in sys.argv)
-        for line in processes[0].stdout:
-            print(line, end="", flush=True)
-        for process in processes:
-            process.communicate()
+        print(compare(n, "--short" not in sys.argv).stdout)

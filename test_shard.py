@@ -1,8 +1,13 @@
 """shard.py: the oracle is one process that is not sharded; the workers below are real gloo processes under torchrun."""
 
+import multiprocessing
+import multiprocessing.connection
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +29,65 @@ ROOT = Path(__file__).parent
 ALONE = shard.Ranks(0, 1, torch.device("cpu"))
 
 
-def run_ranks(n: int, code: str, *args: str) -> str:
-    """Runs Python code on n gloo ranks -> what they print."""
-    prelude = "import sys; sys.path.insert(0, sys.argv[1])\nimport torch, guard, shard, test_shard\n"
-    script = Path(args[0]) / "worker.py" if args else None
-    script.write_text(prelude + code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), str(ROOT), *args], capture_output=True, text=True, env=env, timeout=300
-    )
+# A run's processes are forked from one that has only imported what they need, which takes seconds each time.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["test_shard", "train", "matplotlib.backends.backend_agg", "torch._dynamo"])
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def be_rank(code: str, words: list[str], env: dict[str, str], folder: str) -> None:
+    """Runs Python code in a process of its own: stdout and stderr go to files in the folder."""
+    for number, stream in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{folder}/{stream}-{env.get('RANK', 0)}", os.O_CREAT | os.O_WRONLY), number)
+        setattr(sys, stream, os.fdopen(number, "w", buffering=1))
+    os.environ.update(env)
+    sys.argv[:] = words
+    torch.set_num_threads(1)
+    exec(compile(code, words[0], "exec"), {"__name__": "__main__"})
+    sys.stdout.flush()
+
+
+def run_code(code: str, words: list[str], ranks: int = 1, env: dict | None = None, timeout: float = 400):
+    """Runs Python code on so many gloo ranks, sys.argv being words -> subprocess.CompletedProcess with what they print,
+    one rank after the other. The first that fails ends all."""
+    env = {"OMP_NUM_THREADS": "1"} | (env or {})
+    if ranks > 1:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(ranks):
+            mine = env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
+            started.append(SERVER.Process(target=be_rank, args=(code, words, mine, folder)))
+            started[-1].start()
+        deadline, waiting = time.monotonic() + timeout, list(started)
+        while waiting and not any(p.exitcode for p in started) and time.monotonic() < deadline:
+            multiprocessing.connection.wait([p.sentinel for p in waiting], 10)
+            waiting = [p for p in started if p.exitcode is None]
+        status = next((p.exitcode for p in started if p.exitcode), -9 if waiting else 0)
+        for process in waiting:
+            process.kill()
+            process.join()
+        out, err = ("".join(p.read_text() for p in sorted(Path(folder).glob(f"{n}-*"))) for n in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(words, status, out, err)
+
+
+def run_ranks(n: int, code: str, *args: str, fresh: bool = False) -> str:
+    """Runs Python code on n gloo ranks -> what they print. fresh: torchrun starts them, with this process's environment
+    from their first moment on."""
+    code = "import sys; sys.path.insert(0, sys.argv[1])\nimport torch, guard, shard, test_shard\n" + code
+    if fresh:
+        script = Path(args[0]) / "worker.py"
+        script.write_text(code)
+        words = [*TORCHRUN, str(n), str(script), str(ROOT), *args]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    else:
+        done = run_code(code, ["worker.py", str(ROOT), *args], n)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -250,7 +304,7 @@ print("done")
 shard.leave(ranks)
 """
     )
-    assert run_ranks(2, code, str(tmp_path)).count("done") == 2
+    assert run_ranks(2, code, str(tmp_path), fresh=True).count("done") == 2
 
 
 def test_faults_of_ranks_are_told_to_all_and_late_ones_are_not_waited_for(tmp_path):

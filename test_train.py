@@ -28,6 +28,7 @@ from errors import exit_status
 from model import Transformer
 from prepare import write_shard
 from shard import fill
+from test_shard import run_code
 from train import main as train_main
 
 ROOT = Path(__file__).parent
@@ -49,8 +50,8 @@ def command(args, ranks: int = 1) -> list[str]:
 
 
 def train(*args, ranks: int = 1, env: dict | None = None, status: int = 0) -> subprocess.CompletedProcess:
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-    done = subprocess.run(command(args, ranks), capture_output=True, text=True, env=env, timeout=400)
+    words = ["train.py", *map(str, args)]
+    done = run_code("import errors, train; errors.run_script(train.main)", words, ranks, env)
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done
 
@@ -445,7 +446,9 @@ def test_closed_output_is_no_crash():
 
 
 def test_a_mistake_is_said_once_by_several_processes(tmp_path, text):
-    done = train(*FAST, "--data", text, "--batch_tokens", 1000, "--out", tmp_path / "run", ranks=2, status=1)
+    words = command([*FAST, "--data", text, "--batch_tokens", 1000, "--out", tmp_path / "run"], 2)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1  # torchrun's
     assert done.stderr.count("error: --batch_tokens 1000 does not divide") == 1
     assert "4 x 64 x 2 = 512" in done.stderr
 
