@@ -71,7 +71,8 @@ class Lab(NamedTuple):
 
 # ---- measuring
 
-SMI = "timeout 10 nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu --format=csv,noheader 2>&-"
+FIELDS = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+SMI = f"timeout 10 nvidia-smi --query-gpu={FIELDS} --format=csv,noheader 2> /dev/null"
 
 
 def measure(
