@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import unicodedata
+from functools import partial
 from pydoc_data.topics import topics
 
 import jinja2
@@ -27,66 +28,30 @@ LLAMA3_REGEX = (
 )
 
 
+NAMES = "<s> </s> [INST] <unk> <|endoftext|> <tool> ▁ Ġ <0x0A> 's 'LL 'ſ"
+UNICODE = "é e\u0301 日本語 नमस्ते ١٢٣ ½ Ⅳ 1234567 👩\u200d👩\u200d👧 🎈 \u200b \U0010ffff ß İ"
+
+
 def _strings(n: int, seed: int = 0) -> list[str]:
     """Words, white space, control characters, control tokens' names, Unicode, and mixtures of them."""
     r = random.Random(seed)
     words = " ".join(TEXT[:10]).split(" ")
     odd = [
         "",
-        " ",
         "  ",
-        "\n",
         "\r\n",
-        "\t",
-        "\0",
-        "\x1c",
-        "\x7f",
-        "\x85",
-        "\xa0",
-        "\u2003",
-        "\u2028",
-        "\u3000",
-        "\ufeff",
-    ]
-    odd += [
+        *" \n\t\0\x1c\x7f\x85\xa0\u2003\u2028\u3000\ufeff",
         *SPECIAL,
-        "<s>",
-        "</s>",
-        "[INST]",
-        "<unk>",
-        "<|endoftext|>",
-        "<tool>",
-        "▁",
-        "Ġ",
-        "<0x0A>",
-        "'s",
-        "'LL",
-        "'ſ",
-    ]
-    odd += [
-        "é",
-        "e\u0301",
-        "日本語",
-        "नमस्ते",
-        "١٢٣",
-        "½",
-        "Ⅳ",
-        "1234567",
-        "👩‍👩‍👧",
-        "🎈",
-        "\u200b",
-        "\U0010ffff",
-        "ß",
-        "İ",
+        *NAMES.split(),
+        *UNICODE.split(),
     ]
     out = ["", *odd, *(c * k for c in odd for k in (2, 3, 17))]
     while len(out) < n:
         parts = []
         for _ in range(r.randrange(1, 20)):
             code = r.choice((r.randrange(128), r.randrange(0x3000), r.randrange(0xE000, 0x110000)))
-            parts.append(
-                r.choice((r.choice(words), " " + r.choice(words), r.choice(odd) * r.choice((1, 2, 5)), chr(code)))
-            )
+            part = (r.choice(words), " " + r.choice(words), r.choice(odd) * r.choice((1, 2, 5)), chr(code))
+            parts.append(r.choice(part))
         out.append("".join(parts))
     return out
 
@@ -96,33 +61,25 @@ STRINGS = _strings(1030)
 
 def _train(kind: str) -> dict:
     """-> a tokenizer.json, as the tokenizers library writes it."""
+    level = partial(pre.ByteLevel, add_prefix_space=False)
+
+    def split(expression: str):
+        pattern = pre.Split(tokenizers.Regex(expression), "isolated")
+        return pre.Sequence([pattern, level(use_regex=False)])
+
     steps = {
-        "gpt2": pre.ByteLevel(add_prefix_space=False),
+        "gpt2": level(),
         "gpt2, leading space": pre.ByteLevel(add_prefix_space=True),
-        "llama3": pre.Sequence(
-            [
-                pre.Split(tokenizers.Regex(LLAMA3_REGEX), "isolated"),
-                pre.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        ),
-        "digits": pre.Sequence([pre.Digits(True), pre.ByteLevel(add_prefix_space=False)]),
-        "own split": pre.Sequence(
-            [
-                pre.Split(tokenizers.Regex(r"[\p{L}\p{M}]+\s?|\p{Nd}{1,2}(?=\p{Nd})|!++"), "isolated"),
-                pre.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        ),
-        "no split": pre.ByteLevel(add_prefix_space=False, use_regex=False),
+        "llama3": split(LLAMA3_REGEX),
+        "digits": pre.Sequence([pre.Digits(True), level()]),
+        "own split": split(r"[\p{L}\p{M}]+\s?|\p{Nd}{1,2}(?=\p{Nd})|!++"),
+        "no split": level(use_regex=False),
     }
     t = tokenizers.Tokenizer(tokenizers.models.BPE())
     t.pre_tokenizer, t.decoder = steps[kind], tokenizers.decoders.ByteLevel()
-    alphabet = pre.ByteLevel.alphabet()
-    t.train_from_iterator(
-        TEXT[:12] if kind == "no split" else TEXT,
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=1500, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
-        ),
-    )
+    options = {"special_tokens": list(SPECIAL), "initial_alphabet": pre.ByteLevel.alphabet(), "show_progress": False}
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=1500, **options)
+    t.train_from_iterator(TEXT[:12] if kind == "no split" else TEXT, trainer)
     return json.loads(t.to_str())
 
 
@@ -150,13 +107,8 @@ def _take_whole(d: dict) -> dict:
     return d
 
 
-JSONS = {
-    "gpt2": lambda: _train("gpt2"),
-    "gpt2, leading space": lambda: _train("gpt2, leading space"),
-    "llama3": lambda: _train("llama3"),
-    "digits": lambda: _train("digits"),
-    "own split": lambda: _train("own split"),
-    "no split": lambda: _train("no split"),
+KINDS = ("gpt2", "gpt2, leading space", "llama3", "digits", "own split", "no split")
+JSONS = {kind: partial(_train, kind) for kind in KINDS} | {
     "other ids": lambda: _renumber(_train("llama3")),
     "words": lambda: _add_words(_train("gpt2")),
     "whole pieces": lambda: _take_whole(_train("llama3")),
@@ -279,13 +231,9 @@ def test_llama3_ranks(tmp_path):
 # ---- sentencepiece
 
 LLAMA2 = {
-    "model_type": "bpe",
-    "byte_fallback": True,
-    "split_digits": True,
-    "normalization_rule_name": "identity",
-    "remove_extra_whitespaces": False,
-    "allow_whitespace_only_pieces": True,
-}
+    "model_type": "bpe", "byte_fallback": True, "split_digits": True, "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True,
+}  # fmt: skip
 MODELS = {
     "llama2": {},
     "no leading space": {"add_dummy_prefix": False},
@@ -381,14 +329,10 @@ def test_control_tokens_are_no_text(tmp_path):
         ({}, 0, 1, {0, 1, 4}),
         ({"tokenizer_config__json": {"bos_token": None, "eos_token": "<|eot_id|>"}}, 0, 4, {0, 1, 4}),
         ({"special_tokens_map__json": {"eos_token": {"content": "<|eot_id|>"}}}, 0, 4, {0, 1, 4}),
-        (
-            {"generation_config__json": {"eos_token_id": [1, 9]}, "config__json": {"eos_token_id": 8}},
-            0,
-            1,
-            {0, 1, 4, 8, 9},
-        ),
+        ({"generation_config__json": {"eos_token_id": [1, 9]}, "config__json": {"eos_token_id": 8}}, 0, 1,
+         {0, 1, 4, 8, 9}),
     ],
-)
+)  # fmt: skip
 def test_ends(files, bos, eos, stops, tmp_path):
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("llama3"), **files))
     assert (ours.bos_id, ours.eos_id, ours.stop_ids) == (bos, eos, stops)
@@ -412,10 +356,8 @@ def test_tokens_beyond_the_model(tmp_path):
 
 def test_the_model_of_llama2_is_taken_before_its_json(tmp_path):
     d = _json("gpt2") | {"pre_tokenizer": None, "normalizer": {"type": "Prepend", "prepend": "▁"}}
-    folder = _write(
-        tmp_path, tokenizer__json=d, tokenizer__model=_model("llama2"), config__json={"model_type": "mixtral"}
-    )
-    ours = T.load_tokenizer(folder)
+    files = {"tokenizer__model": _model("llama2"), "config__json": {"model_type": "mixtral"}}
+    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=d, **files))
     assert isinstance(ours, T.SentencePiece) and ours.model_type == "mixtral"
     assert sorted(ours.files.values()) == ["tokenizer.json", "tokenizer.model"]
 
@@ -437,14 +379,9 @@ def test_a_chat_template_of_another_kind_is_refused(tmp_path):
 
 def test_fingerprint(tmp_path):
     seen = {T.ByteTokenizer.fingerprint}
-    for i, files in enumerate(
-        [
-            {"tokenizer__json": _json("gpt2")},
-            {"tokenizer__json": _json("llama3")},
-            {"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"bos_token": "<|eot_id|>"}},
-            {"tokenizer__model": _model("llama2")},
-        ]
-    ):
+    gpt2, llama3 = ({"tokenizer__json": _json(kind)} for kind in ("gpt2", "llama3"))
+    other_bos = gpt2 | {"tokenizer_config__json": {"bos_token": "<|eot_id|>"}}
+    for i, files in enumerate([gpt2, llama3, other_bos, {"tokenizer__model": _model("llama2")}]):
         prints = []
         for copy in "ab":
             (tmp_path / f"{i}{copy}").mkdir()
@@ -487,10 +424,7 @@ def _model_json(**changes) -> dict:
         ({"tokenizer__model": b"IQ== 0\nIg== 1\n"}, "no token for 254 of the 256 bytes"),
         ({"vocab__json": {"a": 0}}, "merges.txt"),
         ({"tokenizer__json": _model_json(type="WordPiece")}, "model is WordPiece"),
-        (
-            {"tokenizer__json": lambda: _json("gpt2") | {"pre_tokenizer": {"type": "Metaspace"}}},
-            "give tokenizer.model",
-        ),
+        ({"tokenizer__json": lambda: _json("gpt2") | {"pre_tokenizer": {"type": "Metaspace"}}}, "give tokenizer.mo"),
         ({"tokenizer__json": lambda: _json("gpt2") | {"normalizer": {"type": "NFC"}}}, 'normalizer {"type": "NFC"}'),
         ({"tokenizer__json": _model_json(dropout=0.1)}, "dropout 0.1"),
         ({"tokenizer__json": _model_json(byte_fallback=True)}, "byte_fallback true"),
@@ -510,26 +444,17 @@ def test_refusals(files, message, tmp_path):
     assert message in str(error.value) and str(tmp_path) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [{"type": "Whitespace"}, {"type": "ByteLevel", "add_prefix_space": False}],
-        [{"type": "Digits", "individual_digits": False}, {"type": "ByteLevel", "add_prefix_space": False}],
-        [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "add_prefix_space": True}],
-        [
-            {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Removed", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-        ],
-        [
-            {"type": "Split", "pattern": {"Regex": r"\w+"}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-        ],
-        [
-            {"type": "Split", "pattern": {"String": "a"}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-        ],
-    ],
-)
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False}
+
+
+@pytest.mark.parametrize("steps", [
+    [{"type": "Whitespace"}, LEVEL],
+    [{"type": "Digits", "individual_digits": False}, LEVEL],
+    [{"type": "Digits", "individual_digits": True}, LEVEL | {"add_prefix_space": True}],
+    *([{"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}, LEVEL | {"use_regex": False}]
+      for pattern, behavior in (({"Regex": "a+"}, "Removed"), ({"Regex": r"\w+"}, "Isolated"),
+                                ({"String": "a"}, "Isolated"))),
+])  # fmt: skip
 def test_other_splits_are_refused(steps, tmp_path):
     d = _json("gpt2") | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
     with pytest.raises(UserError, match="pre_tokenizer .* is not supported"):
@@ -587,11 +512,6 @@ def test_other_decoders_are_refused(decoder, tmp_path):
     T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2")))
 
 
-def test_a_device_is_no_tokenizer():
-    with pytest.raises(UserError, match="/dev/zero cannot be read: it is no file"):
-        T.load_tokenizer("/dev/zero")
-
-
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
 def test_added_words_that_change_their_surroundings_are_refused(flag, tmp_path):
     d = _json("words")
@@ -606,6 +526,8 @@ def test_an_unknown_tokenizer_is_refused(spec, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--tokenizer") as error:
         T.load_tokenizer(spec)
     assert spec in str(error.value) and "bytes" in str(error.value)
+    with pytest.raises(UserError, match="/dev/zero cannot be read: it is no file"):
+        T.load_tokenizer("/dev/zero")
 
 
 # ---- chat
@@ -635,15 +557,8 @@ system_message + '\n<</SYS>>\n\n' + message['content'] %}{% else %}{% set conten
 '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{%- endfor %}{%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}""",
 }
-TEXTS = [
-    "Which statement?",
-    "The `if` one.\n\nIt is  simple.",
-    "  Why?  \n",
-    "naïve 日本語 🎈\t",
-    "",
-    "\n\nx",
-    "1 + 1 = 2 [INST]",
-]
+TEXTS = ["Which statement?", "The `if` one.\n\nIt is  simple.", "  Why?  \n", "naïve 日本語 🎈\t", "", "\n\nx"]
+TEXTS += ["1 + 1 = 2 [INST]"]
 
 
 def _conversations() -> list[list[dict]]:
@@ -713,10 +628,8 @@ def test_mixtral_8x22b_has_control_tokens_for_a_turn(tmp_path):
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model("own symbols")))
     ask, end = ours.control["[INST]"], ours.control["[/INST]"]
     assert T.chat_family(ours) == "mixtral"
-    messages = [
-        {"role": r, "content": c} for r, c in [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")]
-    ]
-    e = ours.encode
+    turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")]
+    messages, e = [{"role": role, "content": content} for role, content in turns], ours.encode
     expected = [1, ask, *e("a"), end, *e("b"), 2, ask, *e("S\n\nc"), end]
     assert T.render_chat(ours, messages, "mixtral")[0] == expected
 

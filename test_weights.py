@@ -26,22 +26,7 @@ import weights
 from errors import UserError
 from model import MODELS, ModelConfig, RopeScaling, Transformer, rope_frequencies
 from test_model import BF16, FAMILY, error, make_reference, random_tokens, translate, uneven_targets
-from weights import (
-    DTYPES as FILE_DTYPES,
-)
-from weights import (
-    TensorFile,
-    assemble,
-    config_json,
-    dropout_note,
-    export,
-    export_model,
-    find_files,
-    load_model,
-    open_weights,
-    pieces,
-    write_tensors,
-)
+from weights import config_json, dropout_note, export_model, find_files, load_model, open_weights, pieces
 
 transformers.utils.logging.disable_progress_bar()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -133,7 +118,7 @@ def test_library_reads_what_we_write(monkeypatch, tmp_path, dtype, portion):
         return tensors[name][slices].T.contiguous().T if name == "a" else tensors[name][slices]  # of any strides
 
     path = tmp_path / "x.safetensors"
-    write_tensors(path, [(n, tuple(t.shape)) for n, t in tensors.items()], dtype, read)
+    weights.write_tensors(path, [(n, tuple(t.shape)) for n, t in tensors.items()], dtype, read)
     found = load_file(path)
     assert found.keys() == tensors.keys() and all(same_bits(found[n], t) for n, t in tensors.items())
     assert max(largest) <= max(portion, 10 * dtype.itemsize)  # or a row
@@ -147,9 +132,11 @@ def test_we_read_what_the_library_writes(monkeypatch, tmp_path, portion):
     monkeypatch.setattr(weights, "PORTION", portion)
     g, r = torch.Generator().manual_seed(0), random.Random(0)
     shapes = ((), (1,), (17,), (0,), (3, 0), (7, 5), (4, 3, 5))
-    tensors = {f"{d} {i}": random_bits(s, dtype, g) for d, dtype in FILE_DTYPES.items() for i, s in enumerate(shapes)}
+    tensors = {
+        f"{d} {i}": random_bits(s, dtype, g) for d, dtype in weights.DTYPES.items() for i, s in enumerate(shapes)
+    }
     save_file(tensors, tmp_path / "x.safetensors", {"format": "pt", "a": '{"dtype": 5}'})
-    file = TensorFile(tmp_path / "x.safetensors")
+    file = weights.TensorFile(tmp_path / "x.safetensors")
     assert file.entries == {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
     for name, tensor in tensors.items():
         for slices in (whole(tensor.shape), *(random_slices(tensor.shape, r) for _ in range(5))):
@@ -176,10 +163,10 @@ def test_assemble_of_parts():
     for _ in range(100):
         read.clear()
         slices = random_slices(x.shape, r)
-        found = assemble(slices, tuple(x.shape), x.dtype, [(*p, partial(read_part, *p)) for p in grid])
+        found = weights.assemble(slices, tuple(x.shape), x.dtype, [(*p, partial(read_part, *p)) for p in grid])
         assert torch.equal(found, x[slices]) and sum(read) == found.numel() and 0 not in read
     with pytest.raises(UserError, match="do not make it up"):
-        assemble(whole(x.shape), tuple(x.shape), x.dtype, [(*p, partial(read_part, *p)) for p in grid[1:]])
+        weights.assemble(whole(x.shape), tuple(x.shape), x.dtype, [(*p, partial(read_part, *p)) for p in grid[1:]])
 
 
 def row(shape=(2, 3), offsets=(0, 24), dtype="F32") -> dict:
@@ -211,7 +198,7 @@ def test_damaged_headers(tmp_path, damage):
     text, path = header if isinstance(header, bytes) else json.dumps(header).encode(), tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(32))
     with pytest.raises(UserError, match=f"(?s)x.safetensors.*{message}") as e:
-        TensorFile(path)
+        weights.TensorFile(path)
     assert len(str(e.value)) < 2000
 
 
@@ -223,11 +210,11 @@ def test_cut_short_anywhere(tmp_path):
     for n in range(len(data)):
         path.write_bytes(data[:n])
         with pytest.raises(UserError, match="cut short" if n > 8 else "damaged"):
-            TensorFile(path)
+            weights.TensorFile(path)
     for length in (0, 1, 2**31, 2**40, 100_000_001, 2**63, 2**64 - 1):
         path.write_bytes(struct.pack("<Q", length) + data[8:])
         with pytest.raises(UserError, match="x.safetensors"):
-            TensorFile(path)
+            weights.TensorFile(path)
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 497774208\n"
@@ -259,7 +246,7 @@ def test_what_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(UserError, match=f"{re.escape(str(path))} cannot be read: it is no file"):
-            TensorFile(path)
+            weights.TensorFile(path)
 
 
 # ---- reading
@@ -379,13 +366,13 @@ def test_slices_of_every_parameter(monkeypatch, save, name, mixed):
     if mixed:
         split_dtypes(folder)
     parameters = {n: p.detach() for n, p in load_model(folder).named_parameters()}
-    read, counted, read_file = open_weights(folder, FAMILY[name]), [], TensorFile.read
+    read, counted, read_file = open_weights(folder, FAMILY[name]), [], weights.TensorFile.read
 
     def counting(*args) -> Tensor:
         counted.append(read_file(*args))
         return counted[-1]
 
-    monkeypatch.setattr(TensorFile, "read", counting)
+    monkeypatch.setattr(weights.TensorFile, "read", counting)
     for n, p in parameters.items():
         for _ in range(8):
             slices = random_slices(p.shape, r)
@@ -447,7 +434,7 @@ def test_peak_memory_is_not_twice_the_model(tmp_path):
     assert export < 24 and load < size + 24
     for name, tensor in load_file(tmp_path / "large" / "model.safetensors").items():
         if ".11." in name:
-            found = next(f for f in map(TensorFile, find_files(tmp_path / "copy")) if name in f.entries)
+            found = next(f for f in map(weights.TensorFile, find_files(tmp_path / "copy")) if name in f.entries)
             assert same_bits(found.read(name, whole(tensor.shape)), tensor)
 
 
@@ -527,7 +514,7 @@ def test_exported_config(save, tmp_path, name):
 
 def test_export_rounds_to_the_dtype_asked_for(save, tmp_path):
     source, config = save("llama3"), FAMILY["llama3"]
-    export(config, open_weights(source, config), tmp_path / "out", torch.bfloat16)
+    weights.export(config, open_weights(source, config), tmp_path / "out", torch.bfloat16)
     rounded = {n: t.bfloat16() for n, t in tensors_of(source).items()}
     assert all(same_bits(t, rounded[n]) for n, t in tensors_of(tmp_path / "out").items())
 
