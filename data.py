@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from config import Config, parse_args, split_batch, tokenizer_beside
+from download import resumable
 from model import IGNORE
 from prepare import read_index, run_prepare, run_verify
 from rows import Catalog, ChatRows, ShardRows, make_encoder, sample_digest
@@ -280,6 +281,7 @@ class Loader:
         owners[real] = source
         for i, s in enumerate(self.sources):
             ours = real[source == i]
+            ours = ours if len(ours) < len(places) else slice(None)  # which is faster
             tokens[ours], targets[ours], new_begins = s.rows(row[source == i])
             if new_begins is not None:
                 begins[ours] = new_begins
@@ -422,11 +424,11 @@ def run_show(argv: list[str]) -> None:
         print(text)
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     commands = {"prepare": run_prepare, "verify": run_verify, "show": run_show}
     if not argv or argv[0] not in commands:
         raise UserError(f"expected python data.py {'|'.join(commands)} ... (each has --help)")
-    commands[argv[0]](argv[1:])
+    return resumable(lambda: commands[argv[0]](argv[1:]))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 import download
 from config import Config
@@ -113,8 +112,10 @@ class Tokens:
         parts = np.searchsorted(self.ends, starts, side="right")
         inside = starts + length <= self.ends[parts]
         for i in set(parts[inside].tolist()):
-            here = inside & (parts == i)
-            out[here] = sliding_window_view(self.parts[i].tokens, length)[starts[here] - self.begins[i]]
+            here, array = inside & (parts == i), self.parts[i].tokens
+            step = array.itemsize  # every window of the part, as a view
+            view = np.ndarray((len(array) - length + 1, length), array.dtype, array, strides=(step, step))
+            out[here] = view[starts[here] - self.begins[i]]
         for i in np.flatnonzero(~inside):
             out[i] = self.read(int(starts[i]), int(starts[i]) + length)
         return out

@@ -301,6 +301,7 @@ class HubReader(io.RawIOBase):
         if self.begin == self.end:
             self.begin, self.end = next(self.pieces, (0, 0))
         data = os.pread(self.store.fileno(), min(len(buffer), self.end - self.begin), self.begin)
+        assert data or self.begin == self.end, "what was written into the store cannot be read"
         self.begin += len(data)
         self.given += len(data)
         buffer[: len(data)] = data
