@@ -4,9 +4,8 @@ A row is seq_len tokens and their successors. The shards of a split are one long
 token i * seq_len. Rows are visited in a random order that is a pure function of (seed, epoch, i), computed where it is
 needed and never stored. Step s of a run trains on rows s * R ... (s + 1) * R - 1 of that order (R = batch_tokens /
 seq_len), whatever the number of ranks, the micro-batch or the step the run was resumed at: the position is one integer.
-Streams (stream.py) add a few integers per lane. In a mixture, `turns` says whose turn a row is.
-
-Where rows come from is in rows.py.
+Streams (stream.py) add a few integers per lane. In a mixture, `turns` says whose turn a row is. Where
+rows come from is in rows.py.
 
     python data.py prepare --input FILES --tokenizer T --out DIR        text -> token shards
     python data.py verify DIR|FILE ...                                  checksums, headers, ids
@@ -62,8 +61,7 @@ class Batch:
         """Asynchronous on a GPU."""
         if device.type == "cpu":
             return self
-        tensors = vars(self).values()
-        return Batch(*(t if t is None else t.pin_memory().to(device, non_blocking=True) for t in tensors))
+        return Batch(*(t if t is None else t.pin_memory().to(device, non_blocking=True) for t in vars(self).values()))
 
 
 def split_mixture(entries: list[str], flag: str) -> tuple[list[tuple[str, ...]], list[Fraction]]:
@@ -142,10 +140,8 @@ class Loader:
             shares = [f"{name} {float(w / sum(self.weights)):.4g}" for name, w in shares]
             out.append(f"A mixture of {', '.join(shares)}")
         if self.streams and lanes % R and R % lanes:
-            out.append(
-                f"A step has {R} rows, for {lanes} lanes: neither divides the other, so several ranks read the same"
-                " lanes"
-            )
+            problem = "neither divides the other, so several ranks read the same lanes"
+            out.append(f"A step has {R} rows, for {lanes} lanes: {problem}")
         return out
 
     def _size(self):
