@@ -20,7 +20,7 @@
 # Status: 0 finished or stopped, 2 a mistake in what was asked for, 1 anything else.
 
 # On every machine a session `flatland-RUN` holds one torchrun. How the run ended stands in status.json: torchrun turns
-# every end into status 1. What happens on a machine is in node.py, what happens here in cluster.py.
+# every end into status 1. What happens on a machine is in launch/node.py, what happens here in launch/cluster.py.
 # shellcheck disable=SC1091,SC2034,SC2154
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
@@ -47,12 +47,12 @@ done
 
 before_installing() {  # with a Python that may lack torch
   local status=0
-  "$1" launcher.py --before-installing "${settings[@]}" -- "$verb" "${words[@]}" || status=$?
+  "$1" launch/launcher.py --before-installing "${settings[@]}" -- "$verb" "${words[@]}" || status=$?
   case $status in 2) exit 2 ;; 3) exit 0 ;; esac
 }
 
 hand_over() {  # hand_over VERB [WORD ...]
-  exec "$python" launcher.py "${settings[@]}" python="$python" -- "$@"
+  exec "$python" launch/launcher.py "${settings[@]}" python="$python" -- "$@"
 }
 
 verb=train

@@ -21,7 +21,6 @@ from weights import config_json
 ROOT = Path(config.__file__).parent
 FIELDS = dataclasses.fields(Config)
 SCRIPTS = [p.name for p in sorted(ROOT.glob("*.py")) if not p.name.startswith("test_") and "__main__" in p.read_text()]
-SCRIPTS.remove("node.py")  # it is sent to other hosts, and needs Python alone
 
 
 def refused(*words: str) -> str:

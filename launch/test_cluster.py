@@ -293,7 +293,11 @@ def test_what_an_agent_says_of_its_torchruns_end(tmp_path, program, sure, room):
     code = f"import node; node.WITHOUT_WORKERS, node.FULL_DISK = 0.5, 0; node.agent(node.Path({str(logs)!r}), 5, {{}})"
     command = ["bash", "-c", program, str(logs), "--local-addr", "127.0.0.1"]
     done = subprocess.run(
-        [sys.executable, "-c", code.format(command)], cwd=cluster.ROOT, capture_output=True, text=True, timeout=LIMIT
+        [sys.executable, "-c", code.format(command)],
+        cwd=cluster.ROOT / "launch",
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
     )
     if room:
         result = json.loads((logs / "result.json").read_text())
@@ -332,7 +336,7 @@ def test_a_screen_of_top():
 
 def test_top_once_shows_this_machine_and_a_host_that_does_not_answer(tmp_path):
     (tmp_path / "hosts").write_text("localhost\n127.0.0.1:9\n")
-    command = [sys.executable, str(cluster.ROOT / "top.py"), str(tmp_path / "hosts"), "--once"]
+    command = [sys.executable, str(cluster.ROOT / "launch" / "top.py"), str(tmp_path / "hosts"), "--once"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert re.search(rf"^{NAME} +cpu .* of {node.cores()} +mem ", done.stdout, re.M)
@@ -384,12 +388,13 @@ def test_every_pair_meets_once(n):
 
 
 def test_the_hash_sees_every_edit_and_every_new_file(tmp_path):
-    (tmp_path / "recipes").mkdir()
+    for folder in ("recipes", "launch", "bench"):
+        (tmp_path / folder).mkdir()
     seen = {node.content_hash(tmp_path)}
-    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.py", ""), ("recipes/x.args", ""), ("launch.sh", "")):
-        (tmp_path / name).write_text(text)
+    for name in ("a.py 1", "a.py 2", "b.py", "recipes/x.args", "launch.sh", "launch/x.py", "bench/x.py"):
+        (tmp_path / name.split()[0]).write_text(name[-1])
         seen.add(node.content_hash(tmp_path))
-    assert len(seen) == 6
+    assert len(seen) == 8
     (tmp_path / "hosts").write_text("node1")  # what no run depends on
     assert node.content_hash(tmp_path) in seen
 

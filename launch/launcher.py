@@ -9,6 +9,9 @@ import os
 import shlex
 import sys
 import types
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).parents[1]))
 
 
 class StandIn(type):

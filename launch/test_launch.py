@@ -16,17 +16,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 FILES = [
     "launch.sh",
     "env.sh",
     "requirements.txt",
     "hosts",
-    "cluster.py",
-    "launcher.py",
-    "node.py",
-    "doctor.py",
-    "top.py",
     "errors.py",
 ]
 LIMIT = 120  # seconds; nothing here takes long, but machines may be busy
@@ -113,6 +108,7 @@ class Checkout:
         folder.mkdir()
         for name in FILES:
             shutil.copy(ROOT / name, folder)
+        shutil.copytree(ROOT / "launch", folder / "launch")
         (folder / "train.py").write_text(FAKE_TRAIN)
         python = os.path.dirname(sys.executable)
         # A tmux server and temporary files of our own

@@ -13,7 +13,7 @@ import pytest
 
 from test_launch import command_lines
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 LIMIT = 400  # seconds for anything to happen
 SLURM = """ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+sys.path.insert(1, str(Path(__file__).parents[1]))
 from errors import ROOT, UserError
 from node import FULL_DISK, KILLED, TERMINATED, WAITED, read_json, write_whole
 
@@ -138,7 +139,7 @@ def ssh_command(host: Host, options: str) -> list[str]:
 
 
 def line_for(op: str, request: dict) -> bytes:
-    return json.dumps({"op": op, "source": (ROOT / "node.py").read_text(), **request}).encode() + b"\n"
+    return json.dumps({"op": op, "source": (ROOT / "launch" / "node.py").read_text(), **request}).encode() + b"\n"
 
 
 def call(host: Host, ssh: str, op: str, limit: float, request: dict) -> dict:
@@ -212,7 +213,7 @@ def survey(hosts: list[Host], job: dict) -> None:
     again = f"bash launch.sh sync --hosts {remote}"
     for host in hosts:
         if not host.facts["code"]:
-            problems.append(f"{host.label}: there is no {job['root']}/node.py; {again}")
+            problems.append(f"{host.label}: there is no {job['root']}/launch/node.py; {again}")
         elif host.facts["code"] != code:
             problems.append(f"{host.label}: the files in {job['root']} are not the ones here; {again}")
         elif not host.facts["python"]:
@@ -857,7 +858,7 @@ def verb_train(words: list[str], settings: dict) -> int:
     follower = Follower(out, name)
     with open(out / "logs" / "supervisor.stderr.log", "ab") as err:
         supervisor = subprocess.Popen(
-            [sys.executable, str(ROOT / "launcher.py"), "--", "supervise", name],
+            [sys.executable, str(ROOT / "launch" / "launcher.py"), "--", "supervise", name],
             stdin=subprocess.PIPE, stdout=err, stderr=err, cwd=ROOT, pass_fds=(lock,), start_new_session=True,
         )  # fmt: skip
     supervisor.stdin.write(json.dumps(job).encode())

@@ -282,6 +282,7 @@ def own_files(root: Path) -> list:
         "*.toml",
         "requirements.txt",
         "recipes/*.args",
+        "launch/*.py",
         "bench/*.py",
         "bench/*.json",
     )
@@ -333,7 +334,7 @@ def probe(request: dict) -> dict:
         "time": time.time(),
         "cores": cores(),
         "gpus": gpus(request),
-        "code": content_hash(root) if (root / "node.py").is_file() else "",
+        "code": content_hash(root) if (root / "launch" / "node.py").is_file() else "",
         "python": os.access(request["python"], os.X_OK),
         "tmux": bool(shutil.which("tmux")),
     }
@@ -416,7 +417,7 @@ def start(request: dict) -> dict:
     elif request["processes_here"] > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // request["processes_here"])))
     torchrun = [*request["torchrun"], "--log-dir", str(logs), "train.py", *request["words"]]
-    keeper = ["python3", "node.py", "agent", str(logs), str(request["timeout"]), *torchrun]
+    keeper = ["python3", "launch/node.py", "agent", str(logs), str(request["timeout"]), *torchrun]
 
     # The environment travels in a script that only its owner can read and that deletes itself: it belongs on no command
     # line and in no run folder, and a tmux server keeps the environment that it was started with.
