@@ -47,12 +47,14 @@ done
 
 before_installing() {  # with a Python that may lack torch
   local status=0
-  "$1" launch/launcher.py --before-installing "${settings[@]}" -- "$verb" "${words[@]}" || status=$?
+  "$1" launch/words.py "${settings[@]}" -- "$verb" "${words[@]}" || status=$?
   case $status in 2) exit 2 ;; 3) exit 0 ;; esac
 }
 
 hand_over() {  # hand_over VERB [WORD ...]
-  exec "$python" launch/launcher.py "${settings[@]}" python="$python" -- "$@"
+  local file=cluster
+  case $1 in doctor | sync) file=doctor ;; top) file=top ;; esac
+  exec "$python" "launch/$file.py" "${settings[@]}" python="$python" -- "$@"
 }
 
 verb=train

@@ -1,14 +1,14 @@
 """One host's half of the launcher: what has to be looked at or done on the machine itself.
 
-cluster.py sends this file, with a request, as one line of JSON to a `python3 -c` on the host, over ssh or, for
-localhost, without; the answers come back as lines of JSON. So a host needs python3 and nothing of ours to be asked, and
-what is secret in a request is never on a command line. Only the standard library is used here.
+`python3 launch/node.py OPERATION` does one thing for cluster.py, over ssh or, for localhost, without. The request is a
+line of JSON on stdin, so nothing secret is on a command line; the answers are lines of JSON. Only the standard library
+is used here, so a host can be asked before it has an environment.
 
-`python3 node.py agent LOGS TIMEOUT COMMAND...` runs torchrun (COMMAND) in its tmux session or under srun, and sees to
-it that nothing of it is left when it ends. Files in LOGS, `runs/NAME/logs/HOST/ID`: agent.pid, agent.stderr.log,
-agent.stdout.log, result.json at the end, with the first cause of a failure on this host; `stop` and `stop-now` appear
-there when the run is to stop. A process of the run is known by LOGS in its command line, a worker by LOGS in the
-environment that torchrun gave it."""
+`python3 launch/node.py agent LOGS TIMEOUT COMMAND...` runs torchrun (COMMAND) in its tmux session or under srun, and
+makes sure that nothing of it is left when it ends. Files in LOGS, `runs/NAME/logs/HOST/ID`: agent.pid,
+agent.stderr.log, agent.stdout.log, and at the end result.json with the first cause of a failure on this host; `stop`
+and `stop-now` appear there when the run is to stop. A process belongs to the run if its command line names LOGS; a
+worker, if the environment that torchrun gave it does."""
 
 import contextlib
 import ctypes
@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import resource
+import select
 import shlex
 import shutil
 import signal
@@ -26,13 +27,11 @@ import socket
 import struct
 import subprocess
 import sys
-import tarfile
 import tempfile
-import threading
 import time
 from pathlib import Path
 
-ORPHANED = 40  # seconds without a word from cluster.py after which a watch ends
+ROOT = Path(os.path.abspath(__file__)).parents[1]
 WITHOUT_WORKERS = 20  # seconds that torchrun may live on after its workers: its own barriers wait for dead peers
 FULL_DISK = 30  # seconds that an agent tries to write its result where there is no room
 # How sure it is that a cause is the first one of the whole job; of the same certainty, the earliest comes first.
@@ -42,116 +41,121 @@ OF_A_PEER = re.compile(
     r"Connection (reset|closed|refused)|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|unhandled system error|"
     r"Socket|peer|store|was not answered"
 )
-PLAIN_ENVIRONMENT = (
-    "HOME",
-    "LANG",
-    "LOGNAME",
-    "PATH",
-    "SHELL",
-    "TERM",
-    "TMPDIR",
-    "TMUX_TMPDIR",
-    "USER",
-    "XDG_RUNTIME_DIR",
-)
+# The variables that a tmux server gets: it keeps the environment that it was started with, and shows it to anyone.
+PLAIN_ENVIRONMENT = "HOME LANG LOGNAME PATH SHELL TERM TMPDIR TMUX_TMPDIR USER XDG_RUNTIME_DIR"
+OWN_FILES = "*.py *.sh *.sbatch *.toml requirements.txt recipes/*.args launch/*.py bench/*.py bench/*.json"
 
 
 class Refused(Exception):
     """Cannot be done on this host; the message says why."""
 
 
-# ---- processes
+# ---- files and processes
 
 
-def read(path, default: str = "") -> str:
+def read(path, default=""):
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
         return default
 
 
-def write_whole(path: Path, text: str) -> None:
+def read_json(path):
+    """{} if there is no such file, or no JSON in it."""
+    try:
+        return json.loads(read(path))
+    except ValueError:
+        return {}
+
+
+def write_whole(path, text):
+    """Replaces a file at once: a reader sees the old content or the new one."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         temporary.write_text(text)
         os.replace(temporary, path)
-    except OSError as e:
-        temporary.unlink(missing_ok=True)
-        raise OSError(e.errno, e.strerror, str(path)) from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
-def parent(pid: int) -> int:
-    found = re.search(r"^PPid:\s*(\d+)", read(f"/proc/{pid}/status"), re.M)
-    return int(found[1]) if found else 0
+def tail(path, lines):
+    """The last lines of a file of any size."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - 65536))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""
 
 
-def environment_of(pid: int) -> dict:
+def last_line(text):
+    return (text.strip().splitlines() or [""])[-1]
+
+
+def parent(pid):
+    return int(re.search(r"^PPid:\s*(\d+)|$", read(f"/proc/{pid}/status"), re.M)[1] or 0)
+
+
+def environment_of(pid):
     return dict(pair.split("=", 1) for pair in read(f"/proc/{pid}/environ").split("\0") if "=" in pair)
 
 
-def processes(logs: str) -> tuple:
-    """-> (pids with `logs` on their command line, pids whose torchrun environment names it); not this one. `logs` is a
-    folder's real path, with a slash at its end."""
-    ours, workers = [], []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        command = read(f"/proc/{entry}/cmdline")
-        if f"TORCHELASTIC_ERROR_FILE={logs}" in read(f"/proc/{entry}/environ") and command:
-            workers.append(int(entry))
-        elif re.search(r"torch\.distributed\.run|node\.py", command) and any(
-            f"{word}/".startswith(logs) for word in command.split("\0")
-        ):
-            ours.append(int(entry))
-    return ours, workers
+def all_pids():
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
-def workers_of(logs: str) -> dict:
+def processes(logs):
+    """The processes of a folder, given as its real path with a slash at the end. -> (pids whose command line names it:
+    agents and torchruns; pids whose torchrun environment does: workers and their children)"""
+    keepers, workers = [], []
+    for pid in all_pids():
+        command = read(f"/proc/{pid}/cmdline")
+        if f"TORCHELASTIC_ERROR_FILE={logs}" in read(f"/proc/{pid}/environ"):
+            workers.append(pid)
+        elif re.search(rf"(torch\.distributed\.run|node\.py).*\0{re.escape(logs[:-1])}[/\0]", command, re.S):
+            keepers.append(pid)
+    return keepers, workers
+
+
+def workers_of(logs):
     """pid -> (rank, local rank) of torchrun's workers, not of their children."""
-    found = processes(logs)[1]
-    out = {}
-    for pid in found:
-        if parent(pid) not in found:
-            env = environment_of(pid)
-            out[pid] = (int(env.get("RANK", -1)), int(env.get("LOCAL_RANK", -1)))
-    return out
+    pids, ranks = processes(logs)[1], {}
+    for pid in pids:
+        if parent(pid) not in pids:
+            environment = environment_of(pid)
+            ranks[pid] = (int(environment.get("RANK", -1)), int(environment.get("LOCAL_RANK", -1)))
+    return ranks
 
 
-def kill(pids, number: int) -> None:
+def kill(pids, number):
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def kill_all(logs: str) -> None:
+def kill_all(logs):
     """Kills every process of the folder."""
     for _ in range(50):  # the dying may just have started others
-        ours, workers = processes(logs)
-        if not ours and not workers:
+        keepers, workers = processes(logs)
+        if not keepers and not workers:
             break
-        kill(ours + workers, signal.SIGKILL)
+        kill(keepers + workers, signal.SIGKILL)
         time.sleep(0.1)
 
 
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: torchrun never outlives its keeper
+# ---- the agent of a torchrun
 
 
-# ---- the keeper of a torchrun
-
-
-def agent(logs: Path, timeout: float, command: list) -> int:
+def agent(logs, timeout, command):
     """Runs torchrun and cleans up after it -> its exit status. The first signal, or the file `stop`, lets the workers
     save and stop; the second, or `stop-now`, ends them at once. torchrun itself is not signalled: it would call the end
     a failure."""
     signals = []
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda n, _: signals.append(n))
-    if interface_of(command[command.index("--local-addr") + 1]):
-        # gloo looks its own hostname up otherwise, which Debian's /etc/hosts takes for 127.0.1.1.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(command[command.index("--local-addr") + 1]))
+    choose_interface(command[command.index("--local-addr") + 1])
     marker = f"{os.path.realpath(logs)}/"
-    screen, shown = Path(logs).parents[2] / "log.txt", None
     with open(logs / "agent.stdout.log", "ab") as out, open(logs / "agent.stderr.log", "ab") as err:
         child = subprocess.Popen(
             command,
@@ -159,80 +163,50 @@ def agent(logs: Path, timeout: float, command: list) -> int:
             stdout=out,
             stderr=err,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: it never outlives us
         )
     write_whole(logs / "agent.pid", f"{os.getpid()} {platform.node()}\n")
-    told, seen, last_seen, first_loss, waited = set(), set(), None, None, False
-    while child.poll() is None:
-        time.sleep(0.3)
-        found = workers_of(marker)
-        if seen - set(found):
-            first_loss = first_loss or time.monotonic()
-        seen |= set(found)
-        wanted = max(min(len(signals), 2), (logs / "stop").exists(), 2 * (logs / "stop-now").exists())
-        for pid in found:
-            if wanted == 2:
-                kill([pid], signal.SIGKILL)
-            elif wanted and pid not in told:
-                kill([pid], signal.SIGTERM)
-                told.add(pid)
-        if found:
-            last_seen = time.monotonic()
-        elif last_seen and time.monotonic() - last_seen > WITHOUT_WORKERS:
-            waited = True
-            kill([child.pid], signal.SIGKILL)
-        shown = show(screen, shown)
-    first_loss = first_loss or time.monotonic()
-    # Killed, it leaves workers that have had their SIGTERM from init_ranks' PR_SET_PDEATHSIG and may be saving.
+    first_loss, waited = attend(child, logs, signals)
+    # A torchrun that was killed leaves workers that have had their SIGTERM from end_with_torchrun and may be saving.
     end = time.monotonic() + timeout
     while workers_of(marker) and time.monotonic() < end and not (logs / "stop-now").exists():
         time.sleep(0.3)
     kill(processes(marker)[1], signal.SIGKILL)
     cause = None if signals and child.returncode < 0 else first_cause(logs, child.returncode, waited)
-    result = {"exit": child.returncode, "first_loss": first_loss, "cause": cause}
-    end = time.monotonic() + FULL_DISK
-    while True:
-        try:
-            write_whole(logs / "result.json", json.dumps(result) + "\n")
-            break
-        except OSError as e:  # said where there is room: on the session's screen, or in Slurm's file
-            said = f"{e.strerror} in {logs}"
-            if cause and said not in cause["what"]:
-                cause["what"] += f"; {said}"
-            print(f"{cause['what'] if cause else said}: free some space, and launch again", file=sys.stderr, flush=True)
-            if time.monotonic() > end:
-                break
-            time.sleep(5)
+    write_result(logs, {"exit": child.returncode, "first_loss": first_loss, "cause": cause})
     return max(child.returncode, 0) or int(child.returncode != 0)
 
 
-def first_cause(logs: Path, status: int, waited: bool):
-    """What went wrong first on this host, where torchrun has ended with that status; None: nothing. waited: its workers
-    had ended, it went on waiting for other hosts, and its agent killed it."""
-    name, screen = logs.parent.name, logs / "agent.stderr.log"
-    causes = []
-    for rank, local, number in parse_failures(read(screen)):
-        file = next(logs.glob(f"*/attempt_*/{local}/stderr.log"), "")
-        end = tail(file, 30)
-        how = f"was ended by {signal.Signals(-number).name}" if number < 0 else f"failed with status {number}"
-        followed = OF_A_PEER.search(end) or (number > 0 and not end)
-        sure = TERMINATED if number == -signal.SIGTERM else KILLED if number == -signal.SIGKILL else FAILED
-        sure = FOLLOWED if followed and sure == FAILED and number != 2 else sure
-        causes.append({"sure": sure, "what": f"rank {rank} on {name} {how}", "status": number, "file": str(file)})
-        causes[-1]["tail"] = end
-    if causes:  # torchrun kills those that do not end when another one has failed
-        return min(causes, key=lambda cause: cause["sure"] or FAILED)
-    if waited or status < 0:
-        how = "waited for the other hosts in vain" if waited else f"was ended by {signal.Signals(-status).name}"
-        sure, end = WAITED if waited else KILLED, ""
-    elif status:
-        sure, how, end = UNKNOWN, f"ended with status {status}", tail(screen, 30)
-    else:
-        return None
-    return {"sure": sure, "what": f"torchrun on {name} {how}", "status": status, "file": str(screen), "tail": end}
+def attend(child, logs, signals):
+    """Passes wishes to stop on to the workers until torchrun ends. -> (when the first worker was gone, whether torchrun
+    waited for other hosts without workers of its own, and was killed for it)"""
+    told, seen, first_loss, waited = set(), set(), None, False
+    screen, shown, alone_since = logs.parents[2] / "log.txt", None, None
+    while child.poll() is None:
+        time.sleep(0.3)
+        found, now = workers_of(f"{os.path.realpath(logs)}/"), time.monotonic()
+        workers = set(found)
+        if seen - workers:
+            first_loss = first_loss or now
+        if workers - seen:
+            with contextlib.suppress(OSError):  # the disk is full
+                write_whole(logs / "ranks.json", json.dumps(dict(found.values())))
+        seen |= workers
+        if (logs / "stop-now").exists() or len(signals) > 1:
+            kill(workers, signal.SIGKILL)
+        elif (logs / "stop").exists() or signals:
+            kill(workers - told, signal.SIGTERM)
+            told |= workers
+        if workers or not seen:
+            alone_since = now
+        elif now - alone_since > WITHOUT_WORKERS:
+            waited = True
+            child.kill()
+        shown = show(screen, shown)
+    return first_loss or time.monotonic(), waited
 
 
-def show(file: Path, offset) -> int:
+def show(file, offset):
     """Copies what is new in the run's log to the pane, for whoever attaches; a pane that does not take it misses it."""
     try:
         size = file.stat().st_size
@@ -242,14 +216,47 @@ def show(file: Path, offset) -> int:
         if size > offset:
             with open(file, "rb") as f:
                 f.seek(offset)
+                text = re.sub(rb"[\0-\b\v-\x1f\x7f]", b"?", f.read(size - offset))
                 os.set_blocking(1, False)
-                os.write(1, f.read(size - offset).replace(b"\n", b"\r\n" if os.isatty(1) else b"\n"))
+                os.write(1, text.replace(b"\n", b"\r\n" if os.isatty(1) else b"\n"))
         return size
     except OSError:
         return offset
 
 
-def parse_failures(text: str) -> list:
+def first_cause(logs, status, waited):
+    """What went wrong first on this host, where torchrun has ended with that status; None: nothing. waited: its workers
+    had ended, it went on waiting for other hosts, and its agent killed it."""
+    screen = logs / "agent.stderr.log"
+    causes = [rank_cause(logs, *failure) for failure in parse_failures(read(screen))]
+    if causes:  # torchrun kills those that do not end when another one has failed
+        return min(causes, key=lambda cause: cause["sure"] or FAILED)
+    if waited:
+        sure, how, end = WAITED, "waited for the other hosts in vain", ""
+    elif status < 0:
+        sure, how, end = KILLED, f"was ended by {signal.Signals(-status).name}", ""
+    elif status:
+        sure, how, end = UNKNOWN, f"ended with status {status}", tail(screen, 30)
+    else:
+        return None
+    what = f"torchrun on {logs.parent.name} {how}"
+    return {"sure": sure, "what": what, "status": status, "file": str(screen), "tail": end}
+
+
+def rank_cause(logs, rank, local_rank, status):
+    """A failed rank's part in the end of the job, as far as its status and its last lines tell."""
+    file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), "")
+    end, how = tail(file, 30), f"failed with status {status}"
+    if status < 0:
+        how = f"was ended by {signal.Signals(-status).name}"
+    sure = {-signal.SIGTERM: TERMINATED, -signal.SIGKILL: KILLED}.get(status, FAILED)
+    if sure == FAILED and status != 2 and (OF_A_PEER.search(end) or (status > 0 and not end)):
+        sure = FOLLOWED
+    what = f"rank {rank} on {logs.parent.name} {how}"
+    return {"sure": sure, "what": what, "status": status, "file": str(file), "tail": end}
+
+
+def parse_failures(text):
     """What torchrun says of the workers that failed on this host, the one first that it saw failing first.
     -> (rank, local rank, exit status)"""
     others, _, root = text.rpartition("Root Cause")
@@ -258,38 +265,27 @@ def parse_failures(text: str) -> list:
     return [tuple(map(int, numbers)) for numbers in found]
 
 
-def tail(file, lines: int) -> str:
-    """The last lines of a file of any size."""
-    if not file:
-        return ""
-    try:
-        with open(file, "rb") as f:
-            f.seek(max(0, os.path.getsize(file) - 65536))
-            return "\n".join(f.read().decode(errors="replace").splitlines()[-lines:])
-    except OSError:
-        return ""
+def write_result(logs, result):
+    """On a full disk it tries again, and says so where there is room: on the session's screen, or in Slurm's file."""
+    end, cause = time.monotonic() + FULL_DISK, result["cause"]
+    while True:
+        try:
+            return write_whole(logs / "result.json", json.dumps(result) + "\n")
+        except OSError as e:
+            problem = f"{e.strerror} in {logs}"
+        if cause and problem not in cause["what"]:
+            cause["what"] += f"; {problem}"
+        message = cause["what"] if cause else problem
+        print(f"{message}: free some space, and launch again", file=sys.stderr, flush=True)
+        if time.monotonic() > end:
+            return None
+        time.sleep(5)
 
 
-# ---- what cluster.py asks for; every function takes the request and returns the answer
+# ---- operations: each takes the request and returns the answer
 
 
-def own_files(root: Path) -> list:
-    """The project's own files, sorted: the code, scripts and recipes; not `hosts`, which no run depends on."""
-    patterns = (
-        "*.py",
-        "*.sh",
-        "*.sbatch",
-        "*.toml",
-        "requirements.txt",
-        "recipes/*.args",
-        "launch/*.py",
-        "bench/*.py",
-        "bench/*.json",
-    )
-    return sorted(str(p.relative_to(root)) for pattern in patterns for p in root.glob(pattern) if p.is_file())
-
-
-def content_hash(root: Path) -> str:
+def content_hash(root=ROOT):
     total = hashlib.sha256()
     for name in own_files(root):
         data = (root / name).read_bytes()
@@ -297,69 +293,72 @@ def content_hash(root: Path) -> str:
     return total.hexdigest()[:16]
 
 
-def tree_hash(root: Path) -> str:
-    """Names and sizes of an environment's files; the contents would be gigabytes."""
+def own_files(root=ROOT):
+    """The project's own files, sorted: the code, scripts and recipes; not `hosts`, which no run depends on."""
+    return sorted(str(p.relative_to(root)) for pattern in OWN_FILES.split() for p in root.glob(pattern) if p.is_file())
+
+
+def tree_hash(root):
+    """Names and sizes of an environment's files; the contents would be gigabytes. Empty if there are none."""
     rows = []
-    for folder, inside, files in os.walk(root):
-        inside[:] = [d for d in inside if d != "__pycache__"]
-        for name in files:
-            path = os.path.join(folder, name)
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name != "__pycache__"]
+        for path in (os.path.join(folder, name) for name in files):
             size = os.readlink(path) if os.path.islink(path) else os.path.getsize(path)
             rows.append(f"{os.path.relpath(path, root)}\0{size}")
     return hashlib.sha256("\n".join(sorted(rows)).encode()).hexdigest()[:16] if rows else ""
 
 
-def gpus(request: dict) -> list:
-    """What CUDA_VISIBLE_DEVICES is to list for all GPUs that this run may use; [] where there are none."""
-    visible = request["env"].get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if visible is not None:
-        return [v for v in visible.split(",") if v and v != "-1"] if shutil.which("nvidia-smi") else []
+def query(*words):
+    """The lines that nvidia-smi answers; [] where there is none, or it fails."""
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [str(i) for i in range(len(re.findall(r"^GPU \d", done.stdout, re.M)))] if done.returncode == 0 else []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
 
 
-def cores() -> int:
+def query_gpus(fields):
+    return query(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+
+
+def gpus(request):
+    """What CUDA_VISIBLE_DEVICES is to list for all GPUs that this run may use; [] where there are none."""
+    visible = request["env"].get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if visible is None:
+        return [str(i) for i in range(sum(line.startswith("GPU ") for line in query("-L")))]
+    return [v for v in visible.split(",") if v and v != "-1"] if shutil.which("nvidia-smi") else []
+
+
+def cores():
     return len(os.sched_getaffinity(0))
 
 
-def probe(request: dict) -> dict:
+def probe(request):
     """What must be known of a host before anything starts."""
-    root = Path(request["root"])
     return {
-        "name": platform.node(),
         "connection": os.environ.get("SSH_CONNECTION", "").split(),
-        "time": time.time(),
-        "cores": cores(),
         "gpus": gpus(request),
-        "code": content_hash(root) if (root / "launch" / "node.py").is_file() else "",
+        "code": content_hash(),
+        "environment": tree_hash(ROOT / ".venv") if "environment" in request else "",
         "python": os.access(request["python"], os.X_OK),
-        "tmux": bool(shutil.which("tmux")),
     }
 
 
-def run(request: dict) -> dict:
+def run(request):
     """A command in the checkout, with the run's environment -> its end."""
+    command, env = request["command"], {**os.environ, **request["env"]}
     try:
-        done = subprocess.run(
-            request["command"],
-            cwd=request["root"],
-            env={**os.environ, **request["env"]},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=request["limit"],
-        )
+        limits = {"stdin": subprocess.DEVNULL, "timeout": request["limit"]}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, **limits)
     except subprocess.TimeoutExpired:
-        raise Refused(f"{shlex.join(request['command'][:3])} ... took more than {request['limit']} s") from None
+        raise Refused(f"{shlex.join(command[:3])} ... took more than {request['limit']} s") from None
     return {"exit": done.returncode, "out": done.stdout, "err": done.stderr}
 
 
-def prepare(request: dict) -> dict:
+def prepare(request):
     """Makes the log folder, and makes sure that nothing of this run is alive here: refuses, or with `clear` ends it."""
-    out = Path(request["root"], request["out"])
+    out = ROOT / request["out"]
     folder = out / "logs" / request["label"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -368,20 +367,18 @@ def prepare(request: dict) -> dict:
     marker = f"{os.path.realpath(folder)}/"
     if request["clear"]:
         kill_all(marker)
-    ours, workers = processes(marker)
-    if ours or workers:
-        raise Refused(f"being trained already: processes {', '.join(map(str, ours + workers))}")
-    steps = [
-        int(p.parent.name[5:]) for p in out.glob("checkpoints/step-*[0-9]/manifest.json") if p.parent.name[5:].isdigit()
-    ]
+    pids = [str(pid) for group in processes(marker) for pid in group]
+    if pids:
+        raise Refused(f"being trained already: processes {', '.join(pids)}")
+    names = [path.parent.name[5:] for path in out.glob("checkpoints/step-*/manifest.json")]
     return {
-        "saved": max(steps, default=-1),
+        "saved": max([int(name) for name in names if name.isdigit()], default=-1),
         "mark": read(out / "logs" / "launch.lock"),
         "port": probe_port(request["port"]),
     }
 
 
-def probe_port(port: int) -> int:
+def probe_port(port):
     """A free port, or `port` itself if it is not 0 and free; 0 if it is taken."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -392,22 +389,26 @@ def probe_port(port: int) -> int:
         return s.getsockname()[1]
 
 
-def interface_of(address: str) -> str:
-    """The name of the network interface that has an address; empty if none is seen to have it."""
-    if address.startswith("127."):
-        return "lo"
+def choose_interface(address):
+    """Has gloo use the network interface of this address. It would look its own hostname up, which Debian's /etc/hosts
+    takes for 127.0.1.1."""
+    name = "lo" if address.startswith("127.") else ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
-            except OSError:
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return ""
+        for _, interface in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", interface[:15].encode()))  # SIOCGIFADDR
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    name = interface
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def start(request: dict) -> dict:
+def log_folder(request):
+    """Of the attempt on this host; its real path, because the processes name that."""
+    return Path(os.path.realpath(ROOT / request["out"]), "logs", request["label"], request["id"])
+
+
+def start(request):
     """Starts the agent, in a tmux session where there is tmux, else in the background -> where it is."""
     logs = log_folder(request)
     logs.mkdir(parents=True)
@@ -416,42 +417,39 @@ def start(request: dict) -> dict:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(request["devices"])
     elif request["processes_here"] > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // request["processes_here"])))
-    torchrun = [*request["torchrun"], "--log-dir", str(logs), "train.py", *request["words"]]
-    keeper = ["python3", "launch/node.py", "agent", str(logs), str(request["timeout"]), *torchrun]
+    env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(request["shutdown_timeout"]))  # 2.11 has no flag for it
+    is_host = int(request["label"] == request["first"])
+    options = {
+        "nnodes": request["nodes"],
+        "nproc-per-node": request["slots"],
+        "max-restarts": 0,
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": request["endpoint"],
+        "rdzv-id": request["id"],
+        "rdzv-conf": f"is_host={is_host},join_timeout={request['join_timeout']}",
+        "local-addr": request["address"],
+        "redirects": 3,
+        "log-dir": logs,
+    }
+    torchrun = [request["python"], "-m", "torch.distributed.run"]
+    torchrun += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    agent_words = ["python3", "launch/node.py", "agent", str(logs), str(request["timeout"])]
+    command = [*agent_words, *torchrun, "train.py", *request["words"]]
 
-    # The environment travels in a script that only its owner can read and that deletes itself: it belongs on no command
-    # line and in no run folder, and a tmux server keeps the environment that it was started with.
-    handle, script = tempfile.mkstemp(prefix="flatland-")
-    with os.fdopen(handle, "w") as f:
-        f.write('rm -f "$0"\n')
-        for key, value in env.items():
-            if re.fullmatch(r"[A-Za-z_]\w*", key) and key not in ("TMUX", "TMUX_PANE", "_"):
-                f.write(f"export {key}={shlex.quote(value)}\n")
-        f.write(f"cd {shlex.quote(request['root'])} && exec {shlex.join(keeper)}\n")
-    plain = {key: os.environ[key] for key in PLAIN_ENVIRONMENT if key in os.environ}
-    said = ""
-    if shutil.which("tmux"):
-        inner = ["env", "-i", "PATH=" + plain.get("PATH", os.defpath), "TERM=screen", "bash", script]
-        done = subprocess.run(
-            ["tmux", "new-session", "-d", "-s", request["session"], *inner], env=plain, capture_output=True, text=True
-        )
-        place, said = f"tmux session {request['session']}", done.stderr.strip()
-        keep_off = ["tmux", "set-window-option", "-t", request["session"], "remain-on-exit", "off"]
-        subprocess.run(keep_off, env=plain, capture_output=True)
-    if not shutil.which("tmux") or done.returncode:
-        place = "background" + (f" ({said})" if said else "")
-        with open(logs / "background.stderr.log", "wb") as err:
-            subprocess.Popen(
-                ["bash", script], env=plain, stdin=subprocess.DEVNULL, stdout=err, stderr=err, start_new_session=True
-            )
-    end = time.monotonic() + request["limit"]
+    # The environment travels in a file that only its owner can read and that is gone when it has been read: it belongs
+    # on no command line, in no run folder and in no tmux server.
+    handle, letter = tempfile.mkstemp(prefix="flatland-")
+    with os.fdopen(handle, "w") as file:
+        json.dump([command, env], file)
+    place = open_session(request["session"], [sys.executable, os.path.abspath(__file__), "enter", letter], logs)
+    end = time.monotonic() + request["start_limit"]
     while not (logs / "agent.pid").exists():
         if time.monotonic() > end:
             kill_all(f"{logs}/")
-            Path(script).unlink(missing_ok=True)
-            raise Refused(
-                f"the agent did not start in {request['limit']} s ({place}): {tail(logs / 'agent.stderr.log', 3)}"
-            )
+            with contextlib.suppress(OSError):
+                os.unlink(letter)
+            end = tail(logs / "agent.stderr.log", 3)
+            raise Refused(f"the agent did not start in {request['start_limit']} s ({place}): {end}")
         time.sleep(0.05)
     pid, name = read(logs / "agent.pid").split()
     if name != platform.node():
@@ -459,121 +457,125 @@ def start(request: dict) -> dict:
     return {"place": place, "pid": int(pid)}
 
 
-def read_json(path) -> dict:
-    try:
-        return json.loads(read(path))
-    except ValueError:
-        return {}
+def open_session(session, command, logs):
+    """Runs a command out of this process's reach, in tmux if that works -> where."""
+    plain, said = {key: os.environ[key] for key in PLAIN_ENVIRONMENT.split() if key in os.environ}, ""
+    if shutil.which("tmux"):
+        tmux = ["tmux", "new-session", "-d", "-s", session, *command]
+        tmux += [";", "set-window-option", "-t", f"={session}:", "remain-on-exit", "off"]
+        done = subprocess.run(tmux, env=plain, capture_output=True, text=True)
+        if done.returncode == 0:
+            return f"tmux session {session}"
+        said = f" ({done.stderr.strip()})"
+    with open(logs / "background.stderr.log", "wb") as err:
+        subprocess.Popen(command, env=plain, stdin=subprocess.DEVNULL, stdout=err, stderr=err, start_new_session=True)
+    return "background" + said
 
 
-def log_folder(request: dict) -> Path:
-    """Of the attempt on this host; its real path, for so the processes name it."""
-    return Path(os.path.realpath(Path(request["root"], request["out"])), "logs", request["label"], request["id"])
+def enter(letter):
+    """Becomes the command that start() has left in a file, with its environment."""
+    command, env = json.loads(read(letter))
+    os.unlink(letter)
+    os.chdir(ROOT)
+    os.execvpe(command[0], command, env)
 
 
-def look(request: dict) -> dict:
-    """The state of an attempt on this host, and its status.json."""
+def look(request):
+    """The state of an attempt on this host."""
     logs = log_folder(request)
     pid = (read(logs / "agent.pid").split() or ["0"])[0]
-    result, status = read_json(logs / "result.json"), read_json(logs.parents[2] / "status.json")
-    if result:
-        result["ago"] = time.monotonic() - result["first_loss"]
-    times = [p.stat().st_mtime for p in logs.glob("*/attempt_*/*/std*.log")]
+    agent, workers = str(logs) in read(f"/proc/{pid}/cmdline"), len(workers_of(f"{logs}/"))
+    over, result = not agent and not workers, read_result(logs)  # an agent's last act is the result
+    if over and not result:
+        what = f"everything on {request['label']} was gone: killed, or the machine restarted"
+        result = {"exit": None, "ago": 0.0, "cause": {"sure": KILLED, "what": what}}
+    lost = workers < len(read_json(logs / "ranks.json"))
+    times = [path.stat().st_mtime for path in logs.glob("*/attempt_*/*/std*.log")]
     return {
-        "agent": str(logs) in read(f"/proc/{pid}/cmdline"),
-        "workers": {str(rank): local for rank, local in workers_of(f"{logs}/").values()},
+        "agent": agent,
+        "workers": workers,
+        "over": over,
+        "hurt": lost or bool(result and result["exit"] != 0),
         "result": result,
-        "status": status if status.get("attempt") == request["id"] else {},
-        "age": max(0.0, time.time() - max(times)) if times else None,
+        "age": time.time() - max(times) if times else None,
     }
 
 
-def listen() -> list:
-    """-> [when cluster.py last gave a sign of life], kept up to date; ends this process when it is gone."""
-    heard = [time.monotonic()]
-
-    def loop() -> None:
-        while sys.stdin.buffer.readline():
-            heard[0] = time.monotonic()
-        os._exit(0)
-
-    threading.Thread(target=loop, daemon=True).start()
-    return heard
+def read_result(logs):
+    result = read_json(logs / "result.json")
+    if result:
+        result["ago"] = time.monotonic() - result["first_loss"]
+    return result
 
 
-def watch(request: dict) -> None:
-    """A line of JSON with look() every second. Ends with its caller."""
-    heard = listen()
-    while time.monotonic() - heard[0] < ORPHANED:
-        print(json.dumps(look(request)), flush=True)
-        time.sleep(1)
+def report(answer, every):
+    """Prints an answer every so many seconds, until the connection is closed."""
+    while True:
+        print(json.dumps(answer()), flush=True)
+        if select.select([sys.stdin], [], [], every)[0]:
+            break
 
 
-def stop(request: dict) -> dict:
+def watch(request):
+    report(lambda: look(request), 1)
+
+
+def stop(request):
     """Lets the run stop here: its agent sees the file. Without an agent, what is left is ended directly."""
-    logs, found = log_folder(request), look(request)
-    if found["agent"]:
+    logs, state = log_folder(request), look(request)
+    if state["agent"]:
         (logs / ("stop-now" if request["now"] else "stop")).touch()
     else:
         kill(workers_of(f"{logs}/"), signal.SIGKILL if request["now"] else signal.SIGTERM)
-    return found
+    return state
 
 
-def sweep(request: dict) -> dict:
-    """Ends all that is left of an attempt, at once."""
-    kill_all(f"{log_folder(request)}/")
-    return look(request)
+def sweep(request):
+    """Ends all that is left of an attempt, at once -> how it stood."""
+    logs, state = log_folder(request), look(request)
+    kill_all(f"{logs}/")
+    return {**state, "result": read_result(logs) or state["result"]}
 
 
-# ---- for doctor, sync and top
+# ---- for doctor and top
+
+VERSIONS = """import json, torch
+cuda, nccl = torch.version.cuda, torch.cuda.nccl.version() if torch.cuda.is_available() else ["none"]
+print(json.dumps([torch.__version__, f"{cuda}, {'.'.join(map(str, nccl))}" if cuda else "none"]))"""
 
 
-def examine(request: dict) -> dict:
+def examine(request):
     """All that doctor looks at on this host."""
-    root, address = Path(request["root"]), request["address"]
-    names = {}
-    for name in [platform.node(), *request["names"]]:
-        try:
-            names[name] = sorted({found[4][0] for found in socket.getaddrinfo(name, None, socket.AF_INET)})
-        except OSError as e:
-            names[name] = [str(e)]
+    names = {name: addresses_of(name) for name in [platform.node(), *request["names"]]}
     try:
-        reverse = socket.gethostbyaddr(address)[0]
+        reverse = socket.gethostbyaddr(request["address"])[0]
     except OSError:
-        reverse = ""
-    code = (
-        "import json, torch; nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None;"
-        "print(json.dumps([torch.__version__, torch.version.cuda, nccl, torch.cuda.device_count()]))"
-    )
-    env = {**os.environ, **request["env"]}
-    done = subprocess.run([request["python"], "-c", code], capture_output=True, text=True, env=env)
-    torch = json.loads(done.stdout) if done.returncode == 0 else (done.stderr.strip().splitlines() or ["?"])[-1]
-    version = subprocess.run([request["python"], "-V"], capture_output=True, text=True).stdout.strip()
-    driver = query("driver_version")
-    free = {}
-    for folder in (request["out"], tempfile.gettempdir(), "/dev/shm"):
-        there = Path(root, folder)
-        while not there.exists():
-            there = there.parent
-        free[folder] = shutil.disk_usage(there).free
+        reverse = "none"
+    done = run({**request, "command": [request["python"], "-c", VERSIONS], "limit": 100})
+    torch, cuda = json.loads(last_line(done["out"])) if done["exit"] == 0 else ("no", "none")
+    runs = ROOT / "runs"
     left = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and "TORCHELASTIC_RUN_ID=" in read(f"/proc/{entry}/environ"):
-            env = environment_of(int(entry))
-            left.append([int(entry), re.sub(r"/logs/.*", "", env.get("TORCHELASTIC_ERROR_FILE", ""))])
+    for pid in all_pids():
+        environment = environment_of(pid)
+        if "TORCHELASTIC_RUN_ID" in environment:
+            folder = re.sub(r"/logs/.*", "", environment.get("TORCHELASTIC_ERROR_FILE", "torchrun"))
+            left.append([pid, folder])
     return {
-        "name": platform.node(),
+        "own_name": names[platform.node()][0],
         "names": names,
         "reverse": reverse,
-        "python": version,
+        "python": subprocess.run([request["python"], "-V"], capture_output=True, text=True).stdout.strip(),
         "torch": torch,
-        "driver": driver[0] if driver else "",
-        "code": content_hash(root) if root.is_dir() else "",
-        "shared": (root / request["mark"]).exists(),
+        "torch_error": last_line(done["err"]) if done["exit"] else "",
+        "cuda": cuda,
+        "driver": (query_gpus("driver_version") or ["none"])[0],
+        "code": content_hash(),
+        "shared": (ROOT / request["mark"]).exists(),
         "gpus": len(gpus(request)),
-        "gpu_memory": [int(float(m)) for m in query("memory.used")],
+        "gpu_memory": [int(float(size)) for size in query_gpus("memory.used")],
         "left": left,
-        "free": free,
+        "free_runs": shutil.disk_usage(runs if runs.exists() else ROOT).free / 1e9,
+        "free_shm": shutil.disk_usage("/dev/shm").free / 1e9,
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "port": probe_port(request["port"]),
@@ -582,52 +584,26 @@ def examine(request: dict) -> dict:
     }
 
 
-def query(fields: str, what: str = "") -> list:
-    """A line for each GPU, or of another query; [] where there are none, or nvidia-smi fails."""
-    command = ["nvidia-smi", f"--query-{what or f'gpu={fields}'}", "--format=csv,noheader,nounits"]
+def addresses_of(name):
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+        return sorted({found[4][0] for found in socket.getaddrinfo(name, None, socket.AF_INET)})
+    except OSError as e:
+        return [str(e)]
 
 
-def pairs(request: dict) -> None:
+def pairs(request):
     """All-reduces with one other host after another, as cluster.py says in lines on stdin. Runs in the Python that has
     torch. Role 0 keeps the store, at a port of its choice, which it answers first."""
-    name = interface_of(request["address"])
-    if name:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     os.environ.update(request["env"])
-    from datetime import timedelta
-
+    choose_interface(request["address"])
     import torch
     import torch.distributed as dist
 
-    limit = timedelta(seconds=request["limit"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin.buffer:
-        order = json.loads(line)
         try:
-            address, port = order["address"], order["port"]
-            store = dist.TCPStore(address, port, 2, order["role"] == 0, limit, wait_for_workers=False)
-            if order["role"] == 0:
-                print(json.dumps({"port": store.port}), flush=True)
-            dist.init_process_group(
-                "nccl" if device == "cuda" else "gloo", store=store, rank=order["role"], world_size=2, timeout=limit
-            )
-            data = torch.ones(request["bytes"] // 4, device=device)
-            times = []
-            for _ in range(6):
-                begin = time.perf_counter()
-                dist.all_reduce(data)
-                data[0].item()
-                times.append(time.perf_counter() - begin)
-            answer = {"mb_per_s": request["bytes"] / 1e6 / min(times)}
-            if data[-1].item() != 2**6:
-                answer = {"error": f"the sum is wrong: {data[-1].item()}, expected {2**6}"}
-            dist.barrier()
+            answer = all_reduce(torch, dist, device, request, json.loads(line))
         except Exception as e:
             answer = {"error": str(e).splitlines()[0][:200]}
         if dist.is_initialized():
@@ -636,105 +612,89 @@ def pairs(request: dict) -> None:
     os._exit(0)
 
 
-def usage(request: dict) -> None:
-    """A line of JSON every few seconds with the load of this machine, its GPUs and its workers, for top.py."""
-    heard = listen()
-    before, spent = cpu_times(), {}
-    mine = os.path.join(os.path.realpath(request["out"]), "logs", "") if request["out"] else ""
-    while time.monotonic() - heard[0] < ORPHANED:
-        time.sleep(request["every"] if spent else 0.5)
-        now = cpu_times()
-        busy, total = now[0] - before[0], now[1] - before[1]
-        before = now
-        memory = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M)}
-        ranks, seen = {}, {}
-        for pid, (rank, local) in workers_of(mine).items():
-            fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-            if fields:
-                seen[pid] = (int(fields[11]) + int(fields[12]), time.monotonic())
-                ticks, at = spent.get(pid, (0, 0.0))
-                share = (seen[pid][0] - ticks) / os.sysconf("SC_CLK_TCK") / (seen[pid][1] - at) if pid in spent else 0.0
-                ranks[str(rank)] = (local, share)
-        spent = seen or {0: (0, 0.0)}
-        answer = {
-            "cpu": busy / total if total else 0.0,
-            "cores": cores(),
-            "load": os.getloadavg()[0],
-            "mem_size": memory.get("MemTotal", 0) / 2**20,
-            "mem_used": (memory.get("MemTotal", 0) - memory.get("MemAvailable", 0)) / 2**20,
-            "ranks": ranks,
-            "gpus": gpu_usage(),
-        }
-        print(json.dumps(answer), flush=True)
+def all_reduce(torch, dist, device, request, order):
+    """Sums with one other host -> the speed."""
+    from datetime import timedelta
+
+    limit, role = timedelta(seconds=request["limit"]), order["role"]
+    store = dist.TCPStore(order["address"], order["port"], 2, role == 0, limit, wait_for_workers=False)
+    if role == 0:
+        print(json.dumps({"port": store.port}), flush=True)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=role, world_size=2, timeout=limit)
+    data, times = torch.ones(request["bytes"] // 4, device=device), []
+    for _ in range(6):
+        begin = time.perf_counter()
+        dist.all_reduce(data)
+        total = data[0].item()
+        times.append(time.perf_counter() - begin)
+    if total != 2**6:
+        return {"error": f"the sum is wrong: {total}, expected {2**6}"}
+    dist.barrier()
+    return {"mb_per_s": request["bytes"] / 1e6 / min(times)}
 
 
-def cpu_times() -> tuple:
-    """(busy, all) ticks of all cores together since the start."""
-    fields = [int(n) for n in read("/proc/stat").splitlines()[0].split()[1:9]]
-    return sum(fields) - fields[3] - fields[4], sum(fields)
+def usage(request):
+    """The load of this machine, its GPUs and its workers, every few seconds, for top."""
+    logs = os.path.join(os.path.realpath(request["out"]), "logs", "") if request["out"] else ""
+    before = {}  # (seconds of CPU, when) of the machine and of each worker
+
+    def share(key, seconds):
+        """How much of the time since the last look was spent computing."""
+        now = time.monotonic()
+        spent, when = before.get(key, (seconds, 0.0))
+        before[key] = (seconds, now)
+        return (seconds - spent) / (now - when)
+
+    def load():
+        ranks = {}
+        for pid, (rank, local_rank) in workers_of(logs).items():
+            ranks[str(rank)] = (local_rank, share(pid, cpu_seconds(f"/proc/{pid}/stat", 13, 15)))
+        memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M))
+        size, free = int(memory["MemTotal"]) / 2**20, int(memory["MemAvailable"]) / 2**20
+        # user, nice and system time; idle and waiting come after them
+        busy = share("machine", cpu_seconds("/proc/stat", 1, 4)) / os.cpu_count()
+        answer = {"cpu": busy, "cores": cores(), "load": os.getloadavg()[0], "mem_size": size, "mem_used": size - free}
+        return {**answer, "ranks": ranks, "gpus": gpu_usage()}
+
+    load()
+    time.sleep(0.5)
+    report(load, request["every"])
 
 
-def gpu_usage() -> list:
-    out, processes = [], query("", "compute-apps=gpu_uuid")
-    names = "index,uuid,utilization.gpu,power.draw,power.limit,memory.used,memory.total,temperature.gpu,clocks.sm"
-    for line in query(names):
-        index, uuid, *values = [v.strip() for v in line.split(",")]
-        busy, watts, limit, used, size, heat, clock = (float(v) if re.match(r"[\d.]+$", v) else 0.0 for v in values)
-        row = {"index": int(index), "busy": busy / 100, "watts": watts, "limit": limit, "used": used / 1024}
-        row |= {"size": size / 1024, "heat": heat, "clock": clock, "processes": processes.count(uuid)}
-        out.append(row)
-    return out
+def cpu_seconds(file, first, last):
+    """The sum of some of a stat file's numbers, which count ticks."""
+    ticks = re.sub(r"\(.*\)", "name", read(file), flags=re.S).split()[first:last]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
-def unpack(request: dict) -> dict:
-    """Takes the project's files, and after the request on stdin an environment as a tar, where it is sent."""
-    root = Path(request["root"])
-    root.mkdir(parents=True, exist_ok=True)
-    if (root / request["mark"]).exists():
-        return {"shared": True}
-    for name in set(own_files(root)) - set(request["files"]):
-        (root / name).unlink()
-    for name, (mode, text) in request["files"].items():
-        (root / name).parent.mkdir(exist_ok=True)
-        write_whole(root / name, text)
-        (root / name).chmod(mode)
-    return {"shared": False, "code": content_hash(root), "environment": tree_hash(root / ".venv")}
+def gpu_usage():
+    rows, processes = [], query("--query-compute-apps=gpu_uuid", "--format=csv,noheader")
+    names = "utilization.gpu,power.draw,power.limit,memory.used,memory.total,temperature.gpu,clocks.sm"
+    for line in query_gpus(f"index,uuid,{names}"):
+        index, uuid, *values = line.split(", ")
+        numbers = [float(v) if re.match(r"[\d.]+$", v) else 0.0 for v in values]
+        rows.append({"index": int(index), "processes": processes.count(uuid), "numbers": numbers})
+    return rows
 
 
-def unpack_environment(request: dict) -> dict:
-    """Takes .venv as a tar on stdin, and puts it in place once it is whole."""
-    root = Path(request["root"])
-    new, old = root / ".venv.new", root / ".venv.old"
-    for folder in (new, old):
-        shutil.rmtree(folder, ignore_errors=True)
-    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
-        archive.extractall(new, **({"filter": "fully_trusted"} if hasattr(tarfile, "data_filter") else {}))
-    if (root / ".venv").exists():
-        os.rename(root / ".venv", old)
-    os.rename(new, root / ".venv")
-    shutil.rmtree(old, ignore_errors=True)
-    return {"environment": tree_hash(root / ".venv")}
+OPERATIONS = (probe, run, prepare, start, look, watch, stop, sweep, examine, pairs, usage)
 
 
-OPERATIONS = (
-    probe, run, prepare, start, look, watch, stop, sweep, examine, pairs, usage, unpack, unpack_environment,
-)  # fmt: skip
-
-
-def main(request: dict) -> None:
-    operation = next(f for f in OPERATIONS if f.__name__ == request["op"])
+def main(name):
+    """An operation, with the request on stdin; its answer, or why it cannot be done, goes to stdout."""
+    operation = next(f for f in OPERATIONS if f.__name__ == name)
     try:
-        answer = operation(request)
-    except (Refused, OSError, subprocess.SubprocessError, tarfile.TarError) as e:
+        answer = operation(json.loads(sys.stdin.buffer.readline()))
+    except (Refused, OSError, subprocess.SubprocessError) as e:
         answer = {"refused": str(e)}
     if answer is not None:
         print(json.dumps(answer), flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # a thread may be reading stdin, which the interpreter's own end does not like
 
 
 if __name__ == "__main__":
-    if "request" in globals():  # sent by cluster.py
-        main(globals()["request"])
-    else:
+    if sys.argv[1] == "agent":
         sys.exit(agent(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]))
+    if sys.argv[1] == "enter":
+        enter(sys.argv[2])
+    main(sys.argv[1])

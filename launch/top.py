@@ -1,4 +1,4 @@
-"""A cluster on one screen: `bash launch.sh top`, or `python top.py [hosts file] [--once] [--out DIR]`.
+"""A cluster on one screen: `bash launch.sh top`, or `python launch/top.py [hosts file] [--once] [--out DIR]`.
 
 A line for each host (CPU, memory, workers) and each GPU (utilisation, power, memory, temperature, processes), their
 sums, and the run's step, loss, speed and slowest rank. Every host is asked by a connection of its own, so one that does
@@ -9,66 +9,17 @@ outside: with GPUs the one with the lowest SM clock, for a throttled GPU is the 
 computes most of the time, for the others block."""
 
 import json
-import re
-import select
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-from cluster import (
-    Host,
-    hosts_of,
-    launcher_flags,
-    line_for,
-    pick_run,
-    read_hosts,
-    read_json,
-    read_launch,
-    remote_command,
-)
-from errors import ROOT, UserError
+from cluster import ENDED, Watcher, hosts_of, pick_run, read_flags, read_hosts, read_launch, run_verb, say
+from errors import ROOT, UserError, printable
+from node import read_json, tail
 
 EVERY = 2  # seconds between two pictures
 SILENT = 6  # seconds after which a host counts as not answering
 SSH = "-o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=3 -o ServerAliveCountMax=2"
-
-
-class Feed(threading.Thread):
-    """The newest numbers of one host."""
-
-    def __init__(self, host: Host, ssh: str, out: str):
-        super().__init__(daemon=True)
-        self.out, self.host, self.ssh, self.last, self.heard, self.said = out, host, ssh, {}, 0.0, "asking"
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            process = subprocess.Popen(
-                remote_command(self.host, self.ssh),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
-            )  # fmt: skip
-            try:
-                process.stdin.write(line_for("usage", {"every": EVERY, "out": self.out}))
-                process.stdin.flush()
-                for line in process.stdout:
-                    if line.startswith(b"{"):
-                        self.last, self.heard = json.loads(line), time.monotonic()
-                        process.stdin.write(b"\n")
-                        process.stdin.flush()
-            except (OSError, ValueError):
-                pass
-            said = process.stderr.read().decode(errors="replace").strip().splitlines()
-            self.said = said[-1] if said else "the connection ended"
-            process.kill()
-            process.wait()
-            time.sleep(EVERY)
-
-    @property
-    def silent(self) -> bool:
-        return time.monotonic() - self.heard > SILENT
 
 
 def bar(share: float, width: int = 10) -> str:
@@ -76,149 +27,112 @@ def bar(share: float, width: int = 10) -> str:
     return "█" * full + "·" * (width - full)
 
 
-def picture(feeds: list[Feed], run: tuple | None) -> str:
-    """The whole screen as text."""
-    lines, totals, ranks = (
-        [],
-        {"gpus": 0, "busy": 0.0, "watts": 0.0, "used": 0.0, "size": 0.0, "workers": 0, "up": 0},
-        {},
-    )
-    width = max(len(f.host.label) for f in feeds) + 2
-    for feed in feeds:
-        name = feed.host.label.ljust(width)
-        if feed.silent:
-            lines.append(
-                f"{name}does not answer: {feed.said}" if feed.heard or feed.said != "asking" else f"{name}asking ..."
-            )
+def silent(watcher: Watcher) -> bool:
+    return not watcher.last or time.monotonic() - watcher.heard > SILENT
+
+
+def picture(watchers: list[Watcher], run: tuple | None) -> list[str]:
+    """The whole screen, by lines."""
+    lines, ranks, gpus, up = [], {}, [], 0
+    width = max(len(w.host.label) for w in watchers) + 2
+    for w in watchers:
+        name, a = w.host.label.ljust(width), w.last
+        if silent(w):
+            lines.append(name + (f"does not answer: {w.error}" if w.error else "asking ..."))
             continue
-        a = feed.last
-        totals["up"] += 1
-        totals["workers"] += len(a["ranks"])
+        up += 1
         memory = f"{a['mem_used']:6.1f} of {a['mem_size']:6.1f} GiB"
-        lines.append(
-            f"{name}cpu {bar(a['cpu'])} {a['cpu']:4.0%} of {a['cores']:<4} mem {memory}"
-            f"  load {a['load']:6.2f}  workers {len(a['ranks'])}"
-        )
-        clocks = {}
+        load = f"load {a['load']:6.2f}  workers {len(a['ranks'])}"
+        lines.append(f"{name}cpu {bar(a['cpu'])} {a['cpu']:4.0%} of {a['cores']:<4} mem {memory}  {load}")
         for gpu in a["gpus"]:
-            totals["gpus"] += 1
-            for key in ("busy", "watts", "used", "size"):
-                totals[key] += gpu[key]
-            clocks[gpu["index"]] = gpu["clock"]
-            g = SimpleNamespace(**gpu)
-            lines.append(
-                f"{'':{width}}gpu {g.index:<2} {bar(g.busy)} {g.busy:4.0%}  {g.watts:4.0f} of {g.limit:.0f} W"
-                f"  {g.used:5.1f} of {g.size:5.1f} GiB  {g.heat:3.0f} °C  {g.clock:5.0f} MHz  processes {g.processes}"
-            )
-        for rank, (local, share) in a["ranks"].items():
-            ranks[int(rank)] = (feed.host.label, clocks.get(int(local)), share)
-    head = f"{totals['up']} of {len(feeds)} hosts, {totals['workers']} workers"
-    if totals["gpus"]:
-        head += (
-            f", {totals['gpus']} GPUs at {totals['busy'] / totals['gpus']:.0%}, {totals['watts'] / 1000:.2f} kW,"
-            f" {totals['used']:.0f} of {totals['size']:.0f} GiB"
-        )
-    return "\n".join([time.strftime("%H:%M:%S  ") + head, *run_lines(run, ranks), "", *lines])
+            busy, watts, limit, used, size, heat, clock = gpu["numbers"]
+            text = f"{bar(busy / 100)} {busy:3.0f}%  {watts:4.0f} of {limit:.0f} W  {used / 1024:5.1f} of"
+            text += f" {size / 1024:5.1f} GiB  {heat:3.0f} °C  {clock:5.0f} MHz  processes {gpu['processes']}"
+            lines.append(f"{'':{width}}gpu {gpu['index']:<2} {text}")
+        gpus += [gpu["numbers"] for gpu in a["gpus"]]
+        clocks = {gpu["index"]: gpu["numbers"][-1] for gpu in a["gpus"]}
+        for rank, (local_rank, share) in a["ranks"].items():
+            ranks[int(rank)] = (w.host.label, clocks.get(local_rank), share)
+    head = f"{time.strftime('%H:%M:%S')}  {up} of {len(watchers)} hosts, {len(ranks)} workers"
+    if gpus:
+        busy, watts, _, used, size, _, _ = map(sum, zip(*gpus, strict=True))
+        head += f", {len(gpus)} GPUs at {busy / len(gpus):.0f}%, {watts / 1000:.2f} kW"
+        head += f", {used / 1024:.0f} of {size / 1024:.0f} GiB"
+    return [printable(line) for line in (head, *run_lines(run, ranks), "", *lines)]
 
 
 def run_lines(run: tuple | None, ranks: dict) -> list[str]:
     if not run:
         return []
     out, name = run
-    status, record = read_json(out / "status.json"), {}
-    try:
-        with open(out / "metrics.jsonl", "rb") as f:
-            f.seek(max(0, f.seek(0, 2) - 8192))
-            records = map(json.loads, f.read().decode().splitlines()[::-1])
-            record = next(r for r in records if r.get("loss") is not None)  # a save's duration is a record, too
-    except (OSError, ValueError, StopIteration):
-        pass
-    state = read_launch(out).get("state") or status.get("state", "unknown")
+    state = read_launch(out).get("state") or read_json(out / "status.json").get("state", "unknown")
     line = f"{name}: {state}"
-    if record:
-        r = SimpleNamespace(**record)
-        line += (
-            f"  step {r.step}  loss {r.loss:.4f}  {r.tok_per_s:.0f} tok/s  mfu {r.mfu:.1%}  {r.step_ms:.0f} ms a step"
-        )
+    for text in reversed(tail(out / "metrics.jsonl", 20).splitlines()):
+        record = json.loads(text) if text.endswith("}") else {}
+        if record.get("loss") is not None:  # a save's duration is a record, too
+            numbers = "  step {step}  loss {loss:.4f}  {tok_per_s:.0f} tok/s  mfu {mfu:.1%}  {step_ms:.0f} ms a step"
+            line += numbers.format(**record)
+            break
     if len(ranks) > 1:
-        clocked = {r: c for r, (_, c, _) in ranks.items() if c}
-        if clocked:
-            rank = min(clocked, key=clocked.get)
-            line += f"  slowest rank {rank} on {ranks[rank][0]} ({clocked[rank]:.0f} MHz)"
-        else:
-            rank = max(ranks, key=lambda r: ranks[r][2])
-            line += f"  slowest rank {rank} on {ranks[rank][0]} (computes {ranks[rank][2]:.0%} of the time)"
+        clocked = {rank: clock for rank, (_, clock, _) in ranks.items() if clock}
+        rank = min(clocked, key=clocked.get) if clocked else max(ranks, key=lambda rank: ranks[rank][2])
+        host, clock, share = ranks[rank]
+        why = f"{clock:.0f} MHz" if clocked else f"computes {share:.0%} of the time"
+        line += f"  slowest rank {rank} on {host} ({why})"
     return [line]
 
 
 def verb_top(words: list[str], settings: dict) -> int:
-    once, file, out, rest, listed = False, "", [], list(words), ""
-    while rest:
-        word = rest.pop(0)
-        if word == "--hosts" or word.startswith("--hosts="):
-            listed = launcher_flags([word, *rest[:1]], settings)[0]["hosts"]
-            rest = rest["=" not in word :]
-        elif word == "--once":
-            once = True
-        elif word == "--out" or word.startswith("--out="):
-            out = [word] + ([rest.pop(0)] if word == "--out" and rest else [])
-        elif not word.startswith("-") and not file:
-            file = word
-        else:
-            raise UserError(f"top takes a hosts file, --hosts, --once and --out DIR, not {word}")
-    run = pick_run(out, "top")[:2] if out or any((ROOT / "runs").glob("*/")) else None
-    if file and not Path(file).is_file():
-        raise UserError(f"there is no hosts file {file}")
+    flags, files = read_flags(words, "--hosts", "--once", "--out", mixed=True)
+    if len(files) > 1 or any(word.startswith("-") for word in files):
+        raise UserError(f"top takes a hosts file, --hosts, --once and --out DIR, not {' '.join(files)}")
+    if files and not Path(files[0]).is_file():
+        raise UserError(f"there is no hosts file {files[0]}")
+    run = None
+    if flags["--out"] or any((ROOT / "runs").glob("*/")):
+        run = pick_run("top", ["--out", flags["--out"]] if flags["--out"] else [])[:2]
     launch = read_launch(run[0]) if run else {}
-    hosts = read_hosts(listed, Path(file) if file else None)
-    if not listed and not file and launch.get("state") in ("starting", "running", "waiting"):
+    if not flags["--hosts"] and not files and launch.get("state", "failed") not in ENDED:
         hosts = hosts_of(launch)  # those of the run, while it runs
-    shown = {h.line: h for h in reversed(hosts)}  # a machine once
-    feeds = [Feed(h, settings.get("ssh", SSH), str(run[0]) if run else "") for h in reversed(shown.values())]
-    if once or not sys.stdout.isatty():
-        end = time.monotonic() + 2 * SILENT
-        while time.monotonic() < end and any(f.silent and f.said == "asking" for f in feeds):
-            time.sleep(0.1)
-        print(picture(feeds, run))
+    else:
+        hosts = read_hosts(flags["--hosts"], *map(Path, files))
+    machines = {h.line: h for h in reversed(hosts)}.values()  # each once
+    request = {"every": EVERY, "out": str(run[0]) if run else ""}
+    watchers = [Watcher(h, settings.get("ssh", SSH), "usage", **request) for h in reversed(machines)]
+    if not flags["--once"] and sys.stdin.isatty() and sys.stdout.isatty():
+        import curses
+
+        curses.wrapper(draw, watchers, run)
         return 0
-    return draw(feeds, run)
+    end = time.monotonic() + 2 * SILENT
+    while time.monotonic() < end and any(not w.last and not w.error for w in watchers):
+        time.sleep(0.1)
+    say("\n".join(picture(watchers, run)))
+    return 0
 
 
-def draw(feeds: list[Feed], run: tuple | None) -> int:
-    """Redraws until q or Ctrl-C, on the terminal's second screen."""
-    import shutil
-    import termios
-    import tty
+def draw(screen, watchers: list[Watcher], run: tuple | None):
+    """Redraws until q or Ctrl-C."""
+    import curses
 
-    keys = sys.stdin.isatty() and termios.tcgetattr(sys.stdin)
-    sys.stdout.write("\033[?1049h\033[?25l")
-    try:
-        if keys:
-            tty.setcbreak(sys.stdin)
-        while True:
-            columns, rows = shutil.get_terminal_size()
-            lines = [line[: columns - 1] for line in picture(feeds, run).splitlines()]
-            if len(lines) > rows - 1:
-                lines = [*lines[: rows - 2], f"... {len(lines) - rows + 2} lines more: a taller window shows them"]
-            text = "\n".join(line + "\033[K" for line in lines)
-            sys.stdout.write("\033[H" + re.sub(r"(does not answer.*)", "\033[31m\\1\033[0m", text) + "\n\033[J")
-            sys.stdout.flush()
-            if keys and select.select([sys.stdin], [], [], EVERY)[0]:
-                if sys.stdin.read(1) in ("q", "Q"):
-                    return 0
-            elif not keys:
-                time.sleep(EVERY)
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        sys.stdout.write("\033[?25h\033[?1049l")
-        sys.stdout.flush()
-        if keys:
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, keys)
+    curses.curs_set(0)
+    curses.use_default_colors()
+    curses.init_pair(1, curses.COLOR_RED, -1)
+    screen.timeout(1000 * EVERY)
+    key = ""
+    while key not in ("q", "Q"):
+        rows, columns = screen.getmaxyx()
+        lines = picture(watchers, run)
+        if len(lines) > rows:
+            lines[rows - 1 :] = [f"... {len(lines) - rows + 1} lines more: a taller window shows them"]
+        screen.erase()
+        for y, line in enumerate(lines):
+            colour = curses.color_pair(1) if "does not answer" in line else 0
+            screen.addnstr(y, 0, line, columns - 1, colour)
+        key = chr(max(0, screen.getch()))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(verb_top(sys.argv[1:], {"ssh": SSH}))
-    except UserError as e:
-        sys.exit(print(e, file=sys.stderr) or 2)
+    if "--" not in sys.argv:  # typed by a person
+        sys.argv[1:1] = ["--", "top"]
+    run_verb(top=verb_top)
