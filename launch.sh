@@ -47,7 +47,7 @@ done
 
 before_installing() {  # with a Python that may lack torch
   local status=0
-  "$1" launch/words.py "${settings[@]}" -- "$verb" "${words[@]}" || status=$?
+  "$1" launch/bare.py "${settings[@]}" -- "$verb" "${words[@]}" || status=$?
   case $status in 2) exit 2 ;; 3) exit 0 ;; esac
 }
 

@@ -1,10 +1,12 @@
-"""Looks at the words of a launch before anything is installed: `python launch/words.py NAME=SETTING ... -- VERB WORDS`.
+"""What launch.sh and env.sh ask of any Python before anything is installed, which takes minutes:
 
-Any Python will do: installing torch takes minutes, and no flag depends on it. Status 2: a mistake; 3: help was asked
-for, and printed."""
+python launch/bare.py NAME=SETTING ... -- VERB WORDS      are these words right? 2: a mistake; 3: help was printed
+python launch/bare.py lacks VERSIONS REQUIREMENT ...      prints those that it does not meet"""
 
+import re
 import shlex
 import sys
+from importlib import import_module, metadata
 from importlib.machinery import ModuleSpec
 
 
@@ -53,7 +55,25 @@ def look(words, settings):
         return 0
 
 
+def numbers(version):
+    return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]
+
+
+def meets(requirement, torch_versions):
+    name, least = re.split(">=|==", requirement)
+    try:
+        if name != "torch":
+            return numbers(metadata.version(name)) >= numbers(least)
+        oldest, newest = map(numbers, torch_versions.split())
+        return oldest <= numbers(import_module(name).__version__)[:2] <= newest
+    except Exception:  # a torch that cannot be imported is as good as none
+        return False
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "lacks":
+        print(*(r for r in sys.argv[3:] if not meets(r, sys.argv[2])), sep="\n")
+        sys.exit()
     sys.meta_path.append(NotInstalled())
     from cluster import LAUNCH_FLAGS, read_flags, read_hosts, run_verb
     from doctor import hosts_to_sync
