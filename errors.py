@@ -154,12 +154,6 @@ def read_ahead(items: Iterator, count: int) -> Iterator:
     return taken
 
 
-def printable(text: object) -> str:
-    """The text with its control characters, other than newlines and tabs, and lone surrogates escaped: what comes from
-    a file or another host must not steer the terminal."""
-    return re.sub("[\0-\b\v-\x1f\x7f-\x9f\ud800-\udfff]", lambda found: repr(found[0])[1:-1], str(text))
-
-
 def missing_folders(folder: Path) -> list[Path]:
     """Of a folder and those around it, the ones that are not there, innermost first."""
     return [p for p in (folder, *folder.parents) if not p.exists()]

@@ -386,6 +386,15 @@ def take_lock(out: Path) -> int | None:
     return None
 
 
+def written(path: Path, content: dict) -> bool:
+    """Whether the disk took it."""
+    try:
+        write_whole(path, json.dumps(content, indent=1) + "\n")
+        return True
+    except OSError:
+        return False
+
+
 def read_launch(out: Path) -> dict:
     return read_json(out / "logs" / "launch.json")
 
@@ -438,10 +447,9 @@ class Supervisor:
             with open(self.out / "logs" / "launch.log", "a") as log:
                 log.write(self.words)
             self.words = ""
-            write_whole(self.out / "logs" / "launch.json", json.dumps(self.launch, indent=1) + "\n")
-            return True
         except OSError:
             return False
+        return written(self.out / "logs" / "launch.json", self.launch)
 
     def wait(self, seconds):
         """Others see by the age of launch.json that this process is alive."""
@@ -495,10 +503,7 @@ class Supervisor:
         status = read_json(self.out / "status.json")
         if status.get("state") == "running" or "stop-now" in self.stopping():
             status |= {"state": end.state, "exit_code": 1, "message": end.message}
-            with contextlib.suppress(OSError):
-                write_whole(self.out / "status.json", json.dumps(status) + "\n")
-                return True
-            return False
+            return written(self.out / "status.json", status)
         return True
 
     def prepare(self) -> list:
@@ -538,9 +543,8 @@ class Supervisor:
                 return End("failed", 0, text, text)
             self.set(attempt=self.launch.get("attempt", 0) + 1)
             address = f"[{first.address}]" if ":" in first.address else first.address
-            names = ("python", "words", "env", "timeout", "join_timeout", "shutdown_timeout", "start_limit")
-            request = {name: job[name] for name in names} | {"nodes": len(self.hosts), "first": first.label}
-            answers = self.ask("start", job["start_limit"] + 20, endpoint=f"{address}:{port}", **request)
+            request = {"nodes": len(self.hosts), "first": first.label, "endpoint": f"{address}:{port}"}
+            answers = self.ask("start", job["start_limit"] + 20, job=job, **request)
         problems = explain_all(self.hosts, answers)
         if problems:
             self.ask("sweep", 20)
@@ -711,22 +715,22 @@ def look_at(launch: dict) -> list:
 # ---- the verbs
 
 
-def pick_run(verb: str, words: list[str], *names: str, others: int = 0) -> tuple[Path, str, dict, list[str]]:
+def pick_run(verb: str, words: list[str], *names: str, others: int = 0) -> tuple[Path | None, str, dict, list[str]]:
     """The run of --out DIR; without it the newest, the one that was last launched or last wrote its status.
-    -> (folder, its name as typed, the flags, the other words)"""
+    -> (folder, its name as typed, the flags, the other words); top is content without a run"""
     flags, rest = read_flags(words, "--out", *names, mixed=True)
     if len(rest) > others or any(word.startswith("-") for word in rest):
-        takes = " and ".join(["--out DIR", *names, *["one host or rank"] * others])
-        raise UserError(f"{verb} takes {takes}, not {' '.join(rest)}")
+        takes = ["--out DIR", *names, *["a host, a rank or a file"] * others]
+        raise UserError(f"{verb} takes {', '.join(takes)}, not {' '.join(rest)}")
     runs, name = sorted((ROOT / "runs").glob("*/")), flags["--out"]
-    if not name:
-        if not runs:
-            raise UserError("There is no run in runs/ yet. Start one: bash launch.sh")
-        name = str(max(runs, key=last_used).relative_to(ROOT))
-    out = ROOT / name
-    if not out.is_dir():
+    if not name and not runs:
+        if verb == "top":
+            return None, "", flags, rest
+        raise UserError("There is no run in runs/ yet. Start one: bash launch.sh")
+    name = name or str(max(runs, key=last_used).relative_to(ROOT))
+    if not (ROOT / name).is_dir():
         raise UserError(f"There is no run folder '{name}'. In runs/: {', '.join(r.name for r in runs) or 'nothing'}")
-    return out, name.rstrip("/"), flags, rest
+    return ROOT / name, name.rstrip("/"), flags, rest
 
 
 def last_used(run: Path) -> float:
@@ -954,15 +958,11 @@ def verb_attach(words: list[str], settings: dict) -> NoReturn:
 def run_verb(**verbs) -> NoReturn:
     """What launch.sh calls: NAME=SETTING ... -- VERB WORDS -> a function of these, and its exit status."""
 
-    def main(argv: list[str]) -> int | None:
+    def main(argv):
         split = argv.index("--")
         settings = dict(word.split("=", 1) for word in argv[:split])
         numbers = {name: int(value) for name, value in settings.items() if value.isdigit()}
-        verb, *words = argv[split + 1 :]
-        try:
-            return verbs[verb](words, settings | numbers)
-        except UserError as e:  # it may quote hosts and files
-            raise UserError(printable(e)) from None
+        return verbs[argv[split + 1]](argv[split + 2 :], settings | numbers)
 
     run_script(main)
 

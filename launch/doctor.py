@@ -252,47 +252,47 @@ def check_data(table: Table, hosts: list[Host], job: dict):
 def check_links(table: Table, hosts: list[Host], job: dict):
     """An all-reduce of every pair, as many pairs at once as there are hosts for."""
     probes = {h.label: LinkProbe(h, job) for h in hosts}
-    ready = [h for h in hosts if probes[h.label].read(90)]
-    results = {}  # pair -> MB/s, or what went wrong
-    for pairs in tournament([h.label for h in ready]):
+    ready = [label for label, probe in probes.items() if probe.read(90)]
+    links = {}  # pair -> (MB/s, what is wrong)
+    for pairs in tournament(ready):
         with ThreadPoolExecutor(len(pairs)) as pool:
-            results |= zip(pairs, pool.map(lambda pair: meet(probes, *pair), pairs), strict=True)
-    # Between nodes of one machine no network is used: the fastest is looked for among the others.
-    far = [pair for pair in results if probes[pair[0]].host.address != probes[pair[1]].host.address]
-    fastest = max([results[pair] for pair in far if not isinstance(results[pair], str)], default=0.0)
+            links |= zip(pairs, pool.map(lambda pair: meet(probes, *pair), pairs), strict=True)
+    # Between nodes of one machine no network is used: the others are compared.
+    far = [(a, b) for a, b in links if probes[a].host.address != probes[b].host.address]
+    fastest = max([links[pair][0] for pair in far], default=0.0)
     for pair in far:
-        if not isinstance(results[pair], str) and results[pair] * SLOW < fastest:
-            again = meet(probes, *pair)  # with nobody else on the network
-            results[pair] = again if isinstance(again, str) else max(results[pair], again)
+        speed, problem = links[pair]
+        if not problem and speed * SLOW < fastest:
+            speed, problem = max((speed, ""), meet(probes, *pair))  # once more, with nobody else on the network
+            slow = f"is slow ({speed:.0f} MB/s, the fastest has {fastest:.0f})" if speed * SLOW < fastest else ""
+            links[pair] = speed, problem or slow
     for probe in probes.values():
         probe.close()
-    bad = {pair: f"is broken ({speed})" for pair, speed in results.items() if isinstance(speed, str)}
-    for pair in far:
-        if pair not in bad and results[pair] * SLOW < fastest:
-            bad[pair] = f"is slow ({results[pair]:.0f} MB/s, the fastest has {fastest:.0f})"
     for host in hosts:
-        if host in ready:
-            table.put("links", host, *blame(host.label, results, bad))
+        if host.label in ready:
+            table.put("links", host, *judge_links(host.label, links))
         else:
             table.put("links", host, "none", "torch does not come up there; see the row torch")
 
 
-def blame(label: str, results: dict, bad: dict) -> tuple[str, str]:
+def judge_links(label: str, links: dict) -> tuple[str, str]:
     """A host's slowest link, and what is wrong with its links. One whose every link is bad is to blame for them, and
     the hosts at their other ends are not."""
 
     def all_bad(name: str) -> bool:
-        links = [pair for pair in results if name in pair]
-        return len(links) > 1 and all(pair in bad for pair in links)
+        problems = [problem for pair, (_, problem) in links.items() if name in pair]
+        return len(problems) > 1 and all(problems)
 
-    speeds = [speed for pair, speed in results.items() if label in pair and not isinstance(speed, str)]
-    mine = [pair for pair in bad if label in pair and (all_bad(label) or not any(map(all_bad, pair)))]
-    problem = ""
-    if mine:
-        others = ", ".join(name for pair in mine for name in pair if name != label)
-        which = "every link of this host" if all_bad(label) else f"the link to {others}"
-        problem = f"{which} {bad[mine[0]]}; see its cable, firewall and the errors that `ip -s link` counts"
-    return f"{min(speeds, default=0.0):.0f} MB/s", problem
+    slowest = min([speed for pair, (speed, problem) in links.items() if label in pair and not problem], default=0.0)
+    blamed, problem = all_bad(label), ""
+    bad = [
+        pair for pair, link in links.items() if label in pair and link[1] and (blamed or not any(map(all_bad, pair)))
+    ]
+    if bad:
+        others = ", ".join(name for pair in bad for name in pair if name != label)
+        which = "every link of this host" if blamed else f"the link to {others}"
+        problem = f"{which} {links[bad[0]][1]}; see its cable, firewall and the errors that `ip -s link` counts"
+    return f"{slowest:.0f} MB/s", problem
 
 
 def tournament(names: list[str]) -> list:
@@ -338,16 +338,19 @@ class LinkProbe:
             self.process.kill()
 
 
-def meet(probes: dict, *names: str) -> float | str:
-    """The speed of a link, or what is wrong with it."""
+def meet(probes: dict, *names: str) -> tuple[float, str]:
+    """The speed of a link, and what is wrong with it."""
     first, second = (probes[name] for name in names)
-    first.tell(role=0, address=first.host.address, port=0)
+    order = {"address": first.host.address, "port": 0}
+    first.tell(role=0, **order)
     answers = [first.read(PAIR_LIMIT + 5)]
     if "port" in answers[0]:
-        second.tell(role=1, address=first.host.address, port=answers[0]["port"])
+        second.tell(role=1, **{**order, **answers[0]})
         answers = [probe.read(4 * PAIR_LIMIT) for probe in (second, first)]
-    errors = [answer.get("error", "no answer") for answer in answers if "mb_per_s" not in answer]
-    return errors[0] if errors else answers[0]["mb_per_s"]
+    for answer in answers:
+        if "mb_per_s" not in answer:
+            return 0.0, f"is broken ({answer.get('error', 'no answer')})"
+    return answers[0]["mb_per_s"], ""
 
 
 # ---- sync

@@ -408,33 +408,26 @@ def log_folder(request):
     return Path(os.path.realpath(ROOT / request["out"]), "logs", request["label"], request["id"])
 
 
+TORCHRUN = (
+    "-m torch.distributed.run --nnodes {nodes} --nproc-per-node {slots} --max-restarts 0 --rdzv-backend c10d"
+    " --rdzv-endpoint {endpoint} --rdzv-id {id} --rdzv-conf is_host={is_host:d},join_timeout={join_timeout}"
+    " --local-addr {address} --redirects 3 --log-dir"
+)
+
+
 def start(request):
     """Starts the agent, in a tmux session where there is tmux, else in the background -> where it is."""
-    logs = log_folder(request)
+    logs, job = log_folder(request), request["job"]
     logs.mkdir(parents=True)
-    env = {**os.environ, **request["env"]}
+    env = {**os.environ, **job["env"]}
+    env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(job["shutdown_timeout"]))  # torch 2.11 has no flag for it
     if request["devices"] is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(request["devices"])
     elif request["processes_here"] > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // request["processes_here"])))
-    env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(request["shutdown_timeout"]))  # 2.11 has no flag for it
-    is_host = int(request["label"] == request["first"])
-    options = {
-        "nnodes": request["nodes"],
-        "nproc-per-node": request["slots"],
-        "max-restarts": 0,
-        "rdzv-backend": "c10d",
-        "rdzv-endpoint": request["endpoint"],
-        "rdzv-id": request["id"],
-        "rdzv-conf": f"is_host={is_host},join_timeout={request['join_timeout']}",
-        "local-addr": request["address"],
-        "redirects": 3,
-        "log-dir": logs,
-    }
-    torchrun = [request["python"], "-m", "torch.distributed.run"]
-    torchrun += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    agent_words = ["python3", "launch/node.py", "agent", str(logs), str(request["timeout"])]
-    command = [*agent_words, *torchrun, "train.py", *request["words"]]
+    torchrun = TORCHRUN.format(is_host=request["label"] == request["first"], **{**job, **request}).split()
+    agent_words = ["python3", "launch/node.py", "agent", str(logs), str(job["timeout"])]
+    command = [*agent_words, job["python"], *torchrun, str(logs), "train.py", *job["words"]]
 
     # The environment travels in a file that only its owner can read and that is gone when it has been read: it belongs
     # on no command line, in no run folder and in no tmux server.
@@ -442,14 +435,14 @@ def start(request):
     with os.fdopen(handle, "w") as file:
         json.dump([command, env], file)
     place = open_session(request["session"], [sys.executable, os.path.abspath(__file__), "enter", letter], logs)
-    end = time.monotonic() + request["start_limit"]
+    end = time.monotonic() + job["start_limit"]
     while not (logs / "agent.pid").exists():
         if time.monotonic() > end:
             kill_all(f"{logs}/")
             with contextlib.suppress(OSError):
                 os.unlink(letter)
             end = tail(logs / "agent.stderr.log", 3)
-            raise Refused(f"the agent did not start in {request['start_limit']} s ({place}): {end}")
+            raise Refused(f"the agent did not start in {job['start_limit']} s ({place}): {end}")
         time.sleep(0.05)
     pid, name = read(logs / "agent.pid").split()
     if name != platform.node():
@@ -596,42 +589,39 @@ def pairs(request):
     torch. Role 0 keeps the store, at a port of its choice, which it answers first."""
     os.environ.update(request["env"])
     choose_interface(request["address"])
+    from datetime import timedelta
+
     import torch
     import torch.distributed as dist
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    limit, cuda = timedelta(seconds=request["limit"]), torch.cuda.is_available()
+
+    def all_reduce(role, address, port):
+        store = dist.TCPStore(address, port, 2, role == 0, limit, wait_for_workers=False)
+        if role == 0:
+            print(json.dumps({"port": store.port}), flush=True)
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=role, world_size=2, timeout=limit)
+        data, times = torch.ones(request["bytes"] // 4, device="cuda" if cuda else "cpu"), []
+        for _ in range(6):
+            begin = time.perf_counter()
+            dist.all_reduce(data)
+            total = data[0].item()
+            times.append(time.perf_counter() - begin)
+        dist.barrier()
+        if total != 2**6:
+            raise ValueError(f"the sum is wrong: {total}, expected {2**6}")
+        return {"mb_per_s": request["bytes"] / 1e6 / min(times)}
+
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin.buffer:
         try:
-            answer = all_reduce(torch, dist, device, request, json.loads(line))
+            answer = all_reduce(**json.loads(line))
         except Exception as e:
             answer = {"error": str(e).splitlines()[0][:200]}
         if dist.is_initialized():
             dist.destroy_process_group()
         print(json.dumps(answer), flush=True)
     os._exit(0)
-
-
-def all_reduce(torch, dist, device, request, order):
-    """Sums with one other host -> the speed."""
-    from datetime import timedelta
-
-    limit, role = timedelta(seconds=request["limit"]), order["role"]
-    store = dist.TCPStore(order["address"], order["port"], 2, role == 0, limit, wait_for_workers=False)
-    if role == 0:
-        print(json.dumps({"port": store.port}), flush=True)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=role, world_size=2, timeout=limit)
-    data, times = torch.ones(request["bytes"] // 4, device=device), []
-    for _ in range(6):
-        begin = time.perf_counter()
-        dist.all_reduce(data)
-        total = data[0].item()
-        times.append(time.perf_counter() - begin)
-    if total != 2**6:
-        return {"error": f"the sum is wrong: {total}, expected {2**6}"}
-    dist.barrier()
-    return {"mb_per_s": request["bytes"] / 1e6 / min(times)}
 
 
 def usage(request):

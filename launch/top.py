@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from cluster import ENDED, Watcher, hosts_of, pick_run, read_flags, read_hosts, read_launch, run_verb, say
-from errors import ROOT, UserError, printable
+from cluster import ENDED, Watcher, hosts_of, pick_run, read_hosts, read_launch, run_verb, say
+from errors import UserError, printable
 from node import read_json, tail
 
 EVERY = 2  # seconds between two pictures
@@ -83,14 +83,10 @@ def run_lines(run: tuple | None, ranks: dict) -> list[str]:
 
 
 def verb_top(words: list[str], settings: dict) -> int:
-    flags, files = read_flags(words, "--hosts", "--once", "--out", mixed=True)
-    if len(files) > 1 or any(word.startswith("-") for word in files):
-        raise UserError(f"top takes a hosts file, --hosts, --once and --out DIR, not {' '.join(files)}")
+    out, name, flags, files = pick_run("top", words, "--hosts", "--once", others=1)
     if files and not Path(files[0]).is_file():
         raise UserError(f"there is no hosts file {files[0]}")
-    run = None
-    if flags["--out"] or any((ROOT / "runs").glob("*/")):
-        run = pick_run("top", ["--out", flags["--out"]] if flags["--out"] else [])[:2]
+    run = (out, name) if out else None
     launch = read_launch(run[0]) if run else {}
     if not flags["--hosts"] and not files and launch.get("state", "failed") not in ENDED:
         hosts = hosts_of(launch)  # those of the run, while it runs
