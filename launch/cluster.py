@@ -587,7 +587,7 @@ class Supervisor:
         state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
         if state in ("finished", "error") or (state == "stopped" and (asked or cause["sure"] > TERMINATED)):
             return End(state, step, message)
-        last_words, what = cause.get("tail", ""), cause["what"]
+        last_words = cause.get("tail", "")
         if cause.get("status") == 2 and not state:
             errors = re.findall(r"^error: (.*)", last_words, re.M | re.S)
             return End("error", 0, errors[-1] if errors else last_words)
@@ -595,12 +595,11 @@ class Supervisor:
             return End("stopped", 0, "stopped before it had begun")
         if "stop-now" in asked:
             return End("stopped", step, "stopped at once, without saving")
-        if full := full_disk(self.out):
-            what += f"; {full}"
+        what = "; ".join(filter(None, (cause["what"], full_disk(self.out))))
         report = f"---- the end of {cause['file']}\n{last_words}\n----\n" if last_words else ""
-        if state == "failed" and cause["sure"] > KILLED and message and message not in report:
+        if state == "failed" and cause["sure"] > KILLED and message not in report:
             report += message + "\n"
-        report += f"{self.job['out']}: failed{f' at step {step}' if step else ''}: {what}"
+        report += f"{self.job['out']}: failed{at(step)}: {what}"
         return End("failed", step, what, report, tuple(w.host for w in silent))
 
 
@@ -618,6 +617,10 @@ def first_cause(watchers: list[Watcher], silent: list[Watcher]) -> dict:
             causes.append((w.heard - result["ago"], result["cause"]))
     nothing = {"sure": WAITED, "what": "it ended, and no host can say why"}
     return min(causes, key=lambda cause: (cause[1]["sure"], cause[0]), default=(0, nothing))[1]
+
+
+def at(step: int) -> str:
+    return f" at step {step}" if step else ""
 
 
 def port_taken(host: Host, job: dict) -> str:
@@ -678,13 +681,12 @@ class Follower:
             time.sleep(LOOK)
 
     def conclude(self, end: End) -> int:
-        where = f" at step {end.step}" if end.step else ""
-        text = {"failed": f"{self.name}: failed{where}: {end.message}", "error": f"error: {end.message}"}
+        text = {"failed": f"{self.name}: failed{at(end.step)}: {end.message}", "error": f"error: {end.message}"}
         text = end.report or text.get(end.state, end.message)
         if text and text.removeprefix("error: ") not in self.shown:
             say(text, sys.stderr)
         if end.state in ("finished", "stopped"):
-            say(f"{self.name}: {end.state}{where}")
+            say(f"{self.name}: {end.state}{at(end.step)}")
         return {"failed": 1, "error": 2}.get(end.state, 0)
 
 

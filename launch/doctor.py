@@ -206,14 +206,7 @@ def complete(f: SimpleNamespace, host: Host, hosts: list[Host], job: dict, sent:
     f.code_here, f.folder = content_hash(), "shared" if f.shared else "its own"
     f.tmux = "there" if f.tmux else "none"
     f.locked_shown = "unlimited" if f.locked < 0 else f"{f.locked // 1024} KB"
-    unknown, wrong = 0, []
-    for other in (h for h in hosts if not h.local):
-        addresses = f.names[other.name.split("@")[-1]]
-        if not re.match(r"[\d.]+$", addresses[0]):
-            unknown += 1
-        elif other is not host and other.address not in addresses and not other.address.startswith("127."):
-            wrong.append(f"{other.name} is {addresses[0]}")
-    f.names_shown, f.wrong_names = f"{unknown} unknown" if unknown else "known", ", ".join(wrong)
+    complete_names(f, [h for h in hosts if h is not host and not h.local])
     ahead, behind = f.time - time.time(), sent - f.time
     f.off, f.direction = max(ahead, behind), "ahead of" if ahead > behind else "behind"
     f.clock = f"{f.off:.0f} s off" if f.off > CLOCK else "agrees"
@@ -225,6 +218,18 @@ def complete(f: SimpleNamespace, host: Host, hosts: list[Host], job: dict, sent:
     f.port_shown = job["port"] or "a free one"
     if host is not hosts[0]:
         f.port, f.port_shown = True, ""
+
+
+def complete_names(f: SimpleNamespace, others: list[Host]):
+    addresses = [(other, f.names[other.name.split("@")[-1]]) for other in others]
+    known = [(other, found) for other, found in addresses if re.match(r"[\d.]+$", found[0])]
+    unknown = len(others) - len(known)
+    f.names_shown = f"{unknown} unknown" if unknown else "known"
+    f.wrong_names = ", ".join(f"{h.name} is {found[0]}" for h, found in known if is_wrong(h.address, found))
+
+
+def is_wrong(address: str, found: list[str]) -> bool:
+    return address not in found and not address.startswith("127.")
 
 
 def check_data(table: Table, hosts: list[Host], job: dict):

@@ -156,7 +156,8 @@ class Checkout:
         return max((self.run(name) / "logs" / os.uname().nodename).glob("*/"))
 
     def agent_lives(self, name: str) -> bool:
-        return any("node.py agent" in line and f"/{name}/logs/" in line for line in command_lines().values())
+        logs = f"{self.run(name).resolve()}/logs/"
+        return any("node.py agent" in line and logs in line for line in command_lines().values())
 
 
 @pytest.fixture
