@@ -643,7 +643,7 @@ def usage(request):
         memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M))
         size, free = int(memory["MemTotal"]) / 2**20, int(memory["MemAvailable"]) / 2**20
         # user, nice and system time; idle and waiting come after them
-        busy = share("machine", cpu_seconds("/proc/stat", 1, 4)) / os.cpu_count()
+        busy = min(1.0, share("machine", cpu_seconds("/proc/stat", 1, 4)) / os.cpu_count())
         answer = {"cpu": busy, "cores": cores(), "load": os.getloadavg()[0], "mem_size": size, "mem_used": size - free}
         return {**answer, "ranks": ranks, "gpus": gpu_usage()}
 
