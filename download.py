@@ -417,28 +417,33 @@ def _checked(entry: object, key: str, pattern: str) -> str:
     return value
 
 
-def select(tree: Listing, args: argparse.Namespace) -> list[str]:
-    """The paths to fetch: those of --include; else all of a dataset, and of a model what a trainer reads: safetensors
-    (the Hugging Face ones, where there are others too), configuration and tokenizer, all in the top folder."""
+def _matching(paths, patterns: list[str]) -> list[str]:
+    return [p for p in paths if any(fnmatch.fnmatchcase(p, pattern) for pattern in patterns)]  # * is also "/"
 
-    def matching(paths, patterns: list[str]) -> list[str]:
-        return [p for p in paths if any(fnmatch.fnmatchcase(p, pattern) for pattern in patterns)]  # * is also "/"
 
+def _read_by_trainers(tree: Listing, args: argparse.Namespace) -> list[str]:
+    """Of a model: safetensors (the Hugging Face ones, where there are others too), configuration and tokenizer, all in
+    the top folder."""
     top = [p for p in tree if "/" not in p]
-    weights, pickles = matching(top, ["*.safetensors"]), [p for p in tree if p.endswith(PICKLES)]
-    if args.include:
-        paths = matching(tree, args.include)
-    elif args.repo.startswith("datasets/"):
-        paths = [p for p in tree if not re.fullmatch(r"\.git.*|.*\.(md|py)", p)]
-    elif pickles and not weights and not args.skip_model:
+    weights, pickles = _matching(top, ["*.safetensors"]), [p for p in tree if p.endswith(PICKLES)]
+    if pickles and not weights and not args.skip_model:
         raise UserError(
             f"{args.repo} has its weights only as pickles ({', '.join(pickles[:2])}), and only safetensors are loaded:"
             " convert them (transformers: from_pretrained, then save_pretrained), or give --skip-model for the rest"
         )
+    ours = [p for p in weights if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", p)]
+    return _matching(top, TEXT.split("|")) + (ours or weights)
+
+
+def select(tree: Listing, args: argparse.Namespace) -> list[str]:
+    """The paths to fetch: those of --include; else all of a dataset, and of a model what a trainer reads."""
+    if args.include:
+        paths = _matching(tree, args.include)
+    elif args.repo.startswith("datasets/"):
+        paths = [p for p in tree if not re.fullmatch(r"\.git.*|.*\.(md|py)", p)]
     else:
-        ours = [p for p in weights if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", p)]
-        paths = matching(top, TEXT.split("|")) + (ours or weights)
-    left_out = set(matching(paths, args.exclude))
+        paths = _read_by_trainers(tree, args)
+    left_out = set(_matching(paths, args.exclude))
     if args.skip_model:
         left_out |= {p for p in paths if p.endswith((".safetensors", ".safetensors.index.json", *PICKLES))}
     paths = sorted(set(paths) - left_out)

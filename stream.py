@@ -39,11 +39,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
+from errors import RankError, UserError, read_ahead  # first: it finds the Python that has numpy
+
+import numpy as np  # isort: skip
 
 import download
 from download import Damaged, Failed, Hub, NotThere
-from errors import RankError, UserError, read_ahead
 from text import HUB, SUFFIXES, VAL_EVERY, BadRow, Encoder, TextFile, TextRow, find_files, kind_of
 from tokenizer import load_tokenizer
 
