@@ -86,7 +86,7 @@ class MixedAdamW(torch.optim.Optimizer):
         self.state_dtype, self.seed = state_dtype, seed
         self.piece = PIECE["compiled" if compiled else "eager"]
         self.adamw = torch.compile(adamw_, dynamic=True) if compiled else adamw_
-        self.grad_scale = self.found_inf = None
+        self._step_supports_amp_scaling = True
 
     def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
         moments = {key: torch.zeros_like(parameter, dtype=self.state_dtype) for key in ("exp_avg", "exp_avg_sq")}
@@ -171,13 +171,18 @@ def _local_start(tensor: Tensor) -> int:
     return sum(s * math.prod(tensor.shape[d + 1 :]) for d, s in enumerate(start))
 
 
-def update(optimizer: torch.optim.Optimizer, lr: float, grad_scale: Tensor, suppress: Tensor) -> None:
-    """One step with gradients / grad_scale, or none at all where suppress is 1 (fp32 scalars on the device); frees the
-    gradients."""
+def update(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
+    """One step with gradients / divisor, or none at all where suppress is 1 (fp32 scalars on the device); frees the
+    gradients. Any torch optimizer will do, but one that does not support AMP scaling makes the host wait here."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.grad_scale, optimizer.found_inf = grad_scale, suppress
-    optimizer.step()
+    if getattr(optimizer, "_step_supports_amp_scaling", False):  # as torch's fused ones and MixedAdamW do
+        optimizer.grad_scale, optimizer.found_inf = divisor, suppress
+        optimizer.step()
+    elif not suppress.item():
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            local(p.grad).div_(divisor)
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 

@@ -98,6 +98,18 @@ def test_update_is_adamw():
             torch.testing.assert_close(p.detach().double(), reference[name], rtol=2e-6, atol=2e-6)
 
 
+def test_any_torch_optimizer_gets_the_step_s_mean_and_skips_what_is_suppressed():
+    model, divisor = small_model(), torch.tensor(4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    for suppress, change in ((1.0, 0.0), (0.0, 0.5 * 8.0 / 4.0)):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 8.0)
+        update(optimizer, 0.5, divisor, torch.tensor(suppress))
+        for p, old in zip(model.parameters(), before, strict=True):
+            assert torch.equal(p, old - change) and p.grad is None
+
+
 @pytest.mark.parametrize("updates_before", [0, 2])
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
 def test_a_suppressed_update_changes_no_bit(updates_before, value):
