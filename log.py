@@ -4,6 +4,7 @@ its time went.
 Rank 0 writes. Nothing here waits for a GPU except `Log.step` on the steps that are recorded.
 """
 
+import contextlib
 import gc
 import itertools
 import json
@@ -11,12 +12,12 @@ import logging
 import math
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -98,16 +99,7 @@ def describe_environment() -> dict:
             return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    cpu = ""
-    if Path("/proc/cpuinfo").exists():
-        cpu = next(
-            (
-                line.split(":", 1)[1].strip()
-                for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")
-            ),
-            "",
-        )
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "git": git("rev-parse", "HEAD") or None,
         "git_dirty": bool(git("status", "--porcelain")),
@@ -116,10 +108,15 @@ def describe_environment() -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "host": platform.node(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        or [cpu or platform.processor()],
+        "devices": gpus or [cpu_name()],
         "threads": torch.get_num_threads(),
     }
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError, StopIteration):
+        return next(re.finditer("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text()))[1]
+    return platform.processor()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
@@ -181,7 +178,7 @@ class Clock:
         self._lap()
         self.stack[-1], self.step = part, step
 
-    @contextmanager
+    @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         self._lap()
         self.stack.append(name)
@@ -372,30 +369,23 @@ class Log:
         matplotlib.use("Agg")
         from matplotlib import pyplot as plt
 
-        def values(name: str) -> tuple[list[int], list[float]]:
-            return tuple(zip(*((r["step"], r[name]) for r in records if name in r), strict=True))
-
-        figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
-        (loss, lr), (speed, norm) = axes
-        loss.plot(*values("loss"), lw=1, label="training, this step")
-        evaluated = [r for r in records if "val_loss" in r]
-        if evaluated:
-            last = f"validation, last {evaluated[-1]['val_loss']:.3f}"
-            loss.plot(*values("val_loss"), "o-", ms=4, label=last)
-        loss.set_ylabel("loss (nats per token)")
-        loss.legend()
-        lr.plot(*values("lr"))
-        lr.set_ylabel("learning rate")
-        steps, speeds = values("tok_per_s")
-        speed.plot(steps[1:] or steps, speeds[1:] or speeds)  # the first one compiles
-        speed.set_ylabel("tokens per second")
-        speed.set_ylim(bottom=0)
-        norm.plot(*values("grad_norm"), lw=1)
-        norm.set_ylabel("gradient norm")
-        for axis in axes.flat:
+        def plot(axis, name: str, ylabel: str, style: str = "-", label: str = "", first: int = 0) -> None:
+            rows = [r for r in records if name in r]
+            rows = rows[first:] or rows
+            axis.plot([r["step"] for r in rows], [r[name] for r in rows], style, lw=1, ms=4, label=label)
+            axis.set(xlabel="step", ylabel=ylabel)
             axis.grid(alpha=0.3)
-            axis.set_xlabel("step")
             axis.tick_params(labelbottom=True)
+
+        figure, ((loss, lr), (speed, norm)) = plt.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
+        plot(loss, "loss", "loss (nats per token)", label="training, this step")
+        if evaluated := [r["val_loss"] for r in records if "val_loss" in r]:
+            plot(loss, "val_loss", "loss (nats per token)", "o-", f"validation, last {evaluated[-1]:.3f}")
+        loss.legend()
+        plot(lr, "lr", "learning rate")
+        plot(speed, "tok_per_s", "tokens per second", first=1)  # the first one compiles
+        speed.set_ylim(bottom=0)
+        plot(norm, "grad_norm", "gradient norm")
         folder = self.file.parent
         figure.suptitle(folder.name)
         temporary = folder / f"curves.tmp-{os.getpid()}.png"
