@@ -130,10 +130,13 @@ def is_told(span: tuple, main: bool, gpu: bool) -> bool:
     return main or name.startswith("gloo:")
 
 
+def _event(e: dict) -> Event:
+    return Event(e["ts"], e["ts"] + e["dur"], e["name"], e["cat"], e["tid"], e.get("args", {}))
+
+
 def analyse(trace: list[dict], vocab: int = 0) -> tuple[dict[str, float], dict[str, Counter], int]:
     """Chrome trace events -> (time by category, time by category and name, steps)."""
-    trace = [e for e in trace if e.get("ph") == "X"]
-    events = [Event(e["ts"], e["ts"] + e["dur"], e["name"], e["cat"], e["tid"], e.get("args", {})) for e in trace]
+    events = [_event(e) for e in trace if e.get("ph") == "X"]
     steps = [e for e in events if e.name.startswith("ProfilerStep#") and e.cat == "user_annotation"]
     kernels = [e for e in events if e.cat in ("kernel", "gpu_memcpy", "gpu_memset")]
     host = [e for e in events if e.cat in ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")]

@@ -72,24 +72,32 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def problem(args: Namespace, has_gpu: bool) -> str:
+    """What does not fit together in the flags; empty if all does."""
+    known = [part for name in args.suites for part in PARTS.get(name, ())]
+    unknown = set(args.parts or known) - set(known)
+    if unknown:
+        return f"--parts {unknown.pop()} is unknown: there are {', '.join(known) or 'parts of cpu and gpu only'}"
+    if args.nanogpt and not (args.nanogpt / "model.py").exists():
+        return f"--nanogpt {args.nanogpt}: there is no model.py in it"
+    if "fp8" in args.suites and not args.run:
+        return "fp8 needs --run FOLDER, of the run whose model it looks at"
+    if args.repeats is not None and args.repeats < 1:
+        return f"--repeats {args.repeats}: it must be at least 1"
+    if "gpu" in args.suites and not (args.tiny or has_gpu):
+        return "gpu needs a GPU that torch can use; with --tiny its code runs on a CPU, in small"
+    return ""
+
+
 def parse(argv: list[str]) -> Namespace:
     parser, has_gpu = make_parser(), torch.cuda.is_available()
     args = parser.parse_args(argv)
     suites = args.suites or [name for name in SUITES if name != "fp8" and (name != "gpu" or has_gpu)]
     args.suites = [name for name in suites if name in COMPARE or not args.check]
-    known = [part for name in args.suites for part in PARTS.get(name, ())]
-    args.parts = args.parts or known
-    unknown = [part for part in args.parts if part not in known]
-    if unknown:
-        parser.error(f"--parts {unknown[0]} is unknown: there are {', '.join(known) or 'parts of cpu and gpu only'}")
-    if args.nanogpt and not (args.nanogpt / "model.py").exists():
-        parser.error(f"--nanogpt {args.nanogpt}: there is no model.py in it")
-    if "fp8" in args.suites and not args.run:
-        parser.error("fp8 needs --run FOLDER, of the run whose model it looks at")
-    if args.repeats is not None and args.repeats < 1:
-        parser.error(f"--repeats {args.repeats}: it must be at least 1")
-    if "gpu" in args.suites and not (args.tiny or has_gpu):
-        parser.error("gpu needs a GPU that torch can use; with --tiny its code runs on a CPU, in small")
+    message = problem(args, has_gpu)
+    if message:
+        parser.error(message)
+    args.parts = args.parts or [part for parts in PARTS.values() for part in parts]
     return args
 
 
