@@ -68,7 +68,7 @@ class NotThere(UserError):
 
 
 def say(text: str) -> None:
-    """A line for the user. workers.py replaces this: a worker process hands the line to its parent."""
+    """A line for the user. A worker of stream.py replaces this: it hands the line to its parent."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -240,12 +240,16 @@ class Catalog:
         for text in texts:
             if not text.size:
                 raise UserError(f"{flag} {text} is empty")
-        held_out = {path for path in shards if VAL_NAME.search(path.stem)}
-        other = "train" if held_out else ""
-        out = [(path, "val" if path in held_out else other) for path in shards]
+        out = _split_by_name(shards)
         if texts or not specs:
             out += tokenize(texts or [BuiltinText()], self.config)
         return out
+
+
+def _split_by_name(shards):
+    held_out = {path for path in shards if VAL_NAME.search(path.stem)}
+    other = "train" if held_out else ""
+    return [(path, "val" if path in held_out else other) for path in shards]
 
 
 def _check_index(index, path, tokens, config):

@@ -203,9 +203,8 @@ def _choose(path, tree, entry, repo):
         return [path]
     data = sorted(p for p in tree if DATA_FILE.search(p))
     if re.search(r"[*?]", path):
-        words = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
-        pattern = "".join(words.get(w) or re.escape(w) for w in re.split(r"(\*\*|\*|\?)", path))
-        chosen = [p for p in data if re.fullmatch(pattern, p)]
+        pattern = _pattern(path)
+        chosen = [p for p in data if pattern.fullmatch(p)]
     else:
         below = [p for p in data if not path or p.startswith(f"{path}/")]
         chosen = [p for p in below if TRAIN_NAME.search(p)] or (below if path else [])
@@ -215,6 +214,11 @@ def _choose(path, tree, entry, repo):
     if not chosen:
         raise UserError(f"{entry}: no such data file there; there are {_candidates(repo, data)}")
     return chosen
+
+
+def _pattern(path):
+    words = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return re.compile("".join(words.get(w) or re.escape(w) for w in re.split(r"(\*\*|\*|\?)", path)))
 
 
 def _candidates(repo, paths):
