@@ -343,38 +343,31 @@ def test_top_once_shows_this_machine_and_a_host_that_does_not_answer(tmp_path):
 
 
 def test_the_command_that_goes_on_with_the_others(tmp_path):
-    (tmp_path / "logs").mkdir()
     (tmp_path / "flags.json").write_text('{"batch_tokens": 384}')
     hosts = [dict(name=n, port=p, slots=2, label=n) for n, p in (("a", 0), ("me@b", 22), ("c", 0))]
-    job = {"hosts": hosts, "out": str(tmp_path), "words": ["--data", "it's here"]}
-    supervisor = Supervisor(job)
-    said = supervisor.without((supervisor.hosts[2],))
-    assert said.splitlines()[-1].strip() == (
-        f"""bash launch.sh --hosts a,me@b:22 --nproc 2 --data 'it'"'"'s here' --out {tmp_path} --batch_tokens 384"""
-    )
-    assert "c did not come back" in said
+    supervisor = Supervisor({"hosts": hosts, "out": str(tmp_path), "words": ["--data", "it's here"]})
+    first, _, last = supervisor.without((supervisor.hosts[2],)).partition("\n")
+    command = """bash launch.sh --hosts a,me@b:22 --nproc 2 --data 'it'"'"'s here' --out {} --batch_tokens 384"""
+    assert "c did not come back" in first and last.strip() == command.format(tmp_path)
 
 
 def test_torchruns_report_of_failures():
-    text = """
-train.py FAILED
-------------------------------------------------------------
-Failures:
-[1]:
-  time      : 2026-01-01_00:00:01
-  host      : node2
-  rank      : 3 (local_rank: 1)
-  exitcode  : -15 (pid: 9)
-  error_file: <N/A>
-------------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  time      : 2026-01-01_00:00:00
-  host      : node2
-  rank      : 2 (local_rank: 0)
-  exitcode  : 1 (pid: 8)
-"""
+    failure = (
+        "[0]:\n  time      : 2026\n  host      : node2\n  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 9)\n"
+    )
+    report = "train.py FAILED\n---\nFailures:\n{}  error_file: <N/A>\n---\nRoot Cause (first observed failure):\n{}"
+    text = report.format(failure.format(3, 1, -15), failure.format(2, 0, 1))
     assert node.parse_failures(text) == [(2, 0, 1), (3, 1, -15)]
+
+
+def test_a_host_where_nothing_is_left_says_so(tmp_path):
+    (tmp_path / "logs" / "a" / "x").mkdir(parents=True)
+    request = {"out": str(tmp_path), "label": "a", "id": "x"}
+    for state in (node.look(request), node.sweep(request)):
+        assert state["over"] and state["hurt"] and state["result"]["cause"]["sure"] == node.KILLED
+        assert state["result"]["cause"]["what"].startswith("everything on a was gone")
+    (tmp_path / "logs" / "a" / "x" / "result.json").write_text('{"exit": 0, "first_loss": 1, "cause": null}')
+    assert node.look(request)["result"]["cause"] is None and not node.look(request)["hurt"]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8])

@@ -17,13 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = [
-    "launch.sh",
-    "env.sh",
-    "requirements.txt",
-    "hosts",
-    "errors.py",
-]
+FILES = ["launch.sh", "env.sh", "requirements.txt", "hosts", "errors.py"]
 LIMIT = 120  # seconds; nothing here takes long, but machines may be busy
 
 # Keeps to what launch.sh relies on. --end says how the run ends, --steps how many tenths of a second it lasts.
@@ -217,11 +211,8 @@ def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(
     assert log in out and "key" not in out and "device=" not in out  # every line, with its prefix: this is no terminal
     assert out.endswith("runs/default: finished at step 4\n")
 
-    status, out, err = checkout.launch("--steps", "4")
-    assert (status, out, err) == (0, "runs/default is finished\n", "")
-
-    status, out, err = checkout.launch("logs")
-    assert (status, out, err) == (0, log + "runs/default: finished at step 4\n", "")
+    assert checkout.launch("--steps", "4") == (0, "runs/default is finished\n", "")
+    assert checkout.launch("logs") == (0, log + "runs/default: finished at step 4\n", "")
 
 
 def test_the_prefix_is_not_for_terminals(checkout):
@@ -239,9 +230,8 @@ def test_the_prefix_is_not_for_terminals(checkout):
 
 
 def test_a_mistake_found_in_the_run_ends_with_2_and_its_message_once(checkout):
-    status, out, err = checkout.launch("--end", "error")
-    assert status == 2
-    assert err == "error: the data is too short\n"
+    status, _, err = checkout.launch("--end", "error")
+    assert (status, err) == (2, "error: the data is too short\n")
 
 
 def test_a_crash_ends_with_1_and_shows_the_log_of_the_rank_that_failed(checkout):
@@ -359,8 +349,7 @@ def test_mistakes_end_with_2_and_one_message(checkout, words, message):
 
 def test_hosts_may_hold_comments_blanks_and_carriage_returns(checkout):
     (checkout.folder / "hosts").write_bytes(b"# ours\r\n\r\n  localhost \t# this one\r\n")
-    status, out, err = checkout.launch("--check")
-    assert (status, out, err) == (0, "a line for the user\n", "")
+    assert checkout.launch("--check") == (0, "a line for the user\n", "")
 
 
 def test_setup_takes_the_python_that_has_everything_and_makes_no_other(checkout):
