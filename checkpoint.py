@@ -16,6 +16,7 @@ import argparse
 import json
 import logging
 import math
+import operator
 import os
 import re
 import shutil
@@ -328,17 +329,31 @@ def _checksum(path: Path) -> int:
 
 
 def read_manifest(folder: Path) -> dict:
-    """ValueError, or OSError: what is wrong with it. Its checksum holds, so that it is what was written: of the rest
-    only the paths are looked at."""
+    """ValueError, or OSError: what is wrong with it. A wrong one can have a right checksum: so paths and extents are
+    looked at, and every other value is used here once, as training will."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         if manifest["format"] != FORMAT:
-            raise ValueError(f"its format is {manifest['format']}, this version reads {FORMAT}")
+            raise ValueError(f"its format is {manifest['format']!r}, this version reads {FORMAT}")
         if manifest.pop("crc32") != _crc_of(manifest):
             raise ValueError("its checksum is wrong")
+        missing = {}  # values of each tensor that no part holds
         for part in manifest["files"]:
             if not re.fullmatch(r"rank-[0-9]{5,}\.safetensors", part["file"]):
                 raise ValueError(f"{part['file']!r} is no part of a checkpoint")
+            for key, place in part["tensors"].items():
+                ends = zip(place["start"], place["shape"], place["whole"], strict=True)
+                if any(start + length > size for start, length, size in ends):
+                    raise ValueError(f"the part of {key!r} in {part['file']} lies outside of it")
+                missing[key] = missing.get(key, math.prod(place["whole"])) - math.prod(place["shape"])
+        if wrong := [key for key, count in missing.items() if count]:
+            raise ValueError(f"the parts of {wrong[0]!r} do not make it up")
+        for key in ("step", "tokens", "updates", "world_size"):
+            operator.index(manifest[key])
+        for key in ("position", "config", "model"):
+            dict(**manifest[key])
+        probe = manifest["probe"]
+        [operator.index(token) for token in probe["tokens"]], float(probe["loss"]), float(probe["tolerance"])
         if STEP.fullmatch(folder.name) and manifest["step"] != step_of(folder):
             raise ValueError(f"it is that of step {manifest['step']}")
     except FileNotFoundError:
@@ -359,7 +374,7 @@ def _fault_of_part(folder: Path, size_only: bool, part: dict) -> str:
         places = part["tensors"] | {"rng": {"dtype": "uint8", "shape": torch.get_rng_state().shape}}
         for key, place in places.items():
             if entries.get(key) != Entry(getattr(torch, place["dtype"]), tuple(place["shape"])):
-                return f"{path.name} does not hold {key} as it should"
+                return f"{path.name} does not hold {key!r} as it should"
     except FileNotFoundError:
         return f"{path.name} is missing"
     except (UserError, OSError) as e:
@@ -427,7 +442,7 @@ class Checkpoint:
     def read(self, key: str, slices: Slices) -> Tensor:
         """Those values of the tensor, put together from the parts that hold them."""
         if key not in self.places:
-            raise UserError(f"{self.folder} holds no tensor {key}: it is a checkpoint of another model")
+            raise UserError(f"{self.folder} holds no tensor {key!r}: it is a checkpoint of another model")
         first = self.places[key][0][1]
         parts = [(p["start"], p["shape"], partial(self._read_part, file, key)) for file, p in self.places[key]]
         return assemble(slices, first["whole"], getattr(torch, first["dtype"]), parts)

@@ -24,7 +24,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from errors import UserError, read_ahead, run_script  # first: it finds the Python that has torch
+from errors import UserError, printable, read_ahead, run_script  # first: it finds the Python that has torch
 
 import numpy as np  # isort: skip
 import torch
@@ -403,7 +403,7 @@ def _decode(config, tokens, trained, colour):
         out += on if is_trained else off
         for is_control, run in itertools.groupby([token for token, _ in pairs], lambda i: i in names):
             ids = list(run)
-            out += "".join(map(names.get, ids)) if is_control else tokenizer.decode(ids)
+            out += printable("".join(map(names.get, ids)) if is_control else tokenizer.decode(ids))
         out += end if is_trained or colour else ""
     return out
 

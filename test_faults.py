@@ -286,15 +286,23 @@ WRONG = {
     "an absolute path": lambda m: m["files"][0].update(file="/etc/passwd"),
     "a name with a line's end": lambda m: m["files"][0].update(file="rank-00000.safetensors\n"),
     "another step": lambda m: m.update(step=1),
+    "a hole": lambda m: place_of(m).update(whole=[n + 1 for n in place_of(m)["whole"]]),
+    "beyond the end": lambda m: place_of(m).update(start=[5 for _ in place_of(m)["start"]]),
+    "another rank": lambda m: place_of(m).update(start=[0]),
+    "a part twice": lambda m: m["files"].append(m["files"][0]),
     "another dtype": lambda m: place_of(m).update(dtype="bfloat16"),
     "a dtype of none": lambda m: place_of(m).update(dtype="complex"),
     "another shape": lambda m: place_of(m).update(shape=[1, 1]),
     "a tensor more": lambda m: m["files"][0]["tensors"].update(more=place_of(m)),
     "a negative size": lambda m: m["files"][0].update(bytes=-1),
-    "no step": lambda m: m.pop("step"),
-    "no files": lambda m: m.pop("files"),
     "files are a list of lists": lambda m: m.update(files=[[]]),
 }
+for key in ("step", "tokens", "updates", "world_size", "position", "probe", "config", "model", "files"):
+    WRONG[f"no {key}"] = lambda m, key=key: m.pop(key)
+    for value in (None, "x", [1], [[]], -1.5):
+        WRONG[f"{key} {value}"] = lambda m, key=key, value=value: m.update({key: value})
+for key in ("tokens", "loss", "tolerance"):
+    WRONG[f"probe's {key}"] = lambda m, key=key: m["probe"].update({key: {"a": 1}})
 for key in ("file", "bytes", "crc32", "tensors"):
     WRONG[f"a file's {key}"] = lambda m, key=key: m["files"][0].update({key: [None]})
     WRONG[f"no file's {key}"] = lambda m, key=key: m["files"][0].pop(key)

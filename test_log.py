@@ -15,6 +15,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import errors
 import log
@@ -22,6 +23,9 @@ from errors import read_json, write_whole
 from log import Clock, Log, logger, memory_gib, peak_flops, start_logging, write_status
 from model import MODELS
 from shard import Ranks
+from text import Encoder, TextRow
+from tokenizer import load_tokenizer
+from weights import open_weights
 
 STARTED = time.perf_counter()
 PREFIX = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[\w+\.py:\d+\] "
@@ -109,7 +113,7 @@ def test_our_lines_are_parsed_too(tmp_path, passes, monkeypatch, terminal):
     assert "val loss 8.50000" in line
 
 
-HOSTILE = "a\x1b[31m\r\x9b\udc80"  # a name that would write on the terminal
+HOSTILE = "a\nb\x1b[31m\r\x9b"  # a name that would write on the terminal
 
 
 def test_names_from_files_and_hosts_do_not_steer_the_terminal(tmp_path, capsys):
@@ -123,8 +127,23 @@ def test_names_from_files_and_hosts_do_not_steer_the_terminal(tmp_path, capsys):
 
         errors.exit_status(fail, [])
     shown = "".join(capsys.readouterr()) + (tmp_path / "log.txt").read_text()
-    assert shown.count("a\\x1b[31m") >= 5 and shown.count("é 日本") >= 5
-    assert not set("\x1b\r\x9b\udc80") & set(shown)
+    assert shown.count("b\\x1b[31m") >= 5 and shown.count("é 日本") >= 5
+    assert not set("\x1b\r\x9b") & set(shown)
+
+
+NAMED = {
+    "a tokenizer's folder": lambda f: ((f / HOSTILE).touch(), load_tokenizer(str(f))),
+    "fields of a row": lambda f: Encoder("bytes", "text", "")("x.jsonl", TextRow(1, 1, 0, {HOSTILE: 1}, False)),
+    "a tensor": lambda f: (
+        save_file({HOSTILE: torch.zeros(1)}, f / "model.safetensors"), open_weights(f, MODELS["tiny-llama"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_names_from_files_are_quoted(tmp_path, case):
+    with pytest.raises(errors.UserError) as error:
+        NAMED[case](tmp_path)
+    assert repr(HOSTILE)[1:-1] in str(error.value)
 
 
 def test_every_line_has_the_prefix(tmp_path, capsys):

@@ -244,7 +244,7 @@ def _read_parquet(name, stream, fields, first, val_every):
         columns = file.schema_arrow.names
         wanted = [c for c in fields if c in columns]
         if not wanted:
-            columns = ", ".join(columns)
+            columns = ", ".join(map(repr, columns))
             raise UserError(f"{name} has no column '{fields[0]}' (found: {columns}); --text_field names it")
         number = 0
         for group in range(file.num_row_groups):
@@ -309,7 +309,7 @@ class Encoder(NamedTuple):
         if isinstance(content, dict):
             if content.get("messages") is not None or {"prompt", "completion"} <= content.keys():
                 return self._encode_chat(where, tokenizer, content)
-            found = f"fields {', '.join(content)}"
+            found = f"fields {', '.join(map(repr, content))}"[:300]
         raise BadRow(f"{where} has no text field '{self.text_field}' (found: {found}); --text_field names it")
 
     def _encode_chat(self, where, tokenizer, content):

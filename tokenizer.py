@@ -312,7 +312,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 def _load(path: Path, folder: Path, _files: tuple) -> SentencePiece | BPE:
     sources = [path] if path != folder else [folder / n for n in TOKENIZER_FILES if (folder / n).is_file()]
     if not sources:
-        names = ", ".join(sorted(f.name for f in folder.iterdir())[:10]) or "nothing"
+        names = ", ".join(sorted(repr(f.name) for f in folder.iterdir())[:10]) or "nothing"
         raise UserError(f"--tokenizer {folder}: no {' or '.join(TOKENIZER_FILES)} in it; it holds {names}")
     try:
         return _read_tokenizer(sources, folder, path == folder)
