@@ -55,11 +55,10 @@ LINE_EVERY = 10.0  # seconds between two lines of progress where the screen is n
 CHUNK = 1 << 20
 LARGEST = 1 << 29  # bytes that are read at once; Llama 3's tokenizer.json has 17 MB
 SAME = "the same command goes on from there"
-Failed = Failure
 Listing = dict[str, tuple[int, str]]  # path -> (bytes, hash): sha256 (64 digits), or git's SHA-1 of the blob (40)
 
 
-class Damaged(Failed):
+class Damaged(Failure):
     """The bytes of a file that arrived do not have its hash."""
 
 
@@ -212,12 +211,12 @@ class Wait:
             seconds = min(PAUSE * 2 ** (self.tries - 1), LONGEST_PAUSE)
             if self.tries >= self.limit:
                 mend = f"check the network, HF_ENDPOINT and HTTPS_PROXY; {SAME}"
-                raise Failed(f"{reason}, {self.tries} times in a row: {mend}")
+                raise Failure(f"{reason}, {self.tries} times in a row: {mend}")
         else:
             seconds, so_far = max(asked, PAUSE), time.monotonic() - self.since
             if seconds > LONGEST_WAIT or so_far + seconds > PATIENCE:
                 waited = f" after {so_far:.0f} s of waiting" * (so_far > 1)
-                raise Failed(f"{reason} and wants {seconds:.0f} s of rest{waited}: wait, or log in for more; {SAME}")
+                raise Failure(f"{reason} and wants {seconds:.0f} s of rest{waited}: wait, or log in for more; {SAME}")
         self.reason, self.next_try, self.told = reason, time.monotonic() + seconds, False
         time.sleep(seconds)
 
@@ -226,7 +225,7 @@ class Wait:
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLCertVerificationError):
             why = f"a certificate that is not trusted here ({reason.verify_message})"
-            raise Failed(f"{self.host} shows {why}; if that is your proxy's, set SSL_CERT_FILE to it")
+            raise Failure(f"{self.host} shows {why}; if that is your proxy's, set SSL_CERT_FILE to it")
         if not isinstance(error, urllib.error.HTTPError):
             words = "nothing arrives" if isinstance(reason, TimeoutError) else getattr(reason, "strerror", None)
             return f"connection to {self.host}: {words or str(reason) or type(reason).__name__}", None
@@ -238,7 +237,7 @@ class Wait:
             return reason, _asked_wait(error.headers) if code == 503 else None  # a signed address may have expired
         if code in (401, 403, 404):
             raise (NotThere if code == 404 else UserError)(self.hub.refusal(error))
-        raise Failed(f"{reason}: {self.hub.own_words(error)}; check HF_ENDPOINT, or try later")
+        raise Failure(f"{reason}: {self.hub.own_words(error)}; check HF_ENDPOINT, or try later")
 
 
 def _asked_wait(headers) -> float | None:
@@ -331,14 +330,14 @@ class Hub(urllib.request.HTTPRedirectHandler):
         with Wait(self, f"the listing of {self.repo}", tries) as wait:
             while url:
                 if url in seen:
-                    raise Failed(f"{self.url} lists {self.repo} in a circle: check HF_ENDPOINT, or try later")
+                    raise Failure(f"{self.url} lists {self.repo} in a circle: check HF_ENDPOINT, or try later")
                 try:
                     with self._open(url, wait) as answer:
                         page = json.loads(answer.read())
                         following = re.search(r"<([^>]*)>;\s*rel=\"?next", answer.headers.get("Link", ""))
                 except ValueError:
                     words = "answers no JSON, so it is no hub: check HF_ENDPOINT, or the proxy"
-                    raise Failed(f"{self.url} {words}") from None
+                    raise Failure(f"{self.url} {words}") from None
                 except (OSError, http.client.HTTPException) as e:
                     wait.pause(e)
                     continue
@@ -362,16 +361,16 @@ class Hub(urllib.request.HTTPRedirectHandler):
                 continue
             path, stored = _checked(entry, "path", r"[^\0]+"), entry.get("lfs") or entry
             if not path.isprintable() or re.search(r"[\\:]|(^|/)(\.{0,2}|\.download)(/|$)", path):
-                raise Failed(f"{self.repo} lists {path!r}, which would not lie in its folder: nothing was fetched")
+                raise Failure(f"{self.repo} lists {path!r}, which would not lie in its folder: nothing was fetched")
             if path in files:
-                raise Failed(f"{self.url} lists {path!r} of {self.repo} twice: check HF_ENDPOINT, or try later")
+                raise Failure(f"{self.url} lists {path!r} of {self.repo} twice: check HF_ENDPOINT, or try later")
             oid = _checked(stored, "oid", r"[0-9a-f]{40}" if stored is entry else r"[0-9a-f]{64}")
             files[path] = int(_checked(stored, "size", r"\d+")), oid
         for path in files:
             for folder in map(str, PurePosixPath(path).parents):
                 if folder in files:
                     both = f"{folder!r} as a file and as the folder of {path!r}"
-                    raise Failed(f"{self.repo} lists {both}: nothing was fetched")
+                    raise Failure(f"{self.repo} lists {both}: nothing was fetched")
         return files
 
     def own_words(self, error: urllib.error.HTTPError) -> str:
@@ -413,7 +412,7 @@ def _checked(entry: object, key: str, pattern: str) -> str:
     """What a hub says, before it becomes a path or a number."""
     value = str(entry.get(key)) if isinstance(entry, dict) else ""
     if not re.fullmatch(pattern, value):
-        raise Failed(f"{constants.ENDPOINT} lists what no hub would ({key} {value[:80]!r}): check HF_ENDPOINT")
+        raise Failure(f"{constants.ENDPOINT} lists what no hub would ({key} {value[:80]!r}): check HF_ENDPOINT")
     return value
 
 
@@ -612,10 +611,10 @@ def _bytes(n: float) -> str:
 def disk_error(error: OSError) -> Exception:
     what = f"{error.filename or constants.HF_HUB_CACHE}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Failed(f"{what}; free some space, and {SAME}")
+        return Failure(f"{what}; free some space, and {SAME}")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
         return UserError(f"{what}; name a folder that you may write to, with --out or HF_HOME")
-    return Failed(what)
+    return Failure(what)
 
 
 def _open_part(part: Path) -> int | None:
@@ -666,7 +665,7 @@ def fetch(hub: Hub, base: Path, tree: Listing, what: dict, out: bool = False, jo
     print(f"{what['repo']} at {commit}: {len(files)} files, {_bytes(fetching.total)}, {_bytes(need)} of it to fetch")
     free = shutil.disk_usage(scratch).free
     if need > free:
-        raise Failed(
+        raise Failure(
             f"{base}: the disk has {_bytes(free)} free and the download needs {_bytes(need)}: free some space, choose"
             " another disk with --out or HF_HOME, or fetch less with --include or --exclude"
         )
@@ -684,7 +683,7 @@ def fetch(hub: Hub, base: Path, tree: Listing, what: dict, out: bool = False, jo
 
 
 def download(args: argparse.Namespace, command: str) -> None:
-    """Fetches what the command line asks for. UserError or Failed, with one message, if that cannot be."""
+    """Fetches what the command line asks for. UserError or Failure, with one message, if that cannot be."""
     kind, repo, base = folder_of(args.repo, args.revision)
     if constants.HF_HUB_OFFLINE:
         raise UserError("HF_HUB_OFFLINE is set, so that nothing is fetched: unset it")
@@ -770,10 +769,10 @@ def main(argv: list[str]) -> int:
     try:
         args, command = _make_parser().parse_args(argv), shlex.join(["python", "download.py", *argv])
         return resumable(lambda: download(args, command))
-    except (UserError, Failed, OSError) as e:
+    except (UserError, Failure, OSError) as e:
         e = disk_error(e) if isinstance(e, OSError) else e
         text = re.sub(r"hf_\w{6,}", "hf_***", str(e))  # it may be among the words that were typed
-        raise (UserError if isinstance(e, UserError) else Failed)(text) from None
+        raise (UserError if isinstance(e, UserError) else Failure)(text) from None
 
 
 if __name__ == "__main__":

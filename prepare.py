@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from download import Damaged, Failed
-from errors import UserError, missing_folders, printable, read_json, remove_empty, write_whole
+from download import Damaged
+from errors import Failure, UserError, missing_folders, printable, read_json, remove_empty, write_whole
 from stream import find_text, in_order
 from text import FORMATS, VAL_EVERY, Encoded, Encoder, TextFile, encode_rows, find_files
 from tokenizer import load_tokenizer
@@ -349,7 +349,7 @@ def prepare(
                 raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
         except Damaged as e:  # what was made of the damaged rows must not be gone on with
             write_json(note, {"key": key})
-            raise Failed(f"{e}: the same command begins again") from None
+            raise Failure(f"{e}: the same command begins again") from None
         except Exception:
             if "position" not in read_json(note):  # nothing to go on from
                 for file in (note, *out.glob("train*"), *out.glob("val*")):

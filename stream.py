@@ -39,12 +39,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO
 
-from errors import RankError, UserError, read_ahead  # first: it finds the Python that has numpy
+from errors import Failure, RankError, UserError, read_ahead  # first: it finds the Python that has numpy
 
 import numpy as np  # isort: skip
 
 import download
-from download import Damaged, Failed, Hub, NotThere
+from download import Damaged, Hub, NotThere
 from text import HUB, SUFFIXES, VAL_EVERY, BadRow, Encoder, TextFile, TextRow, find_files, kind_of
 from tokenizer import load_tokenizer
 
@@ -172,7 +172,7 @@ class HubFile(TextFile):
                 problem = f"{e}, the second time too; try later"
                 if not again:
                     download.say(f"{e}: it is fetched again")
-        raise Damaged(f"{problem}; its rows up to {given} had been read") if given > first else Failed(problem)
+        raise Damaged(f"{problem}; its rows up to {given} had been read") if given > first else Failure(problem)
 
 
 def find_text(spec: str, flag: str, commit: str = "", tries: int = download.LIST_TRIES) -> list[TextFile]:
@@ -255,7 +255,7 @@ def _free():
 
 
 def _no_room(file, size):
-    return Failed(
+    return Failure(
         f"{tempfile.gettempdir()}: No space left on device: reading ahead in {file.name} needs {size / 1e6:.1f} MB"
         f" there and {_free() / 1e6:.1f} MB are free; free some, or set TMPDIR to another disk"
     )
@@ -408,7 +408,7 @@ def _serve():
         try:
             function, args = pickle.load(source)
             answer = function(*args), None
-        except (UserError, Failed) as e:
+        except (UserError, Failure) as e:
             answer = None, e
         except Exception as e:
             import traceback

@@ -18,8 +18,8 @@ import stream
 import text
 from config import parse_args
 from data import open_checked
-from download import Damaged, Failed
-from errors import UserError
+from download import Damaged
+from errors import Failure, UserError
 from prepare import open_shard, verify
 from text import Encoder, TextFile
 
@@ -285,6 +285,6 @@ def test_rows_that_arrived_damaged_are_not_gone_on_with(tmp_path, monkeypatch):
         raise Damaged("damaged")
 
     monkeypatch.setattr(prepare, "build", build)
-    with pytest.raises(Failed, match="damaged: the same command begins again"):
+    with pytest.raises(Failure, match="damaged: the same command begins again"):
         run([tmp_path / "a.jsonl"], tmp_path / "out")
     assert "position" not in json.loads((tmp_path / "out" / "progress.json").read_text())

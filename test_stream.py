@@ -28,7 +28,7 @@ import stream
 import text as text_module
 from config import parse_args
 from data import make_loader, merge_positions
-from errors import UserError
+from errors import Failure, UserError
 from stream import HubFile, HubReader, Worker, find_text, permute
 from test_download import COMMITS, FakeHub
 
@@ -221,7 +221,7 @@ def test_a_run_that_goes_on_waits_for_its_hub(hub, monkeypatch):
     hub.refuse = lambda path: refusals and [refusals.pop()]
     for commits, status in (({C4: "a" * 40}, None), (None, "503, 4 times in a row")):
         refusals[:] = [503] * 6
-        with pytest.raises(download.Failed, match=status) if status else contextlib.nullcontext():
+        with pytest.raises(Failure, match=status) if status else contextlib.nullcontext():
             for spec in (C4, "hf://datasets/org/one"):
                 assert rows.Catalog(config(C4), commits).find(spec, "--data")
 
@@ -248,7 +248,7 @@ def test_what_arrives_damaged_or_never_is_said(hub, monkeypatch, faults):
     hub.faults[file.name] = list(faults)
     if faults[0][0] == "cut":
         monkeypatch.setattr(hub.cdn, "refuse", lambda path: (503,) if "00000" in path else None)
-    with pytest.raises(download.Failed, match="damaged|3 times in a row"), HubReader(file, 0) as f:
+    with pytest.raises(Failure, match="damaged|3 times in a row"), HubReader(file, 0) as f:
         assert not f.read(100)
 
 
@@ -280,7 +280,7 @@ def test_a_full_disk_is_said_at_once(hub, monkeypatch, free):
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(download.Failed, match=r"No space left on device: .* are free; free some, or set TMPDIR"):
+    with pytest.raises(Failure, match=r"No space left on device: .* are free; free some, or set TMPDIR"):
         HubReader(file, 0).read(1)
     assert len([path for _, path, *_ in hub.cdn.seen if "/cdn/0/" in path]) == (free > 100)
 
