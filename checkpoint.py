@@ -539,8 +539,9 @@ def changed(found: Checkpoint, config: Config) -> dict[str, list]:
     """Settings that differ from the checkpoint's and that --resume_override names: {name: [old, new]}. Refuses those
     that it does not name."""
     free = fields_that_resume("free")
-    now, then = json.loads(json.dumps(asdict(config))), found.manifest["config"]
-    differ = {k: [then[k], now[k]] for k in now if k not in free and k in then and now[k] != then[k]}
+    now, default = (json.loads(json.dumps(asdict(c))) for c in (config, Config()))
+    then = default | found.manifest["config"]  # flags that are newer than it had their default
+    differ = {k: [then[k], now[k]] for k in now if k not in free and now[k] != then[k]}
     refused = {k: v for k, v in differ.items() if k not in config.resume_override}
     if not refused:  # a --model folder may hold another config.json by now
         now, then = asdict(config.model_config), asdict(found.model_config)

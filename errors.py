@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,6 +26,11 @@ def printable(text: object) -> str:
     """The text with control characters escaped as Python's repr does it, for a terminal obeys them and names from files
     and other machines may hold them. Line feeds and tabs stay."""
     return re.sub("[\0-\b\v-\x1f\x7f-\x9f\ud800-\udfff]", lambda found: repr(found[0])[1:-1], str(text))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names from a file or a folder in one line, whatever they hold."""
+    return ", ".join(name if name.isprintable() else repr(name) for name in names)
 
 
 class Message(Exception):

@@ -66,7 +66,7 @@ class Run:
         self.new_folders: list[Path] = []  # the run folder and those around it that were not there, on rank 0
         self.mesh: DeviceMesh | None = None
         self.began, self.exit_code = False, 1
-        # Seconds that the watchdog grants a phase; those not named here have LONG, the start as long as it takes.
+        # Seconds that the watchdog grants a phase; those not named here have LONG at least, the start has no limit.
         self.limits = {"steps": config.timeout, "data": config.timeout}
 
     def __enter__(self) -> "Run":

@@ -286,7 +286,7 @@ class Log:
 
     def count(self, parts: list[tuple]) -> None:
         """Adds up what the next record says of its steps' micro-batches, (Batch, model.Details) each: the loss of each
-        entry of --data, in a mixture, and what the routers did."""
+        entry of --data, in a mixture, and what the routers did. Sums stay on the device: reading one would wait."""
         for batch, details in parts:
             if batch.sources is not None:
                 trained = (batch.targets != IGNORE).sum(1)

@@ -209,6 +209,8 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    saved_widths = 2  # values kept for the backward pass, per token and ffn_dim
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate_up_proj = Linear(config.dim, 2 * config.ffn_dim, bias=config.bias)
@@ -220,6 +222,8 @@ class SwiGLU(nn.Module):
 
 
 class GELU(nn.Module):
+    saved_widths = 1
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.up_proj = Linear(config.dim, config.ffn_dim, bias=config.bias)
@@ -247,6 +251,8 @@ class MoE(nn.Module):
     probabilities, [2, B, E]."""
 
     matmul = staticmethod(grouped_matmul)  # looked up on self, so that a conversion to FP8 can replace it
+    activation = staticmethod(F.silu)
+    saved_widths = 2
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -269,7 +275,7 @@ class MoE(nn.Module):
         token = order // self.top_k
         ends = (experts[:, None] <= torch.arange(E, device=x.device)).sum(0, dtype=torch.int32)  # [E]
         gate, up = self.matmul(x[token], self.gate_up_proj, ends).chunk(2, -1)  # [N k, F] each
-        y = self.matmul(F.silu(gate) * up, self.down_proj, ends)  # [N k, D]
+        y = self.matmul(self.activation(gate) * up, self.down_proj, ends)  # [N k, D]
         y = y * scores.flatten()[order, None].to(y.dtype)
         return torch.zeros_like(x).index_add(0, token, y).view(B, T, D), router
 
@@ -361,7 +367,7 @@ def saved_bytes(config: ModelConfig, tokens: int, checkpointing: str, itemsize: 
     MLP, multiply and activate."""
     per_layer = config.dim
     if checkpointing != "block":
-        hidden = {"gelu": 1, "swiglu": 2, "moe": 2 * config.top_k}.get(config.mlp, 1) * config.ffn_dim
+        hidden = MLPS[config.mlp].saved_widths * max(config.top_k, 1) * config.ffn_dim
         per_layer += config.dim + 2 * (config.n_heads + config.n_kv_heads) * config.head_dim + hidden
     return tokens * config.n_layers * per_layer * itemsize
 

@@ -173,10 +173,10 @@ def _local_start(tensor: Tensor) -> int:
 
 def update(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
     """One step with gradients / divisor, or none at all where suppress is 1 (fp32 scalars on the device); frees the
-    gradients. Any torch optimizer will do, but one that does not support AMP scaling makes the host wait here."""
+    gradients. Any torch optimizer will do, but one that is neither fused AdamW nor MixedAdamW makes the host wait."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    if getattr(optimizer, "_step_supports_amp_scaling", False):  # as torch's fused ones and MixedAdamW do
+    if isinstance(optimizer, (torch.optim.AdamW, MixedAdamW)) and optimizer._step_supports_amp_scaling:
         optimizer.grad_scale, optimizer.found_inf = divisor, suppress
         optimizer.step()
     elif not suppress.item():

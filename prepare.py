@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from download import Damaged
-from errors import Failure, UserError, missing_folders, printable, read_json, remove_empty, write_whole
+from errors import Failure, UserError, listed, missing_folders, printable, read_json, remove_empty, write_whole
 from stream import find_text, in_order
 from text import FORMATS, VAL_EVERY, Encoded, Encoder, TextFile, encode_rows, find_files
 from tokenizer import load_tokenizer
@@ -377,7 +377,7 @@ def _find_work(out, key, piped):
         )
     foreign = sorted({p.name for p in out.iterdir()} - {".lock"})
     if foreign and not progress:
-        raise UserError(f"--out {out} is not empty ({', '.join(map(repr, foreign[:3]))}): name another folder")
+        raise UserError(f"--out {out} is not empty ({listed(foreign[:3])}): name another folder")
     # What came through a pipe does not come again from its middle.
     return {"key": key} if piped else {"key": key} | progress
 

@@ -51,7 +51,6 @@ from tokenizer import load_tokenizer
 SLOT = 2**20  # bytes of a hub file that are read ahead at a time
 LEAST = 4  # slots
 VERIFIED_FIRST = 64 * 2**20  # bytes up to which a hub file is not read before its hash has been compared
-DATA_FILE = re.compile(r"\.(txt|jsonl|json|parquet)(\.gz)?$")
 TRAIN_NAME = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)", re.IGNORECASE)
 CHUNK = 4  # rows that are asked of a worker at once
 MAX_WORKERS = 8  # per rank
@@ -201,7 +200,7 @@ def _choose(path, tree, entry, repo):
     """The files of a listing that the path of an address names."""
     if path in tree:
         return [path]
-    data = sorted(p for p in tree if DATA_FILE.search(p))
+    data = sorted(p for p in tree if kind_of(p))
     if re.search(r"[*?]", path):
         pattern = _pattern(path)
         chosen = [p for p in data if pattern.fullmatch(p)]

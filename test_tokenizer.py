@@ -410,7 +410,7 @@ def _model_json(**changes) -> dict:
     "files, message",
     [
         ({}, "no tokenizer.json or tokenizer.model or vocab.json in it; it holds nothing"),
-        ({"weights__bin": b"x"}, "it holds 'weights.bin'"),
+        ({"weights__bin": b"x"}, "it holds weights.bin"),
         ({"tokenizer__json": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"}, "LFS pointer"),
         ({"tokenizer__model": b"<!DOCTYPE html><html>"}, "HTML or XML page"),
         ({"tokenizer__json": b'{"model": '}, "not JSON"),

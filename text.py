@@ -1,8 +1,8 @@
 """From files of text to token ids, row by row: documents and conversations.
 
 `TextFile.rows` yields what a file holds without looking into it: a line of .jsonl (.json of JSON lines is the same), a
-row of .parquet, a piece of .txt (a file is a document); .gz of the first three. An `Encoder` turns a row into ids. The
-two run in different processes: parsing costs a few per cent of tokenising, but more than reading does.
+row of .parquet, a piece of .txt (a file is a document); all but .parquet also as .gz. An `Encoder` turns a row into
+ids. The two run in different processes: parsing costs a few per cent of tokenising, but more than reading does.
 
 A row with --text_field is a document: BOS, then its text. A row with `messages`, or `prompt` and `completion`, is a
 conversation, rendered by the tokenizer's chat format; the assistant's words and the token that ends them are trained
@@ -26,7 +26,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from errors import UserError
+from errors import UserError, listed
 from tokenizer import chat_family, load_tokenizer, render_chat
 
 HUB = "hf://datasets/"  # begins the address of a data set on the hub
@@ -244,8 +244,7 @@ def _read_parquet(name, stream, fields, first, val_every):
         columns = file.schema_arrow.names
         wanted = [c for c in fields if c in columns]
         if not wanted:
-            columns = ", ".join(map(repr, columns))
-            raise UserError(f"{name} has no column '{fields[0]}' (found: {columns}); --text_field names it")
+            raise UserError(f"{name} has no column '{fields[0]}' (found: {listed(columns)}); --text_field names it")
         number = 0
         for group in range(file.num_row_groups):
             count = file.metadata.row_group(group).num_rows
@@ -262,7 +261,7 @@ def _read_parquet(name, stream, fields, first, val_every):
 
 READERS = {".txt": _read_txt, ".jsonl": _read_lines, ".json": _read_lines, ".parquet": _read_parquet}
 SUFFIXES = tuple(READERS)
-FORMATS = f"{', '.join(SUFFIXES)} (.gz of the first three) and .bin (token shards)"
+FORMATS = f"{', '.join(SUFFIXES)} (also as .gz, but for .parquet) and .bin (token shards)"
 
 
 # ---- encoding
@@ -309,7 +308,7 @@ class Encoder(NamedTuple):
         if isinstance(content, dict):
             if content.get("messages") is not None or {"prompt", "completion"} <= content.keys():
                 return self._encode_chat(where, tokenizer, content)
-            found = f"fields {', '.join(map(repr, content))}"[:300]
+            found = f"fields {listed(content)}"[:300]
         raise BadRow(f"{where} has no text field '{self.text_field}' (found: {found}); --text_field names it")
 
     def _encode_chat(self, where, tokenizer, content):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from download import find, read_file, read_object
-from errors import UserError
+from errors import UserError, listed
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Digits one by one, then GPT-2's: a run of white space before a digit stays whole, as before the end of the text.
@@ -312,7 +312,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 def _load(path: Path, folder: Path, _files: tuple) -> SentencePiece | BPE:
     sources = [path] if path != folder else [folder / n for n in TOKENIZER_FILES if (folder / n).is_file()]
     if not sources:
-        names = ", ".join(sorted(repr(f.name) for f in folder.iterdir())[:10]) or "nothing"
+        names = listed(sorted(f.name for f in folder.iterdir())[:10]) or "nothing"
         raise UserError(f"--tokenizer {folder}: no {' or '.join(TOKENIZER_FILES)} in it; it holds {names}")
     try:
         return _read_tokenizer(sources, folder, path == folder)

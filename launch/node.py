@@ -172,7 +172,7 @@ def agent(logs, timeout, command):
     while workers_of(marker) and time.monotonic() < end and not (logs / "stop-now").exists():
         time.sleep(0.3)
     kill(processes(marker)[1], signal.SIGKILL)
-    cause = None if signals and child.returncode < 0 else first_cause(logs, child.returncode, waited)
+    cause = None if signals and child.returncode < 0 else cause_on_this_host(logs, child.returncode, waited)
     write_result(logs, {"exit": child.returncode, "first_loss": first_loss, "cause": cause})
     return max(child.returncode, 0) or int(child.returncode != 0)
 
@@ -224,7 +224,7 @@ def show(file, offset):
         return offset
 
 
-def first_cause(logs, status, waited):
+def cause_on_this_host(logs, status, waited):
     """What went wrong first on this host, where torchrun has ended with that status; None: nothing. waited: its workers
     had ended, it went on waiting for other hosts, and its agent killed it."""
     screen = logs / "agent.stderr.log"

@@ -153,11 +153,11 @@ def test_the_first_cause_on_a_host(tmp_path, name):
     (logs / "agent.stderr.log").write_text(
         "\n".join([*report[:-1], "Root Cause (first observed failure):", *report[-1:]])
     )
-    cause = node.first_cause(logs, status or -9, waited=status is None)
+    cause = node.cause_on_this_host(logs, status or -9, waited=status is None)
     assert cause["sure"] == sure and said in cause["what"]
     assert cause["tail"] == (next(end for _, number, end in failures if number == cause["status"]) if failures else
                              node.tail(logs / "agent.stderr.log", 30) * (status == 1))  # fmt: skip
-    assert node.first_cause(logs, 0, waited=False) is None or failures
+    assert node.cause_on_this_host(logs, 0, waited=False) is None or failures
 
 
 def end(sure: int, what: str, ago: float = 0.0, **more) -> dict:
