@@ -533,6 +533,10 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
     assert run_here(run, "--steps", 8, *changes[:4], "--resume_override", "lr,warmup_steps")[0] == 0
     recorded = [json.loads(line) for line in (run / "overrides.jsonl").read_text().splitlines()]
     assert recorded == [{"step": 5, "lr": [0.01, 0.02], "warmup_steps": [0.0, 2.0]}]
+    rewrite(checkpoint.folders(run)[-1], lambda m: [m["config"].pop(flag) for flag in ("seed", "lr")])  # newer flags
+    status, said = run_here(run, "--steps", 8, *changes[:4])
+    assert status == 2 and "--lr was 0.0003, is 0.02" in said and "--seed" not in said
+    rewrite(checkpoint.folders(run)[-1], lambda m: m["config"].update(seed=0, lr=0.02))
     assert run_here(run, "--steps", 9, *changes[:4])[0] == 0  # the checkpoint has the new ones
     assert len((run / "overrides.jsonl").read_text().splitlines()) == 1
     last = [r for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "lr" in r][-1]
