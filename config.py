@@ -444,22 +444,11 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     """Command-line words -> Config. Raises UserError for anything that can be seen to be wrong without data or
     devices; trains: also for data and tokenizers that were forgotten."""
     recipes = [Path(word[1:]).name.removesuffix(".args") for word in argv if word.startswith("@")]
-    words = [word for given in argv for word in (_read_recipe(given[1:]) if given.startswith("@") else [given])]
-    words = [_spelt_as_ours(word) if word.startswith("--") else word for word in words]
-    parsed, rest = make_parser().parse_known_args(words)
-    if rest:
-        raise UserError(f"{rest[0][:40]!r} is neither a flag nor the value of one; --help lists all flags")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
-    values["fp8"] = {"0": "off", "1": "tensor"}.get(values["fp8"], values["fp8"])
+    words = [_spelt_as_ours(word) if word.startswith("--") else word for word in _with_recipes(argv)]
+    values = _read_values(words)
     for f in fields(Config):
         _check_flag(f, values)
-    values["resume_override"] = tuple(name for word in values["resume_override"] for name in word.split(",") if name)
-    if values["weights"]:
-        find(values["weights"], "--weights")
-        if not any(word.partition("=")[0] == "--model" for word in words):
-            values["model"] = values["weights"]
-    if values["model"] not in MODELS:
-        _find_model(values["model"])
+    _settle_model(values, any(word.partition("=")[0] == "--model" for word in words))
     values["out"] = values["out"] or _default_out(values, recipes)
     _check_out(values["out"])
     names_tokenizer = bool(values["tokenizer"])
@@ -473,6 +462,33 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     if config.sample_every and unknown_text:
         raise UserError("--sample_every: what these token shards mean is not known: name their --tokenizer, or give 0")
     return config
+
+
+def _with_recipes(words: list[str]) -> list[str]:
+    """The words, those of recipes in the place of their names."""
+    read = [_read_recipe(word[1:]) if word.startswith("@") else [word] for word in words]
+    return [word for group in read for word in group]
+
+
+def _read_values(words: list[str]) -> dict:
+    """{flag: value}, defaults included."""
+    parsed, rest = make_parser().parse_known_args(words)
+    if rest:
+        raise UserError(f"{rest[0][:40]!r} is neither a flag nor the value of one; --help lists all flags")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
+    values["fp8"] = {"0": "off", "1": "tensor"}.get(values["fp8"], values["fp8"])
+    values["resume_override"] = tuple(name for word in values["resume_override"] for name in word.split(",") if name)
+    return values
+
+
+def _settle_model(values: dict, names_model: bool) -> None:
+    """With --weights alone, the model is theirs."""
+    if values["weights"]:
+        find(values["weights"], "--weights")
+        if not names_model:
+            values["model"] = values["weights"]
+    if values["model"] not in MODELS:
+        _find_model(values["model"])
 
 
 def _spelt_as_ours(word: str) -> str:
