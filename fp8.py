@@ -1,4 +1,5 @@
-"""Linear layers that multiply in FP8: the three matrix products of a layer through torch._scaled_mm.
+"""Linear layers that multiply in FP8: the three matrix products of a layer through torch._scaled_mm (on CPUs, of the
+same FP8 values as fp32).
 
     y = x W^T      dx = g W      dW = g^T x           each operand A becomes q = fp8(A s), the product is divided by s
 
