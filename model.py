@@ -32,13 +32,14 @@ IGNORE = -100  # the target of a token that is not trained on
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the slow rotary frequencies (arXiv 2407.21783 section 3; Hugging Face rope_type
-    "llama3")."""
+    """How rotary frequencies are stretched; kind: Hugging Face's rope_type. "llama3": Llama 3.1's, of the slow ones
+    (arXiv 2407.21783 section 3)."""
 
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_seq_len: int = 8192
+    kind: str = "llama3"
 
 
 @dataclass(frozen=True)

@@ -556,8 +556,11 @@ tokenizer_class prefix decoder_start_token_id min_length early_stopping diversit
 encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate forced_bos_token_id
 forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
-ROPE_KEYS = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-             "original_seq_len": "original_max_position_embeddings"}  # fmt: skip
+# What config.json calls the fields of RopeScaling, by its kind; "default" is none.
+ROPE_KEYS = {
+    "llama3": {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+               "original_seq_len": "original_max_position_embeddings"},
+}  # fmt: skip
 
 
 def _read_config_json(folder: Path) -> tuple[dict, Path]:
@@ -630,19 +633,19 @@ def _read_rope(values: dict, theta: float, path: Path) -> tuple[float, RopeScali
     theta = next(t for t in thetas if t is not None)
     kinds = (rope.pop("rope_type", None), rope.pop("type", None))
     kind = kinds[0] or kinds[1] or "default"
-    if kind not in ("default", "llama3"):
-        raise UserError(f"{path}: rope_type {kind!r} is not implemented; default and llama3 are")
+    if kind != "default" and kind not in ROPE_KEYS:
+        raise UserError(f"{path}: rope_type {kind!r} is not implemented; default and {', '.join(ROPE_KEYS)} are")
     if rope.get("partial_rotary_factor") in (1, None):
         rope.pop("partial_rotary_factor", None)
-    keys = set(ROPE_KEYS.values())
-    needed = keys if kind == "llama3" else set()
-    for verb, names in (("lacks", needed - set(rope)), ("has", set(rope) - keys)):
-        if names:
-            raise UserError(f"{path}: RoPE of type {kind} {verb} {_some(sorted(names))}")
+    names = ROPE_KEYS.get(kind, {})
+    needed, keys = set(names.values()), {key for of_kind in ROPE_KEYS.values() for key in of_kind.values()}
+    for verb, wrong in (("lacks", needed - set(rope)), ("has", set(rope) - keys)):
+        if wrong:
+            raise UserError(f"{path}: RoPE of type {kind} {verb} {_some(sorted(wrong))}")
     _check_positive([theta, *(rope[k] for k in needed)], path)
-    if not needed:
+    if kind == "default":
         return float(theta), None
-    scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in ROPE_KEYS.items()})
+    scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in names.items()}, kind=kind)
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise UserError(f"{path}: high_freq_factor must be above low_freq_factor")
     return float(theta), scaling
@@ -673,8 +676,8 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict:
         return out | {"activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     out |= {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_scaling": None}
     if scaling := config.rope_scaling:
-        numbers = {theirs: getattr(scaling, ours) for ours, theirs in ROPE_KEYS.items()}
-        out["rope_scaling"] = {"rope_type": "llama3", **numbers}
+        numbers = {theirs: getattr(scaling, ours) for ours, theirs in ROPE_KEYS[scaling.kind].items()}
+        out["rope_scaling"] = {"rope_type": scaling.kind, **numbers}
     return out
 
 
