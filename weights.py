@@ -12,10 +12,12 @@ export needs the memory of a part of a tensor, and a shard's name is written whe
 
 Sources: the configuration classes and modelling files of transformers 4 and 5; github.com/huggingface/safetensors."""
 
+import ctypes
 import errno
 import glob
 import json
 import math
+import mmap
 import operator
 import os
 import re
@@ -224,6 +226,7 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 PORTION = 2**24  # bytes written at a time
+LIBC, WILLNEED = ctypes.CDLL(None), 3  # MADV_WILLNEED of Linux and macOS
 
 
 class Entry(NamedTuple):
@@ -269,6 +272,9 @@ class TensorFile:
             self.file, self.since = safe_open(self.path, "pt"), 0
         values = self.file.get_slice(name)[slices]
         self.since += values.nbytes
+        if values.is_contiguous():  # the disk begins now, while the values before these are copied
+            begin = values.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+            LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(values.data_ptr() + values.nbytes - begin), WILLNEED)
         return values
 
 
