@@ -196,6 +196,8 @@ class Run:
         if self.ranks.rank == 0 or alone:  # what all ranks see alike is said once
             with contextlib.suppress(OSError):  # stderr may be on the disk that is full
                 print(f"error: {printable(message)}", file=sys.stderr)
+        else:
+            time.sleep(1)  # torchrun ends all ranks when one has ended: rank 0, which speaks, goes first
 
 
 def explain(error: Exception, config: Config, rank: int) -> tuple[int, str, bool]:
