@@ -38,7 +38,7 @@ from config import Config, fields_that_resume
 from data import Loader, merge_positions
 from guard import ANSWER, NotFinite, Run, compare_replicas
 from machine import available_memory
-from model import ModelConfig, RopeScaling
+from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, fill, fill_tensors, gather, local, local_slices, on_all, on_first_rank, owns, reshard
 from tokenizer import load_tokenizer
 from weights import PORTION, Entry, Slices, TensorFile, assemble, export, family, write_file

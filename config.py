@@ -20,7 +20,7 @@ import fp8
 from attention import BACKENDS, PACKED
 from download import find
 from errors import ROOT, UserError
-from model import MODELS, ModelConfig
+from shapes import MODELS, ModelConfig
 from text import SUFFIXES, is_text, split_weight
 from weights import read_config
 

@@ -33,7 +33,7 @@ def test_the_printed_change_of_the_model_trains(tmp_path):
         (tmp_path / name).write_text(text.replace(old, new), "utf-8")
         changed.add(name)
         added += sum(line[0] == "+" for line in lines)
-    assert changed == {"model.py"} and 0 < added <= 10
+    assert changed == {"model.py", "shapes.py"} and 0 < added <= 10
     (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 200)
     flags = re.search(r"`bash launch.sh (--model tiny-relu2 [^`]+)`", README)[1].split()
     flags += ["--data", "text.txt", "--compile", "none", "--seq_len", "32", "--eval_batches", "1", "--out", "run"]

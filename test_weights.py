@@ -24,7 +24,8 @@ from torch import Tensor
 
 import weights
 from errors import UserError
-from model import MODELS, ModelConfig, RopeScaling, Transformer, rope_frequencies
+from model import MODELS, ModelConfig, Transformer, rope_frequencies
+from shapes import RopeScaling
 from test_model import BF16, FAMILY, error, make_reference, random_tokens, translate, uneven_targets
 from weights import config_json, dropout_note, export_model, find_files, load_model, open_weights, pieces
 
