@@ -18,7 +18,7 @@ import generate
 import machine
 import shard
 from attention import choose_backend
-from config import Config, check_batch, split_batch
+from config import DEFAULT, Config, check_batch, split_batch
 from data import Loader, open_checked, open_loaders
 from download import find
 from log import logger
@@ -29,8 +29,6 @@ from shapes import MODELS
 from tokenizer import load_tokenizer
 from weights import dropout_note, refuse_in_the_way
 from weights import open_weights as open_folder
-
-DEFAULT = ["@recipes/default.args"]
 
 # What does not work together: (whether it is asked for, what to say about it).
 UNSUPPORTED = (

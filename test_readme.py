@@ -45,7 +45,7 @@ def test_the_printed_change_of_the_model_trains(tmp_path):
 
 def test_the_run_folders_that_it_names_are_those_of_its_commands(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config_json(MODELS["tiny-llama"], torch.float32)))
-    monkeypatch.setattr("config.find", lambda spec, flag: tmp_path)  # the weights are fetched
+    monkeypatch.setattr("download.find", lambda spec, flag: tmp_path)  # the weights are fetched
     block = README.partition("## Use\n")[2].split("```")[1]
     launches = [line for line in block.splitlines() if re.match("bash launch.sh (@|--model|--weights)", line)]
     outs = {parse_args(shlex.split(line, comments=True)[2:]).out for line in launches} | {"runs/default", "runs/two"}
