@@ -4,7 +4,6 @@ python launch/bare.py NAME=SETTING ... -- VERB WORDS      are these words right?
 python launch/bare.py lacks VERSIONS REQUIREMENT ...      prints those that it does not meet"""
 
 import re
-import shlex
 import sys
 from importlib import import_module, metadata
 from importlib.machinery import ModuleSpec
@@ -41,12 +40,11 @@ class NotInstalled:
 
 
 def look(words, settings):
-    flags, words = read_flags(words, *LAUNCH_FLAGS)
-    read_hosts(flags["--hosts"])
+    _, _, job = read_job(words, settings)
     try:
         import config
 
-        config.parse_args(words or shlex.split(settings["default_args"]))
+        config.parse_args(job["words"])
     except UserError:
         raise
     except SystemExit:  # it was --help
@@ -75,7 +73,7 @@ if __name__ == "__main__":
         print(*(r for r in sys.argv[3:] if not meets(r, sys.argv[2])), sep="\n")
         sys.exit()
     sys.meta_path.append(NotInstalled())
-    from cluster import LAUNCH_FLAGS, read_flags, read_hosts, run_verb
+    from cluster import read_job, run_verb
     from doctor import hosts_to_sync
     from errors import UserError
 

@@ -5,13 +5,15 @@ launch.sh calls its verbs. What has to be done on a host is in node.py. `train` 
 supervisor behind, a process of its own, and follows the run's log. The supervisor starts one agent on every host and
 watches them through one ssh connection each; it decides when the job has failed, ends it everywhere, and relaunches it
 from the newest checkpoint under a new rendezvous id. It writes `runs/NAME/logs/launch.json` (hosts, state, attempt) and
-`launch.log` (what happened), and holds the lock `launch.lock` as long as it lives; every other verb reads these. A
-`localhost` line is a node on this machine: the same, without ssh.
+`launch.log` (what happened); every other verb reads these. `stop` writes its wish into the file `stop` beside them,
+which agents and supervisor look at. A `localhost` line is a node on this machine: the same, without ssh.
+
+A *job* is a dictionary that every operation of node.py gets: launch.sh's settings, the words after train, the
+environment, and later the run's folder (`out`) and the attempt's `id`. launch.json is the job of the other verbs.
 
 Why the job is relaunched as a whole: an elastic torchrun regroups reliably only in the easy cases."""
 
 import contextlib
-import fcntl
 import fnmatch
 import json
 import os
@@ -23,16 +25,32 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
 from errors import ROOT, UserError, printable, run_script
-from node import FULL_DISK, KILLED, TERMINATED, WAITED, Refused, content_hash, last_line, read_json, tail, write_whole
+from node import (
+    FULL_DISK,
+    KILLED,
+    TERMINATED,
+    WAITED,
+    Refused,
+    content_hash,
+    last_line,
+    read,
+    read_json,
+    read_wish,
+    tail,
+    write_whole,
+    write_wish,
+)
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK = 0.5  # seconds between two looks
@@ -64,12 +82,12 @@ class Host:
 
     name: str  # localhost, host or user@host
     port: int = 0  # of ssh; 0 = ssh's own choice
-    slots: int = 0  # processes; 0 = one per GPU
+    slots: int = 0  # ranks; 0 = one per GPU
     label: str = ""  # its name in messages and under logs/
     session: str = ""
     address: str = ""  # as the other hosts reach it
     devices: list | None = None  # its share of the GPUs, where there are some
-    processes_here: int = 0  # on its machine, those of other nodes included
+    ranks_here: int = 0  # on its machine, those of other nodes included
     facts: dict = field(default_factory=dict)
 
     @property
@@ -117,33 +135,40 @@ def read_flags(words: list[str], *names: str, mixed: bool = False) -> tuple[dict
     """Takes the launcher flags of these names out of the words: those before the first other word, or all of them if
     they may be mixed with others. -> (their values, empty where one was not given; the other words)"""
     flags, rest, words = dict.fromkeys(names, ""), [], list(words)
-    while words:
+    while words and (mixed or not rest):
         word = words.pop(0)
         name, equals, value = word.partition("=")
         if name not in flags or (equals and name not in VALUES):
             rest.append(word)
-            if not mixed:
-                break
-        elif name in VALUES:
-            pattern, wanted = VALUES[name]
-            if not equals and words:
-                value = words.pop(0)
-            if not re.fullmatch(pattern, value, re.S):
-                raise UserError(f"{name} takes {wanted}, not '{value}'")
-            flags[name] = value
-        else:
-            flags[name] = "yes"
+            continue
+        pattern, wanted = VALUES.get(name, ("", ""))
+        if wanted and not equals:
+            value = words.pop(0) if words else ""
+        if not re.fullmatch(pattern, value, re.S):
+            raise UserError(f"{name} takes {wanted}, not '{value}'")
+        flags[name] = value or "yes"
     return flags, rest + words
+
+
+def read_job(words: list[str], settings: dict) -> tuple[dict[str, str], list[Host], dict]:
+    """What `train` and `doctor` are asked for -> (the launcher flags, the hosts, the job)."""
+    flags, words = read_flags(words, *LAUNCH_FLAGS)
+    hosts, patterns = read_hosts(flags["--hosts"]), settings["forward"].split()
+    job = {**settings, "words": words or shlex.split(settings["default_args"])}
+    job["env"] = {k: v for k, v in os.environ.items() if any(fnmatch.fnmatchcase(k, p) for p in patterns)}
+    job["nproc"] = int(flags["--nproc"] or 0)
+    job["retries"] = int(flags["--retries"] or settings["retries"] * (len(hosts) > 1))
+    return flags, hosts, job
 
 
 def parse_host(text: str, where: str) -> Host:
     name, *rest = text.split()
-    found, slots = HOST.fullmatch(name), re.fullmatch(r"(?:slots=([1-9]\d*))?", " ".join(rest))
-    if not found or not slots:
-        wrong = " ".join(rest) if found else name
+    match, slots = HOST.fullmatch(name), re.fullmatch(r"(?:slots=([1-9]\d*))?", " ".join(rest))
+    if not match or not slots:
+        wrong = " ".join(rest) if match else name
         form = "a line is host, user@host or host:port, then slots=N, with N above 0"
         raise UserError(f"{where}: '{wrong}' is no host; {form}")
-    host = Host(re.sub(r"[][]", "", found[1]), int(found[2] or 0), int(slots[1] or 0))
+    host = Host(re.sub(r"[][]", "", match[1]), int(match[2] or 0), int(slots[1] or 0))
     if host.port > 65535:
         raise UserError(f"{where}: {name}: there is no such port")
     if host.local and host.port:
@@ -162,18 +187,16 @@ def read_hosts(listed: str, path: Path | None = None) -> list[Host]:
     hosts = [parse_host(line, where.format(number)) for number, line in enumerate(lines, 1) if line]
     if not hosts:
         raise UserError("hosts names no machine; this one is called localhost")
-    labels, seen = set(), set()
-    for host in hosts:
-        if host.line in seen and not host.local:
+    for i, host in enumerate(hosts):
+        earlier = hosts[:i]
+        if not host.local and host.line in [h.line for h in earlier]:
             raise UserError(f"{host.line} is listed twice; slots=N sets the number of its processes")
         name = platform.node() if host.local else host.line.split("@")[-1]
         label, n = re.sub(r"[^\w.-]", "-", name), 1
         host.label = label
-        while host.label in labels:
+        while host.label in [h.label for h in earlier]:
             n += 1
             host.label = f"{label}-{n}"
-        labels.add(host.label)
-        seen.add(host.line)
     return hosts
 
 
@@ -185,50 +208,68 @@ def ssh_command(host: Host, options: str) -> list[str]:
     return ["ssh", *shlex.split(options), *port, "--", host.name]
 
 
-def connect(host: Host, ssh: str, operation: str, interpreter: str = "python3", **request) -> subprocess.Popen:
-    """Starts an operation of node.py on a host, and tells it the request and what is known of the host."""
-    command = [interpreter, str(ROOT / "launch" / "node.py"), operation]
-    if host.local:
-        command[0] = sys.executable
-    else:
-        command = [*ssh_command(host, ssh), "exec " + shlex.join(command)]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT, bufsize=0)
-    with contextlib.suppress(OSError):  # it has ended already, and its stderr tells why
-        process.stdin.write(json.dumps({**vars(host), **request}).encode() + b"\n")
-    return process
+class Connection:
+    """An operation of node.py that runs on a host. It is told what is known of the host, and the job."""
+
+    def __init__(self, host: Host, job: dict, operation: str, interpreter: str = "python3", **request):
+        command = [interpreter, str(ROOT / "launch" / "node.py"), operation]
+        if host.local:
+            command[0] = sys.executable
+        else:
+            command = [*ssh_command(host, job["ssh"]), "exec " + shlex.join(command)]
+        self.host, self.errors = host, tempfile.TemporaryFile()  # noqa: SIM115
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
+        self.process = subprocess.Popen(command, cwd=ROOT, **pipes)
+        self.tell(**{**vars(host), **job, **request})
+
+    def tell(self, **request) -> None:
+        with contextlib.suppress(OSError):  # it has ended already, and its stderr tells why
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def read(self, patience: float = 1e6) -> dict:
+        """Its next answer; one that does not come within so many seconds ends the connection. Raises Unreachable and
+        Refused."""
+        timer = threading.Timer(patience, self.process.kill)
+        timer.start()
+        lines = (line for line in self.process.stdout if line.startswith(b"{") and line.endswith(b"}\n"))
+        answer = json.loads(next(lines, b"{}"))  # other lines are a .bashrc's
+        timer.cancel()
+        if "refused" in answer:
+            raise Refused(answer["refused"])
+        if answer:
+            return answer
+        status = self.process.wait()
+        self.errors.seek(0)
+        error = last_line(self.errors.read().decode(errors="replace")) or f"status {status} without an answer"
+        raise Unreachable(f"no answer in {patience:.0f} s" if status == -signal.SIGKILL else error)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
-def call(host: Host, ssh: str, operation: str, patience: float, **request) -> dict:
+def call(host: Host, job: dict, operation: str, patience: float, **request) -> dict:
     """Has node.py on the host do something -> its answer. Raises Unreachable and Refused."""
-    process = connect(host, ssh, operation, **request)
+    connection = Connection(host, job, operation, **request)
     try:
-        out, err = process.communicate(timeout=patience)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise Unreachable(f"no answer in {patience:.0f} s") from None
-    answers = [line for line in out.splitlines() if line.startswith(b"{")]  # the others are a .bashrc's
-    if not answers:
-        error = last_line(err.decode(errors="replace"))
-        raise Unreachable(error or f"status {process.returncode} without an answer")
-    answer = json.loads(answers[-1])
-    if "refused" in answer:
-        raise Refused(answer["refused"])
-    return answer
+        return connection.read(patience)
+    finally:
+        connection.close()
 
 
-def call_all(hosts: list[Host], ssh: str, operation: str, patience: float, **request) -> list:
+def outcome(function, *words, **more):
+    """What the function returns, or the Unreachable or Refused that it raises."""
+    try:
+        return function(*words, **more)
+    except (Unreachable, Refused) as error:
+        return error
+
+
+def call_all(hosts: list[Host], job: dict, operation: str, patience: float, **request) -> list:
     """call() on all hosts at once -> an answer or an exception from each."""
-
-    def one(host: Host):
-        try:
-            return call(host, ssh, operation, patience, **request)
-        except (Unreachable, Refused) as e:
-            return e
-
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        return list(pool.map(one, hosts))
+    with ThreadPoolExecutor(len(hosts) or 1) as pool:
+        return list(pool.map(lambda host: outcome(call, host, job, operation, patience, **request), hosts))
 
 
 def explain(host: Host, error: Exception) -> str:
@@ -246,38 +287,31 @@ def explain_all(hosts: list[Host], answers: list) -> list[str]:
 class Watcher(threading.Thread):
     """Keeps a connection to a host open, and its last answer to an operation that answers again and again."""
 
-    def __init__(self, host: Host, ssh: str, operation: str, **request):
+    def __init__(self, host: Host, job: dict, operation: str):
         super().__init__(daemon=True)
-        self.host, self.ask = host, lambda: connect(host, ssh, operation, **request)
+        self.host, self.connect = host, lambda: Connection(host, job, operation)
         self.last, self.heard, self.error, self.closed = {}, time.monotonic(), "", False
         self.start()
 
     def run(self):
         while not self.closed:
-            process = self.ask()
-            for line in process.stdout:
-                if self.closed:
-                    break
-                if line.startswith(b"{") and line.endswith(b"}\n"):
-                    self.last, self.heard = json.loads(line), time.monotonic()
-            process.kill()
-            self.error = last_line(process.stderr.read().decode(errors="replace")) or "the connection ended"
-            process.wait()
+            connection = self.connect()
+            try:
+                while not self.closed:
+                    self.last, self.heard = connection.read(), time.monotonic()
+            except (Unreachable, Refused) as error:
+                self.error = str(error)
+            connection.close()
             time.sleep(2)
 
 
 # ---- before a launch
 
 
-def forwarded(patterns: str) -> dict:
-    """The variables of this shell that the hosts get."""
-    return {k: v for k, v in os.environ.items() if any(fnmatch.fnmatchcase(k, p) for p in patterns.split())}
-
-
 def survey(hosts: list[Host], job: dict) -> None:
-    """Looks at all hosts at once and settles their addresses, GPUs and processes. Raises one UserError that tells all
-    that is wrong."""
-    answers = call_all(hosts, job["ssh"], "probe", 60, python=job["python"], env=job["env"])
+    """Looks at all hosts at once and settles their addresses, GPUs and ranks. Raises one UserError that tells all that
+    is wrong."""
+    answers = call_all(hosts, job, "probe", 60)
     refuse(explain_all(hosts, answers))
     for host, answer in zip(hosts, answers, strict=True):
         host.facts = answer
@@ -297,8 +331,8 @@ def survey(hosts: list[Host], job: dict) -> None:
         problems += share_machine(together, job["nproc"])
     without = ", ".join(h.label for h in hosts if not h.devices)
     if without and any(h.devices for h in hosts):
-        out_of_hosts = "take it out of hosts, or set CUDA_VISIBLE_DEVICES="
-        problems.append(f"{without}: no GPU, while others have some; {out_of_hosts}")
+        advice = "take it out of hosts, or set CUDA_VISIBLE_DEVICES="
+        problems.append(f"{without}: no GPU, while others have some; {advice}")
     refuse(problems)
 
 
@@ -327,28 +361,22 @@ def share_machine(together: list[Host], nproc: int) -> list[str]:
             if host.slots > share:
                 problems.append(f"{host.label}: {asked}, but {share} visible GPUs for it; start one process per GPU")
     for host in together:
-        host.processes_here = sum(h.slots for h in together)
+        host.ranks_here = sum(h.slots for h in together)
     return problems
 
 
-def run_check(host: Host, job: dict, total: int) -> dict:
-    """train.py's own check, on a host -> its end."""
-    command = [job["python"], "train.py", *job["words"], "--check", str(total)]
-    env = {**job["env"], "LOCAL_WORLD_SIZE": str(host.slots)}
-    return call(host, job["ssh"], "run", 1830, env=env, command=command, limit=1800)
+def run_checks(hosts: list[Host], job: dict, total: int) -> list:
+    """train.py's own check for a number of ranks, on some hosts -> how it ended on each."""
+    return call_all(hosts, job, "run", 1800, command=[job["python"], "train.py", *job["words"], "--check", str(total)])
 
 
 def check(host: Host, job: dict, total: int) -> dict:
     """What train.py's own check answers; exits with its status where it refuses."""
-    try:
-        done = run_check(host, job, total)
-    except (Unreachable, Refused) as e:
-        raise UserError(explain(host, e)) from None
+    [done] = run_checks([host], job, total)
+    refuse(explain_all([host], [done]))
     answer = re.compile(r"^([a-z_]+)=(.*)\n", re.M)
-    where = "" if host.local else f"{host.label}: "
-    for text, prefix, stream in ((answer.sub("", done["out"]), "", sys.stdout), (done["err"], where, sys.stderr)):
-        for line in text.splitlines():
-            say(prefix + line, stream)
+    say(answer.sub("", done["out"]), end="")
+    say(done["err"] if host.local else re.sub("^(?=.)", f"{host.label}: ", done["err"], flags=re.M), sys.stderr, end="")
     if done["exit"]:
         sys.exit(max(done["exit"], 1))
     return dict(answer.findall(done["out"]))
@@ -356,43 +384,13 @@ def check(host: Host, job: dict, total: int) -> dict:
 
 def is_supervised(out: Path) -> bool:
     """Whether a launcher, here or on another machine that sees this folder, looks after the run."""
-    if not (out / "logs" / "launch.lock").exists():
+    launch, mark = read_launch(out), out / "logs" / "launch.mark"
+    if launch.get("state", "failed") in ENDED:
         return False
-    lock = take_lock(out)
-    if lock is None:
-        return True
-    os.utime(lock)  # by the clock of the folder's disk, which is set as it may be
-    now, launch = os.fstat(lock).st_mtime, read_launch(out)
-    os.close(lock)
-    try:
-        fresh = abs(now - (out / "logs" / "launch.json").stat().st_mtime) < 30
-    except OSError:
-        return False
-    return fresh and launch.get("state") not in ENDED and launch.get("machine") != platform.node()
-
-
-def take_lock(out: Path) -> int | None:
-    """An open, locked descriptor; None: somebody else holds it."""
-    lock = os.open(out / "logs" / "launch.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    for _ in range(5):  # others take it for a moment, to look whether it is taken
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            time.sleep(0.05)
-        except OSError:  # a file system without locks: what launch.json says must do
-            return lock
-    os.close(lock)
-    return None
-
-
-def written(path: Path, content: dict) -> bool:
-    """Whether the disk took it."""
-    try:
-        write_whole(path, json.dumps(content, indent=1) + "\n")
-        return True
-    except OSError:
-        return False
+    if launch["machine"] == platform.node():
+        return "cluster.py" in read(f"/proc/{launch['supervisor']}/cmdline")
+    mark.touch()  # by the clock of the folder's disk, which is set as it may be
+    return abs(mark.stat().st_mtime - (out / "logs" / "launch.json").stat().st_mtime) < 30
 
 
 def read_launch(out: Path) -> dict:
@@ -422,54 +420,45 @@ def hosts_of(launch: dict) -> list[Host]:
 class Supervisor:
     """Runs the job, on all hosts or on none, to its end."""
 
-    def __init__(self, job: dict):
-        self.job, self.hosts, self.out = job, hosts_of(job), ROOT / job["out"]
-        self.launch = read_launch(self.out)
-        self.saved, self.words = 0.0, ""
+    def __init__(self, job: dict, hosts: list[Host]):
+        self.job, self.hosts, self.out = job, hosts, ROOT / job["out"]
+        self.launch = {"out": job["out"], "ssh": job["ssh"], "hosts": [asdict(h) for h in hosts]}
+        self.words, self.saved = "", 0.0
 
-    def stopping(self) -> tuple:
-        """What `launch.sh stop` has asked for."""
-        return tuple(name for name in ("stop", "stop-now") if (self.out / "logs" / name).exists())
-
-    def say(self, text):
-        self.words += text.rstrip("\n") + "\n"
-        self.save()
-
-    def set(self, **values):
-        self.launch.update(values)
-        self.save()
-
-    def save(self) -> bool:
-        """Writes launch.json anew, and to launch.log what is new. -> whether the disk had room; else the next call
-        tries again."""
+    def save(self, words: str = "", **values) -> bool:
+        """Writes launch.json anew, and words to launch.log. -> whether the disk had room; else the next call tries
+        again."""
+        self.words += words
+        self.launch |= values
         self.saved = time.monotonic()
         try:
             with open(self.out / "logs" / "launch.log", "a") as log:
                 log.write(self.words)
             self.words = ""
+            write_whole(self.out / "logs" / "launch.json", json.dumps(self.launch, indent=1) + "\n")
+            return True
         except OSError:
             return False
-        return written(self.out / "logs" / "launch.json", self.launch)
 
-    def wait(self, seconds):
+    def wait(self, seconds: float) -> None:
         """Others see by the age of launch.json that this process is alive."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not self.stopping():
+        end, wish = time.monotonic() + seconds, read_wish(self.out)
+        while time.monotonic() < end and read_wish(self.out) == wish:
             if time.monotonic() - self.saved > 5:
                 self.save()
             time.sleep(LOOK)
 
-    def ask(self, operation: str, patience: float, **request) -> list:
-        common = {"out": self.job["out"], "id": self.launch["id"]}
-        return call_all(self.hosts, self.job["ssh"], operation, patience, **common, **request)
+    def ask(self, operation: str, patience: float = 20, **request) -> list:
+        return call_all(self.hosts, self.job, operation, patience, **request)
 
-    def run(self) -> None:
-        job, saved, tries, report = self.job, self.job["saved"], 0, ""
+    def run(self, answers: list) -> None:
+        """answers: of `prepare`, on all hosts."""
+        job, saved, tries, report = self.job, max(a["saved"] for a in answers), 0, ""
         while True:
-            end = self.attempt()
-            if end.state != "failed" or self.stopping():
+            end = self.attempt(answers)
+            if end.state != "failed" or read_wish(self.out):
                 return self.end(end)
-            answers = self.prepare()  # ends what is left of it
+            answers = self.ask("prepare", clear=True)  # ends what is left of it
             newest = max((a["saved"] for a in answers if isinstance(a, dict)), default=saved)
             if newest > saved:
                 saved, tries, report = newest, 0, ""
@@ -479,11 +468,11 @@ class Supervisor:
             pause = job["retry_pause"] * 2**tries
             tries += 1
             going_on = f"from step {newest}" if newest > 0 else "from the start"
-            self.say(f"{end.report}\nRelaunching {going_on} in {pause} s: try {tries} of {job['retries']}")
-            self.set(state="waiting", step=end.step, message=end.message)
+            words = f"{end.report}\nRelaunching {going_on} in {pause} s: try {tries} of {job['retries']}\n"
+            self.save(words, state="waiting", step=end.step, message=end.message)
             self.wait(pause)
-            self.wait_for_hosts()
-            if self.stopping():
+            answers = self.prepare_again()
+            if read_wish(self.out):
                 return self.end(End("stopped", end.step, "stopped between two tries"))
         if tries:
             report += f"\n{job['out']}: gave up after {tries} {'tries' if tries > 1 else 'try'} without progress"
@@ -491,29 +480,29 @@ class Supervisor:
             report += "\n" + self.without(end.silent)
         return self.end(end._replace(report=report))
 
-    def end(self, end: End):
+    def end(self, end: End) -> None:
         """The last words; also in status.json, where rank 0 was killed before it could write its own, or where others
         took its end for a failure."""
-        self.launch |= {"state": end.state, "step": end.step, "message": end.message, "report": end.report}
-        last = time.monotonic() + FULL_DISK
-        while not (self.save() and self.correct_status(end)) and time.monotonic() < last:
+        path, last = self.out / "status.json", time.monotonic() + FULL_DISK
+        status, final = read_json(path), {"state": end.state, "step": end.step, "message": end.message}
+        wrong = status.get("state") == "running" or read_wish(self.out) == "kill"
+        while True:
+            with contextlib.suppress(OSError):
+                if wrong:
+                    write_whole(path, json.dumps({**status, **final, "exit_code": 1}, indent=1) + "\n")
+                    wrong = False
+            if self.save(**final, report=end.report) and not wrong or time.monotonic() > last:
+                return
             time.sleep(LOOK)
 
-    def correct_status(self, end: End) -> bool:
-        status = read_json(self.out / "status.json")
-        if status.get("state") == "running" or "stop-now" in self.stopping():
-            status |= {"state": end.state, "exit_code": 1, "message": end.message}
-            return written(self.out / "status.json", status)
-        return True
-
-    def prepare(self) -> list:
-        return self.ask("prepare", 20, clear=self.launch.get("attempt", 0) > 0, port=self.job["port"])
-
-    def wait_for_hosts(self) -> None:
+    def prepare_again(self) -> list:
+        """Prepares the hosts for another try; waits for those that do not answer."""
         end = time.monotonic() + self.job["host_wait"]
-        while time.monotonic() < end and not self.stopping():
-            if not any(isinstance(a, Unreachable) for a in self.prepare()):
-                return
+        while True:
+            answers = self.ask("prepare", clear=True)
+            away = any(isinstance(a, Unreachable) for a in answers)
+            if not away or time.monotonic() > end or read_wish(self.out):
+                return answers
             self.wait(2)
 
     def without(self, silent: tuple) -> str:
@@ -527,30 +516,23 @@ class Supervisor:
             if flag not in words and value:
                 words += [flag, str(value)]
         nproc = ["--nproc", str(others[0].slots)] if len({h.slots for h in others}) == 1 else []
-        hosts = ",".join(h.line for h in others)
-        command = shlex.join(["bash", "launch.sh", "--hosts", hosts, *nproc, *words])
-        return f"{sentence}. To go on, from the newest checkpoint, with the others:\n  {command}"
+        command = ["bash", "launch.sh", "--hosts", ",".join(h.line for h in others), *nproc, *words]
+        return f"{sentence}. To go on, from the newest checkpoint, with the others:\n  {shlex.join(command)}"
 
-    def attempt(self) -> End:
-        """One launch, to its end."""
-        job, first = self.job, self.hosts[0]
-        self.set(id=time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2), state="starting")
-        answers = self.prepare()
+    def attempt(self, answers: list) -> End:
+        """One launch, on hosts that have answered `prepare`, to its end."""
+        self.job["id"] = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+        self.save(id=self.job["id"], state="starting", attempt=self.launch.get("attempt", 0) + 1)
         if not explain_all(self.hosts, answers):
-            port = answers[0]["port"]
-            if not port:
-                text = port_taken(first, job)
-                return End("failed", 0, text, text)
-            self.set(attempt=self.launch.get("attempt", 0) + 1)
-            address = f"[{first.address}]" if ":" in first.address else first.address
-            request = {"nodes": len(self.hosts), "first": first.label, "endpoint": f"{address}:{port}"}
-            answers = self.ask("start", job["start_limit"] + 20, job=job, **request)
+            address = self.hosts[0].address
+            endpoint = f"[{address}]:{answers[0]['port']}" if ":" in address else f"{address}:{answers[0]['port']}"
+            answers = self.ask("start", self.job["start_limit"] + 20, nodes=len(self.hosts), endpoint=endpoint)
         problems = explain_all(self.hosts, answers)
         if problems:
-            self.ask("sweep", 20)
+            self.ask("sweep")
             silent = [h for h, a in zip(self.hosts, answers, strict=True) if isinstance(a, Unreachable)]
             return End("failed", 0, problems[0], "\n".join(problems), tuple(silent))
-        self.set(state="running", message="", place=min(a["place"] for a in answers), pid=answers[0]["pid"])
+        self.save(state="running", message="", place=min(a["place"] for a in answers), pid=answers[0]["pid"])
         return self.watch()
 
     def status(self) -> dict:
@@ -559,21 +541,16 @@ class Supervisor:
         return status if status.get("attempt") == self.launch["id"] else {}
 
     def watch(self) -> End:
-        job, told, failing, silent = self.job, (), 0.0, []
-        request = {"out": job["out"], "id": self.launch["id"]}
-        watchers = [Watcher(h, job["ssh"], "watch", **request) for h in self.hosts]
+        failing, silent, patience = 0.0, [], self.job["timeout"]
+        watchers = [Watcher(h, self.job, "watch") for h in self.hosts]
         while not silent and not all(w.last.get("over") for w in watchers):
             self.wait(LOOK)
-            if self.stopping() != told:
-                told = self.stopping()
-                threading.Thread(target=self.ask, args=("stop", 20), kwargs={"now": "stop-now" in told}).start()
             now, state = time.monotonic(), self.status().get("state")
-            silent = [w for w in watchers if now - w.heard > job["timeout"] + 3]
+            silent = [w for w in watchers if now - w.heard > patience + 3]
             failing = (failing or now) if any(w.last.get("hurt") for w in watchers) else 0.0
-            grace = min(GRACE, job["timeout"]) * (3 if state in ("finished", "stopped") else 1)
-            if failing and now - failing > grace:
+            if failing and now - failing > min(GRACE, patience) * (3 if state in ("finished", "stopped") else 1):
                 break
-        for w, answer in zip(watchers, self.ask("sweep", 20), strict=True):
+        for w, answer in zip(watchers, self.ask("sweep"), strict=True):
             w.closed = True
             if w not in silent and isinstance(answer, Unreachable):
                 silent.append(w)
@@ -583,17 +560,17 @@ class Supervisor:
 
     def judge(self, watchers: list[Watcher], silent: list[Watcher]) -> End:
         """How an attempt ended, and why."""
-        status, asked, cause = self.status(), self.stopping(), first_cause(watchers, silent)
+        status, asked, cause = self.status(), read_wish(self.out), first_cause(watchers, silent)
         state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
         if state in ("finished", "error") or (state == "stopped" and (asked or cause["sure"] > TERMINATED)):
             return End(state, step, message)
-        last_words = cause.get("tail", "")
+        last_words = cause.get("tail", "").rstrip()
         if cause.get("status") == 2 and not state:
             errors = re.findall(r"^error: (.*)", last_words, re.M | re.S)
             return End("error", 0, errors[-1] if errors else last_words)
         if asked and not state:
             return End("stopped", 0, "stopped before it had begun")
-        if "stop-now" in asked:
+        if asked == "kill":
             return End("stopped", step, "stopped at once, without saving")
         what = "; ".join(filter(None, (cause["what"], full_disk(self.out))))
         report = f"---- the end of {cause['file']}\n{last_words}\n----\n" if last_words else ""
@@ -623,10 +600,6 @@ def at(step: int) -> str:
     return f" at step {step}" if step else ""
 
 
-def port_taken(host: Host, job: dict) -> str:
-    return f"{host.label}: port {job['port']} is taken; set another at the top of launch.sh, or 0 for a free one"
-
-
 # ---- following a run
 
 
@@ -635,11 +608,8 @@ class Follower:
     or so many lines before."""
 
     def __init__(self, out: Path, name: str, lines: int = 0, which: str = ""):
-        self.out, self.name, self.which, self.shown, self.offsets, self.last = out, name, which, "", {}, None
-        for path in self.files():
-            self.offsets[path] = path.stat().st_size
-            if lines and self.offsets[path]:
-                self.print(path, tail(path, lines) + "\n")
+        self.out, self.name, self.which, self.shown, self.last = out, name, which, "", None
+        self.offsets = {path: path.stat().st_size - len(tail(path, lines).encode()) for path in self.files()}
 
     def files(self) -> list[Path]:
         """Those that exist."""
@@ -647,25 +617,22 @@ class Follower:
             return host_files(self.out, self.name, self.which)
         return [p for p in (self.out / "log.txt", self.out / "logs/launch.log") if p.exists()]
 
-    def show(self):
+    def show_new(self) -> None:
         for path in self.files():
-            with open(path, "rb") as f:
-                f.seek(self.offsets.get(path, 0))
-                text = f.read().decode(errors="replace")
-                self.offsets[path] = f.tell()
-            self.print(path, text)
-
-    def print(self, path, text):
-        if not text:
-            return
-        self.shown += text
-        stream = sys.stderr if path.name == "launch.log" else sys.stdout
-        if self.which and path != self.last:
-            say(f"==> {path.relative_to(self.out)} <==", stream)
-        self.last = path
-        if stream.isatty():
-            text = re.sub(r"^[\d-]{10} [\d:]{8} [A-Z] \[[^\]]*\] ", "", text, flags=re.M)
-        say(text, stream, end="")
+            with open(path, "rb") as file:
+                file.seek(self.offsets.get(path, 0))
+                text = file.read().decode(errors="replace")
+                self.offsets[path] = file.tell()
+            if not text:
+                continue
+            self.shown += text
+            stream = sys.stderr if path.name == "launch.log" else sys.stdout
+            if self.which and path != self.last:
+                say(f"==> {path.relative_to(self.out)} <==", stream)
+            self.last = path
+            if stream.isatty():
+                text = re.sub(r"^[\d-]{10} [\d:]{8} [A-Z] \[[^\]]*\] ", "", text, flags=re.M)
+            say(text, stream, end="")
 
     def to_the_end(self) -> int:
         """Follows until the run is over -> the exit status."""
@@ -675,7 +642,7 @@ class Follower:
             if full != told:
                 say(full, sys.stderr)
             told, end = full, state_of(self.out)
-            self.show()
+            self.show_new()
             if end.state in ENDED:
                 return self.conclude(end)
             time.sleep(LOOK)
@@ -701,17 +668,11 @@ def state_of(out: Path) -> End:
     if supervised:
         return End(state, step, message)
     # A host that does not answer may have something left of the run.
-    if any(isinstance(a, Exception) or not a["over"] for a in look_at(launch)):
+    if any(isinstance(a, Exception) or not a["over"] for a in call_all(hosts_of(launch), launch, "look", 20)):
         return End(f"{state}, but its launcher is gone: nobody would relaunch it", step, message)
     if status.get("state") in ENDED:
         return End(status["state"], step, message)
     return End("failed", step, full_disk(out) or ("dead: it ended without a word" if state else "it never began"))
-
-
-def look_at(launch: dict) -> list:
-    """What each host has left of a run, or why it does not say."""
-    hosts = hosts_of(launch)
-    return call_all(hosts, launch["ssh"], "look", 20, out=launch["out"], id=launch["id"]) if hosts else []
 
 
 # ---- the verbs
@@ -757,26 +718,22 @@ def on_interrupt(farewell: str) -> None:
 
 
 def verb_train(words: list[str], settings: dict) -> int:
-    flags, words = read_flags(words, *LAUNCH_FLAGS)
-    words, hosts = words or shlex.split(settings["default_args"]), read_hosts(flags["--hosts"])
-    job = {**settings, "words": words, "env": forwarded(settings["forward"]), "nproc": int(flags["--nproc"] or 0)}
-    job["retries"] = int(flags["--retries"] or settings["retries"] * (len(hosts) > 1))
+    flags, hosts, job = read_job(words, settings)
     survey(hosts, job)
     answer = check(hosts[0], job, sum(h.slots for h in hosts))
-    if "out" not in answer or answer["state"] == "finished" or any(w.split("=")[0] == "--check" for w in words):
+    if "out" not in answer or answer["state"] == "finished" or any(w.split("=")[0] == "--check" for w in job["words"]):
         return 0  # without a folder, it was asked for --help
     name, out = answer["out"], ROOT / answer["out"]
-    job |= {"out": name, "timeout": float(answer.get("timeout", 600))}
     name_sessions(hosts, out)
-    lock, mark = claim(out, name)
-    prepare_hosts(hosts, job, mark)
-    job["hosts"] = [asdict(h) for h in hosts]
-    launch = {"id": mark, "state": "starting", "machine": platform.node(), "began": time.time()}
-    launch |= {key: job[key] for key in ("out", "ssh", "hosts")}
-    write_whole(out / "logs" / "launch.json", json.dumps(launch, indent=1) + "\n")
-    follower, supervisor = Follower(out, name), start_supervisor(out, job, lock)
+    job |= {"out": name, "timeout": float(answer.get("timeout", 600)), "mark": secrets.token_hex(8)}
+    job["first"] = hosts[0].label
+    claim(out, job)
+    answers = prepare(hosts, job)
+    follower, supervisor = Follower(out, name), Supervisor(job, hosts)
+    supervisor.save(id=job["mark"], state="starting", machine=platform.node(), began=time.time(), supervisor=0)
+    pid = leave_behind(supervisor, answers)
     on_interrupt(f"{name} goes on. {hints(name)}")
-    while (launch := read_launch(out))["state"] == "starting" and supervisor.poll() is None:
+    while (launch := read_launch(out))["state"] == "starting" and os.waitpid(pid, os.WNOHANG) == (0, 0):
         time.sleep(0.1)
     if launch["state"] == "running":
         where = f" on {len(hosts)} hosts" if len(hosts) > 1 else f", process {launch['pid']}"
@@ -795,64 +752,43 @@ def name_sessions(hosts: list[Host], out: Path) -> None:
         host.session = session + (f"_{before + 1}" if before else "")
 
 
-def claim(out: Path, name: str) -> tuple[int, str]:
-    """Locks a run folder, and leaves a mark in it by which hosts tell whether they see the same folder.
-    -> (the lock, the mark)"""
-    mark = secrets.token_hex(8)
+def claim(out: Path, job: dict) -> None:
+    """Leaves a mark in the run folder, by which hosts tell whether they see the same folder; a later launch's mark ends
+    an earlier launch."""
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
-        lock = None if is_supervised(out) else take_lock(out)
-        if lock is None:
-            raise UserError(f"{name} is being trained already. {hints(name)}")
-        os.truncate(lock, 0)
-        os.write(lock, mark.encode())
-        os.fsync(lock)  # for those that see the folder over a network
-        for left in ("stop", "stop-now"):
-            (out / "logs" / left).unlink(missing_ok=True)
+        if is_supervised(out):
+            raise UserError(f"{job['out']} is being trained already. {hints(job['out'])}")
+        write_whole(out / "logs" / "launch.mark", job["mark"])
     except OSError as e:
-        raise UserError(f"--out {name}: {e}") from None
-    return lock, mark
+        raise UserError(f"--out {job['out']}: {e}") from None
 
 
-def prepare_hosts(hosts: list[Host], job: dict, mark: str) -> None:
-    """Makes sure that nothing of the run is alive anywhere, that all see its folder, and that the port is free; notes
-    the newest checkpoint."""
-    name = job["out"]
-    answers = call_all(hosts, job["ssh"], "prepare", 30, out=name, clear=False, port=job["port"])
+def prepare(hosts: list[Host], job: dict) -> list:
+    """Makes sure that nothing of the run is alive anywhere, that all see its folder, and that the port is free."""
+    answers = call_all(hosts, job, "prepare", 30, clear=False)
     problems = explain_all(hosts, answers)
-    refuse(problems + [hints(name)] * ("already" in str(problems)))
-    apart = ", ".join(h.label for h, a in zip(hosts, answers, strict=True) if a["mark"] != mark)
-    if apart:
-        raise UserError(
-            f"{apart}: the folder {name} there is not the one here. Hosts that do not share the folder keep"
-            " a part of each checkpoint, and no launch can go on from it. Give --out a folder that all hosts and this"
-            " machine see, or launch from a machine that sees it"
-        )
-    if not answers[0]["port"]:
-        raise UserError(port_taken(hosts[0], job))
-    job["saved"] = max(a["saved"] for a in answers)
+    refuse(problems + [hints(job["out"])] * ("already" in str(problems)))
+    write_wish(ROOT / job["out"], "")
+    return answers
 
 
-def start_supervisor(out: Path, job: dict, lock: int) -> subprocess.Popen:
-    """A process of its own that inherits the lock, and gets the job on stdin."""
-    command = [sys.executable, __file__, "--", "supervise"]
-    with open(out / "logs" / "supervisor.stderr.log", "ab") as log:
-        pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "pass_fds": (lock,)}
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
-    process.stdin.write(json.dumps(job).encode())
-    process.stdin.close()
-    os.close(lock)
-    return process
-
-
-def verb_supervise(words: list[str], settings: dict) -> None:
-    """Not for users: what `train` leaves behind."""
-    supervisor = Supervisor(json.load(sys.stdin))
+def leave_behind(supervisor: Supervisor, answers: list) -> int:
+    """Lets the supervisor run in a process of its own -> its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    log = os.open(supervisor.out / "logs" / "supervisor.stderr.log", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    for stream in range(3):
+        os.dup2(log, stream)
     try:
-        supervisor.run()
+        supervisor.save(supervisor=os.getpid())
+        supervisor.run(answers)
     except Exception as e:
-        supervisor.set(state="failed", message=f"the launcher failed: {type(e).__name__}: {e}", report="")
+        supervisor.save(state="failed", message=f"the launcher failed: {type(e).__name__}: {e}", report="")
         raise
+    os._exit(0)
 
 
 def verb_logs(words: list[str], settings: dict) -> int:
@@ -870,10 +806,10 @@ def find_host(launch: dict, label: str, problem: str) -> Host:
 
 def ranks_of(out: Path, launch: dict) -> dict:
     """rank -> [host's label, local rank], as the agents have written."""
-    found = {}
-    for path in out.glob(f"logs/*/{launch.get('id')}/ranks.json"):
-        found |= {rank: [path.parts[-3], local_rank] for rank, local_rank in read_json(path).items()}
-    return found
+    places = {}
+    for path in out.glob(f"logs/*/{launch.get('id')}/agent.json"):
+        places |= {rank: [path.parts[-3], local] for rank, local in read_json(path).get("ranks", {}).items()}
+    return places
 
 
 def host_files(out: Path, name: str, which: str) -> list[Path]:
@@ -904,14 +840,18 @@ def verb_status(words: list[str], settings: dict):
         "last line": ago(time.time() - log.stat().st_mtime) if log.exists() else "",
         "last batch": batches[-1] if batches else "",
     }
-    for key, value in rows.items():
-        say(f"{key:<10} {value}")
-    step = batches[-1].split()[1] if batches else str(rows["step"])
-    table = [("host", "session", "agent", "ranks", "step", "last output")]
-    table += [host_row(h, a, step) for h, a in zip(hosts_of(launch), look_at(launch), strict=True)]
-    widths = [max(len(line[column]) for line in table) + 2 for column in (0, 1)] + [10, 10, 8, 0]
-    for line in table[len(table) == 1 :]:
-        say("".join(f"{word:<{width}}" for word, width in zip(line, widths, strict=False)))
+    say(columns([[key, str(value)] for key, value in rows.items()]))
+    hosts, step = hosts_of(launch), batches[-1].split()[1] if batches else str(rows["step"])
+    if hosts:
+        answers = call_all(hosts, launch, "look", 20)
+        table = [host_row(h, a, step) for h, a in zip(hosts, answers, strict=True)]
+        say(columns([("host", "session", "agent", "ranks", "step", "last output"), *table]))
+
+
+def columns(rows: list) -> str:
+    """Rows of words, each column as wide as its longest word."""
+    widths = [max(map(len, column)) + 2 for column in zip_longest(*rows, fillvalue="")]
+    return "\n".join("".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def ago(seconds: float) -> str:
@@ -925,23 +865,22 @@ def host_row(host: Host, answer: dict | Exception, step: str) -> tuple:
     status = answer["result"].get("exit")
     agent = "alive" if answer["agent"] else f"ended {status}" if status is not None else "gone"
     written = "none" if answer["age"] is None else ago(answer["age"])
-    return host.label, host.session, agent, f"{answer['workers']} of {host.slots}", str(step), written
+    return host.label, host.session, agent, f"{answer['workers']} of {host.slots}", step, written
 
 
 def verb_stop(words: list[str], settings: dict) -> int:
     out, name, flags, _ = pick_run("stop", words, "--now")
-    launch, end, files = read_launch(out), state_of(out), [out / "logs" / "stop", out / "logs" / "stop-now"]
+    launch, end = read_launch(out), state_of(out)
     if end.state in ENDED:
         say(f"{name} is not running: {end.state}")
         return 0
-    now = bool(flags["--now"]) or files[0].exists()
+    wish = "kill" if flags["--now"] or read_wish(out) else "save"
     how = ": it ends its step and saves. The same once more stops it at once, without saving."
-    say(f"Stopping {name}{' at once, without saving' if now else how}")
+    say(f"Stopping {name}{how if wish == 'save' else ' at once, without saving'}")
     follower = Follower(out, name)
-    for file in files[: 1 + now]:
-        file.touch()
-    if not is_supervised(out):
-        call_all(hosts_of(launch), launch["ssh"], "stop", 20, out=launch["out"], id=launch["id"], now=now)
+    write_wish(out, wish)
+    if wish == "kill" and not is_supervised(out):  # an agent may be gone as well
+        call_all(hosts_of(launch), launch, "sweep", 20)
     on_interrupt(f"{name} is still stopping. {hints(name)}")
     return follower.to_the_end()
 
@@ -972,7 +911,6 @@ def run_verb(**verbs) -> NoReturn:
 if __name__ == "__main__":
     run_verb(
         train=verb_train,
-        supervise=verb_supervise,
         logs=verb_logs,
         status=verb_status,
         stop=verb_stop,

@@ -1,14 +1,16 @@
 """One host's half of the launcher: what has to be looked at or done on the machine itself.
 
 `python3 launch/node.py OPERATION` does one thing for cluster.py, over ssh or, for localhost, without. The request is a
-line of JSON on stdin, so nothing secret is on a command line; the answers are lines of JSON. Only the standard library
-is used here, so a host can be asked before it has an environment.
+line of JSON on stdin, so nothing secret is on a command line: the host's line in `hosts`, what is known of the host,
+and the job. The answers are lines of JSON. Only the standard library is used here, so a host can be asked before it has
+an environment.
 
-`python3 launch/node.py agent LOGS TIMEOUT COMMAND...` runs torchrun (COMMAND) in its tmux session or under srun, and
-makes sure that nothing of it is left when it ends. Files in LOGS, `runs/NAME/logs/HOST/ID`: agent.pid,
-agent.stderr.log, agent.stdout.log, and at the end result.json with the first cause of a failure on this host; `stop`
-and `stop-now` appear there when the run is to stop. A process belongs to the run if its command line names LOGS; a
-worker, if the environment that torchrun gave it does."""
+`python3 launch/node.py agent LOGS TIMEOUT RANKS COMMAND...` runs torchrun (COMMAND) in its tmux session or under srun,
+on a machine with RANKS ranks in all, and makes sure that nothing of it is left when it ends. LOGS is
+`runs/NAME/logs/HOST/ID`. There it writes agent.stderr.log, agent.stdout.log, and agent.json: its process, its ranks,
+and at the end the first cause of a failure on this host. `runs/NAME/logs/stop` tells all agents what `stop` asks for:
+nothing, `save` or `kill`. A process belongs to the run if its command line names LOGS; a worker, if the environment
+that torchrun gave it does."""
 
 import contextlib
 import ctypes
@@ -20,7 +22,6 @@ import platform
 import re
 import resource
 import select
-import shlex
 import shutil
 import signal
 import socket
@@ -84,9 +85,20 @@ def tail(path, lines):
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - 65536))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+            return "".join(file.read().decode(errors="replace").splitlines(True)[-lines:])
     except OSError:
         return ""
+
+
+def read_wish(out):
+    """What `stop` asks of the run in this folder: save, kill, or nothing. The file is there from the launch on and is
+    overwritten in place: that needs no room on the disk, and is seen at once over a network."""
+    return read(out / "logs" / "stop").strip()
+
+
+def write_wish(out, wish):
+    with open(os.open(out / "logs" / "stop", os.O_WRONLY | os.O_CREAT, 0o644), "w") as file:
+        file.write(f"{wish:4}")
 
 
 def last_line(text):
@@ -147,81 +159,71 @@ def kill_all(logs):
 # ---- the agent of a torchrun
 
 
-def agent(logs, timeout, command):
-    """Runs torchrun and cleans up after it -> its exit status. The first signal, or the file `stop`, lets the workers
-    save and stop; the second, or `stop-now`, ends them at once. torchrun itself is not signalled: it would call the end
-    a failure."""
-    signals = []
+def agent(logs, timeout, ranks, command):
+    """Runs torchrun and cleans up after it -> its exit status. The first signal, or the wish `save`, lets the workers
+    save and stop; the second, or `kill`, ends them at once. torchrun itself is not signalled: it would call the end a
+    failure."""
+    signals, out = [], logs.parents[2]
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda n, _: signals.append(n))
     choose_interface(command[command.index("--local-addr") + 1])
-    marker = f"{os.path.realpath(logs)}/"
-    with open(logs / "agent.stdout.log", "ab") as out, open(logs / "agent.stderr.log", "ab") as err:
+    if ranks > 1:  # torchrun would give each one thread, also for AdamW on the CPU
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    with open(logs / "agent.stdout.log", "ab") as stdout, open(logs / "agent.stderr.log", "ab") as stderr:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
+            stdout=stdout,
+            stderr=stderr,
             start_new_session=True,
             preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: it never outlives us
         )
-    write_whole(logs / "agent.pid", f"{os.getpid()} {platform.node()}\n")
-    first_loss, waited = attend(child, logs, signals)
+    record = {"pid": os.getpid(), "node": platform.node(), "ranks": {}}
+    write_whole(logs / "agent.json", json.dumps(record))
+    # For whoever attaches
+    print(f"The run's log is {out}/log.txt; Ctrl-B D leaves it going", flush=True)
+    follow = ["tail", "-n", "0", "-s", "0.2", "-F", "--pid", str(os.getpid()), out / "log.txt"]
+    pane = subprocess.Popen(follow, stderr=subprocess.DEVNULL)
+    waited = attend(child, logs, signals, record)
     # A torchrun that was killed leaves workers that have had their SIGTERM from end_with_torchrun and may be saving.
-    end = time.monotonic() + timeout
-    while workers_of(marker) and time.monotonic() < end and not (logs / "stop-now").exists():
+    marker, end = f"{os.path.realpath(logs)}/", time.monotonic() + timeout
+    while workers_of(marker) and time.monotonic() < end and read_wish(out) != "kill":
         time.sleep(0.3)
     kill(processes(marker)[1], signal.SIGKILL)
-    cause = None if signals and child.returncode < 0 else cause_on_this_host(logs, child.returncode, waited)
-    write_result(logs, {"exit": child.returncode, "first_loss": first_loss, "cause": cause})
+    record["cause"] = None if signals and child.returncode < 0 else cause_on_this_host(logs, child.returncode, waited)
+    record["exit"] = child.returncode
+    time.sleep(0.4)
+    pane.terminate()
+    write_record(logs, record)
     return max(child.returncode, 0) or int(child.returncode != 0)
 
 
-def attend(child, logs, signals):
-    """Passes wishes to stop on to the workers until torchrun ends. -> (when the first worker was gone, whether torchrun
-    waited for other hosts without workers of its own, and was killed for it)"""
-    told, seen, first_loss, waited = set(), set(), None, False
-    screen, shown, alone_since = logs.parents[2] / "log.txt", None, None
+def attend(child, logs, signals, record):
+    """Passes wishes to stop on to the workers until torchrun ends, and notes the ranks and when the first one was gone.
+    -> whether torchrun waited for other hosts without workers of its own, and was killed for it"""
+    told, seen, first_loss, alone_since = set(), set(), None, None
     while child.poll() is None:
         time.sleep(0.3)
-        found, now = workers_of(f"{os.path.realpath(logs)}/"), time.monotonic()
-        workers = set(found)
+        ranks, now, wish = workers_of(f"{os.path.realpath(logs)}/"), time.monotonic(), read_wish(logs.parents[2])
+        workers = set(ranks)
         if seen - workers:
             first_loss = first_loss or now
         if workers - seen:
+            record["ranks"] = dict(ranks.values())
             with contextlib.suppress(OSError):  # the disk is full
-                write_whole(logs / "ranks.json", json.dumps(dict(found.values())))
+                write_whole(logs / "agent.json", json.dumps(record))
         seen |= workers
-        if (logs / "stop-now").exists() or len(signals) > 1:
+        if wish == "kill" or len(signals) > 1:
             kill(workers, signal.SIGKILL)
-        elif (logs / "stop").exists() or signals:
+        elif wish or signals:
             kill(workers - told, signal.SIGTERM)
             told |= workers
         if workers or not seen:
             alone_since = now
         elif now - alone_since > WITHOUT_WORKERS:
-            waited = True
             child.kill()
-        shown = show(screen, shown)
-    return first_loss or time.monotonic(), waited
-
-
-def show(file, offset):
-    """Copies what is new in the run's log to the pane, for whoever attaches; a pane that does not take it misses it."""
-    try:
-        size = file.stat().st_size
-        if offset is None:
-            print(f"The run's log is {file}; Ctrl-B D leaves it going", flush=True)
-            offset = size
-        if size > offset:
-            with open(file, "rb") as f:
-                f.seek(offset)
-                text = re.sub(rb"[\0-\b\v-\x1f\x7f]", b"?", f.read(size - offset))
-                os.set_blocking(1, False)
-                os.write(1, text.replace(b"\n", b"\r\n" if os.isatty(1) else b"\n"))
-        return size
-    except OSError:
-        return offset
+    record["first_loss"] = first_loss or time.monotonic()
+    return bool(alone_since) and time.monotonic() - alone_since > WITHOUT_WORKERS
 
 
 def cause_on_this_host(logs, status, waited):
@@ -265,12 +267,12 @@ def parse_failures(text):
     return [tuple(map(int, numbers)) for numbers in found]
 
 
-def write_result(logs, result):
+def write_record(logs, record):
     """On a full disk it tries again, and says so where there is room: on the session's screen, or in Slurm's file."""
-    end, cause = time.monotonic() + FULL_DISK, result["cause"]
+    end, cause = time.monotonic() + FULL_DISK, record["cause"]
     while True:
         try:
-            return write_whole(logs / "result.json", json.dumps(result) + "\n")
+            return write_whole(logs / "agent.json", json.dumps(record))
         except OSError as e:
             problem = f"{e.strerror} in {logs}"
         if cause and problem not in cause["what"]:
@@ -340,42 +342,41 @@ def probe(request):
         "connection": os.environ.get("SSH_CONNECTION", "").split(),
         "gpus": gpus(request),
         "code": content_hash(),
-        "environment": tree_hash(ROOT / ".venv") if "environment" in request else "",
+        "environment": tree_hash(ROOT / ".venv") if request.get("environment") else "",
         "python": os.access(request["python"], os.X_OK),
     }
 
 
 def run(request):
     """A command in the checkout, with the run's environment -> its end."""
-    command, env = request["command"], {**os.environ, **request["env"]}
-    try:
-        limits = {"stdin": subprocess.DEVNULL, "timeout": request["limit"]}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, **limits)
-    except subprocess.TimeoutExpired:
-        raise Refused(f"{shlex.join(command[:3])} ... took more than {request['limit']} s") from None
+    env = {**os.environ, **request["env"], "LOCAL_WORLD_SIZE": str(request["slots"])}
+    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(request["command"], cwd=ROOT, env=env, **pipes)
     return {"exit": done.returncode, "out": done.stdout, "err": done.stderr}
 
 
 def prepare(request):
-    """Makes the log folder, and makes sure that nothing of this run is alive here: refuses, or with `clear` ends it."""
+    """Makes sure that this host sees the run's folder, and that nothing of the run is alive here: refuses, or with
+    `clear` ends it."""
     out = ROOT / request["out"]
-    folder = out / "logs" / request["label"]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise Refused(f"{folder} cannot be made: {e.strerror}") from None
-    marker = f"{os.path.realpath(folder)}/"
+    if read(out / "logs" / "launch.mark") != request["mark"]:
+        raise Refused(
+            f"the folder {request['out']} there is not the one here. Hosts that do not share the folder keep a part of"
+            " each checkpoint, and no launch can go on from it. Give --out a folder that all hosts and this machine"
+            " see, or launch from a machine that sees it"
+        )
+    marker = os.path.join(os.path.realpath(out), "logs", request["label"], "")
     if request["clear"]:
         kill_all(marker)
-    pids = [str(pid) for group in processes(marker) for pid in group]
+    pids = sorted(map(str, sum(processes(marker), [])))
     if pids:
         raise Refused(f"being trained already: processes {', '.join(pids)}")
     names = [path.parent.name[5:] for path in out.glob("checkpoints/step-*/manifest.json")]
-    return {
-        "saved": max([int(name) for name in names if name.isdigit()], default=-1),
-        "mark": read(out / "logs" / "launch.lock"),
-        "port": probe_port(request["port"]),
-    }
+    saved = max([int(name) for name in names if name.isdigit()], default=-1)
+    port = probe_port(request["port"])
+    if not port and request["label"] == request["first"]:
+        raise Refused(f"port {request['port']} is taken; set another at the top of launch.sh, or 0 for a free one")
+    return {"saved": saved, "port": port}
 
 
 def probe_port(port):
@@ -390,8 +391,8 @@ def probe_port(port):
 
 
 def choose_interface(address):
-    """Has gloo use the network interface of this address. It would look its own hostname up, which Debian's /etc/hosts
-    takes for 127.0.1.1."""
+    """Has gloo and NCCL use the network interface of this address. gloo would look its own hostname up, which Debian's
+    /etc/hosts takes for 127.0.1.1."""
     name = "lo" if address.startswith("127.") else ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for _, interface in socket.if_nameindex():
@@ -401,6 +402,7 @@ def choose_interface(address):
                     name = interface
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without = every name that begins so
 
 
 def log_folder(request):
@@ -417,17 +419,15 @@ TORCHRUN = (
 
 def start(request):
     """Starts the agent, in a tmux session where there is tmux, else in the background -> where it is."""
-    logs, job = log_folder(request), request["job"]
+    logs = log_folder(request)
     logs.mkdir(parents=True)
-    env = {**os.environ, **job["env"]}
-    env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(job["shutdown_timeout"]))  # torch 2.11 has no flag for it
+    env = {**os.environ, **request["env"]}
+    env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(request["shutdown_timeout"]))  # torch 2.11 has no flag for it
     if request["devices"] is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(request["devices"])
-    elif request["processes_here"] > 1:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // request["processes_here"])))
-    torchrun = TORCHRUN.format(is_host=request["label"] == request["first"], **{**job, **request}).split()
-    agent_words = ["python3", "launch/node.py", "agent", str(logs), str(job["timeout"])]
-    command = [*agent_words, job["python"], *torchrun, str(logs), "train.py", *job["words"]]
+    torchrun = TORCHRUN.format(is_host=request["label"] == request["first"], **request).split()
+    agent_words = ["python3", "launch/node.py", "agent", str(logs), request["timeout"], request["ranks_here"]]
+    command = [*map(str, agent_words), request["python"], *torchrun, str(logs), "train.py", *request["words"]]
 
     # The environment travels in a file that only its owner can read and that is gone when it has been read: it belongs
     # on no command line, in no run folder and in no tmux server.
@@ -435,19 +435,19 @@ def start(request):
     with os.fdopen(handle, "w") as file:
         json.dump([command, env], file)
     place = open_session(request["session"], [sys.executable, os.path.abspath(__file__), "enter", letter], logs)
-    end = time.monotonic() + job["start_limit"]
-    while not (logs / "agent.pid").exists():
+    end = time.monotonic() + request["start_limit"]
+    while not (record := read_json(logs / "agent.json")):
         if time.monotonic() > end:
             kill_all(f"{logs}/")
             with contextlib.suppress(OSError):
                 os.unlink(letter)
             end = tail(logs / "agent.stderr.log", 3)
-            raise Refused(f"the agent did not start in {job['start_limit']} s ({place}): {end}")
+            raise Refused(f"the agent did not start in {request['start_limit']} s ({place}): {end}")
         time.sleep(0.05)
-    pid, name = read(logs / "agent.pid").split()
-    if name != platform.node():
-        raise Refused(f"tmux started the agent on {name}: set TMUX_TMPDIR to a folder that machines do not share")
-    return {"place": place, "pid": int(pid)}
+    if record["node"] != platform.node():
+        problem = f"tmux started the agent on {record['node']}"
+        raise Refused(f"{problem}: set TMUX_TMPDIR to a folder that machines do not share")
+    return {"place": place, "pid": record["pid"]}
 
 
 def open_session(session, command, logs):
@@ -473,54 +473,39 @@ def enter(letter):
     os.execvpe(command[0], command, env)
 
 
+def read_result(logs):
+    """An agent's last words, {} before them."""
+    record = read_json(logs / "agent.json")
+    return {**record, "ago": time.monotonic() - record["first_loss"]} if "exit" in record else {}
+
+
 def look(request):
     """The state of an attempt on this host."""
     logs = log_folder(request)
-    pid = (read(logs / "agent.pid").split() or ["0"])[0]
-    agent, workers = str(logs) in read(f"/proc/{pid}/cmdline"), len(workers_of(f"{logs}/"))
-    over, result = not agent and not workers, read_result(logs)  # an agent's last act is the result
+    record = read_json(logs / "agent.json")
+    agent = str(logs) in read(f"/proc/{record.get('pid', 0)}/cmdline")
+    workers = len(workers_of(f"{logs}/"))
+    over, result = not agent and not workers, read_result(logs)  # read anew: it is an agent's last act
     if over and not result:
         what = f"everything on {request['label']} was gone: killed, or the machine restarted"
         result = {"exit": None, "ago": 0.0, "cause": {"sure": KILLED, "what": what}}
-    lost = workers < len(read_json(logs / "ranks.json"))
     times = [path.stat().st_mtime for path in logs.glob("*/attempt_*/*/std*.log")]
     return {
         "agent": agent,
         "workers": workers,
         "over": over,
-        "hurt": lost or bool(result and result["exit"] != 0),
+        "hurt": workers < len(record.get("ranks", ())) or bool(result and result["exit"] != 0),
         "result": result,
         "age": time.time() - max(times) if times else None,
     }
 
 
-def read_result(logs):
-    result = read_json(logs / "result.json")
-    if result:
-        result["ago"] = time.monotonic() - result["first_loss"]
-    return result
-
-
-def report(answer, every):
-    """Prints an answer every so many seconds, until the connection is closed."""
-    while True:
-        print(json.dumps(answer()), flush=True)
-        if select.select([sys.stdin], [], [], every)[0]:
-            break
-
-
 def watch(request):
-    report(lambda: look(request), 1)
-
-
-def stop(request):
-    """Lets the run stop here: its agent sees the file. Without an agent, what is left is ended directly."""
-    logs, state = log_folder(request), look(request)
-    if state["agent"]:
-        (logs / ("stop-now" if request["now"] else "stop")).touch()
-    else:
-        kill(workers_of(f"{logs}/"), signal.SIGKILL if request["now"] else signal.SIGTERM)
-    return state
+    """look(), every second until the connection is closed."""
+    while True:
+        print(json.dumps(look(request)), flush=True)
+        if select.select([sys.stdin], [], [], 1)[0]:
+            break
 
 
 def sweep(request):
@@ -532,49 +517,68 @@ def sweep(request):
 
 # ---- for doctor and top
 
-VERSIONS = """import json, torch
-cuda, nccl = torch.version.cuda, torch.cuda.nccl.version() if torch.cuda.is_available() else ["none"]
-print(json.dumps([torch.__version__, f"{cuda}, {'.'.join(map(str, nccl))}" if cuda else "none"]))"""
+DISK, SHM, FILES = 20, 1, 4096  # free GB, free GB, open files that a run should find
+VERSIONS = """import torch; print(torch.__version__, "cuda", torch.version.cuda,
+*("nccl", *torch.cuda.nccl.version()) if torch.cuda.is_available() else ())"""
 
 
 def examine(request):
-    """All that doctor looks at on this host."""
-    names = {name: addresses_of(name) for name in [platform.node(), *request["names"]]}
-    try:
-        reverse = socket.gethostbyaddr(request["address"])[0]
-    except OSError:
-        reverse = "none"
-    done = run({**request, "command": [request["python"], "-c", VERSIONS], "limit": 100})
-    torch, cuda = json.loads(last_line(done["out"])) if done["exit"] == 0 else ("no", "none")
+    """What doctor shows of this host by itself: name -> [what is found, how to mend it, or nothing where it is right];
+    {there} in it is how one gets here. And what should be the same on all hosts, its time, and its torch's error."""
+    rows = {}
+
+    def row(name, found, wrong=False, mend=""):
+        rows[name] = [str(found), mend if wrong else ""]
+
+    examine_names(row, request)
+    row("folder", "shared" if (ROOT / request["folder_mark"]).exists() else "its own")
+    environments = {pid: environment_of(pid) for pid in all_pids()}
+    left = {pid: e.get("TORCHELASTIC_ERROR_FILE", "torchrun").partition("/logs/")[0]
+            for pid, e in environments.items() if "TORCHELASTIC_RUN_ID" in e}  # fmt: skip
+    used = [f"GPU {i} {size} MiB" for i, size in enumerate(query_gpus("memory.used")) if float(size) > 1000]
+    end = "kill " + " ".join(map(str, left)) if left else "nvidia-smi"
+    busy = [*(f"{pid} ({run})" for pid, run in left.items()), *used]
+    shown = f"{len(left)} processes" if left else ", ".join(used) or "nothing"
+    row("left over", shown, busy, f"{', '.join(busy)}; if it is of no use: {{there}}{end}")
     runs = ROOT / "runs"
-    left = []
-    for pid in all_pids():
-        environment = environment_of(pid)
-        if "TORCHELASTIC_RUN_ID" in environment:
-            folder = re.sub(r"/logs/.*", "", environment.get("TORCHELASTIC_ERROR_FILE", "torchrun"))
-            left.append([pid, folder])
-    return {
-        "own_name": names[platform.node()][0],
-        "names": names,
-        "reverse": reverse,
-        "python": subprocess.run([request["python"], "-V"], capture_output=True, text=True).stdout.strip(),
-        "torch": torch,
-        "torch_error": last_line(done["err"]) if done["exit"] else "",
-        "cuda": cuda,
-        "driver": (query_gpus("driver_version") or ["none"])[0],
-        "code": content_hash(),
-        "shared": (ROOT / request["mark"]).exists(),
-        "gpus": len(gpus(request)),
-        "gpu_memory": [int(float(size)) for size in query_gpus("memory.used")],
-        "left": left,
-        "free_runs": shutil.disk_usage(runs if runs.exists() else ROOT).free / 1e9,
-        "free_shm": shutil.disk_usage("/dev/shm").free / 1e9,
-        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "port": probe_port(request["port"]),
-        "tmux": bool(shutil.which("tmux")),
-        "time": time.time(),
-    }
+    for name, path, least in ("free runs", runs if runs.exists() else ROOT, DISK), ("free /dev/shm", "/dev/shm", SHM):
+        free = shutil.disk_usage(path).free / 1e9
+        row(name, f"{free:.0f} GB", free < least, f"{free:.1f} GB, at least {least} are wanted; {{there}}df -h {path}")
+    limits, files = "in its /etc/security/limits.conf", resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    row("open files", files, files < FILES, f"{files}, at least {FILES} are wanted: `* - nofile 65536` {limits}")
+    locked, gpu = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], len(gpus(request))
+    shown = "unlimited" if locked < 0 else f"{locked // 1024} KB"
+    row("locked memory", shown, gpu and 0 <= locked < 2**30, f"RDMA needs more: `* - memlock unlimited` {limits}")
+    tmux = shutil.which("tmux")
+    row("tmux", "there" if tmux else "none", not tmux, "{there}sudo apt install -y tmux")
+    if request["first"] == request["label"]:
+        port = request["port"]
+        row("port", port or "a free one", not probe_port(port), f"{port} is taken; set another at the top of launch.sh")
+    python = subprocess.run([request["python"], "-V"], capture_output=True, text=True).stdout.strip()
+    torch = run({**request, "command": [request["python"], "-c", VERSIONS]})
+    driver = (query_gpus("driver_version") or ["none"])[0]
+    alike = {"code": content_hash(), "python": python, "torch": torch["out"].strip(), "driver": driver, "GPUs": gpu}
+    error = last_line(torch["err"]) if torch["exit"] else ""
+    return {"rows": rows, "alike": alike, "time": time.time(), "torch_error": error}
+
+
+def examine_names(row, request):
+    """What names mean here. The own name may mean 127.0.1.1, as on Debian: the launcher passes addresses and
+    interfaces, never that name."""
+    row("own name", addresses_of(platform.node())[0])
+    wrong, unknown = [], 0
+    for name, address in request["names"].items():
+        addresses = addresses_of(name)
+        if not re.match(r"[\d.]+$", addresses[0]):
+            unknown += 1
+        elif address not in addresses and not address.startswith("127."):
+            wrong.append(f"{name} is {addresses[0]}")
+    mend = f"{', '.join(wrong)} there, not what this machine reaches; mend its /etc/hosts: {{there}}cat /etc/hosts"
+    row("other names", f"{unknown} unknown" if unknown else "known", wrong, mend)
+    try:
+        row("reverse name", socket.gethostbyaddr(request["address"])[0])
+    except OSError:
+        row("reverse name", "none")
 
 
 def addresses_of(name):
@@ -617,7 +621,7 @@ def pairs(request):
         try:
             answer = all_reduce(**json.loads(line))
         except Exception as e:
-            answer = {"error": str(e).splitlines()[0][:200]}
+            answer = {"refused": str(e).splitlines()[0][:200]}
         if dist.is_initialized():
             dist.destroy_process_group()
         print(json.dumps(answer), flush=True)
@@ -627,29 +631,23 @@ def pairs(request):
 def usage(request):
     """The load of this machine, its GPUs and its workers, every few seconds, for top."""
     logs = os.path.join(os.path.realpath(request["out"]), "logs", "") if request["out"] else ""
-    before = {}  # (seconds of CPU, when) of the machine and of each worker
-
-    def share(key, seconds):
-        """How much of the time since the last look was spent computing."""
-        now = time.monotonic()
-        spent, when = before.get(key, (seconds, 0.0))
-        before[key] = (seconds, now)
-        return (seconds - spent) / (now - when)
-
-    def load():
-        ranks = {}
-        for pid, (rank, local_rank) in workers_of(logs).items():
-            ranks[str(rank)] = (local_rank, share(pid, cpu_seconds(f"/proc/{pid}/stat", 13, 15)))
-        memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M))
-        size, free = int(memory["MemTotal"]) / 2**20, int(memory["MemAvailable"]) / 2**20
+    before, when, local_ranks, wait = {}, 0.0, {}, 0.5
+    while not select.select([sys.stdin], [], [], wait)[0]:
         # user, nice and system time; idle and waiting come after them
-        busy = min(1.0, share("machine", cpu_seconds("/proc/stat", 1, 4)) / os.cpu_count())
-        answer = {"cpu": busy, "cores": cores(), "load": os.getloadavg()[0], "mem_size": size, "mem_used": size - free}
-        return {**answer, "ranks": ranks, "gpus": gpu_usage()}
-
-    load()
-    time.sleep(0.5)
-    report(load, request["every"])
+        seconds, now = {"machine": cpu_seconds("/proc/stat", 1, 4)}, time.monotonic()
+        for pid, (rank, local_rank) in workers_of(logs).items():
+            seconds[rank], local_ranks[rank] = cpu_seconds(f"/proc/{pid}/stat", 13, 15), local_rank
+        # How much of the time since the last look was spent computing
+        shares = {key: (spent - before[key]) / (now - when) for key, spent in seconds.items() if key in before}
+        if before:
+            memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M))
+            size, free = int(memory["MemTotal"]) / 2**20, int(memory["MemAvailable"]) / 2**20
+            busy = min(1.0, shares.pop("machine") / os.cpu_count())
+            answer = {"cpu": busy, "cores": cores(), "load": os.getloadavg()[0], "mem_size": size}
+            ranks = {rank: (local_ranks[rank], share) for rank, share in shares.items()}
+            print(json.dumps({**answer, "mem_used": size - free, "ranks": ranks, "gpus": gpu_usage()}), flush=True)
+            wait = request["every"]
+        before, when = seconds, now
 
 
 def cpu_seconds(file, first, last):
@@ -668,7 +666,7 @@ def gpu_usage():
     return rows
 
 
-OPERATIONS = (probe, run, prepare, start, look, watch, stop, sweep, examine, pairs, usage)
+OPERATIONS = (probe, run, prepare, start, look, watch, sweep, examine, pairs, usage)
 
 
 def main(name):
@@ -684,7 +682,7 @@ def main(name):
 
 if __name__ == "__main__":
     if sys.argv[1] == "agent":
-        sys.exit(agent(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]))
+        sys.exit(agent(Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), sys.argv[5:]))
     if sys.argv[1] == "enter":
         enter(sys.argv[2])
     main(sys.argv[1])

@@ -3,7 +3,6 @@ uninterrupted run: the losses of every step, bit for bit."""
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -11,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from test_launch import command_lines
+from test_launch import ROOT, command_lines, eventually, program
 
-ROOT = Path(__file__).parents[1]
 LIMIT = 400  # seconds for anything to happen
 SLURM = """ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -40,18 +38,8 @@ PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscri
 """
 
 
-def program(name: str) -> str:
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
-    if not found:
-        pytest.skip(f"no {name} here: apt install slurm-wlm munge")
-    return found
-
-
 def until(condition, what: str) -> None:
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, f"never happened: {what}"
-        time.sleep(0.3)
+    eventually(condition, what, LIMIT)
 
 
 def idle(env: dict) -> bool:
@@ -64,7 +52,7 @@ def slurm(tmp_path_factory):
     """Its environment. munged, slurmctld and two slurmd, all in the foreground, are children of the test."""
     if os.getuid():
         pytest.skip("slurmd needs root")
-    munged, controller, daemon = program("munged"), program("slurmctld"), program("slurmd")
+    munged, controller, daemon = (program(n, "slurm-wlm munge") for n in ("munged", "slurmctld", "slurmd"))
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "state").mkdir()
     for parent in (folder, *folder.parents[:2]):
@@ -115,19 +103,8 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
     flags = [*shape, *often, "--steps", "400", "--data", str(text)]
 
     def submit(out: Path, *more: str) -> str:
-        command = [
-            "sbatch",
-            "--parsable",
-            "--nodes",
-            "2",
-            "-o",
-            f"{out}.out",
-            "train.sbatch",
-            *flags,
-            *more,
-            "--out",
-            str(out),
-        ]
+        command = ["sbatch", "--parsable", "--nodes", "2", "-o", f"{out}.out", "train.sbatch"]
+        command += [*flags, *more, "--out", str(out)]
         return subprocess.run(command, env=slurm, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
     def state(job: str) -> str:
@@ -155,7 +132,7 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
     job = submit(cut)
     until(lambda: any("--check" in line and str(cut) in line for line in command_lines().values()), "the check")
     signal(job)
-    until(lambda: list(cut.glob("logs/*/*/agent.pid")), "the ranks' start")
+    until(lambda: list(cut.glob("logs/*/*/agent.json")), "the ranks' start")
     signal(job)
     reaches(cut, 40)
     signal(job)

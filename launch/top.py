@@ -2,13 +2,14 @@
 
 A line for each host (CPU, memory, workers) and each GPU (utilisation, power, memory, temperature, processes), their
 sums, and the run's step, loss, speed and slowest rank. Every host is asked by a connection of its own, so one that does
-not answer is shown as such and holds up nothing.
+not answer is shown as such and holds up nothing. Ctrl-C ends it.
 
 Ranks wait for each other, so their own step times are all alike. The slowest is found by what waiting looks like from
 outside: with GPUs the one with the lowest SM clock, for a throttled GPU is the usual reason; on CPUs the worker that
 computes most of the time, for the others block."""
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -27,23 +28,19 @@ def bar(share: float, width: int = 10) -> str:
     return "█" * full + "·" * (width - full)
 
 
-def silent(watcher: Watcher) -> bool:
-    return not watcher.last or time.monotonic() - watcher.heard > SILENT
-
-
-def picture(watchers: list[Watcher], run: tuple | None) -> list[str]:
-    """The whole screen, by lines."""
-    lines, ranks, gpus, up = [], {}, [], 0
+def picture(watchers: list[Watcher], out: Path | None, name: str) -> list[str]:
+    """The whole screen, by lines; out, name: the run, where there is one."""
+    lines, ranks, gpus = [], {}, []
     width = max(len(w.host.label) for w in watchers) + 2
+    up = [w for w in watchers if w.last and time.monotonic() - w.heard <= SILENT]
     for w in watchers:
-        name, a = w.host.label.ljust(width), w.last
-        if silent(w):
-            lines.append(name + (f"does not answer: {w.error}" if w.error else "asking ..."))
+        label, a = w.host.label.ljust(width), w.last
+        if w not in up:
+            lines.append(label + (f"does not answer: {w.error}" if w.error else "asking ..."))
             continue
-        up += 1
         memory = f"{a['mem_used']:6.1f} of {a['mem_size']:6.1f} GiB"
         load = f"load {a['load']:6.2f}  workers {len(a['ranks'])}"
-        lines.append(f"{name}cpu {bar(a['cpu'])} {a['cpu']:4.0%} of {a['cores']:<4} mem {memory}  {load}")
+        lines.append(f"{label}cpu {bar(a['cpu'])} {a['cpu']:4.0%} of {a['cores']:<4} mem {memory}  {load}")
         for gpu in a["gpus"]:
             busy, watts, limit, used, size, heat, clock = gpu["numbers"]
             text = f"{bar(busy / 100)} {busy:3.0f}%  {watts:4.0f} of {limit:.0f} W  {used / 1024:5.1f} of"
@@ -53,79 +50,68 @@ def picture(watchers: list[Watcher], run: tuple | None) -> list[str]:
         clocks = {gpu["index"]: gpu["numbers"][-1] for gpu in a["gpus"]}
         for rank, (local_rank, share) in a["ranks"].items():
             ranks[int(rank)] = (w.host.label, clocks.get(local_rank), share)
-    head = f"{time.strftime('%H:%M:%S')}  {up} of {len(watchers)} hosts, {len(ranks)} workers"
+    head = f"{time.strftime('%H:%M:%S')}  {len(up)} of {len(watchers)} hosts, {len(ranks)} workers"
     if gpus:
         busy, watts, _, used, size, _, _ = map(sum, zip(*gpus, strict=True))
         head += f", {len(gpus)} GPUs at {busy / len(gpus):.0f}%, {watts / 1000:.2f} kW"
         head += f", {used / 1024:.0f} of {size / 1024:.0f} GiB"
-    return [printable(line) for line in (head, *run_lines(run, ranks), "", *lines)]
+    run = [run_line(out, name) + slowest(ranks)] if out else []
+    return [printable(line) for line in (head, *run, "", *lines)]
 
 
-def run_lines(run: tuple | None, ranks: dict) -> list[str]:
-    if not run:
-        return []
-    out, name = run
+def run_line(out: Path, name: str) -> str:
     state = read_launch(out).get("state") or read_json(out / "status.json").get("state", "unknown")
-    line = f"{name}: {state}"
     for text in reversed(tail(out / "metrics.jsonl", 20).splitlines()):
         record = json.loads(text) if text.endswith("}") else {}
         if record.get("loss") is not None:  # a save's duration is a record, too
-            numbers = "  step {step}  loss {loss:.4f}  {tok_per_s:.0f} tok/s  mfu {mfu:.1%}  {step_ms:.0f} ms a step"
-            line += numbers.format(**record)
-            break
-    if len(ranks) > 1:
-        clocked = {rank: clock for rank, (_, clock, _) in ranks.items() if clock}
-        rank = min(clocked, key=clocked.get) if clocked else max(ranks, key=lambda rank: ranks[rank][2])
-        host, clock, share = ranks[rank]
-        why = f"{clock:.0f} MHz" if clocked else f"computes {share:.0%} of the time"
-        line += f"  slowest rank {rank} on {host} ({why})"
-    return [line]
+            numbers = "step {step}  loss {loss:.4f}  {tok_per_s:.0f} tok/s  mfu {mfu:.1%}  {step_ms:.0f} ms a step"
+            return f"{name}: {state}  {numbers.format(**record)}"
+    return f"{name}: {state}"
+
+
+def slowest(ranks: dict) -> str:
+    if len(ranks) < 2:
+        return ""
+    clocked = {rank: clock for rank, (_, clock, _) in ranks.items() if clock}
+    rank = min(clocked, key=clocked.get) if clocked else max(ranks, key=lambda rank: ranks[rank][2])
+    host, clock, share = ranks[rank]
+    why = f"{clock:.0f} MHz" if clocked else f"computes {share:.0%} of the time"
+    return f"  slowest rank {rank} on {host} ({why})"
 
 
 def verb_top(words: list[str], settings: dict) -> int:
     out, name, flags, files = pick_run("top", words, "--hosts", "--once", others=1)
     if files and not Path(files[0]).is_file():
         raise UserError(f"there is no hosts file {files[0]}")
-    run = (out, name) if out else None
-    launch = read_launch(run[0]) if run else {}
+    launch = read_launch(out) if out else {}
     if not flags["--hosts"] and not files and launch.get("state", "failed") not in ENDED:
         hosts = hosts_of(launch)  # those of the run, while it runs
     else:
         hosts = read_hosts(flags["--hosts"], *map(Path, files))
-    machines = {h.line: h for h in reversed(hosts)}.values()  # each once
-    request = {"every": EVERY, "out": str(run[0]) if run else ""}
-    watchers = [Watcher(h, settings.get("ssh", SSH), "usage", **request) for h in reversed(machines)]
-    if not flags["--once"] and sys.stdin.isatty() and sys.stdout.isatty():
-        import curses
-
-        curses.wrapper(draw, watchers, run)
-        return 0
+    job = {"ssh": SSH, **settings, "every": EVERY, "out": str(out or "")}
+    watchers = [Watcher(h, job, "usage") for h in {h.line: h for h in hosts}.values()]  # each machine once
+    if not flags["--once"] and sys.stdout.isatty():
+        show_always(watchers, out, name)
     end = time.monotonic() + 2 * SILENT
     while time.monotonic() < end and any(not w.last and not w.error for w in watchers):
         time.sleep(0.1)
-    say("\n".join(picture(watchers, run)))
+    say("\n".join(picture(watchers, out, name)))
     return 0
 
 
-def draw(screen, watchers: list[Watcher], run: tuple | None):
-    """Redraws until q or Ctrl-C."""
-    import curses
-
-    curses.curs_set(0)
-    curses.use_default_colors()
-    curses.init_pair(1, curses.COLOR_RED, -1)
-    screen.timeout(1000 * EVERY)
-    key = ""
-    while key not in ("q", "Q"):
-        rows, columns = screen.getmaxyx()
-        lines = picture(watchers, run)
-        if len(lines) > rows:
-            lines[rows - 1 :] = [f"... {len(lines) - rows + 1} lines more: a taller window shows them"]
-        screen.erase()
-        for y, line in enumerate(lines):
-            colour = curses.color_pair(1) if "does not answer" in line else 0
-            screen.addnstr(y, 0, line, columns - 1, colour)
-        key = chr(max(0, screen.getch()))
+def show_always(watchers: list[Watcher], out: Path | None, name: str) -> None:
+    """Redraws until Ctrl-C, on the terminal's other screen."""
+    print("\033[?1049h\033[?25l")
+    try:
+        while True:
+            columns, rows = shutil.get_terminal_size()
+            lines = [line[:columns] for line in picture(watchers, out, name)]
+            if len(lines) > rows:
+                lines[rows - 1 :] = [f"... {len(lines) - rows + 1} lines more: a taller window shows them"]
+            print("\033[H\033[J" + "\n".join(lines), end="", flush=True)
+            time.sleep(EVERY)
+    finally:
+        print("\033[?25h\033[?1049l", end="", flush=True)
 
 
 if __name__ == "__main__":
