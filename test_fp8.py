@@ -457,7 +457,7 @@ def make_mlp(recipe=None, device="cpu", dtype=torch.float32):
     return mlp
 
 
-@recipes
+@pytest.mark.parametrize("recipe", ["tensor", *(pytest.param(r, marks=pytest.mark.slow) for r in RECIPES[1:])])
 @torch._inductor.config.patch(emulate_precision_casts=True)
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_compiled_equals_uncompiled(recipe, device):

@@ -151,8 +151,11 @@ def run_updates(model: nn.Module, optimizer, steps: int = 4, lr: float = 0.1) ->
     return [p.detach().float() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("compile_mode", ["none", "block"])
-@pytest.mark.parametrize("param, state", [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "bf16")])
+MIXED = [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "bf16")]
+COMPILED = [pytest.param(*m, "block", marks=pytest.mark.slow) for m in MIXED[:2]] + [(*MIXED[2], "block")]
+
+
+@pytest.mark.parametrize("param, state, compile_mode", [*((*m, "none") for m in MIXED), *COMPILED])
 def test_mixed_dtypes_follow_fp32(param, state, compile_mode):
     """To the rounding of what is kept in bf16: 2^-8 of a parameter per update, 2^-8 of the moments, which is less than
     that of the update."""
