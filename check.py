@@ -18,18 +18,17 @@ import generate
 import machine
 import shard
 from attention import choose_backend
-from config import Config, check_batch, split_batch
+from config import DEFAULT, Config, check_batch, split_batch
 from data import Loader, open_checked, open_loaders
 from download import find
 from log import logger
-from model import MODELS, Transformer, random_init, saved_bytes
+from model import Transformer, random_init, saved_bytes
 from optim import DTYPES
 from rows import Catalog
+from shapes import MODELS
 from tokenizer import load_tokenizer
 from weights import dropout_note, refuse_in_the_way
 from weights import open_weights as open_folder
-
-DEFAULT = ["@recipes/default.args"]
 
 # What does not work together: (whether it is asked for, what to say about it).
 UNSUPPORTED = (

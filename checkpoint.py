@@ -38,8 +38,9 @@ from config import Config, fields_that_resume
 from data import Loader, merge_positions
 from guard import ANSWER, NotFinite, Run, compare_replicas
 from machine import available_memory
-from model import ModelConfig, RopeScaling
+from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, fill, fill_tensors, gather, local, local_slices, on_all, on_first_rank, owns, reshard
+from text import knows_text
 from tokenizer import load_tokenizer
 from weights import PORTION, Entry, Slices, TensorFile, assemble, export, family, write_file
 
@@ -602,7 +603,7 @@ def newest(run: Path) -> Checkpoint:
 
 def load_run_tokenizer(found: Checkpoint, spec: str | None = None):
     """The tokenizer of a run, whose files may be in its export only by now; None if it is not known."""
-    if spec or not found.config.knows_text:
+    if spec or not knows_text(found.config):
         return load_tokenizer(spec) if spec else None
     exported = found.folder.parent.parent / "hf"
     try:
@@ -632,7 +633,7 @@ def export_run(config: Config, step: int, ranks: Ranks) -> None:
     """A run's checkpoint as a Hugging Face folder, hf/. All ranks must call."""
     if reason := _why_no_export(config):
         return logger.warning("No export to hf/: %s", reason)
-    tokenizer = load_tokenizer(config.tokenizer) if config.knows_text else None
+    tokenizer = load_tokenizer(config.tokenizer) if knows_text(config) else None
     saved, folder = Checkpoint(step_folder(Path(config.out), step)), Path(config.out) / "hf"
     read = saved.read_weights
     export(saved.model_config, read, folder, torch.float32, tokenizer=tokenizer, replaces=True, ranks=ranks)

@@ -3,28 +3,27 @@
     python train.py [@recipes/NAME.args ...] [--flag value | --flag=value ...]        later ones win
 
 A recipe is a file of flags with # comments; it may name others with @. Nothing else configures a run: no YAML, no
-environment variables of our own."""
+environment variables of our own.
+
+Nothing here imports torch, which takes seconds: --help and a mistake are answered at once. What looks into the folders
+and files that flags name is imported where it is called."""
 
 import argparse
 import difflib
-import glob
 import math
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-import fp8
-from attention import BACKENDS, PACKED
-from download import find
 from errors import ROOT, UserError
-from model import MODELS, ModelConfig
-from text import SUFFIXES, is_text, split_weight
-from weights import read_config
+from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: what compiles, what settles, and one that warms the profiler up
+DEFAULT = ["@recipes/default.args"]  # what is trained where nothing is named
 BYTES_UP_TO = 1024  # the largest vocabulary whose text is taken as bytes (258 ids) without being told
 
 # Our flags, and what nanoGPT, transformers, torchtitan, torchtune, axolotl and the FSDP recipes for Slurm call them.
@@ -241,7 +240,7 @@ class Config:
         "auto",
         "attention back-end; auto = varlen (torch's) on a GPU in bf16 where documents are separate; blocked on a CPU"
         " in bf16, compiled, for rows of 129 to 1024; else sdpa; flash = the flash-attn package",
-        ("auto", *BACKENDS, *PACKED),
+        ("auto", "sdpa", "blocked", "varlen", "flash"),
     )
     out: str = _free("", "run folder; default runs/ + recipe and data names", group="the run")
     seed: int = _flag(0, "of initialisation, data order and samples", least=-(2**63), below=2**63)
@@ -290,7 +289,8 @@ class Config:
 
     @cached_property
     def model_config(self) -> ModelConfig:
-        row = MODELS.get(self.model) or read_config(find(self.model, "--model"))
+        """The shape of --model, with the sizes that flags override."""
+        row = MODELS.get(self.model) or _read_shape(self.model)
         changes = {
             f: getattr(self, f)
             for f in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
@@ -308,11 +308,6 @@ class Config:
             raise UserError(
                 f"--model {self.model} with {', '.join(f'--{k} {v}' for k, v in changes.items() if v)}: {e}"
             ) from None
-
-    @property
-    def knows_text(self) -> bool:
-        """Whether it is known what tokens mean: text of our tokenising, or shards with a tokenizer that was named."""
-        return self.tokenizer != "bytes" or all(is_text(split_weight(d)[0]) for d in self.data)
 
     @property
     def warmup(self) -> int:
@@ -390,42 +385,15 @@ def _how_to_read(f: Field) -> dict:
     return {"type": type(f.default), "metavar": metavar}
 
 
-def _data_name(spec: str) -> str:
-    """What an entry of --data adds to the run folder's name; a glob is told by its folder, too."""
-    path = Path(split_weight(spec)[0].removesuffix(".gz"))
-    name = path.stem if path.suffix in (*SUFFIXES, ".bin") else path.name
-    return _folder_name(f"{path.parent.name}-{name}" if glob.has_magic(path.name) else name)
-
-
 def _folder_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "data"
 
 
-def _is_shards(spec: str) -> bool:
-    """Whether an entry of --data names token shards, and not text."""
-    path = Path(split_weight(spec)[0]).expanduser()
-    names = glob.glob(str(path), recursive=True) if glob.has_magic(path.name) else [path]
-    return any(Path(name).suffix == ".bin" or Path(name).is_dir() for name in names)
+def _read_shape(model: str) -> ModelConfig:
+    from download import find
+    from weights import read_config
 
-
-def _find_model(spec: str) -> None:
-    """Refuses a --model that is neither a row of MODELS nor a folder."""
-    try:
-        find(spec, "--model")
-    except UserError as e:
-        near = difflib.get_close_matches(spec, MODELS, 1)
-        did_you_mean = f", did you mean {near[0]}?" if near else ""
-        raise UserError(
-            f"--model {spec}: unknown{did_you_mean}; there are {', '.join(MODELS)}. Nor a folder: {e}"
-        ) from None
-
-
-def tokenizer_beside(spec: str) -> str:
-    """The spec itself if a tokenizer is in the folder that it names, else empty."""
-    if not spec or spec in MODELS:
-        return ""
-    folder = find(spec, "--weights")
-    return spec if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")) else ""
+    return read_config(find(model, "--model"))
 
 
 def _known_as(name: str) -> str:
@@ -442,25 +410,22 @@ def _known_as(name: str) -> str:
 
 def parse_args(argv: list[str], trains: bool = False) -> Config:
     """Command-line words -> Config. Raises UserError for anything that can be seen to be wrong without data or
-    devices; trains: also for data and tokenizers that were forgotten."""
+    devices. trains: no words mean the default recipe, and data and tokenizers that were forgotten are refused, too."""
+    if trains:
+        argv = argv or DEFAULT
     recipes = [Path(word[1:]).name.removesuffix(".args") for word in argv if word.startswith("@")]
     words = [_spelt_as_ours(word) if word.startswith("--") else word for word in _with_recipes(argv)]
     values = _read_values(words)
     for f in fields(Config):
         _check_flag(f, values)
+    chose_bytes = values["tokenizer"] == "bytes"
     _settle_model(values, any(word.partition("=")[0] == "--model" for word in words))
     values["out"] = values["out"] or _default_out(values, recipes)
     _check_out(values["out"])
-    names_tokenizer = bool(values["tokenizer"])
-    if not names_tokenizer:
-        values["tokenizer"] = tokenizer_beside(values["weights"]) or tokenizer_beside(values["model"]) or "bytes"
     config = Config(**values)
     _check_together(config)
-    if trains:
-        _check_data(config, names_tokenizer)
-    unknown_text = config.tokenizer == "bytes" and not names_tokenizer and any(map(_is_shards, config.data))
-    if config.sample_every and unknown_text:
-        raise UserError("--sample_every: what these token shards mean is not known: name their --tokenizer, or give 0")
+    if not chose_bytes:
+        _check_data(config, trains)
     return config
 
 
@@ -482,13 +447,26 @@ def _read_values(words: list[str]) -> dict:
 
 
 def _settle_model(values: dict, names_model: bool) -> None:
-    """With --weights alone, the model is theirs."""
-    if values["weights"]:
-        find(values["weights"], "--weights")
+    """Where they are not named, the model is that of --weights, and the tokenizer that of --weights or --model."""
+    from download import find
+    from tokenizer import holds_tokenizer
+
+    folders = {}
+    if weights := values["weights"]:
+        folders[weights] = find(weights, "--weights")
         if not names_model:
-            values["model"] = values["weights"]
-    if values["model"] not in MODELS:
-        _find_model(values["model"])
+            values["model"] = weights
+    model = values["model"]
+    if model not in MODELS and model not in folders:
+        try:
+            folders[model] = find(model, "--model")
+        except UserError as e:
+            near = _did_you_mean(model, MODELS)
+            raise UserError(
+                f"--model {model}: unknown{near}; there are {', '.join(MODELS)}. Nor a folder: {e}"
+            ) from None
+    beside = [spec for spec, folder in folders.items() if holds_tokenizer(folder)]
+    values["tokenizer"] = values["tokenizer"] or (*beside, "bytes")[0]
 
 
 def _spelt_as_ours(word: str) -> str:
@@ -503,8 +481,10 @@ def _spelt_as_ours(word: str) -> str:
 
 
 def _default_out(values: dict, recipes: list[str]) -> str:
+    from text import name_of
+
     names = recipes or [_folder_name(Path(values["model"]).name)]
-    return str(Path("runs") / "-".join(names + [_data_name(d) for d in values["data"]]))
+    return str(Path("runs") / "-".join(names + [_folder_name(name_of(entry)) for entry in values["data"]]))
 
 
 def _check_out(out: str) -> None:
@@ -517,40 +497,49 @@ def _check_out(out: str) -> None:
 
 def _check_flag(f: Field, values: dict) -> None:
     """Whether a flag's value is what its field says it may be, and has an effect."""
-    value, (least, below) = values[f.name], f.metadata["range"]
-    choices, needs = f.metadata["choices"], f.metadata["needs"]
+    value, choices, needs = values[f.name], f.metadata["choices"], f.metadata["needs"]
     if choices and value not in choices:
-        near = difflib.get_close_matches(value, choices, 1)
-        raise UserError(
-            f"--{f.name} {value}: unknown{f', did you mean {near[0]}?' if near else ''};"
-            f" there are {', '.join(c for c in choices if c)}"
-        )
-    below = 2**53 if isinstance(value, int) and below == math.inf else below
-    if isinstance(value, (int, float)) and not least <= value < below:
-        limit = "finite" if below == math.inf else f"below {below}"
-        raise UserError(f"--{f.name} {value}: it must be at least {least} and {limit} ({f.metadata['help']})")
+        there_are = ", ".join(filter(None, choices))
+        raise UserError(f"--{f.name} {value}: unknown{_did_you_mean(value, choices)}; there are {there_are}")
+    if isinstance(value, (int, float)):
+        _check_range(f, value)
     streams = needs == "stream" and any(d.startswith("hf://") for d in (*values["data"], *values["val_data"]))
     if needs and value not in (f.default, 0) and values[needs] in ("", "off", 0) and not streams:
         raise UserError(f"--{f.name} has no effect without --{needs}: give that, or leave --{f.name} out")
 
 
-def _check_data(c: Config, names_tokenizer: bool) -> None:
-    """Refuses what would be trained on by oversight: the built-in text for a real model, and text as bytes in a
-    vocabulary of words. Who names --tokenizer bytes wants it."""
+def _check_range(f: Field, value: int | float) -> None:
+    least, below = f.metadata["range"]
+    if isinstance(value, int) and below == math.inf:
+        below = 2**53
+    limit = "finite" if below == math.inf else f"below {below}"
+    if not least <= value < below:
+        raise UserError(f"--{f.name} {value}: it must be at least {least} and {limit} ({f.metadata['help']})")
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    return "".join(f", did you mean {name}?" for name in difflib.get_close_matches(word, known, 1))
+
+
+def _check_data(c: Config, trains: bool) -> None:
+    """Refuses what nobody who did not name --tokenizer bytes wants: samples of unknown tokens and, to train, the
+    built-in text for a real model, and text as bytes in a vocabulary of words."""
+    from text import is_shards
+
     size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
-    if size <= BYTES_UP_TO or (as_bytes and names_tokenizer):
-        return
-    text = next((d for d in (*c.data, *c.val_data) if not _is_shards(d)), "")
-    if not c.data and (as_bytes or not c.model.startswith("tiny-")):
+    text = [entry for entry in (*c.data, *c.val_data) if not is_shards(entry)]
+    if trains and size > BYTES_UP_TO and not c.data and (as_bytes or not c.model.startswith("tiny-")):
         raise UserError(
             f"--model {c.model} has a vocabulary of {size}, and no --data is named: give it and, for text, --tokenizer"
             " (the built-in text, to try a model out, needs --tokenizer bytes)"
         )
-    if text and as_bytes:
+    if trains and size > BYTES_UP_TO and text and as_bytes:
         raise UserError(
-            f"--model {c.model} has a vocabulary of {size}, and no --tokenizer is named for {text}: give the model's"
+            f"--model {c.model} has a vocabulary of {size}, and no --tokenizer is named for {text[0]}: give the model's"
             f" (`python download.py ORG/NAME --skip-model` fetches it); --tokenizer bytes uses 258 of the {size} ids"
         )
+    if c.sample_every and as_bytes and any(map(is_shards, c.data)):
+        raise UserError("--sample_every: what these token shards mean is not known: name their --tokenizer, or give 0")
 
 
 def _check_together(c: Config) -> None:
@@ -572,14 +561,19 @@ def _check_together(c: Config) -> None:
         raise UserError(
             f"--micro_batch 0 needs --batch_tokens that divide by --seq_len {c.seq_len}, not {c.batch_tokens}"
         )
-    model = c.model_config
+    _check_model(c, c.model_config)
+
+
+def _check_model(c: Config, model: ModelConfig) -> None:
     if c.router_aux_loss_coef != -1 and (c.router_aux_loss_coef < 0 or not model.n_experts):
         raise UserError(
             f"--router_aux_loss_coef {c.router_aux_loss_coef}: it must be 0 or more, and {c.model} has"
             f" {model.n_experts} experts; -1 = the model's"
         )
     if c.fp8 != "off":
-        fp8.check_flags(c)
+        from fp8 import check_flags
+
+        check_flags(c)
     if model.positions == "learned" and c.seq_len > model.max_seq_len:
         raise UserError(
             f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"

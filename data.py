@@ -30,14 +30,14 @@ import numpy as np  # isort: skip
 import torch
 from torch import Tensor
 
-from config import Config, parse_args, split_batch, tokenizer_beside
-from download import resumable
+from config import Config, parse_args, split_batch
+from download import find, resumable
 from model import IGNORE
 from prepare import read_index, run_prepare, run_verify
 from rows import Catalog, ChatRows, ShardRows, make_encoder, sample_digest
 from stream import Stream, permute, turns
-from text import HUB, split_weight
-from tokenizer import load_tokenizer
+from text import HUB, knows_text, split_weight
+from tokenizer import holds_tokenizer, load_tokenizer
 
 ORDER_ROWS = 2048  # rows whose order is computed at a time: for a few it costs more than reading them
 # Encoded alike by equal tokenizers alone.
@@ -329,7 +329,7 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
     """open_loaders, for rank 0. Refuses a tokenizer, or ids, beyond the vocabulary before anything is trained. Of
     shards beyond 2^27 tokens per split 64 places are looked at; rows are checked as they are read, and `data.py verify`
     checks all."""
-    if config.knows_text:
+    if knows_text(config):
         check_tokenizer(config)
     loaders, parts = [], []
     for loader in open_loaders(config, 0, world_size, catalog or Catalog(config)):
@@ -360,8 +360,8 @@ def check_tokenizer(config: Config) -> None:
         )
     if not config.weights:
         return
-    beside = tokenizer_beside(config.weights)
-    if beside and beside != config.tokenizer and load_tokenizer(beside).encode(SAMPLE) != tokenizer.encode(SAMPLE):
+    beside = holds_tokenizer(find(config.weights, "--weights"))
+    if beside and load_tokenizer(config.weights).encode(SAMPLE) != tokenizer.encode(SAMPLE):
         raise UserError(f"--tokenizer {config.tokenizer} is another one than that of --weights {config.weights}")
     padding = 1 if config.tokenizer == "bytes" else 512  # vocabularies are padded to multiples of so much at most
     if not beside and model.vocab_size - tokenizer.vocab_size >= padding:

@@ -82,10 +82,22 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
     return status
 
 
+def check_words(parse: Callable[[list[str]], object]) -> None:
+    """Ends the process, as run_script does, if parse(argv) refuses the words or prints --help. For a script to call
+    before it imports torch, which takes seconds."""
+    status = exit_status(lambda argv: -bool(parse(argv)), sys.argv[1:])
+    if status >= 0:
+        _end(status)
+
+
 def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Ends the process with main's exit_status, without the interpreter's own end: it takes seconds, and gloo's threads
-    can abort it (pytorch pull request 179291)."""
-    status = exit_status(main, sys.argv[1:])
+    """Ends the process with main's exit_status."""
+    _end(exit_status(main, sys.argv[1:]))
+
+
+def _end(status: int) -> NoReturn:
+    """Ends the process without the interpreter's own end: it takes seconds, and gloo's threads can abort it (pytorch
+    pull request 179291)."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

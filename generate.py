@@ -24,8 +24,9 @@ from download import find
 from guard import Run
 from log import logger
 from machine import find_device
-from model import ModelConfig, Transformer, rope_table
+from model import Transformer, rope_table
 from optim import DTYPES
+from shapes import ModelConfig
 from shard import fill, reshard
 from tokenizer import chat_family, load_tokenizer, render_chat
 from weights import Read, empty_model, model_type, open_weights, read_config

@@ -187,13 +187,15 @@ class Run:
                 f"\nAnother rank has not answered for --timeout {self.config.timeout} s: it hangs, or is slow; see its"
                 " log"
             )
+        speaks = self.ranks.rank == 0 or alone
+        writes &= speaks or self.exit_code != 2  # of a mistake that all see rank 0 may be removing the folder
         if writes and self.began and status.get("state") == "running":  # the first rank to fail says why
             try:
                 state = "error" if self.exit_code == 2 else "failed"
                 write_status(self.folder, state, status["step"], self.exit_code, message)
             except OSError:
                 message += f"\n{self.folder}/status.json could not be written"
-        if self.ranks.rank == 0 or alone:  # what all ranks see alike is said once
+        if speaks:  # what all ranks see alike is said once
             with contextlib.suppress(OSError):  # stderr may be on the disk that is full
                 print(f"error: {printable(message)}", file=sys.stderr)
         else:

@@ -22,7 +22,7 @@ from errors import UserError
 from model import IGNORE
 from prepare import beyond, find_shards, open_shard, prepare, read_index
 from stream import beyond_vocabulary, cores, fetch_whole, find_text, permute
-from text import BEGINS, HUB, TRAINED, VAL_EVERY, BadRow, BuiltinText, Encoder, TextFile, is_text, kind_of
+from text import BEGINS, HUB, TRAINED, VAL_EVERY, BadRow, BuiltinText, Encoder, TextFile, is_text, kind_of, knows_text
 from tokenizer import load_tokenizer
 
 VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
@@ -311,7 +311,7 @@ class ShardRows:
         """The place of a row, and its first characters, if it is known what its tokens mean."""
         where = self.tokens.where(self.begin(row))
         fingerprint = read_index(self.paths[0].parent).get("fingerprint")
-        if not self.config.knows_text and fingerprint != "bytes":
+        if not knows_text(self.config) and fingerprint != "bytes":
             return where
         ids = self.rows(np.array([row]))[0][0, :400].tolist()
         return f"{where}: {load_tokenizer(self.config.tokenizer).decode(ids)[:80]!r}"

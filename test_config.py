@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import constants
 
 import config
+from attention import BACKENDS, PACKED
 from config import Config, check_batch, parse_args
 from errors import UserError
 from model import MODELS
@@ -419,7 +420,7 @@ def test_a_run_folder_is_one_line(recipe, name):
 
 
 def test_out_tells_models_apart_whose_names_have_dots(folder, monkeypatch):
-    monkeypatch.setattr(config, "find", lambda spec, flag: Path(folder))
+    monkeypatch.setattr("download.find", lambda spec, flag: Path(folder))
     names = ["Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.2-3B", "a.gz", "b.bin"]
     for flag in ("--weights", "--model"):
         outs = [parse_args([flag, f"meta-llama/{name}", "--data", "mytext.txt"]).out for name in names]
@@ -456,6 +457,25 @@ def test_help_shows_every_flag_with_its_default_and_choices(capsys, monkeypatch)
         default = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
         assert re.search(rf"\(default: {re.escape(str(default))}[;)]", line)
         assert all(choice in line for choice in f.metadata["choices"])
+
+
+def test_the_back_ends_that_attention_has():
+    assert Config.__dataclass_fields__["attention"].metadata["choices"] == ("auto", *BACKENDS, *PACKED)
+
+
+# ---- before torch is imported
+
+
+@pytest.mark.parametrize("script, words, status", [
+    ("train.py", "--help", 0), ("train.py", "--stepps 3", 2), ("train.py", "--lr 0 --data a.txt", 2),
+    ("download.py", "--help", 0),
+])  # fmt: skip
+def test_words_are_answered_without_torch(script, words, status):
+    command = [sys.executable, "-X", "importtime", ROOT / script, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status
+    imported = set(re.findall(r"\| +(\S+)$", done.stderr, re.M))
+    assert "errors" in imported and not imported & {"torch", "numpy", "matplotlib", "transformers", "safetensors"}
 
 
 # ---- started by a Python without torch

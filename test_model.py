@@ -20,7 +20,8 @@ import model as source
 from attention import BACKENDS
 from config import parse_args
 from generate import KVCache
-from model import MODELS, LossHead, ModelConfig, MoE, RopeScaling, Transformer, grouped_matmul, random_init
+from model import MODELS, LossHead, ModelConfig, MoE, Transformer, grouped_matmul, random_init
+from shapes import RopeScaling
 from shard import fill
 
 BASE = ModelConfig(vocab_size=97, dim=64, n_layers=2, n_heads=4, ffn_dim=48, max_seq_len=128)

@@ -11,7 +11,7 @@ from config import parse_args
 from errors import UserError
 from log import Clock
 from test_shard import ALONE
-from test_train import FAST, records, text, train  # noqa: F401 (text is a fixture)
+from test_train import FAST, records, train
 from train import main as train_main
 
 
@@ -114,7 +114,7 @@ def test_the_first_category_wins_and_the_sum_is_the_wall():
     ],
     ids=["moe", "compiled", "two processes"],
 )
-def test_a_profiled_run(tmp_path, text, flags, ranks, found):  # noqa: F811
+def test_a_profiled_run(tmp_path, text, flags, ranks, found):
     run = tmp_path / "run"
     words = [*FAST, "--data", text, "--steps", 5, "--log_every", 1, "--eval_every", 5, "--profile", 2, *flags.split()]
     words += ["--batch_tokens", 512, "--out", run]
@@ -151,7 +151,7 @@ def test_too_few_steps_are_refused(tmp_path):
         next(profiler.profiled(range(5, 9), run_at(tmp_path, 8, 3)))  # a run that goes on from step 4
 
 
-def test_profiling_changes_no_value(tmp_path, text):  # noqa: F811
+def test_profiling_changes_no_value(tmp_path, text):
     words = [*FAST, "--data", text, "--steps", 6, "--log_every", 1, "--eval_every", 0]
     for n in (0, 2):
         train_here(*words, "--profile", n, "--out", tmp_path / f"run-{n}")

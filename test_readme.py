@@ -33,7 +33,7 @@ def test_the_printed_change_of_the_model_trains(tmp_path):
         (tmp_path / name).write_text(text.replace(old, new), "utf-8")
         changed.add(name)
         added += sum(line[0] == "+" for line in lines)
-    assert changed == {"model.py"} and 0 < added <= 10
+    assert changed == {"model.py", "shapes.py"} and 0 < added <= 10
     (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 200)
     flags = re.search(r"`bash launch.sh (--model tiny-relu2 [^`]+)`", README)[1].split()
     flags += ["--data", "text.txt", "--compile", "none", "--seq_len", "32", "--eval_batches", "1", "--out", "run"]
@@ -45,7 +45,7 @@ def test_the_printed_change_of_the_model_trains(tmp_path):
 
 def test_the_run_folders_that_it_names_are_those_of_its_commands(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config_json(MODELS["tiny-llama"], torch.float32)))
-    monkeypatch.setattr("config.find", lambda spec, flag: tmp_path)  # the weights are fetched
+    monkeypatch.setattr("download.find", lambda spec, flag: tmp_path)  # the weights are fetched
     block = README.partition("## Use\n")[2].split("```")[1]
     launches = [line for line in block.splitlines() if re.match("bash launch.sh (@|--model|--weights)", line)]
     outs = {parse_args(shlex.split(line, comments=True)[2:]).out for line in launches} | {"runs/default", "runs/two"}

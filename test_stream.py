@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from huggingface_hub import constants
 
 import check
 import download
+import guard
 import rows
 import shard
 import stream
@@ -33,11 +35,7 @@ from stream import HubFile, HubReader, Worker, find_text, permute
 from test_download import COMMITS, FakeHub
 
 T = 16
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "CACHE", tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def text(file: int, row: int) -> str:
@@ -407,14 +405,31 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
         assert loader.rank == val_loader.rank == rank and asked() == ((3, 1) if rank == 0 else (0, 0))
 
 
-def test_a_hang_names_what_is_waited_for(hub, tmp_path):
+def test_what_a_step_waits_for_is_known(hub):
     """The first file's head is answered when the run looks what it holds; nothing is answered from then on."""
+    release = threading.Event()
+    hub.cdn.refuse = lambda path: hub.cdn.sent and "/cdn/0/" in path and release.wait(60) and None
+    loader = make_loader(config(C4, lanes=3))
+    steps = iter(loader)
+    reader = threading.Thread(target=next, args=(steps,), daemon=True)
+    reader.start()
+    watchdog = SimpleNamespace(loaders=[loader], clock=SimpleNamespace(stack=["steps", "data"]))
+    while not (said := guard.Watchdog._awaited(watchdog)) and reader.is_alive():
+        release.wait(0.1)
+    assert re.match(r", waiting for en/c4-train.\d+-of-\d+.json.gz of 127.0.0.1: nothing", said)
+    watchdog.clock.stack.append("saves")
+    assert guard.Watchdog._awaited(watchdog) == ""
+    release.set()
+    reader.join(60)
+    steps.close()
+
+
+@pytest.mark.slow
+def test_a_hang_names_what_is_waited_for(hub, tmp_path):
     release, command = threading.Event(), [sys.executable, "train.py", "--data", C4, "--seq_len", T, "--lanes", 3]
     hub.cdn.refuse = lambda path: hub.cdn.sent and "/cdn/0/" in path and release.wait(60) and None
     command += ["--compile", "none", "--eval_every", 0, "--timeout", 8, "--out", tmp_path / "run"]
     done = subprocess.run([*map(str, command)], cwd=Path(stream.__file__).parent, capture_output=True, text=True)
     release.set()
-    words = (
-        r"no step has ended for \d+ s \(--timeout 8\), waiting for en/c4-train.\d+-of-\d+.json.gz of 127.0.0.1: nothing"
-    )
+    words = r"no step has ended for \d+ s \(--timeout 8\), waiting for en/c4-train.\d+-of-\d+.json.gz of 127.0.0.1: no"
     assert done.returncode == 1 and re.search(words, done.stderr), done.stderr

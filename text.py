@@ -66,6 +66,25 @@ def is_text(spec: str) -> bool:
     return spec.startswith(HUB) or bool(kind_of(spec))
 
 
+def is_shards(spec: str) -> bool:
+    """Whether an entry of --data names token shards, and not text."""
+    path = Path(split_weight(spec)[0]).expanduser()
+    names = glob.glob(str(path), recursive=True) if glob.has_magic(path.name) else [path]
+    return any(Path(name).suffix == ".bin" or Path(name).is_dir() for name in names)
+
+
+def name_of(spec: str) -> str:
+    """What an entry of --data adds to the run folder's name; a glob is told by its folder, too."""
+    path = Path(split_weight(spec)[0].removesuffix(".gz"))
+    name = path.stem if path.suffix in (*SUFFIXES, ".bin") else path.name
+    return f"{path.parent.name}-{name}" if glob.has_magic(path.name) else name
+
+
+def knows_text(config) -> bool:
+    """Whether it is known what tokens mean: text of our tokenising, or shards with a tokenizer that was named."""
+    return config.tokenizer != "bytes" or all(is_text(split_weight(entry)[0]) for entry in config.data)
+
+
 def split_weight(spec: str) -> tuple[str, Fraction | None]:
     """An entry of --data, which may end in :NUMBER -> (what it names, its weight in a mixture or None)."""
     parts = re.fullmatch(r"(.+):(-?(?:\d+\.?\d*|\.\d+))", spec)

@@ -292,6 +292,10 @@ Tokenizer = ByteTokenizer | SentencePiece | BPE
 # ---- files
 
 
+def holds_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(spec: str) -> Tokenizer:
     """spec: `bytes`, a tokenizer.json, tokenizer.model or vocab.json, a folder with one of them, or a hub id."""
     if spec == "bytes":

@@ -3,9 +3,8 @@
     python train.py [@recipes/NAME.args ...] [--flag value ...]        one process
     torchrun --nproc-per-node N train.py ...          one process per GPU, as `bash launch.sh` starts it
 
-Every step: read this rank's micro-batches; forward and backward on each (loss = sum over its trained tokens); reduce
-gradients over ranks with the last one; divide by the global number of trained tokens, clip, AdamW. Nothing in it waits
-for the GPU.
+Every step: read this rank's micro-batches; forward and backward on each (loss = sum over its trained tokens); sum
+gradients over ranks with the last; divide by the global number of trained tokens, clip, AdamW. No step waits for a GPU.
 
 Exit status: 0 finished or stopped, 2 a mistake in flags, files or data (one message), 1 anything else.
 """
@@ -14,9 +13,12 @@ import os
 from typing import NamedTuple
 
 import errors  # first: it finds the Python that has torch
+from config import Config, parse_args
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     errors.end_with_torchrun()
+if __name__ == "__main__":
+    errors.check_words(lambda words: parse_args(words, trains=True))
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -28,7 +30,6 @@ import checkpoint
 import fp8
 import machine
 import shard
-from config import Config, parse_args
 from data import IGNORE, Batch, Loader
 from generate import write_samples
 from guard import GradientGuard, Run
@@ -39,7 +40,7 @@ from profiler import profiled
 
 
 def main(argv: list[str]) -> int:
-    config = parse_args(argv or check.DEFAULT, trains=True)
+    config = parse_args(argv, trains=True)
     if config.check >= 0:
         return check.report(config)
     ranks = shard.init_ranks(config.deterministic)
@@ -213,8 +214,7 @@ def evaluate(model: Transformer, data: Loader, run: Run) -> float:
 
 
 def finish(config: Config, step: int, ranks: shard.Ranks, run: Run) -> None:
-    """After the last step: exports its checkpoint as a Hugging Face folder, hf/, unless an earlier start of this run
-    did. All ranks must call."""
+    """Exports the last checkpoint as a Hugging Face folder, hf/, unless an earlier start did. All ranks must call."""
     trained = run.began
     if not trained and not checkpoint.is_exported(config, step):
         run.begin(step)

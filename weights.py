@@ -38,7 +38,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from download import find, read_object, what_it_is
-from model import ModelConfig, RopeScaling, Transformer
+from model import Transformer
+from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, gather, on_all, on_first_rank
 from tokenizer import ByteTokenizer, write_byte_tokenizer
 

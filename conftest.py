@@ -1,0 +1,37 @@
+"""Fixtures that several test files use."""
+
+import os
+import subprocess
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A small text, so that runs do not read the built-in one."""
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(4000)))
+    return str(path)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Where tokenised text is kept."""
+    monkeypatch.setattr("rows.CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """mount(size) -> a folder with a file system of its own. Skips the test where only root may mount one."""
+    disk = tmp_path / "disk"
+
+    def mount(size: str):
+        disk.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+        if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("only root can mount a disk")
+        return disk
+
+    yield mount
+    subprocess.run(["umount", "-l", str(disk)], capture_output=True)
