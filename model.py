@@ -40,6 +40,13 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Not on the meta device, which holds no values: there torch's would import the compiler, a second's work."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -328,9 +335,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, attention_backend: str = "sdpa"):
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.embed_tokens = Embedding(config.vocab_size, config.dim)
         if config.positions == "learned":
-            self.embed_positions = nn.Embedding(config.max_seq_len, config.dim)
+            self.embed_positions = Embedding(config.max_seq_len, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = make_norm(config)
         self.lm_head = LossHead(config)

@@ -466,16 +466,26 @@ def test_the_back_ends_that_attention_has():
 # ---- before torch is imported
 
 
+def imports(script: str, *words: str, status: int) -> set[str]:
+    """The modules that a script has imported when it ends, with that status."""
+    command = [sys.executable, "-X", "importtime", ROOT / script, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status
+    return set(re.findall(r"\| +(\S+)$", done.stderr, re.M))
+
+
 @pytest.mark.parametrize("script, words, status", [
     ("train.py", "--help", 0), ("train.py", "--stepps 3", 2), ("train.py", "--lr 0 --data a.txt", 2),
     ("download.py", "--help", 0),
 ])  # fmt: skip
 def test_words_are_answered_without_torch(script, words, status):
-    command = [sys.executable, "-X", "importtime", ROOT / script, *words.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == status
-    imported = set(re.findall(r"\| +(\S+)$", done.stderr, re.M))
+    imported = imports(script, *words.split(), status=status)
     assert "errors" in imported and not imported & {"torch", "numpy", "matplotlib", "transformers", "safetensors"}
+
+
+def test_a_check_does_not_load_the_compiler(tmp_path):
+    imported = imports("train.py", "--compile", "none", "--out", str(tmp_path / "run"), "--check", status=0)
+    assert "torch" in imported and not imported & {"torch._dynamo", "torch._inductor", "matplotlib"}
 
 
 # ---- started by a Python without torch
