@@ -17,10 +17,12 @@ Letters: B batch, T tokens (queries), S keys, H heads, K key/value heads, h head
 
 import importlib.util
 import sys
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 BACKENDS = ("sdpa", "blocked")  # on every device
 PACKED = ("varlen", "flash")  # on GPUs; these take where documents begin, not a mask
@@ -49,15 +51,24 @@ def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_
     return "varlen" if fits else "blocked" if blocked else "sdpa"
 
 
-def kernel(backend: str, separate: bool) -> str:
-    """What runs in training, for env.json. separate: rows hold several documents."""
+def kernel(backend: str, separate: bool, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> str:
+    """What runs in training, for env.json and the log. separate: rows hold several documents. heads: H, K, h."""
     if backend == "flash":
         from importlib.metadata import version
 
         return f"flash-attn {version('flash-attn')}" + (", varlen" if separate else "")
-    if backend == "varlen":
-        return "varlen, torch's" if separate else "sdpa"
-    return f"{backend}, boolean mask" if separate else backend
+    if backend == "varlen" and separate:
+        return "varlen, torch's"
+    masked = ", boolean mask" if separate else ""
+    if backend == "blocked":
+        return backend + masked
+    H, K, h = heads
+    q, k = (torch.empty(1, n, BLOCK, h, device=device, dtype=dtype, requires_grad=True) for n in (H, K))
+    mask = torch.ones(1, 1, BLOCK, BLOCK, dtype=torch.bool, device=device) if separate else None
+    shared = _shares_heads(q, H // K, mask)
+    k = k if shared else q
+    choice = torch._fused_sdp_choice(q, k, k, attn_mask=mask, is_causal=mask is None, enable_gqa=shared)
+    return f"sdpa, {SDPBackend(choice).name.lower()}{masked}"
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str = "sdpa") -> Tensor:
@@ -76,28 +87,43 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backe
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T or S, h]
     if backend == "blocked":
         out = _blocked(q, k, v, mask, group)
-    elif group > 1 and q.device.type == "cpu":  # the CPU's fused kernel takes equal head counts only
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1)
+        shared = _shares_heads(q, group, mask)
+        if group > 1 and not shared:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shared)
     return out.transpose(1, 2)
+
+
+def _shares_heads(q: Tensor, group: int, mask: Tensor | None) -> bool:
+    """Whether a fused kernel takes fewer key than query heads: the GPU's causal ones do, in 16 bits."""
+    return group > 1 and q.is_cuda and mask is None and q.dtype != torch.float32
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str) -> Tensor:
     """All rows are one sequence of documents to the kernels. No document is longer than a row, which is what they are
-    told: the true maximum would be a number that changes with the batch, and compiled code with it."""
+    told: the true maximum would be a number that changes with the batch, and compiled code with it.
+
+    The backward pass keeps fp32 sums of 128 rows per entry of `begins` and head, beside those of the tokens: where
+    there are many entries, a few heads go at a time."""
     B, T = q.shape[:2]
-    flat = [t.flatten(0, 1) for t in (q, k, v)]  # [B T, H or K, h]
     if backend == "flash":
         from flash_attn import flash_attn_varlen_func
 
-        out = flash_attn_varlen_func(*flat, begins, begins, T, T, causal=True)
+        attend = partial(flash_attn_varlen_func, causal=True)
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        out = varlen_attn(*flat, begins, begins, T, T, **_varlen_words(q.shape[2] != k.shape[2]))
-    return out.view(B, T, *out.shape[1:])
+        attend = partial(varlen_attn, **_varlen_words(q.shape[2] != k.shape[2]))
+    H, K = q.shape[2], k.shape[2]
+    turns = [n for n in range(1, H + 1) if H % n == 0 and (K % n == 0 or n % K == 0)]
+    turns = next((n for n in turns if 128 * len(begins) <= 2 * B * T * n), H)
+    if turns == 1:
+        return attend(*(t.flatten(0, 1) for t in (q, k, v)), begins, begins, T, T).view(q.shape)
+    qs, ks, vs = (t.flatten(0, 1).chunk(turns, 1) for t in (q, k, v))  # [B T, heads, h] each
+    at = [i * len(ks) // turns for i in range(turns)]  # heads of one group may go in several turns
+    out = [attend(part, ks[j], vs[j], begins, begins, T, T) for part, j in zip(qs, at, strict=True)]
+    return torch.cat(out, 1).view(q.shape)
 
 
 def _varlen_words(grouped: bool) -> dict:

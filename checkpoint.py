@@ -38,6 +38,7 @@ from config import Config, fields_that_resume
 from data import Loader, merge_positions
 from guard import ANSWER, NotFinite, Run, compare_replicas
 from machine import available_memory
+from optim import DTYPES
 from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, fill, fill_tensors, gather, local, local_slices, on_all, on_first_rank, owns, reshard
 from text import knows_text
@@ -83,11 +84,26 @@ class Saver:
         self.last = found.step if found else 0  # the newest that is whole
         self.damaged = {p for p in folders(self.run) if found and step_of(p) > found.step}
         on_first_rank(lambda: clean(self.run), self.ranks)
+        self.pinned: dict[str, Tensor] = {}  # copies of a GPU's state are made in these
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
 
     def __enter__(self) -> None:
-        pass
+        """Pinning the host's memory takes seconds, in which the first step is compiled."""
+        if self.config.save_async and self.ranks.device.type == "cuda":
+            self.thread = threading.Thread(target=self._pin, name="pinning")
+            self.thread.start()
+
+    def _pin(self) -> None:
+        tensors, _ = own_parts(self.model, self.optimizer, self.ranks)
+        if not self.optimizer.state:  # AdamW's, before the first update
+            dtype = DTYPES[self.config.state_dtype]
+            names = [key.removeprefix("model") for key in tensors if key.startswith("model.")]
+            moments = (f"{kind}{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names)
+            tensors |= {key: tensors["model." + key.partition(".")[2]].to("meta", dtype) for key in moments}
+        if self._has_room(tensors):
+            for key, tensor in tensors.items():
+                self.pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         if error is None:
@@ -148,14 +164,15 @@ class Saver:
         }
         tensors, places = own_parts(self.model, self.optimizer, self.ranks)
         staged = self.config.save_async and all(gather(self._has_room(tensors), self.ranks))
-        ready = _stage(tensors) if staged else None
+        ready = _stage(tensors, self.pinned) if staged else None
         self.thread = threading.Thread(target=self._write, args=(manifest, tensors, places, ready), name="checkpoint")
         self.thread.start()
         if not staged:
             self.wait()
 
     def _has_room(self, tensors: dict[str, Tensor]) -> bool:
-        size = sum(t.numel() * t.element_size() for t in tensors.values()) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        new = [t.numel() * t.element_size() for key, t in tensors.items() if key not in self.pinned]
+        size = sum(new) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         size *= 2 if self.ranks.device.type == "cuda" else 1  # torch pins blocks of powers of two
         free = available_memory() or math.inf
         if size > free:
@@ -238,14 +255,15 @@ def own_parts(
     return tensors, places
 
 
-def _stage(tensors: dict[str, Tensor]) -> torch.cuda.Event | None:
+def _stage(tensors: dict[str, Tensor], pinned: dict[str, Tensor]) -> torch.cuda.Event | None:
     """Replaces tensors by copies in the host's memory -> when they are there. On a GPU nothing waits: the next update
-    comes after the copies in the stream's order."""
+    comes after the copies, which are made in `pinned`, in the stream's order."""
     ready = None
     for key, tensor in tensors.items():
         if tensor.is_cuda:
-            tensors[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            tensors[key].copy_(tensor, non_blocking=True)
+            if key not in pinned:
+                pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            tensors[key] = pinned[key].copy_(tensor, non_blocking=True)
             ready = ready or torch.cuda.Event()
         else:
             tensors[key] = tensor.clone()

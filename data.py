@@ -32,7 +32,7 @@ from torch import Tensor
 
 from config import Config, parse_args, split_batch
 from download import find, resumable
-from model import IGNORE
+from model import IGNORE, document_begins
 from prepare import read_index, run_prepare, run_verify
 from rows import Catalog, ChatRows, ShardRows, make_encoder, sample_digest
 from stream import Stream, permute, turns
@@ -48,7 +48,7 @@ SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s><
 class Batch:
     """One micro-batch: tokens and targets [B, T] int64, target -100 = not trained on; positions [B, T] int64, 0 at the
     beginning of each document, or None: one sequence per row. documents, with positions: int32, where each document
-    begins in the flattened tokens, filled up with B T to a count that hardly ever changes. sources [B] int64, in a
+    begins in the flattened tokens (model.document_begins). sources [B] int64, in a
     mixture: the entry of --data that a row is from."""
 
     tokens: Tensor
@@ -61,7 +61,10 @@ class Batch:
         """Asynchronous on a GPU."""
         if device.type == "cpu":
             return self
-        return Batch(*(t if t is None else t.pin_memory().to(device, non_blocking=True) for t in vars(self).values()))
+        batch = Batch(*(t if t is None else t.pin_memory().to(device, non_blocking=True) for t in vars(self).values()))
+        if batch.documents is not None:  # its length is the batch's own: code is compiled for any
+            torch._dynamo.maybe_mark_dynamic(batch.documents, 0)
+        return batch
 
 
 def split_mixture(entries: list[str], flag: str) -> tuple[list[tuple[str, ...]], list[Fraction]]:
@@ -293,14 +296,9 @@ class Loader:
 def _documents(begins):
     """begins [B, T] -> positions [B, T], and where documents begin in the flattened rows."""
     begins[:, 0] = True
-    B, T = begins.shape
-    index = np.arange(T)
-    positions = index - np.maximum.accumulate(np.where(begins, index, 0), 1)
-    starts = np.flatnonzero(begins)
-    count = 1 << (max(len(starts), 16 * B) - 1).bit_length()
-    documents = np.full(count + 1, B * T, dtype=np.int32)
-    documents[: len(starts)] = starts
-    return torch.from_numpy(positions), torch.from_numpy(documents)
+    index = np.arange(begins.shape[1])
+    positions = torch.from_numpy(index - np.maximum.accumulate(np.where(begins, index, 0), 1))
+    return positions, document_begins(positions)
 
 
 def make_loader(config: Config, rank: int = 0, world_size: int = 1, split: str = "train") -> Loader:

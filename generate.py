@@ -18,6 +18,7 @@ from errors import UserError, read_json, run_script  # first: it finds the Pytho
 
 import torch  # isort: skip
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoint import load_run_tokenizer, newest
 from download import find
@@ -31,6 +32,7 @@ from shard import fill, reshard
 from tokenizer import chat_family, load_tokenizer, render_chat
 from weights import Read, empty_model, model_type, open_weights, read_config
 
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 SAMPLE_TOKENS, SAMPLING = 200, {"temperature": 0.8, "top_p": 0.95}  # of a run's samples
 
 
@@ -130,7 +132,8 @@ def sample(
     cache = KVCache(model.config, ids.shape[0], ids.shape[1] + n, model.dtype, device, padding)
     stop, ended = torch.tensor(sorted(stop)), None
     for _ in range(n):
-        with torch.compiler.set_stance("force_eager"):  # a compiled block would be compiled again for every length
+        # For every length a compiled block would be compiled again, and cuDNN would plan its kernel anew.
+        with torch.compiler.set_stance("force_eager"), sdpa_kernel(KERNELS):
             logits = model.logits(ids.to(device), cache=cache, last=True)[:, -1]
         new = choose(logits, temperature, top_k, top_p, generator)
         if ended is not None:

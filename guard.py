@@ -417,7 +417,7 @@ class Watchdog:
     def _check_progress(self) -> None:
         now, phase, timeout = time.perf_counter(), self.clock.stack[-1], self.run.config.timeout
         idle, in_step = now - self.clock.since, phase in ("steps", "data")
-        if phase == "start":  # which may take longer than whoever asks for an end waits; nothing is to be saved
+        if phase in ("start", "compile"):  # which may take longer than whoever asks waits; nothing is to be saved
             if self.stopped_at:
                 self._end("stopped before the first step", [], "stopped", int(self.ranks.world_size > 1))
             return

@@ -232,6 +232,7 @@ class Log:
         config: Config = run.config
         self.run, self.ranks, self.clock, self.file = run, run.ranks, run.clock, run.folder / "metrics.jsonl"
         self.batch_tokens, self.seq_len = config.batch_tokens, config.seq_len
+        self.dtype = dtype
         self.flops_per_token = flops_per_token(config.model_config, config.seq_len)
         self.peak, self.peak_source = peak_flops(self.ranks.device, dtype)
         self.sources = sources
@@ -260,17 +261,25 @@ class Log:
             return
         config, folder, size = self.run.config, self.run.folder, self.ranks.world_size
         replicate, shard = mesh_shape(config.shard_size, size)
+        shape = config.model_config
+        attention = kernel(
+            config.attention,
+            data.separate,
+            self.ranks.device,
+            self.dtype,
+            (shape.n_heads, shape.n_kv_heads, shape.head_dim),
+        )
         env = describe_environment() | {
             "world_size": size,
             "mesh": {"replicate": replicate, "shard": shard},
             "device": self.ranks.device.type,
-            "attention": kernel(config.attention, data.separate),
+            "attention": attention,
             "peak": self.peak_source,
             "data": {"train": data.describe(), "val": val_data.describe() if val_data else []},
         }
         write_whole(folder / "flags.json", json.dumps(asdict(config), indent=1) + "\n")
         write_whole(folder / "env.json", json.dumps(env, indent=1) + "\n")
-        how = f"{config.dtype}, compile {config.compile}, attention {config.attention}"
+        how = f"{config.dtype}, compile {config.compile}, attention {attention}"
         lines = [f"Run folder: {folder}; torch {torch.__version__} on {env['devices'][0]} x {size}, {how}"]
         lines += data.summary(val_data)
         if data.step_rows % (data.micro_batch * size):

@@ -46,7 +46,10 @@ def find_device(processes: int, local_rank: int = 0) -> torch.device:
 
 def keep_memory() -> None:
     """glibc gives large blocks back to the kernel and faults them in again, every step: most of a CPU's training time.
-    Without an NVIDIA GPU, and unless the user has set MALLOC_*, let it keep them."""
+    Without an NVIDIA GPU, and unless the user has set MALLOC_*, let it keep them. With one, let torch's allocator grow
+    its blocks, which leaves fewer gaps, unless the user has set it. Call it before a GPU is used."""
+    if not any(k in os.environ for k in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if (
         platform.libc_ver()[0] == "glibc"
         and not torch.cuda.is_available()
@@ -62,7 +65,7 @@ def set_determinism(on: bool) -> None:
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition for the same bits
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cudnn.benchmark = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every new tensor twice
 
 
 def set_products(dtype: str) -> None:

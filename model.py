@@ -149,6 +149,22 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([x[a:b] @ weight[e].T for e, (a, b) in enumerate(zip([0] + stops, stops, strict=False))])
 
 
+class _Reorder(torch.autograd.Function):
+    """x [N, D], index [N k] -> x[index], where `back` says in which places the k copies of each row are: their
+    gradients are gathered from there and added up. (Indexing's own backward pass adds in the order of arrival.)"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.rows = len(x)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (back,) = ctx.saved_tensors
+        return grad[back].view(ctx.rows, -1, grad.shape[1]).sum(1), None, None
+
+
 class MoE(nn.Module):
     """top_k of E SwiGLU experts per token, weighted by the softmax over the chosen ones (Mixtral, arXiv 2401.04088
     section 2.1). Returns the output and, per row and expert, the tokens assigned and the sum of the router's
@@ -175,13 +191,14 @@ class MoE(nn.Module):
         E = self.gate.out_features
         chosen = (experts.view(B, -1, 1) == torch.arange(E, device=x.device)).sum(1)  # [B, E]
         router = torch.stack((chosen.float(), probabilities.view(B, T, E).sum(1)))
-        experts, order = experts.flatten().sort(stable=True)  # [N k]
-        token = order // self.top_k
+        experts, order = experts.flatten().sort(stable=True)
+        back = order.argsort()
         ends = (experts[:, None] <= torch.arange(E, device=x.device)).sum(0, dtype=torch.int32)  # [E]
-        gate, up = self.matmul(x[token], self.gate_up_proj, ends).chunk(2, -1)  # [N k, F] each
-        y = self.matmul(self.activation(gate) * up, self.down_proj, ends)  # [N k, D]
-        y = y * scores.flatten()[order, None].to(y.dtype)
-        return torch.zeros_like(x).index_add(0, token, y).view(B, T, D), router
+        x = _Reorder.apply(x, order // self.top_k, back)  # [N k, D], by expert
+        gate, up = self.matmul(x, self.gate_up_proj, ends).chunk(2, -1)  # [N k, F] each
+        y = self.matmul(self.activation(gate) * up, self.down_proj, ends)
+        y = _Reorder.apply(y, back, order).view(B * T, self.top_k, D)
+        return (y * scores[..., None].to(y.dtype)).sum(1).view(B, T, D), router
 
 
 MLPS = {"swiglu": SwiGLU, "gelu": GELU, "moe": MoE}
@@ -208,19 +225,44 @@ class Block(nn.Module):
 CHUNK_BYTES = {"cpu": 100 * 2**20, "cuda": 2**29}
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy (fp32 [n], 0 where there is no target) of logits [n, V] against targets [n], and the gradient of
-    its sum by them, written over them. Compiled, nothing else of this size exists."""
+def chunk_rows(tokens: int, limit: int) -> int:
+    """Rows of a chunk of the logits, at most `limit` or 128: multiples of 128 suit the kernels, and chunks of one shape
+    are compiled once."""
+    if tokens <= limit:
+        return tokens
+    most = max(128, limit // 128 * 128)
+    even = [rows for rows in range(128, most + 1, 128) if tokens % rows == 0 and 2 * rows > most]
+    return even[-1] if even else -(-tokens // -(-tokens // most) // 128) * 128
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
+    """Cross-entropy (fp32 [n], 0 where there is no target) of logits [n, V] against targets [n]. grads: the gradient of
+    its sum by the logits is written over them. Compiled, nothing else of this size exists."""
     trained = (targets != IGNORE)[:, None]
     picked = targets.clamp(min=0)[:, None]
     x = logits.float()
     lse = x.logsumexp(-1, keepdim=True)
     loss = torch.where(trained, lse - x.gather(1, picked), 0.0)
     if not grads:
-        return loss[:, 0], None
-    dx = x.sub_(lse.masked_fill(~trained, math.inf)).exp_()  # 0 where there is no target
-    dx.scatter_(1, picked, torch.where(trained, torch.expm1(-loss), 0.0))  # exp(-loss) is the target's probability
-    return loss[:, 0], logits.copy_(dx)
+        return loss[:, 0]
+    own = torch.where(trained, torch.expm1(-loss), 0.0)  # exp(-loss) is the target's probability
+    lse = lse.masked_fill(~trained, math.inf)  # a gradient of 0 where there is no target
+    if torch.compiler.is_compiling():  # one loop that writes in place: a scatter, or a longer loop, would make a copy
+        lse, own = torch.cat((lse, own), 1).split(1, 1)
+        logits.copy_(torch.where(torch.arange(x.shape[1], device=x.device) == picked, own, (x - lse).exp()))
+    else:
+        logits.copy_(x.sub_(lse).exp_().scatter_(1, picked, own))
+    return loss[:, 0]
+
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """a b, added to `total` in place; in fp32, which a GPU's kernel does by itself."""
+    if not a.is_cuda:
+        product = a @ b
+        return product.float() if total is None else total.add_(product)
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -231,21 +273,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy) -> tuple[Tensor, Tensor]:
         w = weight.to(x.dtype)
         limit = CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (w.shape[0] * w.itemsize)
-        rows = -(-len(x) // -(-len(x) // max(1, limit)))  # as equal as can be: one shape to compile, or two
+        rows = chunk_rows(len(x), limit)
         losses, dw = [], None
+        as_they_are = weight.dtype == x.dtype and rows == len(x)  # else chunks add up in fp32
         dx = torch.empty_like(x) if grads else None
         for a in range(0, len(x), rows):
             part = x[a : a + rows]
-            loss, dlogits = cross_entropy(part @ w.T, targets[a : a + rows], grads)
-            losses.append(loss)
+            logits = part @ w.T
+            losses.append(cross_entropy(logits, targets[a : a + rows], grads))
             if grads:
-                dx[a : a + rows] = dlogits @ w
-                step = dlogits.T @ part
-                del dlogits  # before the next chunk's
-                if dw is None:  # chunks add up in fp32
-                    dw = step.to(weight.dtype if rows == len(x) else torch.float32)
-                else:
-                    dw.add_(step)
+                dx[a : a + rows] = logits @ w  # they are their gradient now
+                dw = logits.T @ part if as_they_are else add_product(dw, logits.T, part)
+            del logits  # before the next chunk's
         if grads:
             ctx.save_for_backward(dx, dw.to(weight.dtype))
         losses = torch.cat(losses)
@@ -303,15 +342,10 @@ def document_mask(positions: Tensor) -> Tensor:
 
 
 def document_begins(positions: Tensor) -> Tensor:
-    """int32 [B T + 1]: where documents begin in the flattened rows, filled up with B T; without a host
-    synchronisation."""
-    begins = (positions == 0).flatten()
-    n = begins.numel()
-    index = torch.where(begins, begins.cumsum(0) - 1, n)  # those that begin none all go to the last place
-    out = torch.full((n + 1,), n, dtype=torch.int32, device=positions.device)
-    return out.scatter_(0, index, torch.arange(n, dtype=torch.int32, device=positions.device)).index_fill_(
-        0, torch.full((1,), n, device=positions.device), n
-    )
+    """int32 [n]: where documents begin in the flattened rows, filled up with B T to a multiple of 64, as the packed
+    back-ends take it: the backward pass of their kernels needs memory for every entry. On a GPU the host waits."""
+    begins = (positions.flatten() == 0).nonzero()[:, 0].int()
+    return F.pad(begins, (0, 64 - len(begins) % 64), value=positions.numel())
 
 
 class Details(NamedTuple):

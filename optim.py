@@ -27,6 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 PIECE = {"eager": 2**18, "compiled": 2**30}  # elements: what the temporaries of the one fit in a cache; 32-bit indices
+SMALL = 2**16  # elements
 
 
 class GradientReducer:
@@ -86,6 +87,7 @@ class MixedAdamW(torch.optim.Optimizer):
         self.state_dtype, self.seed = state_dtype, seed
         self.piece = PIECE["compiled" if compiled else "eager"]
         self.adamw = torch.compile(adamw_, dynamic=True) if compiled else adamw_
+        self.plan = []
         self._step_supports_amp_scaling = True
 
     def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -98,28 +100,52 @@ class MixedAdamW(torch.optim.Optimizer):
         for p in parameters:
             if not self.state[p]:
                 self.state[p].update(self.init_state(p))
+        self.plan = self.plan or self._make_plan()
         steps = [self.state[p]["step"] for p in parameters]
-        torch._foreach_add_(steps, 1.0 - self.found_inf)
+        torch._foreach_add_(steps, [1.0 - self.found_inf] * len(steps))  # tensors: a scalar would have to be read
         t, keep = steps[0].clamp(min=1.0), self.found_inf > 0
-        number = 0
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            factors = torch.stack(  # tensors: a number that changes would compile again, an .item() would wait
-                (
-                    1.0 / self.grad_scale,
-                    torch.full_like(t, 1.0 - group["lr"] * group["weight_decay"]),
-                    group["lr"] / (1.0 - beta1**t),
-                    (1.0 - beta2**t).rsqrt(),
-                )
-            )
+        factors = [self._factors(group, t) for group in self.param_groups]
+        for i, together, part, place in self.plan:
+            group = self.param_groups[i]
+            tensors = [(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in together]
+            flat = [[local(x).view(-1)[part] for x in xs] for xs in zip(*tensors, strict=True)]
+            joined = [xs[0] if len(xs) == 1 else torch.cat(xs) for xs in flat]
+            self.adamw(*joined, factors[i], keep, t, place, *group["betas"], group["eps"])
+            if len(together) > 1:
+                for xs, new in zip(flat, joined, strict=True):
+                    torch._foreach_copy_(xs, new.split([len(x) for x in xs]))
+
+    def _factors(self, group: dict, t: Tensor) -> Tensor:
+        """What adamw_ takes and changes from step to step: a number would be compiled anew, an .item() would wait."""
+        beta1, beta2 = group["betas"]
+        decay = torch.full_like(t, 1.0 - group["lr"] * group["weight_decay"])
+        return torch.stack((1.0 / self.grad_scale, decay, group["lr"] / (1.0 - beta1**t), (1.0 - beta2**t).rsqrt()))
+
+    def _make_plan(self) -> list[tuple[int, list[Tensor], slice, Tensor]]:
+        """What one call of adamw_ updates each: (number of the group, parameters, part of their elements, place). A
+        large parameter goes in pieces. Small ones go together: a call takes the host longer than their update."""
+        plan, number = [], 0
+        for i, group in enumerate(self.param_groups):
+            small, places, sizes = [], [], []
             for p in group["params"]:
-                state, number = self.state[p], number + 1
-                flat = [local(x).view(-1) for x in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
-                key = int.from_bytes(hashlib.sha256(f"{self.seed}/{number}".encode()).digest()[:4], "little")
-                for a in range(0, flat[0].numel(), self.piece):
-                    place = torch.tensor([key, _local_start(p) + a]).to(t.device, non_blocking=True)
-                    pieces = (x[a : a + self.piece] for x in flat)
-                    self.adamw(*pieces, factors, keep, t, place, beta1, beta2, group["eps"])
+                number += 1
+                start, n, device = _local_start(p), local(p).numel(), local(p).device
+                if n <= SMALL:
+                    small.append(p)
+                    places.append((self._key(number, start), start - sum(sizes)))
+                    sizes.append(n)
+                for a in range(0, n, self.piece) if n > SMALL else ():
+                    place = as_int32([(self._key(number, start + a), start + a)])
+                    plan.append((i, [p], slice(a, a + self.piece), place.to(device)))
+            if small:
+                place = as_int32(places).repeat_interleave(torch.tensor(sizes), 1)
+                plan.append((i, small, slice(None), place.to(device)))
+        return plan
+
+    def _key(self, number: int, position: int) -> int:
+        """32 bits for the parameter of that number, and for what is beyond 32 bits of a position in it."""
+        digest = hashlib.sha256(f"{self.seed}/{number}/{position >> 32}".encode()).digest()
+        return int.from_bytes(digest[:4], "little")
 
 
 def adamw_(
@@ -127,7 +153,7 @@ def adamw_(
     beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
     """Update number `step` of flat pieces, in place; none if `keep`. factors: 1 / gradient scale, 1 - lr decay, lr /
-    (1 - beta1^t), 1 / sqrt(1 - beta2^t). place: the parameter's key and the piece's position in it."""
+    (1 - beta1^t), 1 / sqrt(1 - beta2^t). place: see random_bits."""
     unscale, decay, rate, root = factors.unbind()
     g = g.float() * unscale
     new_m = torch.lerp(m.float(), g, 1.0 - beta1)
@@ -135,27 +161,32 @@ def adamw_(
     new_p = p.float() * decay - rate * new_m / (new_v.sqrt() * root + eps)
     if torch.bfloat16 in (p.dtype, v.dtype):
         bits = random_bits(p.numel(), place, step)
-        new_p = round_stochastically(new_p, bits & 0xFFFF) if p.dtype == torch.bfloat16 else new_p
+        new_p = round_stochastically(new_p, bits) if p.dtype == torch.bfloat16 else new_p
         new_v = round_stochastically(new_v, bits >> 16) if v.dtype == torch.bfloat16 else new_v
     for old, new in ((m, new_m), (v, new_v), (p, new_p)):
         old.copy_(torch.where(keep, old, new.to(old.dtype)))
 
 
+def as_int32(places: list[tuple[int, int]]) -> Tensor:
+    """int32 [2, len(places)]: the lower 32 bits of keys and positions."""
+    return (torch.tensor(places).T << 32 >> 32).int()
+
+
 def random_bits(n: int, place: Tensor, step: Tensor) -> Tensor:
-    """n integers below 2^32: a hash of (key, position, step), xor-shifts and multiplications. (Multipliers below 2^31
-    keep int64 from overflowing.)"""
-    key, start = place.unbind()
-    h = torch.arange(n, device=step.device) + start
-    rounds = ((key + (h >> 32), 0x7FEB352D), (step.long(), 0x46CA6B45), (0, 0x5BD1E995))
-    for salt, multiplier in rounds:
-        h = ((h ^ salt) * multiplier) & 0xFFFFFFFF
-        h = h ^ (h >> 15)
+    """int32 [n], all bits random: a hash of (key, position, step), multiplications and xor-shifts in 32 bits. place:
+    int32 [2, 1 or n], the parameter's key and the position of the first element; or that of each, less its index."""
+    key, start = place
+    h = torch.arange(n, dtype=torch.int32, device=step.device) + start
+    for salt, multiplier in ((key, 0x7FEB352D), (step.int(), 0x46CA6B45), (0, 0x5BD1E995)):
+        h = (h ^ salt) * multiplier
+        h = h ^ (h >> 15 & 0x1FFFF)
     return h
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 -> bf16: the 16 bits that bf16 lacks are the probability of rounding away from zero. bits: below 2^16."""
-    return ((x.view(torch.int32) + bits.int()) & -65536).view(torch.float32).bfloat16()
+    """fp32 -> bf16: the 16 bits that bf16 lacks are the probability of rounding away from zero. bits: the lower 16 are
+    used."""
+    return ((x.view(torch.int32) + (bits & 0xFFFF)) & -65536).view(torch.float32).bfloat16()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -72,7 +72,9 @@ def init_ranks(deterministic: bool = False) -> Ranks:
         torch.cuda.set_device(device)
     if world_size == 1:
         return Ranks(0, 1, device)
-    dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30))
+    cuda = device.type == "cuda"
+    options = {"backend": "cuda:nccl,cpu:gloo", "device_id": device} if cuda else {"backend": "gloo"}
+    dist.init_process_group(timeout=timedelta(minutes=30), **options)
     return Ranks(dist.get_rank(), world_size, device, *(dist.new_group(backend="gloo") for _ in range(2)))
 
 

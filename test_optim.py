@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import optim
 from config import parse_args
-from optim import PIECE, MixedAdamW, learning_rate, make_optimizer, random_bits, update
+from optim import PIECE, MixedAdamW, as_int32, learning_rate, make_optimizer, random_bits, update
 
 # Rates with --lr 1 --min_lr 0.1 --steps 100, at the steps given.
 RATES = [
@@ -202,14 +203,14 @@ def test_random_bits_are_uniform_and_their_own():
     """Bytes of 2^16 numbers, by chi-square; other keys, steps and positions give other numbers."""
 
     def bits(key=1, start=0, step=1):
-        return random_bits(2**16, torch.tensor([key, start]), torch.tensor(float(step)))
+        return random_bits(2**16, as_int32([(key, start)]), torch.tensor(float(step)))
 
     base = bits()
     for shift in (0, 8, 16, 24):
         counts = torch.bincount(base >> shift & 0xFF, minlength=256).float()
         assert ((counts - 256) ** 2 / 256).sum() < 255 + 6 * math.sqrt(2 * 255)
     assert torch.equal(bits(start=100)[:-100], base[100:])
-    for other in (bits(key=2), bits(step=2), bits(start=2**32), bits(key=2**31)):
+    for other in (bits(key=2), bits(step=2), bits(start=2**31), bits(key=2**31)):
         assert (other == base).float().mean() < 1e-3
         agree = ((other ^ base) & 1).float().mean()  # correlated bits would agree or differ more often
         assert 0.48 < agree < 0.52
@@ -253,11 +254,12 @@ def test_a_suppressed_mixed_update_changes_no_bit(value):
 def test_pieces_do_not_matter(monkeypatch):
     """Bit for bit: neither in how many pieces a parameter is updated nor which part of it a rank holds."""
     results = []
-    for piece in (7, 2**18):
+    for piece, small in ((7, 0), (7, 5), (2**18, 2**16)):  # alone, in part together, all together
         monkeypatch.setitem(PIECE, "eager", piece)
+        monkeypatch.setattr(optim, "SMALL", small)
         model = small_model()
         results.append(run_updates(model, mixed(model, "bf16", "bf16")))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
 
 
 @pytest.mark.gpu
