@@ -1,12 +1,10 @@
-"""Conversations as rows, and mixtures. Oracles: the families' own templates, rendered by jinja2; first-fit as a loop.
-Counting."""
+"""Conversations as rows, and mixtures. Oracles: what tokenizer.py renders, first-fit as a loop, counting."""
 
 import itertools
 import json
 import re
 from fractions import Fraction
 
-import jinja2
 import numpy as np
 import pytest
 import torch
@@ -15,29 +13,21 @@ import check
 import rows
 from config import parse_args
 from data import Batch, make_loader, show
-from errors import UserError
 from model import MODELS, Transformer, random_init
+from prepare import prepare, write_shard
 from shard import Ranks, fill
 from stream import turns
-from test_tokenizer import TEMPLATES, _chat_tokenizer
+from test_prepare import refused
+from test_tokenizer import _chat_tokenizer
 from text import Encoder, TextFile
-from tokenizer import load_tokenizer
+from tokenizer import load_tokenizer, render_chat
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "CACHE", tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("text_cache")
 
 
 def config(*data, **flags):
     flags = {"vocab_size": 4096, "seq_len": 64, "micro_batch": 4} | flags
     return parse_args([f"--{k}={v}" for k, v in flags.items()] + ["--data", *map(str, data)])
-
-
-def refused(call, *args, **kwargs) -> str:
-    with pytest.raises(UserError) as error:
-        call(*args, **kwargs)
-    return str(error.value)
 
 
 def conversations(n=60) -> list[list[dict]]:
@@ -77,35 +67,19 @@ def documents(batches) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("family", ["llama2", "llama3", "mixtral"])
 def test_rows_are_what_the_template_renders(tmp_path, family):
-    """Each conversation once per epoch, whole; the targets are the assistant's words and the token that ends them."""
-    tokenizer = _chat_tokenizer(family, tmp_path / "tokenizer" if (tmp_path / "tokenizer").mkdir() is None else "")
-    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATES[family])
-    bos, eos = ("<|begin_of_text|>", "<|eot_id|>") if family == "llama3" else ("<s>", "</s>")
+    """Each conversation once per epoch, whole; the targets are the assistant's words and the token that ends them.
+    test_tokenizer.py has the templates."""
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer = _chat_tokenizer(family, tmp_path / "tokenizer")
     every = conversations()
-    kept = [m for i, m in enumerate(every, 1) if i % 20]
     model = "tiny-mixtral" if family == "mixtral" else "tiny-llama"
     c = config(write(tmp_path / "a.jsonl", every), tokenizer=tmp_path / "tokenizer", seq_len=700, model=model)
     loader = make_loader(c)
-    found = documents(epoch(loader))[: len(kept)]
-    names = {i: text for text, i in tokenizer.control.items()}
-
-    def text(ids):
-        runs = itertools.groupby(ids, lambda i: i in names)
-        return "".join("".join(names[i] for i in g) if k else tokenizer.decode(list(g)) for k, g in runs)
-
-    def plain(words):  # a space beside a control token, or between turns, is the tokenizer's matter
-        return re.sub(r"\s+", "", words)
-
-    expected = {}
-    for m in kept:
-        whole = template.render(messages=m, bos_token=bos, eos_token=eos, add_generation_prompt=False)
-        expected[plain(whole)] = "".join(plain(t["content"]) + eos for t in m if t["role"] == "assistant")
-    seen = {}
-    for tokens, targets in found:
-        last = [targets[-1]] if targets[-1] >= 0 else []
-        seen[plain(text(tokens + last))] = plain(text([t for t in targets if t >= 0]))
-        assert all(t in (-100, n) for t, n in zip(targets, tokens[1:], strict=False))  # nothing but the next token
-    assert seen == expected
+    expected = []
+    for messages in (m for i, m in enumerate(every, 1) if i % 20):  # the others are held out
+        ids, mask = render_chat(tokenizer, messages, family)
+        expected.append((ids[:-1], [i if trained else -100 for i, trained in zip(ids[1:], mask[1:], strict=True)]))
+    assert sorted(documents(epoch(loader))[: len(expected)]) == sorted(expected)
     assert "57 conversations, 0 truncated to --seq_len 700 and 0 dropped" in "".join(loader.summary(None))
 
 
@@ -224,8 +198,6 @@ def test_turns_have_exact_shares(weights):
 
 
 def numbered(path, first, n):
-    from prepare import write_shard
-
     write_shard(path, np.arange(first, first + n), 2**17)
     return path
 
@@ -292,8 +264,6 @@ def test_wrong_mixtures(tmp_path, words):
 
 def test_prepared_conversations(tmp_path):
     """`prepare` keeps the mask; the tokenizer must be the one that prepared."""
-    from prepare import prepare
-
     path = write(tmp_path / "a.jsonl", conversations())
     prepare([TextFile(str(path))], Encoder("bytes"), tmp_path / "out", 2000, 20)
     assert len(list((tmp_path / "out").glob("*.mask"))) > 2

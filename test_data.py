@@ -18,20 +18,15 @@ import prepare
 import rows
 from config import parse_args
 from data import Batch, make_loader, open_checked, run_show
-from errors import UserError
 from rows import Catalog
 from stream import permute
+from test_prepare import refused
 from text import builtin_documents
 from tokenizer import ByteTokenizer
 
+pytestmark = pytest.mark.usefixtures("text_cache")
 T = 8  # seq_len of most tests
 GPT2, LLAMA3 = (20240520, 1, "<u2"), (20240801, 7, "<u4")  # llm.c's headers: magic, version, dtype
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "CACHE", tmp_path / "cache")
-    return tmp_path / "cache"
 
 
 def config(*paths, **flags):
@@ -62,12 +57,6 @@ def open_split(c, split):
 def read(c, split="train") -> list[int]:
     tokens, _ = open_split(c, split)
     return tokens.read(0, len(tokens)).tolist()
-
-
-def refused(call, *args) -> str:
-    with pytest.raises(UserError) as error:
-        call(*args)
-    return str(error.value)
 
 
 # ---- token shards
@@ -230,12 +219,12 @@ def test_txt(tmp_path):
     assert train[0] == val[0] == 256 and bytes(train[1:] + val[1:]) == raw and 0.03 < len(val) / len(raw) < 0.06
 
 
-def test_text_is_tokenised_once_until_it_changes(tmp_path, cache, monkeypatch):
+def test_text_is_tokenised_once_until_it_changes(tmp_path, text_cache, monkeypatch):
     path = tmp_path / "own.txt"
     path.write_text("first line\n" * 100)
     seen = counted(monkeypatch)
     assert len(read(config(path))) > 900 and len(seen) == 2  # the training and the validation part
-    (folder,) = cache.iterdir()
+    (folder,) = text_cache.iterdir()
     index = json.loads((folder / "index.json").read_text())
     assert folder.name.startswith("own-") and index["tokenizer"] == "bytes" and index["sources"] == [str(path)]
     for name in ("train.bin", "val.bin"):
@@ -250,7 +239,7 @@ def test_text_is_tokenised_once_until_it_changes(tmp_path, cache, monkeypatch):
     assert bytes(read(config(path))[1:11]) == b"other line" and len(seen) == 4
 
 
-def test_two_processes_at_once(tmp_path, cache, monkeypatch):
+def test_two_processes_at_once(tmp_path, text_cache, monkeypatch):
     path = tmp_path / "own.txt"
     path.write_text("a line\n" * 100)
     fork = multiprocessing.get_context("fork")
@@ -266,20 +255,20 @@ def test_two_processes_at_once(tmp_path, cache, monkeypatch):
     [p.start() for p in processes]
     [p.join(60) for p in processes]
     assert [p.exitcode for p in processes] == [0, 0] and calls.value == 2  # the training and the validation part
-    assert len(list(cache.iterdir())) == 1
+    assert len(list(text_cache.iterdir())) == 1
     monkeypatch.setattr(ByteTokenizer, "encode", None)  # it is there
     assert bytes(read(config(path))[1:] + read(config(path), "val")[1:]) == path.read_bytes()
 
 
-def test_bad_text_is_named_and_leaves_nothing(tmp_path, cache):
+def test_bad_text_is_named_and_leaves_nothing(tmp_path, text_cache):
     """test_prepare.py has all that can be wrong with it."""
     for content, pattern in ((b"good\nb\xe4d\n", "byte 6.*line 2"), (b"", "is empty")):
         (tmp_path / "a.txt").write_bytes(content)
         message = refused(read, config(tmp_path / "a.txt"))
-        assert re.search(pattern, message) and str(tmp_path / "a.txt") in message and not cache.exists()
+        assert re.search(pattern, message) and str(tmp_path / "a.txt") in message and not text_cache.exists()
 
 
-def test_built_in_text(cache, monkeypatch):
+def test_built_in_text(text_cache, monkeypatch):
     documents = list(builtin_documents())
     assert min(map(len, documents)) >= 200 and len(set(documents)) == len(documents)
     assert sum(len(d.encode()) for d in documents) > 5e6
@@ -441,14 +430,14 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("kind", CHANGED)
-def test_a_change_in_the_middle_of_a_file_is_refused(tmp_path, cache, kind):
+def test_a_change_in_the_middle_of_a_file_is_refused(tmp_path, text_cache, kind):
     """By one bit; of conversations, in what is trained on."""
     name, content, flags = CHANGED[kind]
     (tmp_path / name).write_bytes(content)
     c = config(tmp_path / name, eval_every=0, **flags)
     state = make_loader(c).state_dict()
     make_loader(c).load_state_dict(state)
-    changed = next(cache.rglob("train.mask")) if kind == "chats" else tmp_path / name
+    changed = next(text_cache.rglob("train.mask")) if kind == "chats" else tmp_path / name
     data = bytearray(changed.read_bytes())
     data[len(data) // 2] ^= 1
     changed.write_bytes(data)
@@ -468,14 +457,14 @@ def test_a_large_file_is_compared_all_over(tmp_path, monkeypatch):
     assert len(digests) == 17
 
 
-def test_rows_are_named_by_files_of_the_users_and_by_their_text(tmp_path, cache):
+def test_rows_are_named_by_files_of_the_users_and_by_their_text(tmp_path, text_cache):
     names = [str(tmp_path / f"{i}.txt") for i in range(5)]
     for name in names:
         (tmp_path / name).write_text("red \x1b[31m text\n" * 50)
     (place,) = make_loader(config(*names, seq_len=200)).where(1)
     named, text = place.split(": ", 1)
     assert named == f"{', '.join(names[:3])} or 2 more" and len(eval(text)) == 80 and "\\x1b[31m text\\nred" in text
-    shutil.copytree(next(cache.iterdir()), tmp_path / "prepared")
+    shutil.copytree(next(text_cache.iterdir()), tmp_path / "prepared")
     (place,) = make_loader(config(tmp_path / "prepared", seq_len=200)).where(1)
     assert re.match(rf"{tmp_path}/prepared/train\.bin at token \d+: '", place)
     (place,) = make_loader(config(numbered(tmp_path / "d", 37))).where(1)

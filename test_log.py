@@ -81,15 +81,6 @@ def metrics(folder: Path) -> list[dict]:
 # ---- lines
 
 
-@pytest.mark.parametrize("line", [
-    "0: 2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184, Speed: 47.06 samples/sec, lr: 0.000100",
-    "2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184, Speed: 47.06 samples/sec, lr: 0.000100",
-    "Batch 20 Loss: 8.42184, Speed: 47.06 samples/sec, lr: 0.000100",
-])  # fmt: skip
-def test_the_line_that_tools_parse(line):
-    assert BATCH.match(line).groups() == ("20", "8.42184", "47.06", "0.000100")
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_our_lines_are_parsed_too(tmp_path, passes, monkeypatch, terminal):
     screen = io.StringIO()

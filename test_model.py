@@ -1,12 +1,9 @@
 """model.py. Oracles: transformers for the models, F.cross_entropy in fp64 for the loss head, a document alone for
-packed ones, the whole forward for the cached one, a loop over tokens for experts, torch's counter for FLOPs."""
+packed ones, a loop over tokens for experts, torch's counter for FLOPs."""
 
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +16,10 @@ import attention
 import model as source
 from attention import BACKENDS
 from config import parse_args
-from generate import KVCache
 from model import MODELS, LossHead, ModelConfig, MoE, Transformer, grouped_matmul, random_init
 from shapes import RopeScaling
 from shard import fill
+from test_shard import run_code
 
 BASE = ModelConfig(vocab_size=97, dim=64, n_layers=2, n_heads=4, ffn_dim=48, max_seq_len=128)
 STRETCHED = RopeScaling(factor=8.0, original_seq_len=48)  # some frequencies fast, some slow, some between
@@ -336,31 +333,26 @@ def test_loss_head_in_bf16(monkeypatch, rows):
     assert ((head.weight.grad.double() - dw).abs() <= slack.flatten(0, 1).T @ x_abs).all()
 
 
-MEMORY = """
-import re, sys
-sys.path.insert(0, sys.argv[1])
+def test_peak_memory_does_not_hold_the_logits():
+    """4096 tokens x 65536 words: the fp32 logits alone would be 1024 MiB (tied, of half the tokens: 512). What it is
+    compared with is less than a chunk."""
+    code = """
 import torch
-from dataclasses import replace
-from pathlib import Path
-from test_model import BASE, scramble
-from model import Transformer
+from model import ModelConfig, Transformer
+from test_shard import peak_rss
 
 def peak(vocab_size, rows, tied):
-    model = scramble(Transformer(replace(BASE, vocab_size=vocab_size, dim=16, ffn_dim=16, n_layers=1, tied=tied)))
+    shape = dict(dim=16, n_layers=1, n_heads=4, ffn_dim=16, max_seq_len=256)
+    model = Transformer(ModelConfig(vocab_size=vocab_size, tied=tied, **shape))
     tokens = torch.zeros(rows, 256, dtype=torch.long)
     model(tokens, tokens).backward()
-    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 2**10
+    return peak_rss() / 2**20
 
+peak_rss(reset=True)
 small = peak(8192, 8, False)
 print(max(peak(65536, 16, False), peak(65536, 8, True)) - small)
 """
-
-
-def test_peak_memory_does_not_hold_the_logits():
-    """4096 tokens x 65536 words: the fp32 logits alone would be 1024 MiB (tied, of half the tokens: 512). What it is
-    compared with is less than a chunk. (Not ru_maxrss: a child process begins with its parent's.)"""
-    command = [sys.executable, "-c", MEMORY, str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_code(code, ["peak"])
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 256
 
@@ -418,17 +410,6 @@ def test_causality(monkeypatch, name, backend):
             assert torch.equal(after[:, :t], before[:, :t])
         elif t:
             assert error(after[:, :t], before[:, :t]) < 1e-5
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.1", "mixtral"])
-def test_cache_equals_full_forward(name, backend):
-    """A prompt, single tokens and several at once; past rope scaling's original context."""
-    model, tokens = make_model(name, backend=backend), random_tokens(2, 64)
-    cache = KVCache(FAMILY[name], 2, 70, torch.float32, "cpu")
-    pieces = [model.logits(piece, cache=cache) for piece in tokens.split([21, 1, 1, 30, 1, 10], 1)]
-    assert cache.length == 64
-    assert error(torch.cat(pieces, 1), model.logits(tokens)) < 1e-5
 
 
 # ---- initialisation
@@ -569,13 +550,3 @@ def test_flops_are_those_that_torch_counts(name):
     products = 6 * source.matmul_params(FAMILY[name])
     attention_flops = source.flops_per_token(FAMILY[name], T) - products
     assert counter.get_total_flops() == 2 * T * (products + 2 * attention_flops)
-
-
-@pytest.mark.parametrize("name, active", [("llama3-8b", 8_030_261_248), ("mixtral-8x7b", 12_879_925_248)])
-def test_flops_by_hand(name, active):
-    """From the published count of (active) parameters, less embedding and norms; a query sees half the keys, and for
-    each of them q k and p v are 2 x 4096 multiply-adds, three times with the backward pass."""
-    vocabulary = {"llama3-8b": 128256, "mixtral-8x7b": 32000}[name] * 4096
-    multiplied = active - vocabulary - (2 * 32 + 1) * 4096
-    assert source.matmul_params(MODELS[name]) == multiplied
-    assert source.flops_per_token(MODELS[name], 1000) == 6 * multiplied + 32 * 3 * 2 * (2 * 4096) * 500

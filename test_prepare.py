@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import prepare
-import rows
 import stream
 import text
 from config import parse_args
@@ -179,14 +178,16 @@ def test_verify_reads_every_id(tmp_path):
     assert f"{folder / 'a.bin'} at token 77777: id 300" in message
 
 
-CHAT = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
+TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+
+
+def chat(messages: list) -> bytes:
+    return json.dumps({"messages": messages}).encode()
+
+
 GOOD = jsonl(["good"])
 BAD = {
-    "gzip cut": (
-        "a.json.gz",
-        gzip.compress(jsonl(ROWS))[:-200],
-        r"a\.json\.gz: .*cut short at byte \d+, after line \d+",
-    ),
+    "gzip cut": ("a.json.gz", gzip.compress(jsonl(ROWS))[:-200], r"gz: .*cut short at byte \d+, after line \d+"),
     "no gzip": ("a.json.gz", GOOD, "gzip data is damaged"),
     "json": ("a.jsonl", GOOD + b"{'text': 1}\n", r"line 2 \(byte 26\) is not JSON.*--skip_bad"),
     "array": ("a.json", b'[{"text": "x"}]\n', "line 1 has no text field 'text' .*list"),
@@ -197,13 +198,9 @@ BAD = {
     "empty": ("a.jsonl", b"", "no rows are left"),
     "Latin-1": ("a.txt", "naïve".encode("latin-1"), "not UTF-8 at byte 2 .*iconv"),
     "blank": ("a.jsonl", b"\n \n", "no rows are left"),
-    "no assistant": (
-        "a.jsonl",
-        json.dumps({"messages": CHAT["messages"][:1]}).encode(),
-        "line 1: .*without an assistant",
-    ),
-    "roles": ("a.jsonl", json.dumps({"messages": CHAT["messages"][::-1]}).encode(), "line 1: .*role assistant"),
-    "both kinds": ("a.jsonl", GOOD + json.dumps(CHAT).encode(), "line 2.*conversations"),
+    "no assistant": ("a.jsonl", chat(TALK[:1]), "line 1: .*without an assistant"),
+    "roles": ("a.jsonl", chat(TALK[::-1]), "line 1: .*role assistant"),
+    "both kinds": ("a.jsonl", GOOD + chat(TALK), "line 2.*conversations"),
     "unknown": ("a.csv", b"a,b", r"a\.csv: what this file holds"),
     "parquet": ("a.parquet", b"PAR1", "no parquet file|needs pyarrow: .* -m pip install pyarrow"),
 }
@@ -213,11 +210,7 @@ BAD = {
 def test_bad_input_is_named(tmp_path, kind):
     name, content, pattern = BAD[kind]
     (tmp_path / name).write_bytes(content)
-
-    def work():
-        run(stream.find_text(str(tmp_path / name), "--input"), tmp_path / "out")
-
-    message = refused(work)
+    message = refused(lambda: run(stream.find_text(str(tmp_path / name), "--input"), tmp_path / "out"))
     assert str(tmp_path / name) in message and re.search(pattern, message, re.DOTALL)
     assert os.listdir(tmp_path) == [name]
 
@@ -259,9 +252,8 @@ def test_piped_text_is_a_document(monkeypatch):
     assert BYTES("-", row)[0] == [256, *b"two\nlines"]
 
 
-def test_data_of_several_tokenizers_are_refused(tmp_path, monkeypatch):
+def test_data_of_several_tokenizers_are_refused(tmp_path, text_cache):
     """Folders that say what made them, and text, which is tokenised now."""
-    monkeypatch.setattr(rows, "CACHE", tmp_path / "cache")
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_bytes(jsonl(ROWS))
         run([tmp_path / f"{name}.jsonl"], tmp_path / name)

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import activations
 import check
-import guard
 import machine
 import shard
 from config import parse_args
@@ -90,104 +89,6 @@ def run_ranks(n: int, code: str, *args: str, fresh: bool = False) -> str:
         done = run_code(code, ["worker.py", str(ROOT), *args], n)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
-
-
-def make_batch(rank: int = 0, ranks: int = 1):
-    """Four rows with very uneven masks, or a rank's share of them."""
-    g = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 258, (4, 32), generator=g)
-    targets = torch.randint(0, 258, (4, 32), generator=g)
-    for row, kept in enumerate((32, 3, 17, 0)):
-        targets[row, kept:] = -100
-    share = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
-    return tokens[share], targets[share]
-
-
-def train_steps(ranks: shard.Ranks, name: str, mesh=None, dtype=torch.float32):
-    """Three steps in two micro-batches each -> (losses, gradient norms, final parameters as whole tensors)."""
-    from optim import update
-
-    config = replace(MODELS[name], router_aux_loss_coef=0.0)  # which is a micro-batch's own
-    with torch.device("meta"):
-        model = Transformer(config, dtype)
-    shard.shard_model(model, mesh, dtype)
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    shard.fill(model, random_init(config, shapes, 0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
-    gradients = guard.GradientGuard(model, guard.Config(clip=0.5), ranks, mesh)
-    tokens, targets = make_batch(ranks.rank, ranks.world_size)
-    losses, norms = [], []
-    for _ in range(3):
-        loss, trained, half = torch.zeros(()), 0, len(tokens) // 2
-        for i, rows in enumerate((slice(0, half), slice(half, None)) if half else (slice(None),)):
-            shard.sync_gradients(model, i == (1 if half else 0))
-            part = model(tokens[rows], targets[rows])
-            part.backward()
-            loss += part.detach()
-            trained += int((targets[rows] != -100).sum())
-        mean, norm, scale = gradients.reduce(loss, trained)
-        update(optimizer, 1e-3, scale, gradients.suppress)
-        losses.append(mean.item())
-        norms.append(norm.item())
-    whole = {
-        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in model.named_parameters()
-    }
-    return losses, norms, whole
-
-
-PARITY = """
-ranks = shard.init_ranks()
-for name, size in {cases!r}:
-    got = test_shard.train_steps(ranks, name, shard.make_mesh(size, ranks))
-    want = test_shard.train_steps(test_shard.ALONE, name)
-    for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True):
-        assert abs(a - b) < 1e-5 * max(1, abs(b)), (name, size, got[:2], want[:2])
-    for key in want[2]:
-        torch.testing.assert_close(got[2][key], want[2][key], rtol=1e-4, atol=1e-6, msg=lambda m: f"{{key}} {{m}}")
-    if ranks.rank == 0:
-        print("same", name, size)
-shard.leave(ranks)
-"""
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_train_like_one_process(tmp_path, ranks):
-    """Losses, norms and parameters after clipped AdamW steps, with uneven masks and accumulation, on every mesh.
-    test_parity.py compares gradients, in many more ways of dividing the work."""
-    models = ("tiny-llama", "tiny-llama3.2", "tiny-mixtral")
-    cases = [(name, size) for name in models for size in ((1, 2) if ranks == 2 else (2, 4))]
-    out = run_ranks(ranks, PARITY.format(cases=cases), str(tmp_path))
-    assert out.count("same") == len(cases)
-
-
-def test_fill_is_the_same_on_every_mesh(tmp_path):
-    """Each rank holds its slice of the one initialisation, bit for bit; of poisoned memory nothing is left."""
-    code = """
-from model import MODELS, Transformer, random_init
-ranks = shard.init_ranks()
-for name in ("tiny-llama3.2", "tiny-mixtral", "tiny-gpt2"):
-    for size in (1, 2, 3):
-        if ranks.world_size % size:
-            continue
-        with torch.device("meta"):
-            model = Transformer(MODELS[name])
-        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        shard.shard_model(model, shard.make_mesh(size, ranks), torch.float32)
-        model.to_empty(device="cpu")
-        model.tie_weights()
-        for tensor in [*model.parameters(), *model.buffers()]:
-            shard.local(tensor.detach()).fill_(float("nan"))
-        read = random_init(MODELS[name], shapes, 7)
-        shard.fill(model, read)
-        for n, p in model.named_parameters():
-            assert torch.equal(p.full_tensor(), read(n, tuple(slice(0, s) for s in p.shape))), n
-        assert model.lm_head.weight is model.embed_tokens.weight or not MODELS[name].tied
-print("done")
-shard.leave(ranks)
-"""
-    assert run_ranks(3, code, str(tmp_path)).count("done") == 3
 
 
 def peak_rss(reset: bool = False) -> int:
@@ -265,6 +166,7 @@ for size in (1, 2, 4):
         for n, p in model.named_parameters():
             assert torch.equal(p.full_tensor(), want[n]), (size, load, n)
             assert torch.equal(want[n].bfloat16().float(), want[n]) and want[n].std() > 0.5
+        assert (model.lm_head.weight is model.embed_tokens.weight) == config.tied
         print("same")
 shard.leave(ranks)
 """

@@ -35,7 +35,7 @@ from stream import HubFile, HubReader, Worker, find_text, permute
 from test_download import COMMITS, FakeHub
 
 T = 16
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = pytest.mark.usefixtures("text_cache")
 
 
 def text(file: int, row: int) -> str:

@@ -36,15 +36,8 @@ def _strings(n: int, seed: int = 0) -> list[str]:
     """Words, white space, control characters, control tokens' names, Unicode, and mixtures of them."""
     r = random.Random(seed)
     words = " ".join(TEXT[:10]).split(" ")
-    odd = [
-        "",
-        "  ",
-        "\r\n",
-        *" \n\t\0\x1c\x7f\x85\xa0\u2003\u2028\u3000\ufeff",
-        *SPECIAL,
-        *NAMES.split(),
-        *UNICODE.split(),
-    ]
+    odd = ["", "  ", "\r\n", *" \n\t\0\x1c\x7f\x85\xa0\u2003\u2028\u3000\ufeff"]
+    odd += [*SPECIAL, *NAMES.split(), *UNICODE.split()]
     out = ["", *odd, *(c * k for c in odd for k in (2, 3, 17))]
     while len(out) < n:
         parts = []
@@ -505,9 +498,8 @@ def test_own_expressions_cut_as_the_library_does(expression, tmp_path, monkeypat
     {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
 ])  # fmt: skip
 def test_other_decoders_are_refused(decoder, tmp_path):
-    with pytest.raises(
-        UserError, match="no decoder: it is" if decoder is None else "decoder {.*: it is not supported, expected Byte"
-    ):
+    said = "no decoder: it is" if decoder is None else "decoder {.*: it is not supported, expected Byte"
+    with pytest.raises(UserError, match=said):
         T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2") | {"decoder": decoder}))
     T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2")))
 
