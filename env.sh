@@ -1,14 +1,12 @@
 # shellcheck shell=bash
-# Sourced by launch.sh and test.sh, in the checkout. `environment NAME [REQUIREMENT ...]` sets `python` to one that has
-# requirements.txt and the extra REQUIREMENTs, the first of: a complete .venv; python3, if it has everything; python3 in
-# a .venv that sees its torch, with the rest installed; a .venv with everything. Nothing outside .venv is changed, and a
-# suitable torch is never replaced. `.venv/flatland-NAME` holds what was installed for NAME, so that another
-# requirements.txt installs again; `.venv/flatland-incomplete` is there while something is being installed: an
-# interrupted .venv is made anew. The caller's function `before_installing PYTHON` is called before anything is made.
+# Sourced by launch.sh and test.sh. `environment NAME [REQUIREMENT ...]` sets `python` to one that has requirements.txt
+# and the REQUIREMENTs, the first of: a complete .venv; python3, if it has all; python3 in a .venv that sees its torch,
+# with the rest installed; a .venv with all. Nothing outside .venv is changed, a suitable torch is never replaced.
+# `.venv/flatland-NAME` holds what was installed for NAME: other requirements are installed again. An interrupted .venv
+# has `flatland-incomplete` and is made anew. The caller's `before_installing PYTHON` is called before all that.
 python_versions='3.10 3.11 3.12 3.13 3.14'  # the Pythons for which there are wheels of the pinned torch
 torch_versions='2.11 2.13'                  # the first and the last minor version of torch that we run on
-cpu_index=https://download.pytorch.org/whl/cpu
-
+torch_index=https://download.pytorch.org/whl  # its folders cpu and cu126 have wheels that PyPI, with CUDA 13, has not
 complain() { printf '%s\n' "$2" >&2; exit "$1"; }  # complain STATUS MESSAGE
 torch_of() { "$1" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null; }
 stamp() { torch_of "$python" && printf '%s\n' "${needs[@]}"; }  # with torch: a .venv may see that of the system
@@ -44,48 +42,50 @@ make_venv() {  # make_venv PYTHON [inherit]: inherit: it sees the packages that 
 }
 
 install() {  # install REQUIREMENT...: into .venv; never another torch where a suitable one is
-  local pip=("$python" -u -m pip --disable-pip-version-check install --no-input --progress-bar off) why
+  local pip=("$python" -u -m pip --disable-pip-version-check install --no-input --progress-bar off) why build='' cuda
   "$python" -m pip --version >/dev/null 2>&1 || must_run "$PWD/.venv has no pip" "$python" -m ensurepip
   echo "Installing" "${@%%[=>]*}" "(some minutes; pip's own words go to .venv/pip.log)"
+  cuda=$(nvidia-smi 2>/dev/null | sed -nE 's/.*CUDA [A-Z ]*Version: *([0-9]+)\..*/\1/p') || true
   if [[ $1 != torch==* ]]; then
     set -- "torch==$(torch_of "$python")" "$@"
   elif [[ $(nvidia-smi -L 2>/dev/null) != "GPU "* ]]; then
-    echo "  no NVIDIA GPU here: trying torch for CPUs only, about 200 MB"
-    # Without dependencies: nothing but torch is looked up in this index, which may be out of reach.
-    run "Installing $1+cpu" "${pip[@]}" --no-deps --retries 1 --timeout 15 --extra-index-url "$cpu_index" "$1+cpu" || {
-      why="has no $1+cpu for Python $version that pip can install"
-      [[ $said != *Retrying*/whl/cpu/* ]] || why='cannot be reached'
-      echo "  $cpu_index $why (see .venv/pip.log): taking torch with CUDA, some GB"
-    }
+    build=cpu && echo "  no NVIDIA GPU here: trying torch for CPUs only, about 200 MB"
+  elif ((${cuda:-13} < 13)); then
+    build=cu126 && echo "  the NVIDIA driver here is one for CUDA $cuda: taking torch for CUDA 12.6, some GB"
+    ((cuda == 12)) || complain 2 "torch needs an NVIDIA driver for CUDA 12 or newer, this one is for $cuda: update it."
   fi
+  local index=$torch_index/$build once=(--no-deps --retries 1)  # nothing but torch is looked up in this index
+  [[ ! $build ]] || run "Installing $1+$build" "${pip[@]}" "${once[@]}" --extra-index-url "$index" "$1+$build" || {
+    why="$index has no $1+$build for Python $version that pip can install"
+    [[ $said != *Retrying*/whl/$build/* ]] || why="$index cannot be reached"
+    [[ $build == cpu ]] || complain 2 "$why (see .venv/pip.log). Mend that, or update the driver to one for CUDA 13."
+    echo "  $why (see .venv/pip.log): taking torch with CUDA, some GB"
+  }
   must_run 'Installing the requirements' "${pip[@]}" "$@"
 }
 
 make_complete() {  # with .venv's lock on descriptor 9
-  local missing base='' version ours=yes inherit=''
+  local missing base='' version ours=yes inherit=yes
   flock -n 9 || { echo "Another launch.sh or test.sh is at the environment: waiting for it" && flock 9; }
   ! is_complete || return 0
   if [[ -e .venv/flatland-incomplete ]] || ! "$python" -c '' 2>/dev/null; then
     base=$(command -v python3) || complain 2 "There is no python3 here (it may be ${python_versions// /, }).
 On Debian and Ubuntu: sudo apt install python3 python3-venv"
-  elif ! compgen -G '.venv/flatland-*' >/dev/null; then
-    ours=''  # the user's own: what it lacks is installed, but it is never made anew
+  else  # the user's own: what it lacks is installed, but it is never made anew
+    compgen -G '.venv/flatland-*' >/dev/null || ours=''
   fi
   examine "${base:-$python}"
-  # A Python that the pinned torch has no wheels for would only fail later, in pip's words.
-  [[ " $python_versions " == *" $version "* ]] ||
+  [[ " $python_versions " == *" $version "* ]] ||  # pip would fail, later
     complain 2 "${base:-$python} is Python $version; torch runs on Python ${python_versions// /, }.
 With one of these installed, say python3.12: python3.12 -m venv --clear .venv && bash launch.sh"
-  if [[ ! ${missing[*]} && $base ]]; then
-    python=$base && return
-  elif [[ ${missing[*]} ]]; then
+  [[ ${missing[*]} || ! $base ]] || { python=$base && return; }
+  if [[ ${missing[*]} ]]; then
     [[ ! $(type -t before_installing) ]] || before_installing "${base:-$python}"
-    if [[ $base && ${missing[0]} == torch==* ]]; then missing=("${needs[@]}"); else inherit=yes; fi
+    [[ ! $base || ${missing[0]} != torch==* ]] || { missing=("${needs[@]}") && inherit=''; }
     [[ ! $base ]] || make_venv "$base" "$inherit"
     [[ ! $ours ]] || : >.venv/flatland-incomplete
     install "${missing[@]}"
-    "$python" -c 'import torch' 2>/dev/null ||
-      complain 1 "torch is installed, but not usable. See: $python -c 'import torch'"
+    "$python" -c 'import torch' 2>/dev/null || complain 1 "The torch installed is not usable: $python -c 'import torch'"
     echo "Installed."
   fi
   [[ ! $ours ]] || stamp >"$file"

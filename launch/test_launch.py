@@ -323,7 +323,7 @@ def test_a_python_without_wheels_of_torch_is_refused_by_name(checkout):
 # A Python without packages, whose `-m venv` makes an environment whose pip finds no torch for CPUs.
 BARE_PYTHON = """case "$*" in
   *'-m venv'*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
-  *'-m pip'*+cpu) echo "$PIP_SAYS"; exit 1 ;;
+  *'-m pip'*+c*) echo "$PIP_SAYS"; exit 1 ;;
   *'-m pip --version') ;;
   *'-m pip'*) echo 'ERROR: no more'; exit 1 ;;
   *) exec "{python}" -S "$@" ;;
@@ -378,6 +378,22 @@ def test_why_there_is_no_torch_for_cpus_is_said(bare, pip_says, reason):
     assert f"/whl/cpu {reason}" in out and "taking torch with CUDA" in out
     assert status == 2 and err.startswith("Installing the requirements: ERROR: no more\n")
     assert (bare.folder / ".venv" / "flatland-incomplete").exists()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "message"),
+    [
+        ("12.4", "/whl/cu126 has no torch==2.13.0+cu126 for Python 3"),
+        ("11.8", "torch needs an NVIDIA driver for CUDA 12 or newer, this one is for 11"),
+        ("13.0", "Installing the requirements: ERROR: no more"),
+    ],
+)
+def test_torch_is_chosen_by_the_driver(bare, cuda, message):
+    line = f"| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: {cuda}     |"
+    bare.script(bare.short / "bin" / "nvidia-smi", f'[ "$1" = -L ] && echo "GPU 0: X" || echo "{line}"')
+    status, out, err = bare.launch()
+    assert status == 2 and message in err and "Traceback" not in err
+    assert ("driver here is one for CUDA 1" in out) == (cuda < "13")
 
 
 def test_help(checkout):
