@@ -849,8 +849,8 @@ def verb_status(words: list[str], settings: dict):
 
 
 def columns(rows: list) -> str:
-    """Rows of words, each column as wide as its longest word."""
-    widths = [max(map(len, column)) + 2 for column in zip_longest(*rows, fillvalue="")]
+    """Rows of words, each column as wide as its longest word; the last word of a row may be longer."""
+    widths = [max(map(len, column)) + 2 for column in zip_longest(*(row[:-1] for row in rows), fillvalue="")] + [0]
     return "\n".join("".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 

@@ -85,7 +85,7 @@ def tail(path, lines):
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - 65536))
-            return "".join(file.read().decode(errors="replace").splitlines(True)[-lines:])
+            return "".join(file.read().decode(errors="replace").splitlines(True)[-lines:] if lines else "")
     except OSError:
         return ""
 

@@ -331,6 +331,7 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint_and_names_the_fi
 )
 def test_how_a_run_ended_is_told_once(supervisor, capsys, state, status, said):
     supervisor.save(state=state, step=3, message="m")
+    (supervisor.out / "log.txt").write_text("old\n")
     assert cluster.Follower(supervisor.out, "r").to_the_end() == status
     (supervisor.out / "log.txt").write_text(said)
     assert cluster.Follower(supervisor.out, "r", lines=9).to_the_end() == status
