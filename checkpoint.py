@@ -32,13 +32,12 @@ from errors import UserError, read_json, run_script, write_whole  # first: it fi
 
 import torch  # isort: skip
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from config import Config, fields_that_resume
 from data import Loader, merge_positions
 from guard import ANSWER, NotFinite, Run, compare_replicas
 from machine import available_memory
-from optim import DTYPES
+from optim import DTYPES, is_sharded
 from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, fill, fill_tensors, gather, local, local_slices, on_all, on_first_rank, owns, reshard
 from text import knows_text
@@ -240,7 +239,7 @@ def own_parts(
         state = optimizer.state.get(parameter, {}).items()
         values = {"model": parameter} | {k: v for k, v in state if isinstance(v, Tensor) and k != "step"}
         for kind, value in values.items():
-            mine = owns(value) if isinstance(value, DTensor) else ranks.rank == 0
+            mine = owns(value) if is_sharded(value) else ranks.rank == 0
             if mine and local(value).numel():
                 part = tensors[f"{kind}.{name}"] = local(value.detach())
                 places[f"{kind}.{name}"] = {

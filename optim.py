@@ -22,8 +22,6 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 PIECE = {"eager": 2**18, "compiled": 2**30}  # elements: what the temporaries of the one fit in a cache; 32-bit indices
@@ -189,17 +187,28 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     return ((x.view(torch.int32) + (bits & 0xFFFF)) & -65536).view(torch.float32).bfloat16()
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. One process makes none, and is spared their import, which takes half a second."""
+    return hasattr(tensor, "placements")
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def local_part(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """-> (shape of this rank's part, where it begins in the whole tensor)"""
+    if not is_sharded(tensor):
+        return tensor.shape, (0,) * tensor.ndim
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 def _local_start(tensor: Tensor) -> int:
     """The number that the first element of this rank's part has in the whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return sum(s * math.prod(tensor.shape[d + 1 :]) for d, s in enumerate(start))
+    return sum(s * math.prod(tensor.shape[d + 1 :]) for d, s in enumerate(local_part(tensor)[1]))
 
 
 def update(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:

@@ -26,20 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from errors import UserError, read_ahead
 from machine import find_device, keep_memory, set_determinism
-from optim import local
+from optim import is_sharded, local, local_part
 
 logger = logging.getLogger("flatland")
 WATCHDOG = 15  # seconds that a rank's watchdog has to find out who is behind
@@ -148,6 +138,15 @@ def shard_model(
     Neither the embedding nor our loss head needs its weight in the backward pass: it is not gathered again."""
     if mesh is None:
         return
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+    from torch.distributed.tensor import Shard
+
     size = mesh["shard"].size()
 
     def placement(parameter: nn.Parameter) -> Shard | None:
@@ -195,7 +194,7 @@ def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor], loa
 
 
 def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str) -> None:
-    source = _sent_by_rank0 if load == "rank0" and isinstance(named[0][1], DTensor) else _read_here
+    source = _sent_by_rank0 if load == "rank0" and is_sharded(named[0][1]) else _read_here
     total, mine = (sum(p.numel() for p in ps) for ps in ([p for _, p in named], [local(p) for _, p in named]))
     done, size, begin = 0, 0.0, time.perf_counter()
     said = begin
@@ -251,7 +250,7 @@ def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor
 
 def _sharding(parameter: Tensor) -> tuple[int, int, int]:
     """(dimension that is divided, number of parts, this rank's)"""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return 0, 1, 0
     return parameter.placements[-1].dim, parameter.device_mesh.size(-1), parameter.device_mesh.get_coordinate()[-1]
 
@@ -284,15 +283,12 @@ def _padded(values: Tensor, shape: list[int]) -> Tensor:
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Where this rank's part lies in the whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, n) for n in tensor.shape)
-    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+    return tuple(slice(start, start + n) for n, start in zip(*local_part(tensor), strict=True))
 
 
 def owns(tensor: Tensor) -> bool:
     """Whether this rank, among those that hold the same part, is the one to save it."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return True
     return all(
         not p.is_replicate() or c == 0
@@ -307,7 +303,7 @@ def sync_gradients(model: nn.Module, last: bool, reshard: str = "auto") -> None:
     """Before each micro-batch; last: of its step. Replicas reduce over each other with the last one only. Over the
     ranks of a copy each one is reduced: whole gradients of a large model would not fit. With --reshard never the
     parameters stay gathered until the last."""
-    if isinstance(model, FSDPModule):
+    if hasattr(model, "set_requires_all_reduce"):  # FSDP's
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or reshard != "never")
 
@@ -316,7 +312,7 @@ def reshard(model: nn.Module) -> None:
     """After a forward pass without a backward one: gives back what stayed gathered. Until then parameters are whole
     copies in the compute dtype, nothing to save or to update."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if hasattr(module, "reshard"):
             module.reshard()
 
 
