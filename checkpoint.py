@@ -28,9 +28,28 @@ from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 
-from errors import UserError, read_json, run_script, write_whole  # first: it finds the Python that has torch
+from errors import UserError, check_words, read_json, run_script, write_whole  # first: it finds the right Python
 
-import torch  # isort: skip
+# ---- the command line, understood before torch is imported, which takes seconds
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="checkpoint.py", description="Looks at a run's checkpoints, or exports one.")
+    add = parser.add_argument
+    about = "what there is; every byte compared with its checksum (status 1 if one is wrong); the newest whole one as a"
+    add("verb", choices=("list", "verify", "export"), help=f"{about} Hugging Face folder")
+    add("run", type=Path, help="run folder")
+    add("out", type=Path, nargs="?", help="export: the folder to make")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="export: fp32 (default) is exact")
+    add("--shard_gb", type=float, default=5.0, help="export: largest file, in 10^9 bytes (default 5)")
+    add("--tokenizer", help="export: whose files to add; default: the run's; none = no files")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    check_words(parse)
+
+import torch
 from torch import Tensor, nn
 
 from config import Config, fields_that_resume
@@ -680,16 +699,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="checkpoint.py", description="Looks at a run's checkpoints, or exports one.")
-    add = parser.add_argument
-    about = "what there is; every byte compared with its checksum (status 1 if one is wrong); the newest whole one as a"
-    add("verb", choices=("list", "verify", "export"), help=f"{about} Hugging Face folder")
-    add("run", type=Path, help="run folder")
-    add("out", type=Path, nargs="?", help="export: the folder to make")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="export: fp32 (default) is exact")
-    add("--shard_gb", type=float, default=5.0, help="export: largest file, in 10^9 bytes (default 5)")
-    add("--tokenizer", help="export: whose files to add; default: the run's; none = no files")
-    args = parser.parse_args(argv)
+    args = parse(argv)
     if args.verb == "export":
         return _export(args) or 0
     if not folders(args.run):

@@ -14,9 +14,44 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import UserError, read_json, run_script  # first: it finds the Python that has torch
+from errors import UserError, check_words, read_json, run_script  # first: it finds the Python that has torch
 
-import torch  # isort: skip
+# ---- the command line, understood before torch is imported, which takes seconds
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="generate.py",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--run", required=True, metavar="NAME", help="run folder, Hugging Face folder, or hub id that is downloaded")
+    add("--prompt", default=[""], nargs="+", metavar="TEXT", help="what the text begins with; several: a text of each")
+    add("--chat", action="store_true", help="a prompt is a user's message; prints the answer")
+    add("--system", metavar="TEXT", help="with --chat: the system message")
+    add("--tokens", default=300, type=int, help="how many new tokens at most")
+    add("--temperature", default=0.8, type=float, help="0 = always the most probable token")
+    add("--top_k", default=0, type=int, help="choose among the k most probable tokens; 0 = all")
+    add("--top_p", default=0.95, type=float, help="choose among the most probable that together have this probability")
+    add("--seed", default=0, type=int, help="of the choices")
+    add("--tokenizer", metavar="NAME", help="as for train.py; None = the run's or the folder's own")
+    add("--dtype", default="auto", choices=("auto", "bf16", "tf32", "fp32"), help="auto = the run's or the weights'")
+    args = parser.parse_args(argv)
+    if not (0 <= args.temperature < math.inf and 0 < args.top_p <= 1 and args.top_k >= 0 and args.tokens >= 1):
+        raise UserError("--temperature must be >= 0, --top_p in (0, 1], --top_k >= 0, --tokens >= 1")
+    if args.system is not None and not args.chat:
+        raise UserError("--system is the beginning of a conversation: give --chat too")
+    if args.chat and not all(args.prompt):
+        raise UserError("--chat: give the user's message as --prompt")
+    return args
+
+
+if __name__ == "__main__":
+    check_words(parse)
+
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -270,36 +305,8 @@ def read_prompt(source: Source, text: str, chat: bool, system: str | None) -> li
     return render_chat(tokenizer, messages, chat_family(tokenizer, kind))[0]
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="generate.py",
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--run", required=True, metavar="NAME", help="run folder, Hugging Face folder, or hub id that is downloaded")
-    add("--prompt", default=[""], nargs="+", metavar="TEXT", help="what the text begins with; several: a text of each")
-    add("--chat", action="store_true", help="a prompt is a user's message; prints the answer")
-    add("--system", metavar="TEXT", help="with --chat: the system message")
-    add("--tokens", default=300, type=int, help="how many new tokens at most")
-    add("--temperature", default=0.8, type=float, help="0 = always the most probable token")
-    add("--top_k", default=0, type=int, help="choose among the k most probable tokens; 0 = all")
-    add("--top_p", default=0.95, type=float, help="choose among the most probable that together have this probability")
-    add("--seed", default=0, type=int, help="of the choices")
-    add("--tokenizer", metavar="NAME", help="as for train.py; None = the run's or the folder's own")
-    add("--dtype", default="auto", choices=("auto", *DTYPES), help="auto = that of the run, or of the folder's weights")
-    return parser
-
-
 def main(argv: list[str]) -> None:
-    args = make_parser().parse_args(argv)
-    if not (0 <= args.temperature < math.inf and 0 < args.top_p <= 1 and args.top_k >= 0 and args.tokens >= 1):
-        raise UserError("--temperature must be >= 0, --top_p in (0, 1], --top_k >= 0, --tokens >= 1")
-    if args.system is not None and not args.chat:
-        raise UserError("--system is the beginning of a conversation: give --chat too")
-    if args.chat and not all(args.prompt):
-        raise UserError("--chat: give the user's message as --prompt")
+    args = parse(argv)
     source = open_source(args.run, args.tokenizer, args.chat)
     prompts = [read_prompt(source, text, args.chat, args.system) for text in args.prompt]
     check_length(source.config, max(map(len, prompts)), args.tokens)

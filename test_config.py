@@ -476,7 +476,7 @@ def imports(script: str, *words: str, status: int) -> set[str]:
 
 @pytest.mark.parametrize("script, words, status", [
     ("train.py", "--help", 0), ("train.py", "--stepps 3", 2), ("train.py", "--lr 0 --data a.txt", 2),
-    ("download.py", "--help", 0),
+    ("download.py", "--help", 0), ("generate.py", "--run x --top_p 3", 2), ("checkpoint.py", "lst x", 2),
 ])  # fmt: skip
 def test_words_are_answered_without_torch(script, words, status):
     imported = imports(script, *words.split(), status=status)
