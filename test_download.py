@@ -320,7 +320,7 @@ def test_kill_and_resume_from_the_last_byte(hub, tmp_path):
     assert find("org/model", "--weights").joinpath("model-00001-of-00002.safetensors").read_bytes() == BIG
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_ended_by_a_signal(hub, tmp_path, number):
     hub.cdn.slow = 0.02
     child = run(tmp_path, hub, "org/model")
@@ -331,7 +331,7 @@ def test_ended_by_a_signal(hub, tmp_path, number):
     assert "Traceback" not in said and TOKEN not in said
 
 
-@pytest.mark.parametrize("out", [False, True])
+@pytest.mark.parametrize("out", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_processes_share_the_work(hub, tmp_path, out):
     hub.cdn.slow = 0.005
     where = ["--out", str(tmp_path / "out")] if out else []

@@ -414,7 +414,9 @@ def test_what_a_step_waits_for_is_known(hub):
     reader = threading.Thread(target=next, args=(steps,), daemon=True)
     reader.start()
     watchdog = SimpleNamespace(loaders=[loader], clock=SimpleNamespace(stack=["steps", "data"]))
-    while not (said := guard.Watchdog._awaited(watchdog)) and reader.is_alive():
+    for _ in range(300):
+        if said := guard.Watchdog._awaited(watchdog):
+            break
         release.wait(0.1)
     assert re.match(r", waiting for en/c4-train.\d+-of-\d+.json.gz of 127.0.0.1: nothing", said)
     watchdog.clock.stack.append("saves")
