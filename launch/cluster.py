@@ -235,6 +235,7 @@ class Connection:
         lines = (line for line in self.process.stdout if line.startswith(b"{") and line.endswith(b"}\n"))
         answer = json.loads(next(lines, b"{}"))  # other lines are a .bashrc's
         timer.cancel()
+        timer.join()  # so that a fork has no threads to lose
         if "refused" in answer:
             raise Refused(answer["refused"])
         if answer:

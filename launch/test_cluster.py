@@ -55,10 +55,7 @@ def test_hosts_files(monkeypatch, tmp_path, text, expected):
     [
         ("# node1\n\n", "names no machine"),
         ("node1\n-oProxyCommand=evil", "hosts line 2: '-oProxyCommand=evil'"),
-        ("node1;reboot", "'node1;reboot' is no host"),
-        ("-oProxyCommand@node1", "'-oProxyCommand@node1' is no host"),
-        (".a@node1", "is no host"),
-        ("$(reboot)", "is no host"),
+        *((text, f"'{text}' is no host") for text in ("node1;reboot", "-oProxyCommand@node1", ".a@node1", "$(reboot)")),
         ("node1:ssh", "is no host"),
         ("node1:70000", "no such port"),
         ("localhost:22", "without ssh"),
@@ -326,17 +323,23 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint_and_names_the_fi
     assert launch["report"] == f"report 1\n{supervisor.out}: gave up after 1 try without progress"
 
 
-@pytest.mark.parametrize(
-    ("state", "status", "said"), [("error", 2, "error: m\n"), ("failed", 1, "r: failed at step 3: m\n")]
-)
-def test_how_a_run_ended_is_told_once(supervisor, capsys, state, status, said):
+@pytest.mark.parametrize(("state", "status"), [("error", 2), ("failed", 1)])
+def test_how_a_run_ended_is_told_once(supervisor, capsys, state, status):
+    said = {"error": "error: m\n", "failed": "r: failed at step 3: m\n"}[state]
     supervisor.save(state=state, step=3, message="m")
     (supervisor.out / "log.txt").write_text("old\n")
     assert cluster.Follower(supervisor.out, "r").to_the_end() == status
     (supervisor.out / "log.txt").write_text(said)
     assert cluster.Follower(supervisor.out, "r", lines=9).to_the_end() == status
-    printed = capsys.readouterr()
-    assert (printed.err, printed.out) == (said, said)
+    assert capsys.readouterr() == (said, said)
+
+
+def test_the_prefix_is_not_for_terminals(supervisor, capsys, monkeypatch):
+    (supervisor.out / "log.txt").write_text("2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184\nno prefix\n")
+    supervisor.save(state="finished", step=20, message="")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cluster.Follower(supervisor.out, "r", lines=9).to_the_end() == 0
+    assert capsys.readouterr().out == "Batch 20 Loss: 8.42184\nno prefix\nr: finished at step 20\n"
 
 
 def test_a_hosts_name_is_no_option_of_ssh(tmp_path, monkeypatch):
