@@ -532,14 +532,7 @@ def examine(request):
 
     examine_names(row, request)
     row("folder", "shared" if (ROOT / request["folder_mark"]).exists() else "its own")
-    environments = {pid: environment_of(pid) for pid in all_pids()}
-    left = {pid: e.get("TORCHELASTIC_ERROR_FILE", "torchrun").partition("/logs/")[0]
-            for pid, e in environments.items() if "TORCHELASTIC_RUN_ID" in e}  # fmt: skip
-    used = [f"GPU {i} {size} MiB" for i, size in enumerate(query_gpus("memory.used")) if float(size) > 1000]
-    end = "kill " + " ".join(map(str, left)) if left else "nvidia-smi"
-    busy = [*(f"{pid} ({run})" for pid, run in left.items()), *used]
-    shown = f"{len(left)} processes" if left else ", ".join(used) or "nothing"
-    row("left over", shown, busy, f"{', '.join(busy)}; if it is of no use: {{there}}{end}")
+    examine_processes(row)
     runs = ROOT / "runs"
     for name, path, least in ("free runs", runs if runs.exists() else ROOT, DISK), ("free /dev/shm", "/dev/shm", SHM):
         free = shutil.disk_usage(path).free / 1e9
@@ -560,6 +553,18 @@ def examine(request):
     alike = {"code": content_hash(), "python": python, "torch": torch["out"].strip(), "driver": driver, "GPUs": gpu}
     error = last_line(torch["err"]) if torch["exit"] else ""
     return {"rows": rows, "alike": alike, "time": time.time(), "torch_error": error}
+
+
+def examine_processes(row):
+    """What other runs have left on this host."""
+    environments = {pid: environment_of(pid) for pid in all_pids()}
+    left = {pid: e.get("TORCHELASTIC_ERROR_FILE", "torchrun").partition("/logs/")[0]
+            for pid, e in environments.items() if "TORCHELASTIC_RUN_ID" in e}  # fmt: skip
+    used = [f"GPU {i} {size} MiB" for i, size in enumerate(query_gpus("memory.used")) if float(size) > 1000]
+    end = "kill " + " ".join(map(str, left)) if left else "nvidia-smi"
+    busy = [*(f"{pid} ({run})" for pid, run in left.items()), *used]
+    shown = f"{len(left)} processes" if left else ", ".join(used) or "nothing"
+    row("left over", shown, busy, f"{', '.join(busy)}; if it is of no use: {{there}}{end}")
 
 
 def examine_names(row, request):

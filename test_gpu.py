@@ -1,0 +1,324 @@
+"""What decides whether a GPU trains right: waits, kernels, graphs, memory, values, whole runs. More of it, against fp64
+or a CPU, is in test_attention.py, test_fp8.py, test_shard.py and test_optim.py.
+
+    python -m pytest -m gpu        on a GPU
+    python -m pytest -m host       of these, what is true of the host's side alone: torch's CUDA build over a stand-in
+                                   for the driver, whose kernels compute nothing, decides it, too"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import activations
+import attention
+import check
+import fp8
+import guard
+import model as model_module
+import shard
+import train
+from config import parse_args
+from data import Batch
+from errors import ROOT
+from model import IGNORE, LossHead, Transformer, cross_entropy, document_begins, grouped_matmul, random_init
+from optim import make_optimizer
+from shapes import MODELS, ModelConfig
+
+pytestmark = pytest.mark.gpu
+host = pytest.mark.host
+CUDA = torch.device("cuda", 0)
+TINY = "--dim 256 --n_heads 4 --ffn_dim 512 --n_layers 2 --vocab_size 8192 --seq_len 512 --micro_batch 16"
+KINDS = {
+    "llama": "",
+    "gpt2": "--model tiny-gpt2 --seq_len 256",
+    "mixtral": "--model tiny-mixtral",
+    "packed": "--documents separate",
+    "selective": "--checkpointing selective",
+    "offloaded activations": "--checkpointing block --offload_activations",
+    "bf16 states": "--param_dtype bf16 --state_dtype bf16",
+    "fp8 tensor": "--fp8 tensor",
+    "fp8 row": "--fp8 row",
+    "fp8 row_gw_hp": "--fp8 row_gw_hp",
+}
+
+
+def make_batch(config) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    shape = config.micro_batch, config.seq_len
+    tokens = torch.randint(0, config.model_config.vocab_size, shape, generator=generator)
+    if config.documents != "separate":
+        return Batch(tokens, tokens)
+    positions = (torch.arange(shape[1]) % (shape[1] // 4)).expand(shape).contiguous()
+    return Batch(positions, positions, positions, document_begins(positions))
+
+
+def make_training(flags: str, mesh: bool = False):
+    """-> step(): one optimizer step, as train.py makes it, returning the loss; the model; the optimizer."""
+    ranks = shard.Ranks(0, 1, CUDA)
+    config = parse_args(f"--model tiny-llama {TINY} {flags}".split())
+    config = replace(check.resolve(config, CUDA, 1), compile="none")
+    grid = shard.make_mesh(1, ranks, offload=True) if mesh else None
+    model = train.build(config, ranks, grid)
+    scales, optimizer = fp8.prepare(model, config, grid, False), make_optimizer(model, config)
+    shard.fill(model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
+    gradients, batch = guard.GradientGuard(model, config, ranks, grid), make_batch(config)
+
+    def step(number: int) -> torch.Tensor:
+        loss, _, _ = train.train_step(model, optimizer, [batch, batch], 1e-3, gradients, scales, CUDA)
+        with contextlib.suppress(guard.NotFinite):  # over a stand-in, values are what lies in memory
+            gradients.check(number)
+        return loss
+
+    return step, model, optimizer
+
+
+@host
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_does_not_wait_for_the_gpu(kind):
+    step, _, _ = make_training(KINDS[kind])
+    step(1), step(2)  # the first makes the optimizer's state
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in (3, 4, 5):
+            step(number)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@host
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 32, 128), (12, 12, 64), (25, 25, 64), (32, 8, 80)], ids=str)
+def test_no_attention_keeps_all_probabilities(heads, dtype, separate):
+    assert "math" not in attention.kernel("sdpa", separate, CUDA, dtype, heads)
+
+
+def compiled_graphs(config: ModelConfig, mode: str, checkpointing: str, recipe: str, packed: bool) -> tuple[int, dict]:
+    """-> (graphs of three steps of training and two evaluations, breaks of them)"""
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    with CUDA:
+        model = Transformer(config, torch.bfloat16, "varlen")
+        tokens, batch = torch.zeros(2, 256, dtype=torch.int64), ()
+    if recipe:
+        fp8.convert_linears(model, recipe, small=True)
+    activations.checkpoint_activations(model, checkpointing)
+    with pytest.MonkeyPatch.context() as patch:  # traced, not compiled
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        shard.compile_model(model, mode)
+    for documents in (4, 16, 300):
+        if packed:
+            positions = (torch.arange(512) % (512 // documents)).view(2, 256)
+            batch = (
+                positions.to(CUDA),
+                Batch(positions, positions, positions, document_begins(positions)).to(CUDA).documents,
+            )
+        model(tokens, tokens, *batch).backward()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            model(tokens, tokens, *batch)
+    return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+@host
+@pytest.mark.parametrize(
+    "name, mode, checkpointing, recipe, packed",
+    [
+        ("llama", "block", "none", "", False),
+        ("llama", "block", "selective", "", True),
+        ("llama", "block", "selective", "row", False),
+        ("gpt2", "block", "block", "", False),
+        ("mixtral", "block", "selective", "tensor", False),
+        ("llama", "model", "none", "", False),
+        ("mixtral", "model", "none", "", False),
+    ],
+)
+def test_a_model_is_a_graph_for_its_blocks_and_one_for_its_loss(name, mode, checkpointing, recipe, packed):
+    """In training, and as many in evaluation; packed rows have one more, for many documents."""
+    small = {"dim": 128, "n_heads": 2, "head_dim": 64, "n_kv_heads": 2 if name == "gpt2" else 1, "n_layers": 3}
+    config = replace(MODELS[f"tiny-{name}"], **small)
+    graphs, breaks = compiled_graphs(config, mode, checkpointing, recipe, packed)
+    assert not breaks and graphs <= (4 if mode == "block" else 2) + packed
+
+
+def peak_of(run) -> int:
+    """Bytes beyond what was allocated before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@host
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_compiled_loss_needs_nothing_as_large_as_its_logits(dtype):
+    n, V = 1024, 128256
+    logits, targets = torch.zeros(n, V, device=CUDA, dtype=dtype), torch.zeros(n, device=CUDA, dtype=torch.int64)
+    compiled = torch.compile(cross_entropy, dynamic=False)
+    compiled(logits, targets, True)
+    assert peak_of(lambda: compiled(logits, targets, True)) < logits.nbytes // 100
+
+
+@host
+@pytest.mark.parametrize("entries", [64, 512, 2048])
+def test_packed_rows_need_little_memory(entries):
+    B, T, H, K, h = 2, 4096, 32, 8, 128
+    q, k, v = (torch.zeros(B, T, n, h, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for n in (H, K, K))
+    begins = torch.full((entries,), B * T, dtype=torch.int32, device=CUDA)
+    begins[0] = 0
+    out = attention.attention(q, k, v, begins, "varlen")
+    assert peak_of(lambda: out.backward(torch.zeros_like(out))) < 6 * (q.nbytes + k.nbytes + v.nbytes)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_loss_head_against_fp64(monkeypatch, size, compiled):
+    """Three chunks, of which the last is smaller; rows that are not trained on; logits of up to 1e4."""
+    monkeypatch.setitem(model_module.CHUNK_BYTES, "cuda", 256 * 4096 * 2)
+    config = ModelConfig(vocab_size=4096, dim=256, n_layers=1, n_heads=1, ffn_dim=256, max_seq_len=640)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 640, 256, generator=generator).bfloat16()
+    head = LossHead(config)
+    nn.init.normal_(head.weight, std=size / 16, generator=generator)
+    head.weight.data = head.weight.data.bfloat16().float()  # as the products see it
+    targets = torch.randint(0, 4096, (1, 640), generator=generator)
+    targets[0, ::7] = IGNORE
+    rows, w = x[0].double(), head.weight.detach().double()
+    logits = (rows @ w.T).bfloat16().double().requires_grad_()  # of 1e4, the next number is 64 away
+    expected = nn.functional.cross_entropy(logits, targets[0], ignore_index=IGNORE, reduction="sum")
+    expected.backward()
+    exact = (logits.grad @ w)[None], logits.grad.T @ rows
+    head, x = head.to(CUDA), x.to(CUDA).requires_grad_()
+    if compiled:
+        head.cross_entropy = torch.compile(head.cross_entropy, dynamic=False)
+    loss, _ = head(x, targets.to(CUDA))
+    loss.backward()
+    assert abs(loss.item() / expected.item() - 1) < 5e-3
+    for found, wanted in zip((x.grad, head.weight.grad), exact, strict=True):
+        assert (found.cpu().double() - wanted).norm() < 2e-2 * wanted.norm()
+    assert not x.grad[0, ::7].any()
+
+
+@pytest.mark.parametrize("h", [64, 128, 256])
+@pytest.mark.parametrize("documents", [1, 33, 513])
+def test_many_documents_against_each_alone(documents, h):
+    """One call for all, or a few heads at a time, gives what plain causal attention gives a document alone."""
+    T, generator = 1026, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, T, n, h, generator=generator).bfloat16().to(CUDA).requires_grad_() for n in (8, 2, 2))
+    length = -(-T // documents)
+    positions = (torch.arange(T) % length)[None]
+    begins = document_begins(positions).to(CUDA)
+    out = attention.attention(q, k, v, begins, "varlen")
+    gradient = torch.randn(out.shape, generator=generator).bfloat16().to(CUDA)
+    found = torch.autograd.grad(out, (q, k, v), gradient)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    keep = model_module.document_mask(positions.to(CUDA))
+    groups = [exact[0].transpose(1, 2), *(t.transpose(1, 2).repeat_interleave(4, 1) for t in exact[1:])]
+    wanted = nn.functional.scaled_dot_product_attention(*groups, attn_mask=keep).transpose(1, 2)
+    wanted.backward(gradient.double())
+    assert (out - wanted).norm() < 2e-2 * wanted.norm()
+    for a, b in zip(found, exact, strict=True):
+        assert (a - b.grad).norm() < 4e-2 * b.grad.norm()
+
+
+@pytest.mark.parametrize("counts", [(0, 37, 0, 91), (128, 0, 0, 0), (1, 1, 1, 125)], ids=str)
+def test_experts_without_tokens_and_odd_groups(counts):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(counts), 64, generator=generator).bfloat16().to(CUDA).requires_grad_()
+    w = torch.randn(4, 96, 64, generator=generator).bfloat16().to(CUDA).requires_grad_()
+    ends = torch.tensor(counts).cumsum(0).int()
+    grouped_matmul(x, w, ends.to(CUDA)).float().square().sum().backward()
+    exact_x, exact_w = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    grouped_matmul(exact_x, exact_w, ends).square().sum().backward()
+    for found, exact in ((x.grad, exact_x.grad), (w.grad, exact_w.grad)):
+        assert (found - exact).norm() < 2e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", ["llama", "bf16 states"])
+def test_a_suppressed_update_changes_no_bit(kind):
+    step, model, optimizer = make_training(KINDS[kind])
+    step(1)
+    state = [p for p in model.parameters()] + [t for s in optimizer.state.values() for t in s.values()]
+    before = [t.detach().clone() for t in state]
+    model.norm.weight.data[0] = float("nan")
+    before[[t is model.norm.weight for t in state].index(True)][0] = float("nan")
+    step(2)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state, before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "bf16 states"])
+def test_a_mesh_of_one_rank_changes_nothing(kind):
+    losses = []
+    for mesh in (False, True):
+        step, _, _ = make_training(KINDS[kind], mesh)
+        losses.append([step(n).item() for n in range(1, 4)])
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+# ---- whole runs
+
+
+def run_train(out, words: str, status: int = 0, send: int = 0) -> str:
+    """send: a signal, as soon as a step has been recorded."""
+    line = [sys.executable, "train.py", "--model", "tiny-llama", "--compile", "none", "--out", str(out), *words.split()]
+    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while send and process.poll() is None:
+        if os.path.exists(out / "metrics.jsonl") and (out / "metrics.jsonl").read_text():
+            process.send_signal(send)
+            send = 0
+        time.sleep(0.1)
+    said, _ = process.communicate()
+    assert process.returncode == status, said
+    return said
+
+
+def losses_of(out) -> list[float]:
+    return [r["loss"] for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "loss" in r]
+
+
+def test_resumed_runs_repeat_the_bits_of_an_uninterrupted_one(tmp_path):
+    """Deterministic kernels; checkpoints are written while the training goes on."""
+    words = "--deterministic --log_every 1 --save_every 4 --eval_every 0 --sample_every 0 --schedule constant --steps"
+    for out, steps in (("whole", 12), ("halves", 6), ("halves", 12)):
+        run_train(tmp_path / out, f"{words} {steps}")
+    assert losses_of(tmp_path / "halves")[6:] == losses_of(tmp_path / "whole")[6:]
+
+
+def test_a_run_that_is_told_to_stop_saves(tmp_path):
+    run_train(tmp_path / "run", "--steps 1000000 --log_every 1 --eval_every 0", send=signal.SIGTERM)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "stopped" and (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+
+def test_what_does_not_fit_is_explained(tmp_path):
+    said = run_train(tmp_path / "run", "--seq_len 2048 --micro_batch 100000", status=1)
+    assert "--micro_batch" in said and "CUDA out of memory" in said
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+    said = run_train(tmp_path / "run", "--lr 1e30 --warmup_steps 0 --clip 0", status=1)
+    assert "not finite" in said or "is nan" in said or "is inf" in said
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("words", ["", "--fp8 tensor --fp8_all_gather", "--shard_size 1"])
+def test_two_gpus_train_as_one(tmp_path, words):
+    words += " --dim 256 --n_heads 4 --ffn_dim 512 --steps 4 --log_every 1 --eval_every 0 --sample_every 0"
+    words += " --batch_tokens 4096 --model tiny-llama --compile none"
+    run_train(tmp_path / "one", words.strip())
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    subprocess.run([*line, "--out", str(tmp_path / "two"), *words.split()], cwd=ROOT, check=True)
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=5e-3)
