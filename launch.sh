@@ -15,7 +15,7 @@
 # bash launch.sh doctor [--hosts A,B,C] [flags]  check every machine, and every link between them
 # bash launch.sh sync   [--hosts A,B,C]          copy code and environment to every machine's same path
 # bash launch.sh top    [--hosts A,B,C]          the machines' load and the run's progress, on one screen
-# bash launch.sh setup                           only make the environment, here
+# bash launch.sh setup  [flash-attn]             only make the environment, here; with that package, for --attention flash
 # Without --out: the newest run in runs/. Paths are relative to the folder of launch.sh.
 # Status: 0 finished or stopped, 2 a mistake in what was asked for, 1 anything else.
 
@@ -51,6 +51,14 @@ before_installing() {  # with a Python that may lack torch
   case $status in 2) exit 2 ;; 3) exit 0 ;; esac
 }
 
+install_flash() {
+  [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]] || complain 2 'flash-attn needs an NVIDIA GPU, an A100 or newer: there is none here.'
+  echo 'Where flash-attn has a wheel for this torch, its installer takes that. Else it compiles: that takes nvcc of the CUDA'
+  echo "toolkit$(command -v nvcc >/dev/null || echo ' (not here)'), 10 to 60 minutes, and 3 GB of memory for each of MAX_JOBS (${MAX_JOBS:-all cores}) at a time."
+  must_run 'Installing what builds flash-attn' "$python" -m pip install packaging ninja wheel
+  must_run 'Installing flash-attn' "$python" -m pip install --no-build-isolation flash-attn
+}
+
 hand_over() {  # hand_over VERB [WORD ...]
   local file=cluster
   case $1 in doctor | sync) file=doctor ;; top) file=top ;; esac
@@ -69,9 +77,10 @@ case $verb in
   help)
     sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh ;;
   setup)
-    (($# == 0)) || complain 2 "setup takes no arguments, not $1"
+    [[ $* == @(|flash-attn) ]] || complain 2 "setup takes flash-attn or nothing, not $*"
     unset -f before_installing
     environment run
+    [[ ! $* ]] || install_flash
     echo "$("$python" -V) with torch $(torch_of "$python"): $python" ;;
   train | sync | doctor)
     words=("$@")
