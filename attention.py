@@ -12,8 +12,8 @@ rows. `varlen` and `flash` are for documents that share a row on a GPU, and need
 sequences of many lengths, and that of the flash-attn package (which runs plain rows, too). For the others a boolean
 mask says the same.
 
-`auto` never takes flash-attn: on an A100 torch's own kernels are the same (FlashAttention 2), and from the H100 on torch
-prefers cuDNN's, which are faster than it (published: 1.7 to 2.3 times). What runs is in the log and in env.json.
+`auto` never takes flash-attn: on an A100 torch's own kernels are the same (FlashAttention 2), and from the H100 on
+torch prefers cuDNN's, which are faster (published: 1.7 to 2.3 times). What runs is in the log and in env.json.
 
 Letters: B batch, T tokens (queries), S keys, H heads, K key/value heads, h head_dim.
 """

@@ -108,20 +108,21 @@ class Saver:
 
     def __enter__(self) -> None:
         """Pinning the host's memory takes seconds, in which the first step is compiled."""
-        if self.config.save_async and self.ranks.device.type == "cuda":
-            self.thread = threading.Thread(target=self._pin, name="pinning")
-            self.thread.start()
-
-    def _pin(self) -> None:
+        if not self.config.save_async or self.ranks.device.type != "cuda":
+            return
         tensors, _ = own_parts(self.model, self.optimizer, self.ranks)
         if not self.optimizer.state:  # AdamW's, before the first update
             dtype = DTYPES[self.config.state_dtype]
-            names = [key.removeprefix("model") for key in tensors if key.startswith("model.")]
-            moments = (f"{kind}{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names)
-            tensors |= {key: tensors["model." + key.partition(".")[2]].to("meta", dtype) for key in moments}
+            names = [key.removeprefix("model.") for key in tensors if key.startswith("model.")]
+            moments = [(kind, name) for kind in ("exp_avg", "exp_avg_sq") for name in names]
+            tensors |= {f"{kind}.{name}": tensors[f"model.{name}"].to("meta", dtype) for kind, name in moments}
         if self._has_room(tensors):
-            for key, tensor in tensors.items():
-                self.pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.thread = threading.Thread(target=self._pin, args=(tensors,), name="pinning")
+            self.thread.start()
+
+    def _pin(self, tensors: dict[str, Tensor]) -> None:
+        for key, tensor in tensors.items():
+            self.pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         if error is None:

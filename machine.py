@@ -46,10 +46,12 @@ def find_device(processes: int, local_rank: int = 0) -> torch.device:
 
 def keep_memory() -> None:
     """glibc gives large blocks back to the kernel and faults them in again, every step: most of a CPU's training time.
-    Without an NVIDIA GPU, and unless the user has set MALLOC_*, let it keep them. With one, let torch's allocator grow
-    its blocks, which leaves fewer gaps, unless the user has set it. Call it before a GPU is used."""
-    if not any(k in os.environ for k in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    Without an NVIDIA GPU, and unless the user has set MALLOC_*, let it keep them. With one whose driver can, and unless
+    it is set, let torch's allocator grow its blocks, which leaves fewer gaps. Call it before a GPU is used."""
+    with contextlib.suppress(OSError):  # no driver
+        can_grow = hasattr(ctypes.CDLL("libcuda.so.1"), "cuMemAddressReserve")
+        if can_grow and not any(k in os.environ for k in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if (
         platform.libc_ver()[0] == "glibc"
         and not torch.cuda.is_available()

@@ -22,6 +22,7 @@ from torch import nn
 import activations
 import attention
 import check
+import checkpoint
 import fp8
 import guard
 import model as model_module
@@ -273,7 +274,7 @@ def test_a_mesh_of_one_rank_changes_nothing(kind):
 
 def run_train(out, words: str, status: int = 0, send: int = 0) -> str:
     """send: a signal, as soon as a step has been recorded."""
-    line = [sys.executable, "train.py", "--model", "tiny-llama", "--compile", "none", "--out", str(out), *words.split()]
+    line = [sys.executable, "train.py", "--model", "tiny-llama", "--out", str(out), *words.split()]
     process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while send and process.poll() is None:
         if os.path.exists(out / "metrics.jsonl") and (out / "metrics.jsonl").read_text():
@@ -293,32 +294,49 @@ def test_resumed_runs_repeat_the_bits_of_an_uninterrupted_one(tmp_path):
     """Deterministic kernels; checkpoints are written while the training goes on."""
     words = "--deterministic --log_every 1 --save_every 4 --eval_every 0 --sample_every 0 --schedule constant --steps"
     for out, steps in (("whole", 12), ("halves", 6), ("halves", 12)):
-        run_train(tmp_path / out, f"{words} {steps}")
+        run_train(tmp_path / out, f"--compile none {words} {steps}")
     assert losses_of(tmp_path / "halves")[6:] == losses_of(tmp_path / "whole")[6:]
 
 
 def test_a_run_that_is_told_to_stop_saves(tmp_path):
-    run_train(tmp_path / "run", "--steps 1000000 --log_every 1 --eval_every 0", send=signal.SIGTERM)
+    run_train(tmp_path / "run", "--compile none --steps 1000000 --log_every 1 --eval_every 0", send=signal.SIGTERM)
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "stopped" and (tmp_path / "run" / "checkpoints" / "latest").exists()
 
 
 def test_what_does_not_fit_is_explained(tmp_path):
-    said = run_train(tmp_path / "run", "--seq_len 2048 --micro_batch 100000", status=1)
+    said = run_train(tmp_path / "run", "--compile none --seq_len 2048 --micro_batch 100000", status=1)
     assert "--micro_batch" in said and "CUDA out of memory" in said
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
-    said = run_train(tmp_path / "run", "--lr 1e30 --warmup_steps 0 --clip 0", status=1)
+    said = run_train(tmp_path / "run", "--compile none --lr 1e30 --warmup_steps 0 --clip 0", status=1)
     assert "not finite" in said or "is nan" in said or "is inf" in said
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("words", ["", "--fp8 tensor --fp8_all_gather", "--shard_size 1"])
+# ---- two GPUs
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def run_two(out, words: str) -> None:
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    subprocess.run([*line, "--out", str(out), "--model", "tiny-llama", *words.split()], cwd=ROOT, check=True)
+
+
+@two_gpus
+@pytest.mark.parametrize("words", ["", "--shard_size 1 --param_dtype bf16 --state_dtype bf16", "--offload cpu"])
+def test_two_ranks_evaluate_and_save(tmp_path, words):
+    words += " --steps 3 --save_every 2 --eval_every 2 --eval_batches 1 --sample_every 0"
+    run_two(tmp_path / "run", f"{words} --compile none")
+    assert [(step, ok) for step, ok, _ in checkpoint.verify(tmp_path / "run")] == [(2, True), (3, True)]
+
+
+@two_gpus
+@pytest.mark.parametrize("words", ["", "--fp8 tensor --fp8_all_gather --compile block", "--shard_size 1"])
 def test_two_gpus_train_as_one(tmp_path, words):
     words += " --dim 256 --n_heads 4 --ffn_dim 512 --steps 4 --log_every 1 --eval_every 0 --sample_every 0"
-    words += " --batch_tokens 4096 --model tiny-llama --compile none"
-    run_train(tmp_path / "one", words.strip())
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    subprocess.run([*line, "--out", str(tmp_path / "two"), *words.split()], cwd=ROOT, check=True)
+    words += " --batch_tokens 4096"
+    run_train(tmp_path / "one", words.replace("--fp8_all_gather", ""))
+    run_two(tmp_path / "two", words)
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=5e-3)
