@@ -640,6 +640,18 @@ def _read_rope(values: dict, theta: float, path: Path) -> tuple[float, RopeScali
     theta = next(t for t in thetas if t is not None)
     kinds = (rope.pop("rope_type", None), rope.pop("type", None))
     kind = kinds[0] or kinds[1] or "default"
+    names = _rope_keys(kind, rope, path)
+    _check_positive([theta, *(rope[k] for k in names.values())], path)
+    if kind == "default":
+        return float(theta), None
+    scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in names.items()}, kind=kind)
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise UserError(f"{path}: high_freq_factor must be above low_freq_factor")
+    return float(theta), scaling
+
+
+def _rope_keys(kind: str, rope: dict, path: Path) -> dict[str, str]:
+    """{our name: the key} of what a type of RoPE has; refuses a type or keys that we do not know."""
     if kind != "default" and kind not in ROPE_KEYS:
         raise UserError(f"{path}: rope_type {kind!r} is not implemented; default and {', '.join(ROPE_KEYS)} are")
     if rope.get("partial_rotary_factor") in (1, None):
@@ -649,13 +661,7 @@ def _read_rope(values: dict, theta: float, path: Path) -> tuple[float, RopeScali
     for verb, wrong in (("lacks", needed - set(rope)), ("has", set(rope) - keys)):
         if wrong:
             raise UserError(f"{path}: RoPE of type {kind} {verb} {_some(sorted(wrong))}")
-    _check_positive([theta, *(rope[k] for k in needed)], path)
-    if kind == "default":
-        return float(theta), None
-    scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in names.items()}, kind=kind)
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise UserError(f"{path}: high_freq_factor must be above low_freq_factor")
-    return float(theta), scaling
+    return names
 
 
 def _check_positive(numbers: list, path: Path) -> None:

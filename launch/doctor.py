@@ -124,16 +124,22 @@ def examine_all(table: Table, hosts: list[Host], job: dict) -> None:
         if isinstance(answer, Exception):
             table.put("ssh", host, "fails", explain(host, answer))
             continue
-        ahead, behind = answer["time"] - time.time(), sent - answer["time"]
-        off, direction = max(ahead, behind), "ahead of" if ahead > behind else "behind"
-        problem = f"{off:.0f} s {direction} this machine's; {{there}}sudo chronyc makestep" if off > CLOCK else ""
-        table.put("clock", host, f"{off:.0f} s off" if problem else "agrees", problem)
+        table.put("clock", host, *judge_clock(answer["time"] - time.time(), sent - answer["time"]))
         for name, value in answer["alike"].items():
             error = answer["torch_error"] if name == "torch" else ""
             problem = f"{error or value}, others {usual[name]}; {ALIKE[name]}"
             table.put(name, host, value or "no", problem if error or value != usual[name] else "")
         for name, (text, problem) in answer["rows"].items():
             table.put(name, host, text, problem)
+
+
+def judge_clock(ahead: float, behind: float) -> tuple[str, str]:
+    """Seconds that a clock is ahead of the answer's arrival, and behind the question -> what to show, and what is
+    wrong."""
+    off, direction = max(ahead, behind), "ahead of" if ahead > behind else "behind"
+    if off <= CLOCK:
+        return "agrees", ""
+    return f"{off:.0f} s off", f"{off:.0f} s {direction} this machine's; {{there}}sudo chronyc makestep"
 
 
 # ---- links
