@@ -171,13 +171,13 @@ def test_nobody_sees_another_document(tmp_path):
 
 
 def test_documents_for_the_packed_kernels(tmp_path):
-    """Where documents begin: as the positions say, filled up to a count that stays the same."""
+    """Where documents begin: as the positions say, filled up to a multiple of 64."""
     c = config(write(tmp_path / "a.jsonl", conversations()), seq_len=400)
     for batch in epoch(make_loader(c)):
         starts = (batch.positions.flatten() == 0).nonzero().flatten().tolist()
         found = batch.documents.tolist()
         assert found[: len(starts)] == starts and set(found[len(starts) :]) == {4 * 400}
-        assert len(found) == 65 and batch.documents.dtype == torch.int32
+        assert len(found) % 64 == 0 and batch.documents.dtype == torch.int32
 
 
 # ---- mixtures
