@@ -126,7 +126,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         for name, tflops in PEAKS.items():
             if name in torch.cuda.get_device_name(device):
                 return tflops * 1e12, f"{name} data sheet, {tflops} TFLOP/s"
-    n = 8192 if device.type == "cuda" else 1024
+    found = [(measured_flops(n, device, dtype), n) for n in ((8192,) if device.type == "cuda" else (1024, 2048))]
+    best, n = max(found)
+    return best, f"the best of some {n} x {n} products in {str(dtype)[6:]}, {best / 1e12:.3f} TFLOP/s"
+
+
+def measured_flops(n: int, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the best of six products of n x n matrices."""
     own = torch.Generator(device).manual_seed(0)  # the run's random state is not touched
     a, b = (torch.randn(n, n, device=device, generator=own).to(dtype) for _ in range(2))
     best = float("inf")
@@ -138,7 +144,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cuda":
         del a, b, c
         torch.cuda.reset_peak_memory_stats(device)
-    return 2 * n**3 / best, f"a {n} x {n} matmul measured at start, {2 * n**3 / best / 1e12:.3f} TFLOP/s"
+    return 2 * n**3 / best
 
 
 def memory_gib(device: torch.device) -> float:
@@ -238,6 +244,7 @@ class Log:
         self.sources = sources
         self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=self.ranks.device)  # losses, tokens
         self.router_sums: Tensor | None = None
+        self.draw_after = 0.0  # of time.perf_counter()
         self._mark(resumed_step)
         if self.ranks.rank == 0:
             records = read_records(self.file)
@@ -363,10 +370,14 @@ class Log:
 
         on_first_rank(write, self.ranks)
 
-    def draw(self) -> None:
-        """Writes curves.png from metrics.jsonl."""
-        with self.run.phase("evaluation"):
-            self._draw()
+    def draw(self, always: bool) -> None:
+        """Writes curves.png from metrics.jsonl; unless always, so seldom that it takes a thousandth of a run's time."""
+        if always or time.perf_counter() > self.draw_after:
+            with self.run.phase("plots"):
+                begin = time.perf_counter()
+                self._draw()
+                end = time.perf_counter()
+            self.draw_after = end + 1000 * (end - begin)
 
     def _draw(self) -> None:
         records = read_records(self.file) if self.ranks.rank == 0 else []

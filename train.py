@@ -98,7 +98,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
             if due.save:
                 log.add(step, save_ms=saver.save(step, batches[0].tokens[0]))
             if due.draw:
-                log.draw()
+                log.draw(always=due.save)
             if due.sample:
                 write_samples(model, run, step)
             if due.stop:
