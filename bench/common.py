@@ -3,13 +3,13 @@
 The processes that train peers import this file too, and their start is measured: it imports little."""
 
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,12 +23,27 @@ import torch
 Row = dict[str, str | float | None]
 
 
-class Wrong(Failure):
-    """A result that is not the right one: nothing is measured then."""
+def row(
+    case: str, what: str, value: float | None = None, unit: str = "", ratio: float | None = None, note: str = ""
+) -> Row:
+    """case and what name it: `compare` finds it by them in another file of results. Figures and note may change."""
+    figures = {"median": value, "p10": value, "p90": value, "unit": unit, "ratio": ratio}
+    return {"case": case, "what": what} | figures | {"note": note}
 
 
-def row(case: str, what: str, value: float | None = None, unit: str = "", ratio: float | None = None) -> Row:
-    return {"case": case, "what": what, "unit": unit, "median": value, "p10": value, "p90": value, "ratio": ratio}
+def failed(case: str, what: str, why: object) -> Row:
+    return row(case, what, note=f"failed: {' '.join(str(why).split())[:400]}")
+
+
+def guarded(case: str, what: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows. An error, even one that would end the process, becomes the last of them: the others go on."""
+    try:
+        yield from rows
+    except ImportError as error:
+        yield row(case, what, note=f"not here: {error}")
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        yield failed(case, what, f"{type(error).__name__}: {error}")
 
 
 # ---- turns
@@ -38,7 +53,7 @@ class Turn(NamedTuple):
     """Some steps of a contender."""
 
     seconds: list[float]  # of each
-    peak: int = 0  # bytes of memory
+    peak: int = 0  # bytes of memory; on a GPU those beyond what was held before
     faults: float = 0.0  # page faults per step
     losses: tuple[float, ...] = ()  # of the step before the timed ones, and of these
     first: float = 0.0  # time.time() at the end of the step before
@@ -54,6 +69,7 @@ def timed(step: Callable[[], object], count: int = 1, cuda: bool = False) -> Tur
         return Turn([end - begin for begin, end in pairwise(marks)])
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
     for event in events[1:]:
@@ -61,44 +77,53 @@ def timed(step: Callable[[], object], count: int = 1, cuda: bool = False) -> Tur
         event.record()
     torch.cuda.synchronize()
     seconds = [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
-    return Turn(seconds, torch.cuda.max_memory_allocated())
+    return Turn(seconds, torch.cuda.max_memory_allocated() - held)
 
 
-def race(contenders: dict[str, Callable[[], Turn]], rounds: int, deadline: float = math.inf) -> dict[str, list[Turn]]:
-    """Lets contenders take turns, so that whatever else the machine does meets them alike. deadline: of
-    time.monotonic(), after which no second round begins."""
+def race(contenders: dict[str, Callable[[], Turn]], rounds: int) -> dict[str, list[Turn]]:
+    """Lets contenders take turns, so that whatever else the machine does meets them alike."""
     turns = {name: [] for name in contenders}
-    for number in range(rounds):
-        if number and time.monotonic() > deadline:
-            break
+    for _ in range(rounds):
         for name, take_turn in contenders.items():
             turns[name].append(take_turn())
     return turns
 
 
 def speed_rows(case: str, unit: str, amount: float, turns: dict[str, list[Turn]]) -> list[Row]:
-    """A row for each contender: the amount of a step per second, ratios to the last contender's."""
+    """A row for each contender: the amount of a step per second, ratios to the first contender's."""
     rows = []
     for name, several in turns.items():
         speeds = amount / np.concatenate([turn.seconds for turn in several])
         low, median, high = np.quantile(speeds, (0.1, 0.5, 0.9)).tolist()
-        rows.append(row(case, name, median, unit) | {"p10": low, "p90": high})
-    return [result | {"ratio": result["median"] / rows[-1]["median"]} for result in rows]
+        first = rows[0]["median"] if rows else median
+        rows.append(row(case, name, median, unit, median / first) | {"p10": low, "p90": high})
+    return rows
 
 
-def race_rows(case: str, unit: str, amount: float, works: dict[str, Callable], rounds: int) -> list[Row]:
-    """A row for each function, which does `amount` of work per call: once unmeasured, then in turns. Without rounds
-    nothing is timed."""
-    if not rounds:
-        return []
-    contenders = {name: partial(timed, work) for name, work in works.items()}
-    race(contenders, 1)
-    return speed_rows(case, unit, amount, race(contenders, rounds))
+def race_rows(
+    case: str, unit: str, amount: float, works: dict[str, Callable], rounds: int, take_turn: Callable = timed,
+    note: Callable[[str, float, Turn], str] = lambda *_: "",
+) -> Iterator[Row]:  # fmt: skip
+    """A row for each function, which does `amount` of work per step: one turn unmeasured (what fails is left out),
+    then in turns. note(name, speed, last turn). Without rounds nothing is timed."""
+    ready = {}
+
+    def start(name: str) -> Iterator[Row]:
+        take_turn(works[name])
+        ready[name] = partial(take_turn, works[name])
+        yield from ()
+
+    for name in works if rounds else ():
+        yield from guarded(case, name, start(name))
+    turns = race(ready, rounds)
+    for result in speed_rows(case, unit, amount, turns):
+        name = result["what"]
+        yield result | {"note": note(name, result["median"], turns[name][-1])}
 
 
 def require_same(what: str, *results) -> None:
     if any(result != results[0] for result in results):
-        raise Wrong(f"{what}: the results differ, so there is nothing to compare")
+        raise Failure(f"{what}: the results differ, so there is nothing to compare")
 
 
 def peak_rss(reset: bool = False) -> int:

@@ -16,16 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from common import (
-    Row,
-    Turn,
-    Wrong,
-    race,
-    row,
-    run_python,
-    speed_rows,
-    train_run,
-)  # first: it finds the Python that has torch
+from common import Row, Turn, failed, guarded, race, row, run_python, speed_rows, train_run  # first: it finds torch
 
 import torch  # isort: skip
 from torch import nn
@@ -110,14 +101,10 @@ def our_results(bench: Bench, tokens: tuple) -> dict[str, float]:
     for dtype in ("bf16", "fp32"):
         config, ranks = our_config([*bench.flags, "--dtype", dtype, "--compile", "none"])
         model = train.build(config, ranks, None)
-        fill(model, config)
+        fill(model, config, ranks.device)
         export_model(model, bench.folder / "model", replaces=True)
         results |= results_of(model, lambda call, x, y: call(x, y) / y.numel(), tokens, (dtype,), autocast=False)
     return results
-
-
-def peer_results(bench: Bench, peer: str, tokens: tuple) -> dict[str, float]:
-    return results_of(*PEERS[peer](bench.folder / "model", True, checkout=bench.args.nanogpt, tanh=True), tokens)
 
 
 def deviation(what: str, value: float, ours: float, bound: float) -> str:
@@ -129,21 +116,26 @@ def deviation(what: str, value: float, ours: float, bound: float) -> str:
 def check(bench: Bench) -> Iterator[Row]:
     """Losses and gradients of a row of tokens, uncompiled. Drops the peers that differ or are not there."""
     tokens, left = random_tokens(1, *bench.shape[1:]), []
-    ours = our_results(bench, tokens)
+    case, ours = f"{bench.title}: same weights, same tokens", our_results(bench, tokens)
     exact = ours | {"bf16": ours["fp32"]}
-    for peer in ["flatland", *bench.peers]:
-        try:
-            result = ours if peer == "flatland" else peer_results(bench, peer, tokens)
-        except Exception as error:  # the others are worth their time
-            end = f"{'skipped' if isinstance(error, ImportError) else 'failed'}: {error}"
+
+    def judge(peer: str) -> Iterator[Row]:
+        if peer == "flatland":
+            results = ours
         else:
-            faults = [deviation(what, result[what], exact[what], bound) for what, bound in TOLERANCE.items()]
-            refused = "; ".join(filter(None, faults))
-            left += [] if refused else [peer]
-            end = f"refused: {refused}" if refused else ", ".join(f"{k} {v:.6f}" for k, v in result.items())
-        yield row(f"{bench.title}: same weights, same tokens", f"{peer}: {end}")
+            made = PEERS[peer](bench.folder / "model", True, checkout=bench.args.nanogpt, tanh=True)
+            results = results_of(*made, tokens)
+        wrong = [deviation(what, results[what], exact[what], bound) for what, bound in TOLERANCE.items()]
+        if any(wrong):
+            yield failed(case, peer, "; ".join(filter(None, wrong)))
+        else:
+            left.append(peer)
+            yield row(case, peer, note=", ".join(f"{what} {value:.6f}" for what, value in results.items()))
+
+    for peer in ("flatland", *bench.peers):
+        yield from guarded(case, peer, judge(peer))
     if "flatland" not in left:
-        raise Wrong("our own losses in bf16 and fp32 differ")
+        raise Failure("our own losses in bf16 and fp32 differ")
     bench.peers = left[1:]
 
 
@@ -152,38 +144,35 @@ def check(bench: Bench) -> Iterator[Row]:
 
 def bench_race(bench: Bench, allocator: bool) -> Iterator[Row]:
     """Ours against the others, in turn. Ratios to the fastest of the others."""
-    case = f"{bench.title}, {'same allocator' if allocator else 'as shipped'}"
+    case, config = f"{bench.title}, {'same allocator' if allocator else 'as shipped'}", bench.config
     contenders = [Contender(peer, bench.mixed) for peer in ("flatland", *bench.peers)]
     contenders += [Contender("litgpt", "bf16-true")] * ("litgpt" in bench.peers)
-    ready, ours = {"limit": partial(bench.run, Contender("matmul", bench.mixed), 10 * STEPS)}, None
-    for contender in contenders:  # their first turn compiles
-        name, env = f"{contender.peer}, {contender.precision}, compiled", ALLOCATOR if allocator and ours else None
-        try:
-            loss = bench.run(contender, STEPS, env).losses[0]
-        except Failure as error:
-            yield row(case, f"{name}: failed: {error}")
-            continue
-        ours = ours or loss
-        wrong = deviation("first loss, compiled as it is timed,", loss, ours, TOLERANCE["bf16"])
+    ready, losses = {"limit": partial(bench.run, Contender("matmul", bench.mixed), 10 * STEPS)}, []
+
+    def start(contender: Contender, name: str) -> Iterator[Row]:
+        env = ALLOCATOR if allocator and contender.peer != "flatland" else None
+        losses.append(bench.run(contender, STEPS, env).losses[0])  # this turn compiles
+        wrong = deviation("first loss, compiled as it is timed,", losses[-1], losses[0], TOLERANCE["bf16"])
         if wrong:
-            yield row(case, f"{name}: refused: {wrong}")
+            yield failed(case, name, wrong)
         else:
             ready[name] = partial(bench.run, contender, STEPS, env)
+
+    for contender in contenders:
+        name = f"{contender.peer}, {contender.precision}, compiled"
+        yield from guarded(case, name, start(contender, name))
     turns = race(ready, bench.args.repeats)
     peak = 2 * SIDE**3 / min(second for turn in turns.pop("limit") for second in turn.seconds)
     yield row(case, f"the limit: matmul {SIDE}^3, the fastest", peak / 1e9, "GFLOP/s")
-    config = bench.config
     rows = speed_rows(case, "tokens/s", config.micro_batch * config.seq_len, turns)
     best = max((result["median"] for result in rows[1:]), default=rows[0]["median"])
     share = flops_per_token(config.model_config, config.seq_len) / peak
     for result in rows:
         several = turns[result["what"]]
         faults, last = statistics.median(turn.faults for turn in several), several[-1]
-        result["what"] += (
-            f"; {result['median'] * share:.1%} of the limit; {last.peak / 1e9:.2f} GB; {faults:.0f} faults"
-        )
-        result["what"] += f" per step; loss {last.losses[0]:.4f} to {last.losses[-1]:.4f}"
-        yield result | {"ratio": result["median"] / best}
+        note = f"{result['median'] * share:.1%} of the limit; {last.peak / 1e9:.2f} GB; {faults:.0f} faults per step"
+        note += f"; loss {last.losses[0]:.4f} to {last.losses[-1]:.4f}"
+        yield result | {"ratio": result["median"] / best, "note": note}
 
 
 def start(bench: Bench, contender: Contender, cached: bool) -> Turn:
@@ -240,7 +229,4 @@ def bench_cpu(args: Namespace) -> Iterator[Row]:
             bench = Bench(shape, args, Path(folder))
             yield from check(bench)
             for part, work in parts.items() if args.repeats else ():
-                try:
-                    yield from work(bench)
-                except Failure as error:
-                    yield row(part, f"failed: {error}")
+                yield from guarded(part, "all", work(bench))

@@ -2,8 +2,11 @@
 
     python bench/run.py gpu [--parts NAME ...]
 
-A part makes what it needs and frees it, so that any may be left out."""
+Each part is a process of its own (`python bench/gpu.py PART`), which prints its rows as JSON, so that nothing that ends
+one part, not even a GPU that no longer answers, ends the next. A part makes what it needs, so that any may be left
+out."""
 
+import contextlib
 import gc
 import itertools
 import json
@@ -12,19 +15,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from errors import ROOT  # first: it finds the Python that has torch
 
 import torch  # isort: skip
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,228 +35,150 @@ import machine
 import peers
 import shard
 import train
-from check import first_values, resolve
-from common import Row, Wrong, race, row, speed_rows, timed
+from check import resolve
+from common import Row, Turn, failed, guarded, race_rows, row, timed
 from config import Config, parse_args
 from data import make_loader
-from log import PEAKS
+from generate import sample
+from log import peak_flops
 from model import MODELS, LossHead, ModelConfig, Transformer, flops_per_token
 from optim import DTYPES
 from peers import Contender
 from profiler import analyse, make_profile, read_trace
-from weights import config_json
 
-PEAK = PEAKS["H200"] * 1e12  # FLOP/s, dense bf16; what MFU is a share of
 TINY = (
     "--dim 64 --n_layers 2 --n_heads 4 --n_kv_heads 4 --ffn_dim 176 --vocab_size 256 --seq_len 32 --micro_batch 2"
     " --dtype bf16 --attention sdpa"
 )
-ERRORS = {  # relative, of y, dx and dw of an FP8 layer: two-sided, so that bf16 would be noticed; as in test_fp8.py
-    "tensor": ((0.02, 0.045), (0.05, 0.07), (0.05, 0.07)),
-    "row": ((0.02, 0.045), (0.02, 0.045), (0.02, 0.045)),
-    "row_gw_hp": ((0.02, 0.045), (0.02, 0.045), (0, 0.004)),
-}
 
 
-class Lab(NamedTuple):
-    """Where the suite runs. tiny: small shapes, few steps. deadline: of time.monotonic()."""
+@dataclass(frozen=True)
+class Lab:
+    """Where a part runs. tiny: small shapes and few steps. nanogpt: a checkout of it."""
 
     ranks: shard.Ranks
     tiny: bool = False
-    deadline: float = math.inf
+    nanogpt: str | None = None
 
     @property
     def cuda(self) -> bool:
         return self.ranks.device.type == "cuda"
 
+    def config(self, flags: str) -> Config:
+        words = f"--compile block {flags} {TINY * self.tiny} {'--compile none' * (not self.cuda)}".split()
+        return resolve(parse_args([*words, "--fp8_log_every", "0"]), self.ranks.device, 1)
 
-# ---- measuring
+    def race(
+        self, case: str, unit: str, amount: float, works: dict[str, Callable], note: Callable, steps=10, rounds=3
+    ) -> Iterator[Row]:
+        def take_turn(work: Callable) -> Turn:
+            return timed(work, 1 if self.tiny else steps, self.cuda)
 
-FIELDS = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
-SMI = f"timeout 10 nvidia-smi --query-gpu={FIELDS} --format=csv,noheader 2> /dev/null"
-
-
-def measure(
-    lab: Lab, case: str, unit: str, amount: float, steps: dict[str, Callable],
-    note: Callable[[str, float, int], str] = lambda *_: "", warm: int = 2, rounds: int = 6,
-) -> list[Row]:  # fmt: skip
-    """Rounds of 5 steps of each in turn, `warm` of them unmeasured -> a row each, with what nvidia-smi said meanwhile;
-    ratios to the last. note(name, amount per second, peak bytes): what to add to a name."""
-    counters, length = torch._dynamo.utils.counters["stats"], 1 if lab.tiny else 5
-    contenders = {name: partial(timed, step, length, lab.cuda) for name, step in steps.items()}
-    race(contenders, 1 if lab.tiny else warm)
-    graphs, smi = counters["unique_graphs"], subprocess.Popen(SMI, shell=True, stdout=subprocess.PIPE, text=True)
-    turns = race(contenders, 2 if lab.tiny else rounds, lab.deadline)
-    state, graphs = smi.communicate()[0].strip(), counters["unique_graphs"] - graphs
-    rows = speed_rows(case, unit, amount, turns)
-    for result, (name, several) in zip(rows, turns.items(), strict=True):
-        result["what"] += note(name, result["median"], several[-1].peak)
-        result["what"] += f"; {graphs} graphs compiled meanwhile" * (graphs > 0)
-        result |= {"steps": sum(len(turn.seconds) for turn in several), "gpu": state}
-    return rows
-
-
-def profile_rows(lab: Lab, case: str, step: Callable, vocab: int) -> Iterator[Row]:
-    """Where the time of a step goes, as `--profile` tells it, and what the host waits for."""
-    with tempfile.TemporaryDirectory() as folder:
-        path, steps = Path(folder, "trace.json.gz"), 1 if lab.tiny else 3
-        with make_profile(steps, lab.cuda, path) as record:
-            for _ in range(1 + steps):
-                step()
-                if lab.cuda:
-                    torch.cuda.synchronize()
-                record.step()
-        events = read_trace(path)
-    spent, names, _ = analyse(events, vocab)
-    for kind, seconds in spent.items():
-        longest = "".join(f": {name[:120]}" for name, _ in names[kind].most_common(1))
-        yield row(case, kind + longest, 100 * seconds / sum(spent.values()), "% of a step")
-    counts = Counter(event["name"] for event in events if event.get("ph") == "X")
-    for name in ("cudaStreamSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense"):
-        yield row(case, name, counts[name] / steps, "per step")  # the event is that of the step before: no waiting
+        return race_rows(case, unit, amount, works, 1 if self.tiny else rounds, take_turn, note)
 
 
 # ---- races of training steps
 
 
-class Race(NamedTuple):
-    """contenders: flags of ours in their names; transformers or torchao; ratios are to the last. halve: the layers,
-    where an 80 GB GPU could not hold the models of both. alone: under FSDP, one by one; ratios are to the first."""
+@dataclass(frozen=True)
+class Race:
+    """contenders: flatland or a peer, with flags of ours. Those of one model share its parameters and optimizer, and
+    take turns of so many steps; alone: one by one, as on a GPU that cannot hold them all."""
 
     title: str
-    model: str
-    layers: int
+    flags: str
     contenders: tuple[str, ...]
-    rows: int = 2
-    seq_len: int = 4096
-    halve: bool = True
     alone: bool = False
+    steps: int = 10
     profiled: bool = False
 
+    def __call__(self, lab: Lab) -> Iterator[Row]:
+        config, first = lab.config(self.flags), None
+        case = f"{self.title}, {config.model_config.n_layers} layers, {config.micro_batch} x {config.seq_len}"
+        small = lab.cuda and torch.cuda.get_device_properties(lab.ranks.device).total_memory < 100e9
+        groups = [[name] for name in self.contenders] if self.alone or small else [self.contenders]
+        for names in groups:
+            contenders, shared = {}, {}
+            for name in names:
+                yield from guarded(case, name, self.build(lab, name, contenders, shared))
+            for result in self.measure(lab, case, config, contenders):
+                first = first or result["median"]
+                yield result | ({"ratio": result["median"] / first} if result["median"] else {})
+            if self.profiled and "flatland" in contenders:
+                step, vocab = contenders["flatland"].step, config.model_config.vocab_size
+                yield from guarded(case, "profile", profile_rows(lab, f"H: {case}", step, vocab))
+            contenders, shared, step = {}, {}, None
+            gc.collect()
+            torch.cuda.empty_cache()
 
-NO_MESH, IN_ROOT = "no FSDP", "embedding and lm_head in the root's unit"
-DENSE = "flatland, dense, as many FLOPs"  # both of a token's experts as one
-COMPILED, EAGER, TORCHAO = "transformers, compiled", "transformers", "torchao tensorwise on our model"
-
-
-@cache
-def resolved(lab: Lab, flags: str) -> Config:
-    words = f"--compile block {flags} {TINY * lab.tiny} {'--compile none' * (not lab.cuda)}".split()
-    return resolve(parse_args(words), lab.ranks.device, 1)
-
-
-def config_of(lab: Lab, race: Race, name: str) -> Config:
-    memory = torch.cuda.get_device_properties(lab.ranks.device).total_memory if lab.cuda else math.inf
-    layers = race.layers // 2 if race.halve and memory < 100e9 else race.layers
-    model = "llama2-7b --n_kv_heads 8 --ffn_dim 28672" if name == DENSE else race.model
-    size = f"--n_layers {layers} --seq_len {race.seq_len} --micro_batch {race.rows} --fp8_log_every 0"
-    return resolved(lab, f"--model {model} {size} {name[name.find('--') :] if '--' in name else ''}")
-
-
-def theirs(lab: Lab, config: Config, compiled: bool, shared: Contender | None) -> Contender:
-    """The same shape in transformers, all in bf16 (parameters and moments, too: ours are fp32), SDPA, clipping, fused
-    AdamW."""
-    with tempfile.TemporaryDirectory() as folder, torch.device(lab.ranks.device):
-        Path(folder, "config.json").write_text(json.dumps(config_json(config.model_config, torch.bfloat16)))
-        model, loss_of = peers.transformers(Path(folder), False, torch.bfloat16)
-    model = shared.model if shared else model.to(lab.ranks.device)
-    optimizer = shared.optimizer if shared else peers.adamw(model)
-    batch = peers.batch_of(config).to(lab.ranks.device)
-    tokens = batch.tokens, batch.targets
-    return peers.their_step(model, loss_of, optimizer, lambda: tokens, compiled and not lab.tiny)
-
-
-def make_contenders(lab: Lab, race: Race) -> dict[str, Contender]:
-    """Those of the same model share its parameters and optimizer."""
-    shared, contenders = {}, {}
-    for name in race.contenders:
-        config = config_of(lab, race, name)
-        if name in (COMPILED, EAGER):
-            contender = theirs(lab, config, name == COMPILED, shared.get(EAGER))
-            shared.setdefault(EAGER, contender)
+    def build(self, lab: Lab, name: str, contenders: dict, shared: dict) -> Iterator[Row]:
+        """Adds a contender. "FSDP" in a name shards over the one rank that there is."""
+        words, _, flags = name.partition(" --")
+        config = lab.config(f"{self.flags} {'--' * bool(flags)}{flags}")
+        kind, device, mesh = words.partition(",")[0], lab.ranks.device, None
+        if "FSDP" in words or config.offload == "cpu":
+            mesh = shard.make_mesh(0, lab.ranks, offload=True)
+        if kind in ("flatland", "torchao"):
+            key = config.model_config
+            made = peers.our_step(config, lab.ranks, shared.get(key) if mesh is None else None, mesh)
+            if kind == "torchao":
+                peers.convert_by_torchao(made.model, emulate=not lab.cuda)
         else:
-            contender = peers.our_step(config, lab.ranks, shared.get(config.model_config))
-            shared.setdefault(config.model_config, contender)
-        if name != TORCHAO or convert_by_torchao(lab, contender.model):
-            contenders[name] = contender
-    return contenders
+            key, compiled = kind, "compiled" in words and config.compile != "none"
+            made = peers.peer_step(kind, config, device, lab.nanogpt, compiled, mesh, shared.get(key))
+        shared.setdefault(key, made)
+        contenders[name] = made
+        yield from ()
+
+    def measure(self, lab: Lab, case: str, config: Config, contenders: dict[str, Contender]) -> Iterator[Row]:
+        """Tokens/s; MFU (causal) and GiB on the GPU, without what the other contenders hold."""
+        flops = flops_per_token(config.model_config, config.seq_len)
+        peak = peak_flops(lab.ranks.device, torch.bfloat16)[0] if lab.cuda else math.inf
+
+        def note(name: str, rate: float, turn: Turn) -> str:
+            memory = (turn.peak + contenders[name].state_bytes()) / 2**30
+            return f"MFU {rate * flops / peak:.1%}; {memory:.1f} GiB"
+
+        works = {name: contender.step for name, contender in contenders.items()}
+        yield from lab.race(case, "tokens/s", config.micro_batch * config.seq_len, works, note, self.steps)
 
 
-def convert_by_torchao(lab: Lab, model: nn.Module) -> bool:
-    """Converts the layers that ours does -> False: it is not installed."""
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        return False
-    options = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=not lab.cuda)
-    names = {f"layers.{n}" for n, m in model.layers.named_modules() if isinstance(m, nn.Linear)}
-    names = {name for name in names if not {*fp8.SKIP} & {*name.split(".")}}
-    convert_to_float8_training(model, config=options, module_filter_fn=lambda module, name: name in names)
-    return True
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 
 
-def held(contender: Contender) -> dict[int, int]:
-    """Bytes of each of its parameters and moments on the GPU, by address: contenders may share them."""
-    moments = (t for state in contender.optimizer.state.values() for t in state.values())
-    tensors = [shard.local(t.detach()) for t in (*contender.model.parameters(), *moments)]
-    return {t.data_ptr(): t.nbytes for t in tensors if t.device.type == "cuda"}
-
-
-def race_rows(lab: Lab, case: str, config: Config, contenders: dict[str, Contender], **rounds: int) -> list[Row]:
-    """Tokens/s, MFU (causal) and peak memory, without what the others hold."""
-    flops = flops_per_token(config.model_config, config.seq_len)
-
-    def note(name: str, rate: float, peak: int) -> str:
-        own, everything = held(contenders[name]), {}
-        for contender in contenders.values():
-            everything |= held(contender)
-        memory = (peak - sum(everything.values()) + sum(own.values())) / 2**30 * lab.cuda
-        return f"; MFU {rate * flops / PEAK:.1%}; {memory:.1f} GiB"
-
-    steps = {name: contender.step for name, contender in contenders.items()}
-    return measure(lab, case, "tokens/s", config.micro_batch * config.seq_len, steps, note, **rounds)
-
-
-def gpu_race(lab: Lab, race: Race) -> Iterator[Row]:
-    config = config_of(lab, race, "")
-    case = f"{race.title}, {config.model_config.n_layers} layers, {race.rows} x {race.seq_len}"
-    if race.alone:
-        return (yield from alone_rows(lab, race, f"{case}, one by one"))
-    contenders = make_contenders(lab, race)
-    for name in race.contenders:
-        if name not in contenders:
-            yield row(case, f"{name}: not installed")
-    yield from race_rows(lab, case, config, contenders)
-    if race.profiled:
-        yield from profile_rows(lab, f"H: {case}", contenders["flatland"].step, config.model_config.vocab_size)
-
-
-def alone_rows(lab: Lab, race: Race, case: str) -> Iterator[Row]:
-    mesh, first = shard.make_mesh(0, lab.ranks, offload=True), None
-    for name in race.contenders:
-        config, on_mesh = config_of(lab, race, name), None if name == NO_MESH else mesh
-        contender = peers.our_step(config, lab.ranks, None, on_mesh, name != IN_ROOT)
-        (result,) = race_rows(lab, case, config, {name: contender}, warm=1, rounds=2)
-        del contender
-        free(lab)
-        first = first or result["median"]
-        yield result | {"ratio": result["median"] / first}
-    dist.destroy_process_group()
-
-
-def free(lab: Lab) -> None:
-    gc.collect()
-    if lab.cuda:
-        torch.cuda.empty_cache()
+def profile_rows(lab: Lab, case: str, step: Callable, vocab: int, first: int = 5, last: int = 10) -> Iterator[Row]:
+    """Where the time of these steps goes, as `--profile` tells it; eager kernels; what the host waits for."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json.gz")
+        with make_profile(last + 1 - first, lab.cuda, path) as record:  # which warms up for a step
+            for number in range(first - 1, last + 1):
+                step()
+                if lab.cuda and number in (first - 1, last):  # the kernels of these steps end in them
+                    torch.cuda.synchronize()
+                record.step()
+        events = read_trace(path)
+    spent, names, steps = analyse(events, vocab)
+    whole = sum(spent.values())
+    for kind, time_of_it in spent.items():
+        longest = "".join(name[:120] for name, _ in names[kind].most_common(1))
+        yield row(case, kind, 100 * time_of_it / whole, "% of a step", note=longest)
+    eager = Counter()  # ATen's own kernels: nothing joined them with what comes before or after
+    for kind in names.keys() - {"optimizer"}:
+        eager += Counter({name: t for name, t in names[kind].items() if "at::native" in name and t > whole / 100})
+    listed = "; ".join(f"{t / whole:.1%} {name[:120]}" for name, t in eager.most_common())
+    yield row(case, "eager kernels above 1 % of a step", len(eager), "kernels", note=listed or "bar: none")
+    counts = Counter(event["name"] for event in events if event.get("ph") == "X")
+    counts["cudaDeviceSynchronize"] -= counts["cudaDeviceSynchronize"] > 0  # ours, after the last step
+    for name in WAITS:
+        yield row(case, f"{name}, steps {first} to {last}", counts[name], "calls", note="bar: none")
 
 
 # ---- correctness
 
 
-def check_bound(case: str, error: float, low: float, high: float) -> Row:
-    if not low <= error < high:
-        raise Wrong(f"{case}: the error is {error:.2e}, not in [{low:.1e}, {high:.1e}): nothing is measured")
-    return row(case, f"allowed {low:.1e} to {high:.1e}", error, "error", error / high)
+def bounded(case: str, what: str, error: float, bound: float) -> Row:
+    verdict = f"allowed {bound:.1e}" if error < bound else f"failed: allowed {bound:.1e}"
+    return row(case, what, error, "error", error / bound, verdict)
 
 
 def relative(value: Tensor, exact: Tensor) -> float:
@@ -266,53 +189,47 @@ def relative(value: Tensor, exact: Tensor) -> float:
 def gradients(ranks: shard.Ranks, config: Config) -> list[Tensor]:
     """The loss, and every gradient, of the same model and tokens."""
     model = train.build(config, ranks, None)
-    shard.fill(model, *first_values(config, model, None))
+    peers.fill(model, config, torch.device("cpu"))
     batch = peers.batch_of(config).to(ranks.device)
     loss = model(batch.tokens, batch.targets)
     loss.backward()
     return [loss, *(p.grad for p in model.parameters())]
 
 
-def gpu_check(lab: Lab) -> Iterator[Row]:
-    """The loss and gradients of a small model, and the products of a layer in FP8, against the CPU."""
+def check(lab: Lab) -> Iterator[Row]:
+    """The loss and the gradients of a small compiled Llama against the CPU's in fp32."""
     flags = "--model tiny-llama --dim 256 --n_layers 4 --ffn_dim 512 --seq_len 256 --micro_batch 2 --clip 0"
-    config, cpu = replace(resolved(lab, flags), attention="sdpa"), shard.Ranks(0, 1, torch.device("cpu"))
-    precision, results = torch.get_float32_matmul_precision(), {}
+    config, cpu = replace(lab.config(flags), attention="sdpa"), shard.Ranks(0, 1, torch.device("cpu"))
     torch.set_float32_matmul_precision("highest")
-    for dtype in ("bf16", "fp32"):
-        results["cpu", dtype] = gradients(cpu, replace(config, dtype=dtype, compile="none"))
-        results["gpu", dtype] = gradients(lab.ranks, replace(config, dtype=dtype))
-    torch.set_float32_matmul_precision(precision)
-    worst = {key: max(map(relative, values, results["cpu", "fp32"])) for key, values in results.items()}
-    yield check_bound("loss and gradients, fp32, against the CPU's", worst["gpu", "fp32"], 0, 1e-4)
-    yield check_bound("the same, bf16; the CPU's own error x 2", worst["gpu", "bf16"], 1e-4, 2 * worst["cpu", "bf16"])
-    M, K, N = (256, 512, 384) if lab.tiny else (2048, 4096, 6144)
-    for recipe, bounds in ERRORS.items():
-        torch.manual_seed(0)
-        layer = Layers(lab, [(N, K)], M, recipe)
-        weight, (x,), (g,) = layer.modules[0].weight, layer.xs, layer.gs
-        nn.init.normal_(weight)
-        y = layer.forward()[0]
-        y.backward(g)
-        X, W, G = (t.detach().double() for t in (x, weight, g))
-        pairs = {"y": (y, X @ W.T), "dx": (x.grad, G @ W), "dw": (weight.grad, G.T @ X)}
-        for (name, pair), (low, high) in zip(pairs.items(), bounds, strict=True):
-            yield check_bound(f"fp8 {recipe}, {M} x {K} x {N}, {name}", relative(*pair), low, high)
+    exact = gradients(cpu, replace(config, dtype="fp32", compile="none"))
+    worst = {}
+    for dtype in ("fp32", "bf16"):
+        for ranks, mode in ((lab.ranks, config.compile), (cpu, "none")):
+            values = gradients(ranks, replace(config, dtype=dtype, compile=mode))
+            worst[ranks is cpu, dtype] = max(map(relative, values, exact))
+    case = "loss and gradients against the CPU's, the worst of them"
+    yield bounded(case, "fp32", worst[False, "fp32"], 1e-4)
+    yield bounded(case, "bf16; the CPU's own error x 2", worst[False, "bf16"], 2 * worst[True, "bf16"])
 
 
-def gpu_tests(lab: Lab) -> Iterator[Row]:
+def tests(lab: Lab) -> Iterator[Row]:
+    """A row for each test that fails."""
+    import pytest  # noqa: F401  (a bare machine may lack it)
+
+    case, last = "pytest -m gpu", ""
     files = [path for path in ROOT.glob("test_*.py") if "mark.gpu" in path.read_text()]
-    limit = f"{min(150.0, max(lab.deadline - time.monotonic(), 10.0)):.0f}"
-    command = ["timeout", limit, sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
-    command += ["--version"] if lab.tiny else files
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = [*done.stdout.splitlines(), *[f"stopped after {limit} s"] * (done.returncode == 124)]
-    if done.returncode:
-        print("\n".join(lines[-60:]), file=sys.stderr)
-    yield row("pytest -m gpu", f"{'failed: ' if done.returncode else ''}{lines[-1]}")
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *(["--version"] if lab.tiny else files)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            print(line, end="", file=sys.stderr)
+            name, fails, _ = line.partition(" FAILED ")
+            if fails:
+                yield failed(case, name, "see what it printed")
+            last = line.strip() or last
+    yield row(case, "all", note=f"{'failed: ' * (process.returncode > 0)}{last}")
 
 
-# ---- matrix products and the loss head
+# ---- matrix products, the loss head, decoding
 
 
 class Layers:
@@ -349,12 +266,11 @@ class Layers:
 
         with Record():
             self.step(self._forward)
-        assert len(calls) == 3 * len(self.xs), f"{len(calls)} products of {len(self.xs)} layers"
         return calls
 
 
-def layer_rows(lab: Lab, case: str, shapes: list[tuple[int, int]], tokens: int, recipe: str) -> list[Row]:
-    """Forward and backward: in FP8 with all casts; its products alone; in bf16."""
+def layer_rows(lab: Lab, case: str, shapes: list[tuple[int, int]], tokens: int, recipe: str) -> Iterator[Row]:
+    """Forward and backward: in bf16; in FP8 with all casts; its products alone."""
     layers, flops = Layers(lab, shapes, tokens, recipe), 6 * tokens * sum(N * K for N, K in shapes)
     calls = layers.products()
 
@@ -364,145 +280,179 @@ def layer_rows(lab: Lab, case: str, shapes: list[tuple[int, int]], tokens: int, 
             call()
 
     steps = {
-        f"{recipe}, with casts": partial(layers.step, layers.forward),
-        f"{recipe}, products alone": products,
         "bf16": partial(layers.step, layers.in_bf16),
+        "with casts": partial(layers.step, layers.forward),
+        "products alone": products,
     }
-    rows = measure(lab, case, "TFLOP/s", flops / 1e12, steps, in_ms(flops), 1, 3)
-    rows[0]["what"] += f"; casts {1 - rows[0]['median'] / rows[1]['median']:.1%} of its time"
+    yield from lab.race(case, "TFLOP/s", flops / 1e12, steps, in_ms(flops), 5)
     torch._dynamo.reset()
-    return rows
 
 
-def in_ms(flops: int) -> Callable[[str, float, int], str]:
-    return lambda name, rate, peak: f"; {1e3 * flops / 1e12 / rate:.2f} ms"
+def in_ms(flops: int) -> Callable[[str, float, Turn], str]:
+    return lambda name, rate, turn: f"{1e3 * flops / 1e12 / rate:.2f} ms"
 
 
-def gpu_products(lab: Lab, recipes: tuple[str, ...]) -> Iterator[Row]:
+def products(lab: Lab) -> Iterator[Row]:
     """The linear layers of a block. (In a model the compiler joins casts with what comes before: their share there is
     smaller.)"""
-    for name, tokens, recipe in itertools.product(BLOCKS, (2048, 8192), recipes):
-        c, n = MODELS[name], tokens
+    for name, recipe in itertools.product(("llama3-8b", "llama3-70b", "llama3.1-405b"), fp8.RECIPES):
+        c, n = MODELS[name], 8192
         if lab.tiny:
             c, n = replace(c, dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=176), 32
         wide, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         shapes = [(wide + 2 * kv, c.dim), (c.dim, wide), (2 * c.ffn_dim, c.dim), (c.dim, c.ffn_dim)]
-        yield from layer_rows(lab, f"a block's products, {name}, {tokens} tokens", shapes, n, recipe)
+        case = f"a block's products, {name}, {n} tokens, {recipe}"
+        yield from guarded(case, "all", layer_rows(lab, case, shapes, n, recipe))
 
 
-BLOCKS = ("llama3-8b", "llama3-70b", "llama3.1-405b")
+def head(lab: Lab, dtypes=(torch.bfloat16, torch.float32)) -> Iterator[Row]:
+    for dtype in dtypes:  # of the weight; x is bf16
+        case = f"F: loss head, weight in {str(dtype)[6:]}"
+        yield from guarded(case, "all", head_rows(lab, case, dtype))
 
 
-def gpu_head(lab: Lab) -> Iterator[Row]:
-    for dtype in (torch.bfloat16, torch.float32):
-        yield from head_rows(lab, dtype)
-        torch._dynamo.reset()
-
-
-def head_rows(lab: Lab, dtype: torch.dtype) -> list[Row]:
-    """dtype: of the weight; x is bf16."""
+def head_rows(lab: Lab, case: str, dtype: torch.dtype) -> Iterator[Row]:
     N, D, V = (64, 32, 256) if lab.tiny else (16384, 4096, 128256)
     shape = ModelConfig(vocab_size=V, dim=D, n_layers=1, n_heads=1, ffn_dim=D, max_seq_len=N)
     with torch.device(lab.ranks.device):
-        head, targets = LossHead(shape).to(dtype), torch.randint(0, V, (1, N))
-        nn.init.normal_(head.weight, std=0.02)
+        ours, targets = LossHead(shape).to(dtype), torch.randint(0, V, (1, N))
+        nn.init.normal_(ours.weight, std=0.02)
         x = torch.randn(1, N, D, dtype=torch.bfloat16, requires_grad=True)
-    F = nn.functional
+    weight, F = ours.weight, nn.functional
 
     def plain() -> Tensor:
-        logits = F.linear(x[0], head.weight.to(x.dtype)).float()
-        return F.cross_entropy(logits, targets[0], reduction="sum")
+        return F.cross_entropy(F.linear(x[0], weight.to(x.dtype)).float(), targets[0], reduction="sum")
 
     @torch.no_grad()
     def products() -> None:
-        w = head.weight.to(x.dtype)
+        w = weight.to(x.dtype)
         y = x[0] @ w.T
         _ = y @ w, y.T @ x[0]
 
-    def step(loss: Callable) -> None:
-        loss().backward()
-        x.grad = head.weight.grad = None
-
     losses = {
-        "flatland": lambda: head(x, targets)[0],
+        "flatland": lambda: ours(x, targets)[0],
         "compiled F.cross_entropy": torch.compile(plain, disable=lab.tiny),
     }
-    fused = getattr(F, "linear_cross_entropy", None)  # of torch 2.13
-    if fused:
-        losses["F.linear_cross_entropy"] = lambda: fused(x[0], head.weight.to(x.dtype), targets[0], reduction="sum")
-    values = [loss().item() for loss in losses.values()]
-    if max(values) - min(values) > 1e-2 * values[0]:  # torch's own sums to bf16
-        raise RuntimeError(f"the results differ: {values}")
-    rest = x.nbytes + head.weight.nbytes + (torch.cuda.memory_allocated() if lab.cuda else 0)  # with the gradients
-    steps = {name: partial(step, loss) for name, loss in losses.items()} | {"its three products alone": products}
+    if hasattr(F, "linear_cross_entropy"):  # of torch 2.13
+        losses["F.linear_cross_entropy"] = lambda: F.linear_cross_entropy(
+            x[0], weight.to(x.dtype), targets[0], reduction="sum"
+        )
+    with contextlib.suppress(ImportError):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    def note(name: str, rate: float, peak: int) -> str:
-        beyond = f"; {(peak - rest) / 2**30:.2f} GiB beyond gradients" if name in losses else ""
-        return beyond + in_ms(6 * N * D * V)(name, rate, peak)
+        fused = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+        losses["Liger"] = lambda: fused(weight.to(x.dtype), x[0], targets[0])
+    values = {}
 
-    case = f"F: loss head, {N} x {D} x {V}, weight in {str(dtype)[6:]}"
-    return measure(lab, case, "TFLOP/s", 6 * N * D * V / 1e12, steps, note, 1, 4)
+    def step(name: str) -> None:
+        loss = losses[name]()
+        values.setdefault(name, loss.detach())  # of the first, unmeasured step
+        loss.backward()
+        x.grad = weight.grad = None
+
+    def note(name: str, rate: float, turn: Turn) -> str:
+        text = in_ms(6 * N * D * V)(name, rate, turn)
+        if name not in losses:
+            return text
+        off = relative(values[name], values["flatland"])
+        beyond = (turn.peak - x.nbytes - weight.nbytes) / 2**30
+        wrong = f"; failed: its loss is off by {off:.1e}" * (off > 1e-2)  # torch's own sums to bf16
+        return f"{text}; {beyond:.2f} GiB beyond gradients{wrong}"
+
+    steps = {name: partial(step, name) for name in losses} | {"its three products alone": products}
+    yield from lab.race(f"{case}, {N} x {D} x {V}", "TFLOP/s", 6 * N * D * V / 1e12, steps, note)
+
+
+def decode(lab: Lab, new: int = 64) -> Iterator[Row]:
+    """Greedy, one prompt of 512 tokens, the time of a token on the host's clock."""
+    config = lab.config("--model llama3.1-8b --param_dtype bf16 --seq_len 1024 --compile none")
+    model = train.build(config, lab.ranks, None).eval()
+    peers.fill(model, config, lab.ranks.device)
+    ids = torch.randint(0, 256, (1, 8 if lab.tiny else 512))
+    tokens = sample(model, ids, 8 + new, temperature=0)
+    timed(partial(next, tokens), 8)
+    low, median, high = torch.tensor(timed(partial(next, tokens), new).seconds).quantile(torch.tensor([0.1, 0.5, 0.9]))
+    result = row("decoding, Llama 8B, bf16, one prompt", "a token", 1e3 * median.item(), "ms", note="bar: 15 ms")
+    yield result | {"p10": 1e3 * low.item(), "p90": 1e3 * high.item()}
 
 
 # ---- the parts
 
-MODES = ("block", "selective", "block --offload_activations", "none")
-CHECKPOINTING = tuple(f"--checkpointing {mode}" for mode in MODES)
-PREFETCH = ("--prefetch 1", "--prefetch 0", "--prefetch 2", "--reshard never")
-OFFLOAD = ("--offload none", "--offload cpu", "--offload cpu --prefetch 0")
-A = Race("A: Llama 8B", "llama3-8b", 8, ("flatland", COMPILED, EAGER), profiled=True)
-B = Race("B: Llama 8B", "llama3-8b", 8, (*(f"--fp8 {r}" for r in fp8.RECIPES), TORCHAO, "bf16"), halve=False)
-MESH = Race("FSDP on one rank: Llama 8B", "llama3-8b", 4, (NO_MESH, *PREFETCH, IN_ROOT), halve=False, alone=True)
-GPT2 = ("flatland --compile block", "flatland --compile model", EAGER, COMPILED)
-# Most valuable first; seconds: a guess at what each takes on an H200 whose compiler has nothing cached.
+LLAMA = "--model llama3-8b --seq_len 4096 --micro_batch 2 --n_layers"
+OFFLOAD = "--offload cpu --param_dtype bf16 --state_dtype bf16 --checkpointing block"
+# The most valuable of each call first; seconds: a guess at what each takes where nothing is cached.
 PARTS = {
-    "check": (45, gpu_check),
-    "tests": (150, gpu_tests),
-    "llama": (100, A),
-    "fp8": (100, B),
-    "recipe3": (70, Race("B: Llama 2 7B", "llama2-7b", 8, ("flatland --fp8 tensor", "flatland", EAGER))),
-    "products": (70, partial(gpu_products, recipes=("tensor",))),
-    "llama-2048": (70, A._replace(rows=1, seq_len=2048, profiled=False)),
-    "fp8-2048": (80, B._replace(rows=1, seq_len=2048)),
-    "checkpointing": (80, Race("Llama 8B", "llama3-8b", 8, CHECKPOINTING)),
-    "head": (25, gpu_head),
-    "mesh": (110, MESH),
-    "offload": (70, MESH._replace(title="offload: Llama 8B", layers=2, contenders=OFFLOAD)),
-    "gpt2": (110, Race("C: GPT-2 124M", "gpt2 --vocab_size 50304", 12, GPT2, 64, 1024, halve=False)),
-    "experts": (70, Race("E: Mixtral", "mixtral-8x7b", 2, ("flatland", EAGER, DENSE), profiled=True)),
-    "products-row": (120, partial(gpu_products, recipes=("row", "row_gw_hp"))),
+    "check": (40, check),
+    "head": (60, head),
+    "decode": (30, decode),
+    "products": (100, products),
+    "tests": (240, tests),
+    "llama": (150, Race("A: Llama 8B", f"{LLAMA} 8", ("flatland", "transformers, compiled", "transformers", "liger"),
+        profiled=True)),
+    "fp8": (150, Race("B: Llama 8B", f"{LLAMA} 8",
+        ("flatland", *(f"flatland --fp8 {recipe}" for recipe in fp8.RECIPES), "torchao"))),
+    "gpt2-xl": (100, Race("D: GPT-2 1.5B", "--model gpt2-xl --vocab_size 50304 --seq_len 1024 --micro_batch 16",
+        ("flatland", "transformers", "nanogpt"), alone=True)),
+    "recipe3": (90, Race("B: Llama 2 7B", "--model llama2-7b --seq_len 4096 --micro_batch 2 --n_layers 8",
+        ("flatland", "flatland --fp8 tensor", "transformers"))),
+    "gpt2": (120, Race("C: GPT-2 124M", "--model gpt2 --vocab_size 50304 --seq_len 1024 --micro_batch 64",
+        ("flatland", "flatland --compile model", "nanogpt, compiled", "transformers, compiled"), profiled=True)),
+    "experts": (90, Race("E: Mixtral", "--model mixtral-8x7b --seq_len 4096 --micro_batch 2 --n_layers 2",
+        ("flatland", "transformers", "flatland --model llama2-7b --n_kv_heads 8 --ffn_dim 28672"), profiled=True)),
+    "mesh": (80, Race("FSDP on one rank: Llama 8B", f"{LLAMA} 4", ("flatland",
+        *(f"flatland, FSDP {x}" for x in ("--prefetch 1", "--prefetch 0", "--prefetch 2", "--reshard never"))),
+        alone=True, steps=5)),
+    "checkpointing": (80, Race("Llama 8B", f"{LLAMA} 8", ("flatland", *(f"flatland --checkpointing {mode}"
+        for mode in ("selective", "block", "block --offload_activations"))))),
+    "offload": (140, Race("G: 405B's blocks",
+        f"--model llama3.1-405b --n_layers 2 --vocab_size 16384 --seq_len 4096 --micro_batch 1 {OFFLOAD}",
+        ("flatland --prefetch 1", "flatland --prefetch 0", "transformers, CPUOffloadPolicy"), alone=True, steps=1)),
 }  # fmt: skip
 
 
 def bench_gpu(args: Namespace) -> Iterator[Row]:
     """One GPU: correctness, then training steps and their parts against peers and limits."""
-    machine.set_products("bf16")
-    lab = Lab(shard.init_ranks(), args.tiny, time.monotonic() + args.seconds)
+    deadline = time.monotonic() + args.budget
     if args.tiny:
         yield row("--tiny", "small shapes and few steps under the names of the large ones: the figures say nothing")
+    for name in [name for name in PARTS if name in args.parts and args.repeats]:
+        cost, _ = PARTS[name]
+        left = deadline - time.monotonic()
+        if left < cost and not args.tiny:
+            yield row("left out", name, note=f"it takes about {cost} s, {left:.0f} s are left")
+        else:
+            yield from in_process(name, cost, args, 600 if args.tiny else left)
+
+
+SMI = "exec nvidia-smi --query-gpu=power.draw,clocks.sm,temperature.gpu --format=csv,noheader -lms 500 2> /dev/null"
+
+
+def in_process(name: str, cost: int, args: Namespace, limit: float) -> Iterator[Row]:
+    """The rows of a part as they come, and what it took. It is killed at the limit, in seconds."""
+    begin, nanogpt = time.monotonic(), args.nanogpt and str(args.nanogpt.resolve())
+    spec = json.dumps({"name": name, "tiny": args.tiny, "nanogpt": nanogpt})
+    command = ["timeout", "--signal=KILL", f"{limit:.0f}", sys.executable, __file__, spec]
+    with tempfile.TemporaryFile("w+") as states, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as part:
+        smi = subprocess.Popen(SMI, shell=True, stdout=states)
+        yield from (json.loads(line) for line in part.stdout if line.startswith('{"case"'))
+        if part.wait():
+            killed = part.returncode in (137, -9)
+            yield failed(name, "all", f"killed after {limit:.0f} s" if killed else f"ended with {part.returncode}")
+        smi.terminate()
+        smi.wait()
+        states.seek(0)
+        busiest = max(states.read().splitlines(), key=lambda state: (state.find(","), state), default="no nvidia-smi")
+    yield row("took", name, time.monotonic() - begin, "s in all", note=f"estimated {cost} s; busiest: {busiest}")
+
+
+def run_part(spec: dict) -> None:
+    """In this process; prints the rows."""
+    machine.set_products("bf16")
     torch._dynamo.config.recompile_limit = 64  # contenders share code
-    for name, (cost, part) in PARTS.items():
-        if name == "check" or (name in args.parts and args.repeats):
-            yield from run_part(lab, name, cost, part)
-
-
-def run_part(lab: Lab, name: str, cost: int, part: Race | Callable) -> Iterator[Row]:
-    """One that would not end in time is left out; one that fails does not end the others, which are worth their time,
-    but for a wrong result."""
-    begin = time.monotonic()
-    if lab.deadline - begin < cost and not lab.tiny:
-        yield row(name, f"skipped: it takes about {cost} s, {lab.deadline - begin:.0f} s are left")
-        return
-    try:
-        yield from gpu_race(lab, part) if isinstance(part, Race) else part(lab)
-    except Wrong:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        yield row(name, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    torch._dynamo.reset()
-    free(lab)
-    print(f"({name}: {time.monotonic() - begin:.0f} s)", file=sys.stderr)
+    lab = Lab(shard.init_ranks(), spec["tiny"], spec["nanogpt"])
+    _, part = PARTS[spec["name"]]
+    for result in guarded(spec["name"], "all", part(lab)):
+        print(json.dumps(result), flush=True)
 
 
 # ---- the layers of a run's model
@@ -523,17 +473,25 @@ def bench_fp8(args: Namespace) -> Iterator[Row]:
     batch = next(iter(make_loader(config)))[0].to(device)
     model(batch.tokens, batch.targets, batch.positions).backward()
     figures, tokens = fp8.watched(model), batch.tokens.numel()
-    speed_up = cache(lambda shape: layer_rows(lab, "", [shape], tokens, recipe)[0]["ratio"] if lab.cuda else None)
+
+    @cache
+    def speed_up(shape: tuple[int, int]) -> float | None:
+        return [*layer_rows(lab, "", [shape], tokens, recipe)][1]["ratio"] if lab.cuda else None
+
     for name, shape, verdict in rows:
         case = f"{name}, {' x '.join(map(str, shape))}"
         if verdict != "fp8":
             yield row(case, verdict)
             continue
-        parts = [f"recipe {recipe}, {tokens} tokens"]
+        parts = []
         for operand in "xwg":
             amax, saturated, flushed, snr = (figures[f"fp8/{name}/{operand}_{f}"] for f in fp8.FIGURES)
             shares = f"saturated {1e6 * saturated:.0f} flushed {1e6 * flushed:.0f}"
             parts.append(f"{operand} amax {amax:.2e} {shares}{'' if snr is None else f' {snr:.1f} dB'}")
         ratio = speed_up(shape)
         parts += [f"LOSES: --fp8_skip {name}"] if ratio and ratio < 1 else []
-        yield row(case, "; ".join(parts), ratio=ratio)
+        yield row(case, f"recipe {recipe}, {tokens} tokens", ratio=ratio, note="; ".join(parts))
+
+
+if __name__ == "__main__":
+    run_part(json.loads(sys.argv[1]))

@@ -11,8 +11,10 @@ import itertools
 import json
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +36,13 @@ class Contender(NamedTuple):
     step: Callable[[], Tensor]
     model: nn.Module
     optimizer: torch.optim.Optimizer
+
+    def state_bytes(self) -> int:
+        """Of its parameters and moments on the GPU."""
+        from shard import local
+
+        moments = (t for state in self.optimizer.state.values() for t in state.values())
+        return sum(local(t.detach()).nbytes for t in (*self.model.parameters(), *moments) if t.is_cuda)
 
 
 def random_tokens(rows: int, seq_len: int, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -58,6 +67,15 @@ def transformers(folder: Path, load: bool, dtype=torch.float32, **_) -> tuple[nn
     return model, lambda call, tokens, targets: call(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
 
+def liger(folder: Path, load: bool, **options) -> tuple[nn.Module, Loss]:
+    """transformers with Liger's kernels, its fused loss head too."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    model, loss_of = transformers(folder, load, **options)
+    _apply_liger_kernel_to_instance(model=model)
+    return model, loss_of
+
+
 def litgpt(folder: Path, load: bool, **_) -> tuple[nn.Module, Loss]:
     from litgpt import GPT, Config
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
@@ -79,7 +97,7 @@ def litgpt(folder: Path, load: bool, **_) -> tuple[nn.Module, Loss]:
     return model, lambda call, tokens, targets: chunked_cross_entropy(call(tokens), targets)
 
 
-def nanogpt(folder: Path, load: bool, checkout: Path | None, tanh: bool = False, **_) -> tuple[nn.Module, Loss]:
+def nanogpt(folder: Path, load: bool, checkout: Path | None = None, tanh: bool = False, **_) -> tuple[nn.Module, Loss]:
     """checkout: of nanoGPT. Its GELU is the exact one; tanh: GPT-2's form in its place, for a comparison of results."""
     if checkout is None:
         raise ImportError("--nanogpt FOLDER names a checkout of github.com/karpathy/nanoGPT")
@@ -104,7 +122,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     return {name: w for path in folder.glob("*.safetensors") for name, w in load_file(path).items()}
 
 
-PEERS = {"transformers": transformers, "litgpt": litgpt, "nanogpt": nanogpt}
+PEERS = {"transformers": transformers, "litgpt": litgpt, "nanogpt": nanogpt, "liger": liger}
 
 
 def adamw(model: nn.Module, lr: float = LR, betas: tuple = (0.9, 0.95), decay: float = 0.1):
@@ -133,6 +151,47 @@ def their_step(
     return Contender(step, model, optimizer)
 
 
+def peer_step(
+    name: str, config, device: torch.device, checkout: Path | None, compiled: bool, mesh, shared: Contender | None
+) -> Contender:
+    """A peer with random weights and the shape and batch of our Config. nanoGPT keeps fp32 masters, as it does by
+    itself; the others are bf16 throughout. mesh: FSDP2 keeps the state on the host, and blocks are recomputed. shared:
+    as of our_step."""
+    from weights import config_json
+
+    with tempfile.TemporaryDirectory() as folder, torch.device(device):
+        Path(folder, "config.json").write_text(json.dumps(config_json(config.model_config, torch.bfloat16)))
+        model, loss_of = PEERS[name](Path(folder), False, dtype=torch.bfloat16, checkout=checkout)
+    model = shared.model if shared else model.to(device)
+    if mesh is not None:
+        offload(model, mesh)
+    batch = batch_of(config).to(device)
+    work = batch.tokens, batch.targets
+    optimizer = shared.optimizer if shared else adamw(model)
+    return their_step(model, loss_of, optimizer, lambda: work, compiled, name == "nanogpt")
+
+
+def offload(model: nn.Module, mesh) -> None:
+    """As torch's manual says: FSDP2's CPUOffloadPolicy, block by block."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    model.gradient_checkpointing_enable()
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=mesh["shard"], offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda"))
+
+
+def convert_by_torchao(model: nn.Module, emulate: bool) -> None:
+    """Converts the layers of our model that --fp8 tensor does, by torchao's tensorwise recipe."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    import fp8
+
+    options = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=emulate)
+    names = {f"layers.{n}" for n, m in model.layers.named_modules() if isinstance(m, nn.Linear)}
+    names = {name for name in names if not {*fp8.SKIP} & {*name.split(".")}}
+    convert_to_float8_training(model, config=options, module_filter_fn=lambda module, name: name in names)
+
+
 # ---- ours, of a resolved Config
 
 
@@ -142,34 +201,32 @@ def batch_of(config):
     return Batch(*random_tokens(config.micro_batch, config.seq_len, config.model_config.vocab_size))
 
 
-def fill(model, config) -> None:
-    """With the values that train.py begins with; on a GPU with random ones that take no time to draw."""
+def fill(model, config, device: torch.device) -> None:
+    """With the values that train.py begins with; with a GPU, random ones that it draws, which take no time."""
     import shard
     from check import first_values
     from model import initial_std
 
-    if next(model.parameters()).device.type == "cpu":
+    if device.type == "cpu":
         return shard.fill(model, *first_values(config, model, None))
     for name, p in model.named_parameters():
         std, target = initial_std(model.config, name), shard.local(p.detach())
-        target.normal_(0, std) if std else target.fill_(1.0 if std is None else 0.0)
+        drawn = torch.ones(target.shape, dtype=target.dtype, device=device)
+        target.copy_(drawn if std is None else drawn.normal_(0, std))
 
 
-def our_step(config, ranks, shared: Contender | None = None, mesh=None, own_units: bool = True) -> Contender:
-    """shared: a contender whose parameters and optimizer it trains. own_units: of the embedding and lm_head."""
+def our_step(config, ranks, shared: Contender | None = None, mesh=None) -> Contender:
+    """shared: a contender whose parameters and optimizer it trains."""
     import fp8
     import guard
     import optim
-    import shard
     import train
 
-    model = train.build(config, ranks, mesh if own_units else None)
+    model = train.build(config, ranks, mesh)
     if shared:
         model.load_state_dict(shared.model.state_dict(keep_vars=True), assign=True)
     else:
-        fill(model, config)
-    if not own_units:  # what build does, with the one argument that no flag sets
-        shard.shard_model(model, mesh, model.dtype, reshard=config.reshard, prefetch=config.prefetch, own_units=False)
+        fill(model, config, ranks.device)
     optimizer = shared.optimizer if shared else optim.make_optimizer(model, config)
     scales, gradients = fp8.prepare(model, config, mesh, False), guard.GradientGuard(model, config, ranks, mesh)
     batches, numbers = [batch_of(config)], itertools.count(1)

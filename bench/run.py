@@ -2,19 +2,20 @@
 
     python bench/run.py                              # every suite that can run here
     python bench/run.py cpu --nanogpt PATH           # training on a CPU: whole steps, against peers
-    python bench/run.py gpu --json gpu.json          # on one H200 or H100, at most 9 minutes
+    python bench/run.py gpu --json gpu.json          # on one GPU, at most 520 s; --budget says how many
     python bench/run.py generate tokenizer load checkpoint data
     python bench/run.py switches growth reference    # whole runs of train.py
     python bench/run.py cpu gpu --parts NAME ...     # some parts of a suite
     python bench/run.py --check                      # only compares results, and times nothing
     python bench/run.py fp8 --run runs/NAME          # what FP8 does to each layer of a model; on a GPU, what it wins
     python bench/run.py fp8-parity                   # the same small Llama in bf16 (two seeds) and in each FP8 recipe
+    python bench/run.py compare A.json B.json        # two files of --json side by side; status 1: B is slower by 5 %
 
 In a suite, first the results of all contenders are compared: what is timed computes the same. Then each runs once
 unmeasured, and they take turns, so that what else the machine does meets them alike. A row gives the median speed of
-its runs, and the 10th and 90th percentile; `ratio` is its median over that of the last of its case. The file of --json
-is written anew after each row. Status 1 if a contender computed something else, or a part failed. Suites need what
-`bash test.sh` installs on top of requirements.txt."""
+its runs, and the 10th and 90th percentile; `ratio` is its median over that of the first of its case. The file of --json
+is written anew after each row. What fails is a row, and the rest is measured all the same; then the status is 1. Suites
+need what `bash test.sh` installs on top of requirements.txt."""
 
 import argparse
 import json
@@ -26,7 +27,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from errors import Failure, run_script, write_whole  # first: it finds the Python that has torch
+from errors import Failure, UserError, read_json, run_script, write_whole  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 
@@ -35,7 +36,7 @@ import gpu
 import peers
 import runs
 import suites
-from common import Row
+from common import Row, guarded
 from fp8 import RECIPES
 from log import describe_environment
 
@@ -43,8 +44,9 @@ from log import describe_environment
 SUITES = {**suites.SUITES, "cpu": cpu.bench_cpu, "gpu": gpu.bench_gpu, **runs.SUITES, "fp8": gpu.bench_fp8}
 PARTS = {"cpu": cpu.PARTS, "gpu": gpu.PARTS}
 COMPARE = ("generate", "tokenizer", "cpu", "gpu")  # suites with something to compare that is not timed
-PACKAGES = ("transformers", "tokenizers", "sentencepiece", "tiktoken", "litgpt", "torchao")
+PACKAGES = ("transformers", "tokenizers", "sentencepiece", "tiktoken", "litgpt", "torchao", "liger_kernel")
 SETTINGS = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "TORCH")  # that change what is measured
+SLOWER = 0.95  # of the speed before
 
 
 def describe_machine() -> dict[str, object]:
@@ -65,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--peers", nargs="+", choices=peers.PEERS, default=[*peers.PEERS], help="of cpu; default: all that are there")
     add("--nanogpt", type=Path, metavar="FOLDER", help="a checkout of github.com/karpathy/nanoGPT")
     add("--steps", type=int, default=0, help="of switches, reference and fp8-parity; 0 = as written there")
-    add("--seconds", type=float, default=520.0, help="that gpu may take (default 520)")
+    add("--budget", type=float, default=520.0, metavar="SECONDS", help="that gpu may take (default 520)")
     add("--run", type=Path, metavar="FOLDER", help="of fp8: a run folder")
     add("--recipe", default="", choices=("", *RECIPES), help="of fp8: another than the run's")
     add("--tiny", action="store_true", help="cpu and gpu in small, on a CPU, too: does the code run?")
@@ -101,35 +103,60 @@ def parse(argv: list[str]) -> Namespace:
     return args
 
 
-def table_line(row: Row) -> str:
-    low, median, high = ("" if row[key] is None else f"{row[key]:.4g}" for key in ("p10", "median", "p90"))
-    ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-    return f"| {row['case']} | {row['what']} | {median} {row['unit']} | {low} | {high} | {ratio} |"
+def table(title: str, columns: str) -> None:
+    """Prints the head of a table."""
+    print(f"\n{title}\n\n| case | what | {columns} |\n|---|---|{'--:|' * columns.count('|')}---|")
+
+
+def table_line(row: Row, *values: float | str | None) -> None:
+    cells = ["" if value is None else value if isinstance(value, str) else f"{value:.4g}" for value in values]
+    print(f"| {row['case']} | {row['what']} | {' | '.join(cells)} |", flush=True)
 
 
 def run_suite(suite: str, args: Namespace, machine: dict, rows: list[Row]) -> None:
     """Prints the suite's rows as they come and adds them to `rows`."""
     repeats = args.repeats or (5 if suite == "cpu" else 9)
     own = Namespace(**vars(args) | {"repeats": 0 if args.check else repeats})
-    print(f"\n{SUITES[suite].__doc__.splitlines()[0]}\n\n| case | what | median | p10 | p90 | ratio |")
-    print("|---|---|--:|--:|--:|--:|")
-    for row in SUITES[suite](own):
+    table(SUITES[suite].__doc__.splitlines()[0], "median | unit | p10 | p90 | ratio | note")
+    for row in guarded(suite, "all", SUITES[suite](own)):
         rows.append({"suite": suite} | row)
-        print(table_line(row), flush=True)
+        table_line(row, *(row[key] for key in ("median", "unit", "p10", "p90", "ratio", "note")))
         if args.json:
             write_whole(args.json, json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 
+def compare(paths: list[str]) -> None:
+    """Prints the rows of two files side by side, as speeds of the second over the first where they are speeds or
+    times."""
+    if len(paths) != 2 or not all(map(read_json, map(Path, paths))):
+        raise UserError("usage: bench/run.py compare A.json B.json, two files of --json")
+    before, after = (
+        {(row["suite"], row["case"], row["what"]): row for row in read_json(Path(path))["rows"]} for path in paths
+    )
+    table(f"{paths[0]} and {paths[1]}", "before | after | unit | speed | note")
+    slower = 0
+    for key in before | after:
+        old, new = before.get(key, {}), after.get(key, {})
+        row, a, b = new or old, old.get("median"), new.get("median")
+        speed, note = None, "" if old and new else f"only {'after' if new else 'before'}"
+        if a and b and (row["unit"].endswith("/s") or row["unit"] in ("s", "ms")):
+            speed = b / a if row["unit"].endswith("/s") else a / b
+            note = "SLOWER" if speed <= SLOWER else note
+        slower += note == "SLOWER"
+        table_line(row, a, b, row["unit"], speed, note or new["note"])
+    if slower:
+        raise Failure(f"{slower} rows are slower by {100 * (1 - SLOWER):.0f} % or more")
+
+
 def main(argv: list[str]) -> None:
+    if argv[:1] == ["compare"]:
+        return compare(argv[1:])
     args, rows, machine = parse(argv), [], describe_machine()
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     for suite in args.suites:
-        try:
-            run_suite(suite, args, machine, rows)
-        except ModuleNotFoundError as error:
-            raise Failure(f"{error}: `bash test.sh` installs what the suites need") from None
-    if any(word in row["what"] for row in rows for word in ("failed: ", "refused: ")):
-        raise Failure("a part failed, or a contender was refused: see above")
+        run_suite(suite, args, machine, rows)
+    if any("failed: " in row["note"] for row in rows):
+        raise Failure("a part failed, or a contender computed something else: see above")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ initial weights and the order of the data. What has the same seed has to be near
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from common import Row, Run, row, train_run  # first: it finds the Python that has torch
+from common import Row, Run, guarded, row, train_run  # first: it finds the Python that has torch
 
 import numpy as np  # isort: skip
 import torch
@@ -36,8 +37,8 @@ def train_in(folder: str, flags: str, processes: int = 1, env: dict[str, str] | 
 def judge(loss: float, reference: float, noise: float) -> str:
     """How far a validation loss is from the one that it should be."""
     distance = abs(loss - reference) / noise
-    verdict = "" if distance <= 1 else "; failed: outside the seed noise"
-    return f"validation loss {loss:.4f} ({loss - reference:+.4f}, {distance:.2f} of the seed noise){verdict}"
+    verdict = "failed: outside the seed noise: " * (distance > 1)
+    return f"{verdict}validation loss {loss:.4f} ({loss - reference:+.4f}, {distance:.2f} of the seed noise)"
 
 
 def seeds(folder: str, flags: str) -> tuple[list[Run], float]:
@@ -90,12 +91,12 @@ def bench_switches(args: Namespace) -> Iterator[Row]:
         first = None
         for name, own, processes, env in variants:
             if not own:
-                yield row(case, f"{name}: not on this machine")
+                yield row(case, name, note="not on this machine")
                 continue
             run = train_in(folder, f"{flags} {own}", processes, env)
             first = first or run
-            parts = [f"{name}: {judge(run.loss, first.loss, noise)}", f"{run.memory:.2f} GiB", *traps(run, processes)]
-            yield row(case, "; ".join(parts), run.speed, "tokens/s", run.speed / first.speed)
+            parts = [judge(run.loss, first.loss, noise), f"{run.memory:.2f} GiB", *traps(run, processes)]
+            yield row(case, name, run.speed, "tokens/s", run.speed / first.speed, "; ".join(parts))
         if variants[-1].flags:
             yield samples_row(folder, flags, variants[-1], cuda)
 
@@ -116,9 +117,9 @@ def samples_row(folder: str, flags: str, last: Variant, cuda: bool) -> Row:
     told apart without it."""
     short = f"{flags} {last.flags} {'' if cuda else '--compile none'} --steps 6 --eval_every 0 --sample_every"
     silent, talking = (train_in(folder, f"{short} {n}", last.processes, last.env).memory for n in (0, 3))
-    verdict = "" if talking <= 1.1 * silent else "; failed: more than 10 %"
-    what = f"peak memory of {last.processes} processes with samples amid training, less that without them{verdict}"
-    return row("traps", what, talking - silent, "GiB", talking / silent)
+    verdict = "" if talking <= 1.1 * silent else "failed: more than 10 %"
+    what = f"peak memory of {last.processes} processes with samples amid training, less that without them"
+    return row("traps", what, talking - silent, "GiB", talking / silent, verdict)
 
 
 # ---- growth
@@ -149,11 +150,11 @@ def bench_growth(args: Namespace) -> Iterator[Row]:
                     continue
                 env = ONE_THREAD if processes and not cuda else None
                 runs[n] = run = train_in(folder, f"{base} {flags_of(n)}", n if processes else 1, env)
-                yield row(f"{axis} {n}", f"{run.memory:.2f} GiB", run.speed, "tokens/s")
+                yield row(axis, str(n), run.speed, "tokens/s", note=f"{run.memory:.2f} GiB")
             points[axis] = runs
             if not processes:
                 a, b = fit(list(values), [1e9 / run.speed for run in runs.values()])
-                yield row(axis, f"time per token = {a:.4g} ns + {b:.4g} ns x", b, "ns")
+                yield row(axis, "time per token, per x", b, "ns", note=f"{a:.4g} ns + {b:.4g} ns x")
                 env, two = {"MALLOC_MMAP_THRESHOLD_": "65536"}, values[1:4:2]  # gives every freed block back
                 in_use = [train_in(folder, f"{base} {flags_of(n)}", env=env).memory * 2**20 for n in two]
                 yield row(axis, "memory in use, per x", fit(two, in_use)[1], "KiB")
@@ -206,18 +207,17 @@ def bench_reference(args: Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         runs, noise = seeds(folder, f"{flags} fp32")
         losses = ", ".join(f"{run.loss:.4f}" for run in runs)
-        yield row(case, f"seed noise of flatland, fp32: {losses}", noise, "nats")
+        yield row(case, "seed noise of flatland, fp32", noise, "nats", note=losses)
         contenders = {"flatland, bf16": lambda: train_in(folder, f"{flags} bf16").loss}
         for peer in ("transformers", "nanogpt"):
             contenders[f"{peer}, fp32"] = lambda peer=peer: train_peer(config, Path(folder), peer, args.nanogpt)
         for name, train in contenders.items():
-            try:
-                loss = train()
-            except ImportError as error:
-                yield row(case, f"{name}: left out: {error}")
-                continue
-            distance = abs(loss - runs[0].loss) / noise
-            yield row(case, f"{name}: {judge(loss, runs[0].loss, noise)}", loss, "nats", distance)
+            yield from guarded(case, name, loss_row(case, name, train, runs[0].loss, noise))
+
+
+def loss_row(case: str, name: str, train: Callable[[], float], reference: float, noise: float) -> Iterator[Row]:
+    loss = train()
+    yield row(case, name, loss, "nats", abs(loss - reference) / noise, judge(loss, reference, noise))
 
 
 def train_peer(config: Config, folder: Path, peer: str, checkout: Path | None = None) -> float:
@@ -227,16 +227,9 @@ def train_peer(config: Config, folder: Path, peer: str, checkout: Path | None = 
     shard.fill(initial, *first_values(config, initial, None))
     export_model(initial, folder / peer)
     model, loss_of = PEERS[peer](folder / peer, True, checkout=checkout)
-    optimizer, batches = (
-        adamw(model, config.lr, (config.beta1, config.beta2), config.weight_decay),
-        iter(make_loader(config)),
-    )
-
-    def batch() -> tuple:
-        (only,) = next(batches)
-        return only.tokens, only.targets
-
-    train = their_step(model, loss_of, optimizer, batch).step
+    optimizer = adamw(model, config.lr, (config.beta1, config.beta2), config.weight_decay)
+    batches = ((batch.tokens, batch.targets) for (batch,) in make_loader(config))
+    train = their_step(model, loss_of, optimizer, partial(next, batches)).step
     for step in range(config.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
@@ -269,8 +262,8 @@ def bench_fp8_parity(args: Namespace) -> Iterator[Row]:
         for name, own in RECIPES.items():
             runs[name] = run = train_in(folder, f"{PARITY} --steps {steps} {own}")
             late = np.mean([record["loss"] for record in run.records if record["step"] > steps - 50])
-            losses = f"training loss {late:.4f}, validation {run.loss:.4f} ({run.loss - runs['bf16'].loss:+.4f})"
-            yield row(f"{steps} steps", f"{name}: {losses}", run.loss, "nats")
+            note = f"training loss {late:.4f}, validation {run.loss - runs['bf16'].loss:+.4f} beside bf16's"
+            yield row(f"{steps} steps", name, run.loss, "nats", note=note)
     draw_losses(runs, PLOTS / "fp8-parity.png")
 
 

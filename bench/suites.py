@@ -66,11 +66,10 @@ def bench_generate(args: Namespace) -> Iterator[Row]:
             padding = torch.arange(prompts) * 3 * ragged
             mask = (torch.arange(length) >= padding[:, None]).long()
             decode = partial(sample, ours, ids, new, temperature=0, padding=padding if ragged else None)
+            their = partial(theirs.generate, ids, attention_mask=mask, **options)
             works = {
+                "transformers": lambda their=their: their()[:, length:].tolist(),
                 "flatland": lambda decode=decode: torch.stack(list(decode()), 1).tolist(),
-                "transformers": lambda theirs=theirs, ids=ids, mask=mask: theirs.generate(
-                    ids, attention_mask=mask, **options
-                )[:, length:].tolist(),
             }
             case = f"{name}, {prompts} prompts{' of different lengths' * ragged}"
             require_same(case, *(work() for work in works.values()))
@@ -136,7 +135,7 @@ def bench_tokenizer(args: Namespace) -> Iterator[Row]:
     for case, library, train, file in TOKENIZERS:
         with tempfile.TemporaryDirectory() as folder:
             encoders = {library: train(texts, Path(folder, file))}
-            encoders = {"flatland": load_tokenizer(str(Path(folder, file))).encode} | encoders
+            encoders["flatland"] = load_tokenizer(str(Path(folder, file))).encode
         works = {name: lambda encode=encode: [*map(encode, texts)] for name, encode in encoders.items()}
         require_same(case, *(work() for work in works.values()))
         yield from race_rows(case, "MB/s", megabytes(texts), works, args.repeats)
@@ -187,7 +186,7 @@ def load_rank(folder: Path, repeats: int) -> None:
 
     results = {}
     for case in ("cold", "cached"):
-        turns = race({way: partial(load, case, way) for way in ("direct", "rank0", "plain read")}, repeats)
+        turns = race({way: partial(load, case, way) for way in ("plain read", "direct", "rank0")}, repeats)
         for way, several in turns.items():
             peaks = shard.gather(max(turn.peak for turn in several), ranks)
             results.setdefault(case, {})[way] = [turn._replace(peak=max(peaks)) for turn in several]
@@ -213,8 +212,8 @@ def bench_load(args: Namespace, layers: int = 4) -> Iterator[Row]:
                 for result in speed_rows(f"{ranks} processes, {case}", "GB/s", size / 1e9, turns):
                     peak, shard_size = turns[result["what"]][0].peak, size / ranks
                     if result["what"] != "plain read":
-                        result["what"] += f"; peak {peak / shard_size:.2f} shards, "
-                        result["what"] += f"{(peak - shard_size) / largest:.1f} tensors beyond it"
+                        beyond = (peak - shard_size) / largest
+                        result["note"] = f"peak {peak / shard_size:.2f} shards, {beyond:.1f} tensors beyond it"
                     yield result
 
 
@@ -258,11 +257,11 @@ def checkpoint_rows(run: Run, repeats: int) -> Iterator[Row]:
     size = sum(t.nbytes for t in state.values()) / 1e9
     plain = partial(write_plainly, list(state.values()), run.folder / "plain")
     case = f"saving {size:.2f} GB"
-    works = {"save, until it is on the disk": save, "one file, written and synced": plain}
-    rows = race_rows(case, "GB/s", size, works, repeats)
+    works = {"one file, written and synced": plain, "save, until it is on the disk": save}
+    rows = [*race_rows(case, "GB/s", size, works, repeats)]
     stall, rest = np.median(stalls[1:]), np.median(waits[1:])
     thread = "of the save, the thread: write, checksum, sync, rename, remove the oldest"
-    yield from [*rows, row(case, thread, size / rest, "GB/s", size / rest / rows[-1]["median"])]
+    yield from [*rows, row(case, thread, size / rest, "GB/s", size / rest / rows[0]["median"])]
     case = "of a save, training waits"
     yield row(case, "with --save_async on (probe and copy)", stall * 1e3, "ms", stall / (stall + rest))
     probe = partial(checkpoint.probe_loss, model, saver.tokens, ranks.device)
@@ -275,7 +274,7 @@ def checkpoint_rows(run: Run, repeats: int) -> Iterator[Row]:
 
     works = {"verify": partial(checkpoint.fault_of, newest), "resume: verify, load, prove": resume}
     for name, work in works.items():
-        works = {name: work, "read": partial(read_plainly, newest / "rank-00000.safetensors")}
+        works = {"read": partial(read_plainly, newest / "rank-00000.safetensors"), name: work}
         yield from race_rows("the same, in the page cache", "GB/s", size, works, repeats)
 
 
@@ -295,13 +294,13 @@ def bench_data(args: Namespace) -> Iterator[Row]:
         train_bpe(texts, Path(spec))
         encode = load_tokenizer(spec).encode
         works = {
-            "prepare, one process, .json.gz": lambda: build([TextFile(str(source))], Encoder(spec), folder),
             "the tokenizer alone": lambda: [*map(encode, texts)],
+            "prepare, one process, .json.gz": lambda: build([TextFile(str(source))], Encoder(spec), folder),
         }
         yield from race_rows("4 MB of text", "MB/s", megabytes(texts), works, args.repeats)
 
 
-def batch_rows(path: Path, rows: int, seq_len: int, repeats: int) -> list[Row]:
+def batch_rows(path: Path, rows: int, seq_len: int, repeats: int) -> Iterator[Row]:
     """40 batches, against reading a row at a time."""
     tokens, draw = np.memmap(path, dtype=np.uint16, mode="r", offset=1024), np.random.default_rng(0)
     flags = f"--data {path} --val_data {path} --model llama3.2-1b --seq_len {seq_len} --micro_batch {rows}"
@@ -318,7 +317,7 @@ def batch_rows(path: Path, rows: int, seq_len: int, repeats: int) -> list[Row]:
                 copies = [tokens[i + shift : i + shift + seq_len].astype(np.int64) for i in starts]
                 torch.stack([torch.from_numpy(copy) for copy in copies])
 
-    works = {"flatland": ours, "a row at a time, in random order": by_row}
+    works = {"a row at a time, in random order": by_row, "flatland": ours}
     return race_rows(f"{rows} rows of {seq_len} tokens", "tokens/s", 40 * seq_len * rows, works, repeats)
 
 

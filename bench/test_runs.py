@@ -33,19 +33,19 @@ def of_seed(flags: str, **figures) -> Run:
 def test_switches_compare_with_the_first_row_and_find_no_fault(monkeypatch):
     rows = switches_of(monkeypatch, lambda flags, n: of_seed(flags, speed=300.0 if "bf16" in flags else 100.0))
     assert rows[0]["median"] == pytest.approx(0.2)  # seeds 0, 1, 2
-    by_name = {row["what"].partition(":")[0]: row for row in rows}
+    by_name = {row["what"]: row for row in rows}
     assert [by_name[n]["ratio"] for n in ("fp32", "bf16", "+ compile")] == pytest.approx([1.0, 3.0, 3.0])
-    assert by_name["TF32"]["what"] == "TF32: not on this machine" and by_name["TF32"]["median"] is None
-    assert not any("failed" in row["what"] for row in rows)
+    assert by_name["TF32"]["note"] == "not on this machine" and by_name["TF32"]["median"] is None
+    assert not any("failed" in row["note"] for row in rows)
 
 
 @pytest.mark.parametrize(
     ("is_faulty", "figures", "message"),
     [
-        (lambda flags, n: "block --attention sdpa" in flags, {"loss": 2.3}, r"\+ compile: .* failed: outside"),
+        (lambda flags, n: "block --attention sdpa" in flags, {"loss": 2.3}, r"\+ compile: failed: outside"),
         (lambda flags, n: "fp32" in flags, {"wall": 60.0}, "fp32: .* failed: 16.7% of 60.0 s are in no logged part"),
         (lambda flags, n: n == 2 and "none" not in flags, {"samples": 1}, "failed: 1 samples were written, 2 were"),
-        (lambda flags, n: n == 2 and flags[-1] != "0", {"memory": 1.2}, "peak memory .* failed"),
+        (lambda flags, n: n == 2 and flags[-1] != "0", {"memory": 1.2}, "peak memory .*: failed"),
     ],
     ids=["loss", "time", "samples", "memory"],
 )
@@ -53,7 +53,8 @@ def test_each_trap_is_seen(monkeypatch, is_faulty, figures, message):
     def trained(flags: str, processes: int) -> Run:
         return made_up(**figures) if is_faulty(flags, processes) else of_seed(flags)
 
-    failed = [row["what"] for row in switches_of(monkeypatch, trained) if "failed" in row["what"]]
+    notes = [f"{row['what']}: {row['note']}" for row in switches_of(monkeypatch, trained)]
+    failed = [note for note in notes if "failed" in note]
     assert len(failed) == 1
     assert re.search(message, failed[0])
 
@@ -91,6 +92,7 @@ def test_transformers_trains_as_we_do(tmp_path):
 def test_fp8_parity_says_how_far_each_recipe_is(monkeypatch, tmp_path):
     monkeypatch.setattr(runs, "train_in", lambda folder, flags: made_up(2.0 + 0.01 * ("--fp8" in flags)))
     monkeypatch.setattr(runs, "PLOTS", tmp_path)
-    whats = [row["what"] for row in runs.bench_fp8_parity(Namespace(steps=10))]
-    assert len(whats) == 6 and whats[-1] == "row_gw_hp: training loss 3.0000, validation 2.0100 (+0.0100)"
+    rows = list(runs.bench_fp8_parity(Namespace(steps=10)))
+    assert len(rows) == 6 and (rows[-1]["what"], rows[-1]["median"]) == ("row_gw_hp", 2.01)
+    assert rows[-1]["note"] == "training loss 3.0000, validation +0.0100 beside bf16's"
     assert (tmp_path / "fp8-parity.png").stat().st_size > 10_000
