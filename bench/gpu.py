@@ -241,9 +241,8 @@ class Layers:
             self.xs = [torch.randn(tokens, K, dtype=torch.bfloat16, requires_grad=True) for _, K in shapes]
             self.gs = [torch.randn(tokens, N, dtype=torch.bfloat16) for N, _ in shapes]
         fp8.convert_linears(self.modules, recipe, small=True)
-        self.forward = torch.compile(self._forward, dynamic=False, disable=lab.tiny)
 
-    def _forward(self) -> list[Tensor]:
+    def in_fp8(self) -> list[Tensor]:
         return [layer(x) for x, layer in zip(self.xs, self.modules, strict=True)]
 
     def in_bf16(self) -> list[Tensor]:
@@ -265,7 +264,7 @@ class Layers:
                 return op(*args, **kwargs or {})
 
         with Record():
-            self.step(self._forward)
+            self.step(self.in_fp8)
         return calls
 
 
@@ -281,7 +280,7 @@ def layer_rows(lab: Lab, case: str, shapes: list[tuple[int, int]], tokens: int, 
 
     steps = {
         "bf16": partial(layers.step, layers.in_bf16),
-        "with casts": partial(layers.step, layers.forward),
+        "with casts": partial(layers.step, torch.compile(layers.in_fp8, dynamic=False, disable=lab.tiny)),
         "products alone": products,
     }
     yield from lab.race(case, "TFLOP/s", flops / 1e12, steps, in_ms(flops), 5)
@@ -415,7 +414,8 @@ def bench_gpu(args: Namespace) -> Iterator[Row]:
     deadline = time.monotonic() + args.budget
     if args.tiny:
         yield row("--tiny", "small shapes and few steps under the names of the large ones: the figures say nothing")
-    for name in [name for name in PARTS if name in args.parts and args.repeats]:
+    parts = args.parts if args.repeats else ["check"]
+    for name in filter(parts.__contains__, PARTS):
         cost, _ = PARTS[name]
         left = deadline - time.monotonic()
         if left < cost and not args.tiny:

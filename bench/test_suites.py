@@ -87,6 +87,9 @@ def test_a_part_that_fails_or_hangs_does_not_end_the_next(monkeypatch, tmp_path)
     assert failures[:2] == [("ends", "failed: ended with 3"), ("dies", "failed: ended with -6")]
     assert failures[2][0] == "hangs" and failures[2][1].startswith("failed: killed after ") and len(failures) == 3
     assert [name for case, name, _ in rows if case == "took"] == ["ends", "dies", "works", "hangs"]
+    parts = {"works": (0, None), "check": (0, None)}
+    rows = measure_parts(monkeypatch, tmp_path, parts, "--check")
+    assert [what for case, what, _ in rows if case == "took"] == ["check"]
 
 
 def test_an_error_is_a_row_and_the_rest_goes_on():
