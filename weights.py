@@ -26,6 +26,7 @@ import shlex
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -226,7 +227,7 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-PORTION = 2**24  # bytes written at a time
+PORTION, SYNC = 2**24, 2**26  # bytes that are written at a time, and after which they are sent to the disk
 LIBC, WILLNEED = ctypes.CDLL(None), 3  # MADV_WILLNEED of Linux and macOS
 
 
@@ -329,19 +330,24 @@ def write_file(path: Path, rows: list[tuple[str, torch.dtype, tuple[int, ...], C
     """Writes a safetensors file of tensors (name, dtype, shape, function that gives their portions in order), and syncs
     -> (its bytes, their crc32). OSError: what the disk says."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header, end, crc = {"__metadata__": {"format": "pt"}}, 0, 0
+    header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, dtype, shape, _ in rows:
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as f:
+    with open(path, "wb") as f, ThreadPoolExecutor(2) as pool:
+        crc, synced, begun = pool.submit(int), pool.submit(int), 0
         for data in _contents(len(text).to_bytes(8, "little") + text, rows):
+            crc = pool.submit(zlib.crc32, data, crc.result())  # while it is written
             f.write(data)
-            crc = zlib.crc32(data, crc)
+            if synced.done() and f.tell() - begun >= SYNC:  # what is there goes to the disk while more is written
+                synced.result()
+                synced, begun = pool.submit(os.fdatasync, f.fileno()), f.tell()
+        synced.result()
         f.flush()
         os.fsync(f.fileno())
-        return f.tell(), crc
+        return f.tell(), crc.result()
 
 
 def _contents(header: bytes, rows: list) -> Iterator:
