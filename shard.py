@@ -130,10 +130,9 @@ def shard_model(
     reshard: str = "auto",
     prefetch: int = 1,
     offload: bool = False,
-    own_units: bool = True,
 ) -> None:
     """FSDP2: parameters are gathered in `dtype` unit by unit, gradients summed in `reduce_dtype`. Units are the
-    embedding, each block, lm_head (own_units False, or tied: these two belong to the rest) and the rest.
+    embedding, each block, lm_head (tied, these two belong to the rest) and the rest.
 
     Neither the embedding nor our loss head needs its weight in the backward pass: it is not gathered again."""
     if mesh is None:
@@ -156,7 +155,7 @@ def shard_model(
         return next((Shard(d) for d in (1, 2) if parameter.shape[d] % size == 0), None)
 
     ends = [getattr(model, name, None) for name in ("embed_tokens", "lm_head")]
-    if not own_units or None in ends or ends[0].weight is ends[1].weight:
+    if None in ends or ends[0].weight is ends[1].weight:
         ends = []
     units = [*ends[:1], *model.layers, *ends[1:], model]
     needed_next = {model, model.layers[-1]}  # their backward pass begins when the forward pass ends
