@@ -24,7 +24,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from errors import UserError, printable, read_ahead, run_script  # first: it finds the Python that has torch
+from errors import UserError, read_ahead, run_script  # first: it finds the Python that has torch
 
 import numpy as np  # isort: skip
 import torch
@@ -37,7 +37,7 @@ from prepare import read_index, run_prepare, run_verify
 from rows import Catalog, ChatRows, ShardRows, make_encoder, sample_digest
 from stream import Stream, permute, turns
 from text import HUB, knows_text, split_weight
-from tokenizer import holds_tokenizer, load_tokenizer
+from tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 
 ORDER_ROWS = 2048  # rows whose order is computed at a time: for a few it costs more than reading them
 # Encoded alike by equal tokenizers alone.
@@ -373,9 +373,8 @@ def check_tokenizer(config: Config) -> None:
 
 
 def show(config: Config, n: int, colour: bool) -> Iterator[str]:
-    """n rows as they are trained on, decoded, document by document: what is trained on in green (or between [[ and ]]),
-    the rest grey."""
-    batches = itertools.chain.from_iterable(make_loader(config))
+    """n rows as they are trained on, decoded, document by document, what is trained on marked."""
+    batches, tokenizer = itertools.chain.from_iterable(make_loader(config)), load_tokenizer(config.tokenizer)
     rows = ((batch, i) for batch in batches for i in range(len(batch.tokens)))
     for number, (batch, i) in enumerate(itertools.islice(rows, n), 1):
         starts = [0] if batch.positions is None else (batch.positions[i] == 0).nonzero().flatten().tolist()
@@ -388,22 +387,8 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
                 continue
             tokens += targets[-1:] * trained[-1]  # a document's last token may be a target alone
             title = "--- document\n" * (len(starts) > 1)
-            out.append(title + _decode(config, tokens, [False, *trained], colour))
+            out.append(title + decode_marked(tokenizer, tokens, [False, *trained], colour))
         yield "\n".join(out)
-
-
-def _decode(config, tokens, trained, colour):
-    tokenizer = load_tokenizer(config.tokenizer)
-    names = {i: text for text, i in tokenizer.control.items()}
-    on, off, end = ("\033[32m", "\033[90m", "\033[0m") if colour else ("[[", "", "]]")
-    out = ""
-    for is_trained, pairs in itertools.groupby(zip(tokens, trained, strict=False), lambda pair: pair[1]):
-        out += on if is_trained else off
-        for is_control, run in itertools.groupby([token for token, _ in pairs], lambda i: i in names):
-            ids = list(run)
-            out += printable("".join(map(names.get, ids)) if is_control else tokenizer.decode(ids))
-        out += end if is_trained or colour else ""
-    return out
 
 
 def run_show(argv: list[str]) -> None:

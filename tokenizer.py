@@ -19,6 +19,7 @@ import base64
 import codecs
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from download import find, read_file, read_object
-from errors import UserError, listed
+from errors import UserError, listed, printable
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Digits one by one, then GPT-2's: a run of white space before a digit stays whole, as before the end of the text.
@@ -287,6 +288,20 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 Tokenizer = ByteTokenizer | SentencePiece | BPE
+
+
+def decode_marked(tokenizer: Tokenizer, tokens: list[int], trained: list[bool], colour: bool) -> str:
+    """The text of tokens: what is trained on in green (or between [[ and ]]), the rest grey."""
+    names = {i: text for text, i in tokenizer.control.items()}
+    on, off, end = ("\033[32m", "\033[90m", "\033[0m") if colour else ("[[", "", "]]")
+    out = ""
+    for is_trained, pairs in itertools.groupby(zip(tokens, trained, strict=False), lambda pair: pair[1]):
+        out += on if is_trained else off
+        for is_control, run in itertools.groupby([token for token, _ in pairs], lambda i: i in names):
+            ids = list(run)
+            out += printable("".join(map(names.get, ids)) if is_control else tokenizer.decode(ids))
+        out += end if is_trained or colour else ""
+    return out
 
 
 # ---- files
