@@ -100,7 +100,7 @@ def train_rank(words: list[str], environment: dict[str, str], output: str) -> No
     os.dup2(descriptor, 2)
     rows.CACHE = Path("cache").resolve()
     log.peak_flops = lambda *_: (1e12, "not measured")  # these two take time, and have no part in a loss
-    log.Log.draw = lambda self: None
+    log.Log.draw = lambda self, always: None
     sys.exit(train.main(words))
 
 
