@@ -16,6 +16,7 @@ import checkpoint
 import fp8
 import generate
 import machine
+import plan
 import shard
 from attention import choose_backend
 from config import DEFAULT, Config, check_batch, split_batch
@@ -112,19 +113,15 @@ def refuse_without_room(config: Config, device: torch.device, world_size: int) -
     _, shards = shard.mesh_shape(config.shard_size, world_size)
     ranks, gpu = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device.type == "cuda"
     offload = gpu and config.offload == "cpu"
-    with torch.device("meta"):
-        elements = [-(-p.numel() // shards) for p in Transformer(config.model_config).parameters()]
-    copies = [n * DTYPES[config.param_dtype].itemsize for n in elements]
-    if offload:  # pinned, in blocks that torch rounds up to a power of two
-        copies = [1 << (size - 1).bit_length() for size in copies]
-    copy, moments = sum(copies), 2 * sum(elements) * DTYPES[config.state_dtype].itemsize
+    held = plan.state(config, shards, pinned=offload)
+    copy, moments = held["parameters"], held["moments"]
     tokens, itemsize = micro_batch * config.seq_len, DTYPES[config.dtype].itemsize
     saved = saved_bytes(config.model_config, tokens, config.checkpointing, itemsize)
     saved *= not (gpu and config.offload_activations)
     on_host, on_gpu = {"tokens of a step": 16 * batch_tokens // world_size}, {}
     state = {"parameters": copy, "moments": moments}
     if offload:
-        on_host, on_gpu = on_host | state | {"gradients": copy}, {"activations": saved}
+        on_host, on_gpu = on_host | held, {"activations": saved}
     else:  # in a step of one micro-batch, the last gradients come when the activations are gone
         state |= {"activations": saved} if saved > copy else {"gradients": copy}
         (on_gpu if gpu else on_host).update(state)
@@ -193,6 +190,7 @@ def report(config: Config) -> int:
             data.load_state_dict(position)
     state = "finished" if done else "resume" if found else "fresh"
     print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}\ntimeout={config.timeout}")
+    print(f"memory={plan.memory_line(config, plan.cluster_here(device, processes))}")
     return 0
 
 

@@ -414,7 +414,7 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     if trains:
         argv = argv or DEFAULT
     recipes = [Path(word[1:]).name.removesuffix(".args") for word in argv if word.startswith("@")]
-    words = [_spelt_as_ours(word) if word.startswith("--") else word for word in _with_recipes(argv)]
+    words = [_spelt_as_ours(word) if word.startswith("--") else word for word in with_recipes(argv)]
     values = _read_values(words)
     for f in fields(Config):
         _check_flag(f, values)
@@ -429,7 +429,7 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     return config
 
 
-def _with_recipes(words: list[str]) -> list[str]:
+def with_recipes(words: list[str]) -> list[str]:
     """The words, those of recipes in the place of their names."""
     read = [_read_recipe(word[1:]) if word.startswith("@") else [word] for word in words]
     return [word for group in read for word in group]

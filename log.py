@@ -24,20 +24,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import plan
 from attention import kernel
 from config import Config
 from errors import ROOT, printable, write_whole
+from machine import GPUS
 from model import IGNORE, flops_per_token
 from shard import gather, mesh_shape, on_first_rank
 
 logger = logging.getLogger("flatland")
 
-# Dense bf16 peaks in TFLOP/s, from the makers' data sheets; the first name that is part of the device's is taken.
-PEAKS = {
-    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "A100": 312,
-    "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
-    "A6000": 155,
-}  # fmt: skip
+COMPARED_AT = 20  # the first step whose record is compared with the plan
+PEAKS = {gpu.name: gpu.tflops for gpu in GPUS.values()}  # dense bf16, in TFLOP/s
 
 
 class _EveryLine(logging.Formatter):
@@ -245,6 +243,7 @@ class Log:
         self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=self.ranks.device)  # losses, tokens
         self.router_sums: Tensor | None = None
         self.draw_after = 0.0  # of time.perf_counter()
+        self.compared = False
         self._mark(resumed_step)
         if self.ranks.rank == 0:
             records = read_records(self.file)
@@ -357,6 +356,18 @@ class Log:
             f" mem {record['mem_gib']:.2f} GiB" + (f", val loss {val_loss:.5f}" if val_loss is not None else ""),
             stacklevel=2,
         )
+        if step >= COMPARED_AT and (step == self.run.config.steps or not self.compared):
+            self._compare(step, record)
+
+    def _compare(self, step: int, record: dict[str, float]) -> None:
+        """What was predicted against what was measured, when speed has settled and at the end."""
+        self.compared = True
+        if self.ranks.rank == 0:
+            cluster = plan.cluster_here(self.ranks.device, self.ranks.world_size, self.peak)
+            try:
+                logger.info(plan.compare(self.run.config, cluster, self.run.folder, step, record))
+            except (RuntimeError, NotImplementedError) as e:  # a model that cannot compute without values still trains
+                logger.warning("Plan: nothing is predicted of this model: %s", e)
 
     def add(self, step: int, **values: float) -> None:
         """A record of its own of what came later than the step. All ranks must call."""

@@ -122,6 +122,13 @@ def compile_model(model: nn.Module, mode: str) -> None:
         block.forward = torch.compile(block.forward, dynamic=False)
 
 
+def sharded_dim(parameter: Tensor, size: int) -> int:
+    """The dimension that `size` ranks divide: the first, which may be uneven, but for stacked experts one that is even,
+    if there is any."""
+    dims = range(parameter.ndim if parameter.ndim == 3 else 1)
+    return next((d for d in dims if parameter.shape[d] % size == 0), 0)
+
+
 def shard_model(
     model: nn.Module,
     mesh: DeviceMesh | None,
@@ -148,12 +155,6 @@ def shard_model(
 
     size = mesh["shard"].size()
 
-    def placement(parameter: nn.Parameter) -> Shard | None:
-        """Stacked experts shard on a dimension that the ranks divide; the default, dim 0, may be uneven."""
-        if parameter.ndim < 3 or parameter.shape[0] % size == 0:
-            return None
-        return next((Shard(d) for d in (1, 2) if parameter.shape[d] % size == 0), None)
-
     ends = [getattr(model, name, None) for name in ("embed_tokens", "lm_head")]
     if None in ends or ends[0].weight is ends[1].weight:
         ends = []
@@ -168,7 +169,7 @@ def shard_model(
             mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=size > 1 and give_back,
-            shard_placement_fn=placement,
+            shard_placement_fn=lambda parameter: Shard(sharded_dim(parameter, size)),
             offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
         )
         unit.set_gradient_divide_factor(1.0)  # sums: they are divided by the count of trained tokens, known later

@@ -1,0 +1,161 @@
+"""plan.py: the oracles are what FSDP2 holds under a fake process group, and the peak memory of real steps."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import plan
+import shard
+import train
+from config import parse_args
+from errors import ROOT, exit_status
+from optim import local
+from test_shard import run_code
+
+RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.args") if " --head`" in path.read_text())
+
+
+@pytest.fixture
+def fake_ranks():
+    def start(size: int) -> shard.Ranks:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        return shard.Ranks(0, size, torch.device("cpu"))
+
+    yield start
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64, 512])
+def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks, ranks):
+    on_cpu = fake_ranks(ranks)
+    for model in ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral"):
+        for size in {0, 8 if ranks > 8 else 1}:
+            words = ["--model", model, "--n_layers", "2", "--shard_size", str(size), "--state_dtype", "bf16"]
+            config = parse_args([*words, "--dtype", "fp32", "--compile", "none"])
+            mesh = shard.make_mesh(size, on_cpu)
+            built = train.build(config, replace(on_cpu, device=torch.device("meta")), mesh)
+            held = [local(p).numel() for p in built.parameters()]
+            _, shards = shard.mesh_shape(size, ranks)
+            assert plan.elements(config, shards) == held
+            parameters = 4 * sum(held)
+            expected = {"parameters": parameters, "gradients": parameters, "moments": parameters}
+            assert plan.state(config, shards) == expected
+
+
+SHAPES = [
+    "--model tiny-gpt2 --vocab_size 25000 --seq_len 128 --micro_batch 8 --checkpointing none --dtype fp32",
+]
+STEPS = """
+import ctypes, gc, json, pathlib, re, sys, torch
+import check, plan, shard, train
+from config import parse_args
+from data import Batch
+from optim import GradientReducer, make_optimizer
+from types import SimpleNamespace
+
+def status(name):
+    return int(re.search(name + r":\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
+
+torch.set_num_threads(2)
+for words in json.loads(sys.argv[1]):
+    config = parse_args([*words.split(), "--compile", "none"])
+    ranks = shard.ALONE
+    config = check.resolve(config, ranks.device, 1)
+    shape = config.micro_batch, config.seq_len
+    tokens = torch.randint(config.model_config.vocab_size, shape)
+    batch = Batch(tokens, tokens, None)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = status("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    model = train.build(config, ranks, None)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0.0, 0.02)
+    optimizer = make_optimizer(model, config)
+    gradients = GradientReducer(list(model.parameters()))
+    for _ in range(2):
+        train.train_step(model, optimizer, [batch], 1e-3, gradients, SimpleNamespace(refresh=int), ranks.device)
+    print(status("VmHWM") - before)
+    del model, optimizer, gradients, p
+"""
+
+
+def test_peak_memory_of_steps_on_a_cpu():
+    env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = run_code(STEPS, ["steps", json.dumps(["--model tiny-mixtral --dtype fp32", *SHAPES])], 1, env)
+    assert done.returncode == 0, done.stderr
+    _, *measured = map(int, done.stdout.split())  # the first also loads what all use
+    cluster = plan.cluster_here(torch.device("cpu"), 1)
+    for words, peak in zip(SHAPES, measured, strict=True):
+        config = parse_args([*words.split(), "--compile", "none"])
+        config = replace(config, attention="sdpa", batch_tokens=config.micro_batch * config.seq_len)
+        _, host = plan.memory(config, cluster)
+        predicted = sum(host.values()) - host["processes"]
+        assert predicted == pytest.approx(peak, rel=0.12), words
+
+
+def answer(capsys, words: str) -> tuple[int, str, str]:
+    status = exit_status(plan.main, words.split())
+    return status, *capsys.readouterr()
+
+
+def test_a_newcomer_learns_whether_8b_fits_on_one_card_and_how(capsys):
+    status, out, _ = answer(capsys, "--model llama3.1-8b --seq_len 4096 --micro_batch 1 --gpu h100-80")
+    assert status == 0 and "on 1 x 1 H100: it does not fit" in out
+    assert "--param_dtype bf16 --state_dtype bf16: " in out and "--offload cpu: " in out
+    fewest = int(re.search(r"At least (\d+) x H100", out)[1])
+    assert fewest == 2
+    changed = "--model llama3.1-8b --seq_len 4096 --micro_batch 1 --param_dtype bf16 --state_dtype bf16 --price 2"
+    status, out, _ = answer(capsys, changed)
+    assert status == 0 and "it fits" in out and " at 2 an hour" in out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--gpu h1000", "--gpu h1000: unknown; there are b200, .* four numbers"),
+        ("--gpus 6 --shard_size 4", "--shard_size 4 does not divide the 6 ranks"),
+        ("--gpus 0", "--gpus 0: it must be at least 1"),
+        ("--batch_tokens 1000 --micro_batch 1", "does not divide by micro_batch x seq_len x ranks"),
+        ("--gpus 8 --compile model", "--compile model is for one process"),
+        ("--gpu a100-80 --fp8 tensor", "has no FP8"),
+        ("--layers 3", "unknown flag --layers"),
+    ],
+)
+def test_mistakes_are_refused_in_the_words_of_training(capsys, words, message):
+    status, _, err = answer(capsys, words)
+    assert status == 2 and re.search(message, err)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_heads_of_recipes_are_what_the_plan_says(capsys, recipe):
+    text = (ROOT / "recipes" / recipe).read_text()
+    command = re.search(r"python plan.py (.* --head)`", text)[1]
+    status, out, err = answer(capsys, command)
+    assert status == 0, err
+    assert out in text
+
+
+def test_every_recipe_of_a_size_has_such_a_head():
+    named = {path.name for path in (ROOT / "recipes").glob("*.args") if "GPU: about" in path.read_text()}
+    assert named == set(RECIPES) and len(named) == 7
+
+
+def test_a_prediction_that_is_off_says_so(tmp_path):
+    words = "--seq_len 64 --micro_batch 0 --batch_tokens 128 --dtype fp32 --compile none"
+    cluster = plan.cluster_here(torch.device("cpu"), 1)
+    config = plan._split(parse_args(words.split()), cluster)
+    gib = plan.measured_bytes(config, cluster) / 2**30
+    ms = 1e3 * sum(plan.seconds(config, cluster).values())
+    assert math.isfinite(ms) and 0.3 < gib < 0.5
+    line = plan.compare(config, cluster, tmp_path, 20, {"mem_gib": gib, "step_ms": ms / 2})
+    assert line.endswith("off by more than 10 %: step_ms")
+    assert "off by" not in plan.compare(config, cluster, tmp_path, 40, {"mem_gib": gib, "step_ms": ms})
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["step"] == 40 and content["measured"] == content["predicted"]
