@@ -365,7 +365,9 @@ class Log:
         if self.ranks.rank == 0:
             cluster = plan.cluster_here(self.ranks.device, self.ranks.world_size, self.peak)
             try:
-                logger.info(plan.compare(self.run.config, cluster, self.run.folder, step, record))
+                with self.run.phase("plan"):
+                    said = plan.compare(self.run.config, cluster, self.run.folder, step, record)
+                logger.info(said)
             except (RuntimeError, NotImplementedError) as e:  # a model that cannot compute without values still trains
                 logger.warning("Plan: nothing is predicted of this model: %s", e)
 
