@@ -483,7 +483,8 @@ def test_words_are_answered_without_torch(script, words, status):
     assert "errors" in imported and not imported & {"torch", "numpy", "matplotlib", "transformers", "safetensors"}
 
 
-def test_a_check_loads_neither_the_compiler_nor_dtensors(tmp_path):
+def test_a_launcher_s_check_loads_neither_the_compiler_nor_dtensors(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     imported = imports("train.py", "--compile", "none", "--out", str(tmp_path / "run"), "--check", status=0)
     assert "torch" in imported and not imported & {"torch._dynamo", "torch.distributed.tensor", "sympy", "matplotlib"}
 

@@ -228,6 +228,7 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 PORTION, SYNC = 2**24, 2**26  # bytes that are written at a time, and after which they are sent to the disk
+APART = 2**22  # bytes whose checksum is worth another thread, which may hold on to them for a moment
 LIBC, WILLNEED = ctypes.CDLL(None), 3  # MADV_WILLNEED of Linux and macOS
 
 
@@ -337,17 +338,18 @@ def write_file(path: Path, rows: list[tuple[str, torch.dtype, tuple[int, ...], C
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as f, ThreadPoolExecutor(2) as pool:
-        crc, synced, begun = pool.submit(int), pool.submit(int), 0
+        crc, begun, syncs = 0, 0, []
         for data in _contents(len(text).to_bytes(8, "little") + text, rows):
-            crc = pool.submit(zlib.crc32, data, crc.result())  # while it is written
+            summed = pool.submit(zlib.crc32, data, crc) if len(data) > APART else None  # while it is written
             f.write(data)
-            if synced.done() and f.tell() - begun >= SYNC:  # what is there goes to the disk while more is written
-                synced.result()
-                synced, begun = pool.submit(os.fdatasync, f.fileno()), f.tell()
-        synced.result()
+            crc = summed.result() if summed else zlib.crc32(data, crc)
+            if f.tell() - begun >= SYNC and all(sync.done() for sync in syncs):  # to the disk, while more is written
+                begun, syncs = f.tell(), [*syncs, pool.submit(os.fdatasync, f.fileno())]
+        for sync in syncs:
+            sync.result()
         f.flush()
         os.fsync(f.fileno())
-        return f.tell(), crc.result()
+        return f.tell(), crc
 
 
 def _contents(header: bytes, rows: list) -> Iterator:

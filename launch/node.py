@@ -426,7 +426,7 @@ def start(request):
     if request["devices"] is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(request["devices"])
     torchrun = TORCHRUN.format(is_host=request["label"] == request["first"], **request).split()
-    agent_words = ["python3", "launch/node.py", "agent", str(logs), request["timeout"], request["ranks_here"]]
+    agent_words = [sys.executable, "launch/node.py", "agent", str(logs), request["timeout"], request["ranks_here"]]
     command = [*map(str, agent_words), request["python"], *torchrun, str(logs), "train.py", *request["words"]]
 
     # The environment travels in a file that only its owner can read and that is gone when it has been read: it belongs
