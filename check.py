@@ -190,9 +190,7 @@ def report(config: Config) -> int:
             data.load_state_dict(position)
     state = "finished" if done else "resume" if found else "fresh"
     print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}\ntimeout={config.timeout}")
-    if (
-        "LOCAL_WORLD_SIZE" not in os.environ
-    ):  # a person asks, not a launcher, which trains next
+    if "LOCAL_WORLD_SIZE" not in os.environ:  # a person asks, not a launcher, which trains next
         print(f"memory={plan.memory_line(config, plan.cluster_here(device, processes))}")
     return 0
 
