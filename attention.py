@@ -32,13 +32,14 @@ PACKED = ("varlen", "flash")  # on GPUs; these take where documents begin, not a
 PIP = f"{sys.executable} -m pip install"  # into the Python that runs this
 INSTALL_FLASH = f"{PIP} packaging ninja && {PIP} flash-attn --no-build-isolation"
 BLOCK = 128  # queries per block: large enough for the matmul rate, small enough to skip nearly half of the work
-BLOCKED_MAX_TOKENS = 1024  # beyond this the stored probabilities cost more memory than the time they save
+# Tokens of a row up to which blocks pay, uncompiled and compiled: beyond, what they store costs more than they save.
+BLOCKED_MAX_TOKENS = {False: 512, True: 1024}
 
 
 def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_len: int, head_dim: int = 64) -> str:
     """Resolves `auto`, and refuses what cannot run here (ValueError). `varlen` is for rows of several documents, others
-    go to sdpa; `blocked` pays where it was measured to: compiled, in bf16 (in fp32 torch's CPU kernel is as fast), for
-    rows of more than one block."""
+    go to sdpa; `blocked` pays where it was measured to: in bf16 (in fp32 torch's CPU kernel is as fast), for short
+    rows."""
     old = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256 and not old
     if name in PACKED and not fits:
@@ -50,7 +51,7 @@ def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_
         raise ValueError(f"--attention flash: the package flash-attn is not installed: {INSTALL_FLASH}")
     if name != "auto":
         return name
-    blocked = device_type == "cpu" and dtype == "bf16" and compiled and BLOCK < seq_len <= BLOCKED_MAX_TOKENS
+    blocked = device_type == "cpu" and dtype == "bf16" and seq_len <= BLOCKED_MAX_TOKENS[compiled]
     return "varlen" if fits else "blocked" if blocked else "sdpa"
 
 

@@ -239,7 +239,7 @@ class Config:
     attention: str = _free(
         "auto",
         "attention back-end; auto = varlen (torch's) on a GPU in bf16 where documents are separate; blocked on a CPU"
-        " in bf16, compiled, for rows of 129 to 1024; else sdpa; flash = the flash-attn package",
+        " in bf16 for rows of up to 512, compiled 1024; else sdpa; flash = the flash-attn package",
         ("auto", "sdpa", "blocked", "varlen", "flash"),
     )
     out: str = _free("", "run folder; default runs/ + recipe and data names", group="the run")

@@ -111,8 +111,9 @@ def test_blocks_of_the_real_size(backend):
 
 
 def test_choose_backend():
-    longest = attention.BLOCKED_MAX_TOKENS
-    assert choose_backend("auto", "cpu", "bf16", True, longest) == "blocked"
+    longest = attention.BLOCKED_MAX_TOKENS[True]
+    for compiled, tokens in attention.BLOCKED_MAX_TOKENS.items():
+        assert choose_backend("auto", "cpu", "bf16", compiled, tokens) == "blocked"
     assert choose_backend("auto", "cuda", "bf16", True, 2048, 128) == "varlen"
     for other in (
         ("cuda", "fp32", True, longest),
@@ -120,7 +121,6 @@ def test_choose_backend():
         ("cpu", "fp32", True, longest),
         ("cpu", "bf16", False, longest),
         ("cpu", "bf16", True, longest + 1),
-        ("cpu", "bf16", True, attention.BLOCK),
     ):
         assert choose_backend("auto", *other) == "sdpa"
         assert [choose_backend(name, *other) for name in BACKENDS] == list(BACKENDS)
