@@ -1,5 +1,5 @@
 """What is settled before the first step: every `auto` gets its value, `--check`, what does not fit together, and the
-values that training starts from. Refusals that one flag's value decides are in config.py."""
+values that training starts from. Refusals that the flags alone decide are in config.py."""
 
 import os
 import platform
@@ -19,10 +19,10 @@ import machine
 import plan
 import shard
 from attention import choose_backend
-from config import DEFAULT, Config, check_batch, split_batch
+from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch
 from data import Loader, open_checked, open_loaders
 from download import find
-from log import logger
+from log import COMPARED_AT, logger
 from model import Transformer, random_init, saved_bytes
 from optim import DTYPES
 from rows import Catalog
@@ -30,36 +30,6 @@ from shapes import MODELS
 from tokenizer import load_tokenizer
 from weights import dropout_note, refuse_in_the_way
 from weights import open_weights as open_folder
-
-# What does not work together: (whether it is asked for, what to say about it).
-UNSUPPORTED = (
-    (
-        lambda c, ranks: c.compile == "model" and ranks > 1,
-        "--compile model is for one process; with several, parameters are gathered block by block: --compile block",
-    ),
-    (
-        lambda c, ranks: c.compile == "model" and c.offload == "cpu",
-        "--compile model with --offload cpu: parameters are fetched block by block: --compile block",
-    ),
-    (
-        lambda c, ranks: c.compile == "model" and c.offload_activations,
-        "--compile model with --offload_activations: they are taken from between the blocks: --compile block",
-    ),
-    (
-        lambda c, ranks: c.checkpointing == "none" and c.offload_activations,
-        "--offload_activations is for what checkpointing keeps, the block inputs: give --checkpointing block, too",
-    ),
-    (
-        lambda c, ranks: c.fp8 != "off" and c.offload == "cpu",
-        "--fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two",
-    ),
-)
-
-
-def refuse_unsupported(config: Config, world_size: int) -> None:
-    for asked, message in UNSUPPORTED:
-        if asked(config, world_size):
-            raise UserError(message)
 
 
 def resolve(config: Config, device: torch.device, world_size: int) -> Config:
@@ -231,3 +201,16 @@ def first_values(config: Config, model: Transformer, weights) -> tuple:
         return weights, config.load
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return (random_init(config.model_config, shapes, config.seed),)
+
+
+def predict(config: Config, run, peak: float) -> dict[str, float]:
+    """What plan.py expects of a record, for runs that are long enough to be compared with it. run: a guard.Run. peak:
+    FLOP/s that a device reaches, where plan.py does not know it."""
+    if run.ranks.rank or config.steps < COMPARED_AT:
+        return {}
+    with run.phase("plan"):
+        try:
+            return plan.step_figures(config, plan.cluster_here(run.ranks.device, run.ranks.world_size, peak))
+        except (RuntimeError, NotImplementedError) as e:  # a model that cannot compute without values still trains
+            logger.warning("Plan: nothing is predicted of this model: %s", e)
+            return {}

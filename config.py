@@ -598,3 +598,34 @@ def check_batch(c: Config, world_size: int) -> None:
             f" = {c.micro_batch} x {c.seq_len} x {world_size} = {unit}"
             f" (it is {c.batch_tokens / unit:.2f} of them); the nearest is --batch_tokens {near}"
         )
+
+
+# What does not work together: (whether it is asked for, what to say about it).
+UNSUPPORTED = (
+    (
+        lambda c, ranks: c.compile == "model" and ranks > 1,
+        "--compile model is for one process; with several, parameters are gathered block by block: --compile block",
+    ),
+    (
+        lambda c, ranks: c.compile == "model" and c.offload == "cpu",
+        "--compile model with --offload cpu: parameters are fetched block by block: --compile block",
+    ),
+    (
+        lambda c, ranks: c.compile == "model" and c.offload_activations,
+        "--compile model with --offload_activations: they are taken from between the blocks: --compile block",
+    ),
+    (
+        lambda c, ranks: c.checkpointing == "none" and c.offload_activations,
+        "--offload_activations is for what checkpointing keeps, the block inputs: give --checkpointing block, too",
+    ),
+    (
+        lambda c, ranks: c.fp8 != "off" and c.offload == "cpu",
+        "--fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two",
+    ),
+)
+
+
+def refuse_unsupported(config: Config, world_size: int) -> None:
+    for asked, message in UNSUPPORTED:
+        if asked(config, world_size):
+            raise UserError(message)

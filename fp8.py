@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from errors import UserError
-from optim import is_sharded
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ("tensor", "row", "row_gw_hp")
@@ -329,7 +328,7 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def _local(p: Tensor) -> Tensor:
     """This rank's part; of a DTensor the very object that FSDP looks its hooks up on."""
-    return p._local_tensor if is_sharded(p) else p
+    return getattr(p, "_local_tensor", p)
 
 
 class WeightScales:
@@ -354,7 +353,7 @@ class WeightScales:
         self.scales = torch.ones(len(weights), 4, device=device)  # 16 bytes apart, as compiled code wants its inputs
         for i, m in enumerate(self.modules):
             m.fp8_scale = self.scales[i, 0]
-            if reuse and not is_sharded(m.weight):
+            if reuse and _local(m.weight) is m.weight:
                 m.fp8_weight = torch.empty_like(m.weight, dtype=E4M3, requires_grad=False)
 
     @torch.no_grad()
@@ -375,7 +374,7 @@ class WeightScales:
             if kept is not None and w.numel():
                 kept = kept.view(E4M3).view(-1)[: w.numel()]
                 self.quantize(w.view(-1), m.fp8_scale, self.dtype, kept)
-            if not is_sharded(m.weight):
+            if _local(m.weight) is m.weight:
                 m.fp8_version = m.weight._version
             elif hasattr(m, "fp8_shard"):
                 m.fp8_shard_version = _local(m.weight)._version

@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import plan
 from attention import kernel
 from config import Config
 from errors import ROOT, printable, write_whole
@@ -34,7 +33,7 @@ from shard import gather, mesh_shape, on_first_rank
 
 logger = logging.getLogger("flatland")
 
-COMPARED_AT = 20  # the first step whose record is compared with the plan
+COMPARED_AT = 20  # the first step whose record is compared with the plan: speed has settled
 PEAKS = {gpu.name: gpu.tflops for gpu in GPUS.values()}  # dense bf16, in TFLOP/s
 
 
@@ -226,6 +225,19 @@ def read_records(path: Path) -> list[dict]:
     return records
 
 
+def compare(predicted: dict[str, float], record: dict[str, float], folder: Path) -> str:
+    """Writes plan.json: what was predicted of a record, and what was measured -> the log's line on it."""
+    measured = {name: record[name] for name in predicted}
+    content = {"step": record["step"], "predicted": predicted, "measured": measured}
+    write_whole(folder / "plan.json", json.dumps(content, indent=1) + "\n")
+    off = {name: predicted[name] / measured[name] - 1 for name in predicted}
+    words = [
+        f"{name} {predicted[name]:.4g} predicted, {measured[name]:.4g} measured ({off[name]:+.0%})" for name in off
+    ]
+    wrong = [name for name in off if abs(off[name]) > 0.1]
+    return f"Plan: {'; '.join(words)}" + f"; off by more than 10 %: {', '.join(wrong)}" * bool(wrong)
+
+
 class Log:
     """The step record. All ranks must hold one and call it alike: peak memory is gathered when a step is recorded.
 
@@ -243,7 +255,7 @@ class Log:
         self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=self.ranks.device)  # losses, tokens
         self.router_sums: Tensor | None = None
         self.draw_after = 0.0  # of time.perf_counter()
-        self.compared = False
+        self.predicted, self.compared = {}, False
         self._mark(resumed_step)
         if self.ranks.rank == 0:
             records = read_records(self.file)
@@ -260,11 +272,12 @@ class Log:
         message = "%s has no checkpoint, but records up to step %d: they are kept in %s; starting at step 1"
         logger.warning(message, self.file.parent, last, aside.name)
 
-    def describe_run(self, data, val_data) -> None:
+    def describe_run(self, data, val_data, predicted: dict[str, float]) -> None:
         """flags.json, env.json and the head of the log: what is needed to know, later, what was run. data, val_data:
-        the Loaders."""
+        the Loaders. predicted: of plan.step_figures, to be compared with what is measured."""
         if self.ranks.rank:
             return
+        self.predicted = predicted
         config, folder, size = self.run.config, self.run.folder, self.ranks.world_size
         replicate, shard = mesh_shape(config.shard_size, size)
         shape = config.model_config
@@ -356,20 +369,9 @@ class Log:
             f" mem {record['mem_gib']:.2f} GiB" + (f", val loss {val_loss:.5f}" if val_loss is not None else ""),
             stacklevel=2,
         )
-        if step >= COMPARED_AT and (step == self.run.config.steps or not self.compared):
-            self._compare(step, record)
-
-    def _compare(self, step: int, record: dict[str, float]) -> None:
-        """What was predicted against what was measured, when speed has settled and at the end."""
-        self.compared = True
-        if self.ranks.rank == 0:
-            cluster = plan.cluster_here(self.ranks.device, self.ranks.world_size, self.peak)
-            try:
-                with self.run.phase("plan"):
-                    said = plan.compare(self.run.config, cluster, self.run.folder, step, record)
-                logger.info(said)
-            except (RuntimeError, NotImplementedError) as e:  # a model that cannot compute without values still trains
-                logger.warning("Plan: nothing is predicted of this model: %s", e)
+        if self.predicted and step >= COMPARED_AT and (step == self.run.config.steps or not self.compared):
+            self.compared = True
+            logger.info(compare(self.predicted, record, self.run.folder))
 
     def add(self, step: int, **values: float) -> None:
         """A record of its own of what came later than the step. All ranks must call."""

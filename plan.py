@@ -18,7 +18,6 @@ import argparse  # isort: skip
 import contextlib
 import functools
 import itertools
-import json
 import math
 import os
 import textwrap
@@ -26,10 +25,9 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
-from config import DEFAULT, Config, check_batch, parse_args, split_batch, with_recipes
-from errors import UserError, write_whole
+from config import DEFAULT, Config, check_batch, parse_args, refuse_unsupported, split_batch, with_recipes
+from errors import UserError
 
 import torch  # isort: skip
 from torch import Tensor
@@ -409,8 +407,6 @@ class Plan:
 
 def settle(config: Config, cluster: Cluster) -> Config:
     """Every `auto` and every size that a number of ranks decides. Refuses what train.py refuses, in the same words."""
-    from check import refuse_unsupported  # which asks this file what a run needs
-
     mesh_shape(config.shard_size, cluster.ranks)
     check_batch(config, cluster.ranks)
     chosen = {"dtype": {"auto": "bf16"}.get(config.dtype, config.dtype), "attention": "sdpa"}
@@ -501,22 +497,11 @@ def measured_bytes(config: Config, cluster: Cluster) -> int:
     return sum(size for part, size in gpu.items() if part not in OUTSIDE)
 
 
-def compare(config: Config, cluster: Cluster, folder: Path, step: int, record: dict[str, float]) -> str:
-    """Writes plan.json, predicted and measured -> the log's line on it. record: of that step, as in metrics.jsonl."""
+def step_figures(config: Config, cluster: Cluster) -> dict[str, float]:
+    """What is predicted of a record of metrics.jsonl: `mem_gib` and `step_ms`."""
     config = _split(config, cluster)
-    predicted = {
-        "mem_gib": measured_bytes(config, cluster) / GIB,
-        "step_ms": 1e3 * sum(seconds(config, cluster).values()),
-    }
-    measured = {name: record[name] for name in predicted}
-    content = {"step": step, "predicted": predicted, "measured": measured}
-    write_whole(folder / "plan.json", json.dumps(content, indent=1) + "\n")
-    off = {name: predicted[name] / measured[name] - 1 for name in predicted}
-    words = [
-        f"{name} {predicted[name]:.4g} predicted, {measured[name]:.4g} measured ({off[name]:+.0%})" for name in off
-    ]
-    wrong = [name for name in off if abs(off[name]) > 0.1]
-    return f"Plan: {'; '.join(words)}" + f"; off by more than 10 %: {', '.join(wrong)}" * bool(wrong)
+    milliseconds = 1e3 * sum(seconds(config, cluster).values())
+    return {"mem_gib": measured_bytes(config, cluster) / GIB, "step_ms": milliseconds}
 
 
 # ---- what it says

@@ -15,6 +15,7 @@ import shard
 import train
 from config import parse_args
 from errors import ROOT, exit_status
+from log import compare
 from optim import local
 from test_shard import run_code
 
@@ -150,12 +151,10 @@ def test_every_recipe_of_a_size_has_such_a_head():
 def test_a_prediction_that_is_off_says_so(tmp_path):
     words = "--seq_len 64 --micro_batch 0 --batch_tokens 128 --dtype fp32 --compile none"
     cluster = plan.cluster_here(torch.device("cpu"), 1)
-    config = plan._split(parse_args(words.split()), cluster)
-    gib = plan.measured_bytes(config, cluster) / 2**30
-    ms = 1e3 * sum(plan.seconds(config, cluster).values())
-    assert math.isfinite(ms) and 0.3 < gib < 0.5
-    line = plan.compare(config, cluster, tmp_path, 20, {"mem_gib": gib, "step_ms": ms / 2})
-    assert line.endswith("off by more than 10 %: step_ms")
-    assert "off by" not in plan.compare(config, cluster, tmp_path, 40, {"mem_gib": gib, "step_ms": ms})
+    predicted = plan.step_figures(parse_args(words.split()), cluster)
+    assert math.isfinite(predicted["step_ms"]) and 0.3 < predicted["mem_gib"] < 0.5
+    slower = predicted | {"step": 20, "step_ms": predicted["step_ms"] / 2}
+    assert compare(predicted, slower, tmp_path).endswith("off by more than 10 %: step_ms")
+    assert "off by" not in compare(predicted, predicted | {"step": 40}, tmp_path)
     content = json.loads((tmp_path / "plan.json").read_text())
-    assert content["step"] == 40 and content["measured"] == content["predicted"]
+    assert content["step"] == 40 and content["measured"] == content["predicted"] == predicted

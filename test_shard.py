@@ -20,7 +20,7 @@ import activations
 import check
 import machine
 import shard
-from config import parse_args
+from config import UNSUPPORTED, parse_args, refuse_unsupported
 from errors import UserError
 from model import MODELS, Transformer, random_init, saved_bytes
 
@@ -242,7 +242,7 @@ os._exit(0)
     assert out.count("told") == 2 and out.count("waited") == 3
 
 
-ROWS = {  # flags that ask for each row of check.UNSUPPORTED, in order, and the number of ranks
+ROWS = {  # flags that ask for each row of config.UNSUPPORTED, in order, and the number of ranks
     "model on two": ("--compile model", 2),
     "model and offload": ("--compile model --offload cpu", 1),
     "model and offloaded activations": ("--compile model --offload_activations --checkpointing block", 1),
@@ -251,15 +251,15 @@ ROWS = {  # flags that ask for each row of check.UNSUPPORTED, in order, and the 
 }
 
 
-@pytest.mark.parametrize("row", range(len(check.UNSUPPORTED)))
+@pytest.mark.parametrize("row", range(len(UNSUPPORTED)))
 def test_what_does_not_work_together_is_refused(row):
     words, ranks = list(ROWS.values())[row]
     with pytest.raises(UserError) as error:
-        check.refuse_unsupported(parse_args(words.split()), ranks)
-    assert str(error.value) == check.UNSUPPORTED[row][1]
+        refuse_unsupported(parse_args(words.split()), ranks)
+    assert str(error.value) == UNSUPPORTED[row][1]
     flags = [word for word in words.split() if word.startswith("--")]
-    assert flags[0] in str(error.value) and len(ROWS) == len(check.UNSUPPORTED)
-    check.refuse_unsupported(parse_args(["--compile", "block", "--offload", "cpu"]), 2)
+    assert flags[0] in str(error.value) and len(ROWS) == len(UNSUPPORTED)
+    refuse_unsupported(parse_args(["--compile", "block", "--offload", "cpu"]), 2)
 
 
 ROOM = {  # flags, device, GiB of the host and of a GPU: what is said; 8.03 B parameters have 4 x 29.9 GiB in fp32
