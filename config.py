@@ -22,6 +22,7 @@ from pathlib import Path
 from errors import ROOT, UserError
 from shapes import MODELS, ModelConfig
 
+VERSION = "0.1.0"  # CHANGELOG.md says what is in it
 PROFILE_AFTER = 3  # steps before the profiled ones: what compiles, what settles, and one that warms the profiler up
 DEFAULT = ["@recipes/default.args"]  # what is trained where nothing is named
 BYTES_UP_TO = 1024  # the largest vocabulary whose text is taken as bytes (258 ids) without being told
@@ -359,10 +360,13 @@ def make_parser() -> argparse.ArgumentParser:
     """Flags from Config's fields: types from the defaults, everything else from the metadata."""
     parser = _Parser(
         prog="train.py",
-        description=__doc__.split("\n\n")[0],
+        description="Trains a Llama or GPT model. @FILE reads flags from a file, a recipe: `bash launch.sh recipes` shows"
+        " them all. Of a flag given twice, the later value counts.",
         allow_abbrev=False,
         usage="python train.py [@recipes/NAME.args ...] [--flag value ...]",
+        formatter_class=partial(argparse.HelpFormatter, width=100),
     )
+    parser.add_argument("--version", action="version", version=f"flatland {VERSION}")
     for f in fields(Config):
         if f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
@@ -474,7 +478,7 @@ def _spelt_as_ours(word: str) -> str:
     typed, equals, value = word[2:].partition("=")
     name = typed.replace("-", "_")
     known = _known_as(name)
-    if name not in (known, "help"):
+    if name not in (known, "help", "version"):
         nearest = f"the nearest one is --{known}; " if known else ""
         raise UserError(f"unknown flag --{typed}; {nearest}--help lists all")
     return f"--{name}{equals}{value}"

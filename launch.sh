@@ -15,6 +15,7 @@
 # bash launch.sh doctor [--hosts A,B,C] [flags]  check every machine, and every link between them
 # bash launch.sh sync   [--hosts A,B,C]          copy code and environment to every machine's same path
 # bash launch.sh top    [--hosts A,B,C]          the machines' load and the run's progress, on one screen
+# bash launch.sh recipes                         the named runs, one line each
 # bash launch.sh setup  [flash-attn]             only make the environment, here; with that package, for --attention flash
 # Without --out: the newest run in runs/. Paths are relative to the folder of launch.sh.
 # Status: 0 finished or stopped, 2 a mistake in what was asked for, 1 anything else.
@@ -67,15 +68,17 @@ hand_over() {  # hand_over VERB [WORD ...]
 
 verb=train
 case ${1-@} in
-  train | setup | status | logs | attach | stop | doctor | sync | top) verb=$1 && shift ;;
+  train | setup | recipes | status | logs | attach | stop | doctor | sync | top) verb=$1 && shift ;;
   help | -h | --help) verb=help ;;
   @* | -*) ;;
-  *) complain 2 "There is no verb '$1': it is train (the default), setup, status, logs, attach, stop, doctor, sync or top." ;;
+  *) complain 2 "There is no verb '$1': it is train (the default), setup, recipes, status, logs, attach, stop, doctor, sync or top." ;;
 esac
 [[ $verb != train || (${1-} != -h && ${1-} != --help) ]] || verb=help
 case $verb in
   help)
     sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh ;;
+  recipes)
+    for file in recipes/*.args; do printf '@%-32s %s\n' "$file" "$(sed -n '1s/^# //p' "$file")"; done ;;
   setup)
     [[ $* == @(|flash-attn) ]] || complain 2 "setup takes flash-attn or nothing, not $*"
     unset -f before_installing

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from attention import kernel
-from config import Config
+from config import VERSION, Config
 from errors import ROOT, printable, write_whole
 from machine import GPUS
 from model import IGNORE, flops_per_token
@@ -98,6 +98,7 @@ def describe_environment() -> dict:
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
+        "version": VERSION,
         "git": git("rev-parse", "HEAD") or None,
         "git_dirty": bool(git("status", "--porcelain")),
         "command": sys.argv,

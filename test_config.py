@@ -442,14 +442,14 @@ def test_config_is_frozen():
         c.steps = 5
 
 
-def test_help_shows_every_flag_with_its_default_and_choices(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "10000")
+def test_help_shows_every_flag_with_its_default_and_choices(capsys):
     with pytest.raises(SystemExit) as end:
         parse_args(["--help"])
     assert end.value.code == 0
     entries = capsys.readouterr().out.split("\n  --")[1:]
     shown = {entry.split()[0]: " ".join(entry.split()) for entry in entries}
-    assert set(shown) == {f.name for f in FIELDS} and len(FIELDS) <= 80, "more than 80 flags: which can go?"
+    assert set(shown) - {"version"} == {f.name for f in FIELDS}
+    assert len(FIELDS) <= 80, "more than 80 flags: which can go?"
     for f in FIELDS:
         line = shown[f.name]
         assert len(f.metadata["help"]) > 5 and f.metadata["help"] in line

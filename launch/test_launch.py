@@ -252,7 +252,7 @@ def test_a_deaf_run_without_tmux_ends_at_the_second_stop(checkout, no_tmux):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["frobnicate"], "train (the default), setup, status, logs, attach"),
+        (["frobnicate"], "train (the default), setup, recipes, status, logs, attach"),
         (["--nproc", "many"], "--nproc"),
         (["status", "--out", "runs/absent"], "runs/absent"),
         (["logs", "--out"], "--out takes a run folder"),
