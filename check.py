@@ -23,10 +23,10 @@ from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch
 from data import Loader, open_checked, open_loaders
 from download import find
 from log import COMPARED_AT, logger
-from model import Transformer, random_init, saved_bytes
+from model import MLPS, Transformer, random_init
 from optim import DTYPES
 from rows import Catalog
-from shapes import MODELS
+from shapes import MODELS, ModelConfig
 from tokenizer import load_tokenizer
 from weights import dropout_note, refuse_in_the_way
 from weights import open_weights as open_folder
@@ -74,6 +74,17 @@ def _choose_compile(mode: str) -> str:
     if mode == "auto":
         return "none" if problem else "block"
     return mode
+
+
+def saved_bytes(config: ModelConfig, tokens: int, checkpointing: str, itemsize: int) -> int:
+    """The least that so many tokens leave for the backward pass: the inputs of the blocks; without checkpointing of
+    whole blocks also the second norm's input, queries, keys, values, attention's output and what the experts, or the
+    MLP, multiply and activate."""
+    per_layer = config.dim
+    if checkpointing != "block":
+        hidden = MLPS[config.mlp].saved_widths * max(config.top_k, 1) * config.ffn_dim
+        per_layer += config.dim + 2 * (config.n_heads + config.n_kv_heads) * config.head_dim + hidden
+    return tokens * config.n_layers * per_layer * itemsize
 
 
 def refuse_without_room(config: Config, device: torch.device, world_size: int) -> None:

@@ -65,7 +65,7 @@ from optim import DTYPES
 from shapes import ModelConfig
 from shard import fill, reshard
 from tokenizer import chat_family, load_tokenizer, render_chat
-from weights import Read, empty_model, model_type, open_weights, read_config
+from weights import Read, empty_model, open_weights, read_config
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 SAMPLE_TOKENS, SAMPLING = 200, {"temperature": 0.8, "top_p": 0.95}  # of a run's samples
@@ -300,9 +300,8 @@ def read_prompt(source: Source, text: str, chat: bool, system: str | None) -> li
     if not chat:
         ids = tokenizer.encode(text)
         return [tokenizer.bos_id, *ids] if source.bos or not ids else ids
-    kind = model_type(source.config) if tokenizer.files else ""
     messages = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": text}]
-    return render_chat(tokenizer, messages, chat_family(tokenizer, kind))[0]
+    return render_chat(tokenizer, messages, chat_family(tokenizer, source.config.chat_format))[0]
 
 
 def main(argv: list[str]) -> None:

@@ -1,5 +1,5 @@
-"""GPT-2, Llama 2/3/3.1/3.2 and Mixtral as one `Transformer`, built from the choice fields of `ModelConfig`
-(shapes.py).
+"""GPT-2, Llama 2/3/3.1/3.2, Mistral 7B, Mixtral, Qwen2.5 and Qwen3 (dense) as one `Transformer`, built from the choice
+fields of `ModelConfig` (shapes.py).
 
     x = embed(tokens) (+ learned positions)
     for each layer:  x = x + attention(norm(x));  x = x + mlp(norm(x))
@@ -12,9 +12,9 @@ Normalisation, rotary embedding and softmax compute in fp32. There is no dropout
 Letters: B batch, T tokens, S keys, D dim, H heads, K key/value heads, h head_dim, F ffn, E experts, V vocab, N = B T, L
 layers.
 
-Sources: GPT-2 (Radford et al. 2019); Llama 2 (arXiv 2307.09288); Llama 3 (2407.21783); Mixtral (2401.04088); RoPE
-(2104.09864); grouped-query attention (2305.13245); SwiGLU (2002.05202); RMSNorm (1910.07467). Names follow Hugging
-Face's Llama, with q, k, v and gate, up fused."""
+Sources: GPT-2 (Radford et al. 2019); Llama 2 (arXiv 2307.09288); Llama 3 (2407.21783); Mixtral (2401.04088); Qwen2.5
+(2412.15115); Qwen3 (2505.09388); RoPE (2104.09864); grouped-query attention (2305.13245); SwiGLU (2002.05202); RMSNorm
+(1910.07467). Names follow Hugging Face's Llama, with q, k, v and gate, up fused."""
 
 import hashlib
 import math
@@ -92,14 +92,18 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
-        self.qkv_proj = Linear(config.dim, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim, bias=config.bias)
+        width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+        self.qkv_proj = Linear(config.dim, width, bias=config.bias or config.qkv_bias)
         self.o_proj = Linear(config.n_heads * config.head_dim, config.dim, bias=config.bias)
+        norm = RMSNorm if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = (norm(config.head_dim, eps=config.norm_eps) for _ in "qk")
         self.backend = "sdpa"
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, cache=None) -> Tensor:
         B, T, _ = x.shape
         qkv = self.qkv_proj(x).view(B, T, -1, self.head_dim)  # [B, T, H + 2K, h]
         q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), 2)
+        q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         if cache is not None:
@@ -302,17 +306,6 @@ def loss_head_bytes(config: ModelConfig, tokens: int, device_type: str) -> int:
     once more within logsumexp, and the gradient of the weight."""
     logits = min(CHUNK_BYTES[device_type] // 2, tokens * config.vocab_size)
     return 10 * logits + 4 * config.vocab_size * config.dim
-
-
-def saved_bytes(config: ModelConfig, tokens: int, checkpointing: str, itemsize: int) -> int:
-    """The least that so many tokens leave for the backward pass: the inputs of the blocks; without checkpointing of
-    whole blocks also the second norm's input, queries, keys, values, attention's output and what the experts, or the
-    MLP, multiply and activate."""
-    per_layer = config.dim
-    if checkpointing != "block":
-        hidden = MLPS[config.mlp].saved_widths * max(config.top_k, 1) * config.ffn_dim
-        per_layer += config.dim + 2 * (config.n_heads + config.n_kv_heads) * config.head_dim + hidden
-    return tokens * config.n_layers * per_layer * itemsize
 
 
 class LossHead(nn.Module):

@@ -57,8 +57,7 @@ def sample_digest(files: list[Path]) -> str:
 
 
 def make_encoder(config: Config) -> Encoder:
-    family = "mixtral" if config.model_config.n_experts else "llama"
-    return Encoder(config.tokenizer, config.text_field, family)
+    return Encoder(config.tokenizer, config.text_field, config.model_config.chat_format)
 
 
 def tokenize(sources: list[TextFile], config: Config) -> list[tuple[Path, str]]:

@@ -30,7 +30,9 @@ class ModelConfig:
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     positions: str = "rope"  # rope | learned
     mlp: str = "swiglu"  # swiglu | gelu | moe (swiglu experts)
-    bias: bool = False
+    bias: bool = False  # of every projection
+    qkv_bias: bool = False  # of queries, keys and values alone
+    qk_norm: bool = False  # each head's queries and keys are normalised before RoPE
     tied: bool = False
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
@@ -39,6 +41,12 @@ class ModelConfig:
     top_k: int = 0
     router_aux_loss_coef: float = 0.0  # what load balancing of experts adds to the mean loss; see Transformer.balance
     init_std: float = 0.02
+    family: str = ""  # Hugging Face's model_type, where these fields do not tell it from another: mistral
+
+    @property
+    def chat_format(self) -> str:
+        """What conversations look like where neither the tokenizer nor its folder says it: "llama" or "mixtral"."""
+        return "mixtral" if self.n_experts or self.family == "mistral" else "llama"
 
     def __post_init__(self):
         for field, value in (("n_kv_heads", self.n_heads), ("head_dim", self.dim // max(self.n_heads, 1))):
@@ -78,13 +86,16 @@ _MIXTRAL = replace(
     _LLAMA2, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768, mlp="moe", n_experts=8, top_k=2, rope_theta=1e6,
     router_aux_loss_coef=0.02,
 )  # fmt: skip
+_QWEN = replace(_LLAMA2, vocab_size=151936, max_seq_len=32768, rope_theta=1e6, norm_eps=1e-6)
+_QWEN25 = replace(_QWEN, qkv_bias=True)
+_QWEN3 = replace(_QWEN, qk_norm=True, n_kv_heads=8, head_dim=128, max_seq_len=40960)
 _TINY = ModelConfig(  # the narrower, the larger its init_std: close to 0.6 / sqrt(dim), as 0.02 is at a width of 1024
     vocab_size=258, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=176, max_seq_len=2048, rope_theta=5e5,
     init_std=0.05,
 )  # fmt: skip
 
-# The numbers are those of each model's config.json on the hub (openai-community, meta-llama, mistralai); tiny-* are
-# ours, for tests.
+# The numbers are those of each model's config.json on the hub (openai-community, meta-llama, mistralai, Qwen); tiny-*
+# are ours, for tests. mistral-7b is version 0.3: version 0.1 has a sliding window.
 MODELS: dict[str, ModelConfig] = {
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
@@ -104,8 +115,25 @@ MODELS: dict[str, ModelConfig] = {
     "mixtral-8x22b": replace(
         _MIXTRAL, dim=6144, n_layers=56, n_heads=48, ffn_dim=16384, max_seq_len=65536, router_aux_loss_coef=0.001
     ),
+    "mistral-7b": replace(
+        _LLAMA2, vocab_size=32768, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768, rope_theta=1e6, family="mistral"
+    ),
+    "qwen2.5-0.5b": replace(
+        _QWEN25, dim=896, n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64, ffn_dim=4864, tied=True
+    ),
+    "qwen2.5-1.5b": replace(
+        _QWEN25, dim=1536, n_layers=28, n_heads=12, n_kv_heads=2, ffn_dim=8960, max_seq_len=131072, tied=True
+    ),
+    "qwen2.5-7b": replace(
+        _QWEN25, vocab_size=152064, dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, ffn_dim=18944, max_seq_len=131072
+    ),
+    "qwen3-0.6b": replace(_QWEN3, dim=1024, n_layers=28, n_heads=16, ffn_dim=3072, tied=True),
+    "qwen3-4b": replace(_QWEN3, dim=2560, n_layers=36, ffn_dim=9728, tied=True),
+    "qwen3-8b": replace(_QWEN3, n_layers=36, ffn_dim=12288),
     "tiny-gpt2": replace(_gpt2(64, 2, 4), vocab_size=258, max_seq_len=256),
     "tiny-llama": _TINY,
     "tiny-llama3.2": replace(_TINY, rope_scaling=RopeScaling(factor=32.0, original_seq_len=64), tied=True),
+    "tiny-qwen2.5": replace(_TINY, qkv_bias=True, tied=True),
+    "tiny-qwen3": replace(_TINY, qk_norm=True, head_dim=32),
     "tiny-mixtral": replace(_TINY, mlp="moe", n_experts=4, top_k=2, router_aux_loss_coef=0.02),
 }

@@ -318,7 +318,9 @@ def test_conversion_refuses(options, message):
         convert_linears(model, **options)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-llama3.2", "tiny-mixtral"])
+@pytest.mark.parametrize(
+    "name", ["tiny-llama", "tiny-gpt2", "tiny-llama3.2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3"]
+)
 def test_weights_and_evaluation_know_nothing_of_fp8(name):
     plain, model = build(name, convert=False), build(name)
     assert list(plain.state_dict()) == list(model.state_dict()) and not list(model.buffers())

@@ -88,7 +88,7 @@ def test_temperature_zero_is_the_most_probable():
 PADDING = torch.tensor([3, 0, 8, 1])  # of four prompts of up to nine tokens: one, the shortest, is a single token
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.1", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.1", "mixtral", "qwen2.5", "qwen3"])
 def test_greedy_is_transformers_generate(name):
     """Prompts of different lengths in one batch, past rope scaling's original context; then the same until each has met
     a stop token."""
@@ -422,7 +422,6 @@ def test_what_another_version_wrote_is_refused(tmp_path):
         ("--system x", "give --chat too"),
         ("--chat", "--chat: give the user's message"),
         ("--chat --prompt a --run {gpt2}", "which chat format"),
-        ("--chat --prompt a --run {run}", "which chat format"),
         ("--tokens 128 --prompt a --run {gpt2}", r"prompt \(1 tokens\) \+ 128 new.* 128 learned positions; give fewer"),
         ("--run {empty}", "neither checkpoints.* nor config.json"),
         ("--run {empty}/nothing", "no such folder"),

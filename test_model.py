@@ -31,6 +31,9 @@ FAMILY = {
     "llama3.2": replace(BASE, n_kv_heads=2, rope_scaling=STRETCHED, tied=True),
     "mixtral": replace(BASE, n_kv_heads=2, mlp="moe", n_experts=4, top_k=2, rope_theta=1e6, router_aux_loss_coef=0.001),
     "wide-heads": replace(BASE, n_kv_heads=1, head_dim=24),
+    "mistral": replace(BASE, n_kv_heads=2, family="mistral"),
+    "qwen2.5": replace(BASE, n_kv_heads=2, qkv_bias=True, tied=True),
+    "qwen3": replace(BASE, n_kv_heads=2, qk_norm=True, head_dim=24),
 }
 BF16 = 2.0**-8  # largest relative error of rounding to bfloat16
 
@@ -95,6 +98,13 @@ ROWS = {
     "llama3.2-3b": (3_212_749_824, 24, 131072, 5e5, 32),
     "mixtral-8x7b": (46_702_792_704, 32, 32768, 1e6, None),
     "mixtral-8x22b": (140_620_634_112, 48, 65536, 1e6, None),
+    "mistral-7b": (7_248_023_552, 32, 32768, 1e6, None),
+    "qwen2.5-0.5b": (494_032_768, 14, 32768, 1e6, None),
+    "qwen2.5-1.5b": (1_543_714_304, 12, 131072, 1e6, None),
+    "qwen2.5-7b": (7_615_616_512, 28, 131072, 1e6, None),
+    "qwen3-0.6b": (596_049_920, 16, 40960, 1e6, None),
+    "qwen3-4b": (4_022_468_096, 32, 40960, 1e6, None),
+    "qwen3-8b": (8_190_735_360, 32, 40960, 1e6, None),
 }
 
 
@@ -111,7 +121,8 @@ def test_published_row(name):
     assert (config.n_heads, config.max_seq_len) == (heads, positions)
     assert (config.rope_theta if config.positions == "rope" else None) == theta
     assert config.rope_scaling == (RopeScaling(factor, 1.0, 4.0, 8192) if factor else None)
-    assert (config.norm_eps, config.head_dim) == (1e-5, 64 if name.startswith(("gpt2", "llama3.2-1b")) else 128)
+    narrow = name.startswith(("gpt2", "llama3.2-1b", "qwen2.5-0.5b"))
+    assert (config.norm_eps, config.head_dim) == (1e-6 if "qwen" in name else 1e-5, 64 if narrow else 128)
 
 
 def test_every_row_is_published_or_tiny():
@@ -162,7 +173,13 @@ def make_reference(config: ModelConfig) -> nn.Module:
         intermediate_size=config.ffn_dim, max_position_embeddings=config.max_seq_len, rms_norm_eps=config.norm_eps,
         rope_parameters=rope, tie_word_embeddings=config.tied, **no_ids,
     )  # fmt: skip
-    if config.mlp == "moe":
+    if config.family == "mistral":
+        hf, kind = transformers.MistralConfig(**shape, sliding_window=None), transformers.MistralForCausalLM
+    elif config.qkv_bias:
+        hf, kind = transformers.Qwen2Config(**shape), transformers.Qwen2ForCausalLM
+    elif config.qk_norm:
+        hf, kind = transformers.Qwen3Config(**shape), transformers.Qwen3ForCausalLM
+    elif config.mlp == "moe":
         hf = transformers.MixtralConfig(num_local_experts=config.n_experts, num_experts_per_tok=config.top_k, **shape)
         kind = transformers.MixtralForCausalLM
     else:
@@ -442,7 +459,7 @@ def test_init_depends_on_seed_and_name_only():
         assert torch.corrcoef(torch.stack((a.flatten(), other.flatten())))[0, 1].abs() < 5 / math.sqrt(2000)
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-mixtral"])
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3"])
 def test_init_statistics(name):
     """Norm weights are ones, biases zeros, the rest normal; what writes to the residual stream 1 / sqrt(2 L) of it."""
     config = replace(MODELS[name], n_layers=3, init_std=0.03)
@@ -460,7 +477,9 @@ def test_init_statistics(name):
             assert (p.abs() < std).float().mean().item() == pytest.approx(0.6827, abs=5 * 0.47 / math.sqrt(count)), n
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-llama3.2", "tiny-mixtral"])
+@pytest.mark.parametrize(
+    "name", ["tiny-gpt2", "tiny-llama", "tiny-llama3.2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3"]
+)
 def test_meta_model_is_filled_everywhere(name):
     """Nothing is left as `to_empty` left it, and a tied head is the embedding again."""
     with torch.device("meta"):

@@ -60,7 +60,7 @@ class Cell:
 def cells(world_size: int, whole: bool) -> list[Cell]:
     sizes = {1: [0], 2: [1, 0], 4: [1, 2, 0]}[world_size]
     modes, dtypes = ("none", "block", "selective"), ("fp32", "bf16")
-    models = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral")
+    models = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3")
     out = [Cell(m, shard_size=s, accumulate=a) for m in models for s in sizes for a in (1, 2, 4)]
     # recipe 1: {compile} x {checkpointing} x {mesh} x {dtype} x {packed documents}
     matrix = itertools.product(("none", "block"), modes, sizes, dtypes, (False, True))
@@ -86,6 +86,7 @@ def cells(world_size: int, whole: bool) -> list[Cell]:
     if world_size == 2:  # recipe 1's bug
         short += [Cell(dtype="bf16", checkpointing="block", compile="block", packed=True)]
         short += [Cell("tiny-mixtral", offload="cpu"), Cell("tiny-gpt2", shard_size=1)]
+        short += [Cell("tiny-qwen2.5", packed=True), Cell("tiny-qwen3", "bf16", checkpointing="selective")]
     return short
 
 

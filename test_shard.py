@@ -22,7 +22,7 @@ import machine
 import shard
 from config import UNSUPPORTED, parse_args, refuse_unsupported
 from errors import UserError
-from model import MODELS, Transformer, random_init, saved_bytes
+from model import MODELS, Transformer, random_init
 
 ROOT = Path(__file__).parent
 ALONE = shard.Ranks(0, 1, torch.device("cpu"))
@@ -302,7 +302,7 @@ def test_what_the_backward_pass_keeps_is_not_overestimated(name, mode):
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     measured = sum(size for place, size in storages.items() if place not in parameters)
-    assert 1 < measured / saved_bytes(model.config, 256, mode, 4) < 3
+    assert 1 < measured / check.saved_bytes(model.config, 256, mode, 4) < 3
 
 
 def test_out_of_memory_tells_what_the_memory_went_to():

@@ -314,7 +314,7 @@ def old_buffers(tensors: dict) -> dict:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.2", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.2", "mixtral", "qwen2.5", "qwen3"])
 def test_names_of_older_files(save, name, variant):
     folder, theirs = save(name), reference(name)
     head = theirs.get_output_embeddings().weight.detach()
@@ -531,7 +531,7 @@ def test_export_needs_room(monkeypatch, save, tmp_path):
 
 @pytest.mark.parametrize("name, change, message", [
     ("llama3", {"bias": True}, ""), ("llama3", {"norm": "layernorm"}, ""), ("llama3", {"mlp": "gelu"}, ""),
-    ("llama3", {"positions": "learned"}, ""),
+    ("llama3", {"positions": "learned"}, ""), ("qwen3", {"qkv_bias": True}, ""), ("mixtral", {"qk_norm": True}, ""),
     ("gpt2", {"n_kv_heads": 2}, ": GPT-2 has as many key/value heads as heads"),
 ], ids=str)  # fmt: skip
 def test_shape_without_a_family(tmp_path, name, change, message):
@@ -757,6 +757,28 @@ MIXTRAL_FACTS = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
     "vocab_size": 32000,
 }  # fmt: skip
+MISTRAL_FACTS = MIXTRAL_FACTS | {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_theta": 1e6, "vocab_size": 32768,
+    "router_aux_loss_coef": ..., "num_local_experts": ..., "num_experts_per_tok": ..., "output_router_logits": ...,
+}  # fmt: skip
+MISTRAL_FACTS = {key: value for key, value in MISTRAL_FACTS.items() if value is not ...}
+QWEN25_FACTS = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+    "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
+    "use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_FACTS = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560, "initializer_range": 0.02,
+    "intermediate_size": 9728, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
 PUBLISHED = {
     "gpt2": GPT2_FACTS,
     "gpt2-medium": LARGER_GPT2 | {"n_embd": 1024, "n_head": 16, "n_layer": 24},
@@ -773,6 +795,14 @@ PUBLISHED = {
         "rope_scaling": SCALING | {"factor": 32.0}, "tie_word_embeddings": True,
     },
     "mixtral-8x7b": MIXTRAL_FACTS,
+    "mistral-7b": MISTRAL_FACTS,
+    "qwen2.5-0.5b": QWEN25_FACTS,
+    "qwen2.5-7b": QWEN25_FACTS | {
+        "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "sliding_window": 131072,
+        "tie_word_embeddings": False, "vocab_size": 152064,
+    },
+    "qwen3-4b": QWEN3_FACTS,
 }  # fmt: skip
 
 
@@ -804,7 +834,10 @@ def test_config_round_trip(tmp_path, name):
     assert read(tmp_path, json.dumps(theirs, default=str)) == MODELS[name]
 
 
-BASE = {"llama": LLAMA31_FACTS, "gpt2": GPT2_FACTS, "mixtral": MIXTRAL_FACTS}
+BASE = {
+    "llama": LLAMA31_FACTS, "gpt2": GPT2_FACTS, "mixtral": MIXTRAL_FACTS, "mistral": MISTRAL_FACTS,
+    "qwen2": QWEN25_FACTS, "qwen3": QWEN3_FACTS,
+}  # fmt: skip
 SAME = [  # a family, harmless changes
     ("llama", {"num_key_value_heads": 8, "head_dim": 128}),
     ("llama", {"head_dim": None, "mlp_bias": False, "sliding_window": None, "partial_rotary_factor": 1.0}),
@@ -817,6 +850,8 @@ SAME = [  # a family, harmless changes
     ("gpt2", {"n_inner": 3072, "scale_attn_weights": True, "reorder_and_upcast_attn": False, "resid_pdrop": 0}),
     ("gpt2", {"tie_word_embeddings": True, "id2label": {"0": "LABEL_0"}, "is_encoder_decoder": False}),
     ("mixtral", {"router_jitter_noise": 0.0, "output_router_logits": True}),
+    ("qwen2", {"layer_types": ["full_attention"] * 24, "sliding_window": 4096, "use_sliding_window": None}),
+    ("qwen3", {"max_window_layers": 1, "sliding_window": 4096}),
 ]
 
 
@@ -828,7 +863,7 @@ def test_harmless_fields(tmp_path, kind, changes):
 @pytest.mark.parametrize("kind", BASE)
 def test_absent_fields_have_transformers_defaults(tmp_path, kind):
     """What an older or a short config.json leaves out is what its configuration class fills in."""
-    values = {k: BASE[kind][k] for k in ("model_type", *SHORT[kind])}
+    values = {k: BASE[kind][k] for k in ("model_type", *SHORT[kind])} | THEIRS.get(kind, {})
     found = read(tmp_path, values)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     assert found == read(tmp_path, json.dumps(theirs.to_dict(), default=str))
@@ -847,6 +882,8 @@ SHORT = {
     "gpt2": ("vocab_size", "n_embd", "n_layer", "n_head"),
     "mixtral": ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
 }
+SHORT |= dict.fromkeys(("mistral", "qwen2", "qwen3"), SHORT["llama"])
+THEIRS = {"mistral": {"sliding_window": None}, "qwen2": {"hidden_size": 4096, "num_attention_heads": 32}}
 
 
 def scaling(**changes) -> dict:
@@ -858,8 +895,8 @@ FALSY = {  # keys that may mean something where they are null, false, 0 or empty
     "gpt2": {"hidden_size": 0, "num_attention_heads": None, "num_hidden_layers": 0.0, "max_position_embeddings": False},
 }
 REFUSED = [  # a family, its Llama 3.1's, GPT-2's or Mixtral's config.json with changes (...: without), what is said
-    *(("llama", {"model_type": m}, f"model_type {m!r} is not known; there are llama, mixtral, gpt2")
-      for m in ("mistral", "qwen2", "gemma", "gpt_neox", "Llama", "", None, 3)),
+    *(("llama", {"model_type": m}, f"model_type {m!r} is not known; there are llama, mistral, .*gpt2")
+      for m in ("qwen2_moe", "qwen3_moe", "gemma", "gpt_neox", "Llama", "", None, 3)),
     *(("llama", {"model_type": m}, "model_type .* is not known") for m in (["llama"], {})),
     *(("llama", scaling(rope_type=t), f"rope_type '{t}' is not implemented") for t in (
         "linear", "dynamic", "yarn", "longrope", "proportional")),
@@ -901,6 +938,11 @@ REFUSED = [  # a family, its Llama 3.1's, GPT-2's or Mixtral's config.json with 
     *(("mixtral", {key: value}, "config.json: ") for key in ("num_local_experts", "num_experts_per_tok")
       for value in (0, -1, "2", True)),
     ("mixtral", {"num_experts_per_tok": 9}, "config.json: "),
+    *(("mistral", {"sliding_window": value}, "sliding_window is 4096, .* only None") for value in (4096, ...)),
+    *((kind, {"use_sliding_window": True}, "use_sliding_window is True, .* only False") for kind in ("qwen2", "qwen3")),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "'layer_types' = .*: not known here"),
+    ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, "'yarn'"),
     ("llama", {"vocab_size": 2**40}, "config.json: no machine holds it: .* 1099511627776 x 4096"),
     ("mixtral", {"num_local_experts": 20_000}, "config.json: no machine holds it"),
     ("llama", {"num_key_value_heads": 5}, "n_heads 32 does not divide by n_kv_heads 5"),
@@ -938,7 +980,7 @@ def test_dropout_is_named(tmp_path):
 
 def test_rope_table_of_published_models_is_transformers(tmp_path):
     """The frequencies of the real sizes, which the tiny models above do not have."""
-    for name in ("llama2-7b", "llama3-8b", "llama3.1-8b", "llama3.2-1b", "mixtral-8x7b"):
+    for name in ("llama2-7b", "llama3-8b", "llama3.1-8b", "qwen2.5-7b", "qwen3-4b", "llama3.2-1b", "mixtral-8x7b"):
         config = read(tmp_path, PUBLISHED[name])
         theirs = transformers.AutoConfig.from_pretrained(tmp_path)
         rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
@@ -948,7 +990,8 @@ def test_rope_table_of_published_models_is_transformers(tmp_path):
 
 def test_pieces_cover_every_parameter():
     """Of every row: the tensors of a parameter fill it, once."""
-    for name in ("tiny-gpt2", "tiny-llama", "tiny-llama3.2", "tiny-mixtral", "llama3.1-405b", "gpt2-xl"):
+    tiny = [name for name in MODELS if name.startswith("tiny-")]
+    for name in (*tiny, "llama3.1-405b", "gpt2-xl", "mistral-7b", "qwen2.5-7b", "qwen3-4b"):
         with torch.device("meta"):
             shapes = {n: p.shape for n, p in Transformer(MODELS[name]).named_parameters()}
         plan = pieces(MODELS[name])

@@ -1,4 +1,4 @@
-"""Hugging Face folders: safetensors and config.json, in and out. GPT-2, Llama and Mixtral.
+"""Hugging Face folders: safetensors and config.json, in and out. GPT-2, Llama, Mistral, Mixtral and Qwen.
 
 FAMILIES holds what tells the families apart, as data; of names it says for each of our parameters which tensors of the
 file make it up: one, several that are fused along dim 0 (q, k, v; gate, up), or one or two per expert that are stacked.
@@ -65,6 +65,13 @@ layers.{i}.mlp.gate.weight                    model.layers.{i}.block_sparse_moe.
 layers.{i}.mlp.gate_up_proj                   model.layers.{i}.block_sparse_moe.experts.{e}.w(1|3).weight
 layers.{i}.mlp.down_proj                      model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight
 """
+_QWEN2 = """
+layers.{i}.self_attn.qkv_proj.bias            model.layers.{i}.self_attn.(q|k|v)_proj.bias
+"""
+_QWEN3 = """
+layers.{i}.self_attn.q_norm.weight            model.layers.{i}.self_attn.q_norm.weight
+layers.{i}.self_attn.k_norm.weight            model.layers.{i}.self_attn.k_norm.weight
+"""
 _GPT2 = """
 embed_tokens.weight                           transformer.wte.weight
 embed_positions.weight                        transformer.wpe.weight
@@ -102,12 +109,17 @@ _LLAMA_KEYS = {
     "tied": ("tie_word_embeddings", bool, False),
     "init_std": ("initializer_range", float, 0.02),
 }
+_QWEN_KEYS = _LLAMA_KEYS | {
+    "n_kv_heads": ("num_key_value_heads", int, 32),
+    "max_seq_len": ("max_position_embeddings", int, 32768),
+}
 
 
 class Family(NamedTuple):
-    """shape: the fields of ModelConfig that tell this family from the others. keys: of config.json. names: of the
-    tensors; prefix: what they lack in the file of a model without a head. theta: RoPE's, where the file does not say
-    it; 0: there is no RoPE."""
+    """shape: the fields of ModelConfig that tell this family from the others, but for those that are PLAIN. keys: of
+    config.json. names: of the tensors; prefix: what they lack in the file of a model without a head. theta: RoPE's,
+    where the file does not say it; 0: there is no RoPE. absent: what transformers takes for a key that is absent and
+    that an export must therefore say."""
 
     architecture: str
     shape: dict[str, str | bool]
@@ -115,19 +127,52 @@ class Family(NamedTuple):
     names: dict[str, list[str]]
     prefix: str = "model."
     theta: float = 0.0
+    absent: dict[str, object] = {}
 
 
+# The fields of ModelConfig that tell families apart, as Llama has them.
+PLAIN = {
+    "norm": "rmsnorm", "positions": "rope", "mlp": "swiglu", "bias": False, "qkv_bias": False, "qk_norm": False,
+    "family": "",
+}  # fmt: skip
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
-        {"norm": "rmsnorm", "positions": "rope", "mlp": "swiglu", "bias": False},
+        {},
         _LLAMA_KEYS,
         _table(_LLAMA + _LLAMA_MLP),
         theta=1e4,
     ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {"family": "mistral"},
+        _LLAMA_KEYS | {
+            "n_kv_heads": ("num_key_value_heads", int, 8),
+            "max_seq_len": ("max_position_embeddings", int, 131072),
+        },
+        _table(_LLAMA + _LLAMA_MLP),
+        theta=1e4,
+        absent={"sliding_window": 4096},
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        {"qkv_bias": True},
+        _QWEN_KEYS,
+        _table(_LLAMA + _QWEN2 + _LLAMA_MLP),
+        theta=1e4,
+        absent={"use_sliding_window": False},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {"qk_norm": True},
+        _QWEN_KEYS | {"head_dim": ("head_dim", int, 128)},
+        _table(_LLAMA + _QWEN3 + _LLAMA_MLP),
+        theta=1e4,
+        absent={"use_sliding_window": False},
+    ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        {"norm": "rmsnorm", "positions": "rope", "mlp": "moe", "bias": False},
+        {"mlp": "moe"},
         _LLAMA_KEYS | {
             "n_kv_heads": ("num_key_value_heads", int, 8),
             "max_seq_len": ("max_position_embeddings", int, 131072),
@@ -161,16 +206,11 @@ FAMILIES = {
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
 
-def model_type(config: ModelConfig) -> str:
-    """The family whose MLP a shape has, which is what its chat format follows; empty if there is none."""
-    return next((name for name, family in FAMILIES.items() if family.shape["mlp"] == config.mlp), "")
-
-
 def family(config: ModelConfig) -> str:
     """The model_type of a shape. ValueError: none has it."""
-    name = model_type(config)
-    shape = {field: getattr(config, field) for field in ("norm", "positions", "mlp", "bias")}
-    if not name or FAMILIES[name].shape != shape:
+    shape = {field: getattr(config, field) for field in PLAIN}
+    name = next((name for name, family in FAMILIES.items() if PLAIN | family.shape == shape), "")
+    if not name:
         raise ValueError(f"no Hugging Face model that we know has {shape}")
     if name == "gpt2" and (config.n_kv_heads * config.head_dim != config.dim or config.n_heads != config.n_kv_heads):
         raise ValueError("GPT-2 has as many key/value heads as heads, and heads of dim / n_heads")
@@ -545,6 +585,7 @@ MEANS_OURS = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
+    "use_sliding_window": (False, None),
     "sliding_window": (None,),
     "router_jitter_noise": (0, None),
     "scale_attn_weights": (True,),
@@ -566,7 +607,7 @@ max_sequence_length is_llama_config transformers.js_config unsloth_version unslo
 # Fields that ask for nothing while they are null, false, 0 or empty.
 HARMLESS_WHEN_OFF = """
 quantization_config auto_map pruned_heads chunk_size_feed_forward cross_attention_hidden_size
-tie_encoder_decoder torchscript use_bfloat16 tf_legacy_loss use_sliding_window use_qk_norm rope_interleaved
+tie_encoder_decoder torchscript use_bfloat16 tf_legacy_loss use_mrope use_qk_norm rope_interleaved
 tokenizer_class prefix decoder_start_token_id min_length early_stopping diversity_penalty no_repeat_ngram_size
 encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate forced_bos_token_id
 forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
@@ -595,6 +636,7 @@ def read_config(folder: Path) -> ModelConfig:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{path}: model_type {kind!r} is not known; there are {', '.join(FAMILIES)}")
+    values = _without_windows(FAMILIES[kind].absent | values, FAMILIES[kind])
     _refuse_unknown(values, FAMILIES[kind], path)
     fields = {ours: _read_field(values, *row, path) for ours, row in FAMILIES[kind].keys.items()}
     if FAMILIES[kind].theta:
@@ -606,6 +648,16 @@ def read_config(folder: Path) -> ModelConfig:
         return ModelConfig(**fields, **FAMILIES[kind].shape)
     except ValueError as e:
         raise UserError(f"{path}: {e}") from None
+
+
+def _without_windows(values: dict, family: Family) -> dict:
+    """Without the keys about sliding windows that say nothing in a family with a switch for them, while it is off."""
+    if "use_sliding_window" not in family.absent or values["use_sliding_window"]:
+        return values
+    idle = {"sliding_window", "max_window_layers"}
+    if set(values.get("layer_types") or ()) <= {"full_attention"}:
+        idle.add("layer_types")
+    return {key: value for key, value in values.items() if key not in idle}
 
 
 def _refuse_unknown(values: dict, family: Family, path: Path) -> None:
@@ -695,6 +747,7 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict:
     out |= {key: getattr(config, ours) for ours, (key, _, _) in FAMILIES[kind].keys.items()}
     if kind == "gpt2":
         return out | {"activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    out |= {key: MEANS_OURS[key][0] for key in FAMILIES[kind].absent}
     out |= {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_scaling": None}
     if scaling := config.rope_scaling:
         numbers = {theirs: getattr(scaling, ours) for ours, theirs in ROPE_KEYS[scaling.kind].items()}
