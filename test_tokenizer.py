@@ -26,7 +26,7 @@ LLAMA3_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
+QWEN_REGEX = LLAMA3_REGEX.replace(r"\p{N}{1,3}", r"\p{N}")
 
 NAMES = "<s> </s> [INST] <unk> <|endoftext|> <tool> ▁ Ġ <0x0A> 's 'LL 'ſ"
 UNICODE = "é e\u0301 日本語 नमस्ते ١٢٣ ½ Ⅳ 1234567 👩\u200d👩\u200d👧 🎈 \u200b \U0010ffff ß İ"
@@ -61,6 +61,7 @@ def _train(kind: str) -> dict:
         return pre.Sequence([pattern, level(use_regex=False)])
 
     steps = {
+        "qwen": split(QWEN_REGEX),
         "gpt2": level(),
         "gpt2, leading space": pre.ByteLevel(add_prefix_space=True),
         "llama3": split(LLAMA3_REGEX),
@@ -70,7 +71,9 @@ def _train(kind: str) -> dict:
     }
     t = tokenizers.Tokenizer(tokenizers.models.BPE())
     t.pre_tokenizer, t.decoder = steps[kind], tokenizers.decoders.ByteLevel()
-    options = {"special_tokens": list(SPECIAL), "initial_alphabet": pre.ByteLevel.alphabet(), "show_progress": False}
+    t.normalizer = tokenizers.normalizers.NFC() if kind == "qwen" else None
+    special = (*SPECIAL[:2], "<|im_start|>", "<|im_end|>") if kind == "qwen" else SPECIAL
+    options = {"special_tokens": list(special), "initial_alphabet": pre.ByteLevel.alphabet(), "show_progress": False}
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=1500, **options)
     t.train_from_iterator(TEXT[:12] if kind == "no split" else TEXT, trainer)
     return json.loads(t.to_str())
@@ -100,10 +103,11 @@ def _take_whole(d: dict) -> dict:
     return d
 
 
-KINDS = ("gpt2", "gpt2, leading space", "llama3", "digits", "own split", "no split")
+KINDS = ("gpt2", "gpt2, leading space", "llama3", "digits", "own split", "no split", "qwen")
 JSONS = {kind: partial(_train, kind) for kind in KINDS} | {
     "other ids": lambda: _renumber(_train("llama3")),
     "words": lambda: _add_words(_train("gpt2")),
+    "words, composed": lambda: _add_words(_train("qwen")),
     "whole pieces": lambda: _take_whole(_train("llama3")),
 }
 CACHE: dict = {}
@@ -193,17 +197,20 @@ def test_long_white_space_is_exact(tmp_path):
             assert len(text) > 200_000 or ids == oracle.encode(text, add_special_tokens=False).ids
 
 
-def test_gpt2_files(tmp_path):
-    d = _json("gpt2")
+@pytest.mark.parametrize("kind", ["gpt2", "qwen"])
+def test_vocab_and_merges(kind, tmp_path):
+    d = _json(kind)
     merges = "#version: 0.2\n" + "\n".join(" ".join(m) for m in d["model"]["merges"]) + "\n"
     d["model"]["vocab"] |= {"<|endoftext|>": 1500, "model": 1501}  # GPT-2's own vocabulary has that word too
     folder = _write(tmp_path, vocab__json=d["model"]["vocab"], merges__txt=merges.encode())
+    if kind == "qwen":
+        _write(tmp_path, tokenizer_config__json={"tokenizer_class": "Qwen2Tokenizer"})
     oracle = _hf(d)
     for spec in (folder, f"{folder}/vocab.json"):
         ours = T.load_tokenizer(spec)
         assert all(ours.encode(s) == oracle.encode(s, add_special_tokens=False).ids for s in STRINGS)
         assert (ours.bos_id, ours.eos_id, ours.vocab_size, ours.stop_ids) == (1500, 1500, 1502, {1500})
-        assert sorted(ours.files.values()) == ["merges.txt", "vocab.json"]
+        assert set(ours.files.values()) - {"tokenizer_config.json"} == {"merges.txt", "vocab.json"}
 
 
 def test_llama3_ranks(tmp_path):
@@ -418,7 +425,7 @@ def _model_json(**changes) -> dict:
         ({"vocab__json": {"a": 0}}, "merges.txt"),
         ({"tokenizer__json": _model_json(type="WordPiece")}, "model is WordPiece"),
         ({"tokenizer__json": lambda: _json("gpt2") | {"pre_tokenizer": {"type": "Metaspace"}}}, "give tokenizer.mo"),
-        ({"tokenizer__json": lambda: _json("gpt2") | {"normalizer": {"type": "NFC"}}}, 'normalizer {"type": "NFC"}'),
+        ({"tokenizer__json": lambda: _json("gpt2") | {"normalizer": {"type": "NFKC"}}}, 'normalizer {"type": "NFKC"}'),
         ({"tokenizer__json": _model_json(dropout=0.1)}, "dropout 0.1"),
         ({"tokenizer__json": _model_json(byte_fallback=True)}, "byte_fallback true"),
         ({"tokenizer__json": _model_json(continuing_subword_prefix="##")}, "continuing_subword_prefix"),
@@ -512,6 +519,13 @@ def test_added_words_that_change_their_surroundings_are_refused(flag, tmp_path):
         T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
 
 
+def test_normalized_words_are_refused_with_a_normalizer(tmp_path):
+    d = _json("words, composed")
+    d["added_tokens"] = [t | {"normalized": not t["special"]} for t in d["added_tokens"]]
+    with pytest.raises(UserError, match="together with the normalizer NFC"):
+        T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
+
+
 @pytest.mark.parametrize("spec", ["", "Bytes", "no/such/tokenizer.model"])
 def test_an_unknown_tokenizer_is_refused(spec, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
@@ -548,8 +562,10 @@ system_message + '\n<</SYS>>\n\n' + message['content'] %}{% else %}{% set conten
 {{- "<|eot_id|>" }}{%- for message in messages %}{{- '<|start_header_id|>' + message['role'] +
 '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{%- endfor %}{%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}""",
+    "chatml": r"""{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content
++ '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}""",
 }
-TEXTS = ["Which statement?", "The `if` one.\n\nIt is  simple.", "  Why?  \n", "naïve 日本語 🎈\t", "", "\n\nx"]
+TEXTS = ["Which statement?", "The `if` one.\n\nIt is  simple.", "  Why?  \n", "nai\u0308ve 日本語 🎈\t", "0", "\n\nx"]
 TEXTS += ["1 + 1 = 2 [INST]"]
 
 
@@ -566,8 +582,9 @@ def _conversations() -> list[list[dict]]:
 
 def _chat_tokenizer(family: str, folder):
     config = {"chat_template": TEMPLATES[family]}
-    if family.startswith("llama3"):
-        return T.load_tokenizer(_write(folder, tokenizer__json=_json("llama3"), tokenizer_config__json=config))
+    if family.startswith("llama3") or family == "chatml":
+        kind = "qwen" if family == "chatml" else "llama3"
+        return T.load_tokenizer(_write(folder, tokenizer__json=_json(kind), tokenizer_config__json=config))
     return T.load_tokenizer(_write(folder, tokenizer__model=_model("llama2"), tokenizer_config__json=config))
 
 
@@ -576,16 +593,15 @@ def test_chat_is_the_familys_template(family, tmp_path):
     ours = _chat_tokenizer(family, tmp_path)
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(TEMPLATES[family])
-    llama3, name = family.startswith("llama3"), T.chat_family(ours)
-    oracle = tokenizers.Tokenizer.from_str(json.dumps(_json("llama3"))) if llama3 else ours.processor
-    bos, eos = ("<|begin_of_text|>", "<|eot_id|>") if llama3 else ("<s>", "</s>")
-    assert name == family[:6] if llama3 else name == family
+    by_json, name = family.startswith("llama3") or family == "chatml", T.chat_family(ours)
+    kind = "qwen" if family == "chatml" else "llama3"
+    oracle = tokenizers.Tokenizer.from_str(json.dumps(_json(kind))) if by_json else ours.processor
+    bos, eos = ("<|begin_of_text|>", "<|eot_id|>") if by_json else ("<s>", "</s>")
+    assert name == family.removesuffix(".1")
     for messages in _conversations():
-        if family == "mixtral":  # there, an empty answer is the lone space before it, and sentencepiece gives none
-            messages = [m | {"content": m["content"] or "-"} for m in messages]
         asks = messages[-1]["role"] != "assistant"
         text = template.render(messages=messages, bos_token=bos, eos_token=eos, add_generation_prompt=asks)
-        if llama3:
+        if by_json:
             expected = oracle.encode(text, add_special_tokens=False).ids
         else:  # sentencepiece puts the space before a part itself
             parts = re.findall("<s>|</s>|(?:(?!</?s>).)+", text, re.DOTALL)
@@ -602,7 +618,10 @@ def test_the_mask_is_what_a_model_would_answer(family, tmp_path):
     """An answer's part of the mask is what stands between the prompt for it and the next message."""
     ours = T.ByteTokenizer() if family == "bytes" else _chat_tokenizer(family, tmp_path)
     name = T.chat_family(ours, "llama")
+    tail = [*ours.encode("\n")] if name == "chatml" else []  # behind the token that closes a turn
     for messages in _conversations():
+        if name == "chatml":  # there, a line feed that begins an answer can be a token with the one before it
+            messages = [m | {"content": m["content"].lstrip("\n")} for m in messages]
         ids, mask = T.render_chat(ours, messages, name)
         expected = [0] * len(ids)
         for k, message in enumerate(messages):
@@ -610,8 +629,11 @@ def test_the_mask_is_what_a_model_would_answer(family, tmp_path):
                 prompt, none = T.render_chat(ours, messages[:k], name)
                 answered, _ = T.render_chat(ours, messages[: k + 1], name)
                 assert ids[: len(answered)] == answered and answered[: len(prompt)] == prompt
-                assert none[-1] == 0 and ours.decode(answered[len(prompt) :]).strip() == message["content"].strip()
-                assert answered[-1] == (ours.control["<|eot_id|>"] if name == "llama3" else ours.eos_id)
+                words = unicodedata.normalize("NFC", message["content"].strip()) if tail else message["content"].strip()
+                assert none[-1] == 0 and ours.decode(answered[len(prompt) :]).strip() == words
+                assert answered[len(answered) - len(tail) :] == tail
+                del answered[len(answered) - len(tail) :]
+                assert answered[-1] == T.turn_end(ours, name)
                 expected[len(prompt) : len(answered)] = [1] * (len(answered) - len(prompt))
         assert mask == expected
 
@@ -648,11 +670,15 @@ def test_a_message_cannot_hold_control_tokens(family, tmp_path):
         (["system", "user", "assistant", "assistant"], "message 3: role assistant, expected user"),
         (["user", "tool"], "role 'tool', expected system, user or assistant"),
         (["user", None], "message 1: expected"),
+        (["user", "assistant", "user"], "message 2: the user's content is empty"),
     ],
 )
 def test_wrong_conversations_are_refused(roles, message, bytes_tokenizer):
     with pytest.raises(UserError, match=re.escape(message)):
-        T.render_chat(bytes_tokenizer, [{"role": r, "content": "x"} for r in roles], "llama2")
+        messages = [
+            {"role": r, "content": " \n" if roles[2:] == ["user"] and i == 2 else "x"} for i, r in enumerate(roles)
+        ]
+        T.render_chat(bytes_tokenizer, messages, "llama2")
 
 
 def test_chat_needs_a_format(bytes_tokenizer):
@@ -662,7 +688,9 @@ def test_chat_needs_a_format(bytes_tokenizer):
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(UserError, match="has no <|end_header_id|>".replace("|", r"\|")):
         T.render_chat(bytes_tokenizer, messages, "llama3")
-    with pytest.raises(UserError, match="chatml"):
+    with pytest.raises(UserError, match="other: unknown, there are llama2, llama3, mixtral, chatml"):
+        T.render_chat(bytes_tokenizer, messages, "other")
+    with pytest.raises(UserError, match=r"ChatML: the tokenizer has no <\|im_end\|>, <\|im_start\|>"):
         T.render_chat(bytes_tokenizer, messages, "chatml")
     assert [T.chat_family(bytes_tokenizer, m) for m in ("llama", "mixtral")] == ["llama2", "mixtral"]
     with pytest.raises(UserError, match="chat format"):

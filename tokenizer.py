@@ -1,11 +1,11 @@
 """Text <-> token ids, and conversations -> token ids with a loss mask.
 
-Text is always encoded as ordinary text: nothing in a document or a message can become a control token; BOS, EOS and
-the others are added by id. Three kinds of tokenizer share one surface: `bytes` needs no file; sentencepiece reads the
-tokenizer.model of Llama 2 and Mixtral; tiktoken runs byte-level BPE, built from a tokenizer.json (GPT-2, Llama 3), from
-vocab.json + merges.txt (GPT-2) or from the list of ranks that Llama 3 calls tokenizer.model. Each gives the ids of the
-library that its files were made for (sentencepiece, tokenizers, tiktoken); a file that asks for more than that is
-refused by name. Pickles are never read.
+Text is always encoded as ordinary text: nothing in a document or a message can become a control token; BOS, EOS and the
+others are added by id. Three kinds of tokenizer share one surface: `bytes` needs no file; sentencepiece reads the
+tokenizer.model of Llama 2 and Mixtral; tiktoken runs byte-level BPE, built from a tokenizer.json (GPT-2, Llama 3,
+Qwen), from vocab.json + merges.txt (GPT-2) or from the list of ranks that Llama 3 calls tokenizer.model. Each gives the
+ids of the library that its files were made for (sentencepiece, tokenizers, tiktoken); a file that asks for more than
+that is refused by name. Pickles are never read.
 
 A tokenizer has encode, decode, decoder (decode, id by id), bos_id, eos_id, stop_ids (those that end a generated text;
 BOS too: it begins the next document), vocab_size (largest id + 1), control ({text of a control token: id}), fingerprint
@@ -13,7 +13,8 @@ BOS too: it begins the next document), vocab_size (largest id + 1), control ({te
 (what its folder says, or ""), and leads_with_space (encode puts a space before the text).
 
 Sources: the byte alphabet and expression of GPT-2's encoder.py; Llama 3's tokenizer.py; the chat templates of
-Llama-2-7b-chat-hf, Meta-Llama-3-8B-Instruct, Llama-3.1-8B-Instruct, Mixtral-8x7B-Instruct, Mixtral-8x22B-Instruct."""
+Llama-2-7b-chat-hf, Meta-Llama-3-8B-Instruct, Llama-3.1-8B-Instruct, Mixtral-8x7B-Instruct, Mixtral-8x22B-Instruct,
+Qwen2.5-7B-Instruct (ChatML in its plain form: without Qwen's default system message, tools and thinking)."""
 
 import base64
 import codecs
@@ -22,6 +23,7 @@ import hashlib
 import itertools
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +38,7 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 # The parts of an expression that the Oniguruma of tokenizers, the Rust of tiktoken and Python read alike. Left out are
 # ^ and $ (line ends in Oniguruma), ignored case apart from contractions (there "ß" is also "ss"), and sets in sets.
 _CHARACTER = r"\\[pP]\{\w\w?\}|\\[sSrnt]|\\[!-/:;=?@\[-^`{-~]"
@@ -54,7 +57,7 @@ LLAMA3_CONTROL = {  # behind the ranks come 256 control tokens; the others are r
 }
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<|endoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>")
-STOP_NAMES = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+STOP_NAMES = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # the later one wins
 OTHER_FILES = ("merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json")
@@ -101,7 +104,8 @@ def _byte_decoder(token_bytes: dict[int, bytes]) -> Callable[[int | None], str]:
 class BPE:
     """Byte-level BPE by tiktoken. vocab {bytes: id}; merges [(left, right)], first come first, or None: any two tokens
     that make a third, lowest id first; whole: a piece that is in the vocabulary is that token, merges or not; split:
-    what cuts text into pieces; control and words {text: id}: words are cut out of the text before everything else."""
+    what cuts text into pieces; control and words {text: id}: words are cut out of the text before everything else;
+    composes: the text between words is put into Unicode's form NFC."""
 
     def __init__(
         self,
@@ -112,6 +116,7 @@ class BPE:
         control: dict[str, int],
         words: dict[str, int],
         leads_with_space: bool = False,
+        composes: bool = False,
     ):
         import tiktoken
 
@@ -119,7 +124,7 @@ class BPE:
         if missing:
             raise UserError(f"no token for {len(missing)} of the 256 bytes (the first: {missing[0]:#04x})")
         ranks, self.ids = (vocab, None) if merges is None else _ranks(vocab, merges, whole)
-        self.control, self.leads_with_space = control, leads_with_space
+        self.control, self.leads_with_space, self.composes = control, leads_with_space, composes
         self.words = {w: [i] for w, i in words.items()}
         longest_first = sorted(map(re.escape, words), key=len, reverse=True)
         self.cut = re.compile(f"({'|'.join(longest_first)})") if words else None
@@ -136,6 +141,8 @@ class BPE:
         return [i for part in self.cut.split(text) for i in self.words.get(part) or self._encode(part)]
 
     def _encode(self, text: str) -> list[int]:
+        if self.composes:
+            text = unicodedata.normalize("NFC", text)
         if self.leads_with_space and text and not text.startswith(" "):
             text = " " + text
         blocks, ids = range(0, len(text) - SPACES + 1, SPACES), None
@@ -423,11 +430,13 @@ def _is_byte_level(content: dict) -> bool:
 
 
 def _from_vocabulary(vocab: dict[str, int], merges: str, beside: Beside) -> BPE:
-    """GPT-2's vocab.json and merges.txt."""
+    """vocab.json and merges.txt of GPT-2 or Qwen, whose tokenizer_config.json must tell them apart."""
     pairs = [m.split(" ") for m in merges.splitlines() if m and not m.startswith("#version")]
     if "<|endoftext|>" in vocab:
         beside.added.setdefault("<|endoftext|>", {"id": vocab["<|endoftext|>"], "special": True})
-    return _bpe(vocab, pairs, False, GPT2_SPLIT, beside, bool(beside.settings.get("add_prefix_space")))
+    qwen = str(beside.settings.get("tokenizer_class")).startswith("Qwen2Tokenizer")
+    split, space = QWEN_SPLIT if qwen else GPT2_SPLIT, bool(beside.settings.get("add_prefix_space"))
+    return _bpe(vocab, pairs, False, split, beside, space, qwen)
 
 
 def _from_ranks(data: bytes) -> BPE:
@@ -450,7 +459,9 @@ def _from_json(content: dict, beside: Beside) -> BPE:
             " read (GPT-2, Llama 3): for Llama 2 and Mixtral give tokenizer.model or a folder with it"
         )
     unused = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    for name, value in {"normalizer": content.get("normalizer"), **{n: model.get(n) for n in unused}}.items():
+    normalizer = content.get("normalizer")
+    composes = normalizer == {"type": "NFC"}
+    for name, value in {"normalizer": not composes and normalizer, **{n: model.get(n) for n in unused}}.items():
         if value:
             raise UserError(f"{name} {json.dumps(value)[:200]} is not supported, expected none")
     decoder = content.get("decoder") or {}
@@ -460,7 +471,7 @@ def _from_json(content: dict, beside: Beside) -> BPE:
     merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     beside.added.update({t["content"]: t for t in content.get("added_tokens") or []})
     space = steps[-1].get("add_prefix_space", True)
-    return _bpe(model["vocab"], merges, bool(model.get("ignore_merges")), _split(steps), beside, space)
+    return _bpe(model["vocab"], merges, bool(model.get("ignore_merges")), _split(steps), beside, space, composes)
 
 
 def _split(steps: list[dict]) -> str:
@@ -491,10 +502,12 @@ def _own_split(expression: str) -> str:
     except (ValueError, OverflowError, re.error) as e:
         raise UserError(f"pre_tokenizer Split {expression[:300]!r} is not supported: {e}") from None
     own = groups_of_no_number
-    return own if own == LLAMA3_SPLIT else f"{own}|(?:(?!{own})[\\s\\S])+"
+    return own if own in (LLAMA3_SPLIT, QWEN_SPLIT) else f"{own}|(?:(?!{own})[\\s\\S])+"
 
 
-def _bpe(tokens: dict[str, int], merges: list, whole: bool, split: str, beside: Beside, space: bool) -> BPE:
+def _bpe(
+    tokens: dict[str, int], merges: list, whole: bool, split: str, beside: Beside, space: bool, composes: bool
+) -> BPE:
     """tokens and merges in the byte alphabet; no merge makes the added tokens."""
     added, settings = beside.added, beside.settings
     ids = {c: t["id"] for c, t in added.items()} | tokens
@@ -504,6 +517,8 @@ def _bpe(tokens: dict[str, int], merges: list, whole: bool, split: str, beside: 
     control = {c: i for c, i in ids.items() if c in named or added.get(c, {}).get("special")}
     words = {c: t for c, t in added.items() if c not in control}
     _check_words(words)
+    if composes and any(t.get("normalized") for t in words.values()):
+        raise UserError("normalized added tokens together with the normalizer NFC are not supported")
     texts = [t for t in tokens if t not in control and (t not in words or BYTE_OF.keys() >= set(t))]
     as_bytes = {text: _to_bytes(text) for text in texts}
     for left, right in merges:
@@ -512,7 +527,7 @@ def _bpe(tokens: dict[str, int], merges: list, whole: bool, split: str, beside: 
                 raise UserError(f"its merges need {token!r}, which is not in the vocabulary")
     vocab = {b: tokens[t] for t, b in as_bytes.items()}
     pairs = [(as_bytes[left], as_bytes[right]) for left, right in merges]
-    return BPE(vocab, pairs, whole, split, control, {c: ids[c] for c in words}, space)
+    return BPE(vocab, pairs, whole, split, control, {c: ids[c] for c in words}, space, composes)
 
 
 def _check_ids(ids: list) -> None:
@@ -615,22 +630,25 @@ def write_byte_tokenizer(folder: Path) -> None:
 
 
 def chat_family(tokenizer: Tokenizer, model_type: str = "") -> str:
-    """-> "llama2", "llama3" or "mixtral", by the tokenizer, its folder, or model_type ("llama" or "mixtral")."""
+    """-> a key of CHAT_FORMATS, by the tokenizer, its folder, or model_type ("llama" or "mixtral")."""
     if "<|start_header_id|>" in tokenizer.control:
         return "llama3"
     template, model_type = tokenizer.chat_template, tokenizer.model_type or model_type
     asks, has_system = "[INST]" in template, "<<SYS>>" in template
+    if {"<|im_start|>", "<|im_end|>"} <= tokenizer.control.keys() and not asks:
+        return "chatml"
     if template and not asks:
         begin = template[:60]
         raise UserError(
-            f"Chat: its chat_template is none of Llama's or Mixtral's, which are known; it begins {begin!r}"
+            f"Chat: its chat_template is none of Llama's or Mixtral's, which are known, nor ChatML with control tokens;"
+            f" it begins {begin!r}"
         )
-    if (asks and not has_system) or model_type == "mixtral" or "[INST]" in tokenizer.control:
+    if (asks and not has_system) or model_type in ("mistral", "mixtral") or "[INST]" in tokenizer.control:
         return "mixtral"
     if model_type == "llama" or has_system:
         return "llama2"
     raise UserError(
-        "Chat: neither the tokenizer nor the model says which chat format it was made for (Llama or Mixtral)"
+        "Chat: neither the tokenizer nor the model says which chat format it was made for (Llama, Mixtral or ChatML)"
     )
 
 
@@ -641,23 +659,34 @@ def render_chat(tokenizer: Tokenizer, messages: list[dict], family: str) -> tupl
     system, turns = _turns(messages)
     if family not in CHAT_FORMATS:
         raise UserError(f"Chat format {family}: unknown, there are {', '.join(CHAT_FORMATS)}")
-    ids, mask = [tokenizer.bos_id], [0]
+    begin = [] if family == "chatml" else [tokenizer.bos_id]
+    ids, mask = begin, [0] * len(begin)
     for part, answer in CHAT_FORMATS[family](tokenizer, system, turns):
         ids += part
         mask += [int(answer)] * len(part)
     return ids, mask
 
 
+def turn_end(tokenizer: Tokenizer, family: str) -> int:
+    """The id that closes an answer."""
+    return tokenizer.control.get({"llama3": "<|eot_id|>", "chatml": "<|im_end|>"}.get(family), tokenizer.eos_id)
+
+
 Turns = list[tuple[str, str]]  # role, content
 Parts = Iterator[tuple[list[int], bool]]  # ids, and whether they are an answer
 
 
-def _llama3(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
-    encode, control = tokenizer.encode, tokenizer.control
-    absent = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} - control.keys()
+def _control_ids(tokenizer: Tokenizer, kind: str, names: tuple[str, ...]) -> list[int]:
+    control = {name: tokenizer.control.get(f"<|{name}|>") for name in names}
+    absent = [f"<|{name}|>" for name in sorted(names) if control[name] is None]
     if absent:
-        raise UserError(f"Chat as Llama 3 does it: the tokenizer has no {', '.join(sorted(absent))}")
-    start, end, close = (control[f"<|{name}|>"] for name in ("start_header_id", "end_header_id", "eot_id"))
+        raise UserError(f"Chat as {kind}: the tokenizer has no {', '.join(absent)}")
+    return list(control.values())
+
+
+def _llama3(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
+    encode, names = tokenizer.encode, ("start_header_id", "end_header_id", "eot_id")
+    start, end, close = _control_ids(tokenizer, "Llama 3 does it", names)
     if "Cutting Knowledge Date" in tokenizer.chat_template:  # Llama 3.1 and 3.2; the date is the templates' own
         system = f"Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n{(system or '').strip()}"
     elif system is not None:
@@ -698,7 +727,20 @@ def _mixtral(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
             yield tokenizer.encode(f"{lead}[INST] {content} [/INST]"), False
 
 
-CHAT_FORMATS = {"llama2": _llama2, "llama3": _llama3, "mixtral": _mixtral}
+def _chatml(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
+    start, end = _control_ids(tokenizer, "ChatML", ("im_start", "im_end"))
+    encode, head = tokenizer.encode, tokenizer.encode("assistant\n")
+    for role, content in [("system", system)] * (system is not None) + turns:
+        ids = encode(f"{role}\n{content}")
+        asked = len(head) if role == "assistant" else len(ids)
+        yield [start, *ids[:asked]], False
+        yield [*ids[asked:], end], role == "assistant"
+        yield encode("\n"), False
+    if turns[-1][0] != "assistant":
+        yield [start, *head], False
+
+
+CHAT_FORMATS = {"llama2": _llama2, "llama3": _llama3, "mixtral": _mixtral, "chatml": _chatml}
 
 
 def _turns(messages: list[dict]) -> tuple[str | None, Turns]:
@@ -710,6 +752,8 @@ def _turns(messages: list[dict]) -> tuple[str | None, Turns]:
             raise UserError(f'Chat message {i}: expected {{"role": ..., "content": text}}, found {str(m)[:200]}')
         if m["role"] not in ("system", "user", "assistant"):
             raise UserError(f"Chat message {i}: role {m['role']!r}, expected system, user or assistant")
+        if m["role"] != "system" and not m["content"].strip():
+            raise UserError(f"Chat message {i}: the {m['role']}'s content is empty")
     turns = [(m["role"], m["content"]) for m in messages]
     system = turns.pop(0)[1] if turns[0][0] == "system" else None
     for i, (role, _) in enumerate(turns):
