@@ -29,6 +29,7 @@ from config import VERSION, Config
 from errors import ROOT, printable, write_whole
 from machine import GPUS
 from model import IGNORE, flops_per_token
+from rows import text_bytes
 from shard import gather, mesh_shape, on_first_rank
 
 logger = logging.getLogger("flatland")
@@ -256,6 +257,7 @@ class Log:
         self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=self.ranks.device)  # losses, tokens
         self.router_sums: Tensor | None = None
         self.draw_after = 0.0  # of time.perf_counter()
+        self.val_bytes = self.val_tokens = 0  # of the text that is evaluated, where they are known
         self.predicted, self.compared = {}, False
         self._mark(resumed_step)
         if self.ranks.rank == 0:
@@ -280,6 +282,8 @@ class Log:
             return
         self.predicted = predicted
         config, folder, size = self.run.config, self.run.folder, self.ranks.world_size
+        if val_data:
+            self.val_bytes, self.val_tokens = text_bytes(val_data.sources, *val_data.val_rows)
         replicate, shard = mesh_shape(config.shard_size, size)
         shape = config.model_config
         attention = kernel(
@@ -350,6 +354,13 @@ class Log:
             "mfu": per_device * self.flops_per_token / self.peak,
         }
 
+    def _validation(self, loss: float) -> dict[str, float]:
+        """loss: nats per token. In bits per byte of text it is comparable between tokenizers."""
+        if not self.val_bytes:
+            return {"val_loss": loss}
+        bits = loss * self.val_tokens / math.log(2)
+        return {"val_loss": loss, "val_bpb": bits / self.val_bytes, "val_tokens": self.val_tokens}
+
     def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val_loss: float | None = None) -> None:
         """Records a step; reads the loss from the device, which is the only wait for it. All ranks must call."""
         loss, grad_norm = loss.item(), grad_norm.item()
@@ -361,13 +372,15 @@ class Log:
             record |= describe_routers(sum(gather(self.router_sums.double().cpu(), self.ranks)))
             self.router_sums = None
         if val_loss is not None:
-            record["val_loss"] = val_loss
+            record |= self._validation(val_loss)
         self._write(record)
         self.run.write_status("running", step, rss_gib=resident)
         logger.info(
             f"Batch {step} Loss: {loss:.5f}, Speed: {record['samples_per_s']:.2f} samples/sec, lr: {lr:.6f},"
             f" {record['tok_per_s']:.0f} tok/s, mfu {record['mfu']:.1%}, grad norm {grad_norm:.3f},"
-            f" mem {record['mem_gib']:.2f} GiB" + (f", val loss {val_loss:.5f}" if val_loss is not None else ""),
+            f" mem {record['mem_gib']:.2f} GiB"
+            + (f", val loss {val_loss:.5f}" if val_loss is not None else "")
+            + (f", {record['val_bpb']:.4f} bits per byte" if "val_bpb" in record else ""),
             stacklevel=2,
         )
         if self.predicted and step >= COMPARED_AT and (step == self.run.config.steps or not self.compared):

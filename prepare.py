@@ -7,7 +7,8 @@ cut to that length and the input is read on from there.
 
 A folder of shards: train-00000.bin ... and val-00000.bin ... with llm.c's header (256 int32: magic 20240520, version 1,
 uint16 tokens; or magic 20240801, version 7, uint32); beside each, where its documents are conversations, a .mask with a
-byte per token (bit 0: trained on, bit 1: a conversation begins); index.json says what they were made from and with."""
+byte per token (bit 0: trained on, bit 1: a conversation begins); token_sizes.npy: the bytes of text that each id stands
+for; index.json says what they were made from and with."""
 
 import argparse
 import contextlib
@@ -26,9 +27,10 @@ from download import Damaged
 from errors import Failure, UserError, listed, missing_folders, printable, read_json, remove_empty, write_whole
 from stream import find_text, in_order
 from text import FORMATS, VAL_EVERY, Encoded, Encoder, TextFile, encode_rows, find_files
-from tokenizer import load_tokenizer
+from tokenizer import load_tokenizer, token_sizes
 
 HEADER = 1024  # bytes
+SIZES = "token_sizes.npy"
 MAGICS = {  # version, dtype, the token before a document
     20240520: (1, np.uint16, 50256),
     20240801: (7, np.uint32, 128000),
@@ -355,6 +357,7 @@ def prepare(
                 for file in (note, *out.glob("train*"), *out.glob("val*")):
                     file.unlink()
             raise
+        np.save(out / SIZES, np.array(token_sizes(load_tokenizer(encoder.tokenizer)), np.uint16))
         write_json(out / "index.json", index)
         note.unlink()
     return index

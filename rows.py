@@ -20,7 +20,7 @@ import download
 from config import Config
 from errors import UserError
 from model import IGNORE
-from prepare import beyond, find_shards, open_shard, prepare, read_index
+from prepare import SIZES, beyond, find_shards, open_shard, prepare, read_index
 from stream import beyond_vocabulary, cores, fetch_whole, find_text, permute
 from text import BEGINS, HUB, TRAINED, VAL_EVERY, BadRow, BuiltinText, Encoder, TextFile, is_text, kind_of, knows_text
 from tokenizer import load_tokenizer
@@ -386,6 +386,22 @@ def _open_mask(part):
     if not mask.exists() or mask.stat().st_size != length:
         raise UserError(f"{mask}: missing, or not a byte for each token of {path.name}: prepare the text again")
     return Part(mask, np.memmap(mask, np.uint8, "r")[first : first + len(tokens)], first)
+
+
+def text_bytes(sources: list, which: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
+    """(bytes of text, tokens) of what is trained on in rows of several sources; which: the source of each row. (0, 0)
+    if one of them is a stream, or does not say how long its tokens are."""
+    size = tokens = 0
+    for i, source in enumerate(sources):
+        files = [part.path.with_name(SIZES) for part in source.tokens.parts] if source.count else [Path()]
+        if not all(file.is_file() for file in files):
+            return 0, 0
+        sizes, ours = np.load(files[0]), rows[which == i]
+        for block in np.array_split(ours, len(ours) // OPEN_ROWS + 1):
+            targets = source.rows(block)[1]
+            trained = targets[targets != IGNORE]
+            size, tokens = size + int(sizes[trained].sum()), tokens + len(trained)
+    return size, tokens
 
 
 def pack(lengths: np.ndarray, size: int) -> np.ndarray:

@@ -471,6 +471,17 @@ def test_rows_are_named_by_files_of_the_users_and_by_their_text(tmp_path, text_c
     assert re.fullmatch(rf"{tmp_path}/d/s0\.bin at token \d+", place)  # what its tokens mean is not known
 
 
+def test_the_bytes_of_evaluated_text_are_known_where_shards_say_them(tmp_path, text_cache):
+    """With --tokenizer bytes a token is a byte, but for the beginning of a document."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "é" * (i % 5)}) + "\n" for i in range(4000)))
+    loader = make_loader(config(tmp_path / "a.jsonl", eval_batches=7, micro_batch=3), split="val")
+    targets = torch.cat([batch.targets for (batch,) in loader]).flatten().tolist()
+    assert rows.text_bytes(loader.sources, *loader.val_rows) == (sum(t < 256 for t in targets), len(targets))
+    assert 0 < sum(t < 256 for t in targets) < len(targets) == 7 * 3 * T
+    foreign = make_loader(config(numbered(tmp_path / "d", 400)), split="val")
+    assert rows.text_bytes(foreign.sources, *foreign.val_rows) == (0, 0)
+
+
 # ---- documents
 
 

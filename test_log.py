@@ -216,6 +216,21 @@ def test_records(tmp_path, passes, monkeypatch):
     assert (status["state"], status["step"]) == ("running", 6)
 
 
+def test_bits_per_byte_are_comparable_between_tokenizers(tmp_path, passes, capsys):
+    """The same text at the same probability: as 800 tokens of one byte, or 200 of four."""
+    start_logging(tmp_path)
+    for step, (tokens, loss) in enumerate(((800, 0.5), (200, 2.0)), 1):
+        run = make_log(tmp_path, Clock(), resumed_step=step - 1)
+        run.clock.switch("steps")
+        passes(1.0)
+        run.val_bytes, run.val_tokens = 800, tokens
+        record(run, step, val_loss=loss)
+        written = metrics(tmp_path)[-1]
+        assert (written["val_loss"], written["val_tokens"]) == (loss, tokens)
+        assert written["val_bpb"] == pytest.approx(400 / np.log(2) / 800)
+    assert capsys.readouterr().out.count(f", {0.5 / np.log(2):.4f} bits per byte") == 2
+
+
 def test_resume_removes_later_records(tmp_path, passes):
     run = make_log(tmp_path, Clock())
     run.clock.switch("steps")

@@ -275,6 +275,19 @@ def test_tokenizer_model_is_exact(kind, tmp_path, monkeypatch):
     assert (ours.inner is not None) == (kind in ("llama2", "own symbols"))
 
 
+@pytest.mark.parametrize("kind", ["bytes", "llama3", "words", "other ids", "llama2", "no leading space"])
+def test_sizes_of_tokens_add_up_to_the_bytes_of_the_text(kind, tmp_path):
+    files = {"tokenizer__json": _json(kind)} if kind in JSONS else {}
+    files = {"tokenizer__model": _model(kind)} if kind in MODELS else files
+    ours = T.load_tokenizer(_write(tmp_path, **files) if files else kind)
+    sizes = T.token_sizes(ours)
+    for text in filter(None, STRINGS):
+        if "\u2581" not in text:  # sentencepiece's own sign for a space
+            leading = kind == "llama2"  # it adds a space
+            assert sum(sizes[i] for i in ours.encode(text)) == len(text.encode()) + leading, text
+    assert len(sizes) == ours.vocab_size and not any(sizes[i] for i in ours.control.values())
+
+
 # ---- bytes
 
 

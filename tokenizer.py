@@ -82,6 +82,7 @@ class ByteTokenizer:
     control, stop_ids = {"<s>": 256, "</s>": 257}, frozenset({256, 257})
     fingerprint, files, chat_template, model_type, leads_with_space = "bytes", {}, "", "", False
     eos_ids, adds_bos = [257], True
+    bytes = {i: bytes([i]) for i in range(256)}
 
     def encode(self, text: str) -> list[int]:
         _check_text(text)
@@ -89,11 +90,11 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """Control tokens and ids beyond the vocabulary are left out; bytes that are no UTF-8 become U+FFFD."""
-        return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
+        return b"".join(self.bytes.get(i, b"") for i in ids).decode(errors="replace")
 
     def decoder(self) -> Callable[[int | None], str]:
         """-> feed(id): the text that this id completes; feed(None) the rest. Together they are what decode gives."""
-        return _byte_decoder({i: bytes([i]) for i in range(256)})
+        return _byte_decoder(self.bytes)
 
 
 def _byte_decoder(token_bytes: dict[int, bytes]) -> Callable[[int | None], str]:
@@ -216,6 +217,7 @@ class SentencePiece:
         extra = {c: i for c, i in extra.items() if i >= size}
         self.control = {pieces[i]: i for i in range(size) if self.processor.is_control(i)} | extra
         self.text_ids = frozenset(range(size)) - set(self.control.values())
+        self.bytes = {i: self._to_bytes(i, pieces[i]) for i in self.text_ids}
         self.vocab_size = max([size - 1, *extra.values()]) + 1
         parts = dict(_fields(model))
         trainer, normalizer = dict(_fields(parts.get(2, b""))), dict(_fields(parts.get(3, b"")))
@@ -259,10 +261,13 @@ class SentencePiece:
 
         return feed
 
+    def _to_bytes(self, i: int, piece: str) -> bytes:
+        return bytes.fromhex(piece[3:-1]) if self.processor.is_byte(i) else piece.replace("▁", " ").encode()
+
     def _incomplete(self, ids: list[int]) -> bool:
         """Whether a later byte token could complete the character that these byte tokens begin."""
         try:
-            bytes(int(self.processor.id_to_piece(i)[1:-1], 16) for i in ids if self.processor.is_byte(i)).decode()
+            b"".join(self.bytes[i] for i in ids if self.processor.is_byte(i)).decode()
         except UnicodeDecodeError:
             return True
         return False
@@ -295,6 +300,11 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 Tokenizer = ByteTokenizer | SentencePiece | BPE
+
+
+def token_sizes(tokenizer: Tokenizer) -> list[int]:
+    """Bytes of the text that each id stands for; 0 for control tokens."""
+    return [len(tokenizer.bytes.get(i, b"")) for i in range(tokenizer.vocab_size)]
 
 
 def decode_marked(tokenizer: Tokenizer, tokens: list[int], trained: list[bool], colour: bool) -> str:
