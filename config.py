@@ -360,8 +360,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Flags from Config's fields: types from the defaults, everything else from the metadata."""
     parser = _Parser(
         prog="train.py",
-        description="Trains a Llama or GPT model. @FILE reads flags from a file, a recipe: `bash launch.sh recipes` shows"
-        " them all. Of a flag given twice, the later value counts.",
+        description="Trains a Llama or GPT model. @FILE reads flags from a file, a recipe: `bash launch.sh recipes`"
+        " shows them all. Of a flag given twice, the later value counts.",
         allow_abbrev=False,
         usage="python train.py [@recipes/NAME.args ...] [--flag value ...]",
         formatter_class=partial(argparse.HelpFormatter, width=100),

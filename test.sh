@@ -4,7 +4,7 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
 
-test_requirements=('pytest>=8' 'pytest-xdist>=3.5' 'transformers>=5' 'tokenizers>=0.21' 'ruff==0.17.6')
+test_requirements=('pytest>=8' 'pytest-xdist>=3.5' 'transformers>=5' 'tokenizers>=0.21' 'ruff==0.17.6' 'codespell>=2.4')
 
 source ./env.sh
 environment test "${test_requirements[@]}"
