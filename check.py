@@ -23,7 +23,7 @@ from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch
 from data import Loader, open_checked, open_loaders
 from download import find
 from log import COMPARED_AT, logger
-from model import MLPS, Transformer, random_init
+from model import MLPS, Transformer, flops_per_token, random_init
 from optim import DTYPES
 from rows import Catalog
 from shapes import MODELS, ModelConfig
@@ -31,10 +31,13 @@ from tokenizer import load_tokenizer
 from weights import dropout_note, refuse_in_the_way
 from weights import open_weights as open_folder
 
+SHORT_SECONDS = 300  # what is compiled is faster by a tenth to a third
+CORE_FLOPS = 5e10  # per second, uncompiled: the default recipe's, in bf16, on a Xeon; wider models reach more
+
 
 def resolve(config: Config, device: torch.device, world_size: int) -> Config:
     """Replaces every `auto` by what it means here, so that flags.json says what was done; refuses what cannot run."""
-    config = replace(config, dtype=_choose_dtype(config.dtype, device), compile=_choose_compile(config.compile))
+    config = replace(config, dtype=_choose_dtype(config.dtype, device), compile=_choose_compile(config, device))
     refuse_unsupported(config, world_size)
     shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
     micro_batch, batch_tokens = split_batch(config, world_size)
@@ -63,7 +66,8 @@ def _choose_dtype(dtype: str, device: torch.device) -> str:
     return "bf16" if has_bf16 else "fp32"
 
 
-def _choose_compile(mode: str) -> str:
+def _choose_compile(config: Config, device: torch.device) -> str:
+    mode = config.compile
     if mode == "none":
         return mode
     problem = machine.compiler_problem()
@@ -72,8 +76,15 @@ def _choose_compile(mode: str) -> str:
     if problem and int(os.environ.get("RANK", 0)) == 0:
         print(f"Training without torch.compile: {problem}", file=sys.stderr)
     if mode == "auto":
-        return "none" if problem else "block"
+        return "none" if problem or _is_short(config, device) else "block"
     return mode
+
+
+def _is_short(config: Config, device: torch.device) -> bool:
+    """Whether a run on a CPU ends before compiling, which takes half a minute, has paid for itself."""
+    tokens = config.steps * (config.batch_tokens or config.micro_batch * config.seq_len)
+    flops = tokens * flops_per_token(config.model_config, config.seq_len)
+    return device.type == "cpu" and flops < SHORT_SECONDS * CORE_FLOPS * torch.get_num_threads()
 
 
 def saved_bytes(config: ModelConfig, tokens: int, checkpointing: str, itemsize: int) -> int:

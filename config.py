@@ -234,7 +234,8 @@ class Config:
     )
     compile: str = _free(
         "auto",
-        "torch.compile each block or the whole model; auto = block if there is a compiler",
+        "torch.compile each block or the whole model; auto = block if there is a compiler, on a CPU only for runs of"
+        " more than some minutes",
         ("auto", "none", "block", "model"),
     )
     attention: str = _free(

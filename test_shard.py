@@ -251,6 +251,18 @@ ROWS = {  # flags that ask for each row of config.UNSUPPORTED, in order, and the
 }
 
 
+@pytest.mark.parametrize("words, device, chosen", [
+    ("", "cpu", "none"),
+    ("--steps 100000", "cpu", "block"),
+    ("", "cuda", "block"),
+])  # fmt: skip
+def test_what_ends_before_compiling_pays_is_not_compiled(monkeypatch, words, device, chosen):
+    monkeypatch.setattr("machine.compiler_problem", lambda: "")
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    config = parse_args(["@recipes/default.args", "--compile=auto", *words.split()])
+    assert check._choose_compile(config, torch.device(device)) == chosen
+
+
 @pytest.mark.parametrize("row", range(len(UNSUPPORTED)))
 def test_what_does_not_work_together_is_refused(row):
     words, ranks = list(ROWS.values())[row]
