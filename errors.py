@@ -22,6 +22,12 @@ from typing import NoReturn
 ROOT = Path(__file__).parent
 
 
+def human(n: int) -> str:
+    """6889410560 -> 6.89 B"""
+    unit, name = next((u for u in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if n >= u[0]), (1, ""))
+    return f"{n / unit:.2f} {name}".strip()
+
+
 def printable(text: object) -> str:
     """The text with control characters escaped as Python's repr does it, for a terminal obeys them and names from files
     and other machines may hold them. Line feeds and tabs stay."""

@@ -4,8 +4,8 @@ its time went.
 Rank 0 writes. Nothing here waits for a GPU except `Log.step` on the steps that are recorded.
 """
 
+import argparse
 import contextlib
-import gc
 import itertools
 import json
 import logging
@@ -26,9 +26,10 @@ from torch import Tensor
 
 from attention import kernel
 from config import VERSION, Config
-from errors import ROOT, printable, write_whole
+from curves import draw_runs, plot_runs, read_records
+from errors import ROOT, printable, run_script, write_whole
 from machine import GPUS
-from model import IGNORE, flops_per_token
+from model import IGNORE, Transformer, flops_per_token
 from rows import text_bytes
 from shard import gather, mesh_shape, on_first_rank
 
@@ -79,12 +80,6 @@ def write_status(
     status = {"state": state, "step": step, "exit_code": exit_code, "message": message, "pid": os.getpid()}
     status["attempt"] = attempt
     write_whole(folder / "status.json", json.dumps(status | more) + "\n")
-
-
-def human(n: int) -> str:
-    """6889410560 -> 6.89 B"""
-    unit, name = next((u for u in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if n >= u[0]), (1, ""))
-    return f"{n / unit:.2f} {name}".strip()
 
 
 def describe_environment() -> dict:
@@ -213,20 +208,6 @@ def describe_routers(sums: Tensor) -> dict[str, float]:
     return {"router_aux_loss": (sums[-2, 0] / sums[-1, 0]).item()} | extremes | shares
 
 
-def read_records(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl; lines that hold none are reported and left out."""
-    records, damaged = [], 0
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-            records += [record] if record["step"] >= 0 else []
-        except (ValueError, TypeError, KeyError):
-            damaged += 1
-    if damaged:
-        logger.warning("%s: lines left out, as they are cut off or damaged: %d", path, damaged)
-    return records
-
-
 def compare(predicted: dict[str, float], record: dict[str, float], folder: Path) -> str:
     """Writes plan.json: what was predicted of a record, and what was measured -> the log's line on it."""
     measured = {name: record[name] for name in predicted}
@@ -293,7 +274,10 @@ class Log:
             self.dtype,
             (shape.n_heads, shape.n_kv_heads, shape.head_dim),
         )
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in Transformer(shape).parameters())
         env = describe_environment() | {
+            "parameters": parameters,
             "world_size": size,
             "mesh": {"replicate": replicate, "shard": shard},
             "device": self.ranks.device.type,
@@ -409,36 +393,19 @@ class Log:
             self.draw_after = end + 1000 * (end - begin)
 
     def _draw(self) -> None:
-        records = read_records(self.file) if self.ranks.rank == 0 else []
-        records = [r for r in records if "loss" in r]
-        if not records:
-            return
-        import matplotlib
+        if self.ranks.rank == 0:
+            draw_runs([self.file.parent], self.file.with_name("curves.png"))
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
 
-        def plot(axis, name: str, ylabel: str, style: str = "-", label: str = "", first: int = 0) -> None:
-            rows = [r for r in records if name in r]
-            rows = rows[first:] or rows
-            axis.plot([r["step"] for r in rows], [r[name] for r in rows], style, lw=1, ms=4, label=label)
-            axis.set(xlabel="step", ylabel=ylabel)
-            axis.grid(alpha=0.3)
-            axis.tick_params(labelbottom=True)
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="log.py", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="plot")
+    plot = commands.add_parser("plot", help="the curves of runs in one picture")
+    plot.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    plot.add_argument("-o", dest="out", required=True, metavar="FILE", help=".png, .pdf or .svg")
+    args = parser.parse_args(argv)
+    plot_runs([Path(run) for run in args.runs], Path(args.out))
 
-        figure, ((loss, lr), (speed, norm)) = plt.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
-        plot(loss, "loss", "loss (nats per token)", label="training, this step")
-        if evaluated := [r["val_loss"] for r in records if "val_loss" in r]:
-            plot(loss, "val_loss", "loss (nats per token)", "o-", f"validation, last {evaluated[-1]:.3f}")
-        loss.legend()
-        plot(lr, "lr", "learning rate")
-        plot(speed, "tok_per_s", "tokens per second", first=1)  # the first one compiles
-        speed.set_ylim(bottom=0)
-        plot(norm, "grad_norm", "gradient norm")
-        folder = self.file.parent
-        figure.suptitle(folder.name)
-        temporary = folder / f"curves.tmp-{os.getpid()}.png"
-        figure.savefig(temporary, dpi=110)
-        plt.close(figure)
-        gc.collect()  # a figure is full of cycles: left to itself the memory of several would be held
-        os.replace(temporary, folder / "curves.png")
+
+if __name__ == "__main__":
+    run_script(main)

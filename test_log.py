@@ -317,36 +317,86 @@ def test_curves_take_a_thousandth_of_the_time_at_most(tmp_path, passes, monkeypa
         assert len(drawn) == draws
 
 
-@pytest.mark.parametrize("records, val", [(30, True), (1, False)])
-def test_curves(tmp_path, passes, monkeypatch, val, records):
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn."""
     from matplotlib import pyplot
 
-    figures, close = [], pyplot.close
-    monkeypatch.setattr(pyplot, "close", figures.append)
+    kept, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    yield kept
+    for figure in kept:
+        close(figure)
+
+
+def drawn_lines(figure) -> dict[str, list]:
+    """By the first words of an axis' label."""
+    return {re.split(r"[ ,]", a.get_ylabel())[0]: [line.get_xydata() for line in a.get_lines()] for a in figure.axes}
+
+
+@pytest.mark.parametrize("records, val", [(30, True), (1, False)])
+def test_curves(tmp_path, passes, figures, val, records):
     run = make_log(tmp_path, Clock())
     run.draw(always=True)
     assert not (tmp_path / "curves.png").exists()  # there is nothing yet
     run.clock.switch("steps")
+    run.val_bytes, run.val_tokens = 8, 2
     for i in range(1, records + 1):
         passes(float(i))
         record(run, i, 5 / i, **({"val_loss": 6 / i} if val and i % 10 in (0, 1) else {}))
     run.draw(always=True)
     image = matplotlib.image.imread(tmp_path / "curves.png")
-    assert 400 < image.shape[0] < image.shape[1] < 3000 and image[..., :3].std() > 0.05
+    assert 700 < image.shape[0] <= image.shape[1] == 1000 and image[..., :3].std() > 0.05
     assert {p.name for p in tmp_path.iterdir()} == {"curves.png", "metrics.jsonl", "status.json"}
 
-    written = metrics(tmp_path)
-    lines = {axis.get_ylabel(): [line.get_xydata() for line in axis.get_lines()] for axis in figures[0].axes}
-    for label, key in (("loss", "loss"), ("learning rate", "lr"), ("tokens per second", "tok_per_s")):
-        (drawn,) = (v[0] for k, v in lines.items() if k.startswith(label))
-        kept = written[-len(drawn) :]
-        assert np.array_equal(drawn, [(r["step"], r[key]) for r in kept]) and len(kept) >= max(1, records - 1)
-    (losses,) = (v for k, v in lines.items() if k.startswith("loss"))
-    evaluated = [(r["step"], r["val_loss"]) for r in written if "val_loss" in r]
-    assert len(losses) == 1 + val and (not val or np.array_equal(losses[1], evaluated))
+    written, lines = metrics(tmp_path), drawn_lines(figures[0])
+    for label, key in (("loss", "loss"), ("learning", "lr"), ("tokens", "tok_per_s"), ("peak", "mem_gib")):
+        kept = written[-len(lines[label][0]) :]
+        assert np.array_equal(lines[label][0], [(r["step"], r[key]) for r in kept]) and len(kept) >= max(1, records - 1)
+    shares = [[(r["step"], 100 * r[key]) for r in written][records > 1 :] for key in ("mfu", "data_ms")]
+    assert np.allclose(lines["MFU"], shares)  # no time goes to data here
+    for label, key in (("loss", "val_loss"), ("validation", "val_bpb")):
+        evaluated = [(r["step"], r[key]) for r in written if key in r]
+        assert not val or np.array_equal(lines[label][-1], evaluated)
+    assert ("validation" in lines) == val and len(lines["loss"]) == 1 + val
     assert all(axis.get_xlabel() == "step" and axis.get_ylabel() for axis in figures[0].axes)
-    assert len(figures) == 1
-    close(figures[0])
+    assert figures[0].axes[1 + val].get_yscale() == "log" and len(figures) == 1
+
+
+def write_run(folder: Path, losses: list[float], step_tokens: int) -> str:
+    folder.mkdir()
+    fixed = dict.fromkeys(["lr", "grad_norm", "step_ms", "tok_per_s", "mfu", "mem_gib"], 1.0) | {"data_ms": 0.0}
+    rows = [fixed | {"step": i, "tokens": i * step_tokens, "loss": x} for i, x in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {"model": "tiny-llama", "data": ["/somewhere/words"], "dtype": "bf16"}
+    env = {"parameters": 8_030_261_248, "devices": ["NVIDIA H100"], "world_size": 8}
+    (folder / "flags.json").write_text(json.dumps(flags))
+    (folder / "env.json").write_text(json.dumps(env))
+    return str(folder)
+
+
+def test_runs_are_drawn_over_each_other(tmp_path, figures):
+    losses = [10.0 - i % 7 for i in range(200)]
+    runs = [write_run(tmp_path / name, losses, size) for name, size in (("one", 100), ("two", 100), ("three", 50))]
+    log.main(["plot", *runs[:2], "-o", str(tmp_path / "a.png")])
+    log.main(["plot", *runs, "-o", str(tmp_path / "b.pdf")])
+    assert (tmp_path / "a.png").stat().st_size > 10_000 and (tmp_path / "b.pdf").stat().st_size > 5_000
+    same, other = map(drawn_lines, figures)
+    mean = same["loss"][1]  # of a fiftieth of the records
+    assert mean[-1].tolist() == [200, pytest.approx(np.mean(losses[-4:]))] and mean[0].tolist() == [1, losses[0]]
+    assert [len(figure.axes[0].get_lines()) for figure in figures] == [4, 6]
+    assert other["loss"][4][-1].tolist() == [200 * 50, losses[-1]]  # over tokens, as steps differ in size
+    title = figures[0].get_suptitle()
+    assert "one: tiny-llama, 8.03 B parameters; words; NVIDIA H100 x 8, bf16\ntwo: " in title
+
+
+def test_plots_that_cannot_be_drawn_are_refused(tmp_path):
+    run, empty = write_run(tmp_path / "run", [1.0], 1), write_run(tmp_path / "empty", [], 1)
+    cases = [([str(tmp_path)], "a.png", "no metrics.jsonl"), ([run], "a.txt", "ends in .png, .pdf"),
+             ([run], "b/a.png", "existing folder"), ([empty], "a.png", "no step is recorded")]  # fmt: skip
+    for runs, out, message in cases:
+        with pytest.raises(errors.UserError, match=message):
+            log.main(["plot", *runs, "-o", str(tmp_path / out)])
 
 
 # ---- files

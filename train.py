@@ -33,7 +33,7 @@ import shard
 from data import IGNORE, Batch, Loader
 from generate import write_samples
 from guard import GradientGuard, Run
-from log import Log, human, logger
+from log import Log, logger
 from model import Details, Transformer
 from optim import DTYPES, GradientReducer, learning_rate, make_optimizer, update
 from profiler import profiled
@@ -163,9 +163,9 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config.model_config, DTYPES[config.dtype], config.attention)
     total = sum(p.numel() for p in model.parameters())
-    logger.info("Created model with total parameters: %d (%s)", total, human(total))
+    logger.info("Created model with total parameters: %d (%s)", total, errors.human(total))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    logger.info("Trainable parameters: %d (%s)", trainable, human(trainable))
+    logger.info("Trainable parameters: %d (%s)", trainable, errors.human(trainable))
     if config.fp8 != "off":
         logger.info(fp8.convert(model, config, ranks.device))
     model.to(DTYPES[config.param_dtype])
