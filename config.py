@@ -25,6 +25,7 @@ from shapes import MODELS, ModelConfig
 VERSION = "0.1.0"  # CHANGELOG.md says what is in it
 PROFILE_AFTER = 3  # steps before the profiled ones: what compiles, what settles, and one that warms the profiler up
 DEFAULT = ["@recipes/default.args"]  # what is trained where nothing is named
+NAMES = ("fp8_skip", "resume_override", "chat_fields")  # flags that take names and no paths
 BYTES_UP_TO = 1024  # the largest vocabulary whose text is taken as bytes (258 ids) without being told
 
 # Our flags, and what nanoGPT, transformers, torchtitan, torchtune, axolotl and the FSDP recipes for Slurm call them.
@@ -131,6 +132,12 @@ class Config:
         f" --model where these have one, else bytes (to be named for text where the vocabulary is above {BYTES_UP_TO})",
     )
     text_field: str = _flag("text", "the field (.jsonl) or column (.parquet) that holds the text")
+    chat_fields: tuple = _flag(
+        (),
+        "the fields of a conversation's user and assistant, and before them that of the system message if there is one,"
+        " separated by commas; as question,answer. Known without it: messages, conversations, prompt and completion or"
+        " chosen, instruction and output",
+    )
     data_dtype: str = _flag("", "dtype of headerless token files", ("", "uint16", "uint32"))
     documents: str = _flag(
         "joined",
@@ -383,7 +390,7 @@ def _how_to_read(f: Field) -> dict:
     if f.name == "check":
         return {"nargs": "?", "const": 0, "type": int, "metavar": "N"}
     if isinstance(f.default, tuple):
-        return {"nargs": "+", "metavar": "NAME" if f.name in ("fp8_skip", "resume_override") else "PATH"}
+        return {"nargs": "+", "metavar": "NAME" if f.name in NAMES else "PATH"}
     if isinstance(f.default, bool):
         return {"nargs": "?", "const": True, "type": _on_off, "metavar": "on|off"}
     metavar = "NAME" if f.metadata["choices"] else {str: "TEXT", int: "N", float: "X"}[type(f.default)]
@@ -442,12 +449,15 @@ def with_recipes(words: list[str]) -> list[str]:
 
 def _read_values(words: list[str]) -> dict:
     """{flag: value}, defaults included."""
+    from text import read_chat_fields
+
     parsed, rest = make_parser().parse_known_args(words)
     if rest:
         raise UserError(f"{rest[0][:40]!r} is neither a flag nor the value of one; --help lists all flags")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
     values["fp8"] = {"0": "off", "1": "tensor"}.get(values["fp8"], values["fp8"])
     values["resume_override"] = tuple(name for word in values["resume_override"] for name in word.split(",") if name)
+    values["chat_fields"] = read_chat_fields(values["chat_fields"])
     return values
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from download import Damaged
 from errors import Failure, UserError, listed, missing_folders, printable, read_json, remove_empty, write_whole
 from stream import find_text, in_order
-from text import FORMATS, VAL_EVERY, Encoded, Encoder, TextFile, encode_rows, find_files
+from text import FORMATS, VAL_EVERY, Encoded, Encoder, TextFile, encode_rows, find_files, read_chat_fields
 from tokenizer import load_tokenizer, token_sizes
 
 HEADER = 1024  # bytes
@@ -433,13 +433,14 @@ def run_prepare(argv: list[str]) -> None:
     }
     for name, (_, default, text) in numbers.items():
         add(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    add("--chat_fields", nargs="+", default=(), metavar="NAME", help="as for train.py: question,answer")
     add("--chat", default="llama", choices=("llama", "mixtral"), help="format, where the tokenizer does not say it")
     args = parser.parse_args(argv)
     for name, (least, *_) in numbers.items():
         if getattr(args, name) < least:
             raise UserError(f"--{name} {getattr(args, name)}: it must be at least {least}")
     sources = [file for spec in args.input for file in find_text(spec, "--input")]
-    encoder = Encoder(args.tokenizer, args.text_field, args.chat)
+    encoder = Encoder(args.tokenizer, args.text_field, args.chat, read_chat_fields(args.chat_fields))
     index = prepare(sources, encoder, args.out, **{name: getattr(args, name) for name in numbers})
     tokens = {"train": 0, "val": 0}
     for name, file in index["files"].items():

@@ -57,13 +57,13 @@ def sample_digest(files: list[Path]) -> str:
 
 
 def make_encoder(config: Config) -> Encoder:
-    return Encoder(config.tokenizer, config.text_field, config.model_config.chat_format)
+    return Encoder(config.tokenizer, config.text_field, config.model_config.chat_format, config.chat_fields)
 
 
 def tokenize(sources: list[TextFile], config: Config) -> list[tuple[Path, str]]:
     """Tokenises text into a folder of the cache, once -> its shards and their splits."""
     encoder, fingerprint = make_encoder(config), load_tokenizer(config.tokenizer).fingerprint
-    identity = [s.identity for s in sources] + [encoder.text_field, encoder.chat]
+    identity = [s.identity for s in sources] + [*encoder[1:]]
     key = hashlib.sha256(json.dumps([identity, fingerprint, VAL_EVERY]).encode()).hexdigest()[:12]
     folder = CACHE / f"{Path(sources[0].name).name.partition('.')[0]}-{key}"
     processes = cores() if sum(s.size for s in sources) > PARALLEL else 0

@@ -19,7 +19,7 @@ from shard import Ranks, fill
 from stream import turns
 from test_prepare import refused
 from test_tokenizer import _chat_tokenizer
-from text import Encoder, TextFile
+from text import TRAINED, Encoder, TextFile, TextRow
 from tokenizer import load_tokenizer, render_chat
 
 pytestmark = pytest.mark.usefixtures("text_cache")
@@ -83,15 +83,66 @@ def test_rows_are_what_the_template_renders(tmp_path, family):
     assert "57 conversations, 0 truncated to --seq_len 700 and 0 dropped" in "".join(loader.summary(None))
 
 
-def test_prompt_and_completion(tmp_path):
-    both = [
-        {"prompt": "Why?", "completion": "So."},
-        {"prompt": [{"role": "user", "content": "Why?"}], "completion": [{"role": "assistant", "content": "So."}]},
-        {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]},
-    ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
-    found = documents(epoch(make_loader(config(tmp_path / "a.jsonl"))))[:3]
-    assert found[0] == found[1] == found[2] and bytes(t for t in found[0][1] if 0 <= t < 256) == b" So. "
+ASK, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+PARTS = [{"type": "text", "text": "W"}, {"type": "text", "text": "hy?", "image": None}]
+SHARE = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+SAME = {  # rows that are the same conversation
+    "messages": {"messages": [ASK, ANSWER]},
+    "beside text": {"messages": [ASK, ANSWER | {"tool_calls": None}], "text": "Why? So.", "system": None},
+    "parts": {"messages": [ASK | {"content": PARTS}, ANSWER]},
+    "ShareGPT": {"id": 1, "conversations": SHARE},
+    "OpenAI's keys": {"conversations": [ASK, ANSWER]},
+    "one": {"conversation": [SHARE[0] | {"from": "user"}, SHARE[1] | {"from": "assistant"}]},
+    "completion": {"prompt": "Why?", "completion": "So."},
+    "lists": {"prompt": [ASK], "completion": [ANSWER]},
+    "chosen": {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
+    "chosen list": {"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]},
+    "chosen whole": {"prompt": "Why?", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]},
+    "Alpaca": {"instruction": "Why?", "input": "", "output": "So.", "text": "### Instruction: Why?"},
+}
+BRIEF = {"role": "system", "content": "Be brief."}
+SYSTEM = {  # the same, with a system message
+    "messages": {"messages": [BRIEF, ASK, ANSWER]},
+    "ShareGPT": {"conversations": [{"from": "system", "value": "Be brief."}, *SHARE]},
+    "beside": {"system": "Be brief.", "conversations": SHARE},
+    "Alpaca": {"instruction": "Why?", "output": "So.", "system": "Be brief."},
+    "fields": {"hint": "Be brief.", "ask": "Why?", "say": "So."},
+}
+
+
+def test_rows_that_are_conversations(tmp_path):
+    """The hub's usual forms."""
+    encode, where = Encoder("bytes", chat_fields=("hint", "ask", "say")), TextFile("a.jsonl")
+    for rows_, messages in ((SAME, [ASK, ANSWER]), (SYSTEM, [BRIEF, ASK, ANSWER])):
+        ids, mask = render_chat(load_tokenizer("bytes"), messages, "llama2")
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_.values()))
+        found = [encode(str(where), row) for row, _ in TextFile(str(tmp_path / "a.jsonl")).rows(encode.fields)]
+        for name, (its_ids, its_mask) in zip(rows_, found, strict=True):
+            assert (its_ids, [m & TRAINED for m in its_mask]) == (ids, mask), name
+    row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
+    ids, _ = encode("", TextRow(1, 1, 0, row, False))
+    assert "[INST] Add.\n\n1, 2 [/INST] 3" in load_tokenizer("bytes").decode(ids)
+    named = Encoder("bytes", "body")(str(where), TextRow(1, 1, 0, {"body": "x", "messages": [ASK, ANSWER]}, False))
+    assert named == ([256, *b"x"], None)  # a text field that was named counts first
+
+
+def test_conversations_in_parquet(tmp_path):
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    for name, row in (SAME | {"fields": {"ask": "Why?", "say": "So."}}).items():
+        if name == "parts":  # text and parts in one column
+            row = {"messages": [ASK | {"content": PARTS}, ANSWER | {"content": [{"type": "text", "text": "So."}]}]}
+        parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+        encode = Encoder("bytes", chat_fields=("ask", "say"))
+        ((its_ids, _),) = (encode("", r) for r, _ in TextFile(str(tmp_path / "a.parquet")).rows(encode.fields))
+        assert its_ids == render_chat(load_tokenizer("bytes"), [ASK, ANSWER], "llama2")[0], name
+
+
+def test_chat_fields_are_two_or_three(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"q": "Why?", "a": "So."}) + "\n")
+    (shown,) = show(config(tmp_path / "a.jsonl", chat_fields="q,a"), 1, False)
+    assert "<s>[INST] Why? [/INST][[ So. </s>]]" in shown
+    for names in ("q", "a,b,c,d"):
+        assert "expected two or three names" in refused(config, tmp_path / "a.jsonl", chat_fields=names)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -447,15 +447,15 @@ def test_help_shows_every_flag_with_its_default_and_choices(capsys):
         parse_args(["--help"])
     assert end.value.code == 0
     entries = capsys.readouterr().out.split("\n  --")[1:]
-    shown = {entry.split()[0]: " ".join(entry.split()) for entry in entries}
+    shown = {entry.split()[0]: "".join(entry.split()) for entry in entries}  # a line may end at any hyphen
     assert set(shown) - {"version"} == {f.name for f in FIELDS}
     assert len(FIELDS) <= 80, "more than 80 flags: which can go?"
     for f in FIELDS:
         line = shown[f.name]
-        assert len(f.metadata["help"]) > 5 and f.metadata["help"] in line
+        assert len(f.metadata["help"]) > 5 and "".join(f.metadata["help"].split()) in line
         default = {"": "empty", (): "none"}.get(f.default, f.default)
         default = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
-        assert re.search(rf"\(default: {re.escape(str(default))}[;)]", line)
+        assert re.search(rf"\(default:{re.escape(str(default))}[;)]", line)
         assert all(choice in line for choice in f.metadata["choices"])
 
 

@@ -4,9 +4,10 @@
 row of .parquet, a piece of .txt (a file is a document); all but .parquet also as .gz. An `Encoder` turns a row into
 ids. The two run in different processes: parsing costs a few per cent of tokenising, but more than reading does.
 
-A row with --text_field is a document: BOS, then its text. A row with `messages`, or `prompt` and `completion`, is a
-conversation, rendered by the tokenizer's chat format; the assistant's words and the token that ends them are trained
-on. For a new format write a reader and add it to READERS. Nothing here knows torch."""
+A row with --text_field is a document: BOS, then its text. A row with the fields of CHAT_FIELDS or --chat_fields is a
+conversation, also where it has a field named text besides; it is rendered by the tokenizer's chat format, and the
+assistant's words and the token that ends them are trained on. For a new format write a reader and add it to READERS.
+Nothing here knows torch."""
 
 import functools
 import glob
@@ -20,7 +21,7 @@ import re
 import sys
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -32,6 +33,14 @@ from tokenizer import chat_family, load_tokenizer, render_chat
 HUB = "hf://datasets/"  # begins the address of a data set on the hub
 TXT_PIECE = 2**24  # bytes up to which a .txt is tokenised as a whole; a longer one in pieces, cut between lines
 VAL_EVERY = 20  # one document in so many, or the last 1/20 of a .txt, is held out for validation
+# Fields that hold conversations: one of messages, or those of the user and of the assistant, with text or messages.
+CHAT_FIELDS = (
+    ("messages",), ("conversations",), ("conversation",), ("prompt", "completion"), ("prompt", "chosen"),
+    ("instruction", "output"),
+)  # fmt: skip
+CHATS_KNOWN = f"{', '.join(' and '.join(names) for names in CHAT_FIELDS)}, or the fields that --chat_fields names"
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+TOOLS = ("tool_calls", "function_call", "tool_call_id")
 TRAINED, BEGINS = 1, 2  # bits of a token's mask: it is trained on; a conversation begins with it
 
 
@@ -293,15 +302,17 @@ def _tokenizer(spec):
 
 class Encoder(NamedTuple):
     """Rows -> token ids. tokenizer: as --tokenizer names it; text_field: the field of a document's text; chat: the chat
-    format's family, llama or mixtral, where the tokenizer does not say it."""
+    format's family, llama or mixtral, where the tokenizer does not say it; chat_fields: as --chat_fields names them."""
 
     tokenizer: str
     text_field: str = "text"
     chat: str = "llama"
+    chat_fields: tuple[str, ...] = ()
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return self.text_field, "messages", "prompt", "completion"
+        names = [name for names in (self.chat_fields, *CHAT_FIELDS) for name in names]
+        return self.text_field, *dict.fromkeys([*names, "system", "input"])
 
     def __call__(self, name: str, row: TextRow) -> tuple[list[int], list[int] | None]:
         """A row of the file `name` -> (ids, mask of a conversation or None). BadRow names the place."""
@@ -309,7 +320,8 @@ class Encoder(NamedTuple):
         try:
             if isinstance(content, bytes):
                 content = json.loads(content.decode())
-            text = content.get(self.text_field) if isinstance(content, dict) else None
+            fields = content if isinstance(content, dict) else {}
+            text, messages = fields.get(self.text_field), find_messages(fields, self.chat_fields)
             text = text.decode() if isinstance(text, bytes) else text
         except UnicodeDecodeError as e:
             line = row.line + e.object[: e.start].count(b"\n")
@@ -318,25 +330,22 @@ class Encoder(NamedTuple):
             ) from None
         except (ValueError, RecursionError) as e:
             raise BadRow(f"{where} (byte {row.offset}) is not JSON: {e}") from None
+        if messages is not None and (self.text_field == "text" or not isinstance(text, str)):
+            return self._encode_chat(where, tokenizer, messages)
         if isinstance(text, str):
             try:
                 return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), None
             except UserError as e:
                 raise BadRow(f"{where}, '{self.text_field}': {e}") from None
-        found = type(content).__name__
-        if isinstance(content, dict):
-            if content.get("messages") is not None or {"prompt", "completion"} <= content.keys():
-                return self._encode_chat(where, tokenizer, content)
-            found = f"fields {listed(content)}"[:300]
-        raise BadRow(f"{where} has no text field '{self.text_field}' (found: {found}); --text_field names it")
+        found = f"fields {listed(fields)}"[:300] if fields else type(content).__name__
+        raise BadRow(
+            f"{where} has no text field '{self.text_field}' (found: {found}); --text_field names it. A conversation has"
+            f" {CHATS_KNOWN}"
+        )
 
-    def _encode_chat(self, where, tokenizer, content):
-        messages = content.get("messages")
-        if messages is None:
-            messages = []
-            for role, part in (("user", content["prompt"]), ("assistant", content["completion"])):
-                messages += part if isinstance(part, list) else [{"role": role, "content": part}]
+    def _encode_chat(self, where, tokenizer, messages):
         try:
+            messages = [read_message(i, m) for i, m in enumerate(messages)] if isinstance(messages, list) else messages
             ids, mask = render_chat(tokenizer, messages, chat_family(tokenizer, self.chat))
         except UserError as e:
             raise BadRow(f"{where}: {e}") from None
@@ -344,6 +353,61 @@ class Encoder(NamedTuple):
             raise BadRow(f"{where}: a conversation without an assistant's turn, so nothing in it is trained on")
         mask[0] |= BEGINS
         return ids, mask
+
+
+def read_chat_fields(words: Iterable[str]) -> tuple[str, ...]:
+    """The names that --chat_fields gives."""
+    names = tuple(name for word in words for name in word.split(",") if name)
+    if len(names) not in (0, 2, 3):
+        raise UserError(f"--chat_fields {','.join(names)}: expected two or three names, as question,answer")
+    return names
+
+
+def find_messages(row: dict, chat_fields: tuple[str, ...]) -> list | None:
+    """The messages of a row, in OpenAI's or ShareGPT's form; None if it is no conversation. chat_fields: as
+    --chat_fields names them. A row's own `system` goes before them."""
+    given = {name: value for name, value in row.items() if value is not None}
+    names = next((names for names in (chat_fields, *CHAT_FIELDS) if names and given.keys() >= set(names)), None)
+    if names is None:
+        return None
+    parts = [given[name] for name in names]
+    if names == ("instruction", "output") and given.get("input"):
+        parts[0] = f"{parts[0]}\n\n{given['input']}"
+    messages = parts[0] if len(names) == 1 else _join(parts)
+    if given.get("system") and isinstance(messages, list):
+        messages = [{"role": "system", "content": given["system"]}, *messages]
+    return messages
+
+
+def _join(parts: list) -> list:
+    """The messages of a row with a field for the user, one for the assistant and perhaps, before them, one for the
+    system: text, or messages. An answer that does not begin with the assistant is the whole conversation."""
+    messages, roles = [], ("system", "user", "assistant")[-len(parts) :]
+    for role, part in zip(roles, parts, strict=True):
+        turns = part if isinstance(part, list) else [{"role": role, "content": part}]
+        whole = role == "assistant" and turns and _role(turns[0]) != role
+        messages = turns if whole else messages + turns
+    return messages
+
+
+def _role(message) -> str | None:
+    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+    return SPEAKERS.get(role, role) if isinstance(role, str) else None
+
+
+def read_message(number: int, message) -> dict:
+    """A message of a row, its content text or parts of text -> {"role", "content": text}."""
+    if not isinstance(message, dict):
+        message = {"content": message}
+    if used := [name for name in TOOLS if message.get(name)]:
+        raise UserError(f"Chat message {number} has {used[0]}: calls of tools are not rendered")
+    content = message.get("content", message.get("value"))
+    texts = []
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"Chat message {number}: its content has a part that is no text: {str(part)[:100]}")
+        texts.append(part["text"])
+    return {"role": _role(message), "content": "".join(texts) if isinstance(content, list) else content}
 
 
 @dataclass
