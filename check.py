@@ -115,7 +115,7 @@ def refuse_without_room(config: Config, device: torch.device, world_size: int) -
     if offload:
         on_host, on_gpu = on_host | held, {"activations": saved}
     else:  # in a step of one micro-batch, the last gradients come when the activations are gone
-        state |= {"activations": saved} if saved > copy else {"gradients": copy}
+        state |= {"activations": saved} if saved > copy else {"gradients": held["gradients"]}
         (on_gpu if gpu else on_host).update(state)
     places = [(on_host, ranks, platform.node(), machine.available_memory())]
     if gpu:

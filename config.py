@@ -232,6 +232,11 @@ class Config:
     offload: str = _free(
         "none", "cpu: parameters, gradients and optimizer state live, and are updated, on the CPU", ("none", "cpu")
     )
+    update_in_backward: bool = _free(
+        False,
+        "update each parameter as soon as its gradient is complete, so that the gradients never exist all at once;"
+        " needs --clip 0 and steps of one micro-batch",
+    )
     offload_activations: bool = _free(False, "the block inputs that checkpointing keeps wait in the host's memory")
     checkpointing: str = _free(
         "none",
@@ -636,6 +641,22 @@ UNSUPPORTED = (
     (
         lambda c, ranks: c.fp8 != "off" and c.offload == "cpu",
         "--fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two",
+    ),
+    (
+        lambda c, ranks: c.update_in_backward and c.clip > 0,
+        "--update_in_backward with --clip: the norm of all gradients is known after the backward pass: --clip 0",
+    ),
+    (
+        lambda c, ranks: c.update_in_backward and 0 < c.micro_batch * c.seq_len * ranks < c.batch_tokens,
+        "--update_in_backward needs steps of one micro-batch: --batch_tokens of at most micro_batch x seq_len x ranks",
+    ),
+    (
+        lambda c, ranks: c.update_in_backward and c.compile == "model",
+        "--update_in_backward with --compile model, whose gradients come all at once: --compile block",
+    ),
+    (
+        lambda c, ranks: c.update_in_backward and c.on_nonfinite == "skip",
+        "--update_in_backward with --on_nonfinite skip: a part of an update cannot be taken back: --on_nonfinite stop",
     ),
 )
 

@@ -234,7 +234,7 @@ def explain(error: Exception, config: Config, rank: int) -> tuple[int, str, bool
 
 
 class NotFinite(Failure):
-    """The loss or the gradients stopped being numbers; step: in which step."""
+    """The loss or the gradients stopped being numbers; step: in which step, 0 if its update is applied in part."""
 
     def __init__(self, message: str, step: int):
         super().__init__(message)
@@ -251,15 +251,18 @@ class GradientGuard(GradientReducer):
 
     def __init__(
         self, model: nn.Module, config: Config, ranks: Ranks, mesh: DeviceMesh | None,
-        where: Callable[[int], list[str]] = lambda step: [],
+        where: Callable[[int], list[str]] = lambda step: [], optimizer: torch.optim.Optimizer | None = None,
     ):  # fmt: skip
-        """where(step): the places in the data of this rank's rows of one of the last steps."""
+        """where(step): the places in the data of this rank's rows of one of the last steps. optimizer: for
+        --update_in_backward."""
         group = dist.group.WORLD if ranks.world_size > 1 else None
         replicas = 1 if mesh is None else mesh["replicate"].size()
         limit = 1 if config.on_nonfinite == "stop" else SKIPS
         super().__init__(list(model.parameters()), config.clip, group, replicas, limit)
         self.model, self.ranks, self.mesh, self.where = model, ranks, mesh, where
         self.every = config.replicas_every
+        if config.update_in_backward:
+            self.update_in_backward(optimizer)
         self.pending = None  # the flags of a step, on their way to the host
 
     def check(self, step: int, wait: bool = False) -> None:
@@ -306,9 +309,17 @@ class GradientGuard(GradientReducer):
             return logger.warning(
                 "%s\nIts update is skipped (--on_nonfinite skip): %d in a row, %d end the run", what, in_row, self.limit
             )
-        first = "That update" if in_row == 1 else f"The updates of {in_row} steps in a row"
+        if self.optimizer and not guilty:
+            step = 0
+            outcome = (
+                "--update_in_backward had updated what came before in the backward pass: this state belongs to no step"
+                " and is not saved; start again to go on from the newest checkpoint."
+            )
+        else:
+            first = "That update" if in_row == 1 else f"The updates of {in_row} steps in a row"
+            outcome = f"{first} and all later ones were suppressed, on all ranks."
         raise NotFinite(
-            f"{what}\n{first} and all later ones were suppressed, on all ranks."
+            f"{what}\n{outcome}"
             " A smaller --lr (with --resume_override lr), a longer --warmup_steps or --dtype fp32"
             " usually mend it; --on_nonfinite skip passes over single steps",
             step,

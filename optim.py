@@ -9,15 +9,19 @@ are divided by it) and `found_inf` (1 suppresses the update) as tensors on the d
 division by the number of trained tokens, clipping and the guard against non-finite gradients cost no pass over memory
 and no synchronisation.
 
-It refuses other dtypes. For bf16 moments and bf16 masters there is an AdamW of our own with the same interface, over
-flat pieces of the parameters, in fp32 arithmetic, compiled to one pass over memory where there is a compiler. An update
-is often smaller than half of bf16's spacing at the parameter, and rounding to the nearest would lose it, every step
-again; so would the second moment's when beta2 is close to 1. Both are rounded stochastically: up with the probability
-that keeps the mean (arXiv 2010.06192). The random bits are a hash of (seed, step, parameter, position): a resumed run
-repeats them, and replicas, which must stay equal, draw the same."""
+With --update_in_backward a parameter is updated as soon as its gradient is complete, which is then freed. The divisor
+is known before the backward pass, and there is no clipping; the norm is summed up for the record alone.
+
+torch's fused AdamW refuses other dtypes. For bf16 moments and bf16 masters there is an AdamW of our own with the same
+interface, over flat pieces of the parameters, in fp32 arithmetic, compiled to one pass over memory where there is a
+compiler. An update is often smaller than half of bf16's spacing at the parameter, and rounding to the nearest would
+lose it, every step again; so would the second moment's when beta2 is close to 1. Both are rounded stochastically: up
+with the probability that keeps the mean (arXiv 2010.06192). The random bits are a hash of (seed, step, parameter,
+position): a resumed run repeats them, and replicas, which must stay equal, draw the same."""
 
 import hashlib
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,14 +46,60 @@ class GradientReducer:
         self.parameters, self.clip, self.group, self.replicas, self.limit = parameters, clip, group, replicas, limit
         self.bad_in_row = torch.zeros((), device=local(parameters[0]).device)  # on the host, if they are offloaded
         self.local_loss = self.suppress = self.bad_in_row
+        self.optimizer: torch.optim.Optimizer | None = None  # the one that updates in the backward pass
+
+    def update_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on `backward` updates each parameter as soon as its gradient is complete, and frees the gradient:
+        they never exist all at once. Steps must have one micro-batch, and no clipping; then the numbers are those of
+        an update after the backward pass.
+
+        A loss that is no number is known before and changes no parameter. But if the loss is a number and a gradient
+        is not, the parameters whose gradients were complete before it have been updated; it and all later ones are
+        not. That state belongs to no step."""
+        self.optimizer = optimizer
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.register_post_accumulate_grad_hook(partial(self._update_one, [group | {"params": [p]}]))
+
+    def backward(self, loss: Tensor, trained: int, lr: float) -> None:
+        """The backward pass of a micro-batch. loss: its sum over this rank's `trained` tokens; lr: the rate of updates
+        within. All ranks must call."""
+        if self.optimizer is not None:
+            sums = torch.stack((loss.detach(), torch.full_like(loss, trained))).to(self.bad_in_row.device)
+            if self.group is not None:
+                dist.all_reduce(sums, group=self.group)
+            total, self.count = sums.unbind()
+            # What was seen of this step so far, added up: once it is no number, nothing is updated any more.
+            self.seen = (total / self.count).where(self.bad_in_row < self.limit, torch.nan)
+            self.norms, self.lr = {}, lr
+        loss.backward()
+
+    @torch.no_grad()
+    def _update_one(self, groups: list[dict], p: Tensor) -> None:
+        """groups: the optimizer's, of this parameter alone."""
+        self.norms[p] = self._norms([p])
+        square = torch.stack(self.norms[p]).square().sum()
+        if self.group is not None:
+            dist.all_reduce(square, group=self.group)
+        self.seen = self.seen + square
+        all_groups, self.optimizer.param_groups = self.optimizer.param_groups, groups
+        update(self.optimizer, self.lr, self.count, (~self.seen.isfinite()).float())
+        self.optimizer.param_groups = all_groups
+
+    def _norms(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Of pieces of their gradients."""
+        # On a CPU torch adds up one value after the other: in fp32 that is wrong by 3e-4 for 10 M of them.
+        length = 2**17 if self.bad_in_row.device.type == "cpu" else 2**30
+        pieces = [piece for p in parameters for piece in local(p.grad).reshape(-1).split(length)]
+        return list(torch._foreach_norm(pieces, 2, dtype=torch.float32))
 
     def reduce(self, loss: Tensor, trained: int) -> tuple[Tensor, Tensor, Tensor]:
         """loss: this rank's sum over its `trained` tokens, gradients likewise -> (loss per token, gradient norm, what
         the gradients are to be divided by), global, fp32 scalars. All ranks must call."""
-        # On a CPU torch adds up one value after the other: in fp32 that is wrong by 3e-4 for 10 M of them.
-        length = 2**17 if self.bad_in_row.device.type == "cpu" else 2**30
-        pieces = [piece for p in self.parameters for piece in local(p.grad).reshape(-1).split(length)]
-        norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)
+        if self.optimizer is None:
+            norms = self._norms(self.parameters)
+        else:
+            norms = [norm for p in self.parameters for norm in self.norms[p]]
         square = torch.stack(norms).square().sum() / self.replicas
         self.local_loss = loss = loss.to(square.device)
         sums = torch.stack((square, loss, torch.full_like(loss, trained)))
@@ -85,7 +135,9 @@ class MixedAdamW(torch.optim.Optimizer):
         self.state_dtype, self.seed = state_dtype, seed
         self.piece = PIECE["compiled" if compiled else "eager"]
         self.adamw = torch.compile(adamw_, dynamic=True) if compiled else adamw_
-        self.plan = []
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.numbers = {p: number for number, p in enumerate(parameters, 1)}
+        self.plans: dict[tuple[Tensor, ...], list] = {}
         self._step_supports_amp_scaling = True
 
     def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -94,21 +146,28 @@ class MixedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        """Updates the parameters that have gradients."""
+        for group in self.param_groups:
+            parameters = tuple(p for p in group["params"] if p.grad is not None)
+            if parameters:
+                self._update(parameters, group)
+
+    def _update(self, parameters: tuple[Tensor, ...], group: dict) -> None:
+        """parameters: of one group."""
         for p in parameters:
             if not self.state[p]:
                 self.state[p].update(self.init_state(p))
-        self.plan = self.plan or self._make_plan()
+        if parameters not in self.plans:
+            self.plans[parameters] = self._make_plan(parameters)
         steps = [self.state[p]["step"] for p in parameters]
         torch._foreach_add_(steps, [1.0 - self.found_inf] * len(steps))  # tensors: a scalar would have to be read
         t, keep = steps[0].clamp(min=1.0), self.found_inf > 0
-        factors = [self._factors(group, t) for group in self.param_groups]
-        for i, together, part, place in self.plan:
-            group = self.param_groups[i]
+        factors = self._factors(group, t)
+        for together, part, place in self.plans[parameters]:
             tensors = [(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in together]
             flat = [[local(x).view(-1)[part] for x in xs] for xs in zip(*tensors, strict=True)]
             joined = [xs[0] if len(xs) == 1 else torch.cat(xs) for xs in flat]
-            self.adamw(*joined, factors[i], keep, t, place, *group["betas"], group["eps"])
+            self.adamw(*joined, factors, keep, t, place, *group["betas"], group["eps"])
             if len(together) > 1:
                 for xs, new in zip(flat, joined, strict=True):
                     torch._foreach_copy_(xs, new.split([len(x) for x in xs]))
@@ -119,25 +178,22 @@ class MixedAdamW(torch.optim.Optimizer):
         decay = torch.full_like(t, 1.0 - group["lr"] * group["weight_decay"])
         return torch.stack((1.0 / self.grad_scale, decay, group["lr"] / (1.0 - beta1**t), (1.0 - beta2**t).rsqrt()))
 
-    def _make_plan(self) -> list[tuple[int, list[Tensor], slice, Tensor]]:
-        """What one call of adamw_ updates each: (number of the group, parameters, part of their elements, place). A
-        large parameter goes in pieces. Small ones go together: a call takes the host longer than their update."""
-        plan, number = [], 0
-        for i, group in enumerate(self.param_groups):
-            small, places, sizes = [], [], []
-            for p in group["params"]:
-                number += 1
-                start, n, device = _local_start(p), local(p).numel(), local(p).device
-                if n <= SMALL:
-                    small.append(p)
-                    places.append((self._key(number, start), start - sum(sizes)))
-                    sizes.append(n)
-                for a in range(0, n, self.piece) if n > SMALL else ():
-                    place = as_int32([(self._key(number, start + a), start + a)])
-                    plan.append((i, [p], slice(a, a + self.piece), place.to(device)))
-            if small:
-                place = as_int32(places).repeat_interleave(torch.tensor(sizes), 1)
-                plan.append((i, small, slice(None), place.to(device)))
+    def _make_plan(self, parameters: tuple[Tensor, ...]) -> list[tuple[list[Tensor], slice, Tensor]]:
+        """What one call of adamw_ updates each: (parameters, part of their elements, place). A large parameter goes in
+        pieces. Small ones go together: a call takes the host longer than their update."""
+        plan, small, places, sizes = [], [], [], []
+        for p in parameters:
+            number, start, n = self.numbers[p], _local_start(p), local(p).numel()
+            if n <= SMALL:
+                small.append(p)
+                places.append((self._key(number, start), start - sum(sizes)))
+                sizes.append(n)
+            for a in range(0, n, self.piece) if n > SMALL else ():
+                place = as_int32([(self._key(number, start + a), start + a)])
+                plan.append(([p], slice(a, a + self.piece), place.to(local(p).device)))
+        if small:
+            place = as_int32(places).repeat_interleave(torch.tensor(sizes), 1)
+            plan.append((small, slice(None), place.to(local(small[0]).device)))
         return plan
 
     def _key(self, number: int, position: int) -> int:

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from config import DEFAULT, Config, check_batch, parse_args, refuse_unsupported, split_batch, with_recipes
+from config import DEFAULT, UNSUPPORTED, Config, check_batch, parse_args, refuse_unsupported, split_batch, with_recipes
 from errors import UserError
 
 import torch  # isort: skip
@@ -175,7 +175,16 @@ def _build(config: Config, layers: int, sharded: bool) -> transformer.Transforme
 
 
 TRACED = "model vocab_size dim n_layers n_heads n_kv_heads ffn_dim seq_len micro_batch dtype param_dtype checkpointing"
-TRACED = (*TRACED.split(), "fp8", "fp8_grad_dtype", "fp8_skip", "attention", "compile", "offload_activations")
+TRACED = (
+    *TRACED.split(),
+    "update_in_backward",
+    "fp8",
+    "fp8_grad_dtype",
+    "fp8_skip",
+    "attention",
+    "compile",
+    "offload_activations",
+)
 
 
 def trace(config: Config, device: str, sharded: bool, accumulates: bool) -> tuple[list[int], int]:
@@ -205,7 +214,7 @@ def _trace_layers(config: Config, layers: int, sharded: bool, accumulates: bool)
     tokens = torch.empty(config.micro_batch, config.seq_len, dtype=torch.int64, device=META)
     live = _Live([tokens, *model.parameters()])
     block = model.layers[-1]
-    if sharded:
+    if sharded or config.update_in_backward:
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
@@ -246,8 +255,11 @@ def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
     copies = [n * DTYPES[config.param_dtype].itemsize for n in held]
     if pinned:
         copies = [1 << (size - 1).bit_length() for size in copies]
+    gradients = sum(copies)
+    if config.update_in_backward:  # of a block at a time
+        gradients = sum(copies) * _units(config)["block"] // _units(config)["all"]
     moments = 2 * sum(held) * DTYPES[config.state_dtype].itemsize
-    return {"parameters": sum(copies), "gradients": sum(copies), "moments": moments}
+    return {"parameters": sum(copies), "gradients": gradients, "moments": moments}
 
 
 def _units(config: Config) -> dict[str, int]:
@@ -288,7 +300,7 @@ def _working(config: Config, cluster: Cluster, device: str, gradients: int) -> d
     if sharded:
         gathered, reduced = _transferred(config, cluster)
     grads = [gradients if accumulates else 0] * 2 + [gradients]
-    if sharded:
+    if sharded or config.update_in_backward:
         peaks = [a + b for a, b in zip(peaks, grads, strict=True)]
     totals = [sum(amounts) for amounts in zip(peaks, gathered, reduced, strict=True)]
     phase = totals.index(max(totals))
@@ -435,13 +447,14 @@ def variants(config: Config, cluster: Cluster) -> Iterator[Plan]:
         "checkpointing": ("none", "selective", "block") if config.compile == "none" else ("none", "block"),
         "param_dtype": dict.fromkeys((config.param_dtype, "bf16")),
         "state_dtype": dict.fromkeys((config.state_dtype, "bf16")),
-        "offload": dict.fromkeys((config.offload, "cpu")) if config.fp8 == "off" else (config.offload,),
+        "offload": dict.fromkeys((config.offload, "cpu")),
+        "update_in_backward": {config.update_in_backward, not config.clip},
         "shard_size": dict.fromkeys((config.shard_size, 0)),
         "reshard": dict.fromkeys((config.reshard, "auto")),
     }
     for values in itertools.product(*grid.values()):
         other = replace(config, **dict(zip(grid, values, strict=True)))
-        if not (other.offload_activations and other.checkpointing == "none"):
+        if not any(asked(other, cluster.ranks) for asked, _ in UNSUPPORTED):
             yield predict(other, cluster)
 
 

@@ -1,14 +1,24 @@
 """The schedules against closed forms, the update against AdamW written out in fp64."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import check
 import optim
+import shard
+import train
 from config import parse_args
-from optim import PIECE, MixedAdamW, as_int32, learning_rate, make_optimizer, random_bits, update
+from data import IGNORE, Batch
+from guard import GradientGuard
+from model import random_init
+from optim import PIECE, MixedAdamW, as_int32, learning_rate, local, make_optimizer, random_bits, update
+from test_shard import run_ranks
 
 # Rates with --lr 1 --min_lr 0.1 --steps 100, at the steps given.
 RATES = [
@@ -278,3 +288,109 @@ def test_mixed_adamw_on_a_gpu_is_that_on_a_cpu(compile_mode):
         results.append([p.detach().float().cpu() for p in model.parameters()])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-9)
+
+
+# ---- updates in the backward pass
+
+
+def train_steps(words: str, ranks: shard.Ranks, in_backward: bool, steps: int = 3, prepare=lambda model: None):
+    """prepare(model) is called before the hooks of the updates are there -> (loss and norm of each step, this rank's
+    parameters and moments, the most bytes of gradients that existed at a time)."""
+    config = parse_args([*words.split(), "--clip", "0", "--seq_len", "16", "--micro_batch", "2"])
+    mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
+    model = train.build(check.resolve(config, ranks.device, ranks.world_size), ranks, mesh)
+    parameters, live = list(model.parameters()), [0]
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    shard.fill(model, random_init(config.model_config, shapes, 0))
+    optimizer = make_optimizer(model, config)
+    prepare(model)
+
+    def count(_) -> None:
+        live.append(sum(local(p.grad).nbytes for p in parameters if p.grad is not None))
+
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(count)
+    guarded = GradientGuard(model, replace(config, update_in_backward=in_backward), ranks, mesh, optimizer=optimizer)
+    figures = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(10 * step + ranks.rank)
+        tokens = torch.randint(config.model_config.vocab_size, (2, 16), generator=generator)
+        targets = tokens.where(tokens % 5 > ranks.rank, IGNORE)  # ranks train on different numbers of tokens
+        batch, scales = Batch(tokens, targets, None), SimpleNamespace(refresh=int)
+        loss, norm, _ = train.train_step(model, optimizer, [batch], 0.01, guarded, scales, ranks.device)
+        figures += [loss.item(), norm.item()]
+        assert all(p.grad is None for p in parameters)
+    return figures, [local(t).clone() for t in snapshot(model, optimizer)], max(live)
+
+
+@pytest.fixture
+def no_group():
+    yield
+    if dist.is_initialized():  # for --offload
+        dist.destroy_process_group()
+
+
+BF16 = "--param_dtype bf16 --state_dtype bf16"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model tiny-llama --dtype fp32 --compile none",
+        f"--model tiny-llama3.2 --dtype bf16 {BF16} --compile none --checkpointing block",
+        f"--model tiny-mixtral --dtype bf16 {BF16} --compile none --checkpointing selective",
+        pytest.param(
+            "--model tiny-gpt2 --state_dtype bf16 --compile block --checkpointing block", marks=pytest.mark.slow
+        ),
+        f"--model tiny-llama --dtype bf16 {BF16} --offload cpu --compile none",
+    ],
+)
+def test_updates_in_the_backward_pass_give_the_same_bits_with_one_gradient_at_a_time(words, no_group):
+    (figures, tensors, all_bytes), (again, same, bytes) = (train_steps(words, shard.ALONE, on) for on in (False, True))
+    assert figures == again and all(torch.equal(a, b) for a, b in zip(tensors, same, strict=True))
+    parameters = tensors[::4]  # of each: its values, two moments, the number of updates
+    assert all_bytes == sum(p.nbytes for p in parameters) and bytes == max(p.nbytes for p in parameters)
+
+
+def test_updates_in_the_backward_pass_are_the_same_on_two_ranks(tmp_path):
+    code = """
+from test_optim import BF16, train_steps
+ranks = shard.init_ranks()
+for words in ("--dtype fp32", f"--dtype bf16 {BF16} --shard_size 1 --checkpointing block", f"{BF16} --offload cpu"):
+    words += " --model tiny-llama --compile none"
+    (figures, tensors, _), (again, same, _) = (train_steps(words, ranks, on) for on in (False, True))
+    assert figures == again and all(map(torch.equal, tensors, same)), words
+print("done")
+shard.leave(ranks)
+"""
+    assert run_ranks(2, code, str(tmp_path)).count("done") == 2
+
+
+def test_a_gradient_that_is_no_number_on_one_rank_is_applied_on_none(tmp_path):
+    """Nor is what comes after it in that step and in later ones; what came before is, on both ranks."""
+    code = """
+import itertools
+from optim import local
+from test_optim import train_steps
+ranks, order = shard.init_ranks(), []
+def break_one(model):
+    steps, names = itertools.count(1), {p: name for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: order.append(names[p]))
+    def hook(p):
+        if next(steps) == 2 and ranks.rank == 1:
+            local(p.grad).view(-1)[0] = float("inf")
+    model.layers[1].self_attn.o_proj.weight.register_post_accumulate_grad_hook(hook)
+    break_one.names = list(names.values())
+words = "--model tiny-llama --dtype fp32 --compile none"
+figures, tensors, _ = train_steps(words, ranks, True, 3, break_one)
+bad = order.index("layers.1.self_attn.o_proj.weight")
+before = set(order[:bad])
+assert 3 <= bad < len(break_one.names) - 3, order
+updates = {name: int(t) for name, t in zip(break_one.names, tensors[3::4])}
+assert updates == {name: 1 + (name in before) for name in updates}, updates
+assert all(t.isfinite().all() for t in tensors) and figures[3] == float("inf")
+print("done")
+shard.leave(ranks)
+"""
+    assert run_ranks(2, code, str(tmp_path)).count("done") == 2

@@ -50,6 +50,8 @@ def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks, ranks):
 
 
 SHAPES = [
+    "--model tiny-llama --dim 512 --n_heads 8 --n_layers 8 --ffn_dim 1536 --seq_len 64 --micro_batch 1 --dtype fp32"
+    " --update_in_backward --clip 0",
     "--model tiny-gpt2 --vocab_size 25000 --seq_len 128 --micro_batch 8 --checkpointing none --dtype fp32",
 ]
 STEPS = """
@@ -57,7 +59,8 @@ import ctypes, gc, json, pathlib, re, sys, torch
 import check, plan, shard, train
 from config import parse_args
 from data import Batch
-from optim import GradientReducer, make_optimizer
+from guard import GradientGuard
+from optim import make_optimizer
 from types import SimpleNamespace
 
 def status(name):
@@ -79,7 +82,7 @@ for words in json.loads(sys.argv[1]):
     for p in model.parameters():
         torch.nn.init.normal_(p, 0.0, 0.02)
     optimizer = make_optimizer(model, config)
-    gradients = GradientReducer(list(model.parameters()))
+    gradients = GradientGuard(model, config, ranks, None, optimizer=optimizer)
     for _ in range(2):
         train.train_step(model, optimizer, [batch], 1e-3, gradients, SimpleNamespace(refresh=int), ranks.device)
     print(status("VmHWM") - before)
@@ -117,6 +120,16 @@ def test_a_newcomer_learns_whether_8b_fits_on_one_card_and_how(capsys):
     assert status == 0 and "it fits" in out and " at 2 an hour" in out
 
 
+def test_8b_is_fine_tuned_on_one_card_with_gradients_of_a_block_at_a_time():
+    words = "--model llama3-8b --seq_len 2048 --param_dtype bf16 --state_dtype bf16 --checkpointing block --clip 0"
+    card = plan.Cluster(1, 1, plan.GPUS["h100-80"])
+    after, within = (plan.settle(parse_args([*words.split(), *more]), card) for more in ([], ["--update_in_backward"]))
+    gradients = {config: plan.predict(config, card).gpu["gradients"] for config in (after, within)}
+    assert gradients[after] == 2 * 8030261248 and gradients[within] == pytest.approx(2 * 218112000, rel=1e-5)
+    saved = sum(plan.predict(after, card).gpu.values()) - sum(plan.predict(within, card).gpu.values())
+    assert 9 * 2**30 < saved < 15 * 2**30  # of 15.0: the loss head's gradient and activations exist at once
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -145,7 +158,7 @@ def test_heads_of_recipes_are_what_the_plan_says(capsys, recipe):
 
 def test_every_recipe_of_a_size_has_such_a_head():
     named = {path.name for path in (ROOT / "recipes").glob("*.args") if "GPU: about" in path.read_text()}
-    assert named == set(RECIPES) and len(named) == 7
+    assert named == set(RECIPES) and len(named) == 8
 
 
 def test_a_prediction_that_is_off_says_so(tmp_path):

@@ -248,6 +248,10 @@ ROWS = {  # flags that ask for each row of config.UNSUPPORTED, in order, and the
     "model and offloaded activations": ("--compile model --offload_activations --checkpointing block", 1),
     "offloaded activations without checkpointing": ("--offload_activations --compile none", 1),
     "FP8 and offloaded parameters": ("--fp8 tensor --offload cpu --compile none", 2),
+    "updates in the backward pass and clipping": ("--update_in_backward", 1),
+    "and several micro-batches": ("--update_in_backward --clip 0 --micro_batch 2 --seq_len 8 --batch_tokens 64", 2),
+    "and one graph": ("--update_in_backward --clip 0 --compile model", 1),
+    "and steps that are skipped": ("--update_in_backward --clip 0 --on_nonfinite skip", 1),
 }
 
 
@@ -272,6 +276,8 @@ def test_what_does_not_work_together_is_refused(row):
     flags = [word for word in words.split() if word.startswith("--")]
     assert flags[0] in str(error.value) and len(ROWS) == len(UNSUPPORTED)
     refuse_unsupported(parse_args(["--compile", "block", "--offload", "cpu"]), 2)
+    whole_share = ["--micro_batch", "0", "--batch_tokens", "4096"]
+    refuse_unsupported(parse_args(["--update_in_backward", "--clip", "0", *whole_share]), 2)
 
 
 ROOM = {  # flags, device, GiB of the host and of a GPU: what is said; 8.03 B parameters have 4 x 29.9 GiB in fp32
