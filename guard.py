@@ -262,7 +262,7 @@ class GradientGuard(GradientReducer):
         self.model, self.ranks, self.mesh, self.where = model, ranks, mesh, where
         self.every = config.replicas_every
         if config.update_in_backward:
-            self.update_in_backward(optimizer)
+            self.update_in_backward(optimizer, beside=config.offload == "cpu")
         self.pending = None  # the flags of a step, on their way to the host
 
     def check(self, step: int, wait: bool = False) -> None:

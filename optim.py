@@ -21,6 +21,7 @@ position): a resumed run repeats them, and replicas, which must stay equal, draw
 
 import hashlib
 import math
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -47,16 +48,18 @@ class GradientReducer:
         self.bad_in_row = torch.zeros((), device=local(parameters[0]).device)  # on the host, if they are offloaded
         self.local_loss = self.suppress = self.bad_in_row
         self.optimizer: torch.optim.Optimizer | None = None  # the one that updates in the backward pass
+        self.running: list[Future] = []  # updates of this step
 
-    def update_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+    def update_in_backward(self, optimizer: torch.optim.Optimizer, beside: bool = False) -> None:
         """From now on `backward` updates each parameter as soon as its gradient is complete, and frees the gradient:
         they never exist all at once. Steps must have one micro-batch, and no clipping; then the numbers are those of
-        an update after the backward pass.
+        an update after the backward pass. beside: a thread updates what is on the host, while the backward pass of
+        the layers before goes on.
 
         A loss that is no number is known before and changes no parameter. But if the loss is a number and a gradient
         is not, the parameters whose gradients were complete before it have been updated; it and all later ones are
         not. That state belongs to no step."""
-        self.optimizer = optimizer
+        self.optimizer, self.worker = optimizer, ThreadPoolExecutor(1) if beside else None
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.register_post_accumulate_grad_hook(partial(self._update_one, [group | {"params": [p]}]))
@@ -71,8 +74,10 @@ class GradientReducer:
             total, self.count = sums.unbind()
             # What was seen of this step so far, added up: once it is no number, nothing is updated any more.
             self.seen = (total / self.count).where(self.bad_in_row < self.limit, torch.nan)
-            self.norms, self.lr = {}, lr
+            self.norms, self.lr, self.running = {}, lr, []
         loss.backward()
+        for updating in self.running:
+            updating.result()
 
     @torch.no_grad()
     def _update_one(self, groups: list[dict], p: Tensor) -> None:
@@ -82,8 +87,15 @@ class GradientReducer:
         if self.group is not None:
             dist.all_reduce(square, group=self.group)
         self.seen = self.seen + square
+        suppress = (~self.seen.isfinite()).float()
+        if self.worker:
+            self.running.append(self.worker.submit(self._apply, groups, suppress))
+        else:
+            self._apply(groups, suppress)
+
+    def _apply(self, groups: list[dict], suppress: Tensor) -> None:
         all_groups, self.optimizer.param_groups = self.optimizer.param_groups, groups
-        update(self.optimizer, self.lr, self.count, (~self.seen.isfinite()).float())
+        update(self.optimizer, self.lr, self.count, suppress)
         self.optimizer.param_groups = all_groups
 
     def _norms(self, parameters: list[Tensor]) -> list[Tensor]:

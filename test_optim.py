@@ -1,6 +1,7 @@
 """The schedules against closed forms, the update against AdamW written out in fp64."""
 
 import math
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -311,7 +312,8 @@ def train_steps(words: str, ranks: shard.Ranks, in_backward: bool, steps: int = 
     for p in parameters:
         p.register_post_accumulate_grad_hook(count)
     guarded = GradientGuard(model, replace(config, update_in_backward=in_backward), ranks, mesh, optimizer=optimizer)
-    figures = []
+    figures, threads = [], set()
+    optimizer.register_step_post_hook(lambda *_: threads.add(threading.current_thread()))
     for step in range(steps):
         generator = torch.Generator().manual_seed(10 * step + ranks.rank)
         tokens = torch.randint(config.model_config.vocab_size, (2, 16), generator=generator)
@@ -320,6 +322,7 @@ def train_steps(words: str, ranks: shard.Ranks, in_backward: bool, steps: int = 
         loss, norm, _ = train.train_step(model, optimizer, [batch], 0.01, guarded, scales, ranks.device)
         figures += [loss.item(), norm.item()]
         assert all(p.grad is None for p in parameters)
+    assert len(threads) == 1 + (in_backward and config.offload == "cpu")
     return figures, [local(t).clone() for t in snapshot(model, optimizer)], max(live)
 
 
@@ -349,7 +352,8 @@ def test_updates_in_the_backward_pass_give_the_same_bits_with_one_gradient_at_a_
     (figures, tensors, all_bytes), (again, same, bytes) = (train_steps(words, shard.ALONE, on) for on in (False, True))
     assert figures == again and all(torch.equal(a, b) for a, b in zip(tensors, same, strict=True))
     parameters = tensors[::4]  # of each: its values, two moments, the number of updates
-    assert all_bytes == sum(p.nbytes for p in parameters) and bytes == max(p.nbytes for p in parameters)
+    assert all_bytes == sum(p.nbytes for p in parameters)
+    assert bytes == max(p.nbytes for p in parameters) or "--offload" in words  # whose thread may be behind
 
 
 def test_updates_in_the_backward_pass_are_the_same_on_two_ranks(tmp_path):
