@@ -739,6 +739,8 @@ def verb_train(words: list[str], settings: dict) -> int:
     if launch["state"] == "running":
         where = f" on {len(hosts)} hosts" if len(hosts) > 1 else f", process {launch['pid']}"
         say(f"Started {name}: {launch['place']}{where}; log in {name}/log.txt")
+        if answer["device"] == "cpu" and max(host.slots for host in hosts) > 1:
+            say("On a CPU, one process with all of a machine's cores was 1.2 times as fast as two: see BENCHMARKS.md")
         if flags["--detach"] or (len(hosts) > 1 and not sys.stdout.isatty()):
             say(hints(name))
             return 0
