@@ -673,7 +673,9 @@ def export_run(config: Config, step: int, ranks: Ranks) -> None:
     tokenizer = load_tokenizer(config.tokenizer) if knows_text(config) else None
     saved, folder = Checkpoint(step_folder(Path(config.out), step)), Path(config.out) / "hf"
     read = saved.read_weights
-    export(saved.model_config, read, folder, torch.float32, tokenizer=tokenizer, replaces=True, ranks=ranks)
+    talks = saved.manifest["position"].get("chat", False)
+    how = {"tokenizer": tokenizer, "replaces": True, "ranks": ranks, "talks": talks}
+    export(saved.model_config, read, folder, torch.float32, **how)
 
 
 # ---- the command line
@@ -695,7 +697,8 @@ def _export(args: argparse.Namespace) -> None:
     found = newest(args.run)
     tokenizer = load_run_tokenizer(found, args.tokenizer) if args.tokenizer != "none" else None
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
-    export(found.model_config, found.read_weights, args.out, dtype, args.shard_gb, tokenizer)
+    talks = found.manifest["position"].get("chat", False)
+    export(found.model_config, found.read_weights, args.out, dtype, args.shard_gb, tokenizer, talks=talks)
     print(f"{args.out}: step {found.step} of {args.run} in {args.dtype}")
 
 

@@ -96,7 +96,8 @@ class Loader:
             self.names = [f"{i}-{name}" for i, name in enumerate(self.names)]
         self.sources = [self._open(group, flag, catalog, len(groups)) for group in groups]
         self.streams = {str(i): s for i, s in enumerate(self.sources) if s.count is None}
-        self.separate = config.documents == "separate" or any(isinstance(s, ChatRows) for s in self.sources)
+        self.is_chat = any(isinstance(s, ChatRows) for s in self.sources)
+        self.separate = config.documents == "separate" or self.is_chat
         self.samples = 0  # rows handed out so far, over all ranks
         self.before = deque(maxlen=3)  # positions before the last batches that were handed out
         self.lanes = {}  # by source: the positions of its lanes
@@ -170,6 +171,7 @@ class Loader:
             "samples": self.samples,
             "epoch": self.samples // self.rows if self.rows else 0,
             "seq_len": self.config.seq_len,
+            "chat": self.is_chat,
             "data": self.fingerprints[0],
             "lanes": self.lanes,
             "commits": {spec: c for s in self.streams.values() for spec, c in s.commits.items()},

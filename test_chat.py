@@ -3,11 +3,13 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import check
 import rows
@@ -18,9 +20,10 @@ from prepare import prepare, write_shard
 from shard import Ranks, fill
 from stream import turns
 from test_prepare import refused
-from test_tokenizer import _chat_tokenizer
+from test_tokenizer import TEMPLATES, _chat_tokenizer, _conversations, _json, _model, _write
 from text import TRAINED, Encoder, TextFile, TextRow
-from tokenizer import load_tokenizer, render_chat
+from tokenizer import chat_family, load_tokenizer, render_chat
+from weights import export_model
 
 pytestmark = pytest.mark.usefixtures("text_cache")
 
@@ -143,6 +146,43 @@ def test_chat_fields_are_two_or_three(tmp_path):
     assert "<s>[INST] Why? [/INST][[ So. </s>]]" in shown
     for names in ("q", "a,b,c,d"):
         assert "expected two or three names" in refused(config, tmp_path / "a.jsonl", chat_fields=names)
+
+
+TALKERS = [("bytes", "tiny-llama"), ("bytes", "tiny-gpt2"), ("gpt2", "tiny-gpt2"), ("llama2", "tiny-llama")]
+TALKERS += [("llama3", "tiny-llama"), ("llama3.1", "tiny-llama"), ("chatml", "tiny-qwen2.5"), ("chatml", "tiny-qwen3")]
+TALKERS += [("mixtral", "tiny-mixtral"), ("mistral", "tiny-mistral"), ("control", "tiny-mistral")]
+
+
+@pytest.mark.parametrize("kind, model", TALKERS)
+def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
+    """Transformers gives the ids of render_chat with the folder's template and tokenizer, and ends with the turn; so do
+    we when we read the folder again. gpt2: a tokenizer that has Llama 3's control tokens and cuts otherwise."""
+    (tmp_path / "own").mkdir()
+    shape = replace(MODELS["tiny-llama"], family="mistral") if model == "tiny-mistral" else MODELS[model]
+    if kind in TEMPLATES:
+        ours = _chat_tokenizer(kind, tmp_path / "own")
+    else:
+        files = {"gpt2": {"tokenizer__json": _json("gpt2")}, "bytes": {}}
+        files = files.get(kind) or {"tokenizer__model": _model("control" if kind == "control" else "llama2")}
+        ours = load_tokenizer("bytes" if kind == "bytes" else _write(tmp_path / "own", **files))
+    hf, family = tmp_path / "hf", chat_family(ours, shape.chat_format)
+    export_model(Transformer(replace(shape, vocab_size=ours.vocab_size)), hf, tokenizer=ours, talks=True)
+    theirs, again = transformers.AutoTokenizer.from_pretrained(hf), load_tokenizer(str(hf))
+    assert theirs.chat_template == (hf / "chat_template.jinja").read_text()
+    assert theirs.chat_template == json.loads((hf / "tokenizer_config.json").read_text())["chat_template"]
+    for messages in _conversations():
+        if kind == "control":  # no message holds the text of a control token
+            messages = [m | {"content": m["content"].replace("[INST]", "")} for m in messages]
+        ids, mask = render_chat(ours, messages, family)
+        asks = messages[-1]["role"] != "assistant"
+        assert theirs.apply_chat_template(messages, return_dict=False, add_generation_prompt=asks) == ids, messages
+        assert render_chat(again, messages, chat_family(again, shape.chat_format))[0] == ids
+        if not asks:
+            last = [i for i, trained in zip(ids, mask, strict=True) if trained][-1]
+    for name in ("config.json", "generation_config.json"):
+        ends = json.loads((hf / name).read_text())["eos_token_id"]
+        assert {ours.eos_id, last} == set(ends if isinstance(ends, list) else [ends])
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -240,6 +240,7 @@ MODELS = {
     "no byte fallback": {"byte_fallback": False},
     "own symbols": {"user_defined_symbols": ["<tool>", "\n"], "control_symbols": ["[INST]", "[/INST]"]},
     "newlines": {"user_defined_symbols": ["\n\n"]},
+    "control": {"control_symbols": ["[INST]", "[/INST]"]},
     "unigram": {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
 }
 
@@ -272,7 +273,7 @@ def test_tokenizer_model_is_exact(kind, tmp_path, monkeypatch):
     assert all(ours.encode(text) == oracle.encode(text) for text in STRINGS + TEXT[:5])
     assert (ours.bos_id, ours.eos_id, ours.vocab_size, ours.stop_ids) == (1, 2, 1000, {1, 2})
     assert ours.decode([-1, 1, *oracle.encode("a word"), 2, 1000, 99999]) == "a word"
-    assert (ours.inner is not None) == (kind in ("llama2", "own symbols"))
+    assert (ours.inner is not None) == (kind in ("llama2", "own symbols", "control"))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "llama3", "words", "other ids", "llama2", "no leading space"])

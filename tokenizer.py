@@ -46,6 +46,7 @@ _GROUP = r"\((?!\?)|\(\?(?:[:=!>]|<[=!])|\(\?i:(?:'s\|'t\|'re\|'ve\|'m\|'ll\|'d|
 _SET = rf"\[\^?(?:{_CHARACTER}|(?!--|~~|&&)[^\[\]\\])+\]"
 _TIMES = r"(?:[*+?][+?]?|\{\d+(?:,\d*)?\})(?![*+?{])"
 SPLIT_PARTS = re.compile(rf"(?:(?:{_CHARACTER}|{_GROUP}|{_SET}|[^\\^$()\[\]{{}}|.*+?])(?:{_TIMES})?)+")
+LLAMA31_DATES = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"  # its templates' own
 LLAMA3_CONTROL = {  # behind the ranks come 256 control tokens; the others are reserved
     0: "<|begin_of_text|>",
     1: "<|end_of_text|>",
@@ -211,7 +212,7 @@ class SentencePiece:
     def __init__(self, model: bytes, extra: dict[str, int]):
         from sentencepiece import SentencePieceProcessor
 
-        self.processor = SentencePieceProcessor(model_proto=model)
+        self.processor, self.model = SentencePieceProcessor(model_proto=model), model
         size = self.processor.vocab_size()
         pieces = [self.processor.id_to_piece(i) for i in range(size)]
         extra = {c: i for c, i in extra.items() if i >= size}
@@ -222,9 +223,9 @@ class SentencePiece:
         parts = dict(_fields(model))
         trainer, normalizer = dict(_fields(parts.get(2, b""))), dict(_fields(parts.get(3, b"")))
         self.leads_with_space = bool(normalizer.get(3, 1)) and not trainer.get(24, 0)
-        plain = trainer.get(3) == 2 and trainer.get(35) == 1 and not normalizer.get(2) and not normalizer.get(4, 1)
+        self.plain = trainer.get(3) == 2 and trainer.get(35) == 1 and not normalizer.get(2) and not normalizer.get(4, 1)
         self.inner = None
-        if plain and self.leads_with_space and not any("\n" in piece and piece != "\n" for piece in pieces):
+        if self.plain and self.leads_with_space and not any("\n" in piece and piece != "\n" for piece in pieces):
             self.inner = SentencePieceProcessor(model_proto=model + NO_LEADING_SPACE)
 
     def encode(self, text: str) -> list[int]:
@@ -273,6 +274,7 @@ class SentencePiece:
         return False
 
 
+USER_DEFINED = 4  # a type of pieces
 NO_LEADING_SPACE = bytes([3 << 3 | 2, 2, 3 << 3 | 0, 0])  # protobuf's way to overrule normalizer_spec.add_dummy_prefix
 
 
@@ -636,6 +638,45 @@ def write_byte_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), "utf-8")
 
 
+def _write_sentencepiece(tokenizer: SentencePiece, folder: Path) -> None:
+    """Writes the tokenizer.json with which transformers gives the ids of a plain sentencepiece model, for each text
+    between control tokens by itself. A piece can be merged from any two pieces that make it up. Models with symbols of
+    their user's own stay what they are: no tokenizer.json cuts at these as sentencepiece does."""
+    pieces = [dict(_fields(piece)) for number, piece in _fields(tokenizer.model) if number == 1]
+    if any(piece.get(3) == USER_DEFINED for piece in pieces):
+        return
+    vocab = {piece[1].decode(): i for i, piece in enumerate(pieces)}
+    merges = []
+    for text in vocab:
+        pairs = [(text[:i], text[i:]) for i in range(1, len(text))]
+        merges += sorted(
+            (pair for pair in pairs if vocab.keys() >= set(pair)), key=lambda pair: [*map(vocab.get, pair)]
+        )
+    bos = _name_of(tokenizer, tokenizer.bos_id)
+    unknown = tokenizer.processor.id_to_piece(tokenizer.processor.unk_id())
+    content = json.loads(BYTES_JSON.replace('"<s>"', json.dumps(bos)).replace("256", str(tokenizer.bos_id)))
+    flags, lead = content["added_tokens"][0], tokenizer.leads_with_space
+    added = tokenizer.control | {unknown: vocab[unknown]}
+    content["added_tokens"] = [flags | {"id": i, "content": text} for text, i in added.items()]
+    to_piece = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    to_text = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    before = [{"type": "Prepend", "prepend": "▁"}] * lead
+    after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * lead
+    content["normalizer"] = {"type": "Sequence", "normalizers": [*before, to_piece]}
+    content["decoder"] = {"type": "Sequence", "decoders": [to_text, {"type": "ByteFallback"}, {"type": "Fuse"}, *after]}
+    content["pre_tokenizer"] = None
+    if not tokenizer.adds_bos:
+        content["post_processor"] = None
+    content["model"] |= {
+        "byte_fallback": True,
+        "fuse_unk": True,
+        "unk_token": unknown,
+        "vocab": vocab,
+        "merges": merges,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), "utf-8")
+
+
 # ---- chat
 
 
@@ -682,6 +723,44 @@ def turn_end(tokenizer: Tokenizer, family: str) -> int:
     return tokenizer.control.get({"llama3": "<|eot_id|>", "chatml": "<|im_end|>"}.get(family), tokenizer.eos_id)
 
 
+def chat_template(tokenizer: Tokenizer, family: str) -> str:
+    """The jinja template with which transformers gives the ids of render_chat, where no message holds the text of a
+    control token."""
+    lead = "" if tokenizer.leads_with_space else " "
+    controlled = {"[INST]", "[/INST]"} <= tokenizer.control.keys()
+    values = {
+        "bos_token": _name_of(tokenizer, tokenizer.bos_id),
+        "eos_token": _name_of(tokenizer, tokenizer.eos_id),
+        "dates": LLAMA31_DATES * ("Cutting Knowledge Date" in tokenizer.chat_template),
+        "ask": "[INST]" + lead if controlled else lead + "[INST] ",
+        "asked": "[/INST]" if controlled else " [/INST]",
+        "answer": lead if controlled else " ",
+        "system_goes_last": controlled,
+    }
+    body = CHAT_TEMPLATES[family]
+    lines = [f"{{%- set {name} = {json.dumps(v, ensure_ascii=False)} %}}" for name, v in values.items() if name in body]
+    return "\n".join(lines) + body
+
+
+def _name_of(tokenizer: Tokenizer, id_: int) -> str:
+    return next(text for text, i in tokenizer.control.items() if i == id_)
+
+
+def write_chat_files(tokenizer: Tokenizer, folder: Path, family: str) -> None:
+    """Makes a folder that holds a tokenizer's files talk in transformers as render_chat does: its template goes where
+    versions 4 and 5 look for it, in the place of another one, and tokenizer.json is read as it is."""
+    if isinstance(tokenizer, SentencePiece) and tokenizer.plain:
+        _write_sentencepiece(tokenizer, folder)
+    template, path = chat_template(tokenizer, family), folder / "tokenizer_config.json"
+    ends = {"bos_token": _name_of(tokenizer, tokenizer.bos_id), "eos_token": _name_of(tokenizer, tokenizer.eos_id)}
+    settings = ends | _optional(path) | {"chat_template": template}
+    if (folder / "tokenizer.json").exists():
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=1, ensure_ascii=False), "utf-8")
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
+    (folder / "chat_template.json").unlink(missing_ok=True)
+
+
 Turns = list[tuple[str, str]]  # role, content
 Parts = Iterator[tuple[list[int], bool]]  # ids, and whether they are an answer
 
@@ -694,17 +773,24 @@ def _control_ids(tokenizer: Tokenizer, kind: str, names: tuple[str, ...]) -> lis
     return list(control.values())
 
 
+def _encode_turn(tokenizer: Tokenizer, head: str, content: str) -> tuple[list[int], list[int]]:
+    """The ids of both, encoded together as where a template is rendered; cut where those of `head` alone end."""
+    ids, cut = tokenizer.encode(head + content), len(tokenizer.encode(head))
+    return ids[:cut], ids[cut:]
+
+
 def _llama3(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
     encode, names = tokenizer.encode, ("start_header_id", "end_header_id", "eot_id")
     start, end, close = _control_ids(tokenizer, "Llama 3 does it", names)
     if "Cutting Knowledge Date" in tokenizer.chat_template:  # Llama 3.1 and 3.2; the date is the templates' own
-        system = f"Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n{(system or '').strip()}"
+        system = LLAMA31_DATES + (system or "").strip()
     elif system is not None:
         system = system.strip()
     opening = [] if system is None else [("system", system)]
     for role, content in opening + [(role, content.strip()) for role, content in turns]:
-        yield [start, *encode(role), end, *encode("\n\n")], False
-        yield [*encode(content), close], role == "assistant"
+        head, words = _encode_turn(tokenizer, "\n\n", content)
+        yield [start, *encode(role), end, *head], False
+        yield [*words, close], role == "assistant"
     if turns[-1][0] != "assistant":
         yield [start, *encode("assistant"), end, *encode("\n\n")], False
 
@@ -739,17 +825,59 @@ def _mixtral(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
 
 def _chatml(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
     start, end = _control_ids(tokenizer, "ChatML", ("im_start", "im_end"))
-    encode, head = tokenizer.encode, tokenizer.encode("assistant\n")
     for role, content in [("system", system)] * (system is not None) + turns:
-        ids = encode(f"{role}\n{content}")
-        asked = len(head) if role == "assistant" else len(ids)
-        yield [start, *ids[:asked]], False
-        yield [*ids[asked:], end], role == "assistant"
-        yield encode("\n"), False
-    if turns[-1][0] != "assistant":
+        head, words = _encode_turn(tokenizer, f"{role}\n", content)
         yield [start, *head], False
+        yield [*words, end], role == "assistant"
+        yield tokenizer.encode("\n"), False
+    if turns[-1][0] != "assistant":
+        yield [start, *tokenizer.encode("assistant\n")], False
 
 
+_SYSTEM = """
+{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none %}
+{%- set turns = messages if system is none else messages[1:] %}"""
+# The same as jinja templates, without what chat_template sets.
+CHAT_TEMPLATES = {
+    "llama2": _SYSTEM + """
+{%- for m in turns %}
+{%- if m['role'] == 'user' %}
+{%- set before = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' if loop.first and system is not none else '' %}
+{{- bos_token + '[INST] ' + (before + m['content']).strip() + ' [/INST]' }}
+{%- else %}
+{{- ' ' + m['content'].strip() + ' ' + eos_token }}
+{%- endif %}
+{%- endfor %}""",
+    "llama3": _SYSTEM + """
+{{- bos_token }}
+{%- if dates or system is not none %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' + dates + (system or '').strip() + '<|eot_id|>' }}
+{%- endif %}
+{%- for m in turns %}
+{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'].strip() + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}""",
+    "mixtral": _SYSTEM + """
+{%- set last = turns | length - (1 if turns[-1]['role'] == 'user' else 2) %}
+{{- bos_token }}
+{%- for m in turns %}
+{%- if m['role'] == 'user' %}
+{%- set here = system is not none and loop.index0 == (last if system_goes_last else 0) %}
+{{- ask + (system + '\\n\\n' if here else '') + m['content'] + asked }}
+{%- else %}
+{{- answer + m['content'] + eos_token }}
+{%- endif %}
+{%- endfor %}""",
+    "chatml": """
+{%- for m in messages %}
+{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}""",
+}  # fmt: skip
 CHAT_FORMATS = {"llama2": _llama2, "llama3": _llama3, "mixtral": _mixtral, "chatml": _chatml}
 
 

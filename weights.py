@@ -32,7 +32,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import UserError  # first: it finds the Python that has torch
+from errors import UserError, read_json  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 from safetensors import SafetensorError, safe_open
@@ -42,7 +42,7 @@ from download import find, read_object, what_it_is
 from model import Transformer
 from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, gather, on_all, on_first_rank
-from tokenizer import ByteTokenizer, write_byte_tokenizer
+from tokenizer import ByteTokenizer, chat_family, turn_end, write_byte_tokenizer, write_chat_files
 
 # ---- families
 
@@ -760,14 +760,15 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict:
 
 def export(
     config: ModelConfig, read: Read, folder: Path, dtype: torch.dtype, shard_gb: float = 5.0, tokenizer=None,
-    replaces: bool = False, ranks: Ranks = ALONE,
+    replaces: bool = False, ranks: Ranks = ALONE, talks: bool = False,
 ) -> None:  # fmt: skip
     """Writes a Hugging Face folder, values rounded to `dtype`: shards of safetensors of at most shard_gb GB (10^9
     bytes; a tensor that is larger has a file of its own), each by one rank, then the rest. It is written beside its
-    place and renamed when it is whole; replaces: an older export gives way. UserError: no family has this shape. All
+    place and renamed when it is whole; replaces: an older export gives way; talks: the model was trained on
+    conversations, and the folder says how they look. UserError: no family has this shape. All
     ranks must call; an error on one is raised on all."""
     shards, size = _plan_shards(config, dtype, shard_gb * 1e9)
-    folder = folder.absolute()
+    folder, chat = folder.absolute(), chat_family(tokenizer, config.chat_format) if talks and tokenizer else ""
     temporary = folder.with_name(f"{folder.name}.tmp-{gather(secrets.token_hex(4), ranks)[0]}")
 
     def write_shards() -> None:
@@ -780,7 +781,7 @@ def export(
     try:
         on_all(write_shards, ranks)
         on_first_rank(
-            lambda: _finish_export(folder, temporary, shards, size, config_json(config, dtype), tokenizer), ranks
+            lambda: _finish_export(folder, temporary, shards, size, config_json(config, dtype), tokenizer, chat), ranks
         )
     finally:
         if ranks.rank == 0:
@@ -819,20 +820,25 @@ def _begin_export(folder: Path, temporary: Path, size: int, replaces: bool) -> N
     temporary.mkdir()
 
 
-def _finish_export(folder: Path, temporary: Path, shards: dict, size: int, config: dict, tokenizer) -> None:
-    """The index, config.json, generation_config.json and the tokenizer's files; then the folder's name."""
+def _finish_export(folder: Path, temporary: Path, shards: dict, size: int, config: dict, tokenizer, chat: str) -> None:
+    """The tokenizer's files, the index, config.json and generation_config.json; then the folder's name."""
+    for file, name in tokenizer.files.items() if tokenizer else ():
+        shutil.copyfile(file, temporary / name)
+    if isinstance(tokenizer, ByteTokenizer):
+        write_byte_tokenizer(temporary)
     ends = (tokenizer.eos_ids or [tokenizer.eos_id]) if tokenizer else [None]
+    if chat:
+        write_chat_files(tokenizer, temporary, chat)
+        ends = list(dict.fromkeys([*ends, turn_end(tokenizer, chat)]))
     ids = {"bos_token_id": tokenizer and tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
-    contents = {"config.json": config | ids, "generation_config.json": ids}
+    generation = read_json(temporary / "generation_config.json")  # that of the tokenizer's folder
+    generation = generation | ids if chat else ids | generation
+    contents = {"config.json": config | ids, "generation_config.json": generation}
     if len(shards) > 1:
         places = {piece.name: file for file, rows in shards.items() for piece, _ in rows}
         contents["model.safetensors.index.json"] = {"metadata": {"total_size": size}, "weight_map": places}
     for name, content in contents.items():
         (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
-    for file, name in tokenizer.files.items() if tokenizer else ():
-        shutil.copyfile(file, temporary / name)
-    if isinstance(tokenizer, ByteTokenizer):
-        write_byte_tokenizer(temporary)
     old = temporary.with_name(f"{temporary.name}.old")
     if folder.exists():
         folder.rename(old)
@@ -855,8 +861,19 @@ def _read_out(piece: Piece, name: str, read: Read, slices: Slices) -> Tensor:
     return values.T if piece.transposed else values.reshape([s.stop - s.start for s in slices])
 
 
-def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, tokenizer=None, replaces=False) -> None:
+def export_model(
+    model: Transformer, folder: Path | str, shard_gb: float = 5, tokenizer=None, replaces=False, talks=False
+) -> None:
     """Writes an unsharded model as a Hugging Face folder, in the dtype of its parameters; see export."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     dtype = next(iter(parameters.values())).dtype
-    export(model.config, lambda n, s: parameters[n][s].cpu(), Path(folder), dtype, shard_gb, tokenizer, replaces)
+    export(
+        model.config,
+        lambda n, s: parameters[n][s].cpu(),
+        Path(folder),
+        dtype,
+        shard_gb,
+        tokenizer,
+        replaces,
+        talks=talks,
+    )
