@@ -2,6 +2,7 @@
 
     python generate.py --run runs/default --prompt "The function returns"
     python generate.py --run meta-llama/Llama-3.2-1B-Instruct --chat --prompt "What is a list?" "And a tuple?"
+    python generate.py --run runs/default --chat          a conversation: Ctrl-C stops an answer, Ctrl-D ends it
 
 A batch is right-aligned: shorter prompts have padding in front, which no token sees and which positions do not count,
 so that each row's logits are those of its prompt alone. A run's texts begin with BOS, as its documents did; those of a
@@ -9,6 +10,7 @@ Hugging Face folder begin and end as transformers' do."""
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,8 +30,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--run", required=True, metavar="NAME", help="run folder, Hugging Face folder, or hub id that is downloaded")
-    add("--prompt", default=[""], nargs="+", metavar="TEXT", help="what the text begins with; several: a text of each")
-    add("--chat", action="store_true", help="a prompt is a user's message; prints the answer")
+    add("--prompt", nargs="+", metavar="TEXT", help="what the text begins with; several: a text of each")
+    add("--chat", action="store_true", help="a prompt is a user's message; without one, a conversation line by line")
     add("--system", metavar="TEXT", help="with --chat: the system message")
     add("--tokens", default=300, type=int, help="how many new tokens at most")
     add("--temperature", default=0.8, type=float, help="0 = always the most probable token")
@@ -43,8 +45,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError("--temperature must be >= 0, --top_p in (0, 1], --top_k >= 0, --tokens >= 1")
     if args.system is not None and not args.chat:
         raise UserError("--system is the beginning of a conversation: give --chat too")
-    if args.chat and not all(args.prompt):
-        raise UserError("--chat: give the user's message as --prompt")
+    if args.chat and args.prompt and not all(args.prompt):
+        raise UserError("--chat: give the user's message as --prompt, or leave that out for a conversation")
     return args
 
 
@@ -68,6 +70,7 @@ from tokenizer import chat_family, load_tokenizer, render_chat
 from weights import Read, empty_model, open_weights, read_config
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CHAT_ROOM = 2048  # tokens that a conversation's cache has room for, at first
 SAMPLE_TOKENS, SAMPLING = 200, {"temperature": 0.8, "top_p": 0.95}  # of a run's samples
 
 
@@ -109,6 +112,11 @@ class KVCache:
         self.text = self.slots >= padding  # [B or 1, S], as are the positions
         self.positions = (self.slots - padding).clamp(min=0)
         self.rope = rope_table(config, self.positions) if config.positions == "rope" else None
+
+    def keep(self, length: int) -> None:
+        """Forgets all but the first so many tokens."""
+        for cache in (self, *self.layers):
+            cache.length = length
 
     def take(self, T: int) -> tuple[Tensor | None, Tensor, tuple[Tensor, Tensor] | None]:
         """Makes room for the next T tokens -> their mask, positions and rotary table."""
@@ -156,15 +164,18 @@ def sample(
     seed: int = 0,
     stop: Iterable[int] = (),
     padding: Tensor | None = None,
+    cache: KVCache | None = None,
 ) -> Iterator[Tensor]:
     """ids [B, T] -> yields up to n times the next ids [B], on the CPU. padding [B]: a row begins after so many ids. A
-    row that has drawn an id of `stop` repeats it, and when all rows have, it is the end.
+    row that has drawn an id of `stop` repeats it, and when all rows have, it is the end. cache: with room for all of
+    them, of what goes before ids.
 
     All ranks must call and go through to the end: each token is a forward pass that sharded models compute together, so
     nobody stops early, unless all draw the same ids."""
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
-    cache = KVCache(model.config, ids.shape[0], ids.shape[1] + n, model.dtype, device, padding)
+    if cache is None:
+        cache = KVCache(model.config, ids.shape[0], ids.shape[1] + n, model.dtype, device, padding)
     stop, ended = torch.tensor(sorted(stop)), None
     for _ in range(n):
         # For every length a compiled block would be compiled again, and cuDNN would plan its kernel anew.
@@ -295,30 +306,86 @@ def open_folder(folder: Path, tokenizer: str | None, chat: bool) -> Source:
 # ---- the command line
 
 
-def read_prompt(source: Source, text: str, chat: bool, system: str | None) -> list[int]:
-    tokenizer = source.tokenizer
-    if not chat:
-        ids = tokenizer.encode(text)
-        return [tokenizer.bos_id, *ids] if source.bos or not ids else ids
-    messages = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": text}]
-    return render_chat(tokenizer, messages, chat_family(tokenizer, source.config.chat_format))[0]
+def read_prompt(source: Source, text: str) -> list[int]:
+    ids = source.tokenizer.encode(text)
+    return [source.tokenizer.bos_id, *ids] if source.bos or not ids else ids
+
+
+def render(source: Source, before: list[dict], text: str) -> list[int]:
+    """The ids of a conversation that goes on with a user's message."""
+    messages = [*before, {"role": "user", "content": text}]
+    return render_chat(source.tokenizer, messages, chat_family(source.tokenizer, source.config.chat_format))[0]
+
+
+def converse(model: Transformer, source: Source, messages: list[dict], n: int, **choice) -> None:
+    """Answers line after line of standard input until its end, with up to n tokens each. messages: what the
+    conversation begins with. Of what the cache holds, the part with which the next prompt begins is not read again."""
+    held, cache, config = [], None, source.config
+    device = next(model.parameters()).device
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:  # of what has been typed
+            print()
+            continue
+        if not line.strip():
+            continue
+        ids = render(source, messages, line)
+        room = n
+        if config.positions == "learned":
+            check_length(config, len(ids), 1)
+            room = min(n, config.max_seq_len - len(ids))
+        if cache is None or cache.max_len < len(ids) + room:
+            held, cache = [], KVCache(config, 1, max(CHAT_ROOM, 2 * (len(ids) + room)), model.dtype, device)
+        known = min(len(os.path.commonprefix([held, ids])), len(ids) - 1)
+        cache.keep(known)
+        tokens = sample(model, torch.tensor([ids[known:]]), room, stop=source.stop, cache=cache, **choice)
+        drawn, answer = _stream(tokens, source)
+        held = (ids + drawn)[: cache.layers[-1].length]  # where Ctrl-C came, perhaps not all that were begun
+        if answer.strip():
+            messages = [*messages, {"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+        if len(drawn) == room and drawn[-1] not in source.stop:
+            print(f"(cut off after {room} tokens)", file=sys.stderr)
+
+
+def _stream(tokens: Iterator[Tensor], source: Source) -> tuple[list[int], str]:
+    """Prints an answer while it is drawn, or until Ctrl-C -> (ids, text)."""
+    drawn, answer, decode = [], "", source.tokenizer.decoder()
+    try:
+        for new in tokens:
+            drawn.append(int(new))
+            piece = "" if drawn[-1] in source.stop else decode(drawn[-1])
+            print(piece, end="", flush=True)
+            answer += piece
+    except KeyboardInterrupt:
+        pass
+    piece = decode(None)
+    print(piece)
+    return drawn, answer + piece
 
 
 def main(argv: list[str]) -> None:
     args = parse(argv)
     source = open_source(args.run, args.tokenizer, args.chat)
-    prompts = [read_prompt(source, text, args.chat, args.system) for text in args.prompt]
-    check_length(source.config, max(map(len, prompts)), args.tokens)
+    opening = [{"role": "system", "content": args.system}] * (args.system is not None)
+    talks = args.chat and not args.prompt
+    texts = args.prompt or ["?" * talks]  # in a conversation it stands for what will be typed
+    prompts = [render(source, opening, text) if args.chat else read_prompt(source, text) for text in texts]
+    check_length(source.config, max(map(len, prompts)), 1 if talks else args.tokens)
     model = source.load(find_device(1), DTYPES.get(args.dtype))
     print(source.title, file=sys.stderr)
     choice = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    texts = write(model, source.tokenizer, prompts, args.tokens, source.stop, not args.chat, **choice)
-    begin = [""] * len(prompts) if args.chat else args.prompt
+    if talks:
+        return converse(model, source, opening, args.tokens, **choice)
+    pieces = write(model, source.tokenizer, prompts, args.tokens, source.stop, not args.chat, **choice)
+    begin = [""] * len(prompts) if args.chat else texts
     if len(prompts) == 1:
-        for text in (*begin, *(text for _, text in texts), "\n"):
+        for text in (*begin, *(text for _, text in pieces), "\n"):
             print(text, end="", flush=True)
         return
-    for row, text in texts:
+    for row, text in pieces:
         begin[row] += text
     for row, text in enumerate(begin, 1):
         print(f"--- text {row} of {len(begin)}\n{text}")

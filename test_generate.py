@@ -311,6 +311,82 @@ def test_chat_asks_as_the_template_does(hub, capsys, system):
         assert say(capsys, "--run", folder, *words) == answer + "\n"
 
 
+class Typed:
+    """What a user types, line after line; then the end."""
+
+    def __init__(self, monkeypatch, *lines):
+        self.lines = [*lines, EOFError]
+        monkeypatch.setattr("builtins.input", lambda _: self.line())
+
+    def line(self):
+        line = self.lines.pop(0)
+        if isinstance(line, str):
+            return line
+        raise line
+
+
+def spy(monkeypatch, stop_at: int = 0) -> list[int]:
+    """The lengths of the forward passes from here on; in the stop_at-th one Ctrl-C is pressed, in its second layer."""
+    seen, forward = [], Transformer.logits
+
+    def logits(self, ids, cache=None, last=False):
+        seen.append(ids.shape[1])
+        if len(seen) == stop_at:
+            cache.layers[1].append = lambda *_: interrupt(cache.layers[1])
+        return forward(self, ids, cache=cache, last=last)
+
+    def interrupt(layer):
+        del layer.append  # the class's own again
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Transformer, "logits", logits)
+    return seen
+
+
+def turns(hub, questions: list[str], answers: list[list[int]], opening=()) -> tuple[list[str], list[list[int]]]:
+    """Their answers to questions, greedy, each after the whole conversation; answers: ids that were cut short."""
+    folder, theirs, encode, decode = hub("llama3")
+    template = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template
+    messages, texts, prompts = [*opening], [], []
+    for i, question in enumerate(questions):
+        messages.append({"role": "user", "content": question})
+        prompts.append(template(messages, return_dict=False))
+        ids = answers[i] if i < len(answers) else their_ids(theirs, prompts[-1], STOP["llama3"])[len(prompts[-1]) :]
+        texts.append(decode(ids))
+        messages.append({"role": "assistant", "content": texts[-1].strip()})
+    return texts, prompts
+
+
+@pytest.mark.parametrize("room", [2048, 1])
+def test_a_conversation(hub, capsys, monkeypatch, room):
+    """Each answer is to the whole conversation; what goes before is not read again where it has room. Empty lines and
+    Ctrl-C between the lines change nothing."""
+    monkeypatch.setattr("generate.CHAT_ROOM", room)
+    Typed(monkeypatch, "One", "", KeyboardInterrupt, "Two", "Three")
+    texts, prompts = turns(hub, ["One", "Two", "Three"], [], [{"role": "system", "content": "Be brief."}])
+    seen = spy(monkeypatch)
+    said = say(capsys, "--run", hub("llama3")[0], "--chat", "--system", "Be brief.", *GREEDY)
+    assert said.replace("\n", "") == "".join(texts).replace("\n", "") and all(texts)
+    read = [length for length in seen if length > 1]
+    assert read[0] == len(prompts[0]) and len(read) == 3
+    for before, prompt, length in zip(prompts, prompts[1:], read[1:], strict=False):
+        assert room == 1 or length <= len(prompt) - len(before)
+    with pytest.raises(UserError, match="give the user's message"):
+        main(["--run", "nowhere", "--chat", "--prompt", ""])
+
+
+def test_ctrl_c_stops_an_answer(hub, capsys, monkeypatch):
+    """In the midst of a forward pass; what has been said stays, and the next answer is to that."""
+    Typed(monkeypatch, "One", "Two")
+    spy(monkeypatch, stop_at=6)
+    said = say(capsys, "--run", hub("llama3")[0], "--chat", *GREEDY)
+    monkeypatch.undo()
+    (prompt,) = turns(hub, ["One"], [[]])[1]
+    first = their_ids(hub("llama3")[1], prompt, STOP["llama3"])[len(prompt) :][:5]
+    texts, _ = turns(hub, ["One", "Two"], [first])
+    assert said.replace("\n", "") == "".join(texts).replace("\n", "") and all(texts)
+
+
 @pytest.mark.parametrize("words, said", [([], "A list of words"), (["--chat"], "list of words")])
 def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, monkeypatch, words, said):
     """Sentencepiece writes the space before a word in its token, and shows none before the first of a text."""
@@ -420,7 +496,6 @@ def test_what_another_version_wrote_is_refused(tmp_path):
             "--tokens 0",
         )),
         ("--system x", "give --chat too"),
-        ("--chat", "--chat: give the user's message"),
         ("--chat --prompt a --run {gpt2}", "which chat format"),
         ("--tokens 128 --prompt a --run {gpt2}", r"prompt \(1 tokens\) \+ 128 new.* 128 learned positions; give fewer"),
         ("--run {empty}", "neither checkpoints.* nor config.json"),
