@@ -28,6 +28,7 @@ from optim import DTYPES
 from rows import Catalog
 from shapes import MODELS, ModelConfig
 from tokenizer import load_tokenizer
+from track import refuse_unusable
 from weights import dropout_note, refuse_in_the_way
 from weights import open_weights as open_folder
 
@@ -132,6 +133,7 @@ def refuse_without_room(config: Config, device: torch.device, world_size: int) -
 
 def check_inputs(config: Config, resumes: bool, world_size: int, catalog: Catalog) -> list[Loader]:
     """Tokens, tokenizer, weights and prompt against the model; also tokenises text, once -> the loaders of rank 0."""
+    refuse_unusable(config.track, Path(config.out))
     if not resumes:
         check_batch(config, world_size)
     loaders = open_checked(config, world_size, catalog)

@@ -25,7 +25,7 @@ from shapes import MODELS, ModelConfig
 VERSION = "0.1.0"  # CHANGELOG.md says what is in it
 PROFILE_AFTER = 3  # steps before the profiled ones: what compiles, what settles, and one that warms the profiler up
 DEFAULT = ["@recipes/default.args"]  # what is trained where nothing is named
-NAMES = ("fp8_skip", "resume_override", "chat_fields")  # flags that take names and no paths
+NAMES = ("fp8_skip", "resume_override", "chat_fields", "track")  # flags that take names and no paths
 BYTES_UP_TO = 1024  # the largest vocabulary whose text is taken as bytes (258 ids) without being told
 
 # Our flags, and what nanoGPT, transformers, torchtitan, torchtune, axolotl and the FSDP recipes for Slurm call them.
@@ -286,6 +286,7 @@ class Config:
     deterministic: bool = _free(False, "only kernels that give the same bits each time; on GPUs slower")
     sample_every: int = _free(0, "steps between text samples; 0 = never")
     prompt: str = _free("", "what samples begin with")
+    track: tuple = _free((), "trackers that get the records, separated by commas: tensorboard, wandb")
     profile: int = _free(
         0, "steps that torch's profiler watches: a trace and a table of where their time goes, in profile/; 0 = none"
     )
@@ -461,7 +462,8 @@ def _read_values(words: list[str]) -> dict:
         raise UserError(f"{rest[0][:40]!r} is neither a flag nor the value of one; --help lists all flags")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
     values["fp8"] = {"0": "off", "1": "tensor"}.get(values["fp8"], values["fp8"])
-    values["resume_override"] = tuple(name for word in values["resume_override"] for name in word.split(",") if name)
+    for flag in ("resume_override", "track"):
+        values[flag] = tuple(name for word in values[flag] for name in word.split(",") if name)
     values["chat_fields"] = read_chat_fields(values["chat_fields"])
     return values
 

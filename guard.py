@@ -66,6 +66,7 @@ class Run:
         self.new_folders: list[Path] = []  # the run folder and those around it that were not there, on rank 0
         self.mesh: DeviceMesh | None = None
         self.began, self.exit_code = False, 1
+        self.at_end: list[Callable[[], None]] = []  # called when all is done, or has failed; they must not raise
         # Seconds that the watchdog grants a phase; those not named here have LONG at least, the start has no limit.
         self.limits = {"steps": config.timeout, "data": config.timeout}
 
@@ -148,6 +149,8 @@ class Run:
         unused = isinstance(error, (UserError, PermissionError)) and self._is_unused()
         if isinstance(error, Exception):
             self._report(error, writes=not unused)
+        for call in self.at_end:
+            call()
         self._release(unused)
         if error is None:
             self.exit_code = 0

@@ -17,7 +17,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from machine import GPUS
 from model import IGNORE, Transformer, flops_per_token
 from rows import text_bytes
 from shard import gather, mesh_shape, on_first_rank
+from track import Tracker, track_run
 
 logger = logging.getLogger("flatland")
 
@@ -240,6 +241,7 @@ class Log:
         self.draw_after = 0.0  # of time.perf_counter()
         self.val_bytes = self.val_tokens = 0  # of the text that is evaluated, where they are known
         self.predicted, self.compared = {}, False
+        self.listeners: list[Callable[[dict], None]] = []  # get each record, on rank 0; they must return at once
         self._mark(resumed_step)
         if self.ranks.rank == 0:
             records = read_records(self.file)
@@ -247,6 +249,10 @@ class Log:
                 self._keep_aside(records[-1]["step"])
             kept = [r for r in records if r["step"] <= resumed_step]
             write_whole(self.file, "".join(json.dumps(r) + "\n" for r in kept))
+            for tracker in [Tracker(name, run.folder, kept) for name in config.track]:
+                self.listeners.append(tracker.records.put)
+                run.at_end.append(tracker.close)
+                tracker.thread.start()
 
     def _keep_aside(self, last: int) -> None:
         """The records of a run whose checkpoints are gone."""
@@ -380,6 +386,8 @@ class Log:
         def write() -> None:  # JSON has no NaN, which a step that --on_nonfinite skip passed over leaves
             with open(self.file, "a") as f:
                 f.write(json.dumps({k: v if v is None or math.isfinite(v) else None for k, v in record.items()}) + "\n")
+            for listen in self.listeners:
+                listen(record)
 
         on_first_rank(write, self.ranks)
 
@@ -399,12 +407,18 @@ class Log:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="log.py", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="plot")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="plot|track")
     plot = commands.add_parser("plot", help="the curves of runs in one picture")
     plot.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     plot.add_argument("-o", dest="out", required=True, metavar="FILE", help=".png, .pdf or .svg")
+    track = commands.add_parser("track", help="sends a run's records to trackers")
+    track.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    track.add_argument("--to", default="tensorboard", metavar="NAMES", help="tensorboard,wandb (default: tensorboard)")
     args = parser.parse_args(argv)
-    plot_runs([Path(run) for run in args.runs], Path(args.out))
+    if args.command == "track":
+        track_run(args.run, tuple(args.to.split(",")))
+    else:
+        plot_runs([Path(run) for run in args.runs], Path(args.out))
 
 
 if __name__ == "__main__":

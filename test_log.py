@@ -58,11 +58,14 @@ def passes(monkeypatch):
     return passes
 
 
-def make_log(folder: Path, clock: Clock, resumed_step=0, rank=0, world_size=1) -> Log:
-    config = SimpleNamespace(batch_tokens=TOKENS, seq_len=SEQ_LEN, steps=0, model_config=MODELS["tiny-llama"])
+def make_log(folder: Path, clock: Clock, resumed_step=0, rank=0, world_size=1, track=()) -> Log:
+    config = SimpleNamespace(
+        batch_tokens=TOKENS, seq_len=SEQ_LEN, steps=0, track=track, model_config=MODELS["tiny-llama"]
+    )
     ranks = Ranks(rank, world_size, torch.device("cpu"))
     status = partial(write_status, folder) if rank == 0 else lambda *_, **__: None  # as Run has it
     run = SimpleNamespace(config=config, folder=folder, ranks=ranks, clock=clock, phase=clock.part, write_status=status)
+    run.at_end = []
     with mock.patch.object(log, "peak_flops", lambda *_: (PEAK, "made up")):
         made = Log(run, torch.float32, resumed_step)
     made.flops_per_token, made.compared = FLOPS, True
