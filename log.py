@@ -30,12 +30,14 @@ from curves import draw_runs, plot_runs, read_records
 from errors import ROOT, printable, run_script, write_whole
 from machine import GPUS
 from model import IGNORE, Transformer, flops_per_token
+from pace import Pace, Times, describe_gpu, find_slow, without_costs
 from rows import text_bytes
 from shard import gather, mesh_shape, on_first_rank
 from track import Tracker, track_run
 
 logger = logging.getLogger("flatland")
 
+NO_NUMBERS = (math.inf, -math.inf)
 COMPARED_AT = 20  # the first step whose record is compared with the plan: speed has settled
 PEAKS = {gpu.name: gpu.tflops for gpu in GPUS.values()}  # dense bf16, in TFLOP/s
 
@@ -168,6 +170,7 @@ class Clock:
         self.begin = time.perf_counter() - _process_age()
         self.parts: dict[str, float] = {}
         self.stack, self.since, self.step = ["start"], self.begin, 0
+        self.after: dict[str, Callable[[float], None]] = {}  # called at the end of a part, with its seconds so far
 
     def _lap(self) -> None:
         now = time.perf_counter()
@@ -189,6 +192,8 @@ class Clock:
         finally:
             self._lap()
             self.stack.pop()
+            if name in self.after:
+                self.after[name](self.parts[name])
 
     def seconds(self, name: str) -> float:
         self._lap()
@@ -241,6 +246,9 @@ class Log:
         self.draw_after = 0.0  # of time.perf_counter()
         self.val_bytes = self.val_tokens = 0  # of the text that is evaluated, where they are known
         self.predicted, self.compared = {}, False
+        self.pace, self.suspect = Pace(self.ranks.device), None  # suspect: the rank that was slow in the last record
+        self.clock.after["data"] = self.pace.begin
+        run.at_end.append(self.pace.close)
         self.listeners: list[Callable[[dict], None]] = []  # get each record, on rank 0; they must return at once
         self._mark(resumed_step)
         if self.ranks.rank == 0:
@@ -310,6 +318,7 @@ class Log:
     def count(self, parts: list[tuple]) -> None:
         """Adds up what the next record says of its steps' micro-batches, (Batch, model.Details) each: the loss of each
         entry of --data, in a mixture, and what the routers did. Sums stay on the device: reading one would wait."""
+        self.pace.end()
         for batch, details in parts:
             if batch.sources is not None:
                 trained = (batch.targets != IGNORE).sum(1)
@@ -351,16 +360,32 @@ class Log:
         bits = loss * self.val_tokens / math.log(2)
         return {"val_loss": loss, "val_bpb": bits / self.val_bytes, "val_tokens": self.val_tokens}
 
+    def _ranks(self, ranks: list[Times]) -> dict[str, list[float] | str]:
+        """What every rank spends on a step, and the one that was the slowest in this record and in the last. All ranks
+        must call."""
+        ranks = without_costs(ranks)
+        record = {
+            f"rank_{name}_ms": [round(getattr(r, name), 3) for r in ranks] for name in ("data", "compute", "wait")
+        }
+        before, found = self.suspect, find_slow(ranks)
+        self.suspect = found and found[0]
+        if found and found[0] == before:
+            gpus = gather(describe_gpu(self.ranks.device) if self.ranks.rank == before else "", self.ranks)
+            record["slowest"] = found[1] + gpus[before]
+        return record
+
     def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val_loss: float | None = None) -> None:
         """Records a step; reads the loss from the device, which is the only wait for it. All ranks must call."""
         loss, grad_norm = loss.item(), grad_norm.item()
         memory = memory_gib(self.ranks.device), memory_gib(torch.device("cpu"))
-        memory, resident = zip(*gather(memory, self.ranks), strict=True)
+        memory, resident, times = zip(*gather((*memory, self.pace.take()), self.ranks), strict=True)
         record = {"step": step, "tokens": step * self.batch_tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
         record |= self._speed(step) | {"mem_gib": max(memory)} | self._source_losses()
         if self.router_sums is not None:
             record |= describe_routers(sum(gather(self.router_sums.double().cpu(), self.ranks)))
             self.router_sums = None
+        if len(times) > 1 and self.clock.stack[-1] != "compile":
+            record |= self._ranks(times)
         if val_loss is not None:
             record |= self._validation(val_loss)
         self._write(record)
@@ -370,7 +395,8 @@ class Log:
             f" {record['tok_per_s']:.0f} tok/s, mfu {record['mfu']:.1%}, grad norm {grad_norm:.3f},"
             f" mem {record['mem_gib']:.2f} GiB"
             + (f", val loss {val_loss:.5f}" if val_loss is not None else "")
-            + (f", {record['val_bpb']:.4f} bits per byte" if "val_bpb" in record else ""),
+            + (f", {record['val_bpb']:.4f} bits per byte" if "val_bpb" in record else "")
+            + (f", slowest {record['slowest']}" if "slowest" in record else ""),
             stacklevel=2,
         )
         if self.predicted and step >= COMPARED_AT and (step == self.run.config.steps or not self.compared):
@@ -385,7 +411,7 @@ class Log:
     def _write(self, record: dict[str, float]) -> None:
         def write() -> None:  # JSON has no NaN, which a step that --on_nonfinite skip passed over leaves
             with open(self.file, "a") as f:
-                f.write(json.dumps({k: v if v is None or math.isfinite(v) else None for k, v in record.items()}) + "\n")
+                f.write(json.dumps({k: None if v in NO_NUMBERS or v != v else v for k, v in record.items()}) + "\n")
             for listen in self.listeners:
                 listen(record)
 

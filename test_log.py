@@ -183,7 +183,12 @@ def test_other_ranks_are_silent(tmp_path, passes, capsys):
 def test_records(tmp_path, passes, monkeypatch):
     """Two ranks; the first step compiles; between records also an evaluation and a save, which are no time of steps."""
     gathered = []
-    monkeypatch.setattr(log, "gather", lambda value, ranks: gathered.append(value) or [value, (4096.0, 4096.0)])
+
+    def gather(value, ranks):
+        gathered.append(value[:2])
+        return [value, (4096.0, 4096.0, value[2])]
+
+    monkeypatch.setattr(log, "gather", gather)
     monkeypatch.setattr(log, "on_first_rank", lambda work, ranks: work())
     clock = Clock()
     run = make_log(tmp_path, clock, world_size=2)
@@ -192,6 +197,7 @@ def test_records(tmp_path, passes, monkeypatch):
         with clock.part("data"):
             passes(0.25)
         passes(9.75 if step == 1 else 1.75)
+        run.count([])  # the step ends
         if step in (1, 5):
             with clock.part("saves"):
                 passes(40.0)
@@ -202,7 +208,8 @@ def test_records(tmp_path, passes, monkeypatch):
     passes(2.0)
     record(run, 6)
     first, second, saved, third = metrics(tmp_path)
-    assert list(first) == list(third) == KEYS and list(second) == [*KEYS, "val_loss"]
+    by_rank = {"rank_data_ms": [250.0] * 2, "rank_compute_ms": [1750.0] * 2, "rank_wait_ms": [0.0] * 2}
+    assert list(first) == KEYS and list(second) == [*KEYS, *by_rank, "val_loss"] and list(third) == [*KEYS, *by_rank]
     assert saved == {"step": 5, "save_ms": 40e3}
     assert all(0 < value < 4096 for pair in gathered for value in pair)
     assert first == {
@@ -214,7 +221,7 @@ def test_records(tmp_path, passes, monkeypatch):
         "step": 5, "tokens": 5 * TOKENS, "step_ms": 2e3,
         "samples_per_s": TOKENS / SEQ_LEN / 2, "tok_per_s": TOKENS / 2, "tok_per_s_per_device": TOKENS / 4,
         "mfu": TOKENS / 4 * FLOPS / PEAK, "val_loss": 2.25,
-    }  # fmt: skip
+    } | by_rank  # fmt: skip
     status = read_json(tmp_path / "status.json")
     assert (status["state"], status["step"]) == ("running", 6)
 

@@ -364,10 +364,14 @@ def test_a_screen_of_top(tmp_path, monkeypatch):
     numbers = {"cpu": 0.25, "cores": 8, "load": 2.0, "mem_used": 10.0, "mem_size": 100.0, "gpus": gpus}
     up = SimpleNamespace(host=Host("node1", label="node1"), heard=1.0, error="")
     down = SimpleNamespace(host=Host("node2", label="node2"), heard=0.0, error="No\x1b[2J route", last={})
-    for some, slowest in ((gpus, "1 on node1 (900 MHz)"), ([], "0 on node1 (computes 90% of the time)")):
+    record = {"step": 20, "loss": 2.5, "tok_per_s": 1000.0, "mfu": 0.5, "step_ms": 100.0}
+    for some, slow in ((gpus, {"slowest": "node1/rank 1 +14 % (data 2 ms, compute 120 ms)"}), ([], {})):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(record | slow) + "\n")
         up.last = numbers | {"ranks": {"0": (0, 0.9), "1": (1, 0.2)}, "gpus": some}
         text = "\n".join(top.picture([up, down], tmp_path, "runs/x"))
-        assert "1 of 2 hosts, 2 workers" in text and f"runs/x: unknown  slowest rank {slowest}\n" in text
+        line = "runs/x: unknown  step 20  loss 2.5000  1000 tok/s  mfu 50.0%  100 ms a step"
+        line += "".join(f"  slowest {words}" for words in slow.values())
+        assert "1 of 2 hosts, 2 workers" in text and f"{line}\n" in text
         assert ("2 GPUs at 50%, 0.70 kW, 80 of 160 GiB" in text) == bool(some)
         assert re.search(r"^node2 +does not answer: No\\x1b\[2J route$", text, re.M)
 

@@ -4,9 +4,8 @@ A line for each host (CPU, memory, workers) and each GPU (utilisation, power, me
 sums, and the run's step, loss, speed and slowest rank. Every host is asked by a connection of its own, so one that does
 not answer is shown as such and holds up nothing. Ctrl-C ends it.
 
-Ranks wait for each other, so their own step times are all alike. The slowest is found by what waiting looks like from
-outside: with GPUs the one with the lowest SM clock, for a throttled GPU is the usual reason; on CPUs the worker that
-computes most of the time, for the others block."""
+Ranks wait for each other, so their own step times are all alike: which one holds the others back, the run measures
+itself (pace.py) and writes into its records."""
 
 import json
 import shutil
@@ -30,7 +29,7 @@ def bar(share: float, width: int = 10) -> str:
 
 def picture(watchers: list[Watcher], out: Path | None, name: str) -> list[str]:
     """The whole screen, by lines; out, name: the run, where there is one."""
-    lines, ranks, gpus = [], {}, []
+    lines, ranks, gpus = [], set(), []
     width = max(len(w.host.label) for w in watchers) + 2
     up = [w for w in watchers if w.last and time.monotonic() - w.heard <= SILENT]
     for w in watchers:
@@ -47,15 +46,13 @@ def picture(watchers: list[Watcher], out: Path | None, name: str) -> list[str]:
             text += f" {size / 1024:5.1f} GiB  {heat:3.0f} °C  {clock:5.0f} MHz  processes {gpu['processes']}"
             lines.append(f"{'':{width}}gpu {gpu['index']:<2} {text}")
         gpus += [gpu["numbers"] for gpu in a["gpus"]]
-        clocks = {gpu["index"]: gpu["numbers"][-1] for gpu in a["gpus"]}
-        for rank, (local_rank, share) in a["ranks"].items():
-            ranks[int(rank)] = (w.host.label, clocks.get(local_rank), share)
+        ranks |= set(a["ranks"])
     head = f"{time.strftime('%H:%M:%S')}  {len(up)} of {len(watchers)} hosts, {len(ranks)} workers"
     if gpus:
         busy, watts, _, used, size, _, _ = map(sum, zip(*gpus, strict=True))
         head += f", {len(gpus)} GPUs at {busy / len(gpus):.0f}%, {watts / 1000:.2f} kW"
         head += f", {used / 1024:.0f} of {size / 1024:.0f} GiB"
-    run = [run_line(out, name) + slowest(ranks)] if out else []
+    run = [run_line(out, name)] if out else []
     return [printable(line) for line in (head, *run, "", *lines)]
 
 
@@ -65,18 +62,9 @@ def run_line(out: Path, name: str) -> str:
         record = json.loads(text) if text.endswith("}") else {}
         if record.get("loss") is not None:  # a save's duration is a record, too
             numbers = "step {step}  loss {loss:.4f}  {tok_per_s:.0f} tok/s  mfu {mfu:.1%}  {step_ms:.0f} ms a step"
-            return f"{name}: {state}  {numbers.format(**record)}"
+            slow = f"  slowest {record['slowest']}" if "slowest" in record else ""
+            return f"{name}: {state}  {numbers.format(**record)}{slow}"
     return f"{name}: {state}"
-
-
-def slowest(ranks: dict) -> str:
-    if len(ranks) < 2:
-        return ""
-    clocked = {rank: clock for rank, (_, clock, _) in ranks.items() if clock}
-    rank = min(clocked, key=clocked.get) if clocked else max(ranks, key=lambda rank: ranks[rank][2])
-    host, clock, share = ranks[rank]
-    why = f"{clock:.0f} MHz" if clocked else f"computes {share:.0%} of the time"
-    return f"  slowest rank {rank} on {host} ({why})"
 
 
 def verb_top(words: list[str], settings: dict) -> int:
