@@ -28,7 +28,7 @@ from attention import kernel
 from config import VERSION, Config
 from curves import draw_runs, plot_runs, read_records
 from errors import ROOT, printable, run_script, write_whole
-from machine import GPUS
+from machine import known_gpu
 from model import IGNORE, Transformer, flops_per_token
 from pace import Pace, Times, describe_gpu, find_slow, without_costs
 from rows import text_bytes
@@ -39,7 +39,6 @@ logger = logging.getLogger("flatland")
 
 NO_NUMBERS = (math.inf, -math.inf)
 COMPARED_AT = 20  # the first step whose record is compared with the plan: speed has settled
-PEAKS = {gpu.name: gpu.tflops for gpu in GPUS.values()}  # dense bf16, in TFLOP/s
 
 
 class _EveryLine(logging.Formatter):
@@ -119,10 +118,8 @@ def cpu_name() -> str:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(FLOP/s of a device, where the number is from): the data sheet's for bf16 on a GPU that we know, else a matmul
     measured now."""
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        for name, tflops in PEAKS.items():
-            if name in torch.cuda.get_device_name(device):
-                return tflops * 1e12, f"{name} data sheet, {tflops} TFLOP/s"
+    if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
+        return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops} TFLOP/s"
     found = [(measured_flops(n, device, dtype), n) for n in ((8192,) if device.type == "cuda" else (1024, 2048))]
     best, n = max(found)
     return best, f"the best of some {n} x {n} products in {str(dtype)[6:]}, {best / 1e12:.3f} TFLOP/s"

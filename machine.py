@@ -64,6 +64,26 @@ GPUS = {
 }
 
 
+def known_gpu(device: torch.device) -> Gpu | None:
+    """Its kind, if GPUS knows it."""
+    name = torch.cuda.get_device_name(device)
+    return next((gpu for gpu in GPUS.values() if gpu.name in name), None)
+
+
+def read_gpu(word: str) -> Gpu:
+    """A name of GPUS, or four numbers."""
+    if word.lower() in GPUS:
+        return GPUS[word.lower()]
+    try:
+        tflops, size, bandwidth, link = map(float, word.split(","))
+    except ValueError:
+        raise UserError(
+            f"--gpu {word}: unknown; there are {', '.join(GPUS)}; or four numbers, as 989,80,3350,450: dense bf16"
+            " TFLOP/s, GB of memory, GB/s of the memory, GB/s to the next GPU"
+        ) from None
+    return Gpu("GPU", tflops, size / 1.074, bandwidth * 1e9, link * 1e9, 25e9, 700)
+
+
 def find_device(processes: int, local_rank: int = 0) -> torch.device:
     """The device of a rank when `processes` ranks run on this machine; refuses too few GPUs, and GPUs that torch cannot
     use."""

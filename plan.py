@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from unittest import mock
 
 from config import DEFAULT, UNSUPPORTED, Config, check_batch, parse_args, refuse_unsupported, split_batch, with_recipes
 from errors import UserError
@@ -48,7 +49,7 @@ GIB, META = 2**30, torch.device("meta")
 CUDA_BYTES = int(1.5 * GIB)  # CUDA's own, NCCL's buffers and cuBLAS's workspaces: outside of torch's allocator
 LOOSE = 0.04  # of what torch allocates: blocks that are reserved and too small for what is needed next
 OUTSIDE = ("loose in torch's allocator", "CUDA and NCCL")  # parts of a GPU's memory that torch does not count
-PROCESS_BYTES = {"cuda": 3 * GIB, "cpu": int(0.335 * GIB)}  # of the host: Python, torch, what it loads, the data
+PROCESS_BYTES = {True: 3 * GIB, False: int(0.335 * GIB)}  # of the host: Python, torch, what it loads, the data
 FUSED = 3  # a compiled block moves an elementwise result about a third as often
 RATES = {"bf16": 1.0, "tf32": 0.5, "fp32": 0.07}  # of GPUs, as multiples of that in bf16
 NARROW = 200  # columns: matrices of this width reach half of the rate of very wide ones
@@ -74,8 +75,8 @@ class Cluster:
         return self.nodes * self.gpus
 
     @property
-    def device(self) -> str:
-        return "cpu" if self.gpu.name == "CPU" else "cuda"
+    def cuda(self) -> bool:
+        return self.gpu.name != "CPU"
 
 
 # ---- memory
@@ -95,7 +96,7 @@ class _Live(TorchDispatchMode):
         if op is torch.ops.aten.logsumexp.default:  # its kernel holds the exponentials
             self.peak = max(self.peak, self.now + args[0].nbytes)
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+            if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
         return out
 
@@ -115,12 +116,6 @@ class _Live(TorchDispatchMode):
         return peak
 
 
-def _fused_attention(name: str):
-    """torch's fused kernel as a GPU or a CPU runs it: on the meta device torch would choose the plain one."""
-    kernel = getattr(torch.ops.aten, name)
-    return lambda q, k, v, attn_mask=None, is_causal=False, enable_gqa=False: kernel(q, k, v, 0.0, True)[0]
-
-
 def _even_experts(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """model.grouped_matmul's loop, without the numbers in `ends`: the meta device has none."""
     parts = zip(x.tensor_split(len(weight)), weight.to(x.dtype), strict=True)
@@ -128,41 +123,40 @@ def _even_experts(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _as_on(device: str, config: Config) -> Iterator[None]:
-    """The model's choices by device are those for `device`, though it computes on the meta device."""
+def _as_on(cuda: bool, config: Config) -> Iterator[None]:
+    """The model's choices by device are those for a GPU or a CPU, though it computes on the meta device, where torch
+    itself would choose the plain attention."""
+
+    def attend(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False) -> Tensor:
+        if cuda:
+            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        bias = None if attn_mask is None else attn_mask.to(q.dtype)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias)[0]
 
     def add_in_place(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         return torch.empty(len(a), b.shape[1], device=META) if total is None else total
 
-    cuda = device == "cuda"
-    kernel = _fused_attention("_scaled_dot_product_flash_attention" + "_for_cpu" * (not cuda))
-    places = [
-        (attention.F, "scaled_dot_product_attention", kernel),
-        (transformer, "CHUNK_BYTES", transformer.CHUNK_BYTES | {"meta": transformer.CHUNK_BYTES[device]}),
-    ]
-    if cuda:  # whose kernels share keys among heads, and add products up in place
-        places += [
-            (attention, "_shares_heads", lambda q, group, mask: group > 1),
-            (transformer, "add_product", add_in_place),
-        ]
-    if config.dtype != "bf16":
-        places.append((transformer.MoE, "matmul", staticmethod(_even_experts)))
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in places]
-    try:
-        for place in places:
-            setattr(*place)
+    chunk_bytes = transformer.CHUNK_BYTES["cuda" if cuda else "cpu"]
+    with contextlib.ExitStack() as stack:
+
+        def put(owner, name: str, value) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        put(attention.F, "scaled_dot_product_attention", attend)
+        put(transformer, "CHUNK_BYTES", {"cuda": chunk_bytes})
+        if cuda:  # whose kernels share keys among heads, and add products up in place
+            put(attention, "_shares_heads", lambda q, group, mask: group > 1)
+            put(transformer, "add_product", add_in_place)
+        if config.dtype != "bf16":
+            put(transformer.MoE, "matmul", staticmethod(_even_experts))
         yield
-    finally:
-        for place in before:
-            setattr(*place)
 
 
 def _build(config: Config, layers: int, sharded: bool) -> transformer.Transformer:
     """The model as train.build makes it, on the meta device, with so many layers; neither compiled nor sharded."""
     shape, dtype = replace(config.model_config, n_layers=layers), DTYPES[config.dtype]
-    backend = "blocked" if config.attention == "blocked" else "sdpa"
     with META:
-        model = transformer.Transformer(shape, dtype, backend)
+        model = transformer.Transformer(shape, dtype, config.attention)
     if config.fp8 != "off":
         fp8.convert(model, config, META)
     model.to(dtype if sharded else DTYPES[config.param_dtype])
@@ -171,38 +165,27 @@ def _build(config: Config, layers: int, sharded: bool) -> transformer.Transforme
         mode = {"none": "selective"}.get(mode, mode)
         model.lm_head.cross_entropy = lambda logits, targets, grads: logits.new_empty(len(logits), dtype=torch.float32)
     activations.checkpoint_activations(model, mode)
+    if sharded or config.update_in_backward:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return model
 
 
-TRACED = "model vocab_size dim n_layers n_heads n_kv_heads ffn_dim seq_len micro_batch dtype param_dtype checkpointing"
-TRACED = (
-    *TRACED.split(),
-    "update_in_backward",
-    "fp8",
-    "fp8_grad_dtype",
-    "fp8_skip",
-    "attention",
-    "compile",
-    "offload_activations",
-)
-
-
-def trace(config: Config, device: str, sharded: bool, accumulates: bool) -> tuple[list[int], int]:
+def trace(config: Config, cuda: bool, sharded: bool, accumulates: bool) -> tuple[list[int], int]:
     """A forward and a backward pass of the real model -> (bytes that exist beside parameters and moments, at the most:
     until the loss, until the last block's backward pass is done, until all are; bytes that were made in all).
 
-    device: cuda or cpu. sharded: gradients leave as soon as they are complete, and parameters are gathered in the
-    compute dtype. accumulates: gradients of an earlier micro-batch exist."""
+    sharded: gradients leave as soon as they are complete, and parameters are gathered in the compute dtype.
+    accumulates: gradients of an earlier micro-batch exist."""
+    same = {"state_dtype": "fp32", "offload": "none", "shard_size": 0, "reshard": "auto", "batch_tokens": 0}
     if sharded:
-        config = replace(config, param_dtype="fp32")  # whatever it is
-    key = tuple((name, getattr(config, name)) for name in TRACED)
-    return _trace(key, device, sharded, accumulates)
+        same["param_dtype"] = "fp32"
+    return _trace(replace(config, **same), cuda, sharded, accumulates)
 
 
 @functools.lru_cache(4096)
-def _trace(key: tuple, device: str, sharded: bool, accumulates: bool) -> tuple[list[int], int]:
-    config = replace(Config(), **dict(key))
-    with _as_on(device, config):
+def _trace(config: Config, cuda: bool, sharded: bool, accumulates: bool) -> tuple[list[int], int]:
+    with _as_on(cuda, config):
         two, three = (_trace_layers(config, n, sharded, accumulates) for n in (2, 3))
     more = config.model_config.n_layers - 2
     *peaks, made = (a + more * (b - a) for a, b in zip(two, three, strict=True))
@@ -212,25 +195,21 @@ def _trace(key: tuple, device: str, sharded: bool, accumulates: bool) -> tuple[l
 def _trace_layers(config: Config, layers: int, sharded: bool, accumulates: bool) -> list[int]:
     model, laps = _build(config, layers, sharded), []
     tokens = torch.empty(config.micro_batch, config.seq_len, dtype=torch.int64, device=META)
-    live = _Live([tokens, *model.parameters()])
-    block = model.layers[-1]
-    if sharded or config.update_in_backward:
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    documents = (tokens, tokens[0, :64].int()) if config.documents == "separate" else ()
+    live = _Live([tokens, *documents, *model.parameters()])
 
-    def first_use(grads) -> None:
+    def lap(_=None) -> None:
         laps.append(live.lap())
 
+    model.layers[-1].register_forward_pre_hook(lambda m, args: args[0].register_hook(lap) and None)
     with live:
         for _ in range(1 + (accumulates and not sharded)):
-            laps.clear()
             live.lap()
-            handle = block.register_forward_pre_hook(lambda m, args: args[0].register_hook(first_use) and None)
-            loss = model(tokens, tokens)
-            laps.append(live.lap())
+            laps.clear()
+            loss = model(tokens, tokens, *documents)
+            lap()
             loss.backward()
-            laps.append(live.lap())
-            handle.remove()
+            lap()
     return [*laps, live.made]
 
 
@@ -257,76 +236,67 @@ def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
         copies = [1 << (size - 1).bit_length() for size in copies]
     gradients = sum(copies)
     if config.update_in_backward:  # of a block at a time
-        gradients = sum(copies) * _units(config)["block"] // _units(config)["all"]
+        total, block, _ = _units(config)
+        gradients = gradients * block // total
     moments = 2 * sum(held) * DTYPES[config.state_dtype].itemsize
     return {"parameters": sum(copies), "gradients": gradients, "moments": moments}
 
 
-def _units(config: Config) -> dict[str, int]:
-    """Numbers in the units that FSDP2 gathers: all, one block, and the larger of embedding and lm_head."""
+def _units(config: Config) -> tuple[int, int, int]:
+    """Numbers in the units that FSDP2 gathers: in all, in a block, in the larger of embedding and lm_head."""
     shape = config.model_config
-    total, ends = sum(elements(config, 1)), shape.vocab_size * shape.dim
-    return {"all": total, "block": (total - ends * (2 - shape.tied)) // shape.n_layers, "end": ends}
+    total, end = sum(elements(config, 1)), shape.vocab_size * shape.dim
+    return total, (total - end * (2 - shape.tied)) // shape.n_layers, end
 
 
 def memory(config: Config, cluster: Cluster) -> tuple[dict[str, int], dict[str, int]]:
     """-> (bytes on each GPU by part, bytes on each host by part) at the peak. Without GPUs the first is empty."""
-    device = cluster.device
     _, shards = mesh_shape(config.shard_size, cluster.ranks)
-    offload = device == "cuda" and config.offload == "cpu"
-    held, host = state(config, shards, offload), {"processes": cluster.gpus * PROCESS_BYTES[device]}
-    host["tokens of a step"] = 16 * config.batch_tokens // cluster.nodes
+    offload = cluster.cuda and config.offload == "cpu"
+    held = state(config, shards, offload)
+    host = {"processes": PROCESS_BYTES[cluster.cuda], "tokens of a step": 16 * config.batch_tokens // cluster.ranks}
+    gradients = held["gradients"]
     if offload:
-        host |= {part: cluster.gpus * size for part, size in held.items()}
-        held = dict.fromkeys(held, 0)
-    parts = held | _working(config, cluster, device, held["gradients"])
-    if config.offload_activations and device == "cuda":
-        inputs = config.model_config.n_layers * config.model_config.dim * config.micro_batch * config.seq_len
-        inputs *= DTYPES[config.dtype].itemsize
-        parts["activations"] -= inputs
-        host["block inputs"] = inputs * cluster.gpus
-    if device == "cpu":
-        return {}, host | {part: cluster.gpus * size for part, size in parts.items()}
-    parts |= dict(zip(OUTSIDE, (int(LOOSE * sum(parts.values())), CUDA_BYTES), strict=True))
-    return parts, host
+        host, held, gradients = host | held, {}, 0
+    parts = held | _working(config, cluster, gradients)
+    if config.offload_activations and cluster.cuda:
+        width = config.model_config.n_layers * config.model_config.dim * DTYPES[config.dtype].itemsize
+        host["block inputs"] = width * config.micro_batch * config.seq_len
+        parts["activations"] -= host["block inputs"]
+    if cluster.cuda:
+        parts |= dict(zip(OUTSIDE, (int(LOOSE * sum(parts.values())), CUDA_BYTES), strict=True))
+    else:
+        host, parts = host | parts, {}
+    return parts, {name: cluster.gpus * size for name, size in host.items()}
 
 
-def _working(config: Config, cluster: Cluster, device: str, gradients: int) -> dict[str, int]:
+def _working(config: Config, cluster: Cluster, gradients: int) -> dict[str, int]:
     """What a step needs beside parameters and moments, in that of its three phases (see trace) that needs most."""
-    sharded = cluster.ranks > 1 or (device == "cuda" and config.offload == "cpu")
+    sharded = cluster.ranks > 1 or (cluster.cuda and config.offload == "cpu")
     accumulates = config.batch_tokens > config.micro_batch * config.seq_len * cluster.ranks
-    peaks, _ = trace(config, device, sharded, accumulates)
-    gathered, reduced = ([0] * 3 for _ in range(2))
-    if sharded:
-        gathered, reduced = _transferred(config, cluster)
-    grads = [gradients if accumulates else 0] * 2 + [gradients]
-    if sharded or config.update_in_backward:
-        peaks = [a + b for a, b in zip(peaks, grads, strict=True)]
-    totals = [sum(amounts) for amounts in zip(peaks, gathered, reduced, strict=True)]
-    phase = totals.index(max(totals))
-    return {
-        "gradients": grads[phase],
-        "activations": peaks[phase] - grads[phase],
-        "gathered parameters": gathered[phase],
-        "gradients being reduced": reduced[phase],
-    }
+    peaks, _ = trace(config, cluster.cuda, sharded, accumulates)
+    grads = [gradients * accumulates, gradients * accumulates, gradients]
+    if not sharded and not config.update_in_backward:  # then they were counted
+        peaks = [peak - size for peak, size in zip(peaks, grads, strict=True)]
+    transferred = _transferred(config, cluster) if sharded else ([0] * 3, [0] * 3)
+    sizes = max(zip(grads, peaks, *transferred, strict=True), key=sum)
+    return dict(zip(("gradients", "activations", "gathered parameters", "gradients being reduced"), sizes, strict=True))
 
 
 def _transferred(config: Config, cluster: Cluster) -> tuple[list[int], list[int]]:
     """Bytes of FSDP2's buffers in each phase: gathered parameters; gradients of the unit being reduced, in the compute
     dtype and in that of the reduction. While one block computes, the next `prefetch` are gathered, and one is copied
     out of the buffer that it was gathered in (torch.distributed.fsdp, _fsdp_param_group.py)."""
-    units, compute = _units(config), DTYPES[config.dtype].itemsize
+    total, block, end = _units(config)
+    compute, reduce = (DTYPES[name].itemsize for name in (config.dtype, config.reduce_dtype))
     _, shards = mesh_shape(config.shard_size, cluster.ranks)
-    block, end = units["block"] * compute, units["end"] * compute
     if config.reshard == "never" or shards == 1:
-        gathered = [units["all"] * compute + block] * 3
+        gathered = [total + block] * 3
     else:
-        forward = max((2 + config.prefetch) * block, 2 * end + block)
-        gathered = [forward, (2 + config.prefetch) * block, (2 + config.prefetch) * block]
-    unit = max(units["block"], units["end"])
-    reduced = units["block"] * compute + unit * DTYPES[config.reduce_dtype].itemsize
-    return gathered, [0, reduced, reduced]
+        blocks = (2 + config.prefetch) * block
+        gathered = [max(blocks, 2 * end + block), blocks, blocks]
+    reduced = block * compute + max(block, end) * reduce
+    return [compute * n for n in gathered], [0, reduced, reduced]
 
 
 def disk(config: Config) -> int:
@@ -340,40 +310,40 @@ def disk(config: Config) -> int:
 
 def seconds(config: Config, cluster: Cluster) -> dict[str, float]:
     """Seconds of a step by part; the sum is the step's."""
-    tokens = config.batch_tokens / cluster.ranks
-    parts = _computation(config, cluster, tokens)
+    parts = _computation(config, cluster)
     transfers = _transfers(config, cluster)
     parts["transfers that no computation hides"] = max(transfers - HIDDEN * sum(parts.values()), 0.05 * transfers)
-    _, shards = mesh_shape(config.shard_size, cluster.ranks)
-    held = state(config, shards)
-    traffic = 2 * sum(held.values()) - held["gradients"]  # all is read, and written but for the gradients
+    masters, moments = (DTYPES[name].itemsize for name in (config.param_dtype, config.state_dtype))
+    traffic = (3 * masters + 4 * moments) * _held(config, cluster)  # all is read, and written but for the gradients
     offload = config.offload == "cpu"
     parts["update"] = traffic / (HOST_BANDWIDTH / cluster.gpus if offload else cluster.gpu.bandwidth)
     return parts
 
 
-def _computation(config: Config, cluster: Cluster, tokens: float) -> dict[str, float]:
-    """Seconds that a GPU computes for so many tokens."""
-    shape, gpu = config.model_config, cluster.gpu
+def _held(config: Config, cluster: Cluster) -> int:
+    return sum(elements(config, mesh_shape(config.shard_size, cluster.ranks)[1]))
+
+
+def _computation(config: Config, cluster: Cluster) -> dict[str, float]:
+    """Seconds that a GPU computes in a step."""
+    shape, gpu, tokens = config.model_config, cluster.gpu, config.batch_tokens / cluster.ranks
     rate = gpu.tflops * 1e12 * gpu.reach * shape.dim / (shape.dim + NARROW)
-    if cluster.device == "cuda":
+    if cluster.cuda:
         rate *= RATES[config.dtype]
+    in_products = 6 * transformer.matmul_params(shape)  # FLOPs per token
     head = 6 * shape.vocab_size * shape.dim * tokens / rate
-    products = 6 * transformer.matmul_params(shape) * tokens / rate - head
+    products = in_products * tokens / rate - head
     if config.fp8 != "off":
         products /= gpu.fp8 or 1.0  # a CPU computes it as fp32
-    attended = transformer.flops_per_token(shape, config.seq_len) - 6 * transformer.matmul_params(shape)
-    attends = attended * tokens / rate / ATTENTION
-    again = (products + attends) / 3 if config.checkpointing == "block" else 0.0
-    _, made = trace(config, cluster.device, True, False)
-    made *= tokens / (config.micro_batch * config.seq_len)
-    moved = 3 * made / (FUSED if config.compile != "none" else 1)  # an operation reads about twice what it writes
+    attends = (transformer.flops_per_token(shape, config.seq_len) - in_products) * tokens / rate / ATTENTION
+    _, made = trace(config, cluster.cuda, True, False)
+    moved = 3 * made * tokens / (config.micro_batch * config.seq_len)  # an operation reads about twice what it writes
     return {
         "products": products,
         "lm_head and loss": head,
         "attention": attends,
-        "computed again": again,
-        "elementwise": moved / gpu.bandwidth,
+        "computed again": (products + attends) / 3 if config.checkpointing == "block" else 0.0,
+        "elementwise": moved / (FUSED if config.compile != "none" else 1) / gpu.bandwidth,
     }
 
 
@@ -381,21 +351,18 @@ def _transfers(config: Config, cluster: Cluster) -> float:
     """Seconds that a step's slowest link works: parameters are gathered twice for each micro-batch, gradients reduced
     once, replicas summed once a step."""
     replicas, shards = mesh_shape(config.shard_size, cluster.ranks)
-    total, held = _units(config)["all"], sum(elements(config, shards))
-    compute, reduce = (DTYPES[name].itemsize for name in (config.dtype, config.reduce_dtype))
+    (total, _, _), held = _units(config), _held(config, cluster)
+    compute, reduce, masters = (DTYPES[n].itemsize for n in (config.dtype, config.reduce_dtype, config.param_dtype))
     micro_batches = config.batch_tokens / (config.micro_batch * config.seq_len * cluster.ranks)
-    nodes = -(-shards // cluster.gpus)  # all network cards of a node take part in what comes to it from others
-    link = min(
-        cluster.gpu.link, cluster.gpus * cluster.network * nodes / (nodes - 1) if nodes > 1 else cluster.gpu.link
-    )
+    link, nodes = cluster.gpu.link, -(-shards // cluster.gpus)
+    if nodes > 1:  # all network cards of a node take part in what comes to it from others
+        link = min(link, cluster.gpus * cluster.network * nodes / (nodes - 1))
     gathers = 2 if config.reshard != "never" else 1 / micro_batches
     out = total * (gathers * compute + reduce) * (shards - 1) / shards / link * micro_batches
-    if replicas > 1:
-        link = cluster.gpu.link if cluster.nodes == 1 else cluster.network
-        out += 2 * held * reduce * (replicas - 1) / replicas / link
+    link = cluster.gpu.link if cluster.nodes == 1 else cluster.network
+    out += 2 * held * reduce * (replicas - 1) / replicas / link
     if config.offload == "cpu":
-        masters = DTYPES[config.param_dtype].itemsize
-        out += held * (2 * masters + masters) * micro_batches / cluster.gpu.host
+        out += 3 * held * masters * micro_batches / cluster.gpu.host
     return out
 
 
@@ -421,9 +388,10 @@ def settle(config: Config, cluster: Cluster) -> Config:
     """Every `auto` and every size that a number of ranks decides. Refuses what train.py refuses, in the same words."""
     mesh_shape(config.shard_size, cluster.ranks)
     check_batch(config, cluster.ranks)
-    chosen = {"dtype": {"auto": "bf16"}.get(config.dtype, config.dtype), "attention": "sdpa"}
-    chosen["compile"] = {"auto": "block"}.get(config.compile, config.compile)
-    config = replace(_split(config, cluster), **chosen)
+    dtype = "bf16" if config.dtype == "auto" else config.dtype
+    compile = "block" if config.compile == "auto" else config.compile
+    packed = dtype == "bf16" and cluster.cuda and config.documents == "separate" and config.attention == "auto"
+    config = replace(_split(config, cluster), dtype=dtype, compile=compile, attention="varlen" if packed else "sdpa")
     refuse_unsupported(config, cluster.ranks)
     if config.fp8 != "off" and not cluster.gpu.fp8:
         raise UserError(f"--fp8 {config.fp8}: the {cluster.gpu.name} has no FP8; --fp8 off trains in bf16 there")
@@ -437,46 +405,42 @@ def predict(config: Config, cluster: Cluster) -> Plan:
     return Plan(config, gpu, host, seconds(config, cluster), fits)
 
 
-def variants(config: Config, cluster: Cluster) -> Iterator[Plan]:
-    """The same training, step by step, by other means: flags that cost memory or time and change no result beyond
-    rounding, --state_dtype and --offload."""
+def variants(config: Config, cluster: Cluster) -> list[Plan]:
+    """What fits of the same training, step by step, by other means, the fastest first: flags that cost memory or time
+    and change no result beyond rounding, --state_dtype and --offload."""
     rows = config.batch_tokens // (config.seq_len * cluster.ranks)
-    micro_batches = [n for n in (1, 2, 4, 8, 16, 32, 64) if rows % n == 0] or [config.micro_batch]
     grid = {
-        "micro_batch": sorted({*micro_batches, config.micro_batch}),
+        "micro_batch": {config.micro_batch, *(n for n in (1, 2, 4, 8, 16, 32, 64) if rows % n == 0)},
         "checkpointing": ("none", "selective", "block") if config.compile == "none" else ("none", "block"),
-        "param_dtype": dict.fromkeys((config.param_dtype, "bf16")),
-        "state_dtype": dict.fromkeys((config.state_dtype, "bf16")),
-        "offload": dict.fromkeys((config.offload, "cpu")),
+        "param_dtype": {config.param_dtype, "bf16"},
+        "state_dtype": {config.state_dtype, "bf16"},
+        "offload": {config.offload, "cpu"},
         "update_in_backward": {config.update_in_backward, not config.clip},
-        "shard_size": dict.fromkeys((config.shard_size, 0)),
-        "reshard": dict.fromkeys((config.reshard, "auto")),
+        "shard_size": {config.shard_size, 0},
+        "reshard": {config.reshard, "auto"},
     }
-    for values in itertools.product(*grid.values()):
-        other = replace(config, **dict(zip(grid, values, strict=True)))
-        if not any(asked(other, cluster.ranks) for asked, _ in UNSUPPORTED):
-            yield predict(other, cluster)
+    others = [replace(config, **dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
+    allowed = [c for c in others if not any(asked(c, cluster.ranks) for asked, _ in UNSUPPORTED)]
+    plans = [predict(other, cluster) for other in allowed]
+    fitting = [plan for plan in plans if plan.fits]
+    return sorted(fitting, key=lambda plan: (plan.seconds, changes(config, plan.config)))
 
 
 def changes(config: Config, other: Config) -> str:
     """The flags that make the one the other."""
-    return " ".join(f"--{f.name} {getattr(other, f.name)}" for f in fields(config) if _differ(config, other, f.name))
-
-
-def _differ(config: Config, other: Config, name: str) -> bool:
-    return getattr(config, name) != getattr(other, name)
+    new = {f.name: getattr(other, f.name) for f in fields(config) if getattr(other, f.name) != getattr(config, f.name)}
+    return " ".join(f"--{name} {value}" for name, value in new.items()) or "(as it is)"
 
 
 def least_gpus(config: Config, cluster: Cluster) -> int:
-    """The least power of two of such GPUs that hold the training in some variant without offload, in nodes as here; 0:
-    no number up to 4,096."""
+    """How many such GPUs hold the training with --micro_batch 1 --checkpointing block, without offload, in nodes as
+    here; 0: no number up to 4,096."""
+    small = replace(config, micro_batch=1, shard_size=0, offload="none", checkpointing="block")
     for n in (2**i for i in range(13)):
         at = replace(cluster, nodes=-(-n // cluster.gpus), gpus=min(n, cluster.gpus))
-        other = replace(config, batch_tokens=at.ranks * config.seq_len, micro_batch=1, shard_size=0)
-        other = replace(other, offload="none")
-        ways = [replace(other, checkpointing=mode) for mode in ("none", "block")]
-        if any(sum(memory(way, at)[0].values()) <= at.gpu.gib * GIB for way in ways):
-            return n
+        gpu, _ = memory(replace(small, batch_tokens=at.ranks * config.seq_len), at)
+        if sum(gpu.values()) <= at.gpu.gib * GIB:
+            return at.ranks
     return 0
 
 
@@ -487,14 +451,12 @@ def cluster_here(device: torch.device, ranks: int, flops: float = 1e12) -> Clust
     """The machines that this process and its peers run on. flops: what a device reaches, where the table of GPUs does
     not know it."""
     gpus = min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), ranks)
-    if device.type == "cuda":
-        name, size = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-        known = next(
-            (gpu for gpu in GPUS.values() if gpu.name in name), Gpu("GPU", flops / 1e12, 0, 1e12, 5e10, 2.5e10, 300)
-        )
-        return Cluster(ranks // gpus, gpus, known._replace(gib=size / GIB))
-    size = machine.available_memory() or math.inf
-    return Cluster(ranks // gpus, gpus, Gpu("CPU", flops / 1e12, 0, 2e10, 1e10, 1e10, 100, 0.8), host_gib=size / GIB)
+    if device.type == "cpu":
+        gpu = Gpu("CPU", flops / 1e12, 0, 2e10, 1e10, 1e10, 100, 0.8)
+        return Cluster(ranks // gpus, gpus, gpu, host_gib=machine.available_memory() / GIB or math.inf)
+    gpu = machine.known_gpu(device) or Gpu("GPU", flops / 1e12, 0, 1e12, 5e10, 2.5e10, 300)
+    size = torch.cuda.get_device_properties(device).total_memory
+    return Cluster(ranks // gpus, gpus, gpu._replace(gib=size / GIB))
 
 
 def _split(config: Config, cluster: Cluster) -> Config:
@@ -502,19 +464,13 @@ def _split(config: Config, cluster: Cluster) -> Config:
     return replace(config, micro_batch=micro_batch, batch_tokens=batch_tokens)
 
 
-def measured_bytes(config: Config, cluster: Cluster) -> int:
-    """What is predicted of that which log.memory_gib measures: what torch allocates on a GPU, or a process on a CPU."""
-    gpu, host = memory(config, cluster)
-    if cluster.device == "cpu":
-        return sum(host.values()) // cluster.gpus
-    return sum(size for part, size in gpu.items() if part not in OUTSIDE)
-
-
 def step_figures(config: Config, cluster: Cluster) -> dict[str, float]:
-    """What is predicted of a record of metrics.jsonl: `mem_gib` and `step_ms`."""
+    """What is predicted of a record of metrics.jsonl: `mem_gib`, of what torch allocates on a GPU or of a process on a
+    CPU, and `step_ms`."""
     config = _split(config, cluster)
-    milliseconds = 1e3 * sum(seconds(config, cluster).values())
-    return {"mem_gib": measured_bytes(config, cluster) / GIB, "step_ms": milliseconds}
+    gpu, host = memory(config, cluster)
+    size = sum(size for part, size in gpu.items() if part not in OUTSIDE) or sum(host.values()) // cluster.gpus
+    return {"mem_gib": size / GIB, "step_ms": 1e3 * sum(seconds(config, cluster).values())}
 
 
 # ---- what it says
@@ -548,62 +504,53 @@ def speed(plan: Plan, cluster: Cluster) -> str:
     return f"{rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%}"
 
 
-def cost(plan: Plan, cluster: Cluster, steps: float) -> str:
-    """Time, energy and money for so many steps."""
-    length, gpus = steps * plan.seconds, cluster.ranks
-    kwh = length / 3600 * gpus * cluster.gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
-    tokens = steps * plan.config.batch_tokens
-    text = f"{duration(length)} for {tokens / 1e9:,.3g} B tokens ({steps:,.0f} steps), about {kwh:,.0f} kWh"
-    return text + f", {length / 3600 * gpus * cluster.price:,.0f} at {cluster.price:g} an hour" * (cluster.price > 0)
-
-
 def memory_line(config: Config, cluster: Cluster) -> str:
     gpu, host = memory(_split(config, cluster), cluster)
     return f"about {gib(gpu)} per GPU; {gib(host)} per host" if gpu else f"about {gib(host)} per host"
 
 
 def summary(plan: Plan, cluster: Cluster, steps: float) -> str:
-    config, gpu = plan.config, cluster.gpu
-    total = sum(elements(config, 1))
-    slow = {name: s for name, s in plan.times.items() if s > 0.02 * plan.seconds}
-    times = ", ".join(f"{name} {s / plan.seconds:.0%}" for name, s in sorted(slow.items(), key=lambda item: -item[1]))
-    lines = [
-        f"{config.model}, {total / 1e9:.3g} B parameters, on {cluster.nodes} x {cluster.gpus} {gpu.name}: "
-        + ("it fits." if plan.fits else "it does not fit."),
-        f"  each GPU: {gib(plan.gpu)} of {gpu.gib} GiB",
-        f"  each host: {gib(plan.host)}" + f" of {cluster.host_gib:.0f} GiB" * (cluster.host_gib < math.inf),
-        f"  disk: {amount(disk(config))} a checkpoint, {amount((config.keep + 1) * disk(config))} for --keep"
-        f" {config.keep} and the one being written",
-        f"  speed: {speed(plan, cluster)} ({times})",
-        f"  time: {cost(plan, cluster, steps)}",
-    ]
-    return "\n".join(lines)
+    config, gpu, length = plan.config, cluster.gpu, steps * plan.seconds
+    slow = sorted(((s / plan.seconds, name) for name, s in plan.times.items()), reverse=True)
+    times = ", ".join(f"{name} {share:.0%}" for share, name in slow if share > 0.02)
+    hours = length / 3600 * cluster.ranks
+    kwh = hours * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
+    price = f", {hours * cluster.price:,.0f} at {cluster.price:g} an hour" * (cluster.price > 0)
+    tokens = steps * config.batch_tokens / 1e9
+    return (
+        f"{config.model}, {sum(elements(config, 1)) / 1e9:.3g} B parameters, on {cluster.nodes} x {cluster.gpus}"
+        f" {gpu.name}: {'it fits' if plan.fits else 'it does not fit'}.\n"
+        f"  each GPU: {gib(plan.gpu)} of {gpu.gib} GiB\n"
+        f"  each host: {gib(plan.host)}" + f" of {cluster.host_gib:.0f} GiB" * (cluster.host_gib < math.inf) + "\n"
+        f"  disk: {disk_line(config)}\n"
+        f"  speed: {speed(plan, cluster)} ({times})\n"
+        f"  time: {duration(length)} for {tokens:,.3g} B tokens ({steps:,.0f} steps), about {kwh:,.0f} kWh{price}"
+    )
+
+
+def disk_line(config: Config) -> str:
+    kept = "two" if config.keep == 2 else config.keep
+    total = amount((config.keep + 1) * disk(config))
+    return f"{amount(disk(config))} a checkpoint, {total} for the {kept} that are kept and the one being written"
 
 
 def advice(plan: Plan, cluster: Cluster, best: int = 3) -> str:
     """What does not fit: the smallest changes that make it fit, with what they cost in speed. What fits: the fastest
     settings found."""
-    ways = [way for way in variants(plan.config, cluster) if way.fits]
-    if not plan.fits:
-        ways.sort(key=lambda way: (changes(plan.config, way.config).count("--"), way.seconds))
-        head = "What makes it fit, the smallest change first, and its speed as a multiple of the plan above:"
-    else:
+    ways, text = variants(plan.config, cluster), "Faster, if you like, and by how much:"
+    if plan.fits:
         ways = [way for way in ways if way.seconds < 0.98 * plan.seconds or best > 3]
-        ways.sort(key=lambda way: way.seconds)
-        head = "Faster, if you like, and by how much:"
+    else:
+        ways.sort(key=lambda way: changes(plan.config, way.config).count("--"))
+        text = "What makes it fit, the smallest change first, and its speed as a multiple of the plan above:"
     lines = [
-        f"  {changes(plan.config, way.config) or '(as it is)'}: {sum(way.gpu.values()) / GIB:.1f} GiB per GPU,"
+        f"  {changes(plan.config, way.config)}: {sum(way.gpu.values()) / GIB:.1f} GiB per GPU,"
         f" {sum(way.host.values()) / GIB:.0f} per host, {plan.seconds / way.seconds:.2f} x"
         for way in ways[:best]
     ]
-    if not ways:
-        lines = ["  nothing that the flags can do" if not plan.fits else "  nothing found: this is the fastest setting"]
-    fewest = least_gpus(plan.config, cluster)
-    lines.append(
-        f"At least {fewest} x {cluster.gpu.name} hold this training without --offload, as it is or with"
-        " --micro_batch 1 --checkpointing block."
-    )
-    return "\n".join([head, *lines])
+    least = f"At least {least_gpus(plan.config, cluster)} x {cluster.gpu.name} hold this training"
+    least += " with --micro_batch 1 --checkpointing block and without --offload."
+    return "\n".join([text, *(lines or ["  nothing found among the flags"]), least])
 
 
 def table(config: Config, cluster: Cluster) -> str:
@@ -611,9 +558,8 @@ def table(config: Config, cluster: Cluster) -> str:
     lines = []
     for size, name in ((24, "rtx4090"), (40, "a100-40"), (80, "h100-80"), (141, "h200"), (192, "mi300x")):
         at = replace(cluster, gpu=GPUS[name])
-        ways = sorted((way for way in variants(config, at) if way.fits), key=lambda way: way.seconds)
-        best = f"{changes(config, ways[0].config) or '(as it is)'}: {speed(ways[0], at)}" if ways else "does not fit"
-        lines.append(f"  {size:3} GB ({name}): {best}")
+        ways = [f"{changes(config, way.config)}: {speed(way, at)}" for way in variants(config, at)[:1]]
+        lines.append(f"  {size:3} GB ({name}): {''.join(ways) or 'does not fit'}")
     return "\n".join(lines)
 
 
@@ -624,32 +570,12 @@ def head(plan: Plan, cluster: Cluster) -> str:
     if config.offload == "cpu":
         lines.append(f"Host: {gib(plan.host, 0.5)}.")
     if config.save_every:
-        kept = "two" if config.keep == 2 else str(config.keep)
-        lines.append(
-            f"Disk: {amount(disk(config))} a checkpoint, {amount((config.keep + 1) * disk(config))} for the {kept} that"
-            " are kept and the one being written."
-        )
+        lines.append(f"Disk: {disk_line(config)}.")
     lines.append(f"Time: about {speed(plan, cluster)}, {duration(config.steps * plan.seconds)} in all, not measured.")
-    wrapped = [textwrap.wrap(line, 120, initial_indent="# ", subsequent_indent="#   ") for line in lines]
-    return "\n".join(line for lines in wrapped for line in lines)
+    return "\n".join(textwrap.fill(line, 120, initial_indent="# ", subsequent_indent="#   ") for line in lines)
 
 
 # ---- the command
-
-
-def read_gpu(word: str) -> Gpu:
-    numbers = word.split(",")
-    if word.lower() in GPUS:
-        return GPUS[word.lower()]
-    try:
-        tflops, size, *rest = map(float, numbers)
-        bandwidth, link = (rest + [tflops * 3.4, 50.0])[:2] if len(rest) < 2 else rest
-        return Gpu("GPU", tflops, size / 1.074, bandwidth * 1e9, link * 1e9, 25e9, 700)
-    except ValueError:
-        raise UserError(
-            f"--gpu {word}: unknown; there are {', '.join(GPUS)}; or four numbers, as 989,80,3350,450: dense bf16"
-            " TFLOP/s, GB of memory, GB/s of the memory, GB/s to the next GPU"
-        ) from None
 
 
 def calibrated() -> Gpu:
@@ -657,39 +583,42 @@ def calibrated() -> Gpu:
     from log import peak_flops
 
     cuda = torch.cuda.is_available()
-    device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
-    rate, _ = peak_flops(device, dtype)
+    device = torch.device("cuda" if cuda else "cpu")
+    rate, _ = peak_flops(device, torch.bfloat16 if cuda else torch.float32)
+    here, best = cluster_here(device, 1, rate), math.inf
     a = torch.empty(2**28 if cuda else 2**25, device=device)
-    b, best = torch.empty_like(a), math.inf
     for _ in range(5):
         begin = time.perf_counter()
-        b.copy_(a)
-        b[0].item()
+        a.clone()[0].item()
         best = min(best, time.perf_counter() - begin)
-    size = torch.cuda.get_device_properties(0).total_memory if cuda else machine.available_memory()
-    gpu = Gpu("GPU" if cuda else "CPU", rate / 1e12, size / GIB, 8 * len(a) / best, 50e9, 25e9, 200, 0.8)
+    gpu = here.gpu._replace(tflops=rate / 1e12, bandwidth=8 * len(a) / best, gib=here.gpu.gib or here.host_gib)
     print(f"Measured here: {rate / 1e12:.3g} TFLOP/s, {gpu.bandwidth / 1e9:.3g} GB/s of memory, {gpu.gib:.1f} GiB")
     return gpu
 
 
+OWN = {  # plan.py's own flags: default, meaning
+    "nodes": (1, "machines"),
+    "gpus": (1, "GPUs in each"),
+    "gpu": ("h100-80", f"{', '.join(GPUS)}; or TFLOP/s,GB,GB/s,GB/s to the next GPU"),
+    "network": (50.0, "GB/s from each GPU to other machines"),
+    "host_gib": (math.inf, "memory of each machine"),
+    "price": (0.0, "of a GPU for an hour"),
+    "tokens": (0.0, "to train on; default: --steps"),
+    "search": (False, "print the fastest settings as flags"),
+    "table": (False, "the same for cards of 24 to 192 GB"),
+    "head": (False, "print the head of the recipe"),
+    "calibrate": (False, "measure this machine and plan for it"),
+}
+
+
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """-> (plan.py's own flags, the Config of the others). Weights need not be there where --model names the shape."""
-    parser = argparse.ArgumentParser(
-        "plan.py", "python plan.py [@recipes/NAME.args ...] [train.py's flags] [--nodes N --gpus N --gpu KIND]",
-        "Says whether a run fits, how fast it is and what it costs.", allow_abbrev=False,
-    )  # fmt: skip
-    parser.add_argument("--nodes", type=int, default=1, help="machines")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs in each")
-    parser.add_argument("--gpu", default="h100-80", help=f"{', '.join(GPUS)}; or TFLOP/s,GB,GB/s,GB/s to the next GPU")
-    parser.add_argument("--network", type=float, default=50.0, help="GB/s from each GPU to other machines")
-    parser.add_argument("--host_gib", type=float, default=math.inf, help="memory of each machine")
-    parser.add_argument("--price", type=float, default=0.0, help="of a GPU for an hour")
-    parser.add_argument("--tokens", type=float, default=0.0, help="to train on; default: --steps")
-    for name, what in (
-        ("--search", "print the fastest settings as flags"), ("--table", "the same for cards of 24 to 192 GB"),
-        ("--head", "print the head of the recipe"), ("--calibrate", "measure this machine and plan for it"),
-    ):  # fmt: skip
-        parser.add_argument(name, action="store_true", help=what)
+    usage = "python plan.py [@recipes/NAME.args ...] [train.py's flags] [--nodes N --gpus N --gpu KIND]"
+    text = "Says whether a run fits, how fast it is and what it costs."
+    parser = argparse.ArgumentParser("plan.py", usage, text, allow_abbrev=False)
+    for name, (default, meaning) in OWN.items():
+        how = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
+        parser.add_argument(f"--{name}", help=meaning, **how)
     own, words = parser.parse_known_args(argv)
     for name in ("nodes", "gpus"):
         if getattr(own, name) < 1:
@@ -702,7 +631,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 def main(argv: list[str]) -> int:
     own, config = parse(argv)
-    gpu = calibrated() if own.calibrate else read_gpu(own.gpu)
+    gpu = calibrated() if own.calibrate else machine.read_gpu(own.gpu)
     cluster = Cluster(own.nodes, own.gpus, gpu, own.network * 1e9, own.price, own.host_gib)
     plan = predict(settle(config, cluster), cluster)
     if own.head:
