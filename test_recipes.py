@@ -37,6 +37,7 @@ def words(recipe: str, folder) -> list[str]:
     """A recipe with its tiny model, and with files under the names of its data or a text of its own."""
     folder.mkdir()
     tiny = "tiny-gpt2" if "gpt" in recipe else "tiny-mixtral" if "mixtral" in recipe else "tiny-llama"
+    tiny = "tiny-qwen3" if "qwen3" in recipe else tiny
     data = [folder / "text.txt"]
     data[0].write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
     if recipe in WITH_DATA:
@@ -144,7 +145,7 @@ def test_real_models_need_data_and_the_small_ones_none(recipe):
 
 def test_fine_tuning_starts_from_the_weights_that_the_head_says_to_fetch(monkeypatch):
     monkeypatch.setattr("download.find", lambda spec, flag: ROOT)
-    for name in ("llama3-8b", "llama3-8b-sft", "llama3.1-405b"):
+    for name in ("llama3-8b", "llama3-8b-sft", "llama3.1-405b", "qwen3-4b-sft"):
         weights = parse_args([f"@recipes/{name}.args"]).weights
         head = (ROOT / f"recipes/{name}.args").read_text()
-        assert weights.startswith("meta-llama/") and f"Needs, once:  python download.py {weights} " in head
+        assert weights.startswith(("meta-llama/", "Qwen/")) and f"Needs, once:  python download.py {weights} " in head
