@@ -54,6 +54,7 @@ from node import (
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK = 0.5  # seconds between two looks
+STALE = 60  # seconds after which a run whose lock nobody touches is dead; rank 0 touches it every ten
 ENDED = ("finished", "stopped", "error", "failed")
 ROOM = 2**20  # free bytes below which a disk counts as full
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\]))(?::(\d+))?")
@@ -658,10 +659,29 @@ class Follower:
         return {"failed": 1, "error": 2}.get(end.state, 0)
 
 
+def changed(path: Path) -> float:
+    """When a file was last written; 0 if there is none."""
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def state_without_launcher(out: Path, launch: dict, status: dict) -> End | None:
+    """What a run is doing that train.sbatch, or somebody's own torchrun, has started; None if the last one was ours."""
+    if not status or status.get("attempt") == launch.get("id"):
+        return None
+    if changed(out / "logs" / "launch.json") > changed(out / "status.json"):
+        return None
+    state, message = status.get("state", ""), status.get("message", "")
+    if state == "running" and time.time() - changed(out / "lock") > STALE:
+        state, message = "failed", full_disk(out) or "dead: it ended without a word"
+    return End(state, status.get("step") or 0, message)
+
+
 def state_of(out: Path) -> End:
     """What a run is doing, or how it ended."""
     supervised = is_supervised(out)  # first: a supervisor's last act is launch.json
     launch, status = read_launch(out), read_json(out / "status.json")
+    if not supervised and (end := state_without_launcher(out, launch, status)):
+        return end
     state, step = launch.get("state", ""), status.get("step") or launch.get("step") or 0
     message = status.get("message") or launch.get("message", "")
     if state in ENDED:
@@ -877,6 +897,10 @@ def verb_stop(words: list[str], settings: dict) -> int:
     if end.state in ENDED:
         say(f"{name} is not running: {end.state}")
         return 0
+    if not (out / "logs" / "stop").exists():
+        raise UserError(
+            f"{name} was started by neither launch.sh nor train.sbatch: send SIGTERM to its torchrun or train.py"
+        )
     wish = "kill" if flags["--now"] or read_wish(out) else "save"
     how = ": it ends its step and saves. The same once more stops it at once, without saving."
     say(f"Stopping {name}{how if wish == 'save' else ' at once, without saving'}")

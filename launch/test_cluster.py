@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,6 +244,44 @@ def test_a_status_is_known_by_its_attempt_and_clocks_are_not_compared(supervisor
     assert supervisor.status()["state"] == "finished"
     supervisor.save(id="new")
     assert supervisor.status() == {}
+
+
+@pytest.mark.parametrize(
+    ("state", "attempt", "newer", "lock", "expected"),
+    [
+        ("running", "7-0", "status", 5, ("running", "")),  # Slurm's
+        ("running", "", "status", 5, ("running", "")),  # python train.py
+        ("running", "7-0", "status", 900, ("failed", "dead: it ended without a word")),
+        ("running", "7-0", "status", None, ("failed", "dead: it ended without a word")),
+        ("stopped", "7-0", "status", None, ("stopped", "m")),
+        ("stopped", "7-0", "launch", None, ("failed", "ours")),  # our launch came later, and never began
+        ("finished", "x", "status", None, ("failed", "ours")),  # our attempt's: the supervisor knows better
+    ],
+)
+def test_a_run_that_slurm_started_is_known_by_its_status_and_its_lock(
+    supervisor, state, attempt, newer, lock, expected
+):
+    out, now = supervisor.out, time.time()
+    supervisor.save(state="failed", message="ours")
+    message = "m" if state == "stopped" else ""
+    (out / "status.json").write_text(json.dumps({"state": state, "step": 7, "message": message, "attempt": attempt}))
+    for path, name in ((out / "status.json", "status"), (out / "logs" / "launch.json", "launch")):
+        os.utime(path, (now, now - (0 if name == newer else 50)))
+    if lock is not None:
+        (out / "lock").touch()
+        os.utime(out / "lock", (now, now - lock))
+    end = cluster.state_of(out)
+    assert (end.state, end.message) == expected
+
+
+def test_stop_needs_an_agent_that_listens(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "ROOT", tmp_path)
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "status.json").write_text('{"state": "running", "step": 1, "attempt": ""}')
+    (run / "lock").touch()
+    with pytest.raises(UserError, match="SIGTERM"):
+        cluster.verb_stop(["--out", "runs/mine"], {})
 
 
 def test_logs_of_a_rank_go_on_over_a_relaunch_to_the_end_of_the_run(tmp_path, monkeypatch, capsys):
