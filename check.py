@@ -15,6 +15,7 @@ import torch  # isort: skip
 import checkpoint
 import fp8
 import generate
+import lora
 import machine
 import plan
 import shard
@@ -29,7 +30,7 @@ from rows import Catalog
 from shapes import MODELS, ModelConfig
 from tokenizer import load_tokenizer
 from track import refuse_unusable
-from weights import dropout_note, refuse_in_the_way
+from weights import dropout_note, open_adapter, refuse_in_the_way
 from weights import open_weights as open_folder
 
 SHORT_SECONDS = 300  # what is compiled is faster by a tenth to a third
@@ -107,16 +108,16 @@ def refuse_without_room(config: Config, device: torch.device, world_size: int) -
     ranks, gpu = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device.type == "cuda"
     offload = gpu and config.offload == "cpu"
     held = plan.state(config, shards, pinned=offload)
-    copy, moments = held["parameters"], held["moments"]
+    gradients = held["gradients"]
     tokens, itemsize = micro_batch * config.seq_len, DTYPES[config.dtype].itemsize
     saved = saved_bytes(config.model_config, tokens, config.checkpointing, itemsize)
     saved *= not (gpu and config.offload_activations)
     on_host, on_gpu = {"tokens of a step": 16 * batch_tokens // world_size}, {}
-    state = {"parameters": copy, "moments": moments}
+    state = {"parameters": held["parameters"], "moments": held["moments"]}
     if offload:
         on_host, on_gpu = on_host | held, {"activations": saved}
     else:  # in a step of one micro-batch, the last gradients come when the activations are gone
-        state |= {"activations": saved} if saved > copy else {"gradients": held["gradients"]}
+        state |= {"activations": saved} if saved > gradients else {"gradients": gradients}
         (on_gpu if gpu else on_host).update(state)
     places = [(on_host, ranks, platform.node(), machine.available_memory())]
     if gpu:
@@ -138,8 +139,7 @@ def check_inputs(config: Config, resumes: bool, world_size: int, catalog: Catalo
         check_batch(config, world_size)
     loaders = open_checked(config, world_size, catalog)
     refuse_in_the_way(Path(config.out) / "hf", True)
-    if config.weights and not resumes:
-        open_folder(find(config.weights, "--weights"), config.model_config)
+    _open_weights(config, resumes)
     if config.sample_every:
         prompt = 1 + len(load_tokenizer(config.tokenizer).encode(config.prompt))
         generate.check_length(config.model_config, prompt, 1)
@@ -207,24 +207,33 @@ def say_finished(config: Config, step: int) -> None:
 def open_weights(config: Config, ranks: shard.Ranks, resumes: bool):
     """read(name, slices) of --weights on the ranks that read them, else None; before anything is allocated, for a
     machine may lack the files. All ranks must call."""
-    reads = config.weights and not resumes and (config.load == "direct" or ranks.rank == 0)
+    reads = config.load == "direct" or ranks.rank == 0
+    return shard.on_every_rank(lambda: _open_weights(config, resumes) if reads else None, ranks)
 
-    def open_here():
-        return open_folder(find(config.weights, "--weights"), config.model_config) if reads else None
 
-    return shard.on_every_rank(open_here, ranks)
+def _open_weights(config: Config, resumes: bool):
+    """A run with adapters goes on with their frozen base, too."""
+    if not config.weights or (resumes and not config.lora):
+        return None
+    read = open_folder(find(config.weights, "--weights"), config.model_config)
+    if config.lora_weights and not resumes:
+        return lora.join(read, open_adapter(find(config.lora_weights, "--lora_weights"), config))
+    return read
 
 
 def first_values(config: Config, model: Transformer, weights) -> tuple:
     """What training starts from, for shard.fill: --weights, or random values, which every rank draws itself."""
-    note = dropout_note(find(config.model, "--model")) if config.model not in MODELS else ""
-    if note:
+    notes = [dropout_note(find(config.model, "--model"))] if config.model not in MODELS else []
+    notes += [dropout_note(find(config.lora_weights, ""), "adapter_config.json")] if config.lora_weights else []
+    for note in filter(None, notes):
         logger.info(note)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    read = weights or random_init(config.model_config, shapes, config.seed)
     if config.weights:
         logger.info("Reading weights from %s", config.weights)
-        return weights, config.load
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return (random_init(config.model_config, shapes, config.seed),)
+    if config.lora and not config.lora_weights:
+        read = lora.join(read, lora.first_values(config, shapes))
+    return read, config.load
 
 
 def predict(config: Config, run, peak: float) -> dict[str, float]:

@@ -23,6 +23,7 @@ import shutil
 import threading
 import time
 import zlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from functools import partial
@@ -52,16 +53,20 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor, nn
 
+import lora
 from config import Config, fields_that_resume
 from data import Loader, merge_positions
-from guard import ANSWER, NotFinite, Run, compare_replicas
+from download import find as find_weights
+from guard import ANSWER, HASHED, NotFinite, Run, compare_replicas
 from machine import available_memory
-from optim import DTYPES, is_sharded
+from model import random_init
+from optim import DTYPES, as_int32, is_sharded, random_bits, trained
 from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, fill, fill_tensors, gather, local, local_slices, on_all, on_first_rank, owns, reshard
 from text import knows_text
 from tokenizer import load_tokenizer
-from weights import PORTION, Entry, Slices, TensorFile, assemble, export, family, write_file
+from weights import PORTION, Entry, Read, Slices, TensorFile, assemble, export, export_adapter, family, write_file
+from weights import open_weights as open_folder
 
 FORMAT = 2
 PROBE = 128  # tokens whose loss a checkpoint carries
@@ -99,6 +104,7 @@ class Saver:
         self.config, self.ranks, self.mesh = run.config, run.ranks, run.mesh
         self.run, self.nonce = run.folder, run.nonce
         self.tokens = found.manifest["probe"]["tokens"] if found else None
+        self.base = found.manifest.get("base", "0") if found else base_hash(_frozen(model), self.ranks)
         self.last = found.step if found else 0  # the newest that is whole
         self.damaged = {p for p in folders(self.run) if found and step_of(p) > found.step}
         on_first_rank(lambda: clean(self.run), self.ranks)
@@ -178,6 +184,7 @@ class Saver:
             "world_size": self.ranks.world_size,
             "position": position,
             "probe": probe,
+            "base": self.base,
             "config": asdict(self.config),
             "model": asdict(self.config.model_config),
         }
@@ -253,9 +260,9 @@ def own_parts(
 ) -> tuple[dict[str, Tensor], dict[str, dict]]:
     """-> (this rank's part of the state by name, where in the whole tensors each lies). Of the optimizer it is every
     tensor that its state has for a parameter, but for the count of updates, which is in the manifest."""
-    assert not optimizer.state or all(p in optimizer.state for p in model.parameters()), "parameters are still gathered"
-    tensors, places = {}, {}
-    for name, parameter in model.named_parameters():
+    parameters, tensors, places = trained(model), {}, {}
+    assert not optimizer.state or all(p in optimizer.state for p in parameters.values()), "they are still gathered"
+    for name, parameter in parameters.items():
         state = optimizer.state.get(parameter, {}).items()
         values = {"model": parameter} | {k: v for k, v in state if isinstance(v, Tensor) and k != "step"}
         for kind, value in values.items():
@@ -441,6 +448,57 @@ def verify(run: Path | str) -> list[tuple[int, bool, str]]:
     return [(step_of(p), not fault, fault) for p, fault in faults.items()]
 
 
+# ---- the frozen weights that adapters belong to
+
+
+def open_base(config: Config) -> Read:
+    """read(name, slices) of the weights that a run began with: those of --weights, or random ones."""
+    if config.weights:
+        return open_folder(find_weights(config.weights, "--weights"), config.model_config)
+    shapes = {name: tuple(p.shape) for name, p in lora.meta_model(config).named_parameters()}
+    return random_init(config.model_config, shapes, config.seed)
+
+
+def _frozen(model: nn.Module) -> list[tuple[str, Slices, Tensor]]:
+    """This rank's parts of the frozen weights, for base_hash."""
+    named = [(name, p.detach()) for name, p in model.named_parameters() if not p.requires_grad and owns(p)]
+    return [(name, local_slices(p), local(p)) for name, p in named]
+
+
+def _places(model: nn.Module) -> list[tuple[str, Slices]]:
+    """The frozen weights in slices of some MB, by name."""
+    out = []
+    for name, p in model.named_parameters():
+        step = max(1, PORTION // math.prod(p.shape[1:]))
+        starts = range(0, 0 if p.requires_grad else len(p), step)
+        rest = [slice(0, n) for n in p.shape[1:]]
+        out += [(name, (slice(a, min(a + step, len(p))), *rest)) for a in starts]
+    return out
+
+
+def base_hash(parts: Iterable[tuple[str, Slices, Tensor]], ranks: Ranks) -> str:
+    """Of weights in parts (name, place in the whole, values), the same however they are divided over ranks: the bits of
+    each value times a random odd number that belongs to its name and place, summed modulo 2^64; "0" of none. All ranks
+    must call."""
+    total = sum(_hash_part(*part) for part in parts)
+    return f"{sum(gather(total, ranks)) % 2**64:x}"
+
+
+def _hash_part(name: str, place: Slices, values: Tensor) -> int:
+    key, factors, total = zlib.crc32(name.encode()), [], 0
+    for dim, where in enumerate(place):
+        start = as_int32([(key + dim, where.start)]).to(values.device)
+        bits = random_bits(where.stop - where.start, start, torch.zeros(1, device=values.device))
+        factors.append(bits.long() | 1)
+    values = values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
+    step = max(1, HASHED // max(1, math.prod(values.shape[1:])))
+    for x, rows in zip(values.split(step), factors[0].split(step), strict=True):
+        for factor in factors[:0:-1]:
+            x = (x * factor).sum(-1)
+        total += (x * rows).sum()
+    return int(total)
+
+
 # ---- loading
 
 
@@ -456,6 +514,25 @@ class Checkpoint:
         for part in self.manifest["files"]:
             for key, place in part["tensors"].items():
                 self.places.setdefault(key, []).append((part["file"], place))
+
+    def check_base(self, parts: Iterable, ranks: Ranks) -> None:
+        """Refuses other frozen weights than those that the adapters were trained on. parts: as for base_hash. All ranks
+        must call."""
+        if self.manifest.get("base", "0") != base_hash(parts, ranks):
+            raise UserError(
+                f"{self.folder} holds adapters that were trained on other weights than those of --weights"
+                f" {self.config.weights}: they have changed since; give it those that it began with"
+            )
+
+    def open_model(self, ranks: Ranks = ALONE) -> Read:
+        """read(name, slices) of the weights of the whole model; adapters are merged into their base, if that is still
+        the one that they were trained on. All ranks must call."""
+        config = self.config
+        if not config.lora:
+            return self.read_weights
+        base, places = open_base(config), _places(lora.meta_model(config))[ranks.rank :: ranks.world_size]
+        self.check_base(((n, place, base(n, place).to(DTYPES[config.dtype])) for n, place in places), ranks)
+        return lora.merge(base, self.read_weights, config)
 
     @property
     def config(self) -> Config:
@@ -496,7 +573,7 @@ class Checkpoint:
     def restore_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, load: str) -> None:
         """Whatever tensors the optimizer had for each parameter, and the update count; on the mesh that the model is on
         now."""
-        named, tensors = dict(model.named_parameters()), []
+        named, tensors = trained(model), []
         for parameter in named.values() if self.manifest["updates"] else ():
             step = torch.tensor(float(self.manifest["updates"]), device=local(parameter).device)
             optimizer.state[parameter]["step"] = step
@@ -597,11 +674,15 @@ def changed(found: Checkpoint, config: Config) -> dict[str, list]:
 
 
 def restore(
-    found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, config: Config
+    found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, config: Config, weights=None
 ) -> None:
-    """Weights, optimizer and random state; refuses weights whose loss is not what the checkpoint says. All ranks must
-    call."""
-    fill(model, found.read_weights, config.load)
+    """Weights, optimizer and random state; refuses weights whose loss is not what the checkpoint says. weights: reads
+    those of --weights, which adapters are for. All ranks must call."""
+    read = found.read_weights
+    if config.lora:
+        read = lora.join(weights if config.weights else open_base(config), read)
+    fill(model, read, config.load)
+    found.check_base(_frozen(model), ranks)
     _prove(found, model, ranks)
     found.restore_optimizer(model, optimizer, config.load)
     found.restore_rng(ranks)
@@ -672,10 +753,11 @@ def export_run(config: Config, step: int, ranks: Ranks) -> None:
         return logger.warning("No export to hf/: %s", reason)
     tokenizer = load_tokenizer(config.tokenizer) if knows_text(config) else None
     saved, folder = Checkpoint(step_folder(Path(config.out), step)), Path(config.out) / "hf"
-    read = saved.read_weights
     talks = saved.manifest["position"].get("chat", False)
     how = {"tokenizer": tokenizer, "replaces": True, "ranks": ranks, "talks": talks}
-    export(saved.model_config, read, folder, torch.float32, **how)
+    export(saved.model_config, saved.open_model(ranks), folder, torch.float32, **how)
+    if config.lora:
+        on_first_rank(lambda: export_adapter(config, saved.read_weights, folder.with_name("adapter")), ranks)
 
 
 # ---- the command line
@@ -698,7 +780,7 @@ def _export(args: argparse.Namespace) -> None:
     tokenizer = load_run_tokenizer(found, args.tokenizer) if args.tokenizer != "none" else None
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     talks = found.manifest["position"].get("chat", False)
-    export(found.model_config, found.read_weights, args.out, dtype, args.shard_gb, tokenizer, talks=talks)
+    export(found.model_config, found.open_model(), args.out, dtype, args.shard_gb, tokenizer, talks=talks)
     print(f"{args.out}: step {found.step} of {args.run} in {args.dtype}")
 
 

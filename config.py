@@ -25,7 +25,7 @@ from shapes import MODELS, ModelConfig
 VERSION = "0.1.0"  # CHANGELOG.md says what is in it
 PROFILE_AFTER = 3  # steps before the profiled ones: what compiles, what settles, and one that warms the profiler up
 DEFAULT = ["@recipes/default.args"]  # what is trained where nothing is named
-NAMES = ("fp8_skip", "resume_override", "chat_fields", "track")  # flags that take names and no paths
+NAMES = ("fp8_skip", "resume_override", "chat_fields", "lora_targets", "track")  # flags that take names and no paths
 BYTES_UP_TO = 1024  # the largest vocabulary whose text is taken as bytes (258 ids) without being told
 
 # Our flags, and what nanoGPT, transformers, torchtitan, torchtune, axolotl and the FSDP recipes for Slurm call them.
@@ -42,6 +42,9 @@ val_data validation_file eval_file test_dir eval_dataset validation.dataset vali
 tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_type hf_assets_path tokenizer.path
 text_field dataset_text_field text_column text_column_name
 documents packing sample_packing packed
+lora lora_r lora_rank lora_dim
+lora_targets lora_target_modules target_modules lora_target lora_attn_modules
+lora_weights adapter adapter_name_or_path lora_model_dir peft_path
 seq_len block_size max_seq_len max_seq_length max_length sequence_len sequence_length seq_length context_length
 seq_len max_context_width model_max_length cutoff_len
 micro_batch batch_size train_batch_size per_device_train_batch_size micro_batch_size local_batch_size device_batch_size
@@ -119,6 +122,14 @@ class Config:
     router_aux_loss_coef: float = _flag(
         -1.0, "weight of the loss that balances experts, beside the mean loss; -1 = the model's", least=-1
     )
+    lora: int = _flag(
+        0, "rank of adapters that are trained instead of the weights, which stay as they are; 0 = train all weights"
+    )
+    lora_alpha: float = _flag(0.0, "adapters count times this, divided by their rank; 0 = twice the rank", needs="lora")
+    lora_targets: tuple = _flag(
+        ("q", "k", "v", "o", "gate", "up", "down"), "the projections that get adapters, with commas", needs="lora"
+    )
+    lora_weights: str = _flag("", "the folder of a PEFT adapter of --weights to start from", needs="lora")
     data: tuple = _free(
         (),
         "one or more of: token shards (a folder, .bin), .txt, .jsonl, .json.gz, .parquet, globs,"
@@ -386,6 +397,7 @@ def make_parser() -> argparse.ArgumentParser:
             group = parser.add_argument_group(f.metadata["group"])
         help, choices = f.metadata["help"], " ".join(filter(None, f.metadata["choices"]))
         shown = {"": "empty", "()": "none", "True": "on", "False": "off"}.get(str(f.default), f.default)
+        shown = ",".join(shown) if isinstance(shown, tuple) else shown
         help += f" (default: {shown}; one of {choices})" if choices else f" (default: {shown})"
         group.add_argument(f"--{f.name}", default=f.default, help=help.replace("%", "%%"), **_how_to_read(f))
     return parser
@@ -436,6 +448,7 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     values = _read_values(words)
     for f in fields(Config):
         _check_flag(f, values)
+    values["lora_alpha"] = values["lora_alpha"] or 2.0 * values["lora"]
     chose_bytes = values["tokenizer"] == "bytes"
     _settle_model(values, any(word.partition("=")[0] == "--model" for word in words))
     values["out"] = values["out"] or _default_out(values, recipes)
@@ -462,7 +475,7 @@ def _read_values(words: list[str]) -> dict:
         raise UserError(f"{rest[0][:40]!r} is neither a flag nor the value of one; --help lists all flags")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
     values["fp8"] = {"0": "off", "1": "tensor"}.get(values["fp8"], values["fp8"])
-    for flag in ("resume_override", "track"):
+    for flag in ("resume_override", "lora_targets", "track"):
         values[flag] = tuple(name for word in values[flag] for name in word.split(",") if name)
     values["chat_fields"] = read_chat_fields(values["chat_fields"])
     return values
@@ -596,6 +609,10 @@ def _check_model(c: Config, model: ModelConfig) -> None:
         from fp8 import check_flags
 
         check_flags(c)
+    if c.lora:
+        from lora import check_flags
+
+        check_flags(c)
     if model.positions == "learned" and c.seq_len > model.max_seq_len:
         raise UserError(
             f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"
@@ -624,6 +641,10 @@ def check_batch(c: Config, world_size: int) -> None:
 
 # What does not work together: (whether it is asked for, what to say about it).
 UNSUPPORTED = (
+    (
+        lambda c, ranks: c.lora_weights and not c.weights,
+        "--lora_weights is an adapter for a model's weights: name these, too, with --weights",
+    ),
     (
         lambda c, ranks: c.compile == "model" and ranks > 1,
         "--compile model is for one process; with several, parameters are gathered block by block: --compile block",

@@ -288,7 +288,7 @@ def open_run(run: Path, tokenizer: str | None) -> Source:
     if tokens is None:
         raise UserError(f"--run {run} was trained on token shards: name the --tokenizer that made them")
     title, dtype = f"{run}, step {found.step}", DTYPES.get(found.config.dtype, torch.float32)
-    return Source(title, found.model_config, found.read_weights, dtype, tokens, True, frozenset(tokens.stop_ids))
+    return Source(title, found.model_config, found.open_model(), dtype, tokens, True, frozenset(tokens.stop_ids))
 
 
 def open_folder(folder: Path, tokenizer: str | None, chat: bool) -> Source:

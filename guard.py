@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from config import Config
 from errors import Failure, RankError, RankFailure, UserError, missing_folders, printable, read_json, remove_empty
 from log import Clock, start_logging, write_status
-from optim import GradientReducer
+from optim import GradientReducer, trained
 from shard import Ranks, gather, local, on_every_rank, on_first_rank, set_timeout
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -261,7 +261,7 @@ class GradientGuard(GradientReducer):
         group = dist.group.WORLD if ranks.world_size > 1 else None
         replicas = 1 if mesh is None else mesh["replicate"].size()
         limit = 1 if config.on_nonfinite == "stop" else SKIPS
-        super().__init__(list(model.parameters()), config.clip, group, replicas, limit)
+        super().__init__([*trained(model).values()], config.clip, group, replicas, limit)
         self.model, self.ranks, self.mesh, self.where = model, ranks, mesh, where
         self.every = config.replicas_every
         if config.update_in_backward:

@@ -27,9 +27,11 @@ from torch import Tensor
 from attention import kernel
 from config import VERSION, Config
 from curves import draw_runs, plot_runs, read_records
-from errors import ROOT, printable, run_script, write_whole
+from errors import ROOT, human, printable, run_script, write_whole
+from lora import flops_per_token
 from machine import known_gpu
-from model import IGNORE, Transformer, flops_per_token
+from model import IGNORE, Transformer
+from optim import trained
 from pace import Pace, Times, describe_gpu, find_slow, without_costs
 from rows import text_bytes
 from shard import gather, mesh_shape, on_first_rank
@@ -151,6 +153,13 @@ def memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+def describe_model(model: Transformer) -> None:
+    total = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in trained(model).values())
+    logger.info("Created model with total parameters: %d (%s)", total, human(total), stacklevel=2)
+    logger.info("Trainable parameters: %d (%s)", trainable, human(trainable), stacklevel=2)
+
+
 def _process_age() -> float:
     """Seconds since this process was started, imports included."""
     try:
@@ -235,7 +244,7 @@ class Log:
         self.run, self.ranks, self.clock, self.file = run, run.ranks, run.clock, run.folder / "metrics.jsonl"
         self.batch_tokens, self.seq_len = config.batch_tokens, config.seq_len
         self.dtype = dtype
-        self.flops_per_token = flops_per_token(config.model_config, config.seq_len)
+        self.flops_per_token = flops_per_token(config)
         self.peak, self.peak_source = peak_flops(self.ranks.device, dtype)
         self.sources = sources
         self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=self.ranks.device)  # losses, tokens

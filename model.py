@@ -278,7 +278,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         w = weight.to(x.dtype)
         limit = CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (w.shape[0] * w.itemsize)
         rows = chunk_rows(len(x), limit)
-        losses, dw = [], None
+        losses, dw = [], None if weight.requires_grad else x.new_empty(0)
         as_they_are = weight.dtype == x.dtype and rows == len(x)  # else chunks add up in fp32
         dx = torch.empty_like(x) if grads else None
         for a in range(0, len(x), rows):
@@ -287,6 +287,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses.append(cross_entropy(logits, targets[a : a + rows], grads))
             if grads:
                 dx[a : a + rows] = logits @ w  # they are their gradient now
+            if grads and weight.requires_grad:
                 dw = logits.T @ part if as_they_are else add_product(dw, logits.T, part)
             del logits  # before the next chunk's
         if grads:

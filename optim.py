@@ -126,14 +126,19 @@ class GradientReducer:
         return loss / count, norm, count * excess
 
 
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not frozen, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def make_optimizer(model: nn.Module, config) -> torch.optim.Optimizer:
     """Matrices and embeddings decay; biases and norm weights (one dimension) do not. config: a Config."""
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained(model).values() if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained(model).values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": 1e-8}
-    if config.state_dtype == "fp32" and all(p.dtype == torch.float32 for p in model.parameters()):
+    if config.state_dtype == "fp32" and all(p.dtype == torch.float32 for p in trained(model).values()):
         return torch.optim.AdamW(groups, fused=True, **options)
     return MixedAdamW(groups, DTYPES[config.state_dtype], config.seed, config.compile != "none", **options)
 

@@ -38,10 +38,11 @@ from torch.utils._pytree import tree_leaves
 import activations
 import attention
 import fp8
+import lora
 import machine
 import model as transformer
 from machine import GPUS, Gpu
-from optim import DTYPES
+from optim import DTYPES, trained
 from shapes import ModelConfig
 from shard import mesh_shape, sharded_dim
 
@@ -159,14 +160,16 @@ def _build(config: Config, layers: int, sharded: bool) -> transformer.Transforme
         model = transformer.Transformer(shape, dtype, config.attention)
     if config.fp8 != "off":
         fp8.convert(model, config, META)
-    model.to(dtype if sharded else DTYPES[config.param_dtype])
+    lora.convert(model, config)
+    if sharded:
+        model.to(dtype)
     mode = config.checkpointing
     if config.compile != "none":  # a compiler, too, keeps products and attention and computes the rest again
         mode = {"none": "selective"}.get(mode, mode)
         model.lm_head.cross_entropy = lambda logits, targets, grads: logits.new_empty(len(logits), dtype=torch.float32)
     activations.checkpoint_activations(model, mode)
     if sharded or config.update_in_backward:
-        for p in model.parameters():
+        for p in trained(model).values():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return model
 
@@ -213,33 +216,36 @@ def _trace_layers(config: Config, layers: int, sharded: bool, accumulates: bool)
     return [*laps, live.made]
 
 
-def elements(config: Config, shards: int) -> list[int]:
-    """Of each parameter, the numbers that rank 0 holds, whose part is a largest one. FSDP2 cuts a parameter's rows into
-    parts of equal size, of which the last may be short; experts as shard.sharded_dim says."""
-    return _elements(config.model_config, shards)
+def elements(config: Config, shards: int, trains: bool | None = None) -> list[int]:
+    """Of each parameter, or of those that are trained or frozen, the numbers that rank 0 holds, whose part is a largest
+    one. FSDP2 cuts a parameter's rows into parts of equal size, of which the last may be short; experts as
+    shard.sharded_dim says."""
+    rows = _elements(config.model_config, config.lora, config.lora_targets, shards)
+    return [n for n, is_trained in rows if trains in (None, is_trained)]
 
 
 @functools.lru_cache
-def _elements(shape: ModelConfig, shards: int) -> list[int]:
+def _elements(shape: ModelConfig, rank: int, targets: tuple, shards: int) -> list[tuple[int, bool]]:
     with META:
-        parameters = list(transformer.Transformer(shape).parameters())
-    lengths = [p.shape[sharded_dim(p, shards)] for p in parameters]
-    return [-(-length // shards) * (p.numel() // length) for p, length in zip(parameters, lengths, strict=True)]
+        model = transformer.Transformer(shape)
+    lora.add_adapters(model, rank, targets)
+    lengths = [(p, p.shape[sharded_dim(p, shards)]) for p in model.parameters()]
+    return [(-(-length // shards) * (p.numel() // length), p.requires_grad) for p, length in lengths]
 
 
 def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients and moments. pinned: on the host, where torch rounds each tensor that a
     GPU copies from up to a power of two."""
-    held = elements(config, shards)
-    copies = [n * DTYPES[config.param_dtype].itemsize for n in held]
+    masters = [n * DTYPES[config.param_dtype].itemsize for n in elements(config, shards, True)]
+    frozen = [n * DTYPES[config.dtype].itemsize for n in elements(config, shards, False)]
     if pinned:
-        copies = [1 << (size - 1).bit_length() for size in copies]
-    gradients = sum(copies)
+        masters, frozen = ([1 << (size - 1).bit_length() for size in sizes] for sizes in (masters, frozen))
+    gradients = sum(masters)
     if config.update_in_backward:  # of a block at a time
         total, block, _ = _units(config)
         gradients = gradients * block // total
-    moments = 2 * sum(held) * DTYPES[config.state_dtype].itemsize
-    return {"parameters": sum(copies), "gradients": gradients, "moments": moments}
+    moments = 2 * sum(elements(config, shards, True)) * DTYPES[config.state_dtype].itemsize
+    return {"parameters": sum(masters + frozen), "gradients": gradients, "moments": moments}
 
 
 def _units(config: Config) -> tuple[int, int, int]:
@@ -295,14 +301,15 @@ def _transferred(config: Config, cluster: Cluster) -> tuple[list[int], list[int]
     else:
         blocks = (2 + config.prefetch) * block
         gathered = [max(blocks, 2 * end + block), blocks, blocks]
-    reduced = block * compute + max(block, end) * reduce
+    parts = [sum(elements(config, 1, True)) // config.model_config.n_layers] if config.lora else [block, end]
+    reduced = parts[0] * compute + max(parts) * reduce
     return [compute * n for n in gathered], [0, reduced, reduced]
 
 
 def disk(config: Config) -> int:
     """Bytes of a checkpoint: the masters and both moments."""
     itemsize = DTYPES[config.param_dtype].itemsize + 2 * DTYPES[config.state_dtype].itemsize
-    return sum(elements(config, 1)) * itemsize
+    return sum(elements(config, 1, True)) * itemsize
 
 
 # ---- time
@@ -321,7 +328,8 @@ def seconds(config: Config, cluster: Cluster) -> dict[str, float]:
 
 
 def _held(config: Config, cluster: Cluster) -> int:
-    return sum(elements(config, mesh_shape(config.shard_size, cluster.ranks)[1]))
+    """Numbers that a GPU trains."""
+    return sum(elements(config, mesh_shape(config.shard_size, cluster.ranks)[1], True))
 
 
 def _computation(config: Config, cluster: Cluster) -> dict[str, float]:
@@ -330,19 +338,20 @@ def _computation(config: Config, cluster: Cluster) -> dict[str, float]:
     rate = gpu.tflops * 1e12 * gpu.reach * shape.dim / (shape.dim + NARROW)
     if cluster.cuda:
         rate *= RATES[config.dtype]
-    in_products = 6 * transformer.matmul_params(shape)  # FLOPs per token
-    head = 6 * shape.vocab_size * shape.dim * tokens / rate
+    passes = 2 if config.lora else 3  # the gradients of frozen weights are not computed
+    in_products = 2 * passes * transformer.matmul_params(shape)  # FLOPs per token
+    head = 2 * passes * shape.vocab_size * shape.dim * tokens / rate
     products = in_products * tokens / rate - head
     if config.fp8 != "off":
         products /= gpu.fp8 or 1.0  # a CPU computes it as fp32
-    attends = (transformer.flops_per_token(shape, config.seq_len) - in_products) * tokens / rate / ATTENTION
+    attends = (lora.flops_per_token(config) - in_products) * tokens / rate / ATTENTION
     _, made = trace(config, cluster.cuda, True, False)
     moved = 3 * made * tokens / (config.micro_batch * config.seq_len)  # an operation reads about twice what it writes
     return {
         "products": products,
         "lm_head and loss": head,
         "attention": attends,
-        "computed again": (products + attends) / 3 if config.checkpointing == "block" else 0.0,
+        "computed again": products / passes + attends / 3 if config.checkpointing == "block" else 0.0,
         "elementwise": moved / (FUSED if config.compile != "none" else 1) / gpu.bandwidth,
     }
 
@@ -352,17 +361,19 @@ def _transfers(config: Config, cluster: Cluster) -> float:
     once, replicas summed once a step."""
     replicas, shards = mesh_shape(config.shard_size, cluster.ranks)
     (total, _, _), held = _units(config), _held(config, cluster)
+    gradients = sum(elements(config, 1, True))
     compute, reduce, masters = (DTYPES[n].itemsize for n in (config.dtype, config.reduce_dtype, config.param_dtype))
     micro_batches = config.batch_tokens / (config.micro_batch * config.seq_len * cluster.ranks)
     link, nodes = cluster.gpu.link, -(-shards // cluster.gpus)
     if nodes > 1:  # all network cards of a node take part in what comes to it from others
         link = min(link, cluster.gpus * cluster.network * nodes / (nodes - 1))
     gathers = 2 if config.reshard != "never" else 1 / micro_batches
-    out = total * (gathers * compute + reduce) * (shards - 1) / shards / link * micro_batches
+    out = (total * gathers * compute + gradients * reduce) * (shards - 1) / shards / link * micro_batches
     link = cluster.gpu.link if cluster.nodes == 1 else cluster.network
     out += 2 * held * reduce * (replicas - 1) / replicas / link
     if config.offload == "cpu":
-        out += 3 * held * masters * micro_batches / cluster.gpu.host
+        frozen = sum(elements(config, shards, False)) * compute
+        out += (3 * held * masters + 2 * frozen) * micro_batches / cluster.gpu.host
     return out
 
 
@@ -500,7 +511,7 @@ def duration(seconds: float) -> str:
 def speed(plan: Plan, cluster: Cluster) -> str:
     config = plan.config
     rate = config.batch_tokens / plan.seconds / cluster.ranks
-    mfu = rate * transformer.flops_per_token(config.model_config, config.seq_len) / (cluster.gpu.tflops * 1e12)
+    mfu = rate * lora.flops_per_token(config) / (cluster.gpu.tflops * 1e12)
     return f"{rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%}"
 
 
@@ -625,7 +636,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
             raise UserError(f"--{name} {getattr(own, name)}: it must be at least 1")
     words = words or DEFAULT
     if any(word.partition("=")[0] == "--model" for word in with_recipes(words)):
-        words = [*words, "--weights=", "--load=direct"]
+        words = [*words, "--weights=", "--load=direct", "--lora_weights="]
     return own, parse_args(words)
 
 

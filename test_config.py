@@ -455,6 +455,7 @@ def test_help_shows_every_flag_with_its_default_and_choices(capsys):
         assert len(f.metadata["help"]) > 5 and "".join(f.metadata["help"].split()) in line
         default = {"": "empty", (): "none"}.get(f.default, f.default)
         default = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+        default = ",".join(default) if isinstance(default, tuple) else default
         assert re.search(rf"\(default:{re.escape(str(default))}[;)]", line)
         assert all(choice in line for choice in f.metadata["choices"])
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 import check
 import fp8
+import lora
 import shard
 import train
 from attention import choose_backend
@@ -44,7 +45,7 @@ from data import Batch
 from errors import UserError
 from guard import GradientGuard
 from model import IGNORE, MODELS, ModelConfig, Transformer, document_begins, random_init
-from optim import make_optimizer
+from optim import make_optimizer, trained
 from test_shard import ALONE, run_code
 
 TINY = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3")
@@ -93,6 +94,7 @@ class Cell:
     attention: str = "sdpa"
     offload: str = "none"
     offload_activations: bool = False
+    lora: int = 0
 
     def __str__(self) -> str:
         changed = [(f.name, getattr(self, f.name)) for f in fields(self)]
@@ -117,7 +119,8 @@ class Cell:
         flags = {f.name for f in fields(Config)} & {f.name for f in fields(self)}
         flags -= {"model", "n_layers", "n_heads", "n_kv_heads", "dim", "ffn_dim", "vocab_size"}
         batch_tokens = self.ranks * self.accumulate * self.micro_batch * self.seq_len
-        config = Config(batch_tokens=batch_tokens, **{name: getattr(self, name) for name in flags})
+        adapters = {"lora_alpha": 2.0 * self.lora, "lora_targets": tuple(lora.sizes(self.shape))}
+        config = Config(batch_tokens=batch_tokens, **adapters, **{name: getattr(self, name) for name in flags})
         vars(config)["model_config"] = self.shape  # has what no flag sets
         return config
 
@@ -138,6 +141,8 @@ class Cell:
             check.refuse_unsupported(config, self.ranks)
             shard.mesh_shape(self.shard_size, self.ranks)
             choose_backend(self.attention, "cpu", self.dtype, self.compile != "none", self.seq_len, self.head_dim)
+            if self.lora:
+                lora.check_flags(config)
             if self.fp8 != "off":
                 fp8.check_flags(config)
                 fp8.check_run(config, ALONE.device, self.micro_batch)
@@ -163,6 +168,12 @@ def cells(world_size: int, whole: bool) -> list[Cell]:
         gather = itertools.product(TINY, ("always", "never"), (0, 1, 2), (1, 2))
         more += [Cell(model=m, reshard=r, prefetch=p, accumulate=a) for m, r, p, a in gather]
     out += more + [replace(c, model="tiny-mixtral") for c in more if c.dtype == "fp32"]
+    adapted = itertools.product(sizes, dtypes, modes, ("none", "block"), (False, True))
+    out += [
+        Cell(lora=3, accumulate=2, shard_size=s, dtype=d, checkpointing=m, compile=c, packed=p)
+        for s, d, m, c, p in adapted
+    ]
+    out += [replace(c, lora=3) for c in more if c.compile == "none"]
     if not whole:
         out = short_cells(world_size, sizes)
     return [replace(c, ranks=world_size, micro_batch=16 // (world_size * c.accumulate)) for c in dict.fromkeys(out)]
@@ -177,7 +188,9 @@ def short_cells(world_size: int, sizes: list[int]) -> list[Cell]:
         Cell(shard_size=sizes[0], accumulate=2, offload="cpu", checkpointing="selective"),
         Cell(checkpointing="block", offload_activations=True, prefetch=0, packed=True),
     ]
+    short += [Cell(lora=3, accumulate=2, checkpointing="block", packed=True, shard_size=sizes[0])]
     if world_size == 2:  # recipe 1's bug
+        short += [Cell(model="tiny-mixtral", dtype="bf16", lora=1, checkpointing="selective", offload="cpu")]
         short += [Cell(dtype="bf16", checkpointing="block", compile="block", packed=True)]
         short += [Cell(model="tiny-mixtral", offload="cpu"), Cell(model="tiny-gpt2", shard_size=1)]
         short += [Cell(model="tiny-qwen2.5", packed=True)]
@@ -220,9 +233,10 @@ def plain_steps(cell: Cell, text: int = 0) -> list[list[Tensor]]:
     """The oracle: three steps of the plain model in fp32 -> loss, norm and gradients of each, then the parameters. In
     as many forward passes as the cell has where there are experts: their auxiliary loss is one of a forward pass."""
     model = Transformer(cell.shape)
+    lora.add_adapters(model, cell.lora, cell.config.lora_targets, cell.config.lora_alpha)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     shard.fill(model, random_init(cell.shape, shapes, 0))
-    parameters, out = list(model.parameters()), []
+    parameters, out = [*trained(model).values()], []
     decay = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in parameters]
     optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.95), eps=EPS, foreach=False)
     for step, rate in enumerate(RATES):
@@ -257,7 +271,7 @@ class Recorder(GradientGuard):
     def reduce(self, loss: Tensor, trained: int) -> tuple[Tensor, Tensor, Tensor]:
         mean, norm, divisor = super().reduce(loss, trained)
         count = divisor / (norm / self.clip).clamp(min=1.0) if self.clip else divisor
-        self.seen = [mean.cpu(), norm.cpu(), *[whole_tensor(p.grad) / count.cpu() for p in self.model.parameters()]]
+        self.seen = [mean.cpu(), norm.cpu(), *[whole_tensor(p.grad) / count.cpu() for p in self.parameters]]
         return mean, norm, divisor
 
 
@@ -280,7 +294,7 @@ def real_steps(cell: Cell, ranks: shard.Ranks, text: int = 0) -> list[list[Tenso
         batches = [part_of(whole, slice(a, a + size)) for a in starts]
         train.train_step(model, optimizer, batches, rate, gradients, weight_scales, ranks.device, config.reshard)
         out.append(gradients.seen)
-    return [*out, [whole_tensor(p) for p in model.parameters()]]
+    return [*out, [whole_tensor(p) for p in trained(model).values()]]
 
 
 def error(got: list[list[Tensor]], want: list[list[Tensor]]) -> float:
@@ -300,7 +314,7 @@ def bound(cell: Cell, text: int = 0) -> float:
     formats = ("dtype", "param_dtype", "state_dtype", "fp8", "fp8_grad_dtype")
     same = {name: getattr(cell, name) for name in formats}
     shape = ("model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn_dim", "vocab_size", "n_experts")
-    shape += ("top_k", "seq_len", "micro_batch", "masks", "packed", "clip")
+    shape += ("lora", "top_k", "seq_len", "micro_batch", "masks", "packed", "clip")
     plain = Cell(accumulate=cell.parts, **same, **{name: getattr(cell, name) for name in shape})
     reduced = 2**-8 if cell.reduce_dtype == "bf16" else 0.0
     return NOISE * error(real_steps(plain, ALONE, text), plain_steps(plain, text)) + 2 * reduced + TOLERANCE
@@ -386,7 +400,7 @@ def draw(seed: int, number: int) -> Cell:
         formats = _draw_formats(rng) if rng.random() < 0.5 else {}
         sizes = _draw_sizes(rng, multiples="fp8" in formats)
         shards = [0, *(n for n in range(1, cell.ranks + 1) if cell.ranks % n == 0)]
-        cell = replace(cell, shard_size=rng.choice(shards), **formats, **sizes)
+        cell = replace(cell, shard_size=rng.choice(shards), **formats, **sizes, lora=rng.choice((0, 0, 0, 1, 5)))
         if cell.is_supported():
             return cell
 

@@ -158,7 +158,7 @@ def test_heads_of_recipes_are_what_the_plan_says(capsys, recipe):
 
 def test_every_recipe_of_a_size_has_such_a_head():
     named = {path.name for path in (ROOT / "recipes").glob("*.args") if "GPU: about" in path.read_text()}
-    assert named == set(RECIPES) and len(named) == 8
+    assert named == set(RECIPES) and len(named) == 10
 
 
 def test_a_prediction_that_is_off_says_so(tmp_path):

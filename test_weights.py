@@ -874,7 +874,7 @@ DEFAULT = {"rope_type": "default", "rope_theta": 500000.0}
 UNKNOWN = {
     "logits_scaling": 8.0, "logit_scale": 0.0625, "final_logit_softcapping": 30.0, "use_qk_norm": True,
     "residual_multiplier": 0.22, "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "rope_interleaved": True,
-    "quantization_config": {"quant_method": "gptq", "bits": 4}, "auto_map": {"AutoModel": "modeling.py"},
+    "auto_map": {"AutoModel": "modeling.py"},
     "layer_types": ["sliding_attention"], "no_rope_layers": [1], "num_experts": 8, "": 1,
 }  # fmt: skip
 SHORT = {
@@ -919,6 +919,7 @@ REFUSED = [  # a family, its Llama 3.1's, GPT-2's or Mixtral's config.json with 
         ("mixtral", "router_jitter_noise", 0.1), ("llama", "partial_rotary_factor", 0.5),
         ("gpt2", "scale_attn_by_inverse_layer_idx", True), ("gpt2", "scale_attn_weights", False),
         ("gpt2", "add_cross_attention", True), ("llama", "is_encoder_decoder", True))),
+    ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "its weights are quantised .*gptq"),
     *(("llama", {key: value}, f"{key!r} = .*: not known here, and may change") for key, value in UNKNOWN.items()),
     *((kind, {key: value}, f"{key!r} = .*: not known here") for kind, keys in FALSY.items()
       for key, value in keys.items()),

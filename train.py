@@ -28,12 +28,13 @@ import activations
 import check
 import checkpoint
 import fp8
+import lora
 import machine
 import shard
 from data import IGNORE, Batch, Loader
 from generate import write_samples
 from guard import GradientGuard, Run
-from log import Log, logger
+from log import Log, describe_model, logger
 from model import Details, Transformer
 from optim import DTYPES, GradientReducer, learning_rate, make_optimizer, update
 from profiler import profiled
@@ -162,13 +163,10 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     logger.info("Creating Model")
     with torch.device("meta"):
         model = Transformer(config.model_config, DTYPES[config.dtype], config.attention)
-    total = sum(p.numel() for p in model.parameters())
-    logger.info("Created model with total parameters: %d (%s)", total, errors.human(total))
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    logger.info("Trainable parameters: %d (%s)", trainable, errors.human(trainable))
     if config.fp8 != "off":
         logger.info(fp8.convert(model, config, ranks.device))
-    model.to(DTYPES[config.param_dtype])
+    lora.convert(model, config)
+    describe_model(model)
     offload = config.offload == "cpu"
     activations.checkpoint_activations(model, config.checkpointing)
     shard.compile_model(model, config.compile)
@@ -185,7 +183,7 @@ def fill(model, optimizer, data: Loader, found, weights, config: Config, ranks: 
     random ones. All ranks must call."""
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if found:
-        checkpoint.restore(found, model, optimizer, ranks, config)
+        checkpoint.restore(found, model, optimizer, ranks, config, weights)
         logger.info("Resumed from %s after step %d", found.folder, found.step)
         position = found.manifest["position"]
     else:

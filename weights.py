@@ -32,12 +32,13 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import UserError, read_json  # first: it finds the Python that has torch
+from errors import UserError, read_json, write_whole  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+import lora
 from download import find, read_object, what_it_is
 from model import Transformer
 from shapes import ModelConfig, RopeScaling
@@ -474,14 +475,21 @@ def open_weights(folder: Path, config: ModelConfig) -> Read:
     expected = {piece.name: piece for row in plan.values() for piece in row}
     places = _find_tensors(folder, FAMILIES[family(config)].prefix, expected)
     head = places.pop("lm_head.weight", None) if config.tied else None
+    read = _reader(folder, plan, places)
+    if head:
+        _check_tied(head, places[plan["embed_tokens.weight"][0].name])
+    return read
+
+
+def _reader(folder: Path, plan: dict[str, list[Piece]], places: dict[str, Place]) -> Read:
+    """read(name, slices) of parameters that tensors of the files make up, all of which must be there as planned."""
+    expected = {piece.name: piece for row in plan.values() for piece in row}
     missing, extra = [n for n in expected if n not in places], [n for n in places if n not in expected]
     if missing or extra:
         parts = [f"lacks {_some(missing)}"] * bool(missing) + [f"holds {_some(extra)} besides"] * bool(extra)
         raise UserError(f"{folder} {' and '.join(parts)}: it is another model than the one that was asked for")
     for name, piece in expected.items():
         _check_entry(*places[name], piece)
-    if head:
-        _check_tied(head, places[plan["embed_tokens.weight"][0].name])
 
     def read(name: str, slices: Slices) -> Tensor:
         row = plan[name]
@@ -577,6 +585,82 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
     return model.eval()
 
 
+# ---- adapters, as PEFT keeps them
+
+# Fields of adapter_config.json, and the values that mean what lora.py computes; others may be null, false, 0 or empty.
+ADAPTER_MEANS_OURS = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, None, "gaussian", "eva"),
+}
+ADAPTER_HARMLESS = """
+auto_mapping base_model_name_or_path revision peft_version task_type inference_mode r lora_alpha lora_dropout
+target_modules exclude_modules megatron_core qalora_group_size
+"""
+
+
+def adapter_pieces(config) -> dict[str, list[Piece]]:
+    """For each adapter of lora.py the tensors of PEFT's file that make it up. config: a Config."""
+    out = {}
+    for name, m in lora.layers(lora.meta_model(config)).items():
+        place, _, fused = name.rpartition(".")
+        first, rank = 0, config.lora
+        parts = [(part, rows) for part, (rows, n) in zip(lora.PARTS[fused], m.lora_blocks, strict=True) if n]
+        a, b = out[f"{name}.lora_A"], out[f"{name}.lora_B"] = [], []
+        for i, (part, rows) in enumerate(parts):
+            theirs = f"base_model.model.model.{place}.{part}_proj.lora"
+            a.append(Piece(f"{theirs}_A.weight", (i * rank, 0), (rank, m.in_features)))
+            b.append(Piece(f"{theirs}_B.weight", (first, 0), (rows, rank)))
+            first += rows
+    return out
+
+
+def open_adapter(folder: Path, config) -> Read:
+    """Checks a PEFT adapter against the flags of a run -> read(name, slices) of lora.py's parameters. config: a
+    Config."""
+    values, path = read_object(folder / "adapter_config.json"), folder / "adapter_config.json"
+    known = ADAPTER_HARMLESS.split()
+    for key, value in values.items():
+        if value not in ADAPTER_MEANS_OURS[key] if key in ADAPTER_MEANS_OURS else value and key not in known:
+            raise UserError(f"{path}: {key} is {value!r}, which lora.py does not compute")
+    file = TensorFile(folder / "adapter_model.safetensors")
+    targets = {m[1] for name in file.entries if (m := re.search(r"\.(\w+)_proj\.lora_A\.weight$", name))}
+    theirs = values.get("r"), values.get("lora_alpha"), targets
+    if theirs != (config.lora, config.lora_alpha, set(config.lora_targets)):
+        raise UserError(
+            f"--lora_weights {folder}: this adapter is of another kind than the flags say; give --lora {theirs[0]}"
+            f" --lora_alpha {theirs[1]} --lora_targets {','.join(sorted(targets))}"
+        )
+    base = values.get("base_model_name_or_path") or config.weights
+    if Path(base).name != Path(config.weights).name:
+        raise UserError(
+            f"--lora_weights {folder}: it is an adapter for {base}, not for --weights {config.weights}; if these are"
+            f" the same, say so in {path} (base_model_name_or_path)"
+        )
+    return _reader(folder, adapter_pieces(config), {name: (file, name) for name in file.entries})
+
+
+def export_adapter(config, read: Read, folder: Path) -> None:
+    """Writes the folder that PEFT loads: adapter_config.json and adapter_model.safetensors, in fp32. config: a Config;
+    read: of lora.py's parameters."""
+    rows = {piece.name: (piece, name) for name, row in adapter_pieces(config).items() for piece in row}
+    folder.mkdir(exist_ok=True)
+    temporary = folder / "adapter_model.safetensors.tmp"
+    shapes = [(name, piece.shape) for name, (piece, _) in rows.items()]
+    write_tensors(temporary, shapes, torch.float32, lambda name, slices: _read_out(*rows[name], read, slices))
+    temporary.rename(folder / "adapter_model.safetensors")
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.weights or None,
+        "r": config.lora,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": [f"{target}_proj" for target in config.lora_targets],
+        "inference_mode": True,
+    }
+    write_whole(folder / "adapter_config.json", json.dumps(content, indent=2) + "\n")
+
+
 # ---- config.json
 
 # Fields that change what is computed, and the values that mean what model.py computes.
@@ -619,8 +703,8 @@ ROPE_KEYS = {
 }  # fmt: skip
 
 
-def _read_config_json(folder: Path) -> tuple[dict, Path]:
-    path = folder / "config.json" if folder.is_dir() else folder.with_name("config.json")
+def _read_config_json(folder: Path, name: str = "config.json") -> tuple[dict, Path]:
+    path = folder / name if folder.is_dir() else folder.with_name(name)
     if not path.exists():
         more = "; params.json is Meta's own format: take the repository's Hugging Face files" * (
             path.with_name("params.json").exists()
@@ -664,6 +748,8 @@ def _refuse_unknown(values: dict, family: Family, path: Path) -> None:
     for key, means_ours in MEANS_OURS.items():
         if key in values and values[key] not in means_ours:
             raise UserError(f"{path}: {key} is {values[key]!r}, model.py computes only {means_ours[0]!r}")
+    if quantised := values.get("quantization_config"):
+        raise UserError(f"{path}: its weights are quantised ({quantised}): take the original ones, in bf16 or fp32")
     known = {key for key, _, _ in family.keys.values()} | set(MEANS_OURS) | set(HARMLESS.split())
     known |= {"rope_theta", "rope_scaling", "rope_parameters"} if family.theta else set()
     known |= {key for key in HARMLESS_WHEN_OFF.split() if not values.get(key)}
@@ -733,9 +819,9 @@ def _is_dropout(key: str) -> bool:
     return "dropout" in key or key.endswith("_pdrop")
 
 
-def dropout_note(folder: Path) -> str:
-    """One line that names the dropout rates of a config.json, which are not applied; empty if there are none."""
-    rates = [f"{k!r}: {v!r}" for k, v in _read_config_json(folder)[0].items() if _is_dropout(k) and v]
+def dropout_note(folder: Path, name: str = "config.json") -> str:
+    """One line that names the dropout rates of such a file, which are not applied; empty if there are none."""
+    rates = [f"{k!r}: {v!r}" for k, v in _read_config_json(folder, name)[0].items() if _is_dropout(k) and v]
     return f"Dropout is not applied: {', '.join(rates)}" if rates else ""
 
 

@@ -1,0 +1,166 @@
+"""LoRA: the weights of a model stay as they are, and its projections learn a correction of low rank.
+
+    y = W x + (alpha / rank) B A x        W [out, in] frozen; A [rank, in] begins random, B [out, rank] as zeros
+
+A fused projection (q, k, v; gate, up) has an A and a B for each of its parts that --lora_targets names. They are kept
+as two parameters: lora_A [n rank, in] holds the As of its n parts one below the other, lora_B the rows of their Bs.
+Frozen weights are kept in the compute dtype, A and B in --param_dtype; they are cast where they are used, as all
+masters are. Embeddings, norms, the loss head and stacked experts have no adapters; there is no dropout.
+
+Sources: LoRA (arXiv 2106.09685); the names of the parts, the scale and A's initial variance are those of PEFT
+(github.com/huggingface/peft), whose folders weights.py reads and writes."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import model as transformer
+from errors import UserError
+from model import Transformer, initial_std, random_init
+from optim import DTYPES
+from shapes import ModelConfig
+
+PARTS = {"qkv_proj": ("q", "k", "v"), "o_proj": ("o",), "gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+Read = Callable[[str, tuple[slice, ...]], Tensor]  # read(name, slices) -> those values of a parameter
+
+
+def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(out, in) of the weight of each part that can have an adapter."""
+    D, H, K = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    out = {"q": (H, D), "k": (K, D), "v": (K, D), "o": (D, H)}
+    if shape.mlp == "swiglu":
+        out |= {"gate": (shape.ffn_dim, D), "up": (shape.ffn_dim, D), "down": (D, shape.ffn_dim)}
+    return out
+
+
+def check_flags(config) -> None:
+    """Refuses what the flags alone show to be impossible. config: a Config."""
+    rank, targets, known = config.lora, config.lora_targets, sizes(config.model_config)
+    if config.model_config.mlp == "gelu":
+        raise UserError(
+            f"--lora {rank}: {config.model} is a GPT-2, whose q, k and v are one matrix with one adapter for PEFT"
+            " (c_attn); --lora is for Llama and Mixtral"
+        )
+    unknown = [target for target in targets if target not in known]
+    if unknown or not targets:
+        experts = ", for its experts are stacked" * bool(config.model_config.n_experts)
+        raise UserError(
+            f"--lora_targets {','.join(unknown)}: {config.model} has no such projection for an adapter{experts}; it has"
+            f" {','.join(known)}"
+        )
+    least = min(targets, key=lambda target: min(known[target]))
+    if rank > min(known[least]):
+        raise UserError(
+            f"--lora {rank}: {least} has a weight of {' x '.join(map(str, known[least]))}, whose rank cannot be above"
+            f" {min(known[least])}; give at most that, or other --lora_targets"
+        )
+
+
+def flops_per_token(config) -> int:
+    """Forward and backward. Frozen weights have no gradient, a third of the work of their products; adapters are too
+    small to be counted."""
+    shape = config.model_config
+    return transformer.flops_per_token(shape, config.seq_len) - 2 * transformer.matmul_params(shape) * (config.lora > 0)
+
+
+# ---- the layers
+
+
+def spread(B: Tensor, blocks: tuple[tuple[int, int], ...]) -> Tensor:
+    """lora_B as one block-diagonal matrix [out, n rank], so that one product serves all parts. blocks: (rows, rank) of
+    each part, rank 0 where it has no adapter."""
+    parts = iter(B.split([rows for rows, rank in blocks if rank]))
+    return torch.block_diag(*(next(parts) if rank else B.new_zeros(rows, 0) for rows, rank in blocks))
+
+
+class LoraLinear:
+    """What a projection with adapters has on top of its own class."""
+
+    lora_blocks: tuple[tuple[int, int], ...]  # see spread
+    lora_scale: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = F.linear(x, self.lora_A.to(x.dtype)) * self.lora_scale  # [..., n rank]
+        return super().forward(x) + F.linear(low, spread(self.lora_B.to(x.dtype), self.lora_blocks))
+
+
+@functools.cache
+def _adapted(cls: type) -> type:
+    return type(f"Lora{cls.__name__}", (LoraLinear, cls), {})
+
+
+def layers(model: nn.Module) -> dict[str, LoraLinear]:
+    """The projections with adapters by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
+
+
+def add_adapters(model: Transformer, rank: int, targets: Sequence[str], alpha: float = 1.0) -> None:
+    """Adds adapters of that rank to the parts of projections that `targets` names, and freezes all else; with rank 0
+    nothing. In place, before the parameters have values."""
+    if not rank:
+        return
+    known = sizes(model.config)
+    model.requires_grad_(False)
+    for name, m in list(model.named_modules()):
+        parts = PARTS.get(name.rpartition(".")[2], ())
+        blocks = tuple((known[part][0], rank * (part in targets)) for part in parts)
+        heights = [rows for rows, rank in blocks if rank]
+        if heights:
+            m.__class__, m.lora_blocks, m.lora_scale = _adapted(m.__class__), blocks, alpha / rank
+            m.lora_A = nn.Parameter(m.weight.new_empty(len(heights) * rank, m.in_features))
+            m.lora_B = nn.Parameter(m.weight.new_empty(sum(heights), rank))
+
+
+def convert(model: Transformer, config) -> None:
+    """Adds the adapters that --lora asks for, and gives parameters the dtype that they are kept in: frozen ones that of
+    the computation. In place, before they have values; after a conversion to FP8, which is that of frozen weights."""
+    add_adapters(model, config.lora, config.lora_targets, config.lora_alpha)
+    for p in model.parameters():
+        p.data = p.data.to(DTYPES[config.param_dtype] if p.requires_grad else model.dtype)
+
+
+def meta_model(config) -> Transformer:
+    """The model with its adapters on the meta device: shapes and no values."""
+    with torch.device("meta"):
+        model = Transformer(config.model_config)
+        add_adapters(model, config.lora, config.lora_targets, config.lora_alpha)
+    return model
+
+
+# ---- values
+
+
+def first_values(config, shapes: dict[str, tuple[int, ...]]) -> Read:
+    """read(name, slices) of fresh adapters: A is drawn from (seed, name, position) as all initial values are, with
+    PEFT's variance, 1 / (3 in); B is 0. shapes: of all parameters."""
+    random = random_init(config.model_config, shapes, config.seed)
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        std = name.endswith("lora_A") / math.sqrt(3 * shapes[name][1])
+        return random(name, slices) * (std / initial_std(config.model_config, name))
+
+    return read
+
+
+def join(base: Read, adapters: Read) -> Read:
+    """read(name, slices) of all parameters of a model with adapters."""
+    return lambda name, slices: (adapters if ".lora_" in name else base)(name, slices)
+
+
+def merge(base: Read, adapters: Read, config) -> Read:
+    """read(name, slices) of a model without adapters: of its weights, plus scale B A in fp32 where they have any."""
+    adapted = layers(meta_model(config))
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        values, layer = base(name, slices), name.removesuffix(".weight")
+        if layer not in adapted:
+            return values
+        A = adapters(f"{layer}.lora_A", (slice(None), slices[1])).float()
+        B = adapters(f"{layer}.lora_B", (slice(None), slice(None))).float()
+        return values.float() + adapted[layer].lora_scale * (spread(B, adapted[layer].lora_blocks)[slices[0]] @ A)
+
+    return read

@@ -1,0 +1,251 @@
+"""lora.py and its folders: the oracles are PEFT on transformers' models, the merged model, and a run that was never
+interrupted. What sharding, compilation, checkpointing and packing change is in test_parity.py."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import lora
+import shard
+from config import parse_args
+from errors import UserError
+from model import Transformer, random_init
+from optim import trained
+from test_train import FAST, train, values
+from weights import export_adapter, export_model, load_model, open_adapter, open_weights
+
+TARGETS = {
+    "tiny-llama": ["q,k,v,o,gate,up,down", "q,v", "k,up"],
+    "tiny-llama3.2": ["gate,o"],
+    "tiny-qwen2.5": ["k,v,down"],
+    "tiny-mixtral": ["q,k,v,o"],
+}
+CASES = [(name, targets) for name, of_model in TARGETS.items() for targets in of_model]
+TOKENS = torch.randint(0, 258, (3, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Folders of random weights by the model's name."""
+    folders = {}
+    for name in TARGETS:
+        folders[name] = tmp_path_factory.mktemp("bases") / name
+        model = Transformer(parse_args(["--model", name]).model_config)
+        shard.fill(model, random_init(model.config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 7))
+        export_model(model, folders[name])
+    return folders
+
+
+def configure(base, targets: str, *flags: str):
+    return parse_args(["--weights", str(base), "--lora", "3", "--lora_targets", targets, "--dtype", "fp32", *flags])
+
+
+def make(config, adapters=None) -> Transformer:
+    """The model of a run; adapters: reads them; None: random ones, of which none is 0."""
+    model = Transformer(config.model_config)
+    lora.convert(model, config)
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    random = random_init(config.model_config, shapes, 3)
+    adapters = adapters or random
+    shard.fill(model, lora.join(open_weights(Path(config.weights), config.model_config), adapters))
+    return model
+
+
+def reader(model: Transformer):
+    return lambda name, slices: model.get_parameter(name).detach()[slices]
+
+
+def differ(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+@pytest.mark.parametrize(("name", "targets"), CASES)
+def test_merged_weights_compute_the_same(bases, name, targets):
+    """And other than the base, whose weights stay as they are, frozen; slices are those of the whole."""
+    config = configure(bases[name], targets)
+    model, plain = make(config), load_model(bases[name])
+    base = plain.logits(TOKENS)
+    names = {f"{part}.lora_{letter}" for part in lora.layers(model) for letter in "AB"}
+    assert trained(model).keys() == names and len(names) > 0
+    read = lora.merge(reader(plain), reader(model), config)
+    merged = Transformer(config.model_config)
+    shard.fill(merged, read)
+    unmerged = model.logits(TOKENS)
+    assert differ(merged.logits(TOKENS), unmerged) < 1e-6 and differ(base, unmerged) > 1e-2
+    whole = merged.layers[1].self_attn.qkv_proj.weight
+    part = read("layers.1.self_attn.qkv_proj.weight", (slice(60, 110), slice(5, 40)))
+    assert torch.allclose(part, whole[60:110, 5:40], rtol=0, atol=1e-7)
+
+
+def peft_model(base, adapter=None):
+    peft = pytest.importorskip("peft")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return peft, peft.PeftModel.from_pretrained(model, adapter, is_trainable=True) if adapter else model
+
+
+@pytest.mark.parametrize(("name", "targets"), CASES)
+def test_peft_computes_the_same_with_what_is_exported(bases, tmp_path, name, targets):
+    """Logits, and the gradients of every A and B."""
+    config = configure(bases[name], targets, "--lora_alpha", "5")
+    model = make(config)
+    export_adapter(config, reader(model), tmp_path / "adapter")
+    _, theirs = peft_model(bases[name], tmp_path / "adapter")
+    logits = theirs(TOKENS).logits
+    assert differ(model.logits(TOKENS), logits) < 1e-5
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum").backward()
+    loss = model(TOKENS[:, :-1], TOKENS[:, 1:])
+    if config.model_config.n_experts:  # without the balancing loss, as there
+        loss = torch.nn.functional.cross_entropy(
+            model.logits(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum"
+        )
+    loss.backward()
+    export_adapter(config, lambda n, s: model.get_parameter(n).grad[s], tmp_path / "gradients")
+    ours = load_file(tmp_path / "gradients/adapter_model.safetensors")
+    wanted = {n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if p.requires_grad}
+    assert ours.keys() == wanted.keys()
+    assert max(differ(ours[n], wanted[n]) for n in wanted) < 1e-5
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+def test_adapters_of_peft_are_trained_on(bases, tmp_path):
+    peft, model = peft_model(bases["tiny-llama"])
+    kind = peft.LoraConfig(r=3, lora_alpha=7, target_modules=["k_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model, kind)
+    model.save_pretrained(tmp_path)
+    config = configure(bases["tiny-llama"], "k,down", "--lora_alpha", "7", "--lora_weights", str(tmp_path))
+    ours = make(config, open_adapter(tmp_path, config))
+    assert differ(ours.logits(TOKENS), model(TOKENS).logits) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def run(bases, tmp_path_factory, text):
+    """(flags, the folder of a run of two processes that was stopped after 2 of 4 steps, that of one that was not)."""
+    folder = tmp_path_factory.mktemp("runs")
+    base = shutil.copytree(bases["tiny-llama"], folder / "base")
+    flags = [*FAST, "--weights", base, "--data", text, "--lora", 4, "--lora_targets", "q,v,up,down", "--lr", "1e-2"]
+    flags += ["--schedule", "constant", "--save_every", 2, "--log_every", 1, "--eval_every", 0, "--micro_batch", 2]
+    flags += ["--batch_tokens", 512, "--tokenizer", "bytes"]
+    train(*flags, "--steps", 4, "--out", folder / "whole")
+    train(*flags, "--steps", 2, "--out", folder / "parts", ranks=2)
+    shutil.rmtree(folder / "parts/hf")
+    return flags, folder
+
+
+def test_a_run_goes_on_and_leaves_both_the_merged_weights_and_the_adapter(run):
+    flags, folder = run
+    train(*flags, "--steps", 4, "--out", folder / "parts")
+    for step, (loss, norm, _) in values(folder / "whole").items():
+        assert values(folder / "parts")[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5), None)
+    tensors = load_file(folder / "whole/checkpoints/step-00000004/rank-00000.safetensors")
+    assert all(".lora_" in name or name == "rng" for name in tensors) and len(tensors) == 3 * 2 * 3 * 2 + 1
+    config = checkpoint.newest(folder / "whole").config
+    model = make(config, open_adapter(folder / "whole/adapter", config))
+    assert differ(load_model(folder / "whole/hf").logits(TOKENS), model.logits(TOKENS)) < 1e-6
+    assert differ(load_model(folder / "base").logits(TOKENS), model.logits(TOKENS)) > 1e-3
+    more = [*flags, "--lora_weights", folder / "whole/adapter", "--steps", 5, "--lr", "1e-9", "--save_every", 0]
+    train(*more, "--steps", 1, "--out", folder / "more")
+    probe = checkpoint.newest(folder / "whole").manifest["probe"]
+    assert checkpoint.probe_loss(model, probe["tokens"], torch.device("cpu")) == pytest.approx(probe["loss"], abs=1e-5)
+    again = checkpoint.newest(folder / "more").read_weights
+    for name in trained(model):
+        everything = (slice(None), slice(None))
+        assert torch.allclose(again(name, everything), reader(model)(name, everything), atol=1e-6)
+
+
+def test_another_base_is_refused(run):
+    """One value of it has changed."""
+    flags, folder = run
+    base = folder / "base/model.safetensors"
+    before = base.read_bytes()
+    tensors = load_file(base)
+    tensors["model.layers.1.mlp.up_proj.weight"][7, 5] += 1e-4
+    save_file(tensors, base)
+    try:
+        done = train(*flags, "--steps", 6, "--out", folder / "whole", status=2)
+        assert "adapters that were trained on other weights than those of --weights" in done.stderr
+        with pytest.raises(UserError, match="trained on other weights"):
+            checkpoint.newest(folder / "whole").open_model()
+    finally:
+        base.write_bytes(before)
+
+
+def test_the_hash_of_a_base_sees_every_change_and_no_division():
+    x = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+
+    def of(*parts, name="a"):
+        rows = [(name, (slice(a, a + len(v)), slice(b, b + v.shape[1])), v) for a, b, v in parts]
+        return checkpoint.base_hash(rows, shard.ALONE)
+
+    whole = of((0, 0, x))
+    assert of((0, 0, x[:7]), (7, 0, x[7:, :11]), (7, 11, x[7:, 11:]), (40, 0, x[40:])) == whole
+    swapped, bit = x[[1, 0, *range(2, 40)]], x.clone()
+    bit.view(torch.int32)[13, 2] ^= 1
+    others = [of((0, 0, other)) for other in (swapped, bit, x.bfloat16(), x.roll(1, 1))]
+    assert len({whole, *others, of((0, 0, x), name="b")}) == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lora 65", "--lora 65: k has a weight of 32 x 64, whose rank cannot be above 32"),
+        ("--lora 65 --lora_targets q", "q has a weight of 64 x 64"),
+        ("--lora 4 --lora_targets q,query", "--lora_targets query: tiny-llama has no such projection .* q,k,v,o,gate"),
+        ("--lora 4 --lora_targets ,", "--lora_targets : tiny-llama has no such projection"),
+        ("--lora 4 --model tiny-mixtral", "gate,up,down: tiny-mixtral has no such .* experts are stacked; it has q,k"),
+        ("--lora 4 --model tiny-gpt2", "is a GPT-2, whose q, k and v are one matrix"),
+        ("--lora_alpha 4", "--lora_alpha has no effect without --lora"),
+        ("--lora_targets q", "--lora_targets has no effect without --lora"),
+        ("--lora_weights x", "--lora_weights has no effect without --lora"),
+        ("--lora -1", "--lora -1: it must be at least 0"),
+    ],
+)
+def test_flags_that_ask_for_no_adapter_are_refused(flags, message):
+    with pytest.raises(UserError, match=message):
+        parse_args(flags.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": 5}, "give --lora 5 --lora_alpha 6.0 --lora_targets o,q"),
+        ({"lora_alpha": 16}, "give --lora 3 --lora_alpha 16 --lora_targets o,q"),
+        ({"base_model_name_or_path": "org/other"}, "an adapter for org/other, not for --weights"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused(bases, tmp_path, change, message):
+    config = configure(bases["tiny-llama"], "q,o")
+    export_adapter(config, reader(make(config)), tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=re.escape(message)):
+        open_adapter(tmp_path, config)
+
+
+def test_adapters_of_other_shapes_and_quantised_bases_are_refused(bases, tmp_path):
+    config = configure(bases["tiny-llama"], "q,o")
+    export_adapter(config, reader(make(config)), tmp_path)
+    for flags, message in (
+        ({"dim": 128, "n_heads": 8}, "has shape [3, 64], expected [3, 128]"),
+        ({"n_layers": 3}, "lacks"),
+    ):
+        other = replace(config, model="tiny-llama", **flags)
+        with pytest.raises(UserError, match=re.escape(message)):
+            open_adapter(tmp_path, other)
+    quantised = shutil.copytree(bases["tiny-llama"], tmp_path / "quantised")
+    values = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(UserError, match="its weights are quantised .*gptq"):
+        parse_args(["--weights", str(quantised), "--lora", "4"])
