@@ -122,6 +122,9 @@ def test_rows_that_are_conversations(tmp_path):
         found = [encode(str(where), row) for row, _ in TextFile(str(tmp_path / "a.jsonl")).rows(encode.fields)]
         for name, (its_ids, its_mask) in zip(rows_, found, strict=True):
             assert (its_ids, [m & TRAINED for m in its_mask]) == (ids, mask), name
+        (tmp_path / "a.json").write_text(json.dumps([*rows_.values()], indent=1))
+        listed = [encode(str(where), row) for row, _ in TextFile(str(tmp_path / "a.json")).rows(encode.fields)]
+        assert listed == found
     row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
     ids, _ = encode("", TextRow(1, 1, 0, row, False))
     assert "[INST] Add.\n\n1, 2 [/INST] 3" in load_tokenizer("bytes").decode(ids)

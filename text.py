@@ -1,8 +1,9 @@
 """From files of text to token ids, row by row: documents and conversations.
 
-`TextFile.rows` yields what a file holds without looking into it: a line of .jsonl (.json of JSON lines is the same), a
-row of .parquet, a piece of .txt (a file is a document); all but .parquet also as .gz. An `Encoder` turns a row into
-ids. The two run in different processes: parsing costs a few per cent of tokenising, but more than reading does.
+`TextFile.rows` yields what a file holds without looking into it: a line of .jsonl, a row of .json (JSON lines, or a
+list of rows), a row of .parquet, a piece of .txt (a file is a document); all but .parquet also as .gz. An `Encoder`
+turns a row into ids. The two run in different processes: parsing costs a few per cent of tokenising, but more than
+reading does.
 
 A row with --text_field is a document: BOS, then its text. A row with the fields of CHAT_FIELDS or --chat_fields is a
 conversation, also where it has a field named text besides; it is rendered by the tokenizer's chat format, and the
@@ -14,6 +15,7 @@ import glob
 import gzip
 import importlib.metadata
 import inspect
+import itertools
 import json
 import os
 import platform
@@ -233,6 +235,21 @@ def _read_lines(name, stream, fields, first, val_every):
         offset += len(line)
 
 
+def _read_json(name, stream, fields, first, val_every):
+    """JSON lines, or one list of rows, which is read as a whole."""
+    begin = stream.readline()
+    lines = itertools.chain([begin], stream)
+    if begin.lstrip()[:1] != b"[":
+        yield from _read_lines(name, lines, fields, first, val_every)
+        return
+    try:
+        rows = json.loads(b"".join(lines))
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{name} begins with [ and is no JSON list of rows: {e}") from None
+    for number, row in enumerate(rows, 1):
+        yield TextRow(number, 0, 0, row, _held_out(number, val_every))
+
+
 def _read_txt(name, stream, fields, first, val_every):
     """A document in pieces of whole lines. The end of a plain file is held out."""
     size = cut = os.path.getsize(name) if name.endswith(".txt") and os.path.isfile(name) else sys.maxsize
@@ -287,7 +304,7 @@ def _read_parquet(name, stream, fields, first, val_every):
         raise UserError(f"{name} is no parquet file, or a damaged one: {e}") from None
 
 
-READERS = {".txt": _read_txt, ".jsonl": _read_lines, ".json": _read_lines, ".parquet": _read_parquet}
+READERS = {".txt": _read_txt, ".jsonl": _read_lines, ".json": _read_json, ".parquet": _read_parquet}
 SUFFIXES = tuple(READERS)
 FORMATS = f"{', '.join(SUFFIXES)} (also as .gz, but for .parquet) and .bin (token shards)"
 
