@@ -640,24 +640,24 @@ def write_byte_tokenizer(folder: Path) -> None:
 
 def _write_sentencepiece(tokenizer: SentencePiece, folder: Path) -> None:
     """Writes the tokenizer.json with which transformers gives the ids of a plain sentencepiece model, for each text
-    between control tokens by itself. A piece can be merged from any two pieces that make it up. Models with symbols of
-    their user's own stay what they are: no tokenizer.json cuts at these as sentencepiece does."""
+    between control tokens, or symbols that the model's maker has defined, by itself. A piece can be merged from any two
+    pieces that make it up, the one with the highest score first."""
     pieces = [dict(_fields(piece)) for number, piece in _fields(tokenizer.model) if number == 1]
-    if any(piece.get(3) == USER_DEFINED for piece in pieces):
-        return
     vocab = {piece[1].decode(): i for i, piece in enumerate(pieces)}
     merges = []
-    for text in vocab:
+    for text in sorted(vocab, key=lambda text: -tokenizer.processor.get_score(vocab[text])):
         pairs = [(text[:i], text[i:]) for i in range(1, len(text))]
         merges += sorted(
             (pair for pair in pairs if vocab.keys() >= set(pair)), key=lambda pair: [*map(vocab.get, pair)]
         )
+    symbols = {text: i for text, i in vocab.items() if pieces[i].get(3) == USER_DEFINED}
     bos = _name_of(tokenizer, tokenizer.bos_id)
     unknown = tokenizer.processor.id_to_piece(tokenizer.processor.unk_id())
     content = json.loads(BYTES_JSON.replace('"<s>"', json.dumps(bos)).replace("256", str(tokenizer.bos_id)))
     flags, lead = content["added_tokens"][0], tokenizer.leads_with_space
-    added = tokenizer.control | {unknown: vocab[unknown]}
-    content["added_tokens"] = [flags | {"id": i, "content": text} for text, i in added.items()]
+    added = tokenizer.control | {unknown: vocab[unknown]} | symbols
+    entries = [flags | {"id": i, "content": text, "special": text not in symbols} for text, i in added.items()]
+    content["added_tokens"] = entries
     to_piece = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     to_text = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     before = [{"type": "Prepend", "prepend": "▁"}] * lead
