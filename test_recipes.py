@@ -16,6 +16,7 @@ from test_shard import run_ranks
 EVERY = sorted(p.name for p in (ROOT / "recipes").glob("*.args"))
 WITH_DATA = [name for name in EVERY if "--data" in _read_recipe(f"recipes/{name}")]
 RECIPES = [name for name in EVERY if name not in WITH_DATA]
+CHATS = [name for name in WITH_DATA if "sft" in name or "lora" in name]
 FRESH = ["--weights=", "--load=direct"]  # none of the real weights is here
 # Few rows, few steps; all else is the recipe's. Sizes of 0 are the tiny model's.
 SHORT = "--seq_len=64 --micro_batch=1 --batch_tokens=0 --steps=2 --eval_batches=1 --sample_every=0 --log_every=1 "
@@ -41,12 +42,12 @@ def words(recipe: str, folder) -> list[str]:
     data = [folder / "text.txt"]
     data[0].write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
     if recipe in WITH_DATA:
-        end, make = (".jsonl", chats) if "sft" in recipe else (".json.gz", c4)
+        end, make = (".jsonl", chats) if recipe in CHATS else (".json.gz", c4)
         for split, n in (("train", 3), ("validation", 1)):
             for f in range(n):
                 (folder / f"{split}-{f:05}-of-{n:05}{end}").write_bytes(make(split, f))
         data = [folder / f"train-*{end}", "--val_data", folder / f"validation-*{end}", "--tokenizer", "bytes"]
-        data += [] if "sft" in recipe else ["--stream", "--lanes", "4"]
+        data += [] if recipe in CHATS else ["--stream", "--lanes", "4"]
     out = [f"@recipes/{recipe}", *FRESH, "--model", tiny, *SHORT.split(), "--data", *data, "--out", folder / "run"]
     return [*map(str, out)]
 
@@ -85,8 +86,8 @@ def test_every_recipe_runs_on_two_processes(tmp_path):
             assert (".venv/bin/python -m pip install pyarrow" in head) == (".parquet" in head)
             assert "python download.py" in head
             env = json.loads((run / "env.json").read_text())
-            assert env["attention"].endswith(", boolean mask") == ("sft" in recipe) and env["data"]["val"]
-            assert ("conversations, 0 truncated" if "sft" in recipe else "a stream of 3 files for 4 lanes") in log
+            assert env["attention"].endswith(", boolean mask") == (recipe in CHATS) and env["data"]["val"]
+            assert ("conversations, 0 truncated" if recipe in CHATS else "a stream of 3 files for 4 lanes") in log
 
 
 @pytest.mark.slow
