@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from errors import UserError, check_words, read_json, run_script  # first: it finds the Python that has torch
@@ -25,7 +26,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="generate.py",
         description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=partial(argparse.HelpFormatter, width=100),
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -33,13 +34,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--prompt", nargs="+", metavar="TEXT", help="what the text begins with; several: a text of each")
     add("--chat", action="store_true", help="a prompt is a user's message; without one, a conversation line by line")
     add("--system", metavar="TEXT", help="with --chat: the system message")
-    add("--tokens", default=300, type=int, help="how many new tokens at most")
-    add("--temperature", default=0.8, type=float, help="0 = always the most probable token")
-    add("--top_k", default=0, type=int, help="choose among the k most probable tokens; 0 = all")
-    add("--top_p", default=0.95, type=float, help="choose among the most probable that together have this probability")
-    add("--seed", default=0, type=int, help="of the choices")
-    add("--tokenizer", metavar="NAME", help="as for train.py; None = the run's or the folder's own")
-    add("--dtype", default="auto", choices=("auto", "bf16", "tf32", "fp32"), help="auto = the run's or the weights'")
+    add("--tokens", default=300, type=int, help="how many new tokens at most (default: %(default)s)")
+    add("--temperature", default=0.8, type=float, help="0 = always the most probable token (default: %(default)s)")
+    add("--top_k", default=0, type=int, help="choose among the k most probable tokens; 0 = all (default: %(default)s)")
+    top_p = "choose among the most probable that together have this probability (default: %(default)s)"
+    add("--top_p", default=0.95, type=float, help=top_p)
+    add("--seed", default=0, type=int, help="of the choices (default: %(default)s)")
+    add("--tokenizer", metavar="NAME", help="as for train.py; default: the run's or the folder's own")
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "bf16", "tf32", "fp32"),
+        help="auto = the run's or the weights' (default: auto)",
+    )
     args = parser.parse_args(argv)
     if not (0 <= args.temperature < math.inf and 0 < args.top_p <= 1 and args.top_k >= 0 and args.tokens >= 1):
         raise UserError("--temperature must be >= 0, --top_p in (0, 1], --top_k >= 0, --tokens >= 1")

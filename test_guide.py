@@ -1,6 +1,5 @@
-"""guide/: the printed changes work, the commands are understood, the links lead somewhere."""
+"""guide/8-change-it.md: the five changes that it prints work. The pages' commands and links are test_readme.py's."""
 
-import importlib
 import json
 import os
 import re
@@ -11,19 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-import plan
-from config import parse_args
-from shapes import MODELS
-from weights import config_json
 
 ROOT = Path(__file__).parent
-sys.path[:0] = [str(ROOT / "launch"), str(ROOT / "bench")]
-from cluster import LAUNCH_FLAGS, read_flags  # noqa: E402
-
-PAGES = sorted((ROOT / "guide").glob("*.md"))
-LAUNCHER = (ROOT / "launch.sh").read_text("utf-8")
 CHANGES = (ROOT / "guide" / "8-change-it.md").read_text("utf-8")
 
 # What the changed files do, seen from inside: the five changes, each by what it alone brings about.
@@ -115,58 +103,3 @@ def test_the_five_changes_work_together(tmp_path):
     assert [r["loss"] for r in whole] == [r["loss"] for r in parts] and len(whole) == 4
     for r in whole:
         assert r["perplexity"] == pytest.approx(2.718281828 ** r["loss"], rel=1e-5)
-
-
-def commands_of(page: Path) -> list[list[str]]:
-    """The words of each command that a page prints."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
-def help_of(script: str, verb: list[str], capsys) -> str:
-    module = importlib.import_module(script.removesuffix(".py").replace("bench/", ""))
-    with pytest.raises(SystemExit):
-        module.main([*verb, "--help"])
-    return capsys.readouterr().out
-
-
-def check_command(words: list[str], capsys) -> None:
-    """Fails for a command of ours with an unknown script, verb or flag; other programs' are not looked at."""
-    if "train.sbatch" in words:
-        words = ["python", "train.py", *words[words.index("train.sbatch") + 1 :]]
-    elif words[:2] == ["bash", "launch.sh"]:
-        verb, rest = (words[2], words[3:]) if words[2:] and words[2][0] not in "@-" else ("train", words[2:])
-        assert re.search(rf"^# bash launch.sh (\[train\]|{verb}\b)", LAUNCHER, re.M), words
-        words = ["python", "train.py", *read_flags(rest, *LAUNCH_FLAGS)[1]]
-        if verb not in ("train", "doctor"):
-            assert {word for word in words if word[0] == "-"} <= {"--out", "--hosts", "--now"}, words
-            return
-    if words[0] != "python":
-        return
-    script, rest = words[1], words[2:]
-    if script == "train.py":
-        parse_args(rest, trains=True)
-    elif script == "plan.py":
-        plan.parse(rest)
-    elif rest[:1] == ["show"]:
-        parse_args(re.sub(r"--n \d+", "", shlex.join(rest[1:])).split())
-    else:
-        known = help_of(script, rest[: script == "data.py"], capsys)
-        assert all(word.partition("=")[0] in known for word in rest if word.startswith("--")), words
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_is_true_of_the_files(page, capsys, monkeypatch, tmp_path):
-    """Widths, links, names of files, and the commands: their words are understood as if all was fetched."""
-    text = page.read_text("utf-8")
-    assert not [line for line in text.splitlines() if len(line) > 120]
-    for target in re.findall(r"\]\(([^)#:]+)[^):]*\)", text):
-        assert (page.parent / target).exists(), target
-    for name in re.findall(r"`([\w/.-]+\.(?:py|sh|sbatch|args|md|toml))`", text):
-        assert any((ROOT / folder / name).exists() for folder in ("", "launch", "bench", "guide")), name
-    (tmp_path / "config.json").write_text(json.dumps(config_json(MODELS["tiny-llama"], torch.float32)))
-    monkeypatch.setattr("download.find", lambda spec, flag: tmp_path)
-    monkeypatch.setattr("tokenizer.holds_tokenizer", lambda folder: True)
-    for words in commands_of(page) if page.name != "8-change-it.md" else []:  # its own test runs them
-        check_command(words, capsys)

@@ -154,6 +154,8 @@ def read_flags(words: list[str], *names: str, mixed: bool = False) -> tuple[dict
 def read_job(words: list[str], settings: dict) -> tuple[dict[str, str], list[Host], dict]:
     """What `train` and `doctor` are asked for -> (the launcher flags, the hosts, the job)."""
     flags, words = read_flags(words, *LAUNCH_FLAGS)
+    for late in {word.partition("=")[0] for word in words} & {*LAUNCH_FLAGS}:
+        raise UserError(f"{late} is the launcher's: give it before {words[0]}")
     hosts, patterns = read_hosts(flags["--hosts"]), settings["forward"].split()
     job = {**settings, "words": words or shlex.split(settings["default_args"])}
     job["env"] = {k: v for k, v in os.environ.items() if any(fnmatch.fnmatchcase(k, p) for p in patterns)}

@@ -319,6 +319,7 @@ def bare(checkout):
         (["@recipes/default.args", "--lr", "abc"], "--lr: invalid float"),
         (["--steps", "0"], "--steps 0: it must be at least 1"),
         (["--nproc", "many"], "--nproc takes a number"),
+        (["@recipes/default.args", "--detach"], "--detach is the launcher's: give it before @recipes/default.args"),
         (["doctor", "--nonsense"], "unknown flag --nonsense"),
         (["sync", "there"], "sync takes --hosts and nothing else"),
     ],
