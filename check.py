@@ -41,6 +41,8 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
     """Replaces every `auto` by what it means here, so that flags.json says what was done; refuses what cannot run."""
     config = replace(config, dtype=_choose_dtype(config.dtype, device), compile=_choose_compile(config, device))
     refuse_unsupported(config, world_size)
+    if config.replay_every and device.type == "cuda" and not config.deterministic:
+        raise UserError("--replay_every on a GPU needs kernels that give the same bits each time: --deterministic")
     shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
     micro_batch, batch_tokens = split_batch(config, world_size)
     if config.fp8 != "off":

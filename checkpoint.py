@@ -57,10 +57,11 @@ import lora
 from config import Config, fields_that_resume
 from data import Loader, merge_positions
 from download import find as find_weights
-from guard import ANSWER, HASHED, NotFinite, Run, compare_replicas
+from guard import ANSWER, NotFinite, Run, compare_replicas
 from machine import available_memory
 from model import random_init
 from optim import DTYPES, as_int32, is_sharded, random_bits, trained
+from replay import HASHED
 from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, fill, fill_tensors, gather, local, local_slices, on_all, on_first_rank, owns, reshard
 from text import knows_text

@@ -294,6 +294,11 @@ class Config:
         100,
         "steps between comparisons of a hash of the parameters that several ranks hold copies of; 0 = at saves only",
     )
+    replay_every: int = _free(
+        0,
+        "steps between exact repetitions of a micro-batch, which find devices that corrupt numbers; on GPUs with"
+        " --deterministic; 0 = never",
+    )
     deterministic: bool = _free(False, "only kernels that give the same bits each time; on GPUs slower")
     sample_every: int = _free(0, "steps between text samples; 0 = never")
     prompt: str = _free("", "what samples begin with")
@@ -664,6 +669,18 @@ UNSUPPORTED = (
     (
         lambda c, ranks: c.fp8 != "off" and c.offload == "cpu",
         "--fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two",
+    ),
+    (
+        lambda c, ranks: c.replay_every and c.compile == "model",
+        "--replay_every with --compile model, whose gradients are not seen one by one: --compile block",
+    ),
+    (
+        lambda c, ranks: c.replay_every and c.update_in_backward,
+        "--replay_every with --update_in_backward: a backward pass to compare would update the parameters; give up one",
+    ),
+    (
+        lambda c, ranks: c.replay_every and c.attention == "flash",
+        "--replay_every with --attention flash, whose gradients do not repeat bit for bit: --attention sdpa or varlen",
     ),
     (
         lambda c, ranks: c.update_in_backward and c.clip > 0,

@@ -34,6 +34,7 @@ from config import Config
 from errors import Failure, RankError, RankFailure, UserError, missing_folders, printable, read_json, remove_empty
 from log import Clock, start_logging, write_status
 from optim import GradientReducer, trained
+from replay import Replay, bit_sums
 from shard import Ranks, gather, local, on_every_rank, on_first_rank, set_timeout
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -41,7 +42,6 @@ SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it giv
 TOGETHER = 2.0  # seconds within which signals are one
 ANSWER = 20.0  # seconds that a rank which was told to stop waits for others
 LONG = 1800  # seconds that the first step, an evaluation or a save may take
-HASHED = 2**20  # values of the parameters that are hashed at a time
 TOUCH = 10.0  # seconds between touches of the lock; one that three of them miss is stale
 LOOK = 15.0  # seconds for a file to appear on another machine
 BEFORE_A_STEP = {"lock", "status.json", "log.txt", "flags.json", "env.json"}  # of the files of a run folder
@@ -266,6 +266,7 @@ class GradientGuard(GradientReducer):
         self.every = config.replicas_every
         if config.update_in_backward:
             self.update_in_backward(optimizer, beside=config.offload == "cpu")
+        self.replay = Replay(model, config.replay_every, ranks).watch
         self.pending = None  # the flags of a step, on their way to the host
 
     def check(self, step: int, wait: bool = False) -> None:
@@ -330,15 +331,8 @@ class GradientGuard(GradientReducer):
 
 
 def parameter_hash(model: nn.Module) -> str:
-    """Of this rank's parts of the parameters. The bits of each value are multiplied by a random odd number that belongs
-    to its place and summed modulo 2^64, HASHED values at a time: so no order of summing changes it, and values that
-    change places, or changes whose plain sum is 0, do. Needs 16 MiB beside the parameters, whatever their size."""
-    ints = {4: torch.int32, 2: torch.int16}
-    parts = [local(p.detach()).view(ints[p.element_size()]).reshape(-1) for p in model.parameters()]
-    weights = torch.randint(-(2**63), 2**63 - 1, (HASHED,), generator=torch.Generator().manual_seed(0)) | 1
-    weights = weights.to(parts[0].device)
-    sums = [block.long().mul_(weights[: len(block)]).sum() for part in parts for block in part.split(HASHED)]
-    return hashlib.sha256(torch.stack(sums).cpu().numpy()).hexdigest()
+    """Of the bits of this rank's parts of the parameters."""
+    return hashlib.sha256(bit_sums([local(p.detach()) for p in model.parameters()]).cpu().numpy()).hexdigest()
 
 
 def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, step: int) -> None:

@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
+from errors import ROOT, human, printable, run_script, write_whole  # first: it finds the Python that has torch
+
+import torch  # isort: skip
 from torch import Tensor
 
 from attention import kernel
 from config import VERSION, Config
 from curves import draw_runs, plot_runs, read_records
-from errors import ROOT, human, printable, run_script, write_whole
 from lora import flops_per_token
 from machine import known_gpu
 from model import IGNORE, Transformer

@@ -60,7 +60,7 @@ def passes(monkeypatch):
 
 def make_log(folder: Path, clock: Clock, resumed_step=0, rank=0, world_size=1, track=()) -> Log:
     config = SimpleNamespace(
-        batch_tokens=TOKENS, seq_len=SEQ_LEN, steps=0, track=track, model_config=MODELS["tiny-llama"]
+        batch_tokens=TOKENS, seq_len=SEQ_LEN, steps=0, track=track, lora=0, model_config=MODELS["tiny-llama"]
     )
     ranks = Ranks(rank, world_size, torch.device("cpu"))
     status = partial(write_status, folder) if rank == 0 else lambda *_, **__: None  # as Run has it

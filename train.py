@@ -85,9 +85,10 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
             with run.phase("data"):
                 batches = next(steps)
             lr = learning_rate(config, step - 1)
-            loss, grad_norm, parts = train_step(
-                model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
-            )
+            with gradients.replay(step, batches[0], weight_scales):
+                loss, grad_norm, parts = train_step(
+                    model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
+                )
             log.count(parts)
             due = Due.after(config, step, run.votes.agreed(saver.failed))
             gradients.check(step, wait=due.record)  # nothing is recorded or saved that is no number
@@ -124,15 +125,15 @@ class Due(NamedTuple):
 
     @staticmethod
     def after(config: Config, step: int, told_to_stop: bool) -> "Due":
-        def every(n: int) -> bool:
-            return n > 0 and step % n == 0
+        def every(n: int, always: bool = False) -> bool:
+            return n > 0 and (always or step % n == 0)
 
         last = step == config.steps
         stop = told_to_stop and not last
-        evaluate = config.eval_every > 0 and (last or every(config.eval_every))
+        evaluate = every(config.eval_every, last)
         watch_fp8 = config.fp8 != "off" and every(config.fp8_log_every)
         save = last or stop or every(config.save_every)
-        sample = config.sample_every > 0 and (last or every(config.sample_every))
+        sample = every(config.sample_every, last)
         record = step == 1 or evaluate or watch_fp8 or save or every(config.log_every)
         return Due(stop, evaluate, watch_fp8, save, sample, draw=evaluate or last or stop, record=record)
 
@@ -195,18 +196,17 @@ def fill(model, optimizer, data: Loader, found, weights, config: Config, ranks: 
 @torch.no_grad()
 def evaluate(model: Transformer, data: Loader, run: Run) -> float:
     """Mean loss per token of the validation batches. All ranks must call."""
-    ranks = run.ranks
-    sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
     model.eval()  # FP8 trains; this is bf16
     with run.phase("evaluation"):
         for batches in data:
             for batch in batches:
                 sums[1] += (batch.targets != IGNORE).sum()
-                batch = batch.to(ranks.device)
+                batch = batch.to(run.ranks.device)
                 sums[0] += model(batch.tokens, batch.targets, batch.positions, batch.documents)
         shard.reshard(model)
         model.train()
-        if ranks.world_size > 1:
+        if run.ranks.world_size > 1:
             dist.all_reduce(sums)
         return (sums[0] / sums[1]).item()
 
