@@ -274,7 +274,7 @@ class SentencePiece:
         return False
 
 
-USER_DEFINED = 4  # a type of pieces
+NORMAL, USER_DEFINED = 1, 4  # types of pieces
 NO_LEADING_SPACE = bytes([3 << 3 | 2, 2, 3 << 3 | 0, 0])  # protobuf's way to overrule normalizer_spec.add_dummy_prefix
 
 
@@ -645,19 +645,20 @@ def _write_sentencepiece(tokenizer: SentencePiece, folder: Path) -> None:
     pieces = [dict(_fields(piece)) for number, piece in _fields(tokenizer.model) if number == 1]
     vocab = {piece[1].decode(): i for i, piece in enumerate(pieces)}
     merges = []
-    for text in sorted(vocab, key=lambda text: -tokenizer.processor.get_score(vocab[text])):
+    normal = [text for text, i in vocab.items() if pieces[i].get(3, NORMAL) == NORMAL]
+    for text in sorted(normal, key=lambda text: -tokenizer.processor.get_score(vocab[text])):
         pairs = [(text[:i], text[i:]) for i in range(1, len(text))]
-        merges += sorted(
-            (pair for pair in pairs if vocab.keys() >= set(pair)), key=lambda pair: [*map(vocab.get, pair)]
-        )
+        known = [pair for pair in pairs if vocab.keys() >= set(pair)]
+        merges += sorted(known, key=lambda pair: [*map(vocab.get, pair)])
     symbols = {text: i for text, i in vocab.items() if pieces[i].get(3) == USER_DEFINED}
     bos = _name_of(tokenizer, tokenizer.bos_id)
     unknown = tokenizer.processor.id_to_piece(tokenizer.processor.unk_id())
     content = json.loads(BYTES_JSON.replace('"<s>"', json.dumps(bos)).replace("256", str(tokenizer.bos_id)))
     flags, lead = content["added_tokens"][0], tokenizer.leads_with_space
     added = tokenizer.control | {unknown: vocab[unknown]} | symbols
-    entries = [flags | {"id": i, "content": text, "special": text not in symbols} for text, i in added.items()]
-    content["added_tokens"] = entries
+    content["added_tokens"] = [
+        flags | {"id": i, "content": text, "special": text not in symbols} for text, i in added.items()
+    ]
     to_piece = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     to_text = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     before = [{"type": "Prepend", "prepend": "▁"}] * lead
@@ -743,7 +744,7 @@ def chat_template(tokenizer: Tokenizer, family: str) -> str:
 
 
 def _name_of(tokenizer: Tokenizer, id_: int) -> str:
-    return next(text for text, i in tokenizer.control.items() if i == id_)
+    return next((text for text, i in tokenizer.control.items() if i == id_), tokenizer.decode([id_]))
 
 
 def write_chat_files(tokenizer: Tokenizer, folder: Path, family: str) -> None:
