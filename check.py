@@ -1,5 +1,6 @@
-"""What is settled before the first step: every `auto` gets its value, `--check`, what does not fit together, and the
-values that training starts from. Refusals that the flags alone decide are in config.py."""
+"""What is settled before the first step: every `auto` gets its value, `--check`, whether memory, data and weights are
+fit for the run, and the values that training starts from. Refusals that the flags and the number of ranks alone decide
+are in config.py."""
 
 import os
 import platform
