@@ -132,8 +132,9 @@ class Config:
     lora_weights: str = _flag("", "the folder of a PEFT adapter of --weights to start from", needs="lora")
     data: tuple = _free(
         (),
-        "one or more of: token shards (a folder, .bin), .txt, .jsonl, .json.gz, .parquet, globs,"
-        " hf://datasets/ORG/NAME/PATH; each may end in :WEIGHT; none = the built-in text",
+        "one or more of: token shards (a folder, .bin), .txt, .jsonl, .json, .json.gz, .parquet, globs,"
+        " hf://datasets/ORG/NAME/PATH; each may end in :WEIGHT; none = the built-in text; after a recipe it takes the"
+        " place of that recipe's --val_data, too",
         group="data",
     )
     val_data: tuple = _free((), "the same for validation; none = shards named *val*, else a held-out 1/20")
@@ -466,9 +467,25 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
 
 
 def with_recipes(words: list[str]) -> list[str]:
-    """The words, those of recipes in the place of their names."""
-    read = [_read_recipe(word[1:]) if word.startswith("@") else [word] for word in words]
-    return [word for group in read for word in group]
+    """The words, those of recipes in the place of their names. A recipe's --val_data belongs to its --data: where that
+    is replaced, both are."""
+    out = []
+    for i, word in enumerate(words):
+        read = _read_recipe(word[1:]) if word.startswith("@") else [word]
+        if word.startswith("@") and "--data" in {later.partition("=")[0] for later in words[i + 1 :]}:
+            read = _without(read, "--val_data")
+        out += read
+    return out
+
+
+def _without(words: list[str], flag: str) -> list[str]:
+    """The words without a flag and its values."""
+    kept, drops = [], False
+    for word in words:
+        if word.startswith("--"):
+            drops = word.partition("=")[0] == flag
+        kept += [] if drops else [word]
+    return kept
 
 
 def _read_values(words: list[str]) -> dict:

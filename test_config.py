@@ -223,6 +223,18 @@ def test_recipes_and_flags_later_wins(recipe):
     assert parse_args([b, a, b]).steps == 2
 
 
+def test_data_after_a_recipe_replaces_its_validation_data(recipe):
+    both = recipe("both", "--data a.txt --val_data b.txt c.txt --steps 3")
+    for words, val_data in (
+        ([both], ("b.txt", "c.txt")),
+        ([both, "--data=d.txt"], ()),
+        ([both, "--val_data", "e.txt", "--data", "d.txt"], ("e.txt",)),
+        (["--data", "d.txt", both], ("b.txt", "c.txt")),
+    ):
+        config = parse_args(words)
+        assert config.val_data == val_data and config.steps == 3, words
+
+
 def test_recipe_in_the_current_folder(recipe):
     Path("own.args").write_text("--steps 9")
     assert parse_args(["@own.args"]).steps == 9

@@ -99,9 +99,9 @@ def test_commands_are_understood(page, words, folder, monkeypatch):
     if words[:2] == ["bash", "launch.sh"]:
         verb = words[2] if len(words) > 2 and words[2] in VERBS else "train"
         rest = without_launcher_flags([word for word in words[2:] if word != verb])
-        if verb == "train" or (verb == "doctor" and rest):
-            return parse_args(rest, trains=True)
-        assert all(re.fullmatch(r"--out|--now|--hosts|runs/\S+|[\w,.-]+|\d+", word) for word in rest), words
+        trains = verb == "train" or (verb == "doctor" and rest)
+        assert not trains or parse_args(rest, trains=True)
+        assert trains or all(re.fullmatch(r"--out|--now|--hosts|runs/\S+|[\w,.-]+|\d+", word) for word in rest), words
     elif words[0] == "python" and words[1:2] != ["-m"]:
         parse_script(words[1], words[2:], monkeypatch)
     elif words[0] == "sbatch":
