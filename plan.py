@@ -51,6 +51,7 @@ CUDA_BYTES = int(1.5 * GIB)  # CUDA's own, NCCL's buffers and cuBLAS's workspace
 LOOSE = 0.04  # of what torch allocates: blocks that are reserved and too small for what is needed next
 OUTSIDE = ("loose in torch's allocator", "CUDA and NCCL")  # parts of a GPU's memory that torch does not count
 PROCESS_BYTES = {True: 3 * GIB, False: int(0.335 * GIB)}  # of the host: Python, torch, what it loads, the data
+GROUPED_BYTES = int(0.09 * GIB)  # of a CPU's process: torch imports sympy for bf16 experts' backward pass
 FUSED = 3  # a compiled block moves an elementwise result about a third as often
 RATES = {"bf16": 1.0, "tf32": 0.5, "fp32": 0.07}  # of GPUs, as multiples of that in bf16
 NARROW = 200  # columns: matrices of this width reach half of the rate of very wide ones
@@ -261,6 +262,8 @@ def memory(config: Config, cluster: Cluster) -> tuple[dict[str, int], dict[str, 
     offload = cluster.cuda and config.offload == "cpu"
     held = state(config, shards, offload)
     host = {"processes": PROCESS_BYTES[cluster.cuda], "tokens of a step": 16 * config.batch_tokens // cluster.ranks}
+    if not cluster.cuda and config.dtype == "bf16" and config.model_config.n_experts:
+        host["processes"] += GROUPED_BYTES
     gradients = held["gradients"]
     if offload:
         host, held, gradients = host | held, {}, 0

@@ -17,6 +17,7 @@ from config import parse_args
 from errors import ROOT, exit_status
 from log import compare
 from optim import local
+from shapes import MODELS
 from test_shard import run_code
 
 RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.args") if " --head`" in path.read_text())
@@ -32,18 +33,24 @@ def fake_ranks():
     dist.destroy_process_group()
 
 
+FEW = ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral")
+
+
 @pytest.mark.parametrize("ranks", [1, 8, 64, 512])
-def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks, ranks):
+@pytest.mark.parametrize("models", [FEW, pytest.param(tuple(MODELS), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks, ranks, models):
+    """The slow one takes every row of MODELS on every mesh."""
     on_cpu = fake_ranks(ranks)
-    for model in ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral"):
-        for size in {0, 8 if ranks > 8 else 1}:
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for model in models:
+        for size in sizes if models != FEW else {0, 8 if ranks > 8 else 1}:
             words = ["--model", model, "--n_layers", "2", "--shard_size", str(size), "--state_dtype", "bf16"]
             config = parse_args([*words, "--dtype", "fp32", "--compile", "none"])
             mesh = shard.make_mesh(size, on_cpu)
             built = train.build(config, replace(on_cpu, device=torch.device("meta")), mesh)
             held = [local(p).numel() for p in built.parameters()]
             _, shards = shard.mesh_shape(size, ranks)
-            assert plan.elements(config, shards) == held
+            assert plan.elements(config, shards) == held, (model, size)
             parameters = 4 * sum(held)
             expected = {"parameters": parameters, "gradients": parameters, "moments": parameters}
             assert plan.state(config, shards) == expected
@@ -154,6 +161,22 @@ def test_heads_of_recipes_are_what_the_plan_says(capsys, recipe):
     status, out, err = answer(capsys, command)
     assert status == 0, err
     assert out in text
+
+
+def test_the_guide_s_table_is_what_the_plan_says():
+    """Of one row of 4,096 tokens on each of 1, 8 and 64 H100."""
+    text = (ROOT / "guide" / "memory.md").read_text("utf-8").partition("| model | setting | 1 GPU | 8 | 64 |\n")[2]
+    rows, model = [line.split("|")[1:-1] for line in text.partition("\n\n")[0].splitlines()[1:]], ""
+    assert len(rows) == 8
+    for name, setting, *cells in rows:
+        model, flags = name.strip() or model, re.findall("`(.*)`", setting)
+        words = f"--model {model} --seq_len 4096 --micro_batch 1 {' '.join(flags)}".split()
+        for cell, (nodes, gpus) in zip(cells, ((1, 1), (1, 8), (8, 8)), strict=True):
+            cluster = plan.Cluster(nodes, gpus, plan.GPUS["h100-80"])
+            gpu, _ = plan.memory(plan.settle(parse_args(words), cluster), cluster)
+            size = sum(gpu.values()) / 2**30
+            said = f"{size:,.0f}" if size >= 100 else f"{size:.1f}"
+            assert cell.strip() in ("", said + " (too much)" * (size > 79.1)), (words, gpus)
 
 
 def test_every_recipe_of_a_size_has_such_a_head():

@@ -5,6 +5,7 @@
     python bench/run.py gpu --json gpu.json          # on one GPU, at most 520 s; --budget says how many
     python bench/run.py generate tokenizer load checkpoint data
     python bench/run.py switches growth reference    # whole runs of train.py
+    python bench/run.py plan                         # what plan.py predicts of random runs, and of more and more GPUs
     python bench/run.py cpu gpu --parts NAME ...     # some parts of a suite
     python bench/run.py --check                      # only compares results, and times nothing
     python bench/run.py fp8 --run runs/NAME          # what FP8 does to each layer of a model; on a GPU, what it wins

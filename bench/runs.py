@@ -4,25 +4,35 @@ Seed noise is the range (largest less smallest) of the validation losses of thre
 initial weights and the order of the data. What has the same seed has to be nearer to each other than that."""
 
 import os
+import random
+import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
-from common import Row, Run, guarded, row, train_run  # first: it finds the Python that has torch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import Row, Run, guarded, row, run_python, train_run  # first: it finds the Python that has torch
 
 import numpy as np  # isort: skip
 import torch
 
+import plan
 import shard
-from check import first_values
+from check import first_values, resolve
 from config import Config, parse_args
-from data import make_loader
+from data import Batch, make_loader
+from guard import GradientGuard
+from log import memory_gib
+from machine import GPUS
 from model import Transformer
-from optim import learning_rate
+from optim import learning_rate, make_optimizer
 from peers import PEERS, adamw, their_step
+from shard import ALONE
+from train import build, train_step
 from weights import export_model
 
 PLOTS = Path(__file__).parent
@@ -281,9 +291,104 @@ def draw_losses(runs: dict[str, Run], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
+# ---- the plan
+
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"} | ONE_THREAD  # freed blocks
+SCALED = ("llama2-7b", "llama3-8b", "llama2-70b", "mixtral-8x7b", "llama3.1-405b")  # recipes
+NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # of 8 H100
+
+
+def random_run(draw: random.Random) -> str:
+    """The flags of a run of two steps on a CPU."""
+    model, heads = draw.choice(("tiny-gpt2", "tiny-llama", "tiny-llama3.2", "tiny-mixtral")), draw.randint(2, 6)
+    seq_len, micro_batch = draw.choice((64, 128, 256)), draw.choice((1, 2, 4, 8))
+    sizes = {
+        "vocab_size": draw.choice((512, 8000, 32000)),
+        "dim": 64 * heads,
+        "n_heads": heads,
+        "n_kv_heads": heads if model == "tiny-gpt2" else draw.choice([n for n in (1, 2, heads) if heads % n == 0]),
+        "ffn_dim": 64 * heads * draw.randint(1, 4),
+        "n_layers": draw.randint(2, 8),
+        "seq_len": seq_len,
+        "micro_batch": micro_batch,
+        "checkpointing": draw.choice(("none", "selective", "block")),
+    }
+    sizes |= {name: draw.choice(("fp32", "bf16")) for name in ("dtype", "param_dtype", "state_dtype")}
+    twice = f"--batch_tokens {2 * seq_len * micro_batch}"
+    more = draw.choice(("", twice, "--update_in_backward --clip 0", "--documents separate"))
+    return f"--compile none --model {model} {' '.join(f'--{name} {value}' for name, value in sizes.items())} {more}"
+
+
+def bench_plan(args: Namespace) -> Iterator[Row]:
+    """plan.py: the peak memory of random runs on a CPU; how the recipes scale to 16,384 GPUs, drawn in scaling.png."""
+    draw, errors, case, cpu = random.Random(0), [], "peak memory", torch.device("cpu")
+    for _ in range(20):
+        flags = random_run(draw)
+        config = resolve(parse_args(flags.split()), cpu, 1)
+        predicted = plan.step_figures(config, plan.cluster_here(cpu, 1))["mem_gib"]
+        measured = float(run_python(Path(__file__), *flags.split(), env=GIVES_BACK))
+        errors.append(predicted / measured - 1)
+        yield row(case, flags, predicted, "GiB", predicted / measured, f"{measured:.3f} GiB measured")
+    sizes = sorted(abs(error) for error in errors)
+    median, worst = float(np.median(sizes)), sizes[-1]
+    verdict = "failed: " * (median > 0.05 or worst > 0.12)
+    yield row(case, "error", median, "", note=f"{verdict}median {median:.1%}, worst {worst:.1%}; 5 % and 12 % allowed")
+    scales = {recipe: scale(recipe) for recipe in SCALED}
+    for recipe, points in scales.items():
+        for gpus, (gib, speed) in points.items():
+            yield row(recipe, f"{gpus} GPUs", speed, "tokens/s per GPU", note=f"{gib:.1f} GiB")
+    draw_scaling(scales, PLOTS / "scaling.png")
+    yield row("all", "drawn: bench/scaling.png")
+
+
+def train_two_steps(words: list[str]) -> None:
+    """Two steps of random tokens by train.py's own functions; prints this process's peak memory in GiB."""
+    config = resolve(parse_args(words), ALONE.device, 1)
+    model = build(config, ALONE, None)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0.0, 0.02)
+    optimizer = make_optimizer(model, config)
+    gradients = GradientGuard(model, config, ALONE, None, optimizer=optimizer)
+    tokens = torch.randint(config.model_config.vocab_size, (config.micro_batch, config.seq_len))
+    positions = torch.arange(config.seq_len) % 50 if config.documents == "separate" else None
+    batch = Batch(tokens, tokens, None if positions is None else positions.expand_as(tokens))
+    batches = [batch] * (config.batch_tokens // tokens.numel())
+    for _ in range(2):
+        train_step(model, optimizer, batches, 1e-3, gradients, SimpleNamespace(refresh=int), ALONE.device)
+    print(memory_gib(ALONE.device))
+
+
+def scale(recipe: str) -> dict[int, tuple[float, float]]:
+    """{GPUs: (GiB, tokens/s) of each}, with one micro-batch a step."""
+    words, points = [f"@recipes/{recipe}.args", "--weights=", "--load=direct", "--batch_tokens=0"], {}
+    for nodes in NODES:
+        cluster = plan.Cluster(nodes, 8, GPUS["h100-80"])
+        made = plan.predict(plan.settle(parse_args(words), cluster), cluster)
+        speed = made.config.batch_tokens / made.seconds / cluster.ranks
+        points[cluster.ranks] = (sum(made.gpu.values()) / 2**30, speed)
+    return points
+
+
+def draw_scaling(scales: dict[str, dict[int, tuple[float, float]]], path: Path) -> None:
+    figure, panels = subplots(1, 2, figsize=(9, 3.6), sharex=True)
+    for recipe, points in scales.items():
+        for panel, values in zip(panels, zip(*points.values(), strict=True), strict=True):
+            panel.plot(list(points), values, "o-", markersize=3, label=recipe)
+    for panel, name in zip(panels, ("GiB per GPU", "tokens/s per GPU"), strict=True):
+        panel.set(xscale="log", yscale="log", xlabel="GPUs (H100, 8 a node)", ylabel=name)
+        panel.grid(alpha=0.3)
+    panels[0].axhline(GPUS["h100-80"].gib, color="black", linewidth=0.8, linestyle="--")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    figure.savefig(path, dpi=90)
+
+
 SUITES = {
     "switches": bench_switches,
     "growth": bench_growth,
     "reference": bench_reference,
     "fp8-parity": bench_fp8_parity,
+    "plan": bench_plan,
 }
+
+if __name__ == "__main__":
+    train_two_steps(sys.argv[1:])

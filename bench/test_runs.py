@@ -2,6 +2,7 @@
 
 import re
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +80,37 @@ def test_growth_is_fitted_and_drawn(monkeypatch, tmp_path):
     assert (tmp_path / "growth.png").stat().st_size > 10_000
     x = [256, 1024, 4096, 16384]
     assert runs.fit(x, [3.0 + 0.5 * n for n in x]) == pytest.approx((3.0, 0.5))
+
+
+def test_predictions_are_compared_and_the_recipes_scaling_is_drawn(monkeypatch, tmp_path):
+    words = [
+        "--compile",
+        "none",
+        "--model",
+        "tiny-llama",
+        "--seq_len",
+        "8",
+        "--micro_batch",
+        "1",
+        "--dtype",
+        "fp32",
+        "--documents",
+        "separate",
+    ]
+    run_python = runs.run_python
+    gib = float(run_python(Path(runs.__file__), *words, env=runs.ONE_THREAD))
+    assert 0.1 < gib < 0.6
+    monkeypatch.setattr(runs, "run_python", lambda *_, **__: "1.0")
+    monkeypatch.setattr(runs, "PLOTS", tmp_path)
+    monkeypatch.setattr(runs.plan, "step_figures", lambda *_: {"mem_gib": 1.1})
+    monkeypatch.setattr(runs, "SCALED", ("gpt2-124m",))
+    monkeypatch.setattr(runs, "NODES", (1, 2))
+    rows = list(runs.bench_plan(Namespace()))
+    flags = [row["what"] for row in rows[:20]]
+    assert len({*flags}) == 20 and all(parse_args(words.split()) for words in flags)
+    assert rows[20]["note"] == "failed: median 10.0%, worst 10.0%; 5 % and 12 % allowed"
+    assert [row["what"] for row in rows[21:]] == ["8 GPUs", "16 GPUs", "drawn: bench/scaling.png"]
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
 def test_transformers_trains_as_we_do(tmp_path):
