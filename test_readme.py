@@ -145,6 +145,20 @@ def test_readme_is_read_in_two_minutes():
     assert (ROOT / "README.md").read_text("utf-8").count("\n") <= 150
 
 
+def test_the_picture_of_the_files_is_true():
+    """Each source file of the root is in it, and imports none that stands above it."""
+    picture = (
+        (ROOT / "README.md").read_text("utf-8").partition("## The files")[2].split("```")[1].partition("launch.sh")[0]
+    )
+    lines = [re.findall(r"(\w+)\.py\b", line) for line in picture.splitlines()]
+    floor = {name: number for number, names in enumerate(lines) for name in names}
+    files = {path.stem: path for path in ROOT.glob("*.py") if not re.match("test_|conftest", path.name)}
+    assert floor.keys() == files.keys()
+    for name, path in files.items():
+        imported = set(re.findall(r"^\s*(?:from|import) (\w+)", path.read_text("utf-8"), re.M)) & files.keys()
+        assert [other for other in imported if floor[other] < floor[name]] == [], name
+
+
 def test_quoted_messages_are_ours():
     sources = [*ROOT.glob("*.py"), *ROOT.glob("*.sh"), *ROOT.glob("launch/*.py")]
     code = "".join(path.read_text("utf-8") for path in sources if not path.name.startswith("test_"))
