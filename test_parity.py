@@ -55,7 +55,7 @@ EPS = 1e-3
 TOLERANCE = 1e-5  # of fp32, relative
 NOISE = 1.5  # of lower precision: a multiple of the plain model's error
 TOGETHER = 100  # cells that are drawn at a time; those of a number of ranks share their processes
-PATIENCE = 300  # seconds for a cell that compiles
+PATIENCE = 900  # seconds for a cell that compiles
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,8 @@ def compute(todo: list[Cell], plant: str = "", texts: int = 10) -> Iterator[str]
         yield from rows
         todo = todo[len(rows) :]
         if todo:
-            last = (done.stderr.strip().splitlines() or [f"no end after {timeout} s"])[-1]
+            last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+            last = f"no end after {timeout} s" if done.returncode == -9 else last
             yield f"{ranks} | nan | nan | WRONG | {todo[0]}: {last[:300]}"
             todo = todo[1:]
 
@@ -421,7 +422,7 @@ def _draw_sizes(rng: random.Random, multiples: bool) -> dict:
     return {
         "n_heads": heads,
         "n_kv_heads": rng.choice([k for k in range(1, heads + 1) if heads % k == 0]),
-        "head_dim": 16 if multiples else rng.choice((2, 6, 8, 10, 16)),
+        "head_dim": 16 if multiples else rng.choice((4, 6, 8, 10, 16)),
         "dim": rng.choice((16, 48, 64) if multiples else (16, 24, 36, 50, 64)),
         "ffn_dim": rng.choice((16, 80, 176) if multiples else (1, 7, 24, 130, 176)),
         "seq_len": rng.choice((16, 32) if multiples else (1, 7, 16, 32, 33, 130)),
@@ -465,7 +466,8 @@ def report_fuzz(seed: int, minutes: float) -> bool:
         print(row, flush=True)
         if "WRONG" in row:
             cell = Cell.parse(row.split(" | ")[4].partition(":")[0].split())
-            wrong.append(f"python test_parity.py --cell {cell}\n  the smallest: --cell {smallest(cell)}")
+            least = "" if "no end after" in row else f"\n  the smallest: --cell {smallest(cell)}"
+            wrong.append(f"python test_parity.py --cell {cell}{least}")
             print(wrong[-1], flush=True)
     print("\n".join([f"seed {seed}: {count} cells, {len(wrong)} wrong", *wrong]))
     return bool(wrong)
