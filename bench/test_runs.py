@@ -83,22 +83,9 @@ def test_growth_is_fitted_and_drawn(monkeypatch, tmp_path):
 
 
 def test_predictions_are_compared_and_the_recipes_scaling_is_drawn(monkeypatch, tmp_path):
-    words = [
-        "--compile",
-        "none",
-        "--model",
-        "tiny-llama",
-        "--seq_len",
-        "8",
-        "--micro_batch",
-        "1",
-        "--dtype",
-        "fp32",
-        "--documents",
-        "separate",
-    ]
+    words = "--compile none --model tiny-llama --seq_len 8 --micro_batch 1 --dtype fp32 --documents separate"
     run_python = runs.run_python
-    gib = float(run_python(Path(runs.__file__), *words, env=runs.ONE_THREAD))
+    gib = float(run_python(Path(runs.__file__), *words.split(), env=runs.ONE_THREAD))
     assert 0.1 < gib < 0.6
     monkeypatch.setattr(runs, "run_python", lambda *_, **__: "1.0")
     monkeypatch.setattr(runs, "PLOTS", tmp_path)
