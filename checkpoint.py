@@ -466,17 +466,6 @@ def _frozen(model: nn.Module) -> list[tuple[str, Slices, Tensor]]:
     return [(name, local_slices(p), local(p)) for name, p in named]
 
 
-def _places(model: nn.Module) -> list[tuple[str, Slices]]:
-    """The frozen weights in slices of some MB, by name."""
-    out = []
-    for name, p in model.named_parameters():
-        step = max(1, PORTION // math.prod(p.shape[1:]))
-        starts = range(0, 0 if p.requires_grad else len(p), step)
-        rest = [slice(0, n) for n in p.shape[1:]]
-        out += [(name, (slice(a, min(a + step, len(p))), *rest)) for a in starts]
-    return out
-
-
 def base_hash(parts: Iterable[tuple[str, Slices, Tensor]], ranks: Ranks) -> str:
     """Of weights in parts (name, place in the whole, values), the same however they are divided over ranks: the bits of
     each value times a random odd number that belongs to its name and place, summed modulo 2^64; "0" of none. All ranks
@@ -531,8 +520,8 @@ class Checkpoint:
         config = self.config
         if not config.lora:
             return self.read_weights
-        base, places = open_base(config), _places(lora.meta_model(config))[ranks.rank :: ranks.world_size]
-        self.check_base(((n, place, base(n, place).to(DTYPES[config.dtype])) for n, place in places), ranks)
+        base, frozen = open_base(config), _frozen(lora.meta_model(config))[ranks.rank :: ranks.world_size]
+        self.check_base(((n, place, base(n, place).to(DTYPES[config.dtype])) for n, place, _ in frozen), ranks)
         return lora.merge(base, self.read_weights, config)
 
     @property

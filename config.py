@@ -664,10 +664,6 @@ def check_batch(c: Config, world_size: int) -> None:
 # What does not work together: (whether it is asked for, what to say about it).
 UNSUPPORTED = (
     (
-        lambda c, ranks: c.lora_weights and not c.weights,
-        "--lora_weights is an adapter for a model's weights: name these, too, with --weights",
-    ),
-    (
         lambda c, ranks: c.compile == "model" and ranks > 1,
         "--compile model is for one process; with several, parameters are gathered block by block: --compile block",
     ),
@@ -714,6 +710,10 @@ UNSUPPORTED = (
     (
         lambda c, ranks: c.update_in_backward and c.on_nonfinite == "skip",
         "--update_in_backward with --on_nonfinite skip: a part of an update cannot be taken back: --on_nonfinite stop",
+    ),
+    (
+        lambda c, ranks: c.lora_weights and not c.weights,
+        "--lora_weights is an adapter for a model's weights: name these, too, with --weights",
     ),
 )
 

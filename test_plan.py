@@ -56,6 +56,18 @@ def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks, ranks, models):
             assert plan.state(config, shards) == expected
 
 
+def test_bytes_of_adapters_and_of_what_they_are_added_to(fake_ranks):
+    on_cpu = fake_ranks(8)
+    words = ["--model", "llama3.2-1b", "--n_layers", "2", "--lora", "8", "--lora_targets", "q,down", "--dtype", "bf16"]
+    config = parse_args([*words, "--compile", "none"])
+    built = train.build(config, replace(on_cpu, device=torch.device("meta")), shard.make_mesh(0, on_cpu))
+    held = {trains: [local(p) for p in built.parameters() if p.requires_grad == trains] for trains in (True, False)}
+    sizes = {trains: sum(p.nbytes for p in tensors) for trains, tensors in held.items()}
+    assert {p.dtype for p in held[False]} == {torch.bfloat16} and {p.dtype for p in held[True]} == {torch.float32}
+    expected = {"parameters": sum(sizes.values()), "gradients": sizes[True], "moments": 2 * sizes[True]}
+    assert plan.state(config, 8) == expected and 0 < sizes[True] < sizes[False] / 100
+
+
 SHAPES = [
     "--model tiny-llama --dim 512 --n_heads 8 --n_layers 8 --ffn_dim 1536 --seq_len 64 --micro_batch 1 --dtype fp32"
     " --update_in_backward --clip 0",

@@ -248,10 +248,14 @@ ROWS = {  # flags that ask for each row of config.UNSUPPORTED, in order, and the
     "model and offloaded activations": ("--compile model --offload_activations --checkpointing block", 1),
     "offloaded activations without checkpointing": ("--offload_activations --compile none", 1),
     "FP8 and offloaded parameters": ("--fp8 tensor --offload cpu --compile none", 2),
+    "repeated micro-batches of one graph": ("--replay_every 2 --compile model", 1),
+    "repeated micro-batches and updates in the backward pass": ("--replay_every 2 --update_in_backward --clip 0", 1),
+    "repeated micro-batches and kernels that do not repeat": ("--replay_every 2 --attention flash", 1),
     "updates in the backward pass and clipping": ("--update_in_backward", 1),
     "and several micro-batches": ("--update_in_backward --clip 0 --micro_batch 2 --seq_len 8 --batch_tokens 64", 2),
     "and one graph": ("--update_in_backward --clip 0 --compile model", 1),
     "and steps that are skipped": ("--update_in_backward --clip 0 --on_nonfinite skip", 1),
+    "an adapter and no weights": ("--lora_weights x --lora 4", 1),
 }
 
 
