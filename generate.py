@@ -334,6 +334,8 @@ def converse(model: Transformer, source: Source, messages: list[dict], n: int, *
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
+        except UnicodeDecodeError as e:
+            raise UserError(f"Standard input is not {e.encoding} at byte {e.start}: {e.object[:60]!r}") from None
         except KeyboardInterrupt:  # of what has been typed
             print()
             continue
@@ -344,6 +346,8 @@ def converse(model: Transformer, source: Source, messages: list[dict], n: int, *
         if config.positions == "learned":
             check_length(config, len(ids), 1)
             room = min(n, config.max_seq_len - len(ids))
+        elif len(ids) > config.max_seq_len:
+            print(f"({len(ids)} tokens: the model was made for {config.max_seq_len})", file=sys.stderr)
         if cache is None or cache.max_len < len(ids) + room:
             held, cache = [], KVCache(config, 1, max(CHAT_ROOM, 2 * (len(ids) + room)), model.dtype, device)
         known = min(len(os.path.commonprefix([held, ids])), len(ids) - 1)

@@ -103,6 +103,9 @@ SAME = {  # rows that are the same conversation
     "chosen list": {"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]},
     "chosen whole": {"prompt": "Why?", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]},
     "Alpaca": {"instruction": "Why?", "input": "", "output": "So.", "text": "### Instruction: Why?"},
+    "no hint": {"hint": None, "ask": "Why?", "say": "So."},
+    "an empty hint": {"hint": "", "ask": "Why?", "say": "So."},
+    "weights": {"messages": [ASK | {"weight": None}, ANSWER | {"weight": 1, "train": True}]},
 }
 BRIEF = {"role": "system", "content": "Be brief."}
 SYSTEM = {  # the same, with a system message
@@ -115,15 +118,16 @@ SYSTEM = {  # the same, with a system message
 
 
 def test_rows_that_are_conversations(tmp_path):
-    """The hub's usual forms."""
+    """The hub's usual forms; what is from Windows begins with a BOM."""
     encode, where = Encoder("bytes", chat_fields=("hint", "ask", "say")), TextFile("a.jsonl")
     for rows_, messages in ((SAME, [ASK, ANSWER]), (SYSTEM, [BRIEF, ASK, ANSWER])):
         ids, mask = render_chat(load_tokenizer("bytes"), messages, "llama2")
-        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_.values()))
+        bom = "\ufeff" * (rows_ is SYSTEM)
+        (tmp_path / "a.jsonl").write_text(bom + "".join(json.dumps(row) + "\n" for row in rows_.values()))
         found = [encode(str(where), row) for row, _ in TextFile(str(tmp_path / "a.jsonl")).rows(encode.fields)]
         for name, (its_ids, its_mask) in zip(rows_, found, strict=True):
             assert (its_ids, [m & TRAINED for m in its_mask]) == (ids, mask), name
-        (tmp_path / "a.json").write_text(json.dumps([*rows_.values()], indent=1))
+        (tmp_path / "a.json").write_text(bom + json.dumps([*rows_.values()], indent=1))
         listed = [encode(str(where), row) for row, _ in TextFile(str(tmp_path / "a.json")).rows(encode.fields)]
         assert listed == found
     row = {"instruction": "Add.", "input": "1, 2", "output": "3"}

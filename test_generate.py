@@ -29,7 +29,7 @@ from prepare import write_shard
 from test_checkpoint import save
 from test_model import BASE, FAMILY, error, make_model, make_pair, make_reference, random_tokens, scramble
 from tokenizer import LLAMA3_SPLIT, ByteTokenizer
-from weights import export_model
+from weights import export_model, read_config
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -373,6 +373,15 @@ def test_a_conversation(hub, capsys, monkeypatch, room):
         assert room == 1 or length <= len(prompt) - len(before)
     with pytest.raises(UserError, match="give the user's message"):
         main(["--run", "nowhere", "--chat", "--prompt", ""])
+
+
+def test_a_conversation_says_what_is_too_long_and_what_is_no_text(hub, capsys, monkeypatch):
+    folder, room = hub("llama3")[0], read_config(hub("llama3")[0]).max_seq_len
+    Typed(monkeypatch, "One", "Two " * room, UnicodeDecodeError("utf-8", b"so\xff", 2, 3, "invalid start byte"))
+    with pytest.raises(UserError, match="Standard input is not utf-8 at byte 2"):
+        main(["--run", str(folder), "--chat", "--tokens", "1"])
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "made for" in line]
+    assert said.endswith(f"tokens: the model was made for {room})")
 
 
 def test_ctrl_c_stops_an_answer(hub, capsys, monkeypatch):

@@ -234,6 +234,17 @@ def test_adapters_of_another_kind_are_refused(bases, tmp_path, change, message):
         open_adapter(tmp_path, config)
 
 
+def test_the_exports_of_two_runs_are_two_bases(bases, tmp_path):
+    """All are called hf. Where a run has been moved to does not matter."""
+    folders = [tmp_path / place / "hf" for place in ("one", "other", "moved/one")]
+    config, other, moved = (configure(shutil.copytree(bases["tiny-llama"], folder), "q") for folder in folders)
+    export_adapter(config, reader(make(config)), tmp_path / "adapter")
+    for same in (config, moved):
+        open_adapter(tmp_path / "adapter", same)
+    with pytest.raises(UserError, match="it is an adapter for .*one/hf, not for --weights .*other/hf"):
+        open_adapter(tmp_path / "adapter", other)
+
+
 def test_adapters_of_other_shapes_and_quantised_bases_are_refused(bases, tmp_path):
     config = configure(bases["tiny-llama"], "q,o")
     export_adapter(config, reader(make(config)), tmp_path)

@@ -239,7 +239,7 @@ def _read_json(name, stream, fields, first, val_every):
     """JSON lines, or one list of rows, which is read as a whole."""
     begin = stream.readline()
     lines = itertools.chain([begin], stream)
-    if begin.lstrip()[:1] != b"[":
+    if begin.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":  # before it a BOM
         yield from _read_lines(name, lines, fields, first, val_every)
         return
     try:
@@ -336,7 +336,7 @@ class Encoder(NamedTuple):
         content, where, tokenizer = row.content, f"{name} {row.place}", _tokenizer(self.tokenizer)
         try:
             if isinstance(content, bytes):
-                content = json.loads(content.decode())
+                content = json.loads(content.decode("utf-8-sig"))  # Windows begins files with a BOM
             fields = content if isinstance(content, dict) else {}
             text, messages = fields.get(self.text_field), find_messages(fields, self.chat_fields)
             text = text.decode() if isinstance(text, bytes) else text
@@ -382,7 +382,9 @@ def read_chat_fields(words: Iterable[str]) -> tuple[str, ...]:
 
 def find_messages(row: dict, chat_fields: tuple[str, ...]) -> list | None:
     """The messages of a row, in OpenAI's or ShareGPT's form; None if it is no conversation. chat_fields: as
-    --chat_fields names them. A row's own `system` goes before them."""
+    --chat_fields names them; a system message that is null or empty is none. A row's own `system` goes before them."""
+    if len(chat_fields) == 3 and not row.get(chat_fields[0], True):
+        chat_fields = chat_fields[1:]
     given = {name: value for name, value in row.items() if value is not None}
     names = next((names for names in (chat_fields, *CHAT_FIELDS) if names and given.keys() >= set(names)), None)
     if names is None:
@@ -418,6 +420,11 @@ def read_message(number: int, message) -> dict:
         message = {"content": message}
     if used := [name for name in TOOLS if message.get(name)]:
         raise UserError(f"Chat message {number} has {used[0]}: calls of tools are not rendered")
+    if left_out := [name for name in ("weight", "train") if message.get(name) not in (None, 1)]:
+        raise UserError(
+            f"Chat message {number} has {left_out[0]} {message[left_out[0]]!r}: all answers are trained on, and alike;"
+            " cut the conversation before it, or leave it out"
+        )
     content = message.get("content", message.get("value"))
     texts = []
     for part in content if isinstance(content, list) else ():

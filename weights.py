@@ -632,12 +632,18 @@ def open_adapter(folder: Path, config) -> Read:
             f" --lora_alpha {theirs[1]} --lora_targets {','.join(sorted(targets))}"
         )
     base = values.get("base_model_name_or_path") or config.weights
-    if Path(base).name != Path(config.weights).name:
+    if _base_name(base) != _base_name(config.weights):
         raise UserError(
             f"--lora_weights {folder}: it is an adapter for {base}, not for --weights {config.weights}; if these are"
             f" the same, say so in {path} (base_model_name_or_path)"
         )
     return _reader(folder, adapter_pieces(config), {name: (file, name) for name in file.entries})
+
+
+def _base_name(base: str) -> tuple[str, ...]:
+    """What is left of a base's name where its folder has moved; of a run's hf/ the run's name, too."""
+    path = Path(base).absolute()
+    return path.parts[-1 - (path.name == "hf") :]
 
 
 def export_adapter(config, read: Read, folder: Path) -> None:
