@@ -181,7 +181,8 @@ def agent(logs, timeout, ranks, command):
     record = {"pid": os.getpid(), "node": platform.node(), "ranks": {}}
     write_whole(logs / "agent.json", json.dumps(record))
     # For whoever attaches
-    print(f"The run's log is {out}/log.txt; Ctrl-B D leaves it going", flush=True)
+    detach = "; Ctrl-B D leaves it going" if os.environ.get("TMUX") else ""
+    print(f"The run's log is {out}/log.txt{detach}", flush=True)
     follow = ["tail", "-n", "0", "-s", "0.2", "-F", "--pid", str(os.getpid()), out / "log.txt"]
     pane = subprocess.Popen(follow, stderr=subprocess.DEVNULL)
     waited = attend(child, logs, signals, record)
