@@ -206,6 +206,11 @@ BAD = {
     "tool": ("a.jsonl", chat([TALK[0], {"role": "tool", "content": "4"}]), "line 1: .*message 1: role 'tool'"),
     "call": ("a.jsonl", chat([TALK[0], TALK[1] | {"content": None, "tool_calls": [{}]}]), "message 1 has tool_calls"),
     "weight": ("a.jsonl", chat([TALK[0], TALK[1] | {"weight": 0}]), "message 1 has weight 0"),
+    "history": (
+        "a.jsonl",
+        b'{"instruction": "a", "output": "b", "history": [["c", "d"]]}',
+        "line 1 .*has 'history' beside",
+    ),
     "image": ("a.jsonl", chat([TALK[0] | {"content": [{"type": "image_url"}]}]), "message 0: .* no text: .*image_url"),
     "no list": ("a.jsonl", b'{"messages": "Why?"}', "line 1: .*expected a list of messages"),
     "no message": ("a.jsonl", b'{"conversations": ["Why?"]}', "line 1: .*message 0: expected"),

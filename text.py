@@ -43,6 +43,7 @@ CHAT_FIELDS = (
 CHATS_KNOWN = f"{', '.join(' and '.join(names) for names in CHAT_FIELDS)}, or the fields that --chat_fields names"
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 TOOLS = ("tool_calls", "function_call", "tool_call_id")
+BESIDE = ("history", "tools", "functions")  # fields of rows whose content would have to be rendered, too
 TRAINED, BEGINS = 1, 2  # bits of a token's mask: it is trained on; a conversation begins with it
 
 
@@ -329,7 +330,7 @@ class Encoder(NamedTuple):
     @property
     def fields(self) -> tuple[str, ...]:
         names = [name for names in (self.chat_fields, *CHAT_FIELDS) for name in names]
-        return self.text_field, *dict.fromkeys([*names, "system", "input"])
+        return self.text_field, *dict.fromkeys([*names, "system", "input", *BESIDE])
 
     def __call__(self, name: str, row: TextRow) -> tuple[list[int], list[int] | None]:
         """A row of the file `name` -> (ids, mask of a conversation or None). BadRow names the place."""
@@ -348,6 +349,11 @@ class Encoder(NamedTuple):
         except (ValueError, RecursionError) as e:
             raise BadRow(f"{where} (byte {row.offset}) is not JSON: {e}") from None
         if messages is not None and (self.text_field == "text" or not isinstance(text, str)):
+            if more := [name for name in BESIDE if fields.get(name) not in (None, "", "[]", [], {})]:
+                raise BadRow(
+                    f"{where} has '{more[0]}' beside its conversation: earlier turns belong into its messages, and"
+                    " tools are not rendered; move or remove it"
+                )
             return self._encode_chat(where, tokenizer, messages)
         if isinstance(text, str):
             try:
