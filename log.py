@@ -277,7 +277,7 @@ class Log:
         message = "%s has no checkpoint, but records up to step %d: they are kept in %s; starting at step 1"
         logger.warning(message, self.file.parent, last, aside.name)
 
-    def describe_run(self, data, val_data, predicted: dict[str, float]) -> None:
+    def describe_run(self, model: Transformer, data, val_data, predicted: dict[str, float]) -> None:
         """flags.json, env.json and the head of the log: what is needed to know, later, what was run. data, val_data:
         the Loaders. predicted: of plan.step_figures, to be compared with what is measured."""
         if self.ranks.rank:
@@ -295,10 +295,8 @@ class Log:
             self.dtype,
             (shape.n_heads, shape.n_kv_heads, shape.head_dim),
         )
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in Transformer(shape).parameters())
         env = describe_environment() | {
-            "parameters": parameters,
+            "parameters": sum(p.numel() for p in model.parameters()),
             "world_size": size,
             "mesh": {"replicate": replicate, "shard": shard},
             "device": self.ranks.device.type,

@@ -76,7 +76,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     gradients = GradientGuard(model, config, ranks, mesh, data.where, optimizer)
     saver = checkpoint.Saver(model, optimizer, data, run, found)
     log = Log(run, model.dtype, start, data.names)
-    log.describe_run(data, val_data, check.predict(config, run, log.peak))
+    log.describe_run(model, data, val_data, check.predict(config, run, log.peak))
     # ---- the loop
     with machine.explained_memory(config, model, optimizer), saver:
         steps = iter(data)
