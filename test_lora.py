@@ -177,21 +177,6 @@ def test_another_base_is_refused(run):
         base.write_bytes(before)
 
 
-def test_the_hash_of_a_base_sees_every_change_and_no_division():
-    x = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
-
-    def of(*parts, name="a"):
-        rows = [(name, (slice(a, a + len(v)), slice(b, b + v.shape[1])), v) for a, b, v in parts]
-        return checkpoint.base_hash(rows, shard.ALONE)
-
-    whole = of((0, 0, x))
-    assert of((0, 0, x[:7]), (7, 0, x[7:, :11]), (7, 11, x[7:, 11:]), (40, 0, x[40:])) == whole
-    swapped, bit = x[[1, 0, *range(2, 40)]], x.clone()
-    bit.view(torch.int32)[13, 2] ^= 1
-    others = [of((0, 0, other)) for other in (swapped, bit, x.bfloat16(), x.roll(1, 1))]
-    assert len({whole, *others, of((0, 0, x), name="b")}) == 6
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
