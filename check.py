@@ -226,8 +226,8 @@ def _open_weights(config: Config, resumes: bool):
 
 def first_values(config: Config, model: Transformer, weights) -> tuple:
     """What training starts from, for shard.fill: --weights, or random values, which every rank draws itself."""
-    notes = [dropout_note(find(config.model, "--model"))] if config.model not in MODELS else []
-    notes += [dropout_note(find(config.lora_weights, ""), "adapter_config.json")] if config.lora_weights else []
+    notes = [dropout_note(find(config.model, "--model") / "config.json")] if config.model not in MODELS else []
+    notes += [dropout_note(find(config.lora_weights, "") / "adapter_config.json")] if config.lora_weights else []
     for note in filter(None, notes):
         logger.info(note)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}

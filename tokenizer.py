@@ -23,6 +23,7 @@ import hashlib
 import itertools
 import json
 import re
+import shutil
 import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -747,9 +748,24 @@ def _name_of(tokenizer: Tokenizer, id_: int) -> str:
     return next((text for text, i in tokenizer.control.items() if i == id_), tokenizer.decode([id_]))
 
 
-def write_chat_files(tokenizer: Tokenizer, folder: Path, family: str) -> None:
-    """Makes a folder that holds a tokenizer's files talk in transformers as render_chat does: its template goes where
-    versions 4 and 5 look for it, in the place of another one, and tokenizer.json is read as it is."""
+def write_files(tokenizer: Tokenizer, folder: Path, chat: str = "") -> dict:
+    """Writes a tokenizer's files into a model's folder -> bos_token_id and eos_token_id of its config.json.
+
+    chat: the family of its conversations, if it has learned some. Then the folder talks in transformers as render_chat
+    does: its template goes where versions 4 and 5 look for it, in the place of another one, and tokenizer.json is read
+    as it is; an answer's end ends a text, too."""
+    for file, name in tokenizer.files.items():
+        shutil.copyfile(file, folder / name)
+    if isinstance(tokenizer, ByteTokenizer):
+        write_byte_tokenizer(folder)
+    ends = tokenizer.eos_ids or [tokenizer.eos_id]
+    if chat:
+        _write_chat_files(tokenizer, folder, chat)
+        ends = list(dict.fromkeys([*ends, turn_end(tokenizer, chat)]))
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+
+
+def _write_chat_files(tokenizer: Tokenizer, folder: Path, family: str) -> None:
     if isinstance(tokenizer, SentencePiece) and tokenizer.plain:
         _write_sentencepiece(tokenizer, folder)
     template, path = chat_template(tokenizer, family), folder / "tokenizer_config.json"

@@ -27,7 +27,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +43,7 @@ from download import find, read_object, what_it_is
 from model import Transformer
 from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, gather, on_all, on_first_rank
-from tokenizer import ByteTokenizer, chat_family, turn_end, write_byte_tokenizer, write_chat_files
+from tokenizer import chat_family, write_files
 
 # ---- families
 
@@ -87,48 +87,60 @@ lm_head.weight                                lm_head.weight
 """
 
 
+# Our field of ModelConfig, and its key in config.json.
+_LLAMA_KEYS = """
+vocab_size              vocab_size
+dim                     hidden_size
+n_layers                num_hidden_layers
+n_heads                 num_attention_heads
+n_kv_heads              num_key_value_heads
+head_dim                head_dim
+ffn_dim                 intermediate_size
+max_seq_len             max_position_embeddings
+norm_eps                rms_norm_eps
+tied                    tie_word_embeddings
+init_std                initializer_range
+"""
+_MIXTRAL_KEYS = """
+n_experts               num_local_experts
+top_k                   num_experts_per_tok
+router_aux_loss_coef    router_aux_loss_coef
+"""
+_GPT2_KEYS = """
+vocab_size              vocab_size
+dim                     n_embd
+n_layers                n_layer
+n_heads                 n_head
+ffn_dim                 n_inner
+max_seq_len             n_positions
+norm_eps                layer_norm_epsilon
+tied                    tie_word_embeddings
+init_std                initializer_range
+"""
+
+
+def _pairs(text: str) -> dict[str, str]:
+    return dict(re.findall(r"(\S+) +(\S+)", text))
+
+
 def _table(text: str) -> dict[str, list[str]]:
     rows = {}
-    for ours, theirs in re.findall(r"(\S+) +(\S+)", text):
+    for ours, theirs in _pairs(text).items():
         head, several, tail = re.fullmatch(r"([^(]*)\(?([\w|]*)\)?(.*)", theirs).groups()
         rows[ours] = [head + one + tail for one in several.split("|")]
     return rows
 
 
-REQUIRED = object()
-# Our field: (its key in config.json, type, default where the key is absent or null), as in transformers' classes.
-_LLAMA_KEYS = {
-    "vocab_size": ("vocab_size", int, REQUIRED),
-    "dim": ("hidden_size", int, REQUIRED),
-    "n_layers": ("num_hidden_layers", int, REQUIRED),
-    "n_heads": ("num_attention_heads", int, REQUIRED),
-    "n_kv_heads": ("num_key_value_heads", int, 0),
-    "head_dim": ("head_dim", int, 0),
-    "ffn_dim": ("intermediate_size", int, REQUIRED),
-    "max_seq_len": ("max_position_embeddings", int, 2048),
-    "norm_eps": ("rms_norm_eps", float, 1e-6),
-    "tied": ("tie_word_embeddings", bool, False),
-    "init_std": ("initializer_range", float, 0.02),
-}
-_QWEN_KEYS = _LLAMA_KEYS | {
-    "n_kv_heads": ("num_key_value_heads", int, 32),
-    "max_seq_len": ("max_position_embeddings", int, 32768),
-}
-
-
 class Family(NamedTuple):
-    """shape: the fields of ModelConfig that tell this family from the others, but for those that are PLAIN. keys: of
-    config.json. names: of the tensors; prefix: what they lack in the file of a model without a head. theta: RoPE's,
-    where the file does not say it; 0: there is no RoPE. absent: what transformers takes for a key that is absent and
-    that an export must therefore say."""
+    """shape: the fields of ModelConfig that tell this family from the others, but for those that are PLAIN. names: of
+    the tensors. keys: of config.json. defaults: what transformers takes for keys that are absent, where it is not what
+    ModelConfig takes."""
 
     architecture: str
     shape: dict[str, str | bool]
-    keys: dict[str, tuple]
-    names: dict[str, list[str]]
-    prefix: str = "model."
-    theta: float = 0.0
-    absent: dict[str, object] = {}
+    names: dict[str, list[str]] = _table(_LLAMA + _LLAMA_MLP)
+    keys: dict[str, str] = _pairs(_LLAMA_KEYS)
+    defaults: dict[str, object] = {}
 
 
 # The fields of ModelConfig that tell families apart, as Llama has them.
@@ -136,73 +148,48 @@ PLAIN = {
     "norm": "rmsnorm", "positions": "rope", "mlp": "swiglu", "bias": False, "qkv_bias": False, "qk_norm": False,
     "family": "",
 }  # fmt: skip
+_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+_QWEN = {
+    "num_key_value_heads": 32, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "use_sliding_window": False,
+}  # fmt: skip
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
         {},
-        _LLAMA_KEYS,
-        _table(_LLAMA + _LLAMA_MLP),
-        theta=1e4,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
     ),
     "mistral": Family(
         "MistralForCausalLM",
         {"family": "mistral"},
-        _LLAMA_KEYS | {
-            "n_kv_heads": ("num_key_value_heads", int, 8),
-            "max_seq_len": ("max_position_embeddings", int, 131072),
-        },
-        _table(_LLAMA + _LLAMA_MLP),
-        theta=1e4,
-        absent={"sliding_window": 4096},
+        defaults=_MISTRAL | {"rms_norm_eps": 1e-6, "sliding_window": 4096},
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         {"qkv_bias": True},
-        _QWEN_KEYS,
         _table(_LLAMA + _QWEN2 + _LLAMA_MLP),
-        theta=1e4,
-        absent={"use_sliding_window": False},
+        defaults=_QWEN,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {"qk_norm": True},
-        _QWEN_KEYS | {"head_dim": ("head_dim", int, 128)},
         _table(_LLAMA + _QWEN3 + _LLAMA_MLP),
-        theta=1e4,
-        absent={"use_sliding_window": False},
+        defaults=_QWEN | {"head_dim": 128},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
         {"mlp": "moe"},
-        _LLAMA_KEYS | {
-            "n_kv_heads": ("num_key_value_heads", int, 8),
-            "max_seq_len": ("max_position_embeddings", int, 131072),
-            "norm_eps": ("rms_norm_eps", float, 1e-5),
-            "n_experts": ("num_local_experts", int, 8),
-            "top_k": ("num_experts_per_tok", int, 2),
-            "router_aux_loss_coef": ("router_aux_loss_coef", float, 0.001),
-        },
         _table(_LLAMA + _MIXTRAL_MLP),
-        theta=1e6,
+        _pairs(_LLAMA_KEYS + _MIXTRAL_KEYS),
+        _MISTRAL | {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "rope_theta": 1e6},
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True},
-        {
-            "vocab_size": ("vocab_size", int, REQUIRED),
-            "dim": ("n_embd", int, REQUIRED),
-            "n_layers": ("n_layer", int, REQUIRED),
-            "n_heads": ("n_head", int, REQUIRED),
-            "ffn_dim": ("n_inner", int, 0),
-            "max_seq_len": ("n_positions", int, 1024),
-            "norm_eps": ("layer_norm_epsilon", float, 1e-5),
-            "tied": ("tie_word_embeddings", bool, True),
-            "init_std": ("initializer_range", float, 0.02),
-        },
         _table(_GPT2.replace("KIND", "weight") + _GPT2.replace("KIND", "bias")),
-        prefix="transformer.",
+        _pairs(_GPT2_KEYS),
+        {"n_inner": 0, "n_positions": 1024, "tie_word_embeddings": True},  # 0: 4 dim
     ),
-}  # fmt: skip
+}
 # Not parameters: masks and frequencies that older versions of transformers have stored.
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
@@ -269,14 +256,13 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 PORTION, SYNC = 2**24, 2**26  # bytes that are written at a time, and after which they are sent to the disk
-APART = 2**22  # bytes whose checksum is worth another thread, which may hold on to them for a moment
 LIBC, WILLNEED = ctypes.CDLL(None), 3  # MADV_WILLNEED of Linux and macOS
 
 
 class Entry(NamedTuple):
-    """A tensor of a file."""
+    """A tensor of a file. dtype: what the file calls it, if it is none of DTYPES."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | str
     shape: tuple[int, ...]
 
 
@@ -301,11 +287,7 @@ class TensorFile:
         self.entries = {}
         for name in self.file.offset_keys():
             tensor = self.file.get_slice(name)
-            dtype = tensor.get_dtype()
-            if dtype not in DTYPES:
-                kind = f"{name!r} has dtype {dtype}, which is not read (quantised?)"
-                raise UserError(f"{path}: {kind}; F32, F16, BF16 are")
-            self.entries[name] = Entry(DTYPES[dtype], tuple(tensor.get_shape()))
+            self.entries[name] = Entry(DTYPES.get(dtype := tensor.get_dtype(), dtype), tuple(tensor.get_shape()))
         self.room = max(PORTION, 2**14 * len(self.entries))
 
     def read(self, name: str, slices: Slices) -> Tensor:
@@ -379,15 +361,15 @@ def write_file(path: Path, rows: list[tuple[str, torch.dtype, tuple[int, ...], C
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as f, ThreadPoolExecutor(2) as pool:
-        crc, begun, syncs = 0, 0, []
+        crc, begun, sync = 0, 0, pool.submit(os.fdatasync, f.fileno())
         for data in _contents(len(text).to_bytes(8, "little") + text, rows):
-            summed = pool.submit(zlib.crc32, data, crc) if len(data) > APART else None  # while it is written
+            summed = pool.submit(zlib.crc32, data, crc)  # while it is written
             f.write(data)
-            crc = summed.result() if summed else zlib.crc32(data, crc)
-            if f.tell() - begun >= SYNC and all(sync.done() for sync in syncs):  # to the disk, while more is written
-                begun, syncs = f.tell(), [*syncs, pool.submit(os.fdatasync, f.fileno())]
-        for sync in syncs:
-            sync.result()
+            crc = summed.result()
+            if f.tell() - begun >= SYNC and sync.done():  # to the disk, while more is written
+                sync.result()
+                begun, sync = f.tell(), pool.submit(os.fdatasync, f.fileno())
+        sync.result()
         f.flush()
         os.fsync(f.fileno())
         return f.tell(), crc
@@ -401,18 +383,19 @@ def _contents(header: bytes, rows: list) -> Iterator:
                 yield memoryview(block.numpy())
 
 
-def write_tensors(path: Path, rows: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype, read: Read) -> None:
-    """Writes a safetensors file of the tensors `rows` (name, shape), a portion of rows of each at a time, and syncs."""
+def write_tensors(path: Path, rows: list[tuple[str, tuple[int, ...], Callable]], dtype: torch.dtype) -> None:
+    """Writes a safetensors file of tensors (name, shape, read(slices)), a portion of rows of each at a time, and
+    syncs."""
 
-    def portions(name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    def portions(name: str, shape: tuple[int, ...], read: Callable) -> Iterator[Tensor]:
         step = max(1, PORTION // (math.prod(shape[1:]) * dtype.itemsize))
         for a in range(0, shape[0], step):
-            values = read(name, (slice(a, min(a + step, shape[0])), *(slice(0, n) for n in shape[1:])))
+            values = read((slice(a, min(a + step, shape[0])), *(slice(0, n) for n in shape[1:])))
             if dtype == torch.float16 and values.abs().amax() > torch.finfo(dtype).max:
                 raise UserError(f"{name} holds values beyond float16's range: take bf16 or fp32")
             yield values.to(dtype)
 
-    write_file(path, [(name, dtype, shape, partial(portions, name, shape)) for name, shape in rows])
+    write_file(path, [(name, dtype, shape, partial(portions, name, shape, read)) for name, shape, read in rows])
 
 
 # ---- reading
@@ -421,8 +404,6 @@ def write_tensors(path: Path, rows: list[tuple[str, tuple[int, ...]]], dtype: to
 def find_files(folder: Path) -> list[Path]:
     """The safetensors files that hold a folder's weights, all of them there; an index is checked and obeyed."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if folder.is_file():
-        return [_refuse_pickle(folder)]
     if single.exists():
         return [single]
     if index.exists():
@@ -431,8 +412,8 @@ def find_files(folder: Path) -> list[Path]:
     if files:
         return files
     for kind in ("pytorch_model*.bin", "*.bin", "*.pth", "*.pt", "*.ckpt"):
-        for pickle in sorted(folder.glob(kind)):
-            _refuse_pickle(pickle)
+        for path in sorted(folder.glob(kind)):
+            raise UserError(f"{path}: only safetensors are loaded; a pickle can run code. {conversion(path)}")
     raise UserError(
         f"{folder} holds no weights: no model.safetensors, no index of several, no *.safetensors. Was it fetched with"
         " --skip-model? python download.py ORG/NAME takes them, too"
@@ -454,12 +435,6 @@ def _files_of_index(index: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _refuse_pickle(path: Path) -> Path:
-    if path.suffix != ".safetensors":
-        raise UserError(f"{path}: only safetensors are loaded; a pickle can run code. {conversion(path)}")
-    return path
-
-
 def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -473,7 +448,7 @@ def open_weights(folder: Path, config: ModelConfig) -> Read:
     _check_config(folder, config)
     plan = pieces(config)
     expected = {piece.name: piece for row in plan.values() for piece in row}
-    places = _find_tensors(folder, FAMILIES[family(config)].prefix, expected)
+    places = _find_tensors(folder, expected)
     head = places.pop("lm_head.weight", None) if config.tied else None
     read = _reader(folder, plan, places)
     if head:
@@ -488,22 +463,29 @@ def _reader(folder: Path, plan: dict[str, list[Piece]], places: dict[str, Place]
     if missing or extra:
         parts = [f"lacks {_some(missing)}"] * bool(missing) + [f"holds {_some(extra)} besides"] * bool(extra)
         raise UserError(f"{folder} {' and '.join(parts)}: it is another model than the one that was asked for")
-    for name, piece in expected.items():
-        _check_entry(*places[name], piece)
+    for full, (file, name) in places.items():
+        dtype, shape = file.entries[name]
+        if shape != expected[full].stored:
+            raise UserError(f"{file.path}: {name!r} has shape {list(shape)}, expected {list(expected[full].stored)}")
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            kind = str(dtype).removeprefix("torch.")
+            raise UserError(f"{file.path}: {name!r} has dtype {kind}; float32, float16 and bfloat16 are read")
 
     def read(name: str, slices: Slices) -> Tensor:
-        row = plan[name]
-        whole = tuple(map(operator.add, row[-1].start, row[-1].shape))
-        dtype = reduce(torch.promote_types, (_entry(places[piece.name]).dtype for piece in row))
-        parts = [(piece.start, piece.shape, partial(_read_piece, piece, *places[piece.name])) for piece in row]
-        return assemble(slices, whole, dtype, parts)
+        row = [(piece, *places[piece.name]) for piece in plan[name]]
+        last = row[-1][0]
+        whole = tuple(map(operator.add, last.start, last.shape))
+        dtype = reduce(torch.promote_types, (file.entries[stored].dtype for _, file, stored in row))
+        return assemble(slices, whole, dtype, [(r[0].start, r[0].shape, partial(_read_piece, *r)) for r in row])
 
     return read
 
 
-def _find_tensors(folder: Path, prefix: str, expected: dict[str, Piece]) -> dict[str, Place]:
-    """Every tensor of a folder by the name that it has in the file of a model with a head."""
+def _find_tensors(folder: Path, expected: dict[str, Piece]) -> dict[str, Place]:
+    """Every tensor of a folder by the name that it has in the file of a model with a head, which begins with a
+    prefix."""
     places: dict[str, Place] = {}
+    prefix = next(iter(expected)).partition(".")[0] + "."
     for file in map(TensorFile, find_files(folder)):
         for name in file.entries:
             full = prefix + name if prefix + name in expected else name
@@ -513,19 +495,6 @@ def _find_tensors(folder: Path, prefix: str, expected: dict[str, Piece]) -> dict
             if not BUFFERS.search(name):
                 places[full] = file, name
     return places
-
-
-def _entry(place: Place) -> Entry:
-    file, name = place
-    return file.entries[name]
-
-
-def _check_entry(file: TensorFile, name: str, piece: Piece) -> None:
-    dtype, shape = file.entries[name]
-    if shape != piece.stored:
-        raise UserError(f"{file.path}: {name!r} has shape {list(shape)}, expected {list(piece.stored)}")
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise UserError(f"{file.path}: {name!r} has dtype {str(dtype)[6:]}; float32, float16 and bfloat16 are read")
 
 
 def _check_config(folder: Path, config: ModelConfig) -> None:
@@ -549,11 +518,10 @@ def _read_piece(piece: Piece, file: TensorFile, name: str, slices: Slices) -> Te
 def _check_tied(head: Place, embedding: Place) -> None:
     """A tied model's file may hold lm_head too, if it is the embedding."""
     (file, name), (other_file, other) = head, embedding
-    shape = file.entries[name].shape
-    same = shape == other_file.entries[other].shape
-    for start in range(0, shape[0], 4096) if same else ():
-        part = (slice(start, start + 4096), slice(None))
-        same = same and torch.equal(file.read(name, part), other_file.read(other, part))
+    same = file.entries[name] == other_file.entries[other]
+    for at in range(0, file.entries[name].shape[0], 4096) if same else ():
+        rows = (slice(at, at + 4096), slice(None))
+        same = same and torch.equal(file.read(name, rows), other_file.read(other, rows))
     if not same:
         raise UserError(
             f"{file.path}: lm_head.weight is not the embedding, though config.json ties them (tie_word_embeddings);"
@@ -604,14 +572,14 @@ def adapter_pieces(config) -> dict[str, list[Piece]]:
     out = {}
     for name, m in lora.layers(lora.meta_model(config)).items():
         place, _, fused = name.rpartition(".")
-        first, rank = 0, config.lora
-        parts = [(part, rows) for part, (rows, n) in zip(lora.PARTS[fused], m.lora_blocks, strict=True) if n]
-        a, b = out[f"{name}.lora_A"], out[f"{name}.lora_B"] = [], []
-        for i, (part, rows) in enumerate(parts):
-            theirs = f"base_model.model.model.{place}.{part}_proj.lora"
-            a.append(Piece(f"{theirs}_A.weight", (i * rank, 0), (rank, m.in_features)))
-            b.append(Piece(f"{theirs}_B.weight", (first, 0), (rows, rank)))
-            first += rows
+        first, rank, a, b = 0, config.lora, [], []
+        for part, (rows, adapted) in zip(lora.PARTS[fused], m.lora_blocks, strict=True):
+            if adapted:
+                theirs = f"base_model.model.model.{place}.{part}_proj.lora"
+                a.append(Piece(f"{theirs}_A.weight", (len(a) * rank, 0), (rank, m.in_features)))
+                b.append(Piece(f"{theirs}_B.weight", (first, 0), (rows, rank)))
+                first += rows
+        out |= {f"{name}.lora_A": a, f"{name}.lora_B": b}
     return out
 
 
@@ -649,11 +617,10 @@ def _base_name(base: str) -> tuple[str, ...]:
 def export_adapter(config, read: Read, folder: Path) -> None:
     """Writes the folder that PEFT loads: adapter_config.json and adapter_model.safetensors, in fp32. config: a Config;
     read: of lora.py's parameters."""
-    rows = {piece.name: (piece, name) for name, row in adapter_pieces(config).items() for piece in row}
+    rows = [(piece, name) for name, row in adapter_pieces(config).items() for piece in row]
     folder.mkdir(exist_ok=True)
     temporary = folder / "adapter_model.safetensors.tmp"
-    shapes = [(name, piece.shape) for name, (piece, _) in rows.items()]
-    write_tensors(temporary, shapes, torch.float32, lambda name, slices: _read_out(*rows[name], read, slices))
+    _write_pieces(temporary, rows, torch.float32, read)
     temporary.rename(folder / "adapter_model.safetensors")
     content = {
         "peft_type": "LORA",
@@ -692,7 +659,7 @@ predict_special_tokens output_past bos_token_id eos_token_id pad_token_id sep_to
 label2id num_labels task_specific_params problem_type finetuning_task is_decoder gradient_checkpointing
 max_length output_router_logits reorder_and_upcast_attn summary_type summary_use_proj summary_activation
 summary_proj_to_labels do_sample temperature top_p top_k return_dict output_hidden_states output_attentions
-max_sequence_length is_llama_config transformers.js_config unsloth_version unsloth_fixed
+max_sequence_length max_window_layers is_llama_config transformers.js_config unsloth_version unsloth_fixed
 """
 # Fields that ask for nothing while they are null, false, 0 or empty.
 HARMLESS_WHEN_OFF = """
@@ -704,18 +671,23 @@ forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppr
 """
 # What config.json calls the fields of RopeScaling, by its kind; "default" is none.
 ROPE_KEYS = {
+    "default": {},
     "llama3": {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
                "original_seq_len": "original_max_position_embeddings"},
 }  # fmt: skip
 
 
-def _read_config_json(folder: Path, name: str = "config.json") -> tuple[dict, Path]:
-    path = folder / name if folder.is_dir() else folder.with_name(name)
+EXPECTED = {int: "a positive whole number", float: "a positive number", bool: "true or false"}
+ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
+
+
+def _read_config_json(folder: Path) -> tuple[dict, Path]:
+    path = folder / "config.json"
     if not path.exists():
-        more = "; params.json is Meta's own format: take the repository's Hugging Face files" * (
-            path.with_name("params.json").exists()
+        more = "; params.json is Meta's own format: take the repository's Hugging Face files"
+        raise UserError(
+            f"{folder} holds no config.json, which says what model it is{more * (folder / 'params.json').exists()}"
         )
-        raise UserError(f"{path.parent} holds no config.json, which says what model it is{more}")
     return read_object(path), path
 
 
@@ -726,44 +698,42 @@ def read_config(folder: Path) -> ModelConfig:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{path}: model_type {kind!r} is not known; there are {', '.join(FAMILIES)}")
-    values = _without_windows(FAMILIES[kind].absent | values, FAMILIES[kind])
-    _refuse_unknown(values, FAMILIES[kind], path)
-    fields = {ours: _read_field(values, *row, path) for ours, row in FAMILIES[kind].keys.items()}
-    if FAMILIES[kind].theta:
-        fields["rope_theta"], fields["rope_scaling"] = _read_rope(values, FAMILIES[kind].theta, path)
-    fields["ffn_dim"] = fields["ffn_dim"] or 4 * fields["dim"]  # GPT-2's may be null
-    if fields.get("top_k", 0) > fields.get("n_experts", 0):
-        raise UserError(f"{path}: num_experts_per_tok is {fields['top_k']}, there are {fields['n_experts']} experts")
+    family = FAMILIES[kind]
+    known = {*family.keys.values(), *ROPE * ("positions" not in family.shape)}
+    if "use_sliding_window" in family.defaults:  # it is off, or refused
+        known.add("sliding_window")
+    if set(re.findall(r"\w+", str(values.get("layer_types")))) == {"full_attention"}:
+        known.add("layer_types")
+    _refuse_unknown(family.defaults | values, known, path)
+    shape = {}
+    for f in fields(ModelConfig):
+        if key := family.keys.get(f.name):
+            shape[f.name] = _read_field(values, key, f.type, family.defaults.get(key, f.default), path)
+    shape["ffn_dim"] = shape["ffn_dim"] or 4 * shape["dim"]
+    if shape.get("top_k", 0) > shape.get("n_experts", 0):
+        raise UserError(f"{path}: num_experts_per_tok is {shape['top_k']}, there are {shape['n_experts']} experts")
     try:
-        return ModelConfig(**fields, **FAMILIES[kind].shape)
+        return ModelConfig(**shape, **family.shape, **_read_rope(values, family.defaults.get("rope_theta", 1e4), path))
     except ValueError as e:
         raise UserError(f"{path}: {e}") from None
 
 
-def _without_windows(values: dict, family: Family) -> dict:
-    """Without the keys about sliding windows that say nothing in a family with a switch for them, while it is off."""
-    if "use_sliding_window" not in family.absent or values["use_sliding_window"]:
-        return values
-    idle = {"sliding_window", "max_window_layers"}
-    if set(values.get("layer_types") or ()) <= {"full_attention"}:
-        idle.add("layer_types")
-    return {key: value for key, value in values.items() if key not in idle}
-
-
-def _refuse_unknown(values: dict, family: Family, path: Path) -> None:
-    for key, means_ours in MEANS_OURS.items():
-        if key in values and values[key] not in means_ours:
-            raise UserError(f"{path}: {key} is {values[key]!r}, model.py computes only {means_ours[0]!r}")
-    if quantised := values.get("quantization_config"):
-        raise UserError(f"{path}: its weights are quantised ({quantised}): take the original ones, in bf16 or fp32")
-    known = {key for key, _, _ in family.keys.values()} | set(MEANS_OURS) | set(HARMLESS.split())
-    known |= {"rope_theta", "rope_scaling", "rope_parameters"} if family.theta else set()
-    known |= {key for key in HARMLESS_WHEN_OFF.split() if not values.get(key)}
-    unknown = [key for key in values if key not in known and key[:1] != "_" and not _is_dropout(key)]
+def _refuse_unknown(values: dict, known: set[str], path: Path) -> None:
+    """Refuses values that may change what is computed. known: keys whose values are looked at elsewhere."""
+    known = known | set(HARMLESS.split()) | {key for key in HARMLESS_WHEN_OFF.split() if not values.get(key)}
+    unknown = []
+    for key, value in values.items():
+        if key in known or key[:1] == "_" or _is_dropout(key):
+            continue
+        if key == "quantization_config":
+            raise UserError(f"{path}: its weights are quantised ({value}): take the original ones, in bf16 or fp32")
+        if key not in MEANS_OURS:
+            unknown.append(f"{key!r} = {value!r}"[:80])
+        elif value not in MEANS_OURS[key]:
+            raise UserError(f"{path}: {key} is {value!r}, model.py computes only {MEANS_OURS[key][0]!r}")
     if unknown:
         raise UserError(
-            f"{path}: {', '.join(f'{k!r} = {values[k]!r}'[:80] for k in unknown)}: not known here, and may change what"
-            " is computed; remove what does not"
+            f"{path}: {', '.join(unknown)}: not known here, and may change what is computed; remove what does not"
         )
 
 
@@ -771,63 +741,42 @@ def _read_field(values: dict, key: str, kind: type, default, path: Path):
     value = values.get(key)
     if value is None:
         value = default
-    elif type(value) not in ((int, float) if kind is float else (kind,)):
-        raise UserError(f"{path}: {key} is {value!r}, expected {kind.__name__}")
-    elif kind is not bool and not 0 < value < 2**53:
-        raise UserError(f"{path}: {key} is {value!r}, expected a positive number")
-    if value is REQUIRED:
+    elif type(value) not in ((int, float) if kind is float else (kind,)) or not (kind is bool or 0 < value < 2**53):
+        raise UserError(f"{path}: {key} is {value!r}, expected {EXPECTED[kind]}")
+    if value is MISSING:
         raise UserError(f"{path} does not say {key}")
     return value
 
 
-def _read_rope(values: dict, theta: float, path: Path) -> tuple[float, RopeScaling | None]:
-    """rope_theta and rope_scaling of version 4, or rope_parameters of version 5."""
-    given = [values[k] for k in ("rope_parameters", "rope_scaling") if values.get(k) not in (None, {})]
+def _read_rope(values: dict, theta: float, path: Path) -> dict:
+    """rope_theta and rope_scaling of version 4, or rope_parameters of version 5 -> those fields of ModelConfig. theta:
+    where the file does not say it."""
+    given = {key: values[key] for key in ROPE[1:] if values.get(key) not in (None, {})}
     if len(given) > 1:
         raise UserError(f"{path} has both rope_parameters and rope_scaling: remove the one that does not count")
-    if given and not isinstance(given[0], dict):
-        raise UserError(f"{path}: rope_parameters or rope_scaling is {given[0]!r}, expected an object")
-    rope = dict(*given)
-    thetas = (rope.pop("rope_theta", None), values.get("rope_theta"), theta)
-    theta = next(t for t in thetas if t is not None)
-    kinds = (rope.pop("rope_type", None), rope.pop("type", None))
-    kind = kinds[0] or kinds[1] or "default"
-    names = _rope_keys(kind, rope, path)
-    _check_positive([theta, *(rope[k] for k in names.values())], path)
-    if kind == "default":
-        return float(theta), None
-    scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in names.items()}, kind=kind)
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
+    name, rope = next(iter(given.items()), ("", {}))
+    if not isinstance(rope, dict):
+        raise UserError(f"{path}: {name} is {rope!r}, expected an object")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ROPE_KEYS:
+        raise UserError(f"{path}: rope_type {kind!r} is not implemented; {', '.join(ROPE_KEYS)} are")
+    _refuse_unknown(rope, {"rope_type", "type", "rope_theta", *ROPE_KEYS[kind].values()}, path)
+    theta = float(_read_field(values | rope, "rope_theta", float, theta, path))
+    numbers = {ours: _read_field(rope, key, float, MISSING, path) for ours, key in ROPE_KEYS[kind].items()}
+    scaling = RopeScaling(**numbers, kind=kind) if numbers else None
+    if scaling and scaling.high_freq_factor <= scaling.low_freq_factor:
         raise UserError(f"{path}: high_freq_factor must be above low_freq_factor")
-    return float(theta), scaling
-
-
-def _rope_keys(kind: str, rope: dict, path: Path) -> dict[str, str]:
-    """{our name: the key} of what a type of RoPE has; refuses a type or keys that we do not know."""
-    if kind != "default" and kind not in ROPE_KEYS:
-        raise UserError(f"{path}: rope_type {kind!r} is not implemented; default and {', '.join(ROPE_KEYS)} are")
-    if rope.get("partial_rotary_factor") in (1, None):
-        rope.pop("partial_rotary_factor", None)
-    names = ROPE_KEYS.get(kind, {})
-    needed, keys = set(names.values()), {key for of_kind in ROPE_KEYS.values() for key in of_kind.values()}
-    for verb, wrong in (("lacks", needed - set(rope)), ("has", set(rope) - keys)):
-        if wrong:
-            raise UserError(f"{path}: RoPE of type {kind} {verb} {_some(sorted(wrong))}")
-    return names
-
-
-def _check_positive(numbers: list, path: Path) -> None:
-    if any(type(n) not in (int, float) or not 0 < n < 2**53 for n in numbers):
-        raise UserError(f"{path}: RoPE's numbers must be positive, found {numbers}")
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def _is_dropout(key: str) -> bool:
     return "dropout" in key or key.endswith("_pdrop")
 
 
-def dropout_note(folder: Path, name: str = "config.json") -> str:
-    """One line that names the dropout rates of such a file, which are not applied; empty if there are none."""
-    rates = [f"{k!r}: {v!r}" for k, v in _read_config_json(folder, name)[0].items() if _is_dropout(k) and v]
+def dropout_note(path: Path) -> str:
+    """One line that names the dropout rates of a config.json or the like, which are not applied; empty if there are
+    none."""
+    rates = [f"{k!r}: {v!r}" for k, v in read_object(path).items() if _is_dropout(k) and v]
     return f"Dropout is not applied: {', '.join(rates)}" if rates else ""
 
 
@@ -836,10 +785,10 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict:
     has this shape."""
     kind = family(config)
     out = {"architectures": [FAMILIES[kind].architecture], "model_type": kind, "torch_dtype": str(dtype)[6:]}
-    out |= {key: getattr(config, ours) for ours, (key, _, _) in FAMILIES[kind].keys.items()}
+    out |= {key: getattr(config, ours) for ours, key in FAMILIES[kind].keys.items()}
     if kind == "gpt2":
         return out | {"activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    out |= {key: MEANS_OURS[key][0] for key in FAMILIES[kind].absent}
+    out |= {key: MEANS_OURS[key][0] for key in FAMILIES[kind].defaults if key in MEANS_OURS}
     out |= {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_scaling": None}
     if scaling := config.rope_scaling:
         numbers = {theirs: getattr(scaling, ours) for ours, theirs in ROPE_KEYS[scaling.kind].items()}
@@ -865,9 +814,7 @@ def export(
 
     def write_shards() -> None:
         for name in [*shards][ranks.rank :: ranks.world_size]:
-            rows = {piece.name: (piece, ours) for piece, ours in shards[name]}
-            shapes = [(stored, piece.stored) for stored, (piece, _) in rows.items()]
-            write_tensors(temporary / name, shapes, dtype, lambda n, s, rows=rows: _read_out(*rows[n], read, s))
+            _write_pieces(temporary / name, shards[name], dtype, read)
 
     on_first_rank(lambda: _begin_export(folder, temporary, size, replaces), ranks)
     try:
@@ -890,7 +837,7 @@ def _plan_shards(config: ModelConfig, dtype: torch.dtype, limit: float) -> tuple
     room, total = 0.0, 0
     for piece, name in rows:
         size = math.prod(piece.shape) * dtype.itemsize
-        if not shards or size > room:
+        if size > room:
             shards.append([])
             room = limit
         shards[-1].append((piece, name))
@@ -914,15 +861,7 @@ def _begin_export(folder: Path, temporary: Path, size: int, replaces: bool) -> N
 
 def _finish_export(folder: Path, temporary: Path, shards: dict, size: int, config: dict, tokenizer, chat: str) -> None:
     """The tokenizer's files, the index, config.json and generation_config.json; then the folder's name."""
-    for file, name in tokenizer.files.items() if tokenizer else ():
-        shutil.copyfile(file, temporary / name)
-    if isinstance(tokenizer, ByteTokenizer):
-        write_byte_tokenizer(temporary)
-    ends = (tokenizer.eos_ids or [tokenizer.eos_id]) if tokenizer else [None]
-    if chat:
-        write_chat_files(tokenizer, temporary, chat)
-        ends = list(dict.fromkeys([*ends, turn_end(tokenizer, chat)]))
-    ids = {"bos_token_id": tokenizer and tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    ids = write_files(tokenizer, temporary, chat) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
     generation = read_json(temporary / "generation_config.json")  # that of the tokenizer's folder
     generation = generation | ids if chat else ids | generation
     contents = {"config.json": config | ids, "generation_config.json": generation}
@@ -945,27 +884,20 @@ def refuse_in_the_way(folder: Path, replaces: bool) -> None:
         raise UserError(f"{folder} is there already: move it away, or give another folder")
 
 
-def _read_out(piece: Piece, name: str, read: Read, slices: Slices) -> Tensor:
-    """Those values of a tensor of the file, from our parameter."""
-    place = slices[::-1] if piece.transposed else (slice(0, 1), *slices)[-len(piece.shape) :]
-    place = tuple(slice(s.start + at, s.stop + at) for s, at in zip(place, piece.start, strict=True))
-    values = read(name, place)
-    return values.T if piece.transposed else values.reshape([s.stop - s.start for s in slices])
+def _write_pieces(path: Path, rows: list[tuple[Piece, str]], dtype: torch.dtype, read: Read) -> None:
+    """Writes a safetensors file. rows: each tensor, and our parameter that has its values."""
+
+    def read_out(piece: Piece, name: str, slices: Slices) -> Tensor:
+        place = slices[::-1] if piece.transposed else (slice(0, 1), *slices)[-len(piece.shape) :]
+        place = tuple(slice(s.start + at, s.stop + at) for s, at in zip(place, piece.start, strict=True))
+        values = read(name, place)
+        return values.T if piece.transposed else values.reshape([s.stop - s.start for s in slices])
+
+    write_tensors(path, [(piece.name, piece.stored, partial(read_out, piece, name)) for piece, name in rows], dtype)
 
 
-def export_model(
-    model: Transformer, folder: Path | str, shard_gb: float = 5, tokenizer=None, replaces=False, talks=False
-) -> None:
-    """Writes an unsharded model as a Hugging Face folder, in the dtype of its parameters; see export."""
+def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, **how) -> None:
+    """Writes an unsharded model as a Hugging Face folder, in the dtype of its parameters. how: as for export."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     dtype = next(iter(parameters.values())).dtype
-    export(
-        model.config,
-        lambda n, s: parameters[n][s].cpu(),
-        Path(folder),
-        dtype,
-        shard_gb,
-        tokenizer,
-        replaces,
-        talks=talks,
-    )
+    export(model.config, lambda n, s: parameters[n][s].cpu(), Path(folder), dtype, shard_gb, **how)
