@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from errors import RankFailure, UserError
-from model import loss_head_bytes
 from optim import local
 
 
@@ -200,16 +199,14 @@ def explained_memory(config, model: nn.Module, optimizer=None) -> Iterator[None]
         device, statistics = torch.device("cuda", torch.cuda.current_device()), torch.cuda.memory_stats()
         used = {k: statistics[f"{k}_bytes.all.peak"] for k in ("allocated", "reserved")}
         used["total"] = torch.cuda.get_device_properties(device).total_memory
-        rows = config.micro_batch or config.batch_tokens // config.seq_len  # at most
-        head = loss_head_bytes(config.model_config, rows * config.seq_len, device.type)
-        message = explain_out_of_memory(model, optimizer, config, head, used, str(device))
+        message = explain_out_of_memory(model, optimizer, config, used, str(device))
         rank = os.environ.get("RANK", 0)
         raise RankFailure(f"rank {rank} on {platform.node()}: {message}") from None
 
 
-def explain_out_of_memory(model: nn.Module, optimizer, config, head: int, used: dict[str, int], name: str) -> str:
-    """What the memory of a GPU went to, measured, and the flags that lower it, the cheapest first. head: bytes that the
-    loss head takes; used: bytes allocated at the peak, reserved, total; name: of the device."""
+def explain_out_of_memory(model: nn.Module, optimizer, config, used: dict[str, int], name: str) -> str:
+    """What the memory of a GPU went to, measured, and the flags that lower it, cheapest first. used: bytes allocated
+    at the peak, reserved, total; name: of the device."""
     tensors = {
         "parameters": model.parameters(),
         "gradients": [p.grad for p in model.parameters() if p.grad is not None],
@@ -219,9 +216,7 @@ def explain_out_of_memory(model: nn.Module, optimizer, config, head: int, used: 
     for part, of_part in tensors.items():
         held = [local(t) for t in of_part]
         parts[part] = sum(t.numel() * t.element_size() for t in held if t.device.type == name.partition(":")[0])
-    parts["loss head (at most)"] = head
-    rest = used["allocated"] - sum(parts.values())
-    parts["activations and gathered layers"] = max(rest, 0)
+    parts["activations, gathered layers and the loss"] = max(used["allocated"] - sum(parts.values()), 0)
     said = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
     loose = used["reserved"] - used["allocated"]
     expandable = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; " * (loose > used["total"] / 10)

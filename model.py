@@ -32,12 +32,18 @@ from shapes import ModelConfig
 IGNORE = -100  # the target of a token that is not trained on
 
 
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in the compute dtype: the copy that optim.keep_copies made of it, if there is one."""
+    copy = getattr(weight, "compute_copy", None)
+    return weight.to(dtype) if copy is None else copy
+
+
 class Linear(nn.Linear):
     """x W^T + b in x's dtype, whatever dtype the parameters are kept in."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return F.linear(x, cast(self.weight, x.dtype), bias)
 
 
 class Embedding(nn.Embedding):
@@ -146,7 +152,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     bf16 with rows of 16-byte multiples runs as one grouped kernel, without a host synchronisation; anything else as a
     loop with equal results, which reads `ends` on the host."""
-    weight = weight.to(x.dtype)
+    weight = cast(weight, x.dtype)
     if x.dtype == torch.bfloat16 and not any(n % 8 for n in weight.shape[1:]):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     stops = ends.tolist()
@@ -275,7 +281,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy) -> tuple[Tensor, Tensor]:
-        w = weight.to(x.dtype)
+        w = cast(weight, x.dtype)
         limit = CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (w.shape[0] * w.itemsize)
         rows = chunk_rows(len(x), limit)
         losses, dw = [], None if weight.requires_grad else x.new_empty(0)
@@ -302,13 +308,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx * grad, dw.mul_(grad), None, None, None  # dw is as large as the weight
 
 
-def loss_head_bytes(config: ModelConfig, tokens: int, device_type: str) -> int:
-    """What the loss of so many tokens needs at its peak in bf16, uncompiled: a chunk's logits, in both dtypes, in fp32
-    once more within logsumexp, and the gradient of the weight."""
-    logits = min(CHUNK_BYTES[device_type] // 2, tokens * config.vocab_size)
-    return 10 * logits + 4 * config.vocab_size * config.dim
-
-
 class LossHead(nn.Module):
     """lm_head. With targets [B, T] it returns the summed loss (fp32 scalar) and that of each row (fp32 [B], without
     gradient), and never holds the [B, T, V] logits; without targets, the logits in fp32. One module, so that sharding
@@ -321,7 +320,7 @@ class LossHead(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if targets is None:
-            return F.linear(x, self.weight.to(x.dtype)).float()
+            return F.linear(x, cast(self.weight, x.dtype)).float()
         loss, losses = _LinearCrossEntropy.apply(
             x.flatten(0, 1), self.weight, targets.flatten(), torch.is_grad_enabled(), self.cross_entropy
         )

@@ -131,6 +131,39 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def keep_copies(model: nn.Module, optimizer: torch.optim.Optimizer | None, config, accumulates: bool) -> None:
+    """Where steps have several micro-batches: from now on matrices and stacked experts that are whole on this rank have
+    copies in the compute dtype, which `model.cast` takes. They are cast once a step, after the update, and not in every
+    micro-batch; the gradient of a copy, in that dtype, is added to its weight's in one pass, and freed. The numbers are
+    the same. Only this optimizer may change the weights.
+
+    A copy takes its bytes all the time: --checkpointing block, which saves memory first, goes without. FP8 has copies
+    of its own. config: a Config."""
+    if not accumulates or config.checkpointing == "block" or config.fp8 != "off":
+        return
+    named = {p: name for name, p in model.named_parameters(remove_duplicate=False)}  # a tied weight is lm_head's
+    matrices = [p for p, name in named.items() if p.ndim > 1 and not name.startswith("embed_")]
+    weights = [p for p in matrices if p.itemsize > model.dtype.itemsize and not is_sharded(p)]
+    copies = [p.detach().to(model.dtype).requires_grad_() for p in weights]
+
+    def add_gradient(weight: Tensor, copy: Tensor) -> None:
+        if weight.grad is None:
+            weight.grad = copy.grad.to(weight.dtype)
+        else:
+            weight.grad.add_(copy.grad)
+        copy.grad = None
+
+    @torch.no_grad()
+    def refresh(*_) -> None:
+        torch._foreach_copy_(copies, weights)
+
+    for weight, copy in zip(weights, copies, strict=True):
+        weight.compute_copy = copy
+        copy.register_post_accumulate_grad_hook(partial(add_gradient, weight))
+    if optimizer and copies:
+        optimizer.register_step_post_hook(refresh)
+
+
 def make_optimizer(model: nn.Module, config) -> torch.optim.Optimizer:
     """Matrices and embeddings decay; biases and norm weights (one dimension) do not. config: a Config."""
     groups = [

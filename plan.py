@@ -42,7 +42,7 @@ import lora
 import machine
 import model as transformer
 from machine import GPUS, Gpu
-from optim import DTYPES, trained
+from optim import DTYPES, keep_copies, trained
 from shapes import ModelConfig
 from shard import mesh_shape, sharded_dim
 
@@ -207,6 +207,7 @@ def _trace_layers(config: Config, layers: int, sharded: bool, accumulates: bool)
 
     model.layers[-1].register_forward_pre_hook(lambda m, args: args[0].register_hook(lap) and None)
     with live:
+        keep_copies(model, None, config, accumulates and not sharded)
         for _ in range(1 + (accumulates and not sharded)):
             live.lap()
             laps.clear()

@@ -94,7 +94,8 @@ class Replay:
             for name, p in module.named_parameters(prefix):
                 if p.requires_grad and not is_sharded(p) and name not in known:
                     known.add(name)
-                    hooks.append(p.register_hook(note(name)))
+                    receivers = {p, getattr(p, "compute_copy", p)}  # the one that is used has the gradient
+                    hooks.extend(receiver.register_hook(note(name)) for receiver in receivers)
 
         for prefix, unit in units.items():
             hooks.append(unit.register_forward_pre_hook(lambda module, _, prefix=prefix: attach(prefix, module)))

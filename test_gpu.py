@@ -32,7 +32,7 @@ from config import parse_args
 from data import Batch
 from errors import ROOT
 from model import IGNORE, LossHead, Transformer, cross_entropy, document_begins, grouped_matmul, random_init
-from optim import make_optimizer
+from optim import keep_copies, make_optimizer
 from shapes import MODELS, ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -72,6 +72,7 @@ def make_training(flags: str, mesh: bool = False):
     model = train.build(config, ranks, grid)
     scales, optimizer = fp8.prepare(model, config, grid, False), make_optimizer(model, config)
     shard.fill(model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
+    keep_copies(model, optimizer, config, True)
     gradients, batch = guard.GradientGuard(model, config, ranks, grid), make_batch(config)
 
     def step(number: int) -> torch.Tensor:

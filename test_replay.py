@@ -15,7 +15,7 @@ CODE = """
 import random, sys
 import torch
 import fp8, guard, replay, shard, test_parity, train
-from optim import make_optimizer
+from optim import keep_copies, make_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 every, flips, cell = int(sys.argv[1]), int(sys.argv[2]), test_parity.Cell.parse(sys.argv[3:])
@@ -51,6 +51,7 @@ shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
 weight_scales = fp8.prepare(model, config, mesh, cell.accumulate > 1)
 optimizer = make_optimizer(model, config)
 shard.fill(model, test_parity.random_init(cell.shape, shapes, 0))
+keep_copies(model, optimizer, config, cell.accumulate > 1)
 gradients = guard.GradientGuard(model, config, ranks, mesh)
 gradients.replay = replay.Replay(model, every, ranks).watch
 replay.logger.info = lambda *args: print(args[0] % args[1:], flush=True)
@@ -79,7 +80,7 @@ def run(cell: Cell, every: int, flips: int = 0) -> list[str]:
 CELLS = {
     "sharded": Cell(ranks=2, accumulate=2, n_layers=2, checkpointing="block"),
     "replicated": Cell(ranks=2, accumulate=2, n_layers=2, shard_size=1, dtype="bf16"),
-    "alone": Cell(accumulate=2, n_layers=2, model="tiny-mixtral"),
+    "alone": Cell(accumulate=2, n_layers=2, model="tiny-mixtral", dtype="bf16"),
     "offloaded": Cell(ranks=2, n_layers=2, offload="cpu", model="tiny-llama3.2"),
     "fp8": Cell(ranks=2, accumulate=2, n_layers=2, fp8="tensor", fp8_all_gather=True),
     "compiled": Cell(ranks=2, n_layers=2, compile="block"),

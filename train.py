@@ -36,7 +36,7 @@ from generate import write_samples
 from guard import GradientGuard, Run
 from log import Log, describe_model, logger
 from model import Details, Transformer
-from optim import DTYPES, GradientReducer, learning_rate, make_optimizer, update
+from optim import DTYPES, GradientReducer, keep_copies, learning_rate, make_optimizer, update
 from profiler import profiled
 
 
@@ -69,10 +69,12 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     run.add_mesh(mesh)
     model = build(config, ranks, mesh)
     with machine.explained_memory(config, model):
-        weight_scales = fp8.prepare(model, config, mesh, data.step_rows > data.micro_batch * ranks.world_size)
+        accumulates = data.step_rows > data.micro_batch * ranks.world_size
+        weight_scales = fp8.prepare(model, config, mesh, accumulates)
         optimizer = make_optimizer(model, config)
         logger.info("Created optimizer")
         fill(model, optimizer, data, found, weights, config, ranks)
+        keep_copies(model, optimizer, config, accumulates)
     gradients = GradientGuard(model, config, ranks, mesh, data.where, optimizer)
     saver = checkpoint.Saver(model, optimizer, data, run, found)
     log = Log(run, model.dtype, start, data.names)
