@@ -20,8 +20,9 @@
 # Without --out: the newest run in runs/. Paths are relative to the folder of launch.sh.
 # Status: 0 finished or stopped, 2 a mistake in what was asked for, 1 anything else.
 
-# On every machine a session `flatland-RUN` holds one torchrun. How the run ended stands in status.json: torchrun turns
-# every end into status 1. What happens on a machine is in launch/node.py, what happens here in launch/cluster.py.
+# On every machine a session `flatland-RUN` holds one torchrun, or where all is one process, that. How the run ended
+# stands in status.json: torchrun turns every end into status 1. What happens on a machine is in launch/node.py, what
+# happens here in launch/cluster.py.
 # shellcheck disable=SC1091,SC2034,SC2154
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null

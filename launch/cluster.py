@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
-from errors import ROOT, UserError, printable, run_script
+from config import parse_args
+from errors import ROOT, UserError, missing_folders, printable, remove_empty, run_script
 from node import (
     FULL_DISK,
     KILLED,
@@ -374,16 +375,16 @@ def run_checks(hosts: list[Host], job: dict, total: int) -> list:
     return call_all(hosts, job, "run", 1800, command=[job["python"], "train.py", *job["words"], "--check", str(total)])
 
 
-def check(host: Host, job: dict, total: int) -> dict:
-    """What train.py's own check answers; exits with its status where it refuses."""
+def check(host: Host, job: dict, total: int) -> bool:
+    """Says what train.py's own check finds, and exits with its status where it refuses -> whether there is something
+    left to train."""
     [done] = run_checks([host], job, total)
     refuse(explain_all([host], [done]))
-    answer = re.compile(r"^([a-z_]+)=(.*)\n", re.M)
-    say(answer.sub("", done["out"]), end="")
+    say(re.sub(r"^[a-z_]+=.*\n", "", done["out"], flags=re.M), end="")
     say(done["err"] if host.local else re.sub("^(?=.)", f"{host.label}: ", done["err"], flags=re.M), sys.stderr, end="")
     if done["exit"]:
         sys.exit(max(done["exit"], 1))
-    return dict(answer.findall(done["out"]))
+    return "state=finished\n" not in done["out"]
 
 
 def is_supervised(out: Path) -> bool:
@@ -489,7 +490,7 @@ class Supervisor:
         took its end for a failure."""
         path, last = self.out / "status.json", time.monotonic() + FULL_DISK
         status, final = read_json(path), {"state": end.state, "step": end.step, "message": end.message}
-        wrong = status.get("state") == "running" or read_wish(self.out) == "kill"
+        wrong = end.state != "error" and (status.get("state") == "running" or read_wish(self.out) == "kill")
         while True:
             with contextlib.suppress(OSError):
                 if wrong:
@@ -536,7 +537,7 @@ class Supervisor:
             self.ask("sweep")
             silent = [h for h, a in zip(self.hosts, answers, strict=True) if isinstance(a, Unreachable)]
             return End("failed", 0, problems[0], "\n".join(problems), tuple(silent))
-        self.save(state="running", message="", place=min(a["place"] for a in answers), pid=answers[0]["pid"])
+        self.save(message="", place=min(a["place"] for a in answers), pid=answers[0]["pid"])
         return self.watch()
 
     def status(self) -> dict:
@@ -550,6 +551,8 @@ class Supervisor:
         while not silent and not all(w.last.get("over") for w in watchers):
             self.wait(LOOK)
             now, state = time.monotonic(), self.status().get("state")
+            if state and self.launch["state"] == "starting":
+                self.save(state="running")
             silent = [w for w in watchers if now - w.heard > patience + 3]
             failing = (failing or now) if any(w.last.get("hurt") for w in watchers) else 0.0
             if failing and now - failing > min(GRACE, patience) * (3 if state in ("finished", "stopped") else 1):
@@ -568,20 +571,28 @@ class Supervisor:
         state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
         if state in ("finished", "error") or (state == "stopped" and (asked or cause["sure"] > TERMINATED)):
             return End(state, step, message)
-        last_words = cause.get("tail", "").rstrip()
-        if cause.get("status") == 2 and not state:
-            errors = re.findall(r"^error: (.*)", last_words, re.M | re.S)
-            return End("error", 0, errors[-1] if errors else last_words)
-        if asked and not state:
-            return End("stopped", 0, "stopped before it had begun")
+        if not state:
+            if {w.last.get("result", {}).get("exit") for w in watchers} == {0}:
+                return End("finished", 0, "")  # an earlier launch had done all
+            if cause.get("status") == 2:
+                last_words = cause["tail"].rstrip()
+                errors = re.findall(r"^error: (.*)", last_words, re.M | re.S)
+                return End("error", 0, errors[-1] if errors else last_words)
+            if asked:
+                return End("stopped", 0, "stopped before it had begun")
         if asked == "kill":
             return End("stopped", step, "stopped at once, without saving")
+        return self.failure(End(state, step, message), cause, silent)
+
+    def failure(self, last: End, cause: dict, silent: list[Watcher]) -> End:
+        """last: what rank 0 has written."""
+        last_words = cause.get("tail", "").rstrip()
         what = "; ".join(filter(None, (cause["what"], full_disk(self.out))))
         report = f"---- the end of {cause['file']}\n{last_words}\n----\n" if last_words else ""
-        if state == "failed" and cause["sure"] > KILLED and message not in report:
-            report += message + "\n"
-        report += f"{self.job['out']}: failed{at(step)}: {what}"
-        return End("failed", step, what, report, tuple(w.host for w in silent))
+        if last.state == "failed" and cause["sure"] > KILLED and last.message not in report:
+            report += last.message + "\n"
+        report += f"{self.job['out']}: failed{at(last.step)}: {what}"
+        return End("failed", last.step, what, report, tuple(w.host for w in silent))
 
 
 def first_cause(watchers: list[Watcher], silent: list[Watcher]) -> dict:
@@ -666,36 +677,23 @@ def changed(path: Path) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
 
 
-def state_without_launcher(out: Path, launch: dict, status: dict) -> End | None:
-    """What a run is doing that train.sbatch, or somebody's own torchrun, has started; None if the last one was ours."""
-    if not status or status.get("attempt") == launch.get("id"):
-        return None
-    if changed(out / "logs" / "launch.json") > changed(out / "status.json"):
-        return None
-    state, message = status.get("state", ""), status.get("message", "")
-    if state == "running" and time.time() - changed(out / "lock") > STALE:
-        state, message = "failed", full_disk(out) or "dead: it ended without a word"
-    return End(state, status.get("step") or 0, message)
-
-
 def state_of(out: Path) -> End:
-    """What a run is doing, or how it ended."""
+    """What a run is doing, or how it ended, whoever has started it: a launcher, train.sbatch, or somebody's own
+    torchrun."""
     supervised = is_supervised(out)  # first: a supervisor's last act is launch.json
     launch, status = read_launch(out), read_json(out / "status.json")
-    if not supervised and (end := state_without_launcher(out, launch, status)):
-        return end
-    state, step = launch.get("state", ""), status.get("step") or launch.get("step") or 0
-    message = status.get("message") or launch.get("message", "")
+    state, step, message = status.get("state", ""), status.get("step") or 0, status.get("message", "")
+    newer = changed(out / "status.json") > changed(out / "logs" / "launch.json")
+    launched = bool(launch) and (status.get("attempt") == launch.get("id") or not newer)
+    if supervised or (launched and launch.get("state") in ENDED):
+        step, message = step or launch.get("step", 0), launch.get("message") or message
+        return End(launch["state"], step, message, launch.get("report", ""))
     if state in ENDED:
-        return End(state, step, launch.get("message", ""), launch.get("report", ""))
-    if supervised:
         return End(state, step, message)
-    # A host that does not answer may have something left of the run.
-    if any(isinstance(a, Exception) or not a["over"] for a in call_all(hosts_of(launch), launch, "look", 20)):
-        return End(f"{state}, but its launcher is gone: nobody would relaunch it", step, message)
-    if status.get("state") in ENDED:
-        return End(status["state"], step, message)
-    return End("failed", step, full_disk(out) or ("dead: it ended without a word" if state else "it never began"))
+    if time.time() - changed(out / "lock") <= STALE:
+        return End("running, but its launcher is gone: nobody would relaunch it" if launched else state, step, message)
+    dead = "dead: it ended without a word" if status or launch else "it never began"
+    return End("failed", step, full_disk(out) or dead)
 
 
 # ---- the verbs
@@ -742,31 +740,55 @@ def on_interrupt(farewell: str) -> None:
 
 def verb_train(words: list[str], settings: dict) -> int:
     flags, hosts, job = read_job(words, settings)
+    config = parse_args(job["words"], trains=True)
     survey(hosts, job)
-    answer = check(hosts[0], job, sum(h.slots for h in hosts))
-    if "out" not in answer or answer["state"] == "finished" or any(w.split("=")[0] == "--check" for w in job["words"]):
-        return 0  # without a folder, it was asked for --help
-    name, out = answer["out"], ROOT / answer["out"]
-    name_sessions(hosts, out)
-    job |= {"out": name, "timeout": float(answer.get("timeout", 600)), "mark": secrets.token_hex(8)}
-    job["first"] = hosts[0].label
-    claim(out, job)
-    answers = prepare(hosts, job)
-    follower, supervisor = Follower(out, name), Supervisor(job, hosts)
-    supervisor.save(id=job["mark"], state="starting", machine=platform.node(), began=time.time(), supervisor=0)
-    pid = leave_behind(supervisor, answers)
-    on_interrupt(f"{name} goes on. {hints(name)}")
-    while (launch := read_launch(out))["state"] == "starting" and os.waitpid(pid, os.WNOHANG) == (0, 0):
-        time.sleep(0.1)
+    total, name, out = sum(h.slots for h in hosts), config.out, ROOT / config.out
+    alone = total == 1 and config.check < 0  # then the run's own checks answer, which come at once
+    if not alone and (not check(hosts[0], job, total) or config.check >= 0):
+        return 0
+    new_folders = missing_folders(out)
+    job |= {"out": name, "timeout": float(config.timeout), "mark": secrets.token_hex(8), "first": hosts[0].label}
+    follower, launch = start(hosts, job)
+    logs = out / "logs" / job["first"] / launch["id"]
+    if alone and launch["state"] in ("running", "finished"):
+        follower.shown = read(logs / "agent.stderr.log")
+        say(follower.shown, sys.stderr, end="")
+    if launch["state"] == "finished" and not launch["step"]:  # it was finished before
+        say(read(logs / "agent.stdout.log"), end="")
+        return 0
     if launch["state"] == "running":
-        where = f" on {len(hosts)} hosts" if len(hosts) > 1 else f", process {launch['pid']}"
-        say(f"Started {name}: {launch['place']}{where}; log in {name}/log.txt")
-        if answer["device"] == "cpu" and max(host.slots for host in hosts) > 1:
-            say("On a CPU, one process with all of a machine's cores was 1.2 times as fast as two: see BENCHMARKS.md")
+        say_started(name, launch)
         if flags["--detach"] or (len(hosts) > 1 and not sys.stdout.isatty()):
             say(hints(name))
             return 0
-    return follower.to_the_end()
+    status = follower.to_the_end()
+    if status == 2 and new_folders and not read(out / "metrics.jsonl"):  # a mistake leaves nothing behind
+        shutil.rmtree(out)
+        remove_empty(new_folders[1:])
+    return status
+
+
+def start(hosts: list[Host], job: dict) -> tuple[Follower, dict]:
+    """Leaves a supervisor behind, and waits until the run has begun, or ended -> launch.json."""
+    out = ROOT / job["out"]
+    name_sessions(hosts, out)
+    claim(out, job)
+    answers = prepare(hosts, job)
+    follower, supervisor = Follower(out, job["out"]), Supervisor(job, hosts)
+    supervisor.save(id=job["mark"], state="starting", machine=platform.node(), began=time.time(), supervisor=0)
+    pid = leave_behind(supervisor, answers)
+    on_interrupt(f"{job['out']} goes on. {hints(job['out'])}")
+    while (launch := read_launch(out))["state"] == "starting" and os.waitpid(pid, os.WNOHANG) == (0, 0):
+        time.sleep(0.1)
+    return follower, launch
+
+
+def say_started(name: str, launch: dict) -> None:
+    hosts = hosts_of(launch)
+    where = f" on {len(hosts)} hosts" if len(hosts) > 1 else f", process {launch['pid']}"
+    say(f"Started {name}: {launch['place']}{where}; log in {name}/log.txt")
+    if not hosts[0].devices and max(host.slots for host in hosts) > 1:
+        say("On a CPU, one process with all of a machine's cores was 1.2 times as fast as two: see BENCHMARKS.md")
 
 
 def name_sessions(hosts: list[Host], out: Path) -> None:

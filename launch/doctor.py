@@ -33,7 +33,7 @@ from cluster import (
     ssh_command,
 )
 from errors import ROOT, UserError, printable
-from node import OWN_FILES, Refused, content_hash, last_line, own_files, tree_hash
+from node import OWN_FILES, Refused, content_hash, last_line, own_files, packages
 
 CLOCK = 2.0  # seconds that clocks may differ: more, and logs of several hosts cannot be read together
 PAIR_BYTES, PAIR_LIMIT = 8 * 2**20, 20  # what a pair sums, seconds it has
@@ -236,28 +236,24 @@ def sync(host: Host, job: dict, mark: str) -> str:
     """Makes a host's files those that are here -> what was done. Raises Unreachable and Refused."""
     extra = ["hosts", "README.md", "BENCHMARKS.md", "LICENSE", ".gitignore"]
     files = [*own_files(), *(name for name in extra if (ROOT / name).exists())]
-    python, here = job["python"], (content_hash(), tree_hash(ROOT / ".venv"))
-
-    def hashes() -> tuple[str, str]:
-        answer = call(host, job, "probe", 60, environment=bool(here[1]))
-        return answer["code"], answer["environment"]
-
     unpack = f"if [ -e {mark} ]; then echo shared; else rm -f {OWN_FILES} && tar --no-same-owner -xf -; fi"
     if "shared" in send(host, job, unpack, ROOT, files).split():
         return "sees this very folder; nothing to copy"
-    there, venv = hashes(), ", .venv the same" if here[1] else ""
-    if there[1] != here[1]:
+    there, venv, python = call(host, job, "probe", 60), "", job["python"]
+    if there["code"] != content_hash():
+        raise Refused(f"the files differ after copying ({there['code']}, here {content_hash()}): is its disk full?")
+    if packages():
+        venv = ", .venv the same"
+    if packages() and there["packages"] != packages():
         unpack = "rm -rf .venv.new && mkdir .venv.new && tar --no-same-owner -C .venv.new -xf - &&"
         send(host, job, f"{unpack} rm -rf .venv && mv .venv.new .venv", os.path.realpath(ROOT / ".venv"), ["."])
-        there, venv = hashes(), ", .venv copied"
-    if there != here:
-        raise Refused(f"the files differ after copying ({there[0]}, here {here[0]}): is its disk full?")
+        venv = ", .venv copied"
     done = call(host, job, "run", 120, command=[python, "-c", "import torch"])
     if done["exit"]:
         setup = f"ssh {host.target} 'cd {shlex.quote(str(ROOT))} && bash launch.sh setup'"
         needs = f"It needs {os.path.realpath(python)}, or an environment of its own: {setup}"
         raise Refused(f"{python} does not run there: {last_line(done['err'])}. {needs}")
-    return f"{len(files)} files, verified ({here[0]}){venv}"
+    return f"{len(files)} files, verified ({content_hash()}){venv}"
 
 
 def send(host: Host, job: dict, script: str, folder, files: list[str]) -> str:

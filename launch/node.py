@@ -5,12 +5,13 @@ line of JSON on stdin, so nothing secret is on a command line: the host's line i
 and the job. The answers are lines of JSON. Only the standard library is used here, so a host can be asked before it has
 an environment.
 
-`python3 launch/node.py agent LOGS TIMEOUT RANKS COMMAND...` runs torchrun (COMMAND) in its tmux session or under srun,
-on a machine with RANKS ranks in all, and makes sure that nothing of it is left when it ends. LOGS is
-`runs/NAME/logs/HOST/ID`. There it writes agent.stderr.log, agent.stdout.log, and agent.json: its process, its ranks,
-and at the end the first cause of a failure on this host. `runs/NAME/logs/stop` tells all agents what `stop` asks for:
-nothing, `save` or `kill`. A process belongs to the run if its command line names LOGS; a worker, if the environment
-that torchrun gave it does."""
+`python3 launch/node.py agent LOGS TIMEOUT RANKS COMMAND...` runs COMMAND in its tmux session or under srun, on a
+machine with RANKS ranks in all, and makes sure that nothing of it is left when it ends. COMMAND is a torchrun, told its
+address by --local-addr, or where the job is one process on one host, that process. LOGS is `runs/NAME/logs/HOST/ID`.
+There the agent writes agent.stderr.log, agent.stdout.log, and agent.json: its process, its ranks, and at the end the
+first cause of a failure on this host. `runs/NAME/logs/stop` tells all agents what `stop` asks for: nothing, `save` or
+`kill`. A process belongs to the run if its command line names LOGS; a worker, if the environment that torchrun gave it
+does."""
 
 import contextlib
 import ctypes
@@ -166,7 +167,9 @@ def agent(logs, timeout, ranks, command):
     signals, out = [], logs.parents[2]
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda n, _: signals.append(n))
-    choose_interface(command[command.index("--local-addr") + 1])
+    is_torchrun = "--local-addr" in command
+    if is_torchrun:
+        choose_interface(command[command.index("--local-addr") + 1])
     if ranks > 1:  # torchrun would give each one thread, also for AdamW on the CPU
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     with open(logs / "agent.stdout.log", "ab") as stdout, open(logs / "agent.stderr.log", "ab") as stderr:
@@ -191,12 +194,13 @@ def agent(logs, timeout, ranks, command):
     while workers_of(marker) and time.monotonic() < end and read_wish(out) != "kill":
         time.sleep(0.3)
     kill(processes(marker)[1], signal.SIGKILL)
-    record["cause"] = None if signals and child.returncode < 0 else cause_on_this_host(logs, child.returncode, waited)
-    record["exit"] = child.returncode
+    status = record["exit"] = child.returncode
+    failures = parse_failures(read(logs / "agent.stderr.log")) if is_torchrun else [(0, 0, status)] * bool(status)
+    record["cause"] = None if signals and status < 0 else cause_on_this_host(logs, status, failures, waited)
     time.sleep(0.4)
     pane.terminate()
     write_record(logs, record)
-    return max(child.returncode, 0) or int(child.returncode != 0)
+    return max(status, 0) or int(status != 0)
 
 
 def attend(child, logs, signals, record):
@@ -227,11 +231,12 @@ def attend(child, logs, signals, record):
     return bool(alone_since) and time.monotonic() - alone_since > WITHOUT_WORKERS
 
 
-def cause_on_this_host(logs, status, waited):
-    """What went wrong first on this host, where torchrun has ended with that status; None: nothing. waited: its workers
-    had ended, it went on waiting for other hosts, and its agent killed it."""
+def cause_on_this_host(logs, status, failures, waited):
+    """What went wrong first on this host, where the agent's command has ended with that status; None: nothing.
+    failures: (rank, local rank, exit status) of each. waited: its workers had ended, torchrun went on waiting for other
+    hosts, and its agent killed it."""
     screen = logs / "agent.stderr.log"
-    causes = [rank_cause(logs, *failure) for failure in parse_failures(read(screen))]
+    causes = [rank_cause(logs, *failure) for failure in failures]
     if causes:  # torchrun kills those that do not end when another one has failed
         return min(causes, key=lambda cause: cause["sure"] or FAILED)
     if waited:
@@ -248,7 +253,7 @@ def cause_on_this_host(logs, status, waited):
 
 def rank_cause(logs, rank, local_rank, status):
     """A failed rank's part in the end of the job, as far as its status and its last lines tell."""
-    file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), "")
+    file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), logs / "agent.stderr.log")
     end, how = tail(file, 30), f"failed with status {status}"
     if status < 0:
         how = f"was ended by {signal.Signals(-status).name}"
@@ -301,15 +306,9 @@ def own_files(root=ROOT):
     return sorted(str(p.relative_to(root)) for pattern in OWN_FILES.split() for p in root.glob(pattern) if p.is_file())
 
 
-def tree_hash(root):
-    """Names and sizes of an environment's files; the contents would be gigabytes. Empty if there are none."""
-    rows = []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name != "__pycache__"]
-        for path in (os.path.join(folder, name) for name in files):
-            size = os.readlink(path) if os.path.islink(path) else os.path.getsize(path)
-            rows.append(f"{os.path.relpath(path, root)}\0{size}")
-    return hashlib.sha256("\n".join(sorted(rows)).encode()).hexdigest()[:16] if rows else ""
+def packages():
+    """Names and versions of what is installed in .venv; empty if there is none."""
+    return sorted(path.name for path in ROOT.glob(".venv/lib/python*/site-packages/*-info"))
 
 
 def query(*words):
@@ -343,7 +342,7 @@ def probe(request):
         "connection": os.environ.get("SSH_CONNECTION", "").split(),
         "gpus": gpus(request),
         "code": content_hash(),
-        "environment": tree_hash(ROOT / ".venv") if request.get("environment") else "",
+        "packages": packages(),
         "python": os.access(request["python"], os.X_OK),
     }
 
@@ -412,9 +411,14 @@ def log_folder(request):
 
 
 TORCHRUN = (
-    "-m torch.distributed.run --nnodes {nodes} --nproc-per-node {slots} --max-restarts 0 --rdzv-backend c10d"
+    "{python} -m torch.distributed.run --nnodes {nodes} --nproc-per-node {slots} --max-restarts 0 --rdzv-backend c10d"
     " --rdzv-endpoint {endpoint} --rdzv-id {id} --rdzv-conf is_host={is_host:d},join_timeout={join_timeout}"
-    " --local-addr {address} --redirects 3 --log-dir"
+    " --local-addr {address} --redirects 3 --log-dir {logs}"
+)
+# One process alone needs no torchrun, which would import torch before it does.
+ALONE = (
+    "env TORCHELASTIC_RUN_ID={id} TORCHELASTIC_ERROR_FILE={logs}/ RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1"
+    " {python}"
 )
 
 
@@ -426,9 +430,11 @@ def start(request):
     env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(request["shutdown_timeout"]))  # torch 2.11 has no flag for it
     if request["devices"] is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(request["devices"])
-    torchrun = TORCHRUN.format(is_host=request["label"] == request["first"], **request).split()
+    launcher = ALONE if request["nodes"] == request["slots"] == 1 else TORCHRUN
+    values = {**request, "logs": logs, "is_host": request["label"] == request["first"]}
     agent_words = [sys.executable, "launch/node.py", "agent", str(logs), request["timeout"], request["ranks_here"]]
-    command = [*map(str, agent_words), request["python"], *torchrun, str(logs), "train.py", *request["words"]]
+    command = [*map(str, agent_words), *(word.format(**values) for word in launcher.split())]
+    command += ["train.py", *request["words"]]
 
     # The environment travels in a file that only its owner can read and that is gone when it has been read: it belongs
     # on no command line, in no run folder and in no tmux server.
@@ -490,7 +496,7 @@ def look(request):
     if over and not result:
         what = f"everything on {request['label']} was gone: killed, or the machine restarted"
         result = {"exit": None, "ago": 0.0, "cause": {"sure": KILLED, "what": what}}
-    times = [path.stat().st_mtime for path in logs.glob("*/attempt_*/*/std*.log")]
+    times = [path.stat().st_mtime for path in logs.rglob("*.log")]
     return {
         "agent": agent,
         "workers": workers,
@@ -637,29 +643,27 @@ def pairs(request):
 def usage(request):
     """The load of this machine, its GPUs and its workers, every few seconds, for top."""
     logs = os.path.join(os.path.realpath(request["out"]), "logs", "") if request["out"] else ""
-    before, when, local_ranks, wait = {}, 0.0, {}, 0.5
+    before, when, wait = cpu_seconds(), time.monotonic(), 0.5
     while not select.select([sys.stdin], [], [], wait)[0]:
-        # user, nice and system time; idle and waiting come after them
-        seconds, now = {"machine": cpu_seconds("/proc/stat", 1, 4)}, time.monotonic()
-        for pid, (rank, local_rank) in workers_of(logs).items():
-            seconds[rank], local_ranks[rank] = cpu_seconds(f"/proc/{pid}/stat", 13, 15), local_rank
-        # How much of the time since the last look was spent computing
-        shares = {key: (spent - before[key]) / (now - when) for key, spent in seconds.items() if key in before}
-        if before:
-            memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M))
-            size, free = int(memory["MemTotal"]) / 2**20, int(memory["MemAvailable"]) / 2**20
-            busy = min(1.0, shares.pop("machine") / os.cpu_count())
-            answer = {"cpu": busy, "cores": cores(), "load": os.getloadavg()[0], "mem_size": size}
-            ranks = {rank: (local_ranks[rank], share) for rank, share in shares.items()}
-            print(json.dumps({**answer, "mem_used": size - free, "ranks": ranks, "gpus": gpu_usage()}), flush=True)
-            wait = request["every"]
-        before, when = seconds, now
+        seconds, now = cpu_seconds(), time.monotonic()
+        memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M))
+        size, free = int(memory["MemTotal"]) / 2**20, int(memory["MemAvailable"]) / 2**20
+        answer = {
+            "cpu": min(1.0, (seconds - before) / (now - when) / os.cpu_count()),
+            "cores": cores(),
+            "load": os.getloadavg()[0],
+            "mem_size": size,
+            "mem_used": size - free,
+            "ranks": [rank for rank, _ in workers_of(logs).values()],
+            "gpus": gpu_usage(),
+        }
+        print(json.dumps(answer), flush=True)
+        before, when, wait = seconds, now, request["every"]
 
 
-def cpu_seconds(file, first, last):
-    """The sum of some of a stat file's numbers, which count ticks."""
-    ticks = re.sub(r"\(.*\)", "name", read(file), flags=re.S).split()[first:last]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+def cpu_seconds():
+    """What all cores have spent computing: user, nice and system time."""
+    return sum(map(int, read("/proc/stat").split()[1:4])) / os.sysconf("SC_CLK_TCK")
 
 
 def gpu_usage():

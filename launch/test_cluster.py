@@ -140,9 +140,9 @@ CAUSES = {
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_the_first_cause_on_a_host(tmp_path, name):
-    failures, status, sure, said = CAUSES[name]
+    failed, status, sure, said = CAUSES[name]
     logs, report = tmp_path / "a" / "id", []
-    for rank, number, end in failures:
+    for rank, number, end in failed:
         file = logs / "x" / "attempt_0" / str(rank) / "stderr.log"
         file.parent.mkdir(parents=True)
         file.write_text(end)
@@ -151,11 +151,12 @@ def test_the_first_cause_on_a_host(tmp_path, name):
     (logs / "agent.stderr.log").write_text(
         "\n".join([*report[:-1], "Root Cause (first observed failure):", *report[-1:]])
     )
-    cause = node.cause_on_this_host(logs, status or -9, waited=status is None)
+    failures = node.parse_failures((logs / "agent.stderr.log").read_text())
+    cause = node.cause_on_this_host(logs, status or -9, failures, waited=status is None)
     assert cause["sure"] == sure and said in cause["what"]
-    assert cause["tail"] == (next(end for _, number, end in failures if number == cause["status"]) if failures else
+    assert cause["tail"] == (next(end for _, number, end in failed if number == cause["status"]) if failed else
                              node.tail(logs / "agent.stderr.log", 30) * (status == 1))  # fmt: skip
-    assert node.cause_on_this_host(logs, 0, waited=False) is None or failures
+    assert node.cause_on_this_host(logs, 0, [], waited=False) is None
 
 
 def end(sure: int, what: str, ago: float = 0.0, **more) -> dict:
@@ -406,7 +407,7 @@ def test_a_screen_of_top(tmp_path, monkeypatch):
     record = {"step": 20, "loss": 2.5, "tok_per_s": 1000.0, "mfu": 0.5, "step_ms": 100.0}
     for some, slow in ((gpus, {"slowest": "node1/rank 1 +14 % (data 2 ms, compute 120 ms)"}), ([], {})):
         (tmp_path / "metrics.jsonl").write_text(json.dumps(record | slow) + "\n")
-        up.last = numbers | {"ranks": {"0": (0, 0.9), "1": (1, 0.2)}, "gpus": some}
+        up.last = numbers | {"ranks": [0, 1], "gpus": some}
         text = "\n".join(top.picture([up, down], tmp_path, "runs/x"))
         line = "runs/x: unknown  step 20  loss 2.5000  1000 tok/s  mfu 50.0%  100 ms a step"
         line += "".join(f"  slowest {words}" for words in slow.values())
@@ -499,7 +500,7 @@ def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):  
     words = ["--x", "two words", "$HOME;", "it's", '{"a": [1]}']
     status, out, err = checkout.launch("--out", "runs/two", "--steps", "5000", "--save_every", "1", *words)
     run = checkout.run("two")
-    assert (status, err) == (0, ""), err  # returns: this is no terminal
+    assert (status, err) == (0, "a line for the user\n"), err  # returns: this is no terminal
     assert "Started runs/two" in out and "on 2 hosts" in out
     log = run / "log.txt"
     eventually(lambda: contains(log, "Batch 12 "), "some batches")
