@@ -8,7 +8,7 @@ permuted.
 
 Only safetensors and JSON are opened, pickles never. The safetensors library checks and reads the files. It maps them
 into memory: should a disk fail in the middle of a read, the process dies of SIGBUS. Writing is ours, for it streams: an
-export needs the memory of a part of a tensor, and a shard's name is written when the shard is whole.
+export needs the memory of a tensor, and a shard's name is written when the shard is whole.
 
 Sources: the configuration classes and modelling files of transformers 4 and 5; github.com/huggingface/safetensors."""
 
@@ -383,21 +383,6 @@ def _contents(header: bytes, rows: list) -> Iterator:
                 yield memoryview(block.numpy())
 
 
-def write_tensors(path: Path, rows: list[tuple[str, tuple[int, ...], Callable]], dtype: torch.dtype) -> None:
-    """Writes a safetensors file of tensors (name, shape, read(slices)), a portion of rows of each at a time, and
-    syncs."""
-
-    def portions(name: str, shape: tuple[int, ...], read: Callable) -> Iterator[Tensor]:
-        step = max(1, PORTION // (math.prod(shape[1:]) * dtype.itemsize))
-        for a in range(0, shape[0], step):
-            values = read((slice(a, min(a + step, shape[0])), *(slice(0, n) for n in shape[1:])))
-            if dtype == torch.float16 and values.abs().amax() > torch.finfo(dtype).max:
-                raise UserError(f"{name} holds values beyond float16's range: take bf16 or fp32")
-            yield values.to(dtype)
-
-    write_file(path, [(name, dtype, shape, partial(portions, name, shape, read)) for name, shape, read in rows])
-
-
 # ---- reading
 
 
@@ -620,7 +605,7 @@ def export_adapter(config, read: Read, folder: Path) -> None:
     rows = [(piece, name) for name, row in adapter_pieces(config).items() for piece in row]
     folder.mkdir(exist_ok=True)
     temporary = folder / "adapter_model.safetensors.tmp"
-    _write_pieces(temporary, rows, torch.float32, read)
+    write_pieces(temporary, rows, torch.float32, read)
     temporary.rename(folder / "adapter_model.safetensors")
     content = {
         "peft_type": "LORA",
@@ -814,7 +799,7 @@ def export(
 
     def write_shards() -> None:
         for name in [*shards][ranks.rank :: ranks.world_size]:
-            _write_pieces(temporary / name, shards[name], dtype, read)
+            write_pieces(temporary / name, shards[name], dtype, read)
 
     on_first_rank(lambda: _begin_export(folder, temporary, size, replaces), ranks)
     try:
@@ -884,16 +869,18 @@ def refuse_in_the_way(folder: Path, replaces: bool) -> None:
         raise UserError(f"{folder} is there already: move it away, or give another folder")
 
 
-def _write_pieces(path: Path, rows: list[tuple[Piece, str]], dtype: torch.dtype, read: Read) -> None:
-    """Writes a safetensors file. rows: each tensor, and our parameter that has its values."""
+def write_pieces(path: Path, rows: list[tuple[Piece, str]], dtype: torch.dtype, read: Read) -> None:
+    """Writes a safetensors file, a tensor at a time, and syncs. rows: each tensor, and our parameter that has its
+    values."""
 
-    def read_out(piece: Piece, name: str, slices: Slices) -> Tensor:
-        place = slices[::-1] if piece.transposed else (slice(0, 1), *slices)[-len(piece.shape) :]
-        place = tuple(slice(s.start + at, s.stop + at) for s, at in zip(place, piece.start, strict=True))
-        values = read(name, place)
-        return values.T if piece.transposed else values.reshape([s.stop - s.start for s in slices])
+    def values_of(piece: Piece, name: str) -> Iterator[Tensor]:
+        values = read(name, tuple(slice(at, at + n) for at, n in zip(piece.start, piece.shape, strict=True)))
+        if dtype == torch.float16 and values.abs().amax() > torch.finfo(dtype).max:
+            raise UserError(f"{piece.name} holds values beyond float16's range: take bf16 or fp32")
+        values = values.to(dtype)
+        yield values.T if piece.transposed else values.reshape(piece.stored)
 
-    write_tensors(path, [(piece.name, piece.stored, partial(read_out, piece, name)) for piece, name in rows], dtype)
+    write_file(path, [(piece.name, dtype, piece.stored, partial(values_of, piece, name)) for piece, name in rows])
 
 
 def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, **how) -> None:
