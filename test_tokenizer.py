@@ -519,8 +519,7 @@ def test_own_expressions_cut_as_the_library_does(expression, tmp_path, monkeypat
     {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
 ])  # fmt: skip
 def test_other_decoders_are_refused(decoder, tmp_path):
-    said = "no decoder: it is" if decoder is None else "decoder {.*: it is not supported, expected Byte"
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match="decoder {.* is not supported, expected Byte"):
         T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2") | {"decoder": decoder}))
     T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2")))
 
@@ -536,7 +535,7 @@ def test_added_words_that_change_their_surroundings_are_refused(flag, tmp_path):
 def test_normalized_words_are_refused_with_a_normalizer(tmp_path):
     d = _json("words, composed")
     d["added_tokens"] = [t | {"normalized": not t["special"]} for t in d["added_tokens"]]
-    with pytest.raises(UserError, match="together with the normalizer NFC"):
+    with pytest.raises(UserError, match="with the normalizer NFC"):
         T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
 
 

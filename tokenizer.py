@@ -77,7 +77,26 @@ def _check_text(text: str) -> None:
         raise UserError(f"The text holds half of a surrogate pair (character {e.start}), which is no text") from None
 
 
-class ByteTokenizer:
+codecs.register_error("each", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # as sentencepiece does it
+
+
+class _Bytes:
+    """A tokenizer each of whose ids stands for bytes, whatever is beside it."""
+
+    bytes: dict[int, bytes]
+    errors = "replace"
+
+    def decode(self, ids: list[int]) -> str:
+        """Control tokens and ids beyond the vocabulary are left out; bytes that are no UTF-8 become U+FFFD."""
+        return "".join(map(self.decoder(), [*ids, None]))
+
+    def decoder(self) -> Callable[[int | None], str]:
+        """-> feed(id): the text that this id completes; feed(None) the rest. Together they are what decode gives."""
+        utf8 = codecs.getincrementaldecoder("utf-8")(self.errors)
+        return lambda i: utf8.decode(self.bytes.get(i, b""), final=i is None)
+
+
+class ByteTokenizer(_Bytes):
     """256 bytes, then BOS and EOS."""
 
     bos_id, eos_id, vocab_size = 256, 257, 258
@@ -90,21 +109,8 @@ class ByteTokenizer:
         _check_text(text)
         return list(text.encode())
 
-    def decode(self, ids: list[int]) -> str:
-        """Control tokens and ids beyond the vocabulary are left out; bytes that are no UTF-8 become U+FFFD."""
-        return b"".join(self.bytes.get(i, b"") for i in ids).decode(errors="replace")
 
-    def decoder(self) -> Callable[[int | None], str]:
-        """-> feed(id): the text that this id completes; feed(None) the rest. Together they are what decode gives."""
-        return _byte_decoder(self.bytes)
-
-
-def _byte_decoder(token_bytes: dict[int, bytes]) -> Callable[[int | None], str]:
-    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-    return lambda i: utf8.decode(b"" if i is None else token_bytes.get(i, b""), final=i is None)
-
-
-class BPE:
+class BPE(_Bytes):
     """Byte-level BPE by tiktoken. vocab {bytes: id}; merges [(left, right)], first come first, or None: any two tokens
     that make a third, lowest id first; whole: a piece that is in the vocabulary is that token, merges or not; split:
     what cuts text into pieces; control and words {text: id}: words are cut out of the text before everything else;
@@ -159,14 +165,6 @@ class BPE:
             ids = self.tiktoken._encode_only_native_bpe(text)  # the same, its pieces cut by Python
         return ids if self.ids is None else [self.ids[i] for i in ids]
 
-    def decode(self, ids: list[int]) -> str:
-        """Control tokens and ids beyond the vocabulary are left out; bytes that are no UTF-8 become U+FFFD."""
-        return b"".join(self.bytes.get(i, b"") for i in ids).decode(errors="replace")
-
-    def decoder(self) -> Callable[[int | None], str]:
-        """-> feed(id): the text that this id completes; feed(None) the rest. Together they are what decode gives."""
-        return _byte_decoder(self.bytes)
-
 
 def _ranks(
     vocab: dict[bytes, int], merges: list[tuple[bytes, bytes]], whole: bool
@@ -202,13 +200,14 @@ def _ranks(
     return {token: i for i, token in enumerate(by_rank)}, [vocab[token] for token in by_rank]
 
 
-class SentencePiece:
+class SentencePiece(_Bytes):
     """A sentencepiece model; extra {text: id}: tokens its folder adds behind the model's ids; they are control tokens.
 
     Long texts are encoded in pieces cut behind a line feed, which is up to 4 times as fast, where no token can reach
     across the cut: byte-fallback BPE, no normalization, and a line feed is never a part of a longer token."""
 
     PIECE = 1_000  # characters, or more
+    errors = "each"
 
     def __init__(self, model: bytes, extra: dict[str, int]):
         from sentencepiece import SentencePieceProcessor
@@ -218,13 +217,13 @@ class SentencePiece:
         pieces = [self.processor.id_to_piece(i) for i in range(size)]
         extra = {c: i for c, i in extra.items() if i >= size}
         self.control = {pieces[i]: i for i in range(size) if self.processor.is_control(i)} | extra
-        self.text_ids = frozenset(range(size)) - set(self.control.values())
-        self.bytes = {i: self._to_bytes(i, pieces[i]) for i in self.text_ids}
+        self.bytes = {i: self._to_bytes(i) for i in set(range(size)) - set(self.control.values())}
         self.vocab_size = max([size - 1, *extra.values()]) + 1
         parts = dict(_fields(model))
         trainer, normalizer = dict(_fields(parts.get(2, b""))), dict(_fields(parts.get(3, b"")))
         self.leads_with_space = bool(normalizer.get(3, 1)) and not trainer.get(24, 0)
-        self.plain = trainer.get(3) == 2 and trainer.get(35) == 1 and not normalizer.get(2) and not normalizer.get(4, 1)
+        self.trims = bool(normalizer.get(4, 1))
+        self.plain = trainer.get(3) == 2 and trainer.get(35) == 1 and not normalizer.get(2) and not self.trims
         self.inner = None
         if self.plain and self.leads_with_space and not any("\n" in piece and piece != "\n" for piece in pieces):
             self.inner = SentencePieceProcessor(model_proto=model + NO_LEADING_SPACE)
@@ -240,39 +239,23 @@ class SentencePiece:
             start, processor = end, self.inner
         return ids
 
-    def decode(self, ids: list[int]) -> str:
-        """As sentencepiece does, without the leading space; control tokens and ids beyond the model are left out."""
-        return self.processor.decode([i for i in ids if i in self.text_ids])
-
     def decoder(self) -> Callable[[int | None], str]:
-        """-> feed(id): the text that this id completes; feed(None) the rest. Together they are what decode gives."""
-        shown, waiting = [], []  # shown: ids whose text is known, so that what follows is not taken for a beginning
+        """As _Bytes has it, but for the space that encode puts before the text, or all that a normalizer removes."""
+        feed, begins = super().decoder(), self.leads_with_space or self.trims
 
-        def feed(i: int | None) -> str:
-            nonlocal shown, waiting
-            if i is not None:
-                if i not in self.text_ids:
-                    return ""
-                waiting.append(i)
-                if self.processor.is_byte(i) and self._incomplete(waiting):
-                    return ""
-            text = self.decode(shown + waiting)[len(self.decode(shown)) :]
-            if text:
-                shown, waiting = shown or waiting, []
+        def feed_trimmed(i: int | None) -> str:
+            nonlocal begins
+            text = feed(i)
+            if begins and text:
+                text = text.lstrip(" ") if self.trims else text.removeprefix(" ")
+                begins = self.trims and not text
             return text
 
-        return feed
+        return feed_trimmed
 
-    def _to_bytes(self, i: int, piece: str) -> bytes:
+    def _to_bytes(self, i: int) -> bytes:
+        piece = self.processor.decode([i]) if self.processor.is_unknown(i) else self.processor.id_to_piece(i)
         return bytes.fromhex(piece[3:-1]) if self.processor.is_byte(i) else piece.replace("▁", " ").encode()
-
-    def _incomplete(self, ids: list[int]) -> bool:
-        """Whether a later byte token could complete the character that these byte tokens begin."""
-        try:
-            b"".join(self.bytes[i] for i in ids if self.processor.is_byte(i)).decode()
-        except UnicodeDecodeError:
-            return True
-        return False
 
 
 NORMAL, USER_DEFINED = 1, 4  # types of pieces
@@ -314,13 +297,10 @@ def decode_marked(tokenizer: Tokenizer, tokens: list[int], trained: list[bool], 
     """The text of tokens: what is trained on in green (or between [[ and ]]), the rest grey."""
     names = {i: text for text, i in tokenizer.control.items()}
     on, off, end = ("\033[32m", "\033[90m", "\033[0m") if colour else ("[[", "", "]]")
-    out = ""
+    out, feed = "", tokenizer.decoder()
     for is_trained, pairs in itertools.groupby(zip(tokens, trained, strict=False), lambda pair: pair[1]):
-        out += on if is_trained else off
-        for is_control, run in itertools.groupby([token for token, _ in pairs], lambda i: i in names):
-            ids = list(run)
-            out += printable("".join(map(names.get, ids)) if is_control else tokenizer.decode(ids))
-        out += end if is_trained or colour else ""
+        text = printable("".join(names.get(token) or feed(token) for token, _ in pairs))
+        out += (on if is_trained else off) + text + end * (is_trained or colour)
     return out
 
 
@@ -357,7 +337,7 @@ def _load(path: Path, folder: Path, _files: tuple) -> SentencePiece | BPE:
         return _read_tokenizer(sources, folder, path == folder)
     except UserError as e:
         raise UserError(str(e) if str(folder) in str(e) else f"--tokenizer {sources[0]}: {e}") from None
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OSError) as e:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as e:
         raise UserError(
             f"--tokenizer {sources[0]}: neither a tokenizer.json, a tokenizer.model nor a vocab.json, or a damaged one"
             f" ({type(e).__name__}: {str(e)[:200]})"
@@ -378,6 +358,11 @@ class Beside(NamedTuple):
 
     def named(self, which: str) -> str | None:
         return _name(self.settings.get(f"{which}_token"))
+
+    def special(self) -> set[str]:
+        """The tokens that the settings name."""
+        named = [token for key, token in self.settings.items() if key.endswith("_token")]
+        return set(map(_name, named + (self.settings.get("additional_special_tokens") or [])))
 
 
 def _listed(value) -> list:
@@ -408,12 +393,12 @@ def _read_tokenizer(sources: list[Path], folder: Path, whole_folder: bool) -> Se
     content = read_object(source) if data.lstrip().startswith(b"{") else {}
     if source.name == "tokenizer.json" and model in sources and not _is_byte_level(content):
         source, data, content = model, read_file(model), {}
-    if isinstance(content.get("model"), dict):
-        tokenizer = _from_json(content, beside)
-    elif content:
+    if content and not isinstance(content.get("model"), dict):
         merges = read_file(folder / "merges.txt")
         data += merges
-        tokenizer = _from_vocabulary(content, merges.decode(), beside)
+        content = _vocabulary_json(content, merges.decode(), beside.settings)
+    if content:
+        tokenizer = _from_json(content, beside)
     elif re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", data[:1000]):
         tokenizer = _from_ranks(data)
     else:
@@ -442,14 +427,20 @@ def _is_byte_level(content: dict) -> bool:
     return content["model"].get("type", "BPE") == "BPE" and _steps(content)[-1].get("type") == "ByteLevel"
 
 
-def _from_vocabulary(vocab: dict[str, int], merges: str, beside: Beside) -> BPE:
-    """vocab.json and merges.txt of GPT-2 or Qwen, whose tokenizer_config.json must tell them apart."""
-    pairs = [m.split(" ") for m in merges.splitlines() if m and not m.startswith("#version")]
-    if "<|endoftext|>" in vocab:
-        beside.added.setdefault("<|endoftext|>", {"id": vocab["<|endoftext|>"], "special": True})
-    qwen = str(beside.settings.get("tokenizer_class")).startswith("Qwen2Tokenizer")
-    split, space = QWEN_SPLIT if qwen else GPT2_SPLIT, bool(beside.settings.get("add_prefix_space"))
-    return _bpe(vocab, pairs, False, split, beside, space, qwen)
+def _vocabulary_json(vocab: dict[str, int], merges: str, settings: dict) -> dict:
+    """The tokenizer.json of vocab.json and merges.txt of GPT-2 or Qwen, whose tokenizer_config.json must tell them
+    apart."""
+    qwen, space = str(settings.get("tokenizer_class")).startswith("Qwen2Tokenizer"), settings.get("add_prefix_space")
+    split = {"type": "Split", "pattern": {"Regex": QWEN_SPLIT}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": bool(space), "use_regex": not qwen}
+    pairs = [m for m in merges.splitlines() if m and not m.startswith("#version")]
+    return {
+        "model": {"vocab": vocab, "merges": pairs},
+        "normalizer": {"type": "NFC"} if qwen else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split] * qwen + [level]},
+        "decoder": level,
+        "added_tokens": [{"content": c, "id": vocab[c], "special": True} for c in BOS_NAMES[-1:] if c in vocab],
+    }
 
 
 def _from_ranks(data: bytes) -> BPE:
@@ -463,8 +454,40 @@ def _from_ranks(data: bytes) -> BPE:
 
 
 def _from_json(content: dict, beside: Beside) -> BPE:
-    """A tokenizer.json of the tokenizers library."""
-    model, steps = content["model"], _steps(content)
+    """A tokenizer.json of the tokenizers library, its tokens in GPT-2's byte alphabet. No merge makes the added
+    tokens."""
+    steps, composes = _steps(content), content.get("normalizer") == {"type": "NFC"}
+    _refuse_other_json(content, steps, composes)
+    tokens, whole = content["model"]["vocab"], bool(content["model"].get("ignore_merges"))
+    added = beside.added | {t["content"]: t for t in content.get("added_tokens") or []}
+    ids = {c: t["id"] for c, t in added.items()} | tokens
+    _check_ids([*ids.values()])
+    special = beside.special() | {c for c, t in added.items() if t.get("special")}
+    control = {c: i for c, i in ids.items() if c in special}
+    words = {c: t for c, t in added.items() if c not in control}
+    _check_words(words, composes)
+    texts = [t for t in tokens if t not in control and (t not in words or BYTE_OF.keys() >= set(t))]
+    as_bytes = {text: _to_bytes(text) for text in texts}
+    pairs = _read_merges(content["model"]["merges"], as_bytes)
+    vocab, space = {b: tokens[t] for t, b in as_bytes.items()}, steps[-1].get("add_prefix_space", True)
+    return BPE(vocab, pairs, whole, _split(steps), control, {c: ids[c] for c in words}, space, composes)
+
+
+def _check_ids(ids: list) -> None:
+    if len(set(ids)) < len(ids) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise UserError("its ids are not distinct whole numbers")
+
+
+def _read_merges(merges: list, as_bytes: dict[str, bytes]) -> list[tuple[bytes, bytes]]:
+    pairs = [m.split(" ") if isinstance(m, str) else m for m in merges]
+    needed = {token for left, right in pairs for token in (left, right, left + right)}
+    if absent := sorted(needed - as_bytes.keys()):
+        raise UserError(f"its merges need {absent[0]!r}, which is not in the vocabulary")
+    return [(as_bytes[left], as_bytes[right]) for left, right in pairs]
+
+
+def _refuse_other_json(content: dict, steps: list[dict], composes: bool) -> None:
+    model, decoder = content["model"], content.get("decoder") or {}
     if not _is_byte_level(content):
         kinds = " + ".join(str(step.get("type")) for step in steps)
         raise UserError(
@@ -472,19 +495,12 @@ def _from_json(content: dict, beside: Beside) -> BPE:
             " read (GPT-2, Llama 3): for Llama 2 and Mixtral give tokenizer.model or a folder with it"
         )
     unused = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    normalizer = content.get("normalizer")
-    composes = normalizer == {"type": "NFC"}
-    for name, value in {"normalizer": not composes and normalizer, **{n: model.get(n) for n in unused}}.items():
+    others = {"normalizer": not composes and content.get("normalizer")} | {name: model.get(name) for name in unused}
+    for name, value in others.items():
         if value:
             raise UserError(f"{name} {json.dumps(value)[:200]} is not supported, expected none")
-    decoder = content.get("decoder") or {}
     if [step.get("type") for step in decoder.get("decoders", [decoder])] != ["ByteLevel"]:
-        kind = f"decoder {json.dumps(decoder)[:200]}" if decoder else "no decoder"
-        raise UserError(f"{kind}: it is not supported, expected ByteLevel")
-    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    beside.added.update({t["content"]: t for t in content.get("added_tokens") or []})
-    space = steps[-1].get("add_prefix_space", True)
-    return _bpe(model["vocab"], merges, bool(model.get("ignore_merges")), _split(steps), beside, space, composes)
+        raise UserError(f"decoder {json.dumps(decoder)[:200]} is not supported, expected ByteLevel")
 
 
 def _split(steps: list[dict]) -> str:
@@ -518,42 +534,13 @@ def _own_split(expression: str) -> str:
     return own if own in (LLAMA3_SPLIT, QWEN_SPLIT) else f"{own}|(?:(?!{own})[\\s\\S])+"
 
 
-def _bpe(
-    tokens: dict[str, int], merges: list, whole: bool, split: str, beside: Beside, space: bool, composes: bool
-) -> BPE:
-    """tokens and merges in the byte alphabet; no merge makes the added tokens."""
-    added, settings = beside.added, beside.settings
-    ids = {c: t["id"] for c, t in added.items()} | tokens
-    _check_ids([*ids.values()])
-    named = set(map(beside.named, ("bos", "eos", "unk", "pad", "sep", "cls", "mask")))
-    named |= set(map(_name, settings.get("additional_special_tokens") or []))
-    control = {c: i for c, i in ids.items() if c in named or added.get(c, {}).get("special")}
-    words = {c: t for c, t in added.items() if c not in control}
-    _check_words(words)
-    if composes and any(t.get("normalized") for t in words.values()):
-        raise UserError("normalized added tokens together with the normalizer NFC are not supported")
-    texts = [t for t in tokens if t not in control and (t not in words or BYTE_OF.keys() >= set(t))]
-    as_bytes = {text: _to_bytes(text) for text in texts}
-    for left, right in merges:
-        for token in (left, right, left + right):
-            if token not in as_bytes:
-                raise UserError(f"its merges need {token!r}, which is not in the vocabulary")
-    vocab = {b: tokens[t] for t, b in as_bytes.items()}
-    pairs = [(as_bytes[left], as_bytes[right]) for left, right in merges]
-    return BPE(vocab, pairs, whole, split, control, {c: ids[c] for c in words}, space, composes)
-
-
-def _check_ids(ids: list) -> None:
-    if len(set(ids)) < len(ids) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise UserError("its ids are not distinct whole numbers")
-
-
-def _check_words(words: dict[str, dict]) -> None:
+def _check_words(words: dict[str, dict], composes: bool) -> None:
     for c, t in words.items():
         if t.get("lstrip") or t.get("rstrip") or t.get("single_word"):
             raise UserError(f"added token {c!r} with lstrip, rstrip or single_word is not supported")
-    if len({bool(t.get("normalized")) for t in words.values()}) > 1:
-        raise UserError("added tokens of which some are normalized and others are not are not supported")
+    normalized = {bool(t.get("normalized")) for t in words.values()}
+    if len(normalized) > 1 or (composes and True in normalized):
+        raise UserError("normalized added tokens beside others, or with the normalizer NFC, are not supported")
 
 
 def _to_bytes(token: str) -> bytes:
@@ -571,10 +558,7 @@ def _set_ends(tokenizer: SentencePiece | BPE, beside: Beside) -> None:
         name = beside.named(which)
         if name is not None and name not in control:
             raise UserError(f"its {which}_token {name!r} ({' or '.join(SETTINGS_FILES)}) is not in the vocabulary")
-        own = getattr(tokenizer.processor, f"{which}_id")() if isinstance(tokenizer, SentencePiece) else -1
-        known = [control[name]] if name else [own] if own >= 0 else []
-        known += [control[n] for n in names if n in control] + beside.ids(which)
-        return known[0] if known else None
+        return next(iter([control[n] for n in (name, *names) if n in control] + beside.ids(which)), None)
 
     bos, eos = end("bos", BOS_NAMES), end("eos", EOS_NAMES)
     if bos is None and eos is None:
