@@ -159,11 +159,10 @@ class Loader:
         return out + [{"mixture": weights}] * (len(weights) > 1)
 
     @cached_property
-    def fingerprints(self) -> list[str]:
-        """By which a checkpoint knows the data: now by places all over the files, before by their ends alone."""
-        described = self.describe()
-        known = [*described, sample_digest([p for s in self.sources for p in s.paths])], described
-        return [hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16] for content in known]
+    def fingerprint(self) -> str:
+        """By which a checkpoint knows the data."""
+        known = [*self.describe(), sample_digest([p for s in self.sources for p in s.paths])]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
 
     def state_dict(self) -> dict:
         """The position behind the last batch that was handed out; of lanes, those that this rank reads."""
@@ -172,7 +171,7 @@ class Loader:
             "epoch": self.samples // self.rows if self.rows else 0,
             "seq_len": self.config.seq_len,
             "chat": self.is_chat,
-            "data": self.fingerprints[0],
+            "data": self.fingerprint,
             "lanes": self.lanes,
             "commits": {spec: c for s in self.streams.values() for spec, c in s.commits.items()},
         }
@@ -186,11 +185,11 @@ class Loader:
             commits = {spec: c for spec, c in state.get("commits", {}).items() if spec in source.specs}
             if commits and commits != source.commits:
                 source.open(Catalog(self.config, commits))
-                self.__dict__.pop("fingerprints", None)
-        for field, known in (("data", self.fingerprints), ("seq_len", [self.config.seq_len])):
-            if state.get(field) not in known:
+                self.__dict__.pop("fingerprint", None)
+        for field, known in (("data", self.fingerprint), ("seq_len", self.config.seq_len)):
+            if state.get(field) != known:
                 raise UserError(
-                    f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known[0]}):"
+                    f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}):"
                     " give the same --data and --seq_len, or a new --out"
                 )
         self.samples, self.lanes = samples, lanes

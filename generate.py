@@ -201,9 +201,10 @@ def sample(
 
 def write(
     model: Transformer, tokenizer, prompts: list[list[int]], n: int, stop: Iterable[int], goes_on: bool, **choice
-) -> Iterator[tuple[int, str]]:
-    """The texts behind prompts (ids), as they grow -> (which prompt's, what it grows by), until each has met an id of
-    `stop` or has n tokens. goes_on: they are the prompts' next words, else they begin anew. choice: as in `sample`."""
+) -> Iterator[tuple[int, int | None, str]]:
+    """The texts behind prompts (ids), as they grow -> (which prompt's, the next id, what its text grows by), until each
+    has met an id of `stop` or has n tokens; at the end comes what is left of each text, without an id. goes_on: they
+    are the prompts' next words, else they begin anew. choice: as in `sample`."""
     padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
     ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)])
     decoders = [tokenizer.decoder() for _ in prompts]
@@ -213,10 +214,9 @@ def write(
     uneven = torch.tensor(padding) if any(padding) else None
     for new in sample(model, ids, n, stop=stop, padding=uneven, **choice):
         for row, token in enumerate(new.tolist()):
-            if token not in stop:
-                yield row, decoders[row](token)
+            yield row, token, "" if token in stop else decoders[row](token)
     for row, decode in enumerate(decoders):
-        yield row, decode(None)
+        yield row, None, decode(None)
 
 
 def write_samples(model: Transformer, run: Run, step: int) -> None:
@@ -229,7 +229,7 @@ def write_samples(model: Transformer, run: Run, step: int) -> None:
         n = min(SAMPLE_TOKENS, config.model_config.max_seq_len - len(ids))
         model.eval()
         pieces = write(model, tokenizer, [ids], n, (), True, **SAMPLING, seed=config.seed + step)  # no stop: all go on
-        text = config.prompt + "".join(piece for _, piece in pieces)
+        text = config.prompt + "".join(piece for *_, piece in pieces)
         reshard(model)
         model.train()
         if run.ranks.rank == 0:
@@ -352,29 +352,21 @@ def converse(model: Transformer, source: Source, messages: list[dict], n: int, *
             held, cache = [], KVCache(config, 1, max(CHAT_ROOM, 2 * (len(ids) + room)), model.dtype, device)
         known = min(len(os.path.commonprefix([held, ids])), len(ids) - 1)
         cache.keep(known)
-        tokens = sample(model, torch.tensor([ids[known:]]), room, stop=source.stop, cache=cache, **choice)
-        drawn, answer = _stream(tokens, source)
+        drawn, answer = [], ""
+        try:
+            new = write(model, source.tokenizer, [ids[known:]], room, source.stop, False, cache=cache, **choice)
+            for _, token, piece in new:
+                drawn += [] if token is None else [token]
+                answer += piece
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            pass
+        print()
         held = (ids + drawn)[: cache.layers[-1].length]  # where Ctrl-C came, perhaps not all that were begun
         if answer.strip():
             messages = [*messages, {"role": "user", "content": line}, {"role": "assistant", "content": answer}]
         if len(drawn) == room and drawn[-1] not in source.stop:
             print(f"(cut off after {room} tokens)", file=sys.stderr)
-
-
-def _stream(tokens: Iterator[Tensor], source: Source) -> tuple[list[int], str]:
-    """Prints an answer while it is drawn, or until Ctrl-C -> (ids, text)."""
-    drawn, answer, decode = [], "", source.tokenizer.decoder()
-    try:
-        for new in tokens:
-            drawn.append(int(new))
-            piece = "" if drawn[-1] in source.stop else decode(drawn[-1])
-            print(piece, end="", flush=True)
-            answer += piece
-    except KeyboardInterrupt:
-        pass
-    piece = decode(None)
-    print(piece)
-    return drawn, answer + piece
 
 
 def main(argv: list[str]) -> None:
@@ -393,10 +385,10 @@ def main(argv: list[str]) -> None:
     pieces = write(model, source.tokenizer, prompts, args.tokens, source.stop, not args.chat, **choice)
     begin = [""] * len(prompts) if args.chat else texts
     if len(prompts) == 1:
-        for text in (*begin, *(text for _, text in pieces), "\n"):
+        for text in (*begin, *(text for *_, text in pieces), "\n"):
             print(text, end="", flush=True)
         return
-    for row, text in pieces:
+    for row, _, text in pieces:
         begin[row] += text
     for row, text in enumerate(begin, 1):
         print(f"--- text {row} of {len(begin)}\n{text}")

@@ -232,12 +232,12 @@ def build(
     sources: list[TextFile],
     encoder: Encoder,
     folder: Path,
+    state: dict,
     shard_tokens: int = 2**62,
     val_every: int = VAL_EVERY,
     processes: int = 0,
     skip_bad: int = 0,
     names: tuple[str, str] = ("train-{:05}.bin", "val-{:05}.bin"),
-    state: dict | None = None,
     warn: Callable[[str], None] = say,
 ) -> dict:
     """Tokenises sources into shards -> index.json's content. names: of the training and the held-out shards. state:
@@ -245,8 +245,7 @@ def build(
     tokenizer = load_tokenizer(encoder.tokenizer)
     shards = {split: {"number": 0, "tokens": 0, "masked": False, "files": {}} for split in "01"}
     blank = {"position": [0, 0], "documents": 0, "skipped": 0, "kind": "", "shards": shards}
-    state = blank | (state or {})
-    how = tokenizer.vocab_size, shard_tokens
+    state, how = blank | state, (tokenizer.vocab_size, shard_tokens)
     writers = [ShardWriter(folder, names[int(i)], *how, shard) for i, shard in state["shards"].items()]
     meter, noted = Meter(sum(s.size for s in sources)), time.monotonic()
     jobs = batches(sources, encoder, state["position"], val_every)
@@ -266,7 +265,7 @@ def build(
         meter.text += size
         if processes:
             meter.show(done)
-        if "key" in state and time.monotonic() - noted > NOTE_EVERY:
+        if time.monotonic() - noted > NOTE_EVERY:
             noted = time.monotonic()
             for writer in writers:
                 writer.flush()
@@ -346,7 +345,7 @@ def prepare(
             say(f"Going on in {sources[source]} after row {row}")
         write_json(note, state)
         try:
-            index = build(sources, encoder, out, shard_tokens, val_every, state=state, **how)
+            index = build(sources, encoder, out, state, shard_tokens, val_every, **how)
             if not index["files"]:
                 raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
         except Damaged as e:  # what was made of the damaged rows must not be gone on with
@@ -425,23 +424,24 @@ def run_prepare(argv: list[str]) -> None:
     out = "folder for the shards; the same words go on after a kill"
     add("--out", type=Path, required=True, metavar="DIR", help=out)
     add("--text_field", default="text", help="field or column of the text (default: text)")
-    numbers = {  # least, default
-        "shard_tokens": (1, 100_000_000, "tokens per shard"),
-        "val_every": (0, 100, "one document in N is held out; 0 = none"),
-        "processes": (0, os.cpu_count() or 1, "workers"),
-        "skip_bad": (0, 0, "bad rows that are left out before it ends"),
+    numbers = {
+        "shard_tokens": (100_000_000, "tokens per shard"),
+        "val_every": (100, "one document in N is held out; 0 = none"),
+        "processes": (os.cpu_count() or 1, "workers"),
+        "skip_bad": (0, "bad rows that are left out before it ends"),
     }
-    for name, (_, default, text) in numbers.items():
+    for name, (default, text) in numbers.items():
         add(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     add("--chat_fields", nargs="+", default=(), metavar="NAME", help="as for train.py: question,answer")
     add("--chat", default="llama", choices=("llama", "mixtral"), help="format, where the tokenizer does not say it")
     args = parser.parse_args(argv)
-    for name, (least, *_) in numbers.items():
-        if getattr(args, name) < least:
-            raise UserError(f"--{name} {getattr(args, name)}: it must be at least {least}")
+    values = {name: getattr(args, name) for name in numbers}
+    for name, value in values.items():
+        if value < (name == "shard_tokens"):
+            raise UserError(f"--{name} {value}: it must be at least {int(name == 'shard_tokens')}")
     sources = [file for spec in args.input for file in find_text(spec, "--input")]
     encoder = Encoder(args.tokenizer, args.text_field, args.chat, read_chat_fields(args.chat_fields))
-    index = prepare(sources, encoder, args.out, **{name: getattr(args, name) for name in numbers})
+    index = prepare(sources, encoder, args.out, **values)
     tokens = {"train": 0, "val": 0}
     for name, file in index["files"].items():
         if name.endswith(".bin"):

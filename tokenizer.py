@@ -668,7 +668,7 @@ def _write_sentencepiece(tokenizer: SentencePiece, folder: Path) -> None:
 
 def chat_family(tokenizer: Tokenizer, model_type: str = "") -> str:
     """-> a key of CHAT_FORMATS, by the tokenizer, its folder, or model_type ("llama" or "mixtral")."""
-    if "<|start_header_id|>" in tokenizer.control:
+    if {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} <= tokenizer.control.keys():
         return "llama3"
     template, model_type = tokenizer.chat_template, tokenizer.model_type or model_type
     asks, has_system = "[INST]" in template, "<<SYS>>" in template
@@ -694,8 +694,6 @@ def render_chat(tokenizer: Tokenizer, messages: list[dict], family: str) -> tupl
     closes them. Where the last message is not the assistant's, the ids end with what asks for an answer. Each turn is
     encoded by itself, as it is when the model answers, and as text: no message can hold a control token."""
     system, turns = _turns(messages)
-    if family not in CHAT_FORMATS:
-        raise UserError(f"Chat format {family}: unknown, there are {', '.join(CHAT_FORMATS)}")
     begin = [] if family == "chatml" else [tokenizer.bos_id]
     ids, mask = begin, [0] * len(begin)
     for part, answer in CHAT_FORMATS[family](tokenizer, system, turns):
@@ -766,34 +764,33 @@ Turns = list[tuple[str, str]]  # role, content
 Parts = Iterator[tuple[list[int], bool]]  # ids, and whether they are an answer
 
 
-def _control_ids(tokenizer: Tokenizer, kind: str, names: tuple[str, ...]) -> list[int]:
-    control = {name: tokenizer.control.get(f"<|{name}|>") for name in names}
-    absent = [f"<|{name}|>" for name in sorted(names) if control[name] is None]
-    if absent:
-        raise UserError(f"Chat as {kind}: the tokenizer has no {', '.join(absent)}")
-    return list(control.values())
-
-
-def _encode_turn(tokenizer: Tokenizer, head: str, content: str) -> tuple[list[int], list[int]]:
-    """The ids of both, encoded together as where a template is rendered; cut where those of `head` alone end."""
-    ids, cut = tokenizer.encode(head + content), len(tokenizer.encode(head))
-    return ids[:cut], ids[cut:]
+def _headed(tokenizer: Tokenizer, turns: Turns, opening: Callable, head: Callable, close: str, tail: str) -> Parts:
+    """Turns that begin with control tokens, opening(role), and a line that ends, head(role); close: the control token
+    that ends one; tail: what is behind it. The head is encoded together with what follows, as where a template is
+    rendered; it ends where it would end by itself."""
+    encode = tokenizer.encode
+    for role, content in turns:
+        ids, cut = encode(head(role) + content), len(encode(head(role)))
+        yield [*opening(role), *ids[:cut]], False
+        yield [*ids[cut:], tokenizer.control[close]], role == "assistant"
+        yield encode(tail), False
+    if turns[-1][0] != "assistant":
+        yield [*opening("assistant"), *encode(head("assistant"))], False
 
 
 def _llama3(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
-    encode, names = tokenizer.encode, ("start_header_id", "end_header_id", "eot_id")
-    start, end, close = _control_ids(tokenizer, "Llama 3 does it", names)
-    if "Cutting Knowledge Date" in tokenizer.chat_template:  # Llama 3.1 and 3.2; the date is the templates' own
-        system = LLAMA31_DATES + (system or "").strip()
-    elif system is not None:
-        system = system.strip()
-    opening = [] if system is None else [("system", system)]
-    for role, content in opening + [(role, content.strip()) for role, content in turns]:
-        head, words = _encode_turn(tokenizer, "\n\n", content)
-        yield [start, *encode(role), end, *head], False
-        yield [*words, close], role == "assistant"
-    if turns[-1][0] != "assistant":
-        yield [start, *encode("assistant"), end, *encode("\n\n")], False
+    start, end = (tokenizer.control[f"<|{name}_header_id|>"] for name in ("start", "end"))
+    dates = LLAMA31_DATES * ("Cutting Knowledge Date" in tokenizer.chat_template)  # the templates' own
+    opening = [] if system is None and not dates else [("system", dates + (system or "").strip())]
+    turns = opening + [(role, content.strip()) for role, content in turns]
+    return _headed(
+        tokenizer, turns, lambda role: [start, *tokenizer.encode(role), end], lambda role: "\n\n", "<|eot_id|>", ""
+    )
+
+
+def _chatml(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
+    start, opening = tokenizer.control["<|im_start|>"], [] if system is None else [("system", system)]
+    return _headed(tokenizer, opening + turns, lambda role: [start], lambda role: f"{role}\n", "<|im_end|>", "\n")
 
 
 def _llama2(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
@@ -822,17 +819,6 @@ def _mixtral(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
             yield [begin, *tokenizer.encode(lead + content), end], False
         else:
             yield tokenizer.encode(f"{lead}[INST] {content} [/INST]"), False
-
-
-def _chatml(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
-    start, end = _control_ids(tokenizer, "ChatML", ("im_start", "im_end"))
-    for role, content in [("system", system)] * (system is not None) + turns:
-        head, words = _encode_turn(tokenizer, f"{role}\n", content)
-        yield [start, *head], False
-        yield [*words, end], role == "assistant"
-        yield tokenizer.encode("\n"), False
-    if turns[-1][0] != "assistant":
-        yield [start, *tokenizer.encode("assistant\n")], False
 
 
 _SYSTEM = """

@@ -295,7 +295,7 @@ def bench_data(args: Namespace) -> Iterator[Row]:
         encode = load_tokenizer(spec).encode
         works = {
             "the tokenizer alone": lambda: [*map(encode, texts)],
-            "prepare, one process, .json.gz": lambda: build([TextFile(str(source))], Encoder(spec), folder),
+            "prepare, one process, .json.gz": lambda: build([TextFile(str(source))], Encoder(spec), folder, {}),
         }
         yield from race_rows("4 MB of text", "MB/s", megabytes(texts), works, args.repeats)
 
