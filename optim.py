@@ -320,15 +320,18 @@ def _local_start(tensor: Tensor) -> int:
 def update(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
     """One step with gradients / divisor, or none at all where suppress is 1 (fp32 scalars on the device); frees the
     gradients. Any torch optimizer will do, but one that is neither fused AdamW nor MixedAdamW makes the host wait."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:
         group["lr"] = lr
     if isinstance(optimizer, (torch.optim.AdamW, MixedAdamW)) and optimizer._step_supports_amp_scaling:
         optimizer.grad_scale, optimizer.found_inf = divisor, suppress
         optimizer.step()
     elif not suppress.item():
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for p in parameters:
             local(p.grad).div_(divisor)
         optimizer.step()
+    # torch counts no update of a DTensor; FP8 and offloading go by the count.
+    torch.autograd.graph.increment_version([p._local_tensor for p in parameters if is_sharded(p)])
     optimizer.zero_grad(set_to_none=True)
 
 

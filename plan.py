@@ -240,14 +240,17 @@ def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
     GPU copies from up to a power of two."""
     masters = [n * DTYPES[config.param_dtype].itemsize for n in elements(config, shards, True)]
     frozen = [n * DTYPES[config.dtype].itemsize for n in elements(config, shards, False)]
+    copies = []
     if pinned:
-        masters, frozen = ([1 << (size - 1).bit_length() for size in sizes] for sizes in (masters, frozen))
+        if shards == 1 and config.param_dtype == "fp32" and config.dtype == "bf16":  # offload.py's
+            copies = [size // 2 for size in masters]
+        masters, frozen, copies = ([1 << (n - 1).bit_length() for n in sizes] for sizes in (masters, frozen, copies))
     gradients = sum(masters)
     if config.update_in_backward:  # of a block at a time
         total, block, _ = _units(config)
         gradients = gradients * block // total
     moments = 2 * sum(elements(config, shards, True)) * DTYPES[config.state_dtype].itemsize
-    return {"parameters": sum(masters + frozen), "gradients": gradients, "moments": moments}
+    return {"parameters": sum(masters + frozen + copies), "gradients": gradients, "moments": moments}
 
 
 def _units(config: Config) -> tuple[int, int, int]:
@@ -300,7 +303,7 @@ def _transferred(config: Config, cluster: Cluster) -> tuple[list[int], list[int]
     total, block, end = _units(config)
     compute, reduce = (DTYPES[name].itemsize for name in (config.dtype, config.reduce_dtype))
     _, shards = mesh_shape(config.shard_size, cluster.ranks)
-    if config.reshard == "never" or shards == 1:
+    if config.reshard == "never" or shards == 1 and config.offload == "none":
         gathered = [total + block] * 3
     else:
         blocks = (2 + config.prefetch) * block
@@ -377,7 +380,8 @@ def _transfers(config: Config, cluster: Cluster) -> float:
     out += 2 * held * reduce * (replicas - 1) / replicas / link
     if config.offload == "cpu":
         frozen = sum(elements(config, shards, False)) * compute
-        out += (3 * held * masters + 2 * frozen) * micro_batches / cluster.gpu.host
+        down = held * (compute if shards == 1 else masters)  # see offload.py
+        out += (2 * (down + frozen) + held * masters) * micro_batches / cluster.gpu.host
     return out
 
 

@@ -168,13 +168,17 @@ def shard_model(
             unit,
             mesh=mesh,
             mp_policy=policy,
-            reshard_after_forward=size > 1 and give_back,
+            reshard_after_forward=(size > 1 or offload) and give_back,
             shard_placement_fn=lambda parameter: Shard(sharded_dim(parameter, size)),
             offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
         )
         unit.set_gradient_divide_factor(1.0)  # sums: they are divided by the count of trained tokens, known later
         unit.set_force_sum_reduction_for_comms(True)  # and not as a multiplied sum, which gloo lacks
         unit.set_unshard_in_backward(unit not in ends)
+    if offload and size == 1:
+        from offload import bring_ahead
+
+        bring_ahead(model, mesh.device_type == "cuda")
     in_order = [model, *units[:-1]]
     for i, unit in enumerate(in_order if prefetch else []):
         unit.set_modules_to_forward_prefetch(in_order[i + 1 : i + 1 + prefetch])

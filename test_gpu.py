@@ -18,6 +18,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import activations
 import attention
@@ -103,6 +104,36 @@ def test_a_step_does_not_wait_for_the_gpu(kind):
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 32, 128), (12, 12, 64), (25, 25, 64), (32, 8, 80)], ids=str)
 def test_no_attention_keeps_all_probabilities(heads, dtype, separate):
     assert "math" not in attention.kernel("sdpa", separate, CUDA, dtype, heads)
+
+
+class Crossings(TorchDispatchMode):
+    """What comes from the host: (dtype, whether on another stream than the one that computes)."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.computing = [], torch.cuda.current_stream()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        source = args[1] if function is torch.ops.aten.copy_.default else args[0] if args else None
+        named = function in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+        if named and source.device.type == "cpu" and out.is_cuda and source.numel() > 1:
+            self.seen.append((source.dtype, torch.cuda.current_stream() != self.computing))
+        return out
+
+
+@host
+def test_offloaded_parameters_come_on_a_stream_of_their_own():
+    """In bf16; in the backward pass all blocks but the last come again."""
+    step, model, _ = make_training("--offload cpu", mesh=True)
+    step(1), step(2)
+    with Crossings() as crossings:
+        step(3)
+    parameters = [dtype for dtype, aside in crossings.seen if aside]
+    assert set(parameters) == {torch.bfloat16}
+    again = sum(len(list(block.parameters())) for block in model.layers[:-1])
+    assert len(parameters) == 2 * (len(list(model.parameters())) + again)
+    assert all(dtype == torch.int64 for dtype, aside in crossings.seen if not aside), crossings.seen
 
 
 def compiled_graphs(config: ModelConfig, mode: str, checkpointing: str, recipe: str, packed: bool) -> tuple[int, dict]:

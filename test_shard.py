@@ -441,6 +441,37 @@ def test_checkpointing_and_compile_leave_names_alone():
     assert [n for n, _ in model.named_parameters()] == names
 
 
+@pytest.mark.parametrize("words", ["", "--state_dtype bf16 --compile block"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_offloaded_parameters_cross_in_the_compute_dtype_and_change_no_bit(words, ranks, tmp_path):
+    """The oracle is FSDP's own way. A copy is made once for each update."""
+    code = """
+import offload
+from offload import OffloadedParam
+from test_optim import train_steps
+crossed, made = [], []
+values = OffloadedParam.values
+def spy(self):
+    before = self.made_from
+    out = values(self)
+    crossed.append(out.dtype)
+    made.append(self.made_from != before)
+    return out
+OffloadedParam.values = spy
+words = "--model tiny-llama --dtype bf16 --offload cpu --shard_size 1 " + (sys.argv[3] or "--compile none")
+ranks = shard.init_ranks()
+figures, tensors, _ = train_steps(words, ranks, False)
+parameters = len(tensors) // 4
+assert set(crossed) == {torch.bfloat16} and sum(made) == 3 * parameters < len(made), (len(made), sum(made))
+offload.bring_ahead = lambda *args: None
+again, same, _ = train_steps(words, ranks, False)
+assert figures == again and all(map(torch.equal, tensors, same)) and len(made) == len(crossed)
+print("done")
+shard.leave(ranks)
+"""
+    assert run_ranks(ranks, code, str(tmp_path), words).count("done") == ranks
+
+
 @pytest.mark.gpu
 def test_offloaded_activations_free_a_gpu_and_change_no_bit():
     """Eight blocks whose inputs are 64 MiB each: they are not there when the backward pass begins."""
