@@ -89,7 +89,7 @@ def find_shards(spec: str, flag: str) -> list[Path]:
     """The files that an entry of --data names: files of shards or text, or a folder of .bin shards."""
     if (Path(spec).expanduser() / "progress.json").exists():
         raise UserError(f"{flag} {spec} is not prepared to its end: run its `python data.py prepare` again")
-    return find_files(spec, flag, (".bin",), (".bin",))
+    return find_files(spec, flag, (".bin",))
 
 
 def beyond(tokens: np.ndarray, vocab_size: int, starts: Iterable[int], count: int = 2**24) -> int | None:

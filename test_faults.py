@@ -115,8 +115,11 @@ def content(folder: Path) -> tuple:
     return manifest | {"config": manifest["config"] | {"keep": 0}}, (folder / "rank-00000.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("case", ["damaged", *(pytest.param(c, marks=pytest.mark.slow) for c in ("first", "pruned"))])
-def test_a_save_killed_between_any_two_operations_leaves_the_old_state_or_the_new_one(tmp_path, monkeypatch, case):
+SAVES = [("damaged", 4), *(pytest.param(c, 1, marks=pytest.mark.slow) for c in ("damaged", "first", "pruned"))]
+
+
+@pytest.mark.parametrize("case, every", SAVES)
+def test_a_save_killed_between_two_operations_leaves_the_old_state_or_the_new_one(tmp_path, monkeypatch, case, every):
     """Steps 1 and so on are saved whole, the next one is killed at operation 1, 2, ... until it survives."""
     whole = {"first": 0, "pruned": 3, "damaged": 2}[case]  # --keep 3
     run = tmp_path / "run"
@@ -132,7 +135,7 @@ def test_a_save_killed_between_any_two_operations_leaves_the_old_state_or_the_ne
     start, loss = tmp_path / "start", truth[1][0]["probe"]["loss"]
     monkeypatch.setattr(checkpoint, "probe_loss", lambda *_: loss)  # OpenMP's threads do not survive a fork
     shutil.move(run, start)
-    for n in range(1, 1000):
+    for n in range(1, 1000, every):
         shutil.copytree(start, run)
         if not whole:
             shutil.rmtree(run / "checkpoints")
@@ -216,20 +219,20 @@ def test_damage_of_any_file_is_named(two, capsys, kind):
     assert checkpoint.find(config)[0].step == 2
 
 
-def test_every_byte_of_a_manifest_counts(two):
+def test_the_bytes_of_a_manifest_count(two):
     """Changed, it is refused or says the same: e and E in a number, white space."""
     _, folder = two
     path = folder / "manifest.json"
     before, truth = path.read_bytes(), checkpoint.read_manifest(folder)
     refused = 0
-    for i in range(len(before)):
+    for i in range(0, len(before), 3):
         spoil(path, i, 1 << i % 8)
         try:
             assert checkpoint.read_manifest(folder) == truth, i
         except ValueError as e:
             refused += "manifest.json" in str(e)
         spoil(path, i, 1 << i % 8)
-    assert refused > 0.99 * len(before) and path.read_bytes() == before
+    assert refused > 0.99 * len(before) / 3 and path.read_bytes() == before
 
 
 def rewrite(folder: Path, change) -> None:

@@ -5,13 +5,12 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+import data
 import prepare
 import stream
 import text
@@ -22,7 +21,6 @@ from errors import Failure, UserError
 from prepare import open_shard, verify
 from text import Encoder, TextFile
 
-ROOT = Path(__file__).parent
 BYTES = Encoder("bytes")
 ROWS = [f"row {i}: naïve 日本語 " + "word " * (i * 7 % 23) for i in range(300)]
 
@@ -142,28 +140,23 @@ def test_long_txt_is_cut_between_lines(tmp_path, monkeypatch):
     assert len(seen) > 10 and all(piece.endswith(b"\n") for piece in seen) and max(map(len, seen)) < 700
 
 
-def command(*words, **kwargs):
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(ROOT / "data.py"), *map(str, words)], env=env, capture_output=True, **kwargs
-    )
-
-
-def test_command_line(tmp_path):
-    """Standard input, a pattern, verify and what they print."""
+def test_command_line(tmp_path, monkeypatch, capsys):
+    """Standard input, verify and show, and what they print."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(jsonl(ROWS)))))
     out = tmp_path / "out"
-    done = command("prepare", "--input", "-", "--tokenizer", "bytes", "--out", out, "--val_every", 0, input=jsonl(ROWS))
-    assert done.returncode == 0, done.stderr
+    words = ["--input", "-", "--tokenizer", "bytes", "--out", out, "--val_every", 0, "--processes", 1]
+    assert data.main(["prepare", *map(str, words)]) == 0
     assert tokens(out, "train") == naive(ROWS, 0)["train"] and not list(out.glob("val*"))
-    assert b"300 documents" in done.stdout and b"MB/s" in done.stderr and f"--data {out}".encode() in done.stdout
+    said = capsys.readouterr()
+    assert "300 documents" in said.out and "MB/s" in said.err and f"--data {out}" in said.out
     path = out / "train-00000.bin"
     content = bytearray(path.read_bytes())
     content[2000] ^= 1
     path.write_bytes(content)
-    done = command("verify", out)
-    assert done.returncode == 2 and b"train-00000.bin has changed" in done.stderr and b"Traceback" not in done.stderr
-    done = command("show", "--data", out, "--n", 2, "--seq_len", 40)
-    assert done.stdout.decode().count("--- row") == 2 and b"[[" in done.stdout
+    assert "train-00000.bin has changed" in refused(data.main, ["verify", str(out)])
+    assert data.main(["show", "--data", str(out), "--n", "2", "--seq_len", "40"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("--- row") == 2 and "[[" in said
 
 
 def test_verify_reads_every_id(tmp_path):

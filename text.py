@@ -103,19 +103,19 @@ def split_weight(spec: str) -> tuple[str, Fraction | None]:
     return (parts[1], Fraction(parts[2])) if parts and not Path(spec).exists() else (spec, None)
 
 
-def find_files(spec: str, flag: str, in_folder: tuple[str, ...], more: tuple[str, ...] = ()) -> list[Path]:
-    """The files that a path or a pattern names, or a folder holds: text, and those with one of `more` suffixes."""
+def find_files(spec: str, flag: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files that a path or a pattern names, text or with one of these suffixes; of a folder only the latter."""
     path = Path(spec).expanduser()
     if path.is_dir():
-        files = [p for p in sorted(path.iterdir()) if (kind_of(p.name) or p.suffix) in in_folder]
-        problem = f"no {', '.join(in_folder)} in this folder"
+        files = [p for p in sorted(path.iterdir()) if (kind_of(p.name) or p.suffix) in suffixes]
+        problem = f"no {', '.join(suffixes)} in this folder"
     else:
         files = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
         problem = "no such file or folder"
     if not files:
         raise UserError(f"{flag} {spec}: {problem}")
     for file in files:
-        if not kind_of(file.name) and file.suffix not in more:
+        if not kind_of(file.name) and file.suffix not in suffixes:
             raise UserError(f"{flag} {file}: what this file holds is not known; {FORMATS} are")
     return files
 
