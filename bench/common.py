@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -56,6 +55,7 @@ class Turn(NamedTuple):
     peak: int = 0  # bytes of memory; on a GPU those beyond what was held before
     faults: float = 0.0  # page faults per step
     losses: tuple[float, ...] = ()  # of the step before the timed ones, and of these
+    norm: float = 0.0  # of the gradients of the step before
     first: float = 0.0  # time.time() at the end of the step before
 
 
@@ -80,45 +80,32 @@ def timed(step: Callable[[], object], count: int = 1, cuda: bool = False) -> Tur
     return Turn(seconds, torch.cuda.max_memory_allocated() - held)
 
 
-def race(contenders: dict[str, Callable[[], Turn]], rounds: int) -> dict[str, list[Turn]]:
-    """Lets contenders take turns, so that whatever else the machine does meets them alike."""
-    turns = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, take_turn in contenders.items():
-            turns[name].append(take_turn())
-    return turns
-
-
-def speed_rows(case: str, unit: str, amount: float, turns: dict[str, list[Turn]]) -> list[Row]:
-    """A row for each contender: the amount of a step per second, ratios to the first contender's."""
-    rows = []
-    for name, several in turns.items():
-        speeds = amount / np.concatenate([turn.seconds for turn in several])
-        low, median, high = np.quantile(speeds, (0.1, 0.5, 0.9)).tolist()
-        first = rows[0]["median"] if rows else median
-        rows.append(row(case, name, median, unit, median / first) | {"p10": low, "p90": high})
-    return rows
-
-
-def race_rows(
+def race(
     case: str, unit: str, amount: float, works: dict[str, Callable], rounds: int, take_turn: Callable = timed,
-    note: Callable[[str, float, Turn], str] = lambda *_: "",
+    note: Callable[[str, float, list[Turn]], str] = lambda *_: "", warm_up: bool = True,
 ) -> Iterator[Row]:  # fmt: skip
-    """A row for each function, which does `amount` of work per step: one turn unmeasured (what fails is left out),
-    then in turns. note(name, speed, last turn). Without rounds nothing is timed."""
-    ready = {}
+    """A row for each function, which does `amount` of work per step; its median is work per second, or with the unit
+    "s" seconds. First comes a turn of each that is not measured, and what fails in it is left out. Then they take
+    turns, so that whatever else the machine does meets them alike. Ratios are to the first function's. note(name,
+    median, turns). Without rounds nothing is done."""
+    turns, first = {}, None
 
     def start(name: str) -> Iterator[Row]:
-        take_turn(works[name])
-        ready[name] = partial(take_turn, works[name])
+        if warm_up:
+            take_turn(works[name])
+        turns[name] = []
         yield from ()
 
     for name in works if rounds else ():
         yield from guarded(case, name, start(name))
-    turns = race(ready, rounds)
-    for result in speed_rows(case, unit, amount, turns):
-        name = result["what"]
-        yield result | {"note": note(name, result["median"], turns[name][-1])}
+    for _ in range(rounds):
+        for name, several in turns.items():
+            several.append(take_turn(works[name]))
+    for name, several in turns.items():
+        seconds = np.concatenate([turn.seconds for turn in several])
+        low, median, high = np.quantile(seconds if unit == "s" else amount / seconds, (0.1, 0.5, 0.9)).tolist()
+        first = first or median
+        yield row(case, name, median, unit, median / first, note(name, median, several)) | {"p10": low, "p90": high}
 
 
 def require_same(what: str, *results) -> None:

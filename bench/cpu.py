@@ -11,21 +11,19 @@ import statistics
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from common import Row, Turn, failed, guarded, race, row, run_python, speed_rows, train_run  # first: it finds torch
+from common import Row, Turn, failed, guarded, race, row, run_python, train_run  # first: it finds torch
 
 import torch  # isort: skip
-from torch import nn
 
-import train
 from errors import Failure
 from machine import available_memory
-from model import flops_per_token
-from peers import PEERS, SIDE, fill, our_config, random_tokens
+from model import Transformer, flops_per_token
+from peers import SIDE, fill, our_config, random_tokens
 from prepare import write_shard
 from weights import export_model
 
@@ -68,43 +66,31 @@ class Bench:
         room = available_memory()
         if not self.args.tiny and 0 < room < ROOM:
             raise Failure(f"only {room / 1e9:.1f} GB of memory are free")
-        flags = self.flags if contender.compile else [*self.flags, "--compile", "none"]
+        flags = [*self.flags, "--weights", f"{self.folder}/model"]
+        flags += ["--dtype", "fp32" if contender.precision == "32-true" else "bf16"]
+        flags += [] if contender.compile else ["--compile", "none"]
         spec = contender._asdict() | {"flags": flags, "shape": self.shape, "steps": steps}
-        spec |= {"model": f"{self.folder}/model", "nanogpt": str(self.args.nanogpt)}
+        spec |= {"model": f"{self.folder}/model", "nanogpt": str(self.args.nanogpt or "")}
         spec["compile"] &= not self.args.tiny
         env = {"TORCHINDUCTOR_CACHE_DIR": str(self.cache)} | (env or {})
         output = run_python(Path(__file__).with_name("peers.py"), json.dumps(spec), env=env)
-        return Turn(**json.loads(output.splitlines()[-1]))
+        turn = json.loads(output.splitlines()[-1])
+        if "missing" in turn:
+            raise ImportError(turn["missing"])
+        return Turn(**turn)
+
+    def write_weights(self) -> None:
+        """For all contenders: four times as large as those that are trained, for at their first values layers do so
+        little that a wrong one hardly shows."""
+        model = Transformer(self.config.model_config)
+        fill(model, self.config, torch.device("cpu"))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(4 if p.ndim > 1 else 1)
+        export_model(model, self.folder / "model")
 
 
 # ---- the same results
-
-
-def results_of(model: nn.Module, loss_of: Callable, tokens: tuple, dtypes=("bf16", "fp32"), autocast=True) -> dict:
-    """Its mean loss in each dtype, and in fp32 the norm of all gradients. The weights are four times as large as those
-    that are trained, for at their first values layers do so little that a wrong one hardly shows."""
-    results = {}
-    with torch.no_grad():
-        for p in model.train().parameters():
-            p.mul_(4 if p.ndim > 1 else 1)
-    for dtype in dtypes:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and dtype == "bf16"):
-            loss = loss_of(model, *tokens)
-        results[dtype] = loss.item()
-    loss.backward()
-    return results | {"gradient": sum(p.grad.double().square().sum().item() for p in model.parameters()) ** 0.5}
-
-
-def our_results(bench: Bench, tokens: tuple) -> dict[str, float]:
-    """Writes the weights for the peers, too."""
-    results = {}
-    for dtype in ("bf16", "fp32"):
-        config, ranks = our_config([*bench.flags, "--dtype", dtype, "--compile", "none"])
-        model = train.build(config, ranks, None)
-        fill(model, config, ranks.device)
-        export_model(model, bench.folder / "model", replaces=True)
-        results |= results_of(model, lambda call, x, y: call(x, y) / y.numel(), tokens, (dtype,), autocast=False)
-    return results
 
 
 def deviation(what: str, value: float, ours: float, bound: float) -> str:
@@ -114,17 +100,15 @@ def deviation(what: str, value: float, ours: float, bound: float) -> str:
 
 
 def check(bench: Bench) -> Iterator[Row]:
-    """Losses and gradients of a row of tokens, uncompiled. Drops the peers that differ or are not there."""
-    tokens, left = random_tokens(1, *bench.shape[1:]), []
-    case, ours = f"{bench.title}: same weights, same tokens", our_results(bench, tokens)
-    exact = ours | {"bf16": ours["fp32"]}
+    """The first loss in fp32 and bf16, and in fp32 the norm of the gradients, uncompiled. Drops the peers that differ
+    or are not there."""
+    case, exact, left = f"{bench.title}: same weights, same tokens", {}, []
+    bench.write_weights()
 
     def judge(peer: str) -> Iterator[Row]:
-        if peer == "flatland":
-            results = ours
-        else:
-            made = PEERS[peer](bench.folder / "model", True, checkout=bench.args.nanogpt, tanh=True)
-            results = results_of(*made, tokens)
+        fp32, bf16 = (bench.run(Contender(peer, how, compile=False), 1) for how in ("32-true", "bf16-mixed"))
+        results = {"fp32": fp32.losses[0], "gradient": fp32.norm, "bf16": bf16.losses[0]}
+        exact.update(exact or results | {"bf16": results["fp32"]})  # ours come first
         wrong = [deviation(what, results[what], exact[what], bound) for what, bound in TOLERANCE.items()]
         if any(wrong):
             yield failed(case, peer, "; ".join(filter(None, wrong)))
@@ -147,32 +131,38 @@ def bench_race(bench: Bench, allocator: bool) -> Iterator[Row]:
     case, config = f"{bench.title}, {'same allocator' if allocator else 'as shipped'}", bench.config
     contenders = [Contender(peer, bench.mixed) for peer in ("flatland", *bench.peers)]
     contenders += [Contender("litgpt", "bf16-true")] * ("litgpt" in bench.peers)
-    ready, losses = {"limit": partial(bench.run, Contender("matmul", bench.mixed), 10 * STEPS)}, []
+    limit, fastest, losses, rows = f"the limit: matmul {SIDE}^3, the fastest", [], [], []
 
-    def start(contender: Contender, name: str) -> Iterator[Row]:
+    def turn(contender: Contender) -> Turn:
         env = ALLOCATOR if allocator and contender.peer != "flatland" else None
-        losses.append(bench.run(contender, STEPS, env).losses[0])  # this turn compiles
+        result = bench.run(contender, STEPS, env)
+        losses.append(result.losses[0])
         wrong = deviation("first loss, compiled as it is timed,", losses[-1], losses[0], TOLERANCE["bf16"])
         if wrong:
-            yield failed(case, name, wrong)
-        else:
-            ready[name] = partial(bench.run, contender, STEPS, env)
+            raise Failure(wrong)
+        return result
 
-    for contender in contenders:
-        name = f"{contender.peer}, {contender.precision}, compiled"
-        yield from guarded(case, name, start(contender, name))
-    turns = race(ready, bench.args.repeats)
-    peak = 2 * SIDE**3 / min(second for turn in turns.pop("limit") for second in turn.seconds)
-    yield row(case, f"the limit: matmul {SIDE}^3, the fastest", peak / 1e9, "GFLOP/s")
-    rows = speed_rows(case, "tokens/s", config.micro_batch * config.seq_len, turns)
+    def note(name: str, speed: float, turns: list[Turn]) -> str:
+        if name == limit:  # it comes first
+            fastest.append(2 * SIDE**3 / min(second for turn in turns for second in turn.seconds))
+            return ""
+        share = speed * flops_per_token(config.model_config, config.seq_len) / fastest[0]
+        faults, last = statistics.median(turn.faults for turn in turns), turns[-1]
+        text = f"{share:.1%} of the limit; {last.peak / 1e9:.2f} GB; {faults:.0f} faults per step"
+        return f"{text}; loss {last.losses[0]:.4f} to {last.losses[-1]:.4f}"
+
+    works = {limit: partial(bench.run, Contender("matmul", bench.mixed), 10 * STEPS)}
+    works |= {f"{c.peer}, {c.precision}, compiled": partial(turn, c) for c in contenders}
+    amount = config.micro_batch * config.seq_len
+    for result in race(case, "tokens/s", amount, works, bench.args.repeats, lambda work: work(), note):
+        if result["what"] == limit:
+            yield row(case, limit, fastest[0] / 1e9, "GFLOP/s")
+        elif result["median"]:
+            rows.append(result)
+        else:
+            yield result
     best = max((result["median"] for result in rows[1:]), default=rows[0]["median"])
-    share = flops_per_token(config.model_config, config.seq_len) / peak
-    for result in rows:
-        several = turns[result["what"]]
-        faults, last = statistics.median(turn.faults for turn in several), several[-1]
-        note = f"{result['median'] * share:.1%} of the limit; {last.peak / 1e9:.2f} GB; {faults:.0f} faults per step"
-        note += f"; loss {last.losses[0]:.4f} to {last.losses[-1]:.4f}"
-        yield result | {"ratio": result["median"] / best, "note": note}
+    yield from (result | {"ratio": result["median"] / best} for result in rows)
 
 
 def start(bench: Bench, contender: Contender, cached: bool) -> Turn:
@@ -200,13 +190,10 @@ def bench_start(bench: Bench) -> Iterator[Row]:
         for how in ("compiled, nothing cached", "compiled, cached", "uncompiled"):
             contender = Contender(peer, bench.mixed, compile=how != "uncompiled")
             contenders[f"{peer}, {how}"] = partial(start, bench, contender, how != "compiled, nothing cached")
-    turns = race(contenders, max(1, bench.args.repeats // 3))
-    seconds = {name: [second for turn in several for second in turn.seconds] for name, several in turns.items()}
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    peers = [medians[f"{peer}, uncompiled"] for peer in bench.peers]
-    for name, took in medians.items():
-        result = row(f"{bench.title}, start to end of the first step", name, took, "s", took / min(peers, default=took))
-        yield result | {"p10": min(seconds[name]), "p90": max(seconds[name])}
+    case, rounds = f"{bench.title}, start to end of the first step", max(1, bench.args.repeats // 3)
+    rows = [*race(case, "s", 1, contenders, rounds, lambda work: work(), warm_up=False)]
+    peers = [result["median"] for result in rows[3:] if result["what"].endswith("uncompiled")]
+    yield from (result | {"ratio": result["median"] / min(peers, default=result["median"])} for result in rows)
 
 
 KINDS = {

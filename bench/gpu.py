@@ -36,7 +36,7 @@ import peers
 import shard
 import train
 from check import resolve
-from common import Row, Turn, failed, guarded, race_rows, row, timed
+from common import Row, Turn, failed, guarded, race, row, timed
 from config import Config, parse_args
 from data import make_loader
 from generate import sample
@@ -74,7 +74,7 @@ class Lab:
         def take_turn(work: Callable) -> Turn:
             return timed(work, 1 if self.tiny else steps, self.cuda)
 
-        return race_rows(case, unit, amount, works, 1 if self.tiny else rounds, take_turn, note)
+        return race(case, unit, amount, works, 1 if self.tiny else rounds, take_turn, note)
 
 
 # ---- races of training steps
@@ -135,8 +135,8 @@ class Race:
         flops = flops_per_token(config.model_config, config.seq_len)
         peak = peak_flops(lab.ranks.device, torch.bfloat16)[0] if lab.cuda else math.inf
 
-        def note(name: str, rate: float, turn: Turn) -> str:
-            memory = (turn.peak + contenders[name].state_bytes()) / 2**30
+        def note(name: str, rate: float, turns: list[Turn]) -> str:
+            memory = (turns[-1].peak + contenders[name].state_bytes()) / 2**30
             return f"MFU {rate * flops / peak:.1%}; {memory:.1f} GiB"
 
         works = {name: contender.step for name, contender in contenders.items()}
@@ -287,8 +287,8 @@ def layer_rows(lab: Lab, case: str, shapes: list[tuple[int, int]], tokens: int, 
     torch._dynamo.reset()
 
 
-def in_ms(flops: int) -> Callable[[str, float, Turn], str]:
-    return lambda name, rate, turn: f"{1e3 * flops / 1e12 / rate:.2f} ms"
+def in_ms(flops: int) -> Callable[[str, float, list[Turn]], str]:
+    return lambda name, rate, turns: f"{1e3 * flops / 1e12 / rate:.2f} ms"
 
 
 def products(lab: Lab) -> Iterator[Row]:
@@ -349,12 +349,12 @@ def head_rows(lab: Lab, case: str, dtype: torch.dtype) -> Iterator[Row]:
         loss.backward()
         x.grad = weight.grad = None
 
-    def note(name: str, rate: float, turn: Turn) -> str:
-        text = in_ms(6 * N * D * V)(name, rate, turn)
+    def note(name: str, rate: float, turns: list[Turn]) -> str:
+        text = in_ms(6 * N * D * V)(name, rate, turns)
         if name not in losses:
             return text
         off = relative(values[name], values["flatland"])
-        beyond = (turn.peak - x.nbytes - weight.nbytes) / 2**30
+        beyond = (turns[-1].peak - x.nbytes - weight.nbytes) / 2**30
         wrong = f"; failed: its loss is off by {off:.1e}" * (off > 1e-2)  # torch's own sums to bf16
         return f"{text}; {beyond:.2f} GiB beyond gradients{wrong}"
 

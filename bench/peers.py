@@ -33,7 +33,7 @@ Loss = Callable[[Callable, Tensor, Tensor], Tensor]  # (model, tokens [B, T], ta
 
 
 class Contender(NamedTuple):
-    step: Callable[[], Tensor]
+    step: Callable[[], tuple[Tensor, Tensor]]  # -> loss, norm of the gradients
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
@@ -99,7 +99,7 @@ def litgpt(folder: Path, load: bool, **_) -> tuple[nn.Module, Loss]:
 
 def nanogpt(folder: Path, load: bool, checkout: Path | None = None, tanh: bool = False, **_) -> tuple[nn.Module, Loss]:
     """checkout: of nanoGPT. Its GELU is the exact one; tanh: GPT-2's form in its place, for a comparison of results."""
-    if checkout is None:
+    if not checkout:
         raise ImportError("--nanogpt FOLDER names a checkout of github.com/karpathy/nanoGPT")
     source = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout, "model.py"))
     module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(source)  # its dataclass looks itself up
@@ -138,15 +138,15 @@ def their_step(
     """A Contender. batch() -> tokens and targets."""
     call, parameters = torch.compile(model, dynamic=False) if compiled else model, list(model.train().parameters())
 
-    def step() -> Tensor:
+    def step() -> tuple[Tensor, Tensor]:
         tokens, targets = batch()
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
             loss = loss_of(call, tokens, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss.detach(), norm
 
     return Contender(step, model, optimizer)
 
@@ -203,12 +203,12 @@ def batch_of(config):
 
 def fill(model, config, device: torch.device) -> None:
     """With the values that train.py begins with; with a GPU, random ones that it draws, which take no time."""
+    import check
     import shard
-    from check import first_values
     from model import initial_std
 
     if device.type == "cpu":
-        return shard.fill(model, *first_values(config, model, None))
+        return shard.fill(model, *check.first_values(config, model, check.open_weights(config, shard.ALONE, False)))
     for name, p in model.named_parameters():
         std, target = initial_std(model.config, name), shard.local(p.detach())
         drawn = torch.ones(target.shape, dtype=target.dtype, device=device)
@@ -231,10 +231,10 @@ def our_step(config, ranks, shared: Contender | None = None, mesh=None) -> Conte
     scales, gradients = fp8.prepare(model, config, mesh, False), guard.GradientGuard(model, config, ranks, mesh)
     batches, numbers = [batch_of(config)], itertools.count(1)
 
-    def step() -> Tensor:
-        loss, *_ = train.train_step(model, optimizer, batches, LR, gradients, scales, ranks.device, config.reshard)
+    def step() -> tuple[Tensor, Tensor]:
+        loss, norm, _ = train.train_step(model, optimizer, batches, LR, gradients, scales, ranks.device, config.reshard)
         gradients.check(next(numbers))
-        return loss
+        return loss, norm
 
     return Contender(step, model, optimizer)
 
@@ -251,16 +251,17 @@ def our_config(flags: list[str]):
 # ---- a contender's process
 
 
-def make_step(spec: dict) -> Callable[[], Tensor]:
+def make_step(spec: dict) -> Callable[[], tuple[Tensor, Tensor]]:
     precision, peer = spec["precision"], spec["peer"]
     dtype = torch.float32 if precision == "32-true" else torch.bfloat16
     if peer == "matmul":
         a, b = (torch.randn(SIDE, SIDE, dtype=dtype) for _ in range(2))
-        return lambda: torch.mm(a, b)[0, 0]  # the limit
+        return lambda: (torch.mm(a, b)[0, 0], a[0, 0])  # the limit
     if peer == "flatland":
         return our_step(*our_config(spec["flags"])).step
     load = spec["steps"] > 0  # else the start is measured, and ours draws its weights, too
-    model, loss_of = PEERS[peer](Path(spec["model"]), load, checkout=spec["nanogpt"])
+    tanh = load and not spec["compile"]  # results are compared
+    model, loss_of = PEERS[peer](Path(spec["model"]), load, checkout=spec["nanogpt"], tanh=tanh)
     mixed = precision == "bf16-mixed"
     model.to(torch.float32 if mixed else dtype)
     tokens = random_tokens(*spec["shape"])
@@ -269,10 +270,11 @@ def make_step(spec: dict) -> Callable[[], Tensor]:
 
 def measure(spec: dict) -> dict:
     """A Turn of so many steps, after one that starts; the first of them is not counted in its seconds."""
-    step, losses = make_step(spec), []
+    step, results = make_step(spec), []
 
     def work() -> None:
-        losses.append(step().item())
+        loss, norm = step()
+        results.append((loss.item(), norm.item()))
 
     def faults() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -281,9 +283,14 @@ def measure(spec: dict) -> dict:
     first, before = time.time(), faults()
     (_, *seconds), *_ = timed(work, 1 + spec["steps"])
     per_step = (faults() - before) / (1 + spec["steps"])
-    return Turn(seconds, peak_rss(), per_step, losses, first)._asdict()
+    losses, norms = zip(*results, strict=True)
+    return Turn(seconds, peak_rss(), per_step, losses, norms[0], first)._asdict()
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print("\n" + json.dumps(measure(json.loads(sys.argv[1]))))
+    try:
+        result = measure(json.loads(sys.argv[1]))
+    except ImportError as error:
+        result = {"missing": str(error)}
+    print("\n" + json.dumps(result))

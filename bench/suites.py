@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import Row, Turn, peak_rss, race, race_rows, require_same, row, run_python, speed_rows, timed
+from common import Row, Turn, peak_rss, race, require_same, row, run_python, timed
 
 import numpy as np  # isort: skip
 import torch
@@ -73,7 +73,7 @@ def bench_generate(args: Namespace) -> Iterator[Row]:
             }
             case = f"{name}, {prompts} prompts{' of different lengths' * ragged}"
             require_same(case, *(work() for work in works.values()))
-            yield from race_rows(case, "tokens/s", prompts * new, works, args.repeats)
+            yield from race(case, "tokens/s", prompts * new, works, args.repeats)
 
 
 # ---- tokenizers
@@ -138,7 +138,7 @@ def bench_tokenizer(args: Namespace) -> Iterator[Row]:
             encoders["flatland"] = load_tokenizer(str(Path(folder, file))).encode
         works = {name: lambda encode=encode: [*map(encode, texts)] for name, encode in encoders.items()}
         require_same(case, *(work() for work in works.values()))
-        yield from race_rows(case, "MB/s", megabytes(texts), works, args.repeats)
+        yield from race(case, "MB/s", megabytes(texts), works, args.repeats)
 
 
 # ---- loading
@@ -161,9 +161,10 @@ def read_plainly(path: Path) -> None:
 
 
 def load_rank(folder: Path, repeats: int) -> None:
-    """A rank: reads the weights in every way, in turns."""
+    """A rank: reads the weights in every way, in turns; rank 0 prints the rows."""
     ranks, config, file = shard.init_ranks(), read_config(folder), folder / "model.safetensors"
-    mesh, read = shard.make_mesh(0, ranks), open_weights(folder, config)
+    mesh, read, size = shard.make_mesh(0, ranks), open_weights(folder, config), file.stat().st_size
+    largest = 4 * config.ffn_dim * config.dim  # gate_up_proj's bytes
 
     def load(case: str, way: str) -> Turn:
         with torch.device("meta"):
@@ -182,16 +183,20 @@ def load_rank(folder: Path, repeats: int) -> None:
 
         shard.gather(None, ranks)
         before = peak_rss(reset=True)
-        return timed(work)._replace(peak=peak_rss() - before)
+        turn = timed(work)
+        return turn._replace(peak=max(shard.gather(peak_rss() - before, ranks)))
 
-    results = {}
+    def note(way: str, speed: float, turns: list[Turn]) -> str:
+        peak, shard_size = max(turn.peak for turn in turns), size / ranks.world_size
+        beyond = f"peak {peak / shard_size:.2f} shards, {(peak - shard_size) / largest:.1f} tensors beyond it"
+        return beyond if way != "plain read" else ""
+
     for case in ("cold", "cached"):
-        turns = race({way: partial(load, case, way) for way in ("plain read", "direct", "rank0")}, repeats)
-        for way, several in turns.items():
-            peaks = shard.gather(max(turn.peak for turn in several), ranks)
-            results.setdefault(case, {})[way] = [turn._replace(peak=max(peaks)) for turn in several]
-    if ranks.rank == 0:
-        print("\n" + json.dumps(results))
+        works = {way: partial(load, case, way) for way in ("plain read", "direct", "rank0")}
+        title = f"{ranks.world_size} processes, {case}"
+        for result in race(title, "GB/s", size / 1e9, works, repeats, lambda work: work(), note, warm_up=False):
+            if ranks.rank == 0:
+                print("\n" + json.dumps(result))
     shard.leave(ranks)
 
 
@@ -199,22 +204,12 @@ def bench_load(args: Namespace, layers: int = 4) -> Iterator[Row]:
     """Reading 0.6 GB of weights, bf16 to bf16, against one process that reads the file into memory of its size."""
     with tempfile.TemporaryDirectory() as temporary:
         shape = replace(MODELS["llama3.2-1b"], vocab_size=16000, rope_scaling=None, tied=False, n_layers=layers)
-        folder, model = Path(temporary, "model"), Transformer(shape).bfloat16()
-        export_model(fill_randomly(model), folder)
-        size = (folder / "model.safetensors").stat().st_size
-        largest = 2 * max(p.numel() for p in model.parameters())
-        del model
+        folder = Path(temporary, "model")
+        export_model(fill_randomly(Transformer(shape).bfloat16()), folder)
         env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the host's memory
         for ranks in (1, 2, 4):
             output = run_python(__file__, folder, args.repeats, processes=ranks, env=env)
-            for case, ways in json.loads(output.splitlines()[-1]).items():
-                turns = {way: [Turn(*turn) for turn in several] for way, several in ways.items()}
-                for result in speed_rows(f"{ranks} processes, {case}", "GB/s", size / 1e9, turns):
-                    peak, shard_size = turns[result["what"]][0].peak, size / ranks
-                    if result["what"] != "plain read":
-                        beyond = (peak - shard_size) / largest
-                        result["note"] = f"peak {peak / shard_size:.2f} shards, {beyond:.1f} tensors beyond it"
-                    yield result
+            yield from (json.loads(line) for line in output.splitlines() if line.startswith('{"case"'))
 
 
 # ---- checkpoints
@@ -258,14 +253,14 @@ def checkpoint_rows(run: Run, repeats: int) -> Iterator[Row]:
     plain = partial(write_plainly, list(state.values()), run.folder / "plain")
     case = f"saving {size:.2f} GB"
     works = {"one file, written and synced": plain, "save, until it is on the disk": save}
-    rows = [*race_rows(case, "GB/s", size, works, repeats)]
+    rows = [*race(case, "GB/s", size, works, repeats)]
     stall, rest = np.median(stalls[1:]), np.median(waits[1:])
     thread = "of the save, the thread: write, checksum, sync, rename, remove the oldest"
     yield from [*rows, row(case, thread, size / rest, "GB/s", size / rest / rows[0]["median"])]
     case = "of a save, training waits"
     yield row(case, "with --save_async on (probe and copy)", stall * 1e3, "ms", stall / (stall + rest))
     probe = partial(checkpoint.probe_loss, model, saver.tokens, ranks.device)
-    (probed,) = race_rows(case, "probes/s", 1, {"probe": probe}, repeats)
+    (probed,) = race(case, "probes/s", 1, {"probe": probe}, repeats)
     yield row(case, "of that, the probe", 1e3 / probed["median"], "ms")
     newest = checkpoint.folders(run.folder)[-1]
 
@@ -275,7 +270,7 @@ def checkpoint_rows(run: Run, repeats: int) -> Iterator[Row]:
     works = {"verify": partial(checkpoint.fault_of, newest), "resume: verify, load, prove": resume}
     for name, work in works.items():
         works = {"read": partial(read_plainly, newest / "rank-00000.safetensors"), name: work}
-        yield from race_rows("the same, in the page cache", "GB/s", size, works, repeats)
+        yield from race("the same, in the page cache", "GB/s", size, works, repeats)
 
 
 # ---- data
@@ -297,7 +292,7 @@ def bench_data(args: Namespace) -> Iterator[Row]:
             "the tokenizer alone": lambda: [*map(encode, texts)],
             "prepare, one process, .json.gz": lambda: build([TextFile(str(source))], Encoder(spec), folder, {}),
         }
-        yield from race_rows("4 MB of text", "MB/s", megabytes(texts), works, args.repeats)
+        yield from race("4 MB of text", "MB/s", megabytes(texts), works, args.repeats)
 
 
 def batch_rows(path: Path, rows: int, seq_len: int, repeats: int) -> Iterator[Row]:
@@ -318,7 +313,7 @@ def batch_rows(path: Path, rows: int, seq_len: int, repeats: int) -> Iterator[Ro
                 torch.stack([torch.from_numpy(copy) for copy in copies])
 
     works = {"a row at a time, in random order": by_row, "flatland": ours}
-    return race_rows(f"{rows} rows of {seq_len} tokens", "tokens/s", 40 * seq_len * rows, works, repeats)
+    return race(f"{rows} rows of {seq_len} tokens", "tokens/s", 40 * seq_len * rows, works, repeats)
 
 
 SUITES: dict[str, Callable[[Namespace], Iterator[Row]]] = {
