@@ -366,17 +366,15 @@ def _find_work(out, key, piped):
     """index.json of a folder that is ready, or how far an earlier call came; refuses a folder that holds anything
     else."""
     index, progress = read_index(out), read_json(out / "progress.json")
-    if index.get("key", key) != key:
-        raise UserError(f"--out {out} holds other shards (input, tokenizer or flags differ): name another")
+    if (index or progress).get("key", key) != key:
+        raise UserError(
+            f"--out {out} holds other shards, or the beginning of some (input, tokenizer or flags differ): name another"
+            " folder, or empty it"
+        )
     if index and piped:
         raise UserError(f"--out {out} is ready; whether standard input is the same is not known: name another")
     if index:
         return index
-    if progress.get("key", key) != key:
-        raise UserError(
-            f"--out {out} holds the beginning of other shards (input, tokenizer or flags differ): name another"
-            " folder, or empty it"
-        )
     foreign = sorted({p.name for p in out.iterdir()} - {".lock"})
     if foreign and not progress:
         raise UserError(f"--out {out} is not empty ({listed(foreign[:3])}): name another folder")

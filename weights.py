@@ -42,7 +42,7 @@ import lora
 from download import find, read_object, what_it_is
 from model import Transformer
 from shapes import ModelConfig, RopeScaling
-from shard import ALONE, Ranks, gather, on_all, on_first_rank
+from shard import ALONE, Ranks, fill, gather, on_all, on_first_rank
 from tokenizer import chat_family, write_files
 
 # ---- families
@@ -52,26 +52,18 @@ _LLAMA = """
 embed_tokens.weight                           model.embed_tokens.weight
 layers.{i}.input_layernorm.weight             model.layers.{i}.input_layernorm.weight
 layers.{i}.self_attn.qkv_proj.weight          model.layers.{i}.self_attn.(q|k|v)_proj.weight
+layers.{i}.self_attn.qkv_proj.bias            model.layers.{i}.self_attn.(q|k|v)_proj.bias
+layers.{i}.self_attn.q_norm.weight            model.layers.{i}.self_attn.q_norm.weight
+layers.{i}.self_attn.k_norm.weight            model.layers.{i}.self_attn.k_norm.weight
 layers.{i}.self_attn.o_proj.weight            model.layers.{i}.self_attn.o_proj.weight
 layers.{i}.post_attention_layernorm.weight    model.layers.{i}.post_attention_layernorm.weight
-norm.weight                                   model.norm.weight
-lm_head.weight                                lm_head.weight
-"""
-_LLAMA_MLP = """
 layers.{i}.mlp.gate_up_proj.weight            model.layers.{i}.mlp.(gate|up)_proj.weight
 layers.{i}.mlp.down_proj.weight               model.layers.{i}.mlp.down_proj.weight
-"""
-_MIXTRAL_MLP = """
 layers.{i}.mlp.gate.weight                    model.layers.{i}.block_sparse_moe.gate.weight
 layers.{i}.mlp.gate_up_proj                   model.layers.{i}.block_sparse_moe.experts.{e}.w(1|3).weight
 layers.{i}.mlp.down_proj                      model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight
-"""
-_QWEN2 = """
-layers.{i}.self_attn.qkv_proj.bias            model.layers.{i}.self_attn.(q|k|v)_proj.bias
-"""
-_QWEN3 = """
-layers.{i}.self_attn.q_norm.weight            model.layers.{i}.self_attn.q_norm.weight
-layers.{i}.self_attn.k_norm.weight            model.layers.{i}.self_attn.k_norm.weight
+norm.weight                                   model.norm.weight
+lm_head.weight                                lm_head.weight
 """
 _GPT2 = """
 embed_tokens.weight                           transformer.wte.weight
@@ -133,12 +125,12 @@ def _table(text: str) -> dict[str, list[str]]:
 
 class Family(NamedTuple):
     """shape: the fields of ModelConfig that tell this family from the others, but for those that are PLAIN. names: of
-    the tensors. keys: of config.json. defaults: what transformers takes for keys that are absent, where it is not what
-    ModelConfig takes."""
+    the tensors, also of those that another family alone has. keys: of config.json. defaults: what transformers takes
+    for keys that are absent, where ModelConfig takes something else."""
 
     architecture: str
     shape: dict[str, str | bool]
-    names: dict[str, list[str]] = _table(_LLAMA + _LLAMA_MLP)
+    names: dict[str, list[str]] = _table(_LLAMA)
     keys: dict[str, str] = _pairs(_LLAMA_KEYS)
     defaults: dict[str, object] = {}
 
@@ -166,21 +158,19 @@ FAMILIES = {
     "qwen2": Family(
         "Qwen2ForCausalLM",
         {"qkv_bias": True},
-        _table(_LLAMA + _QWEN2 + _LLAMA_MLP),
         defaults=_QWEN,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {"qk_norm": True},
-        _table(_LLAMA + _QWEN3 + _LLAMA_MLP),
         defaults=_QWEN | {"head_dim": 128},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
         {"mlp": "moe"},
-        _table(_LLAMA + _MIXTRAL_MLP),
-        _pairs(_LLAMA_KEYS + _MIXTRAL_KEYS),
-        _MISTRAL | {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "rope_theta": 1e6},
+        keys=_pairs(_LLAMA_KEYS + _MIXTRAL_KEYS),
+        defaults=_MISTRAL
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "rope_theta": 1e6},
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -521,11 +511,8 @@ def load_model(
     at a time goes through the CPU's memory."""
     folder = find(str(folder), "folder")
     config = read_config(folder)
-    read = open_weights(folder, config)
-    model = empty_model(config, dtype, device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(read(name, tuple(slice(0, n) for n in parameter.shape)))
+    read, model = open_weights(folder, config), empty_model(config, dtype, device)
+    fill(model, read)
     return model
 
 
