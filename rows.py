@@ -137,14 +137,6 @@ class Tokens:
         return ", ".join(names[:3]) + (f" or {len(names) - 3} more" if len(names) > 3 else "")
 
 
-class Shards(NamedTuple):
-    """Token shards behind entries of --data, by split. delimiter: the id before a document, if they agree on one."""
-
-    parts: dict[str, list[Part]]
-    delimiter: int | None
-    is_chat: bool
-
-
 class Catalog:
     """What entries of --data and --val_data name: looked up once in a job, for `listed` and `streamed` can be told to
     other ranks, and opened once in a process. commits: those that hub addresses are to be read at, where a run goes
@@ -177,7 +169,7 @@ class Catalog:
         config = self.config
         if specs not in self.shards:
             self.shards[specs] = self._open_shards(specs, flag)
-        (train, val), delimiter, is_chat = self.shards[specs].parts.values(), *self.shards[specs][1:]
+        train, val, delimiter, is_chat = self.shards[specs]
         if config.val_data and split == "train":
             val = [p for p in val if read_index(p.path.parent) or not VAL_NAME.search(p.path.stem)]
         tokens = Tokens(train + val if config.val_data else train if split == "train" else val)
@@ -210,6 +202,7 @@ class Catalog:
         return mask is None
 
     def _open_shards(self, specs, flag):
+        """-> (parts for training, for validation, the id before a document if they agree on one, is it chat)"""
         parts, delimiters, kinds = {"train": [], "val": []}, set(), set()
         for path, split in self._find_shards(specs, flag):
             tokens, delimiter = open_shard(path, self.config.data_dtype)
@@ -225,7 +218,7 @@ class Catalog:
                     parts[name].append(Part(path, stretch, first))
         if len(kinds) > 1:
             raise UserError(f"{flag}: conversations and text together: give each its weight, as in A:0.5 B:0.5")
-        return Shards(parts, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"})
+        return *parts.values(), delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"}
 
     def _find_shards(self, specs, flag):
         """(a shard, its split: train, val, or empty where neither its name nor its neighbours' say it). Text is

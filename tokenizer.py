@@ -62,7 +62,7 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>")
 STOP_NAMES = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # the later one wins
-OTHER_FILES = ("merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json")
+OTHER_FILES = ("merges.txt", "added_tokens.json", "chat_template.jinja", "generation_config.json")
 SPACES = 50_000  # in runs of white space a few times as long, tiktoken's regular expressions overflow their stack
 
 _printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
@@ -346,15 +346,15 @@ def _load(path: Path, folder: Path, _files: tuple) -> SentencePiece | BPE:
 
 class Beside(NamedTuple):
     """What the other files of a tokenizer's folder say. added: {text: its entry among added tokens}; settings: of
-    tokenizer_config.json and its like; configs: config.json and generation_config.json."""
+    tokenizer_config.json and its like; config: of config.json and generation_config.json, as for transformers."""
 
     added: dict[str, dict]
     settings: dict
-    configs: list[dict]
+    config: dict
 
     def ids(self, which: str) -> list[int]:
-        values = [config.get(f"{which}_token_id") for config in self.configs]
-        return [i for value in values for i in _listed(value) if isinstance(i, int)]
+        ids = self.config.get(f"{which}_token_id")
+        return [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
 
     def named(self, which: str) -> str | None:
         return _name(self.settings.get(f"{which}_token"))
@@ -365,26 +365,21 @@ class Beside(NamedTuple):
         return set(map(_name, named + (self.settings.get("additional_special_tokens") or [])))
 
 
-def _listed(value) -> list:
-    return value if isinstance(value, list) else [value]
-
-
 def _name(token: str | dict | None) -> str | None:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _optional(path: Path) -> dict:
-    """{} if there is no such file."""
-    return read_object(path) if path.is_file() else {}
+def _read_optional(folder: Path, *names: str) -> dict:
+    """What is said in those of these files that are there; the later one wins."""
+    files = [read_object(folder / name) for name in names if (folder / name).is_file()]
+    return {key: value for file in files for key, value in file.items() if value is not None}
 
 
 def _read_beside(folder: Path) -> Beside:
-    settings: dict = {}
-    for name in SETTINGS_FILES:
-        settings |= {k: v for k, v in _optional(folder / name).items() if v is not None}
-    added = {c: {"id": i, "special": True} for c, i in _optional(folder / "added_tokens.json").items()}
+    settings = _read_optional(folder, *SETTINGS_FILES)
+    added = {c: {"id": i, "special": True} for c, i in _read_optional(folder, "added_tokens.json").items()}
     added |= {t["content"]: {**t, "id": int(i)} for i, t in settings.get("added_tokens_decoder", {}).items()}
-    return Beside(added, settings, [_optional(folder / n) for n in ("config.json", "generation_config.json")])
+    return Beside(added, settings, _read_optional(folder, "config.json", "generation_config.json"))
 
 
 def _read_tokenizer(sources: list[Path], folder: Path, whole_folder: bool) -> SentencePiece | BPE:
@@ -408,7 +403,7 @@ def _read_tokenizer(sources: list[Path], folder: Path, whole_folder: bool) -> Se
     rest = json.dumps([tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size, words, tokenizer.leads_with_space])
     tokenizer.fingerprint = hashlib.sha256(data + rest.encode()).hexdigest()[:16]
     tokenizer.chat_template = _chat_template(folder, beside.settings)
-    tokenizer.model_type = beside.configs[0].get("model_type") or ""
+    tokenizer.model_type = beside.config.get("model_type", "")
     tokenizer.adds_bos = _adds_bos(content.get("post_processor"), tokenizer, beside.settings)
     default = "tokenizer.json" if content else "tokenizer.model"
     own = source.name if source.name in TOKENIZER_FILES else default
@@ -564,17 +559,15 @@ def _set_ends(tokenizer: SentencePiece | BPE, beside: Beside) -> None:
     if bos is None and eos is None:
         raise UserError("no BOS or EOS is known: name bos_token and eos_token in a tokenizer_config.json beside it")
     tokenizer.bos_id, tokenizer.eos_id = eos if bos is None else bos, bos if eos is None else eos
-    config, generation = (config.get("eos_token_id") for config in beside.configs)
-    tokenizer.eos_ids = [i for i in _listed(config if generation is None else generation) if type(i) is int]
-    stops = [control[n] for n in STOP_NAMES if n in control]
-    tokenizer.stop_ids = frozenset([tokenizer.bos_id, tokenizer.eos_id, *beside.ids("eos"), *stops])
+    tokenizer.eos_ids, stops = beside.ids("eos"), [control[n] for n in STOP_NAMES if n in control]
+    tokenizer.stop_ids = frozenset([tokenizer.bos_id, tokenizer.eos_id, *tokenizer.eos_ids, *stops])
 
 
 def _chat_template(folder: Path, settings: dict) -> str:
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
         return read_file(jinja).decode()
-    template = _optional(folder / "chat_template.json").get("chat_template") or settings.get("chat_template") or ""
+    template = settings.get("chat_template", "")
     if isinstance(template, list):
         return next((t["template"] for t in template if t["name"] == "default"), "")
     return template
@@ -752,12 +745,11 @@ def _write_chat_files(tokenizer: Tokenizer, folder: Path, family: str) -> None:
         _write_sentencepiece(tokenizer, folder)
     template, path = chat_template(tokenizer, family), folder / "tokenizer_config.json"
     ends = {"bos_token": _name_of(tokenizer, tokenizer.bos_id), "eos_token": _name_of(tokenizer, tokenizer.eos_id)}
-    settings = ends | _optional(path) | {"chat_template": template}
+    settings = ends | _read_optional(folder, path.name) | {"chat_template": template}
     if (folder / "tokenizer.json").exists():
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(settings, indent=1, ensure_ascii=False), "utf-8")
     (folder / "chat_template.jinja").write_text(template, "utf-8")
-    (folder / "chat_template.json").unlink(missing_ok=True)
 
 
 Turns = list[tuple[str, str]]  # role, content
