@@ -12,11 +12,11 @@ process, fp32, nothing sharded, compiled or checkpointed, all rows in one forwar
 are losses, gradient norms, every gradient and, at the end, every parameter. AdamW's eps is large here: with the usual
 1e-8 the first steps are g / |g|, full steps of the rounding noise where a gradient is zero in theory.
 
-fp32 must agree to 1e-5. bf16 and FP8 have no such number: their error depends on the model. So the error of a cell,
-against the fp32 oracle, is held against that of the plain model in the same formats, on the same micro-batches.
-Dividing the work changes only where values are rounded, not how often: its error must be of the same size (and
-gradients that FSDP sums in fp32 usually make it smaller). An accumulation in bf16 or a wrong reduction would be far
-outside.
+fp32 must agree to 1e-5, or, where large parts of a gradient cancel, to 1.5 times what the oracle itself differs from
+fp64. bf16 and FP8 have no such number: their error depends on the model. So the error of a cell, against the fp32
+oracle, is held against that of the plain model in the same formats, on the same micro-batches. Dividing the work
+changes only where values are rounded, not how often: its error must be of the same size (and gradients that FSDP sums
+in fp32 usually make it smaller). An accumulation in bf16 or a wrong reduction would be far outside.
 
 The fuzzer draws cell n from (seed, n) alone. Of a cell that fails it looks for the one that is nearest to the defaults
 and still fails, and prints the commands that repeat both."""
@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -229,11 +230,12 @@ def part_of(batch: Batch, rows: slice) -> Batch:
     return Batch(tokens, targets, batch.positions[rows], document_begins(batch.positions[rows]))
 
 
-def plain_steps(cell: Cell, text: int = 0) -> list[list[Tensor]]:
+def plain_steps(cell: Cell, text: int = 0, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
     """The oracle: three steps of the plain model in fp32 -> loss, norm and gradients of each, then the parameters. In
     as many forward passes as the cell has where there are experts: their auxiliary loss is one of a forward pass."""
-    model = Transformer(cell.shape)
+    model = Transformer(cell.shape, dtype)
     lora.add_adapters(model, cell.lora, cell.config.lora_targets, cell.config.lora_alpha)
+    model.to(dtype)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     shard.fill(model, random_init(cell.shape, shapes, 0))
     parameters, out = [*trained(model).values()], []
@@ -311,7 +313,9 @@ def error(got: list[list[Tensor]], want: list[list[Tensor]]) -> float:
 def bound(cell: Cell, text: int = 0) -> float:
     """The largest error that is right, as far as a text shows it."""
     if cell.exact:
-        return TOLERANCE
+        with mock.patch.object(Tensor, "float", Tensor.double):  # where the model computes in fp32, whatever its dtype
+            exact = plain_steps(cell, text, torch.float64)
+        return max(TOLERANCE, NOISE * error(plain_steps(cell, text), exact))
     formats = ("dtype", "param_dtype", "state_dtype", "fp8", "fp8_grad_dtype")
     same = {name: getattr(cell, name) for name in formats}
     shape = ("model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn_dim", "vocab_size", "n_experts")
@@ -327,8 +331,8 @@ def compare_cell(cell: Cell, ranks: shard.Ranks, texts: int = 1) -> str:
     found = real_steps(cell, ranks)
     if ranks.rank:
         return ""
-    wrong, allowed = error(found, plain_steps(cell)), bound(cell)
-    for text in range(1, 1 if cell.exact else texts):
+    wrong, allowed = error(found, plain_steps(cell)), TOLERANCE
+    for text in range(texts):
         allowed = allowed if wrong <= allowed else max(allowed, bound(cell, text))
     verdict = "ok" if wrong <= allowed else "WRONG"
     return f"{ranks.world_size} | {wrong:.1e} | {allowed:.1e} | {verdict} | {cell}"
@@ -355,7 +359,7 @@ def compute(todo: list[Cell], plant: str = "", texts: int = 10) -> Iterator[str]
         ranks = todo[0].ranks
         env = {} if ranks <= torch.cuda.device_count() else {"CUDA_VISIBLE_DEVICES": ""}
         compiled = sum(cell.compile != "none" for cell in todo)
-        timeout = 60 + 10 * len(todo) + PATIENCE * compiled
+        timeout = 60 + 60 * len(todo) + PATIENCE * compiled
         code = f"import test_parity, train\n{plant}\ntest_parity.work({list(map(str, todo))}, {texts})"
         done = run_code(code, ["test_parity.py"], ranks, env, timeout)
         rows = done.stdout.splitlines()
