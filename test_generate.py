@@ -412,8 +412,9 @@ def test_where_texts_of_a_folder_end(hub, name, stop):
 
 def test_a_folder_says_where_its_texts_end(hub, tmp_path):
     """generation_config.json, else config.json, as for transformers; and an export says it again."""
-    folder = shutil.copytree(hub("llama3")[0], tmp_path / "copy")
+    folder = hub("llama3")[0]
     for file, ends in (("config.json", [5, 7]), ("generation_config.json", 6)):
+        folder = shutil.copytree(folder, tmp_path / f"for {file}")
         values = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
         (folder / file).write_text(json.dumps(values | {"eos_token_id": ends}))
         if file == "config.json":

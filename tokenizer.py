@@ -321,14 +321,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
         path = find(spec, "--tokenizer")
     except UserError as e:
         raise UserError(f"{e} (--tokenizer bytes needs no file)") from None
-    folder = path if path.is_dir() else path.parent
-    names = (*TOKENIZER_FILES, *SETTINGS_FILES, *OTHER_FILES, "config.json")
-    files = [f for f in dict.fromkeys([path, *(folder / name for name in names)]) if f.is_file()]
-    return _load(path, folder, tuple((f, f.stat().st_mtime_ns, f.stat().st_size) for f in files))
+    return _load(path)
 
 
 @functools.lru_cache(maxsize=4)
-def _load(path: Path, folder: Path, _files: tuple) -> SentencePiece | BPE:
+def _load(path: Path) -> SentencePiece | BPE:
+    folder = path if path.is_dir() else path.parent
     sources = [path] if path != folder else [folder / n for n in TOKENIZER_FILES if (folder / n).is_file()]
     if not sources:
         names = listed(sorted(f.name for f in folder.iterdir())[:10]) or "nothing"
