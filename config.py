@@ -11,7 +11,6 @@ and files that flags name is imported where it is called."""
 import argparse
 import difflib
 import math
-import os
 import re
 import shlex
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from errors import ROOT, UserError
+from errors import ROOT, Parser, UserError
 from shapes import MODELS, ModelConfig
 
 VERSION = "0.1.0"  # CHANGELOG.md says what is in it
@@ -382,14 +381,9 @@ def _on_off(word: str) -> bool:
     return word.lower() in ("on", "true")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(f"{message}; --help lists all flags")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Flags from Config's fields: types from the defaults, everything else from the metadata."""
-    parser = _Parser(
+    parser = Parser(
         prog="train.py",
         description="Trains a Llama or GPT model. @FILE reads flags from a file, a recipe: `bash launch.sh recipes`"
         " shows them all. Of a flag given twice, the later value counts.",
@@ -547,9 +541,6 @@ def _default_out(values: dict, recipes: list[str]) -> str:
 def _check_out(out: str) -> None:
     if not out.isprintable():  # launch.sh and train.sbatch read it as a line
         raise UserError(f"--out {out!r}: a run folder's name must be printable")
-    sizes = [len(os.fsencode(name)) for name in Path(out).parts]
-    if max(sizes, default=0) > 255 or sum(sizes) > 3500:
-        raise UserError(f"--out {out[:60]}...: its name has {sum(sizes)} bytes; give one of at most 255")
 
 
 def _check_flag(f: Field, values: dict) -> None:

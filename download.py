@@ -3,8 +3,8 @@
 A repository is pinned to a commit and listed. The listing names the content of each file by a hash: sha256 in the hub's
 large-file storage, git's SHA-1 of a blob outside it. A file grows as a part in the folder `.download`; after a kill,
 the next command hashes what it finds there and asks for the rest. Only a part with the right hash gets the file's name.
-Whoever holds the lock on a part fetches it, so processes that share a folder share the work. Without --out the layout
-is that of huggingface_hub's cache, which the ecosystem reads: blobs/HASH, snapshots/COMMIT/NAME as a link to it, and
+A file is locked while it is fetched, so processes that share a folder share the work. Without --out the layout is
+that of huggingface_hub's cache, which the ecosystem reads: blobs/HASH, snapshots/COMMIT/NAME as a link to it, and
 last refs/REVISION with the commit. `.download/COMMIT.json` lists what was asked for: what lacks any of it is not whole.
 
 Requests are urllib's: huggingface_hub 2.4 starts a killed file again from byte 0, compares only sizes, lists without a
@@ -13,7 +13,6 @@ the folder. Sources: huggingface.co/docs/hub/api, huggingface.co/docs/huggingfac
 
 import argparse
 import contextlib
-import email.utils
 import errno
 import fcntl
 import fnmatch
@@ -31,13 +30,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 from urllib.parse import quote, urlsplit
 
-from errors import Failure, UserError, read_json, run_script, write_whole  # first: it may go on in another Python
+from errors import Failure, Parser, UserError, amount, read_json, run_script, write_whole  # first: it finds the Python
 
 # isort: split
 from huggingface_hub import constants
@@ -47,9 +47,8 @@ TEXT = "*.json|*.jinja|*.model|*.model.v*|*.tiktoken|merges.txt|vocab.*|LICENSE*
 PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
 STALL = 30.0  # seconds without a byte, after which a connection counts as cut
 PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before the second try; doubled before each further one, up to the second
-LONGEST_WAIT = 330.0  # seconds that a hub may ask us to wait at once; its limits hold for windows of 300
 PATIENCE = 1800.0  # seconds without a new byte through which we wait for a hub that limits our requests
-TRIES, LIST_TRIES = 10, 4  # in a row without a new byte, for a file and for a listing, where the user sits and waits
+TRIES, LIST_TRIES = 10, 4  # in a row without a new byte; the second for a listing, where the user sits and waits
 QUIET = 2.0  # seconds after which a wait is told
 LINE_EVERY = 10.0  # seconds between two lines of progress where the screen is no terminal
 CHUNK = 1 << 20
@@ -180,44 +179,44 @@ class Wait:
 
     def begin(self) -> None:
         """From now on bytes are waited for."""
-        self.since, self.tries, self.reason, self.next_try, self.told = time.monotonic(), 0, "", 0.0, False
+        self.since, self.tries, self.told = time.monotonic(), 0, False
 
     def end(self) -> None:
         self.told = True
 
     def __enter__(self) -> "Wait":
-        threading.Thread(target=self._tell, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_) -> None:
         self.over.set()
 
-    def _tell(self) -> None:
+    def _watch(self) -> None:
         while not self.over.wait(min(QUIET, 0.2)):
-            now = time.monotonic()
-            if self.told or now - self.since < QUIET:
-                continue
-            self.told = True
-            reason = self.reason or f"nothing has arrived for {now - self.since:.0f} s"
-            left = f"; next try in {self.next_try - now:.0f} s" if self.next_try > now else ""
-            say(f"waiting for {self.name} of {self.host}: {reason}{left}")
+            silent = time.monotonic() - self.since
+            if silent >= QUIET and not self.told:
+                self._tell(f"nothing has arrived for {silent:.0f} s")
+
+    def _tell(self, reason: str) -> None:
+        self.told = True
+        say(f"waiting for {self.name} of {self.host}: {reason}")
 
     def pause(self, error: Exception | str) -> None:
         """Sleeps until the next try. Raises what the user should read if another try is no use, if `limit` of them have
         brought nothing, or if the hub has limited our requests for too long."""
-        reason, asked = self._judge(error)
-        if asked is None:
+        reason, seconds = self._judge(error)
+        so_far = time.monotonic() - self.since
+        if seconds is None:
             self.tries += 1
             seconds = min(PAUSE * 2 ** (self.tries - 1), LONGEST_PAUSE)
             if self.tries >= self.limit:
                 mend = f"check the network, HF_ENDPOINT and HTTPS_PROXY; {SAME}"
                 raise Failure(f"{reason}, {self.tries} times in a row: {mend}")
-        else:
-            seconds, so_far = max(asked, PAUSE), time.monotonic() - self.since
-            if seconds > LONGEST_WAIT or so_far + seconds > PATIENCE:
-                waited = f" after {so_far:.0f} s of waiting" * (so_far > 1)
-                raise Failure(f"{reason} and wants {seconds:.0f} s of rest{waited}: wait, or log in for more; {SAME}")
-        self.reason, self.next_try, self.told = reason, time.monotonic() + seconds, False
+        elif so_far + seconds > PATIENCE:
+            waited = f" after {so_far:.0f} s of waiting" * (so_far > 1)
+            raise Failure(f"{reason} and wants {seconds:.0f} s of rest{waited}: wait, or log in for more; {SAME}")
+        if seconds >= QUIET:
+            self._tell(f"{reason}; next try in {seconds:.0f} s")
         time.sleep(seconds)
 
     def _judge(self, error: Exception | str) -> tuple[str, float | None]:
@@ -231,23 +230,18 @@ class Wait:
             return f"connection to {self.host}: {words or str(reason) or type(reason).__name__}", None
         code, reason = error.code, f"{self.host} answers {error.code}"
         if code == 429:
-            asked = _asked_wait(error.headers)
-            return f"{reason} (too many requests)", 10 * PAUSE if asked is None else asked
+            return f"{reason} (too many requests)", max(PAUSE, _asked_wait(error.headers))
         if code >= 500 or code == 408 or _origin(error.url) != _origin(self.hub.url):
-            return reason, _asked_wait(error.headers) if code == 503 else None  # a signed address may have expired
+            return reason, None  # a signed address may have expired
         if code in (401, 403, 404):
             raise (NotThere if code == 404 else UserError)(self.hub.refusal(error))
         raise Failure(f"{reason}: {self.hub.own_words(error)}; check HF_ENDPOINT, or try later")
 
 
-def _asked_wait(headers) -> float | None:
-    """Seconds that a 429 asks for: Retry-After as a number or a date, or the hub's RateLimit: "api";r=0;t=55."""
-    after, limit = headers.get("Retry-After", "").strip(), re.search(r"\bt=(\d+)", headers.get("RateLimit", ""))
-    if after.isdigit():
-        return float(after)
-    with contextlib.suppress(TypeError, ValueError):
-        return max(0.0, email.utils.parsedate_to_datetime(after).timestamp() - time.time())
-    return float(limit[1]) + 1 if limit else None
+def _asked_wait(headers) -> float:
+    """Seconds that a 429 asks for: Retry-After: 30, or the hub's RateLimit: "api";r=0;t=55."""
+    after, limit = headers.get("Retry-After", ""), re.search(r"\bt=(\d+)", headers.get("RateLimit", ""))
+    return float(after) if after.isdigit() else float(limit[1]) + 1 if limit else 10 * PAUSE
 
 
 # ---- the hub
@@ -259,10 +253,13 @@ def _origin(url: str) -> tuple[str, str, int | None]:
 
 
 class Hub(urllib.request.HTTPRedirectHandler):
-    """One repository on HF_ENDPOINT, as the user's token sees it. The token goes to no other origin."""
+    """One repository on HF_ENDPOINT, as the user's token sees it. The token goes to no other origin. tries: for a
+    listing, in a row."""
 
-    def __init__(self, kind: str, repo: str):
-        self.kind, self.repo, self.url = kind, repo, constants.ENDPOINT
+    def __init__(self, kind: str, repo: str, tries: int | None = None):
+        if constants.HF_HUB_OFFLINE:
+            raise UserError("HF_HUB_OFFLINE is set, so that nothing is fetched: unset it, or give files that are here")
+        self.kind, self.repo, self.url, self.tries = kind, repo, constants.ENDPOINT, tries or LIST_TRIES
         self.page = f"{self.url}/{'datasets/' * (kind == 'datasets')}{repo}"
         try:
             _origin(self.url)  # ValueError: a port that is none
@@ -297,19 +294,19 @@ class Hub(urllib.request.HTTPRedirectHandler):
         headers = {"User-Agent": "flatland"} | ({"Range": f"bytes={start}-"} if start else {})
         return self.opener.open(self._request(url, headers, wait), timeout=STALL)
 
-    def read(
-        self, path: str, commit: str, size: int, oid: str, digest=None, have: int = 0, tries: int = TRIES
-    ) -> Iterator[bytes]:
+    def read(self, path: str, commit: str, size: int, oid: str, digest=None, have: int = 0) -> Iterator[bytes]:
         """The bytes of a file of a commit from number `have` on, over as many connections as it takes; `digest` is of
-        those before. It ends after `size` bytes with the hash `oid`; Damaged if they are others. What the caller does
-        with the bytes cannot be taken for trouble with the network."""
+        those before. It ends after `size` bytes with the hash `oid`; Damaged if they are others, or if the hub cannot
+        begin at a byte. What the caller does with the bytes cannot be taken for trouble with the network."""
         url, digest = f"{self.page}/resolve/{commit}/{quote(path)}", digest or new_digest(oid, size)
-        with Wait(self, path, tries) as wait:
+        with Wait(self, path, TRIES) as wait:
             while have < size:
                 trouble: Exception | str = f"{path} ends early"
                 try:
                     with self._open(url, wait, have) as answer:
-                        for chunk in _arriving(answer, have, size):
+                        if have and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+                            break
+                        while have < size and (chunk := answer.read1(min(CHUNK, size - have))):
                             digest.update(chunk)
                             have += len(chunk)
                             wait.end()
@@ -317,20 +314,18 @@ class Hub(urllib.request.HTTPRedirectHandler):
                             wait.begin()
                 except (OSError, http.client.HTTPException) as e:
                     trouble = e
+                if getattr(trouble, "code", 0) == 416:  # we have as many bytes as the hub's file, or more
+                    break
                 if have < size:
-                    if getattr(trouble, "code", 0) == 416:  # we have as many bytes as the hub's file, or more
-                        break
                     wait.pause(trouble)
         if have != size or digest.hexdigest() != oid:
             raise Damaged(f"{url}: what arrived is damaged (its hash is not {oid})")
 
-    def ask(self, path: str, tries: int) -> Iterator:
+    def ask(self, path: str) -> Iterator:
         """The JSON that the hub's interface has for this repository at `path`, page by page."""
-        url, seen = f"{self.url}/api/{self.kind}/{self.repo}/{path}", set()
-        with Wait(self, f"the listing of {self.repo}", tries) as wait:
+        url = f"{self.url}/api/{self.kind}/{self.repo}/{path}"
+        with Wait(self, f"the listing of {self.repo}", self.tries) as wait:
             while url:
-                if url in seen:
-                    raise Failure(f"{self.url} lists {self.repo} in a circle: check HF_ENDPOINT, or try later")
                 try:
                     with self._open(url, wait) as answer:
                         page = json.loads(answer.read())
@@ -343,34 +338,30 @@ class Hub(urllib.request.HTTPRedirectHandler):
                     continue
                 yield page
                 wait.begin()
-                seen.add(url)
                 if not (following and page):
                     return
                 here = urlsplit(self.url)  # a mirror's list may name the hub itself for the next page
                 url = urlsplit(following[1])._replace(scheme=here.scheme, netloc=here.netloc).geturl()
 
-    def commit(self, revision: str, tries: int) -> str:
+    def commit(self, revision: str) -> str:
         """The commit that a branch or a tag names."""
-        return _checked(next(self.ask(f"revision/{quote(revision, safe='')}", tries)), "sha", r"[0-9a-f]{40}")
+        return _checked(next(self.ask(f"revision/{quote(revision, safe='')}")), "sha", r"[0-9a-f]{40}")
 
-    def tree(self, commit: str, folder: str = "", tries: int = LIST_TRIES) -> Listing:
+    def tree(self, commit: str, folder: str = "") -> Listing:
         """All files at a commit, or those in a folder and below."""
-        files, where = {}, f"tree/{commit}{folder and '/' + quote(folder)}"
-        for entry in (e for page in self.ask(f"{where}?recursive=true&expand=false", tries) for e in page):
-            if _checked(entry, "type", r"\w+") != "file":
-                continue
+        files, paths, where = {}, set(), f"tree/{commit}{folder and '/' + quote(folder)}"
+        for entry in (e for page in self.ask(f"{where}?recursive=true&expand=false") for e in page):
             path, stored = _checked(entry, "path", r"[^\0]+"), entry.get("lfs") or entry
             if not path.isprintable() or re.search(r"[\\:]|(^|/)(\.{0,2}|\.download)(/|$)", path):
                 raise Failure(f"{self.repo} lists {path!r}, which would not lie in its folder: nothing was fetched")
-            if path in files:
+            if path in paths:
                 raise Failure(f"{self.url} lists {path!r} of {self.repo} twice: check HF_ENDPOINT, or try later")
-            oid = _checked(stored, "oid", r"[0-9a-f]{40}" if stored is entry else r"[0-9a-f]{64}")
-            files[path] = int(_checked(stored, "size", r"\d+")), oid
-        for path in files:
-            for folder in map(str, PurePosixPath(path).parents):
-                if folder in files:
-                    both = f"{folder!r} as a file and as the folder of {path!r}"
-                    raise Failure(f"{self.repo} lists {both}: nothing was fetched")
+            paths.add(path)
+            if _checked(entry, "type", r"\w+") == "file":
+                oid = _checked(stored, "oid", r"[0-9a-f]{40}" if stored is entry else r"[0-9a-f]{64}")
+                files[path] = int(_checked(stored, "size", r"\d+")), oid
+        for folder in files.keys() & {str(folder) for path in paths for folder in PurePosixPath(path).parents}:
+            raise Failure(f"{self.repo} lists {folder!r} as a file and as a folder: nothing was fetched")
         return files
 
     def own_words(self, error: urllib.error.HTTPError) -> str:
@@ -394,18 +385,6 @@ class Hub(urllib.request.HTTPRedirectHandler):
             words = self.own_words(error)
             return f"the hub refuses access to {self.repo} ({words}): give the token the right to read it"
         return f"there is no {self.page}, or it is private: check the spelling, or {log_in} as one who may read it"
-
-
-def _arriving(answer: http.client.HTTPResponse, have: int, size: int) -> Iterator[bytes]:
-    """What an answer brings of bytes `have` to `size`."""
-    skip = have if answer.status == 200 else 0  # a server without ranges begins at byte 0
-    if have > skip and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-        return
-    while have < size and (chunk := answer.read1(min(CHUNK, size - have + skip))):
-        skip, chunk = max(0, skip - len(chunk)), chunk[skip:]
-        have += len(chunk)
-        if chunk:
-            yield chunk
 
 
 def _checked(entry: object, key: str, pattern: str) -> str:
@@ -469,8 +448,9 @@ def write_at(fd: int, chunk: bytes, at: int) -> None:
 
 @dataclass
 class File:
-    """A file to be fetched. home: where the content goes. link: its name in the snapshot, or home itself. mark: an
-    empty file, not older than home if that has been verified."""
+    """A file to be fetched. home: where the content goes. link: its name in the snapshot, or home itself. part: what
+    has arrived of it. mark: a file that is locked while one thread fetches this; it holds the time of home's
+    last change, when its hash was right."""
 
     path: str
     size: int
@@ -480,169 +460,120 @@ class File:
     part: Path
     mark: Path
 
-    def digest(self, fd: int, size: int):
-        """The hash so far, of the first bytes on disk."""
-        digest, at = new_digest(self.oid, self.size), 0
-        while at < size and (chunk := os.pread(fd, min(CHUNK, size - at), at)):
+    def digest(self, content: BinaryIO):
+        """The hash of a file's content so far."""
+        digest = new_digest(self.oid, self.size)
+        while chunk := content.read(CHUNK):
             digest.update(chunk)
-            at += len(chunk)
         return digest
 
     def is_whole(self) -> bool:
-        """Whether the content is in its place and right; read only if nobody has since it changed."""
+        """Whether the content is in its place and right; read only if it changed since that was verified."""
         if _size(self.home) != self.size:
             return False
-        if self.mark.exists() and self.mark.stat().st_mtime_ns >= self.home.stat().st_mtime_ns:
+        if self.mark.read_text() == str(self.home.stat().st_mtime_ns):
             return True
         with open(self.home, "rb") as f:
-            return self.digest(f.fileno(), self.size).hexdigest() == self.oid
+            return self.digest(f).hexdigest() == self.oid
 
 
 class Fetching:
-    """A download in progress: threads that take files from a queue, and how far they are. Whoever holds the lock on a
-    part fetches it; a file that another process is at goes to the end of the queue."""
+    """A download in progress, and how far it is. Each file is fetched by a thread that has locked it; those of other
+    processes wait for that, and find it whole."""
 
     def __init__(self, hub: Hub, commit: str, files: list[File]):
-        self.hub, self.commit, self.total, self.count = hub, commit, sum(f.size for f in files), len(files)
-        self.queue = deque(sorted(files, key=lambda f: f.size))  # small ones first: a refusal shows at once
+        self.hub, self.commit, self.total = hub, commit, sum(f.size for f in files)
+        self.left = sorted(files, key=lambda f: f.size)  # small ones first: a refusal shows at once
         self.done = self.fetched = self.files = 0  # bytes on disk, bytes from the network, files
-        self.error: Exception | None = None
-        self.began, self.lock = time.monotonic(), threading.Lock()
+        self.began, self.lock, self.ended = time.monotonic(), threading.Lock(), False
 
     def run(self, jobs: int) -> None:
-        """Shows a bar until all is fetched or a thread has failed. They are daemons: Ctrl-C leaves them behind."""
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(min(jobs, self.count))]
-        for thread in threads:
-            thread.start()
-        terminal, shown = sys.stdout.isatty(), time.monotonic()
-        for thread in threads:
-            while thread.is_alive() and not self.error:
-                thread.join(0.1)
-                if terminal:
-                    print("\r\033[K" + self._line()[: shutil.get_terminal_size().columns - 1], end="", flush=True)
-                elif time.monotonic() - shown >= LINE_EVERY:
-                    shown = time.monotonic()
-                    print(self._line(), flush=True)
-        print("\r\033[K" * terminal + self._line(), flush=True)
-        if self.error:
-            raise self.error
+        """Shows a bar until all is fetched or a thread has failed. Ctrl-C leaves the threads behind."""
+        terminal, count = sys.stdout.isatty(), len(self.left)
+        columns = shutil.get_terminal_size().columns - 1 if terminal else None
+        pool = ThreadPoolExecutor(jobs)
+        left = [pool.submit(self._settle, file) for file in self.left]
+        try:
+            while left:
+                done, left = wait(left, 0.1 if terminal else LINE_EVERY, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                line = f"{self._line()}, {self.files} of {count} files"
+                print("\r\033[K" * terminal + line[:columns], end="" if terminal and left else "\n", flush=True)
+        finally:
+            self.ended = True
+            pool.shutdown(wait=False, cancel_futures=True)
+            print("\n" * (terminal and bool(left)), end="")
 
     def _line(self) -> str:
         seconds, share = time.monotonic() - self.began, self.done / max(self.total, 1)
         speed = self.fetched / max(seconds, 0.1)
-        words = [f"[{'#' * int(20 * share):20}] {100 * share:.0f} %", f"{_bytes(self.done)} of {_bytes(self.total)}"]
-        words += [f"{_bytes(speed)}/s", f"{self.files} of {self.count} files"]
+        words = [f"[{'#' * int(20 * share):20}] {100 * share:.0f} %", f"{amount(self.done)} of {amount(self.total)}"]
+        words.append(f"{amount(speed)}/s")
         if self.fetched and self.done < self.total:
             words.append(f"{(self.total - self.done) / speed / 60:.1f} min left")
         return ", ".join(words)
 
     def _count(self, done: int = 0, fetched: int = 0, files: int = 0) -> None:
-        """Called by every thread; raises the error of the first that failed, so that all end."""
-        if self.error:
-            raise self.error
+        """Called by every thread; ends it if another has failed."""
+        if self.ended:
+            raise Failure("another file could not be fetched")
         with self.lock:
             self.done, self.fetched, self.files = self.done + done, self.fetched + fetched, self.files + files
 
-    def _work(self) -> None:
-        try:
-            while self.queue:
-                with contextlib.suppress(IndexError):  # another thread took the last one
-                    file = self.queue.popleft()
-                    if not self._settle(file):
-                        self.queue.append(file)
-                        self._count()
-                        time.sleep(0.3)
-        except Exception as e:
-            self.error = self.error or e
-
-    def _settle(self, file: File) -> bool:
-        """Brings one file into its place. False: another process is at it."""
-        fd = _open_part(file.part)
-        if fd is None:
-            return False
-        try:
+    def _settle(self, file: File) -> None:
+        """Brings one file into its place."""
+        with open(file.mark, "a+") as mark:
+            with contextlib.suppress(OSError):  # without locks all write the same bytes to the same places
+                fcntl.flock(mark, fcntl.LOCK_EX)
             if file.is_whole():
                 self._count(file.size)
-                os.unlink(file.part)
+                file.part.unlink(missing_ok=True)
             else:
-                self._receive(file, fd)
+                self._receive(file)
                 file.home.parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileNotFoundError):  # without locks, somebody else may have been faster
                     os.replace(file.part, file.home)
-            file.mark.touch()
-        finally:
-            os.close(fd)
-        if file.link != file.home:
+            mark.truncate(0)
+            mark.write(str(file.home.stat().st_mtime_ns))
+        if file.link != file.home and not file.link.is_symlink():
             file.link.parent.mkdir(parents=True, exist_ok=True)
+            file.link.unlink(missing_ok=True)
             with contextlib.suppress(FileExistsError):
                 file.link.symlink_to(os.path.relpath(file.home, file.link.parent))
         self._count(files=1)
-        return True
 
-    def _receive(self, file: File, fd: int) -> None:
+    def _receive(self, file: File) -> None:
         """Completes a part. A damaged one starts again from byte 0, once; Damaged if that one is damaged too."""
-        for again in (False, True):
-            have = os.fstat(fd).st_size
-            digest = file.digest(fd, have)
-            self._count(have)
-            try:
-                for chunk in self.hub.read(file.path, self.commit, file.size, file.oid, digest, have, TRIES):
-                    write_at(fd, chunk, have)
-                    have += len(chunk)
-                    self._count(len(chunk), len(chunk))
-                return os.fsync(fd)
-            except Damaged as e:
-                if again:
-                    raise Damaged(f"{e}, the second time too; try later") from None
-                say(f"{file.path} is damaged: again from the start")
-                self._count(-have)
-                os.ftruncate(fd, 0)
-            except OSError as e:  # no matter of the network's
-                raise disk_error(OSError(e.errno, e.strerror, str(file.part))) from None
+        with open(os.open(file.part, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as part:
+            for again in (False, True):
+                digest, have = file.digest(part), part.tell()
+                self._count(have)
+                try:
+                    for chunk in self.hub.read(file.path, self.commit, file.size, file.oid, digest, have):
+                        write_at(part.fileno(), chunk, have)
+                        have += len(chunk)
+                        self._count(len(chunk), len(chunk))
+                    return os.fsync(part.fileno())
+                except Damaged as e:
+                    if again:
+                        raise Damaged(f"{e}, the second time too; try later") from None
+                    say(f"{file.path} is damaged: again from the start")
+                    self._count(-have)
+                    part.seek(part.truncate(0))
 
 
-def _bytes(n: float) -> str:
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if n >= unit:
-            return f"{n / unit:.1f} {name}"
-    return f"{n:.0f} B"
-
-
-def disk_error(error: OSError) -> Exception:
-    what = f"{error.filename or constants.HF_HUB_CACHE}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Failure(f"{what}; free some space, and {SAME}")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
-        return UserError(f"{what}; name a folder that you may write to, with --out or HF_HOME")
-    return Failure(what)
-
-
-def _open_part(part: Path) -> int | None:
-    """-> the part's descriptor, locked for us, or None where somebody else is at it. On a file system without locks all
-    write the same bytes to the same places, and still only the right content gets a name."""
-    while True:
-        fd = os.open(part, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        except OSError:
-            pass
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), os.stat(part)):
-                return fd
-        os.close(fd)  # whoever held the lock has renamed it: look again
-
-
-def _links_work(scratch: Path) -> bool:
-    """Where they do not, a snapshot holds the files themselves, for the hub's own client too."""
-    probe = scratch / f"link.{os.getpid()}"
-    with contextlib.suppress(OSError):
-        probe.symlink_to("nowhere")
-        probe.unlink()
-        return True
-    return False
+@contextlib.contextmanager
+def _disk_errors_explained(base: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or base}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Failure(f"{what}; free some space, and {SAME}") from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
+            raise UserError(f"{what}; name a folder that you may write to, with --out or HF_HOME") from None
+        raise Failure(what) from None
 
 
 def fetch(hub: Hub, base: Path, tree: Listing, what: dict, out: bool = False, jobs: int = 8) -> Path:
@@ -651,31 +582,28 @@ def fetch(hub: Hub, base: Path, tree: Listing, what: dict, out: bool = False, jo
     record."""
     commit, scratch = what["commit"], base / ".download"
     folder, record = (base, "record.json") if out else (base / "snapshots" / commit, f"{commit}.json")
-    scratch.mkdir(parents=True, exist_ok=True)
-    plain = out or not _links_work(scratch)  # files in the folder itself, or links from it to blobs
     files = []
     for path, (size, oid) in tree.items():
-        link = folder / path
-        itself = plain or (link.is_file() and not link.is_symlink())
-        home = link if itself else base / "blobs" / oid
-        name = hashlib.sha1(f"{path} {oid}".encode()).hexdigest() if itself else oid
-        files.append(File(path, size, oid, home, link, scratch / f"{name}.part", scratch / f"{name}.ok"))
+        home = folder / path if out else base / "blobs" / oid
+        files.append(File(path, size, oid, home, folder / path, scratch / f"{oid}.part", scratch / f"{oid}.ok"))
     fetching = Fetching(hub, commit, files)
     need = sum(max(f.size - max(_size(f.part), 0), 0) for f in files if _size(f.home) != f.size)
-    print(f"{what['repo']} at {commit}: {len(files)} files, {_bytes(fetching.total)}, {_bytes(need)} of it to fetch")
-    free = shutil.disk_usage(scratch).free
-    if need > free:
-        raise Failure(
-            f"{base}: the disk has {_bytes(free)} free and the download needs {_bytes(need)}: free some space, choose"
-            " another disk with --out or HF_HOME, or fetch less with --include or --exclude"
-        )
-    asked = {path: size for path, (size, _) in tree.items()}
-    write_whole(scratch / record, json.dumps(what | {"files": asked}, indent=1))
-    fetching.run(jobs)
-    if not out and what["revision"] != commit:
-        ref = base / "refs" / what["revision"]
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(ref, commit)
+    print(f"{what['repo']} at {commit}: {len(files)} files, {amount(fetching.total)}, {amount(need)} of it to fetch")
+    with _disk_errors_explained(base):
+        scratch.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(scratch).free
+        if need > free:
+            raise Failure(
+                f"{base}: the disk has {amount(free)} free and the download needs {amount(need)}: free some space,"
+                " choose another disk with --out or HF_HOME, or fetch less with --include or --exclude"
+            )
+        asked = {path: size for path, (size, _) in tree.items()}
+        write_whole(scratch / record, json.dumps(what | {"files": asked}, indent=1))
+        fetching.run(jobs)
+        if not out and what["revision"] != commit:
+            ref = base / "refs" / what["revision"]
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(ref, commit)
     return folder
 
 
@@ -685,8 +613,8 @@ def fetch(hub: Hub, base: Path, tree: Listing, what: dict, out: bool = False, jo
 def download(args: argparse.Namespace, command: str) -> None:
     """Fetches what the command line asks for. UserError or Failure, with one message, if that cannot be."""
     kind, repo, base = folder_of(args.repo, args.revision)
-    if constants.HF_HUB_OFFLINE:
-        raise UserError("HF_HUB_OFFLINE is set, so that nothing is fetched: unset it")
+    if not 1 <= args.jobs <= 64:
+        raise UserError(f"--jobs {args.jobs}: expected 1 to 64")
     if args.skip_model and kind == "datasets":
         raise UserError("--skip-model is for models: choose from a dataset with --include and --exclude")
     before = {}
@@ -697,7 +625,7 @@ def download(args: argparse.Namespace, command: str) -> None:
         at = f"{before['repo']} at revision {before['revision']}"
         raise UserError(f"--out {args.out} holds {at}, not {args.repo} at {args.revision}: name another folder")
     hub = Hub(kind, repo)
-    commit = before.get("commit") or hub.commit(args.revision, LIST_TRIES)
+    commit = before.get("commit") or hub.commit(args.revision)
     tree = hub.tree(commit)
     tree = {path: tree[path] for path in select(tree, args)}
     for path, (size, _) in tree.items() if args.out and not before else ():
@@ -732,19 +660,8 @@ def resumable(work: Callable[[], None]) -> int:
         return 128 + number
 
 
-def _jobs(text: str) -> int:
-    if not re.fullmatch(r"[1-9]|[1-5]\d|6[0-4]", text):
-        raise argparse.ArgumentTypeError(f"{text}: expected 1 to 64")
-    return int(text)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(f"{message}; --help lists all flags (none takes a token, which ps would show: set HF_TOKEN)")
-
-
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python download.py",
         description="Fetches weights, tokenizers and data from the Hugging Face hub, verified and resumable.",
         epilog="Type the same again after any interruption: it goes on from the last byte. Gated repositories need a"
@@ -761,7 +678,7 @@ def _make_parser() -> argparse.ArgumentParser:
     flag("--exclude", **several, help="but not these; may be repeated")
     place = "a folder for plain files, which stays at the commit it began with (default: the cache in HF_HOME)"
     flag("--out", default="", metavar="DIR", help=place)
-    flag("--jobs", type=_jobs, default=8, metavar="N", help="files at a time (default: 8)")
+    flag("--jobs", type=int, default=8, metavar="N", help="files at a time (default: 8)")
     return parser
 
 
@@ -769,10 +686,8 @@ def main(argv: list[str]) -> int:
     try:
         args, command = _make_parser().parse_args(argv), shlex.join(["python", "download.py", *argv])
         return resumable(lambda: download(args, command))
-    except (UserError, Failure, OSError) as e:
-        e = disk_error(e) if isinstance(e, OSError) else e
-        text = re.sub(r"hf_\w{6,}", "hf_***", str(e))  # it may be among the words that were typed
-        raise (UserError if isinstance(e, UserError) else Failure)(text) from None
+    except UserError as e:  # a token may be among the words that were typed
+        raise UserError(re.sub(r"hf_\w{6,}", "hf_***", str(e))) from None
 
 
 if __name__ == "__main__":

@@ -3,19 +3,21 @@ more than one file needs. Import it before torch.
 
 Started by a Python that lacks the requirements, a script goes on with .venv's, or says how to make one."""
 
+import argparse
 import contextlib
 import ctypes
+import errno
 import importlib.util
 import json
 import os
 import platform
-import queue
 import re
 import signal
 import sys
-import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,6 +28,12 @@ def human(n: int) -> str:
     """6889410560 -> 6.89 B"""
     unit, name = next((u for u in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if n >= u[0]), (1, ""))
     return f"{n / unit:.2f} {name}".strip()
+
+
+def amount(size: float) -> str:
+    """Bytes: 2.1 MB, 83 GB, 4.9 TB"""
+    unit, name = next((u for u in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= u[0]), (1, "B"))
+    return f"{size / unit:.{int(unit > 1 and size < 10 * unit)}f} {name}"
 
 
 def printable(text: object) -> str:
@@ -54,6 +62,13 @@ class RankError(UserError):
     """One that a single rank may be the only one to see, and so to report."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Refuses what it cannot read as our own mistakes are."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help lists all flags")
+
+
 class Failure(Message):
     """Nobody's mistake here (a hub that does not answer, a loss that is no number): one message, with exit status 1."""
 
@@ -62,29 +77,47 @@ class RankFailure(Failure):
     """One that a single rank may be the only one to see, and so to report."""
 
 
+FULL = 1, "the disk is full (what was saved before is intact: free some space and start again)"
+FAILS = 1, "a disk fails (what was saved before is intact)"
+MEANINGS = {  # of an OSError: exit status, words
+    errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EROFS: FAILS, errno.EIO: FAILS, errno.ESTALE: FAILS,
+    errno.EACCES: (2, "no permission"), errno.EPERM: (2, "no permission"),
+    errno.ENAMETOOLONG: (2, "a name is too long"), errno.EPIPE: (1, "what read this output has ended"),
+}  # fmt: skip
+
+
+def explain(error: Exception) -> tuple[int, str, bool]:
+    """-> (exit status, message, whether this rank may be the only one that knows). Prints the traceback of what nobody
+    foresaw."""
+    alone = isinstance(error, (RankError, RankFailure))
+    if isinstance(error, Message):
+        return 2 if isinstance(error, UserError) else 1, str(error), alone
+    if isinstance(error, OSError) and (error.filename or error.errno in MEANINGS):
+        status, words = MEANINGS.get(error.errno, (1, "a file or folder cannot be used"))
+        return status, f"{words}: {error}", alone
+    traceback.print_exception(error)
+    rank = os.environ.get("RANK", 0)
+    return 1, f"rank {rank} on {platform.node()}: {type(error).__name__}: {error}", True
+
+
+def say_error(message: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be on a disk that is full
+        print(f"error: {printable(message)}", file=sys.stderr)
+
+
 def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Calls main(argv) -> the status that it returns, or that its error stands for: 2 a user's mistake, 130 Ctrl-C, 1
-    anything else; says the error. Of one that all ranks see alike only rank 0 speaks."""
-    rank, status, message = int(os.environ.get("RANK", 0)), 1, ""
+    anything else; says the error. Of a mistake that all ranks see alike only rank 0 speaks."""
     try:
         return main(argv) or 0
     except SystemExit as end:  # argparse's, after --help
         return end.code or 0
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError as error:  # | head
-        message = f"what read this output has ended: {error}"
-    except (UserError, PermissionError) as error:
-        status = 2
-        message = str(error) if rank == 0 or isinstance(error, RankError) else ""
-    except (Failure, OSError) as error:
-        message = str(error)
     except Exception as error:
-        traceback.print_exc()
-        message = f"rank {rank} on {platform.node()}: {type(error).__name__}: {error}"
-    if message:
-        with contextlib.suppress(OSError):  # stderr may be on a disk that is full
-            print(f"error: {printable(message)}", file=sys.stderr)
+        status, message, alone = explain(error)
+    if status == 1 or alone or os.environ.get("RANK", "0") == "0":
+        say_error(message)
     return status
 
 
@@ -136,45 +169,30 @@ def read_json(path: Path) -> dict:
 
 
 def read_ahead(items: Iterator, count: int) -> Iterator:
-    """The same items, computed by a thread that begins at once and is up to `count` ahead. Closing it ends the
-    thread."""
-    ready: queue.Queue = queue.Queue(count)
-    closed = threading.Event()
-
-    def put(item) -> None:
-        while not closed.is_set():
-            try:
-                return ready.put(item, timeout=0.2)
-            except queue.Full:
-                pass
-
-    def draw() -> None:
-        try:
-            for item in items:
-                put((item, None))
-                if closed.is_set():
-                    return
-            put((None, StopIteration()))
-        except BaseException as error:
-            put((None, error))
+    """The same items, computed by a thread that begins at once and is up to `count` ahead, and one more at hand.
+    Closing it ends the thread."""
+    pool, end = ThreadPoolExecutor(1), object()
+    ready = deque(pool.submit(next, items, end) for _ in range(count + 1))
 
     def take() -> Iterator:
         try:
-            yield None  # what is closed before it has begun would not close the thread
-            while True:
-                item, error = ready.get()
-                if isinstance(error, StopIteration):
-                    return
-                if error is not None:
-                    raise error
+            while (item := ready.popleft().result()) is not end:
+                ready.append(pool.submit(next, items, end))
                 yield item
         finally:
-            closed.set()
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    threading.Thread(target=draw, daemon=True).start()
-    taken = take()
-    next(taken)
-    return taken
+    return take()
+
+
+def process_began(pid: int) -> int | None:
+    """When the process of that number began, in ticks since the machine did: it may be another than it was. None: there
+    is none, or a dead one."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else int(rest[18])
 
 
 def missing_folders(folder: Path) -> list[Path]:
@@ -205,8 +223,6 @@ def end_with_torchrun() -> None:
     """A rank whose torchrun is killed would train on unseen, or wait for peers that never come: from now on it gets
     SIGTERM then, and where torchrun is gone already it ends here. Call it before torch is imported, which takes
     seconds, and from the main thread."""
-    if sys.platform != "linux":
-        return
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG (prctl.h)
     pid = os.getppid()
     while pid:  # torchrun is the next Python above this one; what adopts an orphan is init, or another program

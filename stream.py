@@ -61,7 +61,7 @@ logger = logging.getLogger("flatland")
 
 def cores() -> int:
     """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
@@ -174,9 +174,9 @@ class HubFile(TextFile):
         raise Damaged(f"{problem}; its rows up to {given} had been read") if given > first else Failure(problem)
 
 
-def find_text(spec: str, flag: str, commit: str = "", tries: int = download.LIST_TRIES) -> list[TextFile]:
+def find_text(spec: str, flag: str, commit: str = "", tries: int | None = None) -> list[TextFile]:
     """The files of text that an entry names: a file, a folder, a pattern, `-`, or an address on the hub (with `commit`,
-    as of it; without a path, the files of its train split)."""
+    as of it; without a path, the files of its train split). tries: in a row, to list what the hub has."""
     if spec == "-":
         return [TextFile("-")]
     if not spec.startswith("hf://"):
@@ -184,15 +184,13 @@ def find_text(spec: str, flag: str, commit: str = "", tries: int = download.LIST
     address = re.fullmatch(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", spec)
     if not address:
         raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION][/PATH]")
-    if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
-        raise UserError(f"{flag} {spec}: HF_HUB_OFFLINE is set: unset it, or give files that are here")
     repo, revision, path = address[1], address[2] or "main", (address[3] or "").strip("/")
-    hub = Hub("datasets", repo)
-    commit = commit or hub.commit(revision, tries)
+    hub = Hub("datasets", repo, tries)
+    commit = commit or hub.commit(revision)
     try:
-        tree = hub.tree(commit, re.split(r"[*?]", path)[0].rpartition("/")[0], tries)
+        tree = hub.tree(commit, re.split(r"[*?]", path)[0].rpartition("/")[0])
     except NotThere:  # there is no such folder: the message names the files that there are
-        tree = hub.tree(commit, "", tries)
+        tree = hub.tree(commit)
     return [HubFile(p, repo, commit, *tree[p]) for p in _choose(path, tree, f"{flag} {spec}", repo)]
 
 
@@ -242,10 +240,7 @@ def fetch_whole(files: list[TextFile]) -> list[TextFile]:
     for (base, repo, commit), tree in missing.items():
         command = f"python download.py datasets/{repo} --revision {commit}"
         what = {"repo": f"datasets/{repo}", "revision": commit, "commit": commit, "command": command}
-        try:
-            download.fetch(Hub("datasets", repo), base, tree, what)
-        except OSError as e:
-            raise download.disk_error(e) from None
+        download.fetch(Hub("datasets", repo), base, tree, what)
     return local
 
 
@@ -253,18 +248,18 @@ def _free():
     return shutil.disk_usage(tempfile.gettempdir()).free
 
 
-def _no_room(file, size):
-    return Failure(
-        f"{tempfile.gettempdir()}: No space left on device: reading ahead in {file.name} needs {size / 1e6:.1f} MB"
-        f" there and {_free() / 1e6:.1f} MB are free; free some, or set TMPDIR to another disk"
-    )
-
-
 def _temporary_file(file, size):
-    """A file without a name, so that nothing is left behind, however the process ends."""
-    if _free() < size:
-        raise _no_room(file, size)
-    return tempfile.TemporaryFile(buffering=0)
+    """A file with all its room on the disk, and without a name, so that nothing is left behind, however the process
+    ends."""
+    store = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+    try:
+        os.posix_fallocate(store.fileno(), 0, max(size, 1))
+    except OSError as e:
+        raise Failure(
+            f"{tempfile.gettempdir()}: {e.strerror}: reading ahead in {file.name} needs {size / 1e6:.1f} MB there and"
+            f" {_free() / 1e6:.1f} MB are free; free some, or set TMPDIR to another disk"
+        ) from None
+    return store
 
 
 class HubReader(io.RawIOBase):
@@ -273,27 +268,25 @@ class HubReader(io.RawIOBase):
     the first byte is given, unless it is too large to wait for."""
 
     def __init__(self, file: HubFile, ahead: int):
-        self.slots = max(LEAST, min(ahead // SLOT, _free() // 2 // SLOT, -(-file.size // SLOT)))
-        self.file, self.store = file, _temporary_file(file, min(self.slots * SLOT, file.size))
-        self.pieces = read_ahead(self._fetch(), self.slots - 2)  # one is being written, one is being read
-        if file.size <= min(self.slots * SLOT, VERIFIED_FIRST):
+        slots = max(LEAST, min(ahead // SLOT, -(-file.size // SLOT)))
+        self.file, self.room = file, slots * SLOT
+        self.store = _temporary_file(file, self.room)
+        self.pieces = read_ahead(self._fetch(), slots - 2)  # one is being written, one is being read
+        if file.size <= min(self.room, VERIFIED_FIRST):
             self.pieces = iter(list(self.pieces))
         self.begin = self.end = self.given = 0  # in the store, of the piece that is read; in the file
 
     def _fetch(self):
         """Writes the file's content into the store -> where each piece of it is."""
-        file, hub, slot, piece = self.file, Hub("datasets", self.file.repo), 0, b""
-        left = file.size
-        for chunk in hub.read(file.name, file.commit, file.size, file.oid, tries=download.TRIES):
+        file, piece, left = self.file, b"", self.file.size
+        places = itertools.cycle(range(0, self.room, SLOT))
+        for chunk in Hub("datasets", file.repo).read(file.name, file.commit, file.size, file.oid):
             piece, left = piece + chunk, left - len(chunk)
             while len(piece) >= SLOT or (piece and not left):
-                begin = slot % self.slots * SLOT
-                try:
-                    download.write_at(self.store.fileno(), piece[:SLOT], begin)
-                except OSError:
-                    raise _no_room(file, self.slots * SLOT) from None
+                begin = next(places)
+                download.write_at(self.store.fileno(), piece[:SLOT], begin)
                 yield begin, begin + len(piece[:SLOT])
-                slot, piece = slot + 1, piece[SLOT:]
+                piece = piece[SLOT:]
 
     def readable(self) -> bool:
         return True
@@ -415,6 +408,7 @@ def _serve():
             traceback.print_exc()
             answer = None, RuntimeError(f"{type(e).__name__}: {e}")
         send(answer)
+    os._exit(0)  # without waiting for what is read ahead
 
 
 # ---- lanes
