@@ -20,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from config import Config
-from errors import Failure, RankError, RankFailure, UserError, missing_folders, printable, read_json, remove_empty
+from errors import Failure, UserError, explain, missing_folders, process_began, read_json, remove_empty, say_error
 from log import Clock, start_logging, write_status
 from optim import GradientReducer, trained
 from replay import Replay, bit_sums
@@ -86,11 +85,9 @@ class Run:
             self.new_folders = missing_folders(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = RunLock(self.folder)
-        except (FileExistsError, NotADirectoryError) as e:
-            raise UserError(f"--out {self.folder}: no folder can be there: {e}") from None
         except OSError as e:
-            if e.errno == errno.EROFS:
-                raise UserError(f"--out {self.folder}: the disk is read-only: {e}") from None
+            if e.errno in (errno.EEXIST, errno.ENOTDIR, errno.EROFS):
+                raise UserError(f"--out {self.folder}: no folder can be there: {e}") from None
             raise
         return self.lock.nonce
 
@@ -146,9 +143,11 @@ class Run:
         self.clock.switch("end", self.clock.step)  # which may take longer than --timeout
         if isinstance(error, KeyboardInterrupt):
             self.exit_code = 130
-        unused = isinstance(error, (UserError, PermissionError)) and self._is_unused()
+        unused = False
         if isinstance(error, Exception):
-            self._report(error, writes=not unused)
+            self.exit_code, message, alone = explain(error)
+            unused = self.exit_code == 2 and self._is_unused()
+            self._report(message, alone, writes=not unused)
         for call in self.at_end:
             call()
         self._release(unused)
@@ -175,9 +174,8 @@ class Run:
             self.lock.release()
         remove_empty(self.new_folders)
 
-    def _report(self, error: Exception, writes: bool) -> None:
-        """Says what ended the run, on stderr and, if it `writes`, in status.json."""
-        self.exit_code, message, alone = explain(error, self.config, self.ranks.rank)
+    def _report(self, message: str, alone: bool, writes: bool) -> None:
+        """Says what ended the run, on stderr and, if it `writes`, in status.json. alone: other ranks may not know."""
         status = read_json(self.folder / "status.json")
         if alone and "onnection" in message and "rss_gib" in status:  # so gloo and NCCL speak of a rank that is gone
             resident = ", ".join(f"{rank}: {gib:.2f}" for rank, gib in enumerate(status["rss_gib"]))
@@ -199,38 +197,9 @@ class Run:
             except OSError:
                 message += f"\n{self.folder}/status.json could not be written"
         if speaks:  # what all ranks see alike is said once
-            with contextlib.suppress(OSError):  # stderr may be on the disk that is full
-                print(f"error: {printable(message)}", file=sys.stderr)
+            say_error(message)
         else:
             time.sleep(1)  # torchrun ends all ranks when one has ended: rank 0, which speaks, goes first
-
-
-def explain(error: Exception, config: Config, rank: int) -> tuple[int, str, bool]:
-    """-> (exit status, message, whether this rank may be the only one that knows)."""
-    alone = isinstance(error, (RankError, RankFailure))
-    if isinstance(error, UserError):
-        return 2, str(error), alone
-    if isinstance(error, PermissionError):
-        return 2, f"no permission: {error}", alone
-    if isinstance(error, Failure):
-        return 1, str(error), alone
-    if isinstance(error, OSError):
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return (
-                1,
-                f"the disk is full: {error}; what was saved before is intact: free some space and start again",
-                alone,
-            )
-        if error.errno == errno.ENAMETOOLONG:
-            return 2, f"a name is too long: {error}", alone
-        if isinstance(error, BrokenPipeError):
-            return 1, f"what read this output has ended: {error}", alone
-        if not os.path.exists(config.out):
-            return 1, f"--out {config.out} has vanished: {error}", alone
-        if error.errno in (errno.EROFS, errno.EIO, errno.ESTALE):
-            return 1, f"--out {config.out}: its disk fails: {error}; what was saved before is intact", alone
-    traceback.print_exception(error)
-    return 1, f"rank {rank} on {platform.node()}: {type(error).__name__}: {error}", True
 
 
 # ---- gradients
@@ -513,27 +482,8 @@ class Watchdog:
 
 def _machine() -> str:
     """What two machines do not share, whatever they are called, nor two containers, nor a machine after a restart."""
-    said = platform.node()
-    with contextlib.suppress(OSError):
-        said += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    with contextlib.suppress(OSError):
-        said += " " + os.readlink("/proc/self/ns/pid")
-    return said
-
-
-def _began(pid: int) -> int | None:
-    """When the process of that number began: it may be another than it was. None: there is none, or a dead one."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] == "Z" else int(fields[19])
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return None
-    try:  # where there is no /proc
-        os.kill(pid, 0)
-        return 0
-    except OSError:
-        return None
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''} {os.readlink('/proc/self/ns/pid')}"
 
 
 class RunLock:
@@ -542,8 +492,8 @@ class RunLock:
     def __init__(self, run: Path):
         self.path, self.touched, self.missed = run / "lock", time.monotonic(), 0
         self.nonce = secrets.token_hex(4)
-        pid = os.getpid()
-        mine = {"host": platform.node(), "machine": _machine(), "pid": pid, "began": _began(pid), "nonce": self.nonce}
+        mine = {"host": platform.node(), "machine": _machine(), "pid": os.getpid(), "nonce": self.nonce}
+        mine["began"] = process_began(os.getpid())
         while True:
             try:
                 with open(self.path, "x") as f:
@@ -555,7 +505,7 @@ class RunLock:
     def _remove_stale(self) -> None:
         held = read_json(self.path)
         if held.get("machine") == _machine() and type(held.get("pid")) is int:
-            alive = held["pid"] != os.getpid() and _began(held["pid"]) == held.get("began", -1)
+            alive = held["pid"] != os.getpid() and process_began(held["pid"]) == held.get("began", -1)
         else:
             alive = self._is_touched(held)
         if alive:

@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import re
-import resource
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from errors import ROOT, human, printable, run_script, write_whole  # first: it finds the Python that has torch
+from errors import ROOT, human, printable, process_began, run_script, write_whole  # first: it finds torch
 
 import torch  # isort: skip
 from torch import Tensor
@@ -45,35 +44,29 @@ COMPARED_AT = 20  # the first step whose record is compared with the plan: speed
 
 
 class _EveryLine(logging.Formatter):
-    """The prefix on each line of a message, so that every line can be grepped and cut alike."""
+    """A prefix on each line of a message, so that every line can be grepped and cut alike; control characters are
+    escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
-        parts = vars(record) | {"args": ()}
-        lines = record.msg.splitlines() or [""]
-        return "\n".join(super(_EveryLine, self).format(logging.makeLogRecord(parts | {"msg": x})) for x in lines)
-
-
-def _make_printable(record: logging.LogRecord) -> bool:
-    record.msg, record.args = printable("\n".join(record.getMessage().splitlines())), ()
-    return True
+        record.asctime, record.message = self.formatTime(record, self.datefmt), ""
+        prefix = self.formatMessage(record)
+        return "\n".join(prefix + printable(line) for line in record.getMessage().splitlines() or [""])
 
 
 def start_logging(folder: Path | None) -> None:
     """Messages go to the screen, with a prefix where that is no terminal, and to log.txt in the folder; None: this rank
     is silent."""
-    prefixed = _EveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] %(message)s", "%Y-%m-%d %H:%M:%S")
+    prefixed = _EveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] ", "%Y-%m-%d %H:%M:%S")
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)
         handler.close()
-    logger.filters[:] = [_make_printable]
     logger.propagate = False
     logging.raiseExceptions = False  # a full disk is told once, by what fails to write the metrics
     logger.setLevel(logging.INFO if folder else logging.CRITICAL + 1)
     if folder:
         screen, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "log.txt", encoding="utf-8")
         file.setFormatter(prefixed)
-        if not sys.stdout.isatty():
-            screen.setFormatter(prefixed)
+        screen.setFormatter(_EveryLine() if sys.stdout.isatty() else prefixed)
         logger.handlers += [screen, file]
 
 
@@ -148,10 +141,8 @@ def memory_gib(device: torch.device) -> float:
     """Peak so far: allocated on a GPU, resident set of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    status = Path("/proc/self/status")  # not getrusage: a child begins with its parent's peak
-    if status.exists():
-        return int(status.read_text().split("VmHWM:")[1].split()[0]) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+    status = Path("/proc/self/status").read_text()  # not getrusage: a child begins with its parent's peak
+    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
 
 def describe_model(model: Transformer) -> None:
@@ -161,20 +152,13 @@ def describe_model(model: Transformer) -> None:
     logger.info("Trainable parameters: %d (%s)", trainable, human(trainable), stacklevel=2)
 
 
-def _process_age() -> float:
-    """Seconds since this process was started, imports included."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return time.process_time()
-
-
 class Clock:
     """Wall time by part. A part takes its time from the one around it, so that the parts add up to the whole."""
 
     def __init__(self):
-        self.begin = time.perf_counter() - _process_age()
+        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+        age = since_boot - process_began(os.getpid()) / os.sysconf("SC_CLK_TCK")  # imports included
+        self.begin = time.perf_counter() - age
         self.parts: dict[str, float] = {}
         self.stack, self.since, self.step = ["start"], self.begin, 0
         self.after: dict[str, Callable[[float], None]] = {}  # called at the end of a part, with its seconds so far

@@ -50,7 +50,8 @@ def passes(monkeypatch):
     """Time stands still, but for passes(seconds)."""
     now = [1000.0]
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(log, "_process_age", lambda: 5.0)
+    monkeypatch.setattr(log, "process_began", lambda _: 0)
+    monkeypatch.setattr(log.time, "clock_gettime", lambda _: 5.0)  # since this process was started
 
     def passes(seconds: float) -> None:
         now[0] += seconds
