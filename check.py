@@ -25,10 +25,10 @@ from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch
 from data import Loader, open_checked, open_loaders
 from download import find
 from log import COMPARED_AT, logger
-from model import MLPS, Transformer, flops_per_token, random_init
+from model import Transformer, flops_per_token, random_init
 from optim import DTYPES
 from rows import Catalog
-from shapes import MODELS, ModelConfig
+from shapes import MODELS
 from tokenizer import load_tokenizer
 from track import refuse_unusable
 from weights import dropout_note, open_adapter, refuse_in_the_way
@@ -92,45 +92,30 @@ def _is_short(config: Config, device: torch.device) -> bool:
     return device.type == "cpu" and flops < SHORT_SECONDS * CORE_FLOPS * torch.get_num_threads()
 
 
-def saved_bytes(config: ModelConfig, tokens: int, checkpointing: str, itemsize: int) -> int:
-    """The least that so many tokens leave for the backward pass: the inputs of the blocks; without checkpointing of
-    whole blocks also the second norm's input, queries, keys, values, attention's output and what the experts, or the
-    MLP, multiply and activate."""
-    per_layer = config.dim
-    if checkpointing != "block":
-        hidden = MLPS[config.mlp].saved_widths * max(config.top_k, 1) * config.ffn_dim
-        per_layer += config.dim + 2 * (config.n_heads + config.n_kv_heads) * config.head_dim + hidden
-    return tokens * config.n_layers * per_layer * itemsize
-
-
 def refuse_without_room(config: Config, device: torch.device, world_size: int) -> None:
-    """Refuses a run that cannot fit into this machine, before anything is allocated. It counts only a part of what the
-    run needs."""
+    """Refuses a run that cannot fit into this machine, before anything is allocated. It counts only what any run needs:
+    of the activations the inputs of the blocks."""
     micro_batch, batch_tokens = split_batch(config, world_size)
-    _, shards = shard.mesh_shape(config.shard_size, world_size)
-    ranks, gpu = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device.type == "cuda"
-    offload = gpu and config.offload == "cpu"
-    held = plan.state(config, shards, pinned=offload)
-    gradients = held["gradients"]
-    tokens, itemsize = micro_batch * config.seq_len, DTYPES[config.dtype].itemsize
-    saved = saved_bytes(config.model_config, tokens, config.checkpointing, itemsize)
+    shape, gpu = config.model_config, device.type == "cuda"
+    ranks, offload = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpu and config.offload == "cpu"
+    held = plan.state(config, shard.mesh_shape(config.shard_size, world_size)[1], pinned=offload)
+    saved = micro_batch * config.seq_len * shape.n_layers * shape.dim * DTYPES[config.dtype].itemsize
     saved *= not (gpu and config.offload_activations)
     on_host, on_gpu = {"tokens of a step": 16 * batch_tokens // world_size}, {}
-    state = {"parameters": held["parameters"], "moments": held["moments"]}
     if offload:
         on_host, on_gpu = on_host | held, {"activations": saved}
     else:  # in a step of one micro-batch, the last gradients come when the activations are gone
-        state |= {"activations": saved} if saved > gradients else {"gradients": gradients}
-        (on_gpu if gpu else on_host).update(state)
+        held["gradients or activations"] = max(held.pop("gradients"), saved)
+        (on_gpu if gpu else on_host).update(held)
     places = [(on_host, ranks, platform.node(), machine.available_memory())]
     if gpu:
         places.append((on_gpu, 1, str(device), torch.cuda.get_device_properties(device).total_memory))
     for needs, times, place, free in places:
-        gib = {name: times * size / 2**30 for name, size in needs.items()}
-        if free and sum(gib.values()) > free / 2**30:
-            parts = ", ".join(f"{name} {amount:.1f}" for name, amount in gib.items())
+        total = times * sum(needs.values()) / 2**30
+        if free and total > free / 2**30:
+            parts = ", ".join(f"{name} {times * size / 2**30:.1f}" for name, size in needs.items())
             raise UserError(
-                f"This run needs more than {sum(gib.values()):.1f} GiB on {place} (ranks: {times}; {parts}), which has"
+                f"This run needs more than {total:.1f} GiB on {place} (ranks: {times}; {parts}), which has"
                 f" {free / 2**30:.1f} GiB. What lowers it, the cheapest first: {machine.lower_memory(config, gpu)}"
             )
 

@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -115,11 +114,7 @@ def keep_memory() -> None:
         can_grow = hasattr(ctypes.CDLL("libcuda.so.1"), "cuMemAddressReserve")
         if can_grow and not any(k in os.environ for k in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    if (
-        platform.libc_ver()[0] == "glibc"
-        and not torch.cuda.is_available()
-        and not any(k.startswith("MALLOC_") for k in os.environ)
-    ):
+    if not torch.cuda.is_available() and not any(k.startswith("MALLOC_") for k in os.environ):
         libc = ctypes.CDLL(None)
         for parameter, value in ((-4, 0), (-1, -1), (-2, 2**28)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD (malloc.h)
             libc.mallopt(parameter, value)
@@ -142,7 +137,7 @@ def set_products(dtype: str) -> None:
 
 def compiler_problem() -> str:
     """Why torch.compile cannot work here, with the command that mends it; empty if it can."""
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # the one inductor takes
+    compiler = os.environ.get("CXX") or "g++"  # the one inductor takes
     if " " in (torch.__file__ or ""):  # inductor's linker flags are split at it
         return f"torch is in a folder with a space in its name ({Path(torch.__file__).parent}): move the checkout"
     if not shutil.which(compiler.split()[0]):

@@ -123,8 +123,6 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    saved_widths = 2  # values kept for the backward pass, per token and ffn_dim
-
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate_up_proj = Linear(config.dim, 2 * config.ffn_dim, bias=config.bias)
@@ -136,8 +134,6 @@ class SwiGLU(nn.Module):
 
 
 class GELU(nn.Module):
-    saved_widths = 1
-
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.up_proj = Linear(config.dim, config.ffn_dim, bias=config.bias)
@@ -182,7 +178,6 @@ class MoE(nn.Module):
 
     matmul = staticmethod(grouped_matmul)  # looked up on self, so that a conversion to FP8 can replace it
     activation = staticmethod(F.silu)
-    saved_widths = 2
 
     def __init__(self, config: ModelConfig):
         super().__init__()

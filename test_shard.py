@@ -285,12 +285,18 @@ def test_what_does_not_work_together_is_refused(row):
 
 
 ROOM = {  # flags, device, GiB of the host and of a GPU: what is said; 8.03 B parameters have 4 x 29.9 GiB in fp32
-    "host": ("", "cpu", 100, 0, r"119.7 GiB on .*ranks: 4; tokens of a step 0.0, parameters 29.9, moments 59.8, grad"),
+    "host": (
+        "",
+        "cpu",
+        100,
+        0,
+        r"119.7 GiB on .*ranks: 4; tokens of a step 0.0, parameters 29.9, moments 59.8, gradi",
+    ),
     "host with bf16 moments": ("--state_dtype bf16", "cpu", 80, 0, r"89.7 GiB on .*which has 80.0 GiB"),
     "offload": ("--offload cpu", "cuda", 100, 80, r"GiB on .*ranks: 4; .*gradients .*which has 100.0 GiB"),
     "GPU": ("", "cuda", 9999, 25, r"29.9 GiB on cuda.*ranks: 1; .*which has 25.0 GiB.*--offload cpu"),
     "GPU without sharding": ("--shard_size 1", "cuda", 9999, 80, r"119.7 GiB on cuda"),
-    "rows": ("--micro_batch 10000000000 --checkpointing block", "cuda", 10**9, 80, r"on cuda.*activations [1-9]"),
+    "rows": ("--micro_batch 10000000000 --checkpointing block", "cuda", 10**9, 80, r"on cuda.*or activations [1-9]"),
     "tokens": (f"--batch_tokens {2**52} --seq_len 1 --micro_batch 1", "cpu", 200, 0, "tokens of a step 67108864.0"),
 }
 
@@ -311,20 +317,6 @@ def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, case):
         refuse(host, gpu)
     refuse(2**60, 2**60)
     refuse(0, 2**60)  # what the host has is not known
-
-
-@pytest.mark.parametrize("mode", ["none", "block"])
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-mixtral"])
-def test_what_the_backward_pass_keeps_is_not_overestimated(name, mode):
-    """In fp32, uncompiled; the oracle is all that autograd keeps and that is no parameter."""
-    model, tokens, kept = Transformer(replace(MODELS[name], n_layers=8)), torch.zeros(2, 128, dtype=torch.long), []
-    activations.checkpoint_activations(model, mode)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        model(tokens, tokens)
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    measured = sum(size for place, size in storages.items() if place not in parameters)
-    assert 1 < measured / check.saved_bytes(model.config, 256, mode, 4) < 3
 
 
 def test_out_of_memory_tells_what_the_memory_went_to():
