@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields, replace
 from unittest import mock
 
 from config import DEFAULT, UNSUPPORTED, Config, check_batch, parse_args, refuse_unsupported, split_batch, with_recipes
-from errors import UserError
+from errors import UserError, amount
 
 import torch  # isort: skip
 from torch import Tensor
@@ -495,18 +495,11 @@ def step_figures(config: Config, cluster: Cluster) -> dict[str, float]:
 # ---- what it says
 
 
-def gib(parts: dict[str, int], least: float = 0.05) -> str:
+def gib(parts: dict[str, int]) -> str:
     """The sum of the parts in GiB, and each part of some size."""
     rows = sorted(((size / GIB, name) for name, size in parts.items()), reverse=True)
-    shown = ", ".join(f"{name} {size:.1f}" for size, name in rows if size >= least)
+    shown = ", ".join(f"{name} {size:.1f}" for size, name in rows if size >= 0.05)
     return f"{sum(parts.values()) / GIB:.1f} GiB ({shown})"
-
-
-def amount(size: float) -> str:
-    """Bytes in GB or TB."""
-    if size >= 1e12:
-        return f"{size / 1e12:.1f} TB"
-    return f"{size / 1e9:.0f} GB" if size >= 1e10 else f"{size / 1e9:.1f} GB"
 
 
 def duration(seconds: float) -> str:
@@ -535,22 +528,17 @@ def summary(plan: Plan, cluster: Cluster, steps: float) -> str:
     hours = length / 3600 * cluster.ranks
     kwh = hours * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
     price = f", {hours * cluster.price:,.0f} at {cluster.price:g} an hour" * (cluster.price > 0)
-    tokens = steps * config.batch_tokens / 1e9
+    tokens, saved = steps * config.batch_tokens / 1e9, disk(config)
     return (
         f"{config.model}, {sum(elements(config, 1)) / 1e9:.3g} B parameters, on {cluster.nodes} x {cluster.gpus}"
         f" {gpu.name}: {'it fits' if plan.fits else 'it does not fit'}.\n"
         f"  each GPU: {gib(plan.gpu)} of {gpu.gib} GiB\n"
         f"  each host: {gib(plan.host)}" + f" of {cluster.host_gib:.0f} GiB" * (cluster.host_gib < math.inf) + "\n"
-        f"  disk: {disk_line(config)}\n"
+        f"  disk: {amount(saved)} a checkpoint, {amount((config.keep + 1) * saved)} for --keep {config.keep} and the"
+        " one being written\n"
         f"  speed: {speed(plan, cluster)} ({times})\n"
         f"  time: {duration(length)} for {tokens:,.3g} B tokens ({steps:,.0f} steps), about {kwh:,.0f} kWh{price}"
     )
-
-
-def disk_line(config: Config) -> str:
-    kept = "two" if config.keep == 2 else config.keep
-    total = amount((config.keep + 1) * disk(config))
-    return f"{amount(disk(config))} a checkpoint, {total} for the {kept} that are kept and the one being written"
 
 
 def advice(plan: Plan, cluster: Cluster, best: int = 3) -> str:
@@ -580,18 +568,6 @@ def table(config: Config, cluster: Cluster) -> str:
         ways = [f"{changes(config, way.config)}: {speed(way, at)}" for way in variants(config, at)[:1]]
         lines.append(f"  {size:3} GB ({name}): {''.join(ways) or 'does not fit'}")
     return "\n".join(lines)
-
-
-def head(plan: Plan, cluster: Cluster) -> str:
-    """The lines on memory and time at the top of a recipe."""
-    config = plan.config
-    lines = [f"GPU: about {gib(plan.gpu, 0.5)}."]
-    if config.offload == "cpu":
-        lines.append(f"Host: {gib(plan.host, 0.5)}.")
-    if config.save_every:
-        lines.append(f"Disk: {disk_line(config)}.")
-    lines.append(f"Time: about {speed(plan, cluster)}, {duration(config.steps * plan.seconds)} in all, not measured.")
-    return "\n".join(textwrap.fill(line, 120, initial_indent="# ", subsequent_indent="#   ") for line in lines)
 
 
 # ---- the command
@@ -653,10 +629,12 @@ def main(argv: list[str]) -> int:
     gpu = calibrated() if own.calibrate else machine.read_gpu(own.gpu)
     cluster = Cluster(own.nodes, own.gpus, gpu, own.network * 1e9, own.price, own.host_gib)
     plan = predict(settle(config, cluster), cluster)
-    if own.head:
-        print(head(plan, cluster))
+    said = summary(plan, cluster, own.tokens / plan.config.batch_tokens or config.steps)
+    if own.head:  # for the top of a recipe
+        for line in said.splitlines():
+            print(textwrap.fill(line, 120, initial_indent="# ", subsequent_indent="#     "))
         return 0
-    print(summary(plan, cluster, own.tokens / plan.config.batch_tokens or config.steps))
+    print(said)
     print(advice(plan, cluster, 8 if own.search else 3))
     if own.table:
         print(table(plan.config, cluster))

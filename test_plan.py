@@ -192,7 +192,7 @@ def test_the_guide_s_table_is_what_the_plan_says():
 
 
 def test_every_recipe_of_a_size_has_such_a_head():
-    named = {path.name for path in (ROOT / "recipes").glob("*.args") if "GPU: about" in path.read_text()}
+    named = {path.name for path in (ROOT / "recipes").glob("*.args") if "each GPU: " in path.read_text()}
     assert named == set(RECIPES) and len(named) == 10
 
 
