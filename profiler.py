@@ -23,7 +23,7 @@ from typing import NamedTuple
 from errors import UserError, run_script  # first: it finds the Python that has torch
 
 import torch  # isort: skip
-from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from config import PROFILE_AFTER
 from guard import Run
@@ -171,8 +171,8 @@ def read_trace(path: Path) -> list[dict]:
         return json.load(f)["traceEvents"]
 
 
-def make_profile(steps: int, cuda: bool, path: Path, then: Callable[[], None] = lambda: None) -> profile:
-    """torch's profiler: warms up for a step, then records `steps` and writes them to a file, and calls `then`."""
+def make_profile(steps: int, cuda: bool, path: Path, then: Callable[[], None] = lambda: None, wait: int = 0) -> profile:
+    """torch's profiler: waits for some steps, warms up for one, records `steps` into a file, and calls `then`."""
 
     def write(record: profile) -> None:
         path.parent.mkdir(exist_ok=True)
@@ -180,7 +180,7 @@ def make_profile(steps: int, cuda: bool, path: Path, then: Callable[[], None] = 
         then()
 
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]
-    plan = schedule(wait=0, warmup=1, active=steps, repeat=1)
+    plan = schedule(wait=wait, warmup=1, active=steps, repeat=1)
     return profile(activities=activities, schedule=plan, on_trace_ready=write, record_shapes=True)
 
 
@@ -211,23 +211,20 @@ def profiled(steps: range, run: Run) -> Iterator[int]:
     torch._inductor.config.cpp.enable_kernel_profile = True  # CPU kernels by name; before anything is compiled
     cuda, path = run.ranks.device.type == "cuda", run.folder / "profile/rank-00000.trace.json.gz"
     vocab = run.config.model_config.vocab_size
-    record = make_profile(n, cuda, path, lambda: write_table(path, cuda, vocab, first))
+    record = make_profile(n, cuda, path, lambda: write_table(path, cuda, vocab, first), PROFILE_AFTER - 1)
+    logger.info("Profiling steps %d to %d: slower, and so is what is recorded of them", first, last)
+    record.start()
     try:
         for step in steps:
-            if step == first - 1:
-                with run.phase("profile"):
-                    logger.info("Profiling steps %d to %d: slower, and so is what is recorded of them", first, last)
-                    record.start()
             yield step
-            if first - 1 <= step <= last:
+            if step <= last:
                 with run.phase("profile"):
                     if cuda and step in (first - 1, last):
                         torch.cuda.synchronize()  # the kernels of these steps are launched and end in them
                     record.step()
     finally:
-        if record.current_action != ProfilerAction.NONE:  # the run ends before the last of them
-            with run.phase("profile"):
-                record.stop()
+        with run.phase("profile"):
+            record.stop()
 
 
 def main(argv: list[str]) -> None:
