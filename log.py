@@ -4,7 +4,6 @@ its time went.
 Rank 0 writes. Nothing here waits for a GPU except `Log.step` on the steps that are recorded.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from errors import ROOT, human, printable, process_began, run_script, write_whole  # first: it finds torch
+from errors import ROOT, Parser, human, printable, process_began, run_script, write_whole  # first: it finds torch
 
 import torch  # isort: skip
 from torch import Tensor
@@ -83,18 +82,14 @@ def write_status(
 def describe_environment() -> dict:
     """Code, versions and hardware, for env.json."""
 
-    def git(*args: str) -> str:
-        try:
-            done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
-        except OSError:  # there is no git here
-            return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
-
+    command, git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"], ""
+    with contextlib.suppress(OSError):  # there is no git here
+        git = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "version": VERSION,
-        "git": git("rev-parse", "HEAD") or None,
-        "git_dirty": bool(git("status", "--porcelain")),
+        "git": git.removesuffix("-dirty") or None,
+        "git_dirty": git.endswith("-dirty"),
         "command": sys.argv,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -116,8 +111,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     measured now."""
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
         return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops} TFLOP/s"
-    found = [(measured_flops(n, device, dtype), n) for n in ((8192,) if device.type == "cuda" else (1024, 2048))]
-    best, n = max(found)
+    best, n = max((measured_flops(n, device, dtype), n) for n in ((8192,) if device.type == "cuda" else (1024, 2048)))
     return best, f"the best of some {n} x {n} products in {str(dtype)[6:]}, {best / 1e12:.3f} TFLOP/s"
 
 
@@ -421,7 +415,7 @@ class Log:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="log.py", allow_abbrev=False)
+    parser = Parser(prog="log.py", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="plot|track")
     plot = commands.add_parser("plot", help="the curves of runs in one picture")
     plot.add_argument("runs", nargs="+", metavar="RUN", help="run folders")

@@ -298,9 +298,6 @@ def test_ranges(flags, values):
     ("--n_layers 2147483648", "no machine holds it: 2147483648 layers"),
     (f"--vocab_size {2**50}", f"no machine holds it.*{2**50} x 64"),
     (f"--dim {2**40} --n_heads 4", "no machine holds it"),
-    (f"--out runs/{'x' * 256}", "its name has 260 bytes; give one of at most 255"),
-    (f"--out {'é' * 128}", "its name has 256 bytes"),
-    (f"--out {'/'.join(['x' * 200] * 20)}", "its name has 4000 bytes"),
 ])  # fmt: skip
 def test_sizes_beyond_any_machine(words, message):
     assert re.search(message, refused(*words.split()))

@@ -410,3 +410,6 @@ def test_check_prints_what_would_be_done_and_trains_nothing(tmp_path, text, caps
     assert out == [f"out={tmp_path / 'run'}", "device=cpu", "processes=1", "state=fresh", "timeout=600"]
     assert memory.startswith("memory=about 0.") and "processes 0." in memory
     assert not (tmp_path / "run").exists()
+    for more in ([], ["--check"]):
+        assert exit_status(train_main, ["--out", "é" * 128, *more]) == 2
+        assert "error: a name is too long" in capsys.readouterr().err
