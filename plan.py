@@ -563,10 +563,10 @@ def advice(plan: Plan, cluster: Cluster, best: int = 3) -> str:
 def table(config: Config, cluster: Cluster) -> str:
     """The fastest setting on as many GPUs of each size."""
     lines = []
-    for size, name in ((24, "rtx4090"), (40, "a100-40"), (80, "h100-80"), (141, "h200"), (192, "mi300x")):
+    for name in ("rtx4090", "a100-40", "h100-80", "h200", "mi300x"):
         at = replace(cluster, gpu=GPUS[name])
         ways = [f"{changes(config, way.config)}: {speed(way, at)}" for way in variants(config, at)[:1]]
-        lines.append(f"  {size:3} GB ({name}): {''.join(ways) or 'does not fit'}")
+        lines.append(f"  {name}, {at.gpu.gib} GiB: {''.join(ways) or 'does not fit'}")
     return "\n".join(lines)
 
 

@@ -136,6 +136,19 @@ shard.leave(ranks)
     assert run_ranks(2, code, str(tmp_path)).count("done") == 2
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_each_of_these_signals_is_a_vote_to_stop(number):
+    before = {stop: signal.getsignal(stop) for stop in guard.STOPS}
+    try:
+        vote = guard.StopVote(ALONE)
+        assert not vote.agreed()
+        os.kill(os.getpid(), number)
+        assert vote.agreed() and vote.reason == signal.Signals(number).name
+    finally:
+        for stop, handler in before.items():
+            signal.signal(stop, handler)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, monkeypatch, ranks):
     """Reading weights may take longer than whoever asked waits. A resumed run keeps its step."""

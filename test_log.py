@@ -449,8 +449,9 @@ def test_environment_is_json():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_measured_peak(dtype):
-    state = torch.get_rng_state()
+def test_a_measured_peak(monkeypatch, dtype):
+    state, measured = torch.get_rng_state(), log.measured_flops
+    monkeypatch.setattr(log, "measured_flops", lambda n, *rest: measured(n // 8, *rest))
     flops, source = peak_flops(torch.device("cpu"), dtype)
     assert flops > 1e7 and " x " in source and str(dtype)[6:] in source and f"{flops / 1e12:.3f}" in source
     assert torch.equal(torch.get_rng_state(), state)
@@ -468,7 +469,6 @@ def test_known_peaks(monkeypatch, name, tflops):
     assert flops == tflops * 1e12 and "data sheet" in source
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_memory_is_the_peak_of_the_process():
     def peak() -> float:
         return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
