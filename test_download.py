@@ -448,6 +448,7 @@ def test_no_network_and_offline(hub, capfd, monkeypatch):
 def test_waits_are_told(hub, capfd, monkeypatch):
     """Where nothing arrives, and where the hub says when to come again: the host, what for, why, and when."""
     monkeypatch.setattr(download, "QUIET", 0.05)
+    monkeypatch.setattr(download, "STALL", 10.0)
     refused, watched = set(), ("/revision/main", "/config.json")
 
     def refuse(path):
