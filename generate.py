@@ -219,9 +219,9 @@ def write(
         yield row, None, decode(None)
 
 
-def write_samples(model: Transformer, run: Run, step: int) -> None:
-    """A text of the model in training, to the log and samples.txt. All ranks must call: sharded layers are gathered for
-    every token."""
+def write_samples(model: Transformer, run: Run, step: int) -> str:
+    """A text of the model in training, which goes to the log and samples.txt, too. All ranks must call: sharded layers
+    are gathered for every token."""
     config = run.config
     with run.phase("samples"):
         tokenizer = load_tokenizer(config.tokenizer)
@@ -236,6 +236,7 @@ def write_samples(model: Transformer, run: Run, step: int) -> None:
             logger.info("Sample after step %d:\n%s", step, text)
             with open(run.folder / "samples.txt", "a", encoding="utf-8") as f:
                 f.write(f"--- step {step}\n{text}\n")
+    return text
 
 
 def check_length(config: ModelConfig, prompt: int, n: int) -> None:

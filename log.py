@@ -215,7 +215,7 @@ def compare(predicted: dict[str, float], record: dict[str, float], folder: Path)
 class Log:
     """The step record. All ranks must hold one and call it alike: peak memory is gathered when a step is recorded.
 
-    What comes later than its step (the duration of its save, say) is a record of its own with the step's number."""
+    What comes later than its step (a save's duration, a sample) is a record of its own with the step's number."""
 
     def __init__(self, run, dtype: torch.dtype, resumed_step: int, sources: list[str] = ()):
         """run: a guard.Run. dtype: of matrix products. sources: names of the entries of a mixture."""
@@ -386,12 +386,12 @@ class Log:
             self.compared = True
             logger.info(compare(self.predicted, record, self.run.folder))
 
-    def add(self, step: int, **values: float) -> None:
+    def add(self, step: int, **values: float | str) -> None:
         """A record of its own of what came later than the step. All ranks must call."""
         if values:
             self._write({"step": step} | values)
 
-    def _write(self, record: dict[str, float]) -> None:
+    def _write(self, record: dict[str, float | str]) -> None:
         def write() -> None:  # JSON has no NaN, which a step that --on_nonfinite skip passed over leaves
             with open(self.file, "a") as f:
                 f.write(json.dumps({k: None if v in NO_NUMBERS or v != v else v for k, v in record.items()}) + "\n")

@@ -29,8 +29,7 @@ run.clock.switch("steps")
 for step in range(first + 1, last + 1):
     record(run, step, 10.0 - step, save_ms=7.0)
     if step % 3 == 0:
-        with open(folder / "samples.txt", "a") as f:
-            f.write(f"--- step {step}\\ntext {step} of {last}\\n")
+        run.add(step, sample=f"text {step} of {last}\\n")
 if not end:
     while not (folder / "wandb.json").exists():
         time.sleep(0.05)

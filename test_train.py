@@ -87,6 +87,7 @@ def test_a_run_leaves_all_that_it_promises(tmp_path, text):
     prefix = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [IWE] \[\w+\.py:\d+\] ")
     assert all(prefix.match(line) for line in (run / "log.txt").read_text().splitlines())
     assert (run / "samples.txt").read_text().count("7 and") == 2
+    assert [r["step"] for r in rows if r.get("sample", "").startswith("7 and")] == [10, 12]
     flags = json.loads((run / "flags.json").read_text())
     assert flags["dtype"] == "fp32" and flags["batch_tokens"] == 256 and flags["attention"] == "sdpa"
     env = json.loads((run / "env.json").read_text())

@@ -16,7 +16,6 @@ import logging
 import netrc
 import os
 import queue
-import re
 import secrets
 import shutil
 import sys
@@ -86,7 +85,6 @@ class Tracker:
     def __init__(self, name: str, folder: Path, earlier: list[dict]):
         self.name, self.folder, self.earlier = name, folder, earlier
         self.records: queue.SimpleQueue = queue.SimpleQueue()
-        self.sampled = 0  # the step of the last sample that was sent
         self.thread = threading.Thread(target=self._work, daemon=True, name=name)
 
     def close(self) -> None:
@@ -106,25 +104,13 @@ class Tracker:
             logger.warning("--track %s fails; the run goes on without it: %s: %s", self.name, type(e).__name__, message)
 
     def send(self, records: Iterable[dict]) -> None:
-        """Configuration, records, and the samples beside them."""
+        """Configuration and records."""
         config = read_json(self.folder / "flags.json") | {"env": read_json(self.folder / "env.json")}
-        tracker, last = TRACKERS[self.name](self.folder, config, not self.earlier), 0
+        tracker = TRACKERS[self.name](self.folder, config, not self.earlier)
         for record in records:
-            last = record["step"]
-            self._send_samples(tracker, last - 1)
-            tracker.send(last, {k: v for k, v in record.items() if isinstance(v, (int, float, str)) and k != "step"})
-        self._send_samples(tracker, last)
+            values = {k: v for k, v in record.items() if isinstance(v, (int, float, str)) and k != "step"}
+            tracker.send(record["step"], values)
         tracker.close()
-
-    def _send_samples(self, tracker: TensorBoard | WandB, last: int) -> None:
-        """Those of samples.txt up to step `last` that were not sent yet; of a step that was repeated the later one."""
-        file = self.folder / "samples.txt"
-        content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-        parts = re.split(r"^--- step (\d+)\n", content, flags=re.MULTILINE)[1:]
-        samples = dict(zip(map(int, parts[::2]), parts[1::2], strict=True))
-        for step in sorted(step for step in samples if self.sampled < step <= last):
-            tracker.send(step, {"sample": samples[step]})
-            self.sampled = step
 
 
 def refuse_unusable(names: tuple[str, ...], folder: Path) -> None:

@@ -104,7 +104,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
             if due.draw:
                 log.draw(always=due.save)
             if due.sample:
-                write_samples(model, run, step)
+                log.add(step, sample=write_samples(model, run, step))
             if due.stop:
                 break
             run.finish_step(step)
