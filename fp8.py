@@ -19,7 +19,6 @@ as before when it is not training. Nothing here has state that a checkpoint woul
 
 Sources: FP8 formats (arXiv 2209.05433); the recipes' names and the sizes worth converting follow torchao's."""
 
-import difflib
 import functools
 import math
 import re
@@ -118,18 +117,19 @@ class Recipe(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """x [M, K] and weight [N, K] -> [M, N]. kept, scale: the weight quantized already, or just its scale, if known.
-    watch [11]: receives `figures` as its gradient, which needs no more of compiler, checkpointing or accumulation than
-    gradients do."""
+    """x [M, K] and weight [N, K] -> [M, N]. kept, columns, scale: the weight quantized already, the same with
+    contiguous columns, and its scale, as far as they are known. watch [11]: receives `figures` as its gradient, which
+    needs no more of compiler, checkpointing or accumulation than gradients do."""
 
     @staticmethod
-    def forward(ctx, x, weight, kept, scale, watch, recipe):
+    def forward(ctx, x, weight, kept, columns, scale, watch, recipe):
         ctx.recipe, ctx.dtype = recipe, weight.dtype
         dim = None if recipe.name == "tensor" else 1
         xq, sx = quantize(x, E4M3, dim)
         wq, sw = (kept, scale) if kept is not None else quantize(weight.to(x.dtype), E4M3, dim, scale)
         seen = None if watch is None else figures(x, E4M3, sx)
         if dim is None:
+            kept = kept if columns is None else columns
             ctx.save_for_backward(xq, sx, weight if kept is None else kept, sw, seen)
         else:
             ctx.save_for_backward(x, None, weight, None, seen)
@@ -155,7 +155,7 @@ class _Linear(torch.autograd.Function):
                 dw = g.t() @ x
         if seen is not None:
             seen = torch.cat((seen.new_ones(1), seen, figures(g, gq.dtype, sg)))
-        return dx, dw.to(ctx.dtype), None, None, seen, None
+        return dx, dw.to(ctx.dtype), None, None, None, seen, None
 
 
 class _Experts(torch.autograd.Function):
@@ -185,7 +185,7 @@ class Fp8Linear:
     """What a converted nn.Linear has on top of its own class."""
 
     fp8_recipe: Recipe
-    fp8_weight = fp8_scale = fp8_watch = None  # see WeightScales, gather_in_fp8, watch
+    fp8_weight = fp8_columns = fp8_scale = fp8_watch = None  # see WeightScales, gather_in_fp8, watch
     fp8_version = None  # of the parameter that fp8_scale was made from
 
     def forward(self, x: Tensor) -> Tensor:
@@ -194,7 +194,8 @@ class Fp8Linear:
         if not torch.compiler.is_compiling():
             assert self.fp8_version in (None, self.weight._version), "a weight changed after WeightScales.refresh"
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y = _Linear.apply(rows, self.weight, self.fp8_weight, self.fp8_scale, self.fp8_watch, self.fp8_recipe)
+        kept = self.fp8_weight, self.fp8_columns, self.fp8_scale
+        y = _Linear.apply(rows, self.weight, *kept, self.fp8_watch, self.fp8_recipe)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -230,8 +231,7 @@ def convert_linears(
     for a name to skip that matches nothing."""
     for value, known in ((recipe, RECIPES), (grad_dtype, tuple(GRAD_DTYPES))):
         if value not in known:
-            near = difflib.get_close_matches(value, known, 1, 0.0)[0]
-            raise ValueError(f"{value} is unknown, did you mean {near}? There are {', '.join(known)}")
+            raise ValueError(f"{value} is unknown; there are {', '.join(known)}")
     multiplying = list(_multiplying_weights(module))
     _refuse_unmatched(skip, [name for m, weights in multiplying if _is_convertible(m) for name in weights])
     holders = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
@@ -335,9 +335,10 @@ class WeightScales:
     """The weights' scales (recipe tensor), once per optimizer step: one norm over all of them, one all-reduce.
 
     group: the ranks that share one copy of the parameters; None: this one has them whole. reuse: also quantize each
-    weight once, for all micro-batches of the step; where parameters are sharded, that is what `gather_in_fp8` is for.
-    `refresh` must run before the first forward pass of every step: it is all that brings an update of the weights to
-    what is kept here, and a layer that runs uncompiled asserts it. All ranks must call alike."""
+    weight once, for all micro-batches of the step, and lay it out as either pass wants it; where parameters are
+    sharded, that is what `gather_in_fp8` is for. `refresh` must run before the first forward pass of every step: it is
+    all that brings an update of the weights to what is kept here, and a layer that runs uncompiled asserts it. All
+    ranks must call alike."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None, reuse: bool, fuse: bool):
         """dtype: the compute dtype. fuse: compile the quantization."""
@@ -355,6 +356,7 @@ class WeightScales:
             m.fp8_scale = self.scales[i, 0]
             if reuse and _local(m.weight) is m.weight:
                 m.fp8_weight = torch.empty_like(m.weight, dtype=E4M3, requires_grad=False)
+                m.fp8_columns = column_major(m.fp8_weight)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -376,6 +378,8 @@ class WeightScales:
                 self.quantize(w.view(-1), m.fp8_scale, self.dtype, kept)
             if _local(m.weight) is m.weight:
                 m.fp8_version = m.weight._version
+                if kept is not None:
+                    m.fp8_columns.copy_(m.fp8_weight)
             elif hasattr(m, "fp8_shard"):
                 m.fp8_shard_version = _local(m.weight)._version
 

@@ -207,6 +207,7 @@ def _trace_layers(config: Config, layers: int, sharded: bool, accumulates: bool)
 
     model.layers[-1].register_forward_pre_hook(lambda m, args: args[0].register_hook(lap) and None)
     with live:
+        fp8.WeightScales(model, model.dtype, None, accumulates and not sharded, False)
         keep_copies(model, None, config, accumulates and not sharded)
         for _ in range(1 + (accumulates and not sharded)):
             live.lap()

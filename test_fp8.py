@@ -304,8 +304,8 @@ def test_the_table_and_its_share():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"recipe": "rowwise"}, "rowwise is unknown, did you mean row"),
-        ({"grad_dtype": "e5m3"}, "did you mean e5m2"),
+        ({"recipe": "rowwise"}, "rowwise is unknown; there are tensor, row"),
+        ({"grad_dtype": "e5m3"}, "e5m3 is unknown; there are e5m2, e4m3"),
         ({"skip": ["mlp.down", "qkv_proj"]}, "no layer is called mlp.down; .* down_proj, "),
         ({"skip": ["norm"]}, "no layer is called norm"),
         ({"skip": ["proj"]}, "no layer is called proj"),  # parts are whole
