@@ -25,7 +25,7 @@ import json
 import re
 import shutil
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,6 +78,11 @@ def _check_text(text: str) -> None:
 
 
 codecs.register_error("each", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # as sentencepiece does it
+
+
+def _cutter(tokens: Iterable[str]) -> re.Pattern:
+    """What cuts these tokens out of a text; the longest counts where several begin."""
+    return re.compile(f"({'|'.join(sorted(map(re.escape, tokens), key=len, reverse=True))})")
 
 
 class _Bytes:
@@ -135,8 +140,7 @@ class BPE(_Bytes):
         ranks, self.ids = (vocab, None) if merges is None else _ranks(vocab, merges, whole)
         self.control, self.leads_with_space, self.composes = control, leads_with_space, composes
         self.words = {w: [i] for w, i in words.items()}
-        longest_first = sorted(map(re.escape, words), key=len, reverse=True)
-        self.cut = re.compile(f"({'|'.join(longest_first)})") if words else None
+        self.cut = _cutter(words) if words else None
         self.tiktoken = tiktoken.Encoding("flatland", pat_str=split, mergeable_ranks=ranks, special_tokens={})
         self.bytes = {i: t for t, i in vocab.items()} | {i: w.encode() for w, i in words.items()}
         self.vocab_size = max([*self.bytes, *control.values()]) + 1
@@ -658,7 +662,7 @@ def _write_sentencepiece(tokenizer: SentencePiece, folder: Path) -> None:
 
 
 def chat_family(tokenizer: Tokenizer, model_type: str = "") -> str:
-    """-> a key of CHAT_FORMATS, by the tokenizer, its folder, or model_type ("llama" or "mixtral")."""
+    """-> a key of CHAT_TEMPLATES, by the tokenizer, its folder, or model_type ("llama" or "mixtral")."""
     if {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} <= tokenizer.control.keys():
         return "llama3"
     template, model_type = tokenizer.chat_template, tokenizer.model_type or model_type
@@ -680,16 +684,42 @@ def chat_family(tokenizer: Tokenizer, model_type: str = "") -> str:
     )
 
 
+MARK = 0xF0000  # of Unicode's private use: the character that stands for a message's words in a template
+
+
+@functools.lru_cache(maxsize=8)
+def _compile_template(tokenizer: Tokenizer, family: str) -> tuple:
+    """-> (what renders messages, what cuts the text at control tokens)"""
+    import jinja2  # torch needs it, too
+
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(chat_template(tokenizer, family))
+    return template.render, _cutter(tokenizer.control)
+
+
 def render_chat(tokenizer: Tokenizer, messages: list[dict], family: str) -> tuple[list[int], list[int]]:
     """messages [{"role", "content"}] -> (ids, mask): mask is 1 on the assistant's tokens and the control token that
-    closes them. Where the last message is not the assistant's, the ids end with what asks for an answer. Each turn is
-    encoded by itself, as it is when the model answers, and as text: no message can hold a control token."""
-    system, turns = _turns(messages)
-    begin = [] if family == "chatml" else [tokenizer.bos_id]
-    ids, mask = begin, [0] * len(begin)
-    for part, answer in CHAT_FORMATS[family](tokenizer, system, turns):
-        ids += part
-        mask += [int(answer)] * len(part)
+    closes them. Where the last message is not the assistant's, the ids end with what asks for an answer.
+
+    The family's template is rendered with a mark in the place of each message's words, and cut at its control tokens;
+    what is between them is encoded with the words: so no message can hold a control token."""
+    _check_messages(messages)
+    render, cut = _compile_template(tokenizer, family)
+    strips = ".strip()" in CHAT_TEMPLATES[family]  # then the white space around the words stays for the template
+    words = {i: m["content"].strip() if strips else m["content"] for i, m in enumerate(messages, MARK)}
+    marked = [m | {"content": m["content"].replace(words[i], chr(i), 1)} for i, m in enumerate(messages, MARK)]
+    answers = {chr(i) for i, m in enumerate(messages, MARK) if m["role"] == "assistant"}
+    ids, mask, answered = [], [], False
+    for part in cut.split(render(messages=marked, add_generation_prompt=messages[-1]["role"] != "assistant")):
+        if part in tokenizer.control:
+            ids.append(tokenizer.control[part])
+            mask.append(int(answered))
+            answered = False
+            continue
+        at = next((i for i, character in enumerate(part) if character in answers), len(part))
+        answered, new = at < len(part), tokenizer.encode(part.translate(words))
+        asked = len(tokenizer.encode(part[:at].rstrip(" ").translate(words))) if answered else len(new)
+        ids += new
+        mask += [0] * asked + [1] * (len(new) - asked)
     return ids, mask
 
 
@@ -750,71 +780,10 @@ def _write_chat_files(tokenizer: Tokenizer, folder: Path, family: str) -> None:
     (folder / "chat_template.jinja").write_text(template, "utf-8")
 
 
-Turns = list[tuple[str, str]]  # role, content
-Parts = Iterator[tuple[list[int], bool]]  # ids, and whether they are an answer
-
-
-def _headed(tokenizer: Tokenizer, turns: Turns, opening: Callable, head: Callable, close: str, tail: str) -> Parts:
-    """Turns that begin with control tokens, opening(role), and a line that ends, head(role); close: the control token
-    that ends one; tail: what is behind it. The head is encoded together with what follows, as where a template is
-    rendered; it ends where it would end by itself."""
-    encode = tokenizer.encode
-    for role, content in turns:
-        ids, cut = encode(head(role) + content), len(encode(head(role)))
-        yield [*opening(role), *ids[:cut]], False
-        yield [*ids[cut:], tokenizer.control[close]], role == "assistant"
-        yield encode(tail), False
-    if turns[-1][0] != "assistant":
-        yield [*opening("assistant"), *encode(head("assistant"))], False
-
-
-def _llama3(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
-    start, end = (tokenizer.control[f"<|{name}_header_id|>"] for name in ("start", "end"))
-    dates = LLAMA31_DATES * ("Cutting Knowledge Date" in tokenizer.chat_template)  # the templates' own
-    opening = [] if system is None and not dates else [("system", dates + (system or "").strip())]
-    turns = opening + [(role, content.strip()) for role, content in turns]
-    return _headed(
-        tokenizer, turns, lambda role: [start, *tokenizer.encode(role), end], lambda role: "\n\n", "<|eot_id|>", ""
-    )
-
-
-def _chatml(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
-    start, opening = tokenizer.control["<|im_start|>"], [] if system is None else [("system", system)]
-    return _headed(tokenizer, opening + turns, lambda role: [start], lambda role: f"{role}\n", "<|im_end|>", "\n")
-
-
-def _llama2(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
-    lead = "" if tokenizer.leads_with_space else " "
-    for i, (role, content) in enumerate(turns):
-        if role == "assistant":
-            yield [*tokenizer.encode(f"{lead}{content.strip()} "), tokenizer.eos_id], True
-            continue
-        if i == 0 and system is not None:
-            content = f"<<SYS>>\n{system}\n<</SYS>>\n\n{content}"
-        yield [tokenizer.bos_id] * (i > 0) + tokenizer.encode(f"[INST] {content.strip()} [/INST]"), False
-
-
-def _mixtral(tokenizer: Tokenizer, system: str | None, turns: Turns) -> Parts:
-    lead = "" if tokenizer.leads_with_space else " "
-    begin, end = (tokenizer.control.get(token) for token in ("[INST]", "[/INST]"))
-    controlled = begin is not None and end is not None
-    last = max(i for i, (role, _) in enumerate(turns) if role == "user")
-    for i, (role, content) in enumerate(turns):
-        if role == "assistant":
-            yield [*tokenizer.encode(lead + content), tokenizer.eos_id], True
-            continue
-        if system is not None and i == (last if controlled else 0):
-            content = f"{system}\n\n{content}"
-        if controlled:
-            yield [begin, *tokenizer.encode(lead + content), end], False
-        else:
-            yield tokenizer.encode(f"{lead}[INST] {content} [/INST]"), False
-
-
 _SYSTEM = """
 {%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none %}
 {%- set turns = messages if system is none else messages[1:] %}"""
-# The same as jinja templates, without what chat_template sets.
+# Without what chat_template sets.
 CHAT_TEMPLATES = {
     "llama2": _SYSTEM + """
 {%- for m in turns %}
@@ -855,11 +824,10 @@ CHAT_TEMPLATES = {
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}""",
 }  # fmt: skip
-CHAT_FORMATS = {"llama2": _llama2, "llama3": _llama3, "mixtral": _mixtral, "chatml": _chatml}
 
 
-def _turns(messages: list[dict]) -> tuple[str | None, Turns]:
-    """-> (the system prompt or None, the turns: user, assistant, user, ...)."""
+def _check_messages(messages: list[dict]) -> None:
+    """Perhaps a system message, then user, assistant, user, ..."""
     if not isinstance(messages, list) or not messages:
         raise UserError("Chat: expected a list of messages with one message or more")
     for i, m in enumerate(messages):
@@ -869,15 +837,13 @@ def _turns(messages: list[dict]) -> tuple[str | None, Turns]:
             raise UserError(f"Chat message {i}: role {m['role']!r}, expected system, user or assistant")
         if m["role"] != "system" and not m["content"].strip():
             raise UserError(f"Chat message {i}: the {m['role']}'s content is empty")
-    turns = [(m["role"], m["content"]) for m in messages]
-    system = turns.pop(0)[1] if turns[0][0] == "system" else None
-    for i, (role, _) in enumerate(turns):
+    first = int(messages[0]["role"] == "system")
+    for i, m in enumerate(messages[first:]):
         expected = ("user", "assistant")[i % 2]
-        if role != expected:
+        if m["role"] != expected:
             raise UserError(
-                f"Chat message {i + (system is not None)}: role {role}, expected {expected} (a system message may come"
-                " first, then user and assistant in turn)"
+                f"Chat message {i + first}: role {m['role']}, expected {expected} (a system message may come first,"
+                " then user and assistant in turn)"
             )
-    if not turns:
+    if len(messages) == first:
         raise UserError("Chat: a system message alone, expected a user's message after it")
-    return system, turns
