@@ -29,7 +29,7 @@ from model import MODELS, ModelConfig, Transformer, rope_frequencies
 from shapes import RopeScaling
 from test_model import BF16, FAMILY, error, make_reference, random_tokens
 from test_shard import run_code
-from weights import config_json, dropout_note, export_model, find_files, load_model, open_weights, pieces
+from weights import config_json, dropout_note, export_model, find_files, load_model, open_weights
 
 transformers.utils.logging.disable_progress_bar()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -261,19 +261,6 @@ def test_reads_what_transformers_writes(save, name, dtype, shard):
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_both_versions_keys_of_config_json(save, name):
-    folder = save(name)
-    values = json.loads((folder / "config.json").read_text())
-    assert weights.read_config(folder) == FAMILY[name]
-    values["torch_dtype"] = values.pop("dtype")  # from here on as version 4 writes it
-    if rope := values.pop("rope_parameters", None):
-        values["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
-    for key in ("rope_type", "type"):
-        older = {"rope_scaling": None if kind == "default" else {key: kind, **rope}} if rope is not None else {}
-        assert read(folder, values | older) == FAMILY[name]
-
-
-@pytest.mark.parametrize("name", FAMILY)
 def test_computes_in_bf16(save, name):
     """As near to fp32 as transformers' own bf16, whose weights are the same and which rounds as often. The median over
     tokens: rounding can send a token to another expert, and then all of it differs."""
@@ -315,12 +302,6 @@ def test_names_of_older_files(save, name, variant):
     head = theirs.get_output_embeddings().weight.detach()
     save_file(VARIANTS[variant](load_file(folder / "model.safetensors"), head), folder / "model.safetensors")
     assert error(load_model(folder).logits(TOKENS), theirs(TOKENS).logits) < 1e-5
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama3.2"])
-def test_model_saved_without_its_head(tmp_path, name):
-    reference(name).base_model.save_pretrained(tmp_path)
-    assert error(load_model(tmp_path).logits(TOKENS), reference(name)(TOKENS).logits) < 1e-5
 
 
 # ---- slices and memory
@@ -414,8 +395,7 @@ def test_peak_memory_is_not_twice_the_model(tmp_path):
 # ---- export
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name, dtype", [*((n, d) for n in FAMILY for d in ("fp32", "bf16")), ("mixtral", "fp16")])
 def test_import_export_import(save, tmp_path, name, dtype):
     """The same names with the same bits; transformers finds every key, no other, and computes equal logits."""
     dtype = DTYPES[dtype]
@@ -701,15 +681,6 @@ def test_pickles_are_refused_with_a_conversion_that_works(save, tmp_path, case):
     assert error(load_model(folder).logits(TOKENS), reference("gpt2")(TOKENS).logits) < 1e-5
 
 
-def test_a_pickle_is_not_opened(save):
-    folder = save("llama3")
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        torch.save({"x": Trap()}, folder / name)
-        with pytest.raises(UserError, match=f"{name}.*pickle"):
-            load_model(folder)
-        (folder / name).unlink()
-
-
 # ---- config.json
 
 GPT2_FACTS = {
@@ -979,14 +950,3 @@ def test_rope_table_of_published_models_is_transformers(tmp_path):
         rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
         assert error(rope_frequencies(config, torch.device("cpu")), rotary.inv_freq) < 1e-6, name
     assert config.rope_scaling is None and MODELS["llama3.2-1b"].rope_scaling == RopeScaling(factor=32.0)
-
-
-def test_pieces_cover_every_parameter():
-    """Of every row: the tensors of a parameter fill it, once."""
-    tiny = [name for name in MODELS if name.startswith("tiny-")]
-    for name in (*tiny, "llama3.1-405b", "gpt2-xl", "mistral-7b", "qwen2.5-7b", "qwen3-4b"):
-        with torch.device("meta"):
-            shapes = {n: p.shape for n, p in Transformer(MODELS[name]).named_parameters()}
-        plan = pieces(MODELS[name])
-        assert plan.keys() == shapes.keys()
-        assert all(sum(torch.Size(p.shape).numel() for p in row) == shapes[n].numel() for n, row in plan.items())

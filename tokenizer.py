@@ -608,14 +608,31 @@ BYTES_JSON = """{
 }"""
 
 
+BYTES_SETTINGS = """{
+ "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
+ "clean_up_tokenization_spaces": false, "model_max_length": 2147483648
+}"""
+# What is another in that of a sentencepiece model whose encoder puts a space before the text.
+PIECES_JSON = """{
+ "normalizer": {"type": "Sequence", "normalizers": [
+  {"type": "Prepend", "prepend": "▁"},
+  {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+ ]},
+ "pre_tokenizer": null,
+ "decoder": {"type": "Sequence", "decoders": [
+  {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+  {"type": "ByteFallback"}, {"type": "Fuse"},
+  {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+ ]}
+}"""
+
+
 def write_byte_tokenizer(folder: Path) -> None:
     """Writes a tokenizer.json and tokenizer_config.json with which transformers gives the ids of `bytes`."""
     content = json.loads(BYTES_JSON)
     content["model"]["vocab"] = dict(sorted(BYTE_OF.items(), key=lambda item: item[1])) | ByteTokenizer.control
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    config |= {"clean_up_tokenization_spaces": False, "model_max_length": 2**31}
     (folder / "tokenizer.json").write_text(json.dumps(content, indent=1, ensure_ascii=False), "utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), "utf-8")
+    (folder / "tokenizer_config.json").write_text(BYTES_SETTINGS, "utf-8")
 
 
 def _write_sentencepiece(tokenizer: SentencePiece, folder: Path) -> None:
@@ -634,27 +651,17 @@ def _write_sentencepiece(tokenizer: SentencePiece, folder: Path) -> None:
     bos = _name_of(tokenizer, tokenizer.bos_id)
     unknown = tokenizer.processor.id_to_piece(tokenizer.processor.unk_id())
     content = json.loads(BYTES_JSON.replace('"<s>"', json.dumps(bos)).replace("256", str(tokenizer.bos_id)))
-    flags, lead = content["added_tokens"][0], tokenizer.leads_with_space
-    added = tokenizer.control | {unknown: vocab[unknown]} | symbols
+    flags, added = content["added_tokens"][0], tokenizer.control | {unknown: vocab[unknown]} | symbols
+    content |= json.loads(PIECES_JSON)
     content["added_tokens"] = [
         flags | {"id": i, "content": text, "special": text not in symbols} for text, i in added.items()
     ]
-    to_piece = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    to_text = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    before = [{"type": "Prepend", "prepend": "▁"}] * lead
-    after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * lead
-    content["normalizer"] = {"type": "Sequence", "normalizers": [*before, to_piece]}
-    content["decoder"] = {"type": "Sequence", "decoders": [to_text, {"type": "ByteFallback"}, {"type": "Fuse"}, *after]}
-    content["pre_tokenizer"] = None
+    if not tokenizer.leads_with_space:
+        del content["normalizer"]["normalizers"][0], content["decoder"]["decoders"][-1]
     if not tokenizer.adds_bos:
         content["post_processor"] = None
-    content["model"] |= {
-        "byte_fallback": True,
-        "fuse_unk": True,
-        "unk_token": unknown,
-        "vocab": vocab,
-        "merges": merges,
-    }
+    model = {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown, "vocab": vocab, "merges": merges}
+    content["model"] |= model
     (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), "utf-8")
 
 

@@ -729,11 +729,12 @@ def _read_rope(values: dict, theta: float, path: Path) -> dict:
     name, rope = next(iter(given.items()), ("", {}))
     if not isinstance(rope, dict):
         raise UserError(f"{path}: {name} is {rope!r}, expected an object")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
     if kind not in ROPE_KEYS:
         raise UserError(f"{path}: rope_type {kind!r} is not implemented; {', '.join(ROPE_KEYS)} are")
     _refuse_unknown(rope, {"rope_type", "type", "rope_theta", *ROPE_KEYS[kind].values()}, path)
-    theta = float(_read_field(values | rope, "rope_theta", float, theta, path))
+    says = values if rope.get("rope_theta") is None else rope
+    theta = float(_read_field(says, "rope_theta", float, theta, path))
     numbers = {ours: _read_field(rope, key, float, MISSING, path) for ours, key in ROPE_KEYS[kind].items()}
     scaling = RopeScaling(**numbers, kind=kind) if numbers else None
     if scaling and scaling.high_freq_factor <= scaling.low_freq_factor:
@@ -778,8 +779,8 @@ def export(
     """Writes a Hugging Face folder, values rounded to `dtype`: shards of safetensors of at most shard_gb GB (10^9
     bytes; a tensor that is larger has a file of its own), each by one rank, then the rest. It is written beside its
     place and renamed when it is whole; replaces: an older export gives way; talks: the model was trained on
-    conversations, and the folder says how they look. UserError: no family has this shape. All
-    ranks must call; an error on one is raised on all."""
+    conversations, and the folder says how they look. UserError: no family has this shape. All ranks must call; an error
+    on one is raised on all."""
     shards, size = _plan_shards(config, dtype, shard_gb * 1e9)
     folder, chat = folder.absolute(), chat_family(tokenizer, config.chat_format) if talks and tokenizer else ""
     temporary = folder.with_name(f"{folder.name}.tmp-{gather(secrets.token_hex(4), ranks)[0]}")
