@@ -8,6 +8,7 @@ or a CPU, is in test_attention.py, test_fp8.py, test_shard.py and test_optim.py.
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import activations
@@ -104,6 +106,23 @@ def test_a_step_does_not_wait_for_the_gpu(kind):
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 32, 128), (12, 12, 64), (25, 25, 64), (32, 8, 80)], ids=str)
 def test_no_attention_keeps_all_probabilities(heads, dtype, separate):
     assert "math" not in attention.kernel("sdpa", separate, CUDA, dtype, heads)
+
+
+@host
+@pytest.mark.parametrize("recipe", ["tensor", "row"])
+def test_a_compiled_fp8_gradient_is_cast_and_transposed_in_one_kernel(recipe):
+    """Another one finds the largest magnitude, for row the columns'."""
+    torch._dynamo.reset()
+    with CUDA:
+        layer, x = nn.Linear(2048, 4096, bias=False), torch.randn(4096, 2048, dtype=torch.bfloat16, requires_grad=True)
+    fp8.convert_linears(layer, recipe, small=True)
+    scales = fp8.WeightScales(layer, torch.bfloat16, None, True, False)
+    scales.refresh()
+    grad = torch.randn(4096, 4096, device=CUDA, dtype=torch.bfloat16)
+    _, codes = run_and_get_code(lambda: torch.compile(layer, dynamic=False)(x).backward(grad))
+    assert len(re.findall(r"\.run\([^)]*tangents_1", codes[-1])) == 2
+    if recipe == "tensor":  # the weight lies ready for the product
+        assert "primals" in re.search(r"_scaled_mm\((.*)", codes[-1])[1].split(", ")[1]
 
 
 class Crossings(TorchDispatchMode):
