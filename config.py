@@ -361,7 +361,7 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
     words = []
     try:
         text = path.read_text("utf-8")
-    except (UnicodeDecodeError, PermissionError) as e:
+    except UnicodeDecodeError as e:
         raise UserError(f"@{name}: {e}") from None
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -451,8 +451,9 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     values["lora_alpha"] = values["lora_alpha"] or 2.0 * values["lora"]
     chose_bytes = values["tokenizer"] == "bytes"
     _settle_model(values, any(word.partition("=")[0] == "--model" for word in words))
-    values["out"] = values["out"] or _default_out(values, recipes)
-    _check_out(values["out"])
+    values["out"] = out = values["out"] or _default_out(values, recipes)
+    if not out.isprintable():  # launch.sh and train.sbatch read it as a line
+        raise UserError(f"--out {out!r}: a run folder's name must be printable")
     config = Config(**values)
     _check_together(config)
     if not chose_bytes:
@@ -536,11 +537,6 @@ def _default_out(values: dict, recipes: list[str]) -> str:
 
     names = recipes or [_folder_name(Path(values["model"]).name)]
     return str(Path("runs") / "-".join(names + [_folder_name(name_of(entry)) for entry in values["data"]]))
-
-
-def _check_out(out: str) -> None:
-    if not out.isprintable():  # launch.sh and train.sbatch read it as a line
-        raise UserError(f"--out {out!r}: a run folder's name must be printable")
 
 
 def _check_flag(f: Field, values: dict) -> None:

@@ -563,19 +563,6 @@ class Fetching:
                     part.seek(part.truncate(0))
 
 
-@contextlib.contextmanager
-def _disk_errors_explained(base: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = f"{error.filename or base}: {error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Failure(f"{what}; free some space, and {SAME}") from None
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
-            raise UserError(f"{what}; name a folder that you may write to, with --out or HF_HOME") from None
-        raise Failure(what) from None
-
-
 def fetch(hub: Hub, base: Path, tree: Listing, what: dict, out: bool = False, jobs: int = 8) -> Path:
     """Fetches the files of a listing -> the folder that they are in. base: the repository's folder in the cache, or
     with `out` a folder for plain files. what: the repository, the revision, its commit and the command, for the
@@ -589,21 +576,20 @@ def fetch(hub: Hub, base: Path, tree: Listing, what: dict, out: bool = False, jo
     fetching = Fetching(hub, commit, files)
     need = sum(max(f.size - max(_size(f.part), 0), 0) for f in files if _size(f.home) != f.size)
     print(f"{what['repo']} at {commit}: {len(files)} files, {amount(fetching.total)}, {amount(need)} of it to fetch")
-    with _disk_errors_explained(base):
-        scratch.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(scratch).free
-        if need > free:
-            raise Failure(
-                f"{base}: the disk has {amount(free)} free and the download needs {amount(need)}: free some space,"
-                " choose another disk with --out or HF_HOME, or fetch less with --include or --exclude"
-            )
-        asked = {path: size for path, (size, _) in tree.items()}
-        write_whole(scratch / record, json.dumps(what | {"files": asked}, indent=1))
-        fetching.run(jobs)
-        if not out and what["revision"] != commit:
-            ref = base / "refs" / what["revision"]
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(ref, commit)
+    scratch.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(scratch).free
+    if need > free:
+        raise Failure(
+            f"{base}: the disk has {amount(free)} free and the download needs {amount(need)}: free some space,"
+            " choose another disk with --out or HF_HOME, or fetch less with --include or --exclude"
+        )
+    asked = {path: size for path, (size, _) in tree.items()}
+    write_whole(scratch / record, json.dumps(what | {"files": asked}, indent=1))
+    fetching.run(jobs)
+    if not out and what["revision"] != commit:
+        ref = base / "refs" / what["revision"]
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(ref, commit)
     return folder
 
 

@@ -86,8 +86,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = RunLock(self.folder)
         except OSError as e:
-            if e.errno in (errno.EEXIST, errno.ENOTDIR, errno.EROFS):
-                raise UserError(f"--out {self.folder}: no folder can be there: {e}") from None
+            if e.errno == errno.EROFS:
+                raise UserError(f"--out {self.folder}: {e}") from None
             raise
         return self.lock.nonce
 
@@ -432,17 +432,16 @@ class Watchdog:
         for group in self.groups:
             with contextlib.suppress(RuntimeError, AttributeError):
                 collectives += (group or dist.group.WORLD)._get_sequence_number_for_group()
-        progress = {}
+        progress, keys = {}, [f"flatland/watch/{rank}" for rank in range(self.ranks.world_size)]
         with contextlib.suppress(Exception):  # the store is gone with its machine
             self.store.set_timeout(timedelta(seconds=2))
             mine = [self.clock.step, collectives, self.clock.stack[-1] + self._awaited(), platform.node()]
-            self.store.set(f"flatland/watch/{self.ranks.rank}", json.dumps(mine))
-            end = time.monotonic() + 5
-            while len(progress) < self.ranks.world_size and time.monotonic() < end:
-                time.sleep(0.2)
-                for rank in set(range(self.ranks.world_size)) - set(progress):
-                    if self.store.check([key := f"flatland/watch/{rank}"]):
-                        progress[rank] = json.loads(self.store.get(key))
+            self.store.set(keys[self.ranks.rank], json.dumps(mine))
+            with contextlib.suppress(RuntimeError):  # not all have answered
+                self.store.wait(keys, timedelta(seconds=5))
+            for rank, key in enumerate(keys):
+                if self.store.check([key]):
+                    progress[rank] = json.loads(self.store.get(key))
         return progress
 
     def _behind(self) -> list[str]:

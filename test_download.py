@@ -484,7 +484,8 @@ def test_full_disk(hub, tmp_path, capfd, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", full)
     assert main(["org/model"]) == 1
-    assert "No space left on device; free some space, and the same command goes on" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "the disk is full" in said and "the same command goes on" in said
     monkeypatch.setattr(os, "pwrite", write)
     sent = hub.cdn.sent
     assert main(["org/model"]) == 0
@@ -516,7 +517,7 @@ def test_without_locks_and_without_links(hub, tmp_path, capfd, monkeypatch):
     assert hub.cdn.sent == sum(len(v) for k, v in MODEL.items() if is_large(k))
     monkeypatch.setattr(Path, "symlink_to", cannot)
     assert main(["solo"]) == 2
-    assert "name a folder that you may write to, with --out" in capfd.readouterr().err
+    assert "name a folder that you may write to" in capfd.readouterr().err
     assert main(["solo", "--out", str(tmp_path / "out")]) == 0
 
 
