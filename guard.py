@@ -108,9 +108,9 @@ class Run:
         for message in warnings:
             logger.warning(message)
 
-    def write_status(self, state: str, step: int, exit_code: int | None = None, message: str = "", **more) -> None:
+    def write_status(self, state: str, step: int, **more) -> None:
         """status.json, on rank 0. All ranks must call."""
-        on_first_rank(lambda: write_status(self.folder, state, step, exit_code, message, **more), self.ranks)
+        on_first_rank(lambda: write_status(self.folder, state, step, **more), self.ranks)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager:
         """Time inside belongs to `name`, and the watchdog grants it `limits[name]` seconds (else LONG)."""
@@ -137,7 +137,7 @@ class Run:
         if state == "stopped":
             reason = self.votes.reason or "another rank"
             logger.info("Stopped by %s after step %d; the same command goes on from there", reason, step)
-        self.write_status(state, step, 0)
+        self.write_status(state, step, exit_code=0)
 
     def __exit__(self, kind, error: BaseException | None, trace) -> bool:
         self.clock.switch("end", self.clock.step)  # which may take longer than --timeout

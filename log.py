@@ -73,9 +73,8 @@ def write_status(
     folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "", **more: list[float]
 ) -> None:
     """state: running, finished, stopped, error (the user's mistake) or failed."""
-    attempt = os.environ.get("TORCHELASTIC_RUN_ID", "")  # so that the launcher knows whose end this is
     status = {"state": state, "step": step, "exit_code": exit_code, "message": message, "pid": os.getpid()}
-    status["attempt"] = attempt
+    status["attempt"] = os.environ.get("TORCHELASTIC_RUN_ID", "")  # so that the launcher knows whose end this is
     write_whole(folder / "status.json", json.dumps(status | more) + "\n")
 
 
