@@ -64,7 +64,7 @@ def test_a_run_leaves_all_that_it_promises(tmp_path, text):
     flags = [*FAST, "--data", text, "--steps", 12, "--log_every", 5, "--eval_every", 10, "--save_every", 5]
     run_code("", ["nothing"])  # starts what the processes are forked from
     begin = time.perf_counter()
-    done = train(*flags, "--sample_every", 10, "--prompt", "7 and", "--out", run)
+    done = train(*flags, "--sample_every", 10, "--prompt", "7 and", "--out", run, env={"PLOTS": "yes"})
     wall = time.perf_counter() - begin
     names = {p.name for p in run.iterdir()}
     files = "flags.json env.json status.json metrics.jsonl log.txt curves.png samples.txt checkpoints hf"

@@ -12,6 +12,7 @@ import runs
 import train
 from common import Run
 from config import parse_args
+from test_shard import skip_plots
 
 
 def made_up(loss: float = 2.0, speed=100.0, memory=1.0, wall=50.0, samples=2) -> Run:
@@ -102,9 +103,10 @@ def test_predictions_are_compared_and_the_recipes_scaling_is_drawn(monkeypatch, 
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
-def test_transformers_trains_as_we_do(tmp_path):
+def test_transformers_trains_as_we_do(tmp_path, monkeypatch):
     """Three steps from the same weights on the same batches: the same loss, to rounding."""
     flags = f"{runs.REFERENCE} --n_layers 2 --steps 3 --eval_every 3 --eval_batches 2 --dtype fp32 --lr 1e-2".split()
+    skip_plots(monkeypatch.setattr)
     assert train.main([*flags, "--out", str(tmp_path / "ours")]) == 0
     records = map(json.loads, (tmp_path / "ours/metrics.jsonl").read_text().splitlines())
     ours = next(record["val_loss"] for record in records if "val_loss" in record)

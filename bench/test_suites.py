@@ -17,6 +17,7 @@ import train
 from common import Run, Turn, guarded, race, row
 from errors import Failure, UserError
 from shard import Ranks
+from test_shard import skip_plots
 
 EXPECTED = {  # of each part: what a case begins with, and some of its contenders
     "check": ("loss and gradients", {"fp32"}),
@@ -346,7 +347,8 @@ def test_weights_are_loaded_by_one_two_and_four_processes():
     assert all("shards" in r["note"] for r in rows if r["what"] in ("direct", "rank0"))
 
 
-def test_the_layers_of_a_run_in_fp8(tmp_path):
+def test_the_layers_of_a_run_in_fp8(tmp_path, monkeypatch):
+    skip_plots(monkeypatch.setattr)
     flags = f"--steps 1 --eval_every 0 --compile none --dtype bf16 --seq_len 64 --micro_batch 2 --out {tmp_path}/run"
     assert train.main(flags.split()) == 0
     rows = list(gpu.bench_fp8(Namespace(run=tmp_path / "run", recipe="row")))

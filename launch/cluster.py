@@ -86,6 +86,7 @@ class Host:
     port: int = 0  # of ssh; 0 = ssh's own choice
     slots: int = 0  # ranks; 0 = one per GPU
     label: str = ""  # its name in messages and under logs/
+    number: str = ""  # the label's end, for another node of one name: "-2" and so on
     session: str = ""
     address: str = ""  # as the other hosts reach it
     devices: list | None = None  # its share of the GPUs, where there are some
@@ -196,11 +197,10 @@ def read_hosts(listed: str, path: Path | None = None) -> list[Host]:
         if not host.local and host.line in [h.line for h in earlier]:
             raise UserError(f"{host.line} is listed twice; slots=N sets the number of its processes")
         name = platform.node() if host.local else host.line.split("@")[-1]
-        label, n = re.sub(r"[^\w.-]", "-", name), 1
-        host.label = label
-        while host.label in [h.label for h in earlier]:
-            n += 1
-            host.label = f"{label}-{n}"
+        label = re.sub(r"[^\w.-]", "-", name)
+        while label + host.number in [h.label for h in earlier]:
+            host.number = f"-{int(host.number[1:] or 1) + 1}"
+        host.label = label + host.number
     return hosts
 
 
@@ -458,13 +458,12 @@ class Supervisor:
 
     def run(self, answers: list) -> None:
         """answers: of `prepare`, on all hosts."""
-        job, saved, tries, report = self.job, max(a["saved"] for a in answers), 0, ""
+        job, saved, tries, report = self.job, last_saved(self.out), 0, ""
         while True:
             end = self.attempt(answers)
             if end.state != "failed" or read_wish(self.out):
                 return self.end(end)
-            answers = self.ask("prepare", clear=True)  # ends what is left of it
-            newest = max((a["saved"] for a in answers if isinstance(a, dict)), default=saved)
+            newest = last_saved(self.out)
             if newest > saved:
                 saved, tries, report = newest, 0, ""
             report = report or end.report
@@ -609,6 +608,12 @@ def first_cause(watchers: list[Watcher], silent: list[Watcher]) -> dict:
             causes.append((w.heard - result["ago"], result["cause"]))
     nothing = {"sure": WAITED, "what": "it ended, and no host can say why"}
     return min(causes, key=lambda cause: (cause[1]["sure"], cause[0]), default=(0, nothing))[1]
+
+
+def last_saved(out: Path) -> int:
+    """The step of a run's newest checkpoint; 0 if there is none."""
+    steps = out.glob(f"checkpoints/step-{'[0-9]' * 8}/manifest.json")
+    return max((int(path.parent.name[5:]) for path in steps), default=0)
 
 
 def at(step: int) -> str:
@@ -771,7 +776,8 @@ def verb_train(words: list[str], settings: dict) -> int:
 def start(hosts: list[Host], job: dict) -> tuple[Follower, dict]:
     """Leaves a supervisor behind, and waits until the run has begun, or ended -> launch.json."""
     out = ROOT / job["out"]
-    name_sessions(hosts, out)
+    for host in hosts:
+        host.session = re.sub(r"[^\w-]", "_", f"flatland-{out.name}{host.number.replace('-', '_')}", flags=re.A)
     claim(out, job)
     answers = prepare(hosts, job)
     follower, supervisor = Follower(out, job["out"]), Supervisor(job, hosts)
@@ -789,14 +795,6 @@ def say_started(name: str, launch: dict) -> None:
     say(f"Started {name}: {launch['place']}{where}; log in {name}/log.txt")
     if not hosts[0].devices and max(host.slots for host in hosts) > 1:
         say("On a CPU, one process with all of a machine's cores was 1.2 times as fast as two: see BENCHMARKS.md")
-
-
-def name_sessions(hosts: list[Host], out: Path) -> None:
-    """Nodes of one machine have the session's name with a number."""
-    session = re.sub(r"[^\w-]", "_", f"flatland-{out.name}", flags=re.A)
-    for i, host in enumerate(hosts):
-        before = sum(h.address == host.address for h in hosts[:i])
-        host.session = session + (f"_{before + 1}" if before else "")
 
 
 def claim(out: Path, job: dict) -> None:

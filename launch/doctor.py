@@ -172,17 +172,21 @@ def judge_links(probe: Connection, links: dict) -> tuple[str, str]:
     """A host's slowest link, and what is wrong with its links. One whose every link is bad is to blame for them, and
     the hosts at their other ends are not."""
 
-    def blamed(probe: Connection) -> bool:
-        problems = [problem for pair, (_, problem) in links.items() if probe in pair]
-        return len(problems) > 1 and all(problems)
+    def problems(probe: Connection) -> list[str]:
+        return [problem for pair, (_, problem) in links.items() if probe in pair]
+
+    def is_blamed(probe: Connection) -> bool:
+        return len(problems(probe)) > 1 and all(problems(probe))
 
     slowest = min([speed for pair, (speed, problem) in links.items() if probe in pair and not problem], default=0.0)
-    bad = {pair: problem for pair, (_, problem) in links.items() if probe in pair and problem}
-    which = "every link of this host"
-    if not blamed(probe):
-        bad = {pair: problem for pair, problem in bad.items() if not any(map(blamed, pair))}
-        which = "the link to " + ", ".join(p.host.label for pair in bad for p in pair if p is not probe)
-    problem = next((f"{which} {problem}" for problem in bad.values()), "")
+    problem = ""
+    if is_blamed(probe):
+        problem = f"every link of this host {problems(probe)[0]}"
+    else:
+        bad = [pair for pair, (_, why) in links.items() if why and probe in pair and not any(map(is_blamed, pair))]
+        others = ", ".join(p.host.label for pair in bad for p in pair if p is not probe)
+        if bad:
+            problem = f"the link to {others} {links[bad[0]][1]}"
     advice = "; see its cable, firewall and the errors that `ip -s link` counts"
     return f"{slowest:.0f} MB/s", problem and problem + advice
 

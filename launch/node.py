@@ -275,16 +275,13 @@ def parse_failures(text):
 
 def write_record(logs, record):
     """On a full disk it tries again, and says so where there is room: on the session's screen, or in Slurm's file."""
-    end, cause = time.monotonic() + FULL_DISK, record["cause"]
+    end, cause = time.monotonic() + FULL_DISK, record["cause"] or {"what": "it ended well"}
     while True:
         try:
             return write_whole(logs / "agent.json", json.dumps(record))
         except OSError as e:
-            problem = f"{e.strerror} in {logs}"
-        if cause and problem not in cause["what"]:
-            cause["what"] += f"; {problem}"
-        message = cause["what"] if cause else problem
-        print(f"{message}: free some space, and launch again", file=sys.stderr, flush=True)
+            problem = f"{cause['what']}; {e.strerror} in {logs}: free some space, and launch again"
+        print(problem, file=sys.stderr, flush=True)
         if time.monotonic() > end:
             return None
         time.sleep(5)
@@ -371,12 +368,10 @@ def prepare(request):
     pids = sorted(map(str, sum(processes(marker), [])))
     if pids:
         raise Refused(f"being trained already: processes {', '.join(pids)}")
-    names = [path.parent.name[5:] for path in out.glob("checkpoints/step-*/manifest.json")]
-    saved = max([int(name) for name in names if name.isdigit()], default=-1)
     port = probe_port(request["port"])
     if not port and request["label"] == request["first"]:
         raise Refused(f"port {request['port']} is taken; set another at the top of launch.sh, or 0 for a free one")
-    return {"saved": saved, "port": port}
+    return {"port": port}
 
 
 def probe_port(port):

@@ -353,10 +353,11 @@ def test_what_an_agent_sets_for_its_ranks(tmp_path, ranks, given, expected):
 def test_it_gives_up_after_its_tries_without_a_newer_checkpoint_and_names_the_first_cause(supervisor, monkeypatch):
     supervisor.job |= {"retries": 1, "retry_pause": 0, "host_wait": 0}
     ends = iter([cluster.End("failed", n, f"what {n}", f"report {n}") for n in range(9)])
-    saved = iter([4, 4, 7, 7, 7, 7])
+    saved = iter([0, 4, 7, 7])
     monkeypatch.setattr(Supervisor, "attempt", lambda self, answers: next(ends))
-    monkeypatch.setattr(Supervisor, "ask", lambda self, operation, **_: [{"saved": next(saved)}])
-    supervisor.run([{"saved": -1}])
+    monkeypatch.setattr(Supervisor, "ask", lambda self, operation, **_: [])
+    monkeypatch.setattr(cluster, "last_saved", lambda out: next(saved))
+    supervisor.run([])
     launch, log = cluster.read_launch(supervisor.out), (supervisor.out / "logs" / "launch.log").read_text()
     assert (launch["state"], launch["message"]) == ("failed", "what 2")
     assert log.count("Relaunching from step 4 in 0 s: try 1 of 1") == 1 and log.count("Relaunching from step 7") == 1

@@ -186,7 +186,8 @@ def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(
     assert log in out and "key" not in out and "device=" not in out  # every line, with its prefix: this is no terminal
     assert out.endswith("runs/default: finished at step 4\n")
 
-    assert checkout.launch("--steps", "4") == (0, "runs/default is finished\n", "")
+    for words in (["--steps", "4"], ["--steps", "4", "--check"]):  # by the run's own checks, and before it
+        assert checkout.launch(*words) == (0, "runs/default is finished\n", "")
     assert checkout.launch("logs") == (0, log + "runs/default: finished at step 4\n", "")
 
 
@@ -277,11 +278,6 @@ def test_mistakes_end_with_2_and_one_message(checkout, words, message):
     assert (status, out) == (2, "") and message in err
     assert len(err.splitlines()) == 1
     assert not (checkout.folder / "runs").exists()
-
-
-def test_hosts_may_hold_comments_blanks_and_carriage_returns(checkout):
-    (checkout.folder / "hosts").write_bytes(b"# ours\r\n\r\n  localhost \t# this one\r\n")
-    assert checkout.launch("--check") == (0, "", "a line for the user\n")
 
 
 def test_setup_takes_the_python_that_has_everything_and_makes_no_other(checkout):
