@@ -10,7 +10,6 @@ and files that flags name is imported where it is called."""
 
 import argparse
 import difflib
-import math
 import re
 import shlex
 from collections.abc import Iterable
@@ -87,7 +86,7 @@ timeout ddp_timeout init_timeout_seconds train_timeout_seconds
 
 
 def _flag(
-    default, help: str, choices: tuple = (), least: float = 0, below: float = math.inf, needs: str = "",
+    default, help: str, choices: tuple = (), least: float = 0, below: float = 2**53, needs: str = "",
     group: str = "", resume: str = "same",
 ):  # fmt: skip
     """least, below: the range of a number, the second not in it. needs: the flag without which it has no effect. group:
@@ -545,20 +544,12 @@ def _check_flag(f: Field, values: dict) -> None:
     if choices and value not in choices:
         there_are = ", ".join(filter(None, choices))
         raise UserError(f"--{f.name} {value}: unknown{_did_you_mean(value, choices)}; there are {there_are}")
-    if isinstance(value, (int, float)):
-        _check_range(f, value)
+    least, below = f.metadata["range"]
+    if isinstance(value, (int, float)) and not least <= value < below:
+        raise UserError(f"--{f.name} {value}: it must be at least {least} and below {below} ({f.metadata['help']})")
     streams = needs == "stream" and any(d.startswith("hf://") for d in (*values["data"], *values["val_data"]))
     if needs and value not in (f.default, 0) and values[needs] in ("", "off", 0) and not streams:
         raise UserError(f"--{f.name} has no effect without --{needs}: give that, or leave --{f.name} out")
-
-
-def _check_range(f: Field, value: int | float) -> None:
-    least, below = f.metadata["range"]
-    if isinstance(value, int) and below == math.inf:
-        below = 2**53
-    limit = "finite" if below == math.inf else f"below {below}"
-    if not least <= value < below:
-        raise UserError(f"--{f.name} {value}: it must be at least {least} and {limit} ({f.metadata['help']})")
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -66,8 +66,6 @@ class Run:
         self.mesh: DeviceMesh | None = None
         self.began, self.exit_code = False, 1
         self.at_end: list[Callable[[], None]] = []  # called when all is done, or has failed; they must not raise
-        # Seconds that the watchdog grants a phase; those not named here have LONG at least, the start has no limit.
-        self.limits = {"steps": config.timeout, "data": config.timeout}
 
     def __enter__(self) -> "Run":
         self.nonce = on_first_rank(self._take_folder, self.ranks)
@@ -113,7 +111,7 @@ class Run:
         on_first_rank(lambda: write_status(self.folder, state, step, **more), self.ranks)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager:
-        """Time inside belongs to `name`, and the watchdog grants it `limits[name]` seconds (else LONG)."""
+        """Time inside belongs to `name`; the watchdog grants "data" and "steps" --timeout, any other LONG at least."""
         return self.clock.part(name)
 
     def add_mesh(self, mesh: DeviceMesh | None) -> None:
@@ -402,7 +400,7 @@ class Watchdog:
         if in_step and self.stopped_at and idle > patience:
             if now - self.stopped_at > patience:
                 self._hang(f"told to stop, and no step has ended for {idle:.0f} s: nothing is saved")
-        elif idle > self.run.limits.get(phase, max(timeout, LONG)):
+        elif idle > (timeout if in_step else max(timeout, LONG)):
             self._hang(f"no step has ended for {idle:.0f} s (--timeout {timeout})")
         if in_step:
             self.longest = max(self.longest, idle)

@@ -164,7 +164,7 @@ def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, monkey
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         config = SimpleNamespace(timeout=600)
-        run = SimpleNamespace(config=config, ranks=ALONE, clock=Clock(), folder=tmp_path, lock=None, limits={})
+        run = SimpleNamespace(config=config, ranks=ALONE, clock=Clock(), folder=tmp_path, lock=None)
         watchdog = guard.Watchdog(run)
         watchdog.ranks = Ranks(0, ranks, ALONE.device)
         os.kill(os.getpid(), signal.SIGTERM)
