@@ -23,7 +23,6 @@ from shapes import MODELS, ModelConfig
 VERSION = "0.1.0"  # CHANGELOG.md says what is in it
 PROFILE_AFTER = 3  # steps before the profiled ones: what compiles, what settles, and one that warms the profiler up
 DEFAULT = ["@recipes/default.args"]  # what is trained where nothing is named
-NAMES = ("fp8_skip", "resume_override", "chat_fields", "lora_targets", "track")  # flags that take names and no paths
 BYTES_UP_TO = 1024  # the largest vocabulary whose text is taken as bytes (258 ids) without being told
 
 # Our flags, and what nanoGPT, transformers, torchtitan, torchtune, axolotl and the FSDP recipes for Slurm call them.
@@ -407,7 +406,7 @@ def _how_to_read(f: Field) -> dict:
     if f.name == "check":
         return {"nargs": "?", "const": 0, "type": int, "metavar": "N"}
     if isinstance(f.default, tuple):
-        return {"nargs": "+", "metavar": "NAME" if f.name in NAMES else "PATH"}
+        return {"nargs": "+"}
     if isinstance(f.default, bool):
         return {"nargs": "?", "const": True, "type": _on_off, "metavar": "on|off"}
     metavar = "NAME" if f.metadata["choices"] else {str: "TEXT", int: "N", float: "X"}[type(f.default)]
