@@ -77,7 +77,7 @@ def _check_text(text: str) -> None:
         raise UserError(f"The text holds half of a surrogate pair (character {e.start}), which is no text") from None
 
 
-codecs.register_error("each", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # as sentencepiece does it
+codecs.register_error("each byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # as sentencepiece does it
 
 
 def _cutter(tokens: Iterable[str]) -> re.Pattern:
@@ -211,7 +211,7 @@ class SentencePiece(_Bytes):
     across the cut: byte-fallback BPE, no normalization, and a line feed is never a part of a longer token."""
 
     PIECE = 1_000  # characters, or more
-    errors = "each"
+    errors = "each byte"
 
     def __init__(self, model: bytes, extra: dict[str, int]):
         from sentencepiece import SentencePieceProcessor
