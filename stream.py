@@ -440,14 +440,11 @@ class Lane:
         return f"{self.order(epoch)[file]} up to row {row} (lane {self.number}, epoch {epoch})"
 
     def rows(self, position: Position):
-        """Rows from a position on, without end: (seq_len + 1 tokens, the position behind it, bad rows)."""
+        """Rows from a position on, without end: (seq_len + 1 tokens, the position behind it)."""
         given, *begin = position
-        tokens, bad = np.zeros(0, np.uint32), []
+        tokens = np.zeros(0, np.uint32)
         begins = []  # of the documents in tokens: (where it begins, its place)
         for ids, place in self._documents(*begin):
-            if place is None:
-                bad.append(ids)
-                continue
             begins.append((len(tokens), place))
             tokens = np.concatenate((tokens, np.array(ids, np.uint32)))
             start = 0
@@ -456,12 +453,12 @@ class Lane:
                 while len(begins) > 1 and begins[1][0] <= end:
                     begins.pop(0)
                 begin, (epoch, file, row, offset, skipped) = begins[0]
-                yield tokens[start : end + 1], (given, epoch, file, row, offset + end - begin, skipped), bad
-                start, bad = end, []
+                yield tokens[start : end + 1], (given, epoch, file, row, offset + end - begin, skipped)
+                start = end
             tokens, begins = tokens[start:], [(begin - start, place) for begin, place in begins]
 
     def _documents(self, epoch, at, first, skip, skipped):
-        """(ids, (epoch, file, row, token, bad rows)) from a place on, without end; (a message, None) for a bad row."""
+        """(ids, (epoch, file, row, token, bad rows)) from a place on, without end."""
         while True:
             any_rows = at or first
             for k, file in list(enumerate(self.order(epoch)))[at:]:
@@ -476,7 +473,7 @@ class Lane:
                         skipped += 1
                         if skipped > self.skip_bad:
                             raise UserError(f"{e}; --skip_bad N leaves out up to N such rows per lane") from None
-                        yield str(e), None
+                        download.say(f"left out: {e}")
                         continue
                     any_rows, offset = True, skip if row.number == first else 0
                     yield ids[offset:], (epoch, k, row.number, offset, skipped)
@@ -578,17 +575,14 @@ class Stream:
             return self.kept[number]
         turn, lane = divmod(number, self.config.lanes)
         try:
-            tokens, position, bad = next(self.lanes[lane])
+            tokens, position = next(self.lanes[lane])
             while position[0] <= turn:  # rows of other ranks
-                tokens, position, more = next(self.lanes[lane])
-                bad += more
+                tokens, position = next(self.lanes[lane])
         except UserError as e:
             raise RankError(str(e)) from None  # other ranks may have met nothing
         except Damaged as e:
             raise Damaged(f"{e}, and trained on: --resume a checkpoint from before that") from None
         assert position[0] == turn + 1, f"lane {lane} is behind row {turn}: {position}"
-        for message in bad:
-            _warn(f"left out: {message}")
         self.positions[lane] = self.recent[number] = position
         if len(self.recent) > RECENT:
             self.recent.pop(next(iter(self.recent)))
