@@ -449,8 +449,8 @@ def write_at(fd: int, chunk: bytes, at: int) -> None:
 @dataclass
 class File:
     """A file to be fetched. home: where the content goes. link: its name in the snapshot, or home itself. part: what
-    has arrived of it. mark: a file that is locked while one thread fetches this; it holds the time of home's
-    last change, when its hash was right."""
+    has arrived of it. mark: a file that is locked while one thread fetches this; it holds the time of home's last
+    change when its hash was right."""
 
     path: str
     size: int
@@ -496,10 +496,10 @@ class Fetching:
         try:
             while left:
                 done, left = wait(left, 0.1 if terminal else LINE_EVERY, FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
                 line = f"{self._line()}, {self.files} of {count} files"
                 print("\r\033[K" * terminal + line[:columns], end="" if terminal and left else "\n", flush=True)
+                for future in done:
+                    future.result()
         finally:
             self.ended = True
             pool.shutdown(wait=False, cancel_futures=True)
