@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from errors import RankFailure, UserError
+from model import CHUNK_BYTES
 from optim import local
 
 
@@ -194,14 +195,23 @@ def explained_memory(config, model: nn.Module, optimizer=None) -> Iterator[None]
         device, statistics = torch.device("cuda", torch.cuda.current_device()), torch.cuda.memory_stats()
         used = {k: statistics[f"{k}_bytes.all.peak"] for k in ("allocated", "reserved")}
         used["total"] = torch.cuda.get_device_properties(device).total_memory
-        message = explain_out_of_memory(model, optimizer, config, used, str(device))
+        message = explain_out_of_memory(model, optimizer, config, loss_head_bytes(config), used, str(device))
         rank = os.environ.get("RANK", 0)
         raise RankFailure(f"rank {rank} on {platform.node()}: {message}") from None
 
 
-def explain_out_of_memory(model: nn.Module, optimizer, config, used: dict[str, int], name: str) -> str:
-    """What the memory of a GPU went to, measured, and the flags that lower it, cheapest first. used: bytes allocated
-    at the peak, reserved, total; name: of the device."""
+def loss_head_bytes(config) -> int:
+    """What the loss needs at its peak on a GPU in bf16, uncompiled: a chunk's logits, in both dtypes, in fp32 once more
+    within logsumexp, and the gradient of the weight."""
+    vocabulary, width = config.model_config.vocab_size, config.model_config.dim
+    rows = config.micro_batch or config.batch_tokens // config.seq_len  # at most
+    logits = min(CHUNK_BYTES["cuda"] // 2, rows * config.seq_len * vocabulary)
+    return 10 * logits + 4 * vocabulary * width
+
+
+def explain_out_of_memory(model: nn.Module, optimizer, config, head: int, used: dict[str, int], name: str) -> str:
+    """What the memory of a GPU went to, measured, and the flags that lower it, cheapest first. head: bytes that the
+    loss head takes; used: bytes allocated at the peak, reserved, total; name: of the device."""
     tensors = {
         "parameters": model.parameters(),
         "gradients": [p.grad for p in model.parameters() if p.grad is not None],
@@ -211,7 +221,8 @@ def explain_out_of_memory(model: nn.Module, optimizer, config, used: dict[str, i
     for part, of_part in tensors.items():
         held = [local(t) for t in of_part]
         parts[part] = sum(t.numel() * t.element_size() for t in held if t.device.type == name.partition(":")[0])
-    parts["activations, gathered layers and the loss"] = max(used["allocated"] - sum(parts.values()), 0)
+    parts["loss head (at most)"] = head
+    parts["activations and gathered layers"] = max(used["allocated"] - sum(parts.values()), 0)
     said = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
     loose = used["reserved"] - used["allocated"]
     expandable = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; " * (loose > used["total"] / 10)
