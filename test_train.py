@@ -213,7 +213,7 @@ train.learning_rate = lambda c, step: (step == 7 and os.kill(os.getpid(), 15), r
 def test_memory_stays_flat(tmp_path, text):
     """From step 20 to the end, with evaluations, plots, saves and samples on the way."""
     flags = [*FAST, "--data", text, "--steps", 100, "--log_every", 20, "--eval_every", 10, "--save_every", 10]
-    train(*flags, "--sample_every", 10, "--out", tmp_path / "run")
+    train(*flags, "--sample_every", 10, "--out", tmp_path / "run", env={"PLOTS": "yes"})
     memory = {r["step"]: r["mem_gib"] for r in records(tmp_path / "run")}
     assert memory[100] < 1.03 * memory[20], memory
 

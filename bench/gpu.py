@@ -467,7 +467,7 @@ def bench_fp8(args: Namespace) -> Iterator[Row]:
     model = Transformer(saved.model_config, DTYPES[config.dtype])
     shard.fill(model, saved.read_weights)
     model.to(device).train()
-    recipe = args.recipe or config.fp8.replace("off", "tensor")
+    recipe = config.fp8.replace("off", "tensor")
     rows = fp8.convert_linears(model, recipe, config.fp8_grad_dtype.replace("auto", "e5m2"), config.fp8_skip, True)
     fp8.watch(model, list(fp8.layers(model)))
     batch = next(iter(make_loader(config)))[0].to(device)

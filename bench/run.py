@@ -38,7 +38,6 @@ import peers
 import runs
 import suites
 from common import Row, guarded
-from fp8 import RECIPES
 from log import describe_environment
 
 # Each takes the command line's flags and yields its rows; the first line of its docstring is the title.
@@ -70,7 +69,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=0, help="of switches, reference and fp8-parity; 0 = as written there")
     add("--budget", type=float, default=520.0, metavar="SECONDS", help="that gpu may take (default 520)")
     add("--run", type=Path, metavar="FOLDER", help="of fp8: a run folder")
-    add("--recipe", default="", choices=("", *RECIPES), help="of fp8: another than the run's")
     add("--tiny", action="store_true", help="cpu and gpu in small, on a CPU, too: does the code run?")
     return parser
 

@@ -349,9 +349,9 @@ def test_weights_are_loaded_by_one_two_and_four_processes():
 
 def test_the_layers_of_a_run_in_fp8(tmp_path, monkeypatch):
     skip_plots(monkeypatch.setattr)
-    flags = f"--steps 1 --eval_every 0 --compile none --dtype bf16 --seq_len 64 --micro_batch 2 --out {tmp_path}/run"
-    assert train.main(flags.split()) == 0
-    rows = list(gpu.bench_fp8(Namespace(run=tmp_path / "run", recipe="row")))
+    flags = "--steps 1 --eval_every 0 --compile none --dtype bf16 --fp8 row --seq_len 64 --micro_batch 2 --out"
+    assert train.main([*flags.split(), f"{tmp_path}/run"]) == 0
+    rows = list(gpu.bench_fp8(Namespace(run=tmp_path / "run")))
     assert len(rows) == 9 and "lm_head" in rows[-1]["case"] and "skipped" in rows[-1]["what"]
     down = next(r for r in rows if r["case"].startswith("layers.1.mlp.down_proj"))
     operands = down["note"].split("; ")
