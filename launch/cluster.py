@@ -866,7 +866,7 @@ def host_files(out: Path, name: str, which: str) -> list[Path]:
     label, local_rank = ranks.get(which, (which, "*"))
     host = find_host(launch, label, f"logs: {name} has ranks 0 to {processes - 1} and no host or rank")
     folder = out / "logs" / host.label / launch["id"]
-    agent = [] if which in ranks else folder.glob("agent.*.log")
+    agent = [] if which in ranks and processes > 1 else folder.glob("agent.*.log")
     return sorted([*folder.glob(f"*/attempt_*/{local_rank}/*.log"), *agent])
 
 

@@ -242,6 +242,7 @@ def test_an_interrupted_launcher_leaves_the_run_which_can_be_watched_and_stopped
     assert watcher.returncode == 0 and "long.x: stopped at step" in out
     assert (run / "log.txt").read_text().splitlines()[-1] in out
     assert checkout.launch("stop", "--out", "runs/long.x") == (0, "runs/long.x is not running: stopped\n", "")
+    assert "a line for the user" in checkout.launch("logs", "0", "--out", "runs/long.x")[1]
 
 
 def test_a_deaf_run_without_tmux_ends_at_the_second_stop(checkout, no_tmux):
