@@ -48,7 +48,7 @@ class GradientReducer:
         self.bad_in_row = torch.zeros((), device=local(parameters[0]).device)  # on the host, if they are offloaded
         self.local_loss = self.suppress = self.bad_in_row
         self.optimizer: torch.optim.Optimizer | None = None  # the one that updates in the backward pass
-        self.running: list[Future] = []  # updates of this step
+        self.running: list[tuple[Tensor, Future]] = []  # parameters that are being updated
 
     def update_in_backward(self, optimizer: torch.optim.Optimizer, beside: bool = False) -> None:
         """From now on `backward` updates each parameter as soon as its gradient is complete, and frees the gradient:
@@ -74,10 +74,9 @@ class GradientReducer:
             total, self.count = sums.unbind()
             # What was seen of this step so far, added up: once it is no number, nothing is updated any more.
             self.seen = (total / self.count).where(self.bad_in_row < self.limit, torch.nan)
-            self.norms, self.lr, self.running = {}, lr, []
+            self.norms, self.lr = {}, lr
         loss.backward()
-        for updating in self.running:
-            updating.result()
+        self._free_gradients(wait=True)
 
     @torch.no_grad()
     def _update_one(self, groups: list[dict], p: Tensor) -> None:
@@ -89,14 +88,24 @@ class GradientReducer:
         self.seen = self.seen + square
         suppress = (~self.seen.isfinite()).float()
         if self.worker:
-            self.running.append(self.worker.submit(self._apply, groups, suppress))
+            self.running.append((p, self.worker.submit(self._apply, groups, suppress)))
+            self._free_gradients()
         else:
             self._apply(groups, suppress)
+            p.grad = None
 
     def _apply(self, groups: list[dict], suppress: Tensor) -> None:
         all_groups, self.optimizer.param_groups = self.optimizer.param_groups, groups
-        update(self.optimizer, self.lr, self.count, suppress)
+        step(self.optimizer, self.lr, self.count, suppress)
         self.optimizer.param_groups = all_groups
+
+    def _free_gradients(self, wait: bool = False) -> None:
+        """Of the parameters that are updated. This thread does it: torch 2.13 crashes where another one frees a DTensor
+        that this one is about to let go of."""
+        while self.running and (wait or self.running[0][1].done()):
+            p, updating = self.running.pop(0)
+            updating.result()
+            p.grad = None
 
     def _norms(self, parameters: list[Tensor]) -> list[Tensor]:
         """Of pieces of their gradients."""
@@ -320,6 +329,12 @@ def _local_start(tensor: Tensor) -> int:
 def update(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
     """One step with gradients / divisor, or none at all where suppress is 1 (fp32 scalars on the device); frees the
     gradients. Any torch optimizer will do, but one that is neither fused AdamW nor MixedAdamW makes the host wait."""
+    step(optimizer, lr, divisor, suppress)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def step(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
+    """`update`, but for the gradients, which stay."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -332,7 +347,6 @@ def update(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppres
         optimizer.step()
     # torch counts no update of a DTensor; FP8 and offloading go by the count.
     torch.autograd.graph.increment_version([p._local_tensor for p in parameters if is_sharded(p)])
-    optimizer.zero_grad(set_to_none=True)
 
 
 def learning_rate(config, step: int) -> float:
