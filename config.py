@@ -199,7 +199,7 @@ class Config:
     dtype: str = _flag(
         "auto",
         "of activations and matrix products (weights stay fp32); tf32 = fp32, multiplied as TF32 on a GPU; auto = bf16"
-        " where the hardware has it, else fp32",
+        " where the hardware is faster in it, else fp32",
         ("auto", "bf16", "tf32", "fp32"),
         group="precision, memory and speed",
     )

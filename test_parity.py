@@ -491,9 +491,9 @@ def test_parity(world_size, whole):
 
 
 def test_a_short_fuzz():
-    rows = list(fuzz(seed=0, count=10))
+    rows = list(fuzz(seed=0, count=40))
     wrong = [row for row in rows if "WRONG" in row]
-    assert not wrong and len(rows) == 10, "\n".join(wrong)
+    assert not wrong and len(rows) == 40, "\n".join(wrong)
 
 
 # A planted fault: each micro-batch of a step doubles what those before it have left.

@@ -329,6 +329,22 @@ def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, case):
     refuse(0, 2**60)  # what the host has is not known
 
 
+@pytest.mark.parametrize(
+    "amx, avx512, name, dtype",
+    [
+        (True, True, "Intel(R) Xeon(R) Processor", "bf16"),
+        (False, True, "Intel(R) Xeon(R) Platinum 8369HC", "fp32"),
+        (False, True, "AMD EPYC 9R14", "bf16"),
+        (False, False, "AMD EPYC 7R13", "fp32"),
+    ],
+)
+def test_auto_is_the_dtype_that_a_cpu_is_fast_in(monkeypatch, amx, avx512, name, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(check, "cpu_name", lambda: name)
+    assert check.resolve(parse_args([]), torch.device("cpu"), 1).dtype == dtype
+
+
 def test_out_of_memory_tells_what_the_memory_went_to():
     model = torch.nn.Linear(1024, 1024, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
