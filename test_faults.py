@@ -592,7 +592,7 @@ def test_a_save_in_the_background_equals_one_that_is_waited_for_and_its_error_en
         m.setattr(checkpoint, "write_file", full)
         status, said = run_here(tmp_path / "run", *flags, save_async, "--steps", 60, "--save_every", 5)
     assert status == 1 and said.count("the disk is full") == 1
-    assert losses(tmp_path / "run")[-1][0] < 9  # the step after at the latest
+    assert losses(tmp_path / "run")[-1][0] <= 10  # a step after the error, and before another save is begun
     names = {p.name for p in (tmp_path / "run/checkpoints").iterdir()}
     assert names == {"latest", "step-00000002", "step-00000004"}
 

@@ -342,7 +342,7 @@ def test_slices_of_every_parameter(monkeypatch, save, name, mixed):
 
 
 MEMORY = """
-import json, os, sys
+import ctypes, json, os, sys
 from pathlib import Path
 import torch
 from model import ModelConfig
@@ -364,6 +364,7 @@ def make(folder, n_layers):
             f.write(block[: end - at])
     return config, end / 2**20
 
+ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once, in any thread
 out = Path(sys.argv[1])
 for name, n_layers in (("small", 1), ("large", 14)):  # the small one takes what the first use of anything takes
     config, size = make(out / name, n_layers)
@@ -379,13 +380,13 @@ print(size, (exported - before) / 2**20, (loaded - exported) / 2**20)
 
 def test_peak_memory_is_not_twice_the_model(tmp_path):
     """116 MiB of weights, whose largest tensor has 2 MiB (as a parameter, two of them): an export needs the memory of a
-    few such, loading that of the model and a few such. The rest is what the allocator leaves behind."""
+    few such, loading that of the model and a few such."""
     done = run_code(MEMORY, ["measure", str(tmp_path)])
     assert done.returncode == 0, done.stderr
     size, export, load = map(float, done.stdout.split())
     copy = tmp_path / "large-copy"
     assert size > 110 and len(list(copy.glob("model-*-of-*.safetensors"))) > 5
-    assert export < 24 and load < size + 24
+    assert export < 24 and load < size + 6
     for name, tensor in load_file(tmp_path / "large" / "model.safetensors").items():
         if ".11." in name:
             found = next(f for f in map(weights.TensorFile, find_files(copy)) if name in f.entries)
