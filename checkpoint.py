@@ -103,7 +103,7 @@ class Saver:
         self.config, self.ranks, self.mesh = run.config, run.ranks, run.mesh
         self.run, self.nonce = run.folder, run.nonce
         self.tokens = found.manifest["probe"]["tokens"] if found else None
-        self.base = base_fingerprint(self.config, self.ranks)
+        self.base = found.manifest["base"] if found else base_fingerprint(self.config, self.ranks)
         self.last = found.step if found else 0  # the newest that is whole
         on_first_rank(lambda: clean(self.run, self.last or math.inf), self.ranks)
         self.pinned: dict[str, Tensor] = {}  # copies of a GPU's state are made in these
