@@ -4,8 +4,9 @@ A repository is pinned to a commit and listed. The listing names the content of 
 large-file storage, git's SHA-1 of a blob outside it. A file grows as a part in the folder `.download`; after a kill,
 the next command hashes what it finds there and asks for the rest. Only a part with the right hash gets the file's name.
 A file is locked while it is fetched, so processes that share a folder share the work. Without --out the layout is
-that of huggingface_hub's cache, which the ecosystem reads: blobs/HASH, snapshots/COMMIT/NAME as a link to it, and
-last refs/REVISION with the commit. `.download/COMMIT.json` lists what was asked for: what lacks any of it is not whole.
+that of huggingface_hub's cache, which the ecosystem reads: refs/REVISION with the commit, blobs/HASH, and
+snapshots/COMMIT/NAME as a link to it. `.download/COMMIT.json` lists what was asked for: what lacks any of it is not
+whole.
 
 Requests are urllib's: huggingface_hub 2.4 starts a killed file again from byte 0, compares only sizes, lists without a
 timeout, and hands the token to the host that a list names for its next page. It provides the token, the endpoint and
@@ -19,6 +20,7 @@ import fnmatch
 import hashlib
 import http.client
 import json
+import logging
 import os
 import re
 import shlex
@@ -37,23 +39,23 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 from urllib.parse import quote, urlsplit
 
-from errors import Failure, Parser, UserError, amount, read_json, run_script, write_whole  # first: it finds the Python
+from errors import Failure, Parser, Progress, UserError, amount, printable, read_json, run_script, write_whole  # first
 
 # isort: split
 from huggingface_hub import constants
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
 TEXT = "*.json|*.jinja|*.model|*.model.v*|*.tiktoken|merges.txt|vocab.*|LICENSE*|USE_POLICY*"  # beside the weights
-PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
+PICKLES = "*.bin|*.pth|*.pt|*.ckpt|*.pkl"
 STALL = 30.0  # seconds without a byte, after which a connection counts as cut
 PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before the second try; doubled before each further one, up to the second
 PATIENCE = 1800.0  # seconds without a new byte through which we wait for a hub that limits our requests
 TRIES, LIST_TRIES = 10, 4  # in a row without a new byte; the second for a listing, where the user sits and waits
 QUIET = 2.0  # seconds after which a wait is told
-LINE_EVERY = 10.0  # seconds between two lines of progress where the screen is no terminal
 CHUNK = 1 << 20
 LARGEST = 1 << 29  # bytes that are read at once; Llama 3's tokenizer.json has 17 MB
 SAME = "the same command goes on from there"
+logger = logging.getLogger("flatland")
 Listing = dict[str, tuple[int, str]]  # path -> (bytes, hash): sha256 (64 digits), or git's SHA-1 of the blob (40)
 
 
@@ -66,8 +68,12 @@ class NotThere(UserError):
 
 
 def say(text: str) -> None:
-    """A line for the user. A worker of stream.py replaces this: it hands the line to its parent."""
-    print(text, file=sys.stderr, flush=True)
+    """A line for the user: in the log, where this process has one. A worker of stream.py replaces this: it hands the
+    line to its parent."""
+    if logger.handlers:
+        logger.warning(text)
+    else:
+        print("\r\033[K" * sys.stderr.isatty() + printable(text), file=sys.stderr, flush=True)
 
 
 # ---- names and folders
@@ -83,7 +89,7 @@ def folder_of(name: str, revision: str) -> tuple[str, str, Path]:
     return kind, repo, Path(constants.HF_HUB_CACHE) / f"{kind}--{repo.replace('/', '--')}"
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
     """Bytes; -1 if there is no such file."""
     return path.stat().st_size if path.is_file() else -1
 
@@ -97,7 +103,7 @@ def find(spec: str, flag: str) -> Path:
         folder = _find_snapshot(spec, flag)
         record = folder.parents[1] / ".download" / f"{folder.name}.json"  # other programs write none
     asked = read_json(record)
-    missing = [path for path, size in asked.get("files", {}).items() if _size(folder / path) != size]
+    missing = [path for path, size in asked.get("files", {}).items() if size_of(folder / path) != size]
     if missing:
         raise UserError(
             f"{flag} {spec}: its download has not ended, {len(missing)} of {len(asked['files'])} files are missing in"
@@ -107,21 +113,19 @@ def find(spec: str, flag: str) -> Path:
 
 
 def _find_snapshot(spec: str, flag: str) -> Path:
-    """The newest of the snapshots in the cache that a hub id may mean: of the commit that it or its branch names, else
-    of a download of that revision that has not come to its end."""
+    """The newest of the snapshots in the cache that a hub id may mean: of the commit that it or its branch names."""
     name, _, revision = spec.partition("@")
     wanted = revision or "main"
     try:
         base = folder_of(name, wanted)[2]
     except UserError:
         raise UserError(f"{flag} {spec}: no such folder or file, and not the name of a repository") from None
-    begun = {p: read_json(base / ".download" / f"{p.name}.json").get("revision") for p in base.glob("snapshots/*")}
     ref, commit = base / "refs" / wanted, revision if len(revision) >= 7 else "no commit"
     commit = ref.read_text("utf-8").strip() if ref.is_file() else commit
-    matches = [p for p in begun if p.name.startswith(commit)] or [p for p in begun if begun[p] == wanted]
-    if matches:
+    snapshots = [*base.glob("snapshots/*")]
+    if matches := [p for p in snapshots if p.name.startswith(commit)]:
         return max(matches, key=lambda p: p.stat().st_mtime)
-    others = "".join(f"; there is {name}@{begun[p] or p.name[:12]}" for p in begun)
+    others = "".join(f"; there is {name}@{p.name[:12]}" for p in snapshots)
     command = f"python download.py {name}{revision and f' --revision {revision}'}"
     raise UserError(
         f"{flag} {spec}: no such folder or file, and no download of it in {constants.HF_HUB_CACHE}{others}: {command}"
@@ -205,16 +209,14 @@ class Wait:
         """Sleeps until the next try. Raises what the user should read if another try is no use, if `limit` of them have
         brought nothing, or if the hub has limited our requests for too long."""
         reason, seconds = self._judge(error)
-        so_far = time.monotonic() - self.since
         if seconds is None:
             self.tries += 1
             seconds = min(PAUSE * 2 ** (self.tries - 1), LONGEST_PAUSE)
             if self.tries >= self.limit:
                 mend = f"check the network, HF_ENDPOINT and HTTPS_PROXY; {SAME}"
                 raise Failure(f"{reason}, {self.tries} times in a row: {mend}")
-        elif so_far + seconds > PATIENCE:
-            waited = f" after {so_far:.0f} s of waiting" * (so_far > 1)
-            raise Failure(f"{reason} and wants {seconds:.0f} s of rest{waited}: wait, or log in for more; {SAME}")
+        elif time.monotonic() - self.since + seconds > PATIENCE:
+            raise Failure(f"{reason} and wants {seconds:.0f} s of rest: wait, or log in for more; {SAME}")
         if seconds >= QUIET:
             self._tell(f"{reason}; next try in {seconds:.0f} s")
         time.sleep(seconds)
@@ -247,9 +249,8 @@ def _asked_wait(headers) -> float:
 # ---- the hub
 
 
-def _origin(url: str) -> tuple[str, str, int | None]:
-    parts = urlsplit(url)
-    return parts.scheme, (parts.hostname or "").lower(), parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+def _origin(url: str) -> tuple[str, str]:
+    return urlsplit(url.lower())[:2]  # scheme, and host with its port
 
 
 class Hub(urllib.request.HTTPRedirectHandler):
@@ -261,12 +262,8 @@ class Hub(urllib.request.HTTPRedirectHandler):
             raise UserError("HF_HUB_OFFLINE is set, so that nothing is fetched: unset it, or give files that are here")
         self.kind, self.repo, self.url, self.tries = kind, repo, constants.ENDPOINT, tries or LIST_TRIES
         self.page = f"{self.url}/{'datasets/' * (kind == 'datasets')}{repo}"
-        try:
-            _origin(self.url)  # ValueError: a port that is none
-            if not re.fullmatch(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[\w./-]*)?", self.url, re.ASCII):
-                raise ValueError(self.url)
-        except ValueError:
-            raise UserError("HF_ENDPOINT: expected http://HOST or https://HOST, with a :PORT if need be") from None
+        if not re.fullmatch(r"https?://([\w.-]+|\[[\da-f:]+\])(:[1-6]?\d{1,4})?(/[\w./-]*)?", self.url, re.ASCII):
+            raise UserError("HF_ENDPOINT: expected http://HOST or https://HOST, with a :PORT if need be")
         import certifi  # as get_token takes 0.25 s, which find() does without
         from huggingface_hub import get_token
 
@@ -274,8 +271,7 @@ class Hub(urllib.request.HTTPRedirectHandler):
         if self.token and not re.fullmatch(r"[!-~]+", self.token):
             raise UserError("the token (HF_TOKEN, or the login's file) holds characters that no token has: set it anew")
         trust = ssl.create_default_context()
-        if not ssl.get_default_verify_paths().cafile:  # some Pythons know of no system's certificates
-            trust.load_verify_locations(certifi.where())
+        trust.load_verify_locations(certifi.where())  # some Pythons know of no system's certificates
         self.opener = urllib.request.build_opener(self, urllib.request.HTTPSHandler(context=trust))
 
     def _request(self, url: str, headers: dict[str, str], wait: Wait) -> urllib.request.Request:
@@ -403,7 +399,7 @@ def _read_by_trainers(tree: Listing, args: argparse.Namespace) -> list[str]:
     """Of a model: safetensors (the Hugging Face ones, where there are others too), configuration and tokenizer, all in
     the top folder."""
     top = [p for p in tree if "/" not in p]
-    weights, pickles = _matching(top, ["*.safetensors"]), [p for p in tree if p.endswith(PICKLES)]
+    weights, pickles = _matching(top, ["*.safetensors"]), _matching(tree, PICKLES.split("|"))
     if pickles and not weights and not args.skip_model:
         raise UserError(
             f"{args.repo} has its weights only as pickles ({', '.join(pickles[:2])}), and only safetensors are loaded:"
@@ -415,16 +411,14 @@ def _read_by_trainers(tree: Listing, args: argparse.Namespace) -> list[str]:
 
 def select(tree: Listing, args: argparse.Namespace) -> list[str]:
     """The paths to fetch: those of --include; else all of a dataset, and of a model what a trainer reads."""
+    exclude = args.exclude + ["*.safetensors", "*.safetensors.index.json", *PICKLES.split("|")] * args.skip_model
     if args.include:
         paths = _matching(tree, args.include)
     elif args.repo.startswith("datasets/"):
-        paths = [p for p in tree if not re.fullmatch(r"\.git.*|.*\.(md|py)", p)]
+        paths, exclude = tree, [*exclude, ".git*", "*.md", "*.py"]
     else:
         paths = _read_by_trainers(tree, args)
-    left_out = set(_matching(paths, args.exclude))
-    if args.skip_model:
-        left_out |= {p for p in paths if p.endswith((".safetensors", ".safetensors.index.json", *PICKLES))}
-    paths = sorted(set(paths) - left_out)
+    paths = sorted(set(paths) - set(_matching(paths, exclude)))
     if not paths:
         has = f"it has {', '.join([*tree][:8])} ..." if tree else "it is empty"
         raise UserError(f"{args.repo}: none of its {len(tree)} files is selected; {has}")
@@ -446,11 +440,18 @@ def write_at(fd: int, chunk: bytes, at: int) -> None:
         chunk, at = chunk[count:], at + count
 
 
+def hash_rest(file: BinaryIO, digest):
+    """Updates a digest with what is left to read of a file -> the digest."""
+    while chunk := file.read(CHUNK):
+        digest.update(chunk)
+    return digest
+
+
 @dataclass
 class File:
     """A file to be fetched. home: where the content goes. link: its name in the snapshot, or home itself. part: what
-    has arrived of it. mark: a file that is locked while one thread fetches this; it holds the time of home's last
-    change when its hash was right."""
+    has arrived of it. mark: a file that is locked while one thread fetches this, and those of other processes wait and
+    find it whole; it holds the time of home's last change when its hash was right. fetched: bytes from the network."""
 
     path: str
     size: int
@@ -459,107 +460,52 @@ class File:
     link: Path
     part: Path
     mark: Path
-
-    def digest(self, content: BinaryIO):
-        """The hash of a file's content so far."""
-        digest = new_digest(self.oid, self.size)
-        while chunk := content.read(CHUNK):
-            digest.update(chunk)
-        return digest
+    fetched: int = 0
 
     def is_whole(self) -> bool:
         """Whether the content is in its place and right; read only if it changed since that was verified."""
-        if _size(self.home) != self.size:
+        if size_of(self.home) != self.size:
             return False
         if self.mark.read_text() == str(self.home.stat().st_mtime_ns):
             return True
         with open(self.home, "rb") as f:
-            return self.digest(f).hexdigest() == self.oid
+            return hash_rest(f, new_digest(self.oid, self.size)).hexdigest() == self.oid
 
-
-class Fetching:
-    """A download in progress, and how far it is. Each file is fetched by a thread that has locked it; those of other
-    processes wait for that, and find it whole."""
-
-    def __init__(self, hub: Hub, commit: str, files: list[File]):
-        self.hub, self.commit, self.total = hub, commit, sum(f.size for f in files)
-        self.left = sorted(files, key=lambda f: f.size)  # small ones first: a refusal shows at once
-        self.done = self.fetched = self.files = 0  # bytes on disk, bytes from the network, files
-        self.began, self.lock, self.ended = time.monotonic(), threading.Lock(), False
-
-    def run(self, jobs: int) -> None:
-        """Shows a bar until all is fetched or a thread has failed. Ctrl-C leaves the threads behind."""
-        terminal, count = sys.stdout.isatty(), len(self.left)
-        columns = shutil.get_terminal_size().columns - 1 if terminal else None
-        pool = ThreadPoolExecutor(jobs)
-        left = [pool.submit(self._settle, file) for file in self.left]
-        try:
-            while left:
-                done, left = wait(left, 0.1 if terminal else LINE_EVERY, FIRST_EXCEPTION)
-                line = f"{self._line()}, {self.files} of {count} files"
-                print("\r\033[K" * terminal + line[:columns], end="" if terminal and left else "\n", flush=True)
-                for future in done:
-                    future.result()
-        finally:
-            self.ended = True
-            pool.shutdown(wait=False, cancel_futures=True)
-            print("\n" * (terminal and bool(left)), end="")
-
-    def _line(self) -> str:
-        seconds, share = time.monotonic() - self.began, self.done / max(self.total, 1)
-        speed = self.fetched / max(seconds, 0.1)
-        words = [f"[{'#' * int(20 * share):20}] {100 * share:.0f} %", f"{amount(self.done)} of {amount(self.total)}"]
-        words.append(f"{amount(speed)}/s")
-        if self.fetched and self.done < self.total:
-            words.append(f"{(self.total - self.done) / speed / 60:.1f} min left")
-        return ", ".join(words)
-
-    def _count(self, done: int = 0, fetched: int = 0, files: int = 0) -> None:
-        """Called by every thread; ends it if another has failed."""
-        if self.ended:
-            raise Failure("another file could not be fetched")
-        with self.lock:
-            self.done, self.fetched, self.files = self.done + done, self.fetched + fetched, self.files + files
-
-    def _settle(self, file: File) -> None:
-        """Brings one file into its place."""
-        with open(file.mark, "a+") as mark:
+    def settle(self, hub: Hub, commit: str) -> None:
+        """Brings the file into its place."""
+        with open(self.mark, "a+") as mark:
             with contextlib.suppress(OSError):  # without locks all write the same bytes to the same places
                 fcntl.flock(mark, fcntl.LOCK_EX)
-            if file.is_whole():
-                self._count(file.size)
-                file.part.unlink(missing_ok=True)
+            if self.is_whole():
+                self.part.unlink(missing_ok=True)
             else:
-                self._receive(file)
-                file.home.parent.mkdir(parents=True, exist_ok=True)
+                self._receive(hub, commit)
+                self.home.parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileNotFoundError):  # without locks, somebody else may have been faster
-                    os.replace(file.part, file.home)
+                    os.replace(self.part, self.home)
             mark.truncate(0)
-            mark.write(str(file.home.stat().st_mtime_ns))
-        if file.link != file.home and not file.link.is_symlink():
-            file.link.parent.mkdir(parents=True, exist_ok=True)
-            file.link.unlink(missing_ok=True)
+            mark.write(str(self.home.stat().st_mtime_ns))
+        if self.link != self.home and not self.link.is_symlink():
+            self.link.parent.mkdir(parents=True, exist_ok=True)
+            self.link.unlink(missing_ok=True)
             with contextlib.suppress(FileExistsError):
-                file.link.symlink_to(os.path.relpath(file.home, file.link.parent))
-        self._count(files=1)
+                self.link.symlink_to(os.path.relpath(self.home, self.link.parent))
 
-    def _receive(self, file: File) -> None:
+    def _receive(self, hub: Hub, commit: str) -> None:
         """Completes a part. A damaged one starts again from byte 0, once; Damaged if that one is damaged too."""
-        with open(os.open(file.part, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as part:
+        with open(os.open(self.part, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as part:
             for again in (False, True):
-                digest, have = file.digest(part), part.tell()
-                self._count(have)
+                digest, have = hash_rest(part, new_digest(self.oid, self.size)), part.tell()
                 try:
-                    for chunk in self.hub.read(file.path, self.commit, file.size, file.oid, digest, have):
+                    for chunk in hub.read(self.path, commit, self.size, self.oid, digest, have):
                         write_at(part.fileno(), chunk, have)
                         have += len(chunk)
-                        self._count(len(chunk), len(chunk))
+                        self.fetched += len(chunk)
                     return os.fsync(part.fileno())
                 except Damaged as e:
                     if again:
                         raise Damaged(f"{e}, the second time too; try later") from None
-                    say(f"{file.path} is damaged: again from the start")
-                    self._count(-have)
+                    say(f"{self.path} is damaged: again from the start")
                     part.seek(part.truncate(0))
 
 
@@ -573,9 +519,9 @@ def fetch(hub: Hub, base: Path, tree: Listing, what: dict, out: bool = False, jo
     for path, (size, oid) in tree.items():
         home = folder / path if out else base / "blobs" / oid
         files.append(File(path, size, oid, home, folder / path, scratch / f"{oid}.part", scratch / f"{oid}.ok"))
-    fetching = Fetching(hub, commit, files)
-    need = sum(max(f.size - max(_size(f.part), 0), 0) for f in files if _size(f.home) != f.size)
-    print(f"{what['repo']} at {commit}: {len(files)} files, {amount(fetching.total)}, {amount(need)} of it to fetch")
+    need = sum(max(f.size - max(size_of(f.part), 0), 0) for f in files if size_of(f.home) != f.size)
+    total = amount(sum(f.size for f in files))
+    print(f"{what['repo']} at {commit}: {len(files)} files, {total}, {amount(need)} of it to fetch")
     scratch.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(scratch).free
     if need > free:
@@ -585,12 +531,29 @@ def fetch(hub: Hub, base: Path, tree: Listing, what: dict, out: bool = False, jo
         )
     asked = {path: size for path, (size, _) in tree.items()}
     write_whole(scratch / record, json.dumps(what | {"files": asked}, indent=1))
-    fetching.run(jobs)
     if not out and what["revision"] != commit:
         ref = base / "refs" / what["revision"]
         ref.parent.mkdir(parents=True, exist_ok=True)
         write_whole(ref, commit)
+    _fetch_all(hub, commit, files, need, jobs)
     return folder
+
+
+def _fetch_all(hub: Hub, commit: str, files: list[File], need: int, jobs: int) -> None:
+    """Shows a bar until all is fetched or a thread has failed. Ctrl-C leaves the threads behind."""
+    progress, pool = Progress(need), ThreadPoolExecutor(jobs)
+    in_order = sorted(files, key=lambda file: file.size)  # small ones first: a refusal shows at once
+    left = [pool.submit(file.settle, hub, commit) for file in in_order]
+    try:
+        while left:
+            done, left = wait(left, 0.2, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            fetched = sum(file.fetched for file in files)
+            words = f"{amount(fetched)} of {amount(need)}", f"{len(files) - len(left)} of {len(files)} files"
+            progress.show(fetched, fetched, *words, end=not left)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 # ---- the command line
@@ -615,7 +578,7 @@ def download(args: argparse.Namespace, command: str) -> None:
     tree = hub.tree(commit)
     tree = {path: tree[path] for path in select(tree, args)}
     for path, (size, _) in tree.items() if args.out and not before else ():
-        if (base / path).exists() and _size(base / path) != size:
+        if (base / path).exists() and size_of(base / path) != size:
             raise UserError(f"{base / path} is there, and not as {repo} has it: name an empty folder with --out")
     what = {"repo": args.repo, "revision": args.revision, "commit": commit, "command": command}
     folder = fetch(hub, base, tree, what, bool(args.out), args.jobs)

@@ -12,8 +12,10 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import sys
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -103,7 +105,8 @@ def explain(error: Exception) -> tuple[int, str, bool]:
 
 def say_error(message: str) -> None:
     with contextlib.suppress(OSError):  # stderr may be on a disk that is full
-        print(f"error: {printable(message)}", file=sys.stderr)
+        over_progress = "\r\033[K" * sys.stderr.isatty()
+        print(f"{over_progress}error: {printable(message)}", file=sys.stderr)
 
 
 def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
@@ -144,6 +147,33 @@ def _end(status: int) -> NoReturn:
         except OSError:
             status = status or 1
     os._exit(status)
+
+
+class Progress:
+    """A line on stderr that tells how far a task is: on a terminal it replaces itself, elsewhere a new one comes every
+    ten seconds. total: how much there is to do; 0 if that is not known."""
+
+    def __init__(self, total: int):
+        self.total, self.start = total, None
+        self.began = self.shown = time.monotonic()
+
+    def show(self, done: int, size: float, *words: str, end: bool = False) -> None:
+        """done: of the total; what the first call has counts as done before. size: bytes that were handled by now."""
+        now, terminal = time.monotonic(), sys.stderr.isatty()
+        self.start = done if self.start is None else self.start
+        if not end and now - self.shown < (0.2 if terminal else 10):
+            return
+        self.shown, seconds = now, now - self.began
+        parts = [f"{amount(size / max(seconds, 0.1))}/s", *words]
+        if self.total:
+            share = min(1, done / self.total)
+            parts.insert(0, f"[{'#' * int(20 * share):20}] {share:.0%}")
+        if self.start < done < self.total:
+            parts.append(f"{seconds / 60 * (self.total - done) / (done - self.start):.1f} min left")
+        line = ", ".join(parts)
+        if terminal:
+            line = "\r\033[K" + line[: shutil.get_terminal_size().columns - 1]
+        print(line, end="\n" if end or not terminal else "", file=sys.stderr, flush=True)
 
 
 def write_whole(path: Path, text: str, sync: bool = False) -> None:

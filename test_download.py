@@ -1,6 +1,7 @@
 """download.py against a hub of our own on 127.0.0.1 that cuts, stalls, corrupts and refuses, with its large files on a
 second origin. The oracle for the layout is the real huggingface_hub client, which fetches from the same server."""
 
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -66,7 +67,7 @@ class FakeHub(ThreadingHTTPServer):
     def __init__(self, cdn=None):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url, self.cdn = f"http://127.0.0.1:{self.server_port}", cdn
-        self.repos = {name: dict(files) for name, files in REPOS.items()}
+        self.repos = {}
         self.faults, self.refuse, self.seen, self.sent, self.slow = {}, lambda path: None, [], 0, 0
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -179,25 +180,36 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = kind in ("cut", "stall")
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
+@contextlib.contextmanager
+def serve(tmp_path, monkeypatch, repos):
+    """A hub and the second origin of its large files, for this process and for those that it starts."""
     cdn = FakeHub()
     server = FakeHub(cdn)
-    cdn.repos, cdn.faults = server.repos, server.faults
+    server.repos = cdn.repos = repos
+    cdn.faults = server.faults
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
     for module in (constants, file_download):  # the second is where versions before 1.0 look
         monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-    for name, value in {"STALL": 0.5, "PAUSE": 0.01, "LIST_TRIES": 2, "TRIES": 4}.items():
-        monkeypatch.setattr(download, name, value)
-    for name in ("HF_ENDPOINT", "HTTP_PROXY", "http_proxy", "HF_HUB_OFFLINE"):
+    monkeypatch.setattr(download, "PAUSE", 0.01)
+    for name in ("HF_TOKEN", "HTTP_PROXY", "http_proxy", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     yield server
     for s in (server, cdn):
         s.shutdown()
         s.server_close()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    for name, value in {"STALL": 0.5, "LIST_TRIES": 2, "TRIES": 4}.items():
+        monkeypatch.setattr(download, name, value)
+    with serve(tmp_path, monkeypatch, {name: dict(files) for name, files in REPOS.items()}) as server:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
 
 
 def main(argv) -> int:
@@ -215,11 +227,10 @@ def layout(folder):
     return {str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_bytes() for p in files}
 
 
-def run(tmp_path, hub, *args, **env):
+def run(*args):
     """download.py as a process of its own."""
-    env = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN} | env
     command = [sys.executable, str(ROOT / "download.py"), *args]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def wait_for(condition):
@@ -307,7 +318,7 @@ def test_it_gets_there(hub, tmp_path, faults, again):
 
 def test_kill_and_resume_from_the_last_byte(hub, tmp_path):
     hub.cdn.slow = 0.02
-    child = run(tmp_path, hub, "org/model")
+    child = run("org/model")
     wait_for(lambda: hub.cdn.sent > 300_000)
     assert TOKEN not in Path(f"/proc/{child.pid}/cmdline").read_text()
     child.kill()
@@ -324,7 +335,7 @@ def test_kill_and_resume_from_the_last_byte(hub, tmp_path):
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_ended_by_a_signal(hub, tmp_path, number):
     hub.cdn.slow = 0.02
-    child = run(tmp_path, hub, "org/model")
+    child = run("org/model")
     wait_for(lambda: hub.cdn.sent > 100_000)
     child.send_signal(number)
     said = child.communicate(timeout=10)[0]
@@ -336,7 +347,7 @@ def test_ended_by_a_signal(hub, tmp_path, number):
 def test_processes_share_the_work(hub, tmp_path, out):
     hub.cdn.slow = 0.005
     where = ["--out", str(tmp_path / "out")] if out else []
-    children = [run(tmp_path, hub, "org/model", *where) for _ in range(3)]
+    children = [run("org/model", *where) for _ in range(3)]
     said = [child.communicate(timeout=30)[0] for child in children]
     assert [c.returncode for c in children] == [0, 0, 0], said
     assert hub.cdn.sent == sum(len(v) for k, v in MODEL.items() if is_large(k))
@@ -568,5 +579,3 @@ def test_find_what_another_program_fetched(hub, tmp_path):
     damaged.resolve().write_bytes(b"x" * damaged.stat().st_size)
     assert main(["org/model", "--revision", "v1"]) == 0
     assert damaged.read_bytes() == MODEL[damaged.name] and hub.cdn.sent - sent == len(MODEL[damaged.name])
-    with pytest.raises(UserError, match="there is org/model@v1: python download.py org/model$"):
-        find("org/model", "--weights")
