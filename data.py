@@ -107,8 +107,8 @@ class Loader:
     def _open(self, specs, flag, catalog, count):
         config, val = self.config, self.split == "val"
         if not catalog.is_stream(specs, flag):
-            tokens, delimiter, is_chat = catalog.open(self.split, specs, flag)
-            return ChatRows(tokens, config, self.split) if is_chat else ShardRows(tokens, delimiter, config)
+            tokens, delimiter = catalog.open(self.split, specs, flag)
+            return ChatRows(tokens, config, self.split) if tokens.is_chat else ShardRows(tokens, delimiter, config)
         if val and flag == "--data":
             raise UserError(
                 f"--data {specs[0]} is streamed, so none of it can be held out: name a --val_data (for C4:"
@@ -334,7 +334,7 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
     for loader in open_loaders(config, 0, world_size, catalog or Catalog(config)):
         loaders.append(loader)
         for tokens in loader.tokens:
-            tokens.check_ids(config)
+            tokens.check_ids()
             parts += tokens.parts
     indexes = {part.path.parent: read_index(part.path.parent) for part in parts}
     made_with = {i["fingerprint"]: f"{folder} with {i['tokenizer']}" for folder, i in indexes.items() if i}

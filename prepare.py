@@ -6,8 +6,8 @@ order of the rows. So the shards are the same for any number of processes, and m
 cut to that length and the input is read on from there.
 
 A folder of shards: train-00000.bin ... and val-00000.bin ... with llm.c's header (256 int32: magic 20240520, version 1,
-uint16 tokens; or magic 20240801, version 7, uint32); beside each, where its documents are conversations, a .mask with a
-byte per token (bit 0: trained on, bit 1: a conversation begins); token_sizes.npy: the bytes of text that each id stands
+uint16 tokens; or magic 20240801, version 7, uint32: also where documents are conversations, whose tokens carry the bits
+TRAINED and BEGINS of text.py); token_sizes.npy: the bytes of text that each id stands
 for; index.json says what they were made from and with."""
 
 import argparse
@@ -16,17 +16,27 @@ import fcntl
 import hashlib
 import json
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from download import Damaged
-from errors import Failure, UserError, listed, missing_folders, printable, read_json, remove_empty, write_whole
+import download
+from errors import (
+    Failure,
+    Progress,
+    UserError,
+    amount,
+    listed,
+    missing_folders,
+    read_json,
+    remove_empty,
+    write_whole,
+)
 from stream import find_text, in_order
-from text import FORMATS, VAL_EVERY, Encoded, Encoder, TextFile, encode_rows, find_files, read_chat_fields
+from text import FORMATS, ID, VAL_EVERY, Encoder, TextFile, encode_rows, find_files, read_chat_fields
 from tokenizer import load_tokenizer, token_sizes
 
 HEADER = 1024  # bytes
@@ -92,15 +102,6 @@ def find_shards(spec: str, flag: str) -> list[Path]:
     return find_files(spec, flag, (".bin",))
 
 
-def beyond(tokens: np.ndarray, vocab_size: int, starts: Iterable[int], count: int = 2**24) -> int | None:
-    """The place of the first id that is not in the vocabulary; looks at `count` tokens from each start on."""
-    for start in starts:
-        wrong = np.flatnonzero(tokens[start : start + count] >= vocab_size)
-        if len(wrong):
-            return start + int(wrong[0])
-    return None
-
-
 def read_index(folder: Path) -> dict:
     """index.json of a folder that we made; {} for shards of others."""
     index = read_json(folder / "index.json")
@@ -115,99 +116,57 @@ def write_json(path: Path, content: dict) -> None:
 
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return download.hash_rest(file, hashlib.sha256()).hexdigest()
 
 
 class ShardWriter:
-    """Writes the shards of one split. names: train-{:05}.bin or the like. state: how far they are, from progress.json;
-    it is kept up to date."""
+    """Writes the shards of one split, train or val. state: how far they are, from progress.json; it is kept up to
+    date."""
 
-    def __init__(self, folder: Path, names: str, vocab_size: int, shard_tokens: int, state: dict):
-        self.folder, self.names, self.vocab_size, self.shard_tokens = folder, names, vocab_size, shard_tokens
+    def __init__(self, folder: Path, split: str, vocab_size: int, shard_tokens: int, state: dict):
+        self.folder, self.split, self.vocab_size, self.shard_tokens = folder, split, vocab_size, shard_tokens
         self.state = state
-        self.dtype = np.dtype(make_header(0, vocab_size)[1])
-        self.open = {}  # of the shard that is written: the tokens, and the mask if there is one
 
-    def _open(self):
-        """Cut to the length that is known."""
-        path, tokens = self.folder / self.names.format(self.state["number"]), self.state["tokens"]
-        ends = {path: HEADER + tokens * self.dtype.itemsize}
-        if self.state["masked"]:
-            ends[path.with_suffix(".mask")] = tokens
-        for path, end in ends.items():
-            path.touch()
-            self.open[path] = file = open(path, "r+b")  # noqa: SIM115
-            file.seek(end)
-            file.truncate()
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.split}-{self.state['number']:05}.bin"
 
-    def add(self, encoded: Encoded) -> None:
-        columns = [np.asarray(encoded.tokens, self.dtype)] + [encoded.mask] * bool(encoded.mask)
-        self.state["masked"] = bool(encoded.mask)
-        begin = 0
-        while begin < len(encoded.tokens):
-            if not self.open:
-                self._open()
-            end = begin + self.shard_tokens - self.state["tokens"]
-            for file, column in zip(self.open.values(), columns, strict=True):
-                file.write(column[begin:end])
-            self.state["tokens"] += len(columns[0][begin:end])
-            begin = end
+    def _header(self):
+        return make_header(self.state["tokens"], self.vocab_size if self.state["kind"] == "text" else 2**32)
+
+    def add(self, tokens: array, kind: str) -> None:
+        self.state["kind"] = kind
+        tokens, begin = np.asarray(tokens, self._header()[1]), 0
+        while begin < len(tokens):
+            part = tokens[begin : begin + self.shard_tokens - self.state["tokens"]]
+            with open(self.path, "ab") as file:
+                # What a killed call wrote after its last note is cut off.
+                file.truncate(HEADER + self.state["tokens"] * part.itemsize)
+                file.write(part)
+            self.state["tokens"] += len(part)
+            begin += len(part)
             if self.state["tokens"] == self.shard_tokens:
                 self.close()
-                self.state |= {"number": self.state["number"] + 1, "tokens": 0}
 
-    def flush(self) -> None:
-        for file in self.open.values():
-            file.flush()
-            os.fsync(file.fileno())
+    def sync(self) -> None:
+        """Makes sure that the disk has what was written."""
+        if self.state["tokens"]:
+            with open(self.path, "rb") as file:
+                os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Completes the shard that is being written."""
-        if self.state["tokens"] and not self.open:
-            self._open()
-        for path, file in self.open.items():
-            if path.suffix == ".bin":
-                file.seek(0)
-                file.write(make_header(self.state["tokens"], self.vocab_size)[0])
-        self.flush()
-        for path, file in self.open.items():
-            file.close()
-            self.state["files"][path.name] = {"tokens": self.state["tokens"], "sha256": sha256_of(path)}
-        self.open = {}
+        """Completes the shard that is being written, if there is one."""
+        tokens, (header, dtype) = self.state["tokens"], self._header()
+        if tokens:
+            with open(self.path, "r+b") as file:
+                file.write(header)
+                file.truncate(HEADER + tokens * dtype().itemsize)
+            self.sync()
+            self.state["files"][self.path.name] = {"tokens": tokens, "sha256": sha256_of(self.path)}
+            self.state |= {"number": self.state["number"] + 1, "tokens": 0}
 
 
 # ---- text -> shards
-
-
-def say(message: str) -> None:
-    print("\r\033[K" * sys.stderr.isatty() + printable(message), file=sys.stderr)
-
-
-class Meter:
-    """A bar on stderr, with the MB of text per second and the time that is left; a line every ten seconds where that is
-    no terminal. total: bytes of all files as they are stored; text, tokens: made by this process."""
-
-    def __init__(self, total: int):
-        self.total, self.start, self.text, self.tokens = total, None, 0, 0
-        self.began = self.shown = time.monotonic()
-
-    def show(self, done: int, end: bool = False) -> None:
-        """done: of the stored bytes."""
-        now, terminal = time.monotonic(), sys.stderr.isatty()
-        self.start = done if self.start is None else self.start
-        if not end and now - self.shown < (0.2 if terminal else 10):
-            return
-        self.shown, seconds = now, now - self.began
-        line = (
-            f"{self.text / 1e6:.0f} MB of text, {self.text / 1e6 / seconds:.1f} MB/s, {self.tokens / 1e6:.1f} M tokens"
-        )
-        if self.total:
-            share = min(1, done / self.total)
-            line = f"[{'#' * int(20 * share):20}] {share:.0%}, {line}"
-        if self.start < done < self.total:
-            line += f", {seconds / 60 * (self.total - done) / (done - self.start):.1f} min left"
-        print(f"\r\033[K{line}" if terminal else line, end="\n" if end or not terminal else "", file=sys.stderr)
-        sys.stderr.flush()
 
 
 def batches(sources: list[TextFile], encoder: Encoder, position: list[int], val_every: int) -> Iterator[tuple]:
@@ -237,43 +196,41 @@ def build(
     val_every: int = VAL_EVERY,
     processes: int = 0,
     skip_bad: int = 0,
-    names: tuple[str, str] = ("train-{:05}.bin", "val-{:05}.bin"),
-    warn: Callable[[str], None] = say,
 ) -> dict:
-    """Tokenises sources into shards -> index.json's content. names: of the training and the held-out shards. state:
-    what progress.json says; it is kept up to date. Bad rows beyond skip_bad end it with a UserError."""
+    """Tokenises sources into shards -> index.json's content. state: what progress.json says; it is kept up to date. Bad
+    rows beyond skip_bad end it with a UserError."""
     tokenizer = load_tokenizer(encoder.tokenizer)
-    shards = {split: {"number": 0, "tokens": 0, "masked": False, "files": {}} for split in "01"}
-    blank = {"position": [0, 0], "documents": 0, "skipped": 0, "kind": "", "shards": shards}
-    state, how = blank | state, (tokenizer.vocab_size, shard_tokens)
-    writers = [ShardWriter(folder, names[int(i)], *how, shard) for i, shard in state["shards"].items()]
-    meter, noted = Meter(sum(s.size for s in sources)), time.monotonic()
+    splits = {split: {"number": 0, "tokens": 0, "kind": "", "files": {}} for split in ("train", "val")}
+    state = {"position": [0, 0], "skipped": 0, "kind": "", "splits": splits} | state
+    how = tokenizer.vocab_size, shard_tokens
+    writers = {name: ShardWriter(folder, name, *how, split) for name, split in state["splits"].items()}
+    progress, noted = Progress(sum(s.size for s in sources)), time.monotonic()
+    text = tokens = 0
     jobs = batches(sources, encoder, state["position"], val_every)
-    for (source, row, done, size), (splits, bad) in in_order(encode_rows, jobs, processes):
-        _skip(bad, state, skip_bad, warn)
-        for val, encoded in splits.items():
-            kind = "chat" if encoded.mask else "text"
+    for (source, row, done, size), (parts, bad) in in_order(encode_rows, jobs, processes):
+        _skip(bad, state, skip_bad)
+        for (val, kind), encoded in parts.items():
             if state["kind"] not in ("", kind):
                 raise UserError(
-                    f"{sources[source]}: documents and conversations together (rows before are {state['kind']}):"
-                    " give them apart, as A:WEIGHT B:WEIGHT"
+                    f"{sources[source]}, up to row {row}: documents and conversations together (rows before are"
+                    f" {state['kind']}): give them apart, as A:WEIGHT B:WEIGHT"
                 )
-            writers[val].add(encoded)
-            state |= {"kind": kind, "documents": state["documents"] + encoded.documents}
-            meter.tokens += len(encoded.tokens)
+            writers["val" if val else "train"].add(encoded, kind)
+            state["kind"] = kind
+            tokens += len(encoded)
         state["position"] = [source, row]
-        meter.text += size
+        text += size
         if processes:
-            meter.show(done)
+            progress.show(done, text, f"{amount(text)} of text", f"{tokens / 1e6:.1f} M tokens")
         if time.monotonic() - noted > NOTE_EVERY:
             noted = time.monotonic()
-            for writer in writers:
-                writer.flush()
+            for writer in writers.values():
+                writer.sync()
             write_json(folder / "progress.json", state)
-    for writer in writers:
+    for writer in writers.values():
         writer.close()
     if processes:
-        meter.show(meter.total, end=True)
+        progress.show(progress.total, text, f"{tokens / 1e6:.1f} M tokens", end=True)
     return {
         "key": state.get("key"),
         "tokenizer": encoder.tokenizer,
@@ -281,43 +238,39 @@ def build(
         "vocab_size": tokenizer.vocab_size,
         "delimiter": tokenizer.bos_id,
         "kind": state["kind"],
-        "text_field": encoder.text_field,
         "sources": [str(s) for s in sources],
-        "documents": state["documents"],
-        "skipped": state["skipped"],
-        "files": writers[0].state["files"] | writers[1].state["files"],
+        "files": state["splits"]["train"]["files"] | state["splits"]["val"]["files"],
     }
 
 
-def _skip(bad, state, skip_bad, warn):
+def _skip(bad, state, skip_bad):
     for message in bad:
         state["skipped"] += 1
         if state["skipped"] > skip_bad:
             count = f" (bad row {state['skipped']} of --skip_bad {skip_bad})" if skip_bad else ""
             raise UserError(f"{message}{count}; --skip_bad N leaves out up to N such rows")
-        warn(f"left out: {message}")
+        download.say(f"left out: {message}")
 
 
 @contextlib.contextmanager
-def _locked(out, wait):
+def _locked(out):
     """A folder that no other call of `prepare` writes to meanwhile. Made if need be, and removed if it stays empty."""
-    try:
-        new_folders = missing_folders(out)
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"--out {out}: no folder can be there: {e.strerror}") from None
+    new_folders = missing_folders(out)
+    out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {out}: another prepare is at work there") from None
-        except OSError:  # a file system without locks
-            pass
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield
         finally:
             (out / ".lock").unlink(missing_ok=True)
             remove_empty(new_folders)
+
+
+def key_of(sources: list[TextFile], encoder: Encoder, *how: int) -> str:
+    """Differs where what is prepared does. how: what else it depends on."""
+    made_with = [s.identity for s in sources], encoder[1:], load_tokenizer(encoder.tokenizer).fingerprint, how
+    return hashlib.sha256(json.dumps(made_with).encode()).hexdigest()[:16]
 
 
 def prepare(
@@ -326,29 +279,22 @@ def prepare(
     out: Path,
     shard_tokens: int = 2**62,
     val_every: int = VAL_EVERY,
-    wait: bool = False,
     **how,
 ) -> dict:
-    """`build` in a folder of its own, going on where an earlier call was killed -> index.json. wait: for another
+    """`build` in a folder of its own, going on where an earlier call was killed -> index.json. Waits for another
     process that is at it."""
-    fingerprint = load_tokenizer(encoder.tokenizer).fingerprint
-    made_with = [s.identity for s in sources], encoder[1:], fingerprint, shard_tokens, val_every
-    key = hashlib.sha256(json.dumps(made_with).encode()).hexdigest()[:16]
+    key = key_of(sources, encoder, shard_tokens, val_every)
     note, piped = out / "progress.json", "-" in map(str, sources)
-    with _locked(out, wait):
+    with _locked(out):
         state = _find_work(out, key, piped)
         if "files" in state:
-            say(f"{out} is ready already")
             return state
-        if "position" in state:
-            source, row = state["position"]
-            say(f"Going on in {sources[source]} after row {row}")
         write_json(note, state)
         try:
             index = build(sources, encoder, out, state, shard_tokens, val_every, **how)
             if not index["files"]:
                 raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
-        except Damaged as e:  # what was made of the damaged rows must not be gone on with
+        except download.Damaged as e:  # what was made of the damaged rows must not be gone on with
             write_json(note, {"key": key})
             raise Failure(f"{e}: the same command begins again") from None
         except Exception:
@@ -386,28 +332,33 @@ def verify(path: Path, vocab_size: int = 0, data_dtype: str = "") -> Iterator[st
     """What is wrong with a folder of shards or one of them: checksums, headers, every id."""
     folder = path if path.is_dir() else path.parent
     index, files = read_index(folder), find_shards(str(path), "verify")
-    listed, vocab_size = index.get("files", {}), vocab_size or index.get("vocab_size", 0)
-    files += [mask for mask in (f.with_suffix(".mask") for f in files) if mask.exists()]
-    missing = [folder / name for name in listed] if path.is_dir() else []
-    yield from (f"{file} is missing" for file in missing if not file.exists())
-    for file in files:
-        if index and file.name not in listed:
+    known, vocab_size = index.get("files", {}), vocab_size or index.get("vocab_size", 0)
+    files += [folder / name for name in known if path.is_dir()]
+    for file in dict.fromkeys(files):
+        if not file.exists():
+            yield f"{file} is missing"
+            continue
+        if index and file.name not in known:
             yield f"{file} is not in index.json"
-        elif index and sha256_of(file) != listed[file.name]["sha256"]:
+        elif index and sha256_of(file) != known[file.name]["sha256"]:
             yield f"{file} has changed since it was prepared (sha256): prepare the text again"
-        if file.suffix == ".mask":
-            continue
-        if file.suffix != ".bin":
-            yield f"{file} is no token shard (.bin)"
-            continue
         try:
             tokens, _ = open_shard(file, data_dtype)
         except UserError as e:
             yield str(e)
             continue
-        at = beyond(tokens, vocab_size, range(0, len(tokens), 2**24)) if vocab_size else None
-        if at is not None:
-            yield f"{file} at token {at}: id {tokens[at]}, beyond the {vocab_size} of the vocabulary"
+        if vocab_size:
+            yield from _beyond(file, tokens, vocab_size, ID if index.get("kind") == "chat" else -1)
+
+
+def _beyond(file, tokens, vocab_size, bits):
+    for start in range(0, len(tokens), 2**24):
+        ids = tokens[start : start + 2**24].astype(np.int64) & bits
+        wrong = np.flatnonzero(ids >= vocab_size)
+        if len(wrong):
+            at = wrong[0]
+            yield f"{file} at token {start + at}: id {ids[at]}, beyond the {vocab_size} of the vocabulary"
+            return
 
 
 # ---- the command line
@@ -440,11 +391,9 @@ def run_prepare(argv: list[str]) -> None:
     sources = [file for spec in args.input for file in find_text(spec, "--input")]
     encoder = Encoder(args.tokenizer, args.text_field, args.chat, read_chat_fields(args.chat_fields))
     index = prepare(sources, encoder, args.out, **values)
-    tokens = {"train": 0, "val": 0}
-    for name, file in index["files"].items():
-        if name.endswith(".bin"):
-            tokens[name.partition("-")[0]] += file["tokens"]
-    print(f"{args.out}: {index['documents']} documents, {tokens['train']} tokens and {tokens['val']} for validation")
+    files = index["files"].items()
+    train, val = (sum(f["tokens"] for name, f in files if name.startswith(split)) for split in ("train", "val"))
+    print(f"{args.out}: {train} tokens and {val} for validation")
     print(f"Use it: --data {args.out} --tokenizer {args.tokenizer}")
 
 

@@ -6,8 +6,6 @@ A source has `count`, the rows per epoch (None for streams, which have no end), 
 streamed (stream.py)."""
 
 import hashlib
-import json
-import logging
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -19,20 +17,30 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 import download
 from config import Config
-from errors import UserError
+from errors import RankError, UserError
 from model import IGNORE
-from prepare import SIZES, beyond, find_shards, open_shard, prepare, read_index
-from stream import beyond_vocabulary, cores, fetch_whole, find_text, permute
-from text import BEGINS, HUB, TRAINED, VAL_EVERY, BadRow, BuiltinText, Encoder, TextFile, is_text, kind_of, knows_text
+from prepare import SIZES, find_shards, key_of, open_shard, prepare, read_index
+from stream import cores, fetch_whole, find_text, permute
+from text import (
+    BEGINS,
+    ID,
+    TRAINED,
+    VAL_EVERY,
+    BadRow,
+    BuiltinText,
+    Encoder,
+    TextFile,
+    is_shards,
+    kind_of,
+    knows_text,
+)  # fmt: skip
 from tokenizer import load_tokenizer
 
 VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
 CACHE = Path(__file__).parent / "cache"
 PARALLEL = 2**25  # bytes of text from which it is tokenised by several processes
 OPEN_ROWS = 1000  # rows that a conversation may still be packed into
-RECENT = 4096  # rows of a stream whose places are remembered
 BLOCK, READ = 2**16, 2**27  # bytes: of a file that are compared at a place, and of all files; see sample_digest
-logger = logging.getLogger("flatland")
 
 
 def sample_digest(files: list[Path]) -> str:
@@ -61,23 +69,15 @@ def make_encoder(config: Config) -> Encoder:
     return Encoder(config.tokenizer, config.text_field, config.model_config.chat_format, config.chat_fields)
 
 
-def tokenize(sources: list[TextFile], config: Config) -> list[tuple[Path, str]]:
-    """Tokenises text into a folder of the cache, once -> its shards and their splits."""
-    encoder, fingerprint = make_encoder(config), load_tokenizer(config.tokenizer).fingerprint
-    identity = [s.identity for s in sources] + [*encoder[1:]]
-    key = hashlib.sha256(json.dumps([identity, fingerprint, VAL_EVERY]).encode()).hexdigest()[:12]
-    folder = CACHE / f"{Path(sources[0].name).name.partition('.')[0]}-{key}"
-    processes = cores() if sum(s.size for s in sources) > PARALLEL else 0
-    index = read_index(folder)
-    if not index:
-        how = {"processes": processes, "skip_bad": config.skip_bad, "warn": logger.warning}
-        index = prepare(sources, encoder, folder, names=("train.bin", "val.bin"), wait=True, **how)
-    if index["skipped"] > config.skip_bad:
-        raise UserError(
-            f"{', '.join(map(str, sources[:3]))}: {index['skipped']} bad rows are left out of what is in {folder},"
-            f" and --skip_bad is {config.skip_bad}: mend the rows, or give --skip_bad {index['skipped']}"
-        )
-    return [(folder / name, Path(name).stem) for name in index["files"] if name.endswith(".bin")]
+def tokenize(sources: list[TextFile], config: Config) -> list[Path]:
+    """Tokenises text into a folder of the cache, once -> its shards."""
+    encoder, skip_bad = make_encoder(config), config.skip_bad
+    key = key_of(sources, encoder, VAL_EVERY, skip_bad)  # other rows are left out: another folder
+    folder = CACHE / f"{Path(sources[0].name).name.partition('.')[0]}-{key[:12]}"
+    if not read_index(folder):
+        processes = cores() if sum(s.size for s in sources) > PARALLEL else 0
+        prepare(sources, encoder, folder, processes=processes, skip_bad=skip_bad)
+    return sorted(folder.glob("*.bin"))
 
 
 class Part(NamedTuple):
@@ -89,10 +89,11 @@ class Part(NamedTuple):
 
 
 class Tokens:
-    """Parts of shards as one sequence of token ids."""
+    """Parts of shards as one sequence of tokens. What is read of it is refused where it has ids beyond the
+    vocabulary."""
 
-    def __init__(self, parts: list[Part]):
-        self.parts = parts
+    def __init__(self, parts: list[Part], is_chat: bool, config: Config):
+        self.parts, self.is_chat, self.config = parts, is_chat, config
         lengths = np.array([len(p.tokens) for p in parts], dtype=np.int64)
         self.ends = np.cumsum(lengths)
         self.begins = self.ends - lengths
@@ -100,11 +101,14 @@ class Tokens:
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.parts else 0
 
-    def read(self, start: int, stop: int) -> np.ndarray:
+    def _slice(self, start, stop):
         first, last = np.searchsorted(self.ends, (start, stop - 1), side="right")
         begins = self.begins[first : last + 1].tolist()
         pieces = zip(self.parts[first : last + 1], begins, strict=True)
         return np.concatenate([part.tokens[max(start - begin, 0) : stop - begin] for part, begin in pieces])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._checked(self._slice(start, stop), [start])
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """[len(starts), length]: tokens from each start on. Those inside one shard are copied by numpy, row by row."""
@@ -115,17 +119,26 @@ class Tokens:
             here = inside & (parts == i)
             out[here] = sliding_window_view(self.parts[i].tokens, length)[starts[here] - self.begins[i]]
         for i in np.flatnonzero(~inside):
-            out[i] = self.read(int(starts[i]), int(starts[i]) + length)
-        return out
+            out[i] = self._slice(int(starts[i]), int(starts[i]) + length)
+        return self._checked(out, starts)
 
-    def check_ids(self, config: Config) -> None:
+    def _checked(self, tokens, starts):
+        """The same tokens, whose rows begin at these places."""
+        ids = tokens & ID if self.is_chat else tokens
+        if ids.size and ids.max() >= self.config.model_config.vocab_size:
+            row, at = divmod(int(ids.argmax()), ids.shape[-1])
+            raise RankError(
+                f"{self.where(int(starts[row]) + at)}: id {ids.max()}, but the model's vocab_size is"
+                f" {self.config.model_config.vocab_size}; tokenizer and --model (or --vocab_size) must match"
+            )
+        return tokens
+
+    def check_ids(self) -> None:
         """Refuses ids beyond the vocabulary. Of more than 2^27 tokens 64 stretches of each part are looked at."""
-        for part, begin in zip(self.parts, self.begins, strict=True):
-            n = len(part.tokens)
-            step, count = (2**24, 2**24) if len(self) <= 2**27 else (max(1, n // 64), 2**14)
-            at = beyond(part.tokens, config.model_config.vocab_size, range(0, n, step), count)
-            if at is not None:
-                raise beyond_vocabulary(self.where(begin + at), part.tokens[at], config)
+        for begin, end in zip(self.begins.tolist(), self.ends.tolist(), strict=True):
+            step, count = (2**24, 2**24) if len(self) <= 2**27 else (max(1, (end - begin) // 64), 2**14)
+            for start in range(begin, end, step):
+                self.read(start, min(start + count, end))
 
     def where(self, position: int) -> str:
         """A place in a file of the user's; of text that was tokenised into the cache, the files that it is from."""
@@ -144,17 +157,14 @@ class Catalog:
 
     def __init__(self, config: Config, commits: dict[str, str] | None = None):
         self.config, self.commits = config, commits or {}
-        self.listed = {}  # the files of a hub address
+        self.listed = {}  # the files of an entry
         self.streamed = {}
         self.shards = {}
 
     def find(self, spec: str, flag: str) -> list[TextFile]:
         if spec not in self.listed:
             tries = download.TRIES if self.commits else download.LIST_TRIES  # a run that goes on has patience
-            files = find_text(spec, flag, self.commits.get(spec, ""), tries)
-            if not spec.startswith(HUB):
-                return files
-            self.listed[spec] = files
+            self.listed[spec] = find_text(spec, flag, self.commits.get(spec, ""), tries)
         return self.listed[spec]
 
     def is_stream(self, specs: tuple[str, ...], flag: str) -> bool:
@@ -162,25 +172,24 @@ class Catalog:
             self.streamed[specs] = self._is_stream(specs, flag)
         return self.streamed[specs]
 
-    def open(self, split: str, specs: tuple[str, ...], flag: str) -> tuple[Tokens, int | None, bool]:
-        """-> (the tokens of a split, "train" or "val"; the id before each document, None if unknown; whether they are
-        conversations). With --val_data that is the validation split and all of --data trains; else shards named *val*
-        are, else a held-out 1/20."""
+    def open(self, split: str, specs: tuple[str, ...], flag: str) -> tuple[Tokens, int | None]:
+        """-> (the tokens of a split, "train" or "val"; the id before each document, None if unknown). With --val_data
+        that is the validation split and all of --data trains; else shards named *val* are, else a held-out 1/20."""
         config = self.config
         if specs not in self.shards:
             self.shards[specs] = self._open_shards(specs, flag)
         train, val, delimiter, is_chat = self.shards[specs]
         if config.val_data and split == "train":
             val = [p for p in val if read_index(p.path.parent) or not VAL_NAME.search(p.path.stem)]
-        tokens = Tokens(train + val if config.val_data else train if split == "train" else val)
+        tokens = Tokens(train + val if config.val_data else train if split == "train" else val, is_chat, config)
         if len(tokens) < config.seq_len + 1 and not is_chat:
             raise _too_little(split, f"{len(tokens)} tokens, one row needs seq_len + 1 = {config.seq_len + 1}")
-        return tokens, delimiter if config.delimiter < 0 else config.delimiter, is_chat
+        return tokens, delimiter if config.delimiter < 0 else config.delimiter
 
     def _is_stream(self, specs, flag):
         """Whether entries are streamed: text of the hub, and with --stream all text. Conversations never are."""
         remote = [s for s in specs if s.startswith("hf://")]
-        if not remote and not (self.config.stream and specs and all(map(is_text, specs))):
+        if not remote and not (self.config.stream and specs and not any(map(is_shards, specs))):
             return False
         first = self.find(specs[0], flag)[0]
         if kind_of(first.name) == ".parquet":  # its table of contents is at its end
@@ -190,16 +199,16 @@ class Catalog:
         if row is None:
             raise UserError(f"{flag} {first} is empty")
         try:
-            _, mask = encoder(str(first), row)
-        except BadRow as e:
+            _, kind = encoder(str(first), row)
+        except BadRow:
             if not self.config.skip_bad:
-                raise UserError(f"{e}; --skip_bad N leaves out up to N such rows per lane") from None
-            mask = None
-        if mask is None and len(remote) < len(specs) and not self.config.stream:
+                raise
+            kind = "text"
+        if kind == "text" and len(remote) < len(specs) and not self.config.stream:
             raise UserError(
                 f"{flag}: text of the hub is streamed and the rest is not: give each its weight, or --stream"
             )
-        return mask is None
+        return kind == "text"
 
     def _open_shards(self, specs, flag):
         """-> (parts for training, for validation, the id before a document if they agree on one, is it chat)"""
@@ -224,17 +233,14 @@ class Catalog:
         """(a shard, its split: train, val, or empty where neither its name nor its neighbours' say it). Text is
         tokenised; that of the hub holds conversations, or it would be streamed."""
         remote = [spec for spec in specs if spec.startswith("hf://")]
-        texts = fetch_whole([file for spec in remote for file in self.find(spec, flag)])
+        texts = [file for spec in remote for file in fetch_whole(self.find(spec, flag))]
         files = [file for spec in specs if spec not in remote for file in find_shards(spec, flag)]
-        shards = [file for file in files if file.suffix == ".bin"]
         texts += [TextFile(str(file)) for file in files if file.suffix != ".bin"]
         for text in texts:
             if not text.size:
                 raise UserError(f"{flag} {text} is empty")
-        out = _split_by_name(shards)
-        if texts or not specs:
-            out += tokenize(texts or [BuiltinText()], self.config)
-        return out
+        made = tokenize(texts or [BuiltinText()], self.config) if texts or not specs else []
+        return _split_by_name([file for file in files if file.suffix == ".bin"]) + _split_by_name(made)
 
 
 def _split_by_name(shards):
@@ -286,11 +292,8 @@ class ShardRows:
         return [part.path for part in self.tokens.parts]
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        T, vocab_size = self.config.seq_len, self.config.model_config.vocab_size
+        T = self.config.seq_len
         block = self.tokens.windows(index * T, T + 1)
-        if len(block) and block.max() >= vocab_size:
-            i, t = np.argwhere(block >= vocab_size)[0]
-            raise beyond_vocabulary(self.tokens.where(int(index[i]) * T + int(t)), block[i, t], self.config)
         begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
         return block[:, :-1], block[:, 1:], begins
 
@@ -301,8 +304,7 @@ class ShardRows:
     def where(self, row: int) -> str:
         """The place of a row, and its first characters, if it is known what its tokens mean."""
         where = self.tokens.where(self.begin(row))
-        fingerprint = read_index(self.paths[0].parent).get("fingerprint")
-        if not knows_text(self.config) and fingerprint != "bytes":
+        if not knows_text(self.config):
             return where
         ids = self.rows(np.array([row]))[0][0, :400].tolist()
         return f"{where}: {load_tokenizer(self.config.tokenizer).decode(ids)[:80]!r}"
@@ -317,15 +319,15 @@ class ChatRows(ShardRows):
 
     def __init__(self, tokens: Tokens, config: Config, split: str):
         self.tokens, self.config = tokens, config
-        self.masks = Tokens([_open_mask(part) for part in tokens.parts])
-        T = config.seq_len
-        starts = np.flatnonzero(self.masks.read(0, len(tokens)) & BEGINS)
+        T, parts = config.seq_len, zip(tokens.parts, tokens.begins, strict=True)
+        starts = [begin + np.flatnonzero(part.tokens >= BEGINS) for part, begin in parts]
+        starts = np.concatenate([*starts, np.zeros(0, np.int64)])  # there may be no part
         lengths = np.diff(np.append(starts, len(tokens))) - 1
         is_long = lengths > T
         lengths = np.minimum(lengths, T)
         kept = ~is_long | (config.long_chats != "drop")
         for i in np.flatnonzero(is_long & kept):  # what is left of it may hold nothing that is trained on
-            kept[i] = (self.masks.read(int(starts[i]) + 1, int(starts[i]) + 1 + T) & TRAINED).any()
+            kept[i] = (tokens.read(int(starts[i]) + 1, int(starts[i]) + 1 + T) & TRAINED).any()
         total, count, truncated = len(kept), int(kept.sum()), int((is_long & kept).sum())
         if not count:
             what = f"{total} conversations, and none is left ({total} are longer than --seq_len {T})"
@@ -340,23 +342,16 @@ class ChatRows(ShardRows):
             f" {self.count} rows that are {self.lengths.sum() / (self.count * T):.1%} full"
         )
 
-    @property
-    def paths(self) -> list[Path]:
-        return [part.path for part in self.tokens.parts + self.masks.parts]
-
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        shape, vocab_size = (len(index), self.config.seq_len), self.config.model_config.vocab_size
+        shape = len(index), self.config.seq_len
         tokens, targets, begins = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64), np.zeros(shape, bool)
         for i, row in enumerate(index):
             at = 0
             for document in self.contents[row]:
                 start, n = int(self.starts[document]), int(self.lengths[document])
                 ids = self.tokens.read(start, start + n + 1).astype(np.int64)
-                if ids.max() >= vocab_size:
-                    where = self.tokens.where(start + int(ids.argmax()))
-                    raise beyond_vocabulary(where, ids.max(), self.config)
-                trained = self.masks.read(start + 1, start + n + 1) & TRAINED
-                tokens[i, at : at + n], targets[i, at : at + n] = ids[:-1], np.where(trained, ids[1:], IGNORE)
+                tokens[i, at : at + n] = ids[:-1] & ID
+                targets[i, at : at + n] = np.where(ids[1:] & TRAINED, ids[1:] & ID, IGNORE)
                 begins[i, at] = True
                 at += n
             begins[i, at : at + 1] = True
@@ -364,15 +359,6 @@ class ChatRows(ShardRows):
 
     def begin(self, row: int) -> int:
         return int(self.starts[self.contents[row][0]])
-
-
-def _open_mask(part):
-    """The mask of a part's tokens."""
-    path, tokens, first = part
-    mask, length = path.with_suffix(".mask"), read_index(path.parent)["files"][path.name]["tokens"]
-    if not mask.exists() or mask.stat().st_size != length:
-        raise UserError(f"{mask}: missing, or not a byte for each token of {path.name}: prepare the text again")
-    return Part(mask, np.memmap(mask, np.uint8, "r")[first : first + len(tokens)], first)
 
 
 def text_bytes(sources: list, which: np.ndarray, rows: np.ndarray) -> tuple[int, int]:

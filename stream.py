@@ -22,7 +22,6 @@ import hashlib
 import io
 import itertools
 import json
-import logging
 import os
 import pickle
 import re
@@ -39,13 +38,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO
 
-from errors import Failure, RankError, UserError, read_ahead  # first: it finds the Python that has numpy
+from errors import Failure, Message, RankError, UserError, read_ahead  # first: it finds the Python that has numpy
 
 import numpy as np  # isort: skip
 
 import download
 from download import Damaged, Hub, NotThere
-from text import HUB, SUFFIXES, VAL_EVERY, BadRow, Encoder, TextFile, TextRow, find_files, kind_of
+from text import HUB, SUFFIXES, BadRow, Encoder, TextFile, TextRow, find_files, kind_of
 from tokenizer import load_tokenizer
 
 SLOT = 2**20  # bytes of a hub file that are read ahead at a time
@@ -56,7 +55,6 @@ CHUNK = 4  # rows that are asked of a worker at once
 MAX_WORKERS = 8  # per rank
 RECENT = 4096  # rows of a stream whose places are remembered
 Position = tuple[int, int, int, int, int, int]
-logger = logging.getLogger("flatland")
 
 
 def cores() -> int:
@@ -104,13 +102,6 @@ def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.nd
     return source, number
 
 
-def beyond_vocabulary(where: str, id_: int, config) -> RankError:
-    return RankError(
-        f"{where}: id {id_}, but the model's vocab_size is {config.model_config.vocab_size}; tokenizer and --model (or"
-        " --vocab_size) must match"
-    )
-
-
 # ---- files of the hub
 
 
@@ -134,44 +125,29 @@ class HubFile(TextFile):
     def identity(self) -> list:
         return [str(self), self.size, self.oid]
 
-    @property
-    def described(self) -> dict:
-        return {"file": self.name, "commit": self.commit, "oid": self.oid}
-
     def open(self, ahead: int) -> BinaryIO:
-        reader = io.BufferedReader(HubReader(self, ahead), 2**20)
-        if kind_of(self.name) != ".parquet":
-            return reader
-        with reader:  # its table of contents is at its end
-            store = _temporary_file(self, self.size)
-            shutil.copyfileobj(reader, store, 2**20)
-        store.seek(0)
-        return store
+        if kind_of(self.name) == ".parquet":  # its table of contents is at its end
+            return HubReader(self, self.size).whole()
+        return io.BufferedReader(HubReader(self, ahead), 2**20)
 
-    def rows(self, fields, first=0, val_every=VAL_EVERY, ahead=2**26) -> Iterator[tuple[TextRow, int]]:
+    def rows(self, fields, first=0, *how) -> Iterator[tuple[TextRow, int]]:
         """What arrives damaged is fetched once more; Damaged if rows that were given are not the same then."""
-        given, given_hash, problem = first, 0, ""
+        last, count, given = first, 0, 0  # number of the last row that was given, how many were, their hash
         for again in (False, True):
-            repeated_hash = 0
+            copy, repeated = super().rows(fields, first, *how), 0
             try:
-                for row, stored in super().rows(fields, first, val_every, ahead):
-                    if row.number > given:
-                        if repeated_hash != given_hash:
-                            break
-                        given = row.number
-                        given_hash = repeated_hash = hash((given_hash, str(row.content)))
-                        yield row, stored
-                    else:
-                        repeated_hash = hash((repeated_hash, str(row.content)))
-                if repeated_hash == given_hash:
-                    return
-                problem = f"{self}: what arrived first was damaged"
-                break
+                for row, _ in itertools.islice(copy, count):
+                    repeated = hash((repeated, str(row.content)))
+                if repeated != given:
+                    raise Damaged(f"{self}: what arrived first was damaged")
+                for row, stored in copy:
+                    last, count, given = row.number, count + 1, hash((given, str(row.content)))
+                    yield row, stored
+                return
             except Damaged as e:
-                problem = f"{e}, the second time too; try later"
-                if not again:
-                    download.say(f"{e}: it is fetched again")
-        raise Damaged(f"{problem}; its rows up to {given} had been read") if given > first else Failure(problem)
+                if again:
+                    raise Damaged(f"{e}; its rows up to {last} had been read") if count else Failure(str(e)) from None
+                download.say(f"{e}: it is fetched again")
 
 
 def find_text(spec: str, flag: str, commit: str = "", tries: int | None = None) -> list[TextFile]:
@@ -196,17 +172,12 @@ def find_text(spec: str, flag: str, commit: str = "", tries: int | None = None) 
 
 def _choose(path, tree, entry, repo):
     """The files of a listing that the path of an address names."""
-    if path in tree:
-        return [path]
     data = sorted(p for p in tree if kind_of(p))
-    if re.search(r"[*?]", path):
-        pattern = _pattern(path)
-        chosen = [p for p in data if pattern.fullmatch(p)]
-    else:
-        below = [p for p in data if not path or p.startswith(f"{path}/")]
+    pattern = _pattern(path)
+    chosen, below = [p for p in data if pattern.fullmatch(p)], [p for p in data if not path or p.startswith(f"{path}/")]
+    if below and not chosen:
         chosen = [p for p in below if TRAIN_NAME.search(p)] or (below if path else [])
-        folders = {p.rpartition("/")[0] for p in chosen}
-        if len(folders) > 1 or (below and not chosen):
+        if len({p.rpartition("/")[0] for p in chosen}) != 1:
             raise UserError(f"{entry} does not say which files: give one of {_candidates(repo, below)}")
     if not chosen:
         raise UserError(f"{entry}: no such data file there; there are {_candidates(repo, data)}")
@@ -226,40 +197,19 @@ def _candidates(repo, paths):
 
 
 def fetch_whole(files: list[TextFile]) -> list[TextFile]:
-    """The same files; those of the hub in HF_HOME's cache, fetched and verified where they are not yet. Safe when
-    several processes do it at the same time."""
-    local, missing = [], {}
-    for file in files:
-        if isinstance(file, HubFile):
-            base = download.folder_of(f"datasets/{file.repo}", file.commit)[2]
-            path = base / "snapshots" / file.commit / file.name
-            if not path.is_file() or path.stat().st_size != file.size:
-                missing.setdefault((base, file.repo, file.commit), {})[file.name] = file.size, file.oid
-            file = TextFile(str(path))
-        local.append(file)
-    for (base, repo, commit), tree in missing.items():
-        command = f"python download.py datasets/{repo} --revision {commit}"
-        what = {"repo": f"datasets/{repo}", "revision": commit, "commit": commit, "command": command}
-        download.fetch(Hub("datasets", repo), base, tree, what)
-    return local
-
-
-def _free():
-    return shutil.disk_usage(tempfile.gettempdir()).free
-
-
-def _temporary_file(file, size):
-    """A file with all its room on the disk, and without a name, so that nothing is left behind, however the process
-    ends."""
-    store = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-    try:
-        os.posix_fallocate(store.fileno(), 0, max(size, 1))
-    except OSError as e:
-        raise Failure(
-            f"{tempfile.gettempdir()}: {e.strerror}: reading ahead in {file.name} needs {size / 1e6:.1f} MB there and"
-            f" {_free() / 1e6:.1f} MB are free; free some, or set TMPDIR to another disk"
-        ) from None
-    return store
+    """The files of one entry; those of the hub in HF_HOME's cache, fetched and verified where they are not yet. Safe
+    when several processes do it at the same time."""
+    if not isinstance(files[0], HubFile):
+        return files
+    repo, commit = f"datasets/{files[0].repo}", files[0].commit
+    base = download.folder_of(repo, commit)[2]
+    paths = {file: base / "snapshots" / commit / file.name for file in files}
+    missing = {f.name: (f.size, f.oid) for f, path in paths.items() if download.size_of(path) != f.size}
+    if missing:
+        command = f"python download.py {repo} --revision {commit}"
+        what = {"repo": repo, "revision": commit, "commit": commit, "command": command}
+        download.fetch(Hub("datasets", files[0].repo), base, missing, what)
+    return [TextFile(str(path)) for path in paths.values()]
 
 
 class HubReader(io.RawIOBase):
@@ -270,11 +220,11 @@ class HubReader(io.RawIOBase):
     def __init__(self, file: HubFile, ahead: int):
         slots = max(LEAST, min(ahead // SLOT, -(-file.size // SLOT)))
         self.file, self.room = file, slots * SLOT
-        self.store = _temporary_file(file, self.room)
+        self.store = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self.pieces = read_ahead(self._fetch(), slots - 2)  # one is being written, one is being read
         if file.size <= min(self.room, VERIFIED_FIRST):
             self.pieces = iter(list(self.pieces))
-        self.begin = self.end = self.given = 0  # in the store, of the piece that is read; in the file
+        self.piece, self.given = b"", 0  # what is left of the piece that is read; bytes of the file
 
     def _fetch(self):
         """Writes the file's content into the store -> where each piece of it is."""
@@ -288,6 +238,13 @@ class HubReader(io.RawIOBase):
                 yield begin, begin + len(piece[:SLOT])
                 piece = piece[SLOT:]
 
+    def whole(self) -> BinaryIO:
+        """The store, once all of the file is in it; `ahead` must be the file's size."""
+        for _ in self.pieces:
+            pass
+        self.store.seek(0)
+        return self.store
+
     def readable(self) -> bool:
         return True
 
@@ -295,11 +252,11 @@ class HubReader(io.RawIOBase):
         return self.given
 
     def readinto(self, buffer) -> int:
-        if self.begin == self.end:
-            self.begin, self.end = next(self.pieces, (0, 0))
-        data = os.pread(self.store.fileno(), min(len(buffer), self.end - self.begin), self.begin)
-        assert data or self.begin == self.end, "what was written into the store cannot be read"
-        self.begin += len(data)
+        if not self.piece:
+            begin, end = next(self.pieces, (0, 0))
+            self.piece = os.pread(self.store.fileno(), end - begin, begin)
+            assert len(self.piece) == end - begin, "what was written into the store cannot be read"
+        data, self.piece = self.piece[: len(buffer)], self.piece[len(buffer) :]
         self.given += len(data)
         buffer[: len(data)] = data
         return len(data)
@@ -314,10 +271,10 @@ class HubReader(io.RawIOBase):
 
 class Worker:
     """One process. `worker(function, *args)` runs a function of a module of ours there, and waits for its result; what
-    it raises is raised here. `say` gets the lines that it has for the user; `note` is the last one of this call."""
+    it raises is raised here, what it says is said here. `note` is the last line of that in this call."""
 
-    def __init__(self, say: Callable[[str], None] = download.say):
-        self.say, self.note, self.lock = say, "", threading.Lock()
+    def __init__(self):
+        self.note, self.lock = "", threading.Lock()
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -332,7 +289,7 @@ class Worker:
                 self.process.stdin.flush()
                 while isinstance(answer := pickle.load(self.process.stdout), str):
                     self.note = answer
-                    self.say(answer)
+                    download.say(answer)
                 self.note, (result, error) = "", answer
             except (EOFError, BrokenPipeError, pickle.UnpicklingError):
                 code = self.process.wait()
@@ -357,19 +314,13 @@ def in_order(function: Callable, jobs: Iterable[tuple], processes: int) -> Itera
         for label, *arguments in jobs:
             yield label, function(*arguments)
         return
-    local, workers, waiting = threading.local(), [], deque()
-
-    def start():
-        local.worker = Worker()
-        workers.append(local.worker)
-
-    def work(arguments):
-        return local.worker(function, *arguments)
-
-    pool = ThreadPoolExecutor(processes, initializer=start)
+    workers, waiting = [], deque()
+    pool = ThreadPoolExecutor(2 * processes)  # one job of each worker is done, one waits
     try:
-        for label, *arguments in jobs:
-            waiting.append((label, pool.submit(work, arguments)))
+        for i, (label, *arguments) in enumerate(jobs):
+            if i < processes:
+                workers.append(Worker())
+            waiting.append((label, pool.submit(workers[i % processes], function, *arguments)))
             if len(waiting) >= 2 * processes:
                 label, future = waiting.popleft()
                 yield label, future.result()
@@ -400,13 +351,12 @@ def _serve():
         try:
             function, args = pickle.load(source)
             answer = function(*args), None
-        except (UserError, Failure) as e:
+        except (Message, OSError) as e:  # the user's mistakes, the hub's and the disk's
             answer = None, e
-        except Exception as e:
+        except Exception:
             import traceback
 
-            traceback.print_exc()
-            answer = None, RuntimeError(f"{type(e).__name__}: {e}")
+            answer = None, RuntimeError(f"a worker process: {traceback.format_exc()}")
         send(answer)
     os._exit(0)  # without waiting for what is read ahead
 
@@ -420,19 +370,16 @@ class Lane:
     one hub file is read ahead."""
 
     number: int
-    lanes: int
     files: list[TextFile]
     turn: int
     sharing: int
     encoder: Encoder
-    seq_len: int
-    seed: int
-    skip_bad: int
+    config: object
     ahead: int
 
     def order(self, epoch: int) -> list[TextFile]:
         n = len(self.files)
-        return [self.files[i] for i in permute(np.arange(n), n, f"{self.seed}/{epoch}/{self.number}")]
+        return [self.files[i] for i in permute(np.arange(n), n, f"{self.config.seed}/{epoch}/{self.number}")]
 
     def where(self, position: Position) -> str:
         """The document that a row's end is in."""
@@ -441,15 +388,15 @@ class Lane:
 
     def rows(self, position: Position):
         """Rows from a position on, without end: (seq_len + 1 tokens, the position behind it)."""
-        given, *begin = position
+        T, (given, *begin) = self.config.seq_len, position
         tokens = np.zeros(0, np.uint32)
         begins = []  # of the documents in tokens: (where it begins, its place)
         for ids, place in self._documents(*begin):
             begins.append((len(tokens), place))
             tokens = np.concatenate((tokens, np.array(ids, np.uint32)))
             start = 0
-            while len(tokens) - start > self.seq_len:
-                end, given = start + self.seq_len, given + 1
+            while len(tokens) - start > T:
+                end, given = start + T, given + 1
                 while len(begins) > 1 and begins[1][0] <= end:
                     begins.pop(0)
                 begin, (epoch, file, row, offset, skipped) = begins[0]
@@ -466,12 +413,12 @@ class Lane:
                     if (row.number - 1) % self.sharing != self.turn:
                         continue
                     try:
-                        ids, mask = self.encoder(str(file), row)
-                        if mask is not None:
+                        ids, kind = self.encoder(str(file), row)
+                        if kind == "chat":
                             raise BadRow(f"{file} {row.place}: a conversation; these are not streamed")
                     except BadRow as e:
                         skipped += 1
-                        if skipped > self.skip_bad:
+                        if skipped > self.config.skip_bad:
                             raise UserError(f"{e}; --skip_bad N leaves out up to N such rows per lane") from None
                         download.say(f"left out: {e}")
                         continue
@@ -481,7 +428,7 @@ class Lane:
             if not any_rows:
                 raise UserError(
                     f"Lane {self.number}: no rows are left for it in {', '.join(map(str, self.files[:3]))}; give a"
-                    f" smaller --lanes than {self.lanes}, or leave out --stream"
+                    f" smaller --lanes than {self.config.lanes}, or leave out --stream"
                 )
             epoch, at = epoch + 1, 0
 
@@ -525,7 +472,7 @@ class Stream:
         self.note = f"a stream of {len(self.files)} files for {lanes} lanes"
         if len(self.files) < lanes:
             self.note += f": each file is read by {-(-lanes // len(self.files))} of them"
-            self.files = fetch_whole(self.files)  # once over the network, then from the disk
+            self.files = [f for files in lists.values() for f in fetch_whole(files)]  # once over the network
 
     @property
     def paths(self) -> list[Path]:
@@ -538,11 +485,9 @@ class Stream:
 
     def lane(self, number: int) -> Lane:
         c, n = self.config, len(self.files)
-        files, turn, sharing = self.files[number :: c.lanes], 0, 1
-        if n < c.lanes:
-            files, turn, sharing = [self.files[number % n]], number // n, len(range(number % n, c.lanes, n))
+        files, sharing = self.files[number % n :: c.lanes], len(range(number % n, c.lanes, n))
         ahead = read_ahead_bytes(c.read_ahead_gb) // self.readers
-        return Lane(number, c.lanes, files, turn, sharing, self.encoder, c.seq_len, c.seed, c.skip_bad, ahead)
+        return Lane(number, files, number // n, sharing, self.encoder, c, ahead)
 
     def start(self, positions: dict[str, list]) -> None:
         """Rows are read from these positions of lanes on."""
@@ -561,7 +506,7 @@ class Stream:
         """From now on it is read ahead."""
         most = max(1, min(MAX_WORKERS, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1))
         if len(self.workers) < most:
-            self.workers.append(Worker(_warn))
+            self.workers.append(Worker())
         chunks = self._chunks(self.workers[len(self.lanes) % most], number)
         self.lanes[number] = itertools.chain.from_iterable(read_ahead(chunks, 2))
 
@@ -575,9 +520,8 @@ class Stream:
             return self.kept[number]
         turn, lane = divmod(number, self.config.lanes)
         try:
-            tokens, position = next(self.lanes[lane])
-            while position[0] <= turn:  # rows of other ranks
-                tokens, position = next(self.lanes[lane])
+            # The rows before it are those of other ranks.
+            tokens, position = next(row for row in self.lanes[lane] if row[1][0] > turn)
         except UserError as e:
             raise RankError(str(e)) from None  # other ranks may have met nothing
         except Damaged as e:
@@ -596,8 +540,6 @@ class Stream:
             if lane not in self.lanes:
                 self._start_lane(lane)
         block = np.array([self._take(n) for n in numbers], np.int64).reshape(-1, self.config.seq_len + 1)
-        if len(block) and block.max() >= self.config.model_config.vocab_size:
-            raise beyond_vocabulary(f"--tokenizer {self.encoder.tokenizer}", block.max(), self.config)
         begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
         return block[:, :-1], block[:, 1:], begins
 
@@ -607,13 +549,9 @@ class Stream:
         return self.lane(number % self.config.lanes).where(self.recent[number])
 
 
-def _warn(message):
-    (logger.warning if logger.isEnabledFor(logging.WARNING) else download.say)(message)  # rank 0 has the log
-
-
 def read_ahead_bytes(gb: float) -> int:
     """A rank's share of --read_ahead_gb, of which there is no more than half of the disk's free room."""
-    room = min(gb * 2**30, _free() / 2)
+    room = min(gb * 2**30, shutil.disk_usage(tempfile.gettempdir()).free / 2)
     return int(room / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 

@@ -16,13 +16,13 @@ import check
 import rows
 from config import parse_args
 from data import Batch, make_loader, show
-from model import MODELS, Transformer, random_init
+from model import MODELS, Transformer
 from prepare import prepare, write_shard
-from shard import Ranks, fill
+from shard import Ranks
 from stream import turns
 from test_prepare import refused
 from test_tokenizer import TEMPLATES, _chat_tokenizer, _conversations, _json, _model, _write
-from text import TRAINED, Encoder, TextFile, TextRow
+from text import BEGINS, ID, TRAINED, Encoder, TextFile, TextRow
 from tokenizer import chat_family, load_tokenizer, render_chat
 from weights import export_model
 
@@ -125,16 +125,17 @@ def test_rows_that_are_conversations(tmp_path):
         bom = "\ufeff" * (rows_ is SYSTEM)
         (tmp_path / "a.jsonl").write_text(bom + "".join(json.dumps(row) + "\n" for row in rows_.values()))
         found = [encode(str(where), row) for row, _ in TextFile(str(tmp_path / "a.jsonl")).rows(encode.fields)]
-        for name, (its_ids, its_mask) in zip(rows_, found, strict=True):
-            assert (its_ids, [m & TRAINED for m in its_mask]) == (ids, mask), name
+        tokens = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
+        for name, its_tokens in zip(rows_, found, strict=True):
+            assert its_tokens == ([tokens[0] | BEGINS, *tokens[1:]], "chat"), name
         (tmp_path / "a.json").write_text(bom + json.dumps([*rows_.values()], indent=1))
         listed = [encode(str(where), row) for row, _ in TextFile(str(tmp_path / "a.json")).rows(encode.fields)]
         assert listed == found
     row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
-    ids, _ = encode("", TextRow(1, 1, 0, row, False))
-    assert "[INST] Add.\n\n1, 2 [/INST] 3" in load_tokenizer("bytes").decode(ids)
+    tokens, _ = encode("", TextRow(1, 1, 0, row, False))
+    assert "[INST] Add.\n\n1, 2 [/INST] 3" in load_tokenizer("bytes").decode([t & ID for t in tokens])
     named = Encoder("bytes", "body")(str(where), TextRow(1, 1, 0, {"body": "x", "messages": [ASK, ANSWER]}, False))
-    assert named == ([256, *b"x"], None)  # a text field that was named counts first
+    assert named == ([256, *b"x"], "text")  # a text field that was named counts first
 
 
 def test_conversations_in_parquet(tmp_path):
@@ -144,14 +145,16 @@ def test_conversations_in_parquet(tmp_path):
             row = {"messages": [ASK | {"content": PARTS}, ANSWER | {"content": [{"type": "text", "text": "So."}]}]}
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
         encode = Encoder("bytes", chat_fields=("ask", "say"))
-        ((its_ids, _),) = (encode("", r) for r, _ in TextFile(str(tmp_path / "a.parquet")).rows(encode.fields))
-        assert its_ids == render_chat(load_tokenizer("bytes"), [ASK, ANSWER], "llama2")[0], name
+        ((tokens, _),) = (encode("", r) for r, _ in TextFile(str(tmp_path / "a.parquet")).rows(encode.fields))
+        ids, _ = render_chat(load_tokenizer("bytes"), [ASK, ANSWER], "llama2")
+        assert [t & ID for t in tokens] == ids, name
 
 
-def test_chat_fields_are_two_or_three(tmp_path):
+def test_chat_fields_and_show(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"q": "Why?", "a": "So."}) + "\n")
-    (shown,) = show(config(tmp_path / "a.jsonl", chat_fields="q,a"), 1, False)
-    assert "<s>[INST] Why? [/INST][[ So. </s>]]" in shown
+    (plain,), (coloured,) = (show(config(tmp_path / "a.jsonl", chat_fields="q,a"), 1, colour) for colour in (0, 1))
+    assert plain.splitlines()[:3] == ["--- row 1", "--- document", "<s>[INST] Why? [/INST][[ So. </s>]]"]
+    assert re.search(r"--- \d+ places filled up", plain) and "\033[32m So. </s>\033[0m" in coloured
     for names in ("q", "a,b,c,d"):
         assert "expected two or three names" in refused(config, tmp_path / "a.jsonl", chat_fields=names)
 
@@ -235,56 +238,11 @@ def test_too_long_conversations(tmp_path):
     loader = make_loader(config(path, long_chats="drop"))
     assert "0 truncated to --seq_len 64 and 2 dropped" in loader.summary(None)[1]
     assert documents(epoch(loader))[0] == short
+    assert "The validation split has 0 conversations, and none is left" in refused(
+        make_loader, config(path), split="val"
+    )
     message = refused(make_loader, config(path, seq_len=20, long_chats="drop"))
     assert "3 conversations, and none is left" in message and "--seq_len" in message
-
-
-def test_chat_order_knows_no_ranks_and_resumes(tmp_path):
-    path = write(tmp_path / "a.jsonl", conversations())
-    c = config(path, seq_len=256, micro_batch=6)
-    whole = [b.tokens.tolist() for b in itertools.chain.from_iterable(itertools.islice(make_loader(c), 8))]
-    c2 = config(path, seq_len=256, micro_batch=1, batch_tokens=6 * 256)
-    loaders = [make_loader(c2, rank, 3) for rank in range(3)]
-    state = make_loader(c).state_dict() | {"samples": 18}
-    for loader in loaders:
-        loader.load_state_dict(state)
-    for expected, *micros in zip(whole[3:], *loaders, strict=False):
-        assert [row for ranks in zip(*micros, strict=True) for b in ranks for row in b.tokens.tolist()] == expected
-
-
-def test_show(tmp_path):
-    path = write(tmp_path / "a.jsonl", [[{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]])
-    (plain,) = show(config(path), 1, False)
-    assert plain.splitlines()[:3] == ["--- row 1", "--- document", "<s>[INST] Why? [/INST][[ So. </s>]]"]
-    assert re.search(r"--- \d+ places filled up", plain)
-    (coloured,) = show(config(path), 1, True)
-    assert "\033[32m So. </s>\033[0m" in coloured
-
-
-def test_nobody_sees_another_document(tmp_path):
-    """One conversation of a row is changed: the logits of the others stay equal bit by bit."""
-    c = config(write(tmp_path / "a.jsonl", conversations()), seq_len=400, micro_batch=1)
-    model = Transformer(MODELS["tiny-llama"]).eval()
-    fill(model, random_init(MODELS["tiny-llama"], {k: tuple(p.shape) for k, p in model.named_parameters()}, 0))
-    (batch,) = next(iter(make_loader(c)))
-    starts = (batch.positions[0] == 0).nonzero().flatten().tolist()
-    assert len(starts) > 3
-    a, z = starts[1], starts[2]
-    before = model.logits(batch.tokens, batch.positions)
-    batch.tokens[0, a:z] = (batch.tokens[0, a:z] + 1) % 256
-    after = model.logits(batch.tokens, batch.positions)
-    outside = [i for i in range(400) if not a <= i < z]
-    assert torch.equal(before[:, outside], after[:, outside]) and not torch.equal(before[:, a:z], after[:, a:z])
-
-
-def test_documents_for_the_packed_kernels(tmp_path):
-    """Where documents begin: as the positions say, filled up to a multiple of 64."""
-    c = config(write(tmp_path / "a.jsonl", conversations()), seq_len=400)
-    for batch in epoch(make_loader(c)):
-        starts = (batch.positions.flatten() == 0).nonzero().flatten().tolist()
-        found = batch.documents.tolist()
-        assert found[: len(starts)] == starts and set(found[len(starts) :]) == {4 * 400}
-        assert len(found) % 64 == 0 and batch.documents.dtype == torch.int32
 
 
 # ---- mixtures
@@ -373,7 +331,7 @@ def test_prepared_conversations(tmp_path):
     """`prepare` keeps the mask; the tokenizer must be the one that prepared."""
     path = write(tmp_path / "a.jsonl", conversations())
     prepare([TextFile(str(path))], Encoder("bytes"), tmp_path / "out", 2000, 20)
-    assert len(list((tmp_path / "out").glob("*.mask"))) > 2
+    assert len(list((tmp_path / "out").glob("*.bin"))) > 2
     folder, files = make_loader(config(tmp_path / "out")), make_loader(config(path))
     assert [b.targets.tolist() for b in epoch(folder)] == [b.targets.tolist() for b in epoch(files)]
     (tmp_path / "other").mkdir()

@@ -2,16 +2,12 @@
 cuts and refuses stands for the hub."""
 
 import contextlib
-import errno
 import gzip
 import itertools
 import json
-import logging
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +15,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import constants
 
 import check
 import download
@@ -32,7 +27,7 @@ from config import parse_args
 from data import make_loader, merge_positions
 from errors import Failure, UserError
 from stream import HubFile, HubReader, Worker, find_text, permute
-from test_download import COMMITS, FakeHub
+from test_download import COMMITS, serve
 
 T = 16
 pytestmark = pytest.mark.usefixtures("text_cache")
@@ -125,9 +120,8 @@ def test_a_stream_in_a_mixture(tmp_path):
     assert first + run(config(mixed, micro_batch=6, **flags), 3, 2, state)[0] == whole
 
 
-def test_bad_rows(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("flatland"), "propagate", True)  # a run in this process may have ended it
-    caplog.set_level(logging.INFO, "flatland")
+def test_bad_rows(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(download.logger, "handlers", [])  # of a run in this process
     write(tmp_path / "d", 1, 30)
     path = tmp_path / "d" / "part.0.json.gz"
     lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
@@ -138,7 +132,7 @@ def test_bad_rows(tmp_path, caplog, monkeypatch):
     (found, *_), _ = run(config(path, lanes=1, skip_bad=1, batch_tokens=24 * T), 1)
     expected = [t for r in range(30) if r != 7 for t in (256, *text(0, r).encode())]
     assert found == [tuple(expected[i * T : i * T + T + 1]) for i in range(24)]
-    assert "left out" in caplog.text and "line 8" in caplog.text
+    assert re.search("left out: .* line 8 ", capfd.readouterr().err)
 
 
 def test_what_cannot_be_streamed(tmp_path):
@@ -175,26 +169,14 @@ def test_validation_of_a_stream(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    cdn = FakeHub()
-    server = FakeHub(cdn)
     write(tmp_path / "files", 3, 40)
     content = {f"en/c4-train.{f:05}-of-00003.json.gz": (tmp_path / "files" / f"part.{f}.json.gz").read_bytes()
                for f in range(3)}  # fmt: skip
     content |= {"en/c4-validation.0.json.gz": gzip.compress(b'{"text": "val"}\n'), "de/train.json.gz": b"",
                 "README.md": b"words"}  # fmt: skip
-    server.repos = cdn.repos = {"datasets/org/c4": content, "datasets/org/one": {"train.jsonl": b'{"text": "x"}\n'}}
-    cdn.faults = server.faults
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(download, "PAUSE", 0.01)
-    for name in ("HTTP_PROXY", "http_proxy", "HF_HUB_OFFLINE", "HF_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    yield server
-    for s in (server, cdn):
-        s.shutdown()
-        s.server_close()
+    repos = {"datasets/org/c4": content, "datasets/org/one": {"train.jsonl": b'{"text": "x"}\n'}}
+    with serve(tmp_path, monkeypatch, repos) as server:
+        yield server
 
 
 C4 = "hf://datasets/org/c4/en/c4-train.*.json.gz"
@@ -230,10 +212,8 @@ def test_few_files_are_kept_whole(hub, tmp_path):
     assert found == expected
     sent = hub.cdn.sent
     assert len(list((tmp_path / "home").rglob("*.json.gz"))) == 3
-    assert (
-        Path(stream.fetch_whole(find_text("hf://datasets/org/one", "") + find_text(C4, ""))[0].name).name
-        == "train.jsonl"
-    )
+    (other,) = stream.fetch_whole(find_text("hf://datasets/org/one", ""))
+    assert Path(other.name).name == "train.jsonl"
     sent += len(hub.repos["datasets/org/one"]["train.jsonl"])
     assert run(config(C4, lanes=5), 4)[0] == expected and hub.cdn.sent - sent < 2000  # but for the first file's head
 
@@ -267,18 +247,6 @@ def test_what_is_read_ahead_is_bounded(hub, monkeypatch):
     assert got == content
 
 
-def test_a_full_disk_is_said_before_anything_is_fetched(hub, monkeypatch):
-    (file, *_) = find_text(C4, "--data")
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(Failure, match=r"No space left on device: .* are free; free some, or set TMPDIR"):
-        HubReader(file, 0)
-    assert not [path for _, path, *_ in hub.cdn.seen if "/cdn/0/" in path]
-
-
 def test_what_is_read_ahead_is_shared(monkeypatch):
     usage = shutil.disk_usage("/")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -296,7 +264,8 @@ def test_a_damaged_file_is_fetched_once_more(hub, tmp_path):
 
 @pytest.mark.parametrize("second, refused", [
     ([b"a", b"b", b"C", b"d"], ""), ([b"a", b"B", b"c"], "first was damaged; its rows up to 2 had been read"),
-    ([b"a"], "first was damaged; its rows up to 2 had been read"), ([b"a", b"b", None], "second time too.*up to 2 had"),
+    ([b"a"], "first was damaged; its rows up to 2 had been read"),
+    ([b"a", b"b", None], "damaged; its rows up to 2 had"),
 ])  # fmt: skip
 def test_rows_that_were_read_before_the_damage_was_known(monkeypatch, second, refused):
     """Those that the second copy has alike are kept; others end it."""
@@ -353,10 +322,10 @@ def test_wrong_addresses(hub, spec):
         find_text(spec, "--data")
 
 
-def test_a_worker_says_and_dies(tmp_path):
-    heard = []
-    worker = Worker(heard.append)
-    assert worker(download.say, "waiting") is None and heard == ["waiting"]
+def test_a_worker_says_and_dies(capfd, monkeypatch):
+    monkeypatch.setattr(download.logger, "handlers", [])  # of a run in this process
+    worker = Worker()
+    assert worker(download.say, "waiting") is None and capfd.readouterr().err == "waiting\n"
     with pytest.raises(RuntimeError, match="signal 9"):
         worker(os.kill, worker.process.pid, 9)
     worker.close()
@@ -420,14 +389,3 @@ def test_what_a_step_waits_for_is_known(hub):
     release.set()
     reader.join(60)
     steps.close()
-
-
-@pytest.mark.slow
-def test_a_hang_names_what_is_waited_for(hub, tmp_path):
-    release, command = threading.Event(), [sys.executable, "train.py", "--data", C4, "--seq_len", T, "--lanes", 3]
-    hub.cdn.refuse = lambda path: hub.cdn.sent and "/cdn/0/" in path and release.wait(60) and None
-    command += ["--compile", "none", "--eval_every", 0, "--timeout", 8, "--out", tmp_path / "run"]
-    done = subprocess.run([*map(str, command)], cwd=Path(stream.__file__).parent, capture_output=True, text=True)
-    release.set()
-    words = r"no step has ended for \d+ s \(--timeout 8\), waiting for en/c4-train.\d+-of-\d+.json.gz of 127.0.0.1: no"
-    assert done.returncode == 1 and re.search(words, done.stderr), done.stderr

@@ -24,7 +24,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -44,7 +44,7 @@ CHATS_KNOWN = f"{', '.join(' and '.join(names) for names in CHAT_FIELDS)}, or th
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 TOOLS = ("tool_calls", "function_call", "tool_call_id")
 BESIDE = ("history", "tools", "functions")  # fields of rows whose content would have to be rendered, too
-TRAINED, BEGINS = 1, 2  # bits of a token's mask: it is trained on; a conversation begins with it
+ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its beginning
 
 
 class BadRow(UserError):
@@ -73,11 +73,6 @@ def kind_of(name: str) -> str:
     return suffix if suffix in SUFFIXES and not name.endswith(".parquet.gz") else ""
 
 
-def is_text(spec: str) -> bool:
-    """Whether an entry of --data is text that we tokenise."""
-    return spec.startswith(HUB) or bool(kind_of(spec))
-
-
 def is_shards(spec: str) -> bool:
     """Whether an entry of --data names token shards, and not text."""
     path = Path(split_weight(spec)[0]).expanduser()
@@ -94,7 +89,7 @@ def name_of(spec: str) -> str:
 
 def knows_text(config) -> bool:
     """Whether it is known what tokens mean: text of our tokenising, or shards with a tokenizer that was named."""
-    return config.tokenizer != "bytes" or all(is_text(split_weight(entry)[0]) for entry in config.data)
+    return config.tokenizer != "bytes" or not any(map(is_shards, config.data))
 
 
 def split_weight(spec: str) -> tuple[str, Fraction | None]:
@@ -154,14 +149,14 @@ class TextFile:
         """(row, bytes of the stored file read so far) of the rows behind number `first`. fields: those that are needed,
         a document's text first. val_every: 0 holds nothing out. ahead: bytes to fetch ahead from the hub. UserError
         where the file itself is damaged."""
-        name, line = str(self), 0
+        name, line, val_every = str(self), 0, val_every or sys.maxsize
         with self.open(ahead) as raw:
             kind = kind_of(name)
             if name == "-":
                 kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
             stream = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
             try:
-                for row in READERS[kind](name, stream, fields, first, val_every):
+                for row in READERS[kind](name, stream, fields, val_every):
                     line = row.line
                     if row.number > first:
                         yield row, _tell(raw)
@@ -186,9 +181,10 @@ class BuiltinText(TextFile):
         source = inspect.getsource(builtin_documents)
         return [platform.python_version(), importlib.metadata.version("torch"), source]
 
-    def rows(self, fields, first=0, val_every=VAL_EVERY, ahead=0) -> Iterator[tuple[TextRow, int]]:
+    def rows(self, fields, first=0, *_) -> Iterator[tuple[TextRow, int]]:
         for number, text in enumerate(builtin_documents(), 1):
-            yield TextRow(number, 0, 0, {fields[0]: text}, _held_out(number, val_every)), 0
+            if number > first:
+                yield TextRow(number, 0, 0, {fields[0]: text}, number % VAL_EVERY == 0), 0
 
 
 def builtin_documents() -> Iterator[str]:
@@ -214,7 +210,7 @@ def builtin_documents() -> Iterator[str]:
                         yield text
 
 
-# ---- readers: (name, stream, fields, first, val_every) -> rows; those up to `first` are passed over by the caller
+# ---- readers: (name, stream, fields, val_every) -> rows
 
 
 def _tell(raw):
@@ -224,37 +220,33 @@ def _tell(raw):
         return 0
 
 
-def _held_out(number, val_every):
-    return val_every > 0 and number % val_every == 0
-
-
-def _read_lines(name, stream, fields, first, val_every):
+def _read_lines(name, stream, fields, val_every):
     offset = 0
     for number, line in enumerate(stream, 1):
         if not line.isspace():
-            yield TextRow(number, number, offset, line, _held_out(number, val_every))
+            yield TextRow(number, number, offset, line, number % val_every == 0)
         offset += len(line)
 
 
-def _read_json(name, stream, fields, first, val_every):
+def _read_json(name, stream, fields, val_every):
     """JSON lines, or one list of rows, which is read as a whole."""
     begin = stream.readline()
     lines = itertools.chain([begin], stream)
     if begin.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":  # before it a BOM
-        yield from _read_lines(name, lines, fields, first, val_every)
+        yield from _read_lines(name, lines, fields, val_every)
         return
     try:
         rows = json.loads(b"".join(lines))
     except (ValueError, RecursionError) as e:
         raise UserError(f"{name} begins with [ and is no JSON list of rows: {e}") from None
     for number, row in enumerate(rows, 1):
-        yield TextRow(number, 0, 0, row, _held_out(number, val_every))
+        yield TextRow(number, 0, 0, row, number % val_every == 0)
 
 
-def _read_txt(name, stream, fields, first, val_every):
+def _read_txt(name, stream, fields, val_every):
     """A document in pieces of whole lines. The end of a plain file is held out."""
     size = cut = os.path.getsize(name) if name.endswith(".txt") and os.path.isfile(name) else sys.maxsize
-    if val_every and size < sys.maxsize:
+    if size < sys.maxsize and val_every < sys.maxsize:
         cut = _last_part(stream, size, val_every)
     offset, line, number = 0, 1, 0
     for end, val in ((cut, False), (size, True)):
@@ -280,7 +272,7 @@ def _last_part(stream, size, val_every):
     return begin
 
 
-def _read_parquet(name, stream, fields, first, val_every):
+def _read_parquet(name, stream, fields, val_every):
     try:
         import pyarrow.parquet
     except ImportError:
@@ -291,16 +283,9 @@ def _read_parquet(name, stream, fields, first, val_every):
         wanted = [c for c in fields if c in columns]
         if not wanted:
             raise UserError(f"{name} has no column '{fields[0]}' (found: {listed(columns)}); --text_field names it")
-        number = 0
-        for group in range(file.num_row_groups):
-            count = file.metadata.row_group(group).num_rows
-            if number + count <= first:
-                number += count
-                continue
-            for batch in file.iter_batches(256, [group], wanted):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield TextRow(number, 0, 0, row, _held_out(number, val_every))
+        rows = (row for batch in file.iter_batches(256, columns=wanted) for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            yield TextRow(number, 0, 0, row, number % val_every == 0)
     except pyarrow.ArrowException as e:
         raise UserError(f"{name} is no parquet file, or a damaged one: {e}") from None
 
@@ -332,8 +317,9 @@ class Encoder(NamedTuple):
         names = [name for names in (self.chat_fields, *CHAT_FIELDS) for name in names]
         return self.text_field, *dict.fromkeys([*names, "system", "input", *BESIDE])
 
-    def __call__(self, name: str, row: TextRow) -> tuple[list[int], list[int] | None]:
-        """A row of the file `name` -> (ids, mask of a conversation or None). BadRow names the place."""
+    def __call__(self, name: str, row: TextRow) -> tuple[list[int], str]:
+        """A row of the file `name` -> (its tokens, its kind: text or chat, whose tokens carry TRAINED and BEGINS).
+        BadRow names the place."""
         content, where, tokenizer = row.content, f"{name} {row.place}", _tokenizer(self.tokenizer)
         try:
             if isinstance(content, bytes):
@@ -348,34 +334,33 @@ class Encoder(NamedTuple):
             ) from None
         except (ValueError, RecursionError) as e:
             raise BadRow(f"{where} (byte {row.offset}) is not JSON: {e}") from None
-        if messages is not None and (self.text_field == "text" or not isinstance(text, str)):
-            if more := [name for name in BESIDE if fields.get(name) not in (None, "", "[]", [], {})]:
-                raise BadRow(
-                    f"{where} has '{more[0]}' beside its conversation: earlier turns belong into its messages, and"
-                    " tools are not rendered; move or remove it"
-                )
-            return self._encode_chat(where, tokenizer, messages)
-        if isinstance(text, str):
-            try:
-                return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), None
-            except UserError as e:
-                raise BadRow(f"{where}, '{self.text_field}': {e}") from None
-        found = f"fields {listed(fields)}"[:300] if fields else type(content).__name__
-        raise BadRow(
-            f"{where} has no text field '{self.text_field}' (found: {found}); --text_field names it. A conversation has"
-            f" {CHATS_KNOWN}"
-        )
-
-    def _encode_chat(self, where, tokenizer, messages):
+        is_chat = messages is not None and (self.text_field == "text" or not isinstance(text, str))
+        if not is_chat and not isinstance(text, str):
+            found = f"fields {listed(fields)}"[:300] if fields else type(content).__name__
+            raise BadRow(
+                f"{where} has no text field '{self.text_field}' (found: {found}); --text_field names it. A conversation"
+                f" has {CHATS_KNOWN}"
+            )
+        more = [name for name in BESIDE if fields.get(name) not in (None, "", "[]", [], {})]
+        if is_chat and more:
+            raise BadRow(
+                f"{where} has '{more[0]}' beside its conversation: earlier turns belong into its messages, and tools"
+                " are not rendered; move or remove it"
+            )
         try:
-            messages = [read_message(i, m) for i, m in enumerate(messages)] if isinstance(messages, list) else messages
-            ids, mask = render_chat(tokenizer, messages, chat_family(tokenizer, self.chat))
+            if is_chat:
+                return self._encode_chat(tokenizer, messages), "chat"
+            return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text"
         except UserError as e:
             raise BadRow(f"{where}: {e}") from None
+
+    def _encode_chat(self, tokenizer, messages):
+        messages = [read_message(i, m) for i, m in enumerate(messages)] if isinstance(messages, list) else messages
+        ids, mask = render_chat(tokenizer, messages, chat_family(tokenizer, self.chat))
         if not any(mask):
-            raise BadRow(f"{where}: a conversation without an assistant's turn, so nothing in it is trained on")
-        mask[0] |= BEGINS
-        return ids, mask
+            raise UserError("a conversation without an assistant's turn, so nothing in it is trained on")
+        ids = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
+        return [ids[0] | BEGINS, *ids[1:]]
 
 
 def read_chat_fields(words: Iterable[str]) -> tuple[str, ...]:
@@ -388,31 +373,30 @@ def read_chat_fields(words: Iterable[str]) -> tuple[str, ...]:
 
 def find_messages(row: dict, chat_fields: tuple[str, ...]) -> list | None:
     """The messages of a row, in OpenAI's or ShareGPT's form; None if it is no conversation. chat_fields: as
-    --chat_fields names them; a system message that is null or empty is none. A row's own `system` goes before them."""
-    if len(chat_fields) == 3 and not row.get(chat_fields[0], True):
-        chat_fields = chat_fields[1:]
+    --chat_fields names them. The first of three chat_fields, else the row's own `system`, goes before them, unless it
+    is null or empty."""
     given = {name: value for name, value in row.items() if value is not None}
-    names = next((names for names in (chat_fields, *CHAT_FIELDS) if names and given.keys() >= set(names)), None)
+    named = chat_fields[-2:], *CHAT_FIELDS
+    names = next((names for names in named if names and given.keys() >= set(names)), None)
     if names is None:
         return None
-    parts = [given[name] for name in names]
+    messages, *answer = [given[name] for name in names]
     if names == ("instruction", "output") and given.get("input"):
-        parts[0] = f"{parts[0]}\n\n{given['input']}"
-    messages = parts[0] if len(names) == 1 else _join(parts)
-    if given.get("system") and isinstance(messages, list):
-        messages = [{"role": "system", "content": given["system"]}, *messages]
+        messages = f"{messages}\n\n{given['input']}"
+    if answer:
+        messages = _join(messages, *answer)
+    system = next((given[name] for name in (*chat_fields[:-2], "system") if given.get(name)), None)
+    if system and isinstance(messages, list):
+        messages = [{"role": "system", "content": system}, *messages]
     return messages
 
 
-def _join(parts: list) -> list:
-    """The messages of a row with a field for the user, one for the assistant and perhaps, before them, one for the
-    system: text, or messages. An answer that does not begin with the assistant is the whole conversation."""
-    messages, roles = [], ("system", "user", "assistant")[-len(parts) :]
-    for role, part in zip(roles, parts, strict=True):
-        turns = part if isinstance(part, list) else [{"role": role, "content": part}]
-        whole = role == "assistant" and turns and _role(turns[0]) != role
-        messages = turns if whole else messages + turns
-    return messages
+def _join(question, answer) -> list:
+    """The messages of two fields, each of them text or messages. An answer that does not begin with the assistant is
+    the whole conversation."""
+    question = question if isinstance(question, list) else [{"role": "user", "content": question}]
+    answer = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+    return answer if answer and _role(answer[0]) != "assistant" else question + answer
 
 
 def _role(message) -> str | None:
@@ -440,29 +424,15 @@ def read_message(number: int, message) -> dict:
     return {"role": _role(message), "content": "".join(texts) if isinstance(content, list) else content}
 
 
-@dataclass
-class Encoded:
-    """The tokens of some rows of one split. mask: one byte per token, empty for documents."""
-
-    tokens: array = field(default_factory=lambda: array("I"))
-    mask: bytearray = field(default_factory=bytearray)
-    documents: int = 0
-
-
-def encode_rows(encoder: Encoder, name: str, rows: list[TextRow]) -> tuple[dict[bool, Encoded], list[str]]:
-    """Rows of the file `name` -> (tokens by whether they are held out, what is wrong with rows that are left out)."""
-    splits, bad, is_chat = {}, [], None
+def encode_rows(encoder: Encoder, name: str, rows: list[TextRow]) -> tuple[dict[tuple, array], list[str]]:
+    """Rows of the file `name` -> (tokens by whether they are held out and their kind; what is wrong with rows that are
+    left out)."""
+    splits, bad = {}, []
     for row in rows:
         try:
-            ids, mask = encoder(name, row)
-            if is_chat not in (None, mask is not None):
-                raise BadRow(f"{name} {row.place}: documents and conversations in one file: keep them apart")
+            tokens, kind = encoder(name, row)
         except BadRow as e:
             bad.append(str(e))
             continue
-        is_chat = mask is not None
-        split = splits.setdefault(row.val, Encoded())
-        split.tokens.extend(ids)
-        split.mask.extend(mask or ())
-        split.documents += row.begins
+        splits.setdefault((row.val, kind), array("I")).extend(tokens)
     return splits, bad
