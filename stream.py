@@ -54,7 +54,6 @@ TRAIN_NAME = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)", re.IGNORECASE)
 CHUNK = 4  # rows that are asked of a worker at once
 MAX_WORKERS = 8  # per rank
 RECENT = 4096  # rows of a stream whose places are remembered
-Position = tuple[int, int, int, int, int, int]
 
 
 def cores() -> int:
@@ -381,12 +380,12 @@ class Lane:
         n = len(self.files)
         return [self.files[i] for i in permute(np.arange(n), n, f"{self.config.seed}/{epoch}/{self.number}")]
 
-    def where(self, position: Position) -> str:
+    def where(self, position: tuple) -> str:
         """The document that a row's end is in."""
         _, epoch, file, row, _, _ = position
         return f"{self.order(epoch)[file]} up to row {row} (lane {self.number}, epoch {epoch})"
 
-    def rows(self, position: Position):
+    def rows(self, position: tuple):
         """Rows from a position on, without end: (seq_len + 1 tokens, the position behind it)."""
         T, (given, *begin) = self.config.seq_len, position
         tokens = np.zeros(0, np.uint32)
@@ -436,7 +435,7 @@ class Lane:
 _rows = {}  # of a worker: what is to come of each of its lanes
 
 
-def open_lane(lane: Lane, position: Position) -> None:
+def open_lane(lane: Lane, position: tuple) -> None:
     """In a worker."""
     _rows[lane.number] = lane.rows(position)
 

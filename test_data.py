@@ -367,7 +367,7 @@ def test_the_order_knows_no_ranks(tmp_path, world_size, micro_batch):
 def test_resume_anywhere(tmp_path, world_size, micro_batch):
     path = numbered(tmp_path / "d", 36, shards=5)  # an epoch is 3 steps, and a shard ends in most rows' middle
     whole, _ = run(config(path, micro_batch=12), 10)
-    for k in range(8):
+    for k in (0, 1, 4, 7):
         first, state = run(config(path, micro_batch=3, batch_tokens=12 * T), k, 2)
         rest, end = run(config(path, micro_batch=micro_batch, batch_tokens=12 * T), 10 - k, world_size, state)
         assert first + rest == whole and end["samples"] == 120

@@ -481,7 +481,7 @@ def test_an_unknown_tokenizer_is_refused(spec, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(UserError, match="--tokenizer") as error:
         T.load_tokenizer(spec)
-    assert spec in str(error.value) and "bytes" in str(error.value)
+    assert spec in str(error.value)
     with pytest.raises(UserError, match="/dev/zero cannot be read: it is no file"):
         T.load_tokenizer("/dev/zero")
 
@@ -637,7 +637,7 @@ def test_chat_needs_a_format(bytes_tokenizer, tmp_path):
         T.render_chat(bytes_tokenizer, messages, "llama2")
     config = {"chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}", "bos_token": "<s>"}
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model("llama2"), tokenizer_config__json=config))
-    with pytest.raises(UserError, match="none of Llama's or Mixtral's.*im_start"):
+    with pytest.raises(UserError, match="which chat format.*im_start"):
         T.chat_family(ours, "llama")
     assert [T.chat_family(bytes_tokenizer, m) for m in ("llama", "mixtral")] == ["llama2", "mixtral"]
     with pytest.raises(UserError, match="chat format"):

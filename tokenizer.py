@@ -315,11 +315,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return ByteTokenizer()
     if not spec:
         raise UserError("--tokenizer: expected bytes, a file, a folder or a hub id, found nothing")
-    try:
-        path = find(spec, "--tokenizer")
-    except UserError as e:
-        raise UserError(f"{e} (--tokenizer bytes needs no file)") from None
-    return _load(path)
+    return _load(find(spec, "--tokenizer"))
 
 
 @functools.lru_cache(maxsize=4)
@@ -639,18 +635,14 @@ def chat_family(tokenizer: Tokenizer, model_type: str = "") -> str:
     asks, has_system = "[INST]" in template, "<<SYS>>" in template
     if {"<|im_start|>", "<|im_end|>"} <= tokenizer.control.keys() and not asks:
         return "chatml"
-    if template and not asks:
-        begin = template[:60]
-        raise UserError(
-            f"Chat: its chat_template is none of Llama's or Mixtral's, which are known, nor ChatML with control tokens;"
-            f" it begins {begin!r}"
-        )
-    if (asks and not has_system) or model_type in ("mistral", "mixtral") or "[INST]" in tokenizer.control:
-        return "mixtral"
-    if model_type == "llama" or has_system:
-        return "llama2"
+    if asks or not template:
+        if (asks and not has_system) or model_type in ("mistral", "mixtral") or "[INST]" in tokenizer.control:
+            return "mixtral"
+        if model_type == "llama" or has_system:
+            return "llama2"
     raise UserError(
-        "Chat: neither the tokenizer nor the model says which chat format it was made for (Llama, Mixtral or ChatML)"
+        "Chat: neither the tokenizer nor the model says which chat format it was made for, of Llama's, Mixtral's and"
+        f" ChatML (its chat_template begins {template[:60]!r})"
     )
 
 
