@@ -109,7 +109,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(FLOP/s of a device, where the number is from): the data sheet's for bf16 on a GPU that we know, else a matmul
     measured now."""
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
-        return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops} TFLOP/s"
+        return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops:g} TFLOP/s"
     best, n = max((measured_flops(n, device, dtype), n) for n in ((8192,) if device.type == "cuda" else (1024, 2048)))
     return best, f"the best of some {n} x {n} products in {str(dtype)[6:]}, {best / 1e12:.3f} TFLOP/s"
 

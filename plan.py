@@ -533,7 +533,7 @@ def summary(plan: Plan, cluster: Cluster, steps: float) -> str:
     return (
         f"{config.model}, {sum(elements(config, 1)) / 1e9:.3g} B parameters, on {cluster.nodes} x {cluster.gpus}"
         f" {gpu.name}: {'it fits' if plan.fits else 'it does not fit'}.\n"
-        f"  each GPU: {gib(plan.gpu)} of {gpu.gib} GiB\n"
+        f"  each GPU: {gib(plan.gpu)} of {gpu.gib:g} GiB\n"
         f"  each host: {gib(plan.host)}" + f" of {cluster.host_gib:.0f} GiB" * (cluster.host_gib < math.inf) + "\n"
         f"  disk: {amount(saved)} a checkpoint, {amount((config.keep + 1) * saved)} for --keep {config.keep} and the"
         " one being written\n"
@@ -567,7 +567,7 @@ def table(config: Config, cluster: Cluster) -> str:
     for name in ("rtx4090", "a100-40", "h100-80", "h200", "mi300x"):
         at = replace(cluster, gpu=GPUS[name])
         ways = [f"{changes(config, way.config)}: {speed(way, at)}" for way in variants(config, at)[:1]]
-        lines.append(f"  {name}, {at.gpu.gib} GiB: {''.join(ways) or 'does not fit'}")
+        lines.append(f"  {name}, {at.gpu.gib:g} GiB: {''.join(ways) or 'does not fit'}")
     return "\n".join(lines)
 
 
