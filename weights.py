@@ -383,31 +383,24 @@ def find_files(folder: Path) -> list[Path]:
         return [single]
     if index.exists():
         return _files_of_index(index)
-    files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
-    if files:
-        return files
     for kind in ("pytorch_model*.bin", "*.bin", "*.pth", "*.pt", "*.ckpt"):
         for path in sorted(folder.glob(kind)):
             raise UserError(f"{path}: only safetensors are loaded; a pickle can run code. {conversion(path)}")
     raise UserError(
-        f"{folder} holds no weights: no model.safetensors, no index of several, no *.safetensors. Was it fetched with"
+        f"{folder} holds no weights: neither model.safetensors nor an index of several such files. Was it fetched with"
         " --skip-model? python download.py ORG/NAME takes them, too"
     )
 
 
 def _files_of_index(index: Path) -> list[Path]:
+    """Names with a path in them are not in the listing of the folder either."""
     table, folder = read_object(index).get("weight_map"), index.parent
-    names = sorted(set(map(str, table.values()))) if isinstance(table, dict) else []
+    names = set(map(str, table.values())) if isinstance(table, dict) else set()
     if not names:
         raise UserError(f"{index}: it has no weight_map")
-    for name in names:
-        if not re.fullmatch(r"[^/\\]+\.safetensors", name) or not name.isprintable():
-            raise UserError(f"{index}: it names {name!r}, which is no safetensors file beside it")
-    existing = set(os.listdir(folder))
-    missing = [name for name in names if name not in existing]
-    if missing:
+    if missing := sorted(names.difference(os.listdir(folder))):
         raise UserError(f"{folder} lacks {len(missing)} of {len(names)} files that its index names: {_some(missing)}")
-    return [folder / name for name in names]
+    return [folder / name for name in sorted(names)]
 
 
 def _some(names: list[str]) -> str:
@@ -492,12 +485,9 @@ def _read_piece(piece: Piece, file: TensorFile, name: str, slices: Slices) -> Te
 
 def _check_tied(head: Place, embedding: Place) -> None:
     """A tied model's file may hold lm_head too, if it is the embedding."""
-    (file, name), (other_file, other) = head, embedding
-    same = file.entries[name] == other_file.entries[other]
-    for at in range(0, file.entries[name].shape[0], 4096) if same else ():
-        rows = (slice(at, at + 4096), slice(None))
-        same = same and torch.equal(file.read(name, rows), other_file.read(other, rows))
-    if not same:
+    (file, _), (other_file, _) = head, embedding
+    same = file.entries[head[1]] == other_file.entries[embedding[1]]
+    if not same or not torch.equal(*(file.read(name, (slice(None),) * 2) for file, name in (head, embedding))):
         raise UserError(
             f"{file.path}: lm_head.weight is not the embedding, though config.json ties them (tie_word_embeddings);"
             " if the head is its own, say false there"
@@ -653,20 +643,16 @@ EXPECTED = {int: "a positive whole number", float: "a positive number", bool: "t
 ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
 
 
-def _read_config_json(folder: Path) -> tuple[dict, Path]:
-    path = folder / "config.json"
-    if not path.exists():
-        more = "; params.json is Meta's own format: take the repository's Hugging Face files"
-        raise UserError(
-            f"{folder} holds no config.json, which says what model it is{more * (folder / 'params.json').exists()}"
-        )
-    return read_object(path), path
-
-
 def read_config(folder: Path) -> ModelConfig:
     """The shape that a folder's config.json describes, in the keys of transformers 4 or 5. Refuses by name what would
     compute something else than model.py does."""
-    values, path = _read_config_json(folder)
+    path = folder / "config.json"
+    if not path.exists():
+        raise UserError(
+            f"{folder} holds no config.json, which says what model it is; params.json is Meta's own format: take the"
+            " repository's Hugging Face files"
+        )
+    values = read_object(path)
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{path}: model_type {kind!r} is not known; there are {', '.join(FAMILIES)}")
@@ -789,7 +775,7 @@ def export(
         for name in [*shards][ranks.rank :: ranks.world_size]:
             write_pieces(temporary / name, shards[name], dtype, read)
 
-    on_first_rank(lambda: _begin_export(folder, temporary, size, replaces), ranks)
+    on_first_rank(lambda: _begin_export(folder, temporary, replaces), ranks)
     try:
         on_all(write_shards, ranks)
         on_first_rank(
@@ -820,16 +806,12 @@ def _plan_shards(config: ModelConfig, dtype: torch.dtype, limit: float) -> tuple
     return dict(zip(names, shards, strict=True)), total
 
 
-def _begin_export(folder: Path, temporary: Path, size: int, replaces: bool) -> None:
-    """Makes the temporary folder; refuses one that is in the way, and a disk that is too small."""
+def _begin_export(folder: Path, temporary: Path, replaces: bool) -> None:
+    """Makes the temporary folder; refuses one that is in the way."""
     refuse_in_the_way(folder, replaces)
     for left in folder.parent.glob(f"{folder.name}.tmp-*") if replaces else ():
         shutil.rmtree(left, ignore_errors=True)  # of an export that was killed
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free
-    if size > free:
-        raise UserError(f"{folder}: the export needs {size / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free")
-    temporary.mkdir()
+    temporary.mkdir(parents=True)
 
 
 def _finish_export(folder: Path, temporary: Path, shards: dict, size: int, config: dict, tokenizer, chat: str) -> None:
