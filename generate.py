@@ -9,6 +9,7 @@ so that each row's logits are those of its prompt alone. A run's texts begin wit
 Hugging Face folder begin and end as transformers' do."""
 
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -91,7 +92,6 @@ class LayerCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [B, T, K, h] of the next tokens -> those of all tokens so far, [B, S, K, h]."""
         start, stop = self.length, self.length + k.shape[1]
-        assert stop <= self.k.shape[2], f"{stop} tokens, the cache has room for {self.k.shape[2]}"
         self.k[:, :, start:stop], self.v[:, :, start:stop] = k.transpose(1, 2), v.transpose(1, 2)
         self.length = stop
         return self.k[:, :, :stop].transpose(1, 2), self.v[:, :, :stop].transpose(1, 2)
@@ -149,8 +149,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
     among the most probable ones that together reach this probability (nucleus sampling, arXiv 1904.09751)."""
     if temperature == 0:
         return logits.argmax(-1).cpu()
-    logits = logits.float().cpu()
-    logits = logits / temperature
+    logits = logits.float().cpu() / temperature
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k, -1).values[:, -1:], float("-inf"))
     if top_p < 1:
@@ -254,7 +253,6 @@ def check_length(config: ModelConfig, prompt: int, n: int) -> None:
 class Source:
     """A model that is not read yet, and how its texts begin and end."""
 
-    title: str
     config: ModelConfig
     read: Read
     dtype: torch.dtype
@@ -295,8 +293,9 @@ def open_run(run: Path, tokenizer: str | None) -> Source:
     tokens = load_run_tokenizer(found, tokenizer)
     if tokens is None:
         raise UserError(f"--run {run} was trained on token shards: name the --tokenizer that made them")
-    title, dtype = f"{run}, step {found.step}", DTYPES.get(found.config.dtype, torch.float32)
-    return Source(title, found.model_config, found.open_model(), dtype, tokens, True, frozenset(tokens.stop_ids))
+    print(f"{run}, step {found.step}", file=sys.stderr)
+    dtype = DTYPES.get(found.config.dtype, torch.float32)
+    return Source(found.model_config, found.open_model(), dtype, tokens, True, frozenset(tokens.stop_ids))
 
 
 def open_folder(folder: Path, tokenizer: str | None, chat: bool) -> Source:
@@ -308,7 +307,7 @@ def open_folder(folder: Path, tokenizer: str | None, chat: bool) -> Source:
     dtype = torch.bfloat16 if half else torch.float32
     stop = tokens.stop_ids - {tokens.bos_id} | {tokens.eos_id}
     stop = frozenset(stop if chat or not tokens.eos_ids else tokens.eos_ids)
-    return Source(str(folder), config, open_weights(folder, config), dtype, tokens, tokens.adds_bos, stop)
+    return Source(config, open_weights(folder, config), dtype, tokens, tokens.adds_bos, stop)
 
 
 # ---- the command line
@@ -379,14 +378,13 @@ def main(argv: list[str]) -> None:
     prompts = [render(source, opening, text) if args.chat else read_prompt(source, text) for text in texts]
     check_length(source.config, max(map(len, prompts)), 1 if talks else args.tokens)
     model = source.load(find_device(1), DTYPES.get(args.dtype))
-    print(source.title, file=sys.stderr)
     choice = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     if talks:
         return converse(model, source, opening, args.tokens, **choice)
     pieces = write(model, source.tokenizer, prompts, args.tokens, source.stop, not args.chat, **choice)
     begin = [""] * len(prompts) if args.chat else texts
     if len(prompts) == 1:
-        for text in (*begin, *(text for *_, text in pieces), "\n"):
+        for text in itertools.chain(begin, (text for *_, text in pieces), "\n"):
             print(text, end="", flush=True)
         return
     for row, _, text in pieces:

@@ -404,6 +404,19 @@ def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, m
     assert say(capsys, "--run", folder, "--prompt", "A", *words) == said + "\n"
 
 
+def test_a_text_is_shown_as_it_grows(hub, capsys, monkeypatch):
+    folder, _, encode, _ = hub("gpt2")
+
+    def sample(*_, **__):
+        for i in encode("of words"):
+            capsys.readouterr()
+            yield torch.tensor([i])
+            assert capsys.readouterr().out
+
+    monkeypatch.setattr("generate.sample", sample)
+    main(["--run", str(folder), "--prompt", "A list"])
+
+
 @pytest.mark.parametrize("name, stop", [("gpt2", {0}), ("llama3", {1, 4}), ("mixtral", {2})])
 def test_where_texts_of_a_folder_end(hub, name, stop):
     """In a chat at the end of the text or of a turn, and not at BOS, unless that is the end too."""
