@@ -27,10 +27,10 @@ from download import find
 from log import COMPARED_AT, cpu_name, logger
 from model import Transformer, flops_per_token, random_init
 from optim import DTYPES
+from records import refuse_unusable
 from rows import Catalog
 from shapes import MODELS
 from tokenizer import load_tokenizer
-from track import refuse_unusable
 from weights import dropout_note, open_adapter, refuse_in_the_way
 from weights import open_weights as open_folder
 

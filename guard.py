@@ -1,5 +1,5 @@
 """What watches over a run: its folder and lock, signals to stop, ranks that hang, gradients that stop being numbers,
-replicas that differ; and what is said when it ends.
+replicas that differ, devices that corrupt numbers; and what is said when it ends.
 
 All ranks come to the same verdict at the same step. Nothing here makes the host wait for the device in every step: the
 flags of a step are read one step late."""
@@ -7,7 +7,7 @@ flags of a step are read one step late."""
 import contextlib
 import errno
 import faulthandler
-import hashlib
+import functools
 import json
 import logging
 import math
@@ -20,21 +20,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from config import Config
 from errors import Failure, UserError, explain, missing_folders, process_began, read_json, remove_empty, say_error
 from log import Clock, start_logging, write_status
-from optim import GradientReducer, trained
-from replay import Replay, bit_sums
-from shard import Ranks, gather, local, on_every_rank, on_first_rank, set_timeout
+from optim import GradientReducer, is_sharded, local, trained
+from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout, sync_gradients
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it gives up
@@ -44,6 +43,8 @@ LONG = 1800  # seconds that the first step, an evaluation or a save may take
 TOUCH = 10.0  # seconds between touches of the lock; one that three of them miss is stale
 LOOK = 15.0  # seconds for a file to appear on another machine
 BEFORE_A_STEP = {"lock", "status.json", "log.txt", "flags.json", "env.json"}  # of the files of a run folder
+HASHED = 2**20  # values that are hashed at a time
+INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 TAKEN = "another job has taken the run folder over"
 logger = logging.getLogger("flatland")
 
@@ -211,10 +212,6 @@ class NotFinite(Failure):
         self.step = step
 
 
-class Diverged(Failure):
-    """Ranks that should hold the same parameters do not."""
-
-
 class GradientGuard(GradientReducer):
     """The reducer of train.py's loop, and what the host does about the flags that it sets on the device: a loss or norm
     that is no number stops the run, or with --on_nonfinite skip only SKIPS of them in a row do."""
@@ -234,30 +231,24 @@ class GradientGuard(GradientReducer):
         if config.update_in_backward:
             self.update_in_backward(optimizer, beside=config.offload == "cpu")
         self.replay = Replay(model, config.replay_every, ranks).watch
-        self.pending = None  # the flags of a step, on their way to the host
+        self.pending: list[tuple] = []  # the flags of steps, on their way to the host
 
     def check(self, step: int, wait: bool = False) -> None:
         """Raises NotFinite if an update was suppressed, or warns that it was skipped: up to the step before, which
-        costs no waiting, or with `wait` up to this one; and Diverged. Call once a step; the outcome is the same on all
-        ranks."""
+        costs no waiting, or with `wait` up to this one; and Failure if replicas differ. Call once a step; the outcome
+        is the same on all ranks."""
         flags = torch.stack((self.bad_in_row, self.local_loss))
-        on_host, event = torch.empty(2, pin_memory=flags.is_cuda), None
+        on_host, event = torch.empty(2, pin_memory=flags.is_cuda), torch.cuda.Event() if flags.is_cuda else None
         on_host.copy_(flags, non_blocking=True)
-        if flags.is_cuda:
-            event = torch.cuda.Event()
+        if event:
             event.record()
-        before, self.pending = self.pending, (step, on_host, event)
-        self._read(before)
-        if wait:
-            self._read(self.pending)
-            self.pending = None
+        self.pending.append((step, on_host, event))
+        while len(self.pending) > (not wait):
+            self._read(*self.pending.pop(0))
         if self.every and step % self.every == 0:
             compare_replicas(self.model, self.ranks, self.mesh, step)
 
-    def _read(self, pending: tuple | None) -> None:
-        if pending is None:
-            return
-        step, on_host, event = pending
+    def _read(self, step: int, on_host: Tensor, event: torch.cuda.Event | None) -> None:
         if event:
             event.synchronize()
         bad_in_row, local_loss = on_host.tolist()
@@ -265,9 +256,8 @@ class GradientGuard(GradientReducer):
             self._complain(step, local_loss, int(bad_in_row))
 
     def _complain(self, step: int, own: float, in_row: int) -> None:
-        mine = None if math.isfinite(own) else own
-        told = gather((platform.node(), mine, self.where(step)), self.ranks)
-        guilty = {r: row for r, row in enumerate(told) if row[1] is not None}
+        told = gather((platform.node(), own, self.where(step)), self.ranks)
+        guilty = {r: row for r, row in enumerate(told) if not math.isfinite(row[1])}
         if guilty:
             what = "; ".join(f"the loss of rank {r} on {host} is {value}" for r, (host, value, _) in guilty.items())
         else:
@@ -297,13 +287,31 @@ class GradientGuard(GradientReducer):
         )
 
 
-def parameter_hash(model: nn.Module) -> str:
+# ---- devices that corrupt numbers
+
+
+@functools.cache
+def _odd_numbers(device: torch.device) -> Tensor:
+    numbers = torch.randint(-(2**63), 2**63 - 1, (HASHED,), generator=torch.Generator().manual_seed(0)) | 1
+    return numbers.to(device)
+
+
+def bit_sums(parts: list[Tensor]) -> Tensor:
+    """int64 [n]: the bits of each value are multiplied by a random odd number that belongs to its place and summed
+    modulo 2^64, HASHED values at a time: so no order of summing changes it, and values that change places, or changes
+    whose plain sum is 0, do. Needs 16 MiB beside the tensors, whatever their size."""
+    odd = _odd_numbers(parts[0].device)
+    bits = [part.contiguous().view(-1).view(INTS[part.element_size()]) for part in parts]
+    return torch.stack([x.long().mul_(odd[: len(x)]).sum() for part in bits for x in part.split(HASHED)])
+
+
+def parameter_hash(model: nn.Module) -> int:
     """Of the bits of this rank's parts of the parameters."""
-    return hashlib.sha256(bit_sums([local(p.detach()) for p in model.parameters()]).cpu().numpy()).hexdigest()
+    return hash(tuple(bit_sums([local(p.detach()) for p in model.parameters()]).tolist()))
 
 
 def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, step: int) -> None:
-    """Raises Diverged on all ranks if copies of the parameters differ. All ranks must call."""
+    """Raises Failure on all ranks if copies of the parameters differ. All ranks must call."""
     if mesh is None or mesh["replicate"].size() == 1:
         return
     told = gather((mesh.get_coordinate()[1], parameter_hash(model), platform.node()), ranks)
@@ -317,10 +325,91 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
         names = ", ".join(f"rank {rank} on {told[rank][2]}" for rank in wrong)
         said.append(f"the odd ones out: {names}" if known else f"no majority tells which is wrong of {names}")
     if said:
-        raise Diverged(
+        raise Failure(
             f"After step {step} not all copies of the parameters are equal; {'; '.join(said)}. No checkpoint was"
             " written since they were compared last. It may be faulty hardware there; start again to go on from the"
             " newest checkpoint"
+        )
+
+
+class Replay:
+    """--replay_every: the first micro-batch of every `every`th step is computed once more, before the step, and must
+    give the same bits; 0: never.
+
+    A device that corrupts numbers in silence (bad memory, a marginal unit) seldom does so twice alike. What a rank
+    computes by itself is compared: its loss, and the gradient of every parameter before it is summed over ranks; so the
+    rank whose bits differ is the faulty one. Of each gradient a hash is kept, so nothing of its size is held besides.
+    The gradients of the first pass are thrown away: the step's own numbers are what they are without it."""
+
+    def __init__(self, model: nn.Module, every: int, ranks: Ranks):
+        self.model, self.every, self.ranks = model, every, ranks
+        self.sums: dict[str, Tensor] = {}  # of the loss and of each gradient of a micro-batch
+
+    @contextlib.contextmanager
+    def watch(self, step: int, batch, weight_scales) -> Iterator[None]:
+        """Around train_step, of which `batch` is the first micro-batch. Raises Failure on all ranks if the bits of one
+        differ. All ranks must call."""
+        if not self.every or step % self.every:
+            yield
+            return
+        begin = time.perf_counter()
+        with self._watching():
+            weight_scales.refresh()
+            sync_gradients(self.model, True)
+            batch = batch.to(self.ranks.device)
+            self.model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True)[0].backward()
+            for p in self.model.parameters():
+                p.grad = None
+            first = self._take()
+            seconds = time.perf_counter() - begin
+            yield
+            second = self._take()
+        self._compare(step, first, second, seconds)
+
+    def _take(self) -> dict[str, int]:
+        """Waits for the device."""
+        sums, self.sums = self.sums, {}
+        return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Notes the loss, and each gradient as the backward pass computes it. With FSDP a parameter becomes a whole
+        tensor, which has a gradient, when its unit begins its forward pass."""
+        units = {name: m for name, m in self.model.named_modules() if hasattr(m, "unshard")}
+        hooks, known = [], set()
+
+        def note(name: str, value: Tensor) -> None:  # later micro-batches of the step do not count
+            if name not in self.sums:
+                self.sums[name] = bit_sums([value.detach()]).sum()
+
+        def attach(prefix: str, module: nn.Module) -> None:
+            for name, p in module.named_parameters(prefix):
+                if p.requires_grad and not is_sharded(p) and name not in known:
+                    known.add(name)
+                    receivers = {p, getattr(p, "compute_copy", p)}  # the one that is used has the gradient
+                    hooks.extend(receiver.register_hook(functools.partial(note, name)) for receiver in receivers)
+
+        for prefix, unit in units.items():
+            hooks.append(unit.register_forward_pre_hook(lambda module, _, prefix=prefix: attach(prefix, module)))
+        attach("", self.model)
+        hooks.append(self.model.lm_head.register_forward_hook(lambda _, args, outputs: note("the loss", outputs[0])))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _compare(self, step: int, first: dict[str, int], second: dict[str, int], seconds: float) -> None:
+        mine = [name for name in first if first[name] != second.get(name)]
+        told = gather((platform.node(), mine), self.ranks)
+        faulty = [f"rank {rank} on {host} ({', '.join(names[:3])})" for rank, (host, names) in enumerate(told) if names]
+        if not faulty:
+            return logger.info("Replay: step %d gave the same bits on all ranks; it took %.2f s", step, seconds)
+        alike = len(faulty) == self.ranks.world_size > 1
+        raise Failure(
+            f"Step {step}: the same micro-batch computed twice gave different bits: {'; '.join(faulty)}."
+            + (" On all ranks alike it is rather a kernel that does not repeat its bits." if alike else "")
+            + " No checkpoint of this step was written. Take that machine out, and start again"
         )
 
 

@@ -1,5 +1,5 @@
-"""What a run says and leaves behind: the screen, log.txt, metrics.jsonl, curves.png, env.json, status.json; and where
-its time went.
+"""What a run says and leaves behind: the screen, log.txt, metrics.jsonl, curves.png, env.json, status.json; where its
+time went; and which rank holds the others back.
 
 Rank 0 writes. Nothing here waits for a GPU except `Log.step` on the steps that are recorded.
 """
@@ -15,30 +15,38 @@ import re
 import subprocess
 import sys
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median, median_low
+from typing import NamedTuple
 
 from errors import ROOT, Parser, human, printable, process_began, run_script, write_whole  # first: it finds torch
 
 import torch  # isort: skip
+import torch.distributed as dist
 from torch import Tensor
 
 from attention import kernel
 from config import VERSION, Config
-from curves import draw_runs, plot_runs, read_records
 from lora import flops_per_token
 from machine import known_gpu
 from model import IGNORE, Transformer
 from optim import trained
-from pace import Pace, Times, describe_gpu, find_slow, without_costs
+from records import Tracker, draw_runs, plot_runs, read_records, track_run
 from rows import text_bytes
 from shard import gather, mesh_shape, on_first_rank
-from track import Tracker, track_run
 
 logger = logging.getLogger("flatland")
 
 NO_NUMBERS = (math.inf, -math.inf)
+# Of torch.distributed, what FSDP2 (torch 2.11 to 2.13), optim.py and fp8.py call.
+COLLECTIVES = (
+    "all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce",
+)  # fmt: skip
+SLOW = 0.095  # beyond the median: what is shown as 10 %
+GPU_EVERY = 8  # steps: of a GPU one in so many is measured, as reading the events takes time
 COMPARED_AT = 20  # the first step whose record is compared with the plan: speed has settled
 
 
@@ -118,14 +126,9 @@ def measured_flops(n: int, device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the best of six products of n x n matrices."""
     own = torch.Generator(device).manual_seed(0)  # the run's random state is not touched
     a, b = (torch.randn(n, n, device=device, generator=own).to(dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(6):
-        begin = time.perf_counter()
-        c = a @ b
-        c[0, 0].item()
-        best = min(best, time.perf_counter() - begin)
+    best = min(timeit.repeat(lambda: (a @ b)[0, 0].item(), number=1, repeat=6))
     if device.type == "cuda":
-        del a, b, c
+        del a, b
         torch.cuda.reset_peak_memory_stats(device)
     return 2 * n**3 / best
 
@@ -189,6 +192,112 @@ class Clock:
         return f"Time taken: {self.since - self.begin:.1f} seconds ({parts})"
 
 
+# ---- what every rank spends on a step, and which one holds the others back
+
+# Ranks wait for each other in collectives, so their steps take equally long, whoever is slow: that one waits least. A
+# step is measured from when its data are there to its update, and in it each collective of the training: on a CPU by
+# the host's clock, for they block there; on a GPU by events on the stream of the collective, which nobody waits for.
+# The least that any rank spends in collectives is what they cost; what another spends beyond that is waiting, and the
+# rest of a step is its own: data + compute. Medians over a record's steps are compared: one late step names nobody.
+
+
+class Times(NamedTuple):
+    """Of a rank and a step, in ms. wait: within collectives; compute: all else from the data to the update."""
+
+    host: str
+    data: float
+    compute: float
+    wait: float
+
+
+class Pace:
+    """Measures this rank's steps. Wraps functions of torch.distributed until `close`."""
+
+    def __init__(self, device: torch.device):
+        self.cuda, self.steps, self.count, self.data = device.type == "cuda", [], 0, 0.0
+        self.begun, self.waits = None, []
+        known = [name for name in COLLECTIVES if hasattr(dist, name)] if dist.is_initialized() else []
+        self.wrapped = {name: getattr(dist, name) for name in known}
+        for name, collective in self.wrapped.items():
+            setattr(dist, name, self._timed(collective))
+
+    def close(self) -> None:
+        for name, collective in self.wrapped.items():
+            setattr(dist, name, collective)
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self.cuda:
+            return 1e3 * time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _timed(self, collective: Callable) -> Callable:
+        def run(*args, **kwargs):
+            if self.begun is None:
+                return collective(*args, **kwargs)
+            begin = self._now()
+            result = collective(*args, **kwargs)
+            self.waits.append((begin, self._now()))
+            return result
+
+        return run
+
+    def begin(self, data: float) -> None:
+        """The data of a step are there. data: seconds that went to them so far, in all steps."""
+        self.count, self.data, self.step_data = self.count + 1, data, 1e3 * (data - self.data)
+        if not self.cuda or self.count % GPU_EVERY == 0:
+            self.begun = self._now()
+
+    def end(self) -> None:
+        """Its update is launched."""
+        if self.begun is not None:
+            self.steps.append((self.step_data, (self.begun, self._now()), self.waits))
+        self.begun, self.waits = None, []
+
+    def take(self) -> Times:
+        """Medians of the steps since the last call; wait holds what collectives cost, too. On a GPU all of them must
+        have ended, as they have when the loss was read."""
+
+        def lasted(span: tuple) -> float:
+            return span[0].elapsed_time(span[1]) if self.cuda else span[1] - span[0]
+
+        rows = [(data, lasted(whole), sum(map(lasted, waits))) for data, whole, waits in self.steps]
+        self.steps = []
+        data, whole, wait = map(median, zip(*rows, strict=True)) if rows else (0.0, 0.0, 0.0)
+        return Times(platform.node(), data, whole - wait, wait)
+
+
+def without_costs(ranks: list[Times]) -> list[Times]:
+    """Takes for compute what every rank spends in collectives alike."""
+    cost = min(times.wait for times in ranks)
+    return [times._replace(compute=times.compute + cost, wait=times.wait - cost) for times in ranks]
+
+
+def find_slow(ranks: list[Times]) -> tuple[int, str] | None:
+    """The slowest rank, and how slow it is in words; None if it is within 10 % of the median."""
+    own = [times.data + times.compute for times in ranks]
+    rank, usual = own.index(max(own)), median_low(own)
+    if own[rank] <= (1 + SLOW) * usual:
+        return None
+    host, data, compute, _ = ranks[rank]
+    return (
+        rank,
+        f"{host}/rank {rank} {100 * own[rank] / usual - 100:+.0f} % (data {data:,.0f} ms, compute {compute:,.0f} ms)",
+    )
+
+
+def describe_gpu(device: torch.device) -> str:
+    """Clock and power, where the device is a GPU and NVML can be reached."""
+    try:
+        return f", GPU at {torch.cuda.clock_rate(device):,} MHz, {torch.cuda.power_draw(device) / 1e3:.0f} W"
+    except Exception:  # no GPU, no nvidia-ml-py, or a driver that does not tell
+        return ""
+
+
+# ---- the step record
+
+
 def describe_routers(sums: Tensor) -> dict[str, float]:
     """Details.router_sums, over all ranks -> the balancing loss, and the experts' shares of the tokens as multiples of
     an even share: each expert's over all layers, and the extremes of any layer."""
@@ -203,11 +312,9 @@ def compare(predicted: dict[str, float], record: dict[str, float], folder: Path)
     measured = {name: record[name] for name in predicted}
     content = {"step": record["step"], "predicted": predicted, "measured": measured}
     write_whole(folder / "plan.json", json.dumps(content, indent=1) + "\n")
-    off = {name: predicted[name] / measured[name] - 1 for name in predicted}
-    words = [
-        f"{name} {predicted[name]:.4g} predicted, {measured[name]:.4g} measured ({off[name]:+.0%})" for name in off
-    ]
-    wrong = [name for name in off if abs(off[name]) > 0.1]
+    rows = [(name, value, measured[name], value / measured[name] - 1) for name, value in predicted.items()]
+    words = [f"{name} {value:.4g} predicted, {found:.4g} measured ({off:+.0%})" for name, value, found, off in rows]
+    wrong = [name for name, *_, off in rows if abs(off) > 0.1]
     return f"Plan: {'; '.join(words)}" + f"; off by more than 10 %: {', '.join(wrong)}" * bool(wrong)
 
 
@@ -402,15 +509,12 @@ class Log:
     def draw(self, always: bool) -> None:
         """Writes curves.png from metrics.jsonl; unless always, so seldom that it takes a thousandth of a run's time."""
         if always or time.perf_counter() > self.draw_after:
+            begin = time.perf_counter()
             with self.run.phase("plots"):
-                begin = time.perf_counter()
-                self._draw()
-                end = time.perf_counter()
+                if self.ranks.rank == 0:
+                    draw_runs([self.file.parent], self.file.with_name("curves.png"))
+            end = time.perf_counter()
             self.draw_after = end + 1000 * (end - begin)
-
-    def _draw(self) -> None:
-        if self.ranks.rank == 0:
-            draw_runs([self.file.parent], self.file.with_name("curves.png"))
 
 
 def main(argv: list[str]) -> None:

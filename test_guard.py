@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import guard
-import replay
 from errors import read_json
 from log import Clock, write_status
 from optim import update
@@ -57,15 +56,15 @@ def test_the_copy_that_differs_is_named_where_that_can_be_known(monkeypatch, tol
     monkeypatch.setattr(guard, "gather", lambda *_: [(*row, f"a{rank}") for rank, row in enumerate(told)])
     if not said:
         return guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
-    with pytest.raises(guard.Diverged, match=f"After step 3 .*; {said}\\. No checkpoint"):
+    with pytest.raises(guard.Failure, match=f"After step 3 .*; {said}\\. No checkpoint"):
         guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_hash_sees_flips_that_cancel_and_values_that_change_places(monkeypatch, dtype):
     """Of these the sum of the bits changes with the first alone. The hash takes 16 of the 40 values at a time."""
-    monkeypatch.setattr(replay, "HASHED", 16)
-    monkeypatch.setattr(replay, "_odd_numbers", replay._odd_numbers.__wrapped__)
+    monkeypatch.setattr(guard, "HASHED", 16)
+    monkeypatch.setattr(guard, "_odd_numbers", guard._odd_numbers.__wrapped__)
     model = torch.nn.Linear(8, 5, bias=False, dtype=dtype)
     bits = model.weight.detach().view({4: torch.int32, 2: torch.int16}[dtype.itemsize]).view(-1)
     sign = torch.iinfo(bits.dtype).min

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from pace import Pace, Times, describe_gpu, find_slow, without_costs
+from log import Pace, Times, describe_gpu, find_slow, without_costs
 from test_shard import run_code
 
 WORDS = "--tokenizer bytes --compile none --seq_len 64 --eval_every 0 --log_every 5 --model tiny-llama"

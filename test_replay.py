@@ -1,4 +1,4 @@
-"""--replay_every: a product of which a bit is flipped on one rank is found, and the rank is named; a replay changes
+"""guard.Replay: a product of which a bit is flipped on one rank is found, and the rank is named; a replay changes
 nothing of the run."""
 
 import pytest
@@ -14,7 +14,7 @@ from test_shard import run_code
 CODE = """
 import random, sys
 import torch
-import fp8, guard, replay, shard, test_parity, train
+import fp8, guard, shard, test_parity, train
 from optim import keep_copies, make_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,7 +41,7 @@ def step(n):
     try:
         with gradients.replay(n, batches[0], weight_scales):
             train.train_step(model, optimizer, batches, 1e-3, gradients, weight_scales, ranks.device, config.reshard)
-    except replay.Corrupted as error:
+    except guard.Failure as error:
         print(error, flush=True)
 
 ranks, config = shard.init_ranks(), cell.config
@@ -53,8 +53,8 @@ optimizer = make_optimizer(model, config)
 shard.fill(model, test_parity.random_init(cell.shape, shapes, 0))
 keep_copies(model, optimizer, config, cell.accumulate > 1)
 gradients = guard.GradientGuard(model, config, ranks, mesh)
-gradients.replay = replay.Replay(model, every, ranks).watch
-replay.logger.info = lambda *args: print(args[0] % args[1:], flush=True)
+gradients.replay = guard.Replay(model, every, ranks).watch
+guard.logger.info = lambda *args: print(args[0] % args[1:], flush=True)
 for n in range(1, 5 - 2 * bool(flips)):
     step(n)
 if flips:

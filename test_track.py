@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import log
-import track
+import records
 from config import parse_args
 from errors import UserError
 from test_log import make_log, record, start_logging, write_run
@@ -128,8 +128,8 @@ class Failing:
 
 
 def test_a_tracker_that_fails_or_hangs_is_said_once_and_stops_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(track, "TRACKERS", {"a": Failing, "b": Stuck})
-    monkeypatch.setattr(track, "PATIENCE", 0.2)
+    monkeypatch.setattr(records, "TRACKERS", {"a": Failing, "b": Stuck})
+    monkeypatch.setattr(records, "PATIENCE", 0.2)
     start_logging(tmp_path)
     run = make_log(tmp_path, log.Clock(), track=("a", "b"))
     run.clock.switch("steps")
@@ -148,16 +148,16 @@ def test_trackers_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
 
     def refused(*names):
         with pytest.raises(UserError) as error:
-            track.refuse_unusable(names, tmp_path)
+            records.refuse_unusable(names, tmp_path)
         return str(error.value)
 
     assert "unknown; there are tensorboard, wandb" in refused("mlflow")
-    monkeypatch.setattr(track.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(records.importlib.util, "find_spec", lambda name: None)
     assert "-m pip install wandb" in refused("wandb")
-    monkeypatch.setattr(track.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(records.importlib.util, "find_spec", lambda name: name)
     (tmp_path / "tensorboard").write_text("in the way")
     assert "no folder that can be written to" in refused("tensorboard")
-    monkeypatch.setattr(track, "_is_logged_in", lambda: False)
+    monkeypatch.setattr(records, "_is_logged_in", lambda: False)
     assert "`wandb login`, or WANDB_MODE=offline" in refused("wandb")
 
 
@@ -170,5 +170,7 @@ def test_logged_in_or_offline(tmp_path, monkeypatch, name, value, expected):
     monkeypatch.chdir(tmp_path)
     Path("netrc").write_text("machine api.wandb.ai login user password 0123\n")
     env = {"NETRC": "none", "HOME": str(tmp_path), "WANDB_BASE_URL": "https://api.wandb.ai", name: value}
-    done = run_code(f"import os; os.chdir('{tmp_path}'); import track; print(track._is_logged_in())", ["x"], env=env)
+    done = run_code(
+        f"import os; os.chdir('{tmp_path}'); import records; print(records._is_logged_in())", ["x"], env=env
+    )
     assert done.stdout.strip() == str(expected), done.stderr
