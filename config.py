@@ -88,9 +88,9 @@ def _flag(
     default, help: str, choices: tuple = (), least: float = 0, below: float = 2**53, needs: str = "",
     group: str = "", resume: str = "same",
 ):  # fmt: skip
-    """least, below: the range of a number, the second not in it. needs: the flag without which it has no effect. group:
-    in --help, of this flag and those after it. resume: what a run that goes on may have: the same value, another
-    ("free"), or another where --resume_override names the flag ("override")."""
+    """least, below: the range of a number, the second not in it. needs: the flags without which it has no effect.
+    group: in --help, of this flag and those after it. resume: what a run that goes on may have: the same value,
+    another ("free"), or another where --resume_override names the flag ("override")."""
     known = {"help": help, "choices": choices, "range": (least, below), "needs": needs, "group": group}
     return field(default=default, metadata=known | {"resume": resume})
 
@@ -126,7 +126,7 @@ class Config:
     lora_targets: tuple = _flag(
         ("q", "k", "v", "o", "gate", "up", "down"), "the projections that get adapters, with commas", needs="lora"
     )
-    lora_weights: str = _flag("", "the folder of a PEFT adapter of --weights to start from", needs="lora")
+    lora_weights: str = _flag("", "the folder of a PEFT adapter of --weights to start from", needs="lora weights")
     data: tuple = _free(
         (),
         "one or more of: token shards (a folder, .bin), .txt, .jsonl, .json, .json.gz, .parquet, globs,"
@@ -426,11 +426,9 @@ def _read_shape(model: str) -> ModelConfig:
 
 def _known_as(name: str) -> str:
     """The flag of ours that a name stands for, be it another trainer's or misspelt; empty if there is none."""
-    ours = [f.name for f in fields(Config)]
-    meanings = {name: name for name in ours}
-    for line in ELSEWHERE.strip().splitlines():
-        flag, *theirs = line.split()
-        meanings |= dict.fromkeys(theirs, flag)
+    ours = {f.name: f.name for f in fields(Config)}
+    lines = map(str.split, ELSEWHERE.strip().splitlines())
+    meanings = ours | {theirs: flag for flag, *names in lines for theirs in names}
     near = difflib.get_close_matches(name, ours, 1, 0.85)
     last = name.rpartition(".")[2]  # torchtitan's names are SECTION.NAME
     return meanings.get(name) or meanings.get(last) or "".join(near)
@@ -547,8 +545,9 @@ def _check_flag(f: Field, values: dict) -> None:
     if isinstance(value, (int, float)) and not least <= value < below:
         raise UserError(f"--{f.name} {value}: it must be at least {least} and below {below} ({f.metadata['help']})")
     streams = needs == "stream" and any(d.startswith("hf://") for d in (*values["data"], *values["val_data"]))
-    if needs and value not in (f.default, 0) and values[needs] in ("", "off", 0) and not streams:
-        raise UserError(f"--{f.name} has no effect without --{needs}: give that, or leave --{f.name} out")
+    missing = [flag for flag in needs.split() if values[flag] in ("", "off", 0)]
+    if missing and value not in (f.default, 0) and not streams:
+        raise UserError(f"--{f.name} has no effect without --{missing[0]}: give that, or leave --{f.name} out")
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -638,64 +637,38 @@ def check_batch(c: Config, world_size: int) -> None:
         )
 
 
-# What does not work together: (whether it is asked for, what to say about it).
-UNSUPPORTED = (
-    (
-        lambda c, ranks: c.compile == "model" and ranks > 1,
-        "--compile model is for one process; with several, parameters are gathered block by block: --compile block",
-    ),
-    (
-        lambda c, ranks: c.compile == "model" and c.offload == "cpu",
-        "--compile model with --offload cpu: parameters are fetched block by block: --compile block",
-    ),
-    (
-        lambda c, ranks: c.compile == "model" and c.offload_activations,
-        "--compile model with --offload_activations: they are taken from between the blocks: --compile block",
-    ),
-    (
-        lambda c, ranks: c.checkpointing == "none" and c.offload_activations,
-        "--offload_activations is for what checkpointing keeps, the block inputs: give --checkpointing block, too",
-    ),
-    (
-        lambda c, ranks: c.fp8 != "off" and c.offload == "cpu",
-        "--fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two",
-    ),
-    (
-        lambda c, ranks: c.replay_every and c.compile == "model",
-        "--replay_every with --compile model, whose gradients are not seen one by one: --compile block",
-    ),
-    (
-        lambda c, ranks: c.replay_every and c.update_in_backward,
-        "--replay_every with --update_in_backward: a backward pass to compare would update the parameters; give up one",
-    ),
-    (
-        lambda c, ranks: c.replay_every and c.attention == "flash",
-        "--replay_every with --attention flash, whose gradients do not repeat bit for bit: --attention sdpa or varlen",
-    ),
-    (
-        lambda c, ranks: c.update_in_backward and c.clip > 0,
-        "--update_in_backward with --clip: the norm of all gradients is known after the backward pass: --clip 0",
-    ),
-    (
-        lambda c, ranks: c.update_in_backward and 0 < c.micro_batch * c.seq_len * ranks < c.batch_tokens,
-        "--update_in_backward needs steps of one micro-batch: --batch_tokens of at most micro_batch x seq_len x ranks",
-    ),
-    (
-        lambda c, ranks: c.update_in_backward and c.compile == "model",
-        "--update_in_backward with --compile model, whose gradients come all at once: --compile block",
-    ),
-    (
-        lambda c, ranks: c.update_in_backward and c.on_nonfinite == "skip",
-        "--update_in_backward with --on_nonfinite skip: a part of an update cannot be taken back: --on_nonfinite stop",
-    ),
-    (
-        lambda c, ranks: c.lora_weights and not c.weights,
-        "--lora_weights is an adapter for a model's weights: name these, too, with --weights",
-    ),
-)
+# What does not work together. Each line begins with the two flags, with their values where these matter.
+CONFLICTS = """
+--compile model with --offload cpu: parameters are fetched block by block: --compile block
+--compile model with --offload_activations: they are taken from between the blocks: --compile block
+--offload_activations with --checkpointing none: block inputs are what checkpointing keeps: give --checkpointing block
+--fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two
+--replay_every with --compile model, whose gradients are not seen one by one: --compile block
+--replay_every with --update_in_backward: a backward pass to compare would update the parameters; give up one
+--replay_every with --attention flash, whose gradients do not repeat bit for bit: --attention sdpa or varlen
+--update_in_backward with --clip: the norm of all gradients is known after the backward pass: --clip 0
+--update_in_backward with --compile model, whose gradients come all at once: --compile block
+--update_in_backward with --on_nonfinite skip: a part of an update cannot be taken back: --on_nonfinite stop
+"""
+
+
+def conflict(c: Config, world_size: int) -> str:
+    """What is wrong with these flags together, in words; empty if nothing is."""
+
+    def asked(flag: str, value: str) -> bool:
+        return str(getattr(c, flag)) == value if value else getattr(c, flag) not in (0, "off")
+
+    for line in CONFLICTS.strip().splitlines():
+        one, its_value, other, others_value = re.match(r"--(\w+) ?(\w*) with --(\w+) ?(\w*)", line).groups()
+        if asked(one, its_value) and asked(other, others_value):
+            return line
+    if c.compile == "model" and world_size > 1:
+        return "--compile model is for one process; with several, parameters are gathered by the block: --compile block"
+    if c.update_in_backward and 0 < c.micro_batch * c.seq_len * world_size < c.batch_tokens:
+        return "--update_in_backward needs steps of one micro-batch: --batch_tokens of micro_batch x seq_len x ranks"
+    return ""
 
 
 def refuse_unsupported(config: Config, world_size: int) -> None:
-    for asked, message in UNSUPPORTED:
-        if asked(config, world_size):
-            raise UserError(message)
+    if message := conflict(config, world_size):
+        raise UserError(message)

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from unittest import mock
 
-from config import DEFAULT, UNSUPPORTED, Config, check_batch, parse_args, refuse_unsupported, split_batch, with_recipes
+from config import DEFAULT, Config, check_batch, conflict, parse_args, refuse_unsupported, split_batch, with_recipes
 from errors import UserError, amount
 
 import torch  # isort: skip
@@ -440,7 +440,7 @@ def variants(config: Config, cluster: Cluster) -> list[Plan]:
         "reshard": {config.reshard, "auto"},
     }
     others = [replace(config, **dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
-    allowed = [c for c in others if not any(asked(c, cluster.ranks) for asked, _ in UNSUPPORTED)]
+    allowed = [c for c in others if not conflict(c, cluster.ranks)]
     plans = [predict(other, cluster) for other in allowed]
     fitting = [plan for plan in plans if plan.fits]
     return sorted(fitting, key=lambda plan: (plan.seconds, changes(config, plan.config)))

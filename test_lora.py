@@ -189,6 +189,7 @@ def test_another_base_is_refused(run):
         ("--lora_alpha 4", "--lora_alpha has no effect without --lora"),
         ("--lora_targets q", "--lora_targets has no effect without --lora"),
         ("--lora_weights x", "--lora_weights has no effect without --lora"),
+        ("--lora_weights x --lora 4", "--lora_weights has no effect without --weights"),
         ("--lora -1", "--lora -1: it must be at least 0"),
     ],
 )
