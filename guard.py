@@ -65,6 +65,9 @@ class Run:
         self.lock: RunLock | None = None
         self.new_folders: list[Path] = []  # the run folder and those around it that were not there, on rank 0
         self.mesh: DeviceMesh | None = None
+        # with run.phase(NAME): time inside belongs to NAME; the watchdog grants "data" and "steps" --timeout, any other
+        # LONG at least.
+        self.phase = self.clock.part
         self.began, self.exit_code = False, 1
         self.at_end: list[Callable[[], None]] = []  # called when all is done, or has failed; they must not raise
 
@@ -110,10 +113,6 @@ class Run:
     def write_status(self, state: str, step: int, **more) -> None:
         """status.json, on rank 0. All ranks must call."""
         on_first_rank(lambda: write_status(self.folder, state, step, **more), self.ranks)
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager:
-        """Time inside belongs to `name`; the watchdog grants "data" and "steps" --timeout, any other LONG at least."""
-        return self.clock.part(name)
 
     def add_mesh(self, mesh: DeviceMesh | None) -> None:
         """Its groups tell the watchdog how far a rank is, and get --timeout after the first step."""

@@ -442,13 +442,6 @@ class Log:
             "mfu": per_device * self.flops_per_token / self.peak,
         }
 
-    def _validation(self, loss: float) -> dict[str, float]:
-        """loss: nats per token. In bits per byte of text it is comparable between tokenizers."""
-        if not self.val_bytes:
-            return {"val_loss": loss}
-        bits = loss * self.val_tokens / math.log(2)
-        return {"val_loss": loss, "val_bpb": bits / self.val_bytes, "val_tokens": self.val_tokens}
-
     def _ranks(self, ranks: list[Times]) -> dict[str, list[float] | str]:
         """What every rank spends on a step, and the one that was the slowest in this record and in the last. All ranks
         must call."""
@@ -476,7 +469,10 @@ class Log:
         if len(times) > 1 and self.clock.stack[-1] != "compile":
             record |= self._ranks(times)
         if val_loss is not None:
-            record |= self._validation(val_loss)
+            record["val_loss"] = val_loss  # nats per token
+            if self.val_bytes:  # in bits per byte of text it is comparable between tokenizers
+                record["val_bpb"] = val_loss * self.val_tokens / math.log(2) / self.val_bytes
+                record["val_tokens"] = self.val_tokens
         self._write(record)
         self.run.write_status("running", step, rss_gib=resident)
         logger.info(

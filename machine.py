@@ -75,8 +75,8 @@ def known_gpu(device: torch.device) -> Gpu | None:
 
 def read_gpu(word: str) -> Gpu:
     """A name of GPUS, or four numbers."""
-    if word.lower() in GPUS:
-        return GPUS[word.lower()]
+    if word in GPUS:
+        return GPUS[word]
     try:
         tflops, size, bandwidth, link = map(float, word.split(","))
     except ValueError:
@@ -199,23 +199,14 @@ def explained_memory(config, model: nn.Module, optimizer=None) -> Iterator[None]
         device, statistics = torch.device("cuda", torch.cuda.current_device()), torch.cuda.memory_stats()
         used = {k: statistics[f"{k}_bytes.all.peak"] for k in ("allocated", "reserved")}
         used["total"] = torch.cuda.get_device_properties(device).total_memory
-        message = explain_out_of_memory(model, optimizer, config, loss_head_bytes(config), used, str(device))
+        message = explain_out_of_memory(model, optimizer, config, used, str(device))
         rank = os.environ.get("RANK", 0)
         raise RankFailure(f"rank {rank} on {platform.node()}: {message}") from None
 
 
-def loss_head_bytes(config) -> int:
-    """What the loss needs at its peak on a GPU in bf16, uncompiled: a chunk's logits, in both dtypes, in fp32 once more
-    within logsumexp, and the gradient of the weight."""
-    vocabulary, width = config.model_config.vocab_size, config.model_config.dim
-    rows = config.micro_batch or config.batch_tokens // config.seq_len  # at most
-    logits = min(CHUNK_BYTES["cuda"] // 2, rows * config.seq_len * vocabulary)
-    return 10 * logits + 4 * vocabulary * width
-
-
-def explain_out_of_memory(model: nn.Module, optimizer, config, head: int, used: dict[str, int], name: str) -> str:
-    """What the memory of a GPU went to, measured, and the flags that lower it, cheapest first. head: bytes that the
-    loss head takes; used: bytes allocated at the peak, reserved, total; name: of the device."""
+def explain_out_of_memory(model: nn.Module, optimizer, config, used: dict[str, int], name: str) -> str:
+    """What the memory of a GPU went to, measured, and the flags that lower it, cheapest first. used: bytes allocated at
+    the peak, reserved, total; name: of the device."""
     tensors = {
         "parameters": model.parameters(),
         "gradients": [p.grad for p in model.parameters() if p.grad is not None],
@@ -224,13 +215,14 @@ def explain_out_of_memory(model: nn.Module, optimizer, config, head: int, used: 
     parts = {}
     for part, of_part in tensors.items():
         parts[part] = sum(t.nbytes for t in map(local, of_part) if t.device.type == name.partition(":")[0])
-    parts["loss head (at most)"] = head
+    # A chunk's logits, in both dtypes, in fp32 once more within logsumexp, and the gradient of the weight.
+    vocabulary, rows = config.model_config.vocab_size, config.micro_batch or config.batch_tokens // config.seq_len
+    logits = min(CHUNK_BYTES["cuda"] // 2, rows * config.seq_len * vocabulary)
+    parts["loss head (at most)"] = 10 * logits + 4 * vocabulary * config.model_config.dim
     parts["activations and gathered layers"] = max(used["allocated"] - sum(parts.values()), 0)
     said = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
-    loose = used["reserved"] - used["allocated"]
-    expandable = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; " * (loose > used["total"] / 10)
     return (
         f"out of memory on {name}: {used['allocated'] / 2**30:.2f} GiB allocated at the peak and"
         f" {used['reserved'] / 2**30:.2f} reserved of {used['total'] / 2**30:.2f}. In GiB: {said}."
-        f" What lowers it, the cheapest first: {expandable}{lower_memory(config)}"
+        f" What lowers it, the cheapest first: {lower_memory(config)}"
     )

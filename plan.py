@@ -21,7 +21,7 @@ import itertools
 import math
 import os
 import textwrap
-import time
+import timeit
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -581,12 +581,8 @@ def calibrated() -> Gpu:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     rate, _ = peak_flops(device, torch.bfloat16 if cuda else torch.float32)
-    here, best = cluster_here(device, 1, rate), math.inf
-    a = torch.empty(2**28 if cuda else 2**25, device=device)
-    for _ in range(5):
-        begin = time.perf_counter()
-        a.clone()[0].item()
-        best = min(best, time.perf_counter() - begin)
+    here, a = cluster_here(device, 1, rate), torch.empty(2**28 if cuda else 2**25, device=device)
+    best = min(timeit.repeat(lambda: a.clone()[0].item(), number=1, repeat=5))
     gpu = here.gpu._replace(tflops=rate / 1e12, bandwidth=8 * len(a) / best, gib=here.gpu.gib or here.host_gib)
     print(f"Measured here: {rate / 1e12:.3g} TFLOP/s, {gpu.bandwidth / 1e9:.3g} GB/s of memory, {gpu.gib:.1f} GiB")
     return gpu

@@ -1,7 +1,5 @@
 """Where the time of a step goes: `--profile N` leaves a Chrome trace and a table of N steps in runs/NAME/profile/.
 
-    python profiler.py runs/NAME/profile/rank-00000.trace.json.gz         the table of a trace, again
-
 Every moment of the profiled steps belongs to one category: they add up to the wall time. On a GPU it is that of the
 kernel that runs: computation before communication, so what is said of communication is what nothing hides; a gap is
 `data wait` while the host waits for a batch, `optimizer` while it updates offloaded parameters, else `idle`. On a CPU
@@ -20,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import UserError, run_script  # first: it finds the Python that has torch
+from errors import UserError  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -130,13 +128,13 @@ def is_told(span: tuple, main: bool, gpu: bool) -> bool:
     return main or name.startswith("gloo:")
 
 
-def _event(e: dict) -> Event:
-    return Event(e["ts"], e["ts"] + e["dur"], e["name"], e["cat"], e["tid"], e.get("args", {}))
-
-
 def analyse(trace: list[dict], vocab: int = 0) -> tuple[dict[str, float], dict[str, Counter], int]:
     """Chrome trace events -> (time by category, time by category and name, steps)."""
-    events = [_event(e) for e in trace if e.get("ph") == "X"]
+    events = [
+        Event(e["ts"], e["ts"] + e["dur"], e["name"], e["cat"], e["tid"], e.get("args", {}))
+        for e in trace
+        if e.get("ph") == "X"
+    ]
     steps = [e for e in events if e.name.startswith("ProfilerStep#") and e.cat == "user_annotation"]
     kernels = [e for e in events if e.cat in ("kernel", "gpu_memcpy", "gpu_memset")]
     host = [e for e in events if e.cat in ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")]
@@ -225,13 +223,3 @@ def profiled(steps: range, run: Run) -> Iterator[int]:
     finally:
         with run.phase("profile"):
             record.stop()
-
-
-def main(argv: list[str]) -> None:
-    if len(argv) != 1:
-        raise UserError("usage: python profiler.py TRACE.json.gz")
-    print(table(read_trace(Path(argv[0]))))
-
-
-if __name__ == "__main__":
-    run_script(main)

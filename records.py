@@ -69,16 +69,13 @@ def describe(folder: Path) -> str:
     return f"{folder.name}: {Path(flags['model']).name}{size}; {data[:60]}; {machine}"
 
 
-def _steps(folder: Path) -> list[dict]:
-    """The records of steps, with `wait`: the share of a step that waits for data."""
-    records = [r for r in read_records(folder / "metrics.jsonl") if "loss" in r]
-    return [r | {"wait": r["data_ms"] / r["step_ms"]} for r in records]
-
-
 def draw_runs(folders: list[Path], out: Path) -> bool:
     """Draws runs into a picture -> whether there was anything to draw."""
-    runs = [(folder, _steps(folder)) for folder in folders]
-    runs = [(folder, records) for folder, records in runs if records]
+    runs = []
+    for folder in folders:
+        records = [r for r in read_records(folder / "metrics.jsonl") if "loss" in r]
+        if records:  # wait: the share of a step that waits for data
+            runs.append((folder, [r | {"wait": r["data_ms"] / r["step_ms"]} for r in records]))
     if not runs:
         return False
     import matplotlib

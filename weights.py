@@ -241,10 +241,20 @@ def _pieces_of(name: str, shape: tuple[int, ...], kind: str, config: ModelConfig
 Slices = tuple[slice, ...]
 Read = Callable[[str, Slices], Tensor]  # read(name, slices) -> those values of a tensor
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+# What the format calls the dtypes of torch.
+_DTYPES = """
+F64   float64
+F32   float32
+F16   float16
+BF16  bfloat16
+I64   int64
+I32   int32
+I16   int16
+I8    int8
+U8    uint8
+BOOL  bool
+"""
+DTYPES = {name: getattr(torch, ours) for name, ours in _pairs(_DTYPES).items()}
 PORTION, SYNC = 2**24, 2**26  # bytes that are written at a time, and after which they are sent to the disk
 LIBC, WILLNEED = ctypes.CDLL(None), 3  # MADV_WILLNEED of Linux and macOS
 
@@ -771,11 +781,17 @@ def export(
     folder, chat = folder.absolute(), chat_family(tokenizer, config.chat_format) if talks and tokenizer else ""
     temporary = folder.with_name(f"{folder.name}.tmp-{gather(secrets.token_hex(4), ranks)[0]}")
 
+    def begin() -> None:
+        refuse_in_the_way(folder, replaces)
+        for left in folder.parent.glob(f"{folder.name}.tmp-*") if replaces else ():
+            shutil.rmtree(left, ignore_errors=True)  # of an export that was killed
+        temporary.mkdir(parents=True)
+
     def write_shards() -> None:
         for name in [*shards][ranks.rank :: ranks.world_size]:
             write_pieces(temporary / name, shards[name], dtype, read)
 
-    on_first_rank(lambda: _begin_export(folder, temporary, replaces), ranks)
+    on_first_rank(begin, ranks)
     try:
         on_all(write_shards, ranks)
         on_first_rank(
@@ -804,14 +820,6 @@ def _plan_shards(config: ModelConfig, dtype: torch.dtype, limit: float) -> tuple
     n = len(shards)
     names = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)] if n > 1 else ["model.safetensors"]
     return dict(zip(names, shards, strict=True)), total
-
-
-def _begin_export(folder: Path, temporary: Path, replaces: bool) -> None:
-    """Makes the temporary folder; refuses one that is in the way."""
-    refuse_in_the_way(folder, replaces)
-    for left in folder.parent.glob(f"{folder.name}.tmp-*") if replaces else ():
-        shutil.rmtree(left, ignore_errors=True)  # of an export that was killed
-    temporary.mkdir(parents=True)
 
 
 def _finish_export(folder: Path, temporary: Path, shards: dict, size: int, config: dict, tokenizer, chat: str) -> None:
