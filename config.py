@@ -319,7 +319,12 @@ class Config:
     @cached_property
     def model_config(self) -> ModelConfig:
         """The shape of --model, with the sizes that flags override."""
-        row = MODELS.get(self.model) or _read_shape(self.model)
+        row = MODELS.get(self.model)
+        if row is None:
+            from download import find
+            from weights import read_config
+
+            row = read_config(find(self.model, "--model"))
         changes = {
             f: getattr(self, f)
             for f in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
@@ -356,21 +361,17 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
         raise UserError(f"@{name}: there is no such recipe; there are {', '.join(others)}")
     if path.resolve() in inside:
         raise UserError(f"@{name}: the recipe names itself")
-    words = []
+    words, number = [], 0
     try:
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError as e:
-        raise UserError(f"@{name}: {e}") from None
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            found = shlex.split(line, comments=True)
-        except ValueError as e:
-            raise UserError(f"{path} line {number}: {e}") from None
-        if found and not words and found[0][:1] not in ("-", "@"):
-            raise UserError(f"@{name} is no recipe: it begins with {found[0][:40]!r}, not with a flag")
-        for word in found:
-            words += _read_recipe(word[1:], (*inside, path.resolve())) if word.startswith("@") else [word]
-    return words
+        for line in path.read_text("utf-8").splitlines():
+            number += 1
+            words += shlex.split(line, comments=True)
+    except ValueError as e:  # no UTF-8, or an open quote
+        raise UserError(f"{path} line {number}: {e}") from None
+    if words and words[0][:1] not in "-@":
+        raise UserError(f"@{name} is no recipe: it begins with {words[0][:40]!r}, not with a flag")
+    inside = *inside, path.resolve()
+    return [word for w in words for word in (_read_recipe(w[1:], inside) if w.startswith("@") else [w])]
 
 
 def _on_off(word: str) -> bool:
@@ -415,13 +416,6 @@ def _how_to_read(f: Field) -> dict:
 
 def _folder_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "data"
-
-
-def _read_shape(model: str) -> ModelConfig:
-    from download import find
-    from weights import read_config
-
-    return read_config(find(model, "--model"))
 
 
 def _known_as(name: str) -> str:

@@ -79,14 +79,22 @@ class RankFailure(Failure):
     """One that a single rank may be the only one to see, and so to report."""
 
 
-FULL = 1, "the disk is full (what was saved before is intact: free some space, and the same command goes on)"
-FAILS = 1, "a disk fails (what was saved before is intact)"
-REFUSED, WRONG = (2, "no permission (name a folder that you may write to)"), (2, "no folder, or no file, can be there")
 MEANINGS = {  # of an OSError: exit status, words
-    errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EROFS: FAILS, errno.EIO: FAILS, errno.ESTALE: FAILS,
-    errno.EACCES: REFUSED, errno.EPERM: REFUSED, errno.EEXIST: WRONG, errno.ENOTDIR: WRONG, errno.EISDIR: WRONG,
-    errno.ENAMETOOLONG: (2, "a name is too long"), errno.EPIPE: (1, "what read this output has ended"),
-}  # fmt: skip
+    getattr(errno, code): (status, words)
+    for codes, status, words in (
+        (
+            "ENOSPC EDQUOT",
+            1,
+            "the disk is full (what was saved before is intact: free some space, and the same command goes on)",
+        ),
+        ("EROFS EIO ESTALE", 1, "a disk fails (what was saved before is intact)"),
+        ("EACCES EPERM", 2, "no permission (name a folder that you may write to)"),
+        ("EEXIST ENOTDIR EISDIR", 2, "no folder, or no file, can be there"),
+        ("ENAMETOOLONG", 2, "a name is too long"),
+        ("EPIPE", 1, "what read this output has ended"),
+    )
+    for code in codes.split()
+}
 
 
 def explain(error: Exception) -> tuple[int, str, bool]:

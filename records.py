@@ -188,15 +188,13 @@ class TensorBoard:
             old.unlink()
         # purge_step: a reader that is open forgets what it has read
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=0, flush_secs=10)
+        self.close = self.writer.close
         self.writer.add_text("config", "    " + json.dumps(config, indent=1).replace("\n", "\n    "), 0)
 
     def send(self, step: int, values: dict[str, float | str]) -> None:
         for name, value in values.items():
             add = self.writer.add_text if isinstance(value, str) else self.writer.add_scalar
             add(name, value, step)
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 class WandB:
@@ -213,14 +211,12 @@ class WandB:
         options = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
         names = {"project": os.environ.get("WANDB_PROJECT", "flatland"), "name": folder.name} | known
         self.run = wandb.init(**names, resume="allow", dir=str(folder), config=config, settings=options)
+        self.close = self.run.finish
         self.next = self.run.step  # of a run that goes on, the first that the server does not have
 
     def send(self, step: int, values: dict[str, float | str]) -> None:
         if step >= self.next:
             self.run.log(values, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
 
 
 TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}
