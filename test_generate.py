@@ -22,8 +22,8 @@ import checkpoint
 from attention import BACKENDS
 from config import parse_args
 from errors import UserError
-from generate import KVCache, check_length, choose, main, open_source, sample, write
-from model import MODELS, Transformer
+from generate import KVCache, choose, main, open_source, sample, write
+from model import Transformer
 from optim import make_optimizer
 from prepare import write_shard
 from test_checkpoint import save
@@ -179,13 +179,6 @@ def test_compiled_blocks_are_not_compiled_again():
     assert len(list(steps)) == 9
     model(tokens, tokens)
     assert len(graphs) == compiled
-
-
-def test_length_beyond_learned_positions_is_refused():
-    check_length(MODELS["gpt2"], 1000, 24)
-    with pytest.raises(UserError, match=r"prompt \(1000 tokens\) \+ 25 new ones.* 1024 learned positions"):
-        check_length(MODELS["gpt2"], 1000, 25)
-    check_length(MODELS["tiny-llama"], 10**6, 1)  # rotary positions have no end
 
 
 # ---- texts

@@ -428,16 +428,6 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, call):
     assert (tmp_path / "a").read_text() == "new content" and [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-def test_status(tmp_path):
-    assert read_json(tmp_path / "status.json") == {}
-    write_status(tmp_path, "failed", 7, 1, "naïve\n日本語")
-    status = read_json(tmp_path / "status.json")
-    assert {k: status[k] for k in ("state", "step", "exit_code", "message")} == {
-        "state": "failed", "step": 7, "exit_code": 1, "message": "naïve\n日本語",
-    }  # fmt: skip
-    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
-
-
 def test_environment_is_json():
     environment = json.loads(json.dumps(log.describe_environment()))
     assert environment["torch"] == torch.__version__ and environment["threads"] == torch.get_num_threads()

@@ -174,15 +174,11 @@ def row(shape=(2, 3), offsets=(0, 24), dtype="F32") -> dict:
 GOOD = {"a": row(), "b": row((2,), (24, 32))}
 DAMAGED = {
     "overlap": ({"a": row(), "b": row((2,), (20, 28))}, "invalid offset for tensor `b`"),
-    "gap at the start": ({"a": row((2, 3), (8, 32))}, "invalid offset for tensor `a`"),
     "beyond the end": ({"a": row(), "b": row((4,), (24, 40))}, "cut short, .*: 168 bytes"),
     "bytes left over": ({"a": row()}, "longer than its header says"),
     "size against shape": ({"a": row((2, 4)), "b": row((2,), (24, 32))}, "damaged.*invalid shape"),
     "overflowing size": (GOOD | {"a": row((2**62, 4), (0, 0))}, "damaged.*overflow"),
     "no such dtype": (GOOD | {"a": row(dtype="f32")}, "damaged.*unknown variant `f32`"),
-    "negative shape": (GOOD | {"a": row((-2, -3))}, "damaged"),
-    "a row is a list": (GOOD | {"a": ["F32", [2, 3], [0, 32]]}, ""),
-    "the header is a list": ([GOOD], "damaged"),
     "deeply nested": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "damaged"),
     "no UTF-8": (b'{"\xff": 1}', "damaged"),
     "empty": (b"", "damaged"),
@@ -696,11 +692,9 @@ MIXTRAL_FACTS = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
     "vocab_size": 32000,
 }  # fmt: skip
-MISTRAL_FACTS = MIXTRAL_FACTS | {
+MISTRAL_FACTS = {key: value for key, value in MIXTRAL_FACTS.items() if not re.search("expert|router", key)} | {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_theta": 1e6, "vocab_size": 32768,
-    "router_aux_loss_coef": ..., "num_local_experts": ..., "num_experts_per_tok": ..., "output_router_logits": ...,
 }  # fmt: skip
-MISTRAL_FACTS = {key: value for key, value in MISTRAL_FACTS.items() if value is not ...}
 QWEN25_FACTS = {
     "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
     "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
