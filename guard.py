@@ -535,10 +535,11 @@ class Watchdog:
         if self.store is None:
             return []
         progress = self._exchange()
-        silent = sorted(set(range(self.ranks.world_size)) - set(progress))
+        silent = [rank for rank in range(self.ranks.world_size) if rank not in progress]
         out = [f"rank {rank} does not answer: stopped, gone, or cut off" for rank in silent]
         if progress:
-            least, most = min(p[:2] for p in progress.values()), max(p[:2] for p in progress.values())
+            places = [place[:2] for place in progress.values()]
+            least, most = min(places), max(places)
             for rank, (step, collectives, phase, host) in sorted(progress.items()):
                 if [step, collectives] == least < most:
                     out.append(f"rank {rank} on {host} is behind: its last step was {step}, it is in {phase!r}")

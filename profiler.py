@@ -51,22 +51,24 @@ HOST_UPDATE = re.compile("fused_adamw|cpp_fused")  # of --offload cpu: told of w
 
 
 @cache
-def _first_match(name: str, rules: tuple) -> int | None:
-    return next((i for i, (_, pattern) in enumerate(rules) if re.search(pattern, name)), None)
+def _kind(names: tuple[str, ...]) -> str:
+    for kind, pattern in WITHIN:
+        if any(re.search(pattern, name) for name in names):
+            return kind
+    for name in reversed(names):
+        for kind, pattern in KINDS:
+            if re.search(pattern, name):
+                return kind
+    ours = any(name.startswith("aten::") for name in names)
+    return "norms and elementwise" if ours else "idle"  # a range of Python's own
 
 
 def category(names: list[str], vocab: int = 0, shapes: list = ()) -> str:
     """names: of an operation and of all that it is called from, the outermost first; shapes: of a matrix product's
     operands. A product with a dimension of `vocab` is the loss head's."""
-    within = [i for i in (_first_match(name, WITHIN) for name in names) if i is not None]
-    if within:
-        return WITHIN[min(within)][0]
-    kinds = [KINDS[i][0] for i in (_first_match(name, KINDS) for name in names) if i is not None]
-    if not kinds:
-        ours = any(name.startswith("aten::") for name in names)
-        return "norms and elementwise" if ours else "idle"  # a range of Python's own
-    head = kinds[-1] == "matmul" and vocab and any(vocab in shape for shape in shapes if len(shape) == 2)
-    return "loss head" if head else kinds[-1]
+    kind = _kind(tuple(names))
+    head = kind == "matmul" and vocab and any(vocab in shape for shape in shapes if len(shape) == 2)
+    return "loss head" if head else kind
 
 
 class Event(NamedTuple):
