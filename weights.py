@@ -777,7 +777,7 @@ def export(
     place and renamed when it is whole; replaces: an older export gives way; talks: the model was trained on
     conversations, and the folder says how they look. UserError: no family has this shape. All ranks must call; an error
     on one is raised on all."""
-    shards, size = _plan_shards(config, dtype, shard_gb * 1e9)
+    rows, split = _plan_shards(config, dtype, shard_gb * 1e9)
     folder, chat = folder.absolute(), chat_family(tokenizer, config.chat_format) if talks and tokenizer else ""
     temporary = folder.with_name(f"{folder.name}.tmp-{gather(secrets.token_hex(4), ranks)[0]}")
 
@@ -788,49 +788,46 @@ def export(
         temporary.mkdir(parents=True)
 
     def write_shards() -> None:
-        for name in [*shards][ranks.rank :: ranks.world_size]:
-            write_pieces(temporary / name, shards[name], dtype, read)
+        for file, names in [*split.filename_to_tensors.items()][ranks.rank :: ranks.world_size]:
+            write_pieces(temporary / file, [rows[name] for name in names], dtype, read)
 
     on_first_rank(begin, ranks)
     try:
         on_all(write_shards, ranks)
         on_first_rank(
-            lambda: _finish_export(folder, temporary, shards, size, config_json(config, dtype), tokenizer, chat), ranks
+            lambda: _finish_export(folder, temporary, split, config_json(config, dtype), tokenizer, chat), ranks
         )
     finally:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _plan_shards(config: ModelConfig, dtype: torch.dtype, limit: float) -> tuple[dict[str, list], int]:
-    """-> ({file: [(piece, our parameter)]}, bytes of all)"""
+def _plan_shards(config: ModelConfig, dtype: torch.dtype, limit: float) -> tuple:
+    """-> ({tensor: (piece, our parameter)}, huggingface_hub's StateDictSplit: which file holds which)"""
+    from huggingface_hub import split_state_dict_into_shards_factory  # takes a while
+
     try:
-        rows = [(piece, name) for name, row in pieces(config).items() for piece in row]
+        rows = {piece.name: (piece, name) for name, row in pieces(config).items() for piece in row}
     except ValueError as e:
         raise UserError(f"This model has no Hugging Face form: {e}") from None
-    shards: list[list] = []
-    room, total = 0.0, 0
-    for piece, name in rows:
-        size = math.prod(piece.shape) * dtype.itemsize
-        if size > room:
-            shards.append([])
-            room = limit
-        shards[-1].append((piece, name))
-        room, total = room - size, total + size
-    n = len(shards)
-    names = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)] if n > 1 else ["model.safetensors"]
-    return dict(zip(names, shards, strict=True)), total
+    split = split_state_dict_into_shards_factory(
+        rows,
+        get_storage_size=lambda row: math.prod(row[0].shape) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=int(limit),
+    )
+    return rows, split
 
 
-def _finish_export(folder: Path, temporary: Path, shards: dict, size: int, config: dict, tokenizer, chat: str) -> None:
+def _finish_export(folder: Path, temporary: Path, split, config: dict, tokenizer, chat: str) -> None:
     """The tokenizer's files, the index, config.json and generation_config.json; then the folder's name."""
     ids = write_files(tokenizer, temporary, chat) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
     generation = read_json(temporary / "generation_config.json")  # that of the tokenizer's folder
     generation = generation | ids if chat else ids | generation
     contents = {"config.json": config | ids, "generation_config.json": generation}
-    if len(shards) > 1:
-        places = {piece.name: file for file, rows in shards.items() for piece, _ in rows}
-        contents["model.safetensors.index.json"] = {"metadata": {"total_size": size}, "weight_map": places}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        contents["model.safetensors.index.json"] = index
     for name, content in contents.items():
         (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
     old = temporary.with_name(f"{temporary.name}.old")
