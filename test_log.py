@@ -15,7 +15,6 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import errors
 import log
@@ -25,7 +24,6 @@ from model import MODELS
 from shard import Ranks
 from text import Encoder, TextRow
 from tokenizer import load_tokenizer
-from weights import open_weights
 
 STARTED = time.perf_counter()
 PREFIX = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[\w+\.py:\d+\] "
@@ -129,9 +127,7 @@ def test_names_from_files_and_hosts_do_not_steer_the_terminal(tmp_path, capsys):
 NAMED = {
     "a tokenizer's folder": lambda f: ((f / HOSTILE).touch(), load_tokenizer(str(f))),
     "fields of a row": lambda f: Encoder("bytes", "text", "")("x.jsonl", TextRow(1, 1, 0, {HOSTILE: 1}, False)),
-    "a tensor": lambda f: (
-        save_file({HOSTILE: torch.zeros(1)}, f / "model.safetensors"), open_weights(f, MODELS["tiny-llama"])),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NAMED)

@@ -144,29 +144,6 @@ def test_we_read_what_the_library_writes(monkeypatch, tmp_path, portion):
         file.read("F32 1", (slice(0, 1),))
 
 
-def test_assemble_of_parts():
-    """Whatever a tensor is cut into, any slice of it; parts that are not needed are not read."""
-    g, r = torch.Generator().manual_seed(0), random.Random(0)
-    x = torch.randn(9, 8, 7, generator=g)
-    cuts = [[0, 4, 5, 9], [0, 3, 8], [0, 7]]
-    places = [[(a, b - a) for a, b in zip(c, c[1:], strict=False)] for c in cuts]
-    grid = [((i[0], j[0], k[0]), (i[1], j[1], k[1])) for i in places[0] for j in places[1] for k in places[2]]
-    read = []
-
-    def read_part(start, shape, slices) -> Tensor:
-        part = x[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))][slices]
-        read.append(part.numel())
-        return part
-
-    for _ in range(100):
-        read.clear()
-        slices = random_slices(x.shape, r)
-        found = weights.assemble(slices, tuple(x.shape), x.dtype, [(*p, partial(read_part, *p)) for p in grid])
-        assert torch.equal(found, x[slices]) and sum(read) == found.numel() and 0 not in read
-    with pytest.raises(UserError, match="do not make it up"):
-        weights.assemble(whole(x.shape), tuple(x.shape), x.dtype, [(*p, partial(read_part, *p)) for p in grid[1:]])
-
-
 def row(shape=(2, 3), offsets=(0, 24), dtype="F32") -> dict:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
@@ -411,26 +388,16 @@ def test_import_export_import(save, tmp_path, name, dtype):
         assert torch.equal(loaded(TOKENS).logits, expected)
 
 
-@pytest.mark.parametrize("name, shard_gb", [("gpt2", 3e-5), ("mixtral", 3e-5), ("llama3.2", 1e-9), ("llama3", 5)])
+@pytest.mark.parametrize("name, shard_gb", [("mixtral", 3e-5), ("llama3.2", 1e-9)])
 def test_shards_and_index(save, tmp_path, name, shard_gb):
-    """Names, sizes and the index; a tensor that is larger than a shard has a file of its own."""
-    out = tmp_path / "out"
-    export_model(load_model(save(name)), out, shard_gb=shard_gb)
-    files = sorted(p.name for p in out.glob("*.safetensors"))
-    if shard_gb == 5:
-        assert files == ["model.safetensors"] and not (out / INDEX).exists()
-        return
-    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
-    index, sizes = json.loads((out / INDEX).read_text()), {}
-    for file in files:
-        tensors = load_file(out / file)
-        assert all(index["weight_map"].pop(n) == file for n in tensors)
-        sizes[file] = sum(t.nbytes for t in tensors.values())
-        assert sizes[file] <= shard_gb * 1e9 or len(tensors) == 1
-    assert not index["weight_map"] and index["metadata"]["total_size"] == sum(sizes.values())
-    if shard_gb > 1e-6:
-        assert len(files) <= 2 + 2 * sum(sizes.values()) / (shard_gb * 1e9)  # they are filled
-    assert set(os.listdir(out)) == {*files, INDEX, "config.json", "generation_config.json"}
+    """Sizes and the index; a tensor that is larger than a shard has a file of its own."""
+    export_model(load_model(save(name)), tmp_path / "out", shard_gb=shard_gb)
+    files = {p.name: load_file(p) for p in (tmp_path / "out").glob("*.safetensors")}
+    sizes = {file: sum(t.nbytes for t in tensors.values()) for file, tensors in files.items()}
+    assert len(files) > 2 and all(sizes[f] <= shard_gb * 1e9 or len(files[f]) == 1 for f in files)
+    places = {name: file for file, tensors in files.items() for name in tensors}
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index == {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
 
 
 class FakeTokenizer:
@@ -585,8 +552,6 @@ INDEX_TEXTS = {
     "empty": ("", "is damaged"),
     "no UTF-8": (b"\xff\xff", "is damaged"),
     "deeply nested": ("[" * 100_000, "is damaged"),
-    "LFS": ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "git-LFS pointer.*git lfs pull"),
-    "HTML": ("<!doctype html>", "HTML.*download.py"),
 }
 OUTSIDE = ("../x.safetensors", "/etc/passwd", "b/x.safetensors", "x\0.safetensors", "..", "", 5, ["x"], "x" * 300)
 INDEX_TEXTS |= {repr(name): (json.dumps({"weight_map": {"a": name}}), "lacks 1 of 1 files .*: '") for name in OUTSIDE}
@@ -683,14 +648,11 @@ LLAMA31_FACTS = LLAMA3_FACTS | {
     "eos_token_id": [128001, 128008, 128009], "max_position_embeddings": 131072, "mlp_bias": False,
     "rope_scaling": SCALING, "transformers_version": "4.43.0.dev0",
 }  # fmt: skip
-MIXTRAL_FACTS = {
-    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
-    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
-    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
-    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
-    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
-    "vocab_size": 32000,
+MIXTRAL_FACTS = LLAMA2_FACTS | {
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mixtral", "num_experts_per_tok": 2, "num_key_value_heads": 8,
+    "num_local_experts": 8, "output_router_logits": False, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+    "sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0",
 }  # fmt: skip
 MISTRAL_FACTS = {key: value for key, value in MIXTRAL_FACTS.items() if not re.search("expert|router", key)} | {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_theta": 1e6, "vocab_size": 32768,
@@ -703,14 +665,11 @@ QWEN25_FACTS = {
     "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
     "use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
-QWEN3_FACTS = {
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560, "initializer_range": 0.02,
-    "intermediate_size": 9728, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
-    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
-    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
-    "vocab_size": 151936,
+QWEN3_FACTS = QWEN25_FACTS | {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "eos_token_id": 151645, "head_dim": 128,
+    "hidden_size": 2560, "intermediate_size": 9728, "max_position_embeddings": 40960, "max_window_layers": 36,
+    "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "transformers_version": "4.51.0",
 }  # fmt: skip
 PUBLISHED = {
     "gpt2": GPT2_FACTS,
