@@ -14,9 +14,9 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from errors import UserError, check_words, read_json, run_script  # first: it finds the Python that has torch
 
@@ -249,8 +249,7 @@ def check_length(config: ModelConfig, prompt: int, n: int) -> None:
 # ---- what --run names
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A model that is not read yet, and how its texts begin and end."""
 
     config: ModelConfig

@@ -24,7 +24,8 @@ import textwrap
 import timeit
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from typing import NamedTuple
 from unittest import mock
 
 from config import DEFAULT, Config, check_batch, conflict, parse_args, refuse_unsupported, split_batch, with_recipes
@@ -60,8 +61,7 @@ HIDDEN = 0.9  # of the computation has transfers beside it
 HOST_BANDWIDTH = 350e9  # bytes per second of a node's memory, which an update on the CPU takes
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(NamedTuple):
     """Where a run is to be: `nodes` machines of `gpus` devices. network: bytes per second of each GPU out of its node.
     price: of a GPU for an hour. host_gib: memory of a node."""
 
@@ -389,8 +389,7 @@ def _transfers(config: Config, cluster: Cluster) -> float:
 # ---- what to change
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What is predicted of a run on a cluster. gpu, host: bytes by part on each; times: seconds of a step by part."""
 
     config: Config
@@ -457,7 +456,7 @@ def least_gpus(config: Config, cluster: Cluster) -> int:
     here; 0: no number up to 4,096."""
     small = replace(config, micro_batch=1, shard_size=0, offload="none", checkpointing="block")
     for n in (2**i for i in range(13)):
-        at = replace(cluster, nodes=-(-n // cluster.gpus), gpus=min(n, cluster.gpus))
+        at = cluster._replace(nodes=-(-n // cluster.gpus), gpus=min(n, cluster.gpus))
         gpu, _ = memory(replace(small, batch_tokens=at.ranks * config.seq_len), at)
         if sum(gpu.values()) <= at.gpu.gib * GIB:
             return at.ranks
@@ -565,7 +564,7 @@ def table(config: Config, cluster: Cluster) -> str:
     """The fastest setting on as many GPUs of each size."""
     lines = []
     for name in ("rtx4090", "a100-40", "h100-80", "h200", "mi300x"):
-        at = replace(cluster, gpu=GPUS[name])
+        at = cluster._replace(gpu=GPUS[name])
         ways = [f"{changes(config, way.config)}: {speed(way, at)}" for way in variants(config, at)[:1]]
         lines.append(f"  {name}, {at.gpu.gib:g} GiB: {''.join(ways) or 'does not fit'}")
     return "\n".join(lines)

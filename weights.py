@@ -27,7 +27,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, fields
 from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple
@@ -195,8 +195,7 @@ def family(config: ModelConfig) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A tensor of the file, and where it lies in our parameter. transposed: GPT-2's linears are kept as [in, out]."""
 
     name: str
