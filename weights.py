@@ -115,6 +115,10 @@ def _pairs(text: str) -> dict[str, str]:
     return dict(re.findall(r"(\S+) +(\S+)", text))
 
 
+def _values(text: str) -> dict[str, list]:
+    return {key: json.loads(f"[{values}]") for key, values in re.findall(r"(\S+) +(.+)", text)}
+
+
 def _table(text: str) -> dict[str, list[str]]:
     rows = {}
     for ours, theirs in _pairs(text).items():
@@ -527,11 +531,11 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
 # ---- adapters, as PEFT keeps them
 
 # Fields of adapter_config.json, and the values that mean what lora.py computes; others may be null, false, 0 or empty.
-ADAPTER_MEANS_OURS = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, False, None, "gaussian", "eva"),
-}
+ADAPTER_MEANS_OURS = _values("""
+peft_type            "LORA"
+bias                 "none"
+init_lora_weights    true, false, null, "gaussian", "eva"
+""")
 ADAPTER_HARMLESS = """
 auto_mapping base_model_name_or_path revision peft_version task_type inference_mode r lora_alpha lora_dropout
 target_modules exclude_modules megatron_core qalora_group_size
@@ -607,22 +611,22 @@ def export_adapter(config, read: Read, folder: Path) -> None:
 
 # ---- config.json
 
-# Fields that change what is computed, and the values that mean what model.py computes.
-MEANS_OURS = {
-    "hidden_act": ("silu", "swish"),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False, None),
-    "sliding_window": (None,),
-    "router_jitter_noise": (0, None),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "is_encoder_decoder": (False,),
-    "partial_rotary_factor": (1, None),
-    "is_causal": (True,),
-}
+# Fields that change what is computed, and the values that mean what model.py computes; the first is written.
+MEANS_OURS = _values("""
+hidden_act                         "silu", "swish"
+activation_function                "gelu_new", "gelu_pytorch_tanh", "gelu_fast"
+attention_bias                     false
+mlp_bias                           false
+use_sliding_window                 false, null
+sliding_window                     null
+router_jitter_noise                0, null
+scale_attn_weights                 true
+scale_attn_by_inverse_layer_idx    false
+add_cross_attention                false
+is_encoder_decoder                 false
+partial_rotary_factor              1, null
+is_causal                          true
+""")
 # Fields that change nothing in a forward or backward pass of ours.
 HARMLESS = """
 model_type architectures torch_dtype dtype transformers_version use_cache pretraining_tp n_ctx n_special
