@@ -24,7 +24,7 @@ import textwrap
 import timeit
 import weakref
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
 
@@ -439,16 +439,15 @@ def variants(config: Config, cluster: Cluster) -> list[Plan]:
         "reshard": {config.reshard, "auto"},
     }
     others = [replace(config, **dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
-    allowed = [c for c in others if not conflict(c, cluster.ranks)]
-    plans = [predict(other, cluster) for other in allowed]
+    plans = [predict(other, cluster) for other in others if not conflict(other, cluster.ranks)]
     fitting = [plan for plan in plans if plan.fits]
     return sorted(fitting, key=lambda plan: (plan.seconds, changes(config, plan.config)))
 
 
 def changes(config: Config, other: Config) -> str:
     """The flags that make the one the other."""
-    new = {f.name: getattr(other, f.name) for f in fields(config) if getattr(other, f.name) != getattr(config, f.name)}
-    return " ".join(f"--{name} {value}" for name, value in new.items()) or "(as it is)"
+    new = [f"--{name} {value}" for name, value in vars(other).items() if value != getattr(config, name)]
+    return " ".join(new) or "(as it is)"
 
 
 def least_gpus(config: Config, cluster: Cluster) -> int:
