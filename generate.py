@@ -83,18 +83,17 @@ SAMPLE_TOKENS, SAMPLING = 200, {"temperature": 0.8, "top_p": 0.95}  # of a run's
 
 
 class LayerCache:
-    """Keys and values of one layer for the tokens seen so far: [B, K, S, h] each, allocated once."""
+    """Keys and values of one layer for the tokens seen so far: [2, B, K, S, h], allocated once."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
-        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        self.length = 0
+        self.kv, self.length = torch.zeros(2, *shape, dtype=dtype, device=device), 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [B, T, K, h] of the next tokens -> those of all tokens so far, [B, S, K, h]."""
-        start, stop = self.length, self.length + k.shape[1]
-        self.k[:, :, start:stop], self.v[:, :, start:stop] = k.transpose(1, 2), v.transpose(1, 2)
-        self.length = stop
-        return self.k[:, :, :stop].transpose(1, 2), self.v[:, :, :stop].transpose(1, 2)
+        start, self.length = self.length, self.length + k.shape[1]
+        self.kv[:, :, :, start : self.length] = torch.stack((k, v)).transpose(2, 3)
+        k, v = self.kv[:, :, :, : self.length].transpose(2, 3)
+        return k, v
 
 
 class KVCache:
@@ -102,17 +101,10 @@ class KVCache:
     it. padding [B]: the first so many tokens of each row are no text: nothing sees them, positions count after them.
     All of them, and what follows, are in the first call."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch: int,
-        max_len: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        padding: Tensor | None = None,
-    ):
+    def __init__(self, model: Transformer, batch: int, max_len: int, padding: Tensor | None = None):
+        config, device = model.config, next(model.parameters()).device
         shape = (batch, config.n_kv_heads, max_len, config.head_dim)
-        self.layers = [LayerCache(shape, dtype, device) for _ in range(config.n_layers)]
+        self.layers = [LayerCache(shape, model.dtype, device) for _ in range(config.n_layers)]
         self.length, self.max_len, self.padded = 0, max_len, padding is not None
         self.slots = torch.arange(max_len, device=device)
         padding = padding.to(device)[:, None] if self.padded else torch.zeros(1, 1, dtype=torch.long, device=device)
@@ -181,7 +173,7 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     if cache is None:
-        cache = KVCache(model.config, ids.shape[0], ids.shape[1] + n, model.dtype, device, padding)
+        cache = KVCache(model, ids.shape[0], ids.shape[1] + n, padding)
     stop, ended = torch.tensor(sorted(stop)), None
     for _ in range(n):
         # For every length a compiled block would be compiled again, and cuDNN would plan its kernel anew.
@@ -327,7 +319,6 @@ def converse(model: Transformer, source: Source, messages: list[dict], n: int, *
     """Answers line after line of standard input until its end, with up to n tokens each. messages: what the
     conversation begins with. Of what the cache holds, the part with which the next prompt begins is not read again."""
     held, cache, config = [], None, source.config
-    device = next(model.parameters()).device
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -348,7 +339,7 @@ def converse(model: Transformer, source: Source, messages: list[dict], n: int, *
         elif len(ids) > config.max_seq_len:
             print(f"({len(ids)} tokens: the model was made for {config.max_seq_len})", file=sys.stderr)
         if cache is None or cache.max_len < len(ids) + room:
-            held, cache = [], KVCache(config, 1, max(CHAT_ROOM, 2 * (len(ids) + room)), model.dtype, device)
+            held, cache = [], KVCache(model, 1, max(CHAT_ROOM, 2 * (len(ids) + room)))
         known = min(len(os.path.commonprefix([held, ids])), len(ids) - 1)
         cache.keep(known)
         drawn, answer = [], ""

@@ -116,7 +116,7 @@ def test_greedy_is_transformers_generate(name):
 def test_padding_changes_nothing(name, backend):
     """The logits of each row are those of its tokens alone, whatever the padding holds and however they are read."""
     model, tokens = make_model(name, backend=backend), random_tokens(4, 70)
-    cache = KVCache(FAMILY[name], 4, 70, torch.float32, "cpu", PADDING)
+    cache = KVCache(model, 4, 70, PADDING)
     found = torch.cat([model.logits(piece, cache=cache) for piece in tokens.split([9, 1, 1, 50, 1, 8], 1)], 1)
     assert cache.length == 70
     for row, pad in enumerate(PADDING.tolist()):
