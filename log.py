@@ -351,7 +351,7 @@ class Log:
             for tracker in [Tracker(name, run.folder, kept) for name in config.track]:
                 self.listeners.append(tracker.records.put)
                 run.at_end.append(tracker.close)
-                tracker.thread.start()
+                tracker.start()
 
     def _keep_aside(self, last: int) -> None:
         """The records of a run whose checkpoints are gone."""

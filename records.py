@@ -222,22 +222,21 @@ class WandB:
 TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
-class Tracker:
-    """Sends records to one tracker. earlier: the records that a run goes on from."""
+class Tracker(threading.Thread):
+    """Sends records to the tracker of that name. earlier: the records that a run goes on from."""
 
     def __init__(self, name: str, folder: Path, earlier: list[dict]):
-        self.name, self.folder, self.earlier = name, folder, earlier
-        self.records: queue.SimpleQueue = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._work, daemon=True, name=name)
+        super().__init__(name=name, daemon=True)
+        self.folder, self.earlier, self.records = folder, earlier, queue.SimpleQueue()
 
     def close(self) -> None:
         """Waits a while for what is not sent yet."""
         self.records.put(None)
-        self.thread.join(PATIENCE)
-        if self.thread.is_alive():
+        self.join(PATIENCE)
+        if self.is_alive():
             logger.warning("--track %s: not all was sent within %d s", self.name, PATIENCE)
 
-    def _work(self) -> None:
+    def run(self) -> None:
         try:
             first = self.records.get()  # when it comes, flags.json and env.json are written
             if first:

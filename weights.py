@@ -396,11 +396,14 @@ def find_files(folder: Path) -> list[Path]:
         return [single]
     if index.exists():
         return _files_of_index(index)
+    files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    if files:
+        return files
     for kind in ("pytorch_model*.bin", "*.bin", "*.pth", "*.pt", "*.ckpt"):
         for path in sorted(folder.glob(kind)):
             raise UserError(f"{path}: only safetensors are loaded; a pickle can run code. {conversion(path)}")
     raise UserError(
-        f"{folder} holds no weights: neither model.safetensors nor an index of several such files. Was it fetched with"
+        f"{folder} holds no weights: no model.safetensors, no index of several, no *.safetensors. Was it fetched with"
         " --skip-model? python download.py ORG/NAME takes them, too"
     )
 
