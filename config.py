@@ -503,10 +503,7 @@ def _settle_model(values: dict, names_model: bool) -> None:
         try:
             folders[model] = find(model, "--model")
         except UserError as e:
-            near = _did_you_mean(model, MODELS)
-            raise UserError(
-                f"--model {model}: unknown{near}; there are {', '.join(MODELS)}. Nor a folder: {e}"
-            ) from None
+            raise UserError(f"{_unknown('model', model, MODELS)}. Nor a folder: {e}") from None
     beside = [spec for spec, folder in folders.items() if holds_tokenizer(folder)]
     values["tokenizer"] = values["tokenizer"] or (*beside, "bytes")[0]
 
@@ -533,8 +530,7 @@ def _check_flag(f: Field, values: dict) -> None:
     """Whether a flag's value is what its field says it may be, and has an effect."""
     value, choices, needs = values[f.name], f.metadata["choices"], f.metadata["needs"]
     if choices and value not in choices:
-        there_are = ", ".join(filter(None, choices))
-        raise UserError(f"--{f.name} {value}: unknown{_did_you_mean(value, choices)}; there are {there_are}")
+        raise UserError(_unknown(f.name, value, choices))
     least, below = f.metadata["range"]
     if isinstance(value, (int, float)) and not least <= value < below:
         raise UserError(f"--{f.name} {value}: it must be at least {least} and below {below} ({f.metadata['help']})")
@@ -544,8 +540,9 @@ def _check_flag(f: Field, values: dict) -> None:
         raise UserError(f"--{f.name} has no effect without --{missing[0]}: give that, or leave --{f.name} out")
 
 
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    return "".join(f", did you mean {name}?" for name in difflib.get_close_matches(word, known, 1))
+def _unknown(flag: str, value: str, known: Iterable[str]) -> str:
+    near = "".join(f", did you mean {name}?" for name in difflib.get_close_matches(value, known, 1))
+    return f"--{flag} {value}: unknown{near}; there are {', '.join(filter(None, known))}"
 
 
 def _check_data(c: Config, trains: bool) -> None:
