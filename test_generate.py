@@ -407,7 +407,7 @@ def test_a_text_is_shown_as_it_grows(hub, capsys, monkeypatch):
             assert capsys.readouterr().out
 
     monkeypatch.setattr("generate.sample", sample)
-    main(["--run", str(folder), "--prompt", "A list"])
+    main(["--run", str(folder), "--prompt", "A list", "--tokens", "9"])
 
 
 @pytest.mark.parametrize("name, stop", [("gpt2", {0}), ("llama3", {1, 4}), ("mixtral", {2})])

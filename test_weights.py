@@ -554,7 +554,9 @@ INDEX_TEXTS = {
     "deeply nested": ("[" * 100_000, "is damaged"),
 }
 OUTSIDE = ("../x.safetensors", "/etc/passwd", "b/x.safetensors", "x\0.safetensors", "..", "", 5, ["x"], "x" * 300)
-INDEX_TEXTS |= {repr(name): (json.dumps({"weight_map": {"a": name}}), "lacks 1 of 1 files .*: '") for name in OUTSIDE}
+INDEX_TEXTS |= {
+    repr(name): (json.dumps({"weight_map": {"a": name}}), "lacks 1 of 1 files that its index names") for name in OUTSIDE
+}
 
 
 @pytest.mark.parametrize("case", INDEX_TEXTS)
