@@ -108,13 +108,13 @@ def draw_runs(folders: list[Path], out: Path) -> bool:
 
 def _finish(axes: dict, x: str) -> None:
     """Labels, scales and legends."""
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, LogFormatter
 
     for key, axis in axes.items():
         axis.set(xlabel=x, ylabel=LABELS[key])
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         if key in "LBW":
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=8, loc="center right" if key == "W" else "best")
         if key in "RSM":
             axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
         if key != "W":
@@ -122,6 +122,8 @@ def _finish(axes: dict, x: str) -> None:
     axes["W"].set_ylim(0, 100)
     axes["S"].yaxis.set_major_formatter(EngFormatter(sep=""))
     axes["G"].set_yscale("log")
+    for set_formatter in (axes["G"].yaxis.set_major_formatter, axes["G"].yaxis.set_minor_formatter):
+        set_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
 
 
 def _draw_run(axes: dict, records: list[dict], x: str, colour: str, name: str) -> None:
