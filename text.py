@@ -135,11 +135,6 @@ class TextFile:
             return ["-"]
         return [os.path.realpath(self.name), self.size, os.stat(self.name).st_mtime_ns]
 
-    @property
-    def described(self) -> dict:
-        """By which a stream knows it again."""
-        return {"file": Path(self.name).name, "bytes": self.size}
-
     def open(self, ahead: int) -> BinaryIO:
         return sys.stdin.buffer if self.name == "-" else open(self.name, "rb")
 
@@ -416,12 +411,12 @@ def read_message(number: int, message) -> dict:
             " cut the conversation before it, or leave it out"
         )
     content = message.get("content", message.get("value"))
-    texts = []
-    for part in content if isinstance(content, list) else ():
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"Chat message {number}: its content has a part that is no text: {str(part)[:100]}")
-        texts.append(part["text"])
-    return {"role": _role(message), "content": "".join(texts) if isinstance(content, list) else content}
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise UserError(f"Chat message {number}: its content has a part that is no text: {str(part)[:100]}")
+        content = "".join(part["text"] for part in content)
+    return {"role": _role(message), "content": content}
 
 
 def encode_rows(encoder: Encoder, name: str, rows: list[TextRow]) -> tuple[dict[tuple, array], list[str]]:
