@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import fnmatch
+import functools
 import hashlib
 import http.client
 import json
@@ -253,6 +254,16 @@ def _origin(url: str) -> tuple[str, str]:
     return urlsplit(url.lower())[:2]  # scheme, and host with its port
 
 
+@functools.cache
+def _trusted() -> ssl.SSLContext:
+    """The system's certificates, of which some Pythons know none, and certifi's. Made once: it takes 0.2 s."""
+    import certifi
+
+    context = ssl.create_default_context()
+    context.load_verify_locations(certifi.where())
+    return context
+
+
 class Hub(urllib.request.HTTPRedirectHandler):
     """One repository on HF_ENDPOINT, as the user's token sees it. The token goes to no other origin. tries: for a
     listing, in a row."""
@@ -264,15 +275,12 @@ class Hub(urllib.request.HTTPRedirectHandler):
         self.page = f"{self.url}/{'datasets/' * (kind == 'datasets')}{repo}"
         if not re.fullmatch(r"https?://([\w.-]+|\[[\da-f:]+\])(:[1-6]?\d{1,4})?(/[\w./-]*)?", self.url, re.ASCII):
             raise UserError("HF_ENDPOINT: expected http://HOST or https://HOST, with a :PORT if need be")
-        import certifi  # as get_token takes 0.25 s, which find() does without
-        from huggingface_hub import get_token
+        from huggingface_hub import get_token  # takes 0.25 s, which find() does without
 
         self.token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
         if self.token and not re.fullmatch(r"[!-~]+", self.token):
             raise UserError("the token (HF_TOKEN, or the login's file) holds characters that no token has: set it anew")
-        trust = ssl.create_default_context()
-        trust.load_verify_locations(certifi.where())  # some Pythons know of no system's certificates
-        self.opener = urllib.request.build_opener(self, urllib.request.HTTPSHandler(context=trust))
+        self.opener = urllib.request.build_opener(self, urllib.request.HTTPSHandler(context=_trusted()))
 
     def _request(self, url: str, headers: dict[str, str], wait: Wait) -> urllib.request.Request:
         request = urllib.request.Request(url, headers=headers)
