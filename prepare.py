@@ -25,7 +25,6 @@ import numpy as np
 
 import download
 from errors import (
-    Failure,
     Progress,
     UserError,
     amount,
@@ -74,15 +73,12 @@ def open_shard(path: Path, data_dtype: str = "") -> tuple[np.ndarray, int | None
     magic, version, count = np.fromfile(path, "<i4", 3) if size >= HEADER else (0, 0, 0)
     if magic in MAGICS:
         expected, dtype, delimiter = MAGICS[magic]
-        if version != expected:
+        promised = int(count) * np.dtype(dtype).itemsize
+        if (version, size - HEADER) != (expected, promised):
             raise UserError(
-                f"{path}: shard version {version} with magic {magic}, expected version {expected}; write it again"
-            )
-        expected = int(count) * np.dtype(dtype).itemsize
-        if size - HEADER != expected:
-            raise UserError(
-                f"{path}: {size - HEADER} bytes of tokens, its header says {count} tokens = {expected} bytes;"
-                " the file is damaged or cut short"
+                f"{path}: shard version {version} and {size - HEADER} bytes of tokens; with magic {magic} it must be"
+                f" version {expected}, and its header says {count} tokens = {promised} bytes: the file is damaged or"
+                " cut short; write it again"
             )
         return np.memmap(path, dtype, "r", HEADER), delimiter
     if not data_dtype:
@@ -294,11 +290,9 @@ def prepare(
             index = build(sources, encoder, out, state, shard_tokens, val_every, **how)
             if not index["files"]:
                 raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
-        except download.Damaged as e:  # what was made of the damaged rows must not be gone on with
-            write_json(note, {"key": key})
-            raise Failure(f"{e}: the same command begins again") from None
-        except Exception:
-            if "position" not in read_json(note):  # nothing to go on from
+        except Exception as e:
+            # What was made of rows that had arrived damaged must not be gone on with.
+            if isinstance(e, download.Damaged) or "position" not in read_json(note):
                 for file in (note, *out.glob("train*"), *out.glob("val*")):
                     file.unlink()
             raise
