@@ -27,7 +27,8 @@ from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 
-from errors import UserError, check_words, read_json, run_script, write_whole  # first: it finds the right Python
+# first: it finds the Python that has torch
+from errors import UserError, check_words, read_ahead, read_json, run_script, write_whole
 
 # ---- the command line, understood before torch is imported, which takes seconds
 
@@ -363,10 +364,10 @@ def clean(run: Path, last: float = math.inf) -> None:
 
 
 def _checksum(path: Path) -> int:
-    crc, block = 0, memoryview(bytearray(PORTION))
+    crc = 0
     with open(path, "rb", buffering=0) as f:
-        while n := f.readinto(block):
-            crc = zlib.crc32(block[:n], crc)
+        for block in read_ahead(iter(partial(f.read, 2**22), b""), 1):
+            crc = zlib.crc32(block, crc)
     return crc
 
 

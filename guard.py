@@ -224,7 +224,8 @@ class GradientGuard(GradientReducer):
         group = dist.group.WORLD if ranks.world_size > 1 else None
         replicas = 1 if mesh is None else mesh["replicate"].size()
         limit = 1 if config.on_nonfinite == "stop" else SKIPS
-        super().__init__([*trained(model).values()], config.clip, group, replicas, limit)
+        compiled = config.compile != "none"
+        super().__init__([*trained(model).values()], config.clip, group, replicas, limit, compiled)
         self.model, self.ranks, self.mesh, self.where = model, ranks, mesh, where
         self.every = config.replicas_every
         if config.update_in_backward:

@@ -114,7 +114,9 @@ def find_device(processes: int, local_rank: int = 0) -> torch.device:
 def keep_memory() -> None:
     """glibc gives large blocks back to the kernel and faults them in again, every step: most of a CPU's training time.
     Without an NVIDIA GPU, and unless the user has set MALLOC_*, let it keep them. With one whose driver can, and unless
-    it is set, let torch's allocator grow its blocks, which leaves fewer gaps. Call it before a GPU is used."""
+    it is set, let torch's allocator grow its blocks, which leaves fewer gaps. On a CPU products have kernels made for
+    their shape, which for experts changes with every batch: more of them are kept. Call it before anything computes."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
     with contextlib.suppress(OSError):  # no driver
         can_grow = hasattr(ctypes.CDLL("libcuda.so.1"), "cuMemAddressReserve")
         if can_grow and not any(k in os.environ for k in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
@@ -217,7 +219,7 @@ def explain_out_of_memory(model: nn.Module, optimizer, config, used: dict[str, i
         parts[part] = sum(t.nbytes for t in map(local, of_part) if t.device.type == name.partition(":")[0])
     # A chunk's logits, in both dtypes, in fp32 once more within logsumexp, and the gradient of the weight.
     vocabulary, rows = config.model_config.vocab_size, config.micro_batch or config.batch_tokens // config.seq_len
-    logits = min(CHUNK_BYTES["cuda"] // 2, rows * config.seq_len * vocabulary)
+    logits = min(CHUNK_BYTES // 2, rows * config.seq_len * vocabulary)
     parts["loss head (at most)"] = 10 * logits + 4 * vocabulary * config.model_config.dim
     parts["activations and gathered layers"] = max(used["allocated"] - sum(parts.values()), 0)
     said = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())

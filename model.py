@@ -225,9 +225,7 @@ class Block(nn.Module):
         return x + y, router
 
 
-# Bytes of the logits that exist at once. A few large chunks are as fast as one; smaller ones cost matmul rate, and
-# passes over the weight's gradient.
-CHUNK_BYTES = {"cpu": 100 * 2**20, "cuda": 2**29}
+CHUNK_BYTES = 2**29  # of the logits that exist at once: each chunk costs a pass over the weight's gradient
 
 
 def chunk_rows(tokens: int, limit: int) -> int:
@@ -277,8 +275,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy) -> tuple[Tensor, Tensor]:
         w = cast(weight, x.dtype)
-        limit = CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (w.shape[0] * w.itemsize)
-        rows = chunk_rows(len(x), limit)
+        rows = chunk_rows(len(x), CHUNK_BYTES // (w.shape[0] * w.itemsize))
         losses, dw = [], None if weight.requires_grad else x.new_empty(0)
         as_they_are = weight.dtype == x.dtype and rows == len(x)  # else chunks add up in fp32
         dx = torch.empty_like(x) if grads else None

@@ -14,10 +14,11 @@ is known before the backward pass, and there is no clipping; the norm is summed 
 
 torch's fused AdamW refuses other dtypes. For bf16 moments and bf16 masters there is an AdamW of our own with the same
 interface, over flat pieces of the parameters, in fp32 arithmetic, compiled to one pass over memory where there is a
-compiler. An update is often smaller than half of bf16's spacing at the parameter, and rounding to the nearest would
-lose it, every step again; so would the second moment's when beta2 is close to 1. Both are rounded stochastically: up
-with the probability that keeps the mean (arXiv 2010.06192). The random bits are a hash of (seed, step, parameter,
-position): a resumed run repeats them, and replicas, which must stay equal, draw the same."""
+compiler. In that pass it can also write copies of fp32 parameters in bf16, and read gradients in bf16: compiled runs on
+a CPU use it for that. An update is often smaller than half of bf16's spacing at the parameter, and rounding to the
+nearest would lose it, every step again; so would the second moment's when beta2 is close to 1. Both are rounded
+stochastically: up with the probability that keeps the mean (arXiv 2010.06192). The random bits are a hash of (seed,
+step, parameter, position): a resumed run repeats them, and replicas, which must stay equal, draw the same."""
 
 import hashlib
 import math
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 PIECE = {"eager": 2**18, "compiled": 2**30}  # elements: what the temporaries of the one fit in a cache; 32-bit indices
 SMALL = 2**16  # elements
+NORM_ROW = 2**13  # elements
 
 
 class GradientReducer:
@@ -40,12 +42,13 @@ class GradientReducer:
 
     def __init__(
         self, parameters: list[Tensor], clip: float = 0.0, group: dist.ProcessGroup | None = None, replicas: int = 1,
-        limit: int = 1,
+        limit: int = 1, compiled: bool = False,
     ):  # fmt: skip
         """clip: largest norm; 0 = no clipping. group: all ranks; None: one alone. replicas: copies of each parameter
-        among them."""
+        among them. compiled: on a CPU, the norms of large gradients are."""
         self.parameters, self.clip, self.group, self.replicas, self.limit = parameters, clip, group, replicas, limit
         self.bad_in_row = torch.zeros((), device=local(parameters[0]).device)  # on the host, if they are offloaded
+        self.large_norm = torch.compile(norm, dynamic=True) if compiled and not self.bad_in_row.is_cuda else None
         self.local_loss = self.suppress = self.bad_in_row
         self.optimizer: torch.optim.Optimizer | None = None  # the one that updates in the backward pass
         self.running: list[tuple[Tensor, Future]] = []  # parameters that are being updated
@@ -109,10 +112,13 @@ class GradientReducer:
 
     def _norms(self, parameters: list[Tensor]) -> list[Tensor]:
         """Of pieces of their gradients."""
+        gradients = [local(p.grad).reshape(-1) for p in parameters]
+        least = SMALL if self.large_norm else math.inf
+        norms = [self.large_norm(g) for g in gradients if len(g) > least]
         # On a CPU torch adds up one value after the other: in fp32 that is wrong by 3e-4 for 10 M of them.
         length = 2**17 if self.bad_in_row.device.type == "cpu" else 2**30
-        pieces = [piece for p in parameters for piece in local(p.grad).reshape(-1).split(length)]
-        return list(torch._foreach_norm(pieces, 2, dtype=torch.float32))
+        pieces = [piece for g in gradients if len(g) <= least for piece in g.split(length)]
+        return norms + list(torch._foreach_norm(pieces, 2, dtype=torch.float32) if pieces else ())
 
     def reduce(self, loss: Tensor, trained: int) -> tuple[Tensor, Tensor, Tensor]:
         """loss: this rank's sum over its `trained` tokens, gradients likewise -> (loss per token, gradient norm, what
@@ -135,42 +141,63 @@ class GradientReducer:
         return loss / count, norm, count * excess
 
 
+def norm(x: Tensor) -> Tensor:
+    """Of x [n], fp32: rows first, for a sum of many values loses digits."""
+    rows = len(x) // NORM_ROW * NORM_ROW
+    return (x[:rows].view(-1, NORM_ROW).float().square().sum(1).sum() + x[rows:].float().square().sum()).sqrt()
+
+
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are not frozen, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def keep_copies(model: nn.Module, optimizer: torch.optim.Optimizer | None, config, accumulates: bool) -> None:
-    """Where steps have several micro-batches: from now on matrices and stacked experts that are whole on this rank have
-    copies in the compute dtype, which `model.cast` takes. They are cast once a step, after the update, and not in every
-    micro-batch; the gradient of a copy, in that dtype, is added to its weight's in one pass, and freed. The numbers are
+    """From now on matrices and stacked experts that are whole on this rank have copies in the compute dtype, which
+    `model.cast` takes: where steps have several micro-batches (`accumulates`), and where the optimizer writes them in
+    its own pass over the weights. They are cast once a step, and not in every use. The gradient of a copy is in that
+    dtype: with several micro-batches it is added to its weight's in one pass, else it is its weight's. The numbers are
     the same. Only this optimizer may change the weights.
 
     A copy takes its bytes all the time: --checkpointing block, which saves memory first, goes without. FP8 has copies
     of its own. config: a Config."""
-    if not accumulates or config.checkpointing == "block" or config.fp8 != "off":
+    writes = isinstance(optimizer, MixedAdamW) and _writes_copies(model, config)
+    if not (accumulates or writes) or config.checkpointing == "block" or config.fp8 != "off":
         return
     named = {p: name for name, p in model.named_parameters(remove_duplicate=False)}  # a tied weight is lm_head's
     matrices = [p for p, name in named.items() if p.ndim > 1 and not name.startswith("embed_")]
     weights = [p for p in matrices if p.itemsize > model.dtype.itemsize and not is_sharded(p)]
-    copies = [p.detach().to(model.dtype).requires_grad_() for p in weights]
+    copies = {p: p.detach().to(model.dtype).requires_grad_() for p in weights}
 
-    def add_gradient(weight: Tensor, copy: Tensor) -> None:
-        if weight.grad is None:
+    def take_gradient(weight: Tensor, copy: Tensor) -> None:
+        if weight.grad is not None:
+            weight.grad.add_(copy.grad)
+        elif accumulates:
             weight.grad = copy.grad.to(weight.dtype)
         else:
-            weight.grad.add_(copy.grad)
+            weight.grad_dtype = copy.dtype
+            weight.grad = copy.grad
         copy.grad = None
 
     @torch.no_grad()
     def refresh(*_) -> None:
-        torch._foreach_copy_(copies, weights)
+        torch._foreach_copy_([*copies.values()], weights)
 
-    for weight, copy in zip(weights, copies, strict=True):
+    for weight, copy in copies.items():
         weight.compute_copy = copy
-        copy.register_post_accumulate_grad_hook(partial(add_gradient, weight))
-    if optimizer and copies:
+        copy.register_post_accumulate_grad_hook(partial(take_gradient, weight))
+    if writes:
+        optimizer.copies = copies
+    elif optimizer and copies:
         optimizer.register_step_post_hook(refresh)
+
+
+def _writes_copies(model: nn.Module, config) -> bool:
+    """Whether an optimizer of our own pays where torch's would do: on a CPU, where a step on few tokens is as fast as
+    memory is."""
+    p = next(iter(trained(model).values()))
+    on_cpu = p.device.type == "cpu" and not is_sharded(p) and config.offload == "none"
+    return on_cpu and config.compile != "none" and config.dtype == "bf16" and not config.update_in_backward
 
 
 def make_optimizer(model: nn.Module, config) -> torch.optim.Optimizer:
@@ -180,14 +207,16 @@ def make_optimizer(model: nn.Module, config) -> torch.optim.Optimizer:
         {"params": [p for p in trained(model).values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": 1e-8}
-    if config.state_dtype == "fp32" and all(p.dtype == torch.float32 for p in trained(model).values()):
+    is_fp32 = config.state_dtype == "fp32" and all(p.dtype == torch.float32 for p in trained(model).values())
+    if is_fp32 and not _writes_copies(model, config):
         return torch.optim.AdamW(groups, fused=True, **options)
     return MixedAdamW(groups, DTYPES[config.state_dtype], config.seed, config.compile != "none", **options)
 
 
 class MixedAdamW(torch.optim.Optimizer):
     """AdamW for parameters and moments of any dtypes. Uses `grad_scale` and `found_inf` and keeps its state under the
-    names that torch's fused AdamW does: exp_avg, exp_avg_sq (in state_dtype) and step."""
+    names that torch's fused AdamW does: exp_avg, exp_avg_sq (in state_dtype) and step. copies: of some parameters, in
+    another dtype, which a step writes anew."""
 
     def __init__(self, groups, state_dtype: torch.dtype, seed: int = 0, compiled: bool = False, **options):
         super().__init__(groups, options)
@@ -197,6 +226,7 @@ class MixedAdamW(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.numbers = {p: number for number, p in enumerate(parameters, 1)}
         self.plans: dict[tuple[Tensor, ...], list] = {}
+        self.copies: dict[Tensor, Tensor] = {}
         self._step_supports_amp_scaling = True
 
     def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -224,12 +254,16 @@ class MixedAdamW(torch.optim.Optimizer):
         factors = self._factors(group, t)
         for together, part, place in self.plans[parameters]:
             tensors = [(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in together]
-            flat = [[local(x).view(-1)[part] for x in xs] for xs in zip(*tensors, strict=True)]
+            flat = [[local(x).detach().view(-1)[part] for x in xs] for xs in zip(*tensors, strict=True)]
             joined = [xs[0] if len(xs) == 1 else torch.cat(xs) for xs in flat]
-            self.adamw(*joined, factors, keep, t, place, *group["betas"], group["eps"])
+            copies = [self.copies[p].detach().view(-1)[part] for p in together if p in self.copies]
+            copy = copies[0] if len(together) == len(copies) == 1 else None
+            self.adamw(*joined, factors, keep, t, place, *group["betas"], group["eps"], copy)
             if len(together) > 1:
                 for xs, new in zip(flat, joined, strict=True):
                     torch._foreach_copy_(xs, new.split([len(x) for x in xs]))
+            if copies and copy is None:
+                torch._foreach_copy_(copies, [p.view(-1) for p in together if p in self.copies])
 
     def _factors(self, group: dict, t: Tensor) -> Tensor:
         """What adamw_ takes and changes from step to step: a number would be compiled anew, an .item() would wait."""
@@ -263,10 +297,10 @@ class MixedAdamW(torch.optim.Optimizer):
 
 def adamw_(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Tensor, keep: Tensor, step: Tensor, place: Tensor,
-    beta1: float, beta2: float, eps: float,
+    beta1: float, beta2: float, eps: float, copy: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Update number `step` of flat pieces, in place; none if `keep`. factors: 1 / gradient scale, 1 - lr decay, lr /
-    (1 - beta1^t), 1 / sqrt(1 - beta2^t). place: see random_bits."""
+    (1 - beta1^t), 1 / sqrt(1 - beta2^t). place: see random_bits. copy: gets the new parameter, too."""
     unscale, decay, rate, root = factors.unbind()
     g = g.float() * unscale
     new_m = torch.lerp(m.float(), g, 1.0 - beta1)
@@ -278,6 +312,8 @@ def adamw_(
         new_v = round_stochastically(new_v, bits >> 16) if v.dtype == torch.bfloat16 else new_v
     for old, new in ((m, new_m), (v, new_v), (p, new_p)):
         old.copy_(torch.where(keep, old, new.to(old.dtype)))
+    if copy is not None:
+        copy.copy_(p)
 
 
 def as_int32(places: list[tuple[int, int]]) -> Tensor:

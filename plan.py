@@ -138,14 +138,12 @@ def _as_on(cuda: bool, config: Config) -> Iterator[None]:
     def add_in_place(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         return torch.empty(len(a), b.shape[1], device=META) if total is None else total
 
-    chunk_bytes = transformer.CHUNK_BYTES["cuda" if cuda else "cpu"]
     with contextlib.ExitStack() as stack:
 
         def put(owner, name: str, value) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
         put(attention.F, "scaled_dot_product_attention", attend)
-        put(transformer, "CHUNK_BYTES", {"cuda": chunk_bytes})
         if cuda:  # whose kernels share keys among heads, and add products up in place
             put(attention, "_shares_heads", lambda q, group, mask: group > 1)
             put(transformer, "add_product", add_in_place)

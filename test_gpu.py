@@ -239,7 +239,7 @@ def test_packed_rows_need_little_memory(entries):
 @pytest.mark.parametrize("size", [1.0, 1e4])
 def test_loss_head_against_fp64(monkeypatch, size, compiled):
     """Three chunks, of which the last is smaller; rows that are not trained on; logits of up to 1e4."""
-    monkeypatch.setitem(model_module.CHUNK_BYTES, "cuda", 256 * 4096 * 2)
+    monkeypatch.setattr(model_module, "CHUNK_BYTES", 256 * 4096 * 2)
     config = ModelConfig(vocab_size=4096, dim=256, n_layers=1, n_heads=1, ffn_dim=256, max_seq_len=640)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 640, 256, generator=generator).bfloat16()

@@ -313,7 +313,7 @@ MASKS = {"no mask": (15, 15, 15, 15), "uneven": (15, 0, 3, 8), "all masked": (0,
 @pytest.mark.parametrize("mask", MASKS)
 def test_loss_head_is_cross_entropy(monkeypatch, mask, rows):
     head, x = make_head(), randn(4, 15, 16, seed=2).requires_grad_()
-    monkeypatch.setitem(source.CHUNK_BYTES, "cpu", rows * 41 * 4)  # 0: less than one row, hence one row a chunk
+    monkeypatch.setattr(source, "CHUNK_BYTES", rows * 41 * 4)  # 0: less than one row, hence one row a chunk
     targets = uneven_targets(*MASKS[mask], length=15).clamp(max=40)
     loss, dx, dw, _ = cross_entropy_fp64(x, head.weight, targets)
     found, _ = head(x, targets)
@@ -332,7 +332,7 @@ def test_loss_head_in_bf16(monkeypatch, rows):
     roundings, element by element: if a logit is off by at most d, a probability p is by 2 d p; gradients by logits and
     results are rounded once each. Hundreds of chunks of one sign would show if they were added up in bf16."""
     head, x = make_head(), randn(4, 250, 16, seed=2).abs().bfloat16().requires_grad_()
-    monkeypatch.setitem(source.CHUNK_BYTES, "cpu", rows * 41 * 2)
+    monkeypatch.setattr(source, "CHUNK_BYTES", rows * 41 * 2)
     targets = uneven_targets(250, 0, 50, 130, length=250).clamp(max=3)
     w = head.weight.detach().bfloat16().double()
     _, dx, dw, dlogits = cross_entropy_fp64(x, w, targets)

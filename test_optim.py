@@ -313,19 +313,21 @@ class Casts(TorchDispatchMode):
         return out
 
 
-def accumulated_steps(words: str, keep: bool):
-    """-> (losses and norms of three steps of three micro-batches, parameters and moments, how often each matrix was
-    cast in the last step)"""
+def steps_with_copies(words: str, keep: bool, parts: int = 3, compiled: bool = False):
+    """compiled: the optimizer and the norms are told that they are. -> (losses and norms of three steps of so many
+    micro-batches, parameters and moments, how often each matrix was cast in the last step, the model)"""
     config = parse_args([*words.split(), "--dtype", "bf16", "--seq_len", "16", "--micro_batch", "2"])
     model = train.build(check.resolve(config, shard.ALONE.device, 1), shard.ALONE, None)
+    config = replace(config, compile="block") if compiled else config
     shapes = {name: p.shape for name, p in model.named_parameters()}
     shard.fill(model, random_init(config.model_config, shapes, 0))
     optimizer = make_optimizer(model, config)
-    optim.keep_copies(model, optimizer, config, keep)
+    if keep:
+        optim.keep_copies(model, optimizer, config, parts > 1)
     guarded, figures = GradientGuard(model, config, shard.ALONE, None), []
     for step in range(3):
         tokens = torch.randint(
-            config.model_config.vocab_size, (3, 2, 16), generator=torch.Generator().manual_seed(step)
+            config.model_config.vocab_size, (parts, 2, 16), generator=torch.Generator().manual_seed(step)
         )
         batches = [Batch(part, part, None) for part in tokens]
         with Casts() as casts:
@@ -334,7 +336,7 @@ def accumulated_steps(words: str, keep: bool):
             )
         figures += [loss.item(), norm.item()]
     matrices = {p.shape for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name}
-    return figures, snapshot(model, optimizer), {shape: casts.shapes[shape] for shape in matrices}
+    return figures, snapshot(model, optimizer), {shape: casts.shapes[shape] for shape in matrices}, model
 
 
 @pytest.mark.parametrize(
@@ -347,10 +349,37 @@ def accumulated_steps(words: str, keep: bool):
 )
 def test_copies_spare_the_casts_of_matrices_and_change_no_bit(words):
     words += " --compile none" * ("--compile" not in words)
-    (figures, tensors, casts), (again, same, none) = (accumulated_steps(words, keep) for keep in (False, True))
+    (figures, tensors, casts, _), (again, same, none, _) = (steps_with_copies(words, keep) for keep in (False, True))
     assert figures == again and all(torch.equal(a, b) for a, b in zip(tensors, same, strict=True))
     if "--compile none" in words and "--lora" not in words:
         assert all(n >= 3 for n in casts.values()) and not any(none.values()), (casts, none)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "llama3.2", "gpt2", "mixtral"])
+def test_an_optimizer_of_our_own_writes_the_copies(monkeypatch, name, parts):
+    """The update and the norm are the compiled ones' code, uncompiled; most matrices are above SMALL, some below."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(optim, "SMALL", 128 * 64)
+    monkeypatch.setattr(optim, "NORM_ROW", 100)
+    words = f"--model tiny-{name} --compile none"
+    (figures, tensors, _, _), (again, same, casts, model) = (
+        steps_with_copies(words, keep, parts, compiled=True) for keep in (False, True)
+    )
+    # Of one micro-batch, gradients are in bf16 and their norms added up in another order.
+    torch.testing.assert_close(again, figures, rtol=0 if parts > 1 else 1e-6, atol=0)
+    for a, b in zip(tensors, same, strict=True):
+        torch.testing.assert_close(b, a, rtol=0 if parts > 1 else 1e-5, atol=0 if parts > 1 else 1e-7)
+    copied = [p for p in model.parameters() if hasattr(p, "compute_copy")]
+    assert copied and all(torch.equal(p.compute_copy, p.bfloat16()) for p in copied) and not any(casts.values())
+    assert torch.bfloat16 in {p.grad_dtype for p in copied} or parts > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, optim.NORM_ROW, 10**7])
+def test_norm_keeps_its_digits(length, dtype):
+    x = torch.randn(length, generator=torch.Generator().manual_seed(0)).to(dtype)
+    torch.testing.assert_close(optim.norm(x).double(), x.double().norm(), rtol=1e-6, atol=0)
 
 
 # ---- updates in the backward pass

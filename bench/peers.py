@@ -228,6 +228,7 @@ def our_step(config, ranks, shared: Contender | None = None, mesh=None) -> Conte
     else:
         fill(model, config, ranks.device)
     optimizer = shared.optimizer if shared else optim.make_optimizer(model, config)
+    optim.keep_copies(model, optimizer, config, False)
     scales, gradients = fp8.prepare(model, config, mesh, False), guard.GradientGuard(model, config, ranks, mesh)
     batches, numbers = [batch_of(config)], itertools.count(1)
 
