@@ -15,15 +15,13 @@ there. Another version of torch, or a CPU with none of the sets, has no record: 
 import argparse
 import hashlib
 import json
-import multiprocessing
 import os
-import platform
 import re
 import socket
 import subprocess
 import sys
 import tempfile
-from itertools import zip_longest
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,6 +30,7 @@ from errors import Failure, run_script  # first: it finds the Python that has to
 FOLDER = Path(__file__).resolve().parent
 STEPS = 60
 RECORD = FOLDER / "golden.json"
+TORCH = version("torch").partition("+")[0]
 # Named in /proc/cpuinfo; the best first. The environment holds a better CPU to the set.
 SETS = {
     "avx512_bf16": ("avx512", "AVX512_CORE_BF16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}),
@@ -52,16 +51,14 @@ RECIPES = {
     "chat": "--data chat.jsonl --model tiny-llama --seq_len 64 --schedule constant --weight_decay 0.3",
     "fp8": "--data a.txt --model tiny-mixtral --n_layers 1 --dtype fp32 --fp8 tensor --fp8_all_gather",
 }
-STEP = ("loss", "gradient norm")
 MEANT = "If this change of the numerics is meant: `python bench/golden.py --record`, and say why in the commit"
 Figures = dict[str, list[float] | float | str]  # loss, grad_norm: one per step; val_loss; weights: a checksum
 
 
 def sets_here() -> list[str]:
     """The instruction sets that this CPU has, the best first."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = re.search(r"^flags\s*:(.*)", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
-    return [name for name, (*_, needed) in SETS.items() if flags and needed <= set(flags[1].split())]
+    words = set(Path("/proc/cpuinfo").read_text().split())
+    return [name for name, (*_, needed) in SETS.items() if needed <= words]
 
 
 def write_data(folder: Path) -> None:
@@ -87,51 +84,29 @@ def write_data(folder: Path) -> None:
     (folder / "chat.jsonl").write_text("".join(rows))
 
 
-def train_rank(words: list[str], environment: dict[str, str], output: str) -> None:
-    """A rank, in a process of its own."""
-
+def train_rank(index: int, recipe: str, dtype: str, port: int) -> None:
+    """One of the three processes that train a recipe: the first alone, the others as two ranks."""
     import log
     import rows
     import train
 
-    os.environ.update(environment)
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    ranks, rank = (2, index - 1) if index else (1, 0)
+    job = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in job.items()}, MASTER_ADDR="127.0.0.1")
     rows.CACHE = Path("cache").resolve()
     log.peak_flops = lambda *_: (1e12, "not measured")  # these two take time, and have no part in a loss
     log.Log.draw = lambda self, always: None
+    words = [*COMMON.split(), "--dtype", dtype, *RECIPES[recipe].split(), "--out", f"{recipe}-{ranks}"]
     sys.exit(train.main(words))
 
 
-def start(recipe: str, ranks: int, dtype: str) -> list[multiprocessing.Process]:
-    """Starts the ranks of a run in the current folder, which holds the data. They are forks: torch is imported."""
-    out = f"{recipe}-{ranks}"
-    words = [*COMMON.split(), "--dtype", dtype, *RECIPES[recipe].split(), "--out", out]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-    job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    processes = []
-    for rank in range(ranks):
-        environment = job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        arguments = words, environment, f"{out}.log"
-        processes.append(multiprocessing.get_context("fork").Process(target=train_rank, args=arguments))
-        processes[-1].start()
-    return processes
-
-
-def finish(recipe: str, ranks: int, processes: list[multiprocessing.Process]) -> Figures:
-    """Waits for the ranks of a run -> its figures."""
-    for process in processes:
-        process.join()
-    out = Path(f"{recipe}-{ranks}")
-    if any(process.exitcode for process in processes):
-        raise Failure(f"{out} failed:\n{Path(f'{out}.log').read_text()[-4000:]}")
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    run: Figures = {key: [record[key] for record in records if key in record] for key in ("loss", "grad_norm")}
-    val_loss = next(record["val_loss"] for record in reversed(records) if "val_loss" in record)
-    return run | {"val_loss": val_loss, "weights": checksum(out / "hf")}
+def figures(folder: Path) -> Figures:
+    """Of a finished run."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses, norms, (val_loss,) = (
+        [record[key] for record in records if key in record] for key in ("loss", "grad_norm", "val_loss")
+    )
+    return {"loss": losses, "grad_norm": norms, "val_loss": val_loss, "weights": checksum(folder / "hf")}
 
 
 def checksum(folder: Path) -> str:
@@ -147,16 +122,19 @@ def checksum(folder: Path) -> str:
 def train_all(instructions: str) -> None:
     """Trains every recipe in the current folder and writes runs.json. The environment holds the instruction set."""
     import torch
+    from torch.multiprocessing import start_processes
 
     import train  # noqa: F401  (before the forks)
 
     torch.use_deterministic_algorithms(True, warn_only=True)  # which imports much, too
     write_data(Path())
     dtype, runs = "bf16" if instructions.endswith("bf16") else "fp32", {}
-    for recipe in RECIPES:  # the runs of a recipe at the same time: of two ranks one often waits for the other
-        started = {ranks: start(recipe, ranks, dtype) for ranks in (1, 2)}
-        for ranks, processes in started.items():
-            runs[f"{recipe} on {ranks} rank{'s' * (ranks > 1)}"] = finish(recipe, ranks, processes)
+    for recipe in RECIPES:  # its runs at the same time: of two ranks one often waits for the other
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        start_processes(train_rank, (recipe, dtype, port), nprocs=3, start_method="fork")
+        for ranks in (1, 2):
+            runs[f"{recipe} on {ranks} rank{'s' * (ranks > 1)}"] = figures(Path(f"{recipe}-{ranks}"))
     Path("runs.json").write_text(json.dumps(runs))
 
 
@@ -171,68 +149,52 @@ def measure(instructions: str) -> dict[str, Figures]:
         work = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import golden; golden.train_all({instructions!r})"
         done = subprocess.run([sys.executable, "-c", work], cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise Failure(f"The golden recipes could not be trained:\n{done.stderr[-4000:]}")
+            raise Failure(f"The golden recipes could not be trained:\n{(done.stdout + done.stderr)[-4000:]}")
         return json.loads(Path(folder, "runs.json").read_text())
+
+
+def in_order(run: Figures) -> dict[str, float | str]:
+    """Every figure of a run by its name, as they come in training."""
+    steps = {}
+    for step, (loss, norm) in enumerate(zip(run["loss"], run["grad_norm"], strict=True), 1):
+        steps |= {f"loss of step {step}": loss, f"gradient norm of step {step}": norm}
+    return steps | {"validation loss": run["val_loss"], "checksum of the weights": run["weights"]}
 
 
 def differences(expected: dict[str, Figures], measured: dict[str, Figures]) -> list[str]:
     """A line for each run that differs: its first figure that does, and by how much."""
     lines = []
     for name in expected | measured:
-        if name not in expected or name not in measured:
-            lines.append(f"{name}: {'recorded' if name in expected else 'trained'} only")
-        elif expected[name] != measured[name]:
-            lines.append(f"{name}: {first_difference(expected[name], measured[name])}")
+        was, now = (in_order(runs[name]) if name in runs else {} for runs in (expected, measured))
+        what = next((what for what in was | now if was.get(what) != now.get(what)), "")
+        old, new = was.get(what), now.get(what)
+        numbers = isinstance(old, float) and isinstance(new, float)
+        change = f": {new - old:+.3g} ({new / old - 1:+.2g} of it)" if numbers else ""
+        if what:
+            lines.append(f"{name}: the {what} is {new}, recorded {old}{change}; all before it agree")
     return lines
 
 
-def in_order(run: Figures) -> dict[str, float | str]:
-    """Every figure of a run by its name, as they come in training."""
-    pairs = zip_longest(run["loss"], run["grad_norm"])
-    steps = {
-        f"{what} of step {i}": value for i, pair in enumerate(pairs, 1) for what, value in zip(STEP, pair, strict=True)
-    }
-    return steps | {"validation loss": run["val_loss"], "checksum of the weights": run["weights"]}
-
-
-def first_difference(expected: Figures, measured: Figures) -> str:
-    was, now = in_order(expected), in_order(measured)
-    what = next(name for name in was | now if was.get(name) != now.get(name))
-    old, new = was.get(what), now.get(what)
-    if old is None or new is None:
-        return f"the {what} is {'recorded' if new is None else 'trained'} only"
-    change = "" if isinstance(old, str) else f": {new - old:+.3g} ({new / old - 1:+.2g} of it)"
-    return f"the {what} is {new}, recorded {old}{change}; all before it agree"
-
-
-def torch_version() -> str:
-    import torch
-
-    return torch.__version__.partition("+")[0]
-
-
-def expected_runs(instructions: str) -> tuple[dict[str, Figures], str]:
-    """-> (the recorded runs, why there are none)"""
+def expected_runs(instructions: str) -> dict[str, Figures]:
+    """The recorded runs. Raises Failure if there are none."""
     record, again = json.loads(RECORD.read_text()), "`python bench/golden.py --record` makes one"
-    if record["torch"] != torch_version():
-        return {}, f"the golden losses are of torch {record['torch']}, this is {torch_version()}; {again}"
+    if record["torch"] != TORCH:
+        raise Failure(f"the golden losses are of torch {record['torch']}, this is {TORCH}; {again}")
     if instructions not in record["sets"]:
-        return {}, f"no golden losses for this CPU, which has none of {', '.join(SETS)}; add its set to SETS; {again}"
-    found = record["sets"][instructions]
-    if "missing" in found:
-        return {}, f"no golden losses for {instructions}: {found['missing']}; {again} on a CPU that has it"
-    return found, ""
+        sets = ", ".join(SETS)
+        raise Failure(f"no golden losses for this CPU, which has none of {sets}; add its set to SETS; {again}")
+    runs = record["sets"][instructions]
+    if "missing" in runs:
+        raise Failure(f"no golden losses for {instructions}: {runs['missing']}; {again} on a CPU that has it")
+    return runs
 
 
 def record_all() -> None:
-    cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
-    sets, name = {}, cpu[1] if cpu else platform.machine()
-    for instructions in SETS:
-        if instructions in sets_here():
-            sets[instructions] = measure(instructions)
-        else:
-            sets[instructions] = {"missing": f"the CPU of the last recording ({name}) does not have it"}
-    text = json.dumps({"torch": torch_version(), "cpu": name, "sets": sets}, indent=1)
+    from log import cpu_name
+
+    missing = {"missing": f"the CPU of the last recording ({cpu_name()}) does not have it"}
+    sets = {name: measure(name) if name in sets_here() else missing for name in SETS}
+    text = json.dumps({"torch": TORCH, "cpu": cpu_name(), "sets": sets}, indent=1)
     text = re.sub(r",\n +(?=[\d-])", ", ", text)  # a list of losses is a line
     RECORD.write_text(text + "\n")
 
@@ -245,10 +207,10 @@ def main(argv: list[str]) -> None:
     if args.record:
         return record_all()
     instructions = args.set or next(iter(sets_here()), "")
-    expected, problem = expected_runs(instructions)
-    lines = [problem] if problem else differences(expected, measure(instructions))
+    expected = expected_runs(instructions)
+    lines = differences(expected, measure(instructions))
     if lines:
-        raise Failure("\n".join(lines if problem else [*lines, MEANT]))
+        raise Failure("\n".join([*lines, MEANT]))
     print(f"{len(expected)} runs with {instructions}: every loss is the recorded one")
 
 
