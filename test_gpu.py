@@ -29,6 +29,7 @@ import checkpoint
 import fp8
 import guard
 import model as model_module
+import profiler
 import shard
 import train
 from config import parse_args
@@ -320,6 +321,32 @@ def test_a_mesh_of_one_rank_changes_nothing(kind):
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 
 
+def loss_and_gradients(device: torch.device, dtype: str, compile: str) -> list[torch.Tensor]:
+    """Of one small Llama and its tokens, in fp64 on the CPU."""
+    config = parse_args(f"--model tiny-llama {TINY} --n_layers 4 --seq_len 256 --micro_batch 2".split())
+    config = replace(check.resolve(config, device, 1), dtype=dtype, compile=compile, attention="sdpa")
+    model = train.build(config, shard.Ranks(0, 1, device), None)
+    shard.fill(model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
+    batch = make_batch(config).to(device)
+    loss = model(batch.tokens, batch.targets)
+    loss.backward()
+    return [t.detach().double().cpu() for t in (loss, *(p.grad for p in model.parameters()))]
+
+
+def test_a_compiled_model_computes_what_a_cpu_does():
+    """The loss and every gradient: in fp32 to 1e-4, in bf16 to twice the CPU's own error."""
+    torch.set_float32_matmul_precision("highest")
+    cpu = torch.device("cpu")
+    exact = loss_and_gradients(cpu, "fp32", "none")
+
+    def worst(*how) -> torch.Tensor:
+        pairs = zip(loss_and_gradients(*how), exact, strict=True)
+        return torch.stack([(value - true).norm() / true.norm() for value, true in pairs]).max()
+
+    assert worst(CUDA, "fp32", "block") < 1e-4
+    assert worst(CUDA, "bf16", "block") < 2 * worst(cpu, "bf16", "none")
+
+
 # ---- whole runs
 
 
@@ -347,6 +374,19 @@ def test_resumed_runs_repeat_the_bits_of_an_uninterrupted_one(tmp_path):
     for out, steps in (("whole", 12), ("halves", 6), ("halves", 12)):
         run_train(tmp_path / out, f"--compile none {words} {steps}")
     assert losses_of(tmp_path / "halves")[6:] == losses_of(tmp_path / "whole")[6:]
+
+
+@pytest.mark.parametrize("words", [
+    "--model llama3-8b --n_layers 1 --vocab_size 16384 --seq_len 4096 --micro_batch 2",
+    "--model gpt2 --vocab_size 50304 --seq_len 1024 --micro_batch 32",
+    "--model mixtral-8x7b --n_layers 1 --dim 1024 --vocab_size 16384 --seq_len 4096 --micro_batch 2",
+])  # fmt: skip
+def test_no_eager_kernel_takes_a_hundredth_of_a_step(tmp_path, words):
+    """Those of ATen's own, which nothing has joined with what comes before or after."""
+    run_train(tmp_path / "run", f"{words} --tokenizer bytes --steps 12 --profile 6 --eval_every 0 --sample_every 0")
+    spent, names, _ = profiler.analyse(profiler.read_trace(tmp_path / "run/profile/rank-00000.trace.json.gz"))
+    kernels = [pair for kind, times in names.items() if kind != "optimizer" for pair in times.items()]
+    assert [name for name, time in kernels if "at::native" in name and time > sum(spent.values()) / 100] == []
 
 
 def test_a_run_that_is_told_to_stop_saves(tmp_path):

@@ -123,16 +123,30 @@ def peak_rss(reset: bool = False) -> int:
 # ---- processes
 
 
-def run_python(*words, processes: int = 1, env: dict[str, str] | None = None) -> str:
-    """Runs one of our scripts, by torchrun if there are several processes -> what it prints. env: added to the
-    environment."""
+def python_command(words: tuple, processes: int) -> list[str]:
+    """That runs one of our scripts, by torchrun if there are several processes."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
-    command = [str(word) for word in (sys.executable, *(launch if processes > 1 else []), *words)]
+    return [str(word) for word in (sys.executable, *(launch if processes > 1 else []), *words)]
+
+
+def run_python(*words, processes: int = 1, env: dict[str, str] | None = None) -> str:
+    """Runs one of our scripts -> what it prints. env: added to the environment."""
+    command = python_command(words, processes)
     done = subprocess.run(command, env=os.environ | (env or {}), capture_output=True, text=True, timeout=1800)
     if done.returncode:
         message = done.stderr.strip()[-2000:] or "it said nothing"
         raise Failure(f"{' '.join(command)[:1000]} ended with {done.returncode}: {message}")
     return done.stdout
+
+
+def rows_of(*words, processes: int = 1, env: dict[str, str] | None = None, limit: float = 1800.0) -> Iterator[Row]:
+    """Runs one of our scripts -> the rows that it prints as JSON, as they come. It is killed after `limit` seconds."""
+    command = ["timeout", "--signal=KILL", str(limit), *python_command(words, processes)]
+    with subprocess.Popen(command, env=os.environ | (env or {}), stdout=subprocess.PIPE, text=True) as process:
+        yield from (json.loads(line) for line in process.stdout if line.startswith('{"case"'))
+    if process.returncode:
+        killed = process.returncode in (137, -9)
+        raise Failure(f"killed after {limit:.0f} s" if killed else f"ended with {process.returncode}")
 
 
 class Run(NamedTuple):

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import Row, Turn, peak_rss, race, require_same, row, run_python, timed
+from common import Row, Turn, peak_rss, race, require_same, row, rows_of, timed
 
 import numpy as np  # isort: skip
 import torch
@@ -208,8 +208,7 @@ def bench_load(args: Namespace, layers: int = 4) -> Iterator[Row]:
         export_model(fill_randomly(Transformer(shape).bfloat16()), folder)
         env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the host's memory
         for ranks in (1, 2, 4):
-            output = run_python(__file__, folder, args.repeats, processes=ranks, env=env)
-            yield from (json.loads(line) for line in output.splitlines() if line.startswith('{"case"'))
+            yield from rows_of(__file__, folder, args.repeats, processes=ranks, env=env)
 
 
 # ---- checkpoints

@@ -20,8 +20,7 @@ from shard import Ranks
 from test_shard import skip_plots
 
 EXPECTED = {  # of each part: what a case begins with, and some of its contenders
-    "check": ("loss and gradients", {"fp32"}),
-    "head": ("F: loss head, weight in float32", {"flatland", "its three products alone"}),
+    "head": ("F: loss head", {"flatland", "its three products alone"}),
     "decode": ("decoding", {"a token"}),
     "products": ("a block's products, llama3-70b, 32 tokens, row_gw_hp", {"bf16", "with casts", "products alone"}),
     "llama": ("A: Llama 8B", {"flatland", "transformers", "transformers, compiled"}),
@@ -49,25 +48,11 @@ def test_every_part_of_the_gpu_suite_runs(part, tmp_path, capsys):
     timed = {r["what"]: r for r in rows if r["case"].startswith(case)}
     assert all(timed[name]["median"] >= 0 and timed[name]["unit"] for name in names)
     assert not any("failed" in r["note"] for r in rows)
-    if getattr(gpu.PARTS[part][1], "profiled", False):
-        whats = {r["what"]: r["unit"] for r in rows}
-        assert whats["optimizer"] == "% of a step" and whats["eager kernels above 1 % of a step"] == "kernels"
-        assert whats["cudaStreamSynchronize, steps 5 to 10"] == "calls"
+    assert rows[-1]["case"] == "took"
 
 
 def test_every_part_is_tested():
-    assert gpu.PARTS.keys() - EXPECTED.keys() == {"tests", "recipe3"}  # a twin of fp8
-
-
-def measure_parts(monkeypatch, tmp_path, parts: dict, *words: str) -> list[tuple[str, str, str]]:
-    """The rows of a run of these parts, which ends with status 1."""
-    monkeypatch.setattr(gpu, "PARTS", parts)
-    monkeypatch.setattr(run, "PARTS", {"gpu": parts})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(run, "describe_machine", dict)
-    with pytest.raises(Failure, match="a part failed"):
-        run.main(["gpu", "--json", str(tmp_path / "rows.json"), *words])
-    return [(r["case"], r["what"], r["note"]) for r in json.loads((tmp_path / "rows.json").read_text())["rows"]]
+    assert gpu.PARTS.keys() - EXPECTED.keys() == {"check", "recipe3"}  # pytest; a twin of fp8
 
 
 def test_a_part_that_fails_or_hangs_does_not_end_the_next(monkeypatch, tmp_path):
@@ -77,20 +62,27 @@ def test_a_part_that_fails_or_hangs_does_not_end_the_next(monkeypatch, tmp_path)
         "name = json.loads(sys.argv[1])['name']\n"
         "print(json.dumps({'case': name, 'what': 'first', 'note': '', 'unit': 's', **dict.fromkeys("
         "('median', 'p10', 'p90', 'ratio'), 1.0)}), flush=True)\n"
-        "{'ends': lambda: sys.exit(3), 'dies': os.abort, 'hangs': lambda: time.sleep(60), 'works': int}[name]()\n"
+        "{'check': lambda: sys.exit(3), 'dies': os.abort, 'hangs': lambda: time.sleep(60), 'works': int}[name]()\n"
     )
+    parts = dict.fromkeys(("check", "dies", "works", "hangs", "late"))
     monkeypatch.setattr(gpu, "__file__", str(tmp_path / "part.py"))
-    parts = {"long": (999, None), "ends": (0, None), "dies": (0, None), "works": (0, None), "hangs": (0, None)}
-    rows = measure_parts(monkeypatch, tmp_path, parts, "--budget", "3")
-    assert rows[0][:2] == ("left out", "long") and rows[0][2].startswith("it takes about 999 s, ")
-    assert [name for name, what, _ in rows if what == "first"] == ["ends", "dies", "works", "hangs"]
-    failures = [(name, note) for name, _, note in rows if note.startswith("failed: ")]
-    assert failures[:2] == [("ends", "failed: ended with 3"), ("dies", "failed: ended with -6")]
-    assert failures[2][0] == "hangs" and failures[2][1].startswith("failed: killed after ") and len(failures) == 3
-    assert [name for case, name, _ in rows if case == "took"] == ["ends", "dies", "works", "hangs"]
-    parts = {"works": (0, None), "check": (0, None)}
-    rows = measure_parts(monkeypatch, tmp_path, parts, "--check")
-    assert [what for case, what, _ in rows if case == "took"] == ["check"]
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    monkeypatch.setattr(run, "PARTS", {"gpu": parts})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run, "describe_machine", dict)
+
+    def measure(*words: str) -> list[tuple[str, str, str]]:
+        with pytest.raises(Failure, match="a part failed"):
+            run.main(["gpu", "--json", str(tmp_path / "rows.json"), *words])
+        return [(r["case"], r["what"], r["note"]) for r in json.loads((tmp_path / "rows.json").read_text())["rows"]]
+
+    rows = measure("--budget", "3")
+    assert [name for name, what, _ in rows if what == "first"] == ["check", "dies", "works", "hangs"]
+    failures = [(name, note.removeprefix("failed: Failure: ")) for name, _, note in rows if "failed: " in note]
+    assert failures[:2] == [("check", "ended with 3"), ("dies", "ended with -6")]
+    assert failures[2][0] == "hangs" and failures[2][1].startswith("killed after ") and len(failures) == 3
+    assert rows[-1][:2] == ("left out", "late")
+    assert {name for name, *_ in measure("--check")} == {"check"}
 
 
 def test_an_error_is_a_row_and_the_rest_goes_on():
@@ -107,12 +99,6 @@ def test_an_error_is_a_row_and_the_rest_goes_on():
     works = {"a": lambda: 1 / 0, "b": lambda: None}
     first, second = race("case", "steps/s", 1.0, works, 2)
     assert first["note"] == "failed: ZeroDivisionError: division by zero" and second["ratio"] == 1.0
-
-
-def test_what_is_beyond_its_bound_is_said():
-    assert gpu.bounded("y", "dx", 0.03, 0.06) == row("y", "dx", 0.03, "error", 0.5, "allowed 6.0e-02")
-    for error in (0.06, float("nan"), float("inf")):
-        assert gpu.bounded("y", "dx", error, 0.06)["note"] == "failed: allowed 6.0e-02"
 
 
 def test_steps_on_a_gpu_are_timed_by_its_events(monkeypatch):
@@ -139,11 +125,9 @@ def test_steps_on_a_gpu_are_timed_by_its_events(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     lab = gpu.Lab(Ranks(0, 1, torch.device("cuda")))
     steps = {"a": lambda: step("a", 3.0), "b": lambda: step("b", 4.0)}
-    rows = list(
-        lab.race("case", "tokens/s", 12.0, steps, lambda name, rate, turns: f"{rate:.0f}; {turns[0].peak}", 5, 2)
-    )
+    rows = list(lab.race("case", "tokens/s", 12.0, steps, lambda name, rate, turns: f"{rate:.0f}; {turns[0].peak}", 5))
     assert [(row["what"], row["median"], row["note"]) for row in rows] == [("a", 4.0, "4; 7"), ("b", 3.0, "3; 7")]
-    assert rows[1]["ratio"] == 0.75 and order == (["a"] * 5 + ["b"] * 5) * 3  # a turn of each is not measured
+    assert rows[1]["ratio"] == 0.75 and order == (["a"] * 5 + ["b"] * 5) * 4  # a turn of each is not measured
 
 
 @pytest.mark.parametrize("unit, factor", [("tokens/s", 1.0), ("ms", -1.0)])
@@ -169,13 +153,10 @@ def test_two_files_of_results_side_by_side(unit, factor, tmp_path, capsys):
 # GPT-2 in the names of nanoGPT; what it is scaled by is right, or wrong.
 PEER = """
 import math, torch
-from dataclasses import dataclass
+from collections import OrderedDict
 from torch import nn
 from torch.nn import functional as F
-
-@dataclass
-class GPTConfig:
-    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+from types import SimpleNamespace as GPTConfig
 
 class Attention(nn.Module):
     def __init__(self, c):
@@ -184,23 +165,15 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd)
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.c_attn(x).chunk(3, -1))
-        scores = SCALE * (q @ k.mT) / math.sqrt(q.shape[-1])
-        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-        y = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE / math.sqrt(q.shape[-1]))
         return self.c_proj(y.transpose(1, 2).flatten(2))
-
-class MLP(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.c_fc, self.gelu = nn.Linear(c.n_embd, 4 * c.n_embd), nn.GELU()
-        self.c_proj = nn.Linear(4 * c.n_embd, c.n_embd)
-    def forward(self, x):
-        return self.c_proj(self.gelu(self.c_fc(x)))
 
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(c.n_embd), Attention(c), nn.LayerNorm(c.n_embd), MLP(c)
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(c.n_embd), Attention(c), nn.LayerNorm(c.n_embd)
+        self.mlp = nn.Sequential(OrderedDict(
+            c_fc=nn.Linear(c.n_embd, 4 * c.n_embd), gelu=nn.GELU(), c_proj=nn.Linear(4 * c.n_embd, c.n_embd)))
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
@@ -210,14 +183,12 @@ class GPT(nn.Module):
         super().__init__()
         self.transformer = nn.ModuleDict({
             "wte": nn.Embedding(c.vocab_size, c.n_embd), "wpe": nn.Embedding(c.block_size, c.n_embd),
-            "h": nn.ModuleList(Block(c) for _ in range(c.n_layer)), "ln_f": nn.LayerNorm(c.n_embd)})
+            "h": nn.Sequential(*(Block(c) for _ in range(c.n_layer))), "ln_f": nn.LayerNorm(c.n_embd)})
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
     def forward(self, tokens, targets):
         x = self.transformer.wte(tokens) + self.transformer.wpe(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.transformer.h:
-            x = block(x)
-        logits = self.lm_head(self.transformer.ln_f(x))
+        logits = self.lm_head(self.transformer.ln_f(self.transformer.h(x)))
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 """
 
