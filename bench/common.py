@@ -150,12 +150,10 @@ def rows_of(*words, processes: int = 1, env: dict[str, str] | None = None, limit
 
 
 class Run(NamedTuple):
-    """A finished run of train.py. wall: seconds, seen from outside; parts: its own account of them."""
+    """A finished run of train.py. parts: seconds of each."""
 
     records: list[dict]
-    wall: float
     parts: dict[str, float]
-    samples: int
 
     @property
     def speed(self) -> float:
@@ -164,8 +162,9 @@ class Run(NamedTuple):
         return float(np.median([r["tok_per_s"] for r in self.records if r["step"] > max(1, steps / 5)]))
 
     @property
-    def loss(self) -> float:
-        return self.records[-1]["val_loss"]
+    def loss(self) -> float | None:
+        """Of the validation at the end."""
+        return self.records[-1].get("val_loss")
 
     @property
     def memory(self) -> float:
@@ -174,10 +173,8 @@ class Run(NamedTuple):
 
 
 def train_run(out: Path, flags: list, processes: int = 1, env: dict[str, str] | None = None) -> Run:
-    (turn,) = timed(lambda: run_python(ROOT / "train.py", *flags, "--out", out, processes=processes, env=env)).seconds
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    records = [line for line in lines if "loss" in line]  # what came later is in records of its own
+    run_python(ROOT / "train.py", *flags, "--out", out, processes=processes, env=env)
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     parts = re.search(r"Time taken: .*\((.*)\)", (out / "log.txt").read_text())[1]
     seconds = {name: float(value) for name, value in re.findall(r"(\w+) ([\d.]+)", parts)}
-    samples = out / "samples.txt"
-    return Run(records, turn, seconds, samples.read_text().count("--- step ") if samples.exists() else 0)
+    return Run([record for record in records if "loss" in record], seconds)  # others tell of what came later

@@ -4,25 +4,23 @@ Seed noise is the range (largest less smallest) of the validation losses of thre
 initial weights and the order of the data. What has the same seed has to be nearer to each other than that."""
 
 import os
-import random
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import Row, Run, guarded, row, run_python, train_run  # first: it finds the Python that has torch
+from common import Row, Run, failed, guarded, row, run_python, train_run  # first: it finds the Python that has torch
 
 import numpy as np  # isort: skip
 import torch
 
 import plan
-import shard
-from check import first_values, resolve
+from check import resolve
 from config import Config, parse_args
 from data import Batch, make_loader
 from guard import GradientGuard
@@ -30,7 +28,7 @@ from log import memory_gib
 from machine import GPUS
 from model import Transformer
 from optim import learning_rate, make_optimizer
-from peers import PEERS, adamw, their_step
+from peers import PEERS, adamw, fill, their_step
 from shard import ALONE
 from train import build, train_step
 from weights import export_model
@@ -39,97 +37,89 @@ PLOTS = Path(__file__).parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-def train_in(folder: str, flags: str, processes: int = 1, env: dict[str, str] | None = None) -> Run:
-    """A run in a new folder inside of this one."""
-    return train_run(Path(tempfile.mkdtemp(dir=folder), "run"), flags.split(), processes, env)
-
-
-def judge(loss: float, reference: float, noise: float) -> str:
-    """How far a validation loss is from the one that it should be."""
-    distance = abs(loss - reference) / noise
-    verdict = "failed: outside the seed noise: " * (distance > 1)
-    return f"{verdict}validation loss {loss:.4f} ({loss - reference:+.4f}, {distance:.2f} of the seed noise)"
-
-
-def seeds(folder: str, flags: str) -> tuple[list[Run], float]:
-    """-> three runs, and the seed noise"""
-    runs = [train_in(folder, f"{flags} --seed {seed}") for seed in range(3)]
-    losses = [run.loss for run in runs]
-    return runs, max(losses) - min(losses)
-
-
-# ---- switches
-
-
 class Variant(NamedTuple):
-    """flags: empty, if this machine cannot run it."""
-
-    name: str
     flags: str
     processes: int = 1
     env: dict[str, str] | None = None
 
 
-def switches(cuda: bool, gpus: int) -> list[Variant]:
-    """Each with one switch more than before."""
+def train_all(case: str, flags: str, variants: dict[str, Variant]) -> Generator[Row, None, dict[str, Run]]:
+    """Trains each in a folder of its own, and yields a row of it -> the runs. Ratios are to the first."""
+    runs = {}
+    for name, (own, processes, env) in variants.items():
+        with tempfile.TemporaryDirectory() as folder:
+            runs[name] = run = train_run(Path(folder, "run"), f"{flags} {own}".split(), processes, env)
+        first, note = next(iter(runs.values())), f"{run.memory:.2f} GiB"
+        if run.loss is not None:
+            note += f"; validation loss {run.loss:.4f} ({run.loss - first.loss:+.4f})"
+        yield row(case, str(name), run.speed, "tokens/s", run.speed / first.speed, note)
+    return runs
+
+
+def judge(case: str, losses: dict[str, float]) -> Iterator[Row]:
+    """The seed noise of the losses whose names say seed, and of the first; a row for each that is further from the
+    first than that."""
+    first, seeds = next(iter(losses.values())), [loss for name, loss in losses.items() if "seed" in name]
+    noise = max(first, *seeds) - min(first, *seeds)
+    yield row(case, "seed noise of the validation loss", noise, "nats")
+    for name, loss in losses.items():
+        if abs(loss - first) > noise:
+            yield failed(case, name, f"outside the seed noise: {abs(loss - first) / noise:.2f} times as far")
+
+
+def draw(name: str, panels: list[tuple[str, str, dict]], columns: int, **axes) -> None:
+    """Draws bench/NAME.png. panels: what x is, what y is, {label: (xs, ys)}. axes: scales and limits of all."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = len(panels) // columns
+    figure = pyplot.figure(figsize=(3.6 * columns, 3.2 * rows), layout="constrained")
+    for number, (x, y, lines) in enumerate(panels, 1):
+        place = figure.add_subplot(rows, columns, number)
+        for label, points in lines.items():
+            place.plot(*points, ".-", label=label)
+        place.set(xlabel=x, ylabel=y, **axes)
+        place.legend(fontsize=7)
+        place.grid(alpha=0.3)
+    figure.savefig(PLOTS / f"{name}.png", dpi=90)
+
+
+# ---- switches
+
+
+def switches(cuda: bool, gpus: int) -> dict[str, Variant]:
+    """Each with one switch more than before, as far as this machine has them."""
     plain, fused = ("blocked", "sdpa") if cuda else ("sdpa", "blocked")  # plain products are what is slow on a GPU
-    last = f"--dtype bf16 --compile block --attention {fused}"
-    one_process = [
-        Variant("fp32", f"--dtype fp32 --compile none --attention {plain}"),
-        Variant("TF32", f"--dtype tf32 --compile none --attention {plain}" * cuda),
-        Variant("bf16", f"--dtype bf16 --compile none --attention {plain}"),
-        Variant("+ compile", f"--dtype bf16 --compile block --attention {plain}"),
-        Variant(f"+ attention {fused}", last),
-    ]
+    eager, compiled = f"--attention {plain} --compile none --dtype", "--dtype bf16 --compile block --attention"
+    variants = {
+        "fp32": f"{eager} fp32",
+        "fp32, seed 1": f"{eager} fp32 --seed 1",
+        "fp32, seed 2": f"{eager} fp32 --seed 2",
+        "TF32": f"{eager} tf32",
+        "bf16": f"{eager} bf16",
+        "+ compile": f"{compiled} {plain}",
+        f"+ attention {fused}": f"{compiled} {fused}",
+    }
+    variants = {name: Variant(flags) for name, flags in variants.items() if cuda or name != "TF32"}
+    last = variants[f"+ attention {fused}"]
     if cuda:
-        return [*one_process, Variant("+ 2 processes", last * (gpus > 1), 2)]
-    alone = Variant("the same on one thread", last, 1, ONE_THREAD)  # what a process has when two share the machine
-    return [*one_process, alone, Variant("+ 2 processes of one thread", last, 2, ONE_THREAD)]
+        return variants | ({"+ 2 processes": last._replace(processes=2)} if gpus > 1 else {})
+    alone = last._replace(env=ONE_THREAD)  # what a process has when two share the machine
+    return variants | {"the same on one thread": alone, "+ 2 processes of one thread": alone._replace(processes=2)}
 
 
 def bench_switches(args: Namespace) -> Iterator[Row]:
     """The byte GPT of recipes/char-gpt.args with one switch after the other: tokens/s, validation loss, memory."""
     cuda = torch.cuda.is_available()
     steps, tokens = args.steps or (1000 if cuda else 30), 16384 if cuda else 2048
-    case, variants = f"{tokens} tokens a step, {steps} steps", switches(cuda, torch.cuda.device_count())
     flags = f"@recipes/char-gpt.args --batch_tokens {tokens} --steps {steps} --warmup_steps 0.1 --eval_batches 10"
     flags += f" --log_every {max(1, steps // 5)} --eval_every {steps} --sample_every {max(1, steps // 2)}"
     flags += "" if cuda else " --lr 3e-4"  # 1e-3, an eighth of the batch and a few steps of warm-up: losses jump
-    with tempfile.TemporaryDirectory() as folder:
-        _, noise = seeds(folder, f"{flags} {variants[4].flags}")
-        yield row(case, f"seed noise of the validation loss, three seeds of {variants[4].name}", noise, "nats")
-        first = None
-        for name, own, processes, env in variants:
-            if not own:
-                yield row(case, name, note="not on this machine")
-                continue
-            run = train_in(folder, f"{flags} {own}", processes, env)
-            first = first or run
-            parts = [judge(run.loss, first.loss, noise), f"{run.memory:.2f} GiB", *traps(run, processes)]
-            yield row(case, name, run.speed, "tokens/s", run.speed / first.speed, "; ".join(parts))
-        if variants[-1].flags:
-            yield samples_row(folder, flags, variants[-1], cuda)
-
-
-def traps(run: Run, processes: int) -> list[str]:
-    """What went wrong in the recipe's own runs: time that nobody counted, samples that hung."""
-    uncounted, parts = run.wall - sum(run.parts.values()), []
-    if processes == 1:  # torchrun's own start and end are not in the log
-        verdict = "failed: " * (abs(uncounted) > max(0.02 * run.wall, 0.5))
-        parts.append(f"{verdict}{uncounted / run.wall:.1%} of {run.wall:.1f} s are in no logged part")
-    if run.samples != 2:
-        parts.append(f"failed: {run.samples} samples were written, 2 were asked for")
-    return parts
-
-
-def samples_row(folder: str, flags: str, last: Variant, cuda: bool) -> Row:
-    """Samples that keep memory. What the compiler takes is resident, too, and samples are compiled: on a CPU this is
-    told apart without it."""
-    short = f"{flags} {last.flags} {'' if cuda else '--compile none'} --steps 6 --eval_every 0 --sample_every"
-    silent, talking = (train_in(folder, f"{short} {n}", last.processes, last.env).memory for n in (0, 3))
-    verdict = "" if talking <= 1.1 * silent else "failed: more than 10 %"
-    what = f"peak memory of {last.processes} processes with samples amid training, less that without them"
-    return row("traps", what, talking - silent, "GiB", talking / silent, verdict)
+    case = f"{tokens} tokens a step, {steps} steps"
+    runs = yield from train_all(case, flags, switches(cuda, torch.cuda.device_count()))
+    yield from judge(case, {name: run.loss for name, run in runs.items()})
 
 
 # ---- growth
@@ -138,103 +128,60 @@ GROWTH = (
     "--model tiny-llama --dim 128 --n_layers 2 --n_heads 2 --n_kv_heads 2 --ffn_dim 384 --compile none --attention sdpa"
     " --tokenizer bytes --seq_len 256 --micro_batch 16 --steps 5 --log_every 1 --eval_every 0"
 )
-AXES = {  # axis: values, flags by the value; what is not the axis' own: 16 rows of 256 tokens
-    "sequence length": ((256, 1024, 4096, 16384, 32768), lambda n: f"--seq_len {n} --micro_batch {32768 // n}"),
-    "rows per step": ((4, 16, 32, 64, 128), lambda n: f"--micro_batch {n}"),
-    "vocabulary": ((258, 4096, 16384, 32768, 65536), lambda n: f"--vocab_size {n}"),
-    "layers": ((2, 4, 8, 16, 32), lambda n: f"--n_layers {n}"),
-    "processes": ((1, 2, 4, 8), lambda n: "--micro_batch 0 --batch_tokens 16384"),
+AXES = {  # axis: values, flags by the value and by the rows that make 32,768 tokens; else 16 rows of 256 tokens
+    "sequence length": ((256, 1024, 4096, 16384, 32768), "--seq_len {} --micro_batch {}"),
+    "rows per step": ((4, 16, 32, 64, 128), "--micro_batch {}"),
+    "vocabulary": ((258, 4096, 16384, 32768, 65536), "--vocab_size {}"),
+    "layers": ((2, 4, 8, 16, 32), "--n_layers {}"),
+    "processes": ((1, 2, 4, 8), "--micro_batch 0 --batch_tokens 16384"),
 }
 
 
 def bench_growth(args: Namespace) -> Iterator[Row]:
     """Time and memory against sequence length, batch, vocabulary, layers and processes; draws growth.png."""
-    cuda, points = torch.cuda.is_available(), {}
+    cuda, speed, memory = torch.cuda.is_available(), [], []
     most = torch.cuda.device_count() if cuda else 2 * (os.cpu_count() or 1)
-    base = f"{GROWTH} --dtype {'bf16' if cuda else 'fp32'}"
-    with tempfile.TemporaryDirectory() as folder:
-        for axis, (values, flags_of) in AXES.items():
-            processes, runs = axis == "processes", {}
-            for n in values:
-                if processes and n > most:
-                    continue
-                env = ONE_THREAD if processes and not cuda else None
-                runs[n] = run = train_in(folder, f"{base} {flags_of(n)}", n if processes else 1, env)
-                yield row(axis, str(n), run.speed, "tokens/s", note=f"{run.memory:.2f} GiB")
-            points[axis] = runs
-            if not processes:
-                a, b = fit(list(values), [1e9 / run.speed for run in runs.values()])
-                yield row(axis, "time per token, per x", b, "ns", note=f"{a:.4g} ns + {b:.4g} ns x")
-                env, two = {"MALLOC_MMAP_THRESHOLD_": "65536"}, values[1:4:2]  # gives every freed block back
-                in_use = [train_in(folder, f"{base} {flags_of(n)}", env=env).memory * 2**20 for n in two]
-                yield row(axis, "memory in use, per x", fit(two, in_use)[1], "KiB")
-    draw_growth(points, PLOTS / "growth.png")
-    yield row("all", "drawn: bench/growth.png")
-
-
-def fit(x: list[float], y: list[float]) -> tuple[float, float]:
-    """Least squares of the relative error: y = a + b x."""
-    b, a = np.polyfit(x, y, 1, w=1 / np.array(y))
-    return float(a), float(b)
-
-
-def draw_growth(points: dict[str, dict[int, Run]], path: Path) -> None:
-    figure, panels = subplots(2, len(points), figsize=(3.1 * len(points), 6), sharex="col")
-    for (axis, runs), column in zip(points.items(), panels.T, strict=True):
-        for panel, figures in zip(column, ("speed", "memory"), strict=True):
-            panel.plot(list(runs), [getattr(run, figures) for run in runs.values()], "o-")
-            panel.set_xscale("log", base=2)
-            panel.set_ylim(bottom=0)
-            panel.grid(alpha=0.3)
-        column[1].set_xlabel(axis)
-    panels[0, 0].set_ylabel("tokens per second")
-    panels[1, 0].set_ylabel("peak memory of a process (GiB)")
-    figure.savefig(path, dpi=90)
-
-
-def subplots(*args, **options):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(*args, layout="constrained", **options)
+    for axis, (values, flags) in AXES.items():
+        variants = {n: Variant(flags.format(n, 32768 // n)) for n in values}
+        if axis == "processes":
+            variants = {n: Variant(flags, n, None if cuda else ONE_THREAD) for n in values if n <= most}
+        runs = yield from train_all(axis, f"{GROWTH} --dtype {'bf16' if cuda else 'fp32'}", variants)
+        speed.append((axis, "tokens per second", {axis: ([*runs], [run.speed for run in runs.values()])}))
+        memory.append((axis, "peak GiB of a process", {axis: ([*runs], [run.memory for run in runs.values()])}))
+    draw("growth", speed + memory, len(AXES), xscale="log", ylim=(0, None))
 
 
 # ---- reference
 
 REFERENCE = (
     "--model tiny-gpt2 --dim 128 --n_layers 4 --n_heads 4 --ffn_dim 512 --seq_len 128 --micro_batch 16 --lr 2e-3"
-    " --min_lr 2e-4 --warmup_steps 20 --eval_batches 20 --attention sdpa --compile none"
+    " --min_lr 2e-4 --warmup_steps 20 --eval_batches 20 --attention sdpa --compile none --dtype fp32"
 )
 
 
 def bench_reference(args: Namespace) -> Iterator[Row]:
     """The same weights, batches and settings in flatland, transformers and nanoGPT: validation losses at the end."""
     steps = args.steps or 200
-    case, flags = f"GPT-2, 4 layers of 128, {steps} steps", f"{REFERENCE} --steps {steps} --eval_every {steps} --dtype"
-    config = parse_args(f"{flags} fp32".split())
-    with tempfile.TemporaryDirectory() as folder:
-        runs, noise = seeds(folder, f"{flags} fp32")
-        losses = ", ".join(f"{run.loss:.4f}" for run in runs)
-        yield row(case, "seed noise of flatland, fp32", noise, "nats", note=losses)
-        contenders = {"flatland, bf16": lambda: train_in(folder, f"{flags} bf16").loss}
-        for peer in ("transformers", "nanogpt"):
-            contenders[f"{peer}, fp32"] = lambda peer=peer: train_peer(config, Path(folder), peer, args.nanogpt)
-        for name, train in contenders.items():
-            yield from guarded(case, name, loss_row(case, name, train, runs[0].loss, noise))
+    case, flags = f"GPT-2, 4 layers of 128, {steps} steps", f"{REFERENCE} --steps {steps} --eval_every {steps}"
+    variants = {"fp32": "", "fp32, seed 1": "--seed 1", "fp32, seed 2": "--seed 2", "bf16": "--dtype bf16"}
+    runs = yield from train_all(case, flags, {name: Variant(own) for name, own in variants.items()})
+    losses = {name: run.loss for name, run in runs.items()}
 
+    def measure(peer: str) -> Iterator[Row]:
+        with tempfile.TemporaryDirectory() as folder:
+            losses[peer] = train_peer(parse_args(flags.split()), Path(folder), peer, args.nanogpt)
+        yield row(case, peer, losses[peer], "nats", note=f"{losses[peer] - losses['fp32']:+.5f}")
 
-def loss_row(case: str, name: str, train: Callable[[], float], reference: float, noise: float) -> Iterator[Row]:
-    loss = train()
-    yield row(case, name, loss, "nats", abs(loss - reference) / noise, judge(loss, reference, noise))
+    for peer in ("transformers", "nanogpt"):
+        yield from guarded(case, peer, measure(peer))
+    yield from judge(case, losses)
 
 
 def train_peer(config: Config, folder: Path, peer: str, checkout: Path | None = None) -> float:
     """Our first weights, batches and learning rates; their model, torch's AdamW and clipping -> the validation loss at
     the end."""
     initial = Transformer(config.model_config)
-    shard.fill(initial, *first_values(config, initial, None))
+    fill(initial, config, torch.device("cpu"))
     export_model(initial, folder / peer)
     model, loss_of = PEERS[peer](folder / peer, True, checkout=checkout)
     optimizer = adamw(model, config.lr, (config.beta1, config.beta2), config.weight_decay)
@@ -257,38 +204,25 @@ PARITY = (
 )
 RECIPES = {
     "bf16": "",
-    "bf16, another seed": "--seed 1",
     "tensor": "--fp8 tensor",
     "tensor, e4m3 gradients": "--fp8 tensor --fp8_grad_dtype e4m3",
     "row": "--fp8 row",
     "row_gw_hp": "--fp8 row_gw_hp",
+    "bf16, another seed": "--seed 1",
 }
 
 
 def bench_fp8_parity(args: Namespace) -> Iterator[Row]:
     """A small Llama in bf16, with two seeds, and in each FP8 recipe: losses at the end; draws fp8-parity.png."""
-    runs, steps = {}, args.steps or 300
-    with tempfile.TemporaryDirectory() as folder:
-        for name, own in RECIPES.items():
-            runs[name] = run = train_in(folder, f"{PARITY} --steps {steps} {own}")
-            late = np.mean([record["loss"] for record in run.records if record["step"] > steps - 50])
-            note = f"training loss {late:.4f}, validation {run.loss - runs['bf16'].loss:+.4f} beside bf16's"
-            yield row(f"{steps} steps", name, run.loss, "nats", note=note)
-    draw_losses(runs, PLOTS / "fp8-parity.png")
-
-
-def draw_losses(runs: dict[str, Run], path: Path) -> None:
-    figure, (above, below) = subplots(2, 1, figsize=(8, 7), sharex=True)
-    base = [record["loss"] for record in runs["bf16"].records]
+    case, flags = f"{args.steps or 300} steps", f"{PARITY} --steps {args.steps or 300}"
+    runs = yield from train_all(case, flags, {name: Variant(own) for name, own in RECIPES.items()})
+    lines, less = {}, {}
     for name, run in runs.items():
-        steps, losses = zip(*((record["step"], record["loss"]) for record in run.records), strict=True)
-        (line,) = above.plot(steps, losses, lw=1, label=name)
-        if name != "bf16, another seed":  # which has other data
-            below.plot(steps, np.subtract(losses, base), lw=1, color=line.get_color())
-    above.set_ylabel("loss (nats per token)")
-    below.set_ylabel("less bf16's on the same data")
-    above.legend()
-    figure.savefig(path, dpi=90)
+        steps, losses = ([record[key] for record in run.records] for key in ("step", "loss"))
+        lines[name] = steps, losses
+        less[name] = steps, np.subtract(losses, lines["bf16"][1])
+    del less["bf16, another seed"]  # which has other data
+    draw("fp8-parity", [("step", "loss (nats per token)", lines), ("step", "less bf16's on the same data", less)], 1)
 
 
 # ---- the plan
@@ -296,49 +230,55 @@ def draw_losses(runs: dict[str, Run], path: Path) -> None:
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"} | ONE_THREAD  # freed blocks
 SCALED = ("llama2-7b", "llama3-8b", "llama2-70b", "mixtral-8x7b", "llama3.1-405b")  # recipes
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # of 8 H100
-
-
-def random_run(draw: random.Random) -> str:
-    """The flags of a run of two steps on a CPU."""
-    model, heads = draw.choice(("tiny-gpt2", "tiny-llama", "tiny-llama3.2", "tiny-mixtral")), draw.randint(2, 6)
-    seq_len, micro_batch = draw.choice((64, 128, 256)), draw.choice((1, 2, 4, 8))
-    sizes = {
-        "vocab_size": draw.choice((512, 8000, 32000)),
-        "dim": 64 * heads,
-        "n_heads": heads,
-        "n_kv_heads": heads if model == "tiny-gpt2" else draw.choice([n for n in (1, 2, heads) if heads % n == 0]),
-        "ffn_dim": 64 * heads * draw.randint(1, 4),
-        "n_layers": draw.randint(2, 8),
-        "seq_len": seq_len,
-        "micro_batch": micro_batch,
-        "checkpointing": draw.choice(("none", "selective", "block")),
-    }
-    sizes |= {name: draw.choice(("fp32", "bf16")) for name in ("dtype", "param_dtype", "state_dtype")}
-    twice = f"--batch_tokens {2 * seq_len * micro_batch}"
-    more = draw.choice(("", twice, "--update_in_backward --clip 0", "--documents separate"))
-    return f"--compile none --model {model} {' '.join(f'--{name} {value}' for name, value in sizes.items())} {more}"
+# Runs drawn at random: flags in columns, and others after them.
+DRAWN = """
+model dim n_heads n_kv_heads ffn_dim n_layers vocab_size micro_batch seq_len dtype param_dtype state_dtype checkpointing
+tiny-mixtral  320 5 5 1280 8 32000 4 64  bf16 bf16 fp32 selective --batch_tokens 512
+tiny-llama3.2 192 3 1 576  2 32000 4 64  fp32 bf16 bf16 block
+tiny-llama3.2 320 5 5 1280 8 32000 2 128 bf16 fp32 fp32 block
+tiny-mixtral  128 2 1 384  7 8000  8 256 fp32 fp32 fp32 none      --batch_tokens 4096
+tiny-mixtral  128 2 2 128  4 32000 4 64  bf16 fp32 bf16 block     --batch_tokens 512
+tiny-llama3.2 320 5 1 960  3 8000  8 64  fp32 fp32 bf16 none      --documents separate
+tiny-gpt2     128 2 2 128  8 512   2 256 bf16 bf16 fp32 none      --batch_tokens 1024
+tiny-mixtral  384 6 6 1152 2 8000  8 128 fp32 bf16 bf16 selective --batch_tokens 2048
+tiny-llama    128 2 2 256  4 512   4 256 bf16 bf16 fp32 none
+tiny-llama    192 3 1 384  6 512   1 64  fp32 bf16 fp32 block     --update_in_backward --clip 0
+tiny-gpt2     128 2 2 256  7 512   1 256 bf16 fp32 fp32 none
+tiny-mixtral  384 6 1 384  7 512   4 64  bf16 bf16 fp32 selective
+tiny-mixtral  128 2 2 256  4 32000 1 256 bf16 fp32 fp32 selective
+tiny-llama    192 3 3 384  2 512   4 128 bf16 bf16 bf16 selective --documents separate
+tiny-llama3.2 192 3 1 576  7 8000  1 256 bf16 fp32 fp32 none      --documents separate
+tiny-llama3.2 384 6 6 768  7 32000 4 128 bf16 bf16 fp32 selective
+tiny-llama    256 4 4 1024 5 512   2 64  bf16 fp32 bf16 block     --documents separate
+tiny-gpt2     192 3 3 384  5 8000  1 128 bf16 fp32 fp32 block     --documents separate
+tiny-llama3.2 256 4 1 256  8 8000  1 128 fp32 fp32 bf16 block     --documents separate
+tiny-llama3.2 128 2 1 128  3 32000 1 64  fp32 bf16 bf16 none      --batch_tokens 128
+"""
 
 
 def bench_plan(args: Namespace) -> Iterator[Row]:
     """plan.py: the peak memory of random runs on a CPU; how the recipes scale to 16,384 GPUs, drawn in scaling.png."""
-    draw, errors, case, cpu = random.Random(0), [], "peak memory", torch.device("cpu")
-    for _ in range(20):
-        flags = random_run(draw)
-        config = resolve(parse_args(flags.split()), cpu, 1)
+    errors, case, cpu = [], "peak memory", torch.device("cpu")
+    names, *lines = (line.split() for line in DRAWN.strip().splitlines())
+    for words in lines:
+        columns = [f"--{name} {value}" for name, value in zip(names, words, strict=False)]
+        flags = " ".join(["--compile none", *columns, *words[len(names) :]]).split()
+        config = resolve(parse_args(flags), cpu, 1)
         predicted = plan.step_figures(config, plan.cluster_here(cpu, 1))["mem_gib"]
-        measured = float(run_python(Path(__file__), *flags.split(), env=GIVES_BACK))
-        errors.append(predicted / measured - 1)
-        yield row(case, flags, predicted, "GiB", predicted / measured, f"{measured:.3f} GiB measured")
-    sizes = sorted(abs(error) for error in errors)
-    median, worst = float(np.median(sizes)), sizes[-1]
+        measured = float(run_python(Path(__file__), *flags, env=GIVES_BACK))
+        errors.append(abs(predicted / measured - 1))
+        yield row(case, " ".join(words), predicted, "GiB", predicted / measured, f"{measured:.3f} GiB measured")
+    median, worst = float(np.median(errors)), max(errors)
     verdict = "failed: " * (median > 0.05 or worst > 0.12)
     yield row(case, "error", median, "", note=f"{verdict}median {median:.1%}, worst {worst:.1%}; 5 % and 12 % allowed")
-    scales = {recipe: scale(recipe) for recipe in SCALED}
-    for recipe, points in scales.items():
-        for gpus, (gib, speed) in points.items():
-            yield row(recipe, f"{gpus} GPUs", speed, "tokens/s per GPU", note=f"{gib:.1f} GiB")
-    draw_scaling(scales, PLOTS / "scaling.png")
-    yield row("all", "drawn: bench/scaling.png")
+    memory, speed = {}, {}
+    for recipe in SCALED:
+        gpus, *lines = zip(*(scaled(recipe, nodes) for nodes in NODES), strict=True)
+        memory[recipe], speed[recipe] = ((gpus, line) for line in lines)
+        for n, gib, rate in zip(gpus, *lines, strict=True):
+            yield row(recipe, f"{n} GPUs", rate, "tokens/s per GPU", note=f"{gib:.1f} GiB")
+    x = "GPUs (H100, 8 a node)"
+    draw("scaling", [(x, "GiB per GPU", memory), (x, "tokens/s per GPU", speed)], 2, xscale="log", yscale="log")
 
 
 def train_two_steps(words: list[str]) -> None:
@@ -358,28 +298,13 @@ def train_two_steps(words: list[str]) -> None:
     print(memory_gib(ALONE.device))
 
 
-def scale(recipe: str) -> dict[int, tuple[float, float]]:
-    """{GPUs: (GiB, tokens/s) of each}, with one micro-batch a step."""
-    words, points = [f"@recipes/{recipe}.args", "--weights=", "--load=direct", "--batch_tokens=0"], {}
-    for nodes in NODES:
-        cluster = plan.Cluster(nodes, 8, GPUS["h100-80"])
-        made = plan.predict(plan.settle(parse_args(words), cluster), cluster)
-        speed = made.config.batch_tokens / made.seconds / cluster.ranks
-        points[cluster.ranks] = (sum(made.gpu.values()) / 2**30, speed)
-    return points
-
-
-def draw_scaling(scales: dict[str, dict[int, tuple[float, float]]], path: Path) -> None:
-    figure, panels = subplots(1, 2, figsize=(9, 3.6), sharex=True)
-    for recipe, points in scales.items():
-        for panel, values in zip(panels, zip(*points.values(), strict=True), strict=True):
-            panel.plot(list(points), values, "o-", markersize=3, label=recipe)
-    for panel, name in zip(panels, ("GiB per GPU", "tokens/s per GPU"), strict=True):
-        panel.set(xscale="log", yscale="log", xlabel="GPUs (H100, 8 a node)", ylabel=name)
-        panel.grid(alpha=0.3)
-    panels[0].axhline(GPUS["h100-80"].gib, color="black", linewidth=0.8, linestyle="--")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
-    figure.savefig(path, dpi=90)
+def scaled(recipe: str, nodes: int) -> tuple[int, float, float]:
+    """-> GPUs; GiB and tokens/s of each, with one micro-batch a step"""
+    cluster = plan.Cluster(nodes, 8, GPUS["h100-80"])
+    config = parse_args([f"@recipes/{recipe}.args", "--weights=", "--load=direct", "--batch_tokens=0"])
+    made = plan.predict(plan.settle(config, cluster), cluster)
+    speed = made.config.batch_tokens / made.seconds / cluster.ranks
+    return cluster.ranks, sum(made.gpu.values()) / 2**30, speed
 
 
 SUITES = {

@@ -277,7 +277,7 @@ def test_contenders_take_turns_and_the_wrong_are_refused(tmp_path, monkeypatch):
 def test_starting_cold_cached_and_uncompiled(tmp_path, monkeypatch):
     speeds = {"flatland": (3.0, 5.5), "transformers": (5.0, 5.5), "nanogpt": (4.0, 5.5)}
     bench, order = made_up_bench(tmp_path, monkeypatch, speeds, 6)
-    start = Run([], 3.0, {"start": 1.0, "data": 0.5, "compile": 1.5, "steps": 9.0}, 0)
+    start = Run([], {"start": 1.0, "data": 0.5, "compile": 1.5, "steps": 9.0})
     monkeypatch.setattr(cpu, "train_run", lambda *_, **__: start)
     figures = {r["what"]: (r["median"], r["ratio"]) for r in cpu.bench_start(bench)}
     assert figures["transformers, compiled, cached"] == (15.0, 3.75) and figures["nanogpt, uncompiled"] == (4.0, 1.0)
