@@ -3,7 +3,6 @@
 torchrun bench/suites.py FOLDER REPEATS          a rank of `load`, which prints seconds and memory as JSON"""
 
 import gzip
-import io
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,24 +26,27 @@ from config import parse_args
 from data import make_loader
 from generate import sample
 from guard import Run
-from model import MODELS, ModelConfig, Transformer, random_init
+from model import MODELS, ModelConfig, Transformer
 from optim import make_optimizer
+from peers import transformers
 from prepare import build, write_shard
 from text import Encoder, TextFile, builtin_documents
 from tokenizer import LLAMA3_SPLIT, load_tokenizer
 from weights import export_model, open_weights, read_config
 
 
+@torch.no_grad()
 def fill_randomly(model: Transformer) -> Transformer:
-    shard.fill(model, random_init(model.config, {name: tuple(p.shape) for name, p in model.named_parameters()}, 0))
+    for p in model.parameters():
+        p.normal_(0, 0.15) if p.ndim > 1 else p.fill_(1)
     return model
 
 
 # ---- generation
 
-WIDE = ModelConfig(vocab_size=512, dim=256, n_layers=4, n_heads=8, ffn_dim=688, max_seq_len=2048, init_std=0.15)
+WIDE = ModelConfig(vocab_size=512, dim=256, n_layers=4, n_heads=8, ffn_dim=688, max_seq_len=2048)
 GENERATED = {
-    "tiny-llama": replace(MODELS["tiny-llama"], init_std=0.15),
+    "tiny-llama": MODELS["tiny-llama"],
     "4 layers of 256": WIDE,
     "4 layers of 256, 2 key/value heads": replace(WIDE, n_kv_heads=2),
 }
@@ -51,16 +54,13 @@ GENERATED = {
 
 def bench_generate(args: Namespace) -> Iterator[Row]:
     """Greedy decoding with random weights, fp32, against transformers' generate: prompts of 32 tokens, 128 new ones."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
     new, length = 128, 32
-    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
     for name, config in GENERATED.items():
         ours = fill_randomly(Transformer(config).eval())
         with tempfile.TemporaryDirectory() as folder:
             export_model(ours, Path(folder, "model"))
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(Path(folder, "model")).eval()
+            theirs, _ = transformers(Path(folder, "model"), True)
         for prompts, ragged in ((1, False), (8, False), (8, True)):
             ids = torch.randint(0, config.vocab_size, (prompts, length), generator=torch.Generator().manual_seed(0))
             padding = torch.arange(prompts) * 3 * ragged
@@ -80,14 +80,8 @@ def bench_generate(args: Namespace) -> Iterator[Row]:
 
 
 def builtin_text() -> list[str]:
-    """4 MB of documents."""
-    texts, size = [], 0
-    for text in builtin_documents():
-        texts.append(text)
-        size += len(text.encode())
-        if size > 4e6:
-            break
-    return texts
+    """About 4 MB of documents."""
+    return [*islice(builtin_documents(), 6000)]
 
 
 def megabytes(texts: list[str]) -> float:
@@ -97,15 +91,11 @@ def megabytes(texts: list[str]) -> float:
 def train_bpe(texts: list[str], path: Path):
     """A byte-level vocabulary with Llama 3's regular expression, as tokenizer.json."""
     import tokenizers
-    from tokenizers import models, pre_tokenizers, trainers
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-    bpe, level = tokenizers.Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
-    split = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_SPLIT), "isolated")
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, level(add_prefix_space=False, use_regex=False)])
-    special = ["<|begin_of_text|>", "<|end_of_text|>"]
-    trainer = trainers.BpeTrainer(vocab_size=16000, special_tokens=special, initial_alphabet=level.alphabet())
-    bpe.train_from_iterator(texts, trainer)
+    bpe, split = tokenizers.ByteLevelBPETokenizer(), Split(tokenizers.Regex(LLAMA3_SPLIT), "isolated")
+    bpe.pre_tokenizer = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.train_from_iterator(texts, 16000, special_tokens=["<|begin_of_text|>", "<|end_of_text|>"])
     bpe.save(str(path))
     return lambda text: bpe.encode(text).ids
 
@@ -114,13 +104,12 @@ def train_sentencepiece(texts: list[str], path: Path):
     """A BPE of pieces, as Llama 2's tokenizer.model."""
     import sentencepiece
 
-    lines, data = (line for text in texts for line in text.splitlines() if line), io.BytesIO()
+    lines, prefix = (line for text in texts for line in text.splitlines() if line), str(path.with_suffix(""))
     options = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=data, vocab_size=16000, remove_extra_whitespaces=False, **options
+        sentence_iterator=lines, model_prefix=prefix, vocab_size=16000, remove_extra_whitespaces=False, **options
     )
-    path.write_bytes(data.getvalue())
-    return sentencepiece.SentencePieceProcessor(model_proto=data.getvalue()).encode
+    return sentencepiece.SentencePieceProcessor(model_file=str(path)).encode
 
 
 TOKENIZERS = (  # case, who else encodes, how its vocabulary is trained, its file
@@ -152,14 +141,6 @@ def forget(path: Path) -> None:
     os.close(file)
 
 
-def read_plainly(path: Path) -> None:
-    """One process, from the first byte to the last, into new memory of the file's size."""
-    view, done = memoryview(torch.empty(path.stat().st_size, dtype=torch.uint8).numpy()), 0
-    with open(path, "rb", buffering=0) as f:
-        while done < len(view):
-            done += f.readinto(view[done : done + 2**24])
-
-
 def load_rank(folder: Path, repeats: int) -> None:
     """A rank: reads the weights in every way, in turns; rank 0 prints the rows."""
     ranks, config, file = shard.init_ranks(), read_config(folder), folder / "model.safetensors"
@@ -178,7 +159,7 @@ def load_rank(folder: Path, repeats: int) -> None:
             if way != "plain read":
                 shard.fill(model, read, way)
             elif ranks.rank == 0:
-                read_plainly(file)
+                np.fromfile(file, np.uint8)  # into new memory of the file's size
             shard.gather(None, ranks)
 
         shard.gather(None, ranks)
@@ -188,8 +169,7 @@ def load_rank(folder: Path, repeats: int) -> None:
 
     def note(way: str, speed: float, turns: list[Turn]) -> str:
         peak, shard_size = max(turn.peak for turn in turns), size / ranks.world_size
-        beyond = f"peak {peak / shard_size:.2f} shards, {(peak - shard_size) / largest:.1f} tensors beyond it"
-        return beyond if way != "plain read" else ""
+        return f"peak {peak / shard_size:.2f} shards, {(peak - shard_size) / largest:.1f} tensors beyond it"
 
     for case in ("cold", "cached"):
         works = {way: partial(load, case, way) for way in ("plain read", "direct", "rank0")}
@@ -253,23 +233,24 @@ def checkpoint_rows(run: Run, repeats: int) -> Iterator[Row]:
     case = f"saving {size:.2f} GB"
     works = {"one file, written and synced": plain, "save, until it is on the disk": save}
     rows = [*race(case, "GB/s", size, works, repeats)]
-    stall, rest = np.median(stalls[1:]), np.median(waits[1:])
-    thread = "of the save, the thread: write, checksum, sync, rename, remove the oldest"
-    yield from [*rows, row(case, thread, size / rest, "GB/s", size / rest / rows[0]["median"])]
-    case = "of a save, training waits"
-    yield row(case, "with --save_async on (probe and copy)", stall * 1e3, "ms", stall / (stall + rest))
+    yield from rows
+    thread = size / np.median(waits[1:])
+    what = "of the save, the thread: write, checksum, sync, rename, remove the oldest"
+    yield row(case, what, thread, "GB/s", thread / rows[0]["median"])
+    yield row(case, "of the save, what training waits for: probe and copy", np.median(stalls[1:]), "s")
     probe = partial(checkpoint.probe_loss, model, saver.tokens, ranks.device)
-    (probed,) = race(case, "probes/s", 1, {"probe": probe}, repeats)
-    yield row(case, "of that, the probe", 1e3 / probed["median"], "ms")
+    yield from race(case, "s", 1, {"of these, the probe": probe}, repeats)
     newest = checkpoint.folders(run.folder)[-1]
 
     def resume() -> None:
         checkpoint.restore(checkpoint.newest(run.folder), model, optimizer, ranks, config)
 
-    works = {"verify": partial(checkpoint.fault_of, newest), "resume: verify, load, prove": resume}
-    for name, work in works.items():
-        works = {"read": partial(read_plainly, newest / "rank-00000.safetensors"), name: work}
-        yield from race("the same, in the page cache", "GB/s", size, works, repeats)
+    works = {
+        "read": partial(np.fromfile, newest / "rank-00000.safetensors", np.uint8),
+        "verify": partial(checkpoint.fault_of, newest),
+        "resume: verify, load, prove": resume,
+    }
+    yield from race("the same, in the page cache", "GB/s", size, works, repeats)
 
 
 # ---- data
@@ -291,7 +272,7 @@ def bench_data(args: Namespace) -> Iterator[Row]:
             "the tokenizer alone": lambda: [*map(encode, texts)],
             "prepare, one process, .json.gz": lambda: build([TextFile(str(source))], Encoder(spec), folder, {}),
         }
-        yield from race("4 MB of text", "MB/s", megabytes(texts), works, args.repeats)
+        yield from race("the built-in text", "MB/s", megabytes(texts), works, args.repeats)
 
 
 def batch_rows(path: Path, rows: int, seq_len: int, repeats: int) -> Iterator[Row]:
