@@ -56,12 +56,12 @@ def describe_machine() -> dict[str, object]:
     return machine | packages | {key: value for key, value in os.environ.items() if key.startswith(SETTINGS)}
 
 
-def make_parser() -> argparse.ArgumentParser:
+def parse(argv: list[str]) -> Namespace:
     parser = argparse.ArgumentParser(prog="bench/run.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("suites", nargs="*", metavar="SUITE", choices=SUITES, help=f"{', '.join(SUITES)}; default: all that can run")
     add("--check", action="store_true", help="only compare the results of all contenders, time nothing")
-    add("--repeats", type=int, help="measured runs of each contender (default 9; cpu: 5)")
+    add("--repeats", type=int, default=5, help="measured runs of each contender (default 5)")
     add("--json", type=Path, metavar="FILE", help="also write the rows and the machine to a file")
     add("--parts", nargs="+", metavar="PART", help="of cpu or gpu; default: all")
     add("--peers", nargs="+", choices=peers.PEERS, default=[*peers.PEERS], help="of cpu; default: all that are there")
@@ -70,35 +70,22 @@ def make_parser() -> argparse.ArgumentParser:
     add("--budget", type=float, default=520.0, metavar="SECONDS", help="that gpu may take (default 520)")
     add("--run", type=Path, metavar="FOLDER", help="of fp8: a run folder")
     add("--tiny", action="store_true", help="cpu and gpu in small, on a CPU, too: does the code run?")
-    return parser
-
-
-def problem(args: Namespace, has_gpu: bool) -> str:
-    """What does not fit together in the flags; empty if all does."""
-    known = [part for name in args.suites for part in PARTS.get(name, ())]
-    unknown = set(args.parts or known) - set(known)
-    if unknown:
-        return f"--parts {unknown.pop()} is unknown: there are {', '.join(known) or 'parts of cpu and gpu only'}"
-    if args.nanogpt and not (args.nanogpt / "model.py").exists():
-        return f"--nanogpt {args.nanogpt}: there is no model.py in it"
-    if "fp8" in args.suites and not args.run:
-        return "fp8 needs --run FOLDER, of the run whose model it looks at"
-    if args.repeats is not None and args.repeats < 1:
-        return f"--repeats {args.repeats}: it must be at least 1"
-    if "gpu" in args.suites and not (args.tiny or has_gpu):
-        return "gpu needs a GPU that torch can use; with --tiny its code runs on a CPU, in small"
-    return ""
-
-
-def parse(argv: list[str]) -> Namespace:
-    parser, has_gpu = make_parser(), torch.cuda.is_available()
-    args = parser.parse_args(argv)
+    args, has_gpu = parser.parse_args(argv), torch.cuda.is_available()
     suites = args.suites or [name for name in SUITES if name != "fp8" and (name != "gpu" or has_gpu)]
     args.suites = [name for name in suites if name in COMPARE or not args.check]
-    message = problem(args, has_gpu)
-    if message:
-        parser.error(message)
-    args.parts = args.parts or [part for parts in PARTS.values() for part in parts]
+    parts = [part for name in args.suites for part in PARTS.get(name, ())]
+    args.parts = args.parts or parts
+    unknown, known = set(args.parts) - set(parts), ", ".join(parts) or "parts of cpu and gpu only"
+    for wrong, message in (
+        (unknown, f"--parts {' '.join(unknown)} is unknown: there are {known}"),
+        (args.nanogpt and not Path(args.nanogpt, "model.py").exists(), f"--nanogpt {args.nanogpt}: no model.py in it"),
+        ("fp8" in args.suites and not args.run, "fp8 needs --run FOLDER, of the run whose model it looks at"),
+        (args.repeats < 1, f"--repeats {args.repeats}: it must be at least 1"),
+        ("gpu" in args.suites and not (args.tiny or has_gpu), "gpu needs a GPU; with --tiny its code runs on a CPU"),
+    ):
+        if wrong:
+            parser.error(message)
+    args.repeats *= not args.check
     return args
 
 
@@ -114,10 +101,8 @@ def table_line(row: Row, *values: float | str | None) -> None:
 
 def run_suite(suite: str, args: Namespace, machine: dict, rows: list[Row]) -> None:
     """Prints the suite's rows as they come and adds them to `rows`."""
-    repeats = args.repeats or (5 if suite == "cpu" else 9)
-    own = Namespace(**vars(args) | {"repeats": 0 if args.check else repeats})
     table(SUITES[suite].__doc__.splitlines()[0], "median | unit | p10 | p90 | ratio | note")
-    for row in guarded(suite, "all", SUITES[suite](own)):
+    for row in guarded(suite, "all", SUITES[suite](args)):
         rows.append({"suite": suite} | row)
         table_line(row, *(row[key] for key in ("median", "unit", "p10", "p90", "ratio", "note")))
         if args.json:
@@ -127,22 +112,21 @@ def run_suite(suite: str, args: Namespace, machine: dict, rows: list[Row]) -> No
 def compare(paths: list[str]) -> None:
     """Prints the rows of two files side by side, as speeds of the second over the first where they are speeds or
     times."""
-    if len(paths) != 2 or not all(map(read_json, map(Path, paths))):
+    files = [read_json(Path(path)) for path in paths]
+    if len(files) != 2 or not all(files):
         raise UserError("usage: bench/run.py compare A.json B.json, two files of --json")
-    before, after = (
-        {(row["suite"], row["case"], row["what"]): row for row in read_json(Path(path))["rows"]} for path in paths
-    )
-    table(f"{paths[0]} and {paths[1]}", "before | after | unit | speed | note")
+    before, after = ({(row["suite"], row["case"], row["what"]): row for row in file["rows"]} for file in files)
+    table(" and ".join(paths), "before | after | unit | speed | note")
     slower = 0
     for key in before | after:
         old, new = before.get(key, {}), after.get(key, {})
         row, a, b = new or old, old.get("median"), new.get("median")
-        speed, note = None, "" if old and new else f"only {'after' if new else 'before'}"
+        speed, note = None, row["note"] if old and new else f"only {'after' if new else 'before'}"
         if a and b and (row["unit"].endswith("/s") or row["unit"] in ("s", "ms")):
             speed = b / a if row["unit"].endswith("/s") else a / b
             note = "SLOWER" if speed <= SLOWER else note
         slower += note == "SLOWER"
-        table_line(row, a, b, row["unit"], speed, note or new["note"])
+        table_line(row, a, b, row["unit"], speed, note)
     if slower:
         raise Failure(f"{slower} rows are slower by {100 * (1 - SLOWER):.0f} % or more")
 

@@ -290,9 +290,9 @@ def test_starting_cold_cached_and_uncompiled(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("gpu", "needs a GPU that torch can use; with --tiny"),
+        ("gpu", "gpu needs a GPU; with --tiny"),
         ("cpu --parts head", "--parts head is unknown: there are llama-shipped, "),
-        ("cpu --nanogpt . --tiny", "there is no model.py in it"),
+        ("cpu --nanogpt . --tiny", "no model.py in it"),
         ("data --repeats -1", "it must be at least 1"),
         ("cqu", "invalid choice: 'cqu' (choose from 'generate', "),
         ("fp8", "fp8 needs --run"),
