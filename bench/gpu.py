@@ -350,7 +350,7 @@ def run_part(spec: dict) -> None:
 
 
 def bench_fp8(args: Namespace) -> Iterator[Row]:
-    """Each layer of a run's model in FP8: amax, saturated and flushed shares (in millionths) and SNR of x, W and g.
+    """Each layer of a run's model in FP8: figures of x, W and g by the names that they have in metrics.jsonl.
 
     On a GPU the ratio is its speed-up over bf16."""
     lab, saved = Lab(shard.Ranks(0, 1, machine.find_device(1))), checkpoint.newest(args.run)
@@ -370,18 +370,12 @@ def bench_fp8(args: Namespace) -> Iterator[Row]:
         return [*layer_rows(lab, "", [shape], tokens, recipe)][1]["ratio"] if lab.cuda else None
 
     for name, shape, verdict in rows:
-        case = f"{name}, {' x '.join(map(str, shape))}"
-        if verdict != "fp8":
-            yield row(case, verdict)
-            continue
-        parts = []
-        for operand in "xwg":
-            amax, saturated, flushed, snr = (figures[f"fp8/{name}/{operand}_{f}"] for f in fp8.FIGURES)
-            shares = f"saturated {1e6 * saturated:.0f} flushed {1e6 * flushed:.0f}"
-            parts.append(f"{operand} amax {amax:.2e} {shares}{'' if snr is None else f' {snr:.1f} dB'}")
-        ratio = speed_up(shape)
-        parts += [f"LOSES: --fp8_skip {name}"] if ratio and ratio < 1 else []
-        yield row(case, f"recipe {recipe}, {tokens} tokens", ratio=ratio, note="; ".join(parts))
+        ratio = speed_up(shape[-2:]) if verdict == "fp8" else None
+        own = [(key.rpartition("/")[2], value) for key, value in figures.items() if f"/{name}/" in key]
+        notes = [f"{key} {value:.3g}" for key, value in own if value is not None]
+        notes += [f"LOSES: --fp8_skip {name}"] * bool(ratio and ratio < 1)
+        what = f"{recipe}, {tokens} tokens" if verdict == "fp8" else verdict
+        yield row(f"{name}, {' x '.join(map(str, shape))}", what, ratio=ratio, note=", ".join(notes))
 
 
 if __name__ == "__main__":

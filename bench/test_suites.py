@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import cpu
+import fp8
 import gpu
 import peers
 import run
@@ -325,7 +326,7 @@ def test_the_layers_of_a_run_in_fp8(tmp_path, monkeypatch):
     rows = list(gpu.bench_fp8(Namespace(run=tmp_path / "run")))
     assert len(rows) == 9 and "lm_head" in rows[-1]["case"] and "skipped" in rows[-1]["what"]
     down = next(r for r in rows if r["case"].startswith("layers.1.mlp.down_proj"))
-    operands = down["note"].split("; ")
-    assert down["what"] == "recipe row, 128 tokens"
-    assert [operand.split()[:2] for operand in operands] == [[name, "amax"] for name in "xwg"]
-    assert all(25 < float(operand.split()[-2]) < 40 for operand in operands)
+    figures = dict(figure.split() for figure in down["note"].split(", "))
+    assert down["what"] == "row, 128 tokens"
+    assert figures.keys() == {f"{operand}_{figure}" for operand in "xwg" for figure in fp8.FIGURES}
+    assert all(25 < float(figures[f"{operand}_snr_db"]) < 40 for operand in "xwg")
