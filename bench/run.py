@@ -41,7 +41,21 @@ from common import Row, guarded
 from log import describe_environment
 
 # Each takes the command line's flags and yields its rows; the first line of its docstring is the title.
-SUITES = {**suites.SUITES, "cpu": cpu.bench_cpu, "gpu": gpu.bench_gpu, **runs.SUITES, "fp8": gpu.bench_fp8}
+SUITES = {
+    "generate": suites.bench_generate,
+    "tokenizer": suites.bench_tokenizer,
+    "load": suites.bench_load,
+    "checkpoint": suites.bench_checkpoint,
+    "data": suites.bench_data,
+    "cpu": cpu.bench_cpu,
+    "gpu": gpu.bench_gpu,
+    "switches": runs.bench_switches,
+    "growth": runs.bench_growth,
+    "reference": runs.bench_reference,
+    "fp8-parity": runs.bench_fp8_parity,
+    "plan": runs.bench_plan,
+    "fp8": gpu.bench_fp8,
+}
 PARTS = {"cpu": cpu.PARTS, "gpu": gpu.PARTS}
 COMPARE = ("generate", "tokenizer", "cpu", "gpu")  # suites with something to compare that is not timed
 PACKAGES = ("transformers", "tokenizers", "sentencepiece", "tiktoken", "litgpt", "torchao", "liger_kernel")

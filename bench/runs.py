@@ -307,13 +307,5 @@ def scaled(recipe: str, nodes: int) -> tuple[int, float, float]:
     return cluster.ranks, sum(made.gpu.values()) / 2**30, speed
 
 
-SUITES = {
-    "switches": bench_switches,
-    "growth": bench_growth,
-    "reference": bench_reference,
-    "fp8-parity": bench_fp8_parity,
-    "plan": bench_plan,
-}
-
 if __name__ == "__main__":
     train_two_steps(sys.argv[1:])
