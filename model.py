@@ -225,7 +225,9 @@ class Block(nn.Module):
         return x + y, router
 
 
-CHUNK_BYTES = 2**29  # of the logits that exist at once: each chunk costs a pass over the weight's gradient
+# Of the logits that exist at once, at most. A chunk costs passes over the weight's gradient: with logits of 5 times its
+# size these are few; a fifth of the limit may be used in any case.
+CHUNK_BYTES = 2**29
 
 
 def chunk_rows(tokens: int, limit: int) -> int:
@@ -275,7 +277,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy) -> tuple[Tensor, Tensor]:
         w = cast(weight, x.dtype)
-        rows = chunk_rows(len(x), CHUNK_BYTES // (w.shape[0] * w.itemsize))
+        size = min(CHUNK_BYTES, max(CHUNK_BYTES // 5, 20 * w.numel()))
+        rows = chunk_rows(len(x), size // (w.shape[0] * w.itemsize))
         losses, dw = [], None if weight.requires_grad else x.new_empty(0)
         as_they_are = weight.dtype == x.dtype and rows == len(x)  # else chunks add up in fp32
         dx = torch.empty_like(x) if grads else None

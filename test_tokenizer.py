@@ -22,7 +22,12 @@ from errors import UserError
 
 TEXT = [text for _, text in sorted(topics.items())][:40]
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-SPLITS = dict(zip(("llama3", "qwen", "o200k", "tekken"), T.SPLITS, strict=True))
+LLAMA3_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_REGEX = LLAMA3_REGEX.replace(r"\p{N}{1,3}", r"\p{N}")
+
 NAMES = "<s> </s> [INST] <unk> <|endoftext|> <tool> ▁ Ġ <0x0A> 's 'LL 'ſ"
 UNICODE = "é e\u0301 日本語 नमस्ते ١٢٣ ½ Ⅳ 1234567 👩\u200d👩\u200d👧 🎈 \u200b \U0010ffff ß İ"
 
@@ -50,15 +55,20 @@ STRINGS = _strings(1030)
 def _train(kind: str) -> dict:
     """-> a tokenizer.json, as the tokenizers library writes it."""
     level = partial(pre.ByteLevel, add_prefix_space=False)
+
+    def split(expression: str):
+        pattern = pre.Split(tokenizers.Regex(expression), "isolated")
+        return pre.Sequence([pattern, level(use_regex=False)])
+
     steps = {
+        "qwen": split(QWEN_REGEX),
         "gpt2": level(),
         "gpt2, leading space": pre.ByteLevel(add_prefix_space=True),
+        "llama3": split(LLAMA3_REGEX),
         "digits": pre.Sequence([pre.Digits(True), level()]),
+        "own split": split(r"[\p{L}\p{M}]+\s?|\p{Nd}{1,2}(?=\p{Nd})|!++"),
         "no split": level(use_regex=False),
     }
-    for name, expression in SPLITS.items():
-        pattern = pre.Split(tokenizers.Regex(expression), "isolated")
-        steps[name] = pre.Sequence([pattern, level(use_regex=False)])
     t = tokenizers.Tokenizer(tokenizers.models.BPE())
     t.pre_tokenizer, t.decoder = steps[kind], tokenizers.decoders.ByteLevel()
     t.normalizer = tokenizers.normalizers.NFC() if kind == "qwen" else None
@@ -93,7 +103,7 @@ def _take_whole(d: dict) -> dict:
     return d
 
 
-KINDS = ("gpt2", "gpt2, leading space", "digits", "no split", *SPLITS)
+KINDS = ("gpt2", "gpt2, leading space", "llama3", "digits", "own split", "no split", "qwen")
 JSONS = {kind: partial(_train, kind) for kind in KINDS} | {
     "other ids": lambda: _renumber(_train("llama3")),
     "words": lambda: _add_words(_train("gpt2")),
@@ -345,24 +355,34 @@ def test_one_control_token_is_both_ends(tmp_path):
 
 def test_tokens_beyond_the_model(tmp_path):
     """Fine-tunes of Llama 2 add control tokens behind the model's."""
-    added = {"added_tokens_decoder": {"1001": {"content": "<|im_end|>", "special": True}}}
-    files = {"added_tokens__json": {"<pad>": 1000}, "tokenizer_config__json": added}
+    files = {"added_tokens__json": {"<pad>": 1000}, "tokenizer_config__json": {"added_tokens_decoder": {}}}
+    files["tokenizer_config__json"]["added_tokens_decoder"]["1001"] = {"content": "<|im_end|>", "special": True}
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model("llama2"), **files))
     assert ours.vocab_size == 1002 and ours.control["<|im_end|>"] == 1001
     assert max(ours.encode("<pad><|im_end|>")) < 1000 and ours.decode([1000, 1001]) == ""
 
 
-def test_several_tokenizers_in_a_folder(tmp_path):
-    """Llama 2's model is taken before its tokenizer.json; a file of another name is exported under its own, alone."""
+def test_the_model_of_llama2_is_taken_before_its_json(tmp_path):
     d = _json("gpt2") | {"pre_tokenizer": None, "normalizer": {"type": "Prepend", "prepend": "▁"}}
     files = {"tokenizer__model": _model("llama2"), "config__json": {"model_type": "mixtral"}}
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=d, **files))
     assert isinstance(ours, T.SentencePiece) and ours.model_type == "mixtral"
     assert sorted(ours.files.values()) == ["tokenizer.json", "tokenizer.model"]
-    _write(tmp_path, tokenizer__json=_json("gpt2"))
+
+
+def test_a_file_of_another_name_is_exported_under_its_own(tmp_path):
+    """And the other tokenizer beside it is not."""
+    _write(tmp_path, tokenizer__json=_json("gpt2"), tokenizer__model=_model("llama2"))
     for old, new in (("tokenizer.model", "mine.model"), ("tokenizer.json", "mine.json")):
         shutil.copy(tmp_path / old, tmp_path / new)
         assert T.load_tokenizer(str(tmp_path / new)).files == {tmp_path / new: old}
+
+
+def test_a_chat_template_of_another_kind_is_refused(tmp_path):
+    config = {"chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}", "bos_token": "<s>"}
+    ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model("llama2"), tokenizer_config__json=config))
+    with pytest.raises(UserError, match="none of Llama's or Mixtral's.*im_start"):
+        T.chat_family(ours, "llama")
 
 
 def test_fingerprint(tmp_path):
@@ -387,6 +407,11 @@ def test_half_a_surrogate_pair_is_refused(tmp_path):
             ours.encode("a\ud800b")
 
 
+def _model_json(**changes) -> dict:
+    d = _json("gpt2")
+    return d | {"model": d["model"] | changes}
+
+
 @pytest.mark.parametrize(
     "files, message",
     [
@@ -397,34 +422,44 @@ def test_half_a_surrogate_pair_is_refused(tmp_path):
         ({"tokenizer__json": b'{"model": '}, "not JSON"),
         ({"tokenizer__json": b'{"a":' * 100_000}, "not JSON"),
         ({"tokenizer__json": b"[1, 2]"}, "damaged"),
+        ({"tokenizer__json": {"model": {"vocab": 3}, "pre_tokenizer": {"type": "ByteLevel"}}}, "damaged"),
         ({"tokenizer__model": b"\x80\x02}q\x00."}, "a pickle, which can run code"),
         ({"tokenizer__model": b""}, "damaged"),
         ({"tokenizer__model": b"IQ== 0\nIg== x\n"}, "damaged"),
         ({"tokenizer__model": b"IQ== 0\nIg== 0\n"}, "its ranks are not 0, 1, 2"),
         ({"tokenizer__model": b"IQ== 0\nIg== 1\n"}, "no token for 254 of the 256 bytes"),
         ({"vocab__json": {"a": 0}}, "merges.txt"),
+        ({"tokenizer__json": _model_json(type="WordPiece")}, "model is WordPiece"),
+        ({"tokenizer__json": lambda: _json("gpt2") | {"pre_tokenizer": {"type": "Metaspace"}}}, "give tokenizer.mo"),
+        ({"tokenizer__json": lambda: _json("gpt2") | {"normalizer": {"type": "NFKC"}}}, 'normalizer {"type": "NFKC"}'),
+        ({"tokenizer__json": _model_json(dropout=0.1)}, "dropout 0.1"),
+        ({"tokenizer__json": _model_json(byte_fallback=True)}, "byte_fallback true"),
+        ({"tokenizer__json": _model_json(continuing_subword_prefix="##")}, "continuing_subword_prefix"),
+        ({"tokenizer__json": _model_json(merges=["a zzzz"])}, "is not in the vocabulary"),
+        ({"tokenizer__json": _model_json(vocab={"a": 0, "b": 0})}, "not distinct"),
+        ({"tokenizer__json": _model_json(vocab={"a": "0"})}, "not distinct whole numbers"),
+        ({"tokenizer__json": _model_json(vocab={"日": 7000})}, "byte alphabet"),
+        ({"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"bos_token": "<nope>"}}, "bos_token '<nope>'"),
+        ({"tokenizer__json": _json("gpt2") | {"added_tokens": []}}, "name bos_token and eos_token"),
     ],
 )
 def test_refusals(files, message, tmp_path):
+    files = {k: v() if callable(v) else v for k, v in files.items()}
     with pytest.raises(UserError, match="--tokenizer|is not JSON|HTML|LFS|pickle|merges.txt") as error:
         T.load_tokenizer(_write(tmp_path, **files))
     assert message in str(error.value) and str(tmp_path) in str(error.value)
 
 
 LEVEL = {"type": "ByteLevel", "add_prefix_space": False}
-UNLIKE_OURS = ("^a|b", r"\w+", "(?i:ß)", r"\p{N}*", T.LLAMA3_SPLIT + "|x")
-
-
-def _split(expression: str, behavior: str = "Isolated", kind: str = "Regex") -> list[dict]:
-    step = {"type": "Split", "pattern": {kind: expression}, "behavior": behavior, "invert": False}
-    return [step, LEVEL | {"use_regex": False}]
 
 
 @pytest.mark.parametrize("steps", [
     [{"type": "Whitespace"}, LEVEL],
     [{"type": "Digits", "individual_digits": False}, LEVEL],
     [{"type": "Digits", "individual_digits": True}, LEVEL | {"add_prefix_space": True}],
-    *map(_split, UNLIKE_OURS), _split(T.LLAMA3_SPLIT, "Removed"), _split("a", kind="String"),
+    *([{"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}, LEVEL | {"use_regex": False}]
+      for pattern, behavior in (({"Regex": "a+"}, "Removed"), ({"Regex": r"\w+"}, "Isolated"),
+                                ({"String": "a"}, "Isolated"))),
 ])  # fmt: skip
 def test_other_splits_are_refused(steps, tmp_path):
     d = _json("gpt2") | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
@@ -432,48 +467,68 @@ def test_other_splits_are_refused(steps, tmp_path):
         T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
 
 
-def _last_word(**flags):
-    return lambda d: d["added_tokens"][-1].update(flags)
+def _split(expression: str) -> dict:
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    steps = [split, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}]
+    return _json("gpt2") | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
 
 
-OTHER_JSON = [  # the kind of file, what is changed in it, words of the message
-    ("gpt2", {"model": {"vocab": 3}}, "damaged"),
-    ("gpt2", {"model": {"type": "WordPiece"}}, "model is WordPiece"),
-    ("gpt2", {"pre_tokenizer": {"type": "Metaspace"}}, "give tokenizer.mo"),
-    ("gpt2", {"normalizer": {"type": "NFKC"}}, 'normalizer {"type": "NFKC"}'),
-    ("gpt2", {"model": {"dropout": 0.1}}, "dropout 0.1"),
-    ("gpt2", {"model": {"byte_fallback": True}}, "byte_fallback true"),
-    ("gpt2", {"model": {"continuing_subword_prefix": "##"}}, "continuing_subword_prefix"),
-    ("gpt2", {"model": {"merges": ["a zzzz"]}}, "damaged one (KeyError: 'azzzz')"),
-    ("gpt2", {"model": {"vocab": {"a": 0, "b": 0}}}, "not distinct"),
-    ("gpt2", {"model": {"vocab": {"a": "0"}}}, "not distinct whole numbers"),
-    ("gpt2", {"model": {"vocab": {"日": 7000}}}, "damaged one (KeyError: '日')"),
-    ("gpt2", {"added_tokens": []}, "name bos_token and eos_token"),
-    *(("gpt2", {"decoder": decoder}, "is not supported, expected Byte") for decoder in (
-        None, {"type": "Fuse"}, {"type": "WordPiece", "prefix": "##", "cleanup": True},
-        {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Strip"}]})),
-    *(("words", _last_word(**{flag: True}), "not supported") for flag in
-      ("lstrip", "rstrip", "single_word", "normalized")),
-    ("words, composed", lambda d: [t.update(normalized=not t["special"]) for t in d["added_tokens"]], "normalizer NFC"),
-]  # fmt: skip
+@pytest.mark.parametrize("expression", [
+    "^a|b", "a$", "(?i:ß)", "(?i)a", "(?i:ss)|a", "(?m:.)+", "(?x: a)", "(?#c)a", "(?~a)", r"\w+", r"\<a", r"\Aa",
+    "[a[bc]]", "[a&&b]", "[a--b]", "[[:alpha:]]", "a{2}+", "a{,2}", "a{2}{3}", "a+{2}", r"(?<n>a)\k<n>", r"(a)\1",
+    r"\p{N}*", "a|", "()", "(?=a)", "a?", "a*+|b", "(a|b?)(?!c)", "[ab]{0}", "[ab]{0,3}",
+])  # fmt: skip
+def test_expressions_that_the_library_reads_otherwise_are_refused(expression, tmp_path):
+    with pytest.raises(UserError, match="pre_tokenizer Split .* is not supported: ") as error:
+        T.load_tokenizer(_write(tmp_path, tokenizer__json=_split(expression)))
+    assert repr(expression) in str(error.value)
 
 
-@pytest.mark.parametrize("kind, changes, message", OTHER_JSON)
-def test_other_tokenizer_jsons_are_refused(kind, changes, message, tmp_path):
-    d = _json(kind)
-    if callable(changes):
-        changes(d)
-    else:
-        d |= {key: d[key] | new if key == "model" else new for key, new in changes.items()}
-    with pytest.raises(UserError, match=f"--tokenizer {tmp_path}") as error:
+CASELESS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?i:[sdmt]|ll|ve|re)"
+
+
+@pytest.mark.parametrize("expression", [
+    rf"'{CASELESS[1]}|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    rf" ?[\p{{Lu}}\p{{M}}]*[\p{{Ll}}\p{{M}}]+{CASELESS[0]}?| ?[^\s\p{{L}}]+[\r\n/]*|\s+(?!\S)",
+    r"(a|\p{L})(?=(\p{N}|\.))|[\]()^$-]{2,}\(", r"(?<= )\p{L}+(?<!s)|[^ -~](?>é|e)?", r"\p{N}",
+])  # fmt: skip
+def test_own_expressions_cut_as_the_library_does(expression, tmp_path, monkeypatch):
+    """Also with Python's expressions, which long white space and long texts without a match need; these know newer
+    letters."""
+    d = _split(expression)
+    ours, oracle = T.load_tokenizer(_write(tmp_path, tokenizer__json=d)), _hf(d)
+    expected = {text: oracle.encode(text, add_special_tokens=False).ids for text in STRINGS}
+    assert {text: ours.encode(text) for text in STRINGS} == expected
+    monkeypatch.setattr(T, "SPACES", 1)
+    known = [text for text in STRINGS if all(unicodedata.category(c) != "Cn" for c in text)]
+    assert len(known) > 100 and all(ours.encode(text) == expected[text] for text in known)
+    if expression == r"\p{N}":
+        assert ours.decode(ours.encode("ab" * 500_000)) == "ab" * 500_000
+
+
+@pytest.mark.parametrize("decoder", [
+    None, {"type": "Fuse"}, {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+])  # fmt: skip
+def test_other_decoders_are_refused(decoder, tmp_path):
+    with pytest.raises(UserError, match="decoder {.* is not supported, expected Byte"):
+        T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2") | {"decoder": decoder}))
+    T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2")))
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
+def test_added_words_that_change_their_surroundings_are_refused(flag, tmp_path):
+    d = _json("words")
+    d["added_tokens"][-1][flag] = True
+    with pytest.raises(UserError, match="not supported"):
         T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
-    assert message in str(error.value)
 
 
-def test_ends_that_are_no_tokens_are_refused(tmp_path):
-    files = {"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"bos_token": "<nope>"}}
-    with pytest.raises(UserError, match="bos_token '<nope>'"):
-        T.load_tokenizer(_write(tmp_path, **files))
+def test_normalized_words_are_refused_with_a_normalizer(tmp_path):
+    d = _json("words, composed")
+    d["added_tokens"] = [t | {"normalized": not t["special"]} for t in d["added_tokens"]]
+    with pytest.raises(UserError, match="with the normalizer NFC"):
+        T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
 
 
 @pytest.mark.parametrize("spec", ["", "Bytes", "no/such/tokenizer.model"])
@@ -481,7 +536,7 @@ def test_an_unknown_tokenizer_is_refused(spec, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(UserError, match="--tokenizer") as error:
         T.load_tokenizer(spec)
-    assert spec in str(error.value)
+    assert spec in str(error.value) and "bytes" in str(error.value)
     with pytest.raises(UserError, match="/dev/zero cannot be read: it is no file"):
         T.load_tokenizer("/dev/zero")
 
@@ -618,7 +673,7 @@ def test_a_message_cannot_hold_control_tokens(family, tmp_path):
         (["user", "user"], "message 1: role user, expected assistant"),
         (["user", "system"], "message 1: role system, expected assistant"),
         (["system", "user", "assistant", "assistant"], "message 3: role assistant, expected user"),
-        (["user", "tool"], "message 1: role tool, expected assistant"),
+        (["user", "tool"], "role 'tool', expected system, user or assistant"),
         (["user", None], "message 1: expected"),
         (["user", "assistant", "user"], "message 2: the user's content is empty"),
     ],
@@ -631,14 +686,10 @@ def test_wrong_conversations_are_refused(roles, message, bytes_tokenizer):
         T.render_chat(bytes_tokenizer, messages, "llama2")
 
 
-def test_chat_needs_a_format(bytes_tokenizer, tmp_path):
+def test_chat_needs_a_format(bytes_tokenizer):
     messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
     with pytest.raises(UserError, match="message 0"):
         T.render_chat(bytes_tokenizer, messages, "llama2")
-    config = {"chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}", "bos_token": "<s>"}
-    ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model("llama2"), tokenizer_config__json=config))
-    with pytest.raises(UserError, match="which chat format.*im_start"):
-        T.chat_family(ours, "llama")
     assert [T.chat_family(bytes_tokenizer, m) for m in ("llama", "mixtral")] == ["llama2", "mixtral"]
     with pytest.raises(UserError, match="chat format"):
         T.chat_family(bytes_tokenizer, "gpt2")

@@ -40,13 +40,13 @@ LLAMA3_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-O200K_SPLIT = (  # GPT-4o's, with Tekken's below
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-TEKKEN_SPLIT = O200K_SPLIT.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")
-SPLITS = (LLAMA3_SPLIT, QWEN_SPLIT, O200K_SPLIT, TEKKEN_SPLIT)  # that tokenizers and tiktoken read alike
+# The parts of an expression that the Oniguruma of tokenizers, the Rust of tiktoken and Python read alike. Left out are
+# ^ and $ (line ends in Oniguruma), ignored case apart from contractions (there "ß" is also "ss"), and sets in sets.
+_CHARACTER = r"\\[pP]\{\w\w?\}|\\[sSrnt]|\\[!-/:;=?@\[-^`{-~]"
+_GROUP = r"\((?!\?)|\(\?(?:[:=!>]|<[=!])|\(\?i:(?:'s\|'t\|'re\|'ve\|'m\|'ll\|'d|\[sdmt\]\|ll\|ve\|re)\)|[)|.]"
+_SET = rf"\[\^?(?:{_CHARACTER}|(?!--|~~|&&)[^\[\]\\])+\]"
+_TIMES = r"(?:[*+?][+?]?|\{\d+(?:,\d*)?\})(?![*+?{])"
+SPLIT_PARTS = re.compile(rf"(?:(?:{_CHARACTER}|{_GROUP}|{_SET}|[^\\^$()\[\]{{}}|.*+?])(?:{_TIMES})?)+")
 LLAMA31_DATES = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"  # its templates' own
 LLAMA3_CONTROL = {  # behind the ranks come 256 control tokens; the others are reserved
     0: "<|begin_of_text|>",
@@ -158,10 +158,15 @@ class BPE(_Bytes):
             text = unicodedata.normalize("NFC", text)
         if self.leads_with_space and text and not text.startswith(" "):
             text = " " + text
-        encode = self.tiktoken.encode_ordinary
-        if any(text[i : i + SPACES].isspace() for i in range(0, len(text) - SPACES + 1, SPACES)):
-            encode = self.tiktoken._encode_only_native_bpe  # the same, its pieces cut by Python
-        ids = encode(text)
+        blocks, ids = range(0, len(text) - SPACES + 1, SPACES), None
+        try:
+            if not any(text[i : i + SPACES].isspace() for i in blocks):
+                ids = self.tiktoken.encode_ordinary(text)
+        except BaseException as e:
+            if type(e).__name__ != "PanicException":  # Rust's, at a long text without a match of the expression
+                raise
+        if ids is None:
+            ids = self.tiktoken._encode_only_native_bpe(text)  # the same, its pieces cut by Python
         return ids if self.ids is None else [self.ids[i] for i in ids]
 
 
@@ -221,8 +226,8 @@ class SentencePiece(_Bytes):
         parts = dict(_fields(model))
         trainer, normalizer = dict(_fields(parts.get(2, b""))), dict(_fields(parts.get(3, b"")))
         self.leads_with_space = bool(normalizer.get(3, 1)) and not trainer.get(24, 0)
-        changes = normalizer.get(2) or normalizer.get(4, 1)  # by its table, or in white space
-        self.plain = trainer.get(3) == 2 and trainer.get(35) == 1 and not changes
+        self.trims = bool(normalizer.get(4, 1))
+        self.plain = trainer.get(3) == 2 and trainer.get(35) == 1 and not normalizer.get(2) and not self.trims
         self.inner = None
         if self.plain and self.leads_with_space and not any("\n" in piece and piece != "\n" for piece in pieces):
             self.inner = SentencePieceProcessor(model_proto=model + NO_LEADING_SPACE)
@@ -239,14 +244,15 @@ class SentencePiece(_Bytes):
         return ids
 
     def decoder(self) -> Callable[[int | None], str]:
-        """As _Bytes has it, but for the space that encode puts before the text."""
-        feed, begins = super().decoder(), self.leads_with_space
+        """As _Bytes has it, but for the space that encode puts before the text, or all that a normalizer removes."""
+        feed, begins = super().decoder(), self.leads_with_space or self.trims
 
         def feed_trimmed(i: int | None) -> str:
             nonlocal begins
             text = feed(i)
             if begins and text:
-                text, begins = text.removeprefix(" "), False
+                text = text.lstrip(" ") if self.trims else text.removeprefix(" ")
+                begins = self.trims and not text
             return text
 
         return feed_trimmed
@@ -315,7 +321,11 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return ByteTokenizer()
     if not spec:
         raise UserError("--tokenizer: expected bytes, a file, a folder or a hub id, found nothing")
-    return _load(find(spec, "--tokenizer"))
+    try:
+        path = find(spec, "--tokenizer")
+    except UserError as e:
+        raise UserError(f"{e} (--tokenizer bytes needs no file)") from None
+    return _load(path)
 
 
 @functools.lru_cache(maxsize=4)
@@ -347,6 +357,9 @@ class Beside(NamedTuple):
     def ids(self, which: str) -> list[int]:
         ids = self.config.get(f"{which}_token_id")
         return [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
+
+    def named(self, which: str) -> str | None:
+        return _name(self.settings.get(f"{which}_token"))
 
     def special(self) -> set[str]:
         """The tokens that the settings name."""
@@ -415,12 +428,13 @@ def _vocabulary_json(vocab: dict[str, int], merges: str, settings: dict) -> dict
     """The tokenizer.json of vocab.json and merges.txt of GPT-2 or Qwen, whose tokenizer_config.json must tell them
     apart."""
     qwen, space = str(settings.get("tokenizer_class")).startswith("Qwen2Tokenizer"), settings.get("add_prefix_space")
+    split = {"type": "Split", "pattern": {"Regex": QWEN_SPLIT}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": bool(space), "use_regex": not qwen}
     pairs = [m for m in merges.splitlines() if m and not m.startswith("#version")]
     return {
         "model": {"vocab": vocab, "merges": pairs},
         "normalizer": {"type": "NFC"} if qwen else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [_split_by(QWEN_SPLIT)] * qwen + [level]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split] * qwen + [level]},
         "decoder": level,
         "added_tokens": [{"content": c, "id": vocab[c], "special": True} for c in BOS_NAMES[-1:] if c in vocab],
     }
@@ -450,7 +464,7 @@ def _from_json(content: dict, beside: Beside) -> BPE:
     words = {c: t for c, t in added.items() if c not in control}
     _check_words(words, composes)
     texts = [t for t in tokens if t not in control and (t not in words or BYTE_OF.keys() >= set(t))]
-    as_bytes = {text: bytes([BYTE_OF[c] for c in text]) for text in texts}
+    as_bytes = {text: _to_bytes(text) for text in texts}
     pairs = _read_merges(content["model"]["merges"], as_bytes)
     vocab, space = {b: tokens[t] for t, b in as_bytes.items()}, steps[-1].get("add_prefix_space", True)
     return BPE(vocab, pairs, whole, _split(steps), control, {c: ids[c] for c in words}, space, composes)
@@ -462,9 +476,11 @@ def _check_ids(ids: list) -> None:
 
 
 def _read_merges(merges: list, as_bytes: dict[str, bytes]) -> list[tuple[bytes, bytes]]:
-    """KeyError where a part, or what they make, is not in the vocabulary."""
     pairs = [m.split(" ") if isinstance(m, str) else m for m in merges]
-    return [(as_bytes[left], as_bytes[right]) for left, right in pairs if as_bytes[left + right]]
+    needed = {token for left, right in pairs for token in (left, right, left + right)}
+    if absent := sorted(needed - as_bytes.keys()):
+        raise UserError(f"its merges need {absent[0]!r}, which is not in the vocabulary")
+    return [(as_bytes[left], as_bytes[right]) for left, right in pairs]
 
 
 def _refuse_other_json(content: dict, steps: list[dict], composes: bool) -> None:
@@ -484,22 +500,35 @@ def _refuse_other_json(content: dict, steps: list[dict], composes: bool) -> None
         raise UserError(f"decoder {json.dumps(decoder)[:200]} is not supported, expected ByteLevel")
 
 
-def _split_by(expression: str) -> dict:
-    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
-
-
 def _split(steps: list[dict]) -> str:
     """The expression that cuts text as these steps do, of which the last is ByteLevel."""
-    *before, last = steps
+    kinds, first, last = [step.get("type") for step in steps], steps[0], steps[-1]
     space, regex = last.get("add_prefix_space", True), last.get("use_regex", True)
-    if not before:
+    if len(steps) == 1:
         return GPT2_SPLIT if regex else r"[\s\S]+"
-    if before == [{"type": "Digits", "individual_digits": True}] and regex and not space:
+    if kinds == ["Digits", "ByteLevel"] and first["individual_digits"] and regex and not space:
         return DIGITS_GPT2_SPLIT
-    for expression in SPLITS:
-        if before == [_split_by(expression)] and not regex and not space:
-            return expression
+    if kinds == ["Split", "ByteLevel"] and not regex and not space:
+        pattern = first["pattern"].get("Regex")
+        if pattern and first["behavior"] == "Isolated" and not first["invert"]:
+            return _own_split(pattern)
     raise UserError(f"pre_tokenizer {json.dumps(steps)[:400]} is not supported")
+
+
+def _own_split(expression: str) -> str:
+    """What cuts text as a Split with an expression of the file's own does: what it does not match is a piece too."""
+    try:
+        read_alike = SPLIT_PARTS.match(expression)
+        if rest := expression[read_alike.end() if read_alike else 0 :]:
+            raise ValueError(f"the tokenizers library may read it differently from {rest[:20]!r} on")
+        groups_of_no_number = re.sub(rf"({_CHARACTER}|{_SET})|\((?!\?)", lambda m: m[1] or "(?:", expression)
+        parser = getattr(re, "_parser", None) or re.sre_parse  # Python 3.11 and later; 3.10
+        if not parser.parse(re.sub(r"\\[pP]\{\w\w?\}", "x", expression)).getwidth()[0]:
+            raise ValueError("it matches the empty text")
+    except (ValueError, OverflowError, re.error) as e:
+        raise UserError(f"pre_tokenizer Split {expression[:300]!r} is not supported: {e}") from None
+    own = groups_of_no_number
+    return own if own in (LLAMA3_SPLIT, QWEN_SPLIT) else f"{own}|(?:(?!{own})[\\s\\S])+"
 
 
 def _check_words(words: dict[str, dict], composes: bool) -> None:
@@ -511,12 +540,19 @@ def _check_words(words: dict[str, dict], composes: bool) -> None:
         raise UserError("normalized added tokens beside others, or with the normalizer NFC, are not supported")
 
 
+def _to_bytes(token: str) -> bytes:
+    try:
+        return bytes([BYTE_OF[c] for c in token])
+    except KeyError:
+        raise UserError(f"token {token!r} is not written in GPT-2's byte alphabet") from None
+
+
 def _set_ends(tokenizer: SentencePiece | BPE, beside: Beside) -> None:
     """What begins and ends a text, by the files beside the tokenizer, its model, or its names."""
     control = tokenizer.control
 
     def end(which: str, names: tuple[str, ...]) -> int | None:
-        name = _name(beside.settings.get(f"{which}_token"))
+        name = beside.named(which)
         if name is not None and name not in control:
             raise UserError(f"its {which}_token {name!r} ({' or '.join(SETTINGS_FILES)}) is not in the vocabulary")
         return next(iter([control[n] for n in (name, *names) if n in control] + beside.ids(which)), None)
@@ -530,9 +566,13 @@ def _set_ends(tokenizer: SentencePiece | BPE, beside: Beside) -> None:
 
 
 def _chat_template(folder: Path, settings: dict) -> str:
-    """The text of the folder's template, or of all where it has several."""
     jinja = folder / "chat_template.jinja"
-    return read_file(jinja).decode() if jinja.is_file() else str(settings.get("chat_template", ""))
+    if jinja.is_file():
+        return read_file(jinja).decode()
+    template = settings.get("chat_template", "")
+    if isinstance(template, list):
+        return next((t["template"] for t in template if t["name"] == "default"), "")
+    return template
 
 
 def _adds_bos(last: dict | None, tokenizer: SentencePiece | BPE, settings: dict) -> bool:
@@ -540,8 +580,9 @@ def _adds_bos(last: dict | None, tokenizer: SentencePiece | BPE, settings: dict)
     if isinstance(tokenizer, SentencePiece):
         return settings.get("add_bos_token", True)
     steps = (last or {}).get("processors", [last or {}])
-    first = [step["single"][0].get("SpecialToken", {}) for step in steps if step.get("single")]
-    return any(tokenizer.control.get(token.get("id")) == tokenizer.bos_id for token in first)
+    singles = [step["single"] for step in steps if step.get("type") == "TemplateProcessing"]
+    first = [single[0].get("SpecialToken", {}).get("id") for single in singles if single]
+    return any(tokenizer.control.get(name) == tokenizer.bos_id for name in first)
 
 
 # The tokenizer.json of `bytes`, but for its 256 bytes.
@@ -635,14 +676,18 @@ def chat_family(tokenizer: Tokenizer, model_type: str = "") -> str:
     asks, has_system = "[INST]" in template, "<<SYS>>" in template
     if {"<|im_start|>", "<|im_end|>"} <= tokenizer.control.keys() and not asks:
         return "chatml"
-    if asks or not template:
-        if (asks and not has_system) or model_type in ("mistral", "mixtral") or "[INST]" in tokenizer.control:
-            return "mixtral"
-        if model_type == "llama" or has_system:
-            return "llama2"
+    if template and not asks:
+        begin = template[:60]
+        raise UserError(
+            f"Chat: its chat_template is none of Llama's or Mixtral's, which are known, nor ChatML with control tokens;"
+            f" it begins {begin!r}"
+        )
+    if (asks and not has_system) or model_type in ("mistral", "mixtral") or "[INST]" in tokenizer.control:
+        return "mixtral"
+    if model_type == "llama" or has_system:
+        return "llama2"
     raise UserError(
-        "Chat: neither the tokenizer nor the model says which chat format it was made for, of Llama's, Mixtral's and"
-        f" ChatML (its chat_template begins {template[:60]!r})"
+        "Chat: neither the tokenizer nor the model says which chat format it was made for (Llama, Mixtral or ChatML)"
     )
 
 
@@ -795,15 +840,17 @@ def _check_messages(messages: list[dict]) -> None:
     for i, m in enumerate(messages):
         if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
             raise UserError(f'Chat message {i}: expected {{"role": ..., "content": text}}, found {str(m)[:200]}')
+        if m["role"] not in ("system", "user", "assistant"):
+            raise UserError(f"Chat message {i}: role {m['role']!r}, expected system, user or assistant")
+        if m["role"] != "system" and not m["content"].strip():
+            raise UserError(f"Chat message {i}: the {m['role']}'s content is empty")
     first = int(messages[0]["role"] == "system")
-    for i, m in enumerate(messages[first:], first):
-        expected = ("user", "assistant")[(i - first) % 2]
+    for i, m in enumerate(messages[first:]):
+        expected = ("user", "assistant")[i % 2]
         if m["role"] != expected:
             raise UserError(
-                f"Chat message {i}: role {m['role']}, expected {expected} (a system message may come first,"
+                f"Chat message {i + first}: role {m['role']}, expected {expected} (a system message may come first,"
                 " then user and assistant in turn)"
             )
-        if not m["content"].strip():
-            raise UserError(f"Chat message {i}: the {m['role']}'s content is empty")
     if len(messages) == first:
         raise UserError("Chat: a system message alone, expected a user's message after it")
