@@ -188,7 +188,8 @@ class Saver:
             "model": asdict(self.config.model_config),
         }
         tensors, places = own_parts(self.model, self.optimizer, self.ranks)
-        staged = self.config.save_async and all(gather(self._has_room(tensors), self.ranks))
+        beside = self.config.save_async and (step < self.config.steps or self.ranks.device.type == "cuda")
+        staged = beside and all(gather(self._has_room(tensors), self.ranks))  # the last one is waited for at once
         ready = _stage(tensors, self.pinned) if staged else None
         self.thread = threading.Thread(target=self._write, args=(manifest, tensors, places, ready), name="checkpoint")
         self.thread.start()
