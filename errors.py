@@ -113,7 +113,7 @@ def explain(error: Exception) -> tuple[int, str, bool]:
 
 def say_error(message: str) -> None:
     with contextlib.suppress(OSError):  # stderr may be on a disk that is full
-        over_progress = "\r\033[K" * sys.stderr.isatty()
+        over_progress = "\r\033[K" * os.isatty(2)
         print(f"{over_progress}error: {printable(message)}", file=sys.stderr)
 
 

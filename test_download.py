@@ -465,15 +465,15 @@ def test_waits_are_told(hub, capfd, monkeypatch):
     def refuse(path):
         if path.endswith(watched) and path not in refused:
             refused.add(path)
-            threading.Event().wait(0.3)
+            threading.Event().wait(1.0)
             return 429, b"", {"Retry_After": 1}
 
     hub.refuse = refuse
     assert main(["org/model", "--include", "config.json"]) == 0
     said = "".join(capfd.readouterr())
     for name in ("the listing of org/model", "config.json"):
-        for reason in ("nothing has arrived for 0 s", "127.0.0.1 answers 429 (too many requests); next try in 1 s"):
-            assert f"waiting for {name} of 127.0.0.1: {reason}\n" in said
+        for reason in (r"nothing has arrived for \d s", r"127.0.0.1 answers 429 \(too many.*; next try in 1 s"):
+            assert re.search(f"waiting for {name} of 127.0.0.1: {reason}", said)
 
 
 # ---- the disk
