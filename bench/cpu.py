@@ -68,7 +68,7 @@ class Bench:
             raise Failure(f"only {room / 1e9:.1f} GB of memory are free")
         flags = [*self.flags, "--weights", f"{self.folder}/model"]
         flags += ["--dtype", "fp32" if contender.precision == "32-true" else "bf16"]
-        flags += [] if contender.compile else ["--compile", "none"]
+        flags += ["--compile", "block" if contender.compile else "none"]
         spec = contender._asdict() | {"flags": flags, "shape": self.shape, "steps": steps}
         spec |= {"model": f"{self.folder}/model", "nanogpt": str(self.args.nanogpt or "")}
         spec["compile"] &= not self.args.tiny
@@ -177,7 +177,7 @@ def start(bench: Bench, contender: Contender, cached: bool) -> Turn:
         tokens, _ = random_tokens(20 * rows, seq_len, vocab_size)
         write_shard(data, tokens.flatten().numpy().astype("uint16"), vocab_size)
     flags = [*bench.flags, "--data", data, "--val_data", data, "--steps", 1, "--eval_every", 0]
-    flags += [] if contender.compile else ["--compile", "none"]
+    flags += ["--compile", "block" if contender.compile else "none"]
     with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
         run = train_run(Path(folder, "run"), flags, env={"TORCHINDUCTOR_CACHE_DIR": str(bench.cache)})
     return Turn([sum(run.parts.get(part, 0.0) for part in ("start", "data", "compile"))])
