@@ -460,6 +460,7 @@ def test_waits_are_told(hub, capfd, monkeypatch):
     """Where nothing arrives, and where the hub says when to come again: the host, what for, why, and when."""
     monkeypatch.setattr(download, "QUIET", 0.05)
     monkeypatch.setattr(download, "STALL", 10.0)
+    monkeypatch.setattr(download.logger, "handlers", [])  # those that a run in this process has left
     refused, watched = set(), ("/revision/main", "/config.json")
 
     def refuse(path):
