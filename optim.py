@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
 PIECE = {"eager": 2**18, "compiled": 2**30}  # elements: what the temporaries of the one fit in a cache; 32-bit indices
 SMALL = 2**16  # elements
 NORM_ROW = 2**13  # elements
@@ -200,6 +201,13 @@ def _writes_copies(model: nn.Module, config) -> bool:
     return on_cpu and config.compile != "none" and config.dtype == "bf16" and not config.update_in_backward
 
 
+def state_layout(model: nn.Module, config) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
+    """What the optimizer keeps for each trained parameter, besides its number of updates: state name -> (shape, dtype).
+    A state of its parameter's shape is sharded as the parameter is. config: a Config."""
+    dtype = DTYPES[config.state_dtype]
+    return {name: {moment: (p.shape, dtype) for moment in MOMENTS} for name, p in trained(model).items()}
+
+
 def make_optimizer(model: nn.Module, config) -> torch.optim.Optimizer:
     """Matrices and embeddings decay; biases and norm weights (one dimension) do not. config: a Config."""
     groups = [
@@ -230,7 +238,7 @@ class MixedAdamW(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
 
     def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        moments = {key: torch.zeros_like(parameter, dtype=self.state_dtype) for key in ("exp_avg", "exp_avg_sq")}
+        moments = {key: torch.zeros_like(parameter, dtype=self.state_dtype) for key in MOMENTS}
         return {"step": torch.zeros((), device=local(parameter).device)} | moments
 
     @torch.no_grad()

@@ -321,14 +321,17 @@ def reshard(model: nn.Module) -> None:
 
 
 def on_first_rank(work: Callable, ranks: Ranks):
-    """Rank 0 does it while the others wait; all get its result, or its error. All ranks must call."""
-    result, error = None, None
+    """Rank 0 runs `work` while the others wait; all ranks get its result, or its error. All ranks must call."""
+    result = error = None
     if ranks.rank == 0:
         try:
             result = work()
         except Exception as e:
             error = e
-    result, error = gather((result, error), ranks)[0]
+    if ranks.world_size > 1:
+        message = [result, error]
+        dist.broadcast_object_list(message, 0, ranks.control)
+        result, error = message
     if error is not None:
         raise UserError(str(error)) if isinstance(error, UserError) else error
     return result

@@ -187,6 +187,19 @@ def test_mixed_dtypes_follow_fp32(param, state, compile_mode):
         assert p.dtype == dtypes[param] and s["exp_avg"].dtype == s["exp_avg_sq"].dtype == dtypes[state]
 
 
+@pytest.mark.parametrize("param, state", [("fp32", "fp32"), *MIXED])
+def test_the_layout_of_the_state_is_what_a_step_makes(param, state):
+    model = small_model()
+    optimizer = mixed(model, param, state)
+    run_updates(model, optimizer, 1)
+    kept = {
+        name: {key: (t.shape, t.dtype) for key, t in optimizer.state[p].items() if key != "step"}
+        for name, p in model.named_parameters()
+    }
+    config = parse_args(["--state_dtype", state, "--param_dtype", param])
+    assert optim.state_layout(model.to("meta"), config) == kept
+
+
 def test_mixed_adamw_in_fp32_is_adamw():
     """All fp32 it is not used, but computes the same."""
     model, other = small_model(), small_model()

@@ -226,6 +226,11 @@ from config import parse_args
 from errors import UserError
 ranks = shard.init_ranks()
 assert shard.on_every_rank(lambda: ranks.rank, ranks) == ranks.rank
+assert shard.on_first_rank(lambda: [ranks.rank] * 10**5, ranks) == [0] * 10**5
+try:
+    shard.on_first_rank(lambda: 1 / 0, ranks)
+except ZeroDivisionError:
+    print("raised")
 def work():
     if ranks.rank == 1:
         raise FileNotFoundError(2, "No such file", "/weights/model.safetensors")
@@ -249,7 +254,7 @@ if ranks.rank == 1:
 os._exit(0)
 """
     out = run_ranks(2, code, str(tmp_path))
-    assert out.count("told") == 2 and out.count("waited") == 3
+    assert out.count("raised") == out.count("told") == 2 and out.count("waited") == 3
 
 
 ROWS = {  # flags that ask for each line of config.CONFLICTS, in order, and two more; and the number of ranks
