@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 
 # first: it finds the Python that has torch
-from errors import UserError, check_words, read_ahead, read_json, run_script, write_whole
+from lib.errors import UserError, check_words, read_ahead, read_json, run_script, write_whole
 
 # ---- the command line, understood before torch is imported, which takes seconds
 
@@ -52,21 +52,32 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor, nn
 
-import lora
 from config import Config, fields_that_resume
 from data import Loader, merge_positions
 from download import find as find_weights
-from guard import ANSWER, NotFinite, Run, compare_replicas
-from machine import available_memory
+from lib import lora
+from lib.machine import available_memory
+from lib.rows import sample_digest
+from lib.run import ANSWER, NotFinite, Run, compare_replicas
+from lib.text import knows_text
+from lib.tokenizer import load_tokenizer
+from lib.weights import (
+    PORTION,
+    Read,
+    Slices,
+    TensorFile,
+    assemble,
+    export,
+    export_adapter,
+    family,
+    find_files,
+    write_file,
+)
+from lib.weights import open_weights as open_folder
 from model import random_init
 from optim import DTYPES, is_sharded, trained
-from rows import sample_digest
 from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, fill, fill_tensors, gather, local, local_slices, on_all, on_first_rank, owns, reshard
-from text import knows_text
-from tokenizer import load_tokenizer
-from weights import PORTION, Read, Slices, TensorFile, assemble, export, export_adapter, family, find_files, write_file
-from weights import open_weights as open_folder
 
 FORMAT = 2
 PROBE = 128  # tokens whose loss a checkpoint carries

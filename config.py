@@ -17,7 +17,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from errors import ROOT, Parser, UserError
+from lib.errors import ROOT, Parser, UserError
 from shapes import MODELS, ModelConfig
 
 VERSION = "0.1.0"  # CHANGELOG.md says what is in it
@@ -322,7 +322,7 @@ class Config:
         row = MODELS.get(self.model)
         if row is None:
             from download import find
-            from weights import read_config
+            from lib.weights import read_config
 
             row = read_config(find(self.model, "--model"))
         changes = {
@@ -475,7 +475,7 @@ def _without(words: list[str], flag: str) -> list[str]:
 
 def _read_values(words: list[str]) -> dict:
     """{flag: value}, defaults included."""
-    from text import read_chat_fields
+    from lib.text import read_chat_fields
 
     parsed, rest = make_parser().parse_known_args(words)
     if rest:
@@ -491,7 +491,7 @@ def _read_values(words: list[str]) -> dict:
 def _settle_model(values: dict, names_model: bool) -> None:
     """Where they are not named, the model is that of --weights, and the tokenizer that of --weights or --model."""
     from download import find
-    from tokenizer import holds_tokenizer
+    from lib.tokenizer import holds_tokenizer
 
     folders = {}
     if weights := values["weights"]:
@@ -520,7 +520,7 @@ def _spelt_as_ours(word: str) -> str:
 
 
 def _default_out(values: dict, recipes: list[str]) -> str:
-    from text import name_of
+    from lib.text import name_of
 
     names = recipes or [_folder_name(Path(values["model"]).name)]
     return str(Path("runs") / "-".join(names + [_folder_name(name_of(entry)) for entry in values["data"]]))
@@ -548,7 +548,7 @@ def _unknown(flag: str, value: str, known: Iterable[str]) -> str:
 def _check_data(c: Config, trains: bool) -> None:
     """Refuses what nobody who did not name --tokenizer bytes wants: samples of unknown tokens and, to train, the
     built-in text for a real model, and text as bytes in a vocabulary of words."""
-    from text import is_shards
+    from lib.text import is_shards
 
     size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
     text = [entry for entry in (*c.data, *c.val_data) if not is_shards(entry)]
@@ -599,7 +599,7 @@ def _check_model(c: Config, model: ModelConfig) -> None:
 
         check_flags(c)
     if c.lora:
-        from lora import check_flags
+        from lib.lora import check_flags
 
         check_flags(c)
     if model.positions == "learned" and c.seq_len > model.max_seq_len:

@@ -25,7 +25,7 @@ def text(tmp_path_factory):
 @pytest.fixture
 def text_cache(tmp_path, monkeypatch):
     """Where tokenised text is kept."""
-    monkeypatch.setattr("rows.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("lib.rows.CACHE", tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -5,7 +5,7 @@ token i * seq_len. Rows are visited in a random order that is a pure function of
 needed and never stored. Step s of a run trains on rows s * R ... (s + 1) * R - 1 of that order (R = batch_tokens /
 seq_len), whatever the number of ranks, the micro-batch or the step the run was resumed at: the position is one integer.
 Streams (stream.py) add a few integers per lane. In a mixture, `turns` says whose turn a row is. Where
-rows come from is in rows.py.
+rows come from is in lib/rows.py.
 
     python data.py prepare --input FILES --tokenizer T --out DIR        text -> token shards
     python data.py verify DIR|FILE ...                                  checksums, headers, ids
@@ -24,7 +24,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from errors import UserError, read_ahead, run_script  # first: it finds the Python that has torch
+from lib.errors import UserError, read_ahead, run_script  # first: it finds the Python that has torch
 
 import numpy as np  # isort: skip
 import torch
@@ -32,12 +32,12 @@ from torch import Tensor
 
 from config import Config, parse_args, split_batch
 from download import find, resumable
+from lib.rows import Catalog, ChatRows, ShardRows, make_encoder, sample_digest
+from lib.text import HUB, knows_text, split_weight
+from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
 from prepare import read_index, run_prepare, run_verify
-from rows import Catalog, ChatRows, ShardRows, make_encoder, sample_digest
 from stream import Stream, permute, turns
-from text import HUB, knows_text, split_weight
-from tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 
 ORDER_ROWS = 2048  # rows whose order is computed at a time: for a few it costs more than reading them
 # Encoded alike by equal tokenizers alone.

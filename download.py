@@ -40,7 +40,17 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 from urllib.parse import quote, urlsplit
 
-from errors import Failure, Parser, Progress, UserError, amount, printable, read_json, run_script, write_whole  # first
+from lib.errors import (  # first
+    Failure,
+    Parser,
+    Progress,
+    UserError,
+    amount,
+    printable,
+    read_json,
+    run_script,
+    write_whole,
+)
 
 # isort: split
 from huggingface_hub import constants

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import UserError, check_words, read_json, run_script  # first: it finds the Python that has torch
+from lib.errors import UserError, check_words, read_json, run_script  # first: it finds the Python that has torch
 
 # ---- the command line, understood before torch is imported, which takes seconds
 
@@ -67,15 +67,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoint import load_run_tokenizer, newest
 from download import find
-from guard import Run
+from lib.machine import find_device
+from lib.run import Run
+from lib.tokenizer import chat_family, load_tokenizer, render_chat
+from lib.weights import Read, empty_model, open_weights, read_config
 from log import logger
-from machine import find_device
 from model import Transformer, rope_table
 from optim import DTYPES
 from shapes import ModelConfig
 from shard import fill, reshard
-from tokenizer import chat_family, load_tokenizer, render_chat
-from weights import Read, empty_model, open_weights, read_config
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CHAT_ROOM = 2048  # tokens that a conversation's cache has room for, at first

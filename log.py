@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import NamedTuple
 
-from errors import ROOT, Parser, human, printable, process_began, run_script, write_whole  # first: it finds torch
+from lib.errors import ROOT, Parser, human, printable, process_began, run_script, write_whole  # first: it finds torch
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -30,12 +30,12 @@ from torch import Tensor
 
 from attention import kernel
 from config import VERSION, Config
-from lora import flops_per_token
-from machine import known_gpu
+from lib.lora import flops_per_token
+from lib.machine import known_gpu
+from lib.rows import text_bytes
 from model import IGNORE, Transformer
 from optim import trained
 from records import Tracker, draw_runs, plot_runs, read_records, track_run
-from rows import text_bytes
 from shard import gather, mesh_shape, on_first_rank
 
 logger = logging.getLogger("flatland")

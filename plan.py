@@ -12,7 +12,7 @@ memory's bandwidth, transfers where they take longer than the computation that h
 
 It needs neither GPU, weights nor data."""
 
-import errors  # first: it finds the Python that has torch
+from lib import errors  # first: it finds the Python that has torch
 
 import argparse  # isort: skip
 import contextlib
@@ -29,7 +29,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from config import DEFAULT, Config, check_batch, conflict, parse_args, refuse_unsupported, split_batch, with_recipes
-from errors import UserError, amount
+from lib.errors import UserError, amount
 
 import torch  # isort: skip
 from torch import Tensor
@@ -39,10 +39,9 @@ from torch.utils._pytree import tree_leaves
 import activations
 import attention
 import fp8
-import lora
-import machine
 import model as transformer
-from machine import GPUS, Gpu
+from lib import lora, machine
+from lib.machine import GPUS, Gpu
 from optim import DTYPES, keep_copies, trained
 from shapes import ModelConfig
 from shard import mesh_shape, sharded_dim

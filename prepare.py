@@ -7,7 +7,7 @@ cut to that length and the input is read on from there.
 
 A folder of shards: train-00000.bin ... and val-00000.bin ... with llm.c's header (256 int32: magic 20240520, version 1,
 uint16 tokens; or magic 20240801, version 7, uint32: also where documents are conversations, whose tokens carry the bits
-TRAINED and BEGINS of text.py); token_sizes.npy: the bytes of text that each id stands
+TRAINED and BEGINS of lib/text.py); token_sizes.npy: the bytes of text that each id stands
 for; index.json says what they were made from and with."""
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 import download
-from errors import (
+from lib.errors import (
     Progress,
     UserError,
     amount,
@@ -34,9 +34,9 @@ from errors import (
     remove_empty,
     write_whole,
 )
+from lib.text import FORMATS, ID, VAL_EVERY, Encoder, TextFile, encode_rows, find_files, read_chat_fields
+from lib.tokenizer import load_tokenizer, token_sizes
 from stream import find_text, in_order
-from text import FORMATS, ID, VAL_EVERY, Encoder, TextFile, encode_rows, find_files, read_chat_fields
-from tokenizer import load_tokenizer, token_sizes
 
 HEADER = 1024  # bytes
 SIZES = "token_sizes.npy"

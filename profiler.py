@@ -22,7 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from config import PROFILE_AFTER
-from guard import Run
+from lib.run import Run
 from log import logger
 
 OTHER = "evaluation, saves and samples"  # that fall between profiled steps: none of a step's time

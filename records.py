@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlparse
 
-from errors import UserError, human, read_json, write_whole
+from lib.errors import UserError, human, read_json, write_whole
 
 SUFFIXES = (".png", ".pdf", ".svg")
 MEAN = 0.02  # the running mean is over this share of the records

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from errors import UserError, read_ahead
-from machine import find_device, keep_memory, set_determinism
+from lib.errors import UserError, read_ahead
+from lib.machine import find_device, keep_memory, set_determinism
 from optim import is_sharded, local, local_part
 
 logger = logging.getLogger("flatland")
@@ -102,7 +102,7 @@ def make_mesh(shard_size: int, ranks: Ranks, offload: bool = False) -> DeviceMes
 
 def set_timeout(seconds: int, ranks: Ranks, mesh: DeviceMesh | None) -> None:
     """From now on a rank that waits this long for another ends the job. All groups have the start's long limit before:
-    reading weights and compiling take some ranks longer than others. The watchdogs (guard.py) come first."""
+    reading weights and compiling take some ranks longer than others. The watchdogs (lib/run.py) come first."""
     groups = [] if mesh is None else [None, ranks.control, *mesh.get_all_groups()]
     for group in groups if ranks.world_size > 1 else []:
         _set_pg_timeout(timedelta(seconds=seconds + WATCHDOG), group)

@@ -38,14 +38,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO
 
-from errors import Failure, Message, RankError, UserError, read_ahead  # first: it finds the Python that has numpy
+from lib.errors import Failure, Message, RankError, UserError, read_ahead  # first: it finds the Python that has numpy
 
 import numpy as np  # isort: skip
 
 import download
 from download import Damaged, Hub, NotThere
-from text import HUB, SUFFIXES, BadRow, Encoder, TextFile, TextRow, find_files, kind_of
-from tokenizer import load_tokenizer
+from lib.text import HUB, SUFFIXES, BadRow, Encoder, TextFile, TextRow, find_files, kind_of
+from lib.tokenizer import load_tokenizer
 
 SLOT = 2**20  # bytes of a hub file that are read ahead at a time
 LEAST = 4  # slots
@@ -446,7 +446,7 @@ def next_rows(number: int) -> list[tuple]:
 
 
 class Stream:
-    """A source of rows without end (rows.py says what a source has). catalog: finds the files of an entry. keep: rows
+    """An endless source of rows (lib/rows.py defines sources). catalog: finds the files of an entry. keep: rows
     are read again and again, from memory. readers: lanes that this rank reads, in all streams."""
 
     count = None

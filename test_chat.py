@@ -1,4 +1,4 @@
-"""Conversations as rows, and mixtures. Oracles: what tokenizer.py renders, first-fit as a loop, counting."""
+"""Conversations as rows, and mixtures. Oracles: what lib/tokenizer.py renders, first-fit as a loop, counting."""
 
 import itertools
 import json
@@ -12,19 +12,18 @@ import pytest
 import torch
 import transformers
 
-import check
-import rows
 from config import parse_args
 from data import Batch, make_loader, show
+from lib import check, rows
+from lib.test_tokenizer import TEMPLATES, _chat_tokenizer, _conversations, _json, _model, _write
+from lib.text import BEGINS, ID, TRAINED, Encoder, TextFile, TextRow
+from lib.tokenizer import chat_family, load_tokenizer, render_chat
+from lib.weights import export_model
 from model import MODELS, Transformer
 from prepare import prepare, write_shard
 from shard import Ranks
 from stream import turns
 from test_prepare import refused
-from test_tokenizer import TEMPLATES, _chat_tokenizer, _conversations, _json, _model, _write
-from text import BEGINS, ID, TRAINED, Encoder, TextFile, TextRow
-from tokenizer import chat_family, load_tokenizer, render_chat
-from weights import export_model
 
 pytestmark = pytest.mark.usefixtures("text_cache")
 

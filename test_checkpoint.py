@@ -13,12 +13,12 @@ import torch
 
 import checkpoint
 from config import parse_args
-from errors import UserError
+from lib.errors import UserError
+from lib.weights import load_model
 from model import Transformer, random_init
 from optim import make_optimizer
 from shard import ALONE, Ranks, fill
 from test_shard import run_ranks
-from weights import load_model
 
 
 def make_saver(model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None, found=None):

@@ -15,9 +15,9 @@ from huggingface_hub import constants
 import config
 from attention import BACKENDS, PACKED
 from config import Config, check_batch, parse_args
-from errors import UserError
+from lib.errors import UserError
+from lib.weights import config_json
 from model import MODELS
-from weights import config_json
 
 ROOT = Path(config.__file__).parent
 FIELDS = dataclasses.fields(Config)
@@ -441,7 +441,7 @@ def imports(script: str, *words: str, status: int) -> set[str]:
 ])  # fmt: skip
 def test_words_are_answered_without_torch(script, words, status):
     imported = imports(script, *words.split(), status=status)
-    assert "errors" in imported and not imported & {"torch", "numpy", "matplotlib", "transformers", "safetensors"}
+    assert "lib.errors" in imported and not imported & {"torch", "numpy", "matplotlib", "transformers", "safetensors"}
 
 
 def test_a_launcher_s_check_loads_neither_the_compiler_nor_dtensors(tmp_path, monkeypatch):
@@ -458,6 +458,7 @@ def copy(tmp_path):
     """A checkout without .venv."""
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "lib", tmp_path / "lib")
     return tmp_path
 
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import prepare
-import rows
 from config import parse_args
 from data import Batch, make_loader, open_checked, run_show
-from rows import Catalog
+from lib import rows
+from lib.rows import Catalog
+from lib.text import builtin_documents
+from lib.tokenizer import ByteTokenizer
 from stream import permute
 from test_prepare import refused
-from text import builtin_documents
-from tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("text_cache")
 T = 8  # seq_len of most tests
@@ -260,7 +260,7 @@ def test_built_in_text(text_cache, monkeypatch):
     documents = list(builtin_documents())
     assert min(map(len, documents)) >= 200 and len(set(documents)) == len(documents)
     assert sum(len(d.encode()) for d in documents) > 5e6
-    monkeypatch.setattr("text.builtin_documents", lambda: iter(documents))  # a second reading takes seconds
+    monkeypatch.setattr("lib.text.builtin_documents", lambda: iter(documents))  # a second reading takes seconds
     seen = counted(monkeypatch)
     c = config()
     train, val = read(c), read(c, "val")

@@ -23,8 +23,8 @@ from huggingface_hub import constants, file_download, scan_cache_dir, snapshot_d
 from transformers import AutoConfig
 
 import download
-import errors
 from download import UserError, find
+from lib import errors
 
 ROOT = Path(__file__).parent
 TOKEN = "hf_SecretSecretSecretSecret"

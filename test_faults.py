@@ -30,11 +30,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-import errors
-import guard
 import model
 import train
-from errors import UserError, read_json
+from lib import errors
+from lib import run as guard
+from lib.errors import UserError, read_json
 from log import write_status
 from model import Transformer
 from prepare import write_shard
@@ -673,7 +673,8 @@ def test_a_check_says_what_would_be_done(tmp_path, run_here, capsys):
 JOB = """
 import itertools, os, pathlib, signal, sys, time
 sys.path.insert(0, {root!r})
-import checkpoint, errors, guard, log, shard, train
+import checkpoint, log, shard, train
+from lib import errors, run as guard
 import torch
 log.peak_flops, log.Log.draw = (lambda *_: (1e12, "not measured")), (lambda *_, **__: None)  # as test_shard.skip_plots
 RANK = int(os.environ.get("RANK", 0))

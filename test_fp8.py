@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8
 from activations import checkpoint_activations
 from config import parse_args
-from errors import UserError, exit_status
 from fp8 import E4M3, E5M2, RECIPES, WeightScales, convert_linears
+from lib.errors import UserError, exit_status
 from model import MODELS, Linear, MoE, SwiGLU, Transformer, grouped_matmul, random_init
 from shard import Ranks, fill
 from test_shard import run_ranks

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import transformers
 
-from errors import ROOT
+from lib.errors import ROOT
+from lib.test_tokenizer import _json, _write
+from lib.tokenizer import load_tokenizer
+from lib.weights import export_model
 from model import MODELS, Transformer, random_init
 from shard import fill
 from test_download import TOKEN, FakeHub
-from test_tokenizer import _json, _write
-from tokenizer import load_tokenizer
-from weights import export_model
 
 TOWNS = ["Arlo", "Bexa", "Cimar", "Dorne", "Elta", "Fyn", "Gandor", "Hesk", "Ilyra", "Jupa"]
 TOWNS += ["Kolm", "Lenza", "Mirth", "Nacre", "Orlan", "Pell", "Quist", "Runa", "Sabel", "Tarn"]
@@ -35,7 +35,7 @@ TINY = "--seq_len=128 --micro_batch=8 --steps=60 --lr=3e-3 --eval_every=0 --comp
 # The commands in one process: each of them by itself would import torch again.
 SIX = """
 import contextlib, importlib, io, json, sys
-from errors import exit_status
+from lib.errors import exit_status
 outputs = []
 for _, script, *argv in {commands}:
     sys.argv, sys.stdin = [script, *argv], io.StringIO({typed!r})
@@ -65,6 +65,7 @@ def test_six_commands_teach_a_model_to_talk(tmp_path):
     export_model(model, tmp_path / "model", tokenizer=tokenizer)
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "lib", tmp_path / "lib")
     section = (ROOT / "README.md").read_text("utf-8").partition("## Fine-tune on your conversations\n")[2]
     lines = section.split("```")[1].removeprefix("sh\n").replace("\\\n", " ").splitlines()
     commands = [shlex.split(line, comments=True) for line in lines]

@@ -24,17 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import activations
 import attention
-import check
 import checkpoint
 import fp8
-import guard
 import model as model_module
 import profiler
 import shard
 import train
 from config import parse_args
 from data import Batch
-from errors import ROOT
+from lib import check
+from lib import run as guard
+from lib.errors import ROOT
 from model import IGNORE, LossHead, Transformer, cross_entropy, document_begins, grouped_matmul, random_init
 from optim import keep_copies, make_optimizer
 from shapes import MODELS, ModelConfig

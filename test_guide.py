@@ -25,8 +25,8 @@ from config import parse_args
 from data import make_loader
 from model import MODELS, Transformer, rope_frequencies
 from optim import make_optimizer
-from tokenizer import load_tokenizer
-from weights import config_json, read_config
+from lib.tokenizer import load_tokenizer
+from lib.weights import config_json, read_config
 
 log.measured_flops, log.Log._draw = lambda *_: 1e9, lambda _: None  # which take seconds
 
@@ -84,6 +84,7 @@ def apply_hunks(page: str, folder: Path) -> dict[str, int]:
 def test_the_five_changes_work_together(tmp_path):
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "lib", tmp_path / "lib")
     added = apply_hunks(CHANGES, tmp_path)
     assert len(added) == 7 and sum(added.values()) < 50, added
     rows = [f'"line {i} was good, not\nbad",{i}\n' for i in range(200)]  # a comma and a line break within a field

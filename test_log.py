@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-import errors
 import log
-from errors import read_json, write_whole
+from lib import errors
+from lib.errors import read_json, write_whole
+from lib.text import Encoder, TextRow
+from lib.tokenizer import load_tokenizer
 from log import Clock, Log, logger, memory_gib, peak_flops, start_logging, write_status
 from model import MODELS
 from shard import Ranks
-from text import Encoder, TextRow
-from tokenizer import load_tokenizer
 
 STARTED = time.perf_counter()
 PREFIX = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[\w+\.py:\d+\] "

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import check
 import optim
 import shard
 import train
 from config import parse_args
 from data import IGNORE, Batch
-from guard import GradientGuard
+from lib import check
+from lib.run import GradientGuard
 from model import random_init
 from optim import PIECE, MixedAdamW, as_int32, learning_rate, local, make_optimizer, random_bits, update
 from test_shard import run_ranks

@@ -35,16 +35,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import check
 import fp8
-import lora
 import shard
 import train
 from attention import choose_backend
 from config import Config
 from data import Batch
-from errors import UserError
-from guard import GradientGuard
+from lib import check, lora
+from lib.errors import UserError
+from lib.run import GradientGuard
 from model import IGNORE, MODELS, ModelConfig, Transformer, document_begins, random_init
 from optim import keep_copies, make_optimizer, trained
 from test_shard import ALONE, run_code

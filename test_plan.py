@@ -14,7 +14,7 @@ import plan
 import shard
 import train
 from config import parse_args
-from errors import ROOT, exit_status
+from lib.errors import ROOT, exit_status
 from log import compare
 from optim import local
 from shapes import MODELS
@@ -75,10 +75,11 @@ SHAPES = [
 ]
 STEPS = """
 import ctypes, gc, json, pathlib, re, sys, torch
-import check, plan, shard, train
+import plan, shard, train
+from lib import check
 from config import parse_args
 from data import Batch
-from guard import GradientGuard
+from lib.run import GradientGuard
 from optim import make_optimizer
 from types import SimpleNamespace
 

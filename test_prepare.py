@@ -13,13 +13,13 @@ import pytest
 import data
 import prepare
 import stream
-import text
 from config import parse_args
 from data import open_checked
 from download import Damaged
-from errors import UserError
+from lib import text
+from lib.errors import UserError
+from lib.text import Encoder, TextFile
 from prepare import open_shard, verify
-from text import Encoder, TextFile
 
 BYTES = Encoder("bytes")
 ROWS = [f"row {i}: naïve 日本語 " + "word " * (i * 7 % 23) for i in range(300)]

@@ -8,7 +8,7 @@ import torch
 
 import profiler
 from config import parse_args
-from errors import UserError
+from lib.errors import UserError
 from log import Clock
 from test_shard import ALONE
 from test_train import FAST, records, train

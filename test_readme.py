@@ -19,9 +19,9 @@ import plan
 from checkpoint import parse as parse_checkpoint
 from config import parse_args
 from download import _make_parser as make_download_parser
-from errors import ROOT
+from lib.errors import ROOT
+from lib.weights import config_json
 from model import MODELS
-from weights import config_json
 
 sys.path.insert(0, str(ROOT / "launch"))
 sys.path.insert(0, str(ROOT / "bench"))
@@ -152,15 +152,17 @@ def test_the_picture_of_the_files_is_true():
     )
     lines = [re.findall(r"(\w+)\.py\b", line) for line in picture.splitlines()]
     floor = {name: number for number, names in enumerate(lines) for name in names}
-    files = {path.stem: path for path in ROOT.glob("*.py") if not re.match("test_|conftest", path.name)}
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py")]
+    files = {path.stem: path for path in sources if not re.match("test_|conftest", path.name)}
     assert floor.keys() == files.keys()
     for name, path in files.items():
-        imported = set(re.findall(r"^\s*(?:from|import) (\w+)", path.read_text("utf-8"), re.M)) & files.keys()
+        code = re.sub(r"from lib import", "import", path.read_text("utf-8"))
+        imported = set(re.findall(r"^\s*(?:from|import) (?:lib\.)?(\w+)", code, re.M)) & files.keys()
         assert [other for other in imported if floor[other] < floor[name]] == [], name
 
 
 def test_quoted_messages_are_ours():
-    sources = [*ROOT.glob("*.py"), *ROOT.glob("*.sh"), *ROOT.glob("launch/*.py")]
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py"), *ROOT.glob("*.sh"), *ROOT.glob("launch/*.py")]
     code = "".join(path.read_text("utf-8") for path in sources if not path.name.startswith("test_"))
     page = (ROOT / "guide" / "6-when-something-goes-wrong.md").read_text("utf-8")
     quoted = re.findall(r"^- `([^`]+)`:", page, re.M)
@@ -173,6 +175,7 @@ def test_spelling():
     files = [
         *PAGES,
         *ROOT.glob("*.py"),
+        *ROOT.glob("lib/*.py"),
         *ROOT.glob("launch/*.py"),
         *ROOT.glob("bench/*.py"),
         *ROOT.glob("recipes/*.args"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from config import _read_recipe, parse_args
-from errors import ROOT, UserError
+from lib.errors import ROOT, UserError
 from model import Transformer, flops_per_token
 from test_shard import run_ranks
 
@@ -55,9 +55,10 @@ def words(recipe: str, folder) -> list[str]:
 def train(tmp_path, runs: list[list[str]]) -> None:
     """The runs one after the other, in the same two processes."""
     code = f"""
-import check, train
+import train
+from lib import check
 from config import parse_args
-from guard import Run
+from lib.run import Run
 ranks = shard.init_ranks()
 for words in {runs!r}:
     config = check.resolve(parse_args(words), ranks.device, ranks.world_size)

@@ -4,7 +4,7 @@ nothing of the run."""
 import pytest
 
 from config import parse_args, refuse_unsupported
-from errors import UserError
+from lib.errors import UserError
 from test_parity import Cell
 from test_shard import run_code
 
@@ -14,7 +14,8 @@ from test_shard import run_code
 CODE = """
 import random, sys
 import torch
-import fp8, guard, shard, test_parity, train
+import fp8, shard, test_parity, train
+from lib import run as guard
 from optim import keep_copies, make_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -17,12 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import activations
-import check
 import log
-import machine
 import shard
 from config import CONFLICTS, parse_args, refuse_unsupported
-from errors import UserError
+from lib import check, machine
+from lib.errors import UserError
 from model import MODELS, Transformer, random_init
 
 ROOT = Path(__file__).parent
@@ -89,7 +88,10 @@ def run_code(code: str, words: list[str], ranks: int = 1, env: dict | None = Non
 def run_ranks(n: int, code: str, *args: str, fresh: bool = False) -> str:
     """Runs Python code on n gloo ranks -> what they print. fresh: torchrun starts them, with this process's environment
     from their first moment on."""
-    code = "import sys; sys.path.insert(0, sys.argv[1])\nimport torch, guard, shard, test_shard\n" + code
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\nimport torch, shard, test_shard; from lib import run as guard\n"
+        + code
+    )
     if fresh:
         script = Path(args[0]) / "worker.py"
         script.write_text(code)
@@ -223,7 +225,7 @@ def test_faults_of_ranks_are_told_to_all_and_late_ones_are_not_waited_for(tmp_pa
     code = """
 import os, time, torch.distributed as dist
 from config import parse_args
-from errors import UserError
+from lib.errors import UserError
 ranks = shard.init_ranks()
 assert shard.on_every_rank(lambda: ranks.rank, ranks) == ranks.rank
 assert shard.on_first_rank(lambda: [ranks.rank] * 10**5, ranks) == [0] * 10**5
@@ -279,7 +281,7 @@ ROWS = {  # flags that ask for each line of config.CONFLICTS, in order, and two 
     ("", "cuda", "block"),
 ])  # fmt: skip
 def test_what_ends_before_compiling_pays_is_not_compiled(monkeypatch, words, device, chosen):
-    monkeypatch.setattr("machine.compiler_problem", lambda: "")
+    monkeypatch.setattr("lib.machine.compiler_problem", lambda: "")
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     config = parse_args(["@recipes/default.args", "--compile=auto", *words.split()])
     assert check._choose_compile(config, torch.device(device)) == chosen

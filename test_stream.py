@@ -16,16 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-import check
 import download
-import guard
-import rows
 import shard
 import stream
-import text as text_module
 from config import parse_args
 from data import make_loader, merge_positions
-from errors import Failure, UserError
+from lib import check, rows
+from lib import run as guard
+from lib import text as text_module
+from lib.errors import Failure, UserError
 from stream import HubFile, HubReader, Worker, find_text, permute
 from test_download import COMMITS, serve
 

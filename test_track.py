@@ -11,7 +11,7 @@ import pytest
 import log
 import records
 from config import parse_args
-from errors import UserError
+from lib.errors import UserError
 from test_log import make_log, record, start_logging, write_run
 from test_shard import run_code
 

@@ -20,11 +20,10 @@ import transformers
 
 import checkpoint
 import generate
-import machine
-import weights
 from config import parse_args
 from data import make_loader
-from errors import exit_status, explain
+from lib import machine, weights
+from lib.errors import exit_status, explain
 from model import Transformer
 from prepare import write_shard
 from shard import fill
@@ -36,7 +35,7 @@ FAST = ["--compile", "none", "--dtype", "fp32", "--seq_len", "64", "--micro_batc
 LINE = re.compile(r"Batch (\d+) Loss: ([\d.]+), Speed: ([\d.]+) samples/sec, lr: ([\d.]+)")
 
 
-SCRIPT = "import errors, os, train\n{}\nerrors.run_script(train.main)"
+SCRIPT = "from lib import errors\nimport os, train\n{}\nerrors.run_script(train.main)"
 
 
 def train(*args, ranks: int = 1, env: dict | None = None, status: int = 0, code: str = ""):
@@ -165,7 +164,7 @@ def test_a_rank_without_the_weights_is_named(tmp_path, text, old_run):
     """With --load direct; with rank0 it needs none."""
     shutil.copytree(old_run / "hf", tmp_path / "hf")
     code = """
-import check
+from lib import check
 if os.environ["RANK"] == "1":  # the other machine
     find = check.find
     check.find = lambda spec, flag: find(spec.replace("hf", "elsewhere") if flag == "--weights" else spec, flag)
@@ -384,7 +383,7 @@ def test_the_run_folder_is_not_blamed_for_the_end_of_what_reads_the_output():
 
 
 def test_closed_output_is_no_crash():
-    code = "import errors, sys; print(1); sys.stdout.flush(); print(2, file=sys.stderr, flush=True)"
+    code = "import sys; from lib import errors; print(1); sys.stdout.flush(); print(2, file=sys.stderr, flush=True)"
     assert subprocess.run(["bash", "-c", '"$0" -c "$1" >&- 2>&-', sys.executable, code], cwd=ROOT).returncode == 0
 
 

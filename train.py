@@ -12,8 +12,8 @@ Exit status: 0 finished or stopped, 2 a mistake in flags, files or data (one mes
 import os
 from typing import NamedTuple
 
-import errors  # first: it finds the Python that has torch
 from config import Config, parse_args
+from lib import errors  # first: it finds the Python that has torch
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     errors.end_with_torchrun()
@@ -25,15 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import activations
-import check
 import checkpoint
 import fp8
-import lora
-import machine
 import shard
 from data import IGNORE, Batch, Loader
 from generate import write_samples
-from guard import GradientGuard, Run
+from lib import check, lora, machine
+from lib.run import GradientGuard, Run
 from log import Log, describe_model, logger
 from model import Details, Transformer
 from optim import DTYPES, GradientReducer, keep_copies, learning_rate, make_optimizer, update

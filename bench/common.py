@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import ROOT, Failure  # first: it finds the Python that has torch
+from lib.errors import ROOT, Failure  # first: it finds the Python that has torch
 
 import numpy as np  # isort: skip
 import torch

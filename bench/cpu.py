@@ -20,12 +20,12 @@ from common import Row, Turn, failed, guarded, race, row, run_python, train_run 
 
 import torch  # isort: skip
 
-from errors import Failure
-from machine import available_memory
+from lib.errors import Failure
+from lib.machine import available_memory
+from lib.weights import export_model
 from model import Transformer, flops_per_token
 from peers import SIDE, fill, our_config, random_tokens
 from prepare import write_shard
-from weights import export_model
 
 SHAPES = {
     "llama": "--model llama2-7b --vocab_size 32000 --dim 512 --n_layers 8 --n_heads 8 --n_kv_heads 4 --ffn_dim 1408"

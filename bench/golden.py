@@ -25,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from errors import Failure, run_script  # first: it finds the Python that has torch
+from lib.errors import Failure, run_script  # first: it finds the Python that has torch
 
 FOLDER = Path(__file__).resolve().parent
 STEPS = 60
@@ -87,8 +87,8 @@ def write_data(folder: Path) -> None:
 def train_rank(index: int, recipe: str, dtype: str, port: int) -> None:
     """One of the three processes that train a recipe: the first alone, the others as two ranks."""
     import log
-    import rows
     import train
+    from lib import rows
 
     ranks, rank = (2, index - 1) if index else (1, 0)
     job = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}

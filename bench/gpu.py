@@ -21,7 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from errors import ROOT  # first: it finds the Python that has torch
+from lib.errors import ROOT  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 from torch import Tensor, nn
@@ -29,15 +29,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 import fp8
-import machine
 import peers
 import shard
 import train
-from check import resolve
 from common import Row, Turn, guarded, race, row, rows_of, timed
 from config import Config, parse_args
 from data import make_loader
 from generate import sample
+from lib import machine
+from lib.check import resolve
 from log import peak_flops
 from model import MODELS, Block, LossHead, ModelConfig, Transformer, flops_per_token
 from optim import DTYPES

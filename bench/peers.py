@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import errors  # noqa: F401  (first: it finds the Python that has torch)
+from lib import errors  # noqa: F401  (first: it finds the Python that has torch)
 
 import torch  # isort: skip
 from torch import Tensor, nn
@@ -157,7 +157,7 @@ def peer_step(
     """A peer with random weights and the shape and batch of our Config. nanoGPT keeps fp32 masters, as it does by
     itself; the others are bf16 throughout. mesh: FSDP2 keeps the state on the host, and blocks are recomputed. shared:
     as of our_step."""
-    from weights import config_json
+    from lib.weights import config_json
 
     with tempfile.TemporaryDirectory() as folder, torch.device(device):
         Path(folder, "config.json").write_text(json.dumps(config_json(config.model_config, torch.bfloat16)))
@@ -203,8 +203,8 @@ def batch_of(config):
 
 def fill(model, config, device: torch.device) -> None:
     """With the values that train.py begins with; with a GPU, random ones that it draws, which take no time."""
-    import check
     import shard
+    from lib import check
     from model import initial_std
 
     if device.type == "cpu":
@@ -218,9 +218,9 @@ def fill(model, config, device: torch.device) -> None:
 def our_step(config, ranks, shared: Contender | None = None, mesh=None) -> Contender:
     """shared: a contender whose parameters and optimizer it trains."""
     import fp8
-    import guard
     import optim
     import train
+    from lib import run as guard
 
     model = train.build(config, ranks, mesh)
     if shared:
@@ -242,8 +242,8 @@ def our_step(config, ranks, shared: Contender | None = None, mesh=None) -> Conte
 
 def our_config(flags: list[str]):
     import shard
-    from check import resolve
     from config import parse_args
+    from lib.check import resolve
 
     ranks = shard.init_ranks()
     return resolve(parse_args(flags), ranks.device, ranks.world_size), ranks

@@ -28,7 +28,13 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from errors import Failure, UserError, read_json, run_script, write_whole  # first: it finds the Python that has torch
+from lib.errors import (  # first: it finds the Python that has torch
+    Failure,
+    UserError,
+    read_json,
+    run_script,
+    write_whole,
+)
 
 import torch  # isort: skip
 

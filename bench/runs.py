@@ -20,18 +20,18 @@ import numpy as np  # isort: skip
 import torch
 
 import plan
-from check import resolve
 from config import Config, parse_args
 from data import Batch, make_loader
-from guard import GradientGuard
+from lib.check import resolve
+from lib.machine import GPUS
+from lib.run import GradientGuard
+from lib.weights import export_model
 from log import memory_gib
-from machine import GPUS
 from model import Transformer
 from optim import learning_rate, make_optimizer
 from peers import PEERS, adamw, fill, their_step
 from shard import ALONE
 from train import build, train_step
-from weights import export_model
 
 PLOTS = Path(__file__).parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

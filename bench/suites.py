@@ -25,14 +25,14 @@ import shard
 from config import parse_args
 from data import make_loader
 from generate import sample
-from guard import Run
+from lib.run import Run
+from lib.text import Encoder, TextFile, builtin_documents
+from lib.tokenizer import LLAMA3_SPLIT, load_tokenizer
+from lib.weights import export_model, open_weights, read_config
 from model import MODELS, ModelConfig, Transformer
 from optim import make_optimizer
 from peers import transformers
 from prepare import build, write_shard
-from text import Encoder, TextFile, builtin_documents
-from tokenizer import LLAMA3_SPLIT, load_tokenizer
-from weights import export_model, open_weights, read_config
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import re
 import pytest
 
 import golden
-from errors import Failure
+from lib.errors import Failure
 
 
 @pytest.mark.parametrize(

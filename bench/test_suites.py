@@ -16,7 +16,7 @@ import run
 import suites
 import train
 from common import Run, Turn, guarded, race, row
-from errors import Failure, UserError
+from lib.errors import Failure, UserError
 from shard import Ranks
 from test_shard import skip_plots
 

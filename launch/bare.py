@@ -75,6 +75,6 @@ if __name__ == "__main__":
     sys.meta_path.append(NotInstalled())
     from cluster import read_job, run_verb
     from doctor import hosts_to_sync
-    from errors import UserError
+    from lib.errors import UserError
 
     run_verb(train=look, doctor=look, sync=lambda words, _: hosts_to_sync(words) and 0)

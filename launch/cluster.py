@@ -36,7 +36,7 @@ from typing import NamedTuple, NoReturn
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
 from config import parse_args
-from errors import ROOT, UserError, missing_folders, printable, remove_empty, run_script
+from lib.errors import ROOT, UserError, missing_folders, printable, remove_empty, run_script
 from node import (
     FULL_DISK,
     KILLED,

@@ -32,7 +32,7 @@ from cluster import (
     settle_addresses,
     ssh_command,
 )
-from errors import ROOT, UserError, printable
+from lib.errors import ROOT, UserError, printable
 from node import OWN_FILES, Refused, content_hash, last_line, own_files, packages
 
 CLOCK = 2.0  # seconds that clocks may differ: more, and logs of several hosts cannot be read together

@@ -21,7 +21,7 @@ import node
 import top
 from cluster import Host, Supervisor, read_hosts, settle_addresses, share_machine
 from doctor import tournament
-from errors import UserError
+from lib.errors import UserError
 from log import write_status
 from test_launch import LIMIT, checkout, command_lines, contains, eventually, program  # noqa: F401
 

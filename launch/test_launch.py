@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = ["launch.sh", "env.sh", "requirements.txt", "hosts", "errors.py"]
+FILES = ["launch.sh", "env.sh", "requirements.txt", "hosts", "lib/errors.py"]
 # Stands in for config.py as the launcher uses it.
 FAKE_CONFIG = """
 from types import SimpleNamespace
@@ -92,9 +92,9 @@ write("finished", step)
 class Checkout:
     def __init__(self, folder: Path, short: Path):
         self.folder, self.short = folder, short
-        folder.mkdir()
+        (folder / "lib").mkdir(parents=True)
         for name in FILES:
-            shutil.copy(ROOT / name, folder)
+            shutil.copy(ROOT / name, folder / name)
         shutil.copytree(ROOT / "launch", folder / "launch")
         (folder / "train.py").write_text(FAKE_TRAIN)
         (folder / "config.py").write_text(FAKE_CONFIG)
@@ -313,8 +313,10 @@ esac"""
 def bare(checkout):
     """All files of ours, a python3 that has nothing, no .venv."""
     shutil.rmtree(checkout.folder / ".venv")
-    for path in [*ROOT.glob("*.py"), ROOT / "recipes"]:
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, checkout.folder / path.name)
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py"), *ROOT.glob("recipes/*")]:
+        target = checkout.folder / path.relative_to(ROOT)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(path, target)
     checkout.script(checkout.short / "bin" / "python3", BARE_PYTHON.format(python=sys.executable))
     return checkout
 
@@ -382,7 +384,7 @@ print("started", flush=True)
 while {gone == "before"} and os.getppid() == int(sys.argv[1]):
     time.sleep(0.01)
 sys.path.insert(0, {str(ROOT)!r})
-import errors
+from lib import errors
 errors.end_with_torchrun()
 print("asked", flush=True)
 time.sleep({LIMIT})

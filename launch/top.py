@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from cluster import ENDED, Watcher, hosts_of, pick_run, read_hosts, read_launch, run_verb, say
-from errors import UserError, printable
+from lib.errors import UserError, printable
 from node import read_json, tail
 
 EVERY = 2  # seconds between two pictures

@@ -1,4 +1,4 @@
-"""guard.py: verdicts are the same on all ranks; the oracle for what is skipped is a run that never had it."""
+"""lib/run.py: verdicts are the same on all ranks; the oracle for what is skipped is a run that never had it."""
 
 import os
 import signal
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import guard
-from errors import read_json
+from lib import run as guard
+from lib.errors import read_json
 from log import Clock, write_status
 from optim import update
 from shard import Ranks

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-import guard
-from errors import UserError
-from guard import TAKEN, RunLock, sees
+from lib import run as guard
+from lib.errors import UserError
+from lib.run import TAKEN, RunLock, sees
 
 
 @pytest.fixture

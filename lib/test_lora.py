@@ -1,4 +1,4 @@
-"""lora.py and its folders: the oracles are PEFT on transformers' models, the merged model, and a run that was never
+"""lib/lora.py and its folders: the oracles are PEFT on transformers' models, the merged model, and a run that was never
 interrupted. What sharding, compilation, checkpointing and packing change is in test_parity.py."""
 
 import json
@@ -13,14 +13,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-import lora
 import shard
 from config import parse_args
-from errors import UserError
+from lib import lora
+from lib.errors import UserError
+from lib.weights import export_adapter, export_model, load_model, open_adapter, open_weights
 from model import Transformer, random_init
 from optim import trained
 from test_train import FAST, train, values
-from weights import export_adapter, export_model, load_model, open_adapter, open_weights
 
 TARGETS = {
     "tiny-llama": ["q,k,v,o,gate,up,down", "q,v", "k,up"],

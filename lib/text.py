@@ -29,8 +29,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from errors import UserError, listed
-from tokenizer import chat_family, load_tokenizer, render_chat
+from lib.errors import UserError, listed
+from lib.tokenizer import chat_family, load_tokenizer, render_chat
 
 HUB = "hf://datasets/"  # begins the address of a data set on the hub
 TXT_PIECE = 2**24  # bytes up to which a .txt is tokenised as a whole; a longer one in pieces, cut between lines

@@ -9,30 +9,29 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from errors import UserError  # first: it finds the Python that has torch
+from lib.errors import UserError  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 
 import checkpoint
 import fp8
 import generate
-import lora
-import machine
 import plan
 import shard
 from attention import choose_backend
 from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch
 from data import Loader, open_checked, open_loaders
 from download import find
+from lib import lora, machine
+from lib.rows import Catalog
+from lib.tokenizer import load_tokenizer
+from lib.weights import dropout_note, open_adapter, refuse_in_the_way
+from lib.weights import open_weights as open_folder
 from log import COMPARED_AT, cpu_name, logger
 from model import Transformer, flops_per_token, random_init
 from optim import DTYPES
 from records import refuse_unusable
-from rows import Catalog
 from shapes import MODELS
-from tokenizer import load_tokenizer
-from weights import dropout_note, open_adapter, refuse_in_the_way
-from weights import open_weights as open_folder
 
 SHORT_SECONDS = 300  # what is compiled is faster by a tenth to a third
 CORE_FLOPS = 5e10  # per second, uncompiled: the default recipe's, in bf16, on a Xeon; wider models reach more

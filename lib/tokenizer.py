@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from download import find, read_file, read_object
-from errors import UserError, listed, printable
+from lib.errors import UserError, listed, printable
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Digits one by one, then GPT-2's: a run of white space before a digit stays whole, as before the end of the text.

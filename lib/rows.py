@@ -17,11 +17,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 import download
 from config import Config
-from errors import RankError, UserError
-from model import IGNORE
-from prepare import SIZES, find_shards, key_of, open_shard, prepare, read_index
-from stream import cores, fetch_whole, find_text, permute
-from text import (
+from lib.errors import RankError, UserError
+from lib.text import (
     BEGINS,
     ID,
     TRAINED,
@@ -34,10 +31,13 @@ from text import (
     kind_of,
     knows_text,
 )  # fmt: skip
-from tokenizer import load_tokenizer
+from lib.tokenizer import load_tokenizer
+from model import IGNORE
+from prepare import SIZES, find_shards, key_of, open_shard, prepare, read_index
+from stream import cores, fetch_whole, find_text, permute
 
 VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
-CACHE = Path(__file__).parent / "cache"
+CACHE = Path(__file__).parent.parent / "cache"
 PARALLEL = 2**25  # bytes of text from which it is tokenised by several processes
 OPEN_ROWS = 1000  # rows that a conversation may still be packed into
 BLOCK, READ = 2**16, 2**27  # bytes: of a file that are compared at a place, and of all files; see sample_digest

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from errors import RankFailure, UserError
+from lib.errors import RankFailure, UserError
 from model import CHUNK_BYTES
 from optim import local
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from config import Config
-from errors import Failure, UserError, explain, missing_folders, process_began, read_json, remove_empty, say_error
+from lib.errors import Failure, UserError, explain, missing_folders, process_began, read_json, remove_empty, say_error
 from log import Clock, start_logging, write_status
 from optim import GradientReducer, is_sharded, local, trained
 from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout, sync_gradients
@@ -558,7 +558,7 @@ class Watchdog:
             if state and status.get("state") == "running":
                 write_status(folder, state, max(self.clock.step, status["step"]), code, message)
                 with open(folder / "log.txt", "a") as f:
-                    f.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E [guard.py] {message}\n")
+                    f.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E [lib/run.py] {message}\n")
         if self.run.lock and state:
             self.run.lock.release()
         os._exit(code)

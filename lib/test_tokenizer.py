@@ -17,8 +17,8 @@ import sentencepiece
 import tokenizers
 import tokenizers.pre_tokenizers as pre
 
-import tokenizer as T
-from errors import UserError
+from lib import tokenizer as T
+from lib.errors import UserError
 
 TEXT = [text for _, text in sorted(topics.items())][:40]
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")

@@ -8,7 +8,7 @@ Frozen weights are kept in the compute dtype, A and B in --param_dtype; they are
 masters are. Embeddings, norms, the loss head and stacked experts have no adapters; there is no dropout.
 
 Sources: LoRA (arXiv 2106.09685); the names of the parts, the scale and A's initial variance are those of PEFT
-(github.com/huggingface/peft), whose folders weights.py reads and writes."""
+(github.com/huggingface/peft), whose folders lib/weights.py reads and writes."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import model as transformer
-from errors import UserError
+from lib.errors import UserError
 from model import Transformer, cast, initial_std, random_init
 from optim import DTYPES
 from shapes import ModelConfig

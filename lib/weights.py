@@ -32,18 +32,18 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import UserError, read_json, write_whole  # first: it finds the Python that has torch
+from lib.errors import UserError, read_json, write_whole  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-import lora
 from download import find, read_object, what_it_is
+from lib import lora
+from lib.tokenizer import chat_family, write_files
 from model import Transformer
 from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, fill, gather, on_all, on_first_rank
-from tokenizer import chat_family, write_files
 
 # ---- families
 
@@ -533,7 +533,7 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
 
 # ---- adapters, as PEFT keeps them
 
-# Fields of adapter_config.json, and the values that mean what lora.py computes; others may be null, false, 0 or empty.
+# Fields of adapter_config.json, and the values that lib/lora.py supports; others may be null, false, 0 or empty.
 ADAPTER_MEANS_OURS = _values("""
 peft_type            "LORA"
 bias                 "none"
@@ -546,7 +546,7 @@ target_modules exclude_modules megatron_core qalora_group_size
 
 
 def adapter_pieces(config) -> dict[str, list[Piece]]:
-    """For each adapter of lora.py the tensors of PEFT's file that make it up. config: a Config."""
+    """For each adapter of lib/lora.py the tensors of PEFT's file that make it up. config: a Config."""
     out = {}
     for name, m in lora.layers(lora.meta_model(config)).items():
         place, _, fused = name.rpartition(".")
@@ -562,13 +562,13 @@ def adapter_pieces(config) -> dict[str, list[Piece]]:
 
 
 def open_adapter(folder: Path, config) -> Read:
-    """Checks a PEFT adapter against the flags of a run -> read(name, slices) of lora.py's parameters. config: a
+    """Checks a PEFT adapter against the flags of a run -> read(name, slices) of lib/lora.py's parameters. config: a
     Config."""
     values, path = read_object(folder / "adapter_config.json"), folder / "adapter_config.json"
     known = ADAPTER_HARMLESS.split()
     for key, value in values.items():
         if value not in ADAPTER_MEANS_OURS[key] if key in ADAPTER_MEANS_OURS else value and key not in known:
-            raise UserError(f"{path}: {key} is {value!r}, which lora.py does not compute")
+            raise UserError(f"{path}: {key} is {value!r}, which lib/lora.py does not compute")
     file = TensorFile(folder / "adapter_model.safetensors")
     targets = {m[1] for name in file.entries if (m := re.search(r"\.(\w+)_proj\.lora_A\.weight$", name))}
     theirs = values.get("r"), values.get("lora_alpha"), targets
@@ -594,7 +594,7 @@ def _base_name(base: str) -> tuple[str, ...]:
 
 def export_adapter(config, read: Read, folder: Path) -> None:
     """Writes the folder that PEFT loads: adapter_config.json and adapter_model.safetensors, in fp32. config: a Config;
-    read: of lora.py's parameters."""
+    read: of lib/lora.py's parameters."""
     rows = [(piece, name) for name, row in adapter_pieces(config).items() for piece in row]
     folder.mkdir(exist_ok=True)
     temporary = folder / "adapter_model.safetensors.tmp"

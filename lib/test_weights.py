@@ -1,4 +1,4 @@
-"""weights.py. Oracles: transformers for what a folder means and for what an export is, the safetensors library for its
+"""lib/weights.py. Oracles: transformers for what folders and exports mean, the safetensors library for its
 bits, torch's own slicing for parts, the published config.json files for the rows of MODELS."""
 
 import json
@@ -22,13 +22,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import weights
-from errors import UserError
+from lib import weights
+from lib.errors import UserError
+from lib.weights import config_json, dropout_note, export_model, find_files, load_model, open_weights
 from model import MODELS, ModelConfig, Transformer, rope_frequencies
 from shapes import RopeScaling
 from test_model import BF16, FAMILY, error, make_reference, random_tokens
 from test_shard import run_code
-from weights import config_json, dropout_note, export_model, find_files, load_model, open_weights
 
 transformers.utils.logging.disable_progress_bar()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -319,7 +319,7 @@ from pathlib import Path
 import torch
 from model import ModelConfig
 from test_shard import peak_rss
-from weights import config_json, export, load_model, open_weights, pieces
+from lib.weights import config_json, export, load_model, open_weights, pieces
 
 def make(folder, n_layers):
     config = ModelConfig(vocab_size=2000, dim=512, n_layers=n_layers, n_heads=8, ffn_dim=2048, max_seq_len=64)

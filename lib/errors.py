@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 
 
 def human(n: int) -> str:
