@@ -11,8 +11,6 @@ TRAINED and BEGINS of lib/text.py); token_sizes.npy: the bytes of text that each
 for; index.json says what they were made from and with."""
 
 import argparse
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -22,18 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 import download
-from lib.errors import (
-    Progress,
-    UserError,
-    amount,
-    listed,
-    missing_folders,
-    read_json,
-    remove_empty,
-    write_whole,
-)
+from lib.errors import Progress, UserError, amount, listed, read_json, write_whole
 from lib.text import FORMATS, ID, VAL_EVERY, Encoder, TextFile, encode_rows, find_files, read_chat_fields
 from lib.tokenizer import load_tokenizer, token_sizes
 from stream import find_text, in_order
@@ -100,9 +90,15 @@ def find_shards(spec: str, flag: str) -> list[Path]:
 
 def read_index(folder: Path) -> dict:
     """index.json of a folder that we made; {} for shards of others."""
-    index = read_json(folder / "index.json")
-    if not index and (folder / "index.json").exists():
-        raise UserError(f"{folder}/index.json is no JSON object: prepare the folder again")
+    path = folder / "index.json"
+    try:
+        index = json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (ValueError, RecursionError):
+        index = None
+    if not isinstance(index, dict):
+        raise UserError(f"{path} is no JSON object: prepare the folder again")
     return index if "fingerprint" in index else {}
 
 
@@ -248,21 +244,6 @@ def _skip(bad, state, skip_bad):
         download.say(f"left out: {message}")
 
 
-@contextlib.contextmanager
-def _locked(out):
-    """A folder that no other call of `prepare` writes to meanwhile. Made if need be, and removed if it stays empty."""
-    new_folders = missing_folders(out)
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / ".lock", "w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            (out / ".lock").unlink(missing_ok=True)
-            remove_empty(new_folders)
-
-
 def key_of(sources: list[TextFile], encoder: Encoder, *how: int) -> str:
     """Differs where what is prepared does. how: what else it depends on."""
     made_with = [s.identity for s in sources], encoder[1:], load_tokenizer(encoder.tokenizer).fingerprint, how
@@ -281,7 +262,8 @@ def prepare(
     process that is at it."""
     key = key_of(sources, encoder, shard_tokens, val_every)
     note, piped = out / "progress.json", "-" in map(str, sources)
-    with _locked(out):
+    out.mkdir(parents=True, exist_ok=True)
+    with FileLock(out / ".lock"):  # the file stays: a process that waits for it must not be left with a removed one
         state = _find_work(out, key, piped)
         if "files" in state:
             return state

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import re
-import time
 
 import numpy as np
 import pytest
@@ -235,25 +234,29 @@ def test_text_is_tokenised_once_until_it_changes(tmp_path, text_cache, monkeypat
     assert bytes(read(config(path))[1:11]) == b"other line" and len(seen) == 4
 
 
-def test_two_processes_at_once(tmp_path, text_cache, monkeypatch):
-    path = tmp_path / "own.txt"
-    path.write_text("a line\n" * 100)
+@pytest.mark.parametrize("name, line", [("a.txt", "a line\n"), ("a.jsonl", '{"prompt": "one", "completion": "two"}\n')])
+def test_eight_processes_at_once(tmp_path, monkeypatch, name, line):
+    """All load, ten times, and only one of them prepares."""
+    (tmp_path / name).write_text(line * 100)
     fork = multiprocessing.get_context("fork")
-    both, encode, calls = fork.Barrier(2), ByteTokenizer.encode, fork.Value("i")
+    together, prepared, build = fork.Barrier(8), fork.Value("i"), prepare.build
 
-    def slowly(self, text):
-        calls.value += 1
-        time.sleep(0.3)  # the other process is waiting by now
-        return encode(self, text)
+    def counted_build(*args, **how):
+        with prepared.get_lock():
+            prepared.value += 1
+        return build(*args, **how)
 
-    monkeypatch.setattr(ByteTokenizer, "encode", slowly)
-    processes = [fork.Process(target=lambda: both.wait(60) or read(config(path))) for _ in range(2)]
+    def load():
+        for turn in range(10):
+            monkeypatch.setattr(rows, "CACHE", tmp_path / f"cache{turn}")
+            together.wait(60)
+            assert read(config(tmp_path / name))
+
+    monkeypatch.setattr(prepare, "build", counted_build)
+    processes = [fork.Process(target=load) for _ in range(8)]
     [p.start() for p in processes]
     [p.join(60) for p in processes]
-    assert [p.exitcode for p in processes] == [0, 0] and calls.value == 2  # the training and the validation part
-    assert len(list(text_cache.iterdir())) == 1
-    monkeypatch.setattr(ByteTokenizer, "encode", None)  # it is there
-    assert bytes(read(config(path))[1:] + read(config(path), "val")[1:]) == path.read_bytes()
+    assert [p.exitcode for p in processes] == [0] * 8 and prepared.value == 10
 
 
 def test_built_in_text(text_cache, monkeypatch):
