@@ -75,6 +75,8 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
+    if scaling.kind != "llama3":
+        raise ValueError(f"rope_scaling of kind {scaling.kind!r}: only 'llama3' is implemented")
     turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # rotations within the original context
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)  # 1: a fast frequency stays; 0: a slow one is divided by the factor
@@ -270,13 +272,29 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
+HEAD_ROWS = {"cuda": 64}  # a GPU's fastest kernels refuse logits whose rows are not multiples of 16 bytes
+
+
+def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """lm_head's weight [V, D] in the compute dtype, with rows of zeros up to a multiple of HEAD_ROWS."""
+    missing = -len(weight) % HEAD_ROWS.get(weight.device.type, 1)
+    if not missing:
+        return cast(weight, dtype)
+    w = torch.zeros(len(weight) + missing, weight.shape[1], dtype=dtype, device=weight.device)
+    w[: len(weight)] = cast(weight, weight.dtype)
+    return w
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Linear + cross-entropy in chunks of rows. The gradients are computed in the forward pass, chunk by chunk, so the
-    [N, V] logits never exist, neither now nor saved for the backward pass."""
+    [N, V] logits never exist, neither now nor saved for the backward pass.
+
+    Cross-entropy sees the V columns of the vocabulary. The columns that `padded` adds are zeros, which are their own
+    gradient, and the gradient of the weight leaves them out."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy) -> tuple[Tensor, Tensor]:
-        w = cast(weight, x.dtype)
+        w, V = padded(weight, x.dtype), len(weight)
         size = min(CHUNK_BYTES, max(CHUNK_BYTES // 5, 20 * w.numel()))
         rows = chunk_rows(len(x), size // (w.shape[0] * w.itemsize))
         losses, dw = [], None if weight.requires_grad else x.new_empty(0)
@@ -285,14 +303,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for a in range(0, len(x), rows):
             part = x[a : a + rows]
             logits = part @ w.T
-            losses.append(cross_entropy(logits, targets[a : a + rows], grads))
+            losses.append(cross_entropy(logits[:, :V], targets[a : a + rows], grads))
             if grads:
-                dx[a : a + rows] = logits @ w  # they are their gradient now
+                dx[a : a + rows] = logits @ w  # the logits have become their gradient
             if grads and weight.requires_grad:
                 dw = logits.T @ part if as_they_are else add_product(dw, logits.T, part)
             del logits  # before the next chunk's
         if grads:
-            ctx.save_for_backward(dx, dw.to(weight.dtype))
+            ctx.save_for_backward(dx, dw[:V].to(weight.dtype))
         losses = torch.cat(losses)
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses

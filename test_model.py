@@ -16,7 +16,7 @@ import attention
 import model as source
 from attention import BACKENDS
 from config import parse_args
-from model import MODELS, LossHead, ModelConfig, MoE, Transformer, grouped_matmul, random_init
+from model import MODELS, LossHead, ModelConfig, MoE, Transformer, grouped_matmul, random_init, rope_frequencies
 from shapes import RopeScaling
 from shard import fill
 from test_shard import run_code
@@ -288,6 +288,12 @@ def test_balancing_loss_is_that_of_transformers(filler):
         assert ours(*filled, details=True)[1].router_sums is None
 
 
+def test_an_unknown_kind_of_rope_scaling_is_refused():
+    config = replace(BASE, rope_scaling=RopeScaling(factor=4.0, kind="linear"))
+    with pytest.raises(ValueError, match="kind 'linear'"):
+        rope_frequencies(config, torch.device("cpu"))
+
+
 # ---- the loss head
 
 
@@ -311,8 +317,11 @@ MASKS = {"no mask": (15, 15, 15, 15), "uneven": (15, 0, 3, 8), "all masked": (0,
 
 @pytest.mark.parametrize("rows", [60, 7, 0], ids=lambda rows: f"{rows} rows a chunk")
 @pytest.mark.parametrize("mask", MASKS)
-def test_loss_head_is_cross_entropy(monkeypatch, mask, rows):
+@pytest.mark.parametrize("head_rows", [1, 64])
+def test_loss_head_is_cross_entropy(monkeypatch, mask, rows, head_rows):
+    """head_rows 64: the weight's copy is padded, as on a GPU."""
     head, x = make_head(), randn(4, 15, 16, seed=2).requires_grad_()
+    monkeypatch.setattr(source, "HEAD_ROWS", {"cpu": head_rows})
     monkeypatch.setattr(source, "CHUNK_BYTES", rows * 41 * 4)  # 0: less than one row, hence one row a chunk
     targets = uneven_targets(*MASKS[mask], length=15).clamp(max=40)
     loss, dx, dw, _ = cross_entropy_fp64(x, head.weight, targets)
@@ -326,13 +335,14 @@ def test_loss_head_is_cross_entropy(monkeypatch, mask, rows):
         assert head(x, targets)[0].item() == pytest.approx(loss.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1000, 1], ids=lambda rows: f"{rows} rows a chunk")
-def test_loss_head_in_bf16(monkeypatch, rows):
+@pytest.mark.parametrize("rows, head_rows", [(1000, 1), (1, 1), (1000, 64)])
+def test_loss_head_in_bf16(monkeypatch, rows, head_rows):
     """The log-sum-exp is fp32: the loss is that of the rounded logits. Gradients are within the bounds of their
     roundings, element by element: if a logit is off by at most d, a probability p is by 2 d p; gradients by logits and
     results are rounded once each. Hundreds of chunks of one sign would show if they were added up in bf16."""
     head, x = make_head(), randn(4, 250, 16, seed=2).abs().bfloat16().requires_grad_()
     monkeypatch.setattr(source, "CHUNK_BYTES", rows * 41 * 2)
+    monkeypatch.setattr(source, "HEAD_ROWS", {"cpu": head_rows})
     targets = uneven_targets(250, 0, 50, 130, length=250).clamp(max=3)
     w = head.weight.detach().bfloat16().double()
     _, dx, dw, dlogits = cross_entropy_fp64(x, w, targets)
