@@ -5,41 +5,54 @@
 Causality is `is_causal`, a boolean mask, or the shape of the blocks: never an additive mask, whose dtype has to follow
 the query's through every compiler pass (where it does not, training dies with "invalid dtype for bias").
 
-Back-ends: `sdpa`, torch's fused kernels; `blocked`, plain matrix products over blocks of queries for CPUs, where
-torch's kernel reaches a fraction of the matmul rate: a block of queries meets only the keys up to its own end, so half
-of the work is never done. It keeps the probabilities for the backward pass ([B, H, T, T] / 2), hence it is for short
-rows. `varlen` and `flash` are for documents that share a row on a GPU, and need no mask of T x T: torch's kernel for
-sequences of many lengths, and that of the flash-attn package (which runs plain rows, too). For the others a boolean
-mask says the same.
+Back-ends. `sdpa`: torch's fused kernels. `blocked`: plain matrix products over blocks of queries, for CPUs, where
+torch's kernel reaches a fraction of the matmul rate. A block of queries meets only the keys up to its own end, so half
+of the work is skipped. It keeps the probabilities for the backward pass ([B, H, T, T] / 2), so it suits short rows.
+`varlen` (torch) and `flash` (the flash-attn package, which also runs plain rows) are for several documents in a row on
+a GPU: they take the offsets of the documents. The other back-ends take a boolean mask of T x T instead.
 
-`auto` never takes flash-attn: on an A100 torch's own kernels are the same (FlashAttention 2), and from the H100 on
-torch prefers cuDNN's, which are faster (published: 1.7 to 2.3 times). What runs is in the log and in env.json.
+cuDNN never gets a mask: on an H100 its gradients can be NaN then (pytorch issue 196678).
+
+`varlen` runs FlashAttention 2. On an H100 with the flash_attn_interface package it runs FlashAttention 3, which torch
+activates through public functions, at about twice the rate. `auto` never takes `flash`: flash-attn 2 has the same
+kernels as torch, and for plain rows on an H100 torch prefers cuDNN's (published: 1.7 to 2.3 times as fast). The log and
+env.json name the kernel that runs.
 
 Letters: B batch, T tokens (queries), S keys, H heads, K key/value heads, h head_dim.
 """
 
 import importlib.util
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    sdpa_kernel,
+)
 
 BACKENDS = ("sdpa", "blocked")  # on every device
 PACKED = ("varlen", "flash")  # on GPUs; these take where documents begin, not a mask
 PIP = f"{sys.executable} -m pip install"  # into the Python that runs this
 INSTALL_FLASH = f"{PIP} packaging ninja && {PIP} flash-attn --no-build-isolation"
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+FA3 = "flash_attn_interface"  # the module that flash-attn's hopper/ folder installs
 BLOCK = 128  # queries per block: large enough for the matmul rate, small enough to skip nearly half of the work
 # Tokens of a row up to which blocks pay, uncompiled and compiled: beyond, what they store costs more than they save.
 BLOCKED_MAX_TOKENS = {False: 512, True: 1024}
 
 
 def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_len: int, head_dim: int = 64) -> str:
-    """Resolves `auto`, and refuses what cannot run here (ValueError). `varlen` is for rows of several documents, others
-    go to sdpa; `blocked` pays where it was measured to: in bf16 (in fp32 torch's CPU kernel is as fast), for short
-    rows."""
+    """Resolves `auto`; raises ValueError for a back-end that cannot run here. Activates FlashAttention 3 for `varlen`.
+
+    With `varlen`, rows of one document go to sdpa. `blocked` is chosen where it was measured to be faster: in bf16 (in
+    fp32 torch's CPU kernel is as fast) and for short rows."""
     old = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256 and not old
     if name in PACKED and not fits:
@@ -49,20 +62,28 @@ def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_
         )
     if name == "flash" and importlib.util.find_spec("flash_attn") is None:
         raise ValueError(f"--attention flash: the package flash-attn is not installed: {INSTALL_FLASH}")
-    if name != "auto":
-        return name
-    blocked = device_type == "cpu" and dtype == "bf16" and seq_len <= BLOCKED_MAX_TOKENS[compiled]
-    return "varlen" if fits else "blocked" if blocked else "sdpa"
+    if name == "auto":
+        blocked = device_type == "cpu" and dtype == "bf16" and seq_len <= BLOCKED_MAX_TOKENS[compiled]
+        name = "varlen" if fits else "blocked" if blocked else "sdpa"
+    if name == "varlen" and _has_fa3():
+        activate_flash_attention_impl("FA3")
+    return name
+
+
+def _has_fa3() -> bool:
+    known = "FA3" in list_flash_attention_impls() and importlib.util.find_spec(FA3) is not None
+    return known and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def kernel(backend: str, separate: bool, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> str:
-    """What runs in training, for env.json and the log. separate: rows hold several documents. heads: H, K, h."""
+    """The kernel that training runs, for env.json and the log. separate: rows hold several documents. heads: H, K,
+    h."""
     if backend == "flash":
         from importlib.metadata import version
 
         return f"flash-attn {version('flash-attn')}" + (", varlen" if separate else "")
     if backend == "varlen" and separate:
-        return "varlen, torch's"
+        return f"varlen, {current_flash_attention_impl() or 'FA2'}"
     masked = ", boolean mask" if separate else ""
     if backend == "blocked":
         return backend + masked
@@ -71,16 +92,17 @@ def kernel(backend: str, separate: bool, device: torch.device, dtype: torch.dtyp
     mask = torch.ones(1, 1, BLOCK, BLOCK, dtype=torch.bool, device=device) if separate else None
     shared = _shares_heads(q, H // K, mask)
     k = k if shared else q
-    choice = torch._fused_sdp_choice(q, k, k, attn_mask=mask, is_causal=mask is None, enable_gqa=shared)
+    with _kernels_for(mask):
+        choice = torch._fused_sdp_choice(q, k, k, attn_mask=mask, is_causal=mask is None, enable_gqa=shared)
     return f"sdpa, {SDPBackend(choice).name.lower()}{masked}"
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str = "sdpa") -> Tensor:
     """q [B, T, H, h], k and v [B, S, K, h] with K dividing H -> [B, T, H, h].
 
-    mask: None for plain causal attention (then T == S); or boolean [B or 1, 1, T, S], True where a query sees a key,
-    which says everything, causality too; or, for the back-ends in PACKED, int32 [N + 1]: where each of N documents
-    begins in the B T tokens, filled up with B T."""
+    mask: None for plain causal attention (then T == S). Boolean [B or 1, 1, T, S]: True where a query sees a key; it
+    must include causality. For the back-ends in PACKED, int32 [N + 1]: the offsets at which N documents begin in the
+    B T tokens, padded with B T."""
     group = q.shape[2] // k.shape[2]
     if mask is not None and mask.dtype == torch.int32:
         return _packed(q, k, v, mask, backend)
@@ -95,8 +117,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backe
         shared = _shares_heads(q, group, mask)
         if group > 1 and not shared:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shared)
+        with _kernels_for(mask):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shared)
     return out.transpose(1, 2)
+
+
+def _kernels_for(mask: Tensor | None):
+    return nullcontext() if mask is None else sdpa_kernel(WITHOUT_CUDNN)
 
 
 def _shares_heads(q: Tensor, group: int, mask: Tensor | None) -> bool:
@@ -105,11 +132,11 @@ def _shares_heads(q: Tensor, group: int, mask: Tensor | None) -> bool:
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str) -> Tensor:
-    """All rows are one sequence of documents to the kernels. No document is longer than a row, which is what they are
-    told: the true maximum would be a number that changes with the batch, and compiled code with it.
+    """The kernels see all rows as one sequence of documents. They get T as the length of the longest document: the true
+    maximum would change with the batch and recompile the code.
 
-    The backward pass keeps fp32 sums of 128 rows per entry of `begins` and head, beside those of the tokens: where
-    there are many entries, a few heads go at a time."""
+    The backward pass keeps fp32 sums of 128 rows per entry of `begins` and head, beside those of the tokens. With many
+    entries, a few heads are computed at a time."""
     B, T = q.shape[:2]
     if backend == "flash":
         from flash_attn import flash_attn_varlen_func
@@ -131,7 +158,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str) -> Te
 
 
 def _varlen_words(grouped: bool) -> dict:
-    """How varlen_attn is told of causality and shared heads: torch 2.11 to 2.13 differ."""
+    """Arguments of varlen_attn for causality and shared heads; torch 2.11 and 2.13 differ."""
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn
@@ -142,8 +169,8 @@ def _varlen_words(grouped: bool) -> dict:
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: int) -> Tensor:
-    """The heads of a group share their keys: they are like so many more rows of one head. The softmax computes in fp32
-    and keeps its result in the dtype of the products alone; slices of contiguous keys and values are no copies."""
+    """The query heads that share a key head are stacked as rows of one head. The softmax computes in fp32 and stores
+    its result in the dtype of the products. Slices of contiguous keys and values are views."""
     B, H, T, h = q.shape
     q, k, v = q * h**-0.5, k.flatten(0, 1), v.flatten(0, 1)  # k, v [B K, S, h]
     out = []

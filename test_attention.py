@@ -229,6 +229,35 @@ def test_gpu_model_compiles_with_each_kernel():
         assert max(values.values()) == pytest.approx(min(values.values()), rel=2e-3)
 
 
+def test_cudnn_never_gets_a_mask(monkeypatch):
+    """Also in a compiled graph, which is traced with the same switch."""
+    seen, fused = [], attention.F.scaled_dot_product_attention
+
+    def record(*args, **options):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return fused(*args, **options)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", record)
+    q, k, v, _ = make_inputs(8, 8, (2, 1))
+    expected = [attention.attention(q, k, v, mask) for mask in (None, causal(8, 8))]
+    assert seen == [True, False] and torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.undo()
+    compiled = torch.compile(attention.attention, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q, k, v, causal(8, 8)), expected[1])
+
+
+def test_packed_rows_use_flash_attention_3_where_it_is_installed(monkeypatch):
+    active = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", active.append)
+    for module in (None, "a spec"):
+        monkeypatch.setattr(attention.importlib.util, "find_spec", {attention.FA3: module}.get)
+        assert choose_backend("auto", "cuda", "bf16", True, 2048, 128) == "varlen"
+        assert choose_backend("sdpa", "cuda", "bf16", True, 2048, 128) == "sdpa"
+    assert active == ["FA3"]
+
+
 def test_flash_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=re.escape(f"{sys.executable} -m pip install flash-attn --no-build")):
