@@ -307,7 +307,8 @@ class Config:
     timeout: int = _free(
         600,
         "seconds without the end of a step after which the job ends and says where it hangs, a minute later at the"
-        " latest; the first step, an evaluation, a save and samples have 30 min",
+        " latest; the start, the first step, an evaluation, a save and samples have 30 min without progress: bytes"
+        " read or written are progress",
         least=1,
     )
     check: int = _free(

@@ -101,11 +101,15 @@ def make_mesh(shard_size: int, ranks: Ranks, offload: bool = False) -> DeviceMes
 
 
 def set_timeout(seconds: int, ranks: Ranks, mesh: DeviceMesh | None) -> None:
-    """From now on a rank that waits this long for another ends the job. All groups have the start's long limit before:
-    reading weights and compiling take some ranks longer than others. The watchdogs (lib/run.py) come first."""
-    groups = [] if mesh is None else [None, ranks.control, *mesh.get_all_groups()]
-    for group in groups if ranks.world_size > 1 else []:
+    """Sets how long collectives wait for a rank. Their error names nobody: the watchdogs (lib/run.py), which name the
+    rank, must always come first. They set no limit to a save that makes progress, so nor do the groups that wait for
+    it."""
+    if ranks.world_size == 1:
+        return
+    for group in [None, *mesh.get_all_groups()]:
         _set_pg_timeout(timedelta(seconds=seconds + WATCHDOG), group)
+    for group in (ranks.control, ranks.saving):
+        _set_pg_timeout(timedelta(days=30), group)
 
 
 # ---- the build order

@@ -863,8 +863,8 @@ def test_a_hung_rank_is_named_within_the_limit(tmp_path, text, kind):
 @pytest.mark.slow
 def test_a_process_alone_that_hangs_ends_and_a_long_evaluation_does_not(tmp_path, text):
     code = """
-evaluate = train.evaluate
-train.evaluate = lambda *a: time.sleep(4) or evaluate(*a)
+reshard = shard.reshard
+shard.reshard = lambda model: time.sleep(4) or reshard(model)  # at the end of an evaluation
 at_step(6, lambda: time.sleep(300))
 """
     flags = ["--steps", 9, "--timeout", 2, "--eval_every", 4, "--eval_batches", 1]
@@ -873,6 +873,45 @@ at_step(6, lambda: time.sleep(300))
     assert status == 1 and "After step 5: no step has ended for" in said, said
     assert job.status["state"] == "failed" and not (tmp_path / "run/lock").exists()
     assert "train.py" in next((tmp_path / "run/logs").glob("*/rank-00000-stacks.txt")).read_text()
+
+
+HANGS_OUTSIDE_STEPS = {
+    # code, ranks, the phase
+    "start": ("shard.make_mesh = lambda *a: time.sleep(300)", 1),
+    "compile": ("at_step(1, lambda: RANK == 0 and time.sleep(300))", 2),
+    "saves": ("write_file = checkpoint.write_file\ncheckpoint.write_file = lambda *a: time.sleep(300)", 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", HANGS_OUTSIDE_STEPS)
+def test_a_hang_outside_the_steps_names_rank_host_and_phase(tmp_path, text, phase):
+    code, ranks = HANGS_OUTSIDE_STEPS[phase]
+    flags = ["--steps", 9, "--timeout", 2, "--save_every", 3, "--save_async", "off"]
+    job = Job(tmp_path / "run", text, *flags, ranks=ranks, code=f"guard.LONG, guard.LOOK_AT_DISKS = 6, 1\n{code}")
+    status, stderr = job.end()
+    named = "rank 0 on {0}: After step {1}: no step has ended for [0-9]+ s, in phase '{2}'"
+    if phase == "compile":  # inside it the first batch is read
+        named = "rank 0 on {0} is behind: its last step was {1}, it is in 'data'"
+    assert status == 1 and re.search(named.format(platform.node(), 3 * (phase == "saves"), phase), stderr), stderr
+
+
+@pytest.mark.slow
+def test_a_slow_save_that_makes_progress_is_not_a_hang(tmp_path, text):
+    """Rank 1 writes for longer than the limit, and rank 0 waits for it."""
+    code = """
+guard.LONG, guard.LOOK_AT_DISKS = 3, 0.5
+write_file = checkpoint.write_file
+def slow(path, rows):
+    for i in range(30 * RANK):
+        pathlib.Path(f"{path}.slow").write_bytes(bytes(200000))
+        time.sleep(0.3)
+    return write_file(path, rows)
+checkpoint.write_file = slow
+"""
+    flags = ["--steps", 6, "--timeout", 2, "--save_every", 6, "--save_async", "off"]
+    status, stderr = Job(tmp_path / "run", text, *flags, code=code).end()
+    assert status == 0, stderr
 
 
 @pytest.mark.slow

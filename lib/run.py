@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import platform
+import re
 import secrets
 import select
 import signal
@@ -39,7 +40,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it gives up
 TOGETHER = 2.0  # seconds within which signals are one
 ANSWER = 20.0  # seconds that a rank which was told to stop waits for others
-LONG = 1800  # seconds that the first step, an evaluation or a save may take
+LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
+LOOK_AT_DISKS = 10.0  # seconds between two looks at the bytes that ranks have read and written
+MOVING = 2**16  # bytes between two looks from which on a disk makes progress
 TOUCH = 10.0  # seconds between touches of the lock; one that three of them miss is stale
 LOOK = 15.0  # seconds for a file to appear on another machine
 BEFORE_A_STEP = {"lock", "status.json", "log.txt", "flags.json", "env.json"}  # of the files of a run folder
@@ -65,8 +68,8 @@ class Run:
         self.lock: RunLock | None = None
         self.new_folders: list[Path] = []  # the run folder and those around it that were not there, on rank 0
         self.mesh: DeviceMesh | None = None
-        # with run.phase(NAME): time inside belongs to NAME; the watchdog grants "data" and "steps" --timeout, any other
-        # LONG at least.
+        # with run.phase(NAME): time inside belongs to NAME. The watchdog allows --timeout in "data" and "steps", and in
+        # any other phase at least LONG without progress.
         self.phase = self.clock.part
         self.began, self.exit_code = False, 1
         self.at_end: list[Callable[[], None]] = []  # called when all is done, or has failed; they must not raise
@@ -115,18 +118,17 @@ class Run:
         on_first_rank(lambda: write_status(self.folder, state, step, **more), self.ranks)
 
     def add_mesh(self, mesh: DeviceMesh | None) -> None:
-        """Its groups tell the watchdog how far a rank is, and get --timeout after the first step."""
+        """The watchdog counts the collectives of the mesh's groups to tell how far a rank is."""
         self.mesh = mesh
         self.watchdog.groups += mesh.get_all_groups() if mesh is not None and self.watchdog.groups else []
+        set_timeout(max(self.config.timeout, LONG), self.ranks, mesh)
 
     def watch_data(self, *loaders) -> None:
         """Loaders (or None) that tell the watchdog what they wait for."""
         self.watchdog.loaders = [loader for loader in loaders if loader]
 
     def finish_step(self, step: int) -> None:
-        """Notes that a step is done. After the first, which compiles, ranks wait --timeout for each other."""
-        if self.clock.stack[-1] != "steps":
-            set_timeout(self.config.timeout, self.ranks, self.mesh)
+        """Notes that a step is done."""
         self.clock.switch("steps", step)
 
     def end(self, state: str, step: int) -> None:
@@ -445,20 +447,24 @@ class StopVote:
 
 
 class Watchdog:
-    """A thread that keeps the run folder's lock, and ends this process at a second signal to stop (unless it comes with
-    the first: Slurm signals torchrun and ranks alike, and torchrun passes its own on), and when it hangs: when a phase
-    outlasts its limit, or no step ends after a signal to stop. Then every rank's watchdog writes its Python stacks to
-    logs/HOST, and the ranks tell each other how far they are, through the store that they met at: so the one that is
-    behind can be named, even if all main threads are blocked."""
+    """A thread that keeps the run folder's lock and ends this process at a second signal to stop or when it hangs.
+
+    Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
+    signal on. The process hangs when no step ends for --timeout seconds; when another phase makes no progress for LONG
+    seconds, where bytes that any rank reads or writes are progress; or when no step ends after a signal to stop. Then
+    every rank's watchdog writes its Python stacks to logs/HOST, and the ranks exchange their positions through the
+    store. So the rank that is behind is named even if all main threads are blocked."""
 
     def __init__(self, run: Run):
         self.run, self.ranks, self.clock = run, run.ranks, run.clock
         many = run.ranks.world_size > 1
         self.groups = [None, run.ranks.control] if many else []  # their collectives tell how far a rank is
         self.store = dist.distributed_c10d._get_default_store().clone() if many else None
+        self.transfer_store = self.store.clone() if many else None  # a connection that one late answer cannot confuse
         self.stopped_at: float | None = None  # when a signal to stop came
         self.loaders: list = []  # data.Loader
         self.longest = 0.0  # seconds between changes of the clock so far, in steps
+        self.looked_at_disks, self.bytes, self.transfers, self.transferred = 0.0, 0, 0, 0.0
         self.ended = False
         self.signals, self.sender = socket.socketpair()
         self.sender.setblocking(False)
@@ -480,19 +486,32 @@ class Watchdog:
 
     def _check_progress(self) -> None:
         now, phase, timeout = time.perf_counter(), self.clock.stack[-1], self.run.config.timeout
-        idle, in_step = now - self.clock.since, phase in ("steps", "data")
-        if phase in ("start", "compile"):  # which may take longer than whoever asks waits; nothing is to be saved
-            if self.stopped_at:
-                self._end("stopped before the first step", [], "stopped", int(self.ranks.world_size > 1))
-            return
-        patience = max(ANSWER, 2 * self.longest)
+        in_step, patience = phase in ("steps", "data"), max(ANSWER, 2 * self.longest)
+        idle = now - (self.clock.since if in_step else max(self.clock.since, self._last_transfer(now)))
+        if self.stopped_at and phase in ("start", "compile"):  # nothing is to be saved
+            self._end("stopped before the first step", [], "stopped", int(self.ranks.world_size > 1))
         if in_step and self.stopped_at and idle > patience:
             if now - self.stopped_at > patience:
                 self._hang(f"told to stop, and no step has ended for {idle:.0f} s: nothing is saved")
         elif idle > (timeout if in_step else max(timeout, LONG)):
-            self._hang(f"no step has ended for {idle:.0f} s (--timeout {timeout})")
+            self._hang(f"no step has ended for {idle:.0f} s, in phase {phase!r} (--timeout {timeout})")
         if in_step:
             self.longest = max(self.longest, idle)
+
+    def _last_transfer(self, now: float) -> float:
+        """When some rank was last seen reading or writing. While one rank writes, others wait for it: so each rank adds
+        its transfers to a count in the store."""
+        if now - self.looked_at_disks < LOOK_AT_DISKS:
+            return self.transferred
+        counters = re.findall(r"(?:rchar|wchar|read_bytes|write_bytes): (\d+)", Path("/proc/self/io").read_text())
+        before, self.bytes, self.looked_at_disks = self.bytes, sum(map(int, counters)), now
+        transfers = self.transfers + (self.bytes - before > MOVING)
+        if self.transfer_store is not None:
+            with contextlib.suppress(Exception):  # its machine is gone
+                transfers = self.transfer_store.add("flatland/transfers", int(self.bytes - before > MOVING))
+        if transfers != self.transfers:
+            self.transfers, self.transferred = transfers, now
+        return self.transferred
 
     def _awaited(self) -> str:
         """The file of the hub that a step waits for which hangs on data, in words."""
