@@ -890,10 +890,11 @@ def test_a_hang_outside_the_steps_names_rank_host_and_phase(tmp_path, text, phas
     flags = ["--steps", 9, "--timeout", 2, "--save_every", 3, "--save_async", "off"]
     job = Job(tmp_path / "run", text, *flags, ranks=ranks, code=f"guard.LONG, guard.LOOK_AT_DISKS = 6, 1\n{code}")
     status, stderr = job.end()
-    named = "rank 0 on {0}: After step {1}: no step has ended for [0-9]+ s, in phase '{2}'"
-    if phase == "compile":  # inside it the first batch is read
-        named = "rank 0 on {0} is behind: its last step was {1}, it is in 'data'"
-    assert status == 1 and re.search(named.format(platform.node(), 3 * (phase == "saves"), phase), stderr), stderr
+    step = 2 if phase == "saves" else 0
+    named = f"rank 0 on {platform.node()}: After step {step}: no step has ended for [0-9]+ s, in phase '{phase}'"
+    assert status == 1 and re.search(named, stderr), stderr
+    behind = f"rank 0 on {platform.node()} is behind: its last step was 0, it is in 'compile'"
+    assert phase != "compile" or behind in stderr, stderr
 
 
 @pytest.mark.slow
@@ -965,6 +966,16 @@ def test_a_second_signal_stops_at_once_even_in_a_collective(tmp_path, text):
         time.sleep(wait)
     assert job.end(10)[0]
     assert job.status["state"] == "stopped" and "at once" in job.status["message"]
+
+
+def test_the_error_file_of_a_rank_tells_its_failure_from_a_peers(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    peers = [torch.distributed.DistNetworkError("x"), RuntimeError("[gloo/transport/tcp/pair.cc:9] Read error")]
+    own = [KeyError("store"), UserError("Timed out"), OSError("Broken pipe"), RuntimeError("checkpoint.restore: peer")]
+    for error in peers + own:
+        guard.record_failure(error)
+        message = read_json(tmp_path / "error.json")["message"]["message"]
+        assert message.startswith("PeerFailure: ") == (error in peers), message
 
 
 @pytest.mark.slow

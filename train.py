@@ -23,6 +23,7 @@ if __name__ == "__main__":
 import torch  # isort: skip
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import activations
 import checkpoint
@@ -225,4 +226,4 @@ def finish(config: Config, step: int, ranks: shard.Ranks, run: Run) -> None:
 
 
 if __name__ == "__main__":
-    errors.run_script(main)
+    errors.run_script(record(main))

@@ -38,11 +38,8 @@ WITHOUT_WORKERS = 20  # seconds that torchrun may live on after its workers: its
 FULL_DISK = 30  # seconds that an agent tries to write its result where there is no room
 # How sure it is that a cause is the first one of the whole job; of the same certainty, the earliest comes first.
 KILLED, FAILED, FOLLOWED, TERMINATED, UNKNOWN, WAITED = range(6)
-# What a rank says when it fails because another one did.
-OF_A_PEER = re.compile(
-    r"Connection (reset|closed|refused)|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|unhandled system error|"
-    r"Socket|peer|store|was not answered"
-)
+# The errors of a rank that failed because another one did (lib/run.py, torch.distributed), as its error file begins
+OF_A_PEER = re.compile(r"(PeerFailure|Dist\w*Error): ")
 # The variables that a tmux server gets: it keeps the environment that it was started with, and shows it to anyone.
 PLAIN_ENVIRONMENT = "HOME LANG LOGNAME PATH SHELL TERM TMPDIR TMUX_TMPDIR USER XDG_RUNTIME_DIR"
 OWN_FILES = "*.py *.sh *.sbatch *.toml requirements.txt recipes/*.args launch/*.py bench/*.py bench/*.json"
@@ -126,7 +123,7 @@ def processes(logs):
         command = read(f"/proc/{pid}/cmdline")
         if f"TORCHELASTIC_ERROR_FILE={logs}" in read(f"/proc/{pid}/environ"):
             workers.append(pid)
-        elif re.search(rf"(torch\.distributed\.run|node\.py).*\0{re.escape(logs[:-1])}[/\0]", command, re.S):
+        elif re.search(rf"node\.py.*\0{re.escape(logs[:-1])}[/\0]", command, re.S):
             keepers.append(pid)
     return keepers, workers
 
@@ -195,7 +192,9 @@ def agent(logs, timeout, ranks, command):
         time.sleep(0.3)
     kill(processes(marker)[1], signal.SIGKILL)
     status = record["exit"] = child.returncode
-    failures = parse_failures(read(logs / "agent.stderr.log")) if is_torchrun else [(0, 0, status)] * bool(status)
+    failures = [[0, 0, status, ""]] * bool(status)
+    if is_torchrun:
+        failures = read_json(logs / "failures.json").get("failures", [])
     record["cause"] = None if signals and status < 0 else cause_on_this_host(logs, status, failures, waited)
     time.sleep(0.4)
     pane.terminate()
@@ -233,8 +232,8 @@ def attend(child, logs, signals, record):
 
 def cause_on_this_host(logs, status, failures, waited):
     """What went wrong first on this host, where the agent's command has ended with that status; None: nothing.
-    failures: (rank, local rank, exit status) of each. waited: its workers had ended, torchrun went on waiting for other
-    hosts, and its agent killed it."""
+    failures: (rank, local rank, exit status, error) of each. waited: its workers had ended, torchrun went on waiting
+    for other hosts, and its agent killed it."""
     screen = logs / "agent.stderr.log"
     causes = [rank_cause(logs, *failure) for failure in failures]
     if causes:  # torchrun kills those that do not end when another one has failed
@@ -251,26 +250,33 @@ def cause_on_this_host(logs, status, failures, waited):
     return {"sure": sure, "what": what, "status": status, "file": str(screen), "tail": end}
 
 
-def rank_cause(logs, rank, local_rank, status):
-    """A failed rank's part in the end of the job, as far as its status and its last lines tell."""
+def rank_cause(logs, rank, local_rank, status, error):
+    """A failed rank's part in the end of the job, as far as its exit status and its error file tell."""
     file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), logs / "agent.stderr.log")
-    end, how = tail(file, 30), f"failed with status {status}"
-    if status < 0:
-        how = f"was ended by {signal.Signals(-status).name}"
-    sure = {-signal.SIGTERM: TERMINATED, -signal.SIGKILL: KILLED}.get(status, FAILED)
-    if sure == FAILED and status != 2 and (OF_A_PEER.search(end) or (status > 0 and not end)):
-        sure = FOLLOWED
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
+    # NCCL aborts a process whose peers do not answer
+    by_status = {-signal.SIGTERM: TERMINATED, -signal.SIGKILL: KILLED, -signal.SIGABRT: FOLLOWED}
+    sure = FOLLOWED if OF_A_PEER.match(error) else by_status.get(status, FAILED)
     what = f"rank {rank} on {logs.parent.name} {how}"
-    return {"sure": sure, "what": what, "status": status, "file": str(file), "tail": end}
+    return {"sure": sure, "what": what, "status": status, "file": str(file), "tail": tail(file, 30)}
 
 
-def parse_failures(text):
-    """What torchrun says of the workers that failed on this host, the one first that it saw failing first.
-    -> (rank, local rank, exit status)"""
-    others, _, root = text.rpartition("Root Cause")
-    pattern = r"rank\s*:\s*(\d+) \(local_rank: (\d+)\)\s*\n\s*exitcode\s*:\s*(-?\d+)"
-    found = re.findall(pattern, root) + re.findall(pattern, others)
-    return [tuple(map(int, numbers)) for numbers in found]
+def torchrun(logs, words):
+    """torch.distributed.run in this process. Failed ranks go to failures.json, the one first that torchrun saw failing
+    first. An error file alone would not do: a rank that was killed writes none, and torchrun copies only one of them
+    to its own."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    try:
+        main(words)
+    except ChildFailedError as error:
+        failures = []
+        for rank, failure in error.failures.items():
+            message = failure.message["message"] if isinstance(failure.message, dict) else ""
+            failures.append([rank, failure.local_rank, failure.exitcode, message])
+        write_whole(logs / "failures.json", json.dumps({"failures": failures}))
+        return 1
 
 
 def write_record(logs, record):
@@ -406,14 +412,14 @@ def log_folder(request):
 
 
 TORCHRUN = (
-    "{python} -m torch.distributed.run --nnodes {nodes} --nproc-per-node {slots} --max-restarts 0 --rdzv-backend c10d"
-    " --rdzv-endpoint {endpoint} --rdzv-id {id} --rdzv-conf is_host={is_host:d},join_timeout={join_timeout}"
-    " --local-addr {address} --redirects 3 --log-dir {logs}"
+    "{python} launch/node.py torchrun {logs} --nnodes {nodes} --nproc-per-node {slots} --max-restarts 0"
+    " --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id {id}"
+    " --rdzv-conf is_host={is_host:d},join_timeout={join_timeout} --local-addr {address} --redirects 3 --log-dir {logs}"
 )
 # One process alone needs no torchrun, which would import torch before it does.
 ALONE = (
-    "env TORCHELASTIC_RUN_ID={id} TORCHELASTIC_ERROR_FILE={logs}/ RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1"
-    " {python}"
+    "env TORCHELASTIC_RUN_ID={id} TORCHELASTIC_ERROR_FILE={logs}/error.json RANK=0 LOCAL_RANK=0 WORLD_SIZE=1"
+    " LOCAL_WORLD_SIZE=1 {python}"
 )
 
 
@@ -688,6 +694,8 @@ def main(name):
 if __name__ == "__main__":
     if sys.argv[1] == "agent":
         sys.exit(agent(Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), sys.argv[5:]))
+    if sys.argv[1] == "torchrun":
+        sys.exit(torchrun(Path(sys.argv[2]), sys.argv[3:]))
     if sys.argv[1] == "enter":
         enter(sys.argv[2])
     main(sys.argv[1])

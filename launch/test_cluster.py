@@ -121,16 +121,23 @@ def test_a_machines_gpus_are_divided_among_its_nodes(gpus, slots, nproc, expecte
 
 
 BUG = "Traceback\nKeyError: 'x'"
-RESET = "RuntimeError: Connection reset by peer"
+PEER = "PeerFailure: RuntimeError: Connection reset by peer"
 CAUSES = {
-    # torchrun's failures as (rank, status, the end of its log), root cause last; torchrun's status -> sure, the words
-    "a bug": ([(0, -15, ""), (1, 1, BUG)], 1, node.FAILED, "rank 1 on a failed with status 1"),
-    "a bug, and torchrun killed a deaf one": ([(0, -9, ""), (1, 1, BUG)], 1, node.FAILED, "rank 1 on a failed"),
-    "killed": ([(0, 1, RESET), (1, -9, "")], 1, node.KILLED, "rank 1 on a was ended by SIGKILL"),
-    "a peer's end": ([(0, 1, RESET)], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
-    "NCCL's abort at a peer's end": ([(0, -6, "Watchdog caught: Timeout")], 1, node.FOLLOWED, "SIGABRT"),
+    # failed ranks as (rank, exit status, error), the first one first; torchrun's status -> sure, words
+    "a bug": ([(1, 1, "KeyError: 'x'"), (0, -15, "")], 1, node.FAILED, "rank 1 on a failed with status 1"),
+    "a bug, and torchrun killed a deaf one": ([(1, 1, "KeyError"), (0, -9, "")], 1, node.FAILED, "rank 1 on a failed"),
+    "a bug in restore": (
+        [(1, 1, "RuntimeError: checkpoint.restore, Socket, peer")],
+        1,
+        node.FAILED,
+        "rank 1 on a failed",
+    ),
+    "killed": ([(0, 1, PEER), (1, -9, "")], 1, node.KILLED, "rank 1 on a was ended by SIGKILL"),
+    "a peer's end": ([(0, 1, PEER)], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
+    "the store's end": ([(0, 1, "DistNetworkError: x")], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
+    "NCCL's abort at a peer's end": ([(0, -6, "")], 1, node.FOLLOWED, "SIGABRT"),
     "a segmentation fault": ([(0, -11, "")], 1, node.FAILED, "rank 0 on a was ended by SIGSEGV"),
-    "the user's mistake": ([(0, 2, "error: --timeout 0")], 1, node.FAILED, "status 2"),
+    "the user's mistake": ([(0, 2, "UserError: --timeout 0")], 1, node.FAILED, "status 2"),
     "ended from outside": ([(0, -15, "")], 1, node.TERMINATED, "SIGTERM"),
     "torchrun was killed": ([], -9, node.KILLED, "torchrun on a was ended by SIGKILL"),
     "its agent killed it": ([], None, node.WAITED, "torchrun on a waited for the other hosts in vain"),
@@ -140,23 +147,38 @@ CAUSES = {
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_the_first_cause_on_a_host(tmp_path, name):
-    failed, status, sure, said = CAUSES[name]
-    logs, report = tmp_path / "a" / "id", []
-    for rank, number, end in failed:
+    failed, status, sure, words = CAUSES[name]
+    logs = tmp_path / "a" / "id"
+    for rank, number, _ in failed:
         file = logs / "x" / "attempt_0" / str(rank) / "stderr.log"
         file.parent.mkdir(parents=True)
-        file.write_text(end)
-        report.append(f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {number} (pid: 9)\n")
-    logs.mkdir(parents=True, exist_ok=True)
-    (logs / "agent.stderr.log").write_text(
-        "\n".join([*report[:-1], "Root Cause (first observed failure):", *report[-1:]])
-    )
-    failures = node.parse_failures((logs / "agent.stderr.log").read_text())
+        file.write_text(f"the end of {rank}: {number}")
+    failures = [(rank, rank, number, error) for rank, number, error in failed]
     cause = node.cause_on_this_host(logs, status or -9, failures, waited=status is None)
-    assert cause["sure"] == sure and said in cause["what"]
-    assert cause["tail"] == (next(end for _, number, end in failed if number == cause["status"]) if failed else
-                             node.tail(logs / "agent.stderr.log", 30) * (status == 1))  # fmt: skip
+    assert cause["sure"] == sure and words in cause["what"]
+    assert not failed or cause["tail"].endswith(f": {cause['status']}")
     assert node.cause_on_this_host(logs, 0, [], waited=False) is None
+
+
+FAILING_RANKS = """
+import os, signal, sys, time
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    if os.environ["RANK"] == "0":
+        time.sleep(60)
+    raise KeyError("store")
+main()
+"""
+
+
+def test_torchrun_names_the_failed_ranks_with_their_errors(tmp_path):
+    (tmp_path / "ranks.py").write_text(FAILING_RANKS)
+    command = [sys.executable, cluster.ROOT / "launch" / "node.py", "torchrun", tmp_path, "--standalone"]
+    command += ["--nproc-per-node", "2", "--log-dir", tmp_path, "--redirects", "3", tmp_path / "ranks.py"]
+    assert subprocess.run(list(map(str, command)), capture_output=True, timeout=LIMIT).returncode == 1
+    failures = node.read_json(tmp_path / "failures.json")["failures"]
+    assert failures == [[1, 1, 1, "KeyError: 'store'"], [0, 0, -signal.SIGTERM, failures[1][3]]]
 
 
 def end(sure: int, what: str, ago: float = 0.0, **more) -> dict:
@@ -433,15 +455,6 @@ def test_the_command_that_goes_on_with_the_others(tmp_path):
     first, _, last = supervisor.without((supervisor.hosts[2],)).partition("\n")
     command = """bash launch.sh --hosts a,me@b:22 --nproc 2 --data 'it'"'"'s here' --out {} --batch_tokens 384"""
     assert "c did not come back" in first and last.strip() == command.format(tmp_path)
-
-
-def test_torchruns_report_of_failures():
-    failure = (
-        "[0]:\n  time      : 2026\n  host      : node2\n  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 9)\n"
-    )
-    report = "train.py FAILED\n---\nFailures:\n{}  error_file: <N/A>\n---\nRoot Cause (first observed failure):\n{}"
-    text = report.format(failure.format(3, 1, -15), failure.format(2, 0, 1))
-    assert node.parse_failures(text) == [(2, 0, 1), (3, 1, -15)]
 
 
 def test_a_host_where_nothing_is_left_says_so(tmp_path):

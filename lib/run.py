@@ -29,9 +29,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import Config
-from lib.errors import Failure, UserError, explain, missing_folders, process_began, read_json, remove_empty, say_error
+from lib.errors import (
+    Failure,
+    RankFailure,
+    UserError,
+    explain,
+    missing_folders,
+    process_began,
+    read_json,
+    remove_empty,
+    say_error,
+)
 from log import Clock, start_logging, write_status
 from optim import GradientReducer, is_sharded, local, trained
 from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout, sync_gradients
@@ -49,10 +60,24 @@ BEFORE_A_STEP = {"lock", "status.json", "log.txt", "flags.json", "env.json"}  # 
 HASHED = 2**20  # values that are hashed at a time
 INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 TAKEN = "another job has taken the run folder over"
+PEER_GONE = re.compile("gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe")  # in a RuntimeError
 logger = logging.getLogger("flatland")
 
 
 # ---- the run
+
+
+class PeerFailure(RankFailure):
+    """This rank failed because another rank did: the cause is to be found there."""
+
+
+def record_failure(error: Exception) -> None:
+    """Writes the error to the file that torchrun names for this rank. launch/node.py reads it to find the first
+    cause."""
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and PEER_GONE.search(str(error))):
+        error = PeerFailure(f"{type(error).__name__}: {error}")
+    with contextlib.suppress(OSError):  # the disk is full
+        get_error_handler().record_exception(error)
 
 
 class Run:
@@ -146,6 +171,7 @@ class Run:
         unused = False
         if isinstance(error, Exception):
             self.exit_code, message, alone = explain(error)
+            record_failure(error)
             unused = self.exit_code == 2 and self._is_unused()
             self._report(message, alone, writes=not unused)
         for call in self.at_end:
@@ -571,6 +597,7 @@ class Watchdog:
         """state: for status.json; empty: the run folder is another job's by now."""
         message = f"rank {self.ranks.rank} on {platform.node()}: " + "; ".join([what, *why])
         print(f"error: {message}", file=sys.stderr, flush=True)
+        record_failure(PeerFailure(message) if self.stopped_at else Failure(message))
         folder = self.run.folder
         with contextlib.suppress(OSError):
             status = read_json(folder / "status.json")
