@@ -59,6 +59,8 @@ class ModelConfig:
             raise ValueError(f"n_heads {self.n_heads} does not divide by n_kv_heads {self.n_kv_heads}")
         if self.dim % self.n_heads and self.head_dim == self.dim // self.n_heads:
             raise ValueError(f"dim {self.dim} does not divide by n_heads {self.n_heads}")
+        if self.top_k > self.n_experts:
+            raise ValueError(f"top_k is {self.top_k}, but there are {self.n_experts} experts")
         rows = [self.vocab_size, 2 * self.ffn_dim, (self.n_heads + 2 * self.n_kv_heads) * self.head_dim]
         rows += [self.max_seq_len] * (self.positions == "learned")
         if max(rows) * self.dim * max(self.n_experts, 1) >= 2**50 or max(self.n_layers, self.n_experts) > 10_000:
