@@ -62,7 +62,6 @@ from lib.run import ANSWER, NotFinite, Run, compare_replicas
 from lib.text import knows_text
 from lib.tokenizer import load_tokenizer
 from lib.weights import (
-    PORTION,
     Read,
     Slices,
     TensorFile,
@@ -80,6 +79,7 @@ from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, fill, fill_tensors, gather, local, local_slices, on_all, on_first_rank, owns, reshard
 
 FORMAT = 2
+FILE_BYTES = 2**31  # a file of a checkpoint gets no further tensor beyond this size
 PROBE = 128  # tokens whose loss a checkpoint carries
 # Nats per token, by compute dtype: what other kernels and meshes may change.
 TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.03}
@@ -237,23 +237,27 @@ class Saver:
         folder = step_folder(self.run, manifest["step"])
         temporary = folder.with_name(f"{folder.name}.tmp-{self.nonce}")
 
-        def write_part() -> dict:
+        def write_parts() -> list[dict]:
             if ready is not None:
                 ready.synchronize()
             folder.parent.mkdir(exist_ok=True)  # but no run folder that has vanished
             temporary.mkdir(exist_ok=True)
-            path = temporary / f"rank-{self.ranks.rank:05d}.safetensors"
-            rows = [(key, t.dtype, tuple(t.shape), partial(_portions, t)) for key, t in tensors.items()]
-            size, crc = write_file(path, rows)
-            tensors.clear()
-            return {"file": path.name, "bytes": size, "crc32": crc, "tensors": places}
+            parts = []
+            for number, group in enumerate(_groups(tensors)):
+                suffix = f"-{number}" * (number > 0)
+                path = temporary / f"rank-{self.ranks.rank:05d}{suffix}.safetensors"
+                write_file(path, {key: tensors.pop(key).contiguous() for key in group})
+                stored = {key: places[key] for key in group if key in places}
+                size = path.stat().st_size
+                parts.append({"file": path.name, "bytes": size, "crc32": _checksum(path), "tensors": stored})
+            return parts
 
         def commit() -> None:
             _commit(temporary, folder, manifest | {"files": parts})
             _prune(self.run, self.config.keep)
 
         try:
-            parts = on_all(write_part, self.ranks, self.ranks.saving)
+            parts = sum(on_all(write_parts, self.ranks, self.ranks.saving), [])
             on_all(commit if first else lambda: None, self.ranks, self.ranks.saving)
         except Exception as error:  # a rank's, or a peer is gone
             self.error = error
@@ -272,6 +276,9 @@ def own_parts(
     tensor that its state has for a parameter, but for the count of updates, which is in the manifest."""
     parameters, tensors, places = trained(model), {}, {}
     assert not optimizer.state or all(p in optimizer.state for p in parameters.values()), "they are still gathered"
+    tensors["rng"] = torch.get_rng_state()
+    if ranks.device.type == "cuda":
+        tensors["rng.cuda"] = torch.cuda.get_rng_state(ranks.device)
     for name, parameter in parameters.items():
         state = optimizer.state.get(parameter, {}).items()
         values = {"model": parameter} | {k: v for k, v in state if isinstance(v, Tensor) and k != "step"}
@@ -285,9 +292,6 @@ def own_parts(
                     "whole": list(value.shape),
                     "dtype": str(value.dtype)[6:],
                 }
-    tensors["rng"] = torch.get_rng_state()
-    if ranks.device.type == "cuda":
-        tensors["rng.cuda"] = torch.cuda.get_rng_state(ranks.device)
     return tensors, places
 
 
@@ -308,9 +312,16 @@ def _stage(tensors: dict[str, Tensor], pinned: dict[str, Tensor]) -> torch.cuda.
     return ready
 
 
-def _portions(tensor: Tensor):
-    for portion in tensor.reshape(-1).split(PORTION) if tensor.is_cuda else [tensor]:
-        yield portion.cpu()
+def _groups(tensors: dict[str, Tensor]) -> list[list[str]]:
+    """The names of the tensors of each file. Files are limited in size because a GPU's tensors that were not staged
+    pass through the host's memory one file at a time."""
+    groups, size = [[]], 0
+    for key, tensor in tensors.items():
+        if size > FILE_BYTES:
+            groups, size = [*groups, []], 0
+        groups[-1].append(key)
+        size += tensor.nbytes
+    return groups
 
 
 def _sync(path: Path) -> None:
@@ -392,7 +403,7 @@ def read_manifest(folder: Path) -> dict:
         if manifest.pop("crc32") != _crc_of(manifest):
             raise ValueError("its checksum is wrong")
         for part in manifest["files"]:
-            if not re.fullmatch(r"rank-[0-9]{5,}\.safetensors", part["file"]):
+            if not re.fullmatch(r"rank-[0-9]{5,}(-[0-9]+)?\.safetensors", part["file"]):
                 raise ValueError(f"{part['file']!r} is no part of a checkpoint")
         if STEP.fullmatch(folder.name) and manifest["step"] != step_of(folder):
             raise ValueError(f"it is that of step {manifest['step']}")
@@ -518,7 +529,10 @@ class Checkpoint:
         if key not in self.places:
             raise UserError(f"{self.folder} holds no tensor {key!r}: it is a checkpoint of another model")
         first = self.places[key][0][1]
-        parts = [(p["start"], p["shape"], partial(self._read_part, file, key)) for file, p in self.places[key]]
+        parts = []
+        for file, place in self.places[key]:
+            ends = zip(place["start"], place["shape"], strict=True)
+            parts.append(([slice(at, at + n) for at, n in ends], partial(self._read_part, file, key)))
         return assemble(slices, first["whole"], getattr(torch, first["dtype"]), parts)
 
     def _read_part(self, file: str, key: str, slices: Slices) -> Tensor:

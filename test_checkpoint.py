@@ -171,7 +171,7 @@ def test_ranks_share_an_export_and_the_command_line_makes_the_same(tmp_path, cap
     (tmp_path / "own").mkdir()
     (tmp_path / "own/file").touch()
     for there in ("own", "one"):  # a model's folder, too
-        with pytest.raises(UserError, match="is there already"):
+        with pytest.raises(UserError, match="exists already"):
             checkpoint.main([*words[:2], str(tmp_path / there), "--tokenizer", "none"])
     assert checkpoint.main(["export", str(tmp_path), str(tmp_path / "half"), "--dtype", "bf16"]) == 0
     half = load_model(tmp_path / "half", torch.bfloat16)

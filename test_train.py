@@ -266,7 +266,7 @@ BAD = {
     "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "dim is 64, the model has 32"),
     "weights of another family": (["--weights", "{hf}", "--model", "tiny-gpt2"], "norm is 'rmsnorm'"),
     "weights of another rope": (["--weights", "{rope}", "--model", "tiny-llama"], "rope_theta is 10000.0"),
-    "something of the user's in hf/": (["--out", "{ids}"], "ids/hf is there already"),
+    "something of the user's in hf/": (["--out", "{ids}"], "ids/hf exists already"),
     "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "trained on 300"),
     "text without a tokenizer": (["--model", "gpt2"], "no --tokenizer is named for"),
     "a file of no known kind": (["--data", "{md}"], "README.md: what this file holds is not known"),

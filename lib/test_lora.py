@@ -203,7 +203,7 @@ def test_flags_that_ask_for_no_adapter_are_refused(flags, message):
     [
         ({"r": 5}, "give --lora 5 --lora_alpha 6.0 --lora_targets o,q"),
         ({"lora_alpha": 16}, "give --lora 3 --lora_alpha 16 --lora_targets o,q"),
-        ({"base_model_name_or_path": "org/other"}, "an adapter for org/other, not for --weights"),
+        ({"base_model_name_or_path": "org/other"}, "the adapter is for org/other, not for --weights"),
         ({"use_dora": True}, "use_dora is True"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
         ({"bias": "all"}, "bias is 'all'"),
@@ -227,7 +227,7 @@ def test_the_exports_of_two_runs_are_two_bases(bases, tmp_path):
     export_adapter(config, reader(make(config)), tmp_path / "adapter")
     for same in (config, moved):
         open_adapter(tmp_path / "adapter", same)
-    with pytest.raises(UserError, match="it is an adapter for .*one/hf, not for --weights .*other/hf"):
+    with pytest.raises(UserError, match="the adapter is for .*one/hf, not for --weights .*other/hf"):
         open_adapter(tmp_path / "adapter", other)
 
 
@@ -235,8 +235,8 @@ def test_adapters_of_other_shapes_are_refused(bases, tmp_path):
     config = configure(bases["tiny-llama"], "q,o")
     export_adapter(config, reader(make(config)), tmp_path)
     for flags, message in (
-        ({"dim": 128, "n_heads": 8}, "has shape [3, 64], expected [3, 128]"),
-        ({"n_layers": 3}, "lacks"),
+        ({"dim": 128, "n_heads": 8}, "has shape [3, 64] and dtype torch.float32, expected [3, 128]"),
+        ({"n_layers": 3}, "does not fit the model"),
     ):
         other = replace(config, model="tiny-llama", **flags)
         with pytest.raises(UserError, match=re.escape(message)):

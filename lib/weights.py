@@ -493,13 +493,11 @@ def adapter_pieces(config) -> dict[str, list[Piece]]:
 
 
 def open_adapter(folder: Path, config) -> Read:
-    """Checks a PEFT adapter against the flags of a run -> read(name, slices) of lib/lora.py's parameters. config: a
-    Config."""
-    values, path = read_object(folder / "adapter_config.json"), folder / "adapter_config.json"
-    known = ADAPTER_HARMLESS.split()
-    for key, value in values.items():
-        if value not in ADAPTER_MEANS_OURS[key] if key in ADAPTER_MEANS_OURS else value and key not in known:
-            raise UserError(f"{path}: {key} is {value!r}, which lib/lora.py does not compute")
+    """Checks a PEFT adapter against a run's flags -> read(name, slices) of lora.py's parameters. config: a Config."""
+    path = folder / "adapter_config.json"
+    values = read_object(path)
+    known = {key for key, value in values.items() if key not in ADAPTER_MEANS_OURS and not value}
+    _refuse_unknown(values, known.union(ADAPTER_HARMLESS.split()), path, ADAPTER_MEANS_OURS)
     file = TensorFile(folder / "adapter_model.safetensors")
     targets = set(re.findall(r"(\w+)_proj\.lora_A\.weight$", "\n".join(file.entries), re.M))
     theirs = values.get("r"), values.get("lora_alpha"), targets
@@ -628,12 +626,12 @@ def _refuse_unknown(values, known, path, supported=MEANS_OURS):
     """Refuses keys that may change the computation. known: keys that are checked elsewhere, or harmless."""
     known = known.union(HARMLESS.split(), (key for key in HARMLESS_WHEN_OFF.split() if not values.get(key)))
     wrong = [
-        f"{key!r} is {value!r}"[:90] + f" (supported: {supported.get(key, ['not known'])[0]!r})"
+        f"{key} is {value!r}"[:90] + f" (supported: {supported.get(key, ['none'])[0]!r})"
         for key, value in values.items()
         if key not in known and key[:1] != "_" and not _is_dropout(key) and value not in supported.get(key, ())
     ]
     if wrong:
-        raise UserError(f"{path}: {'; '.join(wrong)}: remove what does not change the computation")
+        raise UserError(f"{path}: {'; '.join(wrong)}. Remove keys that do not change the computation")
 
 
 def _read_field(values, key, kind, default, path):
