@@ -1043,7 +1043,7 @@ if RANK == 1:
     private = libc.unshare(0x20000) == 0 and libc.mount(b"none", b"/", None, (1 << 18) | 16384, None) == 0
     if not private or libc.mount(b"tmpfs", {str(tmp_path / "apart")!r}.encode(), b"tmpfs", 0, None):
         os._exit(77)
-guard.LOOK = 1.0
+guard.APPEARS = 1.0
 shard.fill = checkpoint.find = train.make_loader = None
 """
     (tmp_path / "apart").mkdir()

@@ -14,7 +14,6 @@ import math
 import os
 import platform
 import re
-import secrets
 import select
 import signal
 import socket
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from filelock import SoftFileLease, Timeout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -38,7 +38,6 @@ from lib.errors import (
     UserError,
     explain,
     missing_folders,
-    process_began,
     read_json,
     remove_empty,
     say_error,
@@ -54,12 +53,12 @@ ANSWER = 20.0  # seconds that a rank which was told to stop waits for others
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
 LOOK_AT_DISKS = 10.0  # seconds between two looks at the bytes that ranks have read and written
 MOVING = 2**16  # bytes between two looks from which on a disk makes progress
-TOUCH = 10.0  # seconds between touches of the lock; one that three of them miss is stale
-LOOK = 15.0  # seconds for a file to appear on another machine
+LEASE = 30.0  # seconds after which a lock that nobody renews is stale
+PATIENCE = 35.0  # seconds that a job waits for the lock
+APPEARS = 15.0  # seconds for a file to appear on another machine
 BEFORE_A_STEP = {"lock", "status.json", "log.txt", "flags.json", "env.json"}  # of the files of a run folder
 HASHED = 2**20  # values that are hashed at a time
 INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-TAKEN = "another job has taken the run folder over"
 PEER_GONE = re.compile("gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe")  # in a RuntimeError
 logger = logging.getLogger("flatland")
 
@@ -90,7 +89,7 @@ class Run:
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks, self.folder, self.clock = config, ranks, Path(config.out), Clock()
-        self.lock: RunLock | None = None
+        self.lock: SoftFileLease | None = None
         self.new_folders: list[Path] = []  # the run folder and those around it that were not there, on rank 0
         self.mesh: DeviceMesh | None = None
         # with run.phase(NAME): time inside belongs to NAME. The watchdog allows --timeout in "data" and "steps", and in
@@ -114,12 +113,12 @@ class Run:
         try:
             self.new_folders = missing_folders(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = RunLock(self.folder)
+            self.lock = take_lock(self.folder)
         except OSError as e:
             if e.errno == errno.EROFS:
                 raise UserError(f"--out {self.folder}: {e}") from None
             raise
-        return self.lock.nonce
+        return self.lock.token
 
     def _check_shared(self) -> None:
         if not sees(self.folder, self.nonce):
@@ -194,7 +193,7 @@ class Run:
         if remove:
             start_logging(None)
             for file in self.folder.glob("*"):
-                if file != self.lock.path:
+                if file.name != "lock":
                     file.unlink()
         if self.lock:
             self.lock.release()
@@ -506,8 +505,11 @@ class Watchdog:
                 self._end("stopped at once, without saving", [], "stopped")
             if signalled:
                 self.stopped_at = self.stopped_at or time.perf_counter()
-            if self.run.lock and (lost := self.run.lock.keep()):
-                self._end(f"--out {self.run.folder}: {lost}", [], "" if lost == TAKEN else "failed")
+            lost = self.run.lock and self.run.lock.compromise
+            if lost and lost.reason == "owner-changed":
+                self._end(f"--out {self.run.folder}: another job has taken the run folder over", [], "")
+            elif lost:
+                self._end(f"--out {self.run.folder}: its lock is lost ({lost.reason})", [])
             self._check_progress()
 
     def _check_progress(self) -> None:
@@ -613,97 +615,30 @@ class Watchdog:
 # ---- one run folder, one job
 
 
-def _machine() -> str:
-    """What two machines do not share, whatever they are called, nor two containers, nor a machine after a restart."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''} {os.readlink('/proc/self/ns/pid')}"
+def take_lock(folder: Path) -> SoftFileLease:
+    """Takes the run folder's lock, which a thread of filelock renews until it is released. The lock of a process that
+    has ended on this machine is taken over at once, that of another machine when nobody has renewed it for LEASE
+    seconds. Raises UserError if another job holds the lock."""
+    # thread_local: the watchdog reads it, too
+    lock = SoftFileLease(folder / "lock", lease_duration=LEASE, thread_local=False, poll_interval=0.2)
+    try:
+        lock.acquire(timeout=PATIENCE)
+    except Timeout:
+        if (owner := lock.owner) is None:
+            raise UserError(f"{folder}/lock names no process: remove it if no job is training there") from None
+        raise UserError(
+            f"--out {folder}: process {owner.pid} on {owner.hostname.partition('?')[0]} is training there; wait for it,"
+            " stop it with `bash launch.sh stop`, or give another --out"
+        ) from None
+    return lock
 
 
-class RunLock:
-    """Held by rank 0 from a job's start to its end. Raises UserError if another job has it."""
-
-    def __init__(self, run: Path):
-        self.path, self.touched, self.missed = run / "lock", time.monotonic(), 0
-        self.nonce = secrets.token_hex(4)
-        mine = {"host": platform.node(), "machine": _machine(), "pid": os.getpid(), "nonce": self.nonce}
-        mine["began"] = process_began(os.getpid())
-        while True:
-            try:
-                with open(self.path, "x") as f:
-                    f.write(json.dumps(mine))
-                return
-            except FileExistsError:
-                self._remove_stale()
-
-    def _remove_stale(self) -> None:
-        held = read_json(self.path)
-        if held.get("machine") == _machine() and type(held.get("pid")) is int:
-            alive = held["pid"] != os.getpid() and process_began(held["pid"]) == held.get("began", -1)
-        else:
-            alive = self._is_touched(held)
-        if alive:
-            held = read_json(self.path) or held
-            raise UserError(
-                f"--out {self.path.parent}: process {held.get('pid')} on {held.get('host')} is training there; wait for"
-                f" it, stop it with `bash launch.sh stop`, or give another --out"
-            )
-        aside = self.path.with_name(f"lock.tmp-{self.nonce}")
-        try:
-            os.rename(self.path, aside)
-        except FileNotFoundError:
-            return
-        try:
-            if held and json.loads(aside.read_text()) != held:  # somebody else was first, and this is theirs
-                os.link(aside, self.path)
-        except (ValueError, FileExistsError):
-            pass
-        finally:
-            aside.unlink()
-
-    def _is_touched(self, held: dict) -> bool:
-        try:
-            before, end = self.path.stat().st_mtime_ns, time.monotonic() + 3 * TOUCH
-            while time.monotonic() < end:
-                time.sleep(0.5)
-                if self.path.stat().st_mtime_ns != before or read_json(self.path) != held:
-                    return True
-        except FileNotFoundError:
-            pass
-        return False
-
-    def keep(self) -> str:
-        """Touches it now and then -> what is wrong, if it is no longer this job's."""
-        if time.monotonic() - self.touched < TOUCH:
-            return ""
-        self.touched, why = time.monotonic(), "has vanished, or holds something else"
-        try:
-            held = read_json(self.path)
-            if held.get("nonce") == self.nonce:
-                os.utime(self.path)
-                self.missed = 0
-                return ""
-            if "nonce" in held:
-                return TAKEN
-        except OSError as e:
-            why = f"cannot be touched: {e}"
-        self.missed += 1
-        return f"its file `lock` {why}" if self.missed == 3 else ""
-
-    def release(self) -> None:
-        try:
-            if read_json(self.path).get("nonce") == self.nonce:
-                self.path.unlink()
-        except OSError:
-            pass
-
-
-def sees(run: Path, nonce: str) -> bool:
-    """Whether the lock that rank 0 took is to be seen here, too."""
-    end = time.monotonic() + LOOK
-    while True:
+def sees(run: Path, token: str) -> bool:
+    """Whether the lock that rank 0 took is visible here, too."""
+    end = time.monotonic() + APPEARS
+    while time.monotonic() < end:
         with contextlib.suppress(OSError):
-            if read_json(run / "lock").get("nonce") == nonce:
+            if token in (run / "lock").read_text(errors="replace"):
                 return True
-        if time.monotonic() > end:
-            return False
         time.sleep(0.2)
+    return False
