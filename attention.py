@@ -37,6 +37,8 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
+from lib import torch_private
+
 BACKENDS = ("sdpa", "blocked")  # on every device
 PACKED = ("varlen", "flash")  # on GPUs; these take where documents begin, not a mask
 PIP = f"{sys.executable} -m pip install"  # into the Python that runs this
@@ -93,7 +95,7 @@ def kernel(backend: str, separate: bool, device: torch.device, dtype: torch.dtyp
     shared = _shares_heads(q, H // K, mask)
     k = k if shared else q
     with _kernels_for(mask):
-        choice = torch._fused_sdp_choice(q, k, k, attn_mask=mask, is_causal=mask is None, enable_gqa=shared)
+        choice = torch_private.choose_sdpa(q, k, k, mask, shared)
     return f"sdpa, {SDPBackend(choice).name.lower()}{masked}"
 
 

@@ -292,11 +292,6 @@ class Config:
         100,
         "steps between comparisons of a hash of the parameters that several ranks hold copies of; 0 = at saves only",
     )
-    replay_every: int = _free(
-        0,
-        "steps between exact repetitions of a micro-batch, which find devices that corrupt numbers; on GPUs with"
-        " --deterministic; 0 = never",
-    )
     deterministic: bool = _free(False, "only kernels that give the same bits each time; on GPUs slower")
     sample_every: int = _free(0, "steps between text samples; 0 = never")
     prompt: str = _free("", "what samples begin with")
@@ -635,9 +630,6 @@ CONFLICTS = """
 --compile model with --offload_activations: they are taken from between the blocks: --compile block
 --offload_activations with --checkpointing none: block inputs are what checkpointing keeps: give --checkpointing block
 --fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two
---replay_every with --compile model, whose gradients are not seen one by one: --compile block
---replay_every with --update_in_backward: a backward pass to compare would update the parameters; give up one
---replay_every with --attention flash, whose gradients do not repeat bit for bit: --attention sdpa or varlen
 --update_in_backward with --clip: the norm of all gradients is known after the backward pass: --clip 0
 --update_in_backward with --compile model, whose gradients come all at once: --compile block
 --update_in_backward with --on_nonfinite skip: a part of an update cannot be taken back: --on_nonfinite stop

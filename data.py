@@ -32,6 +32,7 @@ from torch import Tensor
 
 from config import Config, parse_args, split_batch
 from download import find, resumable
+from lib import torch_private
 from lib.rows import Catalog, ChatRows, ShardRows, make_encoder, sample_digest
 from lib.text import HUB, knows_text, split_weight
 from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
@@ -63,7 +64,7 @@ class Batch:
             return self
         batch = Batch(*(t if t is None else t.pin_memory().to(device, non_blocking=True) for t in vars(self).values()))
         if batch.documents is not None:  # its length is the batch's own: code is compiled for any
-            torch._dynamo.maybe_mark_dynamic(batch.documents, 0)
+            torch_private.mark_dynamic(batch.documents, 0)
         return batch
 
 

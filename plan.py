@@ -36,10 +36,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import activations
 import attention
 import fp8
 import model as transformer
+import shard
 from lib import lora, machine
 from lib.machine import GPUS, Gpu
 from optim import DTYPES, keep_copies, trained
@@ -165,7 +165,7 @@ def _build(config: Config, layers: int, sharded: bool) -> transformer.Transforme
     if config.compile != "none":  # a compiler, too, keeps products and attention and computes the rest again
         mode = {"none": "selective"}.get(mode, mode)
         model.lm_head.cross_entropy = lambda logits, targets, grads: logits.new_empty(len(logits), dtype=torch.float32)
-    activations.checkpoint_activations(model, mode)
+    shard.checkpoint_activations(model, mode)
     if sharded or config.update_in_backward:
         for p in trained(model).values():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))

@@ -4,12 +4,15 @@ The order is fixed, each step one call, in train.py's `build`:
 
     meta device -> checkpointing -> compile each block -> activation offload -> fully_shard -> to_empty -> fill
 
-Checkpointing goes first, because the compiler must see it; compilation before sharding, so that the compiled graph
-holds the computation and not the gathering; memory is allocated last, when every rank knows which part is its own.
-Each step rebinds a block's `forward`; nothing wraps or renames a module: parameter names stay those of the model.
+Checkpointing comes first, because the compiler must see it. Compilation comes before sharding, so that a compiled graph
+holds the computation without the gathering, and before activation offload, which the compiler must not see. Memory is
+allocated last, when every rank knows its part. Each step rebinds a block's `forward` to a plain function. No step wraps
+or renames a module, so parameter names stay those of the model.
 
-Replication, full sharding and hybrids are one 2-D mesh (replicate, shard): --shard_size 1 replicates, 0 shards over all
-ranks. One rank alone is not wrapped, unless its parameters are offloaded. Works on any module with `.layers`."""
+Replication, full sharding and hybrids use one 2-D mesh (replicate, shard): --shard_size 1 replicates, 0 shards over all
+ranks. A model with one replica is sharded on the mesh's 1-D part `shard`: on a 2-D mesh FSDP2 would keep the reduced
+gradients of all units until the backward pass ends. One rank alone is not wrapped, unless its parameters are offloaded.
+Works on any module with `.layers`."""
 
 import logging
 import math
@@ -20,25 +23,27 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lib import torch_private
 from lib.errors import UserError, read_ahead
 from lib.machine import find_device, keep_memory, set_determinism
-from optim import is_sharded, local, local_part
+from optim import is_sharded, local, part_slices, sharding
 
 logger = logging.getLogger("flatland")
-WATCHDOG = 15  # seconds that a rank's watchdog has to find out who is behind
+WATCHDOG = 15  # seconds that a rank's watchdog has to find out which rank is behind
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all. control: the gloo group for votes and what ranks tell each other (None: alone), used by
-    the main thread only; saving: that of the thread that writes checkpoints."""
+    """This process among all. control: the gloo group for votes, messages and tensors on the host (None: one process),
+    used by the main thread only; saving: the group of the thread that writes checkpoints."""
 
     rank: int
     world_size: int
@@ -52,7 +57,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 def init_ranks(deterministic: bool = False) -> Ranks:
     """Sets up the allocator and the device, and joins the process group that torchrun describes in the environment;
-    without one, this process is alone. deterministic: only kernels that give the same bits each time. All ranks must
+    without one, this process is alone. deterministic: use only kernels that always give the same bits. All ranks must
     call."""
     keep_memory()
     set_determinism(deterministic)
@@ -62,16 +67,16 @@ def init_ranks(deterministic: bool = False) -> Ranks:
         torch.cuda.set_device(device)
     if world_size == 1:
         return Ranks(0, 1, device)
-    cuda = device.type == "cuda"
-    options = {"backend": "cuda:nccl,cpu:gloo", "device_id": device} if cuda else {"backend": "gloo"}
+    # One backend for each group: when a group with two is split, gloo warns on every rank about NCCL's options.
+    options = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
     dist.init_process_group(timeout=timedelta(minutes=30), **options)
     return Ranks(dist.get_rank(), world_size, device, *(dist.new_group(backend="gloo") for _ in range(2)))
 
 
 def leave(ranks: Ranks) -> None:
-    """Where there is a process group: ends the process with status 0 when all ranks have come this far. All ranks must
-    call. The interpreter's own end is skipped: gloo's threads can still hold tensors then, and abort it (pytorch pull
-    request 179291; seen here in 1 of 10 runs that had merely destroyed the group)."""
+    """If there is a process group: ends the process with status 0 when all ranks have come this far. All ranks must
+    call. Skips the interpreter's own end, where gloo's threads can still hold tensors and abort (pytorch pull request
+    179291; without this, 1 of 10 runs aborted after destroying the group)."""
     sys.stdout.flush()
     sys.stderr.flush()
     if dist.is_initialized():
@@ -81,7 +86,7 @@ def leave(ranks: Ranks) -> None:
 
 
 def mesh_shape(shard_size: int, world_size: int) -> tuple[int, int]:
-    """-> (replicate, shard): how many copies of the parameters there are, and over how many ranks each is spread."""
+    """-> (number of copies of the parameters, number of ranks over which each copy is sharded)"""
     size = shard_size or world_size
     if world_size % size:
         raise UserError(f"--shard_size {size} does not divide the {world_size} ranks")
@@ -95,7 +100,7 @@ def make_mesh(shard_size: int, ranks: Ranks, offload: bool = False) -> DeviceMes
         if not offload:
             return None
         if not dist.is_initialized():
-            backend = "cuda:nccl,cpu:gloo" if ranks.device.type == "cuda" else "gloo"
+            backend = "nccl" if ranks.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
@@ -107,17 +112,98 @@ def set_timeout(seconds: int, ranks: Ranks, mesh: DeviceMesh | None) -> None:
     if ranks.world_size == 1:
         return
     for group in [None, *mesh.get_all_groups()]:
-        _set_pg_timeout(timedelta(seconds=seconds + WATCHDOG), group)
+        torch_private.set_group_timeout(group, timedelta(seconds=seconds + WATCHDOG))
     for group in (ranks.control, ranks.saving):
-        _set_pg_timeout(timedelta(days=30), group)
+        torch_private.set_group_timeout(group, timedelta(days=30))
 
 
-# ---- the build order
+# ---- what the forward pass keeps for the backward pass
+
+
+def checkpoint_activations(model: nn.Module, mode: str) -> None:
+    """block: each block keeps its input only and computes the rest again in the backward pass (arXiv 1604.06174);
+    selective: it also keeps the outputs of its matrix products and of attention."""
+    options = {}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, torch_private.expensive_operators())
+    for block in model.layers if mode != "none" else []:
+        block.forward = _checkpointed(block.forward, options)
+
+
+def _checkpointed(forward: Callable, options: dict) -> Callable:
+    def run(*args):
+        return checkpoint(forward, *args, use_reentrant=False, **options)
+
+    return run
+
+
+class ActivationOffload:
+    """Keeps the inputs of blocks, which checkpointing saves, in the host's memory until the backward pass. On a GPU
+    both ways are pinned copies on a separate stream: the forward pass does not wait for them, and while the backward
+    pass, which needs the last one first, computes with one input, the next one is fetched. On a CPU the copies are made
+    too, and save nothing."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.streams = device, torch.get_device_module(device)
+        self.stream = self.streams.Stream()
+        self.entries: list[list] = []  # [copy on the host, fetched copy or None], in the order of the forward pass
+
+    def wrap(self, forward: Callable) -> Callable:
+        def run(x: Tensor, *args):
+            def save(saved: Tensor):  # autograd passes every tensor that it saves for the backward pass
+                is_input = saved.data_ptr() == x.data_ptr() and saved.shape == x.shape and saved.dtype == x.dtype
+                return self._save(saved) if is_input else saved
+
+            with torch.autograd.graph.saved_tensors_hooks(save, self._restore):
+                return forward(x, *args)
+
+        return run
+
+    def _save(self, x: Tensor) -> list:
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+        self.stream.wait_stream(self.streams.current_stream())
+        with self.streams.stream(self.stream):
+            host.copy_(x, non_blocking=True)
+        self._hold(x, self.stream)
+        self.entries.append([host, None])
+        return self.entries[-1]
+
+    def _hold(self, x: Tensor, stream) -> None:
+        """Frees the memory of x only after what the stream has been given by then."""
+        if x.is_cuda:
+            x.record_stream(stream)
+
+    def _fetch(self, entry: list) -> None:
+        if entry[1] is None:
+            with self.streams.stream(self.stream):  # which has copied it to the host before
+                entry[1] = entry[0].to(self.device, non_blocking=True, copy=True)
+
+    def _restore(self, entry) -> Tensor:
+        if isinstance(entry, Tensor):
+            return entry
+        self._fetch(entry)
+        while self.entries and self.entries.pop() is not entry:
+            pass  # later blocks need theirs no more
+        self.streams.current_stream().wait_stream(self.stream)
+        self._hold(entry[1], self.streams.current_stream())
+        if self.entries:
+            self._fetch(self.entries[-1])
+        return entry[1]
+
+
+def offload_activations(model: nn.Module, on: bool, device: torch.device) -> None:
+    if on:
+        offload = ActivationOffload(device)
+        for block in model.layers:
+            block.forward = offload.wrap(block.forward)
+
+
+# ---- compilation and sharding
 
 
 def compile_model(model: nn.Module, mode: str) -> None:
-    """block: every block on its own, sharing one compiled graph, and the loss head's softmax; model: everything as one
-    graph. In place."""
+    """block: every block on its own, all sharing one compiled graph, and the loss head's softmax; model: everything as
+    one graph. In place."""
     if mode == "model":
         model.compile(dynamic=False)
     elif mode == "block":
@@ -127,8 +213,8 @@ def compile_model(model: nn.Module, mode: str) -> None:
 
 
 def sharded_dim(parameter: Tensor, size: int) -> int:
-    """The dimension that `size` ranks divide: the first, which may be uneven, but for stacked experts one that is even,
-    if there is any."""
+    """The dimension that is divided over `size` ranks: the first, evenly or not; of stacked experts one that divides
+    evenly, if there is any."""
     dims = range(parameter.ndim if parameter.ndim == 3 else 1)
     return next((d for d in dims if parameter.shape[d] % size == 0), 0)
 
@@ -142,10 +228,13 @@ def shard_model(
     prefetch: int = 1,
     offload: bool = False,
 ) -> None:
-    """FSDP2: parameters are gathered in `dtype` unit by unit, gradients summed in `reduce_dtype`. Units are the
-    embedding, each block, lm_head (tied, these two belong to the rest) and the rest.
+    """FSDP2: parameters are gathered in `dtype` unit by unit, gradients summed in `reduce_dtype`. The units are the
+    embedding, each block, lm_head, and the rest of the model, to which tied embeddings belong.
 
-    Neither the embedding nor our loss head needs its weight in the backward pass: it is not gathered again."""
+    offload: parameters, gradients and moments are kept in the host's memory. With several micro-batches, adding up
+    their gradients there makes each backward pass wait for the copies.
+
+    The backward pass of the embedding and of our loss head needs no weight: theirs are not gathered again."""
     if mesh is None:
         return
     from torch.distributed.fsdp import (
@@ -157,32 +246,28 @@ def shard_model(
     )
     from torch.distributed.tensor import Shard
 
-    size = mesh["shard"].size()
-
+    replicas, size = mesh.shape
     ends = [getattr(model, name, None) for name in ("embed_tokens", "lm_head")]
     if None in ends or ends[0].weight is ends[1].weight:
         ends = []
     units = [*ends[:1], *model.layers, *ends[1:], model]
     needed_next = {model, model.layers[-1]}  # their backward pass begins when the forward pass ends
-    # Inputs are not cast: the model does it, and its rope tables are to stay fp32.
+    # Inputs are not cast: the model does it, and its rope tables must stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for unit in units:
         give_back = {"auto": unit not in needed_next, "always": True, "never": False}[reshard]
         fully_shard(
             unit,
-            mesh=mesh,
+            mesh=mesh if replicas > 1 else mesh["shard"],
             mp_policy=policy,
             reshard_after_forward=(size > 1 or offload) and give_back,
             shard_placement_fn=lambda parameter: Shard(sharded_dim(parameter, size)),
             offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
         )
-        unit.set_gradient_divide_factor(1.0)  # sums: they are divided by the count of trained tokens, known later
-        unit.set_force_sum_reduction_for_comms(True)  # and not as a multiplied sum, which gloo lacks
+        if mesh.size() > 1:  # one rank would divide by 1 in another copy of the gradients
+            unit.set_gradient_divide_factor(1.0)  # sums: the step divides by the number of trained tokens later
+            unit.set_force_sum_reduction_for_comms(True)  # plain sums: gloo has no scaled ones
         unit.set_unshard_in_backward(unit not in ends)
-    if offload and size == 1:
-        from offload import bring_ahead
-
-        bring_ahead(model, mesh.device_type == "cuda")
     in_order = [model, *units[:-1]]
     for i, unit in enumerate(in_order if prefetch else []):
         unit.set_modules_to_forward_prefetch(in_order[i + 1 : i + 1 + prefetch])
@@ -191,97 +276,85 @@ def shard_model(
     logger.info("Wrapped model with FSDP")
 
 
+# ---- filling parameters
+
 PIECE = 2**23  # elements that are read, sent and copied at a time
 
 
 def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor], load: str = "direct") -> None:
     """Gives every parameter its values: read(name, slices) returns those of a part of it, on the CPU, in any dtype.
-    direct: every rank reads what it keeps; rank0: rank 0 alone reads, and sends each rank its part. Either goes piece
-    by piece, the next one being read while this one is sent and copied. All ranks must call."""
+    direct: every rank reads the values that it keeps; rank0: only rank 0 reads, and sends each rank its part. Both work
+    piece by piece, and read the next piece while one is sent and copied. All ranks must call."""
     fill_tensors(list(model.named_parameters()), read, load)
 
 
 def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str) -> None:
     source = _sent_by_rank0 if load == "rank0" and is_sharded(named[0][1]) else _read_here
-    total, mine = (sum(p.numel() for p in ps) for ps in ([p for _, p in named], [local(p) for _, p in named]))
+    total = sum(tensor.numel() for _, tensor in named)
+    kept = max(1, sum(local(tensor).numel() for _, tensor in named))  # by this rank
     done, size, begin = 0, 0.0, time.perf_counter()
-    said = begin
+    next_report = begin + 10
     with torch.no_grad():
         for target, values in source(named, read):
             target.copy_(values)
             done += values.numel()
-            size += values.numel() * values.element_size() * total / max(mine, 1)  # of all ranks, who read alike
-            seconds = time.perf_counter() - begin
-            if begin + seconds - said > 10:
-                said, rate, rest = begin + seconds, size / 1e9 / seconds, seconds * (mine / max(done, 1) - 1)
-                logger.info("Loading: %.0f %%, %.2f GB/s, %.0f s left", 1e2 * done / mine, rate, rest)
+            size += values.numel() * values.element_size() * total / kept  # of all ranks, which read alike
+            now = time.perf_counter()
+            if now > next_report:
+                next_report, seconds = now + 10, now - begin
+                percent, rest = 100 * done / kept, seconds * (kept / done - 1)
+                logger.info("Loading: %.0f %%, %.2f GB/s, %.0f s left", percent, size / 1e9 / seconds, rest)
     seconds = time.perf_counter() - begin
     rate = size / 1e9 / seconds
     logger.info("Filled %d tensors: %.3f GB in %.1f s, %.2f GB/s", len(named), size / 1e9, seconds, rate)
 
 
 def _read_here(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
-    """-> (part of this rank's part of a parameter, its values)"""
+    """-> (piece of this rank's part of a parameter, its values)"""
 
     def pieces():
         for name, parameter in named:
-            shape, sharding, target = parameter.shape, _sharding(parameter), local(parameter.detach())
-            for rows in _rows(shape, *sharding[:2], PIECE):
-                yield target[rows], read(name, _slices(shape, *sharding, rows))
+            dim, parts, part = sharding(parameter)
+            target = local(parameter.detach())
+            for rows in _rows(parameter.shape, dim, parts, PIECE):
+                yield target[rows], read(name, part_slices(parameter.shape, dim, parts, part, rows))
 
     return read_ahead(pieces(), 1)
 
 
 def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same. Rank 0 scatters a piece over the ranks of its copy of the model; they send it to the other copies."""
+    """The same. Rank 0 scatters a piece over the ranks of its replica, which send it to the other replicas."""
     mesh, first = named[0][1].device_mesh, dist.get_rank() == 0
-    dtypes = [[read(n, tuple(slice(0, 1) for _ in p.shape)).dtype for n, p in named] if first else None]
-    dist.broadcast_object_list(dtypes, 0)
 
     def pieces():
-        for (name, parameter), dtype in zip(named, dtypes[0], strict=True):
-            shape, (dim, parts, _), target = parameter.shape, _sharding(parameter), local(parameter.detach())
-            for rows in _rows(shape, dim, parts, PIECE // parts):
-                places = [_slices(shape, dim, parts, i, rows) for i in range(parts)] if first else []
-                yield target[rows], rows.stop - rows.start, dtype, [read(name, place) for place in places]
+        for name, parameter in named:
+            dim, parts, _ = sharding(parameter)
+            target = local(parameter.detach())
+            for rows in _rows(parameter.shape, dim, parts, PIECE // parts):
+                places = [part_slices(parameter.shape, dim, parts, i, rows) for i in range(parts)] if first else []
+                shape = [rows.stop - rows.start, *target.shape[1:]]
+                yield target[rows], shape, [_padded(read(name, place).to(target.dtype), shape) for place in places]
 
-    for target, length, dtype, values in read_ahead(pieces(), 1):
-        shape = [length, *target.shape[1:]]
-        buffer = torch.empty(shape, dtype=dtype, device=mesh.device_type)
-        parts = [_padded(v, shape).to(buffer.device) for v in values] if first else None
-        if mesh.get_coordinate()[0] == 0:
+    for target, shape, values in read_ahead(pieces(), 1):
+        buffer = torch.empty(shape, dtype=target.dtype, device=mesh.device_type)
+        parts = [part.to(buffer.device) for part in values] if first else None
+        if mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0:
             dist.scatter(buffer, parts, group=mesh.get_group("shard"), group_src=0)
-        if mesh.size(0) > 1:
+        if mesh.ndim > 1:
             dist.broadcast(buffer, group=mesh.get_group("replicate"), group_src=0)
         yield target, buffer[: len(target)]
 
 
-def _sharding(parameter: Tensor) -> tuple[int, int, int]:
-    """(dimension that is divided, number of parts, this rank's)"""
-    if not is_sharded(parameter):
-        return 0, 1, 0
-    return parameter.placements[-1].dim, parameter.device_mesh.size(-1), parameter.device_mesh.get_coordinate()[-1]
-
-
 def _rows(shape: torch.Size, dim: int, parts: int, elements: int) -> Iterator[slice]:
-    """Cuts the rows of the largest part into slices of about so many elements."""
+    """Cuts the rows of the largest part into slices of about this many elements."""
     rows = -(-shape[0] // parts) if dim == 0 else shape[0]
     width = math.prod(shape[1:]) // (1 if dim == 0 else parts)
     step = max(1, elements // max(width, 1))
     return (slice(a, min(a + step, rows)) for a in range(0, rows, step))
 
 
-def _slices(shape: torch.Size, dim: int, parts: int, part: int, rows: slice) -> tuple[slice, ...]:
-    """Where those rows of a part lie in the whole tensor."""
-    step, out = -(-shape[dim] // parts), [slice(0, n) for n in shape]
-    out[dim] = slice(min(part * step, shape[dim]), min((part + 1) * step, shape[dim]))
-    first = out[0]
-    out[0] = slice(min(first.start + rows.start, first.stop), min(first.start + rows.stop, first.stop))
-    return tuple(out)
-
-
 def _padded(values: Tensor, shape: list[int]) -> Tensor:
-    """The last part may be smaller, all that is sent is of one size."""
+    """The last part may have fewer rows, but all messages of a scatter have one size."""
     if list(values.shape) == shape:
         return values.contiguous()
     out = values.new_zeros(shape)
@@ -291,17 +364,15 @@ def _padded(values: Tensor, shape: list[int]) -> Tensor:
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Where this rank's part lies in the whole tensor."""
-    return tuple(slice(start, start + n) for n, start in zip(*local_part(tensor), strict=True))
+    return part_slices(tensor.shape, *sharding(tensor))
 
 
 def owns(tensor: Tensor) -> bool:
     """Whether this rank, among those that hold the same part, is the one to save it."""
     if not is_sharded(tensor):
         return True
-    return all(
-        not p.is_replicate() or c == 0
-        for p, c in zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
-    )
+    places = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
+    return all(coordinate == 0 for placement, coordinate in places if placement.is_replicate())
 
 
 # ---- in the loop

@@ -13,12 +13,11 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8
-from activations import checkpoint_activations
 from config import parse_args
 from fp8 import E4M3, E5M2, RECIPES, WeightScales, convert_linears
 from lib.errors import UserError, exit_status
 from model import MODELS, Linear, MoE, SwiGLU, Transformer, grouped_matmul, random_init
-from shard import Ranks, fill
+from shard import Ranks, checkpoint_activations, fill
 from test_shard import run_ranks
 from test_train import records, train, values
 from train import main as train_main
@@ -362,7 +361,7 @@ def test_once_per_step_gives_the_same_bits(dtype):
 
 
 GATHER = """
-import activations, fp8, torch, test_fp8
+import fp8, torch, test_fp8
 from dataclasses import replace
 from model import MODELS, Transformer, random_init
 ranks, config = shard.init_ranks(), replace(MODELS["tiny-llama"], n_layers=1)
@@ -371,7 +370,7 @@ def train(mesh, gather, compiled=False, checkpointing="none"):
     with torch.device("meta"):
         model = Transformer(config, torch.bfloat16)
     fp8.convert_linears(model, small=True)
-    activations.checkpoint_activations(model, checkpointing)
+    shard.checkpoint_activations(model, checkpointing)
     if compiled:
         for block in model.layers:
             block.compile(dynamic=False, fullgraph=True, backend="aot_eager")

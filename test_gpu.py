@@ -22,7 +22,6 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import activations
 import attention
 import checkpoint
 import fp8
@@ -166,7 +165,7 @@ def compiled_graphs(config: ModelConfig, mode: str, checkpointing: str, recipe: 
         tokens, batch = torch.zeros(2, 256, dtype=torch.int64), ()
     if recipe:
         fp8.convert_linears(model, recipe, small=True)
-    activations.checkpoint_activations(model, checkpointing)
+    shard.checkpoint_activations(model, checkpointing)
     with pytest.MonkeyPatch.context() as patch:  # traced, not compiled
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
         shard.compile_model(model, mode)

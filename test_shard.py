@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import activations
 import log
 import shard
 from config import CONFLICTS, parse_args, refuse_unsupported
@@ -264,9 +263,6 @@ ROWS = {  # flags that ask for each line of config.CONFLICTS, in order, and two 
     "model and offloaded activations": ("--compile model --offload_activations --checkpointing block", 1),
     "offloaded activations without checkpointing": ("--offload_activations --compile none", 1),
     "FP8 and offloaded parameters": ("--fp8 tensor --offload cpu --compile none", 2),
-    "repeated micro-batches of one graph": ("--replay_every 2 --compile model", 1),
-    "repeated micro-batches and updates in the backward pass": ("--replay_every 2 --update_in_backward --clip 0", 1),
-    "repeated micro-batches and kernels that do not repeat": ("--replay_every 2 --attention flash", 1),
     "updates in the backward pass and clipping": ("--update_in_backward", 1),
     "and one graph": ("--update_in_backward --clip 0 --compile model", 1),
     "and steps that are skipped": ("--update_in_backward --clip 0 --on_nonfinite skip", 1),
@@ -344,8 +340,7 @@ def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, case):
     ],
 )
 def test_auto_is_the_dtype_that_a_cpu_is_fast_in(monkeypatch, amx, avx512, name, dtype):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": amx, "avx512_bf16": avx512})
     monkeypatch.setattr(check, "cpu_name", lambda: name)
     assert check.resolve(parse_args([]), torch.device("cpu"), 1).dtype == dtype
 
@@ -374,14 +369,14 @@ def test_out_of_memory_tells_what_the_memory_went_to():
 def test_a_rank_of_64_builds_405b_on_meta_without_memory(tmp_path):
     """Every step of the build up to the allocation, of which a rank would hold a 64th."""
     code = """
-import time, activations, torch.distributed as dist
+import time, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from model import MODELS, Transformer
 dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
 before, begin = test_shard.peak_rss(reset=True), time.perf_counter()
 with torch.device("meta"):
     model = Transformer(MODELS["llama3.1-405b"], torch.bfloat16)
-activations.checkpoint_activations(model, "block")
+shard.checkpoint_activations(model, "block")
 mesh = shard.init_device_mesh("cpu", (1, 64), mesh_dim_names=("replicate", "shard"))
 shard.shard_model(model, mesh, torch.bfloat16, offload=True)
 used, seconds = test_shard.peak_rss() - before, time.perf_counter() - begin
@@ -459,40 +454,47 @@ def test_missing_compiler_is_named_with_its_remedy(monkeypatch):
 def test_checkpointing_and_compile_leave_names_alone():
     model = Transformer(MODELS["tiny-llama"])
     names = [n for n, _ in model.named_parameters()]
-    activations.checkpoint_activations(model, "block")
+    shard.checkpoint_activations(model, "block")
     shard.compile_model(model, "block")
     assert [n for n, _ in model.named_parameters()] == names
 
 
-@pytest.mark.parametrize("words", ["", "--state_dtype bf16 --compile block"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_offloaded_parameters_cross_in_the_compute_dtype_and_change_no_bit(words, ranks, tmp_path):
-    """The oracle is FSDP's own way. A copy is made once for each update."""
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_only_several_replicas_make_units_keep_reduced_gradients(world_size, tmp_path):
+    """What FSDP's groups of parameters hold while the backward pass goes on and after it, on every layout. With one
+    replica it is nothing, and the parameters have their gradients after each micro-batch, not only the last one."""
     code = """
-import offload
-from offload import OffloadedParam
-from test_optim import train_steps
-crossed, made = [], []
-values = OffloadedParam.values
-def spy(self):
-    before = self.made_from
-    out = values(self)
-    crossed.append(out.dtype)
-    made.append(self.made_from != before)
-    return out
-OffloadedParam.values = spy
-words = "--model tiny-llama --dtype bf16 --offload cpu --shard_size 1 " + (sys.argv[3] or "--compile none")
-ranks = shard.init_ranks()
-figures, tensors, _ = train_steps(words, ranks, False)
-parameters = len(tensors) // 4
-assert set(crossed) == {torch.bfloat16} and sum(made) == 3 * parameters < len(made), (len(made), sum(made))
-offload.bring_ahead = lambda *args: None
-again, same, _ = train_steps(words, ranks, False)
-assert figures == again and all(map(torch.equal, tensors, same)) and len(made) == len(crossed)
-print("done")
+from model import MODELS, Transformer
+ranks, tokens, layouts = shard.init_ranks(), torch.zeros(1, 8, dtype=torch.long), 0
+for size in (s for s in (1, 2, 4) if s <= ranks.world_size):
+    for offload in (False, True)[ranks.world_size == 1 :]:
+        mesh = shard.make_mesh(size, ranks, offload)
+        with torch.device("meta"):
+            model = Transformer(MODELS["tiny-llama"])
+        shard.shard_model(model, mesh, torch.float32, offload=offload)
+        model.to_empty(device="cpu")
+        shard.fill(model, lambda name, slices: torch.full([s.stop - s.start for s in slices], 0.01))
+        groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if hasattr(m, "unshard")]
+        def note(_=None):
+            held.append(sum(g._all_reduce_state is not None or g._partial_reduce_output is not None for g in groups))
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(note)
+        for last in (False, True):
+            held = []
+            shard.sync_gradients(model, last)
+            model(tokens, tokens).backward()
+            note()
+            complete = all(p.grad is not None and p.grad.device.type == "cpu" for p in model.parameters())
+            if size == ranks.world_size:
+                assert complete and not any(held), (size, offload, last, held)
+            else:
+                assert complete == last and max(held) >= len(groups) - 1, (size, offload, last, held)
+        layouts += 1
+print(f"{layouts} layouts", flush=True)
 shard.leave(ranks)
 """
-    assert run_ranks(ranks, code, str(tmp_path), words).count("done") == ranks
+    layouts = {1: 1, 2: 4, 4: 6}[world_size]
+    assert run_ranks(world_size, code, str(tmp_path)).count(f"{layouts} layouts") == world_size
 
 
 @pytest.mark.gpu
@@ -504,8 +506,8 @@ def test_offloaded_activations_free_a_gpu_and_change_no_bit():
     for on in (False, True):
         with torch.device("meta"):
             model = Transformer(config, torch.bfloat16)
-        activations.checkpoint_activations(model, "block")
-        activations.offload_activations(model, on, torch.device("cuda", 0))
+        shard.checkpoint_activations(model, "block")
+        shard.offload_activations(model, on, torch.device("cuda", 0))
         model.to_empty(device="cuda")
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         shard.fill(model, random_init(config, shapes, 0))
@@ -544,7 +546,7 @@ def test_selective_checkpointing_computes_no_product_and_no_attention_again(devi
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         shard.fill(model, random_init(config, shapes, 0))
         model.to(device)
-        activations.checkpoint_activations(model, mode)
+        shard.checkpoint_activations(model, mode)
         loss = model(tokens, tokens)
         with Counted() as counted:
             loss.backward()

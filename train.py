@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-import activations
 import checkpoint
 import fp8
 import shard
@@ -86,10 +85,9 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
             with run.phase("data"):
                 batches = next(steps)
             lr = learning_rate(config, step - 1)
-            with gradients.replay(step, batches[0], weight_scales):
-                loss, grad_norm, parts = train_step(
-                    model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
-                )
+            loss, grad_norm, parts = train_step(
+                model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
+            )
             log.count(parts)
             due = Due.after(config, step, run.votes.agreed(saver.failed))
             gradients.check(step, wait=due.record)  # nothing is recorded or saved that is no number
@@ -152,7 +150,9 @@ def train_step(
         trained += int((batch.targets != IGNORE).sum())
         batch = batch.to(device)
         part, details = model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True)
-        gradients.backward(part, trained, lr)
+        if gradients.in_backward:
+            gradients.in_backward.begin(part, trained, lr)
+        part.backward()
         loss += part.detach()
         parts.append((batch, details))
     loss, grad_norm, divisor = gradients.reduce(loss, trained)
@@ -170,9 +170,9 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     lora.convert(model, config)
     describe_model(model)
     offload = config.offload == "cpu"
-    activations.checkpoint_activations(model, config.checkpointing)
+    shard.checkpoint_activations(model, config.checkpointing)
     shard.compile_model(model, config.compile)
-    activations.offload_activations(model, config.offload_activations, ranks.device)
+    shard.offload_activations(model, config.offload_activations, ranks.device)
     shard.shard_model(model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload)
     with machine.explained_memory(config, model):
         model.to_empty(device="cpu" if offload else ranks.device)

@@ -41,8 +41,6 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
     """Replaces every `auto` by what it means here, so that flags.json says what was done; refuses what cannot run."""
     config = replace(config, dtype=_choose_dtype(config.dtype, device), compile=_choose_compile(config, device))
     refuse_unsupported(config, world_size)
-    if config.replay_every and device.type == "cuda" and not config.deterministic:
-        raise UserError("--replay_every on a GPU needs kernels that give the same bits each time: --deterministic")
     shard.mesh_shape(config.shard_size, world_size)  # refuses what does not divide
     micro_batch, batch_tokens = split_batch(config, world_size)
     if config.fp8 != "off":
@@ -67,8 +65,9 @@ def _choose_dtype(dtype: str, device: torch.device) -> str:
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         # AMX is 2 times as fast in bf16, AMD's AVX-512 1 to 2 times; Intel's without AMX 1.4 to 1.6 times slower.
-        fast_avx512 = torch.cpu._is_avx512_bf16_supported() and "Intel" not in cpu_name()
-        has_bf16 = fast_avx512 or torch.cpu._is_amx_tile_supported()
+        cpu = torch.cpu.get_capabilities()
+        fast_avx512 = cpu.get("avx512_bf16") and "Intel" not in cpu_name()
+        has_bf16 = fast_avx512 or cpu.get("amx_tile")
     return "bf16" if has_bf16 else "fp32"
 
 

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import Config
+from lib import torch_private
 from lib.errors import (
     Failure,
     RankFailure,
@@ -43,8 +44,8 @@ from lib.errors import (
     say_error,
 )
 from log import Clock, start_logging, write_status
-from optim import GradientReducer, is_sharded, local, trained
-from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout, sync_gradients
+from optim import GradientReducer, UpdateInBackward, local, trained
+from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it gives up
@@ -248,16 +249,16 @@ class GradientGuard(GradientReducer):
     ):  # fmt: skip
         """where(step): the places in the data of this rank's rows of one of the last steps. optimizer: for
         --update_in_backward."""
-        group = dist.group.WORLD if ranks.world_size > 1 else None
+        group = None
+        if ranks.world_size > 1:  # offloaded gradients are on the host, where the control group's backend works
+            group = ranks.control if config.offload == "cpu" else dist.group.WORLD
         replicas = 1 if mesh is None else mesh["replicate"].size()
         limit = 1 if config.on_nonfinite == "stop" else SKIPS
-        compiled = config.compile != "none"
-        super().__init__([*trained(model).values()], config.clip, group, replicas, limit, compiled)
+        super().__init__([*trained(model).values()], config.clip, group, replicas, limit)
         self.model, self.ranks, self.mesh, self.where = model, ranks, mesh, where
         self.every = config.replicas_every
         if config.update_in_backward:
-            self.update_in_backward(optimizer, beside=config.offload == "cpu")
-        self.replay = Replay(model, config.replay_every, ranks).watch
+            self.in_backward = UpdateInBackward(optimizer, self)
         self.pending: list[tuple] = []  # the flags of steps, on their way to the host
 
     def check(self, step: int, wait: bool = False) -> None:
@@ -297,11 +298,11 @@ class GradientGuard(GradientReducer):
             return logger.warning(
                 "%s\nIts update is skipped (--on_nonfinite skip): %d in a row, %d end the run", what, in_row, self.limit
             )
-        if self.optimizer and not guilty:
+        if self.in_backward and not guilty:
             step = 0
             outcome = (
-                "--update_in_backward had updated what came before in the backward pass: this state belongs to no step"
-                " and is not saved; start again to go on from the newest checkpoint."
+                "--update_in_backward has already updated parameters with these gradients: this state belongs to no"
+                " step and is not saved; start again to resume from the newest checkpoint."
             )
         else:
             first = "That update" if in_row == 1 else f"The updates of {in_row} steps in a row"
@@ -359,87 +360,6 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
         )
 
 
-class Replay:
-    """--replay_every: the first micro-batch of every `every`th step is computed once more, before the step, and must
-    give the same bits; 0: never.
-
-    A device that corrupts numbers in silence (bad memory, a marginal unit) seldom does so twice alike. What a rank
-    computes by itself is compared: its loss, and the gradient of every parameter before it is summed over ranks; so the
-    rank whose bits differ is the faulty one. Of each gradient a hash is kept, so nothing of its size is held besides.
-    The gradients of the first pass are thrown away: the step's own numbers are what they are without it."""
-
-    def __init__(self, model: nn.Module, every: int, ranks: Ranks):
-        self.model, self.every, self.ranks = model, every, ranks
-        self.sums: dict[str, Tensor] = {}  # of the loss and of each gradient of a micro-batch
-
-    @contextlib.contextmanager
-    def watch(self, step: int, batch, weight_scales) -> Iterator[None]:
-        """Around train_step, of which `batch` is the first micro-batch. Raises Failure on all ranks if the bits of one
-        differ. All ranks must call."""
-        if not self.every or step % self.every:
-            yield
-            return
-        begin = time.perf_counter()
-        with self._watching():
-            weight_scales.refresh()
-            sync_gradients(self.model, True)
-            batch = batch.to(self.ranks.device)
-            self.model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True)[0].backward()
-            for p in self.model.parameters():
-                p.grad = None
-            first = self._take()
-            seconds = time.perf_counter() - begin
-            yield
-            second = self._take()
-        self._compare(step, first, second, seconds)
-
-    def _take(self) -> dict[str, int]:
-        """Waits for the device."""
-        sums, self.sums = self.sums, {}
-        return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
-
-    @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Notes the loss, and each gradient as the backward pass computes it. With FSDP a parameter becomes a whole
-        tensor, which has a gradient, when its unit begins its forward pass."""
-        units = {name: m for name, m in self.model.named_modules() if hasattr(m, "unshard")}
-        hooks, known = [], set()
-
-        def note(name: str, value: Tensor) -> None:  # later micro-batches of the step do not count
-            if name not in self.sums:
-                self.sums[name] = bit_sums([value.detach()]).sum()
-
-        def attach(prefix: str, module: nn.Module) -> None:
-            for name, p in module.named_parameters(prefix):
-                if p.requires_grad and not is_sharded(p) and name not in known:
-                    known.add(name)
-                    receivers = {p, getattr(p, "compute_copy", p)}  # the one that is used has the gradient
-                    hooks.extend(receiver.register_hook(functools.partial(note, name)) for receiver in receivers)
-
-        for prefix, unit in units.items():
-            hooks.append(unit.register_forward_pre_hook(lambda module, _, prefix=prefix: attach(prefix, module)))
-        attach("", self.model)
-        hooks.append(self.model.lm_head.register_forward_hook(lambda _, args, outputs: note("the loss", outputs[0])))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _compare(self, step: int, first: dict[str, int], second: dict[str, int], seconds: float) -> None:
-        mine = [name for name in first if first[name] != second.get(name)]
-        told = gather((platform.node(), mine), self.ranks)
-        faulty = [f"rank {rank} on {host} ({', '.join(names[:3])})" for rank, (host, names) in enumerate(told) if names]
-        if not faulty:
-            return logger.info("Replay: step %d gave the same bits on all ranks; it took %.2f s", step, seconds)
-        alike = len(faulty) == self.ranks.world_size > 1
-        raise Failure(
-            f"Step {step}: the same micro-batch computed twice gave different bits: {'; '.join(faulty)}."
-            + (" On all ranks alike it is rather a kernel that does not repeat its bits." if alike else "")
-            + " No checkpoint of this step was written. Take that machine out, and start again"
-        )
-
-
 # ---- signals, and ranks that hang
 
 
@@ -484,8 +404,10 @@ class Watchdog:
         self.run, self.ranks, self.clock = run, run.ranks, run.clock
         many = run.ranks.world_size > 1
         self.groups = [None, run.ranks.control] if many else []  # their collectives tell how far a rank is
-        self.store = dist.distributed_c10d._get_default_store().clone() if many else None
-        self.transfer_store = self.store.clone() if many else None  # a connection that one late answer cannot confuse
+        self.store = self.transfer_store = None
+        if many:  # connections of their own to the store that the ranks met at: one late answer confuses no other
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self.store, self.transfer_store = (dist.TCPStore(*address, is_master=False) for _ in range(2))
         self.stopped_at: float | None = None  # when a signal to stop came
         self.loaders: list = []  # data.Loader
         self.longest = 0.0  # seconds between changes of the clock so far, in steps
@@ -564,8 +486,8 @@ class Watchdog:
         """[last step, collectives, phase, host] of every rank that answers within 5 s."""
         collectives = 0
         for group in self.groups:
-            with contextlib.suppress(RuntimeError, AttributeError):
-                collectives += (group or dist.group.WORLD)._get_sequence_number_for_group()
+            with contextlib.suppress(RuntimeError):
+                collectives += torch_private.count_collectives(group)
         progress, keys = {}, [f"flatland/watch/{rank}" for rank in range(self.ranks.world_size)]
         with contextlib.suppress(Exception):  # the store is gone with its machine
             self.store.set_timeout(timedelta(seconds=2))

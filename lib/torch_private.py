@@ -1,0 +1,124 @@
+"""Every private name of torch that the project uses, each behind a function that says what it is for and which public
+API would replace it. A name that torch no longer has is an error when this module is imported; `check_fused_adamw`
+tests at start-up what names that are still there do. Tested with torch 2.11 to 2.13."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import reduce
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+
+def _find(path: str):
+    """The object called `torch.PATH`."""
+    try:
+        return reduce(getattr, path.split("."), torch)
+    except AttributeError:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch.{path}, on which lib/torch_private.py relies: install a torch from"
+            " 2.11 to 2.13 (requirements.txt)"
+        ) from None
+
+
+_set_timeout = _find("distributed.distributed_c10d._set_pg_timeout")
+_count_collectives = _find("distributed.ProcessGroup._get_sequence_number_for_group")
+_foreach_norm, _foreach_add, _foreach_copy = map(_find, ("_foreach_norm", "_foreach_add_", "_foreach_copy_"))
+_choose_sdpa = _find("_fused_sdp_choice")
+
+
+# ---- distributed
+
+
+def set_group_timeout(group, limit: timedelta) -> None:
+    """Sets the limit of a process group's later collectives; group None: the default group. Waits for a public function
+    that changes the timeout of an existing group."""
+    _set_timeout(limit, group)
+
+
+def count_collectives(group) -> int:
+    """How many collectives this rank has started in a group; None: the default group. Waits for a public counter."""
+    return _count_collectives(group or torch.distributed.group.WORLD)
+
+
+def held_tensor(parameter: Tensor) -> Tensor:
+    """The very tensor that a DTensor holds, because FSDP looks for its all-gather hooks there; other tensors
+    themselves. Waits for a public way to register these hooks: `DTensor.to_local` returns a view."""
+    return parameter._local_tensor if hasattr(parameter, "to_local") else parameter
+
+
+# ---- many tensors in one launch; all wait for public names of torch's multi-tensor operators
+
+
+def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+    """One norm for each tensor, computed in `dtype`; torch.nn.utils.get_total_norm returns one for all."""
+    return _foreach_norm(tensors, order, dtype=dtype) if tensors else ()
+
+
+def add_to_each(tensors: Sequence[Tensor], value: Tensor) -> None:
+    """Adds a scalar tensor to each tensor in place, without reading it on the host."""
+    _foreach_add(tensors, [value] * len(tensors))
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    _foreach_copy(targets, sources)
+
+
+# ---- the fused AdamW
+
+
+def check_fused_adamw(device: torch.device) -> None:
+    """Raises RuntimeError unless torch's fused AdamW divides gradients by `grad_scale` and skips the update where
+    `found_inf` is 1. Only GradScaler is documented to set these attributes. If they were ignored, moments would be
+    wrong and gradients unclipped, and no loss curve would show it, because the update of AdamW does not depend on the
+    gradient's scale. Waits for arguments of `step`. The moments start at given values, so that a stand-in for a GPU,
+    whose kernels compute nothing, passes."""
+
+    def moment(gradient: float, scale: float, found_inf: float) -> float:
+        parameter = torch.nn.Parameter(torch.tensor([1.0], device=device))
+        parameter.grad = torch.tensor([gradient], device=device)
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        state = {"step": 0.0, "exp_avg": [0.25], "exp_avg_sq": [0.25]}
+        optimizer.state[parameter] = {key: torch.tensor(value, device=device) for key, value in state.items()}
+        optimizer.grad_scale = torch.tensor(scale, device=device)
+        optimizer.found_inf = torch.tensor(found_inf, device=device)
+        optimizer.step()
+        return optimizer.state[parameter]["exp_avg"].item()
+
+    if moment(4.0, 4.0, 0.0) != moment(1.0, 1.0, 0.0) or moment(4.0, 1.0, 1.0) != 0.25:
+        raise RuntimeError(
+            f"the fused AdamW of torch {torch.__version__} ignores grad_scale or found_inf: gradients would be neither"
+            " averaged nor clipped; install a torch from 2.11 to 2.13 (requirements.txt)"
+        )
+
+
+# ---- operators and the compiler
+
+
+def expensive_operators() -> list:
+    """Matrix products and attention: what selective checkpointing keeps. Waits for public names of these operators."""
+    import_module("torch.nn.attention.varlen")  # registers its operator; takes seconds
+    names = (
+        "mm", "addmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2",
+        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward",
+    )  # fmt: skip
+    return [_find(f"ops.aten.{name}").default for name in names] + [_find("ops.torch_attn._varlen_attn").default]
+
+
+def choose_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool) -> int:
+    """The value of the SDPBackend that scaled_dot_product_attention would choose. Waits for a public query."""
+    return _choose_sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Makes the compiler treat this size as variable from the first call on. Waits for a function in torch.compiler."""
+    import_module("torch._dynamo").maybe_mark_dynamic(tensor, dim)
+
+
+def version(tensor: Tensor) -> int:
+    """The number of changes of a tensor in place, to which the public torch.autograd.graph.increment_version adds.
+    Waits for a public counter."""
+    return tensor._version
