@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 
 # first: it finds the Python that has torch
-from lib.errors import UserError, check_words, read_ahead, read_json, run_script, write_whole
+from lib.errors import UserError, check_words, local_path, read_ahead, read_json, run_script, write_whole
 
 # ---- the command line, understood before torch is imported, which takes seconds
 
@@ -54,7 +54,6 @@ from torch import Tensor, nn
 
 from config import Config, fields_that_resume
 from data import Loader, merge_positions
-from download import find as find_weights
 from lib import lora
 from lib.machine import available_memory
 from lib.rows import sample_digest
@@ -459,7 +458,7 @@ def verify(run: Path | str) -> list[tuple[int, bool, str]]:
 def open_base(config: Config) -> Read:
     """read(name, slices) of the weights that a run began with: those of --weights, or random ones."""
     if config.weights:
-        return open_folder(find_weights(config.weights, "--weights"), config.model_config)
+        return open_folder(local_path(config.weights, "--weights"), config.model_config)
     shapes = {name: tuple(p.shape) for name, p in lora.meta_model(config).named_parameters()}
     return random_init(config.model_config, shapes, config.seed)
 
@@ -469,7 +468,7 @@ def base_fingerprint(config: Config, ranks: Ranks) -> str:
     call."""
     if not (config.lora and config.weights):
         return "0"
-    return on_first_rank(lambda: sample_digest(find_files(find_weights(config.weights, "--weights"))), ranks)
+    return on_first_rank(lambda: sample_digest(find_files(local_path(config.weights, "--weights"))), ranks)
 
 
 # ---- loading

@@ -17,7 +17,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from lib.errors import ROOT, Parser, UserError
+from lib.errors import ROOT, Parser, UserError, local_path
 from shapes import MODELS, ModelConfig
 
 VERSION = "0.1.0"  # CHANGELOG.md says what is in it
@@ -317,10 +317,9 @@ class Config:
         """The shape of --model, with the sizes that flags override."""
         row = MODELS.get(self.model)
         if row is None:
-            from download import find
             from lib.weights import read_config
 
-            row = read_config(find(self.model, "--model"))
+            row = read_config(local_path(self.model, "--model"))
         changes = {
             f: getattr(self, f)
             for f in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
@@ -486,18 +485,17 @@ def _read_values(words: list[str]) -> dict:
 
 def _settle_model(values: dict, names_model: bool) -> None:
     """Where they are not named, the model is that of --weights, and the tokenizer that of --weights or --model."""
-    from download import find
     from lib.tokenizer import holds_tokenizer
 
     folders = {}
     if weights := values["weights"]:
-        folders[weights] = find(weights, "--weights")
+        folders[weights] = local_path(weights, "--weights")
         if not names_model:
             values["model"] = weights
     model = values["model"]
     if model not in MODELS and model not in folders:
         try:
-            folders[model] = find(model, "--model")
+            folders[model] = local_path(model, "--model")
         except UserError as e:
             raise UserError(f"{_unknown('model', model, MODELS)}. Nor a folder: {e}") from None
     beside = [spec for spec, folder in folders.items() if holds_tokenizer(folder)]
@@ -556,7 +554,7 @@ def _check_data(c: Config, trains: bool) -> None:
     if trains and size > BYTES_UP_TO and text and as_bytes:
         raise UserError(
             f"--model {c.model} has a vocabulary of {size}, and no --tokenizer is named for {text[0]}: give the model's"
-            f" (`python download.py ORG/NAME --skip-model` fetches it); --tokenizer bytes uses 258 of the {size} ids"
+            f" (`python download.py ORG/NAME --skip_model` fetches it); --tokenizer bytes uses 258 of the {size} ids"
         )
     if c.sample_every and as_bytes and any(map(is_shards, c.data)):
         raise UserError("--sample_every: what these token shards mean is not known: name their --tokenizer, or give 0")

@@ -24,14 +24,14 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from lib.errors import UserError, read_ahead, run_script  # first: it finds the Python that has torch
+from lib.errors import UserError, local_path, read_ahead, run_script  # first: it finds the Python that has torch
 
 import numpy as np  # isort: skip
 import torch
 from torch import Tensor
 
 from config import Config, parse_args, split_batch
-from download import find, resumable
+from hub import resumable
 from lib import torch_private
 from lib.rows import Catalog, ChatRows, ShardRows, make_encoder, sample_digest
 from lib.text import HUB, knows_text, split_weight
@@ -360,7 +360,7 @@ def check_tokenizer(config: Config) -> None:
         )
     if not config.weights:
         return
-    beside = holds_tokenizer(find(config.weights, "--weights"))
+    beside = holds_tokenizer(local_path(config.weights, "--weights"))
     if beside and load_tokenizer(config.weights).encode(SAMPLE) != tokenizer.encode(SAMPLE):
         raise UserError(f"--tokenizer {config.tokenizer} is another one than that of --weights {config.weights}")
     padding = 1 if config.tokenizer == "bytes" else 512  # vocabularies are padded to multiples of so much at most

@@ -1,661 +1,144 @@
-"""Fetches weights, tokenizers and data from the Hugging Face hub, verified and resumable; finds what was fetched.
+"""Downloads models, tokenizers and datasets from the Hugging Face hub and verifies every byte.
 
-A repository is pinned to a commit and listed. The listing names the content of each file by a hash: sha256 in the hub's
-large-file storage, git's SHA-1 of a blob outside it. A file grows as a part in the folder `.download`; after a kill,
-the next command hashes what it finds there and asks for the rest. Only a part with the right hash gets the file's name.
-A file is locked while it is fetched, so processes that share a folder share the work. Without --out the layout is
-that of huggingface_hub's cache, which the ecosystem reads: refs/REVISION with the commit, blobs/HASH, and
-snapshots/COMMIT/NAME as a link to it. `.download/COMMIT.json` lists what was asked for: what lacks any of it is not
-whole.
-
-Requests are urllib's: huggingface_hub 2.4 starts a killed file again from byte 0, compares only sizes, lists without a
-timeout, and hands the token to the host that a list names for its next page. It provides the token, the endpoint and
-the folder. Sources: huggingface.co/docs/hub/api, huggingface.co/docs/huggingface_hub/guides/manage-cache."""
+huggingface_hub transfers the files: HF_HOME's cache, Xet, retries, progress bars and all HF_* variables are its own.
+It compares sizes only, so each file is hashed afterwards and compared with the hub's listing: sha256 for large files,
+git's SHA-1 of a blob for the others. A damaged file is deleted and downloaded once more. A record next to the snapshot
+keeps the listing; `local_path` in lib/errors.py reads it before a run uses the folder, and refuses a folder that is
+incomplete or changed. After an interruption the same command continues: complete files are not downloaded again."""
 
 import argparse
-import contextlib
-import errno
-import fcntl
-import fnmatch
-import functools
-import hashlib
-import http.client
 import json
-import logging
-import os
 import re
 import shlex
-import shutil
 import signal
-import ssl
 import sys
-import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import BinaryIO
-from urllib.parse import quote, urlsplit
+from pathlib import Path
 
-from lib.errors import (  # first
+from lib.errors import (
     Failure,
+    Message,
     Parser,
-    Progress,
     UserError,
     amount,
-    printable,
+    find_damage,
+    guard_token,
     read_json,
+    record_of,
     run_script,
     write_whole,
 )
 
-# isort: split
-from huggingface_hub import constants
-
 DEFAULT = "meta-llama/Llama-3.1-405B"
-TEXT = "*.json|*.jinja|*.model|*.model.v*|*.tiktoken|merges.txt|vocab.*|LICENSE*|USE_POLICY*"  # beside the weights
-PICKLES = "*.bin|*.pth|*.pt|*.ckpt|*.pkl"
-STALL = 30.0  # seconds without a byte, after which a connection counts as cut
-PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before the second try; doubled before each further one, up to the second
-PATIENCE = 1800.0  # seconds without a new byte through which we wait for a hub that limits our requests
-TRIES, LIST_TRIES = 10, 4  # in a row without a new byte; the second for a listing, where the user sits and waits
-QUIET = 2.0  # seconds after which a wait is told
-CHUNK = 1 << 20
-LARGEST = 1 << 29  # bytes that are read at once; Llama 3's tokenizer.json has 17 MB
-SAME = "the same command goes on from there"
-logger = logging.getLogger("flatland")
-Listing = dict[str, tuple[int, str]]  # path -> (bytes, hash): sha256 (64 digits), or git's SHA-1 of the blob (40)
-
-
-class Damaged(Failure):
-    """The bytes of a file that arrived do not have its hash."""
-
-
-class NotThere(UserError):
-    """The hub answers 404."""
-
-
-def say(text: str) -> None:
-    """A line for the user: in the log, where this process has one. A worker of stream.py replaces this: it hands the
-    line to its parent."""
-    if logger.handlers:
-        logger.warning(text)
-    else:
-        print("\r\033[K" * sys.stderr.isatty() + printable(text), file=sys.stderr, flush=True)
-
-
-# ---- names and folders
-
-
-def folder_of(name: str, revision: str) -> tuple[str, str, Path]:
-    """`ORG/NAME`, `NAME` or `datasets/ORG/NAME` -> (`models` or `datasets`, ORG/NAME, its folder in the cache)."""
-    kind, repo = ("datasets", name[9:]) if name.startswith("datasets/") else ("models", name)
-    if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", repo, re.ASCII) or "--" in repo or ".." in repo:
-        raise UserError(f"{name}: not the name of a repository; expected ORG/NAME or datasets/ORG/NAME")
-    if not re.fullmatch(r"\w[\w./-]*", revision, re.ASCII) or ".." in revision:
-        raise UserError(f"--revision {revision}: expected a branch, a tag or a commit")
-    return kind, repo, Path(constants.HF_HUB_CACHE) / f"{kind}--{repo.replace('/', '--')}"
-
-
-def size_of(path: Path) -> int:
-    """Bytes; -1 if there is no such file."""
-    return path.stat().st_size if path.is_file() else -1
-
-
-def find(spec: str, flag: str) -> Path:
-    """A folder or file that exists -> its path; ORG/NAME, NAME or either with @REVISION -> the folder that holds it in
-    HF_HOME's cache. UserError, with the command that mends it, if there is none or its download has not ended."""
-    folder = Path(spec).expanduser()
-    record = folder / ".download" / "record.json"
-    if not folder.exists():
-        folder = _find_snapshot(spec, flag)
-        record = folder.parents[1] / ".download" / f"{folder.name}.json"  # other programs write none
-    asked = read_json(record)
-    missing = [path for path, size in asked.get("files", {}).items() if size_of(folder / path) != size]
-    if missing:
-        raise UserError(
-            f"{flag} {spec}: its download has not ended, {len(missing)} of {len(asked['files'])} files are missing in"
-            f" {folder}; go on with: {asked['command']}"
-        )
-    return folder
-
-
-def _find_snapshot(spec: str, flag: str) -> Path:
-    """The newest of the snapshots in the cache that a hub id may mean: of the commit that it or its branch names."""
-    name, _, revision = spec.partition("@")
-    wanted = revision or "main"
-    try:
-        base = folder_of(name, wanted)[2]
-    except UserError:
-        raise UserError(f"{flag} {spec}: no such folder or file, and not the name of a repository") from None
-    ref, commit = base / "refs" / wanted, revision if len(revision) >= 7 else "no commit"
-    commit = ref.read_text("utf-8").strip() if ref.is_file() else commit
-    snapshots = [*base.glob("snapshots/*")]
-    if matches := [p for p in snapshots if p.name.startswith(commit)]:
-        return max(matches, key=lambda p: p.stat().st_mtime)
-    others = "".join(f"; there is {name}@{p.name[:12]}" for p in snapshots)
-    command = f"python download.py {name}{revision and f' --revision {revision}'}"
-    raise UserError(
-        f"{flag} {spec}: no such folder or file, and no download of it in {constants.HF_HUB_CACHE}{others}: {command}"
-    )
-
-
-def what_it_is(head: bytes) -> str:
-    """What begins like this, if it is one of the things that come in place of a model's file."""
-    if head.startswith(b"version https://git-lfs"):
-        return "a git-LFS pointer, not the file: run `git lfs pull` there, or `python download.py ORG/NAME`"
-    if re.match(rb"\s*<(!doctype|html|\?xml)", head, re.IGNORECASE):
-        return "an HTML or XML page: the download went wrong, repeat it with `python download.py`"
-    if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
-        return "a pickle, which can run code"
-    return ""
-
-
-def read_file(path: Path) -> bytes:
-    """All of a file that is no tensors'; UserError if it cannot be read, or is what came in its place."""
-    try:
-        if path.exists() and not path.is_file():  # a device has no end
-            raise OSError(errno.EINVAL, "it is no file")
-        if path.stat().st_size > LARGEST:
-            raise OSError(errno.EFBIG, f"{path.stat().st_size} bytes are more than any such file has")
-        data = path.read_bytes()
-    except OSError as e:
-        raise UserError(f"{path} cannot be read: {e.strerror}") from None
-    if wrong := what_it_is(data[:512]):
-        raise UserError(f"{path} is {wrong}")
-    return data
-
-
-def read_object(path: Path) -> dict:
-    """What a JSON file holds."""
-    try:
-        value = json.loads(read_file(path))
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{path} is damaged: it is not JSON ({e})") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
-
-
-# ---- waiting
-
-
-class Wait:
-    """The tries to get one file or listing: how many have failed in a row, and what is being waited for. While this is
-    entered, a thread tells the user of each try that takes long."""
-
-    def __init__(self, hub: "Hub", name: str, limit: int):
-        self.hub, self.name, self.limit, self.host = hub, name, limit, urlsplit(hub.url).hostname
-        self.over = threading.Event()
-        self.begin()
-
-    def begin(self) -> None:
-        """From now on bytes are waited for."""
-        self.since, self.tries, self.told = time.monotonic(), 0, False
-
-    def end(self) -> None:
-        self.told = True
-
-    def __enter__(self) -> "Wait":
-        threading.Thread(target=self._watch, daemon=True).start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.over.set()
-
-    def _watch(self) -> None:
-        while not self.over.wait(min(QUIET, 0.2)):
-            silent = time.monotonic() - self.since
-            if silent >= QUIET and not self.told:
-                self._tell(f"nothing has arrived for {silent:.0f} s")
-
-    def _tell(self, reason: str) -> None:
-        self.told = True
-        say(f"waiting for {self.name} of {self.host}: {reason}")
-
-    def pause(self, error: Exception | str) -> None:
-        """Sleeps until the next try. Raises what the user should read if another try is no use, if `limit` of them have
-        brought nothing, or if the hub has limited our requests for too long."""
-        reason, seconds = self._judge(error)
-        if seconds is None:
-            self.tries += 1
-            seconds = min(PAUSE * 2 ** (self.tries - 1), LONGEST_PAUSE)
-            if self.tries >= self.limit:
-                mend = f"check the network, HF_ENDPOINT and HTTPS_PROXY; {SAME}"
-                raise Failure(f"{reason}, {self.tries} times in a row: {mend}")
-        elif time.monotonic() - self.since + seconds > PATIENCE:
-            raise Failure(f"{reason} and wants {seconds:.0f} s of rest: wait, or log in for more; {SAME}")
-        if seconds >= QUIET:
-            self._tell(f"{reason}; next try in {seconds:.0f} s")
-        time.sleep(seconds)
-
-    def _judge(self, error: Exception | str) -> tuple[str, float | None]:
-        """What has happened, and the seconds that the hub asks us to wait; raises what no other try can mend."""
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLCertVerificationError):
-            why = f"a certificate that is not trusted here ({reason.verify_message})"
-            raise Failure(f"{self.host} shows {why}; if that is your proxy's, set SSL_CERT_FILE to it")
-        if not isinstance(error, urllib.error.HTTPError):
-            words = "nothing arrives" if isinstance(reason, TimeoutError) else getattr(reason, "strerror", None)
-            return f"connection to {self.host}: {words or str(reason) or type(reason).__name__}", None
-        code, reason = error.code, f"{self.host} answers {error.code}"
-        if code == 429:
-            return f"{reason} (too many requests)", max(PAUSE, _asked_wait(error.headers))
-        if code >= 500 or code == 408 or _origin(error.url) != _origin(self.hub.url):
-            return reason, None  # a signed address may have expired
-        if code in (401, 403, 404):
-            raise (NotThere if code == 404 else UserError)(self.hub.refusal(error))
-        raise Failure(f"{reason}: {self.hub.own_words(error)}; check HF_ENDPOINT, or try later")
-
-
-def _asked_wait(headers) -> float:
-    """Seconds that a 429 asks for: Retry-After: 30, or the hub's RateLimit: "api";r=0;t=55."""
-    after, limit = headers.get("Retry-After", ""), re.search(r"\bt=(\d+)", headers.get("RateLimit", ""))
-    return float(after) if after.isdigit() else float(limit[1]) + 1 if limit else 10 * PAUSE
-
-
-# ---- the hub
-
-
-def _origin(url: str) -> tuple[str, str]:
-    return urlsplit(url.lower())[:2]  # scheme, and host with its port
-
-
-@functools.cache
-def _trusted() -> ssl.SSLContext:
-    """The system's certificates, of which some Pythons know none, and certifi's. Made once: it takes 0.2 s."""
-    import certifi
-
-    context = ssl.create_default_context()
-    context.load_verify_locations(certifi.where())
-    return context
-
-
-class Hub(urllib.request.HTTPRedirectHandler):
-    """One repository on HF_ENDPOINT, as the user's token sees it. The token goes to no other origin. tries: for a
-    listing, in a row."""
-
-    def __init__(self, kind: str, repo: str, tries: int | None = None):
-        if constants.HF_HUB_OFFLINE:
-            raise UserError("HF_HUB_OFFLINE is set, so that nothing is fetched: unset it, or give files that are here")
-        self.kind, self.repo, self.url, self.tries = kind, repo, constants.ENDPOINT, tries or LIST_TRIES
-        self.page = f"{self.url}/{'datasets/' * (kind == 'datasets')}{repo}"
-        if not re.fullmatch(r"https?://([\w.-]+|\[[\da-f:]+\])(:[1-6]?\d{1,4})?(/[\w./-]*)?", self.url, re.ASCII):
-            raise UserError("HF_ENDPOINT: expected http://HOST or https://HOST, with a :PORT if need be")
-        from huggingface_hub import get_token  # takes 0.25 s, which find() does without
-
-        self.token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
-        if self.token and not re.fullmatch(r"[!-~]+", self.token):
-            raise UserError("the token (HF_TOKEN, or the login's file) holds characters that no token has: set it anew")
-        self.opener = urllib.request.build_opener(self, urllib.request.HTTPSHandler(context=_trusted()))
-
-    def _request(self, url: str, headers: dict[str, str], wait: Wait) -> urllib.request.Request:
-        request = urllib.request.Request(url, headers=headers)
-        request.wait, wait.host = wait, urlsplit(url).hostname
-        if self.token and _origin(url) == _origin(self.url):
-            request.add_unredirected_header("Authorization", f"Bearer {self.token}")
-        return request
-
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        """urllib's hook: a redirect is a request of its own, for which we decide about the token anew."""
-        return self._request(newurl, req.headers, req.wait)
-
-    def _open(self, url: str, wait: Wait, start: int = 0) -> http.client.HTTPResponse:
-        """The answer from byte `start` on; OSError or HTTPException as urllib raises them."""
-        headers = {"User-Agent": "flatland"} | ({"Range": f"bytes={start}-"} if start else {})
-        return self.opener.open(self._request(url, headers, wait), timeout=STALL)
-
-    def read(self, path: str, commit: str, size: int, oid: str, digest=None, have: int = 0) -> Iterator[bytes]:
-        """The bytes of a file of a commit from number `have` on, over as many connections as it takes; `digest` is of
-        those before. It ends after `size` bytes with the hash `oid`; Damaged if they are others, or if the hub cannot
-        begin at a byte. What the caller does with the bytes cannot be taken for trouble with the network."""
-        url, digest = f"{self.page}/resolve/{commit}/{quote(path)}", digest or new_digest(oid, size)
-        with Wait(self, path, TRIES) as wait:
-            while have < size:
-                trouble: Exception | str = f"{path} ends early"
-                try:
-                    with self._open(url, wait, have) as answer:
-                        if have and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-                            break
-                        while have < size and (chunk := answer.read1(min(CHUNK, size - have))):
-                            digest.update(chunk)
-                            have += len(chunk)
-                            wait.end()
-                            yield chunk
-                            wait.begin()
-                except (OSError, http.client.HTTPException) as e:
-                    trouble = e
-                if getattr(trouble, "code", 0) == 416:  # we have as many bytes as the hub's file, or more
-                    break
-                if have < size:
-                    wait.pause(trouble)
-        if have != size or digest.hexdigest() != oid:
-            raise Damaged(f"{url}: what arrived is damaged (its hash is not {oid})")
-
-    def ask(self, path: str) -> Iterator:
-        """The JSON that the hub's interface has for this repository at `path`, page by page."""
-        url = f"{self.url}/api/{self.kind}/{self.repo}/{path}"
-        with Wait(self, f"the listing of {self.repo}", self.tries) as wait:
-            while url:
-                try:
-                    with self._open(url, wait) as answer:
-                        page = json.loads(answer.read())
-                        following = re.search(r"<([^>]*)>;\s*rel=\"?next", answer.headers.get("Link", ""))
-                except ValueError:
-                    words = "answers no JSON, so it is no hub: check HF_ENDPOINT, or the proxy"
-                    raise Failure(f"{self.url} {words}") from None
-                except (OSError, http.client.HTTPException) as e:
-                    wait.pause(e)
-                    continue
-                yield page
-                wait.begin()
-                if not (following and page):
-                    return
-                here = urlsplit(self.url)  # a mirror's list may name the hub itself for the next page
-                url = urlsplit(following[1])._replace(scheme=here.scheme, netloc=here.netloc).geturl()
-
-    def commit(self, revision: str) -> str:
-        """The commit that a branch or a tag names."""
-        return _checked(next(self.ask(f"revision/{quote(revision, safe='')}")), "sha", r"[0-9a-f]{40}")
-
-    def tree(self, commit: str, folder: str = "") -> Listing:
-        """All files at a commit, or those in a folder and below."""
-        files, paths, where = {}, set(), f"tree/{commit}{folder and '/' + quote(folder)}"
-        for entry in (e for page in self.ask(f"{where}?recursive=true&expand=false") for e in page):
-            path, stored = _checked(entry, "path", r"[^\0]+"), entry.get("lfs") or entry
-            if not path.isprintable() or re.search(r"[\\:]|(^|/)(\.{0,2}|\.download)(/|$)", path):
-                raise Failure(f"{self.repo} lists {path!r}, which would not lie in its folder: nothing was fetched")
-            if path in paths:
-                raise Failure(f"{self.url} lists {path!r} of {self.repo} twice: check HF_ENDPOINT, or try later")
-            paths.add(path)
-            if _checked(entry, "type", r"\w+") == "file":
-                oid = _checked(stored, "oid", r"[0-9a-f]{40}" if stored is entry else r"[0-9a-f]{64}")
-                files[path] = int(_checked(stored, "size", r"\d+")), oid
-        for folder in files.keys() & {str(folder) for path in paths for folder in PurePosixPath(path).parents}:
-            raise Failure(f"{self.repo} lists {folder!r} as a file and as a folder: nothing was fetched")
-        return files
-
-    def own_words(self, error: urllib.error.HTTPError) -> str:
-        """The hub's; a token that it repeats is not repeated by us."""
-        words = error.headers.get("X-Error-Message") or str(error.reason)
-        return "".join(filter(str.isprintable, words.replace(self.token or "\0", "***")))[:200]
-
-    def refusal(self, error: urllib.error.HTTPError) -> str:
-        """What to do about 401, 403 or 404: the hub tells cases apart by X-Error-Code and by whether it got a token."""
-        code, log_in = error.headers.get("X-Error-Code", ""), "log in (`hf auth login`, or set HF_TOKEN)"
-        if code == "GatedRepo":
-            return f"{self.repo} is gated: accept its licence at {self.page}, then {log_in} as the one who did"
-        if code == "RevisionNotFound":
-            return f"{self.repo} has no such revision: its branches and tags are at {self.page}/tree/main"
-        if error.code == 401 and self.token:
-            source = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the login"
-            return f"the hub refuses the token of {source}: make a new one at {self.url}/settings/tokens and {log_in}"
-        if code == "EntryNotFound":
-            return f"{self.repo} no longer has a file of that commit: take another revision (and --out folder)"
-        if error.code == 403:
-            words = self.own_words(error)
-            return f"the hub refuses access to {self.repo} ({words}): give the token the right to read it"
-        return f"there is no {self.page}, or it is private: check the spelling, or {log_in} as one who may read it"
-
-
-def _checked(entry: object, key: str, pattern: str) -> str:
-    """What a hub says, before it becomes a path or a number."""
-    value = str(entry.get(key)) if isinstance(entry, dict) else ""
-    if not re.fullmatch(pattern, value):
-        raise Failure(f"{constants.ENDPOINT} lists what no hub would ({key} {value[:80]!r}): check HF_ENDPOINT")
-    return value
-
-
-def _matching(paths, patterns: list[str]) -> list[str]:
-    return [p for p in paths if any(fnmatch.fnmatchcase(p, pattern) for pattern in patterns)]  # * is also "/"
-
-
-def _read_by_trainers(tree: Listing, args: argparse.Namespace) -> list[str]:
-    """Of a model: safetensors (the Hugging Face ones, where there are others too), configuration and tokenizer, all in
-    the top folder."""
-    top = [p for p in tree if "/" not in p]
-    weights, pickles = _matching(top, ["*.safetensors"]), _matching(tree, PICKLES.split("|"))
-    if pickles and not weights and not args.skip_model:
-        raise UserError(
-            f"{args.repo} has its weights only as pickles ({', '.join(pickles[:2])}), and only safetensors are loaded:"
-            " convert them (transformers: from_pretrained, then save_pretrained), or give --skip-model for the rest"
-        )
-    ours = [p for p in weights if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", p)]
-    return _matching(top, TEXT.split("|")) + (ours or weights)
-
-
-def select(tree: Listing, args: argparse.Namespace) -> list[str]:
-    """The paths to fetch: those of --include; else all of a dataset, and of a model what a trainer reads."""
-    exclude = args.exclude + ["*.safetensors", "*.safetensors.index.json", *PICKLES.split("|")] * args.skip_model
-    if args.include:
-        paths = _matching(tree, args.include)
-    elif args.repo.startswith("datasets/"):
-        paths, exclude = tree, [*exclude, ".git*", "*.md", "*.py"]
-    else:
-        paths = _read_by_trainers(tree, args)
-    paths = sorted(set(paths) - set(_matching(paths, exclude)))
-    if not paths:
-        has = f"it has {', '.join([*tree][:8])} ..." if tree else "it is empty"
-        raise UserError(f"{args.repo}: none of its {len(tree)} files is selected; {has}")
-    return paths
-
-
-# ---- fetching
-
-
-def new_digest(oid: str, size: int):
-    """For the hash that a listing has: sha256, or git's SHA-1 of a blob of so many bytes."""
-    return hashlib.sha256() if len(oid) == 64 else hashlib.sha1(b"blob %d\0" % size)
-
-
-def write_at(fd: int, chunk: bytes, at: int) -> None:
-    """All of it: the disk may take a part at a time."""
-    while chunk:
-        count = os.pwrite(fd, chunk, at)
-        chunk, at = chunk[count:], at + count
-
-
-def hash_rest(file: BinaryIO, digest):
-    """Updates a digest with what is left to read of a file -> the digest."""
-    while chunk := file.read(CHUNK):
-        digest.update(chunk)
-    return digest
-
-
-@dataclass
-class File:
-    """A file to be fetched. home: where the content goes. link: its name in the snapshot, or home itself. part: what
-    has arrived of it. mark: a file that is locked while one thread fetches this, and those of other processes wait and
-    find it whole; it holds the time of home's last change when its hash was right. fetched: bytes from the network."""
-
-    path: str
-    size: int
-    oid: str
-    home: Path
-    link: Path
-    part: Path
-    mark: Path
-    fetched: int = 0
-
-    def is_whole(self) -> bool:
-        """Whether the content is in its place and right; read only if it changed since that was verified."""
-        if size_of(self.home) != self.size:
-            return False
-        if self.mark.read_text() == str(self.home.stat().st_mtime_ns):
-            return True
-        with open(self.home, "rb") as f:
-            return hash_rest(f, new_digest(self.oid, self.size)).hexdigest() == self.oid
-
-    def settle(self, hub: Hub, commit: str) -> None:
-        """Brings the file into its place."""
-        with open(self.mark, "a+") as mark:
-            with contextlib.suppress(OSError):  # without locks all write the same bytes to the same places
-                fcntl.flock(mark, fcntl.LOCK_EX)
-            if self.is_whole():
-                self.part.unlink(missing_ok=True)
-            else:
-                self._receive(hub, commit)
-                self.home.parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileNotFoundError):  # without locks, somebody else may have been faster
-                    os.replace(self.part, self.home)
-            mark.truncate(0)
-            mark.write(str(self.home.stat().st_mtime_ns))
-        if self.link != self.home and not self.link.is_symlink():
-            self.link.parent.mkdir(parents=True, exist_ok=True)
-            self.link.unlink(missing_ok=True)
-            with contextlib.suppress(FileExistsError):
-                self.link.symlink_to(os.path.relpath(self.home, self.link.parent))
-
-    def _receive(self, hub: Hub, commit: str) -> None:
-        """Completes a part. A damaged one starts again from byte 0, once; Damaged if that one is damaged too."""
-        with open(os.open(self.part, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as part:
-            for again in (False, True):
-                digest, have = hash_rest(part, new_digest(self.oid, self.size)), part.tell()
-                try:
-                    for chunk in hub.read(self.path, commit, self.size, self.oid, digest, have):
-                        write_at(part.fileno(), chunk, have)
-                        have += len(chunk)
-                        self.fetched += len(chunk)
-                    return os.fsync(part.fileno())
-                except Damaged as e:
-                    if again:
-                        raise Damaged(f"{e}, the second time too; try later") from None
-                    say(f"{self.path} is damaged: again from the start")
-                    part.seek(part.truncate(0))
-
-
-def fetch(hub: Hub, base: Path, tree: Listing, what: dict, out: bool = False, jobs: int = 8) -> Path:
-    """Fetches the files of a listing -> the folder that they are in. base: the repository's folder in the cache, or
-    with `out` a folder for plain files. what: the repository, the revision, its commit and the command, for the
-    record."""
-    commit, scratch = what["commit"], base / ".download"
-    folder, record = (base, "record.json") if out else (base / "snapshots" / commit, f"{commit}.json")
-    files = []
-    for path, (size, oid) in tree.items():
-        home = folder / path if out else base / "blobs" / oid
-        files.append(File(path, size, oid, home, folder / path, scratch / f"{oid}.part", scratch / f"{oid}.ok"))
-    need = sum(max(f.size - max(size_of(f.part), 0), 0) for f in files if size_of(f.home) != f.size)
-    total = amount(sum(f.size for f in files))
-    print(f"{what['repo']} at {commit}: {len(files)} files, {total}, {amount(need)} of it to fetch")
-    scratch.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(scratch).free
-    if need > free:
-        raise Failure(
-            f"{base}: the disk has {amount(free)} free and the download needs {amount(need)}: free some space,"
-            " choose another disk with --out or HF_HOME, or fetch less with --include or --exclude"
-        )
-    asked = {path: size for path, (size, _) in tree.items()}
-    write_whole(scratch / record, json.dumps(what | {"files": asked}, indent=1))
-    if not out and what["revision"] != commit:
-        ref = base / "refs" / what["revision"]
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(ref, commit)
-    _fetch_all(hub, commit, files, need, jobs)
-    return folder
-
-
-def _fetch_all(hub: Hub, commit: str, files: list[File], need: int, jobs: int) -> None:
-    """Shows a bar until all is fetched or a thread has failed. Ctrl-C leaves the threads behind."""
-    progress, pool = Progress(need), ThreadPoolExecutor(jobs)
-    in_order = sorted(files, key=lambda file: file.size)  # small ones first: a refusal shows at once
-    left = [pool.submit(file.settle, hub, commit) for file in in_order]
-    try:
-        while left:
-            done, left = wait(left, 0.2, FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            fetched = sum(file.fetched for file in files)
-            words = f"{amount(fetched)} of {amount(need)}", f"{len(files) - len(left)} of {len(files)} files"
-            progress.show(fetched, fetched, *words, end=not left)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-# ---- the command line
+TEXT = "*.json *.jinja *.model *.model.v* *.tiktoken merges.txt vocab.* LICENSE* USE_POLICY*"
+PICKLES = "*.pth *.pt *.ckpt *.pkl"
 
 
 def download(args: argparse.Namespace, command: str) -> None:
-    """Fetches what the command line asks for. UserError or Failure, with one message, if that cannot be."""
-    kind, repo, base = folder_of(args.repo, args.revision)
-    if not 1 <= args.jobs <= 64:
-        raise UserError(f"--jobs {args.jobs}: expected 1 to 64")
-    if args.skip_model and kind == "datasets":
-        raise UserError("--skip-model is for models: choose from a dataset with --include and --exclude")
-    before = {}
-    if args.out:
-        base = Path(args.out).expanduser()
-        before = read_json(base / ".download" / "record.json")
-    if before and (before["repo"], before["revision"]) != (args.repo, args.revision):
-        at = f"{before['repo']} at revision {before['revision']}"
-        raise UserError(f"--out {args.out} holds {at}, not {args.repo} at {args.revision}: name another folder")
-    hub = Hub(kind, repo)
-    commit = before.get("commit") or hub.commit(args.revision)
-    tree = hub.tree(commit)
-    tree = {path: tree[path] for path in select(tree, args)}
-    for path, (size, _) in tree.items() if args.out and not before else ():
-        if (base / path).exists() and size_of(base / path) != size:
-            raise UserError(f"{base / path} is there, and not as {repo} has it: name an empty folder with --out")
-    what = {"repo": args.repo, "revision": args.revision, "commit": commit, "command": command}
-    folder = fetch(hub, base, tree, what, bool(args.out), args.jobs)
-    print(f"Verified, in {folder}\nRevision {commit}")
-    if kind == "models":
-        shown = shlex.quote(args.out or repo + f"@{args.revision}" * (args.revision != "main"))
-        weights = any(p.endswith(".safetensors") for p in tree)
-        print(f"Use it: {f'--weights {shown} ' * weights}--tokenizer {shown}")
+    """Downloads the files that the command line selects, and verifies them."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    guard_token()
+    kind, repo = ("dataset", args.repo[9:]) if args.repo.startswith("datasets/") else ("model", args.repo)
+    info = HfApi().repo_info(repo, repo_type=kind, revision=args.revision, files_metadata=True)
+    listing = {file.rfilename: (file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in info.siblings}
+    allow, ignore = choose_patterns(args, kind, [*listing])
+    files = {p: listing[p] for p in filter_repo_objects(listing, allow_patterns=allow, ignore_patterns=ignore)}
+    if not files:
+        raise UserError(f"{args.repo}: none of its {len(listing)} files is selected: {', '.join([*listing][:8])}")
+    cache = Path(constants.HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}"
+    folder = Path(args.out).expanduser() if args.out else cache / "snapshots" / info.sha
+    record, source = record_of(folder), f"{args.repo}@{args.revision}"
+    old = read_json(record)
+    if args.out and folder.exists() and any(folder.iterdir()) and old.get("source") != source:
+        raise UserError(f"--out {args.out} is not empty and holds no download of {source}: name a new folder")
+    print(f"{source}: {len(files)} files, {amount(sum(size for size, _ in files.values()))}", flush=True)
+    kept = {name: file for name, file in old.get("files", {}).items() if (folder / name).exists()}
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(record, json.dumps(old | {"source": source, "command": command, "files": kept | files}))
+    where = {"repo_type": kind, "revision": args.revision, "local_dir": args.out and folder or None}
+    for _ in range(2):
+        snapshot_download(repo, allow_patterns=allow, ignore_patterns=ignore, **where)
+        damaged = find_damage(folder)
+        for name in damaged:
+            (folder / name).resolve().unlink(missing_ok=True)
+        if not damaged:
+            break
+    if damaged:
+        raise Failure(f"{repo}: {damaged[0]} arrives damaged, twice (its hash is not the hub's): try later")
+    print(f"Done: verified, in {folder}\nRevision {info.sha}")
 
 
-def resumable(work: Callable[[], None]) -> int:
-    """Runs what the same command can go on with -> 0; or, when Ctrl-C, SIGTERM or SIGHUP (but for nohup) has ended it,
-    says so -> 128 + the signal's number."""
-
-    def interrupt(number: int, _) -> None:
-        raise KeyboardInterrupt(number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, interrupt)
-    try:
-        work()
-        return 0
-    except KeyboardInterrupt as e:
-        number = signal.Signals(e.args[0] if e.args else signal.SIGINT)
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            print(f"\nInterrupted by {number.name}; {SAME}", file=sys.stderr)
-        return 128 + number
+def choose_patterns(args: argparse.Namespace, kind: str, names: list[str]) -> tuple[list[str] | None, list[str]]:
+    """-> (patterns of the files to download, or None for all; patterns of the files to leave out)"""
+    pickles = PICKLES.split()
+    if args.include:
+        allow, ignore = args.include, []
+    elif kind == "dataset":
+        allow, ignore = None, [*pickles, ".git*", "*.md", "*.py"]
+    else:
+        standard = any(re.fullmatch(r"model[^/]*\.safetensors", name) for name in names)
+        allow, ignore = [*TEXT.split(), "model*.safetensors" if standard else "*.safetensors"], ["*/*", "consolidated*"]
+        suffixes = {Path(name).suffix for name in names}
+        if not args.skip_model and ".safetensors" not in suffixes and suffixes & {".bin", ".pth", ".pt"}:
+            raise UserError(f"{args.repo} has its weights only as pickles; --skip_model downloads the other files")
+    return allow, [*ignore, *args.exclude, *(["*.safetensors*", "*.bin", *pickles] if args.skip_model else ())]
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def explain(error: Exception, repo: str) -> Message:
+    """The message for an error of huggingface_hub, without the server's text, which could repeat the token."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        error = error.__cause__ or error
+    log_in = "log in (`hf auth login`, or set HF_TOKEN) as a user who may read it"
+    page, status = f"{constants.ENDPOINT}/{repo}", getattr(getattr(error, "response", None), "status_code", 0)
+    messages = {
+        errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set, so nothing can be downloaded: unset it",
+        errors.HFValidationError: f"{repo}: not the name of a repository; expected ORG/NAME or datasets/ORG/NAME",
+        errors.GatedRepoError: f"{repo} is gated: accept its licence at {page}, then {log_in}",
+        errors.RevisionNotFoundError: f"{repo} has no such --revision: its branches and tags are at {page}/tree/main",
+        errors.RepositoryNotFoundError: f"there is no {page}, or it is private: check the spelling, or {log_in}",
+    }
+    for kind, message in messages.items():
+        if isinstance(error, kind):
+            return UserError(message)
+    if status in (401, 403, 404):
+        return UserError(f"the hub answers {status} for {repo}: its token (HF_TOKEN or the login) is refused; {log_in}")
+    reason = f"the hub answers {status} {error.response.reason_phrase}" if status else f"no answer of a hub: {error}"
+    return Failure(f"{page}: {reason}; check the network and HF_ENDPOINT, or try later: the same command resumes")
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python download.py",
-        description="Fetches weights, tokenizers and data from the Hugging Face hub, verified and resumable.",
-        epilog="Type the same again after any interruption: it goes on from the last byte. Gated repositories need a"
-        " token: hf auth login, or the variable HF_TOKEN. HF_HOME says where the cache is, HF_ENDPOINT which hub.",
-        allow_abbrev=False,
+        description="Downloads weights, tokenizers and data from the Hugging Face hub and verifies them.",
+        epilog="After an interruption the same command continues. Gated repositories need a token: hf auth login, or"
+        " HF_TOKEN. HF_HOME sets the place of the cache, HF_ENDPOINT the hub.",
     )
     flag = parser.add_argument
     flag("repo", nargs="?", default=DEFAULT, metavar="REPO", help=f"ORG/NAME or datasets/ORG/NAME (default: {DEFAULT})")
     flag("--revision", default="main", metavar="R", help="branch, tag or commit (default: main)")
-    flag("--skip-model", action="store_true", help="configuration and tokenizer only, no weights")
+    flag("--skip_model", "--skip-model", action="store_true", help="configuration and tokenizer only, no weights")
     several = {"action": "append", "default": [], "metavar": "PATTERN"}
-    only = "only files whose path matches (* is anything); may be repeated (default: what a trainer reads)"
-    flag("--include", **several, help=only)
-    flag("--exclude", **several, help="but not these; may be repeated")
-    place = "a folder for plain files, which stays at the commit it began with (default: the cache in HF_HOME)"
-    flag("--out", default="", metavar="DIR", help=place)
-    flag("--jobs", type=int, default=8, metavar="N", help="files at a time (default: 8)")
+    flag("--include", **several, help="only files whose path matches (* is anything); may be repeated")
+    flag("--exclude", **several, help="leave these files out; may be repeated")
+    flag("--out", default="", metavar="DIR", help="a folder for plain files (default: the cache in HF_HOME)")
     return parser
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
+    args = make_parser().parse_args(argv)
     try:
-        args, command = _make_parser().parse_args(argv), shlex.join(["python", "download.py", *argv])
-        return resumable(lambda: download(args, command))
-    except UserError as e:  # a token may be among the words that were typed
-        raise UserError(re.sub(r"hf_\w{6,}", "hf_***", str(e))) from None
+        download(args, shlex.join(["python", "download.py", *argv]))
+    except Exception as error:
+        if isinstance(error, Message) or getattr(error, "errno", None):
+            raise
+        raise explain(error, args.repo) from None
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the transfer threads, too
     run_script(main)

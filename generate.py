@@ -18,7 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import UserError, check_words, read_json, run_script  # first: it finds the Python that has torch
+from lib.errors import (  # first: it finds the Python that has torch
+    UserError,
+    check_words,
+    local_path,
+    read_json,
+    run_script,
+)
 
 # ---- the command line, understood before torch is imported, which takes seconds
 
@@ -66,7 +72,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoint import load_run_tokenizer, newest
-from download import find
 from lib.machine import find_device
 from lib.run import Run
 from lib.tokenizer import chat_family, load_tokenizer, render_chat
@@ -260,7 +265,7 @@ class Source(NamedTuple):
 def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
     """spec: a run folder, a Hugging Face folder, or the hub id of one; tokenizer None: its own. chat: a text ends where
     a turn does, too."""
-    folder = find(spec, "--run")
+    folder = local_path(spec, "--run")
     if (folder / "checkpoints").is_dir():
         source = open_run(folder, tokenizer)
     elif (folder / "config.json").is_file():

@@ -1,10 +1,16 @@
-"""What a run says and leaves behind: the screen, log.txt, metrics.jsonl, curves.png, env.json, status.json; where its
-time went; and which rank holds the others back.
+"""The records of a run: the screen, log.txt, metrics.jsonl, curves.png, TensorBoard and Weights & Biases, env.json and
+status.json; where the time went, which rank is slow, and --profile.
 
-Rank 0 writes. Nothing here waits for a GPU except `Log.step` on the steps that are recorded.
-"""
+    python log.py plot RUN [RUN ...] -o FILE        the curves of runs in one picture
+    python log.py track RUN [--to NAMES]            sends the records of a finished run to trackers
+
+Rank 0 writes. Only `Log.step` waits for a GPU, on steps that are recorded. metrics.jsonl is the reference: a
+resumed run sends all its records to the trackers again, under the same wandb id (wandb.json). The variables of wandb
+(WANDB_MODE, WANDB_PROJECT) work as usual."""
 
 import contextlib
+import gc
+import importlib.util
 import itertools
 import json
 import logging
@@ -12,6 +18,7 @@ import math
 import os
 import platform
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -22,37 +29,42 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import NamedTuple
 
-from lib.errors import ROOT, Parser, human, printable, process_began, run_script, write_whole  # first: it finds torch
+from lib.errors import ROOT, Parser, UserError, human, printable, read_json, run_script, write_whole  # first
 
 import torch  # isort: skip
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerAction, profile, schedule
 
 from attention import kernel
-from config import VERSION, Config
+from config import PROFILE_AFTER, VERSION, Config
 from lib.lora import flops_per_token
 from lib.machine import known_gpu
 from lib.rows import text_bytes
 from model import IGNORE, Transformer
 from optim import trained
-from records import Tracker, draw_runs, plot_runs, read_records, track_run
 from shard import gather, mesh_shape, on_first_rank
 
 logger = logging.getLogger("flatland")
 
-NO_NUMBERS = (math.inf, -math.inf)
-# Of torch.distributed, what FSDP2 (torch 2.11 to 2.13), optim.py and fp8.py call.
-COLLECTIVES = (
-    "all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce",
-)  # fmt: skip
-SLOW = 0.095  # beyond the median: what is shown as 10 %
-GPU_EVERY = 8  # steps: of a GPU one in so many is measured, as reading the events takes time
-COMPARED_AT = 20  # the first step whose record is compared with the plan: speed has settled
+SLOW = 0.095  # a rank is named if it is slower than the median by this share, which is shown as 10 %
+GPU_EVERY = 8  # on GPUs only one in so many steps is measured, because reading its events takes time
+COMPARED_AT = 20  # the first step whose record is compared with the plan: the speed has settled by then
+TRACKERS = ("tensorboard", "wandb")
+PANELS = {
+    "loss": "loss (nats per token)",
+    "validation": "validation",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "tok_per_s": "tokens per second",
+    "mfu": "MFU (share of the peak FLOP/s)",
+    "data_share": "share of a step that waits for data",
+    "mem_gib": "peak memory of a rank (GiB)",
+}
 
 
-class _EveryLine(logging.Formatter):
-    """A prefix on each line of a message, so that every line can be grepped and cut alike; control characters are
-    escaped."""
+class _PrefixEveryLine(logging.Formatter):
+    """Puts the prefix on each line of a message and escapes control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.asctime, record.message = self.formatTime(record, self.datefmt), ""
@@ -61,36 +73,35 @@ class _EveryLine(logging.Formatter):
 
 
 def start_logging(folder: Path | None) -> None:
-    """Messages go to the screen, with a prefix where that is no terminal, and to log.txt in the folder; None: this rank
-    is silent."""
-    prefixed = _EveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] ", "%Y-%m-%d %H:%M:%S")
+    """Sends messages to the screen (with a prefix if it is not a terminal) and to log.txt in the folder. None: this
+    rank is silent."""
+    prefixed = _PrefixEveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] ", "%Y-%m-%d %H:%M:%S")
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)
         handler.close()
     logger.propagate = False
-    logging.raiseExceptions = False  # a full disk is told once, by what fails to write the metrics
+    logging.raiseExceptions = False  # a full disk is reported once, by the writer of metrics.jsonl
     logger.setLevel(logging.INFO if folder else logging.CRITICAL + 1)
     if folder:
         screen, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "log.txt", encoding="utf-8")
         file.setFormatter(prefixed)
-        screen.setFormatter(_EveryLine() if sys.stdout.isatty() else prefixed)
+        screen.setFormatter(_PrefixEveryLine() if sys.stdout.isatty() else prefixed)
         logger.handlers += [screen, file]
 
 
 def write_status(
     folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "", **more: list[float]
 ) -> None:
-    """state: running, finished, stopped, error (the user's mistake) or failed."""
+    """state: running, finished, stopped, error (a user error) or failed."""
     status = {"state": state, "step": step, "exit_code": exit_code, "message": message, "pid": os.getpid()}
-    status["attempt"] = os.environ.get("TORCHELASTIC_RUN_ID", "")  # so that the launcher knows whose end this is
+    status["attempt"] = os.environ.get("TORCHELASTIC_RUN_ID", "")  # tells the launcher which start this is
     write_whole(folder / "status.json", json.dumps(status | more) + "\n")
 
 
 def describe_environment() -> dict:
     """Code, versions and hardware, for env.json."""
-
     command, git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"], ""
-    with contextlib.suppress(OSError):  # there is no git here
+    with contextlib.suppress(OSError):  # git is not installed
         git = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
@@ -114,18 +125,17 @@ def cpu_name() -> str:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(FLOP/s of a device, where the number is from): the data sheet's for bf16 on a GPU that we know, else a matmul
-    measured now."""
+    """(peak FLOP/s of a device, its source): the data sheet's value for bf16 on a known GPU, else a measured matmul."""
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
         return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops:g} TFLOP/s"
     best, n = max((measured_flops(n, device, dtype), n) for n in ((8192,) if device.type == "cuda" else (1024, 2048)))
-    return best, f"the best of some {n} x {n} products in {str(dtype)[6:]}, {best / 1e12:.3f} TFLOP/s"
+    return best, f"the fastest of several {n} x {n} products in {str(dtype)[6:]}, {best / 1e12:.3f} TFLOP/s"
 
 
 def measured_flops(n: int, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best of six products of n x n matrices."""
-    own = torch.Generator(device).manual_seed(0)  # the run's random state is not touched
-    a, b = (torch.randn(n, n, device=device, generator=own).to(dtype) for _ in range(2))
+    """FLOP/s of the fastest of six products of n x n matrices."""
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
+    a, b = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
     best = min(timeit.repeat(lambda: (a @ b)[0, 0].item(), number=1, repeat=6))
     if device.type == "cuda":
         del a, b
@@ -134,10 +144,10 @@ def measured_flops(n: int, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak so far: allocated on a GPU, resident set of the process on a CPU."""
+    """The peak so far: allocated memory on a GPU, the process's resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    status = Path("/proc/self/status").read_text()  # not getrusage: a child begins with its parent's peak
+    status = Path("/proc/self/status").read_text()  # not getrusage: a child inherits its parent's peak
     return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
 
@@ -148,16 +158,18 @@ def describe_model(model: Transformer) -> None:
     logger.info("Trainable parameters: %d (%s)", trainable, human(trainable), stacklevel=2)
 
 
+# ---- time
+
+
 class Clock:
-    """Wall time by part. A part takes its time from the one around it, so that the parts add up to the whole."""
+    """Wall time by part. Time inside a nested part counts only for that part, so the parts add up to the whole."""
 
     def __init__(self):
-        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
-        age = since_boot - process_began(os.getpid()) / os.sysconf("SC_CLK_TCK")  # imports included
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since boot
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")  # includes imports
         self.begin = time.perf_counter() - age
         self.parts: dict[str, float] = {}
         self.stack, self.since, self.step = ["start"], self.begin, 0
-        self.after: dict[str, Callable[[float], None]] = {}  # called at the end of a part, with its seconds so far
 
     def _lap(self) -> None:
         now = time.perf_counter()
@@ -165,7 +177,7 @@ class Clock:
         self.since = now
 
     def switch(self, part: str, step: int = 0) -> None:
-        """From now on time belongs to `part`. step: the last one that was done."""
+        """From now on time belongs to `part`. step: the last finished one."""
         self._lap()
         self.stack[-1], self.step = part, step
 
@@ -174,13 +186,11 @@ class Clock:
         self._lap()
         self.stack.append(name)
         try:
-            with torch.profiler.record_function(f"part: {name}"):  # 8 us where no profiler runs
+            with torch.profiler.record_function(f"part: {name}"):
                 yield
         finally:
             self._lap()
             self.stack.pop()
-            if name in self.after:
-                self.after[name](self.parts[name])
 
     def seconds(self, name: str) -> float:
         self._lap()
@@ -192,17 +202,15 @@ class Clock:
         return f"Time taken: {self.since - self.begin:.1f} seconds ({parts})"
 
 
-# ---- what every rank spends on a step, and which one holds the others back
-
-# Ranks wait for each other in collectives, so their steps take equally long, whoever is slow: that one waits least. A
-# step is measured from when its data are there to its update, and in it each collective of the training: on a CPU by
-# the host's clock, for they block there; on a GPU by events on the stream of the collective, which nobody waits for.
-# The least that any rank spends in collectives is what they cost; what another spends beyond that is waiting, and the
-# rest of a step is its own: data + compute. Medians over a record's steps are compared: one late step names nobody.
+# Ranks wait for each other in collectives, so their steps take equally long whichever rank is slow; the slow rank
+# is the one that waits least. A step is measured from the arrival of its data to its update, and in it each collective
+# of FSDP: on a CPU with the host's clock, because gloo blocks; on a GPU with events on the collective's stream, without
+# waiting for them. The smallest collective time of any rank is what collectives cost; the excess is waiting, and the
+# rest of a step is the rank's data + compute. Medians over a record's steps are compared.
 
 
 class Times(NamedTuple):
-    """Of a rank and a step, in ms. wait: within collectives; compute: all else from the data to the update."""
+    """A rank's step in ms. wait: within collectives; compute: the rest between data and update."""
 
     host: str
     data: float
@@ -210,54 +218,65 @@ class Times(NamedTuple):
     wait: float
 
 
-class Pace:
-    """Measures this rank's steps. Wraps functions of torch.distributed until `close`."""
+class TimedCollective:
+    """An all-gather or reduce-scatter for FSDP's set_custom_all_gather and set_custom_reduce_scatter."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, collective: Callable, times: "StepTimes"):
+        self.collective, self.times = collective, times
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.times.mark()
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options):
+        self.times.mark()
+        work = self.collective(output_tensor, input_tensor, group=group, **options)
+        self.times.end_collective()
+        return work
+
+
+class StepTimes:
+    """Measures this rank's steps and FSDP's collectives in them."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, replicas: int):
         self.cuda, self.steps, self.count, self.data = device.type == "cuda", [], 0, 0.0
-        self.begun, self.waits = None, []
-        known = [name for name in COLLECTIVES if hasattr(dist, name)] if dist.is_initialized() else []
-        self.wrapped = {name: getattr(dist, name) for name in known}
-        for name, collective in self.wrapped.items():
-            setattr(dist, name, self._timed(collective))
+        self.begun, self.last, self.waits = None, None, []
+        for unit in [m for m in model.modules() if hasattr(m, "set_custom_all_gather")]:
+            unit.set_custom_all_gather(TimedCollective(dist.all_gather_into_tensor, self))
+            unit.set_custom_reduce_scatter(TimedCollective(dist.reduce_scatter_tensor, self))
+            if replicas > 1:  # FSDP calls this after the all-reduce that follows a reduce-scatter
+                unit.set_all_reduce_hook(lambda reduced: self.end_collective())
 
-    def close(self) -> None:
-        for name, collective in self.wrapped.items():
-            setattr(dist, name, collective)
-
-    def _now(self) -> float | torch.cuda.Event:
+    def now(self) -> float | torch.cuda.Event:
         if not self.cuda:
             return 1e3 * time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _timed(self, collective: Callable) -> Callable:
-        def run(*args, **kwargs):
-            if self.begun is None:
-                return collective(*args, **kwargs)
-            begin = self._now()
-            result = collective(*args, **kwargs)
-            self.waits.append((begin, self._now()))
-            return result
+    def mark(self) -> None:
+        self.last = None if self.begun is None else self.now()
 
-        return run
+    def end_collective(self) -> None:
+        if self.last is not None:
+            self.waits.append((self.last, self.now()))
+            self.mark()
 
     def begin(self, data: float) -> None:
-        """The data of a step are there. data: seconds that went to them so far, in all steps."""
+        """The data of a step has arrived. data: seconds spent on data so far, in all steps."""
         self.count, self.data, self.step_data = self.count + 1, data, 1e3 * (data - self.data)
         if not self.cuda or self.count % GPU_EVERY == 0:
-            self.begun = self._now()
+            self.begun = self.now()
 
     def end(self) -> None:
-        """Its update is launched."""
+        """The step's update has been launched."""
         if self.begun is not None:
-            self.steps.append((self.step_data, (self.begun, self._now()), self.waits))
+            self.steps.append((self.step_data, (self.begun, self.now()), self.waits))
         self.begun, self.waits = None, []
 
     def take(self) -> Times:
-        """Medians of the steps since the last call; wait holds what collectives cost, too. On a GPU all of them must
-        have ended, as they have when the loss was read."""
+        """Medians over the steps since the last call; wait includes the cost of collectives. On a GPU the steps must
+        have finished, which reading the loss ensures."""
 
         def lasted(span: tuple) -> float:
             return span[0].elapsed_time(span[1]) if self.cuda else span[1] - span[0]
@@ -269,37 +288,60 @@ class Pace:
 
 
 def without_costs(ranks: list[Times]) -> list[Times]:
-    """Takes for compute what every rank spends in collectives alike."""
+    """Counts the smallest collective time of any rank as compute; only the excess is waiting."""
     cost = min(times.wait for times in ranks)
     return [times._replace(compute=times.compute + cost, wait=times.wait - cost) for times in ranks]
 
 
 def find_slow(ranks: list[Times]) -> tuple[int, str] | None:
-    """The slowest rank, and how slow it is in words; None if it is within 10 % of the median."""
-    own = [times.data + times.compute for times in ranks]
-    rank, usual = own.index(max(own)), median_low(own)
-    if own[rank] <= (1 + SLOW) * usual:
+    """The slowest rank and a description; None if it is within 10 % of the median."""
+    busy = [times.data + times.compute for times in ranks]
+    rank, usual = busy.index(max(busy)), median_low(busy)
+    if busy[rank] <= (1 + SLOW) * usual:
         return None
     host, data, compute, _ = ranks[rank]
-    return (
-        rank,
-        f"{host}/rank {rank} {100 * own[rank] / usual - 100:+.0f} % (data {data:,.0f} ms, compute {compute:,.0f} ms)",
-    )
+    more = 100 * busy[rank] / usual - 100
+    return rank, f"{host}/rank {rank} {more:+.0f} % (data {data:,.0f} ms, compute {compute:,.0f} ms)"
 
 
 def describe_gpu(device: torch.device) -> str:
-    """Clock and power, where the device is a GPU and NVML can be reached."""
+    """Clock and power, if the device is a GPU and NVML is available."""
     try:
         return f", GPU at {torch.cuda.clock_rate(device):,} MHz, {torch.cuda.power_draw(device) / 1e3:.0f} W"
-    except Exception:  # no GPU, no nvidia-ml-py, or a driver that does not tell
+    except Exception:  # no GPU, no nvidia-ml-py, or an old driver
         return ""
+
+
+def profile_steps(run, start: int) -> profile:
+    """torch's profiler for --profile steps of rank 0, from the fourth step of this start on; it writes profile/ when
+    they are done. Call its step() after each step. run: a lib.run.Run."""
+    steps, folder, cuda = run.config.profile, run.folder / "profile", run.ranks.device.type == "cuda"
+    if steps and start + PROFILE_AFTER + steps > run.config.steps:
+        logger.warning("--profile %d: too few steps are left, none is profiled", steps)
+        steps = 0
+
+    def write(profiler: profile) -> None:
+        with run.phase("profile"):
+            folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(folder / "rank-00000.trace.json.gz"))
+            order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+            table = profiler.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=60)
+            (folder / "table.txt").write_text(table)
+            logger.info("Profile of rank 0: %s/table.txt and a trace for https://ui.perfetto.dev", folder)
+
+    active = schedule(wait=PROFILE_AFTER - 1, warmup=1, active=max(steps, 1), repeat=1)
+    if not steps or run.ranks.rank:
+        return profile(schedule=lambda step: ProfilerAction.NONE)
+    torch._inductor.config.cpp.enable_kernel_profile = True  # names compiled CPU kernels
+    logger.info("Profiling %d steps after step %d: they and their records are slower", steps, start + PROFILE_AFTER)
+    return profile(schedule=active, on_trace_ready=write, record_shapes=True)
 
 
 # ---- the step record
 
 
 def describe_routers(sums: Tensor) -> dict[str, float]:
-    """Details.router_sums, over all ranks -> the balancing loss, and the experts' shares of the tokens as multiples of
+    """Details.router_sums over all ranks -> the balancing loss, and the experts' shares of the tokens as multiples of
     an even share: each expert's over all layers, and the extremes of any layer."""
     loads = sums[:-2] / sums[:-2].mean(1, keepdim=True)
     shares = {f"expert_load_{e}": load for e, load in enumerate(loads.mean(0).tolist())}
@@ -308,53 +350,55 @@ def describe_routers(sums: Tensor) -> dict[str, float]:
 
 
 def compare(predicted: dict[str, float], record: dict[str, float], folder: Path) -> str:
-    """Writes plan.json: what was predicted of a record, and what was measured -> the log's line on it."""
+    """Writes plan.json, the predicted and measured values of a record -> a line for the log."""
     measured = {name: record[name] for name in predicted}
     content = {"step": record["step"], "predicted": predicted, "measured": measured}
     write_whole(folder / "plan.json", json.dumps(content, indent=1) + "\n")
     rows = [(name, value, measured[name], value / measured[name] - 1) for name, value in predicted.items()]
-    words = [f"{name} {value:.4g} predicted, {found:.4g} measured ({off:+.0%})" for name, value, found, off in rows]
+    words = [f"{name} {value:.4g} predicted, {actual:.4g} measured ({off:+.0%})" for name, value, actual, off in rows]
     wrong = [name for name, *_, off in rows if abs(off) > 0.1]
     return f"Plan: {'; '.join(words)}" + f"; off by more than 10 %: {', '.join(wrong)}" * bool(wrong)
 
 
 class Log:
-    """The step record. All ranks must hold one and call it alike: peak memory is gathered when a step is recorded.
+    """The step record. All ranks must hold one and make the same calls, because a record gathers values of all ranks.
 
-    What comes later than its step (a save's duration, a sample) is a record of its own with the step's number."""
+    A value that arrives after its step (a save's duration, a sample) gets a separate record with the step's number.
+    `with log:` closes the trackers at the end."""
 
-    def __init__(self, run, dtype: torch.dtype, resumed_step: int, sources: list[str] = ()):
-        """run: a guard.Run. dtype: of matrix products. sources: names of the entries of a mixture."""
+    def __init__(self, run, model: Transformer, start: int, sources: list[str] = ()):
+        """run: a lib.run.Run. start: the last finished step. sources: names of the entries of a mixture."""
         config: Config = run.config
         self.run, self.ranks, self.clock, self.file = run, run.ranks, run.clock, run.folder / "metrics.jsonl"
-        self.batch_tokens, self.seq_len = config.batch_tokens, config.seq_len
-        self.dtype = dtype
+        self.batch_tokens, self.seq_len, self.dtype = config.batch_tokens, config.seq_len, model.dtype
         self.flops_per_token = flops_per_token(config)
-        self.peak, self.peak_source = peak_flops(self.ranks.device, dtype)
+        self.peak, self.peak_source = peak_flops(self.ranks.device, self.dtype)
         self.sources = sources
         self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=self.ranks.device)  # losses, tokens
         self.router_sums: Tensor | None = None
-        self.draw_after = 0.0  # of time.perf_counter()
-        self.val_bytes = self.val_tokens = 0  # of the text that is evaluated, where they are known
+        self.draw_after = 0.0  # a time.perf_counter()
+        self.val_bytes = self.val_tokens = 0  # of the validation text, if its bytes are known
         self.predicted, self.compared = {}, False
-        self.pace, self.suspect = Pace(self.ranks.device), None  # suspect: the rank that was slow in the last record
-        self.clock.after["data"] = self.pace.begin
-        run.at_end.append(self.pace.close)
-        self.listeners: list[Callable[[dict], None]] = []  # get each record, on rank 0; they must return at once
-        self._mark(resumed_step)
+        self.mesh = dict(zip(("replicate", "shard"), mesh_shape(config.shard_size, self.ranks.world_size), strict=True))
+        self.times = StepTimes(model, self.ranks.device, self.mesh["replicate"])
+        self.suspect: int | None = None  # the rank that was slow in the last record
+        self.trackers: list[tuple] = []
+        self._mark(start)
         if self.ranks.rank == 0:
             records = read_records(self.file)
-            if records and not resumed_step:
+            if records and not start:
                 self._keep_aside(records[-1]["step"])
-            kept = [r for r in records if r["step"] <= resumed_step]
-            write_whole(self.file, "".join(json.dumps(r) + "\n" for r in kept))
-            for tracker in [Tracker(name, run.folder, kept) for name in config.track]:
-                self.listeners.append(tracker.records.put)
-                run.at_end.append(tracker.close)
-                tracker.start()
+            write_whole(self.file, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= start))
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *error) -> None:
+        for *_, close in self.trackers:
+            close()
 
     def _keep_aside(self, last: int) -> None:
-        """The records of a run whose checkpoints are gone."""
+        """Renames the records of a run whose checkpoints are gone."""
         names = (self.file.with_name(f"metrics-before-{n}.jsonl") for n in itertools.count(1))
         aside = next(path for path in names if not path.exists())
         os.rename(self.file, aside)
@@ -362,27 +406,21 @@ class Log:
         logger.warning(message, self.file.parent, last, aside.name)
 
     def describe_run(self, model: Transformer, data, val_data, predicted: dict[str, float]) -> None:
-        """flags.json, env.json and the head of the log: what is needed to know, later, what was run. data, val_data:
-        the Loaders. predicted: of plan.step_figures, to be compared with what is measured."""
+        """Writes flags.json, env.json and the head of the log, and opens the trackers. data, val_data: the Loaders.
+        predicted: plan.step_figures, to be compared with measured values."""
         if self.ranks.rank:
             return
         self.predicted = predicted
         config, folder, size = self.run.config, self.run.folder, self.ranks.world_size
         if val_data:
             self.val_bytes, self.val_tokens = text_bytes(val_data.sources, *val_data.val_rows)
-        replicate, shard = mesh_shape(config.shard_size, size)
         shape = config.model_config
-        attention = kernel(
-            config.attention,
-            data.separate,
-            self.ranks.device,
-            self.dtype,
-            (shape.n_heads, shape.n_kv_heads, shape.head_dim),
-        )
+        heads = shape.n_heads, shape.n_kv_heads, shape.head_dim
+        attention = kernel(config.attention, data.separate, self.ranks.device, self.dtype, heads)
         env = describe_environment() | {
             "parameters": sum(p.numel() for p in model.parameters()),
             "world_size": size,
-            "mesh": {"replicate": replicate, "shard": shard},
+            "mesh": self.mesh,
             "device": self.ranks.device.type,
             "attention": attention,
             "peak": self.peak_source,
@@ -390,6 +428,7 @@ class Log:
         }
         write_whole(folder / "flags.json", json.dumps(asdict(config), indent=1) + "\n")
         write_whole(folder / "env.json", json.dumps(env, indent=1) + "\n")
+        self.trackers = [open_tracker(name, folder) for name in config.track]
         how = f"{config.dtype}, compile {config.compile}, attention {attention}"
         lines = [f"Run folder: {folder}; torch {torch.__version__} on {env['devices'][0]} x {size}, {how}"]
         lines += data.summary(val_data)
@@ -404,14 +443,18 @@ class Log:
         self.last_step = step
         self.last_seconds = [self.clock.seconds(part) for part in ("compile", "steps", "data")]
 
-    def count(self, parts: list[tuple]) -> None:
-        """Adds up what the next record says of its steps' micro-batches, (Batch, model.Details) each: the loss of each
-        entry of --data, in a mixture, and what the routers did. Sums stay on the device: reading one would wait."""
-        self.pace.end()
+    def begin_step(self) -> None:
+        """The step's data has arrived."""
+        self.times.begin(self.clock.seconds("data"))
+
+    def end_step(self, parts: list[tuple]) -> None:
+        """The update has been launched. parts: (Batch, model.Details) of each micro-batch, whose losses by source and
+        router statistics are summed on the device for the next record."""
+        self.times.end()
         for batch, details in parts:
             if batch.sources is not None:
-                trained = (batch.targets != IGNORE).sum(1)
-                rows = torch.stack((details.row_losses.double(), trained.double()))
+                tokens = (batch.targets != IGNORE).sum(1)
+                rows = torch.stack((details.row_losses.double(), tokens.double()))
                 self.by_source.index_add_(1, batch.sources, rows)
             if details.router_sums is not None:
                 before = self.router_sums
@@ -442,38 +485,38 @@ class Log:
             "mfu": per_device * self.flops_per_token / self.peak,
         }
 
-    def _ranks(self, ranks: list[Times]) -> dict[str, list[float] | str]:
-        """What every rank spends on a step, and the one that was the slowest in this record and in the last. All ranks
-        must call."""
+    def _rank_times(self, ranks: list[Times]) -> dict[str, list[float] | str]:
+        """The times of all ranks, and the rank that was the slowest in this record and the last. All ranks must
+        call."""
         ranks = without_costs(ranks)
         record = {
             f"rank_{name}_ms": [round(getattr(r, name), 3) for r in ranks] for name in ("data", "compute", "wait")
         }
-        before, found = self.suspect, find_slow(ranks)
-        self.suspect = found and found[0]
-        if found and found[0] == before:
+        before, slow = self.suspect, find_slow(ranks)
+        self.suspect = slow and slow[0]
+        if slow and slow[0] == before:
             gpus = gather(describe_gpu(self.ranks.device) if self.ranks.rank == before else "", self.ranks)
-            record["slowest"] = found[1] + gpus[before]
+            record["slowest"] = slow[1] + gpus[before]
         return record
 
     def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val_loss: float | None = None) -> None:
-        """Records a step; reads the loss from the device, which is the only wait for it. All ranks must call."""
+        """Records a step. Reading the loss is the only wait for the device. All ranks must call."""
         loss, grad_norm = loss.item(), grad_norm.item()
         memory = memory_gib(self.ranks.device), memory_gib(torch.device("cpu"))
-        memory, resident, times = zip(*gather((*memory, self.pace.take()), self.ranks), strict=True)
+        memory, resident, times = zip(*gather((*memory, self.times.take()), self.ranks), strict=True)
         record = {"step": step, "tokens": step * self.batch_tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
         record |= self._speed(step) | {"mem_gib": max(memory)} | self._source_losses()
         if self.router_sums is not None:
             record |= describe_routers(sum(gather(self.router_sums.double().cpu(), self.ranks)))
             self.router_sums = None
         if len(times) > 1 and self.clock.stack[-1] != "compile":
-            record |= self._ranks(times)
+            record |= self._rank_times(times)
         if val_loss is not None:
-            record["val_loss"] = val_loss  # nats per token
-            if self.val_bytes:  # in bits per byte of text it is comparable between tokenizers
+            record["val_loss"] = val_loss
+            if self.val_bytes:
                 record["val_bpb"] = val_loss * self.val_tokens / math.log(2) / self.val_bytes
                 record["val_tokens"] = self.val_tokens
-        self._write(record)
+        on_first_rank(lambda: self._write(record), self.ranks)
         self.run.write_status("running", step, rss_gib=resident)
         logger.info(
             f"Batch {step} Loss: {loss:.5f}, Speed: {record['samples_per_s']:.2f} samples/sec, lr: {lr:.6f},"
@@ -489,21 +532,25 @@ class Log:
             logger.info(compare(self.predicted, record, self.run.folder))
 
     def add(self, step: int, **values: float | str) -> None:
-        """A record of its own of what came later than the step. All ranks must call."""
+        """A separate record for values that arrived after the step. All ranks must call."""
         if values:
-            self._write({"step": step} | values)
+            on_first_rank(lambda: self._write({"step": step} | values), self.ranks)
 
     def _write(self, record: dict[str, float | str]) -> None:
-        def write() -> None:  # JSON has no NaN, which a step that --on_nonfinite skip passed over leaves
-            with open(self.file, "a") as f:
-                f.write(json.dumps({k: None if v in NO_NUMBERS or v != v else v for k, v in record.items()}) + "\n")
-            for listen in self.listeners:
-                listen(record)
-
-        on_first_rank(write, self.ranks)
+        """A non-finite value, which --on_nonfinite skip leaves in a record, becomes null."""
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        with open(self.file, "a") as f:
+            f.write(json.dumps(record) + "\n")
+        for tracker in self.trackers[:]:
+            name, send, _ = tracker
+            try:
+                send(record)
+            except Exception as e:
+                self.trackers.remove(tracker)
+                logger.warning("--track %s fails; the run continues without it: %s: %s", name, type(e).__name__, e)
 
     def draw(self, always: bool) -> None:
-        """Writes curves.png from metrics.jsonl; unless always, so seldom that it takes a thousandth of a run's time."""
+        """Writes curves.png from metrics.jsonl; unless `always`, so rarely that it takes a thousandth of the time."""
         if always or time.perf_counter() > self.draw_after:
             begin = time.perf_counter()
             with self.run.phase("plots"):
@@ -513,20 +560,192 @@ class Log:
             self.draw_after = end + 1000 * (end - begin)
 
 
+def read_records(path: Path) -> list[dict]:
+    """The records of a metrics.jsonl. Damaged lines are left out and reported."""
+    records, damaged = [], 0
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+            records += [record] if record["step"] >= 0 else []
+        except (ValueError, TypeError, KeyError):
+            damaged += 1
+    if damaged:
+        logger.warning("%s: left out %d lines that are cut off or damaged", path, damaged)
+    return records
+
+
+# ---- trackers
+
+
+def refuse_unusable(names: tuple[str, ...]) -> None:
+    """Refuses trackers that are unknown or not installed."""
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(f"--track {name}: unknown; choose from {', '.join(TRACKERS)}")
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--track {name}: it is not installed: {sys.executable} -m pip install {name}")
+
+
+def open_tracker(name: str, folder: Path) -> tuple[str, Callable[[dict], None], Callable[[], None]]:
+    """Opens a tracker and sends it the records in metrics.jsonl -> (name, a function that sends a record, a function
+    that closes the tracker)."""
+    config = read_json(folder / "flags.json") | {"env": read_json(folder / "env.json")}
+    records = read_records(folder / "metrics.jsonl")
+    try:
+        send, close = _open_tensorboard(folder, config) if name == TRACKERS[0] else _open_wandb(folder, config, records)
+        for record in records:
+            send(record)
+    except Exception as e:
+        raise UserError(f"--track {name}: {e}") from None
+    return name, send, close
+
+
+def _values(record: dict) -> dict[str, float | str]:
+    return {k: v for k, v in record.items() if isinstance(v, (int, float, str)) and k != "step"}
+
+
+def _open_tensorboard(folder: Path, config: dict) -> tuple[Callable, Callable]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    for old in (folder / "tensorboard").glob("events.out.tfevents.*"):  # a killed process may not have flushed them
+        old.unlink()
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=0, flush_secs=10)
+    writer.add_text("config", "    " + json.dumps(config, indent=1).replace("\n", "\n    "), 0)
+
+    def send(record: dict) -> None:
+        for name, value in _values(record).items():
+            add = writer.add_text if isinstance(value, str) else writer.add_scalar
+            add(name, value, record["step"])
+
+    return send, writer.close
+
+
+def _open_wandb(folder: Path, config: dict, records: list[dict]) -> tuple[Callable, Callable]:
+    """A resumed run keeps its id, which is in wandb.json; the server ignores steps that it has already."""
+    import wandb
+
+    known = {"id": secrets.token_hex(4)} | (read_json(folder / "wandb.json") if records else {})
+    write_whole(folder / "wandb.json", json.dumps(known) + "\n")
+    settings = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
+    names = {"project": os.environ.get("WANDB_PROJECT", "flatland"), "name": folder.name} | known
+    run = wandb.init(**names, resume="allow", dir=str(folder), config=config, settings=settings)
+    return lambda record: run.log(_values(record), step=record["step"]), run.finish
+
+
+def track_run(folder: Path, names: tuple[str, ...]) -> None:
+    """`python log.py track`."""
+    refuse_unusable(names)
+    if not read_records(folder / "metrics.jsonl"):
+        raise UserError(f"{folder}: no step is recorded in its metrics.jsonl")
+    for name in names:
+        *_, close = open_tracker(name, folder)
+        close()
+
+
+# ---- curves
+
+
+def draw_runs(folders: list[Path], out: Path) -> bool:
+    """Draws the curves of runs into a picture -> whether any run has records."""
+    runs = {folder: [r for r in read_records(folder / "metrics.jsonl") if "loss" in r] for folder in folders}
+    runs = {folder: records for folder, records in runs.items() if records}
+    if not runs:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import EngFormatter
+
+    x = "step" if len({records[-1]["tokens"] // records[-1]["step"] for records in runs.values()}) == 1 else "tokens"
+    figure, axes = plt.subplots(4, 2, sharex=True, figsize=(10, 11), layout="constrained")
+    panels = dict(zip(PANELS, axes.flat, strict=True))
+    for number, (folder, records) in enumerate(runs.items()):
+        _draw_run(panels, records, x, f"C{number}", f"{folder.name}: " if len(runs) > 1 else "")
+    for key, axis in panels.items():
+        axis.set_ylabel(PANELS[key])
+        axis.grid(alpha=0.3)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    for axis in axes[-1]:
+        axis.set_xlabel(x)
+    panels["loss"].legend(fontsize=8)
+    panels["grad_norm"].set_yscale("log")
+    panels["tok_per_s"].yaxis.set_major_formatter(EngFormatter(sep=""))
+    for key in ("lr", "tok_per_s", "mfu", "data_share", "mem_gib"):
+        panels[key].set_ylim(bottom=0)
+    figure.suptitle("\n".join(map(describe, runs)), fontsize=10)
+    temporary = out.with_name(f"{out.stem}.tmp-{os.getpid()}{out.suffix}")
+    figure.savefig(temporary, dpi=100)
+    plt.close(figure)
+    gc.collect()  # a figure is full of cycles and would keep its memory
+    os.replace(temporary, out)
+    return True
+
+
+def _draw_run(panels: dict, records: list[dict], x: str, colour: str, name: str) -> None:
+    """name: a prefix of the labels."""
+
+    def line(panel: str, key: str, label: str = "", **style) -> None:
+        rows = [(r[x], r[key]) for r in records if r.get(key) is not None]
+        if rows:
+            label = f"{name}{label}, last {rows[-1][1]:.3f}" if label else None
+            panels[panel].plot(*zip(*rows, strict=True), **{"color": colour, "lw": 1, "ms": 4, "label": label} | style)
+
+    losses, size = [], max(1, len(records) // 50)
+    for record in records:
+        losses = [*losses, record["loss"]][-size:] if record["loss"] is not None else losses
+        record["mean_loss"] = sum(losses) / len(losses) if losses else None
+        record["data_share"] = record["data_ms"] / record["step_ms"]
+    line("loss", "loss", alpha=0.35 if size > 1 else 1)
+    line("loss", "mean_loss", f"training (mean of {size} records)" if size > 1 else "training", lw=1.5)
+    dots = {"marker": "o", "linestyle": "--"}
+    line("loss", "val_loss", "validation", **dots | ({} if name else {"color": "black"}))
+    in_bits = any("val_bpb" in r for r in records)
+    line("validation", "val_bpb" if in_bits else "val_loss", **dots)
+    panels["validation"].set_title("bits per byte of text" if in_bits else "nats per token", fontsize=8)
+    for key in ("grad_norm", "lr", "mem_gib"):
+        line(key, key)
+    records = records[1:] or records  # the first step compiles
+    for key in ("tok_per_s", "mfu", "data_share"):
+        line(key, key)
+
+
+def describe(folder: Path) -> str:
+    """A run's model, size, data and machine in one line."""
+    flags, env = read_json(folder / "flags.json"), read_json(folder / "env.json")
+    if not flags or not env:
+        return folder.name
+    data = ", ".join(Path(entry).name for entry in flags["data"]) or "the built-in text"
+    size = f", {human(env['parameters'])} parameters" if "parameters" in env else ""
+    machine = f"{env['devices'][0]} x {env['world_size']}, {flags['dtype']}"
+    return f"{folder.name}: {Path(flags['model']).name}{size}; {data[:60]}; {machine}"
+
+
+def plot_runs(folders: list[Path], out: Path) -> None:
+    """`python log.py plot`."""
+    missing = [folder for folder in folders if not (folder / "metrics.jsonl").exists()]
+    if missing:
+        raise UserError(f"{missing[0]} is not a run folder: it has no metrics.jsonl")
+    suffixes = ".png", ".pdf", ".svg"
+    if out.suffix not in suffixes or not out.absolute().parent.is_dir():
+        raise UserError(f"-o {out}: give a file in an existing folder that ends in {', '.join(suffixes)}")
+    if not draw_runs(folders, out):
+        raise UserError(f"{', '.join(map(str, folders))}: no step is recorded yet")
+
+
 def main(argv: list[str]) -> None:
     parser = Parser(prog="log.py", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="plot|track")
     plot = commands.add_parser("plot", help="the curves of runs in one picture")
-    plot.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-    plot.add_argument("-o", dest="out", required=True, metavar="FILE", help=".png, .pdf or .svg")
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    plot.add_argument("-o", dest="out", type=Path, required=True, metavar="FILE", help=".png, .pdf or .svg")
     track = commands.add_parser("track", help="sends a run's records to trackers")
     track.add_argument("run", type=Path, metavar="RUN", help="run folder")
     track.add_argument("--to", default="tensorboard", metavar="NAMES", help="tensorboard,wandb (default: tensorboard)")
     args = parser.parse_args(argv)
     if args.command == "track":
-        track_run(args.run, tuple(args.to.split(",")))
-    else:
-        plot_runs([Path(run) for run in args.runs], Path(args.out))
+        return track_run(args.run, tuple(args.to.split(",")))
+    plot_runs(args.runs, args.out)
 
 
 if __name__ == "__main__":

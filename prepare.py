@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-import download
+import hub as download
 from lib.errors import Progress, UserError, amount, listed, read_json, write_whole
 from lib.text import FORMATS, ID, VAL_EVERY, Encoder, TextFile, encode_rows, find_files, read_chat_fields
 from lib.tokenizer import load_tokenizer, token_sizes

@@ -42,8 +42,8 @@ from lib.errors import Failure, Message, RankError, UserError, read_ahead  # fir
 
 import numpy as np  # isort: skip
 
-import download
-from download import Damaged, Hub, NotThere
+import hub as download
+from hub import Damaged, Hub, NotThere
 from lib.text import HUB, SUFFIXES, BadRow, Encoder, TextFile, TextRow, find_files, kind_of
 from lib.tokenizer import load_tokenizer
 

@@ -386,7 +386,7 @@ def test_a_run_folder_is_one_line(recipe, name):
 
 
 def test_out_tells_models_apart_whose_names_have_dots(folder, monkeypatch):
-    monkeypatch.setattr("download.find", lambda spec, flag: Path(folder))
+    monkeypatch.setattr("config.local_path", lambda spec, flag: Path(folder))
     names = ["Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.2-3B", "a.gz", "b.bin"]
     for flag in ("--weights", "--model"):
         outs = [parse_args([flag, f"meta-llama/{name}", "--data", "mytext.txt"]).out for name in names]

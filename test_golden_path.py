@@ -70,9 +70,9 @@ def test_six_commands_teach_a_model_to_talk(tmp_path):
     lines = section.split("```")[1].removeprefix("sh\n").replace("\\\n", " ").splitlines()
     commands = [shlex.split(line, comments=True) for line in lines]
     assert len(commands) == 6 and len(rows) == 200 and len(facts) == 20
-    server = FakeHub()
-    server.cdn = server
-    server.repos = {"models/Qwen/Qwen3-0.6B": {p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()}}
+    server = FakeHub(FakeHub())
+    model = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    server.repos = server.cdn.repos = {"models/Qwen/Qwen3-0.6B": model}
     env = os.environ | {
         "HF_HOME": str(tmp_path / "home"),
         "HF_ENDPOINT": server.url,

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 import sys
 import time
@@ -48,8 +49,8 @@ def passes(monkeypatch):
     """Time stands still, but for passes(seconds)."""
     now = [1000.0]
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(log, "process_began", lambda _: 0)
-    monkeypatch.setattr(log.time, "clock_gettime", lambda _: 5.0)  # since this process was started
+    begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(log.time, "clock_gettime", lambda _: begun + 5.0)  # 5 s after the process began
 
     def passes(seconds: float) -> None:
         now[0] += seconds
@@ -59,14 +60,14 @@ def passes(monkeypatch):
 
 def make_log(folder: Path, clock: Clock, resumed_step=0, rank=0, world_size=1, track=()) -> Log:
     config = SimpleNamespace(
-        batch_tokens=TOKENS, seq_len=SEQ_LEN, steps=0, track=track, lora=0, model_config=MODELS["tiny-llama"]
+        batch_tokens=TOKENS, seq_len=SEQ_LEN, steps=0, lora=0, shard_size=0, model_config=MODELS["tiny-llama"]
     )
     ranks = Ranks(rank, world_size, torch.device("cpu"))
     status = partial(write_status, folder) if rank == 0 else lambda *_, **__: None  # as Run has it
     run = SimpleNamespace(config=config, folder=folder, ranks=ranks, clock=clock, phase=clock.part, write_status=status)
-    run.at_end = []
     with mock.patch.object(log, "peak_flops", lambda *_: (PEAK, "made up")):
-        made = Log(run, torch.float32, resumed_step)
+        made = Log(run, SimpleNamespace(dtype=torch.float32, modules=list), resumed_step)
+    made.trackers = [log.open_tracker(name, folder) for name in track]
     made.flops_per_token, made.compared = FLOPS, True
     return made
 
@@ -193,8 +194,9 @@ def test_records(tmp_path, passes, monkeypatch):
     for step in range(1, 6):
         with clock.part("data"):
             passes(0.25)
+        run.begin_step()
         passes(9.75 if step == 1 else 1.75)
-        run.count([])  # the step ends
+        run.end_step([])
         if step in (1, 5):
             with clock.part("saves"):
                 passes(40.0)
@@ -347,21 +349,23 @@ def test_curves(tmp_path, passes, figures, val, records):
         record(run, i, 5 / i, **({"val_loss": 6 / i} if val and i % 10 in (0, 1) else {}))
     run.draw(always=True)
     image = matplotlib.image.imread(tmp_path / "curves.png")
-    assert 700 < image.shape[0] <= image.shape[1] == 1000 and image[..., :3].std() > 0.05
+    assert image.shape[:2] == (1100, 1000) and image[..., :3].std() > 0.05
     assert {p.name for p in tmp_path.iterdir()} == {"curves.png", "metrics.jsonl", "status.json"}
 
     written, lines = metrics(tmp_path), drawn_lines(figures[0])
     for label, key in (("loss", "loss"), ("learning", "lr"), ("tokens", "tok_per_s"), ("peak", "mem_gib")):
         kept = written[-len(lines[label][0]) :]
         assert np.array_equal(lines[label][0], [(r["step"], r[key]) for r in kept]) and len(kept) >= max(1, records - 1)
-    shares = [[(r["step"], 100 * r[key]) for r in written][records > 1 :] for key in ("mfu", "data_ms")]
-    assert np.allclose(lines["MFU"], shares)  # no time goes to data here
+    assert np.array_equal(lines["MFU"][0], [(r["step"], r["mfu"]) for r in written][records > 1 :])
     for label, key in (("loss", "val_loss"), ("validation", "val_bpb")):
         evaluated = [(r["step"], r[key]) for r in written if key in r]
         assert not val or np.array_equal(lines[label][-1], evaluated)
-    assert ("validation" in lines) == val and len(lines["loss"]) == 1 + val
-    assert all(axis.get_xlabel() == "step" and axis.get_ylabel() for axis in figures[0].axes)
-    assert figures[0].axes[1 + val].get_yscale() == "log" and len(figures) == 1
+    assert len(lines["validation"]) == val and len(lines["loss"]) == 2 + val
+    axes = figures[0].axes
+    assert len({axis.get_xlim() for axis in axes}) == 1 and all(axis.get_ylabel() for axis in axes)
+    assert axes[2].get_yscale() == "log" and len(figures) == 1
+    legends = [axis for axis in axes if axis.get_legend()]
+    assert [axis.get_ylabel() for axis in legends] == [log.PANELS["loss"]]
 
 
 def write_run(folder: Path, losses: list[float], step_tokens: int) -> str:
@@ -393,7 +397,7 @@ def test_runs_are_drawn_over_each_other(tmp_path, figures):
 
 def test_plots_that_cannot_be_drawn_are_refused(tmp_path):
     run, empty = write_run(tmp_path / "run", [1.0], 1), write_run(tmp_path / "empty", [], 1)
-    cases = [([str(tmp_path)], "a.png", "no metrics.jsonl"), ([run], "a.txt", "ends in .png, .pdf"),
+    cases = [([str(tmp_path)], "a.png", "has no metrics.jsonl"), ([run], "a.txt", "ends in .png, .pdf"),
              ([run], "b/a.png", "existing folder"), ([empty], "a.png", "no step is recorded")]  # fmt: skip
     for runs, out, message in cases:
         with pytest.raises(errors.UserError, match=message):

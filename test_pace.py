@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from log import Pace, Times, describe_gpu, find_slow, without_costs
+from log import StepTimes, Times, describe_gpu, find_slow, without_costs
 from test_shard import run_code
 
 WORDS = "--tokenizer bytes --compile none --seq_len 64 --eval_every 0 --log_every 5 --model tiny-llama"
@@ -77,7 +77,7 @@ def test_what_collectives_cost_every_rank_is_no_waiting():
 
 
 def test_a_rank_alone_is_measured_too():
-    pace = Pace(torch.device("cpu"))
+    pace = StepTimes(torch.nn.Linear(1, 1), torch.device("cpu"), 1)
     pace.begin(0.5)
     pace.end()
     pace.begin(2.0)

@@ -15,7 +15,7 @@ import prepare
 import stream
 from config import parse_args
 from data import open_checked
-from download import Damaged
+from hub import Damaged
 from lib import text
 from lib.errors import UserError
 from lib.text import Encoder, TextFile

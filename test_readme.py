@@ -18,7 +18,7 @@ import generate
 import plan
 from checkpoint import parse as parse_checkpoint
 from config import parse_args
-from download import _make_parser as make_download_parser
+from download import make_parser as make_download_parser
 from lib.errors import ROOT
 from lib.weights import config_json
 from model import MODELS
@@ -87,7 +87,7 @@ def folder(tmp_path, monkeypatch):
     """Stands for whatever a command would find on the hub: a model that is small, with a tokenizer."""
     (tmp_path / "config.json").write_text(json.dumps(config_json(MODELS["tiny-llama"], torch.float32)))
     (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr("download.find", lambda spec, flag: tmp_path)
+    monkeypatch.setattr("config.local_path", lambda spec, flag: tmp_path)
     return tmp_path
 
 

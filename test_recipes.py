@@ -143,7 +143,7 @@ def test_real_models_need_data_and_the_small_ones_none(recipe):
 
 
 def test_fine_tuning_starts_from_the_weights_that_the_head_says_to_fetch(monkeypatch):
-    monkeypatch.setattr("download.find", lambda spec, flag: ROOT)
+    monkeypatch.setattr("config.local_path", lambda spec, flag: ROOT)
     for name in ("llama3-8b", "llama3-8b-sft", "llama3.1-405b", "qwen3-4b-sft"):
         weights = parse_args([f"@recipes/{name}.args"]).weights
         head = (ROOT / f"recipes/{name}.args").read_text()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-import download
+import hub as download
 import shard
 import stream
 from config import parse_args
@@ -174,6 +174,7 @@ def hub(tmp_path, monkeypatch):
     content |= {"en/c4-validation.0.json.gz": gzip.compress(b'{"text": "val"}\n'), "de/train.json.gz": b"",
                 "README.md": b"words"}  # fmt: skip
     repos = {"datasets/org/c4": content, "datasets/org/one": {"train.jsonl": b'{"text": "x"}\n'}}
+    monkeypatch.setattr(download, "PAUSE", 0.01)
     with serve(tmp_path, monkeypatch, repos) as server:
         yield server
 

@@ -318,7 +318,7 @@ def test_an_export_that_was_cut_short_is_made_up_for(tmp_path, text, capsys, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as m:
-        m.setattr(weights, "write_pieces", full)
+        m.setattr(weights, "write_file", full)
         assert exit_status(train_main, flags) == 1
     assert "the disk is full" in capsys.readouterr().err and not (tmp_path / "run/hf").exists()
     assert train_main([*flags, "--check"]) == 0 and "state=resume" in capsys.readouterr().out

@@ -10,7 +10,7 @@ Exit status: 0 finished or stopped, 2 a mistake in flags, files or data (one mes
 """
 
 import os
-from typing import NamedTuple
+from types import SimpleNamespace
 
 from config import Config, parse_args
 from lib import errors  # first: it finds the Python that has torch
@@ -32,10 +32,9 @@ from data import IGNORE, Batch, Loader
 from generate import write_samples
 from lib import check, lora, machine
 from lib.run import GradientGuard, Run
-from log import Log, describe_model, logger
+from log import Log, describe_model, logger, profile_steps
 from model import Details, Transformer
 from optim import DTYPES, GradientReducer, keep_copies, learning_rate, make_optimizer, update
-from profiler import profiled
 
 
 def main(argv: list[str]) -> int:
@@ -55,14 +54,14 @@ def main(argv: list[str]) -> int:
 def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     """From the newest checkpoint, or from the start, to the last step. All ranks must call."""
     # ---- set-up
-    found, skipped = checkpoint.find(config, ranks)
-    start = found.step if found else 0
+    resume_from, skipped = checkpoint.find(config, ranks)
+    start = resume_from.step if resume_from else 0
     if start >= config.steps:
         return finish(config, start, ranks, run)
     run.begin(start, skipped)
-    data, val_data = check.open_data(config, found, ranks)
+    data, val_data = check.open_data(config, resume_from, ranks)
     run.watch_data(data, val_data)
-    weights = check.open_weights(config, ranks, found is not None)
+    weights = check.open_weights(config, ranks, resume_from is not None)
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     run.add_mesh(mesh)
     model = build(config, ranks, mesh)
@@ -71,70 +70,67 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
         weight_scales = fp8.prepare(model, config, mesh, accumulates)
         optimizer = make_optimizer(model, config)
         logger.info("Created optimizer")
-        fill(model, optimizer, data, found, weights, config, ranks)
+        fill(model, optimizer, data, resume_from, weights, config, ranks)
         keep_copies(model, optimizer, config, accumulates)
     gradients = GradientGuard(model, config, ranks, mesh, data.where, optimizer)
-    saver = checkpoint.Saver(model, optimizer, data, run, found)
-    log = Log(run, model.dtype, start, data.names)
+    saver = checkpoint.Saver(model, optimizer, data, run, resume_from)
+    log = Log(run, model, start, data.names)
     log.describe_run(model, data, val_data, check.predict(config, run, log.peak))
     # ---- the loop
-    with machine.explained_memory(config, model, optimizer), saver:
+    with machine.explained_memory(config, model, optimizer), saver, log, profile_steps(run, start) as profiler:
         steps = iter(data)
         run.clock.switch("compile", start)  # the first step, which compiles
-        for step in profiled(range(start + 1, config.steps + 1), run):
+        for step in range(start + 1, config.steps + 1):
             with run.phase("data"):
                 batches = next(steps)
+            log.begin_step()
             lr = learning_rate(config, step - 1)
             loss, grad_norm, parts = train_step(
                 model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
-            log.count(parts)
-            due = Due.after(config, step, run.votes.agreed(saver.failed))
-            gradients.check(step, wait=due.record)  # nothing is recorded or saved that is no number
-            val_loss = evaluate(model, val_data, run) if due.evaluate else None
-            if due.record:
+            log.end_step(parts)
+            todo = after_step(config, step, run.votes.agreed(saver.failed))
+            gradients.check(step, wait=todo.record)  # a non-finite loss is neither recorded nor saved
+            val_loss = evaluate(model, val_data, run) if todo.evaluate else None
+            if todo.record:
                 log.step(step, loss, grad_norm, lr, val_loss)
-            if due.watch_fp8:
+            if todo.watch_fp8:
                 log.add(step, **fp8.watched(model))
-            if due.save:
-                log.add(step, save_ms=saver.save(step, batches[0].tokens[0]))
-            if due.draw:
-                log.draw(always=due.save)
-            if due.sample:
-                log.add(step, sample=write_samples(model, run, step))
-            if due.stop:
+            if todo.save:
+                save_ms = saver.save(step, batches[0].tokens[0])
+                log.add(step, save_ms=save_ms)
+            if todo.draw:
+                log.draw(always=todo.save)
+            if todo.sample:
+                sample = write_samples(model, run, step)
+                log.add(step, sample=sample)
+            if todo.stop:
                 break
             run.finish_step(step)
+            profiler.step()
         saver.wait()
-    if due.stop:
+    if todo.stop:
         return run.end("stopped", step)
     finish(config, step, ranks, run)
 
 
-class Due(NamedTuple):
-    """What there is to do after a step."""
+def after_step(config: Config, step: int, stop_requested: bool) -> SimpleNamespace:
+    """What the loop does after a step."""
 
-    stop: bool
-    evaluate: bool
-    watch_fp8: bool
-    save: bool
-    sample: bool
-    draw: bool
-    record: bool
+    def every(n: int, always: bool = False) -> bool:
+        return n > 0 and (always or step % n == 0)
 
-    @staticmethod
-    def after(config: Config, step: int, told_to_stop: bool) -> "Due":
-        def every(n: int, always: bool = False) -> bool:
-            return n > 0 and (always or step % n == 0)
-
-        last = step == config.steps
-        stop = told_to_stop and not last
-        evaluate = every(config.eval_every, last)
-        watch_fp8 = config.fp8 != "off" and every(config.fp8_log_every)
-        save = last or stop or every(config.save_every)
-        sample = every(config.sample_every, last)
-        record = step == 1 or evaluate or watch_fp8 or save or every(config.log_every)
-        return Due(stop, evaluate, watch_fp8, save, sample, draw=evaluate or last or stop, record=record)
+    last = step == config.steps
+    stop = stop_requested and not last
+    evaluate = every(config.eval_every, last)
+    watch_fp8 = config.fp8 != "off" and every(config.fp8_log_every)
+    save = last or stop or every(config.save_every)
+    sample = every(config.sample_every, last)
+    draw = evaluate or last or stop
+    record = step == 1 or evaluate or watch_fp8 or save or every(config.log_every)
+    return SimpleNamespace(
+        stop=stop, evaluate=evaluate, watch_fp8=watch_fp8, save=save, sample=sample, draw=draw, record=record
+    )
 
 
 def train_step(
@@ -180,14 +176,14 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     return model
 
 
-def fill(model, optimizer, data: Loader, found, weights, config: Config, ranks: shard.Ranks) -> None:
+def fill(model, optimizer, data: Loader, resume_from, weights, config: Config, ranks: shard.Ranks) -> None:
     """Gives parameters, moments and the position in the data their first values: a checkpoint's, those of --weights, or
     random ones. All ranks must call."""
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
-    if found:
-        checkpoint.restore(found, model, optimizer, ranks, config, weights)
-        logger.info("Resumed from %s after step %d", found.folder, found.step)
-        position = found.manifest["position"]
+    if resume_from:
+        checkpoint.restore(resume_from, model, optimizer, ranks, config, weights)
+        logger.info("Resumed from %s after step %d", resume_from.folder, resume_from.step)
+        position = resume_from.manifest["position"]
     else:
         shard.fill(model, *check.first_values(config, model, weights))
         position = shard.on_first_rank(data.state_dict, ranks)  # all ranks must see the same data

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from lib.errors import UserError  # first: it finds the Python that has torch
+from lib.errors import UserError, local_path  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 
@@ -21,16 +21,14 @@ import shard
 from attention import choose_backend
 from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch
 from data import Loader, open_checked, open_loaders
-from download import find
 from lib import lora, machine
 from lib.rows import Catalog
 from lib.tokenizer import load_tokenizer
 from lib.weights import dropout_note, open_adapter, refuse_in_the_way
 from lib.weights import open_weights as open_folder
-from log import COMPARED_AT, cpu_name, logger
+from log import COMPARED_AT, cpu_name, logger, refuse_unusable
 from model import Transformer, flops_per_token, random_init
 from optim import DTYPES
-from records import refuse_unusable
 from shapes import MODELS
 
 SHORT_SECONDS = 300  # what is compiled is faster by a tenth to a third
@@ -122,7 +120,7 @@ def refuse_without_room(config: Config, device: torch.device, world_size: int) -
 
 def check_inputs(config: Config, resumes: bool, world_size: int, catalog: Catalog) -> list[Loader]:
     """Tokens, tokenizer, weights and prompt against the model; also tokenises text, once -> the loaders of rank 0."""
-    refuse_unusable(config.track, Path(config.out))
+    refuse_unusable(config.track)
     if not resumes:
         check_batch(config, world_size)
     loaders = open_checked(config, world_size, catalog)
@@ -203,16 +201,16 @@ def _open_weights(config: Config, resumes: bool):
     """A run with adapters goes on with their frozen base, too."""
     if not config.weights or (resumes and not config.lora):
         return None
-    read = open_folder(find(config.weights, "--weights"), config.model_config)
+    read = open_folder(local_path(config.weights, "--weights"), config.model_config)
     if config.lora_weights and not resumes:
-        return lora.join(read, open_adapter(find(config.lora_weights, "--lora_weights"), config))
+        return lora.join(read, open_adapter(local_path(config.lora_weights, "--lora_weights"), config))
     return read
 
 
 def first_values(config: Config, model: Transformer, weights) -> tuple:
     """What training starts from, for shard.fill: --weights, or random values, which every rank draws itself."""
-    notes = [dropout_note(find(config.model, "--model") / "config.json")] if config.model not in MODELS else []
-    notes += [dropout_note(find(config.lora_weights, "") / "adapter_config.json")] if config.lora_weights else []
+    notes = [dropout_note(local_path(config.model, "--model") / "config.json")] if config.model not in MODELS else []
+    notes += [dropout_note(local_path(config.lora_weights, "") / "adapter_config.json")] if config.lora_weights else []
     for note in filter(None, notes):
         logger.info(note)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -22,8 +22,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parent.parent
+LARGEST = 1 << 29  # bytes that are read at once; Llama 3's tokenizer.json has 17 MB
 
 
 def human(n: int) -> str:
@@ -53,7 +55,8 @@ class Message(Exception):
     """What is said to a user without a traceback."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        """Without a token of the hub, which may be among the words that were typed."""
+        return re.sub(r"hf_[A-Za-z0-9]{20,}", "hf_***", printable(super().__str__()))
 
 
 class UserError(Message):
@@ -205,6 +208,140 @@ def read_json(path: Path) -> dict:
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+# ---- files that the user or the hub provides
+
+
+def describe_content(head: bytes) -> str:
+    """What a file is that begins with these bytes, if it is one of the things found in place of a model's file."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a git-LFS pointer, not the file: run `git lfs pull` there, or `python download.py ORG/NAME`"
+    if re.match(rb"\s*<(!doctype|html|\?xml)", head, re.IGNORECASE):
+        return "an HTML or XML page: the download went wrong, repeat it with `python download.py`"
+    if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return "a pickle, which can run code"
+    return ""
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a configuration or tokenizer file. UserError if it cannot be read, or is something else."""
+    try:
+        if path.exists() and not path.is_file():  # a device has no end
+            raise OSError(errno.EINVAL, "it is no file")
+        if path.stat().st_size > LARGEST:
+            raise OSError(errno.EFBIG, f"{path.stat().st_size} bytes are more than any such file has")
+        data = path.read_bytes()
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from None
+    if wrong := describe_content(data[:512]):
+        raise UserError(f"{path} is {wrong}")
+    return data
+
+
+def read_object(path: Path) -> dict:
+    """The object in a JSON file. UserError if there is none."""
+    try:
+        value = json.loads(read_file(path))
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path} is damaged: it is not JSON ({e})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+# ---- downloads
+
+
+def local_path(spec: str, flag: str) -> Path:
+    """The folder or file that a flag names: a path, or ORG/NAME, NAME or either with @REVISION for a snapshot in
+    HF_HOME's cache. UserError with the command to run, if there is none, or if files are missing or damaged."""
+    path = Path(spec).expanduser()
+    if not path.exists():
+        path = _find_snapshot(spec, flag)
+    if damaged := find_damage(path):
+        name = path.parents[1].name.replace("models--", "").replace("--", "/")
+        command = read_json(record_of(path)).get("command", f"python download.py {name} --revision {path.name}")
+        words = f"{len(damaged)} files are missing or damaged in {path} ({damaged[0]} ...)"
+        raise UserError(f"{flag} {spec}: {words}: the download is incomplete; continue it with: {command}")
+    return path
+
+
+def _find_snapshot(spec: str, flag: str) -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    name, _, revision = spec.partition("@")
+    if not re.fullmatch(r"(datasets/)?(\w[\w.-]*/)?\w[\w.-]*", name, re.ASCII) or not re.fullmatch(
+        r"[\w./-]*", revision
+    ):
+        raise UserError(f"{flag} {spec}: no such folder or file, and not the name of a repository")
+    kind = "" if name.startswith("datasets/") else "models/"
+    cache = Path(HF_HUB_CACHE) / f"{kind}{name}".replace("/", "--")
+    reference = cache / "refs" / (revision or "main")
+    commit = reference.read_text("utf-8").strip() if reference.is_file() else revision
+    snapshots = [*cache.glob(f"snapshots/{commit}*")] if len(commit) > 6 else []
+    if len(snapshots) != 1:
+        command = f"python download.py {name}" + (f" --revision {revision}" if revision else "")
+        raise UserError(f"{flag} {spec}: no such folder or file, and no download of it in {HF_HUB_CACHE}: {command}")
+    return snapshots[0]
+
+
+def record_of(folder: Path) -> Path:
+    """The file that records what download.py put into a folder, and which of it was verified."""
+    if folder.parent.name == "snapshots":
+        return folder.parents[1] / "verified" / f"{folder.name}.json"
+    return folder / ".cache" / "huggingface" / "verified.json"
+
+
+def find_damage(folder: Path) -> list[str]:
+    """Names of a downloaded folder's files that are missing, or differ from the hub's. Sizes are always compared; a
+    file is hashed unless it was verified before and has not changed since. The hashes come from download.py's record,
+    and in a cache that other programs filled from the names of its blobs: sha256, or git's SHA-1 of a blob."""
+    import hashlib
+
+    record = read_json(record_of(folder))
+    links = [p for p in folder.rglob("*") if p.is_symlink()] if folder.parent.name == "snapshots" else []
+    blobs = {str(p.relative_to(folder)): (None, os.path.basename(os.readlink(p))) for p in links}
+    files = {name: x for name, x in blobs.items() if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", x[1])}
+    files |= record.get("files", {})
+    verified = record.get("verified", {})
+
+    def verify(name: str) -> list | None:
+        """-> size and time of the last change, if the file is right"""
+        path, (size, expected) = folder / name, files[name]
+        if not path.is_file() or size not in (None, path.stat().st_size):
+            return None
+        state = [path.stat().st_size, path.stat().st_mtime_ns]
+        if verified.get(name) == state:
+            return state
+        digest = hashlib.sha256() if len(expected) == 64 else hashlib.sha1(b"blob %d\0" % state[0])
+        with open(path, "rb") as file:
+            while chunk := file.read(2**22):
+                digest.update(chunk)
+        return state if digest.hexdigest() == expected else None
+
+    with ThreadPoolExecutor() as pool:
+        states = dict(zip(files, pool.map(verify, files), strict=True))
+    if states != verified:
+        with contextlib.suppress(OSError):  # a cache that only others may write: it is verified each time
+            record_of(folder).parent.mkdir(exist_ok=True)
+            write_whole(record_of(folder), json.dumps(record | {"verified": states}))
+    return [name for name, state in states.items() if state is None]
+
+
+def guard_token() -> None:
+    """From now on huggingface_hub sends the token to the hub alone. On its own, it sends the token to any host that a
+    listing names for its next page."""
+    from huggingface_hub import constants, get_session, set_client_factory
+
+    hooks, client = get_session().event_hooks["request"], type(get_session())
+
+    def drop_elsewhere(request) -> None:
+        if urlsplit(str(request.url))[:2] != urlsplit(constants.ENDPOINT)[:2]:
+            request.headers.pop("Authorization", None)
+
+    options = {"event_hooks": {"request": [*hooks, drop_elsewhere]}, "follow_redirects": True, "timeout": None}
+    set_client_factory(lambda: client(**options))
 
 
 def read_ahead(items: Iterator, count: int) -> Iterator:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-import download
+import hub as download
 from config import Config
 from lib.errors import RankError, UserError
 from lib.text import (

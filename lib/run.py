@@ -97,7 +97,6 @@ class Run:
         # any other phase at least LONG without progress.
         self.phase = self.clock.part
         self.began, self.exit_code = False, 1
-        self.at_end: list[Callable[[], None]] = []  # called when all is done, or has failed; they must not raise
 
     def __enter__(self) -> "Run":
         self.nonce = on_first_rank(self._take_folder, self.ranks)
@@ -174,8 +173,6 @@ class Run:
             record_failure(error)
             unused = self.exit_code == 2 and self._is_unused()
             self._report(message, alone, writes=not unused)
-        for call in self.at_end:
-            call()
         self._release(unused)
         if error is None:
             self.exit_code = 0

@@ -29,8 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from download import find, read_file, read_object
-from lib.errors import UserError, listed, printable
+from lib.errors import UserError, listed, local_path, printable, read_file, read_object
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Digits one by one, then GPT-2's: a run of white space before a digit stays whole, as before the end of the text.
@@ -322,7 +321,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if not spec:
         raise UserError("--tokenizer: expected bytes, a file, a folder or a hub id, found nothing")
     try:
-        path = find(spec, "--tokenizer")
+        path = local_path(spec, "--tokenizer")
     except UserError as e:
         raise UserError(f"{e} (--tokenizer bytes needs no file)") from None
     return _load(path)

@@ -22,14 +22,20 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import UserError, read_json, write_whole  # first: it finds the Python that has torch
+from lib.errors import (  # first: it finds the Python that has torch
+    UserError,
+    describe_content,
+    local_path,
+    read_json,
+    read_object,
+    write_whole,
+)
 
 import torch  # isort: skip
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from download import find, read_object, what_it_is
 from lib import lora
 from lib.tokenizer import chat_family, write_files
 from model import Transformer
@@ -286,7 +292,7 @@ def _name_fault(path, reason):
     """What a file that the library refuses probably is."""
     with open(path, "rb") as file:
         head = file.read(512)
-    if kind := what_it_is(head):
+    if kind := describe_content(head):
         return kind + CONVERT * kind.startswith("a pickle")
     if "not fully covered" in reason or ("header length" in reason and head[8:9] == b"{"):
         return f"cut short, or longer than its header says: {path.stat().st_size} bytes ({reason})"
@@ -444,7 +450,7 @@ def load_model(
 ) -> Transformer:
     """The model of a folder or of a downloaded hub id, with parameters and computation in `dtype`. One tensor at a time
     passes through the CPU's memory."""
-    folder = find(str(folder), "folder")
+    folder = local_path(str(folder), "folder")
     config = read_config(folder)
     read, model = open_weights(folder, config), empty_model(config, dtype, device)
     fill(model, read)
