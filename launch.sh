@@ -12,9 +12,9 @@
 # bash launch.sh status [--out DIR]              what it is doing, on every host
 # bash launch.sh attach [--out DIR] [HOST]       go into its tmux session; Ctrl-B D comes back
 # bash launch.sh stop   [--out DIR] [--now]      let it save and stop; --now, or once more: at once, without saving
-# bash launch.sh doctor [--hosts A,B,C] [flags]  check every machine, and every link between them
+# bash launch.sh doctor [--hosts A,B,C] [flags]  check every machine, and the network between them
 # bash launch.sh sync   [--hosts A,B,C]          copy code and environment to every machine's same path
-# bash launch.sh top    [--hosts A,B,C]          the machines' load and the run's progress, on one screen
+# bash launch.sh top    [--out DIR]              status again and again, until Ctrl-C
 # bash launch.sh recipes                         the named runs, one line each
 # bash launch.sh setup  [flash-attn]             only make the environment, here; with that package, for --attention flash
 # Without --out: the newest run in runs/. Paths are relative to the folder of launch.sh.
@@ -26,7 +26,7 @@
 # shellcheck disable=SC1091,SC2034,SC2154
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
-source ./env.sh
+source launch/env.sh
 
 # ---- Settings ----
 default_args='@recipes/default.args'
@@ -47,12 +47,6 @@ for name in default_args ssh forward port retries retry_pause host_wait start_li
   settings+=("$name=${!name}")
 done
 
-before_installing() {  # with a Python that may lack torch
-  local status=0
-  "$1" launch/bare.py "${settings[@]}" -- "$verb" "${words[@]}" || status=$?
-  case $status in 2) exit 2 ;; 3) exit 0 ;; esac
-}
-
 install_flash() {
   [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]] || complain 2 'flash-attn needs an NVIDIA GPU, an A100 or newer: there is none here.'
   echo 'Where flash-attn has a wheel for this torch, its installer takes that. Else it compiles: that takes nvcc of the CUDA'
@@ -63,7 +57,7 @@ install_flash() {
 
 hand_over() {  # hand_over VERB [WORD ...]
   local file=cluster
-  case $1 in doctor | sync) file=doctor ;; top) file=top ;; esac
+  case $1 in doctor | sync) file=doctor ;; esac
   exec "$python" "launch/$file.py" "${settings[@]}" python="$python" -- "$@"
 }
 
@@ -79,15 +73,13 @@ case $verb in
   help)
     sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh ;;
   recipes)
-    for file in recipes/*.args; do printf '@%-32s %s\n' "$file" "$(sed -n '1s/^# //p' "$file")"; done ;;
+    for file in recipes/*.args; do printf '@%-32s %s\n' "$file" "$(sed '/^#/!Q; s/^# //' "$file" | tr '\n' ' ' | sed 's/\. .*/./')"; done ;;
   setup)
     [[ $* == @(|flash-attn) ]] || complain 2 "setup takes flash-attn or nothing, not $*"
-    unset -f before_installing
     environment run
     [[ ! $* ]] || install_flash
     echo "$("$python" -V) with torch $(torch_of "$python"): $python" ;;
   train | sync | doctor)
-    words=("$@")
     environment run
     hand_over "$verb" "$@" ;;
   *)

@@ -94,7 +94,8 @@ def write_status(
 ) -> None:
     """state: running, finished, stopped, error (a user error) or failed."""
     status = {"state": state, "step": step, "exit_code": exit_code, "message": message, "pid": os.getpid()}
-    status["attempt"] = os.environ.get("TORCHELASTIC_RUN_ID", "")  # tells the launcher which start this is
+    status["time"] = time.time()
+    status["attempt"] = os.environ.get("TORCHELASTIC_RUN_ID") or f"{platform.node()}-{os.getpid()}"  # for the launcher
     write_whole(folder / "status.json", json.dumps(status | more) + "\n")
 
 

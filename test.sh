@@ -8,7 +8,7 @@ test_requirements=('pytest>=8' 'pytest-xdist>=3.5' 'transformers>=5' 'tokenizers
 test_requirements+=('peft>=0.17')  # 3 MB, the oracle of test_lora.py: it loads what is exported, and its adapters are trained on
 test_requirements+=('tensorboard>=2.16' 'wandb>=0.19')  # 150 MB, for test_track.py, which skips what it lacks
 
-source ./env.sh
+source launch/env.sh
 environment test "${test_requirements[@]}"
 "$python" -m ruff check .
 "$python" -m ruff format --check .

@@ -978,6 +978,19 @@ def test_the_error_file_of_a_rank_tells_its_failure_from_a_peers(tmp_path, monke
         assert message.startswith("PeerFailure: ") == (error in peers), message
 
 
+@pytest.mark.parametrize(("text_of_request", "message"), [("", "by launch.sh stop"), ("now", "at once")])
+def test_a_request_in_the_run_folder_stops_all_ranks(tmp_path, text, text_of_request, message):
+    job = Job(tmp_path / "run", text, "--steps", 3000, code=SLOWER.format(0.02))
+    job.wait_for_step(2)
+    (tmp_path / "run" / "logs").mkdir(exist_ok=True)
+    (tmp_path / "run" / "logs" / "stop").write_text(text_of_request)
+    status, stderr = job.end(60)
+    assert bool(status) == bool(text_of_request), stderr
+    assert job.status["state"] == "stopped" and message in job.status["message"]
+    saved = [int(p.name[5:]) for p in checkpoint.folders(tmp_path / "run")]
+    assert saved == ([] if text_of_request else [job.status["step"]])
+
+
 @pytest.mark.slow
 def test_nobody_waits_for_a_dead_peer(tmp_path, text):
     slow = SLOWER.format(0.05)

@@ -4,9 +4,12 @@ together, watching them to the end, starting them again.
 launch.sh calls its verbs. What has to be done on a host is in node.py. `train` checks all hosts, then leaves a
 supervisor behind, a process of its own, and follows the run's log. The supervisor starts one agent on every host and
 watches them through one ssh connection each; it decides when the job has failed, ends it everywhere, and relaunches it
-from the newest checkpoint under a new rendezvous id. It writes `runs/NAME/logs/launch.json` (hosts, state, attempt) and
-`launch.log` (what happened); every other verb reads these. `stop` writes its wish into the file `stop` beside them,
-which agents and supervisor look at. A `localhost` line is a node on this machine: the same, without ssh.
+from the newest checkpoint under a new rendezvous id.
+
+A run's state is in two files. Rank 0 writes `runs/NAME/status.json`: state, step and message of the training. The
+supervisor writes `logs/launch.json`: hosts, attempt, and how the launch ended; `logs/launch.log` tells its story. The
+file `logs/stop` is a request to stop: rank 0 sees it, and the ranks vote. A `localhost` line is a node on this machine:
+the same, without ssh.
 
 A *job* is a dictionary that every operation of node.py gets: launch.sh's settings, the words after train, the
 environment, and later the run's folder (`out`) and the attempt's `id`. launch.json is the job of the other verbs.
@@ -25,7 +28,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -35,27 +37,16 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
+from filelock import SoftFileLease, Timeout
+
 from config import parse_args
 from lib.errors import ROOT, UserError, missing_folders, printable, remove_empty, run_script
-from node import (
-    FULL_DISK,
-    KILLED,
-    TERMINATED,
-    WAITED,
-    Refused,
-    content_hash,
-    last_line,
-    read,
-    read_json,
-    read_wish,
-    tail,
-    write_whole,
-    write_wish,
-)
+from node import KILLED, TERMINATED, WAITED, Refused, content_hash, last_line, read, read_json, tail, write_whole
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK = 0.5  # seconds between two looks
-STALE = 60  # seconds after which a run whose lock nobody touches is dead; rank 0 touches it every ten
+NOW = 10  # seconds that rank 0 has to end a run that is stopped at once, before its processes are killed
+STOP_REASON = "launch.sh stop"  # as lib/run.py writes it into status.json
 ENDED = ("finished", "stopped", "error", "failed")
 ROOM = 2**20  # free bytes below which a disk counts as full
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\]))(?::(\d+))?")
@@ -123,7 +114,10 @@ class End(NamedTuple):
 
 
 def say(text: str, stream=None, end: str = "\n"):
-    print(printable(text), file=stream or sys.stdout, end=end, flush=True)
+    try:
+        print(printable(text), file=stream or sys.stdout, end=end, flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        os._exit(0)
 
 
 def refuse(problems: list[str]) -> None:
@@ -212,55 +206,35 @@ def ssh_command(host: Host, options: str) -> list[str]:
     return ["ssh", *shlex.split(options), *port, "--", host.name]
 
 
-class Connection:
-    """An operation of node.py that runs on a host. It is told what is known of the host, and the job."""
-
-    def __init__(self, host: Host, job: dict, operation: str, interpreter: str = "python3", **request):
-        command = [interpreter, str(ROOT / "launch" / "node.py"), operation]
-        if host.local:
-            command[0] = sys.executable
-        else:
-            command = [*ssh_command(host, job["ssh"]), "exec " + shlex.join(command)]
-        self.host, self.errors = host, tempfile.TemporaryFile()  # noqa: SIM115
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
-        self.process = subprocess.Popen(command, cwd=ROOT, **pipes)
-        self.tell(**{**vars(host), **job, **request})
-
-    def tell(self, **request) -> None:
-        with contextlib.suppress(OSError):  # it has ended already, and its stderr tells why
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
-
-    def read(self, patience: float = 1e6) -> dict:
-        """Its next answer; one that does not come within so many seconds ends the connection. Raises Unreachable and
-        Refused."""
-        timer = threading.Timer(patience, self.process.kill)
-        timer.start()
-        lines = (line for line in self.process.stdout if line.startswith(b"{") and line.endswith(b"}\n"))
-        answer = json.loads(next(lines, b"{}"))  # other lines are a .bashrc's
-        timer.cancel()
-        timer.join()  # so that a fork has no threads to lose
-        if "refused" in answer:
-            raise Refused(answer["refused"])
-        if answer:
-            return answer
-        status = self.process.wait()
-        self.errors.seek(0)
-        error = last_line(self.errors.read().decode(errors="replace")) or f"status {status} without an answer"
-        raise Unreachable(f"no answer in {patience:.0f} s" if status == -signal.SIGKILL else error)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+def node_command(host: Host, job: dict, operation: str, interpreter: str = "python3") -> list[str]:
+    """An operation of node.py on a host, which reads its request from stdin."""
+    command = [interpreter, str(ROOT / "launch" / "node.py"), operation]
+    if host.local:
+        return [sys.executable, *command[1:]]
+    return [*ssh_command(host, job["ssh"]), "exec " + shlex.join(command)]
 
 
-def call(host: Host, job: dict, operation: str, patience: float, **request) -> dict:
+def request(host: Host, job: dict, **more) -> bytes:
+    return json.dumps({**vars(host), **job, **more}).encode() + b"\n"
+
+
+def call(host: Host, job: dict, operation: str, patience: float, interpreter: str = "python3", **more) -> dict:
     """Has node.py on the host do something -> its answer. Raises Unreachable and Refused."""
-    connection = Connection(host, job, operation, **request)
+    command = node_command(host, job, operation, interpreter)
     try:
-        return connection.read(patience)
-    finally:
-        connection.close()
+        done = subprocess.run(
+            command, cwd=ROOT, input=request(host, job, **more), capture_output=True, timeout=patience
+        )
+    except subprocess.TimeoutExpired:
+        raise Unreachable(f"no answer in {patience:.0f} s") from None
+    lines = [line for line in done.stdout.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+    if not lines:  # other lines are a .bashrc's
+        error = last_line(done.stderr.decode(errors="replace"))
+        raise Unreachable(error or f"status {done.returncode} without an answer")
+    answer = json.loads(lines[-1])
+    if "refused" in answer:
+        raise Refused(answer["refused"])
+    return answer
 
 
 def outcome(function, *words, **more):
@@ -290,23 +264,26 @@ def explain_all(hosts: list[Host], answers: list) -> list[str]:
 
 
 class Watcher(threading.Thread):
-    """Keeps a connection to a host open, and its last answer to an operation that answers again and again."""
+    """Keeps a connection to a host open, and the host's last answer to `watch`."""
 
-    def __init__(self, host: Host, job: dict, operation: str):
+    def __init__(self, host: Host, job: dict):
         super().__init__(daemon=True)
-        self.host, self.connect = host, lambda: Connection(host, job, operation)
-        self.last, self.heard, self.error, self.closed = {}, time.monotonic(), "", False
+        self.host, self.job, self.last, self.heard, self.closed = host, job, {}, time.monotonic(), False
         self.start()
 
     def run(self):
         while not self.closed:
-            connection = self.connect()
-            try:
-                while not self.closed:
-                    self.last, self.heard = connection.read(), time.monotonic()
-            except (Unreachable, Refused) as error:
-                self.error = str(error)
-            connection.close()
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            with subprocess.Popen(node_command(self.host, self.job, "watch"), cwd=ROOT, **pipes) as process:
+                with contextlib.suppress(OSError):
+                    process.stdin.write(request(self.host, self.job))
+                    process.stdin.flush()
+                for line in process.stdout:
+                    if line.startswith(b"{") and line.endswith(b"}\n"):
+                        self.last, self.heard = json.loads(line), time.monotonic()
+                    if self.closed:
+                        break
+                process.kill()
             time.sleep(2)
 
 
@@ -387,15 +364,22 @@ def check(host: Host, job: dict, total: int) -> bool:
     return "state=finished\n" not in done["out"]
 
 
+def supervisor_lock(out: Path) -> SoftFileLease:
+    """Held by the run's supervisor, whose death frees it: at once here, after 30 s elsewhere."""
+    return SoftFileLease(out / "logs" / "supervisor.lock", thread_local=False)
+
+
 def is_supervised(out: Path) -> bool:
     """Whether a launcher, here or on another machine that sees this folder, looks after the run."""
-    launch, mark = read_launch(out), out / "logs" / "launch.mark"
-    if launch.get("state", "failed") in ENDED:
-        return False
-    if launch["machine"] == platform.node():
-        return "cluster.py" in read(f"/proc/{launch['supervisor']}/cmdline")
-    mark.touch()  # by the clock of the folder's disk, which is set as it may be
-    return abs(mark.stat().st_mtime - (out / "logs" / "launch.json").stat().st_mtime) < 30
+    lock = supervisor_lock(out)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    except OSError:  # a folder that we may not write to, or a full disk
+        return lock.owner is not None
+    lock.release()
+    return False
 
 
 def read_launch(out: Path) -> dict:
@@ -427,41 +411,33 @@ class Supervisor:
 
     def __init__(self, job: dict, hosts: list[Host]):
         self.job, self.hosts, self.out = job, hosts, ROOT / job["out"]
-        self.launch = {"out": job["out"], "ssh": job["ssh"], "hosts": [asdict(h) for h in hosts]}
-        self.words, self.saved = "", 0.0
+        self.launch = {"out": job["out"], "mark": job["mark"], "ssh": job["ssh"], "hosts": [asdict(h) for h in hosts]}
 
-    def save(self, words: str = "", **values) -> bool:
-        """Writes launch.json anew, and words to launch.log. -> whether the disk had room; else the next call tries
-        again."""
-        self.words += words
+    def save(self, words: str = "", **values) -> None:
+        """Writes launch.json anew, and words to launch.log; on a full disk the next call tries again."""
         self.launch |= values
-        self.saved = time.monotonic()
-        try:
-            with open(self.out / "logs" / "launch.log", "a") as log:
-                log.write(self.words)
-            self.words = ""
+        with contextlib.suppress(OSError):
             write_whole(self.out / "logs" / "launch.json", json.dumps(self.launch, indent=1) + "\n")
-            return True
-        except OSError:
-            return False
+            with open(self.out / "logs" / "launch.log", "a") as log:
+                log.write(words)
+
+    def stop_requested(self) -> bool:
+        return (self.out / "logs" / "stop").exists() or STOP_REASON in self.status().get("message", "")
 
     def wait(self, seconds: float) -> None:
-        """Others see by the age of launch.json that this process is alive."""
-        end, wish = time.monotonic() + seconds, read_wish(self.out)
-        while time.monotonic() < end and read_wish(self.out) == wish:
-            if time.monotonic() - self.saved > 5:
-                self.save()
+        end, stopped = time.monotonic() + seconds, self.stop_requested()
+        while time.monotonic() < end and self.stop_requested() == stopped:
             time.sleep(LOOK)
 
-    def ask(self, operation: str, patience: float = 20, **request) -> list:
-        return call_all(self.hosts, self.job, operation, patience, **request)
+    def ask(self, operation: str, patience: float = 20, **more) -> list:
+        return call_all(self.hosts, self.job, operation, patience, **more)
 
     def run(self, answers: list) -> None:
         """answers: of `prepare`, on all hosts."""
         job, saved, tries, report = self.job, last_saved(self.out), 0, ""
         while True:
             end = self.attempt(answers)
-            if end.state != "failed" or read_wish(self.out):
+            if end.state != "failed" or self.stop_requested():
                 return self.end(end)
             newest = last_saved(self.out)
             if newest > saved:
@@ -476,28 +452,18 @@ class Supervisor:
             self.save(words, state="waiting", step=end.step, message=end.message)
             self.wait(pause)
             answers = self.prepare_again()
-            if read_wish(self.out):
+            if self.stop_requested():
                 return self.end(End("stopped", end.step, "stopped between two tries"))
         if tries:
             report += f"\n{job['out']}: gave up after {tries} {'tries' if tries > 1 else 'try'} without progress"
+        elif end.step:
+            report += ". The same command resumes from the newest checkpoint" * bool(saved)
         if end.silent:
             report += "\n" + self.without(end.silent)
         return self.end(end._replace(report=report))
 
     def end(self, end: End) -> None:
-        """The last words; also in status.json, where rank 0 was killed before it could write its own, or where others
-        took its end for a failure."""
-        path, last = self.out / "status.json", time.monotonic() + FULL_DISK
-        status, final = read_json(path), {"state": end.state, "step": end.step, "message": end.message}
-        wrong = end.state != "error" and (status.get("state") == "running" or read_wish(self.out) == "kill")
-        while True:
-            with contextlib.suppress(OSError):
-                if wrong:
-                    write_whole(path, json.dumps({**status, **final, "exit_code": 1}, indent=1) + "\n")
-                    wrong = False
-            if self.save(**final, report=end.report) and not wrong or time.monotonic() > last:
-                return
-            time.sleep(LOOK)
+        self.save(state=end.state, step=end.step, message=end.message, report=end.report)
 
     def prepare_again(self) -> list:
         """Prepares the hosts for another try; waits for those that do not answer."""
@@ -505,28 +471,30 @@ class Supervisor:
         while True:
             answers = self.ask("prepare", clear=True)
             away = any(isinstance(a, Unreachable) for a in answers)
-            if not away or time.monotonic() > end or read_wish(self.out):
+            if not away or time.monotonic() > end or self.stop_requested():
                 return answers
             self.wait(2)
 
     def without(self, silent: tuple) -> str:
-        """The command that goes on with the other hosts."""
-        words, others = list(self.job["words"]), [h for h in self.hosts if h not in silent]
+        """The command that continues with the other hosts."""
+        others = [h for h in self.hosts if h not in silent]
         sentence = f"{', '.join(h.label for h in silent)} did not come back"
         if not others:
             return sentence
+        words = list(self.job["words"])
         defaults = {"--out": self.job["out"], "--batch_tokens": read_json(self.out / "flags.json").get("batch_tokens")}
         for flag, value in defaults.items():
             if flag not in words and value:
                 words += [flag, str(value)]
         nproc = ["--nproc", str(others[0].slots)] if len({h.slots for h in others}) == 1 else []
         command = ["bash", "launch.sh", "--hosts", ",".join(h.line for h in others), *nproc, *words]
-        return f"{sentence}. To go on, from the newest checkpoint, with the others:\n  {shlex.join(command)}"
+        return f"{sentence}. To continue from the newest checkpoint with the others:\n  {shlex.join(command)}"
 
     def attempt(self, answers: list) -> End:
         """One launch, on hosts that have answered `prepare`, to its end."""
         self.job["id"] = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-        self.save(id=self.job["id"], state="starting", attempt=self.launch.get("attempt", 0) + 1)
+        previous = read_json(self.out / "status.json").get("attempt", "")
+        self.save(id=self.job["id"], previous=previous, state="starting", attempt=self.launch.get("attempt", 0) + 1)
         if not explain_all(self.hosts, answers):
             address = self.hosts[0].address
             endpoint = f"[{address}]:{answers[0]['port']}" if ":" in address else f"{address}:{answers[0]['port']}"
@@ -542,13 +510,13 @@ class Supervisor:
     def status(self) -> dict:
         """What rank 0 of this attempt has written."""
         status = read_json(self.out / "status.json")
-        return status if status.get("attempt") == self.launch["id"] else {}
+        return status if status.get("attempt") == self.launch.get("id") else {}
 
     def watch(self) -> End:
         failing, silent, patience = 0.0, [], self.job["timeout"]
-        watchers = [Watcher(h, self.job, "watch") for h in self.hosts]
+        watchers = [Watcher(h, self.job) for h in self.hosts]
         while not silent and not all(w.last.get("over") for w in watchers):
-            self.wait(LOOK)
+            time.sleep(LOOK)
             now, state = time.monotonic(), self.status().get("state")
             if state and self.launch["state"] == "starting":
                 self.save(state="running")
@@ -566,20 +534,18 @@ class Supervisor:
 
     def judge(self, watchers: list[Watcher], silent: list[Watcher]) -> End:
         """How an attempt ended, and why."""
-        status, asked, cause = self.status(), read_wish(self.out), first_cause(watchers, silent)
+        status, stopped, cause = self.status(), self.stop_requested(), first_cause(watchers, silent)
         state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
-        if state in ("finished", "error") or (state == "stopped" and (asked or cause["sure"] > TERMINATED)):
+        if state in ("finished", "error") or (state == "stopped" and (stopped or cause["sure"] > TERMINATED)):
             return End(state, step, message)
-        if not state:
-            if {w.last.get("result", {}).get("exit") for w in watchers} == {0}:
-                return End("finished", 0, "")  # an earlier launch had done all
-            if cause.get("status") == 2:
-                last_words = cause["tail"].rstrip()
-                errors = re.findall(r"^error: (.*)", last_words, re.M | re.S)
-                return End("error", 0, errors[-1] if errors else last_words)
-            if asked:
-                return End("stopped", 0, "stopped before it had begun")
-        if asked == "kill":
+        if not state and {w.last.get("result", {}).get("exit") for w in watchers} == {0}:
+            return End("finished", 0, "")  # an earlier launch had done all
+        if not state and cause.get("status") == 2:
+            errors = re.findall(r"^error: (.*)", cause["tail"].rstrip(), re.M | re.S)
+            return End("error", 0, errors[-1] if errors else cause["tail"].rstrip())
+        if stopped and not state:
+            return End("stopped", 0, "stopped before it had begun")
+        if stopped and read(self.out / "logs" / "stop"):
             return End("stopped", step, "stopped at once, without saving")
         return self.failure(End(state, step, message), cause, silent)
 
@@ -677,54 +643,53 @@ class Follower:
         return {"failed": 1, "error": 2}.get(end.state, 0)
 
 
-def changed(path: Path) -> float:
-    """When a file was last written; 0 if there is none."""
-    return path.stat().st_mtime if path.exists() else 0.0
+def is_locked(out: Path) -> bool:
+    """Whether a job holds the run folder, as far as this machine can tell."""
+    owner = SoftFileLease(out / "lock").owner
+    here = owner is not None and owner.hostname.partition("?")[0] == platform.node()
+    return owner is not None and not (here and not Path(f"/proc/{owner.pid}").exists())
 
 
 def state_of(out: Path) -> End:
     """What a run is doing, or how it ended, whoever has started it: a launcher, train.sbatch, or somebody's own
-    torchrun."""
+    torchrun. A status of another attempt than the launch's is older if the launch found it, else newer."""
     supervised = is_supervised(out)  # first: a supervisor's last act is launch.json
     launch, status = read_launch(out), read_json(out / "status.json")
     state, step, message = status.get("state", ""), status.get("step") or 0, status.get("message", "")
-    newer = changed(out / "status.json") > changed(out / "logs" / "launch.json")
-    launched = bool(launch) and (status.get("attempt") == launch.get("id") or not newer)
+    launched = bool(launch) and status.get("attempt", "") in (launch.get("id"), launch.get("previous"), "")
     if supervised or (launched and launch.get("state") in ENDED):
         step, message = step or launch.get("step", 0), launch.get("message") or message
-        return End(launch["state"], step, message, launch.get("report", ""))
+        return End(launch.get("state", "starting"), step, message, launch.get("report", ""))
     if state in ENDED:
         return End(state, step, message)
-    if time.time() - changed(out / "lock") <= STALE:
+    if is_locked(out):
         return End("running, but its launcher is gone: nobody would relaunch it" if launched else state, step, message)
-    dead = "dead: it ended without a word" if status or launch else "it never began"
+    dead = "dead: it ended without a message" if status or launch else "it never began"
     return End("failed", step, full_disk(out) or dead)
 
 
 # ---- the verbs
 
 
-def pick_run(verb: str, words: list[str], *names: str, others: int = 0) -> tuple[Path | None, str, dict, list[str]]:
+def pick_run(verb: str, words: list[str], *names: str, others: int = 0) -> tuple[Path, str, dict, list[str]]:
     """The run of --out DIR; without it the newest, the one that was last launched or last wrote its status.
-    -> (folder, its name as typed, the flags, the other words); top is content without a run"""
+    -> (folder, its name as typed, the flags, the other words)"""
     flags, rest = read_flags(words, "--out", *names, mixed=True)
     if len(rest) > others or any(word.startswith("-") for word in rest):
-        takes = ["--out DIR", *names, *["a host, a rank or a file"] * others]
+        takes = ["--out DIR", *names, *["a host or a rank"] * others]
         raise UserError(f"{verb} takes {', '.join(takes)}, not {' '.join(rest)}")
     runs, name = sorted((ROOT / "runs").glob("*/")), flags["--out"]
     if not name and not runs:
-        if verb == "top":
-            return None, "", flags, rest
         raise UserError("There is no run in runs/ yet. Start one: bash launch.sh")
     name = name or str(max(runs, key=last_used).relative_to(ROOT))
     if not (ROOT / name).is_dir():
-        raise UserError(f"There is no run folder '{name}'. In runs/: {', '.join(r.name for r in runs) or 'nothing'}")
+        problem = "is a file, not a run folder" if (ROOT / name).exists() else "there is no such run folder"
+        raise UserError(f"--out {name}: {problem}. In runs/: {', '.join(r.name for r in runs) or 'nothing'}")
     return ROOT / name, name.rstrip("/"), flags, rest
 
 
 def last_used(run: Path) -> float:
-    status = run / "status.json"
-    return max(read_launch(run).get("began", 0.0), status.stat().st_mtime if status.exists() else 0.0)
+    return max(read_launch(run).get("launched", 0.0), read_json(run / "status.json").get("time", 0.0))
 
 
 def hints(name: str) -> str:
@@ -779,11 +744,13 @@ def start(hosts: list[Host], job: dict) -> tuple[Follower, dict]:
     for host in hosts:
         host.session = re.sub(r"[^\w-]", "_", f"flatland-{out.name}{host.number.replace('-', '_')}", flags=re.A)
     claim(out, job)
-    answers = prepare(hosts, job)
+    answers = call_all(hosts, job, "prepare", 30, clear=False)
+    problems = explain_all(hosts, answers)
+    refuse(problems + [hints(job["out"])] * ("already" in str(problems)))
     follower, supervisor = Follower(out, job["out"]), Supervisor(job, hosts)
-    supervisor.save(id=job["mark"], state="starting", machine=platform.node(), began=time.time(), supervisor=0)
+    supervisor.save(id=job["mark"], state="starting", launched=time.time())
     pid = leave_behind(supervisor, answers)
-    on_interrupt(f"{job['out']} goes on. {hints(job['out'])}")
+    on_interrupt(f"{job['out']} continues. {hints(job['out'])}")
     while (launch := read_launch(out))["state"] == "starting" and os.waitpid(pid, os.WNOHANG) == (0, 0):
         time.sleep(0.1)
     return follower, launch
@@ -798,24 +765,15 @@ def say_started(name: str, launch: dict) -> None:
 
 
 def claim(out: Path, job: dict) -> None:
-    """Leaves a mark in the run folder, by which hosts tell whether they see the same folder; a later launch's mark ends
-    an earlier launch."""
+    """Leaves a mark in launch.json, by which hosts tell whether they see the same folder."""
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
         if is_supervised(out):
             raise UserError(f"{job['out']} is being trained already. {hints(job['out'])}")
-        write_whole(out / "logs" / "launch.mark", job["mark"])
+        write_whole(out / "logs" / "launch.json", json.dumps(read_launch(out) | {"mark": job["mark"]}))
+        (out / "logs" / "stop").unlink(missing_ok=True)
     except OSError as e:
         raise UserError(f"--out {job['out']}: {e}") from None
-
-
-def prepare(hosts: list[Host], job: dict) -> list:
-    """Makes sure that nothing of the run is alive anywhere, that all see its folder, and that the port is free."""
-    answers = call_all(hosts, job, "prepare", 30, clear=False)
-    problems = explain_all(hosts, answers)
-    refuse(problems + [hints(job["out"])] * ("already" in str(problems)))
-    write_wish(ROOT / job["out"], "")
-    return answers
 
 
 def leave_behind(supervisor: Supervisor, answers: list) -> int:
@@ -828,8 +786,8 @@ def leave_behind(supervisor: Supervisor, answers: list) -> int:
     for stream in range(3):
         os.dup2(log, stream)
     try:
-        supervisor.save(supervisor=os.getpid())
-        supervisor.run(answers)
+        with supervisor_lock(supervisor.out).acquire(timeout=60):
+            supervisor.run(answers)
     except Exception as e:
         supervisor.save(state="failed", message=f"the launcher failed: {type(e).__name__}: {e}", report="")
         raise
@@ -838,8 +796,11 @@ def leave_behind(supervisor: Supervisor, answers: list) -> int:
 
 def verb_logs(words: list[str], settings: dict) -> int:
     out, name, _, which = pick_run("logs", words, others=1)
-    on_interrupt(f"{name} goes on. {hints(name)}")
-    return Follower(out, name, 20 if which else 50, *which).to_the_end()
+    on_interrupt(f"{name} continues. {hints(name)}")
+    follower = Follower(out, name, 20 if which else 50, *which)
+    if which and not any(path.stat().st_size for path in follower.files()):
+        say(f"{which[0]} has printed nothing yet")
+    return follower.to_the_end()
 
 
 def find_host(launch: dict, label: str, problem: str) -> Host:
@@ -870,10 +831,23 @@ def host_files(out: Path, name: str, which: str) -> list[Path]:
     return sorted([*folder.glob(f"*/attempt_*/{local_rank}/*.log"), *agent])
 
 
-def verb_status(words: list[str], settings: dict):
-    out, name, _, _ = pick_run("status", words)
+def verb_status(words: list[str], settings: dict) -> None:
+    show_status(*pick_run("status", words)[:2])
+
+
+def verb_top(words: list[str], settings: dict) -> NoReturn:
+    """The table of status again and again, until Ctrl-C."""
+    out, name, *_ = pick_run("top", words)
+    on_interrupt("")
+    while True:
+        say("\033[H\033[J" * sys.stdout.isatty() + time.strftime("%H:%M:%S"))
+        show_status(out, name)
+        time.sleep(2)
+
+
+def show_status(out: Path, name: str) -> None:
     launch, log, end = read_launch(out), out / "log.txt", state_of(out)
-    batches = re.findall(r"Batch \d+ Loss.*", log.read_text(errors="replace")) if log.exists() else []
+    batches = re.findall(r"Batch \d+ Loss.*", tail(log, 200))
     rows = {
         "run": name,
         "state": end.state,
@@ -886,11 +860,9 @@ def verb_status(words: list[str], settings: dict):
         "last batch": batches[-1] if batches else "",
     }
     say(columns([[key, str(value)] for key, value in rows.items()]))
-    hosts, step = hosts_of(launch), batches[-1].split()[1] if batches else str(rows["step"])
-    if hosts:
-        answers = call_all(hosts, launch, "look", 20)
-        table = [host_row(h, a, step) for h, a in zip(hosts, answers, strict=True)]
-        say(columns([("host", "session", "agent", "ranks", "step", "last output"), *table]))
+    if hosts := hosts_of(launch):
+        table = map(host_row, hosts, call_all(hosts, launch, "look", 20, gpus=True))
+        say(columns([("host", "session", "agent", "ranks", "GPU load", "GPU memory", "last output"), *table]))
 
 
 def columns(rows: list) -> str:
@@ -903,42 +875,48 @@ def ago(seconds: float) -> str:
     return f"{max(0, seconds):.0f} s ago"
 
 
-def host_row(host: Host, answer: dict | Exception, step: str) -> tuple:
+def host_row(host: Host, answer: dict | Exception) -> tuple:
     """A host's line in the table of `status`."""
     if isinstance(answer, Exception):
         return host.label, host.session, explain(host, answer)
-    status = answer["result"].get("exit")
+    status, gpus = answer["result"].get("exit"), [list(map(float, gpu.split(","))) for gpu in answer["gpus"]]
     agent = "alive" if answer["agent"] else f"ended {status}" if status is not None else "gone"
+    load = f"{sum(gpu[0] for gpu in gpus) / len(gpus):.0f} %" if gpus else ""
+    memory = "{:.0f} of {:.0f} GiB".format(*(sum(gpu[i] for gpu in gpus) / 1024 for i in (1, 2))) if gpus else ""
     written = "none" if answer["age"] is None else ago(answer["age"])
-    return host.label, host.session, agent, f"{answer['workers']} of {host.slots}", step, written
+    return host.label, host.session, agent, f"{answer['workers']} of {host.slots}", load, memory, written
 
 
 def verb_stop(words: list[str], settings: dict) -> int:
     out, name, flags, _ = pick_run("stop", words, "--now")
-    launch, end = read_launch(out), state_of(out)
+    launch, end, request_file = read_launch(out), state_of(out), out / "logs" / "stop"
     if end.state in ENDED:
         say(f"{name} is not running: {end.state}")
         return 0
-    if not (out / "logs" / "stop").exists():
-        raise UserError(
-            f"{name} was started by neither launch.sh nor train.sbatch: send SIGTERM to its torchrun or train.py"
-        )
-    wish = "kill" if flags["--now"] or read_wish(out) else "save"
-    how = ": it ends its step and saves. The same once more stops it at once, without saving."
-    say(f"Stopping {name}{how if wish == 'save' else ' at once, without saving'}")
+    now = bool(flags["--now"]) or request_file.exists()
+    how = " at once, without saving" if now else ": it ends its step and saves. The same once more stops it at once."
+    say(f"Stopping {name}{how}")
     follower = Follower(out, name)
-    write_wish(out, wish)
-    if wish == "kill" and not is_supervised(out):  # an agent may be gone as well
-        call_all(hosts_of(launch), launch, "sweep", 20)
     on_interrupt(f"{name} is still stopping. {hints(name)}")
+    with contextlib.suppress(OSError):  # a full disk takes no text; the processes are killed below
+        request_file.parent.mkdir(exist_ok=True)
+        request_file.write_text("now" * now)
+    if now:
+        patience = time.monotonic() + NOW
+        while time.monotonic() < patience and state_of(out).state not in ENDED:
+            time.sleep(LOOK)
+        call_all(hosts_of(launch), launch, "sweep", 20)
     return follower.to_the_end()
 
 
 def verb_attach(words: list[str], settings: dict) -> NoReturn:
     out, name, _, labels = pick_run("attach", words, others=1)
-    launch = read_launch(out)
+    launch, state = read_launch(out), state_of(out).state
     labels += [*ranks_of(out, launch).get("0", []), *(h.label for h in hosts_of(launch)), ""]
     host = find_host(launch, labels[0], f"attach: {name} has no host")
+    if state in ENDED or "tmux" not in launch.get("place", "tmux"):
+        why = f"is not running: {state}" if state in ENDED else "runs without tmux"
+        raise UserError(f"{name} {why}; see its log: bash launch.sh logs --out {shlex.quote(name)}")
     command = ["tmux", "attach", "-t", f"={host.session}"]
     if not host.local:
         command = [*ssh_command(host, f"-t {launch['ssh']}"), shlex.join(command)]
@@ -963,5 +941,6 @@ if __name__ == "__main__":
         logs=verb_logs,
         status=verb_status,
         stop=verb_stop,
+        top=verb_top,
         attach=verb_attach,
     )

@@ -1,21 +1,20 @@
 """`launch.sh doctor` and `launch.sh sync`: whether every machine is fit to train, and making their files the same.
 
-doctor looks at all hosts at once, has every pair of machines sum 8 MB, and draws a table: a row for each check, a
-column for each host. Below it stands, for each red field, what was found and the command that mends it. What a host can
-judge by itself is in node.examine; here is what needs several of them."""
+doctor examines all hosts at once, has them sum 64 MiB together, and draws a table: a row for each check, a column for
+each host. Below it a line for each red field tells the value and the command that corrects it. What a host can judge by
+itself is in node.examine; here is what needs several of them."""
 
 import contextlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
 
 from cluster import (
-    Connection,
     Host,
     Unreachable,
     call,
@@ -33,11 +32,10 @@ from cluster import (
     ssh_command,
 )
 from lib.errors import ROOT, UserError, printable
-from node import OWN_FILES, Refused, content_hash, last_line, own_files, packages
+from node import Refused, content_hash, last_line, own_files
 
 CLOCK = 2.0  # seconds that clocks may differ: more, and logs of several hosts cannot be read together
-PAIR_BYTES, PAIR_LIMIT = 8 * 2**20, 20  # what a pair sums, seconds it has
-SLOW = 4  # a link this many times slower than the fastest is red
+REDUCED, LIMIT, WANTED = 64 * 2**20, 30, 100  # an all-reduce: bytes, seconds that it has, MB/s (1 Gbit/s has 100)
 SETUP = "bash launch.sh sync, or {there}'cd {ROOT} && bash launch.sh setup'"
 ALIKE = {  # how to mend what is not as most hosts have it
     "code": "bash launch.sh sync",
@@ -89,7 +87,7 @@ def verb_doctor(words: list[str], settings: dict) -> int:
                 error = last_line(done["err"]).removeprefix("error: ") or "it failed"
                 table.put("data, weights", host, *("no", error) if done["exit"] else ("there",))
     if len(machines) > 1:
-        check_links(table, machines, job)
+        check_network(table, machines, job)
     text = table.draw()
     if sys.stdout.isatty():
         for mark, colour in ("✗", 31), ("✓", 32):
@@ -113,10 +111,9 @@ def folder_mark():
 
 
 def examine_all(table: Table, hosts: list[Host], job: dict) -> None:
-    names = {h.name.split("@")[-1]: h.address for h in hosts if not h.local}
     sent = time.time()
     with folder_mark() as mark:
-        answers = call_all(hosts, job, "examine", 120, first=hosts[0].label, folder_mark=mark, names=names)
+        answers = call_all(hosts, job, "examine", 120, folder_mark=mark)
     known = [a["alike"] for a in answers if isinstance(a, dict)]
     usual = {name: Counter(a[name] for a in known).most_common(1)[0][0] for name in ALIKE if known}
     usual["code"] = content_hash()
@@ -142,131 +139,93 @@ def judge_clock(ahead: float, behind: float) -> tuple[str, str]:
     return f"{off:.0f} s off", f"{off:.0f} s {direction} this machine's; {{there}}sudo chronyc makestep"
 
 
-# ---- links
+# ---- the network
 
 
-def check_links(table: Table, hosts: list[Host], job: dict) -> None:
-    """An all-reduce of every pair, as many pairs at once as there are hosts for."""
-    order = {"limit": PAIR_LIMIT, "bytes": PAIR_BYTES}
-    probes = [Connection(h, job, "pairs", job["python"], **order) for h in hosts]
-    ready = [probe for probe in probes if isinstance(outcome(probe.read, 90), dict)]
-    links = {}  # pair -> (MB/s, what is wrong)
+def measure(hosts: list[Host], job: dict) -> float:
+    """MB/s of an all-reduce over these hosts. Raises Unreachable or Refused, with torch's reason."""
+    store = (hosts[0].address, call(hosts[0], job, "probe", 60)["port"])
+
+    def take_part(pair: tuple[int, Host]) -> float:
+        rank, host = pair
+        more = {"rank": rank, "size": len(hosts), "store": store, "bytes": REDUCED, "limit": LIMIT}
+        return call(host, job, "all_reduce", 3 * LIMIT, job["python"], **more)["mb_per_s"]
+
     with ThreadPoolExecutor(len(hosts)) as pool:
-        for pairs in tournament(ready):
-            links |= zip(pairs, pool.map(meet, pairs), strict=True)
-    fastest = max([speed for speed, _ in links.values()], default=0.0)
-    for pair, (speed, problem) in links.items():
-        if not problem and speed * SLOW < fastest:
-            speed, problem = max((speed, ""), meet(pair))  # once more, with nobody else on the network
-            slow = f"is slow ({speed:.0f} MB/s, the fastest has {fastest:.0f})" if speed * SLOW < fastest else ""
-            links[pair] = speed, problem or slow
-    for probe in probes:
-        probe.close()
-        if probe in ready:
-            table.put("links", probe.host, *judge_links(probe, links))
-        else:
-            table.put("links", probe.host, "none", "torch does not come up there; see the row torch")
+        return min(pool.map(take_part, enumerate(hosts)))
 
 
-def judge_links(probe: Connection, links: dict) -> tuple[str, str]:
-    """A host's slowest link, and what is wrong with its links. One whose every link is bad is to blame for them, and
-    the hosts at their other ends are not."""
-
-    def problems(probe: Connection) -> list[str]:
-        return [problem for pair, (_, problem) in links.items() if probe in pair]
-
-    def is_blamed(probe: Connection) -> bool:
-        return len(problems(probe)) > 1 and all(problems(probe))
-
-    slowest = min([speed for pair, (speed, problem) in links.items() if probe in pair and not problem], default=0.0)
-    problem = ""
-    if is_blamed(probe):
-        problem = f"every link of this host {problems(probe)[0]}"
-    else:
-        bad = [pair for pair, (_, why) in links.items() if why and probe in pair and not any(map(is_blamed, pair))]
-        others = ", ".join(p.host.label for pair in bad for p in pair if p is not probe)
-        if bad:
-            problem = f"the link to {others} {links[bad[0]][1]}"
-    advice = "; see its cable, firewall and the errors that `ip -s link` counts"
-    return f"{slowest:.0f} MB/s", problem and problem + advice
+def find_slow(hosts: list[Host], job: dict, wanted: float) -> list[Host]:
+    """Halves the hosts until the all-reduce of a group is as fast as wanted -> the hosts of the smallest slow group."""
+    while len(hosts) > 2:
+        halves = hosts[: len(hosts) // 2], hosts[len(hosts) // 2 :]
+        speeds = [outcome(measure, half, job) if len(half) > 1 else wanted for half in halves]
+        slow = [half for half, speed in zip(halves, speeds, strict=True) if not is_fast(speed, wanted)]
+        if len(slow) != 1:
+            break  # both halves, or only the way between them
+        hosts = slow[0]
+    return hosts
 
 
-def tournament(players: list) -> list[list[tuple]]:
-    """Rounds of pairs: every two meet once, nobody twice in a round."""
-    n = len(players)
-    pairs = [(i, j) for i, j in combinations(range(n), 2)]
-    return [[(players[i], players[j]) for i, j in pairs if (i + j) % n == turn] for turn in range(n)]
+def is_fast(speed: float | Exception, wanted: float) -> bool:
+    return isinstance(speed, float) and speed >= wanted
 
 
-def meet(pair: tuple[Connection, Connection]) -> tuple[float, str]:
-    """The speed of a link, and what is wrong with it."""
-    first, second = pair
-    order = {"address": first.host.address, "port": 0}
-    first.tell(role=0, **order)
-    answers = [outcome(first.read, PAIR_LIMIT + 5)]
-    if isinstance(answers[0], dict):
-        second.tell(role=1, **{**order, **answers[0]})
-        answers = [outcome(probe.read, 4 * PAIR_LIMIT) for probe in (second, first)]
-    for answer in answers:
-        if isinstance(answer, Exception):
-            return 0.0, f"is broken ({answer})"
-    return answers[0]["mb_per_s"], ""
+def check_network(table: Table, hosts: list[Host], job: dict) -> None:
+    """One all-reduce over all hosts; where it is slow or fails, smaller groups tell which host is to blame."""
+    speed = outcome(measure, hosts, job)
+    shown = f"{speed:.0f} MB/s" if isinstance(speed, float) else "fails"
+    suspects = [] if is_fast(speed, WANTED) else find_slow(hosts, job, WANTED)
+    why = f"slower than {WANTED} MB/s" if isinstance(speed, float) else str(speed)
+    names = ", ".join(h.label for h in suspects)
+    for host in hosts:
+        advice = f"{why}; suspect: {names}: see cable, firewall and the errors that `ip -s link` counts"
+        table.put("all-reduce", host, shown, advice if host in suspects else "")
 
 
 # ---- sync
 
 
-def hosts_to_sync(words: list[str]) -> list[Host]:
+def verb_sync(words: list[str], settings: dict) -> int:
     flags, rest = read_flags(words, "--hosts")
     if rest:
         raise UserError(f"sync takes --hosts and nothing else, not {rest[0]}")
-    return [h for h in read_hosts(flags["--hosts"]) if not h.local]
-
-
-def verb_sync(words: list[str], settings: dict) -> int:
-    hosts = hosts_to_sync(words)
+    hosts = [h for h in read_hosts(flags["--hosts"]) if not h.local]
     if not hosts:
         say("No host but this machine: nothing to copy")
         return 0
     with folder_mark() as mark, ThreadPoolExecutor(len(hosts)) as pool:
-        done = list(pool.map(lambda host: outcome(sync, host, {**settings, "env": {}}, mark), hosts))
-    for host, answer in zip(hosts, done, strict=True):
+        answers = list(pool.map(lambda host: outcome(sync, host, {**settings, "env": {}}, mark), hosts))
+    for host, answer in zip(hosts, answers, strict=True):
         failed = isinstance(answer, Exception)
         say(explain(host, answer) if failed else f"{host.label}: {answer}", sys.stderr if failed else sys.stdout)
-    return int(any(isinstance(answer, Exception) for answer in done))
+    return int(any(isinstance(answer, Exception) for answer in answers))
 
 
 def sync(host: Host, job: dict, mark: str) -> str:
-    """Makes a host's files those that are here -> what was done. Raises Unreachable and Refused."""
-    extra = ["hosts", "README.md", "BENCHMARKS.md", "LICENSE", ".gitignore"]
-    files = [*own_files(), *(name for name in extra if (ROOT / name).exists())]
-    unpack = f"if [ -e {mark} ]; then echo shared; else rm -f {OWN_FILES} && tar --no-same-owner -xf -; fi"
-    if "shared" in send(host, job, unpack, ROOT, files).split():
+    """Copies the code and .venv to a host -> what was done. Raises Unreachable and Refused."""
+    root, ssh = shlex.quote(str(ROOT)), ssh_command(host, job["ssh"])
+    script = f"mkdir -p {root} && cd {root} && if [ -e {mark} ]; then echo shared; else command -v rsync; fi; true"
+    answer = run_here([*ssh, script])
+    if "shared" in answer.split():
         return "sees this very folder; nothing to copy"
-    there, venv, python = call(host, job, "probe", 60), "", job["python"]
-    if there["code"] != content_hash():
-        raise Refused(f"the files differ after copying ({there['code']}, here {content_hash()}): is its disk full?")
-    if packages():
-        venv = ", .venv the same"
-    if packages() and there["packages"] != packages():
-        unpack = "rm -rf .venv.new && mkdir .venv.new && tar --no-same-owner -C .venv.new -xf - &&"
-        send(host, job, f"{unpack} rm -rf .venv && mv .venv.new .venv", os.path.realpath(ROOT / ".venv"), ["."])
-        venv = ", .venv copied"
-    done = call(host, job, "run", 120, command=[python, "-c", "import torch"])
+    names = [*own_files(), *(name for name in ("hosts", "README.md", ".venv") if (ROOT / name).exists())]
+    if shutil.which("rsync") and "rsync" in answer and ":" not in host.name:
+        way = ["rsync", "-aRs", "-e", shlex.join(ssh[: ssh.index("--")]), "--", *names, f"{host.name}:{ROOT}/"]
+    else:
+        way = ["sh", "-c", f"tar -cf - -- {shlex.join(names)} | {shlex.join([*ssh, f'tar -C {root} -xf -'])}"]
+    run_here(way)
+    if call(host, job, "probe", 60)["code"] != content_hash():
+        raise Refused(f"the files differ after copying: remove what is not here from {ROOT}")
+    done = call(host, job, "run", 120, command=[job["python"], "-c", "import torch"])
     if done["exit"]:
-        setup = f"ssh {host.target} 'cd {shlex.quote(str(ROOT))} && bash launch.sh setup'"
-        needs = f"It needs {os.path.realpath(python)}, or an environment of its own: {setup}"
-        raise Refused(f"{python} does not run there: {last_line(done['err'])}. {needs}")
-    return f"{len(files)} files, verified ({content_hash()}){venv}"
+        setup = f"ssh {host.target} 'cd {root} && bash launch.sh setup'"
+        raise Refused(f"{job['python']} does not run there: {last_line(done['err'])}. Make an environment: {setup}")
+    return f"{len(names)} files, verified ({content_hash()})"
 
 
-def send(host: Host, job: dict, script: str, folder, files: list[str]) -> str:
-    """Runs a line of shell in the checkout's folder on a host, with an archive on its stdin -> what it prints."""
-    root = shlex.quote(str(ROOT))
-    command = [*ssh_command(host, job["ssh"]), "exec sh -c " + shlex.quote(f"mkdir -p {root} && cd {root} && {script}")]
-    archive = ["tar", "-C", folder, "--exclude=__pycache__", "-cf", "-", "--", *files]
-    with subprocess.Popen(archive, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tar:
-        done = subprocess.run(command, stdin=tar.stdout, capture_output=True, text=True, errors="replace")
+def run_here(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
     if done.returncode:
         raise Unreachable(last_line(done.stderr) or f"status {done.returncode}")
     return done.stdout

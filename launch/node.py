@@ -1,17 +1,16 @@
-"""One host's half of the launcher: what has to be looked at or done on the machine itself.
+"""One host's half of the launcher: what has to be examined or done on the machine itself.
 
 `python3 launch/node.py OPERATION` does one thing for cluster.py, over ssh or, for localhost, without. The request is a
 line of JSON on stdin, so nothing secret is on a command line: the host's line in `hosts`, what is known of the host,
 and the job. The answers are lines of JSON. Only the standard library is used here, so a host can be asked before it has
-an environment.
+an environment; `torchrun` and `all_reduce` run in the environment's Python.
 
 `python3 launch/node.py agent LOGS TIMEOUT RANKS COMMAND...` runs COMMAND in its tmux session or under srun, on a
-machine with RANKS ranks in all, and makes sure that nothing of it is left when it ends. COMMAND is a torchrun, told its
-address by --local-addr, or where the job is one process on one host, that process. LOGS is `runs/NAME/logs/HOST/ID`.
-There the agent writes agent.stderr.log, agent.stdout.log, and agent.json: its process, its ranks, and at the end the
-first cause of a failure on this host. `runs/NAME/logs/stop` tells all agents what `stop` asks for: nothing, `save` or
-`kill`. A process belongs to the run if its command line names LOGS; a worker, if the environment that torchrun gave it
-does."""
+machine with RANKS ranks in all, and makes sure that no process of the run remains when COMMAND ends. COMMAND is
+`node.py torchrun`, or where the job is one process on one host, that process. LOGS is `runs/NAME/logs/HOST/ID`. There
+the agent writes agent.stderr.log, agent.stdout.log, and agent.json: its process, its ranks, and at the end the first
+cause of a failure on this host. A process belongs to the run if its command line names LOGS; a worker, if the
+environment that torchrun gave it does."""
 
 import contextlib
 import ctypes
@@ -21,7 +20,6 @@ import json
 import os
 import platform
 import re
-import resource
 import select
 import shutil
 import signal
@@ -35,14 +33,15 @@ from pathlib import Path
 
 ROOT = Path(os.path.abspath(__file__)).parents[1]
 WITHOUT_WORKERS = 20  # seconds that torchrun may live on after its workers: its own barriers wait for dead peers
-FULL_DISK = 30  # seconds that an agent tries to write its result where there is no room
 # How sure it is that a cause is the first one of the whole job; of the same certainty, the earliest comes first.
 KILLED, FAILED, FOLLOWED, TERMINATED, UNKNOWN, WAITED = range(6)
 # The errors of a rank that failed because another one did (lib/run.py, torch.distributed), as its error file begins
 OF_A_PEER = re.compile(r"(PeerFailure|Dist\w*Error): ")
 # The variables that a tmux server gets: it keeps the environment that it was started with, and shows it to anyone.
 PLAIN_ENVIRONMENT = "HOME LANG LOGNAME PATH SHELL TERM TMPDIR TMUX_TMPDIR USER XDG_RUNTIME_DIR"
-OWN_FILES = "*.py *.sh *.sbatch *.toml requirements.txt recipes/*.args launch/*.py bench/*.py bench/*.json"
+OWN_FILES = (
+    "*.py *.sh *.sbatch *.toml requirements.txt recipes/*.args lib/*.py launch/*.py launch/*.sh bench/*.py bench/*.json"
+)
 
 
 class Refused(Exception):
@@ -86,17 +85,6 @@ def tail(path, lines):
             return "".join(file.read().decode(errors="replace").splitlines(True)[-lines:] if lines else "")
     except OSError:
         return ""
-
-
-def read_wish(out):
-    """What `stop` asks of the run in this folder: save, kill, or nothing. The file is there from the launch on and is
-    overwritten in place: that needs no room on the disk, and is seen at once over a network."""
-    return read(out / "logs" / "stop").strip()
-
-
-def write_wish(out, wish):
-    with open(os.open(out / "logs" / "stop", os.O_WRONLY | os.O_CREAT, 0o644), "w") as file:
-        file.write(f"{wish:4}")
 
 
 def last_line(text):
@@ -158,9 +146,8 @@ def kill_all(logs):
 
 
 def agent(logs, timeout, ranks, command):
-    """Runs torchrun and cleans up after it -> its exit status. The first signal, or the wish `save`, lets the workers
-    save and stop; the second, or `kill`, ends them at once. torchrun itself is not signalled: it would call the end a
-    failure."""
+    """Runs torchrun and cleans up after it -> its exit status. The first signal requests a stop, as `launch.sh stop`
+    does; the second kills the workers. torchrun gets none: it would call the end a failure."""
     signals, out = [], logs.parents[2]
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda n, _: signals.append(n))
@@ -168,7 +155,7 @@ def agent(logs, timeout, ranks, command):
     if is_torchrun:
         choose_interface(command[command.index("--local-addr") + 1])
     if ranks > 1:  # torchrun would give each one thread, also for AdamW on the CPU
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     with open(logs / "agent.stdout.log", "ab") as stdout, open(logs / "agent.stderr.log", "ab") as stderr:
         child = subprocess.Popen(
             command,
@@ -180,49 +167,46 @@ def agent(logs, timeout, ranks, command):
         )
     record = {"pid": os.getpid(), "node": platform.node(), "ranks": {}}
     write_whole(logs / "agent.json", json.dumps(record))
-    # For whoever attaches
-    detach = "; Ctrl-B D leaves it going" if os.environ.get("TMUX") else ""
-    print(f"The run's log is {out}/log.txt{detach}", flush=True)
+    print(f"The run's log is {out}/log.txt" + "; Ctrl-B D detaches" * ("TMUX" in os.environ), flush=True)
     follow = ["tail", "-n", "0", "-s", "0.2", "-F", "--pid", str(os.getpid()), out / "log.txt"]
     pane = subprocess.Popen(follow, stderr=subprocess.DEVNULL)
     waited = attend(child, logs, signals, record)
-    # A torchrun that was killed leaves workers that have had their SIGTERM from end_with_torchrun and may be saving.
+    # The workers of a torchrun that was killed have had their SIGTERM from end_with_torchrun and may be saving
     marker, end = f"{os.path.realpath(logs)}/", time.monotonic() + timeout
-    while workers_of(marker) and time.monotonic() < end and read_wish(out) != "kill":
+    while workers_of(marker) and time.monotonic() < end and len(signals) < 2:
         time.sleep(0.3)
     kill(processes(marker)[1], signal.SIGKILL)
     status = record["exit"] = child.returncode
-    failures = [[0, 0, status, ""]] * bool(status)
-    if is_torchrun:
-        failures = read_json(logs / "failures.json").get("failures", [])
+    failures = read_json(logs / "failures.json").get("failures", [])
+    if status and not is_torchrun:
+        failures = [[0, 0, status, ""]]
     record["cause"] = None if signals and status < 0 else cause_on_this_host(logs, status, failures, waited)
     time.sleep(0.4)
     pane.terminate()
-    write_record(logs, record)
+    write_whole(logs / "agent.json", json.dumps(record))
     return max(status, 0) or int(status != 0)
 
 
 def attend(child, logs, signals, record):
-    """Passes wishes to stop on to the workers until torchrun ends, and notes the ranks and when the first one was gone.
-    -> whether torchrun waited for other hosts without workers of its own, and was killed for it"""
-    told, seen, first_loss, alone_since = set(), set(), None, None
+    """Waits until torchrun ends; notes the ranks and when the first one was gone. -> whether torchrun waited for other
+    hosts without workers of its own, and was killed for it"""
+    workers, started, first_loss, alone_since = set(), set(), None, None
     while child.poll() is None:
         time.sleep(0.3)
-        ranks, now, wish = workers_of(f"{os.path.realpath(logs)}/"), time.monotonic(), read_wish(logs.parents[2])
+        ranks, now = workers_of(f"{os.path.realpath(logs)}/"), time.monotonic()
         workers = set(ranks)
-        if seen - workers:
+        if started - workers:
             first_loss = first_loss or now
-        if workers - seen:
+        if workers - started:
             record["ranks"] = dict(ranks.values())
             with contextlib.suppress(OSError):  # the disk is full
                 write_whole(logs / "agent.json", json.dumps(record))
-        seen |= workers
-        if wish == "kill" or len(signals) > 1:
+        started |= workers
+        if signals:
+            (logs.parents[1] / "stop").touch()
+        if len(signals) > 1:
             kill(workers, signal.SIGKILL)
-        elif wish or signals:
-            kill(workers - told, signal.SIGTERM)
-            told |= workers
-        if workers or not seen:
+        if workers or not started:
             alone_since = now
         elif now - alone_since > WITHOUT_WORKERS:
             child.kill()
@@ -279,20 +263,6 @@ def torchrun(logs, words):
         return 1
 
 
-def write_record(logs, record):
-    """On a full disk it tries again, and says so where there is room: on the session's screen, or in Slurm's file."""
-    end, cause = time.monotonic() + FULL_DISK, record["cause"] or {"what": "it ended well"}
-    while True:
-        try:
-            return write_whole(logs / "agent.json", json.dumps(record))
-        except OSError as e:
-            problem = f"{cause['what']}; {e.strerror} in {logs}: free some space, and launch again"
-        print(problem, file=sys.stderr, flush=True)
-        if time.monotonic() > end:
-            return None
-        time.sleep(5)
-
-
 # ---- operations: each takes the request and returns the answer
 
 
@@ -323,20 +293,12 @@ def query(*words):
     return done.stdout.strip().splitlines() if done.returncode == 0 else []
 
 
-def query_gpus(fields):
-    return query(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
-
-
 def gpus(request):
     """What CUDA_VISIBLE_DEVICES is to list for all GPUs that this run may use; [] where there are none."""
     visible = request["env"].get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
     if visible is None:
         return [str(i) for i in range(sum(line.startswith("GPU ") for line in query("-L")))]
     return [v for v in visible.split(",") if v and v != "-1"] if shutil.which("nvidia-smi") else []
-
-
-def cores():
-    return len(os.sched_getaffinity(0))
 
 
 def probe(request):
@@ -347,6 +309,7 @@ def probe(request):
         "code": content_hash(),
         "packages": packages(),
         "python": os.access(request["python"], os.X_OK),
+        "port": probe_port(request["port"]),
     }
 
 
@@ -362,7 +325,7 @@ def prepare(request):
     """Makes sure that this host sees the run's folder, and that nothing of the run is alive here: refuses, or with
     `clear` ends it."""
     out = ROOT / request["out"]
-    if read(out / "logs" / "launch.mark") != request["mark"]:
+    if read_json(out / "logs" / "launch.json").get("mark") != request["mark"]:
         raise Refused(
             f"the folder {request['out']} there is not the one here. Hosts that do not share the folder keep a part of"
             " each checkpoint, and no launch can go on from it. Give --out a folder that all hosts and this machine"
@@ -439,16 +402,16 @@ def start(request):
 
     # The environment travels in a file that only its owner can read and that is gone when it has been read: it belongs
     # on no command line, in no run folder and in no tmux server.
-    handle, letter = tempfile.mkstemp(prefix="flatland-")
+    handle, parcel = tempfile.mkstemp(prefix="flatland-")
     with os.fdopen(handle, "w") as file:
         json.dump([command, env], file)
-    place = open_session(request["session"], [sys.executable, os.path.abspath(__file__), "enter", letter], logs)
+    place = open_session(request["session"], [sys.executable, os.path.abspath(__file__), "enter", parcel], logs)
     end = time.monotonic() + request["start_limit"]
     while not (record := read_json(logs / "agent.json")):
         if time.monotonic() > end:
             kill_all(f"{logs}/")
             with contextlib.suppress(OSError):
-                os.unlink(letter)
+                os.unlink(parcel)
             end = tail(logs / "agent.stderr.log", 3)
             raise Refused(f"the agent did not start in {request['start_limit']} s ({place}): {end}")
         time.sleep(0.05)
@@ -473,10 +436,10 @@ def open_session(session, command, logs):
     return "background" + said
 
 
-def enter(letter):
+def enter(parcel):
     """Becomes the command that start() has left in a file, with its environment."""
-    command, env = json.loads(read(letter))
-    os.unlink(letter)
+    command, env = json.loads(read(parcel))
+    os.unlink(parcel)
     os.chdir(ROOT)
     os.execvpe(command[0], command, env)
 
@@ -485,6 +448,9 @@ def read_result(logs):
     """An agent's last words, {} before them."""
     record = read_json(logs / "agent.json")
     return {**record, "ago": time.monotonic() - record["first_loss"]} if "exit" in record else {}
+
+
+GPU_LOAD = "--query-gpu=utilization.gpu,memory.used,memory.total"
 
 
 def look(request):
@@ -505,6 +471,7 @@ def look(request):
         "hurt": workers < len(record.get("ranks", ())) or bool(result and result["exit"] != 0),
         "result": result,
         "age": time.time() - max(times) if times else None,
+        "gpus": query(GPU_LOAD, "--format=csv,noheader,nounits") if request.get("gpus") else [],
     }
 
 
@@ -523,87 +490,36 @@ def sweep(request):
     return {**state, "result": read_result(logs) or state["result"]}
 
 
-# ---- for doctor and top
+# ---- for doctor and status
 
-DISK, SHM, FILES = 20, 1, 4096  # free GB, free GB, open files that a run should find
+DISK, SHM = 20, 1  # free GB of the disk and of shared memory that a run should find
 VERSIONS = """import torch; print(torch.__version__, "cuda", torch.version.cuda,
 *("nccl", *torch.cuda.nccl.version()) if torch.cuda.is_available() else ())"""
 
 
 def examine(request):
-    """What doctor shows of this host by itself: name -> [what is found, how to mend it, or nothing where it is right];
-    {there} in it is how one gets here. And what should be the same on all hosts, its time, and its torch's error."""
-    rows = {}
-
-    def row(name, found, wrong=False, mend=""):
-        rows[name] = [str(found), mend if wrong else ""]
-
-    examine_names(row, request)
-    row("folder", "shared" if (ROOT / request["folder_mark"]).exists() else "its own")
-    examine_processes(row)
-    runs = ROOT / "runs"
+    """What doctor shows of this host: name -> [value, remedy or nothing if it is right], where {there} stands for the
+    way to this host; what should be the same on all hosts; the host's time; its torch's error."""
+    rows, runs = {}, ROOT / "runs"
+    rows["folder"] = ["shared" if (ROOT / request["folder_mark"]).exists() else "its own", ""]
     for name, path, least in ("free runs", runs if runs.exists() else ROOT, DISK), ("free /dev/shm", "/dev/shm", SHM):
         free = shutil.disk_usage(path).free / 1e9
-        row(name, f"{free:.0f} GB", free < least, f"{free:.1f} GB, at least {least} are wanted; {{there}}df -h {path}")
-    limits, files = "in its /etc/security/limits.conf", resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    row("open files", files, files < FILES, f"{files}, at least {FILES} are wanted: `* - nofile 65536` {limits}")
-    locked, gpu = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], len(gpus(request))
-    shown = "unlimited" if locked < 0 else f"{locked // 1024} KB"
-    row("locked memory", shown, gpu and 0 <= locked < 2**30, f"RDMA needs more: `* - memlock unlimited` {limits}")
-    tmux = shutil.which("tmux")
-    row("tmux", "there" if tmux else "none", not tmux, "{there}sudo apt install -y tmux")
-    if request["first"] == request["label"]:
-        port = request["port"]
-        row("port", port or "a free one", not probe_port(port), f"{port} is taken; set another at the top of launch.sh")
+        remedy = f"{free:.1f} GB, at least {least} are needed; {{there}}df -h {path}"
+        rows[name] = [f"{free:.0f} GB", remedy if free < least else ""]
+    left = [pid for pid in all_pids() if "TORCHELASTIC_RUN_ID" in environment_of(pid)]
+    remedy = f"processes of other runs; to end them: {{there}}kill {' '.join(map(str, left))}" if left else ""
+    rows["left over"] = [f"{len(left)} processes", remedy]
     python = subprocess.run([request["python"], "-V"], capture_output=True, text=True).stdout.strip()
     torch = run({**request, "command": [request["python"], "-c", VERSIONS]})
-    driver = (query_gpus("driver_version") or ["none"])[0]
-    alike = {"code": content_hash(), "python": python, "torch": torch["out"].strip(), "driver": driver, "GPUs": gpu}
+    driver = (query("--query-gpu=driver_version", "--format=csv,noheader") or ["none"])[0]
+    alike = {"code": content_hash(), "python": python, "torch": torch["out"].strip(), "driver": driver}
+    alike["GPUs"] = len(gpus(request))
     error = last_line(torch["err"]) if torch["exit"] else ""
     return {"rows": rows, "alike": alike, "time": time.time(), "torch_error": error}
 
 
-def examine_processes(row):
-    """What other runs have left on this host."""
-    environments = {pid: environment_of(pid) for pid in all_pids()}
-    left = {pid: e.get("TORCHELASTIC_ERROR_FILE", "torchrun").partition("/logs/")[0]
-            for pid, e in environments.items() if "TORCHELASTIC_RUN_ID" in e}  # fmt: skip
-    used = [f"GPU {i} {size} MiB" for i, size in enumerate(query_gpus("memory.used")) if float(size) > 1000]
-    end = "kill " + " ".join(map(str, left)) if left else "nvidia-smi"
-    busy = [*(f"{pid} ({run})" for pid, run in left.items()), *used]
-    shown = f"{len(left)} processes" if left else ", ".join(used) or "nothing"
-    row("left over", shown, busy, f"{', '.join(busy)}; if it is of no use: {{there}}{end}")
-
-
-def examine_names(row, request):
-    """What names mean here. The own name may mean 127.0.1.1, as on Debian: the launcher passes addresses and
-    interfaces, never that name."""
-    row("own name", addresses_of(platform.node())[0])
-    wrong, unknown = [], 0
-    for name, address in request["names"].items():
-        addresses = addresses_of(name)
-        if not re.match(r"[\d.]+$", addresses[0]):
-            unknown += 1
-        elif address not in addresses and not address.startswith("127."):
-            wrong.append(f"{name} is {addresses[0]}")
-    mend = f"{', '.join(wrong)} there, not what this machine reaches; mend its /etc/hosts: {{there}}cat /etc/hosts"
-    row("other names", f"{unknown} unknown" if unknown else "known", wrong, mend)
-    try:
-        row("reverse name", socket.gethostbyaddr(request["address"])[0])
-    except OSError:
-        row("reverse name", "none")
-
-
-def addresses_of(name):
-    try:
-        return sorted({found[4][0] for found in socket.getaddrinfo(name, None, socket.AF_INET)})
-    except OSError as e:
-        return [str(e)]
-
-
-def pairs(request):
-    """All-reduces with one other host after another, as cluster.py says in lines on stdin. Runs in the Python that has
-    torch. Role 0 keeps the store, at a port of its choice, which it answers first."""
+def all_reduce(request):
+    """Sums `bytes` over the hosts of a group, as one rank of it -> MB/s. Rank 0 keeps the store."""
     os.environ.update(request["env"])
     choose_interface(request["address"])
     from datetime import timedelta
@@ -611,73 +527,25 @@ def pairs(request):
     import torch
     import torch.distributed as dist
 
-    limit, cuda = timedelta(seconds=request["limit"]), torch.cuda.is_available()
-
-    def all_reduce(role, address, port):
-        store = dist.TCPStore(address, port, 2, role == 0, limit, wait_for_workers=False)
-        if role == 0:
-            print(json.dumps({"port": store.port}), flush=True)
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=role, world_size=2, timeout=limit)
-        data, times = torch.ones(request["bytes"] // 4, device="cuda" if cuda else "cpu"), []
-        for _ in range(6):
-            begin = time.perf_counter()
-            dist.all_reduce(data)
-            total = data[0].item()
-            times.append(time.perf_counter() - begin)
-        dist.barrier()
-        if total != 2**6:
-            raise ValueError(f"the sum is wrong: {total}, expected {2**6}")
-        return {"mb_per_s": request["bytes"] / 1e6 / min(times)}
-
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin.buffer:
-        try:
-            answer = all_reduce(**json.loads(line))
-        except Exception as e:
-            answer = {"refused": str(e).splitlines()[0][:200]}
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        print(json.dumps(answer), flush=True)
+    limit, cuda, (host, port) = timedelta(seconds=request["limit"]), torch.cuda.is_available(), request["store"]
+    store = dist.TCPStore(host, port, request["size"], request["rank"] == 0, limit)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=request["rank"], world_size=request["size"], timeout=limit)
+    data, seconds = torch.ones(request["bytes"] // 4, device="cuda" if cuda else "cpu"), []
+    for _ in range(4):
+        data.fill_(1)
+        begin = time.perf_counter()
+        dist.all_reduce(data)
+        total = data[-1].item()
+        seconds.append(time.perf_counter() - begin)
+    if total != request["size"]:
+        raise Refused(f"the sum is wrong: {total}, expected {request['size']}")
+    dist.barrier()
+    print(json.dumps({"mb_per_s": request["bytes"] / 1e6 / min(seconds)}), flush=True)
     os._exit(0)
 
 
-def usage(request):
-    """The load of this machine, its GPUs and its workers, every few seconds, for top."""
-    logs = os.path.join(os.path.realpath(request["out"]), "logs", "") if request["out"] else ""
-    before, when, wait = cpu_seconds(), time.monotonic(), 0.5
-    while not select.select([sys.stdin], [], [], wait)[0]:
-        seconds, now = cpu_seconds(), time.monotonic()
-        memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M))
-        size, free = int(memory["MemTotal"]) / 2**20, int(memory["MemAvailable"]) / 2**20
-        answer = {
-            "cpu": min(1.0, (seconds - before) / (now - when) / os.cpu_count()),
-            "cores": cores(),
-            "load": os.getloadavg()[0],
-            "mem_size": size,
-            "mem_used": size - free,
-            "ranks": [rank for rank, _ in workers_of(logs).values()],
-            "gpus": gpu_usage(),
-        }
-        print(json.dumps(answer), flush=True)
-        before, when, wait = seconds, now, request["every"]
-
-
-def cpu_seconds():
-    """What all cores have spent computing: user, nice and system time."""
-    return sum(map(int, read("/proc/stat").split()[1:4])) / os.sysconf("SC_CLK_TCK")
-
-
-def gpu_usage():
-    rows, processes = [], query("--query-compute-apps=gpu_uuid", "--format=csv,noheader")
-    names = "utilization.gpu,power.draw,power.limit,memory.used,memory.total,temperature.gpu,clocks.sm"
-    for line in query_gpus(f"index,uuid,{names}"):
-        index, uuid, *values = line.split(", ")
-        numbers = [float(v) if re.match(r"[\d.]+$", v) else 0.0 for v in values]
-        rows.append({"index": int(index), "processes": processes.count(uuid), "numbers": numbers})
-    return rows
-
-
-OPERATIONS = (probe, run, prepare, start, look, watch, sweep, examine, pairs, usage)
+OPERATIONS = (probe, run, prepare, start, look, watch, sweep, examine, all_reduce)
 
 
 def main(name):
@@ -685,7 +553,7 @@ def main(name):
     operation = next(f for f in OPERATIONS if f.__name__ == name)
     try:
         answer = operation(json.loads(sys.stdin.buffer.readline()))
-    except (Refused, OSError, subprocess.SubprocessError) as e:
+    except (Refused, OSError, RuntimeError, subprocess.SubprocessError) as e:
         answer = {"refused": str(e)}
     if answer is not None:
         print(json.dumps(answer), flush=True)

@@ -60,6 +60,7 @@ APPEARS = 15.0  # seconds for a file to appear on another machine
 BEFORE_A_STEP = {"lock", "status.json", "log.txt", "flags.json", "env.json"}  # of the files of a run folder
 HASHED = 2**20  # values that are hashed at a time
 INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
 PEER_GONE = re.compile("gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe")  # in a RuntimeError
 logger = logging.getLogger("flatland")
 
@@ -106,6 +107,8 @@ class Run:
             self._release()
             raise
         self.votes = StopVote(self.ranks)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # else whoever started torchrun has removed an old request
+            (self.folder / "logs" / "stop").unlink(missing_ok=True)
         self.watchdog = Watchdog(self)
         return self
 
@@ -160,8 +163,9 @@ class Run:
         logger.info(self.clock.report())
         if state == "stopped":
             reason = self.votes.reason or "another rank"
-            logger.info("Stopped by %s after step %d; the same command goes on from there", reason, step)
-        self.write_status(state, step, exit_code=0)
+            logger.info("Stopped by %s after step %d; the same command resumes from there", reason, step)
+            on_first_rank(lambda: (self.folder / "logs" / "stop").unlink(missing_ok=True), self.ranks)
+        self.write_status(state, step, exit_code=0, message=f"by {reason}" if state == "stopped" else "")
 
     def __exit__(self, kind, error: BaseException | None, trace) -> bool:
         self.clock.switch("end", self.clock.step)  # which may take longer than --timeout
@@ -361,9 +365,9 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
 
 
 class StopVote:
-    """Agreement to stop: SIGTERM, SIGINT, SIGHUP or SIGUSR1 on any rank, or a save that failed there, ends the run on
-    all ranks at the same step, one step after it was noticed: nobody waits for the answer. What a second signal does is
-    the watchdog's."""
+    """Agreement to stop: a signal of STOPS on any rank, a request in `logs/stop`, or a save that failed on a rank ends
+    the run on all ranks at the same step, one step after it was noticed: nobody waits for the answer. The watchdog acts
+    on a second signal or request."""
 
     def __init__(self, ranks: Ranks):
         self.ranks, self.reason, self.pending = ranks, "", None
@@ -389,7 +393,8 @@ class StopVote:
 
 
 class Watchdog:
-    """A thread that keeps the run folder's lock and ends this process at a second signal to stop or when it hangs.
+    """A thread that reads requests to stop, and ends this process at a second one, when the run folder's lock is lost,
+    or when it hangs.
 
     Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
     signal on. The process hangs when no step ends for --timeout seconds; when another phase makes no progress for LONG
@@ -420,16 +425,27 @@ class Watchdog:
             signalled = select.select([self.signals], [], [], 1.0)[0] and set(STOPS) & set(self.signals.recv(64))
             if self.ended:
                 return
-            if signalled and self.stopped_at and time.perf_counter() - self.stopped_at > TOGETHER:
+            request = self._stop_request()
+            again = signalled and self.stopped_at and time.perf_counter() - self.stopped_at > TOGETHER
+            if again or request == "now":
                 self._end("stopped at once, without saving", [], "stopped")
-            if signalled:
+            if signalled or request is not None:
                 self.stopped_at = self.stopped_at or time.perf_counter()
+            if request is not None:
+                self.run.votes.reason = self.run.votes.reason or STOP_REASON
             lost = self.run.lock and self.run.lock.compromise
             if lost and lost.reason == "owner-changed":
                 self._end(f"--out {self.run.folder}: another job has taken the run folder over", [], "")
             elif lost:
                 self._end(f"--out {self.run.folder}: its lock is lost ({lost.reason})", [])
             self._check_progress()
+
+    def _stop_request(self) -> str | None:
+        """What `launch.sh stop` has written for rank 0: nothing (save and stop) or "now". None: there is no request."""
+        try:
+            return (self.run.folder / "logs" / "stop").read_text() if self.ranks.rank == 0 else None
+        except OSError:
+            return None
 
     def _check_progress(self) -> None:
         now, phase, timeout = time.perf_counter(), self.clock.stack[-1], self.run.config.timeout

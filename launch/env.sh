@@ -3,7 +3,7 @@
 # and the REQUIREMENTs, the first of: a complete .venv; python3, if it has all; python3 in a .venv that sees its torch,
 # with the rest installed; a .venv with all. Nothing outside .venv is changed, a suitable torch is never replaced.
 # `.venv/flatland-NAME` holds what was installed for NAME: other requirements are installed again. An interrupted .venv
-# has `flatland-incomplete` and is made anew. The caller's `before_installing PYTHON` is called before all that.
+# has `flatland-incomplete` and is made anew.
 python_versions='3.10 3.11 3.12 3.13 3.14'  # the Pythons for which there are wheels of the pinned torch
 torch_versions='2.11 2.13'                  # the first and the last minor version of torch that we run on
 torch_index=https://download.pytorch.org/whl  # its folders cpu and cu126 have wheels that PyPI, with CUDA 13, has not
@@ -12,9 +12,27 @@ torch_of() { "$1" -c 'import importlib.metadata as m; print(m.version("torch"))'
 stamp() { torch_of "$python" && printf '%s\n' "${needs[@]}"; }  # with torch: a .venv may see that of the system
 is_complete() { [[ ! -e .venv/flatland-incomplete && -f $file && $(<"$file") == "$(stamp)" ]]; }
 
+lacks='
+import re, sys
+from importlib import import_module, metadata
+def numbers(version):
+    return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]
+for requirement in sys.argv[2:]:
+    name, least = re.split(">=|==", requirement)
+    try:
+        if name == "torch":  # one that cannot be imported is as good as none
+            oldest, newest = map(numbers, sys.argv[1].split())
+            meets = oldest <= numbers(import_module(name).__version__)[:2] <= newest
+        else:
+            meets = numbers(metadata.version(name)) >= numbers(least)
+    except Exception:
+        meets = False
+    if not meets:
+        print(requirement)'
+
 examine() {  # examine PYTHON: sets `version` to its version and `missing` to the needs that it does not meet
   version=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || version='that does not run'
-  missing=$("$1" launch/bare.py lacks "$torch_versions" "${needs[@]}" 2>/dev/null) || missing=${needs[*]}
+  missing=$("$1" -c "$lacks" "$torch_versions" "${needs[@]}" 2>/dev/null) || missing=${needs[*]}
   read -ra missing -d '' <<<"$missing" || true
 }
 
@@ -80,7 +98,6 @@ On Debian and Ubuntu: sudo apt install python3 python3-venv"
 With one of these installed, say python3.12: python3.12 -m venv --clear .venv && bash launch.sh"
   [[ ${missing[*]} || ! $base ]] || { python=$base && return; }
   if [[ ${missing[*]} ]]; then
-    [[ ! $(type -t before_installing) ]] || before_installing "${base:-$python}"
     [[ ! $base || ${missing[0]} != torch==* ]] || { missing=("${needs[@]}") && inherit=''; }
     [[ ! $base ]] || make_venv "$base" "$inherit"
     [[ ! $ours ]] || : >.venv/flatland-incomplete
