@@ -1,5 +1,5 @@
-"""Linear layers that multiply in FP8: the three matrix products of a layer through torch._scaled_mm (on CPUs, of the
-same FP8 values as fp32).
+"""Linear layers that multiply in FP8: the three matrix products of a layer through FP8 kernels (on
+CPUs, of the same FP8 values as fp32).
 
     y = x W^T      dx = g W      dW = g^T x           each operand A becomes q = fp8(A s), the product is divided by s
 
@@ -31,7 +31,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lib import torch_private
 from lib.errors import UserError
+from lib.torch_private import held_tensor, version
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ("tensor", "row", "row_gw_hp")
@@ -69,20 +71,27 @@ def column_major(x: Tensor) -> Tensor:
     return x.transpose(-2, -1).contiguous().transpose(-2, -1)
 
 
+def _check(a: Tensor, b: Tensor) -> None:
+    """CUDA's rules for the operands of a product, on every device."""
+    K, N = b.shape[-2:]
+    assert K % MULTIPLE == N % MULTIPLE == 0, f"{tuple(a.shape)} x {tuple(b.shape)}: K and N must divide by {MULTIPLE}"
+    assert a.stride() == (K, 1) and b.stride()[-2:] == (1, K), (
+        f"strides {a.stride()}, {b.stride()}: not row x column major"
+    )
+    assert not a.dtype == b.dtype == E5M2, "there is no e5m2 x e5m2 kernel"
+
+
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     """a [M, K] b [K, N] / (scale_a scale_b) -> [M, N] of `dtype`, under CUDA's rules on every device.
 
     scales: both 0-dim, or [M, 1] and [1, N]. fast: sums in the tensor cores' own, shorter accumulator."""
-    (M, K), N = a.shape, b.shape[1]
-    assert K % MULTIPLE == 0 and N % MULTIPLE == 0, f"[{M}, {K}] x [{K}, {N}]: {K} and {N} must divide by {MULTIPLE}"
-    assert a.stride() == (K, 1) and b.stride() == (1, K), f"strides {a.stride()}, {b.stride()}: not row x column major"
-    assert not a.dtype == b.dtype == E5M2, "there is no e5m2 x e5m2 kernel"
-    shapes = (scale_a.shape, scale_b.shape)
-    assert shapes in (((), ()), ((M, 1), (1, N))), f"scales of shapes {shapes}"
+    _check(a, b)
+    shapes = scale_a.shape, scale_b.shape
+    assert shapes in (((), ()), ((len(a), 1), (1, b.shape[1]))), f"scales of shapes {shapes}"
     inverse_a, inverse_b = scale_a.reciprocal(), scale_b.reciprocal()
     if a.device.type == "cpu":  # torch's own kernel is a plain loop there: 34 s where this takes 0.02
         return (a.float() @ b.float() * (inverse_a * inverse_b)).to(dtype)
-    return torch._scaled_mm(a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast)
+    return torch_private.scaled_mm(a, b, inverse_a, inverse_b, dtype, fast)
 
 
 def grouped_scaled_mm(
@@ -90,16 +99,14 @@ def grouped_scaled_mm(
 ) -> Tensor:
     """The rows of a [n, K] up to each of `ends` [E] by their own b[e] [K, N] -> [n, N]; scales [n, 1] and [E, 1, N].
 
-    One kernel on a GPU. Elsewhere a loop, which multiplies every row with every expert and keeps what is asked for:
-    neither needs `ends` on the host."""
-    E, K, N = b.shape
-    assert K % MULTIPLE == 0 and N % MULTIPLE == 0, f"[n, {K}] x [{E}, {K}, {N}]: {K} and {N} must divide by {MULTIPLE}"
-    assert a.stride() == (K, 1) and b.stride() == (K * N, 1, K), f"strides {a.stride()}, {b.stride()}"
+    One kernel on a GPU. On a CPU a loop multiplies every row with every expert and keeps the products that belong
+    together. Neither needs `ends` on the host."""
+    _check(a, b)
     if a.device.type != "cpu":
         inverse_a, inverse_b = scale_a.reciprocal()[:, 0], scale_b.reciprocal()[:, 0]
-        return torch._scaled_grouped_mm(a, b, inverse_a, inverse_b, offs=ends, out_dtype=dtype, use_fast_accum=True)
-    expert, out = _expert_of_row(a, ends), a.new_zeros(a.shape[0], N, dtype=dtype)
-    for e in range(E):
+        return torch_private.scaled_grouped_mm(a, b, inverse_a, inverse_b, ends, dtype)
+    expert, out = _expert_of_row(a, ends), a.new_zeros(len(a), b.shape[2], dtype=dtype)
+    for e in range(len(b)):
         out = torch.where(expert == e, scaled_mm(a, b[e], scale_a, scale_b[e], dtype, True), out)
     return out
 
@@ -192,7 +199,7 @@ class Fp8Linear:
         if not self.training:
             return super().forward(x)
         if not torch.compiler.is_compiling():
-            assert self.fp8_version in (None, self.weight._version), "a weight changed after WeightScales.refresh"
+            assert self.fp8_version in (None, version(self.weight)), "a weight changed after WeightScales.refresh"
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         kept = self.fp8_weight, self.fp8_columns, self.fp8_scale
         y = _Linear.apply(rows, self.weight, *kept, self.fp8_watch, self.fp8_recipe)
@@ -326,11 +333,6 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
 
 
-def _local(p: Tensor) -> Tensor:
-    """This rank's part; of a DTensor the very object that FSDP looks its hooks up on."""
-    return getattr(p, "_local_tensor", p)
-
-
 class WeightScales:
     """The weights' scales (recipe tensor), once per optimizer step: one norm over all of them, one all-reduce.
 
@@ -348,13 +350,13 @@ class WeightScales:
         self.quantize = torch.compile(_quantize_into, dynamic=True) if fuse else _quantize_into
         if not self.modules:
             return
-        weights = [_local(m.weight) for m in self.modules]
+        weights = [held_tensor(m.weight) for m in self.modules]
         device = weights[0].device
         self.amax = torch.zeros(len(weights), device=device)
         self.scales = torch.ones(len(weights), 4, device=device)  # 16 bytes apart, as compiled code wants its inputs
         for i, m in enumerate(self.modules):
             m.fp8_scale = self.scales[i, 0]
-            if reuse and _local(m.weight) is m.weight:
+            if reuse and held_tensor(m.weight) is m.weight:
                 m.fp8_weight = torch.empty_like(m.weight, dtype=E4M3, requires_grad=False)
                 m.fp8_columns = column_major(m.fp8_weight)
 
@@ -364,8 +366,8 @@ class WeightScales:
             m.fp8_watch.grad = None
         if not self.modules:
             return
-        weights = [_local(m.weight.detach()) for m in self.modules]
-        norms = iter(torch._foreach_norm([w for w in weights if w.numel()], math.inf))
+        weights = [held_tensor(m.weight.detach()) for m in self.modules]
+        norms = iter(torch_private.norms([w for w in weights if w.numel()], math.inf))
         none = self.amax.new_zeros(())  # a short shard may be empty
         self.amax.copy_(torch.stack([next(norms).float() if w.numel() else none for w in weights]))
         if self.group is not None:
@@ -376,12 +378,12 @@ class WeightScales:
             if kept is not None and w.numel():
                 kept = kept.view(E4M3).view(-1)[: w.numel()]
                 self.quantize(w.view(-1), m.fp8_scale, self.dtype, kept)
-            if _local(m.weight) is m.weight:
-                m.fp8_version = m.weight._version
+            if held_tensor(m.weight) is m.weight:
+                m.fp8_version = version(m.weight)
                 if kept is not None:
                     m.fp8_columns.copy_(m.fp8_weight)
             elif hasattr(m, "fp8_shard"):
-                m.fp8_shard_version = _local(m.weight)._version
+                m.fp8_shard_version = version(held_tensor(m.weight))
 
 
 def _quantize_into(w: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor) -> None:
@@ -400,13 +402,13 @@ def gather_in_fp8(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _install_hooks(m: nn.Module, mesh: DeviceMesh) -> None:
-    shard, (N, K) = _local(m.weight), m.weight.shape
+    shard, (N, K) = held_tensor(m.weight), m.weight.shape
     rows = -(-N // mesh.size())  # FSDP gathers shards of equal size: short ones are filled up
     m.fp8_shard = torch.zeros(rows, K, dtype=torch.uint8, device=shard.device)  # gloo knows no fp8
     group = mesh.get_group()
 
     def before(mesh, size, stride, module, policy):
-        assert not m.training or m.fp8_shard_version == shard._version, "a weight changed after WeightScales.refresh"
+        assert not m.training or m.fp8_shard_version == version(shard), "a weight changed after WeightScales.refresh"
         return (m.fp8_shard,), None
 
     @torch.no_grad()
@@ -446,7 +448,7 @@ def watch(model: nn.Module, names: Sequence[str]) -> None:
     `WeightScales`."""
     for name in names:
         m = model.get_submodule(name)
-        m.fp8_watch = torch.zeros(11, device=_local(m.weight).device, requires_grad=True)
+        m.fp8_watch = torch.zeros(11, device=held_tensor(m.weight).device, requires_grad=True)
 
 
 @torch.no_grad()
@@ -459,7 +461,7 @@ def watched(model: nn.Module) -> dict[str, float | None]:
         if m.fp8_watch is None or m.fp8_watch.grad is None:
             continue
         count, *seen = m.fp8_watch.grad.tolist()
-        w, dim = _local(m.weight.detach()), None if m.fp8_recipe.name == "tensor" else 1
+        w, dim = held_tensor(m.weight.detach()), None if m.fp8_recipe.name == "tensor" else 1
         operands = {"x": [v / count for v in seen[:5]], "g": [v / count for v in seen[5:]]}
         if w.numel():
             operands["w"] = figures(w, E4M3, quantize(w, E4M3, dim, m.fp8_scale)[1]).tolist()

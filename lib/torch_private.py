@@ -25,7 +25,9 @@ def _find(path: str):
 _set_timeout = _find("distributed.distributed_c10d._set_pg_timeout")
 _count_collectives = _find("distributed.ProcessGroup._get_sequence_number_for_group")
 _foreach_norm, _foreach_add, _foreach_copy = map(_find, ("_foreach_norm", "_foreach_add_", "_foreach_copy_"))
+DispatchMode = _find("utils._python_dispatch.TorchDispatchMode")  # shown every operator; waits for a public name
 _choose_sdpa = _find("_fused_sdp_choice")
+_scaled_mm, _scaled_grouped_mm = map(_find, ("_scaled_mm", "_scaled_grouped_mm"))
 
 
 # ---- distributed
@@ -100,12 +102,32 @@ def expensive_operators() -> list:
     """Matrix products and attention: what selective checkpointing keeps. Waits for public names of these operators."""
     import_module("torch.nn.attention.varlen")  # registers its operator; takes seconds
     names = (
-        "mm", "addmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2",
+        "mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
         "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward",
     )  # fmt: skip
     return [_find(f"ops.aten.{name}").default for name in names] + [_find("ops.torch_attn._varlen_attn").default]
+
+
+def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """The FP8 product a b scale_a scale_b. Waits for torch 2.13, where the compiler takes torch.nn.functional.scaled_mm."""
+    return _scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The same for groups of rows, up to each of `ends`. Waits for a public version that the compiler takes."""
+    return _scaled_grouped_mm(a, b, scale_a, scale_b, offs=ends, out_dtype=dtype, use_fast_accum=True)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, cuda: bool) -> Tensor:
+    """The fused kernel of a GPU (always causal) or a CPU, also on the meta device, where
+    scaled_dot_product_attention takes the unfused one. Waits for a way to choose the kernel there."""
+    if cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)[0]
 
 
 def choose_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool) -> int:
@@ -116,6 +138,13 @@ def choose_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: b
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
     """Makes the compiler treat this size as variable from the first call on. Waits for a function in torch.compiler."""
     import_module("torch._dynamo").maybe_mark_dynamic(tensor, dim)
+
+
+def name_cpu_kernels() -> None:
+    """Makes the compiler's CPU kernels, from now on, appear in profiles by name. Waits for a public setting."""
+    config = import_module("torch._inductor.config").cpp
+    assert hasattr(config, "enable_kernel_profile"), f"torch {torch.__version__}: see lib/torch_private.py"
+    config.enable_kernel_profile = True
 
 
 def version(tensor: Tensor) -> int:
