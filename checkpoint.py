@@ -75,7 +75,19 @@ from lib.weights import open_weights as open_folder
 from model import random_init
 from optim import DTYPES, is_sharded, trained
 from shapes import ModelConfig, RopeScaling
-from shard import ALONE, Ranks, fill, fill_tensors, gather, local, local_slices, on_all, on_first_rank, owns, reshard
+from shard import (
+    ALONE,
+    Ranks,
+    fill_parameters,
+    fill_tensors,
+    gather,
+    local,
+    local_slices,
+    on_all,
+    on_first_rank,
+    owns,
+    reshard,
+)
 
 FORMAT = 2
 FILE_BYTES = 2**31  # a file of a checkpoint gets no further tensor beyond this size
@@ -659,7 +671,7 @@ def restore(
     if config.lora:
         found.check_base(ranks)
         read = lora.join(weights if config.weights else open_base(config), read)
-    fill(model, read, config.load)
+    fill_parameters(model, read, config.load)
     _prove(found, model, ranks)
     found.restore_optimizer(model, optimizer, config.load)
     found.restore_rng(ranks)

@@ -95,7 +95,8 @@ def _flag(
     return field(default=default, metadata=known | {"resume": resume})
 
 
-_free = partial(_flag, resume="free")  # how often things happen, where, and how the same step is split and computed
+# How often things happen, where, and how the same step is split and computed.
+may_change_on_resume = partial(_flag, resume="free")
 _tunable = partial(_flag, resume="override")
 
 
@@ -127,14 +128,16 @@ class Config:
         ("q", "k", "v", "o", "gate", "up", "down"), "the projections that get adapters, with commas", needs="lora"
     )
     lora_weights: str = _flag("", "the folder of a PEFT adapter of --weights to start from", needs="lora weights")
-    data: tuple = _free(
+    data: tuple = may_change_on_resume(
         (),
         "one or more of: token shards (a folder, .bin), .txt, .jsonl, .json, .json.gz, .parquet, globs,"
         " hf://datasets/ORG/NAME/PATH; each may end in :WEIGHT; none = the built-in text; after a recipe it takes the"
         " place of that recipe's --val_data, too",
         group="data",
     )
-    val_data: tuple = _free((), "the same for validation; none = shards named *val*, else a held-out 1/20")
+    val_data: tuple = may_change_on_resume(
+        (), "the same for validation; none = shards named *val*, else a held-out 1/20"
+    )
     tokenizer: str = _flag(
         "",
         "bytes, or a tokenizer.json, a tokenizer.model, a folder or the hub id of one; default: that of --weights or"
@@ -158,7 +161,7 @@ class Config:
         "conversations longer than --seq_len are cut, or left out; the log counts them",
         ("truncate", "drop"),
     )
-    skip_bad: int = _free(
+    skip_bad: int = may_change_on_resume(
         0, "bad rows of text that are logged and left out before one ends the run; of streams, per lane"
     )
     stream: bool = _flag(False, "tokenise local text while training, as hf:// text always is, not once into the cache")
@@ -168,7 +171,7 @@ class Config:
         least=1,
         needs="stream",
     )
-    read_ahead_gb: float = _free(
+    read_ahead_gb: float = may_change_on_resume(
         8.0,
         "of TMPDIR on each host, for hub streams that are read ahead; at most half of its free room",
         needs="stream",
@@ -177,9 +180,11 @@ class Config:
         -1, "id of the token that begins a document; -1 = as the tokenizer or the shard format says", least=-1
     )
     seq_len: int = _flag(256, "tokens per row", least=1, group="batch and length")
-    micro_batch: int = _free(8, "rows per rank per forward pass; 0 = the rank's whole share of --batch_tokens")
+    micro_batch: int = may_change_on_resume(
+        8, "rows per rank per forward pass; 0 = the rank's whole share of --batch_tokens"
+    )
     batch_tokens: int = _flag(0, "tokens per optimizer step over all ranks; 0 = one micro-batch per rank")
-    steps: int = _free(1000, "optimizer steps", least=1)
+    steps: int = may_change_on_resume(1000, "optimizer steps", least=1)
     lr: float = _tunable(3e-4, "peak learning rate", group="optimizer")
     min_lr: float = _tunable(0.0, "learning rate at the end of the decay")
     warmup_steps: float = _tunable(0.02, "steps of linear warm-up; below 1 = share of the steps")
@@ -208,105 +213,121 @@ class Config:
     )
     state_dtype: str = _flag("fp32", "of AdamW's two moments", ("fp32", "bf16"))
     reduce_dtype: str = _flag("fp32", "gradients are summed over ranks in it", ("fp32", "bf16"))
-    fp8: str = _free(
+    fp8: str = may_change_on_resume(
         "off",
         "FP8 matrix products: one scale per tensor, per row and column, or that with weight gradients in bf16;"
         " 0 = off, 1 = tensor",
         ("off", "tensor", "row", "row_gw_hp"),
     )
-    fp8_grad_dtype: str = _free(
+    fp8_grad_dtype: str = may_change_on_resume(
         "auto",
         "FP8 format of gradients; auto = e5m2 (range) with --fp8 tensor, e4m3 (precision) with the others",
         ("auto", "e5m2", "e4m3"),
         needs="fp8",
     )
-    fp8_all_gather: bool = _free(False, "gather sharded weights as FP8 (--fp8 tensor): half the bytes", needs="fp8")
-    fp8_skip: tuple = _free(
+    fp8_all_gather: bool = may_change_on_resume(
+        False, "gather sharded weights as FP8 (--fp8 tensor): half the bytes", needs="fp8"
+    )
+    fp8_skip: tuple = may_change_on_resume(
         (),
         "names of layers, or parts of them between dots, that stay in bf16, as down_proj",
         needs="fp8",
     )
-    fp8_log_every: int = _free(
+    fp8_log_every: int = may_change_on_resume(
         100,
         "steps between FP8 figures of a few layers in metrics.jsonl, in records of their own; 0 = never",
         needs="fp8",
     )
-    shard_size: int = _free(0, "ranks that share one copy of the parameters; 0 = all, 1 = every rank holds them")
-    reshard: str = _free(
+    shard_size: int = may_change_on_resume(
+        0, "ranks that share one copy of the parameters; 0 = all, 1 = every rank holds them"
+    )
+    reshard: str = may_change_on_resume(
         "auto",
         "give gathered parameters back after the forward pass; auto = all but the last block's, which are needed next",
         ("auto", "always", "never"),
     )
-    prefetch: int = _free(1, "units gathered ahead of their use, forward and backward; 0 = FSDP2's own order")
-    offload: str = _free(
+    prefetch: int = may_change_on_resume(
+        1, "units gathered ahead of their use, forward and backward; 0 = FSDP2's own order"
+    )
+    offload: str = may_change_on_resume(
         "none", "cpu: parameters, gradients and optimizer state live, and are updated, on the CPU", ("none", "cpu")
     )
-    update_in_backward: bool = _free(
+    update_in_backward: bool = may_change_on_resume(
         False,
         "update each parameter as soon as its gradient is complete, so that the gradients never exist all at once;"
         " needs --clip 0 and steps of one micro-batch",
     )
-    offload_activations: bool = _free(False, "the block inputs that checkpointing keeps wait in the host's memory")
-    checkpointing: str = _free(
+    offload_activations: bool = may_change_on_resume(
+        False, "the block inputs that checkpointing keeps wait in the host's memory"
+    )
+    checkpointing: str = may_change_on_resume(
         "none",
         "what the backward pass computes again: block = all but each block's input; selective = of that, what is"
         " neither a matrix product nor attention",
         ("none", "block", "selective"),
     )
-    compile: str = _free(
+    compile: str = may_change_on_resume(
         "auto",
         "torch.compile each block or the whole model; auto = block if there is a compiler, on a CPU only for runs of"
         " more than some minutes",
         ("auto", "none", "block", "model"),
     )
-    attention: str = _free(
+    attention: str = may_change_on_resume(
         "auto",
         "attention back-end; auto = varlen (torch's) on a GPU in bf16 where documents are separate; blocked on a CPU"
         " in bf16 for rows of up to 512, compiled 1024; else sdpa; flash = the flash-attn package",
         ("auto", "sdpa", "blocked", "varlen", "flash"),
     )
-    out: str = _free("", "run folder; default runs/ + recipe and data names", group="the run")
+    out: str = may_change_on_resume("", "run folder; default runs/ + recipe and data names", group="the run")
     seed: int = _flag(0, "of initialisation, data order and samples", least=-(2**63), below=2**63)
-    log_every: int = _free(10, "steps between records; 0 = the first and the last only")
-    eval_every: int = _free(100, "steps between evaluations; 0 = never")
-    eval_batches: int = _free(10, "global batches per evaluation; 0 = the whole validation split", below=2**20)
-    save_every: int = _free(0, "steps between checkpoints; 0 = at the end only")
-    save_async: bool = _free(True, "write checkpoints while training goes on, from a copy in the host's memory")
-    keep: int = _free(2, "checkpoints kept, at least 2: should the newest be damaged, the one before is used", least=2)
-    load: str = _free(
+    log_every: int = may_change_on_resume(10, "steps between records; 0 = the first and the last only")
+    eval_every: int = may_change_on_resume(100, "steps between evaluations; 0 = never")
+    eval_batches: int = may_change_on_resume(
+        10, "global batches per evaluation; 0 = the whole validation split", below=2**20
+    )
+    save_every: int = may_change_on_resume(0, "steps between checkpoints; 0 = at the end only")
+    save_async: bool = may_change_on_resume(
+        True, "write checkpoints while training goes on, from a copy in the host's memory"
+    )
+    keep: int = may_change_on_resume(
+        2, "checkpoints kept, at least 2: should the newest be damaged, the one before is used", least=2
+    )
+    load: str = may_change_on_resume(
         "direct",
         "direct = every rank reads its part of the files; rank0 = rank 0 reads them and sends each rank its part",
         ("direct", "rank0"),
         needs="weights",
     )
-    resume: str = _free("auto", "auto = go on from the run folder's newest checkpoint; never; or a checkpoint folder")
-    resume_override: tuple = _free(
+    resume: str = may_change_on_resume(
+        "auto", "auto = go on from the run folder's newest checkpoint; never; or a checkpoint folder"
+    )
+    resume_override: tuple = may_change_on_resume(
         (), "settings of the optimizer whose new values a run goes on with, separated by commas; as lr,warmup_steps"
     )
-    on_nonfinite: str = _free(
+    on_nonfinite: str = may_change_on_resume(
         "stop",
         "what a loss or gradient norm that is no number does, before it is applied: stop the run, or skip that update",
         ("stop", "skip"),
     )
-    replicas_every: int = _free(
+    replicas_every: int = may_change_on_resume(
         100,
         "steps between comparisons of a hash of the parameters that several ranks hold copies of; 0 = at saves only",
     )
-    deterministic: bool = _free(False, "only kernels that give the same bits each time; on GPUs slower")
-    sample_every: int = _free(0, "steps between text samples; 0 = never")
-    prompt: str = _free("", "what samples begin with")
-    track: tuple = _free((), "trackers that get the records, separated by commas: tensorboard, wandb")
-    profile: int = _free(
+    deterministic: bool = may_change_on_resume(False, "only kernels that give the same bits each time; on GPUs slower")
+    sample_every: int = may_change_on_resume(0, "steps between text samples; 0 = never")
+    prompt: str = may_change_on_resume("", "what samples begin with")
+    track: tuple = may_change_on_resume((), "trackers that get the records, separated by commas: tensorboard, wandb")
+    profile: int = may_change_on_resume(
         0, "steps that torch's profiler watches: a trace and a table of where their time goes, in profile/; 0 = none"
     )
-    timeout: int = _free(
+    timeout: int = may_change_on_resume(
         600,
         "seconds without the end of a step after which the job ends and says where it hangs, a minute later at the"
         " latest; the start, the first step, an evaluation, a save and samples have 30 min without progress: bytes"
         " read or written are progress",
         least=1,
     )
-    check: int = _free(
+    check: int = may_change_on_resume(
         -1,
         "check all that can be checked without training, for N processes (bare: one per GPU, or 1), and exit",
         least=-1,

@@ -80,7 +80,7 @@ from log import logger
 from model import Transformer, rope_table
 from optim import DTYPES
 from shapes import ModelConfig
-from shard import fill, reshard
+from shard import fill_parameters, reshard
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CHAT_ROOM = 2048  # tokens that a conversation's cache has room for, at first
@@ -258,7 +258,7 @@ class Source(NamedTuple):
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Transformer:
         model = empty_model(self.config, dtype or self.dtype, device)
-        fill(model, self.read)
+        fill_parameters(model, self.read)
         return model
 
 

@@ -38,6 +38,7 @@ from torch.profiler import ProfilerAction, profile, schedule
 
 from attention import kernel
 from config import PROFILE_AFTER, VERSION, Config
+from lib import torch_private
 from lib.lora import flops_per_token
 from lib.machine import known_gpu
 from lib.rows import text_bytes
@@ -333,7 +334,7 @@ def profile_steps(run, start: int) -> profile:
     active = schedule(wait=PROFILE_AFTER - 1, warmup=1, active=max(steps, 1), repeat=1)
     if not steps or run.ranks.rank:
         return profile(schedule=lambda step: ProfilerAction.NONE)
-    torch._inductor.config.cpp.enable_kernel_profile = True  # names compiled CPU kernels
+    torch_private.name_cpu_kernels()
     logger.info("Profiling %d steps after step %d: they and their records are slower", steps, start + PROFILE_AFTER)
     return profile(schedule=active, on_trace_ready=write, record_shapes=True)
 

@@ -183,11 +183,11 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        E, D, F = config.n_experts, config.dim, config.ffn_dim
+        n, dim, ffn_dim = config.n_experts, config.dim, config.ffn_dim
         self.top_k = config.top_k
-        self.gate = Linear(D, E, bias=False)
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F, D))
-        self.down_proj = nn.Parameter(torch.empty(E, D, F))
+        self.gate = Linear(dim, n, bias=False)
+        self.gate_up_proj = nn.Parameter(torch.empty(n, 2 * ffn_dim, dim))
+        self.down_proj = nn.Parameter(torch.empty(n, dim, ffn_dim))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         B, T, D = x.shape

@@ -281,7 +281,7 @@ def shard_model(
 PIECE = 2**23  # elements that are read, sent and copied at a time
 
 
-def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor], load: str = "direct") -> None:
+def fill_parameters(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor], load: str = "direct") -> None:
     """Gives every parameter its values: read(name, slices) returns those of a part of it, on the CPU, in any dtype.
     direct: every rank reads the values that it keeps; rank0: only rank 0 reads, and sends each rank its part. Both work
     piece by piece, and read the next piece while one is sent and copied. All ranks must call."""

@@ -202,7 +202,7 @@ def test_gpu_model_compiles_with_each_kernel():
     from dataclasses import replace
 
     from model import MODELS, Transformer, document_begins, random_init
-    from shard import fill
+    from shard import fill_parameters
 
     config = replace(MODELS["tiny-llama"], dim=128, n_heads=2, n_kv_heads=1, head_dim=64)
     g = torch.Generator().manual_seed(0)
@@ -216,7 +216,7 @@ def test_gpu_model_compiles_with_each_kernel():
         if backend == "flash" and not attention.importlib.util.find_spec("flash_attn"):
             continue
         model = Transformer(config, torch.bfloat16, backend)
-        fill(model, random_init(config, {k: tuple(p.shape) for k, p in model.named_parameters()}, 0))
+        fill_parameters(model, random_init(config, {k: tuple(p.shape) for k, p in model.named_parameters()}, 0))
         model.cuda()
         for block in model.layers:
             block.compile(fullgraph=True)

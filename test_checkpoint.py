@@ -17,7 +17,7 @@ from lib.errors import UserError
 from lib.weights import load_model
 from model import Transformer, random_init
 from optim import make_optimizer
-from shard import ALONE, Ranks, fill
+from shard import ALONE, Ranks, fill_parameters
 from test_shard import run_ranks
 
 
@@ -44,7 +44,9 @@ def make_state(run: Path, *flags: str, steps: int = 3):
     """A model and optimizer after a few steps of their own."""
     config = parse_args(["--out", str(run), *flags])
     model = Transformer(config.model_config)
-    fill(model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
+    fill_parameters(
+        model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0)
+    )
     optimizer = make_optimizer(model, config)
     tokens = torch.randint(0, 258, (2, 16), generator=torch.Generator().manual_seed(0))
     for _ in range(steps):

@@ -1057,7 +1057,7 @@ if RANK == 1:
     if not private or libc.mount(b"tmpfs", {str(tmp_path / "apart")!r}.encode(), b"tmpfs", 0, None):
         os._exit(77)
 guard.APPEARS = 1.0
-shard.fill = checkpoint.find = train.make_loader = None
+shard.fill_parameters = checkpoint.find = train.make_loader = None
 """
     (tmp_path / "apart").mkdir()
     job = Job(tmp_path / "apart" / "run", text, "--steps", 3, code=code)

@@ -17,7 +17,7 @@ from config import parse_args
 from fp8 import E4M3, E5M2, RECIPES, WeightScales, convert_linears
 from lib.errors import UserError, exit_status
 from model import MODELS, Linear, MoE, SwiGLU, Transformer, grouped_matmul, random_init
-from shard import Ranks, checkpoint_activations, fill
+from shard import Ranks, checkpoint_activations, fill_parameters
 from test_shard import run_ranks
 from test_train import records, train, values
 from train import main as train_main
@@ -67,7 +67,7 @@ def build(name, recipe="tensor", dtype=BF16, convert=True, skip=(), **changes):
         convert_linears(model, recipe, skip=skip, small=True)
     model.to_empty(device="cpu")
     model.tie_weights()
-    fill(model, random_init(config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
+    fill_parameters(model, random_init(config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
     return model
 
 
@@ -379,7 +379,7 @@ def train(mesh, gather, compiled=False, checkpointing="none"):
     if gather:
         fp8.gather_in_fp8(model, mesh["shard"])
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    shard.fill(model, random_init(config, shapes, 0))
+    shard.fill_parameters(model, random_init(config, shapes, 0))
     scales = fp8.WeightScales(model, torch.bfloat16, mesh and mesh["shard"].get_group(), True, False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     shares = test_fp8.tokens(2 * size).chunk(size)

@@ -17,7 +17,7 @@ from lib.test_tokenizer import _json, _write
 from lib.tokenizer import load_tokenizer
 from lib.weights import export_model
 from model import MODELS, Transformer, random_init
-from shard import fill
+from shard import fill_parameters
 from test_download import TOKEN, FakeHub
 
 TOWNS = ["Arlo", "Bexa", "Cimar", "Dorne", "Elta", "Fyn", "Gandor", "Hesk", "Ilyra", "Jupa"]
@@ -61,7 +61,7 @@ def test_six_commands_teach_a_model_to_talk(tmp_path):
     (tmp_path / "own").mkdir()
     tokenizer = load_tokenizer(_write(tmp_path / "own", tokenizer__json=_json("qwen")))
     model = Transformer(replace(MODELS["tiny-qwen3"], vocab_size=tokenizer.vocab_size))
-    fill(model, random_init(model.config, {name: tuple(p.shape) for name, p in model.named_parameters()}, 0))
+    fill_parameters(model, random_init(model.config, {name: tuple(p.shape) for name, p in model.named_parameters()}, 0))
     export_model(model, tmp_path / "model", tokenizer=tokenizer)
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)

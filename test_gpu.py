@@ -75,7 +75,9 @@ def make_training(flags: str, mesh: bool = False):
     grid = shard.make_mesh(1, ranks, offload=True) if mesh else None
     model = train.build(config, ranks, grid)
     scales, optimizer = fp8.prepare(model, config, grid, False), make_optimizer(model, config)
-    shard.fill(model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
+    shard.fill_parameters(
+        model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0)
+    )
     keep_copies(model, optimizer, config, True)
     gradients, batch = guard.GradientGuard(model, config, ranks, grid), make_batch(config)
 
@@ -326,7 +328,9 @@ def loss_and_gradients(device: torch.device, dtype: str, compile: str) -> list[t
     config = parse_args(f"--model tiny-llama {TINY} --n_layers 4 --seq_len 256 --micro_batch 2".split())
     config = replace(check.resolve(config, device, 1), dtype=dtype, compile=compile, attention="sdpa")
     model = train.build(config, shard.Ranks(0, 1, device), None)
-    shard.fill(model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
+    shard.fill_parameters(
+        model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0)
+    )
     batch = make_batch(config).to(device)
     loss = model(batch.tokens, batch.targets)
     loss.backward()

@@ -18,7 +18,7 @@ from attention import BACKENDS
 from config import parse_args
 from model import MODELS, LossHead, ModelConfig, MoE, Transformer, grouped_matmul, random_init, rope_frequencies
 from shapes import RopeScaling
-from shard import fill
+from shard import fill_parameters
 from test_shard import run_code
 
 BASE = ModelConfig(vocab_size=97, dim=64, n_layers=2, n_heads=4, ffn_dim=48, max_seq_len=128)
@@ -216,7 +216,7 @@ def make_pair(name: str) -> tuple[Transformer, nn.Module]:
     ours, theirs = Transformer(config), make_reference(config)
     values = translate(dict(theirs.named_parameters()))
     assert {n: p.shape for n, p in ours.named_parameters()} == {n: v.shape for n, v in values.items()}
-    fill(ours, lambda name, slices: values[name])
+    fill_parameters(ours, lambda name, slices: values[name])
     return ours, theirs
 
 
@@ -474,7 +474,7 @@ def test_init_statistics(name):
     """Norm weights are ones, biases zeros, the rest normal; what writes to the residual stream 1 / sqrt(2 L) of it."""
     config = replace(MODELS[name], n_layers=3, init_std=0.03)
     model = Transformer(config)
-    fill(model, random_init(config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
+    fill_parameters(model, random_init(config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
     residual = re.compile(r"layers\.\d\.(self_attn\.o_proj(\.weight)?|mlp\.down_proj(\.weight)?)$")
     assert sum(bool(residual.match(n)) for n, _ in model.named_parameters()) == 2 * 3
     for n, p in model.named_parameters():
@@ -498,7 +498,7 @@ def test_meta_model_is_filled_everywhere(name):
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.detach().fill_(float("nan"))
     model.tie_weights()
-    fill(model, random_init(MODELS[name], {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
+    fill_parameters(model, random_init(MODELS[name], {n: tuple(p.shape) for n, p in model.named_parameters()}, 0))
     assert not any(t.isnan().any() for t in [*model.parameters(), *model.buffers()])
     assert (model.lm_head.weight is model.embed_tokens.weight) == MODELS[name].tied
     tokens, targets = random_tokens(2, 32), random_tokens(2, 32, seed=1)

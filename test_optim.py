@@ -331,7 +331,7 @@ def steps_with_copies(words: str, keep: bool):
     config = parse_args([*words.split(), "--dtype", "bf16", "--seq_len", "16", "--micro_batch", "2"])
     model = train.build(check.resolve(config, shard.ALONE.device, 1), shard.ALONE, None)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    shard.fill(model, random_init(config.model_config, shapes, 0))
+    shard.fill_parameters(model, random_init(config.model_config, shapes, 0))
     optimizer = make_optimizer(model, config)
     if keep:
         optim.keep_copies(model, optimizer, config, True)
@@ -377,7 +377,7 @@ def train_steps(words: str, ranks: shard.Ranks, in_backward: bool, steps: int = 
     model = train.build(check.resolve(config, ranks.device, ranks.world_size), ranks, mesh)
     parameters, live = list(model.parameters()), [0]
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    shard.fill(model, random_init(config.model_config, shapes, 0))
+    shard.fill_parameters(model, random_init(config.model_config, shapes, 0))
     optimizer = make_optimizer(model, config)
 
     def count(_) -> None:

@@ -236,7 +236,7 @@ def plain_steps(cell: Cell, text: int = 0, dtype: torch.dtype = torch.float32) -
     lora.add_adapters(model, cell.lora, cell.config.lora_targets, cell.config.lora_alpha)
     model.to(dtype)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    shard.fill(model, random_init(cell.shape, shapes, 0))
+    shard.fill_parameters(model, random_init(cell.shape, shapes, 0))
     parameters, out = [*trained(model).values()], []
     decay = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in parameters]
     optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.95), eps=EPS, foreach=False)
@@ -287,7 +287,7 @@ def real_steps(cell: Cell, ranks: shard.Ranks, text: int = 0) -> list[list[Tenso
     optimizer, out = make_optimizer(model, config), []
     for group in optimizer.param_groups:
         group["eps"] = EPS
-    shard.fill(model, random_init(cell.shape, shapes, 0))
+    shard.fill_parameters(model, random_init(cell.shape, shapes, 0))
     keep_copies(model, optimizer, config, cell.accumulate > 1)
     gradients, size = Recorder(model, config, ranks, mesh), cell.micro_batch
     starts = [(m * ranks.world_size + ranks.rank) * size for m in range(cell.accumulate)]

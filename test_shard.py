@@ -167,13 +167,13 @@ def test_both_loaders_give_every_rank_the_file_s_values(tmp_path, name, n_expert
         + """
 shard.PIECE = 1000
 whole = Transformer(config)
-shard.fill(whole, read)
+shard.fill_parameters(whole, read)
 want = {n: p.detach() for n, p in whole.named_parameters()}
 for size in (1, 2, 4):
     for load in ("direct", "rank0"):
         model = build(size)
         nobody = lambda name, slices: 1 / 0
-        shard.fill(model, read if load == "direct" or ranks.rank == 0 else nobody, load)
+        shard.fill_parameters(model, read if load == "direct" or ranks.rank == 0 else nobody, load)
         for n, p in model.named_parameters():
             assert torch.equal(p.full_tensor(), want[n]), (size, load, n)
             assert torch.equal(want[n].bfloat16().float(), want[n]) and want[n].std() > 0.5
@@ -200,7 +200,7 @@ with torch.device("meta"):
 shard.shard_model(tiny, shard.make_mesh(0, ranks), torch.float32)
 tiny.to_empty(device="cpu")
 for load in ("direct", "rank0"):  # what the first use of anything takes
-    shard.fill(tiny, lambda name, slices: torch.zeros([s.stop - s.start for s in slices]), load)
+    shard.fill_parameters(tiny, lambda name, slices: torch.zeros([s.stop - s.start for s in slices]), load)
 models = []
 for load in ("direct", "rank0"):
     with torch.device("meta"):
@@ -209,7 +209,7 @@ for load in ("direct", "rank0"):
     model.to_empty(device="cpu")
     models.append(model)  # else its memory would be used again
     before = test_shard.peak_rss(reset=True)
-    shard.fill(model, read, load)
+    shard.fill_parameters(model, read, load)
     used = test_shard.peak_rss() - before
     print(load, "rank", ranks.rank, "used", used, "shard", own, "largest", largest)
     assert 0.9 * own < used < own + largest, (load, ranks.rank, used, own, largest)
@@ -404,7 +404,7 @@ for depth in (0, 1, 2):
         model = Transformer(replace(MODELS["tiny-llama"], n_layers=4))
     shard.shard_model(model, shard.make_mesh(0, ranks), torch.float32, prefetch=depth, reshard="always")
     model.to_empty(device="cpu")
-    shard.fill(model, lambda name, slices: torch.full([s.stop - s.start for s in slices], 0.01))
+    shard.fill_parameters(model, lambda name, slices: torch.full([s.stop - s.start for s in slices], 0.01))
     tokens = torch.zeros(1, 8, dtype=torch.long)
     model(tokens, tokens).backward()
     with torch.profiler.profile() as profile:
@@ -473,7 +473,7 @@ for size in (s for s in (1, 2, 4) if s <= ranks.world_size):
             model = Transformer(MODELS["tiny-llama"])
         shard.shard_model(model, mesh, torch.float32, offload=offload)
         model.to_empty(device="cpu")
-        shard.fill(model, lambda name, slices: torch.full([s.stop - s.start for s in slices], 0.01))
+        shard.fill_parameters(model, lambda name, slices: torch.full([s.stop - s.start for s in slices], 0.01))
         groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if hasattr(m, "unshard")]
         def note(_=None):
             held.append(sum(g._all_reduce_state is not None or g._partial_reduce_output is not None for g in groups))
@@ -510,7 +510,7 @@ def test_offloaded_activations_free_a_gpu_and_change_no_bit():
         shard.offload_activations(model, on, torch.device("cuda", 0))
         model.to_empty(device="cuda")
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        shard.fill(model, random_init(config, shapes, 0))
+        shard.fill_parameters(model, random_init(config, shapes, 0))
         for _ in range(2):  # the second with pinned memory that has been used before
             model.zero_grad()
             loss = model(tokens, tokens)
@@ -544,7 +544,7 @@ def test_selective_checkpointing_computes_no_product_and_no_attention_again(devi
     for mode in ("none", "selective", "block"):
         model = Transformer(config, torch.bfloat16)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        shard.fill(model, random_init(config, shapes, 0))
+        shard.fill_parameters(model, random_init(config, shapes, 0))
         model.to(device)
         shard.checkpoint_activations(model, mode)
         loss = model(tokens, tokens)

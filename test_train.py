@@ -26,7 +26,7 @@ from lib import machine, weights
 from lib.errors import exit_status, explain
 from model import Transformer
 from prepare import write_shard
-from shard import fill
+from shard import fill_parameters
 from test_shard import TORCHRUN, run_code
 from train import main as train_main
 
@@ -301,7 +301,7 @@ def test_the_export_is_the_last_checkpoint(old_run):
     assert not any(info.values())
     found = checkpoint.newest(old_run)
     ours = Transformer(found.model_config)
-    fill(ours, found.read_weights)
+    fill_parameters(ours, found.read_weights)
     tokens = torch.arange(200)[None]
     with torch.no_grad():
         assert torch.allclose(ours.logits(tokens), theirs(tokens).logits, atol=1e-5)

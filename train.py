@@ -185,7 +185,7 @@ def fill(model, optimizer, data: Loader, resume_from, weights, config: Config, r
         logger.info("Resumed from %s after step %d", resume_from.folder, resume_from.step)
         position = resume_from.manifest["position"]
     else:
-        shard.fill(model, *check.first_values(config, model, weights))
+        shard.fill_parameters(model, *check.first_values(config, model, weights))
         position = shard.on_first_rank(data.state_dict, ranks)  # all ranks must see the same data
     data.load_state_dict(position)
 

@@ -356,7 +356,7 @@ def bench_fp8(args: Namespace) -> Iterator[Row]:
     lab, saved = Lab(shard.Ranks(0, 1, machine.find_device(1))), checkpoint.newest(args.run)
     config, device = saved.config, lab.ranks.device
     model = Transformer(saved.model_config, DTYPES[config.dtype])
-    shard.fill(model, saved.read_weights)
+    shard.fill_parameters(model, saved.read_weights)
     model.to(device).train()
     recipe = config.fp8.replace("off", "tensor")
     rows = fp8.convert_linears(model, recipe, config.fp8_grad_dtype.replace("auto", "e5m2"), config.fp8_skip, True)

@@ -208,7 +208,9 @@ def fill(model, config, device: torch.device) -> None:
     from model import initial_std
 
     if device.type == "cpu":
-        return shard.fill(model, *check.first_values(config, model, check.open_weights(config, shard.ALONE, False)))
+        return shard.fill_parameters(
+            model, *check.first_values(config, model, check.open_weights(config, shard.ALONE, False))
+        )
     for name, p in model.named_parameters():
         std, target = initial_std(model.config, name), shard.local(p.detach())
         drawn = torch.ones(target.shape, dtype=target.dtype, device=device)

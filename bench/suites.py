@@ -157,7 +157,7 @@ def load_rank(folder: Path, repeats: int) -> None:
 
         def work() -> None:
             if way != "plain read":
-                shard.fill(model, read, way)
+                shard.fill_parameters(model, read, way)
             elif ranks.rank == 0:
                 np.fromfile(file, np.uint8)  # into new memory of the file's size
             shard.gather(None, ranks)

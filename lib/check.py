@@ -208,7 +208,7 @@ def _open_weights(config: Config, resumes: bool):
 
 
 def first_values(config: Config, model: Transformer, weights) -> tuple:
-    """What training starts from, for shard.fill: --weights, or random values, which every rank draws itself."""
+    """What shard.fill_parameters reads: --weights, or random values, which every rank draws itself."""
     notes = [dropout_note(local_path(config.model, "--model") / "config.json")] if config.model not in MODELS else []
     notes += [dropout_note(local_path(config.lora_weights, "") / "adapter_config.json")] if config.lora_weights else []
     for note in filter(None, notes):

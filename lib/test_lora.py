@@ -39,7 +39,9 @@ def bases(tmp_path_factory):
     for name in TARGETS:
         folders[name] = tmp_path_factory.mktemp("bases") / name
         model = Transformer(parse_args(["--model", name]).model_config)
-        shard.fill(model, random_init(model.config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 7))
+        shard.fill_parameters(
+            model, random_init(model.config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 7)
+        )
         export_model(model, folders[name])
     return folders
 
@@ -55,7 +57,7 @@ def make(config, adapters=None) -> Transformer:
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     random = random_init(config.model_config, shapes, 3)
     adapters = adapters or random
-    shard.fill(model, lora.join(open_weights(Path(config.weights), config.model_config), adapters))
+    shard.fill_parameters(model, lora.join(open_weights(Path(config.weights), config.model_config), adapters))
     return model
 
 
@@ -77,7 +79,7 @@ def test_merged_weights_compute_the_same(bases, name, targets):
     assert trained(model).keys() == names and len(names) > 0
     read = lora.merge(reader(plain), reader(model), config)
     merged = Transformer(config.model_config)
-    shard.fill(merged, read)
+    shard.fill_parameters(merged, read)
     unmerged = model.logits(TOKENS)
     assert differ(merged.logits(TOKENS), unmerged) < 1e-6 and differ(base, unmerged) > 1e-2
     whole = merged.layers[1].self_attn.qkv_proj.weight

@@ -111,7 +111,7 @@ def expensive_operators() -> list:
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """The FP8 product a b scale_a scale_b. Waits for torch 2.13, where the compiler takes torch.nn.functional.scaled_mm."""
+    """The FP8 product a b scale_a scale_b. Waits for torch 2.13, which can compile torch.nn.functional.scaled_mm."""
     return _scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 

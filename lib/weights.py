@@ -40,7 +40,7 @@ from lib import lora
 from lib.tokenizer import chat_family, write_files
 from model import Transformer
 from shapes import ModelConfig, RopeScaling
-from shard import ALONE, Ranks, fill, on_all, on_first_rank
+from shard import ALONE, Ranks, fill_parameters, on_all, on_first_rank
 
 # ---- families
 
@@ -453,7 +453,7 @@ def load_model(
     folder = local_path(str(folder), "folder")
     config = read_config(folder)
     read, model = open_weights(folder, config), empty_model(config, dtype, device)
-    fill(model, read)
+    fill_parameters(model, read)
     return model
 
 
