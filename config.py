@@ -373,8 +373,10 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
     """The words of a recipe file, those of the recipes that it names with @ in their place."""
     path = next((p for p in (Path(name), ROOT / name) if p.is_file()), None)
     if path is None:
-        others = [f"@recipes/{p.name}" for p in sorted((ROOT / "recipes").glob("*.args"))]
-        raise UserError(f"@{name}: there is no such recipe; there are {', '.join(others)}")
+        others = {p.stem: f"@recipes/{p.name}" for p in sorted((ROOT / "recipes").glob("*.args"))}
+        near = difflib.get_close_matches(Path(name).stem, others, 1)
+        hint = f"did you mean {others[near[0]]}?" if near else f"there are {', '.join(others.values())}"
+        raise UserError(f"@{name}: there is no such recipe; {hint}")
     if path.resolve() in inside:
         raise UserError(f"@{name}: the recipe names itself")
     words, number = [], 0

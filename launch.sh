@@ -6,10 +6,10 @@
 #     --hosts A,B,C   these machines instead of those in hosts; localhost,localhost rehearses two nodes on this one
 #     --nproc N       processes on each machine (default: slots=N in hosts, else one per visible GPU, or one on a CPU)
 #     --retries N     relaunches without progress before giving up (default: 3 on several machines, 0 on one)
-#     The first word that is none of these goes to train.py with all that follow; python train.py --help lists its flags.
+#     The first other argument and all later ones go to train.py; python train.py --help lists its flags.
 #     Ctrl-C ends the watching, with status 130, not the run.
-# bash launch.sh logs   [--out DIR] [HOST|RANK]  watch a run to its end, or what one host or rank prints
-# bash launch.sh status [--out DIR]              what it is doing, on every host
+# bash launch.sh logs   [--out DIR] [HOST|RANK]  watch a run to its end, or the output of a host or rank
+# bash launch.sh status [--out DIR]              its state, and its processes on every host
 # bash launch.sh attach [--out DIR] [HOST]       go into its tmux session; Ctrl-B D comes back
 # bash launch.sh stop   [--out DIR] [--now]      let it save and stop; --now, or once more: at once, without saving
 # bash launch.sh doctor [--hosts A,B,C] [flags]  check every machine, and the network between them
@@ -18,7 +18,7 @@
 # bash launch.sh recipes                         the named runs, one line each
 # bash launch.sh setup  [flash-attn]             only make the environment, here; with that package, for --attention flash
 # Without --out: the newest run in runs/. Paths are relative to the folder of launch.sh.
-# Status: 0 finished or stopped, 2 a mistake in what was asked for, 1 anything else.
+# Status: 0 finished or stopped, 2 a user error, 1 anything else.
 
 # On every machine a session `flatland-RUN` holds one torchrun, or where all is one process, that. How the run ended
 # stands in status.json: torchrun turns every end into status 1. What happens on a machine is in launch/node.py, what

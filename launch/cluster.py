@@ -1,8 +1,8 @@
 """The launcher's part on the machine where `bash launch.sh` is typed: which hosts, whether all are fit, starting them
 together, watching them to the end, starting them again.
 
-launch.sh calls its verbs. What has to be done on a host is in node.py. `train` checks all hosts, then leaves a
-supervisor behind, a process of its own, and follows the run's log. The supervisor starts one agent on every host and
+launch.sh calls its verbs. node.py acts on a host. `train` checks all hosts, then leaves a
+supervisor behind, a separate process, and follows the run's log. The supervisor starts one agent on every host and
 watches them through one ssh connection each; it decides when the job has failed, ends it everywhere, and relaunches it
 from the newest checkpoint under a new rendezvous id.
 
@@ -51,7 +51,7 @@ ENDED = ("finished", "stopped", "error", "failed")
 ROOM = 2**20  # free bytes below which a disk counts as full
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\]))(?::(\d+))?")
 LAUNCH_FLAGS = ("--hosts", "--nproc", "--retries", "--detach")
-VALUES = {  # the launcher flags that take a value: its pattern, and what it is
+VALUES = {  # the launcher flags that take a value: its pattern and its description
     "--hosts": (".*[^, ].*", "machines, separated by commas, like node1,user@node2:2222"),
     "--nproc": (r"[1-9]\d*", "a number above 0"),
     "--retries": (r"\d+", "a number"),
@@ -80,8 +80,8 @@ class Host:
     number: str = ""  # the label's end, for another node of one name: "-2" and so on
     session: str = ""
     address: str = ""  # as the other hosts reach it
-    devices: list | None = None  # its share of the GPUs, where there are some
-    ranks_here: int = 0  # on its machine, those of other nodes included
+    devices: list | None = None  # its share of the GPUs; None without GPUs
+    ranks_here: int = 0  # ranks on its machine, including other nodes
     facts: dict = field(default_factory=dict)
 
     @property
@@ -104,12 +104,12 @@ class Unreachable(Exception):
 
 
 class End(NamedTuple):
-    """How an attempt, or the run, has ended."""
+    """The end of an attempt or of the run."""
 
     state: str
     step: int
     message: str
-    report: str = ""  # what is shown of a failure
+    report: str = ""  # the report of a failure
     silent: tuple = ()  # the hosts that do not answer
 
 
@@ -125,7 +125,7 @@ def refuse(problems: list[str]) -> None:
         raise UserError("\n".join(problems))
 
 
-# ---- what was typed
+# ---- arguments
 
 
 def read_flags(words: list[str], *names: str, mixed: bool = False) -> tuple[dict[str, str], list[str]]:
@@ -176,7 +176,7 @@ def parse_host(text: str, where: str) -> Host:
 
 
 def read_hosts(listed: str, path: Path | None = None) -> list[Host]:
-    """The hosts after --hosts, else those of the file `hosts`, or another, else this machine alone."""
+    """The hosts after --hosts, else the lines of the file `hosts`, else this machine alone."""
     path, where = path or ROOT / "hosts", "hosts line {}"
     if listed:
         lines, where = listed.split(","), "--hosts"
@@ -238,7 +238,7 @@ def call(host: Host, job: dict, operation: str, patience: float, interpreter: st
 
 
 def outcome(function, *words, **more):
-    """What the function returns, or the Unreachable or Refused that it raises."""
+    """The function's result, or the Unreachable or Refused that it raises."""
     try:
         return function(*words, **more)
     except (Unreachable, Refused) as error:
@@ -319,7 +319,7 @@ def survey(hosts: list[Host], job: dict) -> None:
 
 
 def settle_addresses(hosts: list[Host]) -> None:
-    """What the other hosts can reach each one by: the address that its ssh connection came in at. A name may mean
+    """Sets the address by which others reach each host: the one at which its ssh connection came in. A name may mean
     another one, or on Debian 127.0.1.1."""
     for host in hosts:
         host.address = "127.0.0.1" if host.local else host.facts["connection"][2]
@@ -330,7 +330,7 @@ def settle_addresses(hosts: list[Host]) -> None:
 
 
 def share_machine(together: list[Host], nproc: int) -> list[str]:
-    """Divides a machine's GPUs, or its cores, among its nodes -> what is wrong with that."""
+    """Divides a machine's GPUs, or its cores, among its nodes -> problems."""
     visible, problems = together[0].facts["gpus"], []
     share, rest = divmod(len(visible), len(together))
     if visible and rest:
@@ -466,7 +466,7 @@ class Supervisor:
         self.save(state=end.state, step=end.step, message=end.message, report=end.report)
 
     def prepare_again(self) -> list:
-        """Prepares the hosts for another try; waits for those that do not answer."""
+        """Prepares the hosts for another try; waits for hosts that do not answer."""
         end = time.monotonic() + self.job["host_wait"]
         while True:
             answers = self.ask("prepare", clear=True)
@@ -561,7 +561,7 @@ class Supervisor:
 
 
 def first_cause(watchers: list[Watcher], silent: list[Watcher]) -> dict:
-    """The earliest of the surest causes that hosts tell of, or cannot tell of any more."""
+    """The earliest of the surest causes that hosts report; silence is a cause, too: the surest."""
     causes = []
     if silent:
         since, names = min(w.heard for w in silent), ", ".join(w.host.label for w in silent)
@@ -590,8 +590,7 @@ def at(step: int) -> str:
 
 
 class Follower:
-    """Shows log.txt and the supervisor's words as they come, or what one host or rank prints; from the files' ends on,
-    or so many lines before."""
+    """Shows new lines of log.txt and launch.log, or of the output of one host or rank; first the last `lines` lines."""
 
     def __init__(self, out: Path, name: str, lines: int = 0, which: str = ""):
         self.out, self.name, self.which, self.shown, self.last = out, name, which, "", None
@@ -651,8 +650,8 @@ def is_locked(out: Path) -> bool:
 
 
 def state_of(out: Path) -> End:
-    """What a run is doing, or how it ended, whoever has started it: a launcher, train.sbatch, or somebody's own
-    torchrun. A status of another attempt than the launch's is older if the launch found it, else newer."""
+    """The state of a run, started by a launcher, train.sbatch or the user's own torchrun. A status of another attempt than
+    the launch's is older if the launch found it, else newer."""
     supervised = is_supervised(out)  # first: a supervisor's last act is launch.json
     launch, status = read_launch(out), read_json(out / "status.json")
     state, step, message = status.get("state", ""), status.get("step") or 0, status.get("message", "")
@@ -672,7 +671,7 @@ def state_of(out: Path) -> End:
 
 
 def pick_run(verb: str, words: list[str], *names: str, others: int = 0) -> tuple[Path, str, dict, list[str]]:
-    """The run of --out DIR; without it the newest, the one that was last launched or last wrote its status.
+    """The run of --out DIR; without it the run that was last launched or last wrote its status.
     -> (folder, its name as typed, the flags, the other words)"""
     flags, rest = read_flags(words, "--out", *names, mixed=True)
     if len(rest) > others or any(word.startswith("-") for word in rest):
@@ -739,7 +738,7 @@ def verb_train(words: list[str], settings: dict) -> int:
 
 
 def start(hosts: list[Host], job: dict) -> tuple[Follower, dict]:
-    """Leaves a supervisor behind, and waits until the run has begun, or ended -> launch.json."""
+    """Leaves a supervisor behind, and waits until the run runs or ends -> launch.json."""
     out = ROOT / job["out"]
     for host in hosts:
         host.session = re.sub(r"[^\w-]", "_", f"flatland-{out.name}{host.number.replace('-', '_')}", flags=re.A)
@@ -765,7 +764,7 @@ def say_started(name: str, launch: dict) -> None:
 
 
 def claim(out: Path, job: dict) -> None:
-    """Leaves a mark in launch.json, by which hosts tell whether they see the same folder."""
+    """Leaves a mark in launch.json: a host that reads it sees the same folder."""
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
         if is_supervised(out):
@@ -777,7 +776,7 @@ def claim(out: Path, job: dict) -> None:
 
 
 def leave_behind(supervisor: Supervisor, answers: list) -> int:
-    """Lets the supervisor run in a process of its own -> its id."""
+    """Starts the supervisor as a separate process -> its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -819,7 +818,7 @@ def ranks_of(out: Path, launch: dict) -> dict:
 
 
 def host_files(out: Path, name: str, which: str) -> list[Path]:
-    """What the processes of one host, or one rank, print in the newest attempt."""
+    """The output files of one host, or of one rank, in the newest attempt."""
     launch = read_launch(out)
     processes, ranks = sum(h.slots for h in hosts_of(launch)), ranks_of(out, launch)
     if which not in ranks and which.isdigit() and int(which) < processes:  # it has not started yet

@@ -1,8 +1,8 @@
 """`launch.sh doctor` and `launch.sh sync`: whether every machine is fit to train, and making their files the same.
 
 doctor examines all hosts at once, has them sum 64 MiB together, and draws a table: a row for each check, a column for
-each host. Below it a line for each red field tells the value and the command that corrects it. What a host can judge by
-itself is in node.examine; here is what needs several of them."""
+each host. Below it a line for each red field tells the value and the command that corrects it. node.examine
+has the checks of one host; this file has the checks that need several."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ from node import Refused, content_hash, last_line, own_files
 CLOCK = 2.0  # seconds that clocks may differ: more, and logs of several hosts cannot be read together
 REDUCED, LIMIT, WANTED = 64 * 2**20, 30, 100  # an all-reduce: bytes, seconds that it has, MB/s (1 Gbit/s has 100)
 SETUP = "bash launch.sh sync, or {there}'cd {ROOT} && bash launch.sh setup'"
-ALIKE = {  # how to mend what is not as most hosts have it
+ALIKE = {  # the remedy for a value that differs from most hosts'
     "code": "bash launch.sh sync",
     "python": SETUP,
     "torch": SETUP,
@@ -100,7 +100,7 @@ def verb_doctor(words: list[str], settings: dict) -> int:
 
 @contextlib.contextmanager
 def folder_mark():
-    """The name of a file that tells whether another machine sees this folder."""
+    """The name of a file that another machine sees if it shares this folder."""
     path = ROOT / "runs" / f".seen-by-{os.getpid()}"
     path.parent.mkdir(exist_ok=True)
     path.touch()
@@ -131,8 +131,8 @@ def examine_all(table: Table, hosts: list[Host], job: dict) -> None:
 
 
 def judge_clock(ahead: float, behind: float) -> tuple[str, str]:
-    """Seconds that a clock is ahead of the answer's arrival, and behind the question -> what to show, and what is
-    wrong."""
+    """Seconds that a clock is ahead of the answer's arrival, and behind the question -> the field, and the
+    problem."""
     off, direction = max(ahead, behind), "ahead of" if ahead > behind else "behind"
     if off <= CLOCK:
         return "agrees", ""
@@ -172,7 +172,7 @@ def is_fast(speed: float | Exception, wanted: float) -> bool:
 
 
 def check_network(table: Table, hosts: list[Host], job: dict) -> None:
-    """One all-reduce over all hosts; where it is slow or fails, smaller groups tell which host is to blame."""
+    """One all-reduce over all hosts; if it is slow or fails, smaller groups find the suspect."""
     speed = outcome(measure, hosts, job)
     shown = f"{speed:.0f} MB/s" if isinstance(speed, float) else "fails"
     suspects = [] if is_fast(speed, WANTED) else find_slow(hosts, job, WANTED)
@@ -203,7 +203,7 @@ def verb_sync(words: list[str], settings: dict) -> int:
 
 
 def sync(host: Host, job: dict, mark: str) -> str:
-    """Copies the code and .venv to a host -> what was done. Raises Unreachable and Refused."""
+    """Copies the code and .venv to a host -> a summary. Raises Unreachable and Refused."""
     root, ssh = shlex.quote(str(ROOT)), ssh_command(host, job["ssh"])
     script = f"mkdir -p {root} && cd {root} && if [ -e {mark} ]; then echo shared; else command -v rsync; fi; true"
     answer = run_here([*ssh, script])
@@ -216,7 +216,7 @@ def sync(host: Host, job: dict, mark: str) -> str:
         way = ["sh", "-c", f"tar -cf - -- {shlex.join(names)} | {shlex.join([*ssh, f'tar -C {root} -xf -'])}"]
     run_here(way)
     if call(host, job, "probe", 60)["code"] != content_hash():
-        raise Refused(f"the files differ after copying: remove what is not here from {ROOT}")
+        raise Refused(f"the files differ after copying: remove additional files from {ROOT} there")
     done = call(host, job, "run", 120, command=[job["python"], "-c", "import torch"])
     if done["exit"]:
         setup = f"ssh {host.target} 'cd {root} && bash launch.sh setup'"

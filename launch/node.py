@@ -1,7 +1,7 @@
-"""One host's half of the launcher: what has to be examined or done on the machine itself.
+"""One host's half of the launcher: it examines the machine, and starts and ends processes there.
 
 `python3 launch/node.py OPERATION` does one thing for cluster.py, over ssh or, for localhost, without. The request is a
-line of JSON on stdin, so nothing secret is on a command line: the host's line in `hosts`, what is known of the host,
+line of JSON on stdin, so nothing secret is on a command line: the host's line in `hosts`, facts about the host,
 and the job. The answers are lines of JSON. Only the standard library is used here, so a host can be asked before it has
 an environment; `torchrun` and `all_reduce` run in the environment's Python.
 
@@ -59,7 +59,7 @@ def read(path, default=""):
 
 
 def read_json(path):
-    """{} if there is no such file, or no JSON in it."""
+    """{} if the file is missing or not JSON."""
     try:
         return json.loads(read(path))
     except ValueError:
@@ -189,7 +189,7 @@ def agent(logs, timeout, ranks, command):
 
 def attend(child, logs, signals, record):
     """Waits until torchrun ends; notes the ranks and when the first one was gone. -> whether torchrun waited for other
-    hosts without workers of its own, and was killed for it"""
+    hosts after its workers had exited, and was killed for it"""
     workers, started, first_loss, alone_since = set(), set(), None, None
     while child.poll() is None:
         time.sleep(0.3)
@@ -215,12 +215,12 @@ def attend(child, logs, signals, record):
 
 
 def cause_on_this_host(logs, status, failures, waited):
-    """What went wrong first on this host, where the agent's command has ended with that status; None: nothing.
-    failures: (rank, local rank, exit status, error) of each. waited: its workers had ended, torchrun went on waiting
+    """The first cause of a failure on this host, where the agent's command exited with that status; None: no failure.
+    failures: (rank, local rank, exit status, error) of each. waited: its workers had exited, torchrun kept waiting
     for other hosts, and its agent killed it."""
     screen = logs / "agent.stderr.log"
     causes = [rank_cause(logs, *failure) for failure in failures]
-    if causes:  # torchrun kills those that do not end when another one has failed
+    if causes:  # torchrun kills ranks that do not exit when another has failed
         return min(causes, key=lambda cause: cause["sure"] or FAILED)
     if waited:
         sure, how, end = WAITED, "waited for the other hosts in vain", ""
@@ -247,7 +247,7 @@ def rank_cause(logs, rank, local_rank, status, error):
 
 def torchrun(logs, words):
     """torch.distributed.run in this process. Failed ranks go to failures.json, the one first that torchrun saw failing
-    first. An error file alone would not do: a rank that was killed writes none, and torchrun copies only one of them
+    first. An error file alone would not do: a rank that was killed writes none, and torchrun copies a single file
     to its own."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -280,12 +280,12 @@ def own_files(root=ROOT):
 
 
 def packages():
-    """Names and versions of what is installed in .venv; empty if there is none."""
+    """Names and versions of the packages in .venv."""
     return sorted(path.name for path in ROOT.glob(".venv/lib/python*/site-packages/*-info"))
 
 
 def query(*words):
-    """The lines that nvidia-smi answers; [] where there is none, or it fails."""
+    """The lines that nvidia-smi answers; [] if it is missing or fails."""
     try:
         done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -294,7 +294,7 @@ def query(*words):
 
 
 def gpus(request):
-    """What CUDA_VISIBLE_DEVICES is to list for all GPUs that this run may use; [] where there are none."""
+    """The values for CUDA_VISIBLE_DEVICES of all GPUs that this run may use; [] without GPUs."""
     visible = request["env"].get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
     if visible is None:
         return [str(i) for i in range(sum(line.startswith("GPU ") for line in query("-L")))]
@@ -302,7 +302,7 @@ def gpus(request):
 
 
 def probe(request):
-    """What must be known of a host before anything starts."""
+    """The facts about a host that a launch needs."""
     return {
         "connection": os.environ.get("SSH_CONNECTION", "").split(),
         "gpus": gpus(request),
@@ -328,7 +328,7 @@ def prepare(request):
     if read_json(out / "logs" / "launch.json").get("mark") != request["mark"]:
         raise Refused(
             f"the folder {request['out']} there is not the one here. Hosts that do not share the folder keep a part of"
-            " each checkpoint, and no launch can go on from it. Give --out a folder that all hosts and this machine"
+            " each checkpoint, and no launch can resume from it. Give --out a folder that all hosts and this machine"
             " see, or launch from a machine that sees it"
         )
     marker = os.path.join(os.path.realpath(out), "logs", request["label"], "")
@@ -370,7 +370,7 @@ def choose_interface(address):
 
 
 def log_folder(request):
-    """Of the attempt on this host; its real path, because the processes name that."""
+    """The attempt's log folder on this host, as a real path: the processes name it."""
     return Path(os.path.realpath(ROOT / request["out"]), "logs", request["label"], request["id"])
 
 
@@ -484,7 +484,7 @@ def watch(request):
 
 
 def sweep(request):
-    """Ends all that is left of an attempt, at once -> how it stood."""
+    """Kills every process of an attempt -> its state before."""
     logs, state = log_folder(request), look(request)
     kill_all(f"{logs}/")
     return {**state, "result": read_result(logs) or state["result"]}

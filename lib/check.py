@@ -179,13 +179,14 @@ def say_finished(config: Config, step: int) -> None:
     words = sys.argv[1:] or DEFAULT
     if "--check" in words:  # launch.sh's last words
         words = words[: words.index("--check")] or DEFAULT
-    again = f"bash launch.sh {shlex.join(words)}"
+    kept = [w for i, w in enumerate(words) if not w.startswith("--steps") and (not i or words[i - 1] != "--steps")]
+    again = f"bash launch.sh {shlex.join(kept)}"
     weights = f"  its weights:   {config.out}/hf, a Hugging Face folder, for transformers and others\n"
     print(
         f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
         f"{weights * (Path(config.out) / 'hf').exists()}"
         f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
-        f"  go on:         {again} --steps {2 * step}\n"
+        f"  continue:      {again} --steps {2 * step}\n"
         f"  start afresh:  {again} --out {shlex.quote(config.out + '-2')}"
     )
 

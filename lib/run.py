@@ -1,5 +1,5 @@
 """What watches over a run: its folder and lock, signals to stop, ranks that hang, gradients that stop being numbers,
-replicas that differ, devices that corrupt numbers; and what is said when it ends.
+replicas that differ, devices that corrupt numbers; and the report of its end.
 
 All ranks come to the same verdict at the same step. Nothing here makes the host wait for the device in every step: the
 flags of a step are read one step late."""
@@ -50,10 +50,10 @@ from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it gives up
 TOGETHER = 2.0  # seconds within which signals are one
-ANSWER = 20.0  # seconds that a rank which was told to stop waits for others
+ANSWER = 20.0  # seconds that a stopping rank waits for others
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
 LOOK_AT_DISKS = 10.0  # seconds between two looks at the bytes that ranks have read and written
-MOVING = 2**16  # bytes between two looks from which on a disk makes progress
+MOVING = 2**16  # bytes between two looks above which a disk makes progress
 LEASE = 30.0  # seconds after which a lock that nobody renews is stale
 PATIENCE = 35.0  # seconds that a job waits for the lock
 APPEARS = 15.0  # seconds for a file to appear on another machine
@@ -107,7 +107,7 @@ class Run:
             self._release()
             raise
         self.votes = StopVote(self.ranks)
-        if "TORCHELASTIC_RUN_ID" not in os.environ:  # else whoever started torchrun has removed an old request
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # else the launcher has removed an old request
             (self.folder / "logs" / "stop").unlink(missing_ok=True)
         self.watchdog = Watchdog(self)
         return self
@@ -131,7 +131,7 @@ class Run:
             )
 
     def begin(self, step: int, warnings: list[str] = ()) -> None:
-        """From now on status.json and log.txt are this job's; `step` is the last one that was done. All ranks must
+        """From now on status.json and log.txt are this job's; `step` is the last finished step. All ranks must
         call."""
         self.began = True
         self.clock.step = step
@@ -145,13 +145,13 @@ class Run:
         on_first_rank(lambda: write_status(self.folder, state, step, **more), self.ranks)
 
     def add_mesh(self, mesh: DeviceMesh | None) -> None:
-        """The watchdog counts the collectives of the mesh's groups to tell how far a rank is."""
+        """The watchdog counts the collectives of the mesh's groups as a measure of a rank's progress."""
         self.mesh = mesh
         self.watchdog.groups += mesh.get_all_groups() if mesh is not None and self.watchdog.groups else []
         set_timeout(max(self.config.timeout, LONG), self.ranks, mesh)
 
     def watch_data(self, *loaders) -> None:
-        """Loaders (or None) that tell the watchdog what they wait for."""
+        """Loaders (or None) whose pending files the watchdog names."""
         self.watchdog.loaders = [loader for loader in loaders if loader]
 
     def finish_step(self, step: int) -> None:
@@ -189,7 +189,7 @@ class Run:
         return {p.name for p in self.folder.glob("*") if p.is_dir() or p.stat().st_size} <= BEFORE_A_STEP
 
     def _release(self, remove: bool = False) -> None:
-        """remove: what the run folder holds goes, too."""
+        """remove: also empties the run folder."""
         if hasattr(self, "watchdog"):
             self.watchdog.ended = True
         if remove:
@@ -223,17 +223,17 @@ class Run:
                 write_status(self.folder, state, status["step"], self.exit_code, message)
             except OSError:
                 message += f"\n{self.folder}/status.json could not be written"
-        if speaks:  # what all ranks see alike is said once
+        if speaks:  # rank 0 reports an error that all ranks have
             say_error(message)
         else:
-            time.sleep(1)  # torchrun ends all ranks when one has ended: rank 0, which speaks, goes first
+            time.sleep(1)  # torchrun ends all ranks when one exits: rank 0, which reports, must be first
 
 
 # ---- gradients
 
 
 class NotFinite(Failure):
-    """The loss or the gradients stopped being numbers; step: in which step, 0 if its update is applied in part."""
+    """The loss or the gradients of `step` are not finite; step 0: its update is partly applied."""
 
     def __init__(self, message: str, step: int):
         super().__init__(message)
@@ -241,8 +241,8 @@ class NotFinite(Failure):
 
 
 class GradientGuard(GradientReducer):
-    """The reducer of train.py's loop, and what the host does about the flags that it sets on the device: a loss or norm
-    that is no number stops the run, or with --on_nonfinite skip only SKIPS of them in a row do."""
+    """The reducer of train.py's loop, and the host's reaction to its flags on the device: a non-finite loss or norm
+    stops the run; with --on_nonfinite skip, only SKIPS of them in a row do."""
 
     def __init__(
         self, model: nn.Module, config: Config, ranks: Ranks, mesh: DeviceMesh | None,
@@ -311,7 +311,7 @@ class GradientGuard(GradientReducer):
         raise NotFinite(
             f"{what}\n{outcome}"
             " A smaller --lr (with --resume_override lr), a longer --warmup_steps or --dtype fp32"
-            " usually mend it; --on_nonfinite skip passes over single steps",
+            " usually fix it; --on_nonfinite skip passes over single steps",
             step,
         )
 
@@ -328,14 +328,14 @@ def _odd_numbers(device: torch.device) -> Tensor:
 def bit_sums(parts: list[Tensor]) -> Tensor:
     """int64 [n]: the bits of each value are multiplied by a random odd number that belongs to its place and summed
     modulo 2^64, HASHED values at a time: so no order of summing changes it, and values that change places, or changes
-    whose plain sum is 0, do. Needs 16 MiB beside the tensors, whatever their size."""
+    whose plain sum is 0, do. Needs 16 MiB in addition to the tensors, whatever their size."""
     odd = _odd_numbers(parts[0].device)
     bits = [part.contiguous().view(-1).view(INTS[part.element_size()]) for part in parts]
     return torch.stack([x.long().mul_(odd[: len(x)]).sum() for part in bits for x in part.split(HASHED)])
 
 
 def parameter_hash(model: nn.Module) -> int:
-    """Of the bits of this rank's parts of the parameters."""
+    """A hash of the bits of this rank's parts of the parameters."""
     return hash(tuple(bit_sums([local(p.detach()) for p in model.parameters()]).tolist()))
 
 
@@ -356,7 +356,7 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
     if said:
         raise Failure(
             f"After step {step} not all copies of the parameters are equal; {'; '.join(said)}. No checkpoint was"
-            " written since they were compared last. It may be faulty hardware there; start again to go on from the"
+            " written since they were compared last. It may be faulty hardware there; start again to resume from the"
             " newest checkpoint"
         )
 
@@ -405,7 +405,7 @@ class Watchdog:
     def __init__(self, run: Run):
         self.run, self.ranks, self.clock = run, run.ranks, run.clock
         many = run.ranks.world_size > 1
-        self.groups = [None, run.ranks.control] if many else []  # their collectives tell how far a rank is
+        self.groups = [None, run.ranks.control] if many else []  # their collectives measure a rank's progress
         self.store = self.transfer_store = None
         if many:  # connections of their own to the store that the ranks met at: one late answer confuses no other
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -441,7 +441,7 @@ class Watchdog:
             self._check_progress()
 
     def _stop_request(self) -> str | None:
-        """What `launch.sh stop` has written for rank 0: nothing (save and stop) or "now". None: there is no request."""
+        """The text that `launch.sh stop` wrote for rank 0: "" (save and stop) or "now". None: no request."""
         try:
             return (self.run.folder / "logs" / "stop").read_text() if self.ranks.rank == 0 else None
         except OSError:
@@ -477,7 +477,7 @@ class Watchdog:
         return self.transferred
 
     def _awaited(self) -> str:
-        """The file of the hub that a step waits for which hangs on data, in words."""
+        """Names the hub file that a step waits for."""
         loaders = self.loaders if self.clock.stack[-1] in ("data", "evaluation") else []
         return "".join(f", {awaited}" for loader in loaders if (awaited := loader.waits_for()))
 
@@ -551,10 +551,10 @@ class Watchdog:
 
 
 def take_lock(folder: Path) -> SoftFileLease:
-    """Takes the run folder's lock, which a thread of filelock renews until it is released. The lock of a process that
-    has ended on this machine is taken over at once, that of another machine when nobody has renewed it for LEASE
-    seconds. Raises UserError if another job holds the lock."""
-    # thread_local: the watchdog reads it, too
+    """Takes the run folder's lock, which a thread of filelock renews until it is released. The lock of a dead
+    process on this machine is taken over at once, the lock of another machine after LEASE seconds without renewal.
+    Raises UserError if another job holds the lock."""
+    # thread_local=False: the watchdog reads the state of the lock
     lock = SoftFileLease(folder / "lock", lease_duration=LEASE, thread_local=False, poll_interval=0.2)
     try:
         lock.acquire(timeout=PATIENCE)
@@ -569,7 +569,7 @@ def take_lock(folder: Path) -> SoftFileLease:
 
 
 def sees(run: Path, token: str) -> bool:
-    """Whether the lock that rank 0 took is visible here, too."""
+    """Whether this rank's machine sees the lock that rank 0 took."""
     end = time.monotonic() + APPEARS
     while time.monotonic() < end:
         with contextlib.suppress(OSError):
