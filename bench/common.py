@@ -1,180 +1,83 @@
-"""What the suites share: rows of results, contenders that take turns, and runs of train.py.
+"""Shared by the suites: rows of results, and contenders that take turns.
 
-The processes that train peers import this file too, and their start is measured: it imports little."""
+Names of contenders: `flatland --fp8 tensor` is train.py with further flags; `litgpt, mixed, compiled` is a peer, its
+precision, and torch.compile."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import ROOT, Failure  # first: it finds the Python that has torch
+from lib.errors import Failure  # first: it finds the Python that has torch
 
 import numpy as np  # isort: skip
-import torch
 
 Row = dict[str, str | float | None]
-
-
-def row(
-    case: str, what: str, value: float | None = None, unit: str = "", ratio: float | None = None, note: str = ""
-) -> Row:
-    """case and what name it: `compare` finds it by them in another file of results. Figures and note may change."""
-    figures = {"median": value, "p10": value, "p90": value, "unit": unit, "ratio": ratio}
-    return {"case": case, "what": what} | figures | {"note": note}
-
-
-def failed(case: str, what: str, why: object) -> Row:
-    return row(case, what, note=f"failed: {' '.join(str(why).split())[:400]}")
-
-
-def guarded(case: str, what: str, rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows. An error, even one that would end the process, becomes the last of them: the others go on."""
-    try:
-        yield from rows
-    except ImportError as error:
-        yield row(case, what, note=f"not here: {error}")
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        yield failed(case, what, f"{type(error).__name__}: {error}")
-
-
-# ---- turns
+COLUMNS = ("case", "what", "median", "unit", "p10", "p90", "ratio", "mfu", "gib", "note")
 
 
 class Turn(NamedTuple):
-    """Some steps of a contender."""
+    """Measured steps of a contender. gib: peak memory. norm: gradient norm of the first step."""
 
-    seconds: list[float]  # of each
-    peak: int = 0  # bytes of memory; on a GPU those beyond what was held before
-    faults: float = 0.0  # page faults per step
-    losses: tuple[float, ...] = ()  # of the step before the timed ones, and of these
-    norm: float = 0.0  # of the gradients of the step before
-    first: float = 0.0  # time.time() at the end of the step before
-
-
-def timed(step: Callable[[], object], count: int = 1, cuda: bool = False) -> Turn:
-    """Calls `step` so many times. On a GPU its events are the clock, and nothing waits between the calls."""
-    if not cuda:
-        marks = [time.perf_counter()]
-        for _ in range(count):
-            step()
-            marks.append(time.perf_counter())
-        return Turn([end - begin for begin, end in pairwise(marks)])
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    seconds = [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
-    return Turn(seconds, torch.cuda.max_memory_allocated() - held)
+    seconds: list[float]
+    gib: float | None = None
+    losses: list[float] | None = None
+    norm: float = 0.0
+    mfu: float | None = None
 
 
-def race(
-    case: str, unit: str, amount: float, works: dict[str, Callable], rounds: int, take_turn: Callable = timed,
-    note: Callable[[str, float, list[Turn]], str] = lambda *_: "", warm_up: bool = True,
-) -> Iterator[Row]:  # fmt: skip
-    """A row for each function, which does `amount` of work per step; its median is work per second, or with the unit
-    "s" seconds. First comes a turn of each that is not measured, and what fails in it is left out. Then they take
-    turns, so that whatever else the machine does meets them alike. Ratios are to the first function's. note(name,
-    median, turns). Without rounds nothing is done."""
-    turns, first = {}, None
+def row(case: str, what: str, note: str = "", **values) -> Row:
+    return dict.fromkeys(COLUMNS) | {"case": case, "what": what, "note": note} | values
 
-    def start(name: str) -> Iterator[Row]:
-        if warm_up:
-            take_turn(works[name])
-        turns[name] = []
-        yield from ()
 
-    for name in works if rounds else ():
-        yield from guarded(case, name, start(name))
+def race(case: str, unit: str, amount: float, works: dict[str, Callable[[], Turn]], rounds: int) -> Iterator[Row]:
+    """A row per contender: `amount` of work per step, divided by its seconds. Contenders take turns, so that other load
+    on the machine affects all of them. Ratios are to the first. An error becomes a row, and the others continue."""
+    turns: dict[str, list[Turn]] = {name: [] for name in works}
     for _ in range(rounds):
-        for name, several in turns.items():
-            several.append(take_turn(works[name]))
+        for name in [*turns]:
+            try:
+                turns[name].append(works[name]())
+            except (ImportError, Failure, RuntimeError) as error:
+                del turns[name]
+                kind = "not available" if isinstance(error, ImportError) else "failed"
+                yield row(case, name, f"{kind}: {' '.join(str(error).split()[-40:])}")
+    first = None
     for name, several in turns.items():
-        seconds = np.concatenate([turn.seconds for turn in several])
-        low, median, high = np.quantile(seconds if unit == "s" else amount / seconds, (0.1, 0.5, 0.9)).tolist()
-        first = first or median
-        yield row(case, name, median, unit, median / first, note(name, median, several)) | {"p10": low, "p90": high}
+        rates = amount / np.concatenate([turn.seconds for turn in several])
+        low, median, high = np.quantile(rates, (0.1, 0.5, 0.9)).tolist()
+        last = several[-1]
+        first = first or (median, last.mfu)
+        ratio = median / first[0]
+        mfu = first[1] and first[1] * ratio  # of the same model
+        note = f"loss {last.losses[0]:.4f} to {last.losses[-1]:.4f}" if last.losses else ""
+        yield row(case, name, note, unit=unit, median=median, p10=low, p90=high, ratio=ratio, mfu=mfu, gib=last.gib)
 
 
-def require_same(what: str, *results) -> None:
-    if any(result != results[0] for result in results):
-        raise Failure(f"{what}: the results differ, so there is nothing to compare")
-
-
-def peak_rss(reset: bool = False) -> int:
-    """Bytes; since the last reset (Linux: proc(5), clear_refs)."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
-
-
-# ---- processes
-
-
-def python_command(words: tuple, processes: int) -> list[str]:
-    """That runs one of our scripts, by torchrun if there are several processes."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
-    return [str(word) for word in (sys.executable, *(launch if processes > 1 else []), *words)]
-
-
-def run_python(*words, processes: int = 1, env: dict[str, str] | None = None) -> str:
-    """Runs one of our scripts -> what it prints. env: added to the environment."""
-    command = python_command(words, processes)
-    done = subprocess.run(command, env=os.environ | (env or {}), capture_output=True, text=True, timeout=1800)
-    if done.returncode:
-        message = done.stderr.strip()[-2000:] or "it said nothing"
-        raise Failure(f"{' '.join(command)[:1000]} ended with {done.returncode}: {message}")
-    return done.stdout
-
-
-def rows_of(*words, processes: int = 1, env: dict[str, str] | None = None, limit: float = 1800.0) -> Iterator[Row]:
-    """Runs one of our scripts -> the rows that it prints as JSON, as they come. It is killed after `limit` seconds."""
-    command = ["timeout", "--signal=KILL", str(limit), *python_command(words, processes)]
-    with subprocess.Popen(command, env=os.environ | (env or {}), stdout=subprocess.PIPE, text=True) as process:
-        yield from (json.loads(line) for line in process.stdout if line.startswith('{"case"'))
-    if process.returncode:
-        killed = process.returncode in (137, -9)
-        raise Failure(f"killed after {limit:.0f} s" if killed else f"ended with {process.returncode}")
-
-
-class Run(NamedTuple):
-    """A finished run of train.py. parts: seconds of each."""
-
-    records: list[dict]
-    parts: dict[str, float]
-
-    @property
-    def speed(self) -> float:
-        """Tokens/s after the first fifth of the steps: the median of its records."""
-        steps = self.records[-1]["step"]
-        return float(np.median([r["tok_per_s"] for r in self.records if r["step"] > max(1, steps / 5)]))
-
-    @property
-    def loss(self) -> float | None:
-        """Of the validation at the end."""
-        return self.records[-1].get("val_loss")
-
-    @property
-    def memory(self) -> float:
-        """GiB, the peak of the rank that has most."""
-        return self.records[-1]["mem_gib"]
-
-
-def train_run(out: Path, flags: list, processes: int = 1, env: dict[str, str] | None = None) -> Run:
-    run_python(ROOT / "train.py", *flags, "--out", out, processes=processes, env=env)
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    parts = re.search(r"Time taken: .*\((.*)\)", (out / "log.txt").read_text())[1]
-    seconds = {name: float(value) for name, value in re.findall(r"(\w+) ([\d.]+)", parts)}
-    return Run([record for record in records if "loss" in record], seconds)  # others tell of what came later
+def train(command: list[object], out: Path, steps: int, env: dict[str, str], limit: float) -> Turn:
+    """Runs a trainer until out/metrics.jsonl has the record of step `steps`, and kills it: a finished train.py would
+    write a checkpoint. The first two records are warm-up."""
+    end, records, output = time.monotonic() + limit, [], out.with_suffix(".log")
+    with open(output, "w") as file:
+        words = [sys.executable, *map(str, command)]
+        process = subprocess.Popen(words, stdout=file, stderr=file, env=os.environ | env)
+    try:
+        while not (records and records[-1]["step"] >= steps):
+            if process.poll() is not None or time.monotonic() > end:
+                why = f"status {process.poll()}: {output.read_text()[-400:]}"
+                raise (ImportError if "ModuleNotFoundError" in why else Failure)(why)
+            time.sleep(0.2)
+            path = out / "metrics.jsonl"
+            lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+            records = [record for record in map(json.loads, lines) if "loss" in record]
+    finally:
+        process.kill()
+        process.wait()
+    last, losses = records[-1], [record["loss"] for record in records]
+    return Turn(
+        [r["step_ms"] / 1e3 for r in records[2:]], last["mem_gib"], losses, records[0]["grad_norm"], last.get("mfu")
+    )

@@ -11,7 +11,7 @@ share. The avx512_bf16 set computes in bf16, unless a recipe says fp32; the othe
 
 With the same torch, CPU maker and family, and instruction set as the record, every figure must be equal bit for bit.
 Any other machine or torch is compared within tolerances, and the result states why; no machine is skipped. ARM CPUs
-have no x86 set: they use the set `default` (torch's portable kernels, fp32) and are compared with the avx2 record.
+have no x86 set: they use the set `default` (torch's portable kernels, fp32), compared with the EPYC's.
 torch 2.11 computes the same bits as 2.13 on the EPYC; this is not assumed.
 
 The tolerances lie between the differences of machines and the effect of wrong numerics. Largest relative differences of
@@ -210,37 +210,31 @@ def in_order(run: Figures) -> dict[str, float | str]:
     return steps | {"validation loss": run["val_loss"], "checksum of the weights": run["weights"]}
 
 
-def tolerance(run: str, figure: str, dtype: str) -> float:
-    """Largest accepted relative difference of a figure from the record of another machine or torch."""
+def agrees(run: str, figure: str, old: float | str | None, new: float | str | None, dtype: str) -> bool:
+    """Whether a figure agrees with the record: bit for bit, or within the tolerances of recipes in this dtype."""
+    if not dtype or old is None or new is None:
+        return old == new
     flags = RECIPES[run.split()[0]]
     kind, _, step = figure.partition(" of step ")
     if step and int(step) <= FIRST:
         rounds = "--fp8" in flags or "bf16" in flags or ("--dtype" not in flags.split() and dtype == "bf16")
-        return COARSE if rounds else FINE
-    return {"loss": LATE, "validation loss": VALIDATION}.get(kind, math.inf)
-
-
-def differs(expected: float | str | None, measured: float | str | None, limit: float) -> bool:
-    """Whether two figures differ by more than the limit; 0 requires equal bits, and inf accepts any figure."""
-    if limit == 0.0 or expected is None or measured is None:
-        return expected != measured
-    return limit < math.inf and not abs(measured - expected) <= limit * abs(expected)
+        limit = COARSE if rounds else FINE
+    else:
+        limit = {"loss": LATE, "validation loss": VALIDATION}.get(kind, math.inf)
+    return limit == math.inf or abs(new - old) <= limit * abs(old)
 
 
 def differences(expected: dict[str, Figures], measured: dict[str, Figures], dtype: str = "") -> list[str]:
-    """One line per run that differs, with its first differing figure. dtype: of a comparison within tolerances, the
-    dtype of recipes without --dtype; empty: bit for bit."""
+    """One line per run that differs, with its first differing figure. dtype: of recipes without --dtype, to compare
+    within tolerances; empty: bit for bit."""
     lines = []
     for name in expected | measured:
         was, now = (in_order(runs[name]) if name in runs else {} for runs in (expected, measured))
-        for figure in was | now:
-            old, new = was.get(figure), now.get(figure)
-            limit = tolerance(name, figure, dtype) if dtype else 0.0
-            if differs(old, new, limit):
-                both = isinstance(old, float) and isinstance(new, float)
-                change = f": relative difference {new / old - 1:+.2g}, allowed {limit:.0e}" if both else ""
-                lines.append(f"{name}: the {figure} is {new}, recorded {old}{change}; earlier figures agree")
-                break
+        wrong = [figure for figure in was | now if not agrees(name, figure, was.get(figure), now.get(figure), dtype)]
+        for figure in wrong[:1]:
+            lines.append(
+                f"{name}: the {figure} is {now.get(figure)}, recorded {was.get(figure)}; earlier figures agree"
+            )
     return lines
 
 
@@ -250,7 +244,7 @@ def find_record(instructions: str) -> tuple[dict[str, Figures], str]:
     here, makers = maker(), record["makers"]
     chosen = here if here in makers else next(iter(makers))
     sets = makers[chosen]["sets"]
-    near = instructions if instructions in sets else "avx2"
+    near = instructions if instructions in sets else [*sets][-1]  # the last one is fp32
     reasons = []
     if record["torch"] != TORCH:
         reasons.append(f"recorded with torch {record['torch']}, this is {TORCH}")
@@ -275,19 +269,16 @@ def record_here() -> None:
     from log import cpu_name
 
     record, here = json.loads(RECORD.read_text()), maker()
-    sets = {name: measure(name) for name in sets_here() if name != "default"}
-    if not sets:
-        raise Failure(f"this CPU ({here}) has no instruction set to record: {', '.join(SETS)}")
-    others = {name: entry for name, entry in record["makers"].items() if name != here}
-    old = record["makers"].get(here, {}).get("sets")
-    unchanged = old == sets or (old is None and not differences(*find_record("avx2")[:1], sets["avx2"], "fp32"))
-    if not (unchanged and record["torch"] == TORCH):
-        print(f"The numerics changed, so these records are removed; record again there: {', '.join(others) or 'none'}")
-        others = {}
-    makers = {here: {"cpu": cpu_name(), "sets": sets}} | others
+    sets = {name: measure(name) for name in sets_here()}
+    makers = record["makers"]
+    old = makers.pop(here, {}).get("sets")
+    unchanged = old == sets if old else not differences(find_record("default")[0], sets["default"], "fp32")
+    if record["torch"] != TORCH or not unchanged:
+        print(f"The numerics changed, so these records are removed; record again there: {', '.join(makers) or 'none'}")
+        makers = {}
+    makers = makers | {here: {"cpu": cpu_name(), "sets": sets}}
     text = json.dumps({"torch": TORCH, "makers": dict(sorted(makers.items()))}, indent=1)
-    text = re.sub(r",\n +(?=[\d-])", ", ", text)  # one line per list of losses
-    RECORD.write_text(text + "\n")
+    RECORD.write_text(re.sub(r",\n +(?=[\d-])", ", ", text) + "\n")  # one line per list of losses
 
 
 def main(argv: list[str]) -> None:
