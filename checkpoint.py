@@ -28,21 +28,23 @@ from functools import partial
 from pathlib import Path
 
 # first: it finds the Python that has torch
-from lib.errors import UserError, check_words, local_path, read_ahead, read_json, run_script, write_whole
+from lib.errors import Parser, UserError, check_words, local_path, read_ahead, read_json, run_script
 
 # ---- the command line, understood before torch is imported, which takes seconds
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="checkpoint.py", description="Looks at a run's checkpoints, or exports one.")
+    parser = Parser(prog="checkpoint.py", description="Lists, verifies or exports a run's checkpoints.")
     add = parser.add_argument
-    about = "what there is; every byte compared with its checksum (status 1 if one is wrong); the newest whole one as a"
-    add("verb", choices=("list", "verify", "export"), help=f"{about} Hugging Face folder")
+    about = (
+        "list them; compare every byte with its checksum (status 1 if one is damaged); write the newest whole one as"
+    )
+    add("verb", choices=("list", "verify", "export"), help=f"{about} a Hugging Face folder")
     add("run", type=Path, help="run folder")
-    add("out", type=Path, nargs="?", help="export: the folder to make")
+    add("out", type=Path, nargs="?", help="export: the folder to write")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="export: fp32 (default) is exact")
     add("--shard_gb", type=float, default=5.0, help="export: largest file, in 10^9 bytes (default 5)")
-    add("--tokenizer", help="export: whose files to add; default: the run's; none = no files")
+    add("--tokenizer", help="export: the tokenizer whose files are added (default: the run's; none = no files)")
     return parser.parse_args(argv)
 
 
@@ -73,7 +75,7 @@ from lib.weights import (
 )
 from lib.weights import open_weights as open_folder
 from model import random_init
-from optim import DTYPES, is_sharded, trained
+from optim import is_sharded, trained
 from shapes import ModelConfig, RopeScaling
 from shard import (
     ALONE,
@@ -114,42 +116,33 @@ def probe_loss(model: nn.Module, tokens: list[int], device: torch.device) -> flo
 
 
 class Saver:
-    """Writes checkpoints while the training goes on: `save` computes the probe's loss and copies this rank's parts into
-    the host's memory; a thread writes them. The next save waits for the one before.
+    """Writes checkpoints in the background: `save` computes the probe's loss and copies this rank's parts into the
+    host's memory; a thread writes them. A save waits for the one before it.
 
-    Around the loop (`with saver:`) it lets what is being written come to its end when an error ends the loop, and saves
-    the state before a step whose loss or gradients were no numbers."""
+    As a context manager around the loop, it completes the save in progress when an error ends the loop, and saves the
+    state before a step whose loss or gradients were not finite."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, data: Loader, run: Run, found):
-        """found: the Checkpoint that the run goes on from, or None."""
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data: Loader,
+        run: Run,
+        resume_from: "Checkpoint | None",
+    ):
         self.model, self.optimizer, self.data, self.phase = model, optimizer, data, run.phase
         self.config, self.ranks, self.mesh = run.config, run.ranks, run.mesh
         self.run, self.nonce = run.folder, run.nonce
-        self.tokens = found.manifest["probe"]["tokens"] if found else None
-        self.base = found.manifest["base"] if found else base_fingerprint(self.config, self.ranks)
-        self.last = found.step if found else 0  # the newest that is whole
+        self.tokens = resume_from.manifest["probe"]["tokens"] if resume_from else None
+        self.base = resume_from.manifest["base"] if resume_from else base_fingerprint(self.config, self.ranks)
+        self.last = resume_from.step if resume_from else 0  # step of the newest whole checkpoint
         on_first_rank(lambda: clean(self.run, self.last or math.inf), self.ranks)
-        self.pinned: dict[str, Tensor] = {}  # copies of a GPU's state are made in these
+        self.pinned: dict[str, Tensor] = {}  # pinned host memory for the copies of tensors on a GPU
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
 
-    def __enter__(self) -> None:
-        """Pinning the host's memory takes seconds, in which the first step is compiled."""
-        if not self.config.save_async or self.ranks.device.type != "cuda":
-            return
-        tensors, _ = own_parts(self.model, self.optimizer, self.ranks)
-        if not self.optimizer.state:  # AdamW's, before the first update
-            weights = {key: t for key, t in tensors.items() if key.startswith("model.")}
-            for key, weight in weights.items():
-                moment = weight.to("meta", DTYPES[self.config.state_dtype])
-                tensors |= {key.replace("model", kind, 1): moment for kind in ("exp_avg", "exp_avg_sq")}
-        if self._has_room(tensors):
-            self.thread = threading.Thread(target=self._pin, args=(tensors,), name="pinning")
-            self.thread.start()
-
-    def _pin(self, tensors: dict[str, Tensor]) -> None:
-        for key, tensor in tensors.items():
-            self.pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    def __enter__(self) -> "Saver":
+        return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         if error is None:
@@ -196,12 +189,12 @@ class Saver:
         if not math.isfinite(loss):
             raise RuntimeError(f"The model's loss after step {step} is {loss}: such a state is not saved")
         probe = {"tokens": self.tokens, "loss": loss, "tolerance": TOLERANCE[self.model.dtype]}
-        state = next(iter(self.optimizer.state.values()), {})
+        updates = next((state["step"] for state in self.optimizer.state.values() if "step" in state), 0)
         manifest = {
             "format": FORMAT,
             "step": step,
             "tokens": step * self.config.batch_tokens,
-            "updates": int(state.get("step", 0)),
+            "updates": int(updates),
             "world_size": self.ranks.world_size,
             "position": position,
             "probe": probe,
@@ -210,8 +203,10 @@ class Saver:
             "model": asdict(self.config.model_config),
         }
         tensors, places = own_parts(self.model, self.optimizer, self.ranks)
-        beside = self.config.save_async and (step < self.config.steps or self.ranks.device.type == "cuda")
-        staged = beside and all(gather(self._has_room(tensors), self.ranks))  # the last one is waited for at once
+        copies = step < self.config.steps or any(
+            t.is_cuda for t in tensors.values()
+        )  # training waits for the last save
+        staged = self.config.save_async and copies and all(gather(self._has_room(tensors), self.ranks))
         ready = _stage(tensors, self.pinned) if staged else None
         self.thread = threading.Thread(target=self._write, args=(manifest, tensors, places, ready), name="checkpoint")
         self.thread.start()
@@ -219,13 +214,14 @@ class Saver:
             self.wait()
 
     def _has_room(self, tensors: dict[str, Tensor]) -> bool:
-        new = [t.numel() * t.element_size() for key, t in tensors.items() if key not in self.pinned]
-        size = sum(new) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        size *= 2 if self.ranks.device.type == "cuda" else 1  # torch pins blocks of powers of two
+        """Whether the host's memory holds the copies of an asynchronous save."""
+        new = [t for key, t in tensors.items() if key not in self.pinned]
+        on_gpu = sum(t.nbytes for t in new if t.is_cuda)
+        size = save_memory(on_gpu, sum(t.nbytes for t in new) - on_gpu) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         free = available_memory() or math.inf
         if size > free:
-            said = "Saving without --save_async: a copy of the state takes %.1f GiB on this machine, %.1f are free"
-            logger.warning(said, size / 2**30, free / 2**30)
+            message = "Training waits for this save: a copy of the state takes %.1f GiB on this machine, %.1f are free"
+            logger.warning(message, size / 2**30, free / 2**30)
         return size <= free
 
     @property
@@ -306,9 +302,15 @@ def own_parts(
     return tensors, places
 
 
+def save_memory(on_gpu: int, on_host: int) -> int:
+    """Bytes of host memory that a rank needs for an asynchronous save of so many bytes of state on its GPU and on the
+    host. A save that training waits for needs almost none: it writes the state from where it is."""
+    return 2 * on_gpu + on_host  # torch rounds pinned blocks up to powers of two
+
+
 def _stage(tensors: dict[str, Tensor], pinned: dict[str, Tensor]) -> torch.cuda.Event | None:
-    """Replaces tensors by copies in the host's memory -> when they are there. On a GPU nothing waits: the next update
-    comes after the copies, which are made in `pinned`, in the stream's order."""
+    """Replaces tensors by copies in the host's memory -> the event of their arrival, if they come from a GPU. Nothing
+    waits for a GPU: the copies go to `pinned` memory in the stream's order, before the next update."""
     ready = None
     for key, tensor in tensors.items():
         if tensor.is_cuda:
@@ -352,7 +354,6 @@ def _commit(temporary: Path, folder: Path, manifest: dict) -> None:
     os.rename(temporary, folder)  # never onto another one
     _sync(folder.parent)
     _sync(folder.parent.parent)  # the first save has made folder.parent
-    write_whole(folder.parent / "latest", folder.name + "\n")
 
 
 def _crc_of(manifest: dict) -> int:
@@ -383,10 +384,7 @@ def _prune(run: Path, keep: int) -> None:
 def clean(run: Path, last: float = math.inf) -> None:
     """Removes what torn saves have left, and gives steps after `last`, which are damaged, another name."""
     for torn in (run / "checkpoints").glob("*.tmp-*"):
-        if torn.is_dir():
-            shutil.rmtree(torn, ignore_errors=True)
-        else:
-            torn.unlink()
+        shutil.rmtree(torn, ignore_errors=True)
     for damaged in folders(run):
         if step_of(damaged) > last:
             aside = damaged.with_name(f"{damaged.name}.damaged")
@@ -607,18 +605,18 @@ def find(config: Config, ranks: Ranks = ALONE, sizes_only: bool = False) -> tupl
     """The checkpoint to go on from (None: a fresh start), and what a user should know about those that were passed
     over. Refuses a run folder whose checkpoints are all damaged, and one that was trained with other settings. All
     ranks must call."""
-    found, faults = _newest_whole(on_first_rank(lambda: _candidates(config), ranks), ranks, sizes_only)
+    resume_from, faults = _newest_whole(on_first_rank(lambda: _candidates(config), ranks), ranks, sizes_only)
     skipped = [f"Skipped the damaged checkpoint {folder}: {fault}" for folder, fault in faults.items()]
-    if found:
-        changed(found, config)
+    if resume_from:
+        changed(resume_from, config)
         if config.resume != "auto":
-            _check_room(config, found.step)
+            _check_room(config, resume_from.step)
     elif skipped:
         advice = f"No whole checkpoint is left in {config.out}: mend it, or start afresh with another --out"
         if config.resume != "auto":
             advice = f"--resume {config.resume} is damaged: name another, or auto"
         raise UserError("\n".join([*skipped, advice]))
-    return found, skipped
+    return resume_from, skipped
 
 
 def _candidates(config: Config) -> list[Path]:
@@ -639,23 +637,23 @@ def _check_room(config: Config, step: int) -> None:
         raise UserError(f"--resume {config.resume}: {config.out} holds {later[-1]} already; give another --out")
 
 
-def changed(found: Checkpoint, config: Config) -> dict[str, list]:
+def changed(resume_from: Checkpoint, config: Config) -> dict[str, list]:
     """Settings that differ from the checkpoint's and that --resume_override names: {name: [old, new]}. Refuses those
     that it does not name."""
     free = fields_that_resume("free")
     now, default = (json.loads(json.dumps(asdict(c))) for c in (config, Config()))
-    then = default | found.manifest["config"]  # flags that are newer than it had their default
+    then = default | resume_from.manifest["config"]  # flags that are newer than it had their default
     differ = {k: [then[k], now[k]] for k in now if k not in free and now[k] != then[k]}
     refused = {k: v for k, v in differ.items() if k not in config.resume_override}
     if not refused:  # a --model folder may hold another config.json by now
-        now, then = asdict(config.model_config), asdict(found.model_config)
+        now, then = asdict(config.model_config), asdict(resume_from.model_config)
         refused = {f"model's {k}": [then[k], now[k]] for k in now if now[k] != then[k]}
     if refused:
         lines = [f"--{k} was {old!r}, is {new!r}" for k, (old, new) in refused.items()]
         tunable = set(refused) <= set(fields_that_resume("override"))
         hint = f"; --resume_override {','.join(refused)} goes on with the new" if tunable else ""
         raise UserError(
-            f"{found.folder} was trained with other settings:\n  "
+            f"{resume_from.folder} was trained with other settings:\n  "
             + "\n  ".join(lines)
             + f"\nGive the old ones to go on{hint}; or a new --out to start afresh"
         )
@@ -663,35 +661,40 @@ def changed(found: Checkpoint, config: Config) -> dict[str, list]:
 
 
 def restore(
-    found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, config: Config, weights=None
+    resume_from: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    config: Config,
+    weights=None,
 ) -> None:
     """Weights, optimizer and random state; refuses weights whose loss is not what the checkpoint says. weights: reads
     those of --weights, which adapters are for. All ranks must call."""
-    read = found.read_weights
+    read = resume_from.read_weights
     if config.lora:
-        found.check_base(ranks)
+        resume_from.check_base(ranks)
         read = lora.join(weights if config.weights else open_base(config), read)
     fill_parameters(model, read, config.load)
-    _prove(found, model, ranks)
-    found.restore_optimizer(model, optimizer, config.load)
-    found.restore_rng(ranks)
-    if overridden := changed(found, config):
+    _prove(resume_from, model, ranks)
+    resume_from.restore_optimizer(model, optimizer, config.load)
+    resume_from.restore_rng(ranks)
+    if overridden := changed(resume_from, config):
         words = "; ".join(f"{name} {old} -> {new}" for name, (old, new) in overridden.items())
         logger.info("Going on with other settings: %s", words)
         if ranks.rank == 0:
             with open(Path(config.out) / "overrides.jsonl", "a") as f:
-                f.write(json.dumps({"step": found.step} | overridden) + "\n")
+                f.write(json.dumps({"step": resume_from.step} | overridden) + "\n")
 
 
-def _prove(found: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
-    probe = found.manifest["probe"]
+def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
+    probe = resume_from.manifest["probe"]
     losses = gather(probe_loss(model, probe["tokens"], ranks.device), ranks)
     loss = max(losses, key=lambda x: abs(x - probe["loss"]) if math.isfinite(x) else math.inf)
     if not abs(loss - probe["loss"]) <= probe["tolerance"]:
         raise UserError(
-            f"{found.folder}: the loss of its probe was {probe['loss']:.6f} when it was saved, with what was loaded it"
-            f" is {loss:.6f} (allowed: {probe['tolerance']} off). The code computes something else now (rope, ties,"
-            " dtypes, names?), or values were changed; go on with the code that saved it"
+            f"{resume_from.folder}: the loss of its probe was {probe['loss']:.6f} when it was saved, with what was"
+            f" loaded it is {loss:.6f}; they may differ by {probe['tolerance']}. Either the code computes something"
+            " else now (rope, ties, dtypes, names?), or values were changed: resume with the code that saved it"
         )
     logger.info("Loss of the checkpoint's probe: %.6f, it was %.6f", loss, probe["loss"])
 
@@ -701,16 +704,16 @@ def _prove(found: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
 
 def newest(run: Path) -> Checkpoint:
     """A run's newest whole checkpoint."""
-    found, faults = _newest_whole(folders(run)[::-1])
-    if found:
-        return found
+    checkpoint, faults = _newest_whole(folders(run)[::-1])
+    if checkpoint:
+        return checkpoint
     words = "".join(f"\n  {folder.name}: {fault}" for folder, fault in faults.items())
     raise UserError(f"{run}: there is no whole checkpoint in it{words or ' (runs/NAME is a run folder)'}")
 
 
-def load_run_tokenizer(found: Checkpoint, spec: str | None = None):
+def load_run_tokenizer(checkpoint: Checkpoint, spec: str | None = None):
     """That of a run, or another one that is named; None if it is not known."""
-    return load_tokenizer(spec or found.config.tokenizer) if spec or knows_text(found.config) else None
+    return load_tokenizer(spec or checkpoint.config.tokenizer) if spec or knows_text(checkpoint.config) else None
 
 
 def is_exported(config: Config, step: int) -> bool:
@@ -744,10 +747,14 @@ def export_run(config: Config, step: int, ranks: Ranks) -> None:
 
 def _list(folder: Path) -> str:
     try:
-        found = read_manifest(folder)
-        size, ranks, loss = sum(p["bytes"] for p in found["files"]), found["world_size"], found["probe"]["loss"]
-        words = f"{size / 1e9:.3f} GB, {found['tokens']} tokens, written by {ranks} ranks, probe loss {loss:.4f}"
-        return f"step {found['step']}: {words}"
+        manifest = read_manifest(folder)
+        size, ranks, loss = (
+            sum(p["bytes"] for p in manifest["files"]),
+            manifest["world_size"],
+            manifest["probe"]["loss"],
+        )
+        words = f"{size / 1e9:.3f} GB, {manifest['tokens']} tokens, written by {ranks} ranks, probe loss {loss:.4f}"
+        return f"step {manifest['step']}: {words}"
     except (OSError, ValueError, LookupError, TypeError) as e:
         return f"{folder.name}: {e}"
 
@@ -755,11 +762,11 @@ def _list(folder: Path) -> str:
 def _export(args: argparse.Namespace) -> None:
     if args.out is None or not args.shard_gb > 0:
         raise UserError(f"--shard_gb {args.shard_gb} must be positive, and the folder to make be named: export RUN OUT")
-    found = newest(args.run)
-    tokenizer = load_run_tokenizer(found, args.tokenizer) if args.tokenizer != "none" else None
+    checkpoint = newest(args.run)
+    tokenizer = load_run_tokenizer(checkpoint, args.tokenizer) if args.tokenizer != "none" else None
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
-    found.export(args.out, dtype, shard_gb=args.shard_gb, tokenizer=tokenizer)
-    print(f"{args.out}: step {found.step} of {args.run} in {args.dtype}")
+    checkpoint.export(args.out, dtype, shard_gb=args.shard_gb, tokenizer=tokenizer)
+    print(f"{args.out}: step {checkpoint.step} of {args.run} in {args.dtype}")
 
 
 def main(argv: list[str]) -> int:

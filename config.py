@@ -285,7 +285,7 @@ class Config:
     eval_batches: int = may_change_on_resume(
         10, "global batches per evaluation; 0 = the whole validation split", below=2**20
     )
-    save_every: int = may_change_on_resume(0, "steps between checkpoints; 0 = at the end only")
+    save_every: int = may_change_on_resume(1000, "steps between checkpoints; 0 = at the end only")
     save_async: bool = may_change_on_resume(
         True, "write checkpoints while training goes on, from a copy in the host's memory"
     )

@@ -21,20 +21,20 @@ from shard import ALONE, Ranks, fill_parameters
 from test_shard import run_ranks
 
 
-def make_saver(model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None, found=None):
+def make_saver(model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None, resume_from=None):
     """As train.py makes it, without a loader and a run."""
     data = SimpleNamespace(state_dict=lambda: position)
     run = SimpleNamespace(
         config=config, ranks=ranks, mesh=mesh, folder=Path(config.out), nonce="nonce", phase=nullcontext
     )
-    return checkpoint.Saver(model, optimizer, data, run, found)
+    return checkpoint.Saver(model, optimizer, data, run, resume_from)
 
 
 def save(
-    run: Path, step: int, model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None, found=None
+    run: Path, step: int, model, optimizer, position: dict, config, ranks: Ranks = ALONE, mesh=None, resume_from=None
 ) -> Path:
     run.mkdir(exist_ok=True)
-    saver = make_saver(model, optimizer, position, replace(config, out=str(run)), ranks, mesh, found)
+    saver = make_saver(model, optimizer, position, replace(config, out=str(run)), ranks, mesh, resume_from)
     saver.save(step, torch.arange(20))
     saver.wait()
     return checkpoint.step_folder(run, step)
@@ -205,8 +205,7 @@ def test_the_newest_are_kept_and_nothing_is_written_twice(tmp_path):
     for step in range(1, 6):
         save(tmp_path, step, model, optimizer, {}, config)
     names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
-    assert names == ["latest", "step-00000004", "step-00000005"]
-    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step-00000005"
+    assert names == ["step-00000004", "step-00000005"]
     before = (tmp_path / "checkpoints/step-00000005/manifest.json").stat().st_mtime_ns
     with pytest.raises(OSError, match="not empty"):
         save(tmp_path, 5, model, optimizer, {}, config)
@@ -222,7 +221,7 @@ def test_damaged_ones_are_not_among_those_kept(tmp_path):
             (folder / "manifest.json").unlink()
     found, skipped = checkpoint.find(config)
     assert found.step == 1 and len(skipped) == 2
-    saver = make_saver(model, optimizer, {}, config, found=found)
+    saver = make_saver(model, optimizer, {}, config, resume_from=found)
     left = {}
     for step in (2, 4, 6):
         saver.save(step, torch.arange(20))
@@ -257,6 +256,25 @@ def test_other_settings_are_refused_with_the_list(tmp_path):
     assert checkpoint.find(replace(other, resume="never"))[0] is None
 
 
+def test_without_room_for_a_copy_of_the_state_training_waits_for_the_save(tmp_path, monkeypatch, caplog):
+    """State on the host is counted once and then copied once; a save that is waited for copies nothing."""
+    config, model, optimizer = make_state(tmp_path)
+    tensors, _ = checkpoint.own_parts(model, optimizer, ALONE)
+    size = checkpoint.save_memory(0, sum(t.nbytes for t in tensors.values()))
+    staged, stage = [], checkpoint._stage
+    monkeypatch.setattr(checkpoint, "_stage", lambda *a: staged.append(1) or stage(*a))
+    for step, free in ((1, size - 1), (2, size)):
+        monkeypatch.setattr(checkpoint, "available_memory", lambda free=free: free)
+        saver = make_saver(model, optimizer, {}, replace(config, out=str(tmp_path)))
+        saver.last = step - 1
+        saver.save(step, torch.arange(20))
+        assert len(staged) == step - 1 and (saver.thread is None) == (step == 1)
+        saver.wait()
+    assert "Training waits for this save" in caplog.text
+    assert all(ok for _, ok, _ in checkpoint.verify(tmp_path)) and len(checkpoint.verify(tmp_path)) == 2
+    assert checkpoint.save_memory(10, 3) == 23
+
+
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(mount):
     """A real one: a checkpoint has 1.5 MB, the disk 2 MB."""
     disk = mount("2m")
@@ -265,7 +283,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(mount):
     with pytest.raises(OSError) as caught:
         save(disk, 2, model, optimizer, {}, config)
     assert caught.value.errno == errno.ENOSPC
-    assert sorted(p.name for p in (disk / "checkpoints").iterdir()) == ["latest", "step-00000001"]
+    assert sorted(p.name for p in (disk / "checkpoints").iterdir()) == ["step-00000001"]
     assert checkpoint.find(config)[0].step == 1
 
 

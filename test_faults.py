@@ -140,7 +140,7 @@ def test_a_save_killed_between_two_operations_leaves_the_old_state_or_the_new_on
         if not whole:
             shutil.rmtree(run / "checkpoints")
         to_be_saved = (run, whole + 1, model, optimizer, {"samples": whole + 1}, config)
-        ended = in_child(lambda n=n: (die_at(n), save(*to_be_saved, found=resumed)))  # noqa: B023
+        ended = in_child(lambda n=n: (die_at(n), save(*to_be_saved, resume_from=resumed)))  # noqa: B023
         assert ended in (0, 9), n
         found, skipped = checkpoint.find(config) if whole or checkpoint.folders(run) else (None, [])
         step = found.step if found else 0
@@ -152,12 +152,12 @@ def test_a_save_killed_between_two_operations_leaves_the_old_state_or_the_new_on
         assert {int(p.name[5:]) for p in checkpoint.folders(run)} >= enough
         checkpoint.clean(run)
         left = {p.name for p in (run / "checkpoints").iterdir()} if (run / "checkpoints").exists() else set()
-        assert left <= {"latest", f"{folder.name}.damaged", *(f"step-{i:08d}" for i in range(1, whole + 2))}, left
+        assert left <= {f"{folder.name}.damaged", *(f"step-{i:08d}" for i in range(1, whole + 2))}, left
         shutil.rmtree(run)
         if not ended:
             break
     assert n > 20
-    assert len(left) == 1 + min(3, whole + 1), left
+    assert len(left) == min(3, whole + 1), left
 
 
 # ---- damage
@@ -215,8 +215,6 @@ def test_damage_of_any_file_is_named(two, capsys, kind):
             (folder / name).rmdir()
         (folder / name).write_bytes(kept)
         assert checkpoint.find(config)[0].step == 2
-    (Path(config.out) / "checkpoints/latest").write_bytes(b"\xff../../nowhere\n")  # a hint for people only
-    assert checkpoint.find(config)[0].step == 2
 
 
 def test_the_bytes_of_a_manifest_count(two):
@@ -594,7 +592,7 @@ def test_a_save_in_the_background_equals_one_that_is_waited_for_and_its_error_en
     assert status == 1 and said.count("the disk is full") == 1
     assert losses(tmp_path / "run")[-1][0] <= 10  # a step after the error, and before another save is begun
     names = {p.name for p in (tmp_path / "run/checkpoints").iterdir()}
-    assert names == {"latest", "step-00000002", "step-00000004"}
+    assert names == {"step-00000002", "step-00000004"}
 
 
 def test_a_crash_right_after_a_save_was_begun_leaves_the_checkpoint(tmp_path, run_here, monkeypatch, text):
@@ -1030,7 +1028,7 @@ def test_a_full_disk_ends_all_ranks_with_one_message(mount, text):
     assert status and said.count("error: the disk is full") == 1, said
     folders = checkpoint.folders(disk / "run")
     assert len(folders) >= 2 and all(not checkpoint.fault_of(p) for p in folders)
-    assert {p.name for p in (disk / "run/checkpoints").iterdir()} == {"latest", *(p.name for p in folders)}
+    assert {p.name for p in (disk / "run/checkpoints").iterdir()} == {p.name for p in folders}
 
 
 def test_an_end_is_told_in_status_json_when_stderr_takes_nothing(tmp_path, monkeypatch):

@@ -132,14 +132,16 @@ def check_inputs(config: Config, resumes: bool, world_size: int, catalog: Catalo
     return loaders
 
 
-def open_data(config: Config, found: checkpoint.Checkpoint | None, ranks: shard.Ranks) -> tuple[Loader, Loader | None]:
+def open_data(
+    config: Config, resume_from: checkpoint.Checkpoint | None, ranks: shard.Ranks
+) -> tuple[Loader, Loader | None]:
     """The loaders for training and, if the run evaluates, for validation. Rank 0 goes first: it checks all inputs,
     tokenises text, and tells the others what is on the hub. All ranks must call."""
     shard.on_every_rank(lambda: refuse_without_room(config, ranks.device, ranks.world_size), ranks)
-    catalog, loaders = Catalog(config, found and found.manifest["position"].get("commits")), []
+    catalog, loaders = Catalog(config, resume_from and resume_from.manifest["position"].get("commits")), []
 
     def look_up() -> tuple:
-        loaders.extend(check_inputs(config, found is not None, ranks.world_size, catalog))
+        loaders.extend(check_inputs(config, resume_from is not None, ranks.world_size, catalog))
         return catalog.listed, catalog.streamed
 
     catalog.listed, catalog.streamed = shard.on_first_rank(look_up, ranks)
@@ -155,20 +157,24 @@ def report(config: Config) -> int:
     existing = next(p for p in [Path(config.out).absolute(), *Path(config.out).absolute().parents] if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--out {config.out}: {existing} is no folder that can be written to")
-    found, _ = checkpoint.find(config, sizes_only=True)  # training reads every byte
-    if found and found.step >= config.steps:
-        found, _ = checkpoint.find(config)
-    done = found is not None and found.step >= config.steps and checkpoint.is_exported(config, found.step)
+    resume_from, _ = checkpoint.find(config, sizes_only=True)  # training reads every byte
+    if resume_from and resume_from.step >= config.steps:
+        resume_from, _ = checkpoint.find(config)
+    done = (
+        resume_from is not None
+        and resume_from.step >= config.steps
+        and checkpoint.is_exported(config, resume_from.step)
+    )
     if done:
-        say_finished(config, found.step)
+        say_finished(config, resume_from.step)
     else:
         refuse_without_room(config, device, processes)
-        position = found.manifest["position"] if found else {}
+        position = resume_from.manifest["position"] if resume_from else {}
         catalog = Catalog(config, position.get("commits"))
-        data, *_ = check_inputs(config, found is not None, processes, catalog)
-        if found:
+        data, *_ = check_inputs(config, resume_from is not None, processes, catalog)
+        if resume_from:
             data.load_state_dict(position)
-    state = "finished" if done else "resume" if found else "fresh"
+    state = "finished" if done else "resume" if resume_from else "fresh"
     print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}\ntimeout={config.timeout}")
     if "LOCAL_WORLD_SIZE" not in os.environ:  # a person asks, not a launcher, which trains next
         print(f"memory={plan.memory_line(config, plan.cluster_here(device, processes))}")
