@@ -48,6 +48,7 @@ micro_batch batch_size train_batch_size per_device_train_batch_size micro_batch_
 batch_tokens gradient_accumulation_steps global_batch_size total_batch_size grad_accum_steps
 steps max_steps max_iters max_train_steps max_training_steps num_steps train_iters num_iterations
 lr learning_rate max_lr
+optimizer optim optimizer_type optimizer_name
 min_lr lr_min min_learning_rate min_lr_factor
 warmup_steps warmup warmup_iters warmup_ratio num_warmup_steps lr_warmup_steps lr_warmup_iters
 schedule lr_scheduler lr_scheduler_type lr_decay_style decay_lr decay_type
@@ -185,7 +186,10 @@ class Config:
     )
     batch_tokens: int = _flag(0, "tokens per optimizer step over all ranks; 0 = one micro-batch per rank")
     steps: int = may_change_on_resume(1000, "optimizer steps", least=1)
-    lr: float = _tunable(3e-4, "peak learning rate", group="optimizer")
+    optimizer: str = _flag(
+        "adamw", "muon: for the matrices of the blocks; AdamW for the rest", ("adamw", "muon"), group="optimizer"
+    )
+    lr: float = _tunable(3e-4, "peak learning rate")
     min_lr: float = _tunable(0.0, "learning rate at the end of the decay")
     warmup_steps: float = _tunable(0.02, "steps of linear warm-up; below 1 = share of the steps")
     schedule: str = _tunable(
@@ -211,7 +215,7 @@ class Config:
     param_dtype: str = _flag(
         "fp32", "of the masters, which the optimizer updates; bf16 rounds its updates stochastically", ("fp32", "bf16")
     )
-    state_dtype: str = _flag("fp32", "of AdamW's two moments", ("fp32", "bf16"))
+    state_dtype: str = _flag("fp32", "of AdamW's two moments and Muon's momentum", ("fp32", "bf16"))
     reduce_dtype: str = _flag("fp32", "gradients are summed over ranks in it", ("fp32", "bf16"))
     fp8: str = may_change_on_resume(
         "off",
@@ -653,6 +657,8 @@ CONFLICTS = """
 --fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two
 --update_in_backward with --clip: the norm of all gradients is known after the backward pass: --clip 0
 --update_in_backward with --compile model, whose gradients come all at once: --compile block
+--optimizer muon with --update_in_backward: a matrix needs its gradient from all ranks: give up one of the two
+--optimizer muon with --lora: adapters are thin pairs of matrices, which AdamW trains: --optimizer adamw
 --update_in_backward with --on_nonfinite skip: a part of an update cannot be taken back: --on_nonfinite stop
 """
 

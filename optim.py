@@ -1,5 +1,5 @@
-"""What happens to the gradients of a step: its mean loss, the gradient norm, clipping, AdamW (arXiv 1711.05101); and
-the learning rate.
+"""What happens to the gradients of a step: its mean loss, the gradient norm, clipping, AdamW (arXiv 1711.05101) or Muon
+(arXiv 2502.16982); and the learning rate.
 
 Gradients are sums over the trained tokens. One all-reduce per step adds up the loss, the squared norm and the token
 count over the ranks; the divisor (count x clip excess) and the guard against non-finite values stay on the device.
@@ -18,8 +18,9 @@ position): a resumed run repeats them, and replicas, which must stay equal, draw
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -154,22 +155,26 @@ def keep_copies(model: nn.Module, optimizer: torch.optim.Optimizer | None, confi
 def state_layout(model: nn.Module, config) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
     """What the optimizer keeps for each trained parameter, besides its number of updates: state name -> (shape, dtype).
     A state of its parameter's shape is sharded as the parameter is. config: a Config."""
-    dtype = DTYPES[config.state_dtype]
-    return {name: {moment: (p.shape, dtype) for moment in MOMENTS} for name, p in trained(model).items()}
+    dtype, muon = DTYPES[config.state_dtype], matrices(model) if config.optimizer == "muon" else {}
+    kinds = {name: ("momentum_buffer",) if p in muon else MOMENTS for name, p in trained(model).items()}
+    return {name: {kind: (p.shape, dtype) for kind in kinds[name]} for name, p in trained(model).items()}
 
 
 def make_optimizer(model: nn.Module, config) -> torch.optim.Optimizer:
     """Matrices and embeddings decay; biases and norm weights (one dimension) do not. config: a Config."""
+    rows = matrices(model) if config.optimizer == "muon" else {}
+    others = [p for p in trained(model).values() if p not in rows]
     groups = [
-        {"params": [p for p in trained(model).values() if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained(model).values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
     options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": 1e-8}
-    is_fp32 = config.state_dtype == "fp32" and all(p.dtype == torch.float32 for p in trained(model).values())
-    if is_fp32:
+    if config.state_dtype == "fp32" and all(p.dtype == torch.float32 for p in others):
         torch_private.check_fused_adamw(local(next(model.parameters())).device)
-        return torch.optim.AdamW(groups, fused=True, **options)
-    return MixedAdamW(groups, DTYPES[config.state_dtype], config.seed, config.compile != "none", **options)
+        adamw = torch.optim.AdamW(groups, fused=True, **options)
+    else:
+        adamw = MixedAdamW(groups, DTYPES[config.state_dtype], config.seed, config.compile != "none", **options)
+    return Muon(rows, adamw, config) if rows else adamw
 
 
 class MixedAdamW(torch.optim.Optimizer):
@@ -231,20 +236,21 @@ class MixedAdamW(torch.optim.Optimizer):
             number, start, n = self.numbers[p], _local_start(p), local(p).numel()
             if n <= SMALL:
                 small.append(p)
-                places.append((self._key(number, start), start - sum(sizes)))
+                places.append((hash_key(self.seed, number, start), start - sum(sizes)))
                 sizes.append(n)
             for a in range(0, n, self.piece) if n > SMALL else ():
-                place = as_int32([(self._key(number, start + a), start + a)])
+                place = as_int32([(hash_key(self.seed, number, start + a), start + a)])
                 plan.append(([p], slice(a, a + self.piece), place.to(local(p).device)))
         if small:
             place = as_int32(places).repeat_interleave(torch.tensor(sizes), 1)
             plan.append((small, slice(None), place.to(local(small[0]).device)))
         return plan
 
-    def _key(self, number: int, position: int) -> int:
-        """32 bits for the parameter of that number, and for what is beyond 32 bits of a position in it."""
-        digest = hashlib.sha256(f"{self.seed}/{number}/{position >> 32}".encode()).digest()
-        return int.from_bytes(digest[:4], "little")
+
+def hash_key(seed: int, number: int, position: int) -> int:
+    """32 bits for the parameter of that number and for the bits of a position in it beyond the first 32."""
+    digest = hashlib.sha256(f"{seed}/{number}/{position >> 32}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")
 
 
 def adamw_(
@@ -323,7 +329,8 @@ def _local_start(tensor: Tensor) -> int:
 
 def update(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
     """One step with gradients / divisor, or none at all if suppress is 1 (fp32 scalars on the device); frees the
-    gradients. Any torch optimizer works, but one that is neither fused AdamW nor MixedAdamW makes the host wait."""
+    gradients. Any torch optimizer works, but one that is neither fused AdamW, MixedAdamW nor Muon makes
+    the host wait."""
     step(optimizer, lr, divisor, suppress)
     optimizer.zero_grad(set_to_none=True)
 
@@ -333,7 +340,7 @@ def step(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:
         group["lr"] = lr
-    if isinstance(optimizer, MixedAdamW) or optimizer.defaults.get("fused"):
+    if isinstance(optimizer, (MixedAdamW, Muon)) or optimizer.defaults.get("fused"):
         optimizer.grad_scale, optimizer.found_inf = divisor, suppress
         optimizer.step()
     elif not suppress.item():
@@ -361,3 +368,131 @@ def learning_rate(config, step: int) -> float:
         progress = 0.0
     share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.min_lr + (config.lr - config.min_lr) * share
+
+
+# ---- Muon
+
+MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # small singular values grow fast, large ones stay near 1
+ROUND = 2**28  # elements that a rank orthogonalizes at a time
+
+
+def matrices(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
+    """The parameters that Muon updates: matrices and stacked experts of the blocks, without routers; and the rows of
+    the matrices that are fused in each (q, k, v; gate, up)."""
+    c, out = model.config, {}
+    for name, p in trained(model).items():
+        if not name.startswith("layers.") or p.ndim == 1 or name.endswith(".gate.weight"):
+            continue
+        heads, halves = (c.n_heads, c.n_kv_heads, c.n_kv_heads), (p.shape[-2] // 2,) * 2
+        fused = tuple(n * c.head_dim for n in heads) if "qkv_proj" in name else halves if "gate_up" in name else ()
+        out[p] = fused or p.shape[-2:-1]
+    return out
+
+
+def orthogonalize(x: Tensor) -> Tensor:
+    """x [n, rows, columns] -> U V^T of each x = U S V^T, about: five Newton-Schulz iterations take each singular value
+    to between 0.7 and 1.2 (kellerjordan.github.io/posts/muon). A result does not depend on the others of its batch."""
+    a, b, c = NEWTON_SCHULZ
+    tall = x.shape[1] > x.shape[2]
+    y = x.mT if tall else x
+    y = y / y.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
+    for _ in range(5):
+        gram = torch.bmm(y, y.mT)
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        y = torch.baddbmm(y, gram, y, beta=a)
+    return y.mT if tall else y
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (arXiv 2502.16982) for `matrices`, AdamW for all other parameters. All ranks must call `step`.
+
+        m = lerp(g, m, MOMENTUM);  u = orthogonalize(lerp(g, m, MOMENTUM));  p = p (1 - lr decay) - lr scale u
+
+    scale = 0.2 sqrt(max(rows, columns)) gives the update the size of AdamW's, so that its learning rates transfer.
+
+    A matrix is orthogonalized whole. Parameters of equal shape are stacked, and the stack is redistributed: from shards
+    of every parameter to whole parameters, a part of them on each rank, and back. This only copies, so the update has
+    the same bits on any mesh. Experts that are sharded by expert stay where they are. A stack travels while the one
+    before it is orthogonalized."""
+
+    def __init__(self, rows: dict[nn.Parameter, tuple[int, ...]], adamw: torch.optim.Optimizer, config):
+        """rows: see `matrices`. adamw: updates the other parameters. config: a Config."""
+        super().__init__([{"params": [*rows], "weight_decay": config.weight_decay}], {"lr": config.lr})
+        self.param_groups += adamw.param_groups
+        self.adamw, adamw.state, self.rows = adamw, self.state, rows
+        self.dtype, self.state_dtype = DTYPES[config.dtype], DTYPES[config.state_dtype]
+        self.orthogonalize = torch.compile(orthogonalize, dynamic=True) if config.compile != "none" else orthogonalize
+        alike, self.stacks, self.places = {}, [], {}
+        for i, p in enumerate(rows):
+            alike.setdefault((p.shape, rows[p]), []).append(p)
+            start = _local_start(p)
+            self.places[p] = as_int32([(hash_key(config.seed, -i, start), start)]).to(local(p).device)
+        for same in alike.values():
+            n = max(1, ROUND // same[0].numel()) * (same[0].device_mesh.size() if is_sharded(same[0]) else 1)
+            self.stacks += [same[i : i + n] for i in range(0, len(same), n)]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
+        self.adamw.step()
+        updates = [self._update(stack) for stack in self.stacks]
+        for before, update in pairwise([iter(()), *updates, iter(())]):
+            next(update, None)  # the stack begins to travel
+            next(before, None)
+
+    def _update(self, parameters: list[Tensor]) -> Iterator[None]:
+        """Updates the parameters of a stack; pauses while it travels."""
+        first, (group, *_), keep = parameters[0], self.param_groups, self.found_inf > 0
+        stack = torch.stack([self._average(p, keep) for p in parameters])
+        moves = is_sharded(first) and not (first.ndim == 3 and first.placements[-1].is_shard(0))
+        if moves:
+            from torch.distributed.tensor import Shard
+
+            shards = [Shard(s.dim + 1) if s.is_shard() else s for s in first.placements]
+            wholes = [Shard(0) for _ in shards]
+            stack = _move(stack.to(first.device_mesh.device_type), parameters, shards, wholes)
+        yield
+        stack = self._scaled(stack, self.rows[first])
+        stack = _move(stack, parameters, wholes, shards) if moves else stack
+        for p, update in zip(parameters, stack.to(first.device), strict=True):
+            values, steps = local(p), self.state[p]["step"].add_(1.0 - self.found_inf)
+            new = values.float() * (1.0 - group["lr"] * group["weight_decay"]) - group["lr"] * update.float()
+            if p.dtype == torch.bfloat16:
+                bits = random_bits(new.numel(), self.places[p], steps)
+                new = round_stochastically(new, bits.view(new.shape))
+            values.copy_(torch.where(keep, values, new.to(p.dtype)))
+        yield
+
+    def _average(self, p: Tensor, keep: Tensor) -> Tensor:
+        """Updates the momentum of a parameter -> Nesterov's average of it and the gradient."""
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=local(p).device)
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=self.state_dtype)
+        gradient, momentum = local(p.grad).float() / self.grad_scale, local(state["momentum_buffer"])
+        new = gradient.lerp(momentum.float(), MOMENTUM)
+        momentum.copy_(torch.where(keep, momentum, new.to(momentum.dtype)))
+        return gradient.lerp(new, MOMENTUM).to(self.dtype)
+
+    def _scaled(self, stack: Tensor, rows: tuple[int, ...]) -> Tensor:
+        """stack [n, ..., rows, columns] -> the updates. Matrices of equal size are orthogonalized in one batch."""
+        parts = list(stack.reshape(-1, *stack.shape[-2:]).split(rows, 1))
+        for size in {*rows} if len(parts[0]) else ():
+            alike = [i for i, n in enumerate(rows) if n == size]
+            batch = self.orthogonalize(torch.cat([parts[i] for i in alike])) * (0.2 * max(size, stack.shape[-1]) ** 0.5)
+            for i, part in zip(alike, batch.chunk(len(alike)), strict=True):
+                parts[i] = part
+        return torch.cat(parts, 1).view(stack.shape)
+
+
+def _move(stack: Tensor, parameters: list[Tensor], old: list, new: list) -> Tensor:
+    """This rank's part of a stack of parameters, from one placement to another."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, shape = parameters[0].device_mesh, torch.Size((len(parameters), *parameters[0].shape))
+    stride = torch.empty(shape, device="meta").stride()
+    stack = DTensor.from_local(stack, mesh, old, shape=shape, stride=stride)
+    for dim in reversed(range(mesh.ndim if mesh.device_type == "cpu" else 0)):  # gloo has no all-to-all
+        stack = stack.redistribute(placements=[*stack.placements[:dim], *[Replicate()] * (mesh.ndim - dim)])
+    return stack.redistribute(placements=new, async_op=True).to_local()

@@ -212,8 +212,9 @@ def test_recipe_in_the_current_folder(recipe):
 
 def test_a_recipe_that_does_not_exist_lists_those_that_do(recipe):
     recipe("one", ""), recipe("two", "@recipes/three.args")
-    message = refused("@recipes/none.args")
-    assert all(name in message for name in ("none.args", "@recipes/one.args", "@recipes/two.args"))
+    message = refused("@recipes/zzzz.args")
+    assert all(name in message for name in ("zzzz.args", "@recipes/one.args", "@recipes/two.args"))
+    assert "@recipes/one.args" in refused("@one") and "@recipes/one.args" in refused("@recipes/oen.args")
     assert "three.args" in refused("@recipes/two.args")
 
 

@@ -31,10 +31,10 @@ from lib.weights import config_json, read_config
 log.measured_flops, log.Log._draw = lambda *_: 1e9, lambda _: None  # which take seconds
 
 base = "--compile none --dtype fp32 --seq_len 32 --micro_batch 2 --eval_every 0 --log_every 1 --schedule constant"
-base += " --warmup_steps 0 --data rows.csv --text_field review --model tiny-relu2 --optimizer muon"
+base += " --warmup_steps 0 --data rows.csv --text_field review --model tiny-relu2 --optimizer lion"
 for run in ("--steps 4 --out whole", "--steps 2 --out parts", "--steps 4 --out parts"):
     assert train.main([*base.split(), *run.split()]) == 0, run
-rope = base.replace("relu2", "linear").replace("muon", "adamw")
+rope = base.replace("relu2", "linear").replace("lion", "adamw")
 assert train.main([*rope.split(), "--steps", "1", "--out", "rope"]) == 0
 
 for words in json.loads(sys.argv[1]):  # what the page runs
@@ -51,10 +51,8 @@ for p in model.parameters():
     p.grad = torch.randn_like(p)
 optimizer.step()
 moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
-values = torch.linalg.svdvals(moved["layers.0.self_attn.o_proj.weight"])
-assert values.max() < 3 * values.min()  # of a random matrix of that shape the ratio is above 50
-step = moved["embed_tokens.weight"].abs()  # AdamW's first one is the learning rate
-assert torch.allclose(step, torch.full_like(step, step.max().item()), rtol=1e-3)
+for step in moved.values():  # each weight moves by the learning rate
+    assert torch.allclose(step.abs(), torch.full_like(step, config.lr), rtol=1e-2)
 
 ids = next(iter(make_loader(config)))[0].tokens.flatten().tolist()
 text = load_tokenizer("bytes").decode(ids)

@@ -1,5 +1,6 @@
 """The schedules against closed forms, the update against AdamW written out in fp64."""
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +19,7 @@ from config import parse_args
 from data import IGNORE, Batch
 from lib import check, torch_private
 from lib.run import GradientGuard
-from model import random_init
+from model import Transformer, random_init
 from optim import PIECE, MixedAdamW, as_int32, learning_rate, local, make_optimizer, random_bits, update
 from test_shard import run_ranks
 
@@ -452,3 +453,108 @@ def test_a_fused_adamw_that_ignores_what_it_is_given_is_refused(monkeypatch):
             )
             with pytest.raises(RuntimeError, match="ignores grad_scale or found_inf"):
                 torch_private.check_fused_adamw(torch.device("cpu"))
+
+
+# ---- Muon
+
+
+def muon_model(name: str, words: str = ""):
+    """-> (model with the same values each time, config)"""
+    config = parse_args(f"--model {name} --optimizer muon --dtype fp32 --compile none {words}".split())
+    model = Transformer(config.model_config, torch.float32)
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(normal(p.shape, i))
+    return model, config
+
+
+def normal(shape: torch.Size, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run_muon(model: nn.Module, config, steps: int = 4):
+    """Updates with gradients that depend on the parameter and the step alone; the third update is suppressed."""
+    optimizer = make_optimizer(model, config)
+    for n in range(steps):
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.zeros_like(p)
+            local(p.grad).copy_(normal(p.shape, 100 * n + i)[shard.local_slices(p)])
+        update(optimizer, 0.02, torch.tensor(3.0), torch.tensor(float(n == 2)))
+    return optimizer
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-mixtral"])
+def test_muon_is_torch_s_on_every_matrix(name, monkeypatch):
+    """q, k, v, gate, up and every expert are parameters of their own for torch, which is held to fp32."""
+    model, config = muon_model(name)
+    rows = optim.matrices(model)
+    assert not any(f"{skipped}." in n for n, p in model.named_parameters() if p in rows for skipped in ("norm", "gate"))
+    numbers = {p: i for i, p in enumerate(model.parameters())}
+    pieces = []
+    for p in rows:
+        whole = p.detach().clone().view(-1, *p.shape[-2:])
+        for e, matrix in enumerate(whole):
+            pieces += [(p, e, k, nn.Parameter(part.clone())) for k, part in enumerate(matrix.split(rows[p]))]
+    run_muon(model, config, 20)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    oracle = torch.optim.Muon(
+        [piece for *_, piece in pieces], 0.02, config.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    for n in (0, 1, *range(3, 20)):
+        for p, e, k, piece in pieces:
+            gradient = normal(p.shape, 100 * n + numbers[p]).view(-1, *p.shape[-2:])[e] / 3.0
+            piece.grad = gradient.split(rows[p])[k].clone()
+        oracle.step()
+    for p, e, k, piece in pieces:
+        ours = p.detach().view(-1, *p.shape[-2:])[e].split(rows[p])[k]
+        assert (ours - piece).norm() < 1e-5 * piece.norm()
+
+
+@pytest.mark.parametrize("rows, columns", [(40, 40), (24, 64), (64, 24)])
+def test_orthogonalizing_a_batch_follows_fp64(rows, columns):
+    """The iteration maps singular values by a polynomial and leaves singular vectors as they are."""
+    x = normal((5, rows, columns), 1)
+    u, values, v = torch.linalg.svd(x.double(), full_matrices=False)
+    values = values / values.norm(dim=1, keepdim=True)
+    for _ in range(5):
+        values = sum(c * values ** (2 * i + 1) for i, c in enumerate(optim.NEWTON_SCHULZ))
+    expected = u * values[:, None] @ v
+    assert (optim.orthogonalize(x) - expected).norm() < 1e-4 * expected.norm()
+    assert values.max() < 1.3 and (rows == columns or values.min() > 0.6)
+
+
+def test_muon_has_the_same_bits_on_every_mesh():
+    """Whole parameters, shards, both, and experts that are sharded by expert or not."""
+    code = """
+from test_optim import local, muon_model, run_muon
+ranks = shard.init_ranks()
+words = "--state_dtype bf16" if sys.argv[2] == "bf16" else ""
+for name, size in (("tiny-llama", 0), ("tiny-llama", 1), ("tiny-llama", 2), ("tiny-mixtral", 0), ("tiny-gpt2", 0)):
+    if size > ranks.world_size:
+        continue
+    expected, config = muon_model(name, words)
+    run_muon(expected, config)
+    expected = dict(expected.named_parameters())
+    model, config = muon_model(name, words)
+    shard.shard_model(model, shard.make_mesh(size, ranks), torch.float32)
+    run_muon(model, config)
+    for key, p in model.named_parameters():
+        assert torch.equal(local(p.detach()), expected[key][shard.local_slices(p)]), (name, size, key)
+print("equal")
+"""
+    for ranks, kind in ((2, "bf16"), (4, "fp32")):
+        assert run_ranks(ranks, code, kind).split() == ["equal"] * ranks
+
+
+def test_muon_resumes_with_the_same_bits(tmp_path, text):
+    words = f"--model tiny-llama --data {text} --optimizer muon --param_dtype bf16 --state_dtype bf16 --seq_len 32"
+    words += " --micro_batch 2 --compile none --eval_every 0 --sample_every 0 --schedule constant --log_every 1"
+    for run in ("--steps 4 --out {}/whole", "--steps 2 --out {}/parts", "--steps 4 --out {}/parts"):
+        assert train.main([*words.split(), *run.format(tmp_path).split()]) == 0
+    whole, parts = (records_of(tmp_path / name) for name in ("whole", "parts"))
+    assert len(whole) == 4 and [r["loss"] for r in whole] == [r["loss"] for r in parts]
+
+
+def records_of(run) -> list[dict]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
