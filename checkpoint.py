@@ -28,7 +28,19 @@ from functools import partial
 from pathlib import Path
 
 # first: it finds the Python that has torch
-from lib.errors import Parser, UserError, check_words, local_path, read_ahead, read_json, run_script
+from lib.errors import (
+    Failure,
+    Parser,
+    UserError,
+    amount,
+    check_words,
+    free_space,
+    is_full_disk,
+    local_path,
+    read_ahead,
+    read_json,
+    run_script,
+)
 
 # ---- the command line, understood before torch is imported, which takes seconds
 
@@ -75,7 +87,7 @@ from lib.weights import (
 )
 from lib.weights import open_weights as open_folder
 from model import random_init
-from optim import is_sharded, trained
+from optim import is_sharded, state_layout, trained
 from shapes import ModelConfig, RopeScaling
 from shard import (
     ALONE,
@@ -140,6 +152,11 @@ class Saver:
         self.pinned: dict[str, Tensor] = {}  # pinned host memory for the copies of tensors on a GPU
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
+        layout = [row for states in state_layout(model, self.config).values() for row in states.values()]
+        layout += [(p.shape, p.dtype) for p in trained(model).values()]
+        self.size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout)  # bytes of a checkpoint
+        if self.size > shutil.disk_usage(self.run).free:
+            logger.warning("The first save will fail: it needs %s, %s", amount(self.size), free_space(self.run))
 
     def __enter__(self) -> "Saver":
         return self
@@ -213,6 +230,16 @@ class Saver:
         if not staged:
             self.wait()
 
+    def _explain(self, error: Exception, step: int) -> Exception:
+        if not is_full_disk(error):
+            return error
+        saved = folders(self.run)
+        newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no earlier checkpoint"
+        return Failure(
+            f"the disk is full: checkpoint step-{step:08d} needs {amount(self.size)}, {free_space(self.run)}; {newest}."
+            " Free some space, then run the same command again"
+        )
+
     def _has_room(self, tensors: dict[str, Tensor]) -> bool:
         """Whether the host's memory holds the copies of an asynchronous save."""
         new = [t for key, t in tensors.items() if key not in self.pinned]
@@ -266,8 +293,8 @@ class Saver:
         try:
             parts = sum(on_all(write_parts, self.ranks, self.ranks.saving), [])
             on_all(commit if first else lambda: None, self.ranks, self.ranks.saving)
-        except Exception as error:  # a rank's, or a peer is gone
-            self.error = error
+        except Exception as error:  # on this rank or another
+            self.error = self._explain(error, manifest["step"])
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
             return

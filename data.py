@@ -11,7 +11,6 @@ rows come from is in lib/rows.py.
     python data.py verify DIR|FILE ...                                  checksums, headers, ids
     python data.py show --data FILES --n 3 [any flag of train.py]       rows, decoded; what is trained on in colour"""
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -24,7 +23,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from lib.errors import UserError, local_path, read_ahead, run_script  # first: it finds the Python that has torch
+from lib.errors import Parser, UserError, local_path, read_ahead, run_script  # first: it finds Python's torch
 
 import numpy as np  # isort: skip
 import torch
@@ -394,7 +393,7 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
 
 
 def run_show(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="data.py show", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="data.py show", add_help=False, allow_abbrev=False)
     parser.add_argument("--n", type=int, default=3)
     parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
     args, flags = parser.parse_known_args(argv)

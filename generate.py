@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.errors import (  # first: it finds the Python that has torch
+    Parser,
     UserError,
     check_words,
     local_path,
@@ -30,7 +31,7 @@ from lib.errors import (  # first: it finds the Python that has torch
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="generate.py",
         description=__doc__.splitlines()[0],
         formatter_class=partial(argparse.HelpFormatter, width=100),

@@ -17,19 +17,16 @@ import logging
 import math
 import os
 import platform
-import re
 import secrets
-import subprocess
 import sys
 import time
-import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median, median_low
 from typing import NamedTuple
 
-from lib.errors import ROOT, Parser, UserError, human, printable, read_json, run_script, write_whole  # first
+from lib.errors import Parser, UserError, human, printable, read_json, run_script, write_whole  # first
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -37,10 +34,10 @@ from torch import Tensor
 from torch.profiler import ProfilerAction, profile, schedule
 
 from attention import kernel
-from config import PROFILE_AFTER, VERSION, Config
+from config import PROFILE_AFTER, Config
 from lib import torch_private
 from lib.lora import flops_per_token
-from lib.machine import known_gpu
+from lib.machine import describe_environment, memory_gib, peak_flops
 from lib.rows import text_bytes
 from model import IGNORE, Transformer
 from optim import trained
@@ -98,59 +95,6 @@ def write_status(
     status["time"] = time.time()
     status["attempt"] = os.environ.get("TORCHELASTIC_RUN_ID") or f"{platform.node()}-{os.getpid()}"  # for the launcher
     write_whole(folder / "status.json", json.dumps(status | more) + "\n")
-
-
-def describe_environment() -> dict:
-    """Code, versions and hardware, for env.json."""
-    command, git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"], ""
-    with contextlib.suppress(OSError):  # git is not installed
-        git = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "version": VERSION,
-        "git": git.removesuffix("-dirty") or None,
-        "git_dirty": git.endswith("-dirty"),
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "host": platform.node(),
-        "devices": gpus or [cpu_name()],
-        "threads": torch.get_num_threads(),
-    }
-
-
-def cpu_name() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        return next(re.finditer("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text()))[1]
-    return platform.processor()
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(peak FLOP/s of a device, its source): the data sheet's value for bf16 on a known GPU, else a measured matmul."""
-    if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
-        return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops:g} TFLOP/s"
-    best, n = max((measured_flops(n, device, dtype), n) for n in ((8192,) if device.type == "cuda" else (1024, 2048)))
-    return best, f"the fastest of several {n} x {n} products in {str(dtype)[6:]}, {best / 1e12:.3f} TFLOP/s"
-
-
-def measured_flops(n: int, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of six products of n x n matrices."""
-    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
-    a, b = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
-    best = min(timeit.repeat(lambda: (a @ b)[0, 0].item(), number=1, repeat=6))
-    if device.type == "cuda":
-        del a, b
-        torch.cuda.reset_peak_memory_stats(device)
-    return 2 * n**3 / best
-
-
-def memory_gib(device: torch.device) -> float:
-    """The peak so far: allocated memory on a GPU, the process's resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    status = Path("/proc/self/status").read_text()  # not getrusage: a child inherits its parent's peak
-    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
 
 def describe_model(model: Transformer) -> None:

@@ -571,7 +571,7 @@ def table(config: Config, cluster: Cluster) -> str:
 
 def calibrated() -> Gpu:
     """This machine's first GPU, or its CPU, with its rate of products and of copies measured."""
-    from log import peak_flops
+    from lib.machine import peak_flops
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")

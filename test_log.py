@@ -5,6 +5,8 @@ import io
 import json
 import os
 import re
+import shlex
+import subprocess
 import sys
 import time
 from functools import partial
@@ -18,11 +20,12 @@ import pytest
 import torch
 
 import log
-from lib import errors
+from lib import errors, machine
 from lib.errors import read_json, write_whole
+from lib.machine import memory_gib, peak_flops
 from lib.text import Encoder, TextRow
 from lib.tokenizer import load_tokenizer
-from log import Clock, Log, logger, memory_gib, peak_flops, start_logging, write_status
+from log import Clock, Log, logger, start_logging, write_status
 from model import MODELS
 from shard import Ranks
 
@@ -423,7 +426,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, call):
 
 
 def test_environment_is_json():
-    environment = json.loads(json.dumps(log.describe_environment()))
+    environment = json.loads(json.dumps(machine.describe_environment()))
     assert environment["torch"] == torch.__version__ and environment["threads"] == torch.get_num_threads()
     assert environment["python"] == sys.version.split()[0] and environment["devices"] and environment["command"]
     assert environment["git"] is None or re.fullmatch("[0-9a-f]{40}", environment["git"])
@@ -434,8 +437,8 @@ def test_environment_is_json():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_measured_peak(monkeypatch, dtype):
-    state, measured = torch.get_rng_state(), log.measured_flops
-    monkeypatch.setattr(log, "measured_flops", lambda n, *rest: measured(n // 8, *rest))
+    state, measured = torch.get_rng_state(), machine.measured_flops
+    monkeypatch.setattr(machine, "measured_flops", lambda n, *rest: measured(n // 8, *rest))
     flops, source = peak_flops(torch.device("cpu"), dtype)
     assert flops > 1e7 and " x " in source and str(dtype)[6:] in source and f"{flops / 1e12:.3f}" in source
     assert torch.equal(torch.get_rng_state(), state)
@@ -472,3 +475,16 @@ def test_routers_are_described_by_shares_of_the_tokens():
     assert (record["expert_load_max"], record["expert_load_min"]) == (pytest.approx(3), 0)
     shares = [record[f"expert_load_{e}"] for e in range(4)]
     assert shares == pytest.approx([(4 / 3 + 1 / 3) / 2] * 3 + [1.5]) and sum(shares) == pytest.approx(4)
+
+
+def test_a_closed_pipe_ends_a_script_quietly(tmp_path):
+    """The reader of the pipe has gone: no message, and the status that a shell gives for SIGPIPE."""
+    code = "import sys; from lib.errors import run_script; run_script(lambda argv: print('x' * 10**6))"
+    command = f"{sys.executable} -c {shlex.quote(code)} | head -c 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=errors.ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["x141"] and done.stderr == ""
+
+
+def test_a_full_disk_is_explained_with_its_free_space(tmp_path):
+    status, message, _ = errors.explain(OSError(28, "No space left on device", str(tmp_path / "a" / "file")))
+    assert status == 1 and f"free in {tmp_path}" in message and str(tmp_path / "a/file") in message

@@ -114,10 +114,10 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     finish(config, step, ranks, run)
 
 
-def after_step(config: Config, step: int, stop_requested: bool) -> SimpleNamespace:
-    """What the loop does after a step."""
+def after_step(config: Config, step: int, stop_requested: bool):
+    """The actions of the loop after a step: true or false for each."""
 
-    def every(n: int, always: bool = False) -> bool:
+    def every(n, always=False):
         return n > 0 and (always or step % n == 0)
 
     last = step == config.steps
@@ -125,11 +125,14 @@ def after_step(config: Config, step: int, stop_requested: bool) -> SimpleNamespa
     evaluate = every(config.eval_every, last)
     watch_fp8 = config.fp8 != "off" and every(config.fp8_log_every)
     save = last or stop or every(config.save_every)
-    sample = every(config.sample_every, last)
-    draw = evaluate or last or stop
-    record = step == 1 or evaluate or watch_fp8 or save or every(config.log_every)
     return SimpleNamespace(
-        stop=stop, evaluate=evaluate, watch_fp8=watch_fp8, save=save, sample=sample, draw=draw, record=record
+        stop=stop,
+        evaluate=evaluate,
+        watch_fp8=watch_fp8,
+        save=save,
+        sample=every(config.sample_every, last),
+        draw=evaluate or last or stop,
+        record=step == 1 or evaluate or watch_fp8 or save or every(config.log_every),
     )
 
 
@@ -138,7 +141,7 @@ def train_step(
     weight_scales: fp8.WeightScales, device: torch.device, reshard: str = "auto",
 ) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
     """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm: of all ranks, fp32
-    scalars on the device; each micro-batch with what the model reports of it). All ranks must call."""
+    scalars on the device; each micro-batch with the model's Details). All ranks must call."""
     weight_scales.refresh()
     loss, trained, parts = torch.zeros((), device=device), 0, []
     for i, batch in enumerate(batches):
@@ -176,9 +179,9 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     return model
 
 
-def fill(model, optimizer, data: Loader, resume_from, weights, config: Config, ranks: shard.Ranks) -> None:
-    """Gives parameters, moments and the position in the data their first values: a checkpoint's, those of --weights, or
-    random ones. All ranks must call."""
+def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: shard.Ranks) -> None:
+    """Gives parameters, moments and the position in the data their first values: from a checkpoint, from --weights, or
+    random. All ranks must call."""
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if resume_from:
         checkpoint.restore(resume_from, model, optimizer, ranks, config, weights)

@@ -266,7 +266,7 @@ def compare(instructions: str) -> tuple[list[str], str]:
 
 def record_here() -> None:
     """Replaces this maker's record, and keeps other records if the numerics are unchanged on this machine."""
-    from log import cpu_name
+    from lib.machine import cpu_name
 
     record, here = json.loads(RECORD.read_text()), maker()
     sets = {name: measure(name) for name in sets_here()}

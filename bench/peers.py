@@ -113,8 +113,7 @@ def train_peer(name: str, folder: Path, out: Path, steps: int, every: int, flags
     from safetensors.torch import load_file
 
     from data import make_loader
-    from lib.machine import find_device
-    from log import memory_gib
+    from lib.machine import find_device, memory_gib
 
     peer, precision, *compiled = name.split(", ")
     device = find_device(1)

@@ -19,7 +19,7 @@ import cpu
 import gpu
 from common import COLUMNS
 from lib.errors import Failure, Parser, UserError, run_script  # first: it finds the Python that has torch
-from log import describe_environment
+from lib.machine import describe_environment
 
 SUITES = {"generate": cpu.bench_generate, "cpu": cpu.bench_cpu, "gpu": gpu.bench_gpu}
 

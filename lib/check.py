@@ -22,11 +22,12 @@ from attention import choose_backend
 from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch
 from data import Loader, open_checked, open_loaders
 from lib import lora, machine
+from lib.machine import cpu_name
 from lib.rows import Catalog
 from lib.tokenizer import load_tokenizer
 from lib.weights import dropout_note, open_adapter, refuse_in_the_way
 from lib.weights import open_weights as open_folder
-from log import COMPARED_AT, cpu_name, logger, refuse_unusable
+from log import COMPARED_AT, logger, refuse_unusable
 from model import Transformer, flops_per_token, random_init
 from optim import DTYPES
 from shapes import MODELS

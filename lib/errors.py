@@ -1,7 +1,6 @@
-"""How a mistake is said, exit statuses, the Python and the torchrun that our scripts run in, and small helpers that
-more than one file needs. Import it before torch.
+"""Error messages, exit statuses, and small helpers that several files share. Import this module before torch.
 
-Started by a Python that lacks the requirements, a script goes on with .venv's, or says how to make one."""
+If Python lacks the requirements, the import restarts the script with .venv's Python, or prints how to create .venv."""
 
 import argparse
 import contextlib
@@ -41,73 +40,80 @@ def amount(size: float) -> str:
 
 
 def printable(text: object) -> str:
-    """The text with control characters escaped as Python's repr does it, for a terminal obeys them and names from files
-    and other machines may hold them. Line feeds and tabs stay."""
-    return re.sub("[\0-\b\v-\x1f\x7f-\x9f\ud800-\udfff]", lambda found: repr(found[0])[1:-1], str(text))
+    """The text with control characters escaped as in repr, because names from files and other machines may contain
+    terminal commands. Line feeds and tabs stay."""
+    return re.sub("[\0-\b\v-\x1f\x7f-\x9f\ud800-\udfff]", lambda match: repr(match[0])[1:-1], str(text))
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names from a file or a folder in one line, whatever they hold."""
+    """Names from a file or a folder in one line, quoted if they are not printable."""
     return ", ".join(name if name.isprintable() else repr(name) for name in names)
 
 
 class Message(Exception):
-    """What is said to a user without a traceback."""
+    """An error that is reported as one message, without a traceback."""
 
     def __str__(self) -> str:
-        """Without a token of the hub, which may be among the words that were typed."""
+        """Hides the hub's tokens, which a user may have typed as an argument."""
         return re.sub(r"hf_[A-Za-z0-9]{20,}", "hf_***", printable(super().__str__()))
 
 
 class UserError(Message):
-    """What a user can get wrong: reported as one message, with exit status 2."""
+    """A user's mistake: exit status 2."""
 
 
 class RankError(UserError):
-    """One that a single rank may be the only one to see, and so to report."""
+    """A UserError that may occur on one rank only, which must then report it."""
+
+
+class Failure(Message):
+    """A failure that is not the user's mistake, such as a hub that does not answer or a non-finite loss: status 1."""
+
+
+class RankFailure(Failure):
+    """A Failure that may occur on one rank only, which must then report it."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses what it cannot read as our own mistakes are."""
+    """Raises UserError instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists all flags")
 
 
-class Failure(Message):
-    """Nobody's mistake here (a hub that does not answer, a loss that is no number): one message, with exit status 1."""
-
-
-class RankFailure(Failure):
-    """One that a single rank may be the only one to see, and so to report."""
-
-
-MEANINGS = {  # of an OSError: exit status, words
+MEANINGS = {  # errno -> (exit status, explanation)
     getattr(errno, code): (status, words)
     for codes, status, words in (
-        (
-            "ENOSPC EDQUOT",
-            1,
-            "the disk is full (what was saved before is intact: free some space, and the same command goes on)",
-        ),
-        ("EROFS EIO ESTALE", 1, "a disk fails (what was saved before is intact)"),
-        ("EACCES EPERM", 2, "no permission (name a folder that you may write to)"),
-        ("EEXIST ENOTDIR EISDIR", 2, "no folder, or no file, can be there"),
+        ("ENOSPC EDQUOT", 1, "the disk is full: free some space, then run the same command again"),
+        ("EROFS EIO ESTALE", 1, "a disk fails"),
+        ("EACCES EPERM", 2, "no permission: name a folder that you may write to"),
+        ("EEXIST ENOTDIR EISDIR", 2, "a file is where a folder should be, or the reverse"),
         ("ENAMETOOLONG", 2, "a name is too long"),
-        ("EPIPE", 1, "what read this output has ended"),
     )
     for code in codes.split()
 }
 
 
+def is_full_disk(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def free_space(path: Path) -> str:
+    """The free space of the disk that holds a path, which need not exist."""
+    folder = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return f"{amount(shutil.disk_usage(folder).free)} free in {folder}"
+
+
 def explain(error: Exception) -> tuple[int, str, bool]:
-    """-> (exit status, message, whether this rank may be the only one that knows). Prints the traceback of what nobody
-    foresaw."""
+    """-> (exit status, message, whether the error may have occurred on this rank only). Prints the traceback of an
+    unexpected error."""
     alone = isinstance(error, (RankError, RankFailure))
     if isinstance(error, Message):
         return 2 if isinstance(error, UserError) else 1, str(error), alone
     if isinstance(error, OSError) and (error.filename or error.errno in MEANINGS):
         status, words = MEANINGS.get(error.errno, (1, "a file or folder cannot be used"))
+        if is_full_disk(error) and error.filename:
+            words += f" ({free_space(Path(os.fsdecode(error.filename)))})"
         return status, f"{words}: {error}", alone
     traceback.print_exception(error)
     rank = os.environ.get("RANK", 0)
@@ -121,14 +127,16 @@ def say_error(message: str) -> None:
 
 
 def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
-    """Calls main(argv) -> the status that it returns, or that its error stands for: 2 a user's mistake, 130 Ctrl-C, 1
-    anything else; says the error. Of a mistake that all ranks see alike only rank 0 speaks."""
+    """Calls main(argv) and reports its error -> its result, or the error's status: 2 for a user error, 130 for Ctrl-C,
+    141 for a closed pipe, 1 for anything else. Only rank 0 reports a user error that all ranks have."""
     try:
         return main(argv) or 0
-    except SystemExit as end:  # argparse's, after --help
+    except SystemExit as end:  # raised by argparse after --help
         return end.code or 0
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # for example `| head`; 141 is what the shell reports after SIGPIPE
+        return 141
     except Exception as error:
         status, message, alone = explain(error)
     if status == 1 or alone or os.environ.get("RANK", "0") == "0":
@@ -137,24 +145,26 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
 
 
 def check_words(parse: Callable[[list[str]], object]) -> None:
-    """Ends the process, as run_script does, if parse(argv) refuses the words or prints --help. For a script to call
-    before it imports torch, which takes seconds."""
+    """Ends the process if parse(argv) refuses the arguments or prints --help. Scripts call this before they import
+    torch, which takes seconds."""
     status = exit_status(lambda argv: -bool(parse(argv)), sys.argv[1:])
     if status >= 0:
         _end(status)
 
 
 def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Ends the process with main's exit_status."""
+    """Ends the process with main's exit status."""
     _end(exit_status(main, sys.argv[1:]))
 
 
 def _end(status: int) -> NoReturn:
-    """Ends the process without the interpreter's own end: it takes seconds, and gloo's threads can abort it (pytorch
-    pull request 179291)."""
+    """Skips the interpreter's shutdown, which takes seconds and may be aborted by gloo's threads (pytorch pull request
+    179291)."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
+        except BrokenPipeError:
+            pass
         except OSError:
             status = status or 1
     os._exit(status)
@@ -188,7 +198,7 @@ class Progress:
 
 
 def write_whole(path: Path, text: str, sync: bool = False) -> None:
-    """Replaces a file at once: a reader sees the old content or the new one. sync: only when it is on the disk."""
+    """Replaces a file atomically: a reader sees the old content or the new one. sync: flush it to the disk first."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -202,7 +212,7 @@ def write_whole(path: Path, text: str, sync: bool = False) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """{} if there is no such file, or no JSON object in it."""
+    """The object in a JSON file; {} if the file is missing or holds something else."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
@@ -345,8 +355,8 @@ def guard_token() -> None:
 
 
 def read_ahead(items: Iterator, count: int) -> Iterator:
-    """The same items, computed by a thread that begins at once and is up to `count` ahead, and one more at hand.
-    Closing it ends the thread."""
+    """The same items, computed by a thread that starts immediately and stays up to `count` + 1 items ahead. Closing the
+    iterator ends the thread."""
     pool, end = ThreadPoolExecutor(1), object()
     ready = deque(pool.submit(next, items, end) for _ in range(count + 1))
 
@@ -362,8 +372,7 @@ def read_ahead(items: Iterator, count: int) -> Iterator:
 
 
 def process_began(pid: int) -> int | None:
-    """When the process of that number began, in ticks since the machine did: it may be another than it was. None: there
-    is none, or a dead one."""
+    """A process's start in ticks since boot, which identifies it after its number was reused; None if it has ended."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -372,12 +381,12 @@ def process_began(pid: int) -> int | None:
 
 
 def missing_folders(folder: Path) -> list[Path]:
-    """Of a folder and those around it, the ones that are not there, innermost first."""
+    """The folder and its parents, as far as they do not exist; innermost first."""
     return [p for p in (folder, *folder.parents) if not p.exists()]
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Innermost first."""
+    """Removes empty folders, given innermost first."""
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()
@@ -396,16 +405,15 @@ def _use_venv() -> None:
 
 
 def end_with_torchrun() -> None:
-    """A rank whose torchrun is killed would train on unseen, or wait for peers that never come: from now on it gets
-    SIGTERM then, and where torchrun is gone already it ends here. Call it before torch is imported, which takes
-    seconds, and from the main thread."""
+    """Makes the kernel send SIGTERM to this rank when torchrun ends; otherwise it would train unsupervised, or wait for
+    ranks that never come. Call this from the main thread, before the import of torch, which takes seconds."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG (prctl.h)
     pid = os.getppid()
-    while pid:  # torchrun is the next Python above this one; what adopts an orphan is init, or another program
+    while pid:  # torchrun is the nearest Python among the parents; an orphan's new parent is init or another program
         try:
             if "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe")):
                 return
-        except OSError:  # another user's
+        except OSError:  # another user's process
             pass
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     sys.exit("error: the torchrun that started this rank has ended already")

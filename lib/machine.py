@@ -7,8 +7,10 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
+import timeit
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lib.errors import RankFailure, UserError
+from config import VERSION
+from lib.errors import ROOT, RankFailure, UserError
 from model import CHUNK_BYTES
 from optim import local
 
@@ -85,6 +88,59 @@ def read_gpu(word: str) -> Gpu:
             " TFLOP/s, GB of memory, GB/s of the memory, GB/s to the next GPU"
         ) from None
     return Gpu("GPU", tflops, size / 1.074, bandwidth * 1e9, link * 1e9, 25e9, 700)
+
+
+def describe_environment() -> dict:
+    """Code, versions and hardware, for env.json."""
+    command, git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"], ""
+    with contextlib.suppress(OSError):  # git is not installed
+        git = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "version": VERSION,
+        "git": git.removesuffix("-dirty") or None,
+        "git_dirty": git.endswith("-dirty"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "host": platform.node(),
+        "devices": gpus or [cpu_name()],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError, StopIteration):
+        return next(re.finditer("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text()))[1]
+    return platform.processor()
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """(peak FLOP/s of a device, its source): the data sheet's value for bf16 on a known GPU, else a measured matmul."""
+    if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
+        return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops:g} TFLOP/s"
+    best, n = max((measured_flops(n, device, dtype), n) for n in ((8192,) if device.type == "cuda" else (1024, 2048)))
+    return best, f"the fastest of several {n} x {n} products in {str(dtype)[6:]}, {best / 1e12:.3f} TFLOP/s"
+
+
+def measured_flops(n: int, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of six products of n x n matrices."""
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
+    a, b = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
+    best = min(timeit.repeat(lambda: (a @ b)[0, 0].item(), number=1, repeat=6))
+    if device.type == "cuda":
+        del a, b
+        torch.cuda.reset_peak_memory_stats(device)
+    return 2 * n**3 / best
+
+
+def memory_gib(device: torch.device) -> float:
+    """The peak so far: allocated memory on a GPU, the process's resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    status = Path("/proc/self/status").read_text()  # not getrusage: a child inherits its parent's peak
+    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
 
 def find_device(processes: int, local_rank: int = 0) -> torch.device:

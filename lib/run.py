@@ -215,6 +215,8 @@ class Run:
                 f"\nAnother rank has not answered for --timeout {self.config.timeout} s: it hangs, or is slow; see its"
                 " log"
             )
+        if self.exit_code == 1 and any(self.folder.glob("checkpoints/step-*")) and "same command" not in message:
+            message += "\nThe same command resumes from the newest checkpoint"
         speaks = self.ranks.rank == 0 or alone
         writes &= speaks or self.exit_code != 2  # of a mistake that all see rank 0 may be removing the folder
         if writes and self.began and status.get("state") == "running":  # the first rank to fail says why

@@ -5,8 +5,8 @@ one, several fused along dim 0 (q, k, v; gate, up), or one or two per expert, wh
 strict: every tensor must be present with its shape, and no other tensor may be. No value changes, so an export of an
 imported folder has the same bits. RoPE keeps Hugging Face's half-split layout, so nothing is permuted.
 
-The safetensors library checks, maps and writes the files; pickles are never opened. Importing needs the memory of one
-tensor besides the model, exporting that of one shard. If a disk fails during a read, SIGBUS kills the process.
+The safetensors library checks, maps and writes the files; pickles are never opened. An import needs the memory of the
+model and one tensor, an export the memory of one shard. If a disk fails during a read, SIGBUS kills the process.
 
 Sources: configuration and modelling files of transformers 4 and 5; github.com/huggingface/safetensors."""
 
@@ -289,7 +289,7 @@ class TensorFile:
 
 
 def _name_fault(path, reason):
-    """What a file that the library refuses probably is."""
+    """The probable content of a file that the library refuses."""
     with open(path, "rb") as file:
         head = file.read(512)
     if kind := describe_content(head):
@@ -366,7 +366,7 @@ def _some(names):
 
 def open_weights(folder: Path, config: ModelConfig) -> Read:
     """Checks names, shapes and dtypes of a folder's weights against the model -> read(name, slices), which reads values
-    of one of our parameters from the files, in their dtype (the widest one of a fused parameter)."""
+    of our parameters from the files, in the files' dtype (the widest dtype of a fused parameter's tensors)."""
     _check_config(folder, config)
     plan = pieces(config)
     places = _find_tensors(folder, plan)
@@ -609,7 +609,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise UserError(f"{path}: model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     known = set(family.keys.values())
-    if "positions" not in family.shape:  # rope; only one of the two keys can count
+    if "positions" not in family.shape:
         known |= {"rope_theta", "rope_parameters" if values.get("rope_parameters") else "rope_scaling"}
     if "use_sliding_window" in family.defaults:  # it must be off, so the window's size does not matter
         known.add("sliding_window")
