@@ -172,11 +172,6 @@ class Config:
         least=1,
         needs="stream",
     )
-    read_ahead_gb: float = may_change_on_resume(
-        8.0,
-        "of TMPDIR on each host, for hub streams that are read ahead; at most half of its free room",
-        needs="stream",
-    )
     delimiter: int = _flag(
         -1, "id of the token that begins a document; -1 = as the tokenizer or the shard format says", least=-1
     )

@@ -30,14 +30,12 @@ import torch
 from torch import Tensor
 
 from config import Config, parse_args, split_batch
-from hub import resumable
 from lib import torch_private
-from lib.rows import Catalog, ChatRows, ShardRows, make_encoder, sample_digest
+from lib.prepare import read_index, run_prepare, run_verify
+from lib.rows import Catalog, ChatRows, ShardRows, Stream, permute, sample_digest, turns
 from lib.text import HUB, knows_text, split_weight
 from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
-from prepare import read_index, run_prepare, run_verify
-from stream import Stream, permute, turns
 
 ORDER_ROWS = 2048  # rows whose order is computed at a time: for a few it costs more than reading them
 # Encoded alike by equal tokenizers alone.
@@ -94,7 +92,7 @@ class Loader:
         self.names = [re.sub(r"[^\w.*-]+", "-", Path(g[0]).name if g else "built-in") for g in groups]
         if len(set(self.names)) < len(groups):
             self.names = [f"{i}-{name}" for i, name in enumerate(self.names)]
-        self.sources = [self._open(group, flag, catalog, len(groups)) for group in groups]
+        self.sources = [self._open(group, flag, catalog) for group in groups]
         self.streams = {str(i): s for i, s in enumerate(self.sources) if s.count is None}
         self.is_chat = any(isinstance(s, ChatRows) for s in self.sources)
         self.separate = config.documents == "separate" or self.is_chat
@@ -104,7 +102,7 @@ class Loader:
         if split == "val":
             self.val_rows = self._validation_rows()
 
-    def _open(self, specs, flag, catalog, count):
+    def _open(self, specs, flag, catalog):
         config, val = self.config, self.split == "val"
         if not catalog.is_stream(specs, flag):
             tokens, delimiter = catalog.open(self.split, specs, flag)
@@ -116,10 +114,7 @@ class Loader:
             )
         if val and not config.eval_batches:
             raise UserError("--eval_batches 0: a streamed --val_data has no end that is known: give a number")
-        first = np.arange(config.lanes)[:, None] * self.step_rows  # after these steps the lanes repeat
-        lanes = np.unique((first + self._my_places(self.step_rows)) % config.lanes)
-        readers = len(lanes) if count == 1 else config.lanes * count
-        return Stream(specs, flag, config, make_encoder(config), catalog, val, readers)
+        return Stream(specs, flag, config, catalog, val)
 
     @property
     def rows(self) -> int:
@@ -201,9 +196,8 @@ class Loader:
         return [self.sources[s].where(r) for s, r in zip(source.tolist(), row.tolist(), strict=True)]
 
     def waits_for(self) -> str:
-        """What of the hub the streams wait for; empty if nothing."""
-        notes = [worker.note for s in self.streams.values() for worker in s.workers]
-        return "; ".join(dict.fromkeys(filter(None, notes)))
+        """The lanes on the hub that a step waits for."""
+        return "; ".join(f"waiting for {stream.awaited}" for stream in self.streams.values() if stream.awaited)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         if self.split == "train":
@@ -404,11 +398,11 @@ def run_show(argv: list[str]) -> None:
         print(text)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     commands = {"prepare": run_prepare, "verify": run_verify, "show": run_show}
     if not argv or argv[0] not in commands:
         raise UserError(f"expected python data.py {'|'.join(commands)} ... (each has --help)")
-    return resumable(lambda: commands[argv[0]](argv[1:]))
+    commands[argv[0]](argv[1:])
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from lib.errors import (
     Failure,
-    Message,
     Parser,
     UserError,
     amount,
     find_damage,
     guard_token,
+    hub_errors,
     read_json,
     record_of,
     run_script,
@@ -87,30 +87,6 @@ def choose_patterns(args: argparse.Namespace, kind: str, names: list[str]) -> tu
     return allow, [*ignore, *args.exclude, *(["*.safetensors*", "*.bin", *pickles] if args.skip_model else ())]
 
 
-def explain(error: Exception, repo: str) -> Message:
-    """The message for an error of huggingface_hub, without the server's text, which could repeat the token."""
-    from huggingface_hub import constants, errors
-
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        error = error.__cause__ or error
-    log_in = "log in (`hf auth login`, or set HF_TOKEN) as a user who may read it"
-    page, status = f"{constants.ENDPOINT}/{repo}", getattr(getattr(error, "response", None), "status_code", 0)
-    messages = {
-        errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set, so nothing can be downloaded: unset it",
-        errors.HFValidationError: f"{repo}: not the name of a repository; expected ORG/NAME or datasets/ORG/NAME",
-        errors.GatedRepoError: f"{repo} is gated: accept its licence at {page}, then {log_in}",
-        errors.RevisionNotFoundError: f"{repo} has no such --revision: its branches and tags are at {page}/tree/main",
-        errors.RepositoryNotFoundError: f"there is no {page}, or it is private: check the spelling, or {log_in}",
-    }
-    for kind, message in messages.items():
-        if isinstance(error, kind):
-            return UserError(message)
-    if status in (401, 403, 404):
-        return UserError(f"the hub answers {status} for {repo}: its token (HF_TOKEN or the login) is refused; {log_in}")
-    reason = f"the hub answers {status} {error.response.reason_phrase}" if status else f"no answer of a hub: {error}"
-    return Failure(f"{page}: {reason}; check the network and HF_ENDPOINT, or try later: the same command resumes")
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python download.py",
@@ -131,12 +107,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     args = make_parser().parse_args(argv)
-    try:
+    with hub_errors(args.repo):
         download(args, shlex.join(["python", "download.py", *argv]))
-    except Exception as error:
-        if isinstance(error, Message) or getattr(error, "errno", None):
-            raise
-        raise explain(error, args.repo) from None
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ import transformers
 from config import parse_args
 from data import Batch, make_loader, show
 from lib import check, rows
+from lib.prepare import prepare, write_shard
+from lib.rows import turns
 from lib.test_tokenizer import TEMPLATES, _chat_tokenizer, _conversations, _json, _model, _write
 from lib.text import BEGINS, ID, TRAINED, Encoder, TextFile, TextRow
 from lib.tokenizer import chat_family, load_tokenizer, render_chat
 from lib.weights import export_model
 from model import MODELS, Transformer
-from prepare import prepare, write_shard
 from shard import Ranks
-from stream import turns
 from test_prepare import refused
 
 pytestmark = pytest.mark.usefixtures("text_cache")

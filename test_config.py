@@ -261,7 +261,7 @@ REFUSED = [
     ("--model tiny-mixtral --router_aux_loss_coef nan", "nan"), ("--fp8_skip down_proj", "--fp8_skip"),
     ("--fp8_all_gather on", "--fp8_all_gather"), ("--fp8 off --fp8_grad_dtype e4m3", "--fp8_grad_dtype"),
     ("--fp8=0 --fp8_log_every 5", "--fp8_log_every"), ("--fp8 row --fp8_all_gather on", "--fp8_all_gather"),
-    ("--load rank0", "--load"), ("--lanes 4", "--lanes"), ("--data a.txt --read_ahead_gb 1", "--read_ahead_gb"),
+    ("--load rank0", "--load"), ("--lanes 4", "--lanes"), ("--data a.txt --lanes 1", "--lanes"),
     ("--schedule constant --decay_steps 100", "--decay_steps"),
 ]  # fmt: skip
 
@@ -300,7 +300,7 @@ def test_ranges(flags, values):
 
 def test_streams_take_their_flags():
     for words in ("--stream", "--data hf://datasets/a/b/c.jsonl", "--data a.bin --val_data hf://datasets/a/b/c.jsonl"):
-        assert parse_args([*words.split(), "--lanes", "4", "--read_ahead_gb", "1"]).lanes == 4
+        assert parse_args([*words.split(), "--lanes", "4"]).lanes == 4
 
 
 @pytest.mark.parametrize(

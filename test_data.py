@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-import prepare
 from config import parse_args
 from data import Batch, make_loader, open_checked, run_show
-from lib import rows
-from lib.rows import Catalog
+from lib import prepare, rows
+from lib.rows import Catalog, permute
 from lib.text import builtin_documents
 from lib.tokenizer import ByteTokenizer
-from stream import permute
 from test_prepare import refused
 
 pytestmark = pytest.mark.usefixtures("text_cache")

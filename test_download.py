@@ -154,11 +154,12 @@ class Handler(BaseHTTPRequestHandler):
         kind, number, headers = (*(faults.pop(0) if faults else ("",)), 0, {})[:3]
         if kind == "status":
             return self.reply(number, **headers)
-        start = int((self.headers.get("Range") or "bytes=0-")[6:-1]) if kind != "plain" else 0
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "bytes=0-")
+        start = int(wanted[1]) if kind != "plain" else 0
         if kind == "flip":
             content = content[:number] + bytes([content[number] ^ 1]) + content[number + 1 :]
         whole = len(content)
-        content = content[:number] if kind == "short" else content
+        content = content[:number] if kind == "short" else content[: int(wanted[2]) + 1] if wanted[2] else content
         if start and start >= len(content):
             return self.reply(416)
         self.send_response(206 if start else 200)
@@ -383,7 +384,7 @@ def refuse_files(*answer):
     (lambda p: (401, b"", {"X_Error_Message": "Invalid credentials in Authorization header"}), [], 2, "HF_TOKEN"),
     (lambda p: (403, b"", {"X_Error_Message": "no right"}), [], 2, "answers 403"),
     (None, ["org/other"], 2, "no http.*/org/other, or it is private"),
-    (None, ["org/model", "--revision", "v9"], 2, "no such --revision"),
+    (None, ["org/model", "--revision", "v9"], 2, "no such revision"),
     (None, ["../model"], 2, "not the name"),
     (None, ["org/pickled"], 2, "only as pickles"),
     (None, ["org/model", "--include", "*.nothing"], 2, "none of its 16 files"),

@@ -35,9 +35,9 @@ import train
 from lib import errors
 from lib import run as guard
 from lib.errors import UserError, read_json
+from lib.prepare import write_shard
 from log import write_status
 from model import Transformer
-from prepare import write_shard
 from test_checkpoint import make_state, save
 from test_shard import run_code, skip_plots
 

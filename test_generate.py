@@ -23,11 +23,11 @@ from attention import BACKENDS
 from config import parse_args
 from generate import KVCache, choose, main, open_source, sample, write
 from lib.errors import UserError
+from lib.prepare import write_shard
 from lib.tokenizer import LLAMA3_SPLIT, ByteTokenizer
 from lib.weights import export_model, read_config
 from model import Transformer
 from optim import make_optimizer
-from prepare import write_shard
 from test_checkpoint import save
 from test_model import BASE, FAMILY, error, make_model, make_pair, make_reference, random_tokens, scramble
 

@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 
 import data
-import prepare
-import stream
 from config import parse_args
 from data import open_checked
-from hub import Damaged
-from lib import text
+from lib import prepare, text
 from lib.errors import UserError
-from lib.text import Encoder, TextFile
-from prepare import open_shard, verify
+from lib.prepare import find_shards, open_shard, verify
+from lib.text import Damaged, Encoder, TextFile
 
 BYTES = Encoder("bytes")
 ROWS = [f"row {i}: naïve 日本語 " + "word " * (i * 7 % 23) for i in range(300)]
@@ -89,41 +86,38 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     assert all((tmp_path / "0" / f).read_bytes() == (tmp_path / "2" / f).read_bytes() for f in files)
 
 
-@pytest.mark.parametrize("at", [1, 2, 5, 20])
-def test_it_goes_on_after_a_kill(tmp_path, monkeypatch, at):
-    """Killed at a batch; what was written behind the last note is there, and cut off."""
+@pytest.mark.parametrize("at", [1, 3, 9, 20])
+def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch, at):
+    """Interrupted at a batch, by a kill or by an error."""
     for name, texts in (("a.jsonl", ROWS), ("b.jsonl", ROWS[::-1])):
         (tmp_path / name).write_bytes(jsonl(texts))
     sources = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     monkeypatch.setattr(prepare, "BATCH", 2000)
-    whole = run(sources, tmp_path / "whole", shard_tokens=9000)
-    monkeypatch.setattr(prepare, "NOTE_EVERY", 0)
+    whole = run(sources, tmp_path / "whole", shard_tokens=4000)
     seen, encode = [], prepare.encode_rows
 
-    def killed(*args):
+    def interrupt(*args):
         seen.append(args[2][0].number)
-        if len(seen) == at + 1:
-            raise UserError("a bad row") if at == 5 else KeyboardInterrupt
         if len(seen) == at:
-            monkeypatch.setattr(prepare, "NOTE_EVERY", 1e9)  # the last batch is written, not noted
+            raise UserError("a bad row") if at == 9 else KeyboardInterrupt
         return encode(*args)
 
-    monkeypatch.setattr(prepare, "encode_rows", killed)
+    monkeypatch.setattr(prepare, "encode_rows", interrupt)
     with pytest.raises((KeyboardInterrupt, UserError)):
-        run(sources, tmp_path / "out", shard_tokens=9000)
+        run(sources, tmp_path / "out", shard_tokens=4000)
     assert not (tmp_path / "out" / "index.json").exists()
-    assert "not prepared to its end" in refused(prepare.find_shards, str(tmp_path / "out"), "--data")
+    assert "not prepared to its end" in refused(find_shards, str(tmp_path / "out"), "--data")
     del seen[:]
     monkeypatch.setattr(prepare, "encode_rows", lambda *args: seen.append(args[2][0].number) or encode(*args))
-    index = run(sources, tmp_path / "out", shard_tokens=9000)
+    index = run(sources, tmp_path / "out", shard_tokens=4000)
     assert index["files"] == whole["files"] and [*verify(tmp_path / "out")] == []
-    assert at < 2 or seen[0] > 1  # it was not done all over again
+    assert at < 9 or seen[0] > 1  # finished shards are kept
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([*whole["files"], ".lock", "index.json", "token_sizes.npy"])
 
 
-def test_a_failure_before_the_first_note_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failure_before_the_first_shard_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
-    monkeypatch.setattr(prepare, "BATCH", 2000)
-    monkeypatch.setattr(prepare.ShardWriter, "close", lambda *_: os.stat(tmp_path / "gone"))  # a shard is written
+    monkeypatch.setattr(prepare, "sha256_of", lambda path: os.stat(tmp_path / "gone"))  # a shard is written by then
     with pytest.raises(FileNotFoundError):
         run([tmp_path / "a.jsonl"], tmp_path / "new/out", shard_tokens=1000)
     assert os.listdir(tmp_path / "new/out") == [".lock"]
@@ -145,20 +139,16 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(jsonl(ROWS)))))
     out = tmp_path / "out"
     words = ["--input", "-", "--tokenizer", "bytes", "--out", out, "--val_every", 0, "--processes", 1]
-    assert data.main(["prepare", *map(str, words)]) == 0
+    data.main(["prepare", *map(str, words)])
     assert tokens(out, "train") == naive(ROWS, 0)["train"] and not list(out.glob("val*"))
     said = capsys.readouterr()
-    assert (
-        f"{out}: {len(naive(ROWS, 0)['train'])} tokens and 0" in said.out
-        and "B/s" in said.err
-        and f"--data {out}" in said.out
-    )
+    assert f"{out}: {len(naive(ROWS, 0)['train'])} tokens and 0" in said.out and f"--data {out}" in said.out
     path = out / "train-00000.bin"
     content = bytearray(path.read_bytes())
     content[2000] ^= 1
     path.write_bytes(content)
     assert "train-00000.bin has changed" in refused(data.main, ["verify", str(out)])
-    assert data.main(["show", "--data", str(out), "--n", "2", "--seq_len", "40"]) == 0
+    data.main(["show", "--data", str(out), "--n", "2", "--seq_len", "40"])
     said = capsys.readouterr().out
     assert said.count("--- row") == 2 and "[[" in said
 
@@ -216,8 +206,8 @@ BAD = {
         b'{"question": "Why?", "answer": "So."}',
         "found: fields question, answer.* messages, conversations, .*instruction and output, or .*--chat_fields",
     ),
-    "both kinds": ("a.jsonl", GOOD + chat(TALK), "up to row 2: documents and conv"),
-    "unknown": ("a.csv", b"a,b", r"a\.csv: what this file holds"),
+    "both kinds": ("a.jsonl", GOOD + chat(TALK), "row 2: documents and conv"),
+    "unknown": ("a.csv", b"a,b", r"a\.csv: the format of this file"),
     "parquet": ("a.parquet", b"PAR1", "no parquet file|needs pyarrow: .* -m pip install pyarrow"),
 }
 
@@ -226,12 +216,12 @@ BAD = {
 def test_bad_input_is_named(tmp_path, kind):
     name, content, pattern = BAD[kind]
     (tmp_path / name).write_bytes(content)
-    message = refused(lambda: run(stream.find_text(str(tmp_path / name), "--input"), tmp_path / "out"))
+    message = refused(lambda: run(text.find_text(str(tmp_path / name), "--input"), tmp_path / "out"))
     assert str(tmp_path / name) in message and re.search(pattern, message, re.DOTALL)
     assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == [".lock"]
 
 
-def test_skip_bad_leaves_out_so_many(tmp_path, capsys):
+def test_skip_bad_leaves_out_so_many(tmp_path, caplog):
     lines = jsonl(ROWS[:10]).splitlines(keepends=True)
     lines[3], lines[7] = b"{\n", b'{"txt": "x"}\n'
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
@@ -239,7 +229,7 @@ def test_skip_bad_leaves_out_so_many(tmp_path, capsys):
     run([tmp_path / "a.jsonl"], tmp_path / "two", val_every=0, skip_bad=2)
     kept = [row for i, row in enumerate(ROWS[:10]) if i not in (3, 7)]
     assert tokens(tmp_path / "two", "train") == naive(kept, 0)["train"]
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "line 4" in said and "line 8" in said
 
 
@@ -283,16 +273,16 @@ def test_data_of_several_tokenizers_are_refused(tmp_path, text_cache):
             open_checked(parse_args([*short, *(w.format(**places) for w in words)]))
 
 
-def test_rows_that_arrived_damaged_are_not_gone_on_with(tmp_path, monkeypatch):
-    """A kill leaves a position to go on from; what is known to be damaged leaves none."""
+def test_rows_that_arrived_damaged_are_not_resumed_from(tmp_path, monkeypatch):
+    """A kill leaves finished shards to resume from; a download that proves damaged leaves none."""
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
+    batches = prepare.batches
 
-    def build(*_, **__):
-        note = json.loads((tmp_path / "out" / "progress.json").read_text())
-        prepare.write_json(tmp_path / "out" / "progress.json", note | {"position": [0, 7]})
+    def damaged(*args):
+        yield from batches(*args)
         raise Damaged("damaged")
 
-    monkeypatch.setattr(prepare, "build", build)
+    monkeypatch.setattr(prepare, "batches", damaged)
     with pytest.raises(Damaged):
-        run([tmp_path / "a.jsonl"], tmp_path / "out")
+        run([tmp_path / "a.jsonl"], tmp_path / "out", shard_tokens=1000)
     assert os.listdir(tmp_path / "out") == [".lock"]

@@ -1,32 +1,28 @@
-"""Streams. The oracle for rows is a naive loop over the documents that the test itself wrote; a hub of our own that
-cuts and refuses stands for the hub."""
+"""Streams. The oracle for rows is a naive loop over the documents that the test itself wrote; a local server that cuts
+and refuses stands for the hub."""
 
-import contextlib
 import gzip
 import itertools
 import json
 import os
 import re
-import shutil
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-import hub as download
 import shard
-import stream
 from config import parse_args
 from data import make_loader, merge_positions
 from lib import check, rows
-from lib import run as guard
 from lib import text as text_module
 from lib.errors import Failure, UserError
-from stream import HubFile, HubReader, Worker, find_text, permute
-from test_download import COMMITS, serve
+from lib.prepare import write_shard
+from lib.rows import permute
+from lib.text import Damaged, fetch_whole, find_text, start_workers
+from test_download import COMMITS, TOKEN, serve
 
 T = 16
 pytestmark = pytest.mark.usefixtures("text_cache")
@@ -82,8 +78,8 @@ def run(c, steps, world_size=1, state=None):
 @pytest.mark.parametrize("files, lanes", [(5, 4), (4, 4), (5, 2), (2, 5), (1, 3)])
 def test_rows_are_those_of_the_lanes(tmp_path, files, lanes):
     """Row r is the next one of lane r mod lanes, over several epochs; with fewer files than lanes rows are dealt."""
-    found, state = run(config(write(tmp_path / "d", files, 9), lanes=lanes), 25)
-    whole = sum(found, [])
+    batches, state = run(config(write(tmp_path / "d", files, 9), lanes=lanes), 25)
+    whole = sum(batches, [])
     for lane in range(lanes):
         expected = naive_lane(lane, lanes, files, 9, epochs=30)
         mine = whole[lane::lanes]
@@ -105,8 +101,6 @@ def test_no_rank_changes_a_row_and_a_resume_repeats_none(tmp_path):
 
 def test_a_stream_in_a_mixture(tmp_path):
     """The stream's rows are those that it has alone, on one rank and on three, and after a resume."""
-    from prepare import write_shard
-
     data = write(tmp_path / "d")
     write_shard(tmp_path / "a.bin", np.arange(5000), 2**16)
     alone, _ = run(config(data, lanes=4), 4)
@@ -119,8 +113,7 @@ def test_a_stream_in_a_mixture(tmp_path):
     assert first + run(config(mixed, micro_batch=6, **flags), 3, 2, state)[0] == whole
 
 
-def test_bad_rows(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(download.logger, "handlers", [])  # of a run in this process
+def test_bad_rows(tmp_path, caplog):
     write(tmp_path / "d", 1, 30)
     path = tmp_path / "d" / "part.0.json.gz"
     lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
@@ -131,7 +124,7 @@ def test_bad_rows(tmp_path, capfd, monkeypatch):
     (found, *_), _ = run(config(path, lanes=1, skip_bad=1, batch_tokens=24 * T), 1)
     expected = [t for r in range(30) if r != 7 for t in (256, *text(0, r).encode())]
     assert found == [tuple(expected[i * T : i * T + T + 1]) for i in range(24)]
-    assert re.search("left out: .* line 8 ", capfd.readouterr().err)
+    assert re.search("left out: .* line 8 ", caplog.text)
 
 
 def test_what_cannot_be_streamed(tmp_path):
@@ -174,7 +167,6 @@ def hub(tmp_path, monkeypatch):
     content |= {"en/c4-validation.0.json.gz": gzip.compress(b'{"text": "val"}\n'), "de/train.json.gz": b"",
                 "README.md": b"words"}  # fmt: skip
     repos = {"datasets/org/c4": content, "datasets/org/one": {"train.jsonl": b'{"text": "x"}\n'}}
-    monkeypatch.setattr(download, "PAUSE", 0.01)
     with serve(tmp_path, monkeypatch, repos) as server:
         yield server
 
@@ -183,106 +175,72 @@ C4 = "hf://datasets/org/c4/en/c4-train.*.json.gz"
 
 
 def test_the_hub_gives_what_local_files_give(hub, tmp_path, monkeypatch):
-    """Also where it cuts, and where it asks to wait; and the commit is pinned by the position."""
+    """Also when it cuts and asks to wait. The position pins the commit, and the token goes to no other host."""
     first = "en/c4-train.00000-of-00003.json.gz"
     expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=3), 6)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.faults[first] = [("",), ("cut", 30), ("status", 429, {"Retry_After": 0}), ("status", 503)]
-    found, state = run(config(C4, lanes=3), 3)
-    assert found == expected[:3] and state["commits"] == {C4: "a" * 40} and not hub.faults[first]
+    batches, state = run(config(C4, lanes=3), 3)
+    assert batches == expected[:3] and state["commits"] == {C4: "a" * 40} and not hub.faults[first]
     monkeypatch.setitem(COMMITS, "main", "f" * 40)
     rest, state = run(config(C4, lanes=3), 3, 2, state)
     assert rest == expected[3:] and state["commits"] == {C4: "a" * 40}
     assert make_loader(config(C4, lanes=3)).state_dict()["commits"] == {C4: "f" * 40}
+    assert any(token for *_, token in hub.seen) and not [seen for seen in hub.cdn.seen if seen[-1]]
 
 
-def test_a_run_that_goes_on_waits_for_its_hub(hub, monkeypatch):
-    """Also for what has no commit yet, as validation data."""
-    refusals = []
-    hub.refuse = lambda path: refusals and [refusals.pop()]
-    for commits, status in (({C4: "a" * 40}, None), (None, "503, 4 times in a row")):
-        refusals[:] = [503] * 6
-        with pytest.raises(Failure, match=status) if status else contextlib.nullcontext():
-            for spec in (C4, "hf://datasets/org/one"):
-                assert rows.Catalog(config(C4), commits).find(spec, "--data")
+def test_a_run_waits_for_its_hub(hub, tmp_path, monkeypatch):
+    """As long as PAUSES says; what it was given before is not given again."""
+    expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=3), 6)
+    monkeypatch.setattr(rows, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(rows, "LANE_BATCH", 100)
+    failures, read = [1, 1], text_module.TextFile.rows
+
+    def failing(self, *args):
+        for row in read(self, *args):
+            if row[0].number == 5 and failures:
+                failures.pop()
+                raise Failure("no answer of a hub")
+            yield row
+
+    monkeypatch.setattr(text_module.TextFile, "rows", failing)
+    assert run(config(C4, lanes=3), 6)[0] == expected
+    monkeypatch.setattr(rows, "PAUSES", ())
+    failures[:] = [1]
+    with pytest.raises(Failure, match="no answer"):
+        run(config(C4, lanes=3), 6)
 
 
 def test_few_files_are_kept_whole(hub, tmp_path):
     expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=5), 4)
-    found, _ = run(config(C4, lanes=5), 4)
-    assert found == expected
+    assert run(config(C4, lanes=5), 4)[0] == expected
     sent = hub.cdn.sent
-    assert len(list((tmp_path / "home").rglob("*.json.gz"))) == 3
-    (other,) = stream.fetch_whole(find_text("hf://datasets/org/one", ""))
+    (other,) = fetch_whole(find_text("hf://datasets/org/one", ""))
     assert Path(other.name).name == "train.jsonl"
     sent += len(hub.repos["datasets/org/one"]["train.jsonl"])
-    assert run(config(C4, lanes=5), 4)[0] == expected and hub.cdn.sent - sent < 2000  # but for the first file's head
+    assert run(config(C4, lanes=5), 4)[0] == expected and hub.cdn.sent - sent < 2000  # only the first file's head
 
 
-@pytest.mark.parametrize("faults", [[("flip", 90)], [("cut", 10)] * 30], ids=str)
-def test_what_arrives_damaged_or_never_is_said(hub, monkeypatch, faults):
-    """Before a byte of it is given, however large the file is."""
-    monkeypatch.setattr(download, "TRIES", 3)
-    (file, *_) = find_text(C4, "--data")
-    hub.faults[file.name] = list(faults)
-    if faults[0][0] == "cut":
-        monkeypatch.setattr(hub.cdn, "refuse", lambda path: (503,) if "00000" in path else None)
-    with pytest.raises(Failure, match="damaged|3 times in a row"), HubReader(file, 0) as f:
-        assert not f.read(100)
+def test_parquet_is_read_in_ranges(hub, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    lines = [text(0, row) for row in range(40)]
+    pyarrow.parquet.write_table(pa.table({"text": lines}), tmp_path / "train.parquet")
+    hub.repos["datasets/org/table"] = {"train.parquet": (tmp_path / "train.parquet").read_bytes()}
+    (file,) = find_text("hf://datasets/org/table", "--data")
+    assert [row.content["text"] for row, _ in file.rows(("text",))] == lines
 
 
-def test_what_is_read_ahead_is_bounded(hub, monkeypatch):
-    """On a disk that takes a few bytes at a time."""
-    monkeypatch.setattr(stream, "SLOT", 25)
-    monkeypatch.setattr(download, "CHUNK", 30)
-    write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:20], at))
-    (file, *_) = find_text(C4, "--data")
-    content = hub.repos["datasets/org/c4"][file.name]
-    got = b""
-    with HubReader(file, 0) as f:
-        while block := f.read(33):
-            got += block
-            assert f.tell() == len(got)
-        assert os.fstat(f.store.fileno()).st_size == 100
-    assert got == content
-
-
-def test_what_is_read_ahead_is_shared(monkeypatch):
-    usage = shutil.disk_usage("/")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    for free, share in ((10**12, 2**30), (16 * 10**6, 10**6)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
-        assert stream.read_ahead_bytes(8) == share
-
-
-def test_a_damaged_file_is_fetched_once_more(hub, tmp_path):
-    expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=3), 6)
-    for f in range(3):
-        hub.faults[f"en/c4-train.{f:05}-of-00003.json.gz"] = [("flip", 90)]
-    assert run(config(C4, lanes=3), 6)[0] == expected
-
-
-@pytest.mark.parametrize("second, refused", [
-    ([b"a", b"b", b"C", b"d"], ""), ([b"a", b"B", b"c"], "first was damaged; its rows up to 2 had been read"),
-    ([b"a"], "first was damaged; its rows up to 2 had been read"),
-    ([b"a", b"b", None], "damaged; its rows up to 2 had"),
-])  # fmt: skip
-def test_rows_that_were_read_before_the_damage_was_known(monkeypatch, second, refused):
-    """Those that the second copy has alike are kept; others end it."""
-    copies = [[b"a", b"b", None], second]
-
-    def read(*_):
-        for number, content in enumerate(copies.pop(0), 1):
-            if content is None:
-                raise download.Damaged("damaged")
-            yield text_module.TextRow(number, number, 0, content, False), 0
-
-    monkeypatch.setattr(text_module.TextFile, "rows", read)
-    found = []
-    with pytest.raises(download.Damaged, match=refused) if refused else contextlib.nullcontext():
-        for row, _ in HubFile("x.jsonl", "o/n", "a" * 40, 9, "b" * 40).rows(()):
-            found.append(row.content)
-    assert found == ([b"a", b"b"] if refused else second)
+@pytest.mark.parametrize("name, fault", [("en/c4-train.00000-of-00003.json.gz", ("flip", 90)),
+                                         ("plain/train.jsonl", ("flip", 12)),
+                                         ("plain/train.jsonl", ("short", 14))])  # fmt: skip
+def test_damaged_bytes_are_refused(hub, name, fault):
+    hub.repos["datasets/org/c4"]["plain/train.jsonl"] = b'{"text": "x"}\n' * 3
+    (file,) = find_text(f"hf://datasets/org/c4/{name}", "--data")
+    hub.faults[name] = [fault] * 9
+    with pytest.raises(Damaged, match=f"{name} arrived damaged"):
+        list(file.rows(("text",)))
 
 
 def test_a_gzip_file_of_the_hub_that_is_cut_short(hub):
@@ -302,7 +260,7 @@ ADDRESSES = {
 }
 WRONG = {
     "hf://datasets/org/c4": r"does not say which files.*org/c4/de/train\.json\.gz.*org/c4/en/c4-train\.\*\.json\.gz",
-    "hf://datasets/org/c4/fr": "no such data file there; there are .*c4-train",
+    "hf://datasets/org/c4/fr": "no such data file; the data set has .*c4-train",
     "hf://datasets/org": "expected hf://datasets/ORG/NAME",
     "hf://org/c4": "expected hf://datasets/ORG/NAME",
     "hf://datasets/org/no": "there is no .*org/no",
@@ -322,14 +280,16 @@ def test_wrong_addresses(hub, spec):
         find_text(spec, "--data")
 
 
-def test_a_worker_says_and_dies(capfd, monkeypatch):
-    monkeypatch.setattr(download.logger, "handlers", [])  # of a run in this process
-    worker = Worker()
-    assert worker(download.say, "waiting") is None and capfd.readouterr().err == "waiting\n"
-    with pytest.raises(RuntimeError, match="signal 9"):
-        worker(os.kill, worker.process.pid, 9)
-    worker.close()
-    assert stream.MAX_WORKERS > 0
+def test_a_worker_that_is_killed(tmp_path, monkeypatch):
+    steps = iter(make_loader(config(write(tmp_path / "d"))))
+    next(steps)
+    with start_workers(1) as pool:
+        monkeypatch.setattr(text_module, "start_workers", lambda processes: pool)
+        pool.submit(os.getpid).result()
+        os.kill(next(iter(pool._processes)), 9)
+        with pytest.raises(Failure, match="a worker process was killed"):
+            next(iter(make_loader(config(write(tmp_path / "d")))))
+    steps.close()
 
 
 @pytest.mark.parametrize("case", ["rows that lanes do not divide", "a mixture"])
@@ -358,34 +318,13 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
         files = [path for _, path, *_ in hub.cdn.seen if "/cdn/0/" in path]
         listings = [path for _, path, *_ in hub.seen if "/api/" in path]
         hub.seen.clear(), hub.cdn.seen.clear()
-        return len(listings), len(files)
+        return bool(listings), len(files)
 
     check.report(c)
-    assert asked() == (3, 1)  # the revision and two pages; the head of the first file
+    assert asked() == (True, 1)  # the head of the first file
     told = []
     monkeypatch.setattr(shard, "on_first_rank", lambda work, ranks: told[0] if told else told.append(work()) or told[0])
     monkeypatch.setattr(shard, "on_every_rank", lambda work, ranks: work())
     for rank in range(3):
         loader, val_loader = check.open_data(c, None, shard.Ranks(rank, 3, torch.device("cpu")))
-        assert loader.rank == val_loader.rank == rank and asked() == ((3, 1) if rank == 0 else (0, 0))
-
-
-def test_what_a_step_waits_for_is_known(hub):
-    """The first file's head is answered when the run looks what it holds; nothing is answered from then on."""
-    release = threading.Event()
-    hub.cdn.refuse = lambda path: hub.cdn.sent and "/cdn/0/" in path and release.wait(60) and None
-    loader = make_loader(config(C4, lanes=3))
-    steps = iter(loader)
-    reader = threading.Thread(target=next, args=(steps,), daemon=True)
-    reader.start()
-    watchdog = SimpleNamespace(loaders=[loader], clock=SimpleNamespace(stack=["steps", "data"]))
-    for _ in range(300):
-        if said := guard.Watchdog._awaited(watchdog):
-            break
-        release.wait(0.1)
-    assert re.match(r", waiting for en/c4-train.\d+-of-\d+.json.gz of 127.0.0.1: nothing", said)
-    watchdog.clock.stack.append("saves")
-    assert guard.Watchdog._awaited(watchdog) == ""
-    release.set()
-    reader.join(60)
-    steps.close()
+        assert loader.rank == val_loader.rank == rank and asked() == ((True, 1) if rank == 0 else (False, 0))

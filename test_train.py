@@ -24,8 +24,8 @@ from config import parse_args
 from data import make_loader
 from lib import machine, weights
 from lib.errors import exit_status, explain
+from lib.prepare import write_shard
 from model import Transformer
-from prepare import write_shard
 from shard import fill_parameters
 from test_shard import TORCHRUN, run_code
 from train import main as train_main

@@ -339,6 +339,41 @@ def find_damage(folder: Path) -> list[str]:
     return [name for name, state in states.items() if state is None]
 
 
+@contextlib.contextmanager
+def hub_errors(repo: str) -> Iterator[None]:
+    """Raises errors of huggingface_hub as one message. repo: ORG/NAME or datasets/ORG/NAME."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Message) or getattr(error, "errno", None):
+            raise
+        raise _describe_hub_error(error, repo) from None
+
+
+def _describe_hub_error(error: Exception, repo: str) -> Message:
+    """The message for an error of huggingface_hub, without the server's text, which could repeat the token."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, FileNotFoundError):
+        error = error.__cause__ or error
+    log_in = "log in (`hf auth login`, or set HF_TOKEN) as a user who may read it"
+    page, status = f"{constants.ENDPOINT}/{repo}", getattr(getattr(error, "response", None), "status_code", 0)
+    messages = {
+        errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set, so nothing can be downloaded: unset it",
+        errors.HFValidationError: f"{repo}: not the name of a repository; expected ORG/NAME or datasets/ORG/NAME",
+        errors.GatedRepoError: f"{repo} is gated: accept its licence at {page}, then {log_in}",
+        errors.RevisionNotFoundError: f"{repo} has no such revision: its branches and tags are at {page}/tree/main",
+        errors.RepositoryNotFoundError: f"there is no {page}, or it is private: check the spelling, or {log_in}",
+    }
+    for kind, message in messages.items():
+        if isinstance(error, kind):
+            return UserError(message)
+    if status in (401, 403, 404):
+        return UserError(f"the hub answers {status} for {repo}: its token (HF_TOKEN or the login) is refused; {log_in}")
+    reason = f"the hub answers {status} {error.response.reason_phrase}" if status else f"no answer of a hub: {error}"
+    return Failure(f"{page}: {reason}; check the network and HF_ENDPOINT, or try later: the same command resumes")
+
+
 def guard_token() -> None:
     """From now on huggingface_hub sends the token to the hub alone. On its own, it sends the token to any host that a
     listing names for its next page."""

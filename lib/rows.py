@@ -1,45 +1,47 @@
-"""Where rows come from: token shards, conversations packed into rows, streams; what an entry of --data names.
+"""Sources of rows: token shards, packed conversations and streams; the files that an entry of --data names.
 
-A source has `count`, the rows per epoch (None for streams, which have no end), `rows(index)` -> tokens [n, T], targets
-[n, T] and begins [n, T] (a document begins here; None: a row is one sequence), `note`, a line for the log, and
-`describe()` and `paths`, by which a checkpoint knows it again. Text is tokenised once, into shards in the cache, or
-streamed (stream.py)."""
+A source has `count` (rows per epoch; None for streams, which have no end), `rows(index)` -> tokens [n, T], targets
+[n, T] and begins [n, T] (a document begins here; None: a row is one sequence), `note` (a line for the log), and
+`describe()` and `paths`, from which a checkpoint's fingerprint of the data is made. Local text is tokenised once, into
+shards in the cache; hf:// text, and all text with --stream, is streamed: tokenised while it is trained on.
+
+The files of a stream are dealt to a fixed number of lanes, file f to lane f mod lanes; if there are fewer files than
+lanes, the rows of a file are dealt to its lanes. A lane joins its documents and cuts them into rows of seq_len tokens
+and their successors; its epochs follow one another, each with another order of its files. Global row r of the run is
+the next row of lane r mod lanes: the same rows in the same order on any number of ranks, each of which reads the lanes
+of its own rows. The position of a lane is (rows given, epoch, file, row, token in that row's document, bad rows left
+out); a resume reads its current file from the beginning up to that row. A thread per lane reads ahead, and worker
+processes tokenise."""
 
 import hashlib
+import json
+import os
 import random
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-import hub as download
 from config import Config
-from lib.errors import RankError, UserError
-from lib.text import (
-    BEGINS,
-    ID,
-    TRAINED,
-    VAL_EVERY,
-    BadRow,
-    BuiltinText,
-    Encoder,
-    TextFile,
-    is_shards,
-    kind_of,
-    knows_text,
-)  # fmt: skip
+from lib import text
+from lib.errors import Failure, RankError, UserError, printable, read_ahead
+from lib.prepare import SIZES, find_shards, key_of, open_shard, prepare, read_index
 from lib.tokenizer import load_tokenizer
 from model import IGNORE
-from prepare import SIZES, find_shards, key_of, open_shard, prepare, read_index
-from stream import cores, fetch_whole, find_text, permute
 
 VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
 CACHE = Path(__file__).parent.parent / "cache"
 PARALLEL = 2**25  # bytes of text from which it is tokenised by several processes
 OPEN_ROWS = 1000  # rows that a conversation may still be packed into
+MAX_WORKERS = 8  # per rank
+LANE_BATCH = 2**16  # bytes of a lane's text that are tokenised together
+RECENT = 4096  # rows of a stream whose positions are remembered
+PAUSES = 10, 60, 120, 240  # seconds before a hub that failed is asked again
 BLOCK, READ = 2**16, 2**27  # bytes: of a file that are compared at a place, and of all files; see sample_digest
 
 
@@ -62,20 +64,60 @@ def sample_digest(files: list[Path]) -> str:
         return hashlib.sha256("".join(threads.map(digest, files)).encode()).hexdigest()
 
 
+def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
+    """A random permutation of range(n) at the given indices, in O(1) memory: a Feistel network over the next power of
+    four, applied again to what falls outside (cycle walking, Black and Rogaway 2002)."""
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = np.frombuffer(hashlib.sha256(key.encode()).digest(), dtype="<u8")
+    out = index.astype(np.uint64)
+    todo = np.ones(len(out), dtype=bool)
+    while todo.any():
+        x = out[todo]
+        left, right = x >> half, x & mask
+        for k in keys:
+            z = right + k  # splitmix64's mixing, modulo 2^64
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((z ^ (z >> np.uint64(31))) & mask)
+        out[todo] = left << half | right
+        todo = out >= n
+    return out.astype(np.int64)
+
+
+def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.ndarray]:
+    """Whose turn it is at the given places of a mixture -> (source, the index of its turn). Of the first n places a
+    source of weight w has n w, to less than one turn per source that comes before it, for every n."""
+    source, number = np.zeros_like(index), index.copy()
+    if len(weights) == 1:
+        return source, number
+    rest, left = np.arange(len(index)), sum(weights, Fraction(0))
+    for i, weight in enumerate(weights):
+        share = (weight / left).limit_denominator(2**30) if left else Fraction(1)
+        n, d = share.numerator, share.denominator
+        turn = number[rest]
+        before = turn // d * n + turn % d * n // d  # floor(turn n / d), whose products fit 64 bits
+        taken = (turn % d + 1) * n // d > turn % d * n // d
+        source[rest[taken]], number[rest[taken]] = i, before[taken]
+        number[rest[~taken]] = (turn - before)[~taken]
+        rest, left = rest[~taken], left - weight
+    return source, number
+
+
 # ---- what entries of --data name
 
 
-def make_encoder(config: Config) -> Encoder:
-    return Encoder(config.tokenizer, config.text_field, config.model_config.chat_format, config.chat_fields)
+def make_encoder(config: Config) -> text.Encoder:
+    return text.Encoder(config.tokenizer, config.text_field, config.model_config.chat_format, config.chat_fields)
 
 
-def tokenize(sources: list[TextFile], config: Config) -> list[Path]:
+def tokenize(sources: list[text.TextFile], config: Config) -> list[Path]:
     """Tokenises text into a folder of the cache, once -> its shards."""
     encoder, skip_bad = make_encoder(config), config.skip_bad
-    key = key_of(sources, encoder, VAL_EVERY, skip_bad)  # other rows are left out: another folder
+    key = key_of(sources, encoder, text.VAL_EVERY, skip_bad)  # other rows are left out: another folder
     folder = CACHE / f"{Path(sources[0].name).name.partition('.')[0]}-{key[:12]}"
     if not read_index(folder):
-        processes = cores() if sum(s.size for s in sources) > PARALLEL else 0
+        processes = text.cores() if sum(s.size for s in sources) > PARALLEL else 0
         prepare(sources, encoder, folder, processes=processes, skip_bad=skip_bad)
     return sorted(folder.glob("*.bin"))
 
@@ -124,7 +166,7 @@ class Tokens:
 
     def _checked(self, tokens, starts):
         """The same tokens, whose rows begin at these places."""
-        ids = tokens & ID if self.is_chat else tokens
+        ids = tokens & text.ID if self.is_chat else tokens
         if ids.size and ids.max() >= self.config.model_config.vocab_size:
             row, at = divmod(int(ids.argmax()), ids.shape[-1])
             raise RankError(
@@ -161,10 +203,9 @@ class Catalog:
         self.streamed = {}
         self.shards = {}
 
-    def find(self, spec: str, flag: str) -> list[TextFile]:
+    def find(self, spec: str, flag: str) -> list[text.TextFile]:
         if spec not in self.listed:
-            tries = download.TRIES if self.commits else download.LIST_TRIES  # a run that goes on has patience
-            self.listed[spec] = find_text(spec, flag, self.commits.get(spec, ""), tries)
+            self.listed[spec] = text.find_text(spec, flag, self.commits.get(spec, ""))
         return self.listed[spec]
 
     def is_stream(self, specs: tuple[str, ...], flag: str) -> bool:
@@ -189,18 +230,16 @@ class Catalog:
     def _is_stream(self, specs, flag):
         """Whether entries are streamed: text of the hub, and with --stream all text. Conversations never are."""
         remote = [s for s in specs if s.startswith("hf://")]
-        if not remote and not (self.config.stream and specs and not any(map(is_shards, specs))):
+        if not remote and not (self.config.stream and specs and not any(map(text.is_shards, specs))):
             return False
         first = self.find(specs[0], flag)[0]
-        if kind_of(first.name) == ".parquet":  # its table of contents is at its end
-            (first,) = fetch_whole([first])
         encoder = make_encoder(self.config)
         row, _ = next(first.rows(encoder.fields, 0, 0), (None, 0))
         if row is None:
             raise UserError(f"{flag} {first} is empty")
         try:
             _, kind = encoder(str(first), row)
-        except BadRow:
+        except text.BadRow:
             if not self.config.skip_bad:
                 raise
             kind = "text"
@@ -221,7 +260,7 @@ class Catalog:
                 delimiter, split = index["delimiter"], split or "train"
             delimiters.add(delimiter)
             kinds.add(index.get("kind", "text"))
-            cut = {"train": len(tokens), "val": 0, "": len(tokens) - len(tokens) // VAL_EVERY}[split]
+            cut = {"train": len(tokens), "val": 0, "": len(tokens) - len(tokens) // text.VAL_EVERY}[split]
             for name, stretch, first in (("train", tokens[:cut], 0), ("val", tokens[cut:], cut)):
                 if len(stretch):
                     parts[name].append(Part(path, stretch, first))
@@ -233,13 +272,13 @@ class Catalog:
         """(a shard, its split: train, val, or empty where neither its name nor its neighbours' say it). Text is
         tokenised; that of the hub holds conversations, or it would be streamed."""
         remote = [spec for spec in specs if spec.startswith("hf://")]
-        texts = [file for spec in remote for file in fetch_whole(self.find(spec, flag))]
+        texts = [file for spec in remote for file in text.fetch_whole(self.find(spec, flag))]
         files = [file for spec in specs if spec not in remote for file in find_shards(spec, flag)]
-        texts += [TextFile(str(file)) for file in files if file.suffix != ".bin"]
-        for text in texts:
-            if not text.size:
-                raise UserError(f"{flag} {text} is empty")
-        made = tokenize(texts or [BuiltinText()], self.config) if texts or not specs else []
+        texts += [text.TextFile(str(file)) for file in files if file.suffix != ".bin"]
+        for file in texts:
+            if not file.size:
+                raise UserError(f"{flag} {file} is empty")
+        made = tokenize(texts or [text.TextFile(text.BUILTIN)], self.config) if texts or not specs else []
         return _split_by_name([file for file in files if file.suffix == ".bin"]) + _split_by_name(made)
 
 
@@ -304,7 +343,7 @@ class ShardRows:
     def where(self, row: int) -> str:
         """The place of a row, and its first characters, if it is known what its tokens mean."""
         where = self.tokens.where(self.begin(row))
-        if not knows_text(self.config):
+        if not text.knows_text(self.config):
             return where
         ids = self.rows(np.array([row]))[0][0, :400].tolist()
         return f"{where}: {load_tokenizer(self.config.tokenizer).decode(ids)[:80]!r}"
@@ -320,14 +359,14 @@ class ChatRows(ShardRows):
     def __init__(self, tokens: Tokens, config: Config, split: str):
         self.tokens, self.config = tokens, config
         T, parts = config.seq_len, zip(tokens.parts, tokens.begins, strict=True)
-        starts = [begin + np.flatnonzero(part.tokens >= BEGINS) for part, begin in parts]
+        starts = [begin + np.flatnonzero(part.tokens >= text.BEGINS) for part, begin in parts]
         starts = np.concatenate([*starts, np.zeros(0, np.int64)])  # there may be no part
         lengths = np.diff(np.append(starts, len(tokens))) - 1
         is_long = lengths > T
         lengths = np.minimum(lengths, T)
         kept = ~is_long | (config.long_chats != "drop")
         for i in np.flatnonzero(is_long & kept):  # what is left of it may hold nothing that is trained on
-            kept[i] = (tokens.read(int(starts[i]) + 1, int(starts[i]) + 1 + T) & TRAINED).any()
+            kept[i] = (tokens.read(int(starts[i]) + 1, int(starts[i]) + 1 + T) & text.TRAINED).any()
         total, count, truncated = len(kept), int(kept.sum()), int((is_long & kept).sum())
         if not count:
             what = f"{total} conversations, and none is left ({total} are longer than --seq_len {T})"
@@ -350,8 +389,8 @@ class ChatRows(ShardRows):
             for document in self.contents[row]:
                 start, n = int(self.starts[document]), int(self.lengths[document])
                 ids = self.tokens.read(start, start + n + 1).astype(np.int64)
-                tokens[i, at : at + n] = ids[:-1] & ID
-                targets[i, at : at + n] = np.where(ids[1:] & TRAINED, ids[1:] & ID, IGNORE)
+                tokens[i, at : at + n] = ids[:-1] & text.ID
+                targets[i, at : at + n] = np.where(ids[1:] & text.TRAINED, ids[1:] & text.ID, IGNORE)
                 begins[i, at] = True
                 at += n
             begins[i, at : at + 1] = True
@@ -359,6 +398,170 @@ class ChatRows(ShardRows):
 
     def begin(self, row: int) -> int:
         return int(self.starts[self.contents[row][0]])
+
+
+class Stream:
+    """A source of rows without end. catalog: finds the files of an entry. keep: rows are read again and again, from
+    memory."""
+
+    count = None
+
+    def __init__(self, specs: tuple[str, ...], flag: str, config: Config, catalog: Catalog, keep: bool):
+        self.specs, self.flag, self.config, self.keep = specs, flag, config, keep
+        self.encoder = make_encoder(config)
+        self.kept = {}  # rows by their number
+        self.recent = {}  # the position after each of the last rows
+        self.lanes, self.positions, self.workers = {}, {}, None  # lanes: the rows to come of each
+        self.awaited = ""  # what a step waits for, if it is on the hub
+        tokenizer = load_tokenizer(config.tokenizer)
+        self.fingerprint = tokenizer.fingerprint
+        self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
+        self.open(catalog)
+
+    def open(self, catalog: Catalog) -> None:
+        """Finds the files, at the catalog's commits if it has any."""
+        lists = {spec: catalog.find(spec, self.flag) for spec in self.specs}
+        self.files, lanes = sum(lists.values(), []), self.config.lanes
+        self.commits = {spec: files[0].commit for spec, files in lists.items() if files[0].hub}
+        self.identity = [(Path(file.name).name, file.size) for file in self.files]  # wherever they are
+        self.note = f"a stream of {len(self.files)} files for {lanes} lanes"
+        if len(self.files) < lanes:
+            self.note += f": each file is read by {-(-lanes // len(self.files))} of them"
+            self.files = [f for files in lists.values() for f in text.fetch_whole(files)]  # once over the network
+
+    @property
+    def paths(self) -> list[Path]:
+        return [Path(file.name) for file in self.files if not file.hub]
+
+    def describe(self) -> list[dict]:
+        made = [self.config.lanes, self.encoder.text_field, self.fingerprint, self.identity]
+        digest = hashlib.sha256(json.dumps(made).encode()).hexdigest()
+        return [{"stream": list(self.specs), "files": len(self.identity), "commits": self.commits, "sha256": digest}]
+
+    def start(self, positions: dict[str, list]) -> None:
+        """The next rows are those after these positions of lanes."""
+        self.close()
+        self.positions = {int(lane): tuple(position) for lane, position in positions.items()}
+
+    def state(self) -> dict[str, list]:
+        return {str(lane): list(position) for lane, position in self.positions.items()}
+
+    def close(self) -> None:
+        self.lanes.clear()
+        if self.workers:
+            self.workers.shutdown(cancel_futures=True)
+            self.workers = None
+
+    def _files(self, lane, epoch):
+        """The files of a lane in the order of an epoch."""
+        files = self.files[lane % len(self.files) :: self.config.lanes]
+        return [files[i] for i in permute(np.arange(len(files)), len(files), f"{self.config.seed}/{epoch}/{lane}")]
+
+    def _read(self, file, first):
+        """The rows of a file from number `first` on. A hub that fails is asked again after each of PAUSES."""
+        for seconds in (*PAUSES, 0):
+            try:
+                for row, stored in file.rows(self.encoder.fields, max(first - 1, 0), 0):
+                    first = row.number + 1
+                    yield row, stored
+                return
+            except text.Damaged:
+                raise
+            except Failure as e:
+                if not seconds:
+                    raise
+                text.log.warning(f"{e}; next try in {seconds} s")
+                time.sleep(seconds)
+
+    def _jobs(self, lane, epoch, at, first):
+        """Jobs for encode_rows: a lane's rows from a place on, without end. Label: (epoch, file, their numbers)."""
+        n, lanes = len(self.files), self.config.lanes
+        turn, sharing = lane // n, len(range(lane % n, lanes, n))
+        while True:
+            is_empty = not (at or first)
+            for k, file in list(enumerate(self._files(lane, epoch)))[at:]:
+                rows = (row for row in self._read(file, first) if (row[0].number - 1) % sharing == turn)
+                for group, _ in text.group_rows(rows, LANE_BATCH):
+                    is_empty = False
+                    yield (epoch, k, [row.number for row in group]), self.encoder, str(file), group
+                first = 0
+            if is_empty:
+                raise UserError(
+                    f"Lane {lane}: there are no rows for it in {', '.join(map(str, self.files[:3]))}; give a smaller"
+                    f" --lanes than {lanes}, or leave out --stream"
+                )
+            epoch, at = epoch + 1, 0
+
+    def _documents(self, lane, epoch, at, first, offset, skipped):
+        """(ids, (epoch, file, row, token, bad rows)) of a lane from a place on, without end."""
+        jobs = self._jobs(lane, epoch, at, first)
+        for (epoch, k, numbers), results in text.in_order(text.encode_rows, jobs, self.workers, 2):
+            for number, (ids, kind) in zip(numbers, results, strict=True):
+                if kind == "chat":
+                    ids = f"{self._files(lane, epoch)[k]} row {number}: a conversation; these are not streamed"
+                if kind == "text":
+                    yield ids[offset:], (epoch, k, number, offset, skipped)
+                    offset = 0
+                    continue
+                skipped += 1
+                if skipped > self.config.skip_bad:
+                    raise UserError(f"{ids}; --skip_bad N leaves out up to N such rows per lane")
+                text.log.warning(f"left out: {printable(ids)}")
+
+    def _rows(self, lane):
+        """(seq_len + 1 tokens, the position after them) of a lane, without end."""
+        T, (given, *start) = self.config.seq_len, self.positions.get(lane, (0,) * 6)
+        tokens, begins = np.zeros(0, np.uint32), []  # begins: of the documents in tokens, (where it begins, its place)
+        for ids, place in self._documents(lane, *start):
+            begins.append((len(tokens), place))
+            tokens = np.concatenate((tokens, np.frombuffer(ids, np.uint32)))
+            while len(tokens) > T:
+                while len(begins) > 1 and begins[1][0] <= T:
+                    begins.pop(0)
+                begin, (epoch, file, row, offset, skipped) = begins[0]
+                given += 1
+                yield tokens[: T + 1], (given, epoch, file, row, offset + T - begin, skipped)
+                tokens, begins = tokens[T:], [(begin - T, place) for begin, place in begins]
+
+    def _take(self, number):
+        if number in self.kept:
+            return self.kept[number]
+        turn, lane = divmod(number, self.config.lanes)
+        self.awaited = f"lane {lane} of {' '.join(self.commits)}" if self.commits else ""
+        try:
+            # The rows before it belong to other ranks.
+            tokens, position = next(row for row in self.lanes[lane] if row[1][0] > turn)
+        except UserError as e:
+            raise RankError(str(e)) from None  # other ranks may not have met it
+        except text.Damaged as e:
+            raise text.Damaged(f"{e}; it was trained on: --resume a checkpoint from before that") from None
+        self.awaited = ""
+        assert position[0] == turn + 1, f"lane {lane} is behind row {turn}: {position}"
+        self.positions[lane] = self.recent[number] = position
+        if len(self.recent) > RECENT:
+            self.recent.pop(next(iter(self.recent)))
+        if self.keep:
+            self.kept[number] = tokens
+        return tokens
+
+    def rows(self, index: np.ndarray) -> tuple:
+        numbers = index.tolist()
+        for lane in dict.fromkeys(n % self.config.lanes for n in numbers if n not in self.kept):
+            if not self.workers:
+                ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+                self.workers = text.start_workers(max(1, min(MAX_WORKERS, text.cores() // ranks - 1)))
+            if lane not in self.lanes:  # from now on it is read ahead
+                self.lanes[lane] = read_ahead(self._rows(lane), 8)
+        block = np.array([self._take(n) for n in numbers], np.int64).reshape(-1, self.config.seq_len + 1)
+        begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
+        return block[:, :-1], block[:, 1:], begins
+
+    def where(self, number: int) -> str:
+        """The file and row that a row ends in, if it is one of the last."""
+        if number not in self.recent:
+            return f"row {number} of the stream"
+        lane, (_, epoch, file, row, *_) = number % self.config.lanes, self.recent[number]
+        return f"{self._files(lane, epoch)[file]} up to row {row} (lane {lane}, epoch {epoch})"
 
 
 def text_bytes(sources: list, which: np.ndarray, rows: np.ndarray) -> tuple[int, int]:

@@ -1,41 +1,52 @@
-"""From files of text to token ids, row by row: documents and conversations.
+"""Converts files (local, on the hub, compressed) to documents and conversations, and these to shards of token ids.
 
-`TextFile.rows` yields what a file holds without looking into it: a line of .jsonl, a row of .json (JSON lines, or a
-list of rows), a row of .parquet, a piece of .txt (a file is a document); all but .parquet also as .gz. An `Encoder`
-turns a row into ids. The two run in different processes: parsing costs a few per cent of tokenising, but more than
-reading does.
+`TextFile.rows` yields rows without parsing them: a line of .jsonl, a row of .json (JSON lines, or a list of rows) or of
+.parquet, a piece of .txt (a file is one document); all but .parquet also as .gz. An `Encoder` turns a row into ids, in
+worker processes, because that takes 20 times as long as reading. A row with --text_field is a document: BOS, then its
+text. A row with the fields of CHAT_FIELDS or --chat_fields is a conversation, even if it also has a field named text:
+the assistant's tokens and the token that ends each answer are trained on. A new format needs a reader in READERS.
 
-A row with --text_field is a document: BOS, then its text. A row with the fields of CHAT_FIELDS or --chat_fields is a
-conversation, also where it has a field named text besides; it is rendered by the tokenizer's chat format, and the
-assistant's words and the token that ends them are trained on. For a new format write a reader and add it to READERS.
-Nothing here knows torch."""
+Addresses on the hub are hf://datasets/ORG/NAME[@REVISION][/PATH]; PATH is a file, a
+folder, or a pattern with * (within a name) and **. Nothing here imports torch."""
 
+import contextlib
 import functools
 import glob
 import gzip
+import hashlib
+import importlib.machinery
 import importlib.metadata
 import inspect
+import io
 import itertools
 import json
+import logging
+import multiprocessing
 import os
 import platform
 import re
 import sys
+import threading
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from lib.errors import UserError, listed
+from lib.errors import Failure, UserError, find_damage, guard_token, hub_errors, listed
 from lib.tokenizer import chat_family, load_tokenizer, render_chat
 
-HUB = "hf://datasets/"  # begins the address of a data set on the hub
-TXT_PIECE = 2**24  # bytes up to which a .txt is tokenised as a whole; a longer one in pieces, cut between lines
+HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
+STDIN, BUILTIN = "-", "built-in"  # names of text that is in no file
+TRAIN_NAME = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)", re.IGNORECASE)
+TXT_PIECE = 2**24  # bytes; a longer .txt is tokenised in pieces, cut between lines
 VAL_EVERY = 20  # one document in so many, or the last 1/20 of a .txt, is held out for validation
-# Fields that hold conversations: one of messages, or those of the user and of the assistant, with text or messages.
+# Fields of conversations: one with all messages, or one for the user and one for the assistant, with text or messages.
 CHAT_FIELDS = (
     ("messages",), ("conversations",), ("conversation",), ("prompt", "completion"), ("prompt", "chosen"),
     ("instruction", "output"),
@@ -43,21 +54,26 @@ CHAT_FIELDS = (
 CHATS_KNOWN = f"{', '.join(' and '.join(names) for names in CHAT_FIELDS)}, or the fields that --chat_fields names"
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 TOOLS = ("tool_calls", "function_call", "tool_call_id")
-BESIDE = ("history", "tools", "functions")  # fields of rows whose content would have to be rendered, too
-ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its beginning
+BESIDE = ("history", "tools", "functions")  # fields that would have to be rendered as well
+ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
+log = logging.getLogger("flatland")
 
 
 class BadRow(UserError):
-    """A row that --skip_bad may pass over."""
+    """A row that --skip_bad may leave out."""
+
+
+class Damaged(Failure):
+    """The bytes of a file that arrived do not have its hash."""
 
 
 class TextRow(NamedTuple):
     number: int  # in its file, from 1
-    line: int  # of the file that it begins with; 0 where the format has no lines
+    line: int  # number of its first line; 0 where the format has no lines
     offset: int  # of its first byte in the (decompressed) file
     content: bytes | dict  # JSON, or fields
-    val: bool  # it is held out
-    begins: bool = True  # a document; False: it goes on with one
+    val: bool  # held out for validation
+    begins: bool = True  # False: it continues the document of the row before
 
     @property
     def place(self) -> str:
@@ -68,7 +84,7 @@ class TextRow(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """The suffix that says what a file holds, without .gz; empty if we do not read it."""
+    """The suffix that tells a file's format, without .gz; empty for formats that are not read."""
     suffix = Path(name.removesuffix(".gz")).suffix
     return suffix if suffix in SUFFIXES and not name.endswith(".parquet.gz") else ""
 
@@ -81,25 +97,25 @@ def is_shards(spec: str) -> bool:
 
 
 def name_of(spec: str) -> str:
-    """What an entry of --data adds to the run folder's name; a glob is told by its folder, too."""
+    """The part of the run folder's name for an entry of --data; for a pattern it includes the folder."""
     path = Path(split_weight(spec)[0].removesuffix(".gz"))
     name = path.stem if path.suffix in (*SUFFIXES, ".bin") else path.name
     return f"{path.parent.name}-{name}" if glob.has_magic(path.name) else name
 
 
 def knows_text(config) -> bool:
-    """Whether it is known what tokens mean: text of our tokenising, or shards with a tokenizer that was named."""
+    """Whether the text of tokens is known: it was tokenised here, or --tokenizer names the shards' tokenizer."""
     return config.tokenizer != "bytes" or not any(map(is_shards, config.data))
 
 
 def split_weight(spec: str) -> tuple[str, Fraction | None]:
-    """An entry of --data, which may end in :NUMBER -> (what it names, its weight in a mixture or None)."""
+    """An entry of --data, which may end in :NUMBER -> (path or pattern, weight in a mixture or None)."""
     parts = re.fullmatch(r"(.+):(-?(?:\d+\.?\d*|\.\d+))", spec)
     return (parts[1], Fraction(parts[2])) if parts and not Path(spec).exists() else (spec, None)
 
 
 def find_files(spec: str, flag: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that a path or a pattern names, text or with one of these suffixes; of a folder only the latter."""
+    """The files that a path or a pattern names: text, or one of the suffixes; of a folder only the latter."""
     path = Path(spec).expanduser()
     if path.is_dir():
         files = [p for p in sorted(path.iterdir()) if (kind_of(p.name) or p.suffix) in suffixes]
@@ -111,93 +127,187 @@ def find_files(spec: str, flag: str, suffixes: tuple[str, ...]) -> list[Path]:
         raise UserError(f"{flag} {spec}: {problem}")
     for file in files:
         if not kind_of(file.name) and file.suffix not in suffixes:
-            raise UserError(f"{flag} {file}: what this file holds is not known; {FORMATS} are")
+            raise UserError(f"{flag} {file}: the format of this file is not known; {FORMATS} are")
     return files
+
+
+def find_text(spec: str, flag: str, commit: str = "") -> list["TextFile"]:
+    """The files of text that an entry names: a file, a folder, a pattern, `-`, or an address on the hub (at `commit` if
+    given; without a path, the files of its train split)."""
+    if spec == STDIN:
+        return [TextFile(STDIN)]
+    if not spec.startswith("hf://"):
+        return [TextFile(str(path)) for path in find_files(spec, flag, SUFFIXES)]
+    address = re.fullmatch(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", spec)
+    if not address:
+        raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION][/PATH]")
+    repo, revision, path = address[1], address[2] or "main", (address[3] or "").strip("/")
+    from huggingface_hub import HfApi, HfFileSystem
+
+    guard_token()
+    with hub_errors(f"datasets/{repo}"):
+        commit = commit or HfApi().dataset_info(repo, revision=revision).sha
+        hub, root = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}"
+        folder = re.split(r"[*?]", path)[0].rpartition("/")[0]
+        tree = hub.find(f"{root}/{folder}", detail=True) or hub.find(root, detail=True)
+    files = {}
+    for name, info in tree.items():
+        oid = info["lfs"].sha256 if info["lfs"] else info["blob_id"]
+        files[name.removeprefix(f"{root}/")] = TextFile(f"hf://{name}", hub, repo, commit, info["size"], oid)
+    return [files[name] for name in _choose(path, files, f"{flag} {spec}", repo)]
+
+
+def _choose(path, names, entry, repo):
+    """The names of a listing that the path of an address stands for."""
+    data = sorted(name for name in names if kind_of(name))
+    words = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
+    pattern = "".join(words.get(w) or re.escape(w) for w in re.split(r"(\*\*|\*|\?)", path))
+    chosen = [name for name in data if re.fullmatch(pattern, name)]
+    below = [name for name in data if not path or name.startswith(f"{path}/")]
+    if below and not chosen:
+        chosen = [name for name in below if TRAIN_NAME.search(name)] or (below if path else [])
+        if len({name.rpartition("/")[0] for name in chosen}) != 1:
+            raise UserError(f"{entry} does not say which files: give one of {_candidates(repo, below)}")
+    if not chosen:
+        raise UserError(f"{entry}: no such data file; the data set has {_candidates(repo, data)}")
+    return chosen
+
+
+def _candidates(repo, names):
+    """Files whose names differ only in numbers are listed as one pattern."""
+    patterns = list(dict.fromkeys(re.sub(r"\d+-of-\d+|\d{3,}", "*", name) for name in names))
+    more = f" and {len(patterns) - 12} more" if len(patterns) > 12 else ""
+    return ", ".join(f"{HUB}{repo}/{p}" for p in patterns[:12]) + more or "none"
+
+
+def fetch_whole(files: list["TextFile"]) -> list["TextFile"]:
+    """The files of one entry; those of the hub are downloaded into HF_HOME's cache, where they are not yet, and
+    verified. Safe in several processes at the same time."""
+    if not files[0].hub:
+        return files
+    from huggingface_hub import hf_hub_download
+
+    repo, commit = files[0].repo, files[0].commit
+    fetch = functools.partial(hf_hub_download, repo, repo_type="dataset", revision=commit)
+    with hub_errors(f"datasets/{repo}"):
+        paths = [fetch(file.path) for file in files]
+    folder = Path(paths[0].removesuffix(files[0].path))
+    damaged = set(find_damage(folder)) & {file.path for file in files}
+    if damaged:
+        raise Damaged(
+            f"{folder}: {listed(sorted(damaged)[:3])} arrived damaged: delete it, and run the same command again"
+        )
+    return [TextFile(path) for path in paths]
+
+
+# ---- files
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file on this machine; `-` is standard input."""
+    """A file of text: a path, an address hf://datasets/ORG/NAME@COMMIT/PATH, STDIN or BUILTIN. For a file on the hub:
+    the file system that opens it, and what it lists; oid: sha256, or git's SHA-1 of the blob."""
 
     name: str
+    hub: object = field(default=None, repr=False, compare=False)
+    repo: str = ""
+    commit: str = ""
+    listed_size: int = 0
+    oid: str = ""
 
     def __str__(self) -> str:
         return self.name
 
     @property
+    def path(self) -> str:
+        """In the repository of the hub."""
+        return self.name.partition(f"@{self.commit}/")[2]
+
+    @property
     def size(self) -> int:
-        return 0 if self.name == "-" else os.stat(self.name).st_size
+        return self.listed_size if self.hub or self.name in (STDIN, BUILTIN) else os.stat(self.name).st_size
 
     @property
     def identity(self) -> list:
-        """Differs where the content does."""
-        if self.name == "-":
-            return ["-"]
+        """Differs whenever the content does."""
+        if self.name == BUILTIN:
+            source = inspect.getsource(builtin_documents)
+            return [platform.python_version(), importlib.metadata.version("torch"), source]
+        if self.hub or self.name == STDIN:
+            return [self.name, self.size, self.oid]
         return [os.path.realpath(self.name), self.size, os.stat(self.name).st_mtime_ns]
 
-    def open(self, ahead: int) -> BinaryIO:
-        return sys.stdin.buffer if self.name == "-" else open(self.name, "rb")
+    def open(self) -> BinaryIO:
+        if self.name == STDIN:
+            return sys.stdin.buffer
+        if self.name == BUILTIN:
+            return io.BytesIO()
+        if self.hub and kind_of(self.name) == ".parquet":  # its table of contents is at its end
+            return self.hub.open(self.name)
+        return io.BufferedReader(HubReader(self), 2**20) if self.hub else open(self.name, "rb")
 
     def rows(
-        self, fields: tuple[str, ...], first: int = 0, val_every: int = VAL_EVERY, ahead: int = 2**26
+        self, fields: tuple[str, ...], first: int = 0, val_every: int = VAL_EVERY
     ) -> Iterator[tuple[TextRow, int]]:
-        """(row, bytes of the stored file read so far) of the rows behind number `first`. fields: those that are needed,
-        a document's text first. val_every: 0 holds nothing out. ahead: bytes to fetch ahead from the hub. UserError
-        where the file itself is damaged."""
-        name, line, val_every = str(self), 0, val_every or sys.maxsize
-        with self.open(ahead) as raw:
-            kind = kind_of(name)
-            if name == "-":
+        """(row, bytes of the stored file read so far) of the rows after number `first`. fields: the fields to read, a
+        document's text first. val_every: 0 holds nothing out. UserError if the file is damaged."""
+        name, line = self.name, 0
+        with hub_errors(f"datasets/{self.repo}") if self.hub else contextlib.nullcontext(), self.open() as raw:
+            kind = BUILTIN if name == BUILTIN else kind_of(name)
+            if name == STDIN:
                 kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
             stream = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
             try:
-                for row in READERS[kind](name, stream, fields, val_every):
+                for row in READERS[kind](name, stream, fields, val_every or sys.maxsize):
                     line = row.line
                     if row.number > first:
                         yield row, _tell(raw)
             except (EOFError, zlib.error, gzip.BadGzipFile) as e:
                 where = f"byte {_tell(raw)}, after line {line}"
-                while name.startswith(HUB) and raw.read(2**20):
-                    pass  # if it was damaged on its way, that is said at its end
+                while self.hub and raw.read(2**20):
+                    pass  # at its end HubReader tells whether it was damaged on its way
                 raise UserError(
                     f"{name}: the gzip data is damaged or cut short at {where} ({e}): fetch or compress the file again"
                 ) from None
 
 
-@dataclass(frozen=True)
-class BuiltinText(TextFile):
-    """Text that is on every machine."""
+class HubReader(io.RawIOBase):
+    """A file on the hub, read in sequence while it arrives. At its end, size and hash must be those of the listing."""
 
-    name: str = "built-in"
-    size = 0
+    def __init__(self, file: TextFile):
+        self.file, self.raw, self.count = file, file.hub.open(file.name, block_size=0), 0
+        self.digest = hashlib.sha256() if len(file.oid) == 64 else hashlib.sha1(b"blob %d\0" % file.size)
 
-    @property
-    def identity(self) -> list:
-        source = inspect.getsource(builtin_documents)
-        return [platform.python_version(), importlib.metadata.version("torch"), source]
+    def readable(self) -> bool:
+        return True
 
-    def rows(self, fields, first=0, *_) -> Iterator[tuple[TextRow, int]]:
-        for number, text in enumerate(builtin_documents(), 1):
-            if number > first:
-                yield TextRow(number, 0, 0, {fields[0]: text}, number % VAL_EVERY == 0), 0
+    def tell(self) -> int:
+        return self.count
+
+    def readinto(self, buffer) -> int:
+        count = self.raw.readinto(buffer)
+        self.count += count
+        self.digest.update(buffer[:count])
+        if not count and (self.count, self.digest.hexdigest()) != (self.file.size, self.file.oid):
+            raise Damaged(f"{self.file} arrived damaged (size or hash is not the hub's)")
+        return count
 
 
 def builtin_documents() -> Iterator[str]:
-    """Real English that is on every machine that can run this: Python's reference topics and the docstrings of the
-    standard library and of torch, each of 200 characters or more, once. It changes with their versions."""
+    """English text that every machine has: Python's reference topics and the docstrings of the standard library and of
+    torch, each of 200 characters or more, once. It changes with their versions."""
     import importlib.util
-    import inspect
     import pydoc_data.topics
     import sysconfig
 
     topics = [text for _, text in sorted(pydoc_data.topics.topics.items()) if len(text) >= 200]
     yield from dict.fromkeys(topics)  # once each
     docstring = re.compile(r'(?:\A|:\n|,\n)\s*r?"""(.*?)"""', re.DOTALL)
-    no_part_of_it = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"}
+    excluded = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"}
     seen = set(topics)
     for root in (Path(sysconfig.get_paths()["stdlib"]), Path(importlib.util.find_spec("torch").origin).parent):
         for path in sorted(root.rglob("*.py")):
-            if no_part_of_it.isdisjoint(path.relative_to(root).parts):
+            if excluded.isdisjoint(path.relative_to(root).parts):
                 for match in docstring.findall(path.read_text("utf-8", "replace")):
                     text = inspect.cleandoc(match)
                     if len(text) >= 200 and text not in seen:
@@ -213,6 +323,11 @@ def _tell(raw):
         return raw.tell()
     except (OSError, ValueError):  # a pipe; a file that is closed
         return 0
+
+
+def _read_builtin(name, stream, fields, val_every):
+    for number, text in enumerate(builtin_documents(), 1):
+        yield TextRow(number, 0, 0, {fields[0]: text}, number % val_every == 0)
 
 
 def _read_lines(name, stream, fields, val_every):
@@ -287,6 +402,7 @@ def _read_parquet(name, stream, fields, val_every):
 
 READERS = {".txt": _read_txt, ".jsonl": _read_lines, ".json": _read_json, ".parquet": _read_parquet}
 SUFFIXES = tuple(READERS)
+READERS[BUILTIN] = _read_builtin
 FORMATS = f"{', '.join(SUFFIXES)} (also as .gz, but for .parquet) and .bin (token shards)"
 
 
@@ -419,15 +535,66 @@ def read_message(number: int, message) -> dict:
     return {"role": _role(message), "content": content}
 
 
-def encode_rows(encoder: Encoder, name: str, rows: list[TextRow]) -> tuple[dict[tuple, array], list[str]]:
-    """Rows of the file `name` -> (tokens by whether they are held out and their kind; what is wrong with rows that are
-    left out)."""
-    splits, bad = {}, []
+def encode_rows(encoder: Encoder, name: str, rows: list[TextRow]) -> list[tuple[array | str, str]]:
+    """Rows of the file `name` -> (tokens, kind) of each; for a bad row (the message, "bad")."""
+    out = []
     for row in rows:
         try:
             tokens, kind = encoder(name, row)
+            out.append((array("I", tokens), kind))
         except BadRow as e:
-            bad.append(str(e))
-            continue
-        splits.setdefault((row.val, kind), array("I")).extend(tokens)
-    return splits, bad
+            out.append((str(e), "bad"))
+    return out
+
+
+# ---- worker processes
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def start_workers(processes: int) -> ProcessPoolExecutor:
+    """Processes that import only the modules of the functions they run; they end when this process does."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is None:  # else each worker would import our script, and torch with it
+        main.__spec__ = importlib.machinery.ModuleSpec("__main__", None)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # else it warns after a killed run's error
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_worker)
+
+
+def _begin_worker():
+    os.setsid()  # Ctrl-C is for the parent
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def in_order(function: Callable, jobs: Iterator[tuple], pool: Executor | None, ahead: int = 0) -> Iterator[tuple]:
+    """(label, function(*arguments)) of each job (label, *arguments), in their order. The pool is up to `ahead` jobs
+    ahead; None: computed here."""
+    if not pool:
+        yield from ((label, function(*arguments)) for label, *arguments in jobs)
+        return
+    submitted = ((label, pool.submit(function, *arguments)) for label, *arguments in jobs)
+    try:
+        waiting = deque(itertools.islice(submitted, ahead))
+        while waiting:
+            waiting.extend(itertools.islice(submitted, 1))
+            label, future = waiting.popleft()
+            yield label, future.result()
+    except BrokenProcessPool:
+        raise Failure("a worker process was killed while it tokenised text (out of memory?)") from None
+
+
+def group_rows(rows: Iterator[tuple[TextRow, int]], size: int) -> Iterator[tuple[list[TextRow], int]]:
+    """(rows of about `size` bytes together, stored bytes up to them)"""
+    group, left = [], size
+    for row, stored in rows:
+        group.append(row)
+        left -= len(row.content if isinstance(row.content, bytes) else str(row.content))
+        if left <= 0:
+            yield group, stored
+            group, left = [], size
+    if group:
+        yield group, stored
