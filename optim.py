@@ -313,6 +313,8 @@ def sharding(tensor: Tensor) -> tuple[int, int, int]:
 
 def part_slices(shape: torch.Size, dim: int, parts: int, part: int, rows: slice | None = None) -> tuple[slice, ...]:
     """Where a part lies in the whole tensor, or these rows of the part. The last parts may be short, or empty."""
+    if not shape:  # a scalar
+        return ()
     step, out = -(-shape[dim] // parts), [slice(0, n) for n in shape]
     out[dim] = slice(min(part * step, shape[dim]), min((part + 1) * step, shape[dim]))
     if rows is not None:
