@@ -86,7 +86,8 @@ def test_the_five_changes_work_together(tmp_path):
     added = apply_hunks(CHANGES, tmp_path)
     assert len(added) == 7 and sum(added.values()) < 50, added
     rows = [f'"line {i} was good, not\nbad",{i}\n' for i in range(200)]  # a comma and a line break within a field
-    (tmp_path / "rows.csv").write_text("review,number\n" + "".join(rows))
+    rows.append(f'"{"was good, not bad " * 10000}",200\n')  # above the 128 KiB that the csv module accepts by default
+    (tmp_path / "rows.csv").write_text("\ufeffreview,number\n" + "".join(rows), "utf-8")  # with Excel's BOM
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     commands = [shlex.split(line)[2:] for line in re.findall(r"^python train.py .*", CHANGES, re.M)]
     assert len(commands) == 4
