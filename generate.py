@@ -9,6 +9,7 @@ so that each row's logits are those of its prompt alone. A run's texts begin wit
 Hugging Face folder begin and end as transformers' do."""
 
 import argparse
+import contextlib
 import itertools
 import math
 import os
@@ -70,8 +71,9 @@ if __name__ == "__main__":
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
+from attention import WITHOUT_CUDNN
 from checkpoint import load_run_tokenizer, newest
 from lib.machine import find_device
 from lib.run import Run
@@ -83,7 +85,6 @@ from optim import DTYPES
 from shapes import ModelConfig
 from shard import fill_parameters, reshard
 
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CHAT_ROOM = 2048  # tokens that a conversation's cache has room for, at first
 SAMPLE_TOKENS, SAMPLING = 200, {"temperature": 0.8, "top_p": 0.95}  # of a run's samples
 
@@ -157,6 +158,12 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
+def _uncompiled():
+    """Compiled blocks would be compiled again for every length. If nothing is compiled, the compiler is not loaded: it
+    takes 0.2 GiB."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
 @torch.no_grad()
 def sample(
     model: Transformer,
@@ -182,8 +189,7 @@ def sample(
         cache = KVCache(model, ids.shape[0], ids.shape[1] + n, padding)
     stop, ended = torch.tensor(sorted(stop)), None
     for _ in range(n):
-        # For every length a compiled block would be compiled again, and cuDNN would plan its kernel anew.
-        with torch.compiler.set_stance("force_eager"), sdpa_kernel(KERNELS):
+        with _uncompiled(), sdpa_kernel(WITHOUT_CUDNN):  # cuDNN would plan a kernel for every length
             logits = model.logits(ids.to(device), cache=cache, last=True)[:, -1]
         new = choose(logits, temperature, top_k, top_p, generator)
         if ended is not None:

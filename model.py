@@ -118,9 +118,10 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)
         if cache is None or T > 1:
             out = attention(q, k, v, mask, self.backend)  # [B, T, H, h]
-        else:  # heads that share their keys are like so many tokens of one head: no key need be repeated
+        else:  # the query heads that share a key head are taken as tokens of one head, so that no key is repeated
             q = q.view(B, self.n_kv_heads, -1, self.head_dim).transpose(1, 2)
-            out = attention(q, k, v, mask, self.backend).transpose(1, 2)  # [B, K, H / K, h]
+            # Not `blocked`: for each length, oneDNN would build and keep new matrix products.
+            out = attention(q, k, v, mask, "sdpa").transpose(1, 2)  # [B, K, H / K, h]
         return self.o_proj(out.reshape(B, T, -1))
 
 

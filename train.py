@@ -75,7 +75,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     gradients = GradientGuard(model, config, ranks, mesh, data.where, optimizer)
     saver = checkpoint.Saver(model, optimizer, data, run, resume_from)
     log = Log(run, model, start, data.names)
-    log.describe_run(model, data, val_data, check.predict(config, run, log.peak))
+    log.describe_run(model, data, val_data, check.predict(config, run))
     # ---- the loop
     with machine.explained_memory(config, model, optimizer), saver, log, profile_steps(run, start) as profiler:
         steps = iter(data)

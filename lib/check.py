@@ -29,7 +29,6 @@ from lib.weights import dropout_note, open_adapter, refuse_in_the_way
 from lib.weights import open_weights as open_folder
 from log import COMPARED_AT, logger, refuse_unusable
 from model import Transformer, flops_per_token, random_init
-from optim import DTYPES
 from shapes import MODELS
 
 SHORT_SECONDS = 300  # what is compiled is faster by a tenth to a third
@@ -93,29 +92,17 @@ def _is_short(config: Config, device: torch.device) -> bool:
 
 def refuse_without_room(config: Config, device: torch.device, world_size: int) -> None:
     """Refuses a run that cannot fit into this machine, before anything is allocated. It counts only what any run needs:
-    of the activations the inputs of the blocks."""
-    micro_batch, batch_tokens = split_batch(config, world_size)
-    shape, gpu = config.model_config, device.type == "cuda"
-    ranks, offload = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpu and config.offload == "cpu"
-    held = plan.state(config, shard.mesh_shape(config.shard_size, world_size)[1], pinned=offload)
-    saved = micro_batch * config.seq_len * shape.n_layers * shape.dim * DTYPES[config.dtype].itemsize
-    saved *= not (gpu and config.offload_activations)
-    on_host, on_gpu = {"tokens of a step": 16 * batch_tokens // world_size}, {}
-    if offload:
-        on_host, on_gpu = on_host | held, {"activations": saved}
-    else:  # in a step of one micro-batch, the last gradients come when the activations are gone
-        held["gradients or activations"] = max(held.pop("gradients"), saved)
-        (on_gpu if gpu else on_host).update(held)
-    places = [(on_host, ranks, platform.node(), machine.available_memory())]
-    if gpu:
-        places.append((on_gpu, 1, str(device), torch.cuda.get_device_properties(device).total_memory))
-    for needs, times, place, free in places:
-        total = times * sum(needs.values()) / 2**30
-        if free and total > free / 2**30:
-            parts = ", ".join(f"{name} {times * size / 2**30:.1f}" for name, size in needs.items())
+    of the activations, the inputs of the blocks."""
+    cluster = plan.cluster_here(device, world_size)
+    on_gpu, on_host = plan.memory(plan.split(config, cluster), cluster, least=True)
+    places = [(on_host, f"{platform.node()} ({cluster.gpus} processes)", cluster.host_gib)]
+    if on_gpu:
+        places.append((on_gpu, str(device), cluster.gpu.gib))
+    for needs, place, free in places:
+        if sum(needs.values()) / plan.GIB > free:
             raise UserError(
-                f"This run needs more than {total:.1f} GiB on {place} (ranks: {times}; {parts}), which has"
-                f" {free / 2**30:.1f} GiB. What lowers it, the cheapest first: {machine.lower_memory(config, gpu)}"
+                f"This run needs more than {plan.gib(needs)} on {place}, which has {free:.1f} GiB. What lowers it, the"
+                f" cheapest first: {machine.lower_memory(config, bool(on_gpu))}"
             )
 
 
@@ -230,14 +217,13 @@ def first_values(config: Config, model: Transformer, weights) -> tuple:
     return read, config.load
 
 
-def predict(config: Config, run, peak: float) -> dict[str, float]:
-    """What plan.py expects of a record, for runs that are long enough to be compared with it. run: a guard.Run. peak:
-    FLOP/s that a device reaches, where plan.py does not know it."""
-    if run.ranks.rank or config.steps < COMPARED_AT:
+def predict(config: Config, run) -> dict[str, float]:
+    """The prediction of plan.py for a record of a run on GPUs that is long enough to compare. run: a lib.run.Run."""
+    if run.ranks.rank or config.steps < COMPARED_AT or run.ranks.device.type == "cpu":
         return {}
     with run.phase("plan"):
         try:
-            return plan.step_figures(config, plan.cluster_here(run.ranks.device, run.ranks.world_size, peak))
-        except (RuntimeError, NotImplementedError) as e:  # a model that cannot compute without values still trains
-            logger.warning("Plan: nothing is predicted of this model: %s", e)
+            return plan.step_figures(config, plan.cluster_here(run.ranks.device, run.ranks.world_size))
+        except (RuntimeError, NotImplementedError) as e:  # a changed model that cannot run on the meta device
+            logger.warning("Plan: no prediction for this model: %s", e)
             return {}

@@ -20,7 +20,6 @@ from torch import nn
 
 from config import VERSION
 from lib.errors import ROOT, RankFailure, UserError
-from model import CHUNK_BYTES
 from optim import local
 
 
@@ -273,11 +272,7 @@ def explain_out_of_memory(model: nn.Module, optimizer, config, used: dict[str, i
     parts = {}
     for part, of_part in tensors.items():
         parts[part] = sum(t.nbytes for t in map(local, of_part) if t.device.type == name.partition(":")[0])
-    # A chunk's logits, in both dtypes, in fp32 once more within logsumexp, and the gradient of the weight.
-    vocabulary, rows = config.model_config.vocab_size, config.micro_batch or config.batch_tokens // config.seq_len
-    logits = min(CHUNK_BYTES // 2, rows * config.seq_len * vocabulary)
-    parts["loss head (at most)"] = 10 * logits + 4 * vocabulary * config.model_config.dim
-    parts["activations and gathered layers"] = max(used["allocated"] - sum(parts.values()), 0)
+    parts["activations, logits and gathered layers"] = max(used["allocated"] - sum(parts.values()), 0)
     said = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
     return (
         f"out of memory on {name}: {used['allocated'] / 2**30:.2f} GiB allocated at the peak and"
