@@ -650,8 +650,8 @@ def is_locked(out: Path) -> bool:
 
 
 def state_of(out: Path) -> End:
-    """The state of a run, started by a launcher, train.sbatch or the user's own torchrun. A status of another attempt than
-    the launch's is older if the launch found it, else newer."""
+    """The state of a run, started by a launcher, train.sbatch or the user's own torchrun. A status of another attempt
+    is older than the launch if the launch found it, else newer."""
     supervised = is_supervised(out)  # first: a supervisor's last act is launch.json
     launch, status = read_launch(out), read_json(out / "status.json")
     state, step, message = status.get("state", ""), status.get("step") or 0, status.get("message", "")
@@ -759,8 +759,6 @@ def say_started(name: str, launch: dict) -> None:
     hosts = hosts_of(launch)
     where = f" on {len(hosts)} hosts" if len(hosts) > 1 else f", process {launch['pid']}"
     say(f"Started {name}: {launch['place']}{where}; log in {name}/log.txt")
-    if not hosts[0].devices and max(host.slots for host in hosts) > 1:
-        say("On a CPU, one process with all of a machine's cores was 1.2 times as fast as two: see BENCHMARKS.md")
 
 
 def claim(out: Path, job: dict) -> None:

@@ -279,11 +279,6 @@ def own_files(root=ROOT):
     return sorted(str(p.relative_to(root)) for pattern in OWN_FILES.split() for p in root.glob(pattern) if p.is_file())
 
 
-def packages():
-    """Names and versions of the packages in .venv."""
-    return sorted(path.name for path in ROOT.glob(".venv/lib/python*/site-packages/*-info"))
-
-
 def query(*words):
     """The lines that nvidia-smi answers; [] if it is missing or fails."""
     try:
@@ -307,7 +302,6 @@ def probe(request):
         "connection": os.environ.get("SSH_CONNECTION", "").split(),
         "gpus": gpus(request),
         "code": content_hash(),
-        "packages": packages(),
         "python": os.access(request["python"], os.X_OK),
         "port": probe_port(request["port"]),
     }

@@ -406,15 +406,6 @@ def read_ahead(items: Iterator, count: int) -> Iterator:
     return take()
 
 
-def process_began(pid: int) -> int | None:
-    """A process's start in ticks since boot, which identifies it after its number was reused; None if it has ended."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state == "Z" else int(rest[18])
-
-
 def missing_folders(folder: Path) -> list[Path]:
     """The folder and its parents, as far as they do not exist; innermost first."""
     return [p for p in (folder, *folder.parents) if not p.exists()]
