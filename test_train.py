@@ -166,8 +166,8 @@ def test_a_rank_without_the_weights_is_named(tmp_path, text, old_run):
     code = """
 from lib import check
 if os.environ["RANK"] == "1":  # the other machine
-    find = check.find
-    check.find = lambda spec, flag: find(spec.replace("hf", "elsewhere") if flag == "--weights" else spec, flag)
+    find = check.local_path
+    check.local_path = lambda spec, flag: find(spec.replace("hf", "elsewhere") if flag == "--weights" else spec, flag)
 """
     flags = [*FAST, "--model", "tiny-llama", "--data", text, "--weights", tmp_path / "hf", "--steps", 1]
     flags += ["--eval_every", 0, "--out", tmp_path / "run", "--load"]
@@ -263,9 +263,12 @@ BAD = {
     "a run folder of another model": (["--model", "tiny-gpt2", "--out", "{old}"], "--model was 'tiny-llama'"),
     "a model that is not there": (["--model", "no/such"], "--model no/such: unknown"),
     "weights that are not there": (["--weights", "{short}-not"], "--weights"),
-    "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "dim is 64, the model has 32"),
-    "weights of another family": (["--weights", "{hf}", "--model", "tiny-gpt2"], "norm is 'rmsnorm'"),
-    "weights of another rope": (["--weights", "{rope}", "--model", "tiny-llama"], "rope_theta is 10000.0"),
+    "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "the model, which has {'dim': 32"),
+    "weights of another family": (["--weights", "{hf}", "--model", "tiny-gpt2"], "the model, which has {'ffn_dim'"),
+    "weights of another rope": (
+        ["--weights", "{rope}", "--model", "tiny-llama"],
+        "the model, which has {'rope_theta': 500000.0}",
+    ),
     "something of the user's in hf/": (["--out", "{ids}"], "ids/hf exists already"),
     "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "trained on 300"),
     "text without a tokenizer": (["--model", "gpt2"], "no --tokenizer is named for"),
