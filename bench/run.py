@@ -36,7 +36,7 @@ def parse(argv: list[str]) -> Namespace:
     return args
 
 
-def print_line(cells) -> None:
+def print_line(cells):
     texts = ["" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
     print(f"| {' | '.join(texts)} |", flush=True)
 
