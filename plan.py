@@ -31,14 +31,12 @@ from lib.errors import UserError, amount
 
 import torch  # isort: skip
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import attention
 import fp8
 import model as transformer
 import shard
-from lib import lora, machine
+from lib import lora, machine, torch_private
 from lib.machine import GPUS, Gpu
 from optim import DTYPES, keep_copies, state_layout, trained
 from shard import mesh_shape, sharded_dim
@@ -81,29 +79,29 @@ class Cluster(NamedTuple):
 # ---- memory
 
 
-class _Live(TorchDispatchMode):
+class _Live(torch_private.DispatchMode):
     """Counts the bytes of existing tensors, now and at the peak since the last lap, and of all tensors ever made.
     known: tensors that are not counted."""
 
     def __init__(self, known: list[Tensor]):
         super().__init__()
         self.now = self.peak = self.made = 0
-        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self.sizes = {id(tensor.untyped_storage()): 0 for tensor in known}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
         if op is torch.ops.aten.logsumexp.default:  # its kernel holds the exponentials
             self.peak = max(self.peak, self.now + args[0].nbytes)
-        for tensor in tree_leaves(out):
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self.sizes:
+        if id(storage) in self.sizes:
             return
-        self.sizes[storage._cdata] = size = storage.nbytes()
-        weakref.finalize(storage, self._forget, storage._cdata)
+        self.sizes[id(storage)] = size = storage.nbytes()
+        weakref.finalize(storage, self._forget, id(storage))
         self.now, self.made = self.now + size, self.made + size
         self.peak = max(self.peak, self.now)
 
@@ -126,10 +124,8 @@ def _as_on(cuda: bool, config: Config) -> Iterator[None]:
     """On the meta device the model takes the branches for a GPU or a CPU; torch alone would choose plain attention."""
 
     def attend(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False) -> Tensor:
-        if cuda:
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
         bias = None if attn_mask is None else attn_mask.to(q.dtype)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias)[0]
+        return torch_private.flash_attention(q, k, v, bias, is_causal, cuda)
 
     def add_in_place(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         return torch.empty(len(a), b.shape[1], device=META) if total is None else total

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -453,6 +455,23 @@ def test_a_fused_adamw_that_ignores_what_it_is_given_is_refused(monkeypatch):
             )
             with pytest.raises(RuntimeError, match="ignores grad_scale or found_inf"):
                 torch_private.check_fused_adamw(torch.device("cpu"))
+
+
+PRIVATE = re.compile(
+    r"\b(torch|dist|c10d)(\.\w+)*\._[a-z]|(import|from) torch[.\w]*\._[a-z]|from torch[.\w]* import.*\b_[a-z]"
+    r"|\._(foreach_\w+|local_tensor|cdata|version|fsdp\w*|get_fsdp_state|step_supports_amp_scaling)\b"
+)
+
+
+def test_private_names_of_torch_are_in_one_file():
+    root, found = Path(optim.__file__).parent, []
+    sources = [p for folder in (".", "lib", "launch", "bench") for p in (root / folder).glob("*.py")]
+    for path in sources:
+        if path.name != "torch_private.py" and not path.name.startswith("test_"):
+            lines = enumerate(path.read_text().splitlines(), 1)
+            found += [f"{path.name}:{n}: {line.strip()}" for n, line in lines if PRIVATE.search(line)]
+    assert not found, "\n".join(found)
+    assert PRIVATE.search((root / "lib/torch_private.py").read_text())
 
 
 # ---- Muon
