@@ -11,6 +11,7 @@ rows come from is in lib/rows.py.
     python data.py verify DIR|FILE ...                                  checksums, headers, ids
     python data.py show --data FILES --n 3 [any flag of train.py]       rows, decoded; what is trained on in colour"""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -368,10 +369,12 @@ def check_tokenizer(config: Config) -> None:
 
 
 def show(config: Config, n: int, colour: bool) -> Iterator[str]:
-    """n rows as they are trained on, decoded, document by document, what is trained on marked."""
-    batches, tokenizer = itertools.chain.from_iterable(make_loader(config)), load_tokenizer(config.tokenizer)
+    """Up to n rows of the first epoch as they are trained on, decoded, document by document, trained tokens marked."""
+    loader, tokenizer = make_loader(config), load_tokenizer(config.tokenizer)
+    batches = itertools.chain.from_iterable(loader)
+    count = n if loader.streams or len(loader.sources) > 1 else min(n, loader.rows)
     rows = ((batch, i) for batch in batches for i in range(len(batch.tokens)))
-    for number, (batch, i) in enumerate(itertools.islice(rows, n), 1):
+    for number, (batch, i) in enumerate(itertools.islice(rows, count), 1):
         starts = [0] if batch.positions is None else (batch.positions[i] == 0).nonzero().flatten().tolist()
         out = [f"--- row {number}"]
         for start, stop in itertools.pairwise([*starts, config.seq_len]):
@@ -384,6 +387,8 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
             title = "--- document\n" * (len(starts) > 1)
             out.append(title + decode_marked(tokenizer, tokens, [False, *trained], colour))
         yield "\n".join(out)
+    if count < n:
+        yield f"--- these are all rows: {count}"
 
 
 def run_show(argv: list[str]) -> None:
@@ -394,8 +399,9 @@ def run_show(argv: list[str]) -> None:
     if args.n < 1:
         raise UserError(f"--n {args.n}: it must be at least 1")
     colour = args.colour == "always" or (args.colour == "auto" and sys.stdout.isatty())
-    for text in show(parse_args(flags), args.n, colour):
-        print(text)
+    with contextlib.suppress(BrokenPipeError):  # `show | head` reads no further
+        for text in show(parse_args(flags), args.n, colour):
+            print(text, flush=True)
 
 
 def main(argv: list[str]) -> None:

@@ -180,7 +180,8 @@ BAD = {
     "array": ("a.json", b'[{"text": "x"}, 5]\n', "row 2 has no text field 'text' .*int"),
     "array of lines": ("a.jsonl", b'[{"text": "x"}]\n', "line 1 has no text field 'text' .*list"),
     "open array": ("a.json", b'[{"text": "x"},\n', r"begins with \[ and is no JSON list of rows"),
-    "no text": ("a.jsonl", GOOD + b'{"text": 5}', "line 2 has no text field 'text'"),
+    "null": ("a.jsonl", GOOD + b'{"text": null}', "line 2: its text field 'text' holds null, not a string"),
+    "no text": ("a.jsonl", GOOD + b'{"text": 5}', "line 2: its text field 'text' holds 5"),
     "surrogate": ("a.jsonl", GOOD + b'{"text": "half a pair: \\ud83c"}', "line 2.*surrogate"),
     "utf-8 in jsonl": ("a.jsonl", GOOD + b'{"text": "\xff"}', "byte 36.*line 2"),
     "field": ("a.jsonl", GOOD + jsonl(["x"], "body"), "line 2 has no text field 'text' .*id, body.*--text_field"),
@@ -286,3 +287,23 @@ def test_rows_that_arrived_damaged_are_not_resumed_from(tmp_path, monkeypatch):
     with pytest.raises(Damaged):
         run([tmp_path / "a.jsonl"], tmp_path / "out", shard_tokens=1000)
     assert os.listdir(tmp_path / "out") == [".lock"]
+
+
+def test_one_of_a_few_conversations_is_held_out(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"".join(chat(TALK) + b"\n" for _ in range(3)))
+    run([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert len(tokens(tmp_path / "out", "train")) == 2 * len(tokens(tmp_path / "out", "val")) > 0
+
+
+def test_the_byte_order_mark_of_a_txt_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo".encode())
+    run([tmp_path / "a.txt"], tmp_path / "out", val_every=0)
+    assert tokens(tmp_path / "out", "train") == [256, *b"one\r\ntwo"]
+
+
+def test_files_that_are_near(tmp_path):
+    (tmp_path / "mytext.txt").write_text("a")
+    wanted = f"no such file or folder in {tmp_path}; is it mytext.txt"
+    assert re.search(wanted, refused(text.find_text, f"{tmp_path}/mytxt.txt", ""))
+    wanted = r"no \.bin in this folder; for its \.txt files: .*/\*\.txt\*"
+    assert re.search(wanted, refused(find_shards, str(tmp_path), "--data"))

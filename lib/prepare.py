@@ -18,6 +18,7 @@ from lib.errors import Parser, UserError, listed, printable, write_whole  # firs
 import numpy as np  # isort: skip
 
 from lib.text import (
+    BEGINS,
     FORMATS,
     ID,
     STDIN,
@@ -162,6 +163,8 @@ def build(
             if max(sum(map(len, progress[split])) for split in SPLITS) >= shard_tokens:
                 _write_shards(folder, progress, shard_tokens, shard_tokens, tokenizer.vocab_size)
                 _save_progress(folder, progress)
+    if val_every and progress["kind"] == "chat" and not any(name.startswith("val") for name in progress["files"]):
+        _hold_one_out(progress)
     _write_shards(folder, progress, shard_tokens, 1, tokenizer.vocab_size)
     return {
         "key": progress.get("key"),
@@ -195,6 +198,14 @@ def _collect(progress, places, results, source, skip_bad):
         tokens["val" if val else "train"].append(np.frombuffer(ids, np.uint32))
     for split in SPLITS:
         progress[split].append(np.concatenate([NO_TOKENS, *tokens[split]]))
+
+
+def _hold_one_out(progress):
+    """Of conversations too few for val_every, the last one is held out, if there are two or more."""
+    tokens = np.concatenate(progress["train"])
+    starts = np.flatnonzero(tokens >= BEGINS)
+    if len(starts) > 1 and not len(np.concatenate(progress["val"])):
+        progress["train"], progress["val"] = [tokens[: starts[-1]]], [tokens[starts[-1] :]]
 
 
 def _write_shards(folder, progress, shard_tokens, least, vocab_size):

@@ -303,10 +303,10 @@ def _check_index(index, path, tokens, config):
         )
 
 
-def _too_little(split, what):
+def _too_little(split, what, size="smaller"):
     name = "training data" if split == "train" else "validation split"
     mend = "" if split == "train" else ", name a --val_data, or turn evaluation off with --eval_every 0"
-    return UserError(f"The {name} has {what}: give more text or a smaller --seq_len{mend}")
+    return UserError(f"The {name} has {what}: give more text or a {size} --seq_len{mend}")
 
 
 # ---- sources
@@ -370,7 +370,7 @@ class ChatRows(ShardRows):
         total, count, truncated = len(kept), int(kept.sum()), int((is_long & kept).sum())
         if not count:
             what = f"{total} conversations, and none is left ({total} are longer than --seq_len {T})"
-            raise _too_little(split, what)
+            raise _too_little(split, what, "larger")
         self.starts, self.lengths = starts[kept], lengths[kept]
         order = permute(np.arange(count), count, f"{config.seed}/pack")
         row = pack(self.lengths[order], T)

@@ -9,7 +9,9 @@ the assistant's tokens and the token that ends each answer are trained on. A new
 Addresses on the hub are hf://datasets/ORG/NAME[@REVISION][/PATH]; PATH is a file, a
 folder, or a pattern with * (within a name) and **. Nothing here imports torch."""
 
+import codecs
 import contextlib
+import difflib
 import functools
 import glob
 import gzip
@@ -119,10 +121,14 @@ def find_files(spec: str, flag: str, suffixes: tuple[str, ...]) -> list[Path]:
     path = Path(spec).expanduser()
     if path.is_dir():
         files = [p for p in sorted(path.iterdir()) if (kind_of(p.name) or p.suffix) in suffixes]
-        problem = f"no {', '.join(suffixes)} in this folder"
+        texts = sorted({kind_of(p.name) for p in path.iterdir()} - {""})
+        problem = f"no {', '.join(suffixes)} in this folder" + "".join(
+            f"; for its {k} files: {spec}/*{k}*" for k in texts
+        )
     else:
         files = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-        problem = "no such file or folder"
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else (), 3)
+        problem = f"no such file or folder in {path.parent.resolve()}" + f"; is it {listed(near)}?" * bool(near)
     if not files:
         raise UserError(f"{flag} {spec}: {problem}")
     for file in files:
@@ -354,7 +360,7 @@ def _read_json(name, stream, fields, val_every):
 
 
 def _read_txt(name, stream, fields, val_every):
-    """A document in pieces of whole lines. The end of a plain file is held out."""
+    """A document in pieces of whole lines, whose \\r are kept. The end of a plain file is held out."""
     size = cut = os.path.getsize(name) if name.endswith(".txt") and os.path.isfile(name) else sys.maxsize
     if size < sys.maxsize and val_every < sys.maxsize:
         cut = _last_part(stream, size, val_every)
@@ -364,7 +370,8 @@ def _read_txt(name, stream, fields, val_every):
         while offset < end and (piece := stream.read(min(TXT_PIECE, end - offset))):
             piece += stream.readline(end - offset - len(piece))
             number += 1
-            yield TextRow(number, line, offset, {fields[0]: piece}, val, begins)
+            content = piece if offset else piece.removeprefix(codecs.BOM_UTF8)  # Windows begins files with a BOM
+            yield TextRow(number, line, offset + len(piece) - len(content), {fields[0]: content}, val, begins)
             offset, line, begins = offset + len(piece), line + piece.count(b"\n"), False
 
 
@@ -448,6 +455,9 @@ class Encoder(NamedTuple):
         is_chat = messages is not None and (self.text_field == "text" or not isinstance(text, str))
         if not is_chat and not isinstance(text, str):
             found = f"fields {listed(fields)}"[:300] if fields else type(content).__name__
+            if self.text_field in fields:
+                value = json.dumps(text, default=str)[:80]
+                raise BadRow(f"{where}: its text field '{self.text_field}' holds {value}, not a string")
             raise BadRow(
                 f"{where} has no text field '{self.text_field}' (found: {found}); --text_field names it. A conversation"
                 f" has {CHATS_KNOWN}"
