@@ -75,6 +75,7 @@ from torch.nn.attention import sdpa_kernel
 
 from attention import WITHOUT_CUDNN
 from checkpoint import load_run_tokenizer, newest
+from lib import torch_private
 from lib.machine import find_device
 from lib.run import Run
 from lib.tokenizer import chat_family, load_tokenizer, render_chat
@@ -161,7 +162,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
 def _uncompiled():
     """Compiled blocks would be compiled again for every length. If nothing is compiled, the compiler is not loaded: it
     takes 0.2 GiB."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager") if torch_private.is_compiler_loaded() else contextlib.nullcontext()
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 API would replace it. A name that torch no longer has is an error when this module is imported; `check_fused_adamw`
 tests at start-up what names that are still there do. Tested with torch 2.11 to 2.13."""
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import reduce
@@ -133,6 +134,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal
 def choose_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool) -> int:
     """The value of the SDPBackend that scaled_dot_product_attention would choose. Waits for a public query."""
     return _choose_sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+def is_compiler_loaded() -> bool:
+    """Whether this process has compiled anything, or is about to: without that, loading the compiler takes seconds.
+    Waits for a public query."""
+    return "torch._dynamo" in sys.modules
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
