@@ -638,16 +638,17 @@ def test_a_disk_that_is_or_becomes_read_only_is_named(mount, run_here, monkeypat
 
     def remount(log, step, *rest):
         if step == 4:
-            log_file = train.logger.handlers[1]
-            log_file.close()  # it is open for writing
-            train.logger.handlers.remove(log_file)
+            for name in ("lock", "log.txt"):  # both are open for writing, which `mount` refuses, unlike a failing disk
+                read_only = os.open(disk / "run" / name, os.O_RDONLY)
+                for fd in Path("/proc/self/fd").iterdir():
+                    if os.path.realpath(fd) == str(disk / "run" / name):
+                        os.dup2(read_only, int(fd.name))
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         return write(log, step, *rest)
 
     with monkeypatch.context() as m:
         m.setattr(train.Log, "step", remount)
-        m.setattr(guard.Run, "_release", lambda run, _: setattr(run.watchdog, "ended", True))  # its lock stays, too
-        m.setattr(Path, "exists", lambda self, e=Path.exists: self.name != "lock" and e(self))
+        m.setattr(Path, "exists", lambda self, e=Path.exists: self.name != "lock" and e(self))  # it stays
         status, said = run_here(disk / "run", "--steps", 9)
     assert status == 1 and "a disk fails" in said and f"Read-only file system: '{disk / 'run'}/" in said
     status, said = run_here(disk / "other", "--steps", 9)

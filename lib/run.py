@@ -439,7 +439,7 @@ class Watchdog:
             if lost and lost.reason == "owner-changed":
                 self._end(f"--out {self.run.folder}: another job has taken the run folder over", [], "")
             elif lost:
-                self._end(f"--out {self.run.folder}: its lock is lost ({lost.reason})", [])
+                self._end(f"--out {self.run.folder}: its lock is lost ({lost.error or lost.reason})", [])
             self._check_progress()
 
     def _stop_request(self) -> str | None:
