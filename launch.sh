@@ -56,9 +56,7 @@ install_flash() {
 }
 
 hand_over() {  # hand_over VERB [WORD ...]
-  local file=cluster
-  case $1 in doctor | sync) file=doctor ;; esac
-  exec "$python" "launch/$file.py" "${settings[@]}" python="$python" -- "$@"
+  exec "$python" launch/cluster.py "${settings[@]}" python="$python" -- "$@"
 }
 
 verb=train

@@ -1,23 +1,19 @@
-"""The launcher's part on the machine where `bash launch.sh` is typed: which hosts, whether all are fit, starting them
-together, watching them to the end, starting them again.
+"""The launcher on the machine where `bash launch.sh` is typed: it starts a run on all hosts, watches it to its end, and
+starts it again.
 
-launch.sh calls its verbs. node.py acts on a host. `train` checks all hosts, then leaves a
-supervisor behind, a separate process, and follows the run's log. The supervisor starts one agent on every host and
-watches them through one ssh connection each; it decides when the job has failed, ends it everywhere, and relaunches it
-from the newest checkpoint under a new rendezvous id.
+launch.sh calls the verbs. doctor.py examines hosts; node.py acts on one. `train` checks all hosts, leaves a supervisor
+behind, which is a separate process, and follows the run's log. The supervisor starts one agent on every host and
+watches the agents through one ssh connection each. It decides when the job has failed, ends it everywhere, and
+relaunches it from the newest checkpoint under a new rendezvous id.
 
 A run's state is in two files. Rank 0 writes `runs/NAME/status.json`: state, step and message of the training. The
-supervisor writes `logs/launch.json`: hosts, attempt, and how the launch ended; `logs/launch.log` tells its story. The
-file `logs/stop` is a request to stop: rank 0 sees it, and the ranks vote. A `localhost` line is a node on this machine:
-the same, without ssh.
+supervisor writes `logs/launch.json`: hosts, attempt, and how the launch ended; `logs/launch.log` has the failures. The
+file `logs/stop` is a request to stop: rank 0 reads it, and the ranks vote. A `localhost` line is a node on this
+machine, which works in the same way without ssh. launch.json is the job of the verbs other than train.
 
-A *job* is a dictionary that every operation of node.py gets: launch.sh's settings, the words after train, the
-environment, and later the run's folder (`out`) and the attempt's `id`. launch.json is the job of the other verbs.
-
-Why the job is relaunched as a whole: an elastic torchrun regroups reliably only in the easy cases."""
+The job is relaunched as a whole because an elastic torchrun regroups reliably only in the easy cases."""
 
 import contextlib
-import fnmatch
 import json
 import os
 import platform
@@ -30,9 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -40,8 +34,26 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 from filelock import SoftFileLease, Timeout
 
 from config import parse_args
-from lib.errors import ROOT, UserError, missing_folders, printable, remove_empty, run_script
-from node import KILLED, TERMINATED, WAITED, Refused, content_hash, last_line, read, read_json, tail, write_whole
+from doctor import (
+    Host,
+    Unreachable,
+    call_all,
+    columns,
+    explain,
+    explain_all,
+    node_command,
+    read_job,
+    refuse,
+    request,
+    run_checks,
+    say,
+    ssh_command,
+    survey,
+    verb_doctor,
+    verb_sync,
+)
+from lib.errors import ROOT, Parser, UserError, missing_folders, remove_empty, run_script
+from node import FOLLOWED, KILLED, read, read_json, tail, write_whole
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK = 0.5  # seconds between two looks
@@ -49,58 +61,6 @@ NOW = 10  # seconds that rank 0 has to end a run that is stopped at once, before
 STOP_REASON = "launch.sh stop"  # as lib/run.py writes it into status.json
 ENDED = ("finished", "stopped", "error", "failed")
 ROOM = 2**20  # free bytes below which a disk counts as full
-HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\]))(?::(\d+))?")
-LAUNCH_FLAGS = ("--hosts", "--nproc", "--retries", "--detach")
-VALUES = {  # the launcher flags that take a value: its pattern and its description
-    "--hosts": (".*[^, ].*", "machines, separated by commas, like node1,user@node2:2222"),
-    "--nproc": (r"[1-9]\d*", "a number above 0"),
-    "--retries": (r"\d+", "a number"),
-    "--out": (".+", "a run folder"),
-}
-ADVICE = (  # what ssh or the host's shell says, and what to try then
-    ("Permission denied", "{label}: {error}. It does not know your key: ssh-copy-id {target}"),
-    (
-        "verification failed",
-        "{label}: {error} Its key is new or has changed. Look at it, and accept it: ssh {target} true",
-    ),
-    ("can't open file", "{label}: there is no {root}/launch/node.py; bash launch.sh sync --hosts {line}"),
-    ("python3", "{label}: {error}. It needs python3: ssh {target} sudo apt install -y python3 python3-venv"),
-    ("", "{label} does not answer: {error}. Try: ssh {target} true"),
-)
-
-
-@dataclass
-class Host:
-    """One line of `hosts`: a node of the job."""
-
-    name: str  # localhost, host or user@host
-    port: int = 0  # of ssh; 0 = ssh's own choice
-    slots: int = 0  # ranks; 0 = one per GPU
-    label: str = ""  # its name in messages and under logs/
-    number: str = ""  # the label's end, for another node of one name: "-2" and so on
-    session: str = ""
-    address: str = ""  # as the other hosts reach it
-    devices: list | None = None  # its share of the GPUs; None without GPUs
-    ranks_here: int = 0  # ranks on its machine, including other nodes
-    facts: dict = field(default_factory=dict)
-
-    @property
-    def local(self) -> bool:
-        return self.name == "localhost"
-
-    @property
-    def line(self) -> str:
-        """As it would stand in `hosts`, or after --hosts."""
-        return self.name + (f":{self.port}" if self.port else "")
-
-    @property
-    def target(self) -> str:
-        """As a person types it after ssh."""
-        return f"-p {self.port} {self.name}" if self.port else self.name
-
-
-class Unreachable(Exception):
-    """The host did not answer; the message says in ssh's words why."""
 
 
 class End(NamedTuple):
@@ -111,156 +71,6 @@ class End(NamedTuple):
     message: str
     report: str = ""  # the report of a failure
     silent: tuple = ()  # the hosts that do not answer
-
-
-def say(text: str, stream=None, end: str = "\n"):
-    try:
-        print(printable(text), file=stream or sys.stdout, end=end, flush=True)
-    except BrokenPipeError:  # `| head` has read enough
-        os._exit(0)
-
-
-def refuse(problems: list[str]) -> None:
-    if problems:
-        raise UserError("\n".join(problems))
-
-
-# ---- arguments
-
-
-def read_flags(words: list[str], *names: str, mixed: bool = False) -> tuple[dict[str, str], list[str]]:
-    """Takes the launcher flags of these names out of the words: those before the first other word, or all of them if
-    they may be mixed with others. -> (their values, empty where one was not given; the other words)"""
-    flags, rest, words = dict.fromkeys(names, ""), [], list(words)
-    while words and (mixed or not rest):
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if name not in flags or (equals and name not in VALUES):
-            rest.append(word)
-            continue
-        pattern, wanted = VALUES.get(name, ("", ""))
-        if wanted and not equals:
-            value = words.pop(0) if words else ""
-        if not re.fullmatch(pattern, value, re.S):
-            raise UserError(f"{name} takes {wanted}, not '{value}'")
-        flags[name] = value or "yes"
-    return flags, rest + words
-
-
-def read_job(words: list[str], settings: dict) -> tuple[dict[str, str], list[Host], dict]:
-    """What `train` and `doctor` are asked for -> (the launcher flags, the hosts, the job)."""
-    flags, words = read_flags(words, *LAUNCH_FLAGS)
-    for late in {word.partition("=")[0] for word in words} & {*LAUNCH_FLAGS}:
-        raise UserError(f"{late} is the launcher's: give it before {words[0]}")
-    hosts, patterns = read_hosts(flags["--hosts"]), settings["forward"].split()
-    job = {**settings, "words": words or shlex.split(settings["default_args"])}
-    job["env"] = {k: v for k, v in os.environ.items() if any(fnmatch.fnmatchcase(k, p) for p in patterns)}
-    job["nproc"] = int(flags["--nproc"] or 0)
-    job["retries"] = int(flags["--retries"] or settings["retries"] * (len(hosts) > 1))
-    return flags, hosts, job
-
-
-def parse_host(text: str, where: str) -> Host:
-    name, *rest = text.split()
-    match, slots = HOST.fullmatch(name), re.fullmatch(r"(?:slots=([1-9]\d*))?", " ".join(rest))
-    if not match or not slots:
-        wrong = " ".join(rest) if match else name
-        form = "a line is host, user@host or host:port, then slots=N, with N above 0"
-        raise UserError(f"{where}: '{wrong}' is no host; {form}")
-    host = Host(re.sub(r"[][]", "", match[1]), int(match[2] or 0), int(slots[1] or 0))
-    if host.port > 65535:
-        raise UserError(f"{where}: {name}: there is no such port")
-    if host.local and host.port:
-        raise UserError(f"{where}: {name}: localhost is reached without ssh, it has no port")
-    return host
-
-
-def read_hosts(listed: str, path: Path | None = None) -> list[Host]:
-    """The hosts after --hosts, else the lines of the file `hosts`, else this machine alone."""
-    path, where = path or ROOT / "hosts", "hosts line {}"
-    if listed:
-        lines, where = listed.split(","), "--hosts"
-    else:
-        lines = path.read_text(encoding="utf-8-sig").splitlines() if path.exists() else ["localhost"]
-    lines = [line.split("#")[0].strip() for line in lines]
-    hosts = [parse_host(line, where.format(number)) for number, line in enumerate(lines, 1) if line]
-    if not hosts:
-        raise UserError("hosts names no machine; this one is called localhost")
-    for i, host in enumerate(hosts):
-        earlier = hosts[:i]
-        if not host.local and host.line in [h.line for h in earlier]:
-            raise UserError(f"{host.line} is listed twice; slots=N sets the number of its processes")
-        name = platform.node() if host.local else host.line.split("@")[-1]
-        label = re.sub(r"[^\w.-]", "-", name)
-        while label + host.number in [h.label for h in earlier]:
-            host.number = f"-{int(host.number[1:] or 1) + 1}"
-        host.label = label + host.number
-    return hosts
-
-
-# ---- asking a host
-
-
-def ssh_command(host: Host, options: str) -> list[str]:
-    port = ["-p", str(host.port)] if host.port else []
-    return ["ssh", *shlex.split(options), *port, "--", host.name]
-
-
-def node_command(host: Host, job: dict, operation: str, interpreter: str = "python3") -> list[str]:
-    """An operation of node.py on a host, which reads its request from stdin."""
-    command = [interpreter, str(ROOT / "launch" / "node.py"), operation]
-    if host.local:
-        return [sys.executable, *command[1:]]
-    return [*ssh_command(host, job["ssh"]), "exec " + shlex.join(command)]
-
-
-def request(host: Host, job: dict, **more) -> bytes:
-    return json.dumps({**vars(host), **job, **more}).encode() + b"\n"
-
-
-def call(host: Host, job: dict, operation: str, patience: float, interpreter: str = "python3", **more) -> dict:
-    """Has node.py on the host do something -> its answer. Raises Unreachable and Refused."""
-    command = node_command(host, job, operation, interpreter)
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, input=request(host, job, **more), capture_output=True, timeout=patience
-        )
-    except subprocess.TimeoutExpired:
-        raise Unreachable(f"no answer in {patience:.0f} s") from None
-    lines = [line for line in done.stdout.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
-    if not lines:  # other lines are a .bashrc's
-        error = last_line(done.stderr.decode(errors="replace"))
-        raise Unreachable(error or f"status {done.returncode} without an answer")
-    answer = json.loads(lines[-1])
-    if "refused" in answer:
-        raise Refused(answer["refused"])
-    return answer
-
-
-def outcome(function, *words, **more):
-    """The function's result, or the Unreachable or Refused that it raises."""
-    try:
-        return function(*words, **more)
-    except (Unreachable, Refused) as error:
-        return error
-
-
-def call_all(hosts: list[Host], job: dict, operation: str, patience: float, **request) -> list:
-    """call() on all hosts at once -> an answer or an exception from each."""
-    with ThreadPoolExecutor(len(hosts) or 1) as pool:
-        return list(pool.map(lambda host: outcome(call, host, job, operation, patience, **request), hosts))
-
-
-def explain(host: Host, error: Exception) -> str:
-    """A line on a host that did not do as asked, with what to try."""
-    if isinstance(error, Refused):
-        return f"{host.label}: {error}"
-    advice = next(advice for pattern, advice in ADVICE if pattern in str(error))
-    return advice.format(label=host.label, error=error, target=host.target, line=host.line, root=ROOT)
-
-
-def explain_all(hosts: list[Host], answers: list) -> list[str]:
-    return [explain(h, a) for h, a in zip(hosts, answers, strict=True) if isinstance(a, Exception)]
 
 
 class Watcher(threading.Thread):
@@ -287,78 +97,13 @@ class Watcher(threading.Thread):
             time.sleep(2)
 
 
-# ---- before a launch
-
-
-def survey(hosts: list[Host], job: dict) -> None:
-    """Looks at all hosts at once and settles their addresses, GPUs and ranks. Raises one UserError that tells all that
-    is wrong."""
-    answers = call_all(hosts, job, "probe", 60)
-    refuse(explain_all(hosts, answers))
-    for host, answer in zip(hosts, answers, strict=True):
-        host.facts = answer
-    settle_addresses(hosts)
-    sync = f"bash launch.sh sync --hosts {','.join(h.line for h in hosts if not h.local)}"
-    code, problems, machines = content_hash(), [], {}
-    for host in hosts:
-        machines.setdefault(host.address, []).append(host)
-        if host.facts["code"] != code:
-            problems.append(f"{host.label}: the files in {ROOT} are not the ones here; {sync}")
-        elif not host.facts["python"]:
-            problems.append(f"{host.label}: there is no {job['python']}; {sync}")
-    for address, together in machines.items():
-        names = sorted({h.line for h in together})
-        if len(names) > 1:
-            problems.append(f"{', '.join(names)} are the same machine ({address}); list it once")
-        problems += share_machine(together, job["nproc"])
-    without = ", ".join(h.label for h in hosts if not h.devices)
-    if without and any(h.devices for h in hosts):
-        advice = "take it out of hosts, or set CUDA_VISIBLE_DEVICES="
-        problems.append(f"{without}: no GPU, while others have some; {advice}")
-    refuse(problems)
-
-
-def settle_addresses(hosts: list[Host]) -> None:
-    """Sets the address by which others reach each host: the one at which its ssh connection came in. A name may mean
-    another one, or on Debian 127.0.1.1."""
-    for host in hosts:
-        host.address = "127.0.0.1" if host.local else host.facts["connection"][2]
-    away = next((h for h in hosts if not h.address.startswith("127.")), None)
-    for host in hosts:
-        if away and host.address.startswith("127."):  # this machine, as a host elsewhere sees it
-            host.address = away.facts["connection"][0]
-
-
-def share_machine(together: list[Host], nproc: int) -> list[str]:
-    """Divides a machine's GPUs, or its cores, among its nodes -> problems."""
-    visible, problems = together[0].facts["gpus"], []
-    share, rest = divmod(len(visible), len(together))
-    if visible and rest:
-        return [f"{together[0].label}: {len(visible)} GPUs cannot be divided among {len(together)} nodes"]
-    for i, host in enumerate(together):
-        asked = f"--nproc {nproc}" if nproc else f"slots={host.slots}"
-        host.slots = nproc or host.slots or share or 1
-        if visible:
-            host.devices = visible[i * share : i * share + share][: host.slots]
-            if host.slots > share:
-                problems.append(f"{host.label}: {asked}, but {share} visible GPUs for it; start one process per GPU")
-    for host in together:
-        host.ranks_here = sum(h.slots for h in together)
-    return problems
-
-
-def run_checks(hosts: list[Host], job: dict, total: int) -> list:
-    """train.py's own check for a number of ranks, on some hosts -> how it ended on each."""
-    return call_all(hosts, job, "run", 1800, command=[job["python"], "train.py", *job["words"], "--check", str(total)])
-
-
 def check(host: Host, job: dict, total: int) -> bool:
     """Says what train.py's own check finds, and exits with its status where it refuses -> whether there is something
     left to train."""
     [done] = run_checks([host], job, total)
     refuse(explain_all([host], [done]))
     say(re.sub(r"^[a-z_]+=.*\n", "", done["out"], flags=re.M), end="")
-    say(done["err"] if host.local else re.sub("^(?=.)", f"{host.label}: ", done["err"], flags=re.M), sys.stderr, end="")
+    say(done["err"], sys.stderr, end="")
     if done["exit"]:
         sys.exit(max(done["exit"], 1))
     return "state=finished\n" not in done["out"]
@@ -388,15 +133,8 @@ def read_launch(out: Path) -> dict:
 
 def full_disk(out: Path) -> str:
     """A sentence if the disk that a run folder is on has no room left for its logs."""
-    try:
-        disk = os.statvfs(out)
-    except OSError:
-        return ""
-    free = disk.f_bavail * disk.f_frsize
-    if free >= ROOM and (disk.f_favail or not disk.f_files):
-        return ""
-    left = f"{free} bytes" if free < ROOM else "no inodes"
-    return f"the disk of {out} is full ({left} left): free some space there, and launch again"
+    free = shutil.disk_usage(out).free
+    return f"the disk of {out} is full ({free} bytes left): free some space there, and launch again" * (free < ROOM)
 
 
 def hosts_of(launch: dict) -> list[Host]:
@@ -477,18 +215,17 @@ class Supervisor:
 
     def without(self, silent: tuple) -> str:
         """The command that continues with the other hosts."""
-        others = [h for h in self.hosts if h not in silent]
+        others = ",".join(h.line for h in self.hosts if h not in silent)
         sentence = f"{', '.join(h.label for h in silent)} did not come back"
         if not others:
             return sentence
-        words = list(self.job["words"])
-        defaults = {"--out": self.job["out"], "--batch_tokens": read_json(self.out / "flags.json").get("batch_tokens")}
-        for flag, value in defaults.items():
-            if flag not in words and value:
-                words += [flag, str(value)]
-        nproc = ["--nproc", str(others[0].slots)] if len({h.slots for h in others}) == 1 else []
-        command = ["bash", "launch.sh", "--hosts", ",".join(h.line for h in others), *nproc, *words]
-        return f"{sentence}. To continue from the newest checkpoint with the others:\n  {shlex.join(command)}"
+        words = [*self.job["words"], "--out", self.job["out"]]
+        if tokens := read_json(self.out / "flags.json").get("batch_tokens"):
+            words += ["--batch_tokens", str(tokens)]
+        if self.job["nproc"]:
+            words = ["--nproc", str(self.job["nproc"]), *words]
+        command = shlex.join(["bash", "launch.sh", "--hosts", others, *words])
+        return f"{sentence}. To continue from the newest checkpoint with the others:\n  {command}"
 
     def attempt(self, answers: list) -> End:
         """One launch, on hosts that have answered `prepare`, to its end."""
@@ -536,7 +273,7 @@ class Supervisor:
         """How an attempt ended, and why."""
         status, stopped, cause = self.status(), self.stop_requested(), first_cause(watchers, silent)
         state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
-        if state in ("finished", "error") or (state == "stopped" and (stopped or cause["sure"] > TERMINATED)):
+        if state in ("finished", "error") or (state == "stopped" and (stopped or cause["sure"] == FOLLOWED)):
             return End(state, step, message)
         if not state and {w.last.get("result", {}).get("exit") for w in watchers} == {0}:
             return End("finished", 0, "")  # an earlier launch had done all
@@ -561,18 +298,16 @@ class Supervisor:
 
 
 def first_cause(watchers: list[Watcher], silent: list[Watcher]) -> dict:
-    """The earliest of the surest causes that hosts report; silence is a cause, too: the surest."""
-    causes = []
-    if silent:
-        since, names = min(w.heard for w in silent), ", ".join(w.host.label for w in silent)
-        clock = time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - since)))
-        what = f"{names} {'has' if len(silent) == 1 else 'have'} not answered since {clock}"
-        causes.append((since, {"sure": KILLED, "what": what}))
+    """The earliest of the surest causes that hosts report; a host that does not answer is a cause itself."""
+    causes, now = [], time.monotonic()
     for w in watchers:
         result = w.last.get("result", {})
-        if w not in silent and result.get("cause"):
+        if w in silent:
+            what = f"{w.host.label} has not answered for {now - w.heard:.0f} s"
+            causes.append((w.heard, {"sure": KILLED, "what": what}))
+        elif result.get("cause"):
             causes.append((w.heard - result["ago"], result["cause"]))
-    nothing = {"sure": WAITED, "what": "it ended, and no host can say why"}
+    nothing = {"sure": FOLLOWED, "what": "it ended, and no host can say why"}
     return min(causes, key=lambda cause: (cause[1]["sure"], cause[0]), default=(0, nothing))[1]
 
 
@@ -621,16 +356,11 @@ class Follower:
 
     def to_the_end(self) -> int:
         """Follows until the run is over -> the exit status."""
-        told = ""
-        while True:
-            full = full_disk(self.out)
-            if full != told:
-                say(full, sys.stderr)
-            told, end = full, state_of(self.out)
+        while (end := state_of(self.out)).state not in ENDED:
             self.show_new()
-            if end.state in ENDED:
-                return self.conclude(end)
             time.sleep(LOOK)
+        self.show_new()
+        return self.conclude(end)
 
     def conclude(self, end: End) -> int:
         text = {"failed": f"{self.name}: failed{at(end.step)}: {end.message}", "error": f"error: {end.message}"}
@@ -670,21 +400,23 @@ def state_of(out: Path) -> End:
 # ---- the verbs
 
 
-def pick_run(verb: str, words: list[str], *names: str, others: int = 0) -> tuple[Path, str, dict, list[str]]:
-    """The run of --out DIR; without it the run that was last launched or last wrote its status.
-    -> (folder, its name as typed, the flags, the other words)"""
-    flags, rest = read_flags(words, "--out", *names, mixed=True)
-    if len(rest) > others or any(word.startswith("-") for word in rest):
-        takes = ["--out DIR", *names, *["a host or a rank"] * others]
-        raise UserError(f"{verb} takes {', '.join(takes)}, not {' '.join(rest)}")
-    runs, name = sorted((ROOT / "runs").glob("*/")), flags["--out"]
-    if not name and not runs:
+def pick_run(verb: str, words: list[str], now: bool = False, which: bool = False) -> tuple:
+    """The run of --out DIR; without it the run that was last launched or last wrote its status. now, which: the verb
+    takes --now; a host or a rank. -> (folder, its name as typed, the flags)"""
+    parser = Parser(prog=f"launch.sh {verb}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", metavar="DIR")
+    if now:
+        parser.add_argument("--now", action="store_true")
+    if which:
+        parser.add_argument("which", nargs="?", default="")
+    flags, runs = parser.parse_args(words), sorted((ROOT / "runs").glob("*/"))
+    if not flags.out and not runs:
         raise UserError("There is no run in runs/ yet. Start one: bash launch.sh")
-    name = name or str(max(runs, key=last_used).relative_to(ROOT))
+    name = flags.out or str(max(runs, key=last_used).relative_to(ROOT))
     if not (ROOT / name).is_dir():
-        problem = "is a file, not a run folder" if (ROOT / name).exists() else "there is no such run folder"
-        raise UserError(f"--out {name}: {problem}. In runs/: {', '.join(r.name for r in runs) or 'nothing'}")
-    return ROOT / name, name.rstrip("/"), flags, rest
+        listed = ", ".join(r.name for r in runs) or "nothing"
+        raise UserError(f"--out {name}: there is no such run folder. In runs/: {listed}")
+    return ROOT / name, name.rstrip("/"), flags
 
 
 def last_used(run: Path) -> float:
@@ -727,7 +459,7 @@ def verb_train(words: list[str], settings: dict) -> int:
         return 0
     if launch["state"] == "running":
         say_started(name, launch)
-        if flags["--detach"] or (len(hosts) > 1 and not sys.stdout.isatty()):
+        if flags.detach or (len(hosts) > 1 and not sys.stdout.isatty()):
             say(hints(name))
             return 0
     status = follower.to_the_end()
@@ -792,17 +524,14 @@ def leave_behind(supervisor: Supervisor, answers: list) -> int:
 
 
 def verb_logs(words: list[str], settings: dict) -> int:
-    out, name, _, which = pick_run("logs", words, others=1)
+    out, name, flags = pick_run("logs", words, which=True)
     on_interrupt(f"{name} continues. {hints(name)}")
-    follower = Follower(out, name, 20 if which else 50, *which)
-    if which and not any(path.stat().st_size for path in follower.files()):
-        say(f"{which[0]} has printed nothing yet")
-    return follower.to_the_end()
+    return Follower(out, name, 20 if flags.which else 50, flags.which).to_the_end()
 
 
 def find_host(launch: dict, label: str, problem: str) -> Host:
     for host in hosts_of(launch):
-        if label in (host.label, host.line):
+        if label in ("", host.label, host.line):
             return host
     raise UserError(f"{problem} '{label}'; hosts: {', '.join(h.label for h in hosts_of(launch)) or 'none'}")
 
@@ -843,33 +572,21 @@ def verb_top(words: list[str], settings: dict) -> NoReturn:
 
 
 def show_status(out: Path, name: str) -> None:
-    launch, log, end = read_launch(out), out / "log.txt", state_of(out)
-    batches = re.findall(r"Batch \d+ Loss.*", tail(log, 200))
+    launch, end = read_launch(out), state_of(out)
+    batches = re.findall(r"Batch \d+ Loss.*", tail(out / "log.txt", 200))
     rows = {
         "run": name,
         "state": end.state,
         "step": end.step or "",
         "message": end.message.partition("\n")[0],
-        "disk": full_disk(out) or f"{shutil.disk_usage(out).free / 1e9:.1f} GB free",
         "attempt": launch.get("attempt", ""),
         "place": launch.get("place", ""),
-        "last line": ago(time.time() - log.stat().st_mtime) if log.exists() else "",
         "last batch": batches[-1] if batches else "",
     }
     say(columns([[key, str(value)] for key, value in rows.items()]))
     if hosts := hosts_of(launch):
         table = map(host_row, hosts, call_all(hosts, launch, "look", 20, gpus=True))
         say(columns([("host", "session", "agent", "ranks", "GPU load", "GPU memory", "last output"), *table]))
-
-
-def columns(rows: list) -> str:
-    """Rows of words, each column as wide as its longest word; the last word of a row may be longer."""
-    widths = [max(map(len, column)) + 2 for column in zip_longest(*(row[:-1] for row in rows), fillvalue="")] + [0]
-    return "\n".join("".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def ago(seconds: float) -> str:
-    return f"{max(0, seconds):.0f} s ago"
 
 
 def host_row(host: Host, answer: dict | Exception) -> tuple:
@@ -880,17 +597,17 @@ def host_row(host: Host, answer: dict | Exception) -> tuple:
     agent = "alive" if answer["agent"] else f"ended {status}" if status is not None else "gone"
     load = f"{sum(gpu[0] for gpu in gpus) / len(gpus):.0f} %" if gpus else ""
     memory = "{:.0f} of {:.0f} GiB".format(*(sum(gpu[i] for gpu in gpus) / 1024 for i in (1, 2))) if gpus else ""
-    written = "none" if answer["age"] is None else ago(answer["age"])
+    written = "none" if answer["age"] is None else f"{answer['age']:.0f} s ago"
     return host.label, host.session, agent, f"{answer['workers']} of {host.slots}", load, memory, written
 
 
 def verb_stop(words: list[str], settings: dict) -> int:
-    out, name, flags, _ = pick_run("stop", words, "--now")
+    out, name, flags = pick_run("stop", words, now=True)
     launch, end, request_file = read_launch(out), state_of(out), out / "logs" / "stop"
     if end.state in ENDED:
         say(f"{name} is not running: {end.state}")
         return 0
-    now = bool(flags["--now"]) or request_file.exists()
+    now = flags.now or request_file.exists()
     how = " at once, without saving" if now else ": it ends its step and saves. The same once more stops it at once."
     say(f"Stopping {name}{how}")
     follower = Follower(out, name)
@@ -907,10 +624,9 @@ def verb_stop(words: list[str], settings: dict) -> int:
 
 
 def verb_attach(words: list[str], settings: dict) -> NoReturn:
-    out, name, _, labels = pick_run("attach", words, others=1)
+    out, name, flags = pick_run("attach", words, which=True)
     launch, state = read_launch(out), state_of(out).state
-    labels += [*ranks_of(out, launch).get("0", []), *(h.label for h in hosts_of(launch)), ""]
-    host = find_host(launch, labels[0], f"attach: {name} has no host")
+    host = find_host(launch, flags.which, f"attach: {name} has no host")
     if state in ENDED or "tmux" not in launch.get("place", "tmux"):
         why = f"is not running: {state}" if state in ENDED else "runs without tmux"
         raise UserError(f"{name} {why}; see its log: bash launch.sh logs --out {shlex.quote(name)}")
@@ -920,24 +636,15 @@ def verb_attach(words: list[str], settings: dict) -> NoReturn:
     os.execvp(command[0], command)
 
 
-def run_verb(**verbs) -> NoReturn:
-    """What launch.sh calls: NAME=SETTING ... -- VERB WORDS -> a function of these, and its exit status."""
-
-    def main(argv):
-        split = argv.index("--")
-        settings = dict(word.split("=", 1) for word in argv[:split])
-        numbers = {name: int(value) for name, value in settings.items() if value.isdigit()}
-        return verbs[argv[split + 1]](argv[split + 2 :], settings | numbers)
-
-    run_script(main)
+def main(argv: list[str]) -> int | None:
+    """What launch.sh calls: NAME=SETTING ... -- VERB WORDS."""
+    split = argv.index("--")
+    settings = dict(word.split("=", 1) for word in argv[:split])
+    settings |= {name: int(value) for name, value in settings.items() if value.isdigit()}
+    verbs = (verb_train, verb_logs, verb_status, verb_stop, verb_top, verb_attach, verb_doctor, verb_sync)
+    verb = next(verb for verb in verbs if verb.__name__ == f"verb_{argv[split + 1]}")
+    return verb(argv[split + 2 :], settings)
 
 
 if __name__ == "__main__":
-    run_verb(
-        train=verb_train,
-        logs=verb_logs,
-        status=verb_status,
-        stop=verb_stop,
-        top=verb_top,
-        attach=verb_attach,
-    )
+    run_script(main)

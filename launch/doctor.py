@@ -1,11 +1,20 @@
-"""`launch.sh doctor` and `launch.sh sync`: whether every machine is fit to train, and making their files the same.
+"""The machines: which ones a run is on, how to ask them, whether they are fit to train, and whether they have the same
+files (`launch.sh doctor`, `launch.sh sync`). cluster.py runs jobs on them; node.py acts on one of them.
 
-doctor examines all hosts at once, has them sum 64 MiB together, and draws a table: a row for each check, a column for
-each host. Below it a line for each red field tells the value and the command that corrects it. node.examine
-has the checks of one host; this file has the checks that need several."""
+Every launch examines its hosts with `survey`. doctor examines more, has all hosts sum 64 MiB together, and draws a
+table: a row for each check, a column for each host. Below the table, each red field has a line with its value and the
+command that corrects it.
 
+A *job* is a dictionary that every operation of node.py gets: launch.sh's settings, the words after train, the
+environment, and later the run's folder (`out`) and the attempt's `id`."""
+
+import argparse
 import contextlib
+import fnmatch
+import json
 import os
+import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,27 +22,13 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
-from cluster import (
-    Host,
-    Unreachable,
-    call,
-    call_all,
-    columns,
-    explain,
-    outcome,
-    read_flags,
-    read_hosts,
-    read_job,
-    run_checks,
-    run_verb,
-    say,
-    settle_addresses,
-    ssh_command,
-)
-from lib.errors import ROOT, UserError, printable
+from lib.errors import ROOT, Parser, UserError, printable
 from node import Refused, content_hash, last_line, own_files
 
+HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\]))(?::(\d+))?(?:\s+slots=([1-9]\d*))?")
 CLOCK = 2.0  # seconds that clocks may differ: more, and logs of several hosts cannot be read together
 REDUCED, LIMIT, WANTED = 64 * 2**20, 30, 100  # an all-reduce: bytes, seconds that it has, MB/s (1 Gbit/s has 100)
 SETUP = "bash launch.sh sync, or {there}'cd {ROOT} && bash launch.sh setup'"
@@ -44,6 +39,233 @@ ALIKE = {  # the remedy for a value that differs from most hosts'
     "driver": "install the same: {there}nvidia-smi",
     "GPUs": "{there}nvidia-smi; to use fewer on purpose: slots=N in hosts",
 }
+
+
+class Unreachable(Exception):
+    """The host did not answer; the message is ssh's reason."""
+
+
+@dataclass
+class Host:
+    """One line of `hosts`: a node of the job. Several lines may name one machine."""
+
+    name: str  # localhost, host or user@host
+    port: int = 0  # of ssh; 0 = ssh's own choice
+    slots: int = 0  # ranks; 0 = one per GPU
+    label: str = ""  # its name in messages and under logs/
+    number: str = ""  # the label's end, for another node of one name: "-2" and so on
+    session: str = ""
+    address: str = ""  # as the other hosts reach it
+    devices: list | None = None  # its share of the GPUs; None without GPUs
+    ranks_here: int = 0  # ranks on its machine, including other nodes
+    facts: dict = field(default_factory=dict)
+
+    @property
+    def local(self) -> bool:
+        return self.line == "localhost"
+
+    @property
+    def line(self) -> str:
+        """As it is written in `hosts` and after --hosts."""
+        return self.name + (f":{self.port}" if self.port else "")
+
+    @property
+    def target(self) -> str:
+        """As a person types it after ssh."""
+        return f"-p {self.port} {self.name}" if self.port else self.name
+
+
+def say(text: str, stream=None, end: str = "\n") -> None:
+    print(printable(text), file=stream or sys.stdout, end=end, flush=True)
+
+
+def refuse(problems: list[str]) -> None:
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def columns(rows: list) -> str:
+    """Rows of words, each column as wide as its longest word; the last word of a row may be longer."""
+    widths = [max(map(len, column)) + 2 for column in zip_longest(*(row[:-1] for row in rows), fillvalue="")] + [0]
+    return "\n".join("".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+# ---- arguments
+
+
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError  # argparse reports it with the flag's name
+    return int(text)
+
+
+def read_job(words: list[str], settings: dict) -> tuple[argparse.Namespace, list[Host], dict]:
+    """The arguments of `train` and `doctor` -> (the launcher flags, the hosts, the job with the other words)."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--hosts", default="")
+    parser.add_argument("--nproc", type=natural, default=0)
+    parser.add_argument("--retries", type=natural)
+    parser.add_argument("--detach", action="store_true")
+    flags, words = parser.parse_known_args(words)
+    hosts, patterns = read_hosts(flags.hosts), settings["forward"].split()
+    job = {**settings, "words": words or shlex.split(settings["default_args"]), "nproc": flags.nproc}
+    job["env"] = {k: v for k, v in os.environ.items() if any(fnmatch.fnmatchcase(k, p) for p in patterns)}
+    if flags.retries is not None or len(hosts) == 1:
+        job["retries"] = flags.retries or 0
+    return flags, hosts, job
+
+
+def read_hosts(listed: str) -> list[Host]:
+    """The hosts after --hosts, else the lines of the file `hosts`, else this machine alone."""
+    path = ROOT / "hosts"
+    if listed:
+        lines = listed.split(",")
+    else:
+        lines = path.read_text(encoding="utf-8-sig").splitlines() if path.exists() else ["localhost"]
+    hosts, labels = [], set()
+    for line in filter(None, (line.split("#")[0].strip() for line in lines)):
+        if not (match := HOST.fullmatch(line)):
+            form = "expected host, user@host or host:port, then nothing or slots=N with N above 0"
+            raise UserError(f"{'--hosts' if listed else 'hosts'}: '{line}' is not a host; {form}")
+        host = Host(re.sub(r"[][]", "", match[1]), int(match[2] or 0), int(match[3] or 0))
+        label = re.sub(r"[^\w.-]", "-", platform.node() if host.local else host.line.split("@")[-1])
+        while label + host.number in labels:
+            host.number = f"-{int(host.number[1:] or 1) + 1}"
+        host.label = label + host.number
+        labels.add(host.label)
+        hosts.append(host)
+    if not hosts:
+        raise UserError("hosts names no machine; this one is called localhost")
+    return hosts
+
+
+# ---- asking a host
+
+
+def ssh_command(host: Host, options: str) -> list[str]:
+    port = ["-p", str(host.port)] if host.port else []
+    return ["ssh", *shlex.split(options), *port, "--", host.name]
+
+
+def node_command(host: Host, job: dict, operation: str, interpreter: str = "python3") -> list[str]:
+    """An operation of node.py on a host, which reads its request from stdin."""
+    command = [interpreter, str(ROOT / "launch" / "node.py"), operation]
+    if host.local:
+        return [sys.executable, *command[1:]]
+    return [*ssh_command(host, job["ssh"]), "exec " + shlex.join(command)]
+
+
+def request(host: Host, job: dict, **more) -> bytes:
+    return json.dumps({**vars(host), **job, **more}).encode() + b"\n"
+
+
+def call(host: Host, job: dict, operation: str, patience: float, interpreter: str = "python3", **more) -> dict:
+    """Runs an operation of node.py on the host -> its answer. Raises Unreachable and Refused."""
+    command = node_command(host, job, operation, interpreter)
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, input=request(host, job, **more), capture_output=True, timeout=patience
+        )
+    except subprocess.TimeoutExpired:
+        raise Unreachable(f"no answer in {patience:.0f} s") from None
+    lines = [line for line in done.stdout.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+    if not lines:  # other lines are a .bashrc's
+        error = last_line(done.stderr.decode(errors="replace"))
+        raise Unreachable(error or f"status {done.returncode} without an answer")
+    answer = json.loads(lines[-1])
+    if "refused" in answer:
+        raise Refused(answer["refused"])
+    return answer
+
+
+def outcome(function, *words, **more):
+    """The function's result, or the Unreachable or Refused that it raises."""
+    try:
+        return function(*words, **more)
+    except (Unreachable, Refused) as error:
+        return error
+
+
+def call_all(hosts: list[Host], job: dict, operation: str, patience: float, **request) -> list:
+    """call() on all hosts at once -> an answer or an exception from each."""
+    with ThreadPoolExecutor(len(hosts) or 1) as pool:
+        return list(pool.map(lambda host: outcome(call, host, job, operation, patience, **request), hosts))
+
+
+def explain(host: Host, error: Exception) -> str:
+    """A line about a host that did not do as asked, with what to try."""
+    if isinstance(error, Refused):
+        return f"{host.label}: {error}"
+    if "can't open file" in str(error):
+        return f"{host.label}: there is no {ROOT}/launch/node.py; bash launch.sh sync --hosts {host.line}"
+    return f"{host.label} does not answer: {error}. Try: ssh {host.target} true"
+
+
+def explain_all(hosts: list[Host], answers: list) -> list[str]:
+    return [explain(h, a) for h, a in zip(hosts, answers, strict=True) if isinstance(a, Exception)]
+
+
+# ---- before a launch
+
+
+def survey(hosts: list[Host], job: dict) -> None:
+    """Examines all hosts at once and settles their addresses, GPUs and ranks. Raises one UserError with all
+    problems."""
+    answers = call_all(hosts, job, "probe", 60)
+    refuse(explain_all(hosts, answers))
+    for host, answer in zip(hosts, answers, strict=True):
+        host.facts = answer
+    settle_addresses(hosts)
+    sync = f"bash launch.sh sync --hosts {','.join(h.line for h in hosts if not h.local)}"
+    code, problems, machines = content_hash(), [], {}
+    for host in hosts:
+        machines.setdefault(host.address, []).append(host)
+        if host.facts["code"] != code:
+            problems.append(f"{host.label}: the files in {ROOT} are not the ones here; {sync}")
+        elif not host.facts["python"]:
+            problems.append(f"{host.label}: there is no {job['python']}; {sync}")
+    for together in machines.values():
+        problems += share_machine(together, job["nproc"])
+    without = ", ".join(h.label for h in hosts if not h.devices)
+    if without and any(h.devices for h in hosts):
+        advice = "take it out of hosts, or set CUDA_VISIBLE_DEVICES="
+        problems.append(f"{without}: no GPU, while others have some; {advice}")
+    refuse(problems)
+
+
+def settle_addresses(hosts: list[Host]) -> None:
+    """Sets the address by which others reach each host: the one at which its ssh connection came in. A name may mean
+    another one, or on Debian 127.0.1.1."""
+    for host in hosts:
+        host.address = "127.0.0.1" if host.local else host.facts["connection"][2]
+    away = next((h for h in hosts if not h.address.startswith("127.")), None)
+    for host in hosts:
+        if away and host.address.startswith("127."):  # this machine, as a host elsewhere sees it
+            host.address = away.facts["connection"][0]
+
+
+def share_machine(together: list[Host], nproc: int) -> list[str]:
+    """Divides a machine's GPUs evenly among its nodes -> problems."""
+    visible, problems = together[0].facts["gpus"], []
+    share = len(visible) // len(together)
+    for i, host in enumerate(together):
+        host.slots = nproc or host.slots or share or 1
+        if visible:
+            host.devices = visible[i * share : i * share + share][: host.slots]
+            if host.slots > share:
+                found = f"{host.slots} processes, but {share} visible GPUs for them"
+                problems.append(f"{host.label}: {found}; start one process per GPU (--nproc, or slots=N in hosts)")
+    for host in together:
+        host.ranks_here = sum(h.slots for h in together)
+    return problems
+
+
+def run_checks(hosts: list[Host], job: dict, total: int) -> list:
+    """train.py's own check for a number of ranks, on some hosts -> how it ended on each."""
+    return call_all(hosts, job, "run", 1800, command=[job["python"], "train.py", *job["words"], "--check", str(total)])
+
+
+# ---- doctor
 
 
 class Table:
@@ -88,13 +310,7 @@ def verb_doctor(words: list[str], settings: dict) -> int:
                 table.put("data, weights", host, *("no", error) if done["exit"] else ("there",))
     if len(machines) > 1:
         check_network(table, machines, job)
-    text = table.draw()
-    if sys.stdout.isatty():
-        for mark, colour in ("✗", 31), ("✓", 32):
-            text = text.replace(mark, f"\033[{colour}m{mark}\033[0m")
-    print(text)
-    if table.red:
-        say("\n" + "\n".join(table.red))
+    say("\n".join([table.draw(), *[""] * bool(table.red), *table.red]))
     return int(bool(table.red))
 
 
@@ -187,10 +403,9 @@ def check_network(table: Table, hosts: list[Host], job: dict) -> None:
 
 
 def verb_sync(words: list[str], settings: dict) -> int:
-    flags, rest = read_flags(words, "--hosts")
-    if rest:
-        raise UserError(f"sync takes --hosts and nothing else, not {rest[0]}")
-    hosts = [h for h in read_hosts(flags["--hosts"]) if not h.local]
+    parser = Parser(prog="launch.sh sync", add_help=False, allow_abbrev=False)
+    parser.add_argument("--hosts", default="")
+    hosts = [h for h in read_hosts(parser.parse_args(words).hosts) if not h.local]
     if not hosts:
         say("No host but this machine: nothing to copy")
         return 0
@@ -229,7 +444,3 @@ def run_here(command: list[str]) -> str:
     if done.returncode:
         raise Unreachable(last_line(done.stderr) or f"status {done.returncode}")
     return done.stdout
-
-
-if __name__ == "__main__":
-    run_verb(doctor=verb_doctor, sync=verb_sync)

@@ -18,7 +18,6 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
 import re
 import select
 import shutil
@@ -32,9 +31,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(os.path.abspath(__file__)).parents[1]
-WITHOUT_WORKERS = 20  # seconds that torchrun may live on after its workers: its own barriers wait for dead peers
-# How sure it is that a cause is the first one of the whole job; of the same certainty, the earliest comes first.
-KILLED, FAILED, FOLLOWED, TERMINATED, UNKNOWN, WAITED = range(6)
+# How sure it is that a cause is the first one of the whole job; of equally sure ones, the earliest is the first.
+KILLED, FAILED, FOLLOWED = range(3)
 # The errors of a rank that failed because another one did (lib/run.py, torch.distributed), as its error file begins
 OF_A_PEER = re.compile(r"(PeerFailure|Dist\w*Error): ")
 # The variables that a tmux server gets: it keeps the environment that it was started with, and shows it to anyone.
@@ -147,14 +145,14 @@ def kill_all(logs):
 
 def agent(logs, timeout, ranks, command):
     """Runs torchrun and cleans up after it -> its exit status. The first signal requests a stop, as `launch.sh stop`
-    does; the second kills the workers. torchrun gets none: it would call the end a failure."""
-    signals, out = [], logs.parents[2]
+    does; the second kills the workers. torchrun gets no signal, because it would report a failure."""
+    signals, out, marker = [], logs.parents[2], f"{os.path.realpath(logs)}/"
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda n, _: signals.append(n))
     is_torchrun = "--local-addr" in command
     if is_torchrun:
         choose_interface(command[command.index("--local-addr") + 1])
-    if ranks > 1:  # torchrun would give each one thread, also for AdamW on the CPU
+    if ranks > 1:  # torchrun would give each rank one thread, also for AdamW on the CPU
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     with open(logs / "agent.stdout.log", "ab") as stdout, open(logs / "agent.stderr.log", "ab") as stderr:
         child = subprocess.Popen(
@@ -163,16 +161,16 @@ def agent(logs, timeout, ranks, command):
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: it never outlives us
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: torchrun ends with us
         )
-    record = {"pid": os.getpid(), "node": platform.node(), "ranks": {}}
+    record = {"pid": os.getpid(), "ranks": {}}
     write_whole(logs / "agent.json", json.dumps(record))
     print(f"The run's log is {out}/log.txt" + "; Ctrl-B D detaches" * ("TMUX" in os.environ), flush=True)
     follow = ["tail", "-n", "0", "-s", "0.2", "-F", "--pid", str(os.getpid()), out / "log.txt"]
     pane = subprocess.Popen(follow, stderr=subprocess.DEVNULL)
-    waited = attend(child, logs, signals, record)
-    # The workers of a torchrun that was killed have had their SIGTERM from end_with_torchrun and may be saving
-    marker, end = f"{os.path.realpath(logs)}/", time.monotonic() + timeout
+    attend(child, logs, marker, signals, record)
+    # If torchrun was killed, its workers have had SIGTERM from end_with_torchrun, and may be saving
+    end = time.monotonic() + timeout
     while workers_of(marker) and time.monotonic() < end and len(signals) < 2:
         time.sleep(0.3)
     kill(processes(marker)[1], signal.SIGKILL)
@@ -180,56 +178,43 @@ def agent(logs, timeout, ranks, command):
     failures = read_json(logs / "failures.json").get("failures", [])
     if status and not is_torchrun:
         failures = [[0, 0, status, ""]]
-    record["cause"] = None if signals and status < 0 else cause_on_this_host(logs, status, failures, waited)
+    record["cause"] = None if signals and status < 0 else cause_on_this_host(logs, status, failures)
     time.sleep(0.4)
     pane.terminate()
     write_whole(logs / "agent.json", json.dumps(record))
     return max(status, 0) or int(status != 0)
 
 
-def attend(child, logs, signals, record):
-    """Waits until torchrun ends; notes the ranks and when the first one was gone. -> whether torchrun waited for other
-    hosts after its workers had exited, and was killed for it"""
-    workers, started, first_loss, alone_since = set(), set(), None, None
+def attend(child, logs, marker, signals, record):
+    """Waits until torchrun ends; records its ranks, and when the first of them was gone."""
+    started = {}
     while child.poll() is None:
         time.sleep(0.3)
-        ranks, now = workers_of(f"{os.path.realpath(logs)}/"), time.monotonic()
-        workers = set(ranks)
-        if started - workers:
-            first_loss = first_loss or now
-        if workers - started:
-            record["ranks"] = dict(ranks.values())
+        ranks = workers_of(marker)
+        if started.keys() - ranks.keys():
+            record.setdefault("first_loss", time.monotonic())
+        if ranks.keys() - started.keys():
+            started |= ranks
+            record["ranks"] = dict(started.values())
             with contextlib.suppress(OSError):  # the disk is full
                 write_whole(logs / "agent.json", json.dumps(record))
-        started |= workers
         if signals:
             (logs.parents[1] / "stop").touch()
         if len(signals) > 1:
-            kill(workers, signal.SIGKILL)
-        if workers or not started:
-            alone_since = now
-        elif now - alone_since > WITHOUT_WORKERS:
-            child.kill()
-    record["first_loss"] = first_loss or time.monotonic()
-    return bool(alone_since) and time.monotonic() - alone_since > WITHOUT_WORKERS
+            kill(ranks, signal.SIGKILL)
+    record.setdefault("first_loss", time.monotonic())
 
 
-def cause_on_this_host(logs, status, failures, waited):
+def cause_on_this_host(logs, status, failures):
     """The first cause of a failure on this host, where the agent's command exited with that status; None: no failure.
-    failures: (rank, local rank, exit status, error) of each. waited: its workers had exited, torchrun kept waiting
-    for other hosts, and its agent killed it."""
-    screen = logs / "agent.stderr.log"
-    causes = [rank_cause(logs, *failure) for failure in failures]
-    if causes:  # torchrun kills ranks that do not exit when another has failed
-        return min(causes, key=lambda cause: cause["sure"] or FAILED)
-    if waited:
-        sure, how, end = WAITED, "waited for the other hosts in vain", ""
-    elif status < 0:
-        sure, how, end = KILLED, f"was ended by {signal.Signals(-status).name}", ""
-    elif status:
-        sure, how, end = UNKNOWN, f"ended with status {status}", tail(screen, 30)
-    else:
+    failures: (rank, local rank, exit status, error) of each."""
+    if failures:  # torchrun kills ranks that do not exit when another has failed: a failure is surer than a kill
+        return min((rank_cause(logs, *failure) for failure in failures), key=lambda cause: cause["sure"] or FAILED)
+    if not status:
         return None
+    sure, how = (KILLED, f"was ended by {signal.Signals(-status).name}") if status < 0 else (FOLLOWED, "failed")
+    screen = logs / "agent.stderr.log"
+    end = tail(screen, 30) if status > 0 else ""
     what = f"torchrun on {logs.parent.name} {how}"
     return {"sure": sure, "what": what, "status": status, "file": str(screen), "tail": end}
 
@@ -238,9 +223,9 @@ def rank_cause(logs, rank, local_rank, status, error):
     """A failed rank's part in the end of the job, as far as its exit status and its error file tell."""
     file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), logs / "agent.stderr.log")
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
-    # NCCL aborts a process whose peers do not answer
-    by_status = {-signal.SIGTERM: TERMINATED, -signal.SIGKILL: KILLED, -signal.SIGABRT: FOLLOWED}
-    sure = FOLLOWED if OF_A_PEER.match(error) else by_status.get(status, FAILED)
+    # torchrun ends ranks with SIGTERM, and NCCL aborts a rank whose peers do not answer
+    follows = OF_A_PEER.match(error) or status in (-signal.SIGTERM, -signal.SIGABRT)
+    sure = FOLLOWED if follows else KILLED if status == -signal.SIGKILL else FAILED
     what = f"rank {rank} on {logs.parent.name} {how}"
     return {"sure": sure, "what": what, "status": status, "file": str(file), "tail": tail(file, 30)}
 
@@ -409,9 +394,6 @@ def start(request):
             end = tail(logs / "agent.stderr.log", 3)
             raise Refused(f"the agent did not start in {request['start_limit']} s ({place}): {end}")
         time.sleep(0.05)
-    if record["node"] != platform.node():
-        problem = f"tmux started the agent on {record['node']}"
-        raise Refused(f"{problem}: set TMUX_TMPDIR to a folder that machines do not share")
     return {"place": place, "pid": record["pid"]}
 
 
