@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # bash launch.sh [train] [launcher flags] [@recipe ...] [trainer flags]
 #     trains on the machines that the file hosts lists, on all their visible GPUs or on their CPUs; without arguments
-#     the default recipe. Launcher flags:
-#     --detach        start, and return; so it does without a terminal on several machines
-#     --hosts A,B,C   these machines instead of those in hosts; localhost,localhost rehearses two nodes on this one
-#     --nproc N       processes on each machine (default: slots=N in hosts, else one per visible GPU, or one on a CPU)
+#     it trains the default recipe. Launcher flags:
+#     --detach        start and return; this is the default without a terminal on several machines
+#     --hosts A,B,C   these machines instead of the file's; localhost,localhost rehearses two nodes here
+#     --nproc N       processes on each machine (default: slots=N in hosts, else as many as visible GPUs, or 1 on a CPU)
 #     --retries N     relaunches without progress before giving up (default: 3 on several machines, 0 on one)
-#     The first other argument and all later ones go to train.py; python train.py --help lists its flags.
-#     Ctrl-C ends the watching, with status 130, not the run.
+#     All other arguments go to train.py; python train.py --help lists its flags.
+#     Ctrl-C ends the following of the log, with status 130; the run continues.
 # bash launch.sh logs   [--out DIR] [HOST|RANK]  watch a run to its end, or the output of a host or rank
 # bash launch.sh status [--out DIR]              its state, and its processes on every host
 # bash launch.sh attach [--out DIR] [HOST]       go into its tmux session; Ctrl-B D comes back
@@ -20,9 +20,9 @@
 # Without --out: the newest run in runs/. Paths are relative to the folder of launch.sh.
 # Status: 0 finished or stopped, 2 a user error, 1 anything else.
 
-# On every machine a session `flatland-RUN` holds one torchrun, or where all is one process, that. How the run ended
-# stands in status.json: torchrun turns every end into status 1. What happens on a machine is in launch/node.py, what
-# happens here in launch/cluster.py.
+# On every machine a session `flatland-RUN` holds one torchrun; a run with a single process needs no torchrun.
+# status.json has the outcome, because torchrun turns every end into status 1. launch/node.py acts on each machine;
+# launch/cluster.py and launch/doctor.py run on this one.
 # shellcheck disable=SC1091,SC2034,SC2154
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
@@ -40,7 +40,7 @@ retry_pause=5         # seconds before the first of them; doubles each time
 host_wait=120         # seconds that each of them waits for a machine that does not answer; longer than a reboot
 start_limit=60        # seconds for an agent to appear
 join_timeout=120      # seconds for all agents to find each other
-shutdown_timeout=300  # seconds that workers have to save when the agent itself is told to end; longer than a save
+shutdown_timeout=300  # seconds that workers have to save when the agent itself ends; longer than a save
 
 settings=()
 for name in default_args ssh forward port retries retry_pause host_wait start_limit join_timeout shutdown_timeout; do
@@ -66,7 +66,7 @@ case ${1-@} in
   @* | -*) ;;
   *) complain 2 "There is no verb '$1': it is train (the default), setup, recipes, status, logs, attach, stop, doctor, sync or top." ;;
 esac
-[[ $verb != train || (${1-} != -h && ${1-} != --help) ]] || verb=help
+[[ ${1-} != -h && ${1-} != --help ]] || verb=help
 case $verb in
   help)
     sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh ;;

@@ -170,11 +170,10 @@ class Supervisor:
     def ask(self, operation: str, patience: float = 20, **more) -> list:
         return call_all(self.hosts, self.job, operation, patience, **more)
 
-    def run(self, answers: list) -> None:
-        """answers: of `prepare`, on all hosts."""
+    def run(self) -> None:
         job, saved, tries, report = self.job, last_saved(self.out), 0, ""
         while True:
-            end = self.attempt(answers)
+            end = self.attempt()
             if end.state != "failed" or self.stop_requested():
                 return self.end(end)
             newest = last_saved(self.out)
@@ -189,7 +188,7 @@ class Supervisor:
             words = f"{end.report}\nRelaunching {going_on} in {pause} s: try {tries} of {job['retries']}\n"
             self.save(words, state="waiting", step=end.step, message=end.message)
             self.wait(pause)
-            answers = self.prepare_again()
+            self.wait_for_hosts()
             if self.stop_requested():
                 return self.end(End("stopped", end.step, "stopped between two tries"))
         if tries:
@@ -203,14 +202,12 @@ class Supervisor:
     def end(self, end: End) -> None:
         self.save(state=end.state, step=end.step, message=end.message, report=end.report)
 
-    def prepare_again(self) -> list:
-        """Prepares the hosts for another try; waits for hosts that do not answer."""
+    def wait_for_hosts(self) -> None:
+        """Waits until all hosts answer, at most host_wait seconds."""
         end = time.monotonic() + self.job["host_wait"]
-        while True:
-            answers = self.ask("prepare", clear=True)
-            away = any(isinstance(a, Unreachable) for a in answers)
-            if not away or time.monotonic() > end or self.stop_requested():
-                return answers
+        while any(isinstance(a, Unreachable) for a in self.ask("probe")):
+            if time.monotonic() > end or self.stop_requested():
+                break
             self.wait(2)
 
     def without(self, silent: tuple) -> str:
@@ -227,20 +224,20 @@ class Supervisor:
         command = shlex.join(["bash", "launch.sh", "--hosts", others, *words])
         return f"{sentence}. To continue from the newest checkpoint with the others:\n  {command}"
 
-    def attempt(self, answers: list) -> End:
-        """One launch, on hosts that have answered `prepare`, to its end."""
+    def attempt(self) -> End:
+        """One launch, to its end. A host that refuses the first attempt is the user's mistake."""
+        first, tries = self.hosts[0], self.launch.get("attempt", 0) + 1
         self.job["id"] = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         previous = read_json(self.out / "status.json").get("attempt", "")
-        self.save(id=self.job["id"], previous=previous, state="starting", attempt=self.launch.get("attempt", 0) + 1)
-        if not explain_all(self.hosts, answers):
-            address = self.hosts[0].address
-            endpoint = f"[{address}]:{answers[0]['port']}" if ":" in address else f"{address}:{answers[0]['port']}"
-            answers = self.ask("start", self.job["start_limit"] + 20, nodes=len(self.hosts), endpoint=endpoint)
-        problems = explain_all(self.hosts, answers)
-        if problems:
+        self.save(id=self.job["id"], previous=previous, state="starting", attempt=tries)
+        endpoint = f"[{first.address}]" if ":" in first.address else first.address
+        more = {"nodes": len(self.hosts), "endpoint": f"{endpoint}:{first.facts['port']}", "clear": tries > 1}
+        answers = self.ask("start", self.job["start_limit"] + 20, **more)
+        if problems := explain_all(self.hosts, answers):
             self.ask("sweep")
-            silent = [h for h, a in zip(self.hosts, answers, strict=True) if isinstance(a, Unreachable)]
-            return End("failed", 0, problems[0], "\n".join(problems), tuple(silent))
+            silent = tuple(h for h, a in zip(self.hosts, answers, strict=True) if isinstance(a, Unreachable))
+            report = "\n".join(problems)
+            return End("failed", 0, problems[0], report, silent) if silent or tries > 1 else End("error", 0, report)
         self.save(message="", place=min(a["place"] for a in answers), pid=answers[0]["pid"])
         return self.watch()
 
@@ -475,12 +472,9 @@ def start(hosts: list[Host], job: dict) -> tuple[Follower, dict]:
     for host in hosts:
         host.session = re.sub(r"[^\w-]", "_", f"flatland-{out.name}{host.number.replace('-', '_')}", flags=re.A)
     claim(out, job)
-    answers = call_all(hosts, job, "prepare", 30, clear=False)
-    problems = explain_all(hosts, answers)
-    refuse(problems + [hints(job["out"])] * ("already" in str(problems)))
     follower, supervisor = Follower(out, job["out"]), Supervisor(job, hosts)
     supervisor.save(id=job["mark"], state="starting", launched=time.time())
-    pid = leave_behind(supervisor, answers)
+    pid = leave_behind(supervisor)
     on_interrupt(f"{job['out']} continues. {hints(job['out'])}")
     while (launch := read_launch(out))["state"] == "starting" and os.waitpid(pid, os.WNOHANG) == (0, 0):
         time.sleep(0.1)
@@ -505,7 +499,7 @@ def claim(out: Path, job: dict) -> None:
         raise UserError(f"--out {job['out']}: {e}") from None
 
 
-def leave_behind(supervisor: Supervisor, answers: list) -> int:
+def leave_behind(supervisor: Supervisor) -> int:
     """Starts the supervisor as a separate process -> its id."""
     pid = os.fork()
     if pid:
@@ -516,7 +510,7 @@ def leave_behind(supervisor: Supervisor, answers: list) -> int:
         os.dup2(log, stream)
     try:
         with supervisor_lock(supervisor.out).acquire(timeout=60):
-            supervisor.run(answers)
+            supervisor.run()
     except Exception as e:
         supervisor.save(state="failed", message=f"the launcher failed: {type(e).__name__}: {e}", report="")
         raise
@@ -586,7 +580,7 @@ def show_status(out: Path, name: str) -> None:
     say(columns([[key, str(value)] for key, value in rows.items()]))
     if hosts := hosts_of(launch):
         table = map(host_row, hosts, call_all(hosts, launch, "look", 20, gpus=True))
-        say(columns([("host", "session", "agent", "ranks", "GPU load", "GPU memory", "last output"), *table]))
+        say(columns([("host", "session", "agent", "ranks", "GPU load", "GPU memory"), *table]))
 
 
 def host_row(host: Host, answer: dict | Exception) -> tuple:
@@ -597,8 +591,7 @@ def host_row(host: Host, answer: dict | Exception) -> tuple:
     agent = "alive" if answer["agent"] else f"ended {status}" if status is not None else "gone"
     load = f"{sum(gpu[0] for gpu in gpus) / len(gpus):.0f} %" if gpus else ""
     memory = "{:.0f} of {:.0f} GiB".format(*(sum(gpu[i] for gpu in gpus) / 1024 for i in (1, 2))) if gpus else ""
-    written = "none" if answer["age"] is None else f"{answer['age']:.0f} s ago"
-    return host.label, host.session, agent, f"{answer['workers']} of {host.slots}", load, memory, written
+    return host.label, host.session, agent, f"{answer['workers']} of {host.slots}", load, memory
 
 
 def verb_stop(words: list[str], settings: dict) -> int:

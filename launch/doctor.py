@@ -224,6 +224,8 @@ def survey(hosts: list[Host], job: dict) -> None:
             problems.append(f"{host.label}: the files in {ROOT} are not the ones here; {sync}")
         elif not host.facts["python"]:
             problems.append(f"{host.label}: there is no {job['python']}; {sync}")
+    if not hosts[0].facts["port"]:
+        problems.append(f"port {job['port']} is taken; set another at the top of launch.sh, or 0 for a free one")
     for together in machines.values():
         problems += share_machine(together, job["nproc"])
     without = ", ".join(h.label for h in hosts if not h.devices)
@@ -234,8 +236,8 @@ def survey(hosts: list[Host], job: dict) -> None:
 
 
 def settle_addresses(hosts: list[Host]) -> None:
-    """Sets the address by which others reach each host: the one at which its ssh connection came in. A name may mean
-    another one, or on Debian 127.0.1.1."""
+    """Sets the address that the other hosts use for each host: its ssh connection came in there. Its name may resolve
+    to another address, or on Debian to 127.0.1.1."""
     for host in hosts:
         host.address = "127.0.0.1" if host.local else host.facts["connection"][2]
     away = next((h for h in hosts if not h.address.startswith("127.")), None)

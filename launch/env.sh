@@ -1,15 +1,15 @@
 # shellcheck shell=bash
-# Sourced by launch.sh and test.sh. `environment NAME [REQUIREMENT ...]` sets `python` to one that has requirements.txt
-# and the REQUIREMENTs, the first of: a complete .venv; python3, if it has all; python3 in a .venv that sees its torch,
-# with the rest installed; a .venv with all. Nothing outside .venv is changed, a suitable torch is never replaced.
-# `.venv/flatland-NAME` holds what was installed for NAME: other requirements are installed again. An interrupted .venv
-# has `flatland-incomplete` and is made anew.
-python_versions='3.10 3.11 3.12 3.13 3.14'  # the Pythons for which there are wheels of the pinned torch
-torch_versions='2.11 2.13'                  # the first and the last minor version of torch that we run on
-torch_index=https://download.pytorch.org/whl  # its folders cpu and cu126 have wheels that PyPI, with CUDA 13, has not
+# Sourced by launch.sh and test.sh. `environment NAME [REQUIREMENT ...]` sets `python` to a Python with the packages of
+# requirements.txt and the REQUIREMENTs. It takes the first of: a complete .venv; python3, if it has all packages; python3
+# in a .venv that sees its torch, with the rest installed; a .venv with all packages. Nothing outside .venv changes, and a
+# suitable torch is never replaced. `.venv/flatland-NAME` lists the requirements that were installed for NAME; if they
+# change, they are installed again. An interrupted .venv contains `flatland-incomplete` and is created again.
+python_versions='3.10 3.11 3.12 3.13 3.14'  # the pinned torch has wheels for these Pythons
+torch_versions='2.11 2.13'                  # the oldest and the newest supported minor version of torch
+torch_index=https://download.pytorch.org/whl  # its folders cpu and cu126 have wheels that PyPI (CUDA 13) lacks
 complain() { printf '%s\n' "$2" >&2; exit "$1"; }  # complain STATUS MESSAGE
 torch_of() { "$1" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null; }
-stamp() { torch_of "$python" && printf '%s\n' "${needs[@]}"; }  # with torch: a .venv may see that of the system
+stamp() { torch_of "$python" && printf '%s\n' "${needs[@]}"; }  # with torch, because a .venv may see the system's torch
 is_complete() { [[ ! -e .venv/flatland-incomplete && -f $file && $(<"$file") == "$(stamp)" ]]; }
 
 lacks='
@@ -20,7 +20,7 @@ def numbers(version):
 for requirement in sys.argv[2:]:
     name, least = re.split(">=|==", requirement)
     try:
-        if name == "torch":  # one that cannot be imported is as good as none
+        if name == "torch":  # a torch that cannot be imported counts as missing
             oldest, newest = map(numbers, sys.argv[1].split())
             meets = oldest <= numbers(import_module(name).__version__)[:2] <= newest
         else:
@@ -36,7 +36,7 @@ examine() {  # examine PYTHON: sets `version` to its version and `missing` to th
   read -ra missing -d '' <<<"$missing" || true
 }
 
-run() {  # run WHAT COMMAND...: into .venv/pip.log and `said` goes what it says; big downloads are shown as they begin
+run() {  # run WHAT COMMAND...: the output goes to .venv/pip.log and to `said`; big downloads are shown when they begin
   local status=0 big='^ *(Downloading )(.*\/)?([^/]* \(([5-9][0-9]\.[0-9] M|[0-9]{3,}\.[0-9] M|[0-9.]+ G)B\))$'
   said=$("${@:2}" 2>&1 | tee -a .venv/pip.log 2>/dev/null | tee >(sed -unE "s/$big/  \1\3/p" >&2)) || status=$?
   last=$(grep -E '^ERROR|[Ee]rror:|No space left|No module|apt' <<<"$said" | tail -n 1) || last='no reason was given'
@@ -46,7 +46,7 @@ Free some space (torch needs about 1 GB for CPUs, 8 GB with CUDA) and type the s
   return "$status"
 }
 must_run() { run "$@" || complain 2 "$1: $last
-All that was said is in $PWD/.venv/pip.log. Check the network, or pip's proxy and index, and type the same again."; }
+The whole output is in $PWD/.venv/pip.log. Check the network, or pip's proxy and index, and type the same again."; }
 
 make_venv() {  # make_venv PYTHON [inherit]: inherit: it sees the packages that PYTHON sees
   [[ ! -e .venv || -e .venv/flatland-incomplete || -e .venv/pyvenv.cfg || ! $(ls -A .venv) ]] ||
@@ -89,7 +89,7 @@ make_complete() {  # with .venv's lock on descriptor 9
   if [[ -e .venv/flatland-incomplete ]] || ! "$python" -c '' 2>/dev/null; then
     base=$(command -v python3) || complain 2 "There is no python3 here (it may be ${python_versions// /, }).
 On Debian and Ubuntu: sudo apt install python3 python3-venv"
-  else  # the user's own: what it lacks is installed, but it is never made anew
+  else  # the user's own .venv: missing packages are installed, but it is never created again
     compgen -G '.venv/flatland-*' >/dev/null || ours=''
   fi
   examine "${base:-$python}"

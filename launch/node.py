@@ -300,28 +300,6 @@ def run(request):
     return {"exit": done.returncode, "out": done.stdout, "err": done.stderr}
 
 
-def prepare(request):
-    """Makes sure that this host sees the run's folder, and that nothing of the run is alive here: refuses, or with
-    `clear` ends it."""
-    out = ROOT / request["out"]
-    if read_json(out / "logs" / "launch.json").get("mark") != request["mark"]:
-        raise Refused(
-            f"the folder {request['out']} there is not the one here. Hosts that do not share the folder keep a part of"
-            " each checkpoint, and no launch can resume from it. Give --out a folder that all hosts and this machine"
-            " see, or launch from a machine that sees it"
-        )
-    marker = os.path.join(os.path.realpath(out), "logs", request["label"], "")
-    if request["clear"]:
-        kill_all(marker)
-    pids = sorted(map(str, sum(processes(marker), [])))
-    if pids:
-        raise Refused(f"being trained already: processes {', '.join(pids)}")
-    port = probe_port(request["port"])
-    if not port and request["label"] == request["first"]:
-        raise Refused(f"port {request['port']} is taken; set another at the top of launch.sh, or 0 for a free one")
-    return {"port": port}
-
-
 def probe_port(port):
     """A free port, or `port` itself if it is not 0 and free; 0 if it is taken."""
     with socket.socket() as s:
@@ -366,8 +344,19 @@ ALONE = (
 
 
 def start(request):
-    """Starts the agent, in a tmux session where there is tmux, else in the background -> where it is."""
+    """Starts the agent, in a tmux session if tmux works, else in the background -> where it is. Refuses if this host
+    does not see the run's folder, or if a process of the run is alive here; with `clear` it ends these first."""
     logs = log_folder(request)
+    if read_json(logs.parents[1] / "launch.json").get("mark") != request["mark"]:
+        raise Refused(
+            f"the folder {request['out']} there is not the one here. Hosts that do not share the folder keep a part of"
+            " each checkpoint, and no launch can resume from it. Give --out a folder that all hosts and this machine"
+            " see, or launch from a machine that sees it"
+        )
+    if request["clear"]:
+        kill_all(f"{logs.parent}/")
+    if pids := sorted(map(str, sum(processes(f"{logs.parent}/"), []))):
+        raise Refused(f"being trained already: processes {', '.join(pids)}")
     logs.mkdir(parents=True)
     env = {**os.environ, **request["env"]}
     env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(request["shutdown_timeout"]))  # torch 2.11 has no flag for it
@@ -420,33 +409,26 @@ def enter(parcel):
     os.execvpe(command[0], command, env)
 
 
-def read_result(logs):
-    """An agent's last words, {} before them."""
-    record = read_json(logs / "agent.json")
-    return {**record, "ago": time.monotonic() - record["first_loss"]} if "exit" in record else {}
-
-
 GPU_LOAD = "--query-gpu=utilization.gpu,memory.used,memory.total"
 
 
 def look(request):
     """The state of an attempt on this host."""
     logs = log_folder(request)
-    record = read_json(logs / "agent.json")
-    agent = str(logs) in read(f"/proc/{record.get('pid', 0)}/cmdline")
-    workers = len(workers_of(f"{logs}/"))
-    over, result = not agent and not workers, read_result(logs)  # read anew: it is an agent's last act
-    if over and not result:
+    agents, workers = processes(f"{logs}/")[0], len(workers_of(f"{logs}/"))
+    record = read_json(logs / "agent.json")  # after the agents: writing it is an agent's last act
+    over, result = not agents and not workers, {}
+    if "exit" in record:
+        result = {**record, "ago": time.monotonic() - record["first_loss"]}
+    elif over:
         what = f"everything on {request['label']} was gone: killed, or the machine restarted"
         result = {"exit": None, "ago": 0.0, "cause": {"sure": KILLED, "what": what}}
-    times = [path.stat().st_mtime for path in logs.rglob("*.log")]
     return {
-        "agent": agent,
+        "agent": bool(agents),
         "workers": workers,
         "over": over,
         "hurt": workers < len(record.get("ranks", ())) or bool(result and result["exit"] != 0),
         "result": result,
-        "age": time.time() - max(times) if times else None,
         "gpus": query(GPU_LOAD, "--format=csv,noheader,nounits") if request.get("gpus") else [],
     }
 
@@ -461,9 +443,9 @@ def watch(request):
 
 def sweep(request):
     """Kills every process of an attempt -> its state before."""
-    logs, state = log_folder(request), look(request)
-    kill_all(f"{logs}/")
-    return {**state, "result": read_result(logs) or state["result"]}
+    state = look(request)
+    kill_all(f"{log_folder(request)}/")
+    return state
 
 
 # ---- for doctor and status
@@ -521,7 +503,7 @@ def all_reduce(request):
     os._exit(0)
 
 
-OPERATIONS = (probe, run, prepare, start, look, watch, sweep, examine, all_reduce)
+OPERATIONS = (probe, run, start, look, watch, sweep, examine, all_reduce)
 
 
 def main(name):
