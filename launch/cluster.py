@@ -3,7 +3,7 @@ starts it again.
 
 launch.sh calls the verbs. doctor.py examines hosts; node.py acts on one. `train` checks all hosts, leaves a supervisor
 behind, which is a separate process, and follows the run's log. The supervisor starts one agent on every host and
-watches the agents through one ssh connection each. It decides when the job has failed, ends it everywhere, and
+asks the hosts for their state every few seconds. It decides when the job has failed, ends it everywhere, and
 relaunches it from the newest checkpoint under a new rendezvous id.
 
 A run's state is in two files. Rank 0 writes `runs/NAME/status.json`: state, step and message of the training. The
@@ -22,11 +22,9 @@ import secrets
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -41,10 +39,8 @@ from doctor import (
     columns,
     explain,
     explain_all,
-    node_command,
     read_job,
     refuse,
-    request,
     run_checks,
     say,
     ssh_command,
@@ -56,7 +52,7 @@ from lib.errors import ROOT, Parser, UserError, missing_folders, remove_empty, r
 from node import FOLLOWED, KILLED, read, read_json, tail, write_whole
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
-LOOK = 0.5  # seconds between two looks
+LOOK, LOOK_OVER_SSH = 0.5, 3  # seconds between two looks at a state
 NOW = 10  # seconds that rank 0 has to end a run that is stopped at once, before its processes are killed
 STOP_REASON = "launch.sh stop"  # as lib/run.py writes it into status.json
 ENDED = ("finished", "stopped", "error", "failed")
@@ -73,28 +69,13 @@ class End(NamedTuple):
     silent: tuple = ()  # the hosts that do not answer
 
 
-class Watcher(threading.Thread):
-    """Keeps a connection to a host open, and the host's last answer to `watch`."""
+@dataclass
+class Node:
+    """A host in an attempt: its last answer to `look`, and the time of that answer."""
 
-    def __init__(self, host: Host, job: dict):
-        super().__init__(daemon=True)
-        self.host, self.job, self.last, self.heard, self.closed = host, job, {}, time.monotonic(), False
-        self.start()
-
-    def run(self):
-        while not self.closed:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            with subprocess.Popen(node_command(self.host, self.job, "watch"), cwd=ROOT, **pipes) as process:
-                with contextlib.suppress(OSError):
-                    process.stdin.write(request(self.host, self.job))
-                    process.stdin.flush()
-                for line in process.stdout:
-                    if line.startswith(b"{") and line.endswith(b"}\n"):
-                        self.last, self.heard = json.loads(line), time.monotonic()
-                    if self.closed:
-                        break
-                process.kill()
-            time.sleep(2)
+    host: Host
+    last: dict = field(default_factory=dict)
+    heard: float = field(default_factory=time.monotonic)
 
 
 def check(host: Host, job: dict, total: int) -> bool:
@@ -246,33 +227,36 @@ class Supervisor:
         status = read_json(self.out / "status.json")
         return status if status.get("attempt") == self.launch.get("id") else {}
 
+    def update(self, nodes: list[Node], operation: str) -> None:
+        for node, answer in zip(nodes, self.ask(operation), strict=True):
+            if isinstance(answer, dict):
+                node.last, node.heard = answer, time.monotonic()
+
     def watch(self) -> End:
-        failing, silent, patience = 0.0, [], self.job["timeout"]
-        watchers = [Watcher(h, self.job) for h in self.hosts]
-        while not silent and not all(w.last.get("over") for w in watchers):
-            time.sleep(LOOK)
+        """Waits until the attempt has ended everywhere, a part of it has failed, or a host does not answer."""
+        nodes, failing, silent, patience = [Node(h) for h in self.hosts], 0.0, [], self.job["timeout"]
+        pause = LOOK if all(h.local for h in self.hosts) else LOOK_OVER_SSH
+        while not silent and not all(n.last.get("over") for n in nodes):
+            time.sleep(pause)
+            self.update(nodes, "look")
             now, state = time.monotonic(), self.status().get("state")
             if state and self.launch["state"] == "starting":
                 self.save(state="running")
-            silent = [w for w in watchers if now - w.heard > patience + 3]
-            failing = (failing or now) if any(w.last.get("hurt") for w in watchers) else 0.0
+            silent = [n for n in nodes if now - n.heard > patience + GRACE]
+            failing = (failing or now) if any(n.last.get("hurt") for n in nodes) else 0.0
             if failing and now - failing > min(GRACE, patience) * (3 if state in ("finished", "stopped") else 1):
                 break
-        for w, answer in zip(watchers, self.ask("sweep"), strict=True):
-            w.closed = True
-            if w not in silent and isinstance(answer, Unreachable):
-                silent.append(w)
-            elif w not in silent and isinstance(answer, dict):
-                w.last, w.heard = answer, time.monotonic()
-        return self.judge(watchers, silent)
+        now = time.monotonic()
+        self.update(nodes, "sweep")
+        return self.judge(nodes, [n for n in nodes if n in silent or n.heard < now])
 
-    def judge(self, watchers: list[Watcher], silent: list[Watcher]) -> End:
+    def judge(self, nodes: list[Node], silent: list[Node]) -> End:
         """How an attempt ended, and why."""
-        status, stopped, cause = self.status(), self.stop_requested(), first_cause(watchers, silent)
+        status, stopped, cause = self.status(), self.stop_requested(), first_cause(nodes, silent)
         state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
         if state in ("finished", "error") or (state == "stopped" and (stopped or cause["sure"] == FOLLOWED)):
             return End(state, step, message)
-        if not state and {w.last.get("result", {}).get("exit") for w in watchers} == {0}:
+        if not state and {w.last.get("result", {}).get("exit") for w in nodes} == {0}:
             return End("finished", 0, "")  # an earlier launch had done all
         if not state and cause.get("status") == 2:
             errors = re.findall(r"^error: (.*)", cause["tail"].rstrip(), re.M | re.S)
@@ -283,7 +267,7 @@ class Supervisor:
             return End("stopped", step, "stopped at once, without saving")
         return self.failure(End(state, step, message), cause, silent)
 
-    def failure(self, last: End, cause: dict, silent: list[Watcher]) -> End:
+    def failure(self, last: End, cause: dict, silent: list[Node]) -> End:
         """last: what rank 0 has written."""
         last_words = cause.get("tail", "").rstrip()
         what = "; ".join(filter(None, (cause["what"], full_disk(self.out))))
@@ -294,10 +278,10 @@ class Supervisor:
         return End("failed", last.step, what, report, tuple(w.host for w in silent))
 
 
-def first_cause(watchers: list[Watcher], silent: list[Watcher]) -> dict:
+def first_cause(nodes: list[Node], silent: list[Node]) -> dict:
     """The earliest of the surest causes that hosts report; a host that does not answer is a cause itself."""
     causes, now = [], time.monotonic()
-    for w in watchers:
+    for w in nodes:
         result = w.last.get("result", {})
         if w in silent:
             what = f"{w.host.label} has not answered for {now - w.heard:.0f} s"

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+import node
 from lib.errors import ROOT, Parser, UserError, printable
 from node import Refused, content_hash, last_line, own_files
 
@@ -147,32 +148,27 @@ def ssh_command(host: Host, options: str) -> list[str]:
     return ["ssh", *shlex.split(options), *port, "--", host.name]
 
 
-def node_command(host: Host, job: dict, operation: str, interpreter: str = "python3") -> list[str]:
-    """An operation of node.py on a host, which reads its request from stdin."""
-    command = [interpreter, str(ROOT / "launch" / "node.py"), operation]
-    if host.local:
-        return [sys.executable, *command[1:]]
-    return [*ssh_command(host, job["ssh"]), "exec " + shlex.join(command)]
-
-
-def request(host: Host, job: dict, **more) -> bytes:
-    return json.dumps({**vars(host), **job, **more}).encode() + b"\n"
-
-
-def call(host: Host, job: dict, operation: str, patience: float, interpreter: str = "python3", **more) -> dict:
-    """Runs an operation of node.py on the host -> its answer. Raises Unreachable and Refused."""
-    command = node_command(host, job, operation, interpreter)
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, input=request(host, job, **more), capture_output=True, timeout=patience
-        )
-    except subprocess.TimeoutExpired:
-        raise Unreachable(f"no answer in {patience:.0f} s") from None
-    lines = [line for line in done.stdout.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
-    if not lines:  # other lines are a .bashrc's
-        error = last_line(done.stderr.decode(errors="replace"))
-        raise Unreachable(error or f"status {done.returncode} without an answer")
-    answer = json.loads(lines[-1])
+def call(host: Host, job: dict, operation: str, patience: float, interpreter: str = "", **more) -> dict:
+    """Runs an operation of node.py on the host -> its answer. Raises Unreachable and Refused. interpreter: the Python
+    to run it with; without one it runs in this process for localhost, and in python3 elsewhere."""
+    request = {**vars(host), **job, **more}
+    if host.local and not interpreter:
+        answer = node.answer(operation, request)
+    else:
+        command = [interpreter or "python3", str(ROOT / "launch" / "node.py"), operation]
+        if not host.local:
+            command = [*ssh_command(host, job["ssh"]), "exec " + shlex.join(command)]
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, input=json.dumps(request).encode() + b"\n", capture_output=True, timeout=patience
+            )
+        except subprocess.TimeoutExpired:
+            raise Unreachable(f"no answer in {patience:.0f} s") from None
+        lines = [line for line in done.stdout.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+        if not lines:  # other lines are a .bashrc's
+            error = last_line(done.stderr.decode(errors="replace"))
+            raise Unreachable(error or f"status {done.returncode} without an answer")
+        answer = json.loads(lines[-1])
     if "refused" in answer:
         raise Refused(answer["refused"])
     return answer

@@ -1,9 +1,9 @@
 """One host's half of the launcher: it examines the machine, and starts and ends processes there.
 
-`python3 launch/node.py OPERATION` does one thing for cluster.py, over ssh or, for localhost, without. The request is a
-line of JSON on stdin, so nothing secret is on a command line: the host's line in `hosts`, facts about the host,
-and the job. The answers are lines of JSON. Only the standard library is used here, so a host can be asked before it has
-an environment; `torchrun` and `all_reduce` run in the environment's Python.
+`python3 launch/node.py OPERATION` does one thing for cluster.py over ssh; for localhost, cluster.py calls `answer`. The
+request is a line of JSON on stdin, so nothing secret is on a command line: the host's line in `hosts`, facts about the
+host, and the job. The answer is a line of JSON. Only the standard library is used here, so a host can be asked before
+it has an environment; `torchrun` and `all_reduce` run in the environment's Python.
 
 `python3 launch/node.py agent LOGS TIMEOUT RANKS COMMAND...` runs COMMAND in its tmux session or under srun, on a
 machine with RANKS ranks in all, and makes sure that no process of the run remains when COMMAND ends. COMMAND is
@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import socket
@@ -433,14 +432,6 @@ def look(request):
     }
 
 
-def watch(request):
-    """look(), every second until the connection is closed."""
-    while True:
-        print(json.dumps(look(request)), flush=True)
-        if select.select([sys.stdin], [], [], 1)[0]:
-            break
-
-
 def sweep(request):
     """Kills every process of an attempt -> its state before."""
     state = look(request)
@@ -503,18 +494,15 @@ def all_reduce(request):
     os._exit(0)
 
 
-OPERATIONS = (probe, run, start, look, watch, sweep, examine, all_reduce)
+OPERATIONS = (probe, run, start, look, sweep, examine, all_reduce)
 
 
-def main(name):
-    """An operation, with the request on stdin; its answer, or why it cannot be done, goes to stdout."""
-    operation = next(f for f in OPERATIONS if f.__name__ == name)
+def answer(name, request):
+    """The answer of an operation, or why it cannot be done."""
     try:
-        answer = operation(json.loads(sys.stdin.buffer.readline()))
+        return next(f for f in OPERATIONS if f.__name__ == name)(request)
     except (Refused, OSError, RuntimeError, subprocess.SubprocessError) as e:
-        answer = {"refused": str(e)}
-    if answer is not None:
-        print(json.dumps(answer), flush=True)
+        return {"refused": str(e)}
 
 
 if __name__ == "__main__":
@@ -524,4 +512,4 @@ if __name__ == "__main__":
         sys.exit(torchrun(Path(sys.argv[2]), sys.argv[3:]))
     if sys.argv[1] == "enter":
         enter(sys.argv[2])
-    main(sys.argv[1])
+    print(json.dumps(answer(sys.argv[1], json.loads(sys.stdin.buffer.readline()))), flush=True)

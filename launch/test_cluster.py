@@ -371,7 +371,10 @@ def test_a_hosts_name_is_no_option_of_ssh(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "execvp", lambda _, command: ran.append(command))
     monkeypatch.setattr(cluster, "is_supervised", lambda _: supervised)
     cluster.verb_attach(["--out", str(tmp_path)], {})
-    ran.append(doctor.node_command(Host(**hosts[0]), {"ssh": "-q"}, "look"))
+    monkeypatch.setattr(
+        doctor.subprocess, "run", lambda command, **_: ran.append(command) or SimpleNamespace(stdout=b"{}")
+    )
+    doctor.call(Host(**hosts[0]), {"ssh": "-q"}, "look", 9)
     assert all(command[command.index("--") + 1] == "-oProxyCommand=x" for command in ran) and len(ran) == 2
     supervised = False
     with pytest.raises(UserError, match="is not running: failed; see its log: bash launch.sh logs"):
