@@ -21,6 +21,7 @@ from lib.errors import ROOT, Parser, UserError, local_path
 from shapes import MODELS, ModelConfig
 
 VERSION = "0.1.0"  # CHANGELOG.md says what is in it
+
 PROFILE_AFTER = 3  # steps before the profiled ones: what compiles, what settles, and one that warms the profiler up
 DEFAULT = ["@recipes/default.args"]  # what is trained where nothing is named
 BYTES_UP_TO = 1024  # the largest vocabulary whose text is taken as bytes (258 ids) without being told
@@ -610,10 +611,6 @@ def _check_model(c: Config, model: ModelConfig) -> None:
             f"--router_aux_loss_coef {c.router_aux_loss_coef}: it must be 0 or more, and {c.model} has"
             f" {model.n_experts} experts; -1 = the model's"
         )
-    if c.fp8 != "off":
-        from fp8 import check_flags
-
-        check_flags(c)
     if c.lora:
         from lib.lora import check_flags
 
@@ -650,6 +647,10 @@ CONFLICTS = """
 --compile model with --offload_activations: they are taken from between the blocks: --compile block
 --offload_activations with --checkpointing none: block inputs are what checkpointing keeps: give --checkpointing block
 --fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two
+--fp8 row with --fp8_grad_dtype e5m2: row and row_gw_hp have e4m3 gradients; e5m2 is for --fp8 tensor
+--fp8 row_gw_hp with --fp8_grad_dtype e5m2: row and row_gw_hp have e4m3 gradients; e5m2 is for --fp8 tensor
+--fp8 row with --fp8_all_gather: it needs one scale per weight, which only --fp8 tensor has
+--fp8 row_gw_hp with --fp8_all_gather: it needs one scale per weight, which only --fp8 tensor has
 --update_in_backward with --clip: the norm of all gradients is known after the backward pass: --clip 0
 --update_in_backward with --compile model, whose gradients come all at once: --compile block
 --optimizer muon with --update_in_backward: a matrix needs its gradient from all ranks: give up one of the two

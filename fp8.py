@@ -1,21 +1,21 @@
-"""Linear layers that multiply in FP8: the three matrix products of a layer through FP8 kernels (on
-CPUs, of the same FP8 values as fp32).
+"""Linear layers that multiply in FP8. A layer has three matrix products, which FP8 kernels compute on a GPU. A CPU
+multiplies the same FP8 values in fp32.
 
     y = x W^T      dx = g W      dW = g^T x           each operand A becomes q = fp8(A s), the product is divided by s
 
-The scale s takes the largest magnitude, amax, to the format's largest value, so that nothing is clipped; it is found
-anew for every operand. Recipes:
+The scale s takes the largest magnitude of A, amax, to the format's largest value, so that nothing is clipped. It is
+computed from the current values of A. Recipes:
 
     tensor     one s per tensor; x and W in e4m3, g in e5m2 (range) or e4m3 (precision). The fastest.
     row        one s per row of the left operand and column of the right one, a power of two; e4m3. An outlier costs
                its own row only. Each operand is cast along both of its dimensions.
     row_gw_hp  the same, with dW in the compute dtype: the most accurate.
 
-Quantization is made of plain aten operations, which the compiler fuses into what produces the operand. Weights are
-rounded to the compute dtype before they are quantized: so they give the same bits, whoever quantizes them: the layer,
-`WeightScales` once per step, or each rank its shard before FSDP gathers it. Stacked experts have a scale per row,
-whatever the recipe, and dW in the compute dtype. A converted layer keeps its parameters and their names, and computes
-as before when it is not training. Nothing here has state that a checkpoint would need.
+Quantization is made of plain aten operations, which the compiler fuses into the kernel that produces the operand.
+Weights are rounded to the compute dtype before they are quantized. Therefore a weight gives the same bits when its
+layer quantizes it, when `WeightScales` does so once per step, and when each rank quantizes its shard before FSDP
+gathers it. Stacked experts have a scale per row with every recipe, and dW in the compute dtype. A converted layer keeps
+its parameters and their names, and computes as before when it is not training. A checkpoint needs no state of FP8.
 
 Sources: FP8 formats (arXiv 2209.05433); the recipes' names and the sizes worth converting follow torchao's."""
 
@@ -33,14 +33,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lib import torch_private
 from lib.errors import UserError
-from lib.torch_private import held_tensor, version
+from lib.torch_private import held_tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ("tensor", "row", "row_gw_hp")
 GRAD_DTYPES = {"e5m2": E5M2, "e4m3": E4M3}
 SKIP = ("lm_head", "gate")  # the head's and the router's precision decides the loss; both are small
 MULTIPLE = 16  # of every dimension that a kernel reads along
-TINY = 2.0**-100  # least amax: zeros stay zeros, and what is larger keeps its bits (1e-12 would flush small gradients)
+TINY = 2.0**-100  # least amax, so that zeros stay zeros; 1e-12 would flush small gradients to zero
 
 
 # ---- quantization and the two kernels
@@ -58,8 +58,8 @@ def make_scale(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
 def quantize(
     x: Tensor, dtype: torch.dtype, dim: int | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """-> (x scale in fp8, scale). dim None: one scale, fp32 and 0-dim; else one for each slice along dim, a power of
-    two."""
+    """-> (x scale in fp8, scale). With dim None, the scale is one fp32 value (0-dim). Otherwise each slice along dim
+    has a scale, which is a power of two."""
     if scale is None:
         amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
         scale = make_scale(amax, dtype, dim is not None)
@@ -78,7 +78,7 @@ def _check(a: Tensor, b: Tensor) -> None:
     assert a.stride() == (K, 1) and b.stride()[-2:] == (1, K), (
         f"strides {a.stride()}, {b.stride()}: not row x column major"
     )
-    assert not a.dtype == b.dtype == E5M2, "there is no e5m2 x e5m2 kernel"
+    assert not a.dtype == b.dtype == E5M2, "no kernel multiplies e5m2 by e5m2"
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -124,29 +124,29 @@ class Recipe(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """x [M, K] and weight [N, K] -> [M, N]. kept, columns, scale: the weight quantized already, the same with
-    contiguous columns, and its scale, as far as they are known. watch [11]: receives `figures` as its gradient, which
-    needs no more of compiler, checkpointing or accumulation than gradients do."""
+    """x [M, K] and weight [N, K] -> [M, N]. quantized and scale: the weight in FP8 and its scale, or None if the layer
+    must compute them. watch [3, 5] receives its figures as a gradient, which compiler, checkpointing and accumulation
+    support without further code."""
 
     @staticmethod
-    def forward(ctx, x, weight, kept, columns, scale, watch, recipe):
+    def forward(ctx, x, weight, quantized, scale, watch, recipe):
         ctx.recipe, ctx.dtype = recipe, weight.dtype
         dim = None if recipe.name == "tensor" else 1
         xq, sx = quantize(x, E4M3, dim)
-        wq, sw = (kept, scale) if kept is not None else quantize(weight.to(x.dtype), E4M3, dim, scale)
+        wq, sw = quantize(weight.to(x.dtype), E4M3, dim, scale) if quantized is None else (quantized, scale)
         seen = None if watch is None else figures(x, E4M3, sx)
         if dim is None:
-            kept = kept if columns is None else columns
-            ctx.save_for_backward(xq, sx, weight if kept is None else kept, sw, seen)
+            ctx.save_for_backward(xq, weight if quantized is None else quantized, seen, sx, sw)
         else:
-            ctx.save_for_backward(x, None, weight, None, seen)
+            ctx.save_for_backward(x, weight, seen)
         return scaled_mm(xq, wq.t(), sx, sw.t(), x.dtype, True)
 
     @staticmethod
     def backward(ctx, g):
-        recipe, (x, sx, weight, sw, seen) = ctx.recipe, ctx.saved_tensors
+        recipe, (x, weight, seen, *scales) = ctx.recipe, ctx.saved_tensors
         g = g.contiguous()
         if recipe.name == "tensor":
+            sx, sw = scales
             gq, sg = quantize(g, recipe.grad_dtype)
             wq = weight if weight.dtype == E4M3 else quantize(weight.to(g.dtype), E4M3, scale=sw)[0]
             dx = scaled_mm(gq, column_major(wq), sg, sw, g.dtype, False)
@@ -161,8 +161,8 @@ class _Linear(torch.autograd.Function):
             else:
                 dw = g.t() @ x
         if seen is not None:
-            seen = torch.cat((seen.new_ones(1), seen, figures(g, gq.dtype, sg)))
-        return dx, dw.to(ctx.dtype), None, None, None, seen, None
+            seen = torch.stack((torch.ones_like(seen), seen, figures(g, gq.dtype, sg)))
+        return dx, dw.to(ctx.dtype), None, None, seen, None
 
 
 class _Experts(torch.autograd.Function):
@@ -189,26 +189,24 @@ class _Experts(torch.autograd.Function):
 
 
 class Fp8Linear:
-    """What a converted nn.Linear has on top of its own class."""
+    """Added to the class of a converted nn.Linear."""
 
     fp8_recipe: Recipe
-    fp8_weight = fp8_columns = fp8_scale = fp8_watch = None  # see WeightScales, gather_in_fp8, watch
-    fp8_version = None  # of the parameter that fp8_scale was made from
+    fp8_weight = fp8_scale = None  # the quantized weight and its scale, if WeightScales computes them
+    fp8_local = None  # this rank's part of the quantized weight, if WeightScales writes it
+    fp8_watch = None  # collects figures as its gradient (see watch)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
-        if not torch.compiler.is_compiling():
-            assert self.fp8_version in (None, version(self.weight)), "a weight changed after WeightScales.refresh"
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        kept = self.fp8_weight, self.fp8_columns, self.fp8_scale
-        y = _Linear.apply(rows, self.weight, *kept, self.fp8_watch, self.fp8_recipe)
+        y = _Linear.apply(rows, self.weight, self.fp8_weight, self.fp8_scale, self.fp8_watch, self.fp8_recipe)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class Fp8Experts:
-    """What a converted module of stacked experts has on top of its own class: the `matmul` that it calls."""
+    """Added to the class of a converted module of stacked experts, which calls `matmul`."""
 
     def matmul(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return _Experts.apply(x.contiguous(), weight, ends) if self.training else super().matmul(x, weight, ends)
@@ -230,37 +228,28 @@ def convert_linears(
     small: bool | None = None,
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """Makes the linear layers and stacked experts of a model compute in FP8, in place -> (name, shape, "fp8" or
-    "bf16: why") of each weight that multiplies.
+    "bf16: reason") of each weight that multiplies.
 
-    grad_dtype: e5m2 or e4m3, of recipe tensor's g; the other recipes have e4m3 throughout. skip: names, or parts of
-    them between dots, of layers to leave alone, besides those in SKIP. small: whether to convert also what is too small
-    to become faster; None: on a CPU, where nothing does. Raises ValueError for an unknown recipe or gradient dtype, and
-    for a name to skip that matches nothing."""
+    grad_dtype: e5m2 or e4m3, the format of g with recipe tensor; the other recipes use e4m3 throughout. skip: layers
+    that stay in bf16 in addition to SKIP, by their names or by parts of them between dots. small: whether to convert
+    layers that are too small to become faster; None: only on a CPU, where no layer becomes faster. Raises ValueError
+    for an unknown recipe or gradient dtype, and for a name in `skip` that matches no layer."""
     for value, known in ((recipe, RECIPES), (grad_dtype, tuple(GRAD_DTYPES))):
         if value not in known:
             raise ValueError(f"{value} is unknown; there are {', '.join(known)}")
     multiplying = list(_multiplying_weights(module))
-    _refuse_unmatched(skip, [name for m, weights in multiplying if _is_convertible(m) for name in weights])
-    holders = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+    _refuse_unmatched(skip, [name for _, weights in multiplying for name in weights])
     rows = []
     for m, weights in multiplying:
-        reason = _reason_against(m, weights, recipe, (*SKIP, *skip), small, holders)
+        reason = _reason_against(m, weights, recipe, (*SKIP, *skip), small)
         if not reason:
-            _convert(m, Recipe(recipe, GRAD_DTYPES[grad_dtype] if recipe == "tensor" else E4M3))
+            mixin = Fp8Experts if hasattr(m, "matmul") else Fp8Linear
+            if not isinstance(m, mixin):
+                m.__class__ = _mixed(mixin, m.__class__)
+            m.fp8_recipe = Recipe(recipe, GRAD_DTYPES[grad_dtype] if recipe == "tensor" else E4M3)
         verdict = f"bf16: {reason}" if reason else "fp8"  # the experts of a module go together
         rows += [(name, tuple(p.shape), verdict) for name, p in weights.items()]
     return rows
-
-
-def _convert(m: nn.Module, recipe: Recipe) -> None:
-    mixin = Fp8Experts if hasattr(m, "matmul") else Fp8Linear
-    if not isinstance(m, mixin):
-        m.__class__ = _mixed(mixin, m.__class__)
-    m.fp8_recipe = recipe
-
-
-def _is_convertible(m: nn.Module) -> bool:
-    return isinstance(m, nn.Linear) or hasattr(m, "matmul")
 
 
 def _multiplying_weights(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
@@ -277,24 +266,22 @@ def _matches(part: str, name: str) -> bool:
 
 
 def _refuse_unmatched(skip: Sequence[str], names: list[str]) -> None:
-    unmatched = sorted(s for s in set(skip) - set(SKIP) if not any(_matches(s, name) for name in names))
+    unmatched = [s for s in skip if s not in SKIP and not any(_matches(s, name) for name in names)]
     if unmatched:
         parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
         raise ValueError(f"no layer is called {', '.join(unmatched)}; their names are made of {', '.join(parts)}")
 
 
-def _reason_against(m: nn.Module, weights: dict[str, Tensor], recipe: str, skip, small: bool | None, holders) -> str:
-    """Why a module's weights [N, K] or [E, N, K] are not multiplied in FP8; empty if they are. The limits are where, on
-    Hopper, the casts cost what the products win, as published."""
+def _reason_against(m: nn.Module, weights: dict[str, Tensor], recipe: str, skip, small: bool | None) -> str:
+    """Why a module's weights [N, K] or [E, N, K] are not multiplied in FP8; empty if they are. Below the limits for N
+    and K, casting takes longer on a Hopper GPU than FP8 products save, according to published measurements."""
     if any(_matches(s, name) for s in skip for name in weights):
         return "skipped by name"
-    if not _is_convertible(m):
-        return "no linear layer"
     experts = hasattr(m, "matmul")
+    if not (experts or isinstance(m, nn.Linear)):
+        return "not a linear layer"
     for p in weights.values():
         N, K = p.shape[-2:]
-        if holders[id(p)] > 1:
-            return "shares its weight with another layer"
         if N % MULTIPLE or K % MULTIPLE:
             return f"{N} and {K} must divide by {MULTIPLE}"
         tiny = N <= 1024 and K <= 4096 if recipe == "tensor" and not experts else N <= 2048 or K <= 1024
@@ -306,18 +293,18 @@ def _reason_against(m: nn.Module, weights: dict[str, Tensor], recipe: str, skip,
 
 
 def fp8_share(rows: list, recipe: str, top_k: int = 1) -> float:
-    """Of the FLOPs of all matrix products with weights, the share in FP8. top_k: experts that a token meets."""
+    """The share of FP8 in the FLOPs of all matrix products with weights. top_k: experts per token."""
     done = total = 0.0
     for _, shape, verdict in rows:
         flops = math.prod(shape[-2:]) * (top_k if len(shape) == 3 else 1)
         total += flops
-        if verdict == "fp8":  # two of three products, where the weight gradient is not
+        if verdict == "fp8":  # two of three products, if the weight gradient is not in FP8
             done += flops * (2 / 3 if recipe == "row_gw_hp" or len(shape) == 3 else 1)
     return done / max(total, 1.0)
 
 
 def table(rows: list, recipe: str, top_k: int = 1) -> str:
-    """The rows as text, layers that differ by their number only as one, and fp8_share."""
+    """The rows of convert_linears and fp8_share as text. Layers that differ only by their number share a line."""
     groups = Counter((re.sub(r"\d+", "*", name, count=1), shape, verdict) for name, shape, verdict in rows)
     lines = [f"FP8 recipe {recipe}: {fp8_share(rows, recipe, top_k):.1%} of the FLOPs of products with weights"]
     for (name, shape, verdict), count in groups.items():
@@ -334,13 +321,12 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class WeightScales:
-    """The weights' scales (recipe tensor), once per optimizer step: one norm over all of them, one all-reduce.
+    """Computes the weights' scales (recipe tensor) once per optimizer step: one norm over all weights, one all-reduce.
 
-    group: the ranks that share one copy of the parameters; None: this one has them whole. reuse: also quantize each
-    weight once, for all micro-batches of the step, and lay it out as either pass wants it; where parameters are
-    sharded, that is what `gather_in_fp8` is for. `refresh` must run before the first forward pass of every step: it is
-    all that brings an update of the weights to what is kept here, and a layer that runs uncompiled asserts it. All
-    ranks must call alike."""
+    group: the ranks that share one copy of the parameters; None: this rank has whole parameters. reuse: also quantize
+    each whole weight once, for all micro-batches of the step. (`gather_in_fp8` does the same for sharded weights.)
+    `refresh` must run before the first forward pass of every step, because the layers do not notice that an optimizer
+    has changed a weight. All ranks must call alike."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None, reuse: bool, fuse: bool):
         """dtype: the compute dtype. fuse: compile the quantization."""
@@ -350,15 +336,13 @@ class WeightScales:
         self.quantize = torch.compile(_quantize_into, dynamic=True) if fuse else _quantize_into
         if not self.modules:
             return
-        weights = [held_tensor(m.weight) for m in self.modules]
-        device = weights[0].device
-        self.amax = torch.zeros(len(weights), device=device)
-        self.scales = torch.ones(len(weights), 4, device=device)  # 16 bytes apart, as compiled code wants its inputs
+        device = held_tensor(self.modules[0].weight).device
+        self.amax = torch.zeros(len(self.modules), device=device)
+        self.scales = torch.ones(len(self.modules), 4, device=device)  # 16 bytes apart: compiled code needs alignment
         for i, m in enumerate(self.modules):
             m.fp8_scale = self.scales[i, 0]
             if reuse and held_tensor(m.weight) is m.weight:
-                m.fp8_weight = torch.empty_like(m.weight, dtype=E4M3, requires_grad=False)
-                m.fp8_columns = column_major(m.fp8_weight)
+                m.fp8_weight = m.fp8_local = torch.empty_like(m.weight, dtype=E4M3, requires_grad=False)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -367,23 +351,15 @@ class WeightScales:
         if not self.modules:
             return
         weights = [held_tensor(m.weight.detach()) for m in self.modules]
-        norms = iter(torch_private.norms([w for w in weights if w.numel()], math.inf))
-        none = self.amax.new_zeros(())  # a short shard may be empty
-        self.amax.copy_(torch.stack([next(norms).float() if w.numel() else none for w in weights]))
+        zero = weights[0].new_zeros(1)  # stands for an empty shard
+        norms = torch_private.norms([w if w.numel() else zero for w in weights], math.inf)
+        self.amax.copy_(torch.stack(norms))
         if self.group is not None:
             dist.all_reduce(self.amax, dist.ReduceOp.MAX, group=self.group)
         self.scales.copy_(make_scale(self.amax.to(self.dtype), E4M3, False)[:, None])
         for m, w in zip(self.modules, weights, strict=True):
-            kept = getattr(m, "fp8_shard", m.fp8_weight)
-            if kept is not None and w.numel():
-                kept = kept.view(E4M3).view(-1)[: w.numel()]
-                self.quantize(w.view(-1), m.fp8_scale, self.dtype, kept)
-            if held_tensor(m.weight) is m.weight:
-                m.fp8_version = version(m.weight)
-                if kept is not None:
-                    m.fp8_columns.copy_(m.fp8_weight)
-            elif hasattr(m, "fp8_shard"):
-                m.fp8_shard_version = version(held_tensor(m.weight))
+            if m.fp8_local is not None:
+                self.quantize(w.view(-1), m.fp8_scale, self.dtype, m.fp8_local.view(-1)[: w.numel()])
 
 
 def _quantize_into(w: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor) -> None:
@@ -391,25 +367,23 @@ def _quantize_into(w: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor) ->
 
 
 def gather_in_fp8(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes FSDP gather the weights of recipe tensor as the bytes that `WeightScales` quantized: half of bf16's.
+    """Makes FSDP gather the weights of recipe tensor as the bytes that `WeightScales` quantized, half of bf16's bytes.
     Call it after the parameters are allocated, before the first forward pass. mesh: the dimension they are sharded on.
 
-    The gathered parameter is a stand-in without memory: a place for the gradient. In evaluation it has memory and the
-    exact values, gathered in the compute dtype besides."""
+    In training, the gathered parameter has no memory: it only receives the gradient. In evaluation it has memory and
+    the exact values, which are gathered in the compute dtype."""
     for m in layers(model).values():
-        if m.fp8_recipe.name == "tensor":
-            _install_hooks(m, mesh)
+        _install_hooks(m, mesh)
 
 
 def _install_hooks(m: nn.Module, mesh: DeviceMesh) -> None:
     shard, (N, K) = held_tensor(m.weight), m.weight.shape
-    rows = -(-N // mesh.size())  # FSDP gathers shards of equal size: short ones are filled up
-    m.fp8_shard = torch.zeros(rows, K, dtype=torch.uint8, device=shard.device)  # gloo knows no fp8
-    group = mesh.get_group()
+    rows = -(-N // mesh.size())  # FSDP gathers shards of equal size: shorter ones are padded
+    payload = torch.zeros(rows, K, dtype=torch.uint8, device=shard.device)  # gloo cannot send fp8
+    m.fp8_local = payload.view(E4M3)
 
     def before(mesh, size, stride, module, policy):
-        assert not m.training or m.fp8_shard_version == version(shard), "a weight changed after WeightScales.refresh"
-        return (m.fp8_shard,), None
+        return (payload,), None
 
     @torch.no_grad()
     def after(gathered, metadata, dtype, *, out=None):
@@ -417,9 +391,9 @@ def _install_hooks(m: nn.Module, mesh: DeviceMesh) -> None:
         if out is None:  # the first time; a view of memory that FSDP frees and fills again in place
             m.fp8_weight = gathered[0].view(E4M3)[:N]
         if not m.training:
-            own, full = shard.new_zeros(rows, K, dtype=dtype), shard.new_empty(rows * mesh.size(), K, dtype=dtype)
-            own[: shard.shape[0]] = shard
-            dist.all_gather(list(full.chunk(mesh.size())), own, group=group)
+            part, full = shard.new_zeros(rows, K, dtype=dtype), shard.new_empty(rows * mesh.size(), K, dtype=dtype)
+            part[: shard.shape[0]] = shard
+            dist.all_gather(list(full.chunk(mesh.size())), part, group=mesh.get_group())
             weight.copy_(full[:N])
         elif out is not None:
             weight.untyped_storage().resize_(0)
@@ -428,14 +402,14 @@ def _install_hooks(m: nn.Module, mesh: DeviceMesh) -> None:
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
 
 
-# ---- what quantization does to a run
+# ---- figures that show how quantization changes a run
 
 FIGURES = ("amax", "saturated", "flushed", "snr_db")
 
 
 def figures(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """[5] fp32: amax, shares saturated (at the format's largest value) and flushed to zero, sums of squares of x and of
-    its error."""
+    """[5] fp32: amax; the shares of values that become the format's largest value and zero; the sums of squares of x
+    and of its error."""
     x = x.float()
     q = (x * scale).to(dtype).float()
     saturated, flushed = (q.abs() == torch.finfo(dtype).max).float(), ((q == 0) & (x != 0)).float()
@@ -444,28 +418,29 @@ def figures(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
 
 
 def watch(model: nn.Module, names: Sequence[str]) -> None:
-    """From now on these layers collect figures of x and g, until the next `WeightScales.refresh`. Call it before
-    `WeightScales`."""
+    """Makes these layers collect figures of x and g, which each `WeightScales.refresh` clears. Call it before the
+    `WeightScales` is made."""
     for name in names:
         m = model.get_submodule(name)
-        m.fp8_watch = torch.zeros(11, device=held_tensor(m.weight).device, requires_grad=True)
+        m.fp8_watch = torch.zeros(3, 5, device=held_tensor(m.weight).device, requires_grad=True)
 
 
 @torch.no_grad()
 def watched(model: nn.Module) -> dict[str, float | None]:
-    """Figures of the watched layers since the last refresh, averages over its micro-batches, of this rank's tokens and
-    part of the weights: "fp8/LAYER/OPERAND_FIGURE" -> value; snr in dB, None where there is no error. Waits for the
-    device."""
+    """Figures of the watched layers since the last refresh: "fp8/LAYER/OPERAND_FIGURE" -> value. They are averages over
+    micro-batches, for this rank's tokens and its part of the weights. snr is in dB, None if the error is 0. Waits for
+    the device."""
     out = {}
     for name, m in layers(model).items():
         if m.fp8_watch is None or m.fp8_watch.grad is None:
             continue
-        count, *seen = m.fp8_watch.grad.tolist()
+        count, x, g = m.fp8_watch.grad
+        operands = {"x": x / count, "g": g / count}
         w, dim = held_tensor(m.weight.detach()), None if m.fp8_recipe.name == "tensor" else 1
-        operands = {"x": [v / count for v in seen[:5]], "g": [v / count for v in seen[5:]]}
         if w.numel():
-            operands["w"] = figures(w, E4M3, quantize(w, E4M3, dim, m.fp8_scale)[1]).tolist()
-        for operand, (amax, saturated, flushed, signal, error) in operands.items():
+            operands["w"] = figures(w, E4M3, quantize(w, E4M3, dim, m.fp8_scale)[1])
+        for operand, values in operands.items():
+            amax, saturated, flushed, signal, error = values.tolist()
             snr = 10 * math.log10(signal / error) if error > 0 and signal > 0 else None
             for figure, value in zip(FIGURES, (amax, saturated, flushed, snr), strict=True):
                 out[f"fp8/{name}/{operand}_{figure}"] = value
@@ -475,31 +450,8 @@ def watched(model: nn.Module) -> dict[str, float | None]:
 # ---- in a run: config is a Config, model a Transformer
 
 
-def check_flags(config) -> None:
-    """Refuses what the flags alone show to be impossible."""
-    recipe, model = config.fp8, config.model_config
-    for flag, size in (("dim", model.dim), ("ffn_dim", model.ffn_dim)):
-        if size % MULTIPLE:
-            near = max(MULTIPLE, round(size / MULTIPLE) * MULTIPLE)
-            raise UserError(
-                f"--fp8 {recipe}: {flag} {size} does not divide by {MULTIPLE}; the nearest is --{flag} {near}"
-            )
-    for what, heads in (("n_heads", model.n_heads), ("n_heads + 2 n_kv_heads", model.n_heads + 2 * model.n_kv_heads)):
-        if heads * model.head_dim % MULTIPLE:
-            raise UserError(
-                f"--fp8 {recipe}: {what} = {heads}, times head_dim {model.head_dim}, does not divide by {MULTIPLE};"
-                f" --n_heads {max(1, round(model.dim / MULTIPLE))}, of {MULTIPLE} dimensions each, would"
-            )
-    if recipe != "tensor" and config.fp8_grad_dtype == "e5m2":
-        raise UserError(f"--fp8 {recipe} has e4m3 gradients; e5m2 is for --fp8 tensor")
-    if recipe != "tensor" and config.fp8_all_gather:
-        raise UserError(
-            f"--fp8_all_gather needs one scale per weight, which --fp8 tensor has and --fp8 {recipe} has not"
-        )
-
-
 def check_run(config, device: torch.device, micro_batch: int) -> None:
-    """Refuses a number of tokens that the weight gradients cannot be summed over, and a GPU without FP8."""
+    """Refuses a number of tokens that the kernel of the weight gradient cannot sum over, and a GPU without FP8."""
     flag, tokens = f"--fp8 {config.fp8}", micro_batch * config.seq_len
     if tokens % MULTIPLE:
         unit = MULTIPLE // math.gcd(micro_batch, MULTIPLE)
@@ -517,30 +469,30 @@ def check_run(config, device: torch.device, micro_batch: int) -> None:
     if config.compile == "none":
         raise UserError(f"{flag}: uncompiled, FP8 is several times slower than bf16; --compile block, or --fp8 off")
     if config.dtype != "bf16":
-        raise UserError(f"{flag}: on a GPU what is not FP8 is bf16; --dtype bf16, or --fp8 off")
+        raise UserError(f"{flag}: on a GPU the other layers compute in bf16; --dtype bf16, or --fp8 off")
 
 
 def convert(model: nn.Module, config, device: torch.device) -> str:
-    """Converts the model as the flags say -> a table of what was converted. Where every layer is too small to become
-    faster, as in a model that is for trying things, all are converted. Refuses names to skip that match nothing, and a
-    model of which nothing would be converted."""
-    grad_dtype = {"auto": "e5m2"}.get(config.fp8_grad_dtype, config.fp8_grad_dtype)
+    """Converts the model according to the flags -> a table of the layers. If every layer is too small to become faster,
+    as in a model for tests, all are converted. Refuses names to skip that match no layer, and a model without any layer
+    that can be converted."""
+    grad_dtype = "e5m2" if config.fp8_grad_dtype == "auto" else config.fp8_grad_dtype
     for small in (device.type == "cpu", True):
         try:
             rows = convert_linears(model, config.fp8, grad_dtype, config.fp8_skip, small)
         except ValueError as e:
             raise UserError(f"--fp8_skip: {e}") from None
         if any(verdict == "fp8" for _, _, verdict in rows):
-            slow = "\nFP8 on a CPU shows what it does to the loss; here it is slower than bf16"
+            slow = "\nFP8 on a CPU changes the loss as on a GPU, but is slower than bf16"
             return table(rows, config.fp8, config.model_config.top_k) + slow * (device.type == "cpu")
     raise UserError(f"--fp8 {config.fp8}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
 
 
 def prepare(model: nn.Module, config, mesh: DeviceMesh | None, accumulates: bool) -> WeightScales:
-    """What FP8 does once per step (nothing, where it is off). Call it once the parameters are allocated. accumulates:
-    steps have several micro-batches."""
+    """Sets up the work that FP8 does once per step. Call it once the parameters are allocated. accumulates: steps have
+    several micro-batches."""
     blocks = [list(layers(block)) for block in model.layers]
-    if config.fp8_log_every:  # the last product of three blocks, the down projection: where outliers grow first
+    if config.fp8_log_every:  # the last product of three blocks, the down projection: outliers grow there first
         chosen = {0, len(blocks) // 2, len(blocks) - 1}
         watch(model, [f"layers.{i}.{blocks[i][-1]}" for i in chosen if blocks[i]])
     if mesh is not None and config.fp8_all_gather:

@@ -339,18 +339,15 @@ def update(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppres
 
 def step(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
     """The same, but keeps the gradients."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:
         group["lr"] = lr
     if isinstance(optimizer, (MixedAdamW, Muon)) or optimizer.defaults.get("fused"):
         optimizer.grad_scale, optimizer.found_inf = divisor, suppress
         optimizer.step()
     elif not suppress.item():
-        for p in parameters:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
             local(p.grad).div_(divisor)
         optimizer.step()
-    with torch.no_grad():  # torch does not count the update of a DTensor; FP8 relies on the count
-        torch.autograd.graph.increment_version([p.to_local() for p in parameters if is_sharded(p)])
 
 
 def learning_rate(config, step: int) -> float:

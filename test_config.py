@@ -260,7 +260,7 @@ REFUSED = [
     ("--model tiny-mixtral --router_aux_loss_coef -5", "-5"), ("--router_aux_loss_coef 0.5", "has 0 experts"),
     ("--model tiny-mixtral --router_aux_loss_coef nan", "nan"), ("--fp8_skip down_proj", "--fp8_skip"),
     ("--fp8_all_gather on", "--fp8_all_gather"), ("--fp8 off --fp8_grad_dtype e4m3", "--fp8_grad_dtype"),
-    ("--fp8=0 --fp8_log_every 5", "--fp8_log_every"), ("--fp8 row --fp8_all_gather on", "--fp8_all_gather"),
+    ("--fp8=0 --fp8_log_every 5", "--fp8_log_every"),
     ("--load rank0", "--load"), ("--lanes 4", "--lanes"), ("--data a.txt --lanes 1", "--lanes"),
     ("--schedule constant --decay_steps 100", "--decay_steps"),
 ]  # fmt: skip

@@ -144,7 +144,6 @@ class Cell:
             if self.lora:
                 lora.check_flags(config)
             if self.fp8 != "off":
-                fp8.check_flags(config)
                 fp8.check_run(config, ALONE.device, self.micro_batch)
         except (UserError, ValueError):
             return False

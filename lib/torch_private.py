@@ -152,9 +152,3 @@ def name_cpu_kernels() -> None:
     config = import_module("torch._inductor.config").cpp
     assert hasattr(config, "enable_kernel_profile"), f"torch {torch.__version__}: see lib/torch_private.py"
     config.enable_kernel_profile = True
-
-
-def version(tensor: Tensor) -> int:
-    """The number of changes of a tensor in place, to which the public torch.autograd.graph.increment_version adds.
-    Waits for a public counter."""
-    return tensor._version
