@@ -17,10 +17,8 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from lib.errors import ROOT, Parser, UserError, local_path
+from lib.errors import ROOT, VERSION, Parser, UserError, local_path
 from shapes import MODELS, ModelConfig
-
-VERSION = "0.1.0"  # CHANGELOG.md says what is in it
 
 PROFILE_AFTER = 3  # steps before the profiled ones: what compiles, what settles, and one that warms the profiler up
 DEFAULT = ["@recipes/default.args"]  # what is trained where nothing is named

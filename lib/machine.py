@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from config import VERSION
-from lib.errors import ROOT, RankFailure, UserError
+from lib.errors import ROOT, VERSION, RankFailure, UserError
 from optim import local
 
 
