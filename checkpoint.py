@@ -753,7 +753,7 @@ def is_exported(config: Config, step: int) -> bool:
 def _why_no_export(config: Config) -> str:
     try:
         family(config.model_config)
-    except ValueError as e:
+    except UserError as e:
         return str(e)
     return ""
 

@@ -16,6 +16,10 @@ class RopeScaling:
     original_seq_len: int = 8192
     kind: str = "llama3"
 
+    def __post_init__(self):
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError("high_freq_factor must be above low_freq_factor")
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -103,10 +103,8 @@ def random_slices(shape, r: random.Random) -> tuple[slice, ...]:
 # ---- safetensors
 
 
-@pytest.mark.parametrize("mapped", [0, 2**26])
-def test_we_read_what_the_library_writes(monkeypatch, tmp_path, mapped):
+def test_we_read_what_the_library_writes(tmp_path):
     """Every dtype and number of dimensions, whole and in slices; with metadata."""
-    monkeypatch.setattr(weights, "MAPPED", mapped)
     g, r = torch.Generator().manual_seed(0), random.Random(0)
     shapes = ((), (1,), (17,), (0,), (3, 0), (7, 5), (4, 3, 5))
     tensors = {
@@ -118,9 +116,6 @@ def test_we_read_what_the_library_writes(monkeypatch, tmp_path, mapped):
     for name, tensor in tensors.items():
         for slices in (whole(tensor.shape), *(random_slices(tensor.shape, r) for _ in range(5))):
             assert same_bits(file.read(name, slices), tensor[slices]), (name, slices)
-    os.truncate(tmp_path / "x.safetensors", 100)
-    with pytest.raises(UserError, match="became shorter"):
-        file.read("F32 1", (slice(0, 1),))
 
 
 def row(shape=(2, 3), offsets=(0, 24), dtype="F32") -> dict:
@@ -130,8 +125,8 @@ def row(shape=(2, 3), offsets=(0, 24), dtype="F32") -> dict:
 GOOD = {"a": row(), "b": row((2,), (24, 32))}
 DAMAGED = {
     "overlap": ({"a": row(), "b": row((2,), (20, 28))}, "invalid offset for tensor `b`"),
-    "beyond the end": ({"a": row(), "b": row((4,), (24, 40))}, "cut short, .*: 168 bytes"),
-    "bytes left over": ({"a": row()}, "longer than its header says"),
+    "beyond the end": ({"a": row(), "b": row((4,), (24, 40))}, "damaged, cut short .*: 168 bytes"),
+    "bytes left over": ({"a": row()}, "not fully covered"),
     "size against shape": ({"a": row((2, 4)), "b": row((2,), (24, 32))}, "damaged.*invalid shape"),
     "overflowing size": (GOOD | {"a": row((2**62, 4), (0, 0))}, "damaged.*overflow"),
     "no such dtype": (GOOD | {"a": row(dtype="f32")}, "damaged.*unknown variant `f32`"),
@@ -158,7 +153,7 @@ def test_cut_short_anywhere(tmp_path):
     data = path.read_bytes()
     for n in range(len(data)):
         path.write_bytes(data[:n])
-        with pytest.raises(UserError, match="cut short" if n > 8 else "damaged"):
+        with pytest.raises(UserError, match=f"cut short .*: {n} bytes"):
             weights.TensorFile(path)
     for length in (0, 1, 2**31, 2**40, 100_000_001, 2**63, 2**64 - 1):
         path.write_bytes(struct.pack("<Q", length) + data[8:])
@@ -439,10 +434,37 @@ def test_export_that_fails_leaves_the_older_one(monkeypatch, save, tmp_path):
     assert all(same_bits(after[n], t) for n, t in before.items()) and set(os.listdir(tmp_path)) == listing
 
 
+@pytest.mark.parametrize("calls", range(5))
+def test_an_export_that_is_killed_keeps_the_older_one(monkeypatch, save, tmp_path, calls):
+    """Killed after that many renames and removals. The older folder is whole until the new one has its name."""
+    model, out, left = load_model(save("llama3")), tmp_path / "out", [calls]
+    export_model(model, out)
+    before, listing = tensors_of(out), set(os.listdir(tmp_path))
+
+    def stopping(function):
+        def call(*args, **how):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return function(*args, **how)
+
+        return call
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", stopping(Path.rename))
+        patch.setattr(shutil, "rmtree", stopping(shutil.rmtree))
+        export_model(model, out, replaces=True)
+    whole = [f for f in (out, tmp_path / "out.old") if f.exists() and tensors_of(f).keys() == before.keys()]
+    assert whole and all((folder / "config.json").exists() for folder in whole)
+    export_model(model, out, replaces=True)
+    assert tensors_of(out).keys() == before.keys() and set(os.listdir(tmp_path)) == listing
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == out.stat().st_mode & 0o666
+
+
 @pytest.mark.parametrize("name, change, message", [
     ("llama3", {"bias": True}, ""), ("llama3", {"norm": "layernorm"}, ""), ("llama3", {"mlp": "gelu"}, ""),
     ("llama3", {"positions": "learned"}, ""), ("qwen3", {"qkv_bias": True}, ""), ("mixtral", {"qk_norm": True}, ""),
-    ("gpt2", {"n_kv_heads": 2}, ": GPT-2 has as many key/value heads as heads"),
+    ("gpt2", {"n_kv_heads": 2}, ": GPT-2 has n_kv_heads = n_heads"),
 ], ids=str)  # fmt: skip
 def test_shape_without_a_family(tmp_path, name, change, message):
     with pytest.raises(UserError, match=f"no Hugging Face form{message}"):
@@ -497,7 +519,7 @@ WRONG = {  # family, change of the tensors, message
     "a tied head whose last value differs": ("llama3.2", lambda t: t | {
         "lm_head.weight": t[EMBED] + F.pad(torch.ones(1, 1), (63, 0, 96, 0))}, "lm_head.weight is not the embedding"),
     "a tied head of another shape": (
-        "llama3.2", lambda t: t | {"lm_head.weight": t[EMBED][:9].clone()}, "lm_head.weight is not the embedding"),
+        "llama3.2", lambda t: t | {"lm_head.weight": t[EMBED][:9].clone()}, r"'lm_head.weight' has shape \[9, 64\]"),
     "a tied head of another dtype": (
         "llama3.2", lambda t: t | {"lm_head.weight": torch.zeros(97, 64, dtype=torch.int8)}, "lm_head.weight"),
     "a tied head without dimensions": ("llama3.2", lambda t: t | {"lm_head.weight": torch.tensor(1.0)}, "lm_head.weig"),
@@ -757,10 +779,10 @@ REFUSED = [  # a family, its Llama 3.1's, GPT-2's or Mixtral's config.json with 
     *(("llama", {"model_type": m}, f"model_type {m!r} is not supported; supported are llama, mistral, .*gpt2")
       for m in ("qwen2_moe", "qwen3_moe", "gemma", "gpt_neox", "Llama", "", None, 3)),
     *(("llama", {"model_type": m}, "model_type .* is not supported") for m in (["llama"], {})),
-    *(("llama", scaling(rope_type=t), f"rope_type '{t}' is not supported") for t in (
+    *(("llama", scaling(rope_type=t), f"rope_type is '{t}' .supported: 'default'") for t in (
         "linear", "dynamic", "yarn", "longrope", "proportional")),
-    ("llama", scaling(rope_type=..., type="linear"), "rope_type 'linear' is not supported"),
-    ("llama", {"rope_scaling": None, "rope_parameters": LINEAR}, "rope_type 'linear' is not supported"),
+    ("llama", scaling(rope_type=..., type="linear"), "type is 'linear' .supported: 'default'"),
+    ("llama", {"rope_scaling": None, "rope_parameters": LINEAR}, "rope_type is 'linear' .supported: 'default'"),
     ("llama", {"rope_scaling": LINEAR, "rope_parameters": DEFAULT}, "rope_scaling|linear"),
     ("llama", {"rope_parameters": DEFAULT}, "rope_scaling"),
     ("llama", {"rope_scaling": None, "rope_parameters": {"full_attention": DEFAULT}}, "full_attention"),

@@ -6,7 +6,8 @@ strict: every tensor must be present with its shape, and no other tensor may be.
 imported folder has the same bits. RoPE keeps Hugging Face's half-split layout, so nothing is permuted.
 
 The safetensors library checks, maps and writes the files; pickles are never opened. An import needs the memory of the
-model and one tensor, an export the memory of one shard. If a disk fails during a read, SIGBUS kills the process.
+model and one tensor, an export the memory of one shard. If a disk fails or a file is truncated during a read, SIGBUS
+kills the process.
 
 Sources: configuration and modelling files of transformers 4 and 5; github.com/huggingface/safetensors."""
 
@@ -16,7 +17,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import MISSING, asdict, fields
 from functools import partial, reduce
 from pathlib import Path
@@ -37,6 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lib import lora
+from lib.lora import Read
 from lib.tokenizer import chat_family, write_files
 from model import Transformer
 from shapes import ModelConfig, RopeScaling
@@ -44,20 +46,20 @@ from shard import ALONE, Ranks, fill_parameters, on_all, on_first_rank
 
 # ---- families
 
-# Our parameter | the tensors in the file. i: layer, e: expert, (q|k|v): one tensor for each, fused in this order.
+# Our parameter | the tensor in the file | its parts, if several tensors are fused in this order. i: layer, e: expert.
 _LLAMA = """
 embed_tokens.weight                           model.embed_tokens.weight
 layers.{i}.input_layernorm.weight             model.layers.{i}.input_layernorm.weight
-layers.{i}.self_attn.qkv_proj.weight          model.layers.{i}.self_attn.(q|k|v)_proj.weight
-layers.{i}.self_attn.qkv_proj.bias            model.layers.{i}.self_attn.(q|k|v)_proj.bias
+layers.{i}.self_attn.qkv_proj.weight          model.layers.{i}.self_attn.{part}_proj.weight  q k v
+layers.{i}.self_attn.qkv_proj.bias            model.layers.{i}.self_attn.{part}_proj.bias   q k v
 layers.{i}.self_attn.q_norm.weight            model.layers.{i}.self_attn.q_norm.weight
 layers.{i}.self_attn.k_norm.weight            model.layers.{i}.self_attn.k_norm.weight
 layers.{i}.self_attn.o_proj.weight            model.layers.{i}.self_attn.o_proj.weight
 layers.{i}.post_attention_layernorm.weight    model.layers.{i}.post_attention_layernorm.weight
-layers.{i}.mlp.gate_up_proj.weight            model.layers.{i}.mlp.(gate|up)_proj.weight
+layers.{i}.mlp.gate_up_proj.weight            model.layers.{i}.mlp.{part}_proj.weight       gate up
 layers.{i}.mlp.down_proj.weight               model.layers.{i}.mlp.down_proj.weight
 layers.{i}.mlp.gate.weight                    model.layers.{i}.block_sparse_moe.gate.weight
-layers.{i}.mlp.gate_up_proj                   model.layers.{i}.block_sparse_moe.experts.{e}.w(1|3).weight
+layers.{i}.mlp.gate_up_proj                   model.layers.{i}.block_sparse_moe.experts.{e}.w{part}.weight  1 3
 layers.{i}.mlp.down_proj                      model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight
 norm.weight                                   model.norm.weight
 lm_head.weight                                lm_head.weight
@@ -89,6 +91,7 @@ max_seq_len             max_position_embeddings
 norm_eps                rms_norm_eps
 tied                    tie_word_embeddings
 init_std                initializer_range
+rope_theta              rope_theta
 """
 _MIXTRAL_KEYS = """
 n_experts               num_local_experts
@@ -117,85 +120,64 @@ def _values(text):
 
 
 def _table(text):
-    rows = {}
-    for ours, theirs in _pairs(text).items():
-        head, several, tail = re.fullmatch(r"([^(]*)\(?([\w|]*)\)?(.*)", theirs).groups()
-        rows[ours] = [head + one + tail for one in several.split("|")]
-    return rows
+    return {ours: theirs.split() for ours, theirs in _pairs(text).items()}
 
 
 class Family(NamedTuple):
-    """shape: the fields of ModelConfig in which this family differs from PLAIN. names: of the tensors; may include
-    tensors that only another family has. keys: of config.json. defaults: transformers' values for absent keys, where
-    ModelConfig has another default."""
+    """shape: fields of ModelConfig; other families list only those that differ from Llama's. defaults: transformers'
+    values for absent keys, where ModelConfig has another default. names: of the tensors; may include tensors that only
+    another family has. keys: of config.json."""
 
     architecture: str
-    shape: dict[str, str | bool]
-    names: dict[str, list[str]] = _table(_LLAMA)
-    keys: dict[str, str] = _pairs(_LLAMA_KEYS)
-    defaults: dict[str, object] = {}
+    shape: dict
+    defaults: dict
+    names: dict = _table(_LLAMA)
+    keys: dict = _pairs(_LLAMA_KEYS)
 
 
-# The fields of ModelConfig that identify a family, with Llama's values.
-PLAIN = {
-    "norm": "rmsnorm", "positions": "rope", "mlp": "swiglu", "bias": False, "qkv_bias": False, "qk_norm": False,
-    "family": "",
-}  # fmt: skip
-_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
-_QWEN = {
-    "num_key_value_heads": 32, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "use_sliding_window": False,
-}  # fmt: skip
-FAMILIES = {
-    "llama": Family(
-        "LlamaForCausalLM",
-        {},
-        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
-    ),
-    "mistral": Family(
-        "MistralForCausalLM",
-        {"family": "mistral"},
-        defaults=_MISTRAL | {"rms_norm_eps": 1e-6, "sliding_window": 4096},
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        {"qkv_bias": True},
-        defaults=_QWEN,
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        {"qk_norm": True},
-        defaults=_QWEN | {"head_dim": 128},
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        {"mlp": "moe"},
-        keys=_pairs(_LLAMA_KEYS + _MIXTRAL_KEYS),
-        defaults=_MISTRAL
-        | {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "rope_theta": 1e6},
-    ),
-    "gpt2": Family(
-        "GPT2LMHeadModel",
-        {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True},
-        _table(_GPT2.replace("KIND", "weight") + _GPT2.replace("KIND", "bias")),
-        _pairs(_GPT2_KEYS),
-        {"n_inner": 0, "n_positions": 1024, "tie_word_embeddings": True},  # n_inner 0 means 4 * dim
-    ),
-}
+# model_type | the fields of Family
+_FAMILIES = """
+llama    "LlamaForCausalLM", {"norm": "rmsnorm", "positions": "rope", "mlp": "swiglu", "bias": false, \
+          "qkv_bias": false, "qk_norm": false, "family": ""}, \
+          {"hidden_act": "silu", "rope_scaling": null, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
+mistral  "MistralForCausalLM", {"family": "mistral"}, \
+          {"hidden_act": "silu", "rope_scaling": null, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, \
+          "num_key_value_heads": 8, "sliding_window": 4096}
+qwen2    "Qwen2ForCausalLM", {"qkv_bias": true}, \
+          {"hidden_act": "silu", "rope_scaling": null, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, \
+          "num_key_value_heads": 32, "use_sliding_window": false}
+qwen3    "Qwen3ForCausalLM", {"qk_norm": true}, \
+          {"hidden_act": "silu", "rope_scaling": null, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, \
+          "num_key_value_heads": 32, "use_sliding_window": false, "head_dim": 128}
+mixtral  "MixtralForCausalLM", {"mlp": "moe"}, \
+          {"hidden_act": "silu", "rope_scaling": null, "max_position_embeddings": 131072, "num_key_value_heads": 8, \
+          "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "rope_theta": 1e6}
+gpt2     "GPT2LMHeadModel", {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": true}, \
+          {"activation_function": "gelu_new", "n_inner": 0, "n_positions": 1024, "tie_word_embeddings": true, \
+          "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
+"""  # n_inner 0 means 4 * dim
+FAMILIES = {kind: Family(*row) for kind, row in _values(_FAMILIES).items()}
+FAMILIES["mixtral"] = FAMILIES["mixtral"]._replace(keys=_pairs(_LLAMA_KEYS + _MIXTRAL_KEYS))
+FAMILIES["gpt2"] = FAMILIES["gpt2"]._replace(
+    names=_table(_GPT2.replace("KIND", "weight") + _GPT2.replace("KIND", "bias")), keys=_pairs(_GPT2_KEYS)
+)
 Slices = tuple[slice, ...]
-Read = Callable[[str, Slices], Tensor]  # read(name, slices) -> those values of a parameter
 # Masks and frequencies that older versions of transformers stored. They are not parameters.
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
 
 def family(config: ModelConfig) -> str:
-    """The model_type of a shape. ValueError: no family has this shape."""
-    shape = {field: getattr(config, field) for field in PLAIN}
-    name = next((name for name, family in FAMILIES.items() if PLAIN | family.shape == shape), "")
-    if not name:
-        raise ValueError(f"no supported Hugging Face model has {shape}")
-    if name == "gpt2" and (config.n_kv_heads * config.head_dim != config.dim or config.n_heads != config.n_kv_heads):
-        raise ValueError("GPT-2 has as many key/value heads as heads, and heads of dim / n_heads")
-    return name
+    """The model_type of a shape. UserError: no family has this shape."""
+    plain = FAMILIES["llama"].shape
+    shape = {field: getattr(config, field) for field in plain}
+    names = [name for name, row in FAMILIES.items() if plain | row.shape == shape]
+    if not names:
+        raise UserError(f"This model has no Hugging Face form: no supported family has {shape}")
+    if names == ["gpt2"] and (config.n_heads, config.n_heads * config.head_dim) != (config.n_kv_heads, config.dim):
+        raise UserError(
+            "This model has no Hugging Face form: GPT-2 has n_kv_heads = n_heads and head_dim = dim / n_heads"
+        )
+    return names[0]
 
 
 class Piece(NamedTuple):
@@ -216,24 +198,25 @@ def pieces(config: ModelConfig) -> dict[str, list[Piece]]:
     """The tensors in the file for each of our parameters, without a tied lm_head."""
     kind = family(config)
     with torch.device("meta"):
-        parameters = dict(Transformer(config).named_parameters())
-    return {name: _pieces_of(name, tuple(p.shape), kind, config) for name, p in parameters.items()}
+        parameters = Transformer(config).named_parameters()
+    return {name: _pieces_of(name, tuple(p.shape), kind, config) for name, p in parameters}
 
 
 def _pieces_of(name, shape, kind, config):
     layer = re.search(r"\d+|$", name)[0]
-    parts = FAMILIES[kind].names[name.replace(f"layers.{layer}.", "layers.{i}.")]
-    rows = [shape[-2:][0] // len(parts)] * len(parts)
+    theirs, *parts = FAMILIES[kind].names[re.sub(r"\d+", "{i}", name)]
+    parts = parts or [""]
+    height, *widths = shape[-2:]
+    rows = [height // len(parts)] * len(parts)
     if len(parts) == 3:
         rows = [config.head_dim * n for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
+    experts = [(slice(e, e + 1),) for e in range(shape[0])] if len(shape) == 3 else [()]
     transposed = kind == "gpt2" and name.endswith("_proj.weight")
     out, start = [], 0
     for part, n in zip(parts, rows, strict=True):
-        place = slice(start, start + n), *(slice(0, columns) for columns in shape[-2:][1:])
-        if len(shape) < 3:
-            out.append(Piece(part.format(i=layer), place, transposed))
-        else:
-            out += [Piece(part.format(i=layer, e=e), (slice(e, e + 1), *place)) for e in range(shape[0])]
+        place = slice(start, start + n), *(slice(0, width) for width in widths)
+        for e, expert in enumerate(experts):
+            out.append(Piece(theirs.format(i=layer, e=e, part=part), expert + place, transposed))
         start += n
     return out
 
@@ -257,7 +240,6 @@ CONVERT = (
     ": only safetensors are loaded. If you trust its source, convert it in Python: from transformers import"
     " AutoModelForCausalLM as M; M.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW_FOLDER)"
 )
-MAPPED = 2**24  # bytes: pages that were read count as this process's memory until the file is mapped anew
 
 
 class TensorFile:
@@ -265,27 +247,22 @@ class TensorFile:
     read it."""
 
     def __init__(self, path: Path):
-        self.path, self.read_since = path, 0
+        self.path = path
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a regular file")
         try:
-            self.size, self.file = path.stat().st_size, safe_open(path, "pt")
+            file = safe_open(path, "pt")
         except OSError as e:
             raise UserError(f"{path} cannot be read: {e.strerror}") from None
         except SafetensorError as e:
             raise UserError(f"{path} is {_name_fault(path, str(e)[:500])}") from None
-        rows = {name: self.file.get_slice(name) for name in self.file.offset_keys()}
+        rows = {name: file.get_slice(name) for name in file.offset_keys()}
         self.entries = {n: (DTYPES.get(r.get_dtype(), r.get_dtype()), tuple(r.get_shape())) for n, r in rows.items()}
 
     def read(self, name: str, slices: Slices) -> Tensor:
-        """Values in the file's dtype. Copy them soon: they are pages of the file."""
-        if self.path.stat().st_size < self.size:
-            raise UserError(f"{self.path} became shorter while it was read")
-        if self.read_since > max(MAPPED, 2**14 * len(self.entries)):  # a large header takes longer to parse
-            self.file, self.read_since = safe_open(self.path, "pt"), 0
-        values = self.file.get_slice(name)[slices]
-        self.read_since += values.nbytes
-        return values
+        """Values in the file's dtype. Copy them soon: they are pages of the file, which is mapped for each call because
+        pages that were read count as this process's memory."""
+        return safe_open(self.path, "pt").get_slice(name)[slices]
 
 
 def _name_fault(path, reason):
@@ -294,37 +271,38 @@ def _name_fault(path, reason):
         head = file.read(512)
     if kind := describe_content(head):
         return kind + CONVERT * kind.startswith("a pickle")
-    if "not fully covered" in reason or ("header length" in reason and head[8:9] == b"{"):
-        return f"cut short, or longer than its header says: {path.stat().st_size} bytes ({reason})"
-    return f"damaged, or not a safetensors file: {reason!r}"
+    return f"damaged, cut short or not a safetensors file: {path.stat().st_size} bytes, {reason!r}"
 
 
 def assemble(slices: Slices, whole: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple]) -> Tensor:
     """Values of a tensor of shape `whole` that is stored in parts (place, read), where place is the part's slices of
     the tensor. Calls read(slices of the part) for each part that it needs."""
     wanted = [range(n)[s] for s, n in zip(slices, whole, strict=True)]
-    out, filled = torch.empty([len(r) for r in wanted], dtype=dtype), 0
+    out, filled = torch.empty(list(map(len, wanted)), dtype=dtype), 0
     for place, read in parts:
-        inside, target = [], []
-        for r, s in zip(wanted, place, strict=True):
-            first, last = max(r.start, s.start), min(r.stop, s.stop)
-            inside.append(slice(first - s.start, last - s.start))
-            target.append(slice(first - r.start, last - r.start))
-        if all(s.start < s.stop for s in target):
-            out[tuple(target)] = values = read(tuple(inside))
+        common = [range(max(r.start, s.start), min(r.stop, s.stop)) for r, s in zip(wanted, place, strict=True)]
+        if all(common):
+            values = read(_shift(common, place))
+            out[_shift(common, wanted)] = values
             filled += values.numel()
-    if filled != out.numel():
-        raise UserError(f"the stored parts of a tensor of shape {list(whole)} do not cover it")
+    assert filled == out.numel(), f"the stored parts of a tensor of shape {list(whole)} do not cover it"
     return out
 
 
+def _shift(ranges, origins):
+    """The ranges as slices that count from the starts of the origins."""
+    return tuple(slice(r.start - o.start, r.stop - o.start) for r, o in zip(ranges, origins, strict=True))
+
+
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a safetensors file and syncs it to the disk. OSError: why the disk refuses it."""
+    """Writes a safetensors file, readable for those who can read its folder, and syncs it to the disk. OSError: why the
+    disk refuses it."""
     try:
         save_file(tensors, path, {"format": "pt"})
     except SafetensorError as e:
         code = int(re.search(r"os error (\d+)|$", str(e))[1] or errno.EIO)
         raise OSError(code, os.strerror(code), str(path)) from None
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets only the owner read it
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
@@ -338,10 +316,19 @@ def find_files(folder: Path) -> list[Path]:
     if single.exists():
         return [single]
     if index.exists():
-        return _files_of_index(index)
+        table = read_object(index).get("weight_map")
+        if not table or not isinstance(table, dict):
+            raise UserError(f"{index}: it has no weight_map")
+        names = set(map(str, table.values()))
+        missing = names.difference(os.listdir(folder))  # a name with a slash in it is never listed
+        if missing:
+            count = f"{len(missing)} of {len(names)}"
+            raise UserError(f"{folder} lacks {count} files that its index names: {_some(missing)}")
+        return [folder / name for name in sorted(names)]
     if files := sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated")):
         return files
-    if pickles := [p.name for p in folder.glob("*") if p.suffix in (".bin", ".pth", ".pt", ".ckpt")]:
+    pickles = [p.name for p in folder.glob("*") if p.suffix in (".bin", ".pth", ".pt", ".ckpt")]
+    if pickles:
         raise UserError(f"{folder} holds pickles, which can run code ({_some(pickles)}){CONVERT}")
     raise UserError(
         f"{folder} holds no weights (model.safetensors, its index, or *.safetensors). If it was downloaded with"
@@ -349,19 +336,9 @@ def find_files(folder: Path) -> list[Path]:
     )
 
 
-def _files_of_index(index):
-    table, folder = read_object(index).get("weight_map"), index.parent
-    if not table or not isinstance(table, dict):
-        raise UserError(f"{index}: it has no weight_map")
-    names = set(map(str, table.values()))
-    if missing := names.difference(os.listdir(folder)):  # a name with a slash in it is never listed
-        raise UserError(f"{folder} lacks {len(missing)} of {len(names)} files that its index names: {_some(missing)}")
-    return [folder / name for name in sorted(names)]
-
-
 def _some(names):
-    more = f" and {len(names) - 4} more" * (len(names) > 4)
-    return (", ".join(map(repr, sorted(names)[:4])) or "none") + more
+    first = ", ".join(map(repr, sorted(names)[:4])) or "none"
+    return first + f" and {len(names) - 4} more" * (len(names) > 4)
 
 
 def open_weights(folder: Path, config: ModelConfig) -> Read:
@@ -369,11 +346,18 @@ def open_weights(folder: Path, config: ModelConfig) -> Read:
     of our parameters from the files, in the files' dtype (the widest dtype of a fused parameter's tensors)."""
     _check_config(folder, config)
     plan = pieces(config)
-    places = _find_tensors(folder, plan)
-    head = places.pop("lm_head.weight", None) if config.tied else None
+    places, embedding = _find_tensors(folder, plan), plan["embed_tokens.weight"][0]
+    has_tied_head = config.tied and "lm_head.weight" in places
+    if has_tied_head:
+        plan["lm_head.weight"] = [embedding._replace(name="lm_head.weight")]
     read = _reader(folder, plan, places)
-    if head:
-        _check_tied(*head, *places[plan["embed_tokens.weight"][0].name])
+    if has_tied_head:
+        head, other = (file.read(name, ...) for file, name in (places["lm_head.weight"], places[embedding.name]))
+        if head.dtype != other.dtype or not torch.equal(head, other):
+            raise UserError(
+                f"{folder}: lm_head.weight is not the embedding, although config.json ties them; if the model has a"
+                " separate head, set tie_word_embeddings to false there"
+            )
     return read
 
 
@@ -398,10 +382,9 @@ def _reader(folder, plan, places):
 
     def read(name, slices):
         row = plan[name]
-        stored = [places[piece.name] for piece in row]
-        dtype = reduce(torch.promote_types, (file.entries[key][0] for file, key in stored))
-        whole = [s.stop for s in row[-1].place]
-        return assemble(slices, whole, dtype, [(piece.place, partial(read_piece, piece)) for piece in row])
+        dtypes = [file.entries[key][0] for file, key in (places[piece.name] for piece in row)]
+        parts = [(piece.place, partial(read_piece, piece)) for piece in row]
+        return assemble(slices, [s.stop for s in row[-1].place], reduce(torch.promote_types, dtypes), parts)
 
     return read
 
@@ -410,13 +393,12 @@ def _find_tensors(folder, plan):
     """{full name: (file, name in the file)}. Files that were saved without the head lack the names' first part."""
     places = {}
     expected = {piece.name for row in plan.values() for piece in row}
-    prefix = plan["embed_tokens.weight"][0].name.partition(".")[0] + "."
     for file in map(TensorFile, find_files(folder)):
         for name in file.entries:
-            full = prefix + name if prefix + name in expected else name
+            full = next((n for n in (f"model.{name}", f"transformer.{name}") if n in expected), name)
             if full in places:
-                both = f"in {places[full][0].path.name!r} and in {file.path.name!r}"
-                raise UserError(f"{full!r} is twice in {folder}: {both}")
+                first = places[full][0].path
+                raise UserError(f"{full!r} is twice in {folder}: in {first.name!r} and in {file.path.name!r}")
             if not BUFFERS.search(name):
                 places[full] = file, name
     return places
@@ -427,22 +409,11 @@ def _check_config(folder, config):
     if not (folder / "config.json").exists():
         return
     stored = asdict(read_config(folder))
-    ignored = {"init_std", "router_aux_loss_coef"}  # they change no output
-    ignored |= {"max_seq_len"} if config.positions == "rope" else set()
+    ignored = ["init_std", "router_aux_loss_coef"]  # they change no output
+    ignored += ["max_seq_len"] * (config.positions == "rope")
     differ = {k: v for k, v in asdict(config).items() if k not in ignored and stored[k] != v}
     if differ:
         raise UserError(f"{folder / 'config.json'} differs from the model, which has {differ}; use --model {folder}")
-
-
-def _check_tied(file, name, other_file, other):
-    """A tied model's file may also hold lm_head, if it equals the embedding."""
-    whole = (slice(None),) * 2
-    same = file.entries[name] == other_file.entries[other]
-    if not same or not torch.equal(file.read(name, whole), other_file.read(other, whole)):
-        raise UserError(
-            f"{file.path}: lm_head.weight is not the embedding, although config.json ties them; if the model has a"
-            " separate head, set tie_word_embeddings to false there"
-        )
 
 
 def load_model(
@@ -482,19 +453,18 @@ target_modules exclude_modules megatron_core qalora_group_size
 
 
 def adapter_pieces(config) -> dict[str, list[Piece]]:
-    """For each adapter of lib/lora.py the tensors of PEFT's file that make it up. config: a Config."""
-    out = {}
-    for name, m in lora.layers(lora.meta_model(config)).items():
-        place, _, fused = name.rpartition(".")
-        first, rank, a, b = 0, config.lora, [], []
-        for part, (rows, adapted) in zip(lora.PARTS[fused], m.lora_blocks, strict=True):
-            if adapted:
-                theirs = f"base_model.model.model.{place}.{part}_proj.lora"
-                at = len(a) * rank
-                a.append(Piece(f"{theirs}_A.weight", (slice(at, at + rank), slice(0, m.in_features))))
-                b.append(Piece(f"{theirs}_B.weight", (slice(first, first + rows), slice(0, rank))))
-                first += rows
-        out |= {f"{name}.lora_A": a, f"{name}.lora_B": b}
+    """The tensors in PEFT's file for each parameter of the adapters. config: a Config."""
+    out, base = {}, pieces(config.model_config)
+    for name, layer in lora.layers(lora.meta_model(config)).items():
+        a, b = out[f"{name}.lora_A"], out[f"{name}.lora_B"] = [], []
+        start = 0
+        for piece, (rows, rank) in zip(base[f"{name}.weight"], layer.lora_blocks, strict=True):
+            if rank:
+                stem = f"base_model.model.{piece.name.removesuffix('weight')}lora"
+                above = len(a) * rank
+                a.append(Piece(f"{stem}_A.weight", (slice(above, above + rank), slice(0, layer.in_features))))
+                b.append(Piece(f"{stem}_B.weight", (slice(start, start + rows), slice(0, rank))))
+                start += rows
     return out
 
 
@@ -502,8 +472,8 @@ def open_adapter(folder: Path, config) -> Read:
     """Checks a PEFT adapter against a run's flags -> read(name, slices) of lora.py's parameters. config: a Config."""
     path = folder / "adapter_config.json"
     values = read_object(path)
-    known = {key for key, value in values.items() if key not in ADAPTER_MEANS_OURS and not value}
-    _refuse_unknown(values, known.union(ADAPTER_HARMLESS.split()), path, ADAPTER_MEANS_OURS)
+    off = {key for key, value in values.items() if not value} - ADAPTER_MEANS_OURS.keys()
+    _refuse_unknown(values, off.union(ADAPTER_HARMLESS.split()), path, ADAPTER_MEANS_OURS)
     file = TensorFile(folder / "adapter_model.safetensors")
     targets = set(re.findall(r"(\w+)_proj\.lora_A\.weight$", "\n".join(file.entries), re.M))
     theirs = values.get("r"), values.get("lora_alpha"), targets
@@ -513,18 +483,13 @@ def open_adapter(folder: Path, config) -> Read:
             f" {theirs[1]} --lora_targets {','.join(sorted(targets))}"
         )
     base = values.get("base_model_name_or_path") or config.weights
-    if _base_name(base) != _base_name(config.weights):
+    paths = [Path(name).absolute() for name in (base, config.weights)]  # a folder may have moved; hf is a run's export
+    if len({path.parts[-1 - (path.name == "hf") :] for path in paths}) > 1:
         raise UserError(
             f"--lora_weights {folder}: the adapter is for {base}, not for --weights {config.weights}; if these are the"
             f" same model, correct base_model_name_or_path in {path}"
         )
     return _reader(folder, adapter_pieces(config), {name: (file, name) for name in file.entries})
-
-
-def _base_name(base):
-    """The part of a path that stays when a folder moves; for a run's hf/ it includes the run's name."""
-    path = Path(base).absolute()
-    return path.parts[-1 - (path.name == "hf") :]
 
 
 def export_adapter(config, read: Read, folder: Path) -> None:
@@ -563,7 +528,13 @@ scale_attn_by_inverse_layer_idx    false
 add_cross_attention                false
 is_encoder_decoder                 false
 partial_rotary_factor              1, null
+rope_scaling                       null
+rope_type                          "default", "llama3", null
+type                               "default", "llama3", null
 is_causal                          true
+attn_pdrop                         0.0
+embd_pdrop                         0.0
+resid_pdrop                        0.0
 """)
 # Keys that change nothing in our forward or backward pass.
 HARMLESS = """
@@ -583,12 +554,13 @@ diversity_penalty no_repeat_ngram_size
 encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate forced_bos_token_id
 forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
-# RopeScaling's fields by rope_type: field | key in config.json. "default" means no scaling.
-ROPE_KEYS = {
-    "default": {},
-    "llama3": {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-               "original_seq_len": "original_max_position_embeddings"},
-}  # fmt: skip
+# RopeScaling's fields | keys in config.json, where rope_type is llama3.
+ROPE_KEYS = _pairs("""
+factor                factor
+low_freq_factor       low_freq_factor
+high_freq_factor      high_freq_factor
+original_seq_len      original_max_position_embeddings
+""")
 
 
 EXPECTED = {int: "a positive whole number", float: "a positive number", bool: "true or false"}
@@ -605,27 +577,37 @@ def read_config(folder: Path) -> ModelConfig:
         )
     values = read_object(path)
     kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if str(kind) not in FAMILIES:
         raise UserError(f"{path}: model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    known = set(family.keys.values())
-    if "positions" not in family.shape:
-        known |= {"rope_theta", "rope_parameters" if values.get("rope_parameters") else "rope_scaling"}
+    rope_keys = {} if kind == "gpt2" else _flatten_rope(values, path)
+    known = {*family.keys.values(), *rope_keys.values()}
     if "use_sliding_window" in family.defaults:  # it must be off, so the window's size does not matter
         known.add("sliding_window")
-    if set(re.findall(r"\w+", str(values.get("layer_types")))) == {"full_attention"}:
+    if re.fullmatch(r"(\W*full_attention)+\W*", str(values.get("layer_types"))):
         known.add("layer_types")
     _refuse_unknown(family.defaults | values, known, path)
-    types = {f.name: f for f in fields(ModelConfig)}
     shape = {}
-    for ours, key in family.keys.items():
-        default = family.defaults.get(key, types[ours].default)
-        shape[ours] = _read_field(values, key, types[ours].type, default, path)
+    for field in fields(ModelConfig):
+        if key := family.keys.get(field.name):
+            default = family.defaults.get(key, field.default)
+            shape[field.name] = _read_field(values, key, field.type, default, path)
     shape["ffn_dim"] = shape["ffn_dim"] or 4 * shape["dim"]
+    numbers = {ours: _read_field(values, key, float, MISSING, path) for ours, key in rope_keys.items()}
     try:
-        return ModelConfig(**shape, **family.shape, **_read_rope(values, family.defaults.get("rope_theta", 1e4), path))
+        return ModelConfig(**shape, **family.shape, rope_scaling=RopeScaling(**numbers) if numbers else None)
     except ValueError as e:
         raise UserError(f"{path}: {e}") from None
+
+
+def _flatten_rope(values, path):
+    """Moves rope_parameters (transformers 5) or rope_scaling (4) one level up -> ROPE_KEYS if it needs them."""
+    name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    rope = values.pop(name, None) or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{path}: {name} is {rope!r}, expected an object")
+    values |= rope
+    return ROPE_KEYS if "llama3" in (rope.get("rope_type"), rope.get("type")) else {}
 
 
 def _refuse_unknown(values, known, path, supported=MEANS_OURS):
@@ -648,31 +630,11 @@ def _read_field(values, key, kind, default, path):
         raise UserError(f"{path}: {key} is {value!r}, expected {EXPECTED[kind]}")
     if value is MISSING:
         raise UserError(f"{path} lacks {key}")
-    return value
-
-
-def _read_rope(values, theta, path):
-    """rope_theta and rope_scaling (transformers 4) or rope_parameters (5) -> those fields of ModelConfig. theta: the
-    default."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{path}: rope_parameters or rope_scaling is {rope!r}, expected an object")
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    if kind not in ROPE_KEYS:
-        raise UserError(f"{path}: rope_type {kind!r} is not supported; supported are {', '.join(ROPE_KEYS)}")
-    _refuse_unknown(rope, {"rope_type", "type", "rope_theta", *ROPE_KEYS[kind].values()}, path)
-    theta = float(_read_field(values | rope, "rope_theta", float, theta, path))
-    numbers = {ours: _read_field(rope, key, float, MISSING, path) for ours, key in ROPE_KEYS[kind].items()}
-    if not numbers:
-        return {"rope_theta": theta}
-    scaling = RopeScaling(**numbers, kind=kind)
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise UserError(f"{path}: high_freq_factor must be above low_freq_factor")
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    return kind(value)
 
 
 def _is_dropout(key):
-    return "dropout" in key or key.endswith("_pdrop")
+    return re.search("dropout|_pdrop$", key)
 
 
 def dropout_note(path: Path) -> str:
@@ -682,19 +644,16 @@ def dropout_note(path: Path) -> str:
 
 
 def config_json(config: ModelConfig, dtype: torch.dtype) -> dict:
-    """The config.json of a shape, with keys that transformers 4 and 5, vLLM and llama.cpp read. ValueError: no family
+    """The config.json of a shape, with keys that transformers 4 and 5, vLLM and llama.cpp read. UserError: no family
     has this shape."""
     kind = family(config)
     row = FAMILIES[kind]
     out = {"architectures": [row.architecture], "model_type": kind, "torch_dtype": str(dtype)[6:]}
     out |= {key: getattr(config, ours) for ours, key in row.keys.items()}
-    if kind == "gpt2":
-        return out | {"activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     out |= {key: MEANS_OURS[key][0] for key in row.defaults if key in MEANS_OURS}
-    out |= {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_scaling": None}
     if scaling := config.rope_scaling:
-        numbers = {theirs: getattr(scaling, ours) for ours, theirs in ROPE_KEYS[scaling.kind].items()}
-        out["rope_scaling"] = {"rope_type": scaling.kind, **numbers}
+        numbers = {key: getattr(scaling, ours) for ours, key in ROPE_KEYS.items()}
+        out["rope_scaling"] = {"rope_type": scaling.kind} | numbers
     return out
 
 
@@ -709,9 +668,18 @@ def export(
     larger tensor has its own file) is written by one rank. The folder gets its name when it is complete. replaces:
     replace an earlier export. talks: the model was trained on conversations, so the folder gets their template.
     UserError: no family has this shape. All ranks must call; an error on one rank is raised on all."""
-    rows, split = _plan_shards(config, dtype, shard_gb * 1e9)
-    folder, chat = folder.absolute(), chat_family(tokenizer, config.chat_format) if talks and tokenizer else ""
-    temporary = folder.with_name(f"{folder.name}.tmp")
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    rows = {piece.name: (piece, name) for name, row in pieces(config).items() for piece in row}
+    split = split_state_dict_into_shards_factory(
+        rows,
+        get_storage_size=lambda row: math.prod(row[0].stored) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=int(shard_gb * 1e9),
+    )
+    chat = chat_family(tokenizer, config.chat_format) if talks and tokenizer else ""
+    folder = folder.absolute()
+    temporary, previous = (folder.with_name(f"{folder.name}.{kind}") for kind in ("tmp", "old"))
 
     def begin():
         refuse_in_the_way(folder, replaces)
@@ -722,30 +690,21 @@ def export(
         for file, names in [*split.filename_to_tensors.items()][ranks.rank :: ranks.world_size]:
             write_file(temporary / file, _shard([rows[name] for name in names], dtype, read))
 
+    def finish():
+        _write_json_files(temporary, split, config_json(config, dtype), tokenizer, chat)
+        if folder.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            folder.rename(previous)  # kept until the new folder has its name
+        temporary.rename(folder)
+        shutil.rmtree(previous, ignore_errors=True)
+
     on_first_rank(begin, ranks)
     try:
         on_all(write_shards, ranks)
-        on_first_rank(partial(_finish_export, folder, temporary, split, config, dtype, tokenizer, chat), ranks)
+        on_first_rank(finish, ranks)
     finally:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _plan_shards(config, dtype, limit):
-    """-> ({tensor: (piece, our parameter)}, huggingface_hub's StateDictSplit: the tensors of each file)"""
-    from huggingface_hub import split_state_dict_into_shards_factory
-
-    try:
-        rows = {piece.name: (piece, name) for name, row in pieces(config).items() for piece in row}
-    except ValueError as e:
-        raise UserError(f"This model has no Hugging Face form: {e}") from None
-    split = split_state_dict_into_shards_factory(
-        rows,
-        get_storage_size=lambda row: math.prod(row[0].stored) * dtype.itemsize,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=int(limit),
-    )
-    return rows, split
 
 
 def _shard(rows, dtype, read):
@@ -760,30 +719,27 @@ def _shard(rows, dtype, read):
     return tensors
 
 
-def _finish_export(folder, temporary, split, config, dtype, tokenizer, chat):
-    """Writes the tokenizer's files, the index, config.json and generation_config.json; then renames the folder."""
-    ids = write_files(tokenizer, temporary, chat) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
-    generation = read_json(temporary / "generation_config.json")  # from the tokenizer's folder
+def _write_json_files(folder, split, config, tokenizer, chat):
+    """Writes the tokenizer's files, the index, config.json and generation_config.json."""
+    ids = write_files(tokenizer, folder, chat) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
+    generation = read_json(folder / "generation_config.json")  # from the tokenizer's folder
     generation = generation | ids if chat else ids | generation
-    contents = {"config.json": config_json(config, dtype) | ids, "generation_config.json": generation}
+    contents = {"config.json": config | ids, "generation_config.json": generation}
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         contents["model.safetensors.index.json"] = index
     for name, content in contents.items():
-        (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def refuse_in_the_way(folder: Path, replaces: bool) -> None:
     """Refuses an export to a folder with contents, unless it replaces an earlier export."""
-    is_export = replaces and (folder / "generation_config.json").exists() and (folder / "config.json").exists()
-    if folder.exists() and not is_export and not (folder.is_dir() and not any(folder.iterdir())):
+    is_export = replaces and (folder / "generation_config.json").exists()
+    if folder.exists() and not is_export and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already: move it away, or give another folder")
 
 
 def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, **how) -> None:
     """Writes an unsharded model as a Hugging Face folder, in its parameters' dtype. how: as for export."""
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    dtype = next(iter(parameters.values())).dtype
-    export(model.config, lambda n, s: parameters[n][s].cpu(), Path(folder), dtype, shard_gb, **how)
+    dtype = next(model.parameters()).dtype
+    export(model.config, lambda n, s: model.get_parameter(n).detach()[s].cpu(), Path(folder), dtype, shard_gb, **how)
