@@ -22,6 +22,7 @@ import shutil
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from functools import partial
@@ -92,7 +93,6 @@ from shapes import ModelConfig, RopeScaling
 from shard import (
     ALONE,
     Ranks,
-    fill_parameters,
     fill_tensors,
     gather,
     local,
@@ -105,6 +105,7 @@ from shard import (
 
 FORMAT = 2
 FILE_BYTES = 2**31  # a file of a checkpoint gets no further tensor beyond this size
+BLOCK = 2**24  # bytes that a load reads at a time
 PROBE = 128  # tokens whose loss a checkpoint carries
 # Nats per token, by compute dtype: what other kernels and meshes may change.
 TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.03}
@@ -422,7 +423,7 @@ def clean(run: Path, last: float = math.inf) -> None:
 # ---- trusting
 
 
-def _checksum(path: Path) -> int:
+def _checksum(path: Path, _: object = None) -> int:
     crc = 0
     with open(path, "rb", buffering=0) as f:
         for block in read_ahead(iter(partial(f.read, 2**22), b""), 1):
@@ -450,17 +451,17 @@ def read_manifest(folder: Path) -> dict:
     return manifest
 
 
-def _fault_of_part(folder: Path, size_only: bool, part: dict) -> str:
+def _fault_of_file(folder: Path, read: Callable | None, part: dict) -> str:
     path = folder / part["file"]
     try:
         if path.stat().st_size != part["bytes"]:
             return f"{path.name} has {path.stat().st_size} bytes, expected {part['bytes']}"
-        if not size_only and _checksum(path) != part["crc32"]:
-            return f"the checksum of {path.name} is wrong"
         entries = TensorFile(path).entries
         for key, place in part["tensors"].items():
             if entries.get(key) != (getattr(torch, place["dtype"]), tuple(place["shape"])):
-                return f"{path.name} does not hold {key!r} as it should"
+                return f"{path.name} does not hold {key!r} with the manifest's dtype and shape"
+        if read and read(path, entries) != part["crc32"]:
+            return f"the checksum of {path.name} is wrong"
     except FileNotFoundError:
         return f"{path.name} is missing"
     except (UserError, OSError) as e:
@@ -468,19 +469,29 @@ def _fault_of_part(folder: Path, size_only: bool, part: dict) -> str:
     return ""
 
 
-def fault_of(folder: Path, ranks: Ranks = ALONE, sizes_only: bool = False) -> str:
-    """Why a checkpoint cannot be trusted; empty if it can. Every byte is read, each rank reads its share. All ranks
-    must call."""
+def _fault_of_files(folder: Path, files: list[dict], read: Callable | None, ranks: Ranks) -> str:
+    """The first fault in any rank's files, which it checks in threads. All ranks must call."""
     threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     try:
-        files = read_manifest(folder)["files"][ranks.rank :: ranks.world_size]
         with ThreadPoolExecutor(threads) as pool:
-            faults = [*pool.map(partial(_fault_of_part, folder, sizes_only), files)]
-    except (ValueError, OSError) as e:
-        faults = [str(e)]
+            faults = [*pool.map(partial(_fault_of_file, folder, read), files)]
     except (LookupError, TypeError, AttributeError) as e:
         faults = [f"manifest.json is unreadable: {type(e).__name__}: {e}"]
     return next((fault for of_rank in gather(faults, ranks) for fault in of_rank if fault), "")
+
+
+def fault_of(folder: Path, ranks: Ranks = ALONE, read: Callable | None = _checksum) -> str:
+    """The first fault of a checkpoint, or "". Each rank reads its share of the files. read(path, entries): reads a
+    file and returns its checksum; None: only headers and sizes are compared. All ranks must call."""
+    manifest, fault = {"files": []}, ""
+    try:
+        manifest = read_manifest(folder)
+    except (ValueError, OSError) as e:
+        fault = str(e)
+    faults = gather(fault, ranks)
+    return next(filter(None, faults), "") or _fault_of_files(
+        folder, manifest["files"][ranks.rank :: ranks.world_size], read, ranks
+    )
 
 
 def verify(run: Path | str) -> list[tuple[int, bool, str]]:
@@ -584,26 +595,56 @@ class Checkpoint:
         talks = self.manifest["position"].get("chat", False)
         export(self.model_config, self.open_model(ranks), folder, dtype, ranks=ranks, talks=talks, **how)
 
-    def restore_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, load: str) -> None:
-        """Whatever tensors the optimizer had for each parameter, and the update count; on the mesh that the model is on
-        now."""
-        named, tensors = trained(model), []
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, load: str) -> str:
+        """Fills the trained parameters and the optimizer's state, and compares all checksums -> the fault, or "". Each
+        file is read once if every rank keeps all values of its files; otherwise each file is read once for its
+        checksum, and again by the ranks that keep a part of it. All ranks must call."""
+        targets, begin = self._make_targets(model, optimizer), time.perf_counter()
+        files = [part for part in self.manifest["files"] if ranks.world_size == 1 or _writer(part) == ranks.rank]
+        views = self._find_views(files, targets)
+        same_ranks = ranks.world_size in (1, self.manifest["world_size"])
+        if all(gather(same_ranks and views is not None, ranks)):
+            fault = _fault_of_files(self.folder, files, partial(_load_file, views), ranks)
+            size, seconds = sum(part["bytes"] for part in files), time.perf_counter() - begin
+            logger.info("Loaded and verified %d files: %.3f GB in %.1f s", len(files), size / 1e9, seconds)
+        elif not (fault := fault_of(self.folder, ranks)):
+            fill_tensors([(key, t) for key, t in targets.items() if is_sharded(t)], self.read, load)
+            for key, whole in targets.items():
+                if not is_sharded(whole):
+                    whole.copy_(self.read(key, tuple(map(slice, whole.shape))))
+        return fault
+
+    def _make_targets(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """The tensors to fill, by name: parameters, and new ones for the optimizer's state. State of its parameter's
+        shape is sharded as the parameter is; every rank has other state whole."""
+        named = trained(model)
+        targets = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
+        optimizer.state.clear()
         for parameter in named.values() if self.manifest["updates"] else ():
             step = torch.tensor(float(self.manifest["updates"]), device=local(parameter).device)
             optimizer.state[parameter]["step"] = step
         for key, [(_, place), *_] in self.places.items():
             kind, _, name = key.partition(".")
-            if kind == "model":
-                continue
-            parameter, dtype = named[name], getattr(torch, place["dtype"])
-            if place["whole"] == list(parameter.shape):
-                value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                tensors.append((key, value))
-            else:  # every rank has all of it
-                value = self.read(key, tuple(map(slice, place["whole"]))).to(local(parameter).device)
-            optimizer.state[parameter][kind] = value
-        if tensors:
-            fill_tensors(tensors, self.read, load)
+            if kind != "model":
+                parameter, dtype = named[name], getattr(torch, place["dtype"])
+                if place["whole"] == list(parameter.shape):
+                    value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                else:
+                    value = torch.zeros(place["whole"], dtype=dtype, device=local(parameter).device)
+                optimizer.state[parameter][kind] = targets[key] = value
+        return targets
+
+    def _find_views(self, files: list[dict], targets: dict[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
+        """{file: {name: the part of this rank's target that it fills}}, if these files fill the targets exactly."""
+        places = [(part["file"], key, place) for part in files for key, place in part["tensors"].items()]
+        views = {part["file"]: {} for part in files}
+        for file, key, place in places:
+            if key in targets:
+                views[file][key] = _view(targets[key], place)
+        shapes = [list(view.shape) for row in views.values() for view in row.values()]
+        size = sum(map(math.prod, shapes))
+        fits = shapes == [place["shape"] for _, _, place in places]
+        return views if fits and size == sum(local(target).numel() for target in targets.values()) else None
 
     def restore_rng(self, ranks: Ranks) -> None:
         """The random state of this rank; on another number of ranks there is none to restore."""
@@ -615,31 +656,67 @@ class Checkpoint:
             torch.cuda.set_rng_state(file.read("rng.cuda", everything).clone(), ranks.device)
 
 
+def _writer(part: dict) -> int:
+    """The rank that wrote a file."""
+    return int(re.split("[-.]", part["file"])[1])
+
+
+def _view(target: Tensor, place: dict) -> Tensor:
+    """The values of a stored part that this rank keeps."""
+    starts = [start - s.start for start, s in zip(place["start"], local_slices(target), strict=True)]
+    slices = [slice(max(a, 0), max(a + n, 0)) for a, n in zip(starts, place["shape"], strict=True)]
+    return local(target)[tuple(slices)]
+
+
+def _load_file(views: dict[str, dict[str, Tensor]], path: Path, entries: dict) -> int:
+    """Copies the values of a file to their views -> the checksum of the bytes that were read."""
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in entries.values()]
+    with open(path, "rb") as file:
+        crc = zlib.crc32(file.read(path.stat().st_size - sum(sizes)))  # the header
+        for key, (dtype, shape) in entries.items():
+            view = views[path.name].get(key, torch.empty(shape, dtype=dtype))  # no view: the random state
+            rows = max(1, BLOCK // (math.prod(shape[1:]) * dtype.itemsize))
+            for piece in view.view(shape or (1,)).split(rows):
+                data = bytearray(piece.numel() * dtype.itemsize)
+                file.readinto(data)
+                crc = zlib.crc32(data, crc)
+                piece.copy_(torch.frombuffer(data, dtype=dtype).view(piece.shape))
+    return crc
+
+
 def _newest_whole(
-    candidates: list[Path], ranks: Ranks = ALONE, sizes_only: bool = False
+    candidates: list[Path], ranks: Ranks = ALONE, loaded_before: int = 0, damaged: dict[Path, str] | None = None
 ) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """candidates: newest first -> the first that is whole, and the faults of those before. All ranks must call."""
+    """candidates: newest first -> the first whole one, and the faults of those before. The checksums of checkpoints
+    before step `loaded_before` are left to `Checkpoint.load`. damaged: faults that it found. All ranks must call."""
     faults = {}
     for folder in candidates:
-        faults[folder] = fault_of(folder, ranks, sizes_only)
-        if not faults[folder]:
-            del faults[folder]
-            return Checkpoint(folder), faults
+        fault = (damaged or {}).get(folder) or fault_of(folder, ranks, None)
+        if not fault:
+            checkpoint = Checkpoint(folder)
+            fault = "" if checkpoint.step < loaded_before else fault_of(folder, ranks)
+        if not fault:
+            return checkpoint, faults
+        faults[folder] = fault
     return None, faults
 
 
-def find(config: Config, ranks: Ranks = ALONE, sizes_only: bool = False) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to go on from (None: a fresh start), and what a user should know about those that were passed
-    over. Refuses a run folder whose checkpoints are all damaged, and one that was trained with other settings. All
-    ranks must call."""
-    resume_from, faults = _newest_whole(on_first_rank(lambda: _candidates(config), ranks), ranks, sizes_only)
+def find(
+    config: Config, ranks: Ranks = ALONE, damaged: dict[Path, str] | None = None
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to resume from (None: a fresh start), and a message for each damaged checkpoint that was passed
+    over. Headers and sizes are compared here; `restore`, which reads every byte, compares checksums and calls this
+    again with the checkpoints that are `damaged`. Refuses a run folder whose checkpoints are all damaged, and one that
+    was trained with other settings. All ranks must call."""
+    candidates = on_first_rank(lambda: _candidates(config), ranks)
+    resume_from, faults = _newest_whole(candidates, ranks, config.steps, damaged)
     skipped = [f"Skipped the damaged checkpoint {folder}: {fault}" for folder, fault in faults.items()]
     if resume_from:
         changed(resume_from, config)
         if config.resume != "auto":
             _check_room(config, resume_from.step)
     elif skipped:
-        advice = f"No whole checkpoint is left in {config.out}: mend it, or start afresh with another --out"
+        advice = f"No whole checkpoint is left in {config.out}: repair one, or start afresh with another --out"
         if config.resume != "auto":
             advice = f"--resume {config.resume} is damaged: name another, or auto"
         raise UserError("\n".join([*skipped, advice]))
@@ -694,23 +771,30 @@ def restore(
     ranks: Ranks,
     config: Config,
     weights=None,
-) -> None:
-    """Weights, optimizer and random state; refuses weights whose loss is not what the checkpoint says. weights: reads
-    those of --weights, which adapters are for. All ranks must call."""
-    read = resume_from.read_weights
+) -> Checkpoint:
+    """Weights, optimizer and random state -> the checkpoint that they are from: if resume_from is damaged, an older
+    one. Refuses weights whose loss differs from the checkpoint's probe. weights: reads the frozen weights of adapters.
+    All ranks must call."""
     if config.lora:
         resume_from.check_base(ranks)
-        read = lora.join(weights if config.weights else open_base(config), read)
-    fill_parameters(model, read, config.load)
+        frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        fill_tensors(frozen, weights if config.weights else open_base(config), config.load)
+    damaged = {}
+    while fault := resume_from.load(model, optimizer, ranks, config.load):
+        damaged[resume_from.folder] = fault
+        resume_from, skipped = find(config, ranks, damaged)
+        for message in skipped:
+            logger.warning("%s", message)
     _prove(resume_from, model, ranks)
-    resume_from.restore_optimizer(model, optimizer, config.load)
     resume_from.restore_rng(ranks)
+    logger.info("Resumed from %s after step %d", resume_from.folder, resume_from.step)
     if overridden := changed(resume_from, config):
         words = "; ".join(f"{name} {old} -> {new}" for name, (old, new) in overridden.items())
         logger.info("Going on with other settings: %s", words)
         if ranks.rank == 0:
             with open(Path(config.out) / "overrides.jsonl", "a") as f:
                 f.write(json.dumps({"step": resume_from.step} | overridden) + "\n")
+    return resume_from
 
 
 def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:

@@ -196,9 +196,17 @@ def two(tmp_path):
 
 def falls_back(config, folder: Path, capsys) -> str:
     """Asserts that all who look at step 2 name its fault, and that step 1 is taken -> the fault."""
-    found, skipped = checkpoint.find(config)
-    assert found.step == 1 and len(skipped) == 1 and str(folder) in skipped[0]
     run = Path(config.out)
+    _, model, optimizer = make_state(run, *SMALL, steps=0)
+    before, skipped = checkpoint.find(replace(config, steps=2))  # nothing will be loaded: every byte is read here
+    assert before.step == 1 and len(skipped) == 1 and str(folder) in skipped[0]
+    restored = checkpoint.restore(checkpoint.find(config)[0], model, optimizer, checkpoint.ALONE, config)
+    assert restored.step == 1
+    for key, value in load_file(before.folder / "rank-00000.safetensors").items():
+        kind, _, name = key.partition(".")
+        if kind != "rng":
+            parameter = model.get_parameter(name)
+            assert torch.equal(parameter if kind == "model" else optimizer.state[parameter][kind], value)
     assert checkpoint.main(["verify", str(run)]) == 1 and checkpoint.main(["list", str(run)]) == 0
     assert "step 1: whole" in capsys.readouterr().out and checkpoint.newest(run).step == 1
     return checkpoint.fault_of(folder)
@@ -620,7 +628,7 @@ def test_a_run_folder_that_vanishes_is_named(tmp_path, run_here, monkeypatch):
     assert not (tmp_path / "run").exists()
     (tmp_path / "file").touch()
     status, said = run_here(tmp_path / "file" / "run", "--steps", 1)
-    assert status == 2 and "no folder, or no file, can be there" in said and str(tmp_path / "file/run") in said
+    assert status == 2 and "a file is where a folder should be" in said and str(tmp_path / "file/run") in said
 
 
 def test_a_folder_that_a_rank_does_not_see_is_refused_before_anything_is_loaded(tmp_path, run_here, monkeypatch):
