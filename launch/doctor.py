@@ -286,8 +286,10 @@ class Table:
 
 def verb_doctor(words: list[str], settings: dict) -> int:
     _, hosts, job = read_job(words, settings)
-    table, answering = Table(hosts), []
-    for host, answer in zip(hosts, call_all(hosts, job, "probe", 60), strict=True):
+    table, answering, sent = Table(hosts), [], time.time()
+    with folder_mark() as mark:
+        answers = call_all(hosts, job, "examine", 120, folder_mark=mark)
+    for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, Exception):
             table.put("ssh", host, "no answer", explain(host, answer))
         else:
@@ -295,10 +297,10 @@ def verb_doctor(words: list[str], settings: dict) -> int:
             host.facts = answer
             host.slots = host.slots or len(answer["gpus"]) or 1
             answering.append(host)
+    compare(table, answering, sent)
     settle_addresses(answering)
     machines = list({h.address: h for h in reversed(answering)}.values())
     if answering:
-        examine_all(table, answering, job)
         total = sum(h.slots for h in answering)
         for host, done in zip(machines, run_checks(machines, job, total), strict=True):
             if isinstance(done, Exception):
@@ -324,23 +326,18 @@ def folder_mark():
         path.unlink()
 
 
-def examine_all(table: Table, hosts: list[Host], job: dict) -> None:
-    sent = time.time()
-    with folder_mark() as mark:
-        answers = call_all(hosts, job, "examine", 120, folder_mark=mark)
-    known = [a["alike"] for a in answers if isinstance(a, dict)]
-    usual = {name: Counter(a[name] for a in known).most_common(1)[0][0] for name in ALIKE if known}
+def compare(table: Table, hosts: list[Host], sent: float) -> None:
+    """Puts what `examine` found into the table. sent: when the hosts were asked."""
+    usual = {name: Counter(h.facts["alike"][name] for h in hosts).most_common(1)[0][0] for name in ALIKE if hosts}
     usual["code"] = content_hash()
-    for host, answer in zip(hosts, answers, strict=True):
-        if isinstance(answer, Exception):
-            table.put("ssh", host, "fails", explain(host, answer))
-            continue
-        table.put("clock", host, *judge_clock(answer["time"] - time.time(), sent - answer["time"]))
-        for name, value in answer["alike"].items():
-            error = answer["torch_error"] if name == "torch" else ""
+    for host in hosts:
+        found = host.facts
+        table.put("clock", host, *judge_clock(found["time"] - time.time(), sent - found["time"]))
+        for name, value in found["alike"].items():
+            error = found["torch_error"] if name == "torch" else ""
             problem = f"{error or value}, others {usual[name]}; {ALIKE[name]}"
             table.put(name, host, value or "no", problem if error or value != usual[name] else "")
-        for name, (text, problem) in answer["rows"].items():
+        for name, (text, problem) in found["rows"].items():
             table.put(name, host, text, problem)
 
 
@@ -369,32 +366,31 @@ def measure(hosts: list[Host], job: dict) -> float:
         return min(pool.map(take_part, enumerate(hosts)))
 
 
-def find_slow(hosts: list[Host], job: dict, wanted: float) -> list[Host]:
-    """Halves the hosts until the all-reduce of a group is as fast as wanted -> the hosts of the smallest slow group."""
+def is_fast(speed: float | Exception) -> bool:
+    return isinstance(speed, float) and speed >= WANTED
+
+
+def find_slow(hosts: list[Host], job: dict) -> list[Host]:
+    """Halves the hosts until the all-reduce of a group is fast -> the hosts of the smallest slow group."""
     while len(hosts) > 2:
         halves = hosts[: len(hosts) // 2], hosts[len(hosts) // 2 :]
-        speeds = [outcome(measure, half, job) if len(half) > 1 else wanted for half in halves]
-        slow = [half for half, speed in zip(halves, speeds, strict=True) if not is_fast(speed, wanted)]
+        slow = [half for half in halves if len(half) > 1 and not is_fast(outcome(measure, half, job))]
         if len(slow) != 1:
             break  # both halves, or only the way between them
         hosts = slow[0]
     return hosts
 
 
-def is_fast(speed: float | Exception, wanted: float) -> bool:
-    return isinstance(speed, float) and speed >= wanted
-
-
 def check_network(table: Table, hosts: list[Host], job: dict) -> None:
     """One all-reduce over all hosts; if it is slow or fails, smaller groups find the suspect."""
     speed = outcome(measure, hosts, job)
-    shown = f"{speed:.0f} MB/s" if isinstance(speed, float) else "fails"
-    suspects = [] if is_fast(speed, WANTED) else find_slow(hosts, job, WANTED)
-    why = f"slower than {WANTED} MB/s" if isinstance(speed, float) else str(speed)
+    known = isinstance(speed, float)
+    suspects = [] if is_fast(speed) else find_slow(hosts, job)
+    why = f"slower than {WANTED} MB/s" if known else str(speed)
     names = ", ".join(h.label for h in suspects)
     for host in hosts:
         advice = f"{why}; suspect: {names}: see cable, firewall and the errors that `ip -s link` counts"
-        table.put("all-reduce", host, shown, advice if host in suspects else "")
+        table.put("all-reduce", host, f"{speed:.0f} MB/s" if known else "fails", advice if host in suspects else "")
 
 
 # ---- sync

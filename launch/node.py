@@ -447,8 +447,9 @@ VERSIONS = """import torch; print(torch.__version__, "cuda", torch.version.cuda,
 
 
 def examine(request):
-    """What doctor shows of this host: name -> [value, remedy or nothing if it is right], where {there} stands for the
-    way to this host; what should be the same on all hosts; the host's time; its torch's error."""
+    """The facts that a launch needs; what doctor shows of this host: name -> [value, remedy or nothing if it is right],
+    where {there} stands for the way to this host; values that should be the same on all hosts; the host's time; its
+    torch's error."""
     rows, runs = {}, ROOT / "runs"
     rows["folder"] = ["shared" if (ROOT / request["folder_mark"]).exists() else "its own", ""]
     for name, path, least in ("free runs", runs if runs.exists() else ROOT, DISK), ("free /dev/shm", "/dev/shm", SHM):
@@ -464,7 +465,7 @@ def examine(request):
     alike = {"code": content_hash(), "python": python, "torch": torch["out"].strip(), "driver": driver}
     alike["GPUs"] = len(gpus(request))
     error = last_line(torch["err"]) if torch["exit"] else ""
-    return {"rows": rows, "alike": alike, "time": time.time(), "torch_error": error}
+    return {**probe(request), "rows": rows, "alike": alike, "time": time.time(), "torch_error": error}
 
 
 def all_reduce(request):

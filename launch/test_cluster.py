@@ -405,7 +405,7 @@ def test_a_host_where_nothing_is_left_says_so(tmp_path):
 def test_halving_names_the_slow_host(monkeypatch, slow):
     hosts = [Host(f"h{i}") for i in range(8)]
     monkeypatch.setattr(doctor, "measure", lambda group, _: 9.0 if slow & {int(h.name[1]) for h in group} else 900.0)
-    suspects = {int(h.name[1]) for h in doctor.find_slow(hosts, {}, 100)}
+    suspects = {int(h.name[1]) for h in doctor.find_slow(hosts, {})}
     assert slow <= suspects and (slow == {0, 7} or len(suspects) == 2)
 
 
