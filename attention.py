@@ -46,7 +46,7 @@ INSTALL_FLASH = f"{PIP} packaging ninja && {PIP} flash-attn --no-build-isolation
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FA3 = "flash_attn_interface"  # the module that flash-attn's hopper/ folder installs
 BLOCK = 128  # queries per block: large enough for the matmul rate, small enough to skip nearly half of the work
-# Tokens of a row up to which blocks pay, uncompiled and compiled: beyond, what they store costs more than they save.
+# The longest rows for which blocks are faster, uncompiled and compiled. In longer rows their stores cost more time.
 BLOCKED_MAX_TOKENS = {False: 512, True: 1024}
 
 
@@ -103,8 +103,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backe
     """q [B, T, H, h], k and v [B, S, K, h] with K dividing H -> [B, T, H, h].
 
     mask: None for plain causal attention (then T == S). Boolean [B or 1, 1, T, S]: True where a query sees a key; it
-    must include causality. For the back-ends in PACKED, int32 [N + 1]: the offsets at which N documents begin in the
-    B T tokens, padded with B T."""
+    must include causality. For the back-ends in PACKED, int32 [N + 1]: the offsets of the N documents in the B T
+    tokens, padded with B T."""
     group = q.shape[2] // k.shape[2]
     if mask is not None and mask.dtype == torch.int32:
         return _packed(q, k, v, mask, backend)
@@ -137,8 +137,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str) -> Te
     """The kernels see all rows as one sequence of documents. They get T as the length of the longest document: the true
     maximum would change with the batch and recompile the code.
 
-    The backward pass keeps fp32 sums of 128 rows per entry of `begins` and head, beside those of the tokens. With many
-    entries, a few heads are computed at a time."""
+    The backward pass keeps fp32 sums of 128 rows per entry of `begins` and head, in addition to the tokens' sums. With
+    many entries, a few heads are computed at a time."""
     B, T = q.shape[:2]
     if backend == "flash":
         from flash_attn import flash_attn_varlen_func

@@ -7,7 +7,7 @@ fields of `ModelConfig` (shapes.py).
 
 The model is plain torch: it knows nothing of ranks, compilation, activation checkpointing or environment variables.
 Weights are kept in any dtype (fp32 masters by default) and cast to the compute dtype where they are used; no autocast.
-Normalisation, rotary embedding and softmax compute in fp32. There is no dropout.
+Normalisation, rotary embedding and softmax compute in fp32. The model has no dropout.
 
 Letters: B batch, T tokens, S keys, D dim, H heads, K key/value heads, h head_dim, F ffn, E experts, V vocab, N = B T, L
 layers.
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import PACKED, attention
-from shapes import MODELS as MODELS  # for those who take the shapes together with the model
+from shapes import MODELS as MODELS  # so that `from model import MODELS` works
 from shapes import ModelConfig
 
 IGNORE = -100  # the target of a token that is not trained on
@@ -154,13 +154,13 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     weight = cast(weight, x.dtype)
     if x.dtype == torch.bfloat16 and not any(n % 8 for n in weight.shape[1:]):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-    stops = ends.tolist()
-    return torch.cat([x[a:b] @ weight[e].T for e, (a, b) in enumerate(zip([0] + stops, stops, strict=False))])
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([rows @ w.T for rows, w in zip(x.split(sizes), weight, strict=True)])
 
 
 class _Reorder(torch.autograd.Function):
-    """x [N, D], index [N k] -> x[index], where `back` says in which places the k copies of each row are: their
-    gradients are gathered from there and added up. (Indexing's own backward pass adds in the order of arrival.)"""
+    """x [N, D], index [N k] -> x[index]. `back` [N k] lists the places of the k copies of each row. The backward pass
+    gathers the gradients from these places and adds them in a fixed order; plain indexing adds them in any order."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
@@ -228,8 +228,8 @@ class Block(nn.Module):
         return x + y, router
 
 
-# Of the logits that exist at once, at most. A chunk costs passes over the weight's gradient: with logits of 5 times its
-# size these are few; a fifth of the limit may be used in any case.
+# The limit for the logits that exist at once. Each chunk reads and writes the weight's gradient once. This costs little
+# if the logits are 5 times as large as the gradient; a fifth of the limit may always be used.
 CHUNK_BYTES = 2**29
 
 
@@ -244,8 +244,8 @@ def chunk_rows(tokens: int, limit: int) -> int:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
-    """Cross-entropy (fp32 [n], 0 where there is no target) of logits [n, V] against targets [n]. grads: the gradient of
-    its sum by the logits is written over them. Compiled, nothing else of this size exists."""
+    """Cross-entropy (fp32 [n], 0 for ignored targets) of logits [n, V] against targets [n]. grads: the gradient of its
+    sum overwrites the logits. The compiled function needs no other memory of this size."""
     trained = (targets != IGNORE)[:, None]
     picked = targets.clamp(min=0)[:, None]
     x = logits.float()
@@ -254,7 +254,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
     if not grads:
         return loss[:, 0]
     own = torch.where(trained, torch.expm1(-loss), 0.0)  # exp(-loss) is the target's probability
-    lse = lse.masked_fill(~trained, math.inf)  # a gradient of 0 where there is no target
+    lse = lse.masked_fill(~trained, math.inf)  # gives ignored targets a gradient of 0
     if torch.compiler.is_compiling():  # one loop that writes in place: a scatter, or a longer loop, would make a copy
         lse, own = torch.cat((lse, own), 1).split(1, 1)
         logits.copy_(torch.where(torch.arange(x.shape[1], device=x.device) == picked, own, (x - lse).exp()))
@@ -279,11 +279,8 @@ HEAD_ROWS = {"cuda": 64}  # a GPU's fastest kernels refuse logits whose rows are
 def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """lm_head's weight [V, D] in the compute dtype, with rows of zeros up to a multiple of HEAD_ROWS."""
     missing = -len(weight) % HEAD_ROWS.get(weight.device.type, 1)
-    if not missing:
-        return cast(weight, dtype)
-    w = torch.zeros(len(weight) + missing, weight.shape[1], dtype=dtype, device=weight.device)
-    w[: len(weight)] = cast(weight, weight.dtype)
-    return w
+    weight = cast(weight, dtype)
+    return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -323,9 +320,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class LossHead(nn.Module):
-    """lm_head. With targets [B, T] it returns the summed loss (fp32 scalar) and that of each row (fp32 [B], without
-    gradient), and never holds the [B, T, V] logits; without targets, the logits in fp32. One module, so that sharding
-    gathers its weight for either."""
+    """lm_head. With targets [B, T] it returns the summed loss (fp32 scalar) and the loss of each row (fp32 [B], without
+    gradient), and never holds the [B, T, V] logits. Without targets it returns the logits in fp32. Both are in one
+    module, so that sharding gathers its weight for both."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -404,8 +401,8 @@ class Transformer(nn.Module):
         return (loss, Details(row_losses, router_sums)) if details else loss
 
     def logits(self, tokens: Tensor, positions: Tensor | None = None, cache=None, last: bool = False) -> Tensor:
-        """[B, T, V] fp32; last: of each row's last token alone, [B, 1, V]. With a cache, `tokens` continue what it
-        holds, and are added to it."""
+        """[B, T, V] fp32; last: only each row's last token, [B, 1, V]. With a cache, `tokens` continue the cached
+        tokens and are added to them."""
         x, _ = self._hidden(tokens, positions, cache)
         return self.lm_head(x[:, -1:] if last else x)
 
@@ -455,8 +452,8 @@ class Transformer(nn.Module):
         return self.norm(x), routers
 
 
-# Initialisation: one place, and a pure function of (seed, name, position in the parameter), so that every rank can draw
-# just what it keeps, and any number of ranks starts from the same bits.
+# Initialisation is a pure function of (seed, name, position in the parameter). Therefore every rank draws only the
+# values that it keeps, and any number of ranks starts from the same bits.
 
 INIT_CHUNK = 2**20  # elements per generator
 
@@ -483,19 +480,15 @@ def random_init(
         shape, std = shapes[name], initial_std(config, name)
         stride = math.prod(shape[1:])
         first, last, _ = slices[0].indices(shape[0])
-        out = torch.empty(max(last - first, 0) * stride)
-        if std is None or std == 0.0:
-            out.fill_(1.0 if std is None else 0.0)
-        else:
-            begin, end = first * stride, first * stride + out.numel()
-            for chunk in range(begin // INIT_CHUNK, -(-end // INIT_CHUNK) if out.numel() else 0):
-                key = hashlib.sha256(f"{seed}/{name}/{chunk}".encode()).digest()
-                values = torch.empty(min(INIT_CHUNK, math.prod(shape) - chunk * INIT_CHUNK))
-                values.normal_(
-                    0.0, std, generator=torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
-                )
-                a, b = max(begin, chunk * INIT_CHUNK), min(end, chunk * INIT_CHUNK + values.numel())
-                out[a - begin : b - begin] = values[a - chunk * INIT_CHUNK : b - chunk * INIT_CHUNK]
+        begin, end = first * stride, max(first, last) * stride
+        out = torch.full((end - begin,), 1.0 if std is None else 0.0)
+        for start in range(begin - begin % INIT_CHUNK, end, INIT_CHUNK) if std else ():
+            key = hashlib.sha256(f"{seed}/{name}/{start // INIT_CHUNK}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+            stop = min(start + INIT_CHUNK, math.prod(shape))
+            values = torch.empty(stop - start).normal_(0.0, std, generator=generator)
+            a, b = max(begin, start), min(end, stop)
+            out[a - begin : b - begin] = values[a - start : b - start]
         return out.view(-1, *shape[1:])[(slice(None), *slices[1:])]
 
     return read
@@ -508,8 +501,7 @@ def matmul_params(config: ModelConfig) -> int:
         block = Block(config)
     per_block = sum(p.numel() for p in block.parameters() if p.ndim == 2)
     experts = sum(p.numel() for p in block.parameters() if p.ndim == 3)
-    if experts:
-        per_block += experts * config.top_k // config.n_experts
+    per_block += experts * config.top_k // max(config.n_experts, 1)
     return config.n_layers * per_block + config.vocab_size * config.dim
 
 

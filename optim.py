@@ -30,7 +30,7 @@ from lib import torch_private
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
-PIECE = {"eager": 2**18, "compiled": 2**30}  # elements: what the temporaries of the one fit in a cache; 32-bit indices
+PIECE = {"eager": 2**18, "compiled": 2**30}  # elements: temporaries that fit in a cache; 32-bit indices
 SMALL = 2**16  # elements
 
 
@@ -78,7 +78,7 @@ class GradientReducer:
 
 class UpdateInBackward:
     """--update_in_backward: updates each parameter as soon as its gradient is complete, then frees the gradient, so the
-    gradients never exist all at once. Without clipping and with one micro-batch per step, the result is that of an
+    gradients never exist all at once. Without clipping and with one micro-batch per step, the result equals an
     update after the backward pass.
 
     A non-finite loss is known before the backward pass and changes no parameter. If only a gradient is not finite, some
@@ -123,7 +123,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def keep_copies(model: nn.Module, optimizer: torch.optim.Optimizer | None, config, accumulates: bool) -> None:
-    """If steps have several micro-batches (`accumulates`): from now on matrices and stacked experts that are whole on
+    """If steps have several micro-batches (`accumulates`): matrices and stacked experts that are whole on
     this rank have copies in the compute dtype, which `model.cast` takes, so that each is cast once a step and not in
     every use. The numbers are the same. Only this optimizer may change the weights. A copy takes memory all the time:
     runs with --checkpointing block, which saves memory first, keep none, and FP8 has its own. config: a Config."""
@@ -153,7 +153,7 @@ def keep_copies(model: nn.Module, optimizer: torch.optim.Optimizer | None, confi
 
 
 def state_layout(model: nn.Module, config) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
-    """What the optimizer keeps for each trained parameter, besides its number of updates: state name -> (shape, dtype).
+    """The optimizer's state for each trained parameter, except its number of updates: state name -> (shape, dtype).
     A state of its parameter's shape is sharded as the parameter is. config: a Config."""
     dtype, muon = DTYPES[config.state_dtype], matrices(model) if config.optimizer == "muon" else {}
     kinds = {name: ("momentum_buffer",) if p in muon else MOMENTS for name, p in trained(model).items()}
@@ -229,8 +229,8 @@ class MixedAdamW(torch.optim.Optimizer):
         return torch.stack((1.0 / self.grad_scale, decay, group["lr"] / (1.0 - beta1**t), (1.0 - beta2**t).rsqrt()))
 
     def _make_plan(self, parameters: tuple[Tensor, ...]) -> list[tuple[list[Tensor], slice, Tensor]]:
-        """What one call of adamw_ updates each: (parameters, part of their elements, place). A large parameter goes in
-        pieces. Small ones go together: a call takes the host longer than their update."""
+        """The arguments of each call of adamw_: (parameters, part of their elements, place). A large parameter is cut
+        into pieces. Small parameters share a call, because a call takes the host longer than their update."""
         plan, small, places, sizes = [], [], [], []
         for p in parameters:
             number, start, n = self.numbers[p], _local_start(p), local(p).numel()
@@ -279,7 +279,7 @@ def as_int32(places: list[tuple[int, int]]) -> Tensor:
 
 def random_bits(n: int, place: Tensor, step: Tensor) -> Tensor:
     """int32 [n], all bits random: a hash of (key, position, step), multiplications and xor-shifts in 32 bits. place:
-    int32 [2, 1 or n], the parameter's key and the position of the first element; or that of each, less its index."""
+    int32 [2, 1 or n], the parameter's key and the position of the first element; or each position less its index."""
     key, start = place
     h = torch.arange(n, dtype=torch.int32, device=step.device) + start
     for salt, multiplier in ((key, 0x7FEB352D), (step.int(), 0x46CA6B45), (0, 0x5BD1E995)):
@@ -331,8 +331,7 @@ def _local_start(tensor: Tensor) -> int:
 
 def update(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
     """One step with gradients / divisor, or none at all if suppress is 1 (fp32 scalars on the device); frees the
-    gradients. Any torch optimizer works, but one that is neither fused AdamW, MixedAdamW nor Muon makes
-    the host wait."""
+    gradients. Any torch optimizer works, but all except fused AdamW, MixedAdamW and Muon make the host wait."""
     step(optimizer, lr, divisor, suppress)
     optimizer.zero_grad(set_to_none=True)
 

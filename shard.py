@@ -1,4 +1,4 @@
-"""Ranks, and what is done to a plain model so that it trains on them.
+"""Ranks, and the steps that make a plain model train on them.
 
 The order is fixed, each step one call, in train.py's `build`:
 
@@ -7,7 +7,7 @@ The order is fixed, each step one call, in train.py's `build`:
 Checkpointing comes first, because the compiler must see it. Compilation comes before sharding, so that a compiled graph
 holds the computation without the gathering, and before activation offload, which the compiler must not see. Memory is
 allocated last, when every rank knows its part. Each step rebinds a block's `forward` to a plain function. No step wraps
-or renames a module, so parameter names stay those of the model.
+or renames a module, so parameters keep the model's names.
 
 Replication, full sharding and hybrids use one 2-D mesh (replicate, shard): --shard_size 1 replicates, 0 shards over all
 ranks. A model with one replica is sharded on the mesh's 1-D part `shard`: on a 2-D mesh FSDP2 would keep the reduced
@@ -117,7 +117,7 @@ def set_timeout(seconds: int, ranks: Ranks, mesh: DeviceMesh | None) -> None:
         torch_private.set_group_timeout(group, timedelta(days=30))
 
 
-# ---- what the forward pass keeps for the backward pass
+# ---- activations: tensors that the forward pass keeps for the backward pass
 
 
 def checkpoint_activations(model: nn.Module, mode: str) -> None:
@@ -169,7 +169,7 @@ class ActivationOffload:
         return self.entries[-1]
 
     def _hold(self, x: Tensor, stream) -> None:
-        """Frees the memory of x only after what the stream has been given by then."""
+        """Keeps the memory of x until the stream has done its present work."""
         if x.is_cuda:
             x.record_stream(stream)
 
@@ -213,8 +213,8 @@ def compile_model(model: nn.Module, mode: str) -> None:
 
 
 def sharded_dim(parameter: Tensor, size: int) -> int:
-    """The dimension that is divided over `size` ranks: the first, evenly or not; of stacked experts one that divides
-    evenly, if there is any."""
+    """The dimension that is divided over `size` ranks. Stacked experts take the first dimension that divides evenly, if
+    they have one. Other parameters take dimension 0."""
     dims = range(parameter.ndim if parameter.ndim == 3 else 1)
     return next((d for d in dims if parameter.shape[d] % size == 0), 0)
 
@@ -229,7 +229,7 @@ def shard_model(
     offload: bool = False,
 ) -> None:
     """FSDP2: parameters are gathered in `dtype` unit by unit, gradients summed in `reduce_dtype`. The units are the
-    embedding, each block, lm_head, and the rest of the model, to which tied embeddings belong.
+    embedding, each block, lm_head, and the rest of the model. Tied embeddings belong to the rest.
 
     offload: parameters, gradients and moments are kept in the host's memory. With several micro-batches, adding up
     their gradients there makes each backward pass wait for the copies.
@@ -282,7 +282,7 @@ PIECE = 2**23  # elements that are read, sent and copied at a time
 
 
 def fill_parameters(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor], load: str = "direct") -> None:
-    """Gives every parameter its values: read(name, slices) returns those of a part of it, on the CPU, in any dtype.
+    """Gives every parameter its values: read(name, slices) returns a part of them, on the CPU, in any dtype.
     direct: every rank reads the values that it keeps; rank0: only rank 0 reads, and sends each rank its part. Both work
     piece by piece, and read the next piece while one is sent and copied. All ranks must call."""
     fill_tensors(list(model.named_parameters()), read, load)
@@ -290,23 +290,19 @@ def fill_parameters(model: nn.Module, read: Callable[[str, tuple[slice, ...]], T
 
 def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str) -> None:
     source = _sent_by_rank0 if load == "rank0" and is_sharded(named[0][1]) else _read_here
-    total = sum(tensor.numel() for _, tensor in named)
-    kept = max(1, sum(local(tensor).numel() for _, tensor in named))  # by this rank
-    done, size, begin = 0, 0.0, time.perf_counter()
+    kept = sum(local(tensor).numel() for _, tensor in named)  # by this rank
+    done, begin = 0, time.perf_counter()
     next_report = begin + 10
     with torch.no_grad():
         for target, values in source(named, read):
             target.copy_(values)
             done += values.numel()
-            size += values.numel() * values.element_size() * total / kept  # of all ranks, which read alike
-            now = time.perf_counter()
-            if now > next_report:
-                next_report, seconds = now + 10, now - begin
-                percent, rest = 100 * done / kept, seconds * (kept / done - 1)
-                logger.info("Loading: %.0f %%, %.2f GB/s, %.0f s left", percent, size / 1e9 / seconds, rest)
-    seconds = time.perf_counter() - begin
-    rate = size / 1e9 / seconds
-    logger.info("Filled %d tensors: %.3f GB in %.1f s, %.2f GB/s", len(named), size / 1e9, seconds, rate)
+            seconds = time.perf_counter() - begin
+            if begin + seconds > next_report:
+                next_report += 10
+                logger.info("Loading: %.0f %%, %.0f s left", 100 * done / kept, seconds * (kept / done - 1))
+    seconds, size = time.perf_counter() - begin, sum(tensor.nbytes for _, tensor in named) / 1e9
+    logger.info("Filled %d tensors: %.3f GB in %.1f s, %.2f GB/s", len(named), size, seconds, size / seconds)
 
 
 def _read_here(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
@@ -368,7 +364,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def owns(tensor: Tensor) -> bool:
-    """Whether this rank, among those that hold the same part, is the one to save it."""
+    """Whether this rank saves its part: the first of all ranks with the same part does."""
     if not is_sharded(tensor):
         return True
     places = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
@@ -427,7 +423,8 @@ def on_every_rank(work: Callable, ranks: Ranks):
 
 
 def on_all(work: Callable, ranks: Ranks, group=None) -> list:
-    """Each rank does it -> the results of all; an error on one is raised on all, as it is. All ranks must call."""
+    """Runs `work` on every rank -> all results. An error on one rank is raised, unchanged, on all. All ranks must
+    call."""
     result = error = None
     try:
         result = work()

@@ -1,6 +1,6 @@
-"""Every private name of torch that the project uses, each behind a function that says what it is for and which public
-API would replace it. A name that torch no longer has is an error when this module is imported; `check_fused_adamw`
-tests at start-up what names that are still there do. Tested with torch 2.11 to 2.13."""
+"""Every private name of torch that the project uses. Each is behind a function, whose docstring states its purpose and
+the public API that would replace it. If torch lacks a name, importing this module fails. `check_fused_adamw` tests at
+start-up that existing names still behave as expected. Tested with torch 2.11 to 2.13."""
 
 import sys
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def _find(path: str):
         return reduce(getattr, path.split("."), torch)
     except AttributeError:
         raise RuntimeError(
-            f"torch {torch.__version__} has no torch.{path}, on which lib/torch_private.py relies: install a torch from"
+            f"torch {torch.__version__} has no torch.{path}, which lib/torch_private.py needs: install a torch from"
             " 2.11 to 2.13 (requirements.txt)"
         ) from None
 
@@ -55,7 +55,7 @@ def held_tensor(parameter: Tensor) -> Tensor:
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
-    """One norm for each tensor, computed in `dtype`; torch.nn.utils.get_total_norm returns one for all."""
+    """The norm of each tensor, computed in `dtype`; torch.nn.utils.get_total_norm returns only their total."""
     return _foreach_norm(tensors, order, dtype=dtype) if tensors else ()
 
 
@@ -148,7 +148,7 @@ def mark_dynamic(tensor: Tensor, dim: int) -> None:
 
 
 def name_cpu_kernels() -> None:
-    """Makes the compiler's CPU kernels, from now on, appear in profiles by name. Waits for a public setting."""
+    """Makes CPU kernels that are compiled after this call appear in profiles by name. Waits for a public setting."""
     config = import_module("torch._inductor.config").cpp
     assert hasattr(config, "enable_kernel_profile"), f"torch {torch.__version__}: see lib/torch_private.py"
     config.enable_kernel_profile = True
