@@ -8,25 +8,21 @@ Rank 0 writes. Only `Log.step` waits for a GPU, on steps that are recorded. metr
 resumed run sends all its records to the trackers again, under the same wandb id (wandb.json). The variables of wandb
 (WANDB_MODE, WANDB_PROJECT) work as usual."""
 
-import contextlib
 import gc
-import importlib.util
 import itertools
 import json
-import logging
 import math
 import os
 import platform
 import secrets
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median, median_low
 from typing import NamedTuple
 
-from lib.errors import Parser, UserError, human, printable, read_json, run_script, write_whole  # first
+from lib.errors import Parser, UserError, human, read_json, run_script, write_whole  # first
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -39,16 +35,13 @@ from lib import torch_private
 from lib.lora import flops_per_token
 from lib.machine import describe_environment, memory_gib, peak_flops
 from lib.rows import text_bytes
+from lib.run import COMPARED_AT, TRACKERS, logger, refuse_unusable
 from model import IGNORE, Transformer
 from optim import trained
 from shard import gather, mesh_shape, on_first_rank
 
-logger = logging.getLogger("flatland")
-
 SLOW = 0.095  # a rank is named if it is slower than the median by this share, which is shown as 10 %
 GPU_EVERY = 8  # on GPUs only one in so many steps is measured, because reading its events takes time
-COMPARED_AT = 20  # the first step whose record is compared with the plan: the speed has settled by then
-TRACKERS = ("tensorboard", "wandb")
 PANELS = {
     "loss": "loss (nats per token)",
     "validation": "validation",
@@ -61,42 +54,6 @@ PANELS = {
 }
 
 
-class _PrefixEveryLine(logging.Formatter):
-    """Puts the prefix on each line of a message and escapes control characters."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.asctime, record.message = self.formatTime(record, self.datefmt), ""
-        prefix = self.formatMessage(record)
-        return "\n".join(prefix + printable(line) for line in record.getMessage().splitlines() or [""])
-
-
-def start_logging(folder: Path | None) -> None:
-    """Sends messages to the screen (with a prefix if it is not a terminal) and to log.txt in the folder. None: this
-    rank is silent."""
-    prefixed = _PrefixEveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] ", "%Y-%m-%d %H:%M:%S")
-    for handler in logger.handlers[:]:
-        logger.removeHandler(handler)
-        handler.close()
-    logger.propagate = False
-    logging.raiseExceptions = False  # a full disk is reported once, by the writer of metrics.jsonl
-    logger.setLevel(logging.INFO if folder else logging.CRITICAL + 1)
-    if folder:
-        screen, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "log.txt", encoding="utf-8")
-        file.setFormatter(prefixed)
-        screen.setFormatter(_PrefixEveryLine() if sys.stdout.isatty() else prefixed)
-        logger.handlers += [screen, file]
-
-
-def write_status(
-    folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "", **more: list[float]
-) -> None:
-    """state: running, finished, stopped, error (a user error) or failed."""
-    status = {"state": state, "step": step, "exit_code": exit_code, "message": message, "pid": os.getpid()}
-    status["time"] = time.time()
-    status["attempt"] = os.environ.get("TORCHELASTIC_RUN_ID") or f"{platform.node()}-{os.getpid()}"  # for the launcher
-    write_whole(folder / "status.json", json.dumps(status | more) + "\n")
-
-
 def describe_model(model: Transformer) -> None:
     total = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in trained(model).values())
@@ -105,47 +62,6 @@ def describe_model(model: Transformer) -> None:
 
 
 # ---- time
-
-
-class Clock:
-    """Wall time by part. Time inside a nested part counts only for that part, so the parts add up to the whole."""
-
-    def __init__(self):
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since boot
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")  # includes imports
-        self.begin = time.perf_counter() - age
-        self.parts: dict[str, float] = {}
-        self.stack, self.since, self.step = ["start"], self.begin, 0
-
-    def _lap(self) -> None:
-        now = time.perf_counter()
-        self.parts[self.stack[-1]] = self.parts.get(self.stack[-1], 0.0) + now - self.since
-        self.since = now
-
-    def switch(self, part: str, step: int = 0) -> None:
-        """From now on time belongs to `part`. step: the last finished one."""
-        self._lap()
-        self.stack[-1], self.step = part, step
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        self._lap()
-        self.stack.append(name)
-        try:
-            with torch.profiler.record_function(f"part: {name}"):
-                yield
-        finally:
-            self._lap()
-            self.stack.pop()
-
-    def seconds(self, name: str) -> float:
-        self._lap()
-        return self.parts.get(name, 0.0)
-
-    def report(self) -> str:
-        self._lap()
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
-        return f"Time taken: {self.since - self.begin:.1f} seconds ({parts})"
 
 
 # Ranks wait for each other in collectives, so their steps take equally long whichever rank is slow; the slow rank
@@ -521,15 +437,6 @@ def read_records(path: Path) -> list[dict]:
 
 
 # ---- trackers
-
-
-def refuse_unusable(names: tuple[str, ...]) -> None:
-    """Refuses trackers that are unknown or not installed."""
-    for name in names:
-        if name not in TRACKERS:
-            raise UserError(f"--track {name}: unknown; choose from {', '.join(TRACKERS)}")
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"--track {name}: it is not installed: {sys.executable} -m pip install {name}")
 
 
 def open_tracker(name: str, folder: Path) -> tuple[str, Callable[[dict], None], Callable[[], None]]:

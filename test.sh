@@ -6,7 +6,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
 
 test_requirements=('pytest>=8' 'pytest-xdist>=3.5' 'transformers>=5' 'tokenizers>=0.21' 'ruff==0.17.6' 'codespell>=2.4')
 test_requirements+=('peft>=0.17')  # 3 MB, the oracle of test_lora.py: it loads what is exported, and its adapters are trained on
-test_requirements+=('tensorboard>=2.16' 'wandb>=0.19')  # 150 MB, for test_track.py, which skips what it lacks
+test_requirements+=('tensorboard>=2.16' 'wandb>=0.19')  # 150 MB, for test_log.py, which skips what it lacks
 
 source launch/env.sh
 environment test "${test_requirements[@]}"

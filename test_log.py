@@ -1,11 +1,16 @@
-"""What a run says and leaves behind. Time is driven by hand, so speeds and parts are known exactly."""
+"""The records of a run: log.txt, metrics.jsonl, curves, trackers, the slow rank, --profile. The tests set the time, so
+speeds and parts are known exactly. Trackers are read with TensorBoard's event reader and wandb's protocol buffers;
+without these packages the tests are skipped."""
 
 import contextlib
+import gzip
+import importlib.util
 import io
 import json
 import os
 import re
 import shlex
+import struct
 import subprocess
 import sys
 import time
@@ -20,14 +25,19 @@ import pytest
 import torch
 
 import log
-from lib import errors, machine
+from config import parse_args
+from lib import errors
 from lib.errors import read_json, write_whole
-from lib.machine import memory_gib, peak_flops
+from lib.machine import memory_gib
+from lib.run import Clock, logger, refuse_unusable, start_logging, write_status
 from lib.text import Encoder, TextRow
 from lib.tokenizer import load_tokenizer
-from log import Clock, Log, logger, start_logging, write_status
+from log import Log, StepTimes, Times, describe_gpu, find_slow, without_costs
 from model import MODELS
 from shard import Ranks
+from test_shard import run_code
+from test_train import FAST, train
+from test_train import records as step_records
 
 STARTED = time.perf_counter()
 PREFIX = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[\w+\.py:\d+\] "
@@ -152,13 +162,6 @@ def test_every_line_has_the_prefix(tmp_path, capsys):
     texts = [m[2] for m in lines]
     assert texts == ["100 % of a 50 % line", "and", "more", "", "7", "", "careful", "here"]
     assert len({m[1] for m in lines[:5]}) == 1
-
-
-def test_logging_twice_says_things_once(tmp_path):
-    start_logging(tmp_path)
-    start_logging(tmp_path)
-    logger.info("once")
-    assert (tmp_path / "log.txt").read_text().count("once") == 1
 
 
 def test_other_ranks_are_silent(tmp_path, passes, capsys):
@@ -425,35 +428,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, call):
     assert (tmp_path / "a").read_text() == "new content" and [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-def test_environment_is_json():
-    environment = json.loads(json.dumps(machine.describe_environment()))
-    assert environment["torch"] == torch.__version__ and environment["threads"] == torch.get_num_threads()
-    assert environment["python"] == sys.version.split()[0] and environment["devices"] and environment["command"]
-    assert environment["git"] is None or re.fullmatch("[0-9a-f]{40}", environment["git"])
-
-
 # ---- the machine
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_measured_peak(monkeypatch, dtype):
-    state, measured = torch.get_rng_state(), machine.measured_flops
-    monkeypatch.setattr(machine, "measured_flops", lambda n, *rest: measured(n // 8, *rest))
-    flops, source = peak_flops(torch.device("cpu"), dtype)
-    assert flops > 1e7 and " x " in source and str(dtype)[6:] in source and f"{flops / 1e12:.3f}" in source
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("name, tflops", [
-    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A800-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989),
-    ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989), ("NVIDIA GH200 480GB", 989),
-    ("NVIDIA B200", 2250), ("NVIDIA L40S", 362), ("NVIDIA L40", 181), ("NVIDIA L4", 121), ("NVIDIA A10G", 70),
-    ("NVIDIA A10", 125),
-])  # fmt: skip
-def test_known_peaks(monkeypatch, name, tflops):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
-    flops, source = peak_flops(torch.device("cuda", 0), torch.bfloat16)
-    assert flops == tflops * 1e12 and "data sheet" in source
 
 
 def test_memory_is_the_peak_of_the_process():
@@ -488,3 +463,232 @@ def test_a_closed_pipe_ends_a_script_quietly(tmp_path):
 def test_a_full_disk_is_explained_with_its_free_space(tmp_path):
     status, message, _ = errors.explain(OSError(28, "No space left on device", str(tmp_path / "a" / "file")))
     assert status == 1 and f"free in {tmp_path}" in message and str(tmp_path / "a/file") in message
+
+
+# ---- trackers
+
+# Records steps FIRST + 1 to LAST of a run that resumes after step FIRST, with a sample after every third of them. Then
+# it ends, or is killed while trackers send.
+TRACKED = """
+import json, os, sys, time
+from pathlib import Path
+from lib.run import Clock
+from test_log import make_log, record
+
+folder, first, last, end = Path(sys.argv[1]), *map(int, sys.argv[2:])
+run = make_log(folder, Clock(), first, track=("tensorboard", "wandb"))
+run.clock.switch("steps")
+for step in range(first + 1, last + 1):
+    record(run, step, 10.0 - step, save_ms=7.0)
+    if step % 3 == 0:
+        run.add(step, sample=f"text {step} of {last}\\n")
+if not end:
+    while not (folder / "wandb.json").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(os.getpid(), 9)
+with run:
+    pass
+"""
+
+
+def run_steps(folder: Path, first: int, last: int, end: bool) -> None:
+    env = {"WANDB_MODE": "offline"}
+    done = run_code(TRACKED, ["x", str(folder), str(first), str(last), str(int(end))], env=env, timeout=120)
+    assert done.returncode == (0 if end else -9), done.stderr
+
+
+def read_tensorboard(folder: Path) -> tuple[dict[str, list], dict[str, list]]:
+    """-> ({name: [(step, number)]}, {name: [(step, text)]})"""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = accumulator.EventAccumulator(str(folder / "tensorboard"), {"scalars": 0, "tensors": 0})
+    reader.Reload()
+    tags = reader.Tags()
+    scalars = {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in tags["scalars"]}
+    texts = {
+        tag: [(e.step, e.tensor_proto.string_val[0].decode()) for e in reader.Tensors(tag)] for tag in tags["tensors"]
+    }
+    return scalars, {tag.removesuffix("/text_summary"): rows for tag, rows in texts.items()}
+
+
+def read_wandb(folder: Path) -> tuple[list[dict], set[str]]:
+    """-> (rows of the history of all files, the ids of their runs). The files are LevelDB logs of protocol buffers:
+    blocks of 32 KiB with pieces of records, each after a header with a checksum, its length and its kind."""
+    records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    rows, ids = [], set()
+    for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
+        content, at, whole = path.read_bytes(), 7, b""
+        while at + 7 <= len(content):
+            _, size, kind = struct.unpack_from("<IHB", content, at)
+            whole, at = whole + content[at + 7 : at + 7 + size], at + 7 + size
+            if kind in (1, 4):  # a whole record, or the last of its pieces
+                entry, whole = records.Record.FromString(whole), b""
+                ids |= {entry.run.run_id} if entry.HasField("run") else set()
+                items = entry.history.item
+                rows += [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}] if items else []
+            if 2**15 - at % 2**15 < 7:  # the rest of the block is too short for a header
+                at += 2**15 - at % 2**15
+    return rows, ids
+
+
+def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path):
+    """Killed after step 10, resumed after step 6: no step comes twice, and none is missing."""
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    (tmp_path / "flags.json").write_text(json.dumps({"lr": 0.125}))
+    run_steps(tmp_path, 0, 10, end=False)
+    run_steps(tmp_path, 6, 14, end=True)
+    scalars, texts = read_tensorboard(tmp_path)
+    for name in ("loss", "tok_per_s", "mem_gib", "save_ms"):
+        assert [step for step, _ in scalars[name]] == list(range(1, 15)), name
+    assert scalars["loss"] == [(step, 10.0 - step) for step in range(1, 15)]
+    assert [step for step, _ in texts["sample"]] == [3, 6, 9, 12] and texts["sample"][2][1] == "text 9 of 14\n"
+    assert '"lr": 0.125' in texts["config"][0][1]
+    rows, ids = read_wandb(tmp_path)
+    assert len(ids) == 1
+    losses = {row["_step"]: row["loss"] for row in rows if "loss" in row}
+    assert losses == {step: 10.0 - step for step in range(1, 15)}
+    assert {row["_step"] for row in rows if "save_ms" in row} == set(range(1, 15))
+
+
+def test_a_finished_run_is_sent_again_by_itself(tmp_path):
+    pytest.importorskip("tensorboard")
+    run = write_run(tmp_path / "run", [3.0, 2.5, 2.0], 100)
+    for _ in range(2):
+        log.main(["track", run])
+    scalars, _ = read_tensorboard(tmp_path / "run")
+    assert scalars["loss"] == [(1, 3.0), (2, 2.5), (3, 2.0)] and scalars["tokens"][-1] == (3, 300)
+
+
+def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(tmp_path, capsys, monkeypatch):
+    def fail(record):
+        raise ConnectionError("no route")
+
+    start_logging(tmp_path)
+    run = make_log(tmp_path, Clock())
+    run.trackers = [("wandb", fail, lambda: None)]
+    run.clock.switch("steps")
+    for step in range(1, 6):
+        record(run, step)
+    shown = capsys.readouterr().out
+    start_logging(None)
+    assert shown.count("--track wandb fails; the run continues without it: ConnectionError: no route") == 1
+    assert shown.count("Batch") == 5
+
+
+def test_trackers_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
+    assert parse_args(["--track", "tensorboard,wandb"]).track == ("tensorboard", "wandb")
+    with pytest.raises(errors.UserError, match="unknown; choose from tensorboard, wandb"):
+        refuse_unusable(["mlflow"])
+    (tmp_path / "tensorboard").write_text("in the way")
+    with pytest.raises(errors.UserError, match="--track tensorboard: .*tensorboard"):
+        log.open_tracker("tensorboard", tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(errors.UserError, match="-m pip install wandb"):
+        refuse_unusable(["wandb"])
+
+
+# ---- --profile
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_profiled_run(tmp_path, text, ranks):
+    run = tmp_path / "run"
+    words = [*FAST, "--data", text, "--steps", 6, "--log_every", 1, "--eval_every", 0, "--batch_tokens", 512]
+    train(*words, "--profile", 2, "--out", run, ranks=ranks)
+    assert sorted(p.name for p in (run / "profile").iterdir()) == ["rank-00000.trace.json.gz", "table.txt"]
+    with gzip.open(run / "profile/rank-00000.trace.json.gz") as f:
+        names = [event.get("name", "") for event in json.load(f)["traceEvents"]]
+    assert {name for name in names if name.startswith("ProfilerStep#")} == {"ProfilerStep#3", "ProfilerStep#4"}
+    assert "aten::mm" in names and "part: data" in names and ("gloo:all_reduce" in names) == (ranks > 1)
+    table = (run / "profile/table.txt").read_text()
+    assert "aten::mm" in table and "Self CPU time total" in table
+    train(*words, "--out", tmp_path / "plain", ranks=ranks)
+    profiled, plain = ([(r["loss"], r["grad_norm"]) for r in step_records(f)] for f in (run, tmp_path / "plain"))
+    assert profiled == plain
+
+
+def test_too_few_steps_are_refused():
+    with pytest.raises(errors.UserError, match="--profile 3 needs --steps 6"):
+        parse_args(["--steps", "5", "--profile", "3"])
+
+
+# ---- the slow rank
+
+FLAGS = "--tokenizer bytes --compile none --seq_len 64 --eval_every 0 --log_every 5 --model tiny-llama"
+# Trains; rank 1 sleeps in each step from SLOW on.
+SLOWED = """
+import sys, time
+import train
+slow, words = int(sys.argv[1]), sys.argv[2:]
+steps, sync = 0, train.shard.sync_gradients
+
+def sync_slowly(model, last, reshard):
+    global steps
+    steps += 1
+    if train.os.environ["RANK"] == "1" and steps >= slow:
+        time.sleep(0.2)
+    sync(model, last, reshard)
+
+train.shard.sync_gradients = sync_slowly
+train.main(words)
+"""
+
+
+def train_slowly(folder, text: str, slow: int, steps: int, *more: str) -> list[dict]:
+    """Records of steps. slow: the step from which rank 1 of two sleeps."""
+    words = [*FLAGS.split(), "--data", text, "--out", str(folder), "--steps", str(steps), *more]
+    done = run_code(SLOWED, ["train.py", str(slow), *words], ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record] + [done.stdout]
+
+
+@pytest.mark.parametrize("shard_size", ["0", "1"])
+def test_a_slow_rank_is_named_within_two_records(tmp_path, text, shard_size):
+    """From step 11 on: the record of step 15 suspects it, that of step 20 says it."""
+    *records, screen = train_slowly(tmp_path / "run", text, 11, 25, "--shard_size", shard_size)
+    for record in records[-2:]:
+        assert re.search(r"/rank 1 \+\d+ % \(data \d+ ms, compute \d+ ms\)", record["slowest"])
+        compute, wait = record["rank_compute_ms"], record["rank_wait_ms"]
+        assert compute[1] > compute[0] and wait[0] > wait[1] and len(record["rank_data_ms"]) == 2
+    assert [record["step"] for record in records] == [1, 5, 10, 15, 20, 25]
+    assert "rank_wait_ms" not in records[0]  # which compiles
+    assert f", slowest {records[-1]['slowest']}" in screen
+
+
+@pytest.mark.slow
+def test_nobody_is_named_on_an_even_run(tmp_path, text):
+    *records, _ = train_slowly(tmp_path / "run", text, 10**9, 200, "--log_every", "10")
+    assert not [record["slowest"] for record in records if "slowest" in record] and len(records) == 21
+
+
+def times(*busy: float, wait: float = 0.0) -> list[Times]:
+    return [Times(f"node{i // 2}", 2.0, ms - 2.0, wait) for i, ms in enumerate(busy)]
+
+
+def test_beyond_a_tenth_of_the_median():
+    even = times(100, 105, 109, 100)
+    assert find_slow(even) is None and find_slow(even[::-1]) is None and find_slow(times(0, 0)) is None
+    assert find_slow(times(100, 101, 99, 100, 98, 114)) == (5, "node2/rank 5 +14 % (data 2 ms, compute 112 ms)")
+    assert find_slow(times(1100, 1210))[0] == 1 and find_slow(times(1210, 1100))[0] == 0  # of two, of the faster
+    late = Times("a", 30.0, 98.0, 0.0)  # its data are late
+    assert find_slow([*times(100, 100), late]) == (2, "a/rank 2 +28 % (data 30 ms, compute 98 ms)")
+
+
+def test_what_collectives_cost_every_rank_is_no_waiting():
+    waiting = [Times("a", 0.0, 50.0, 20.0), Times("a", 0.0, 65.0, 5.0)]
+    assert without_costs(waiting) == [Times("a", 0.0, 55.0, 15.0), Times("a", 0.0, 70.0, 0.0)]
+    assert find_slow(without_costs(waiting))[0] == 1
+
+
+def test_a_rank_alone_is_measured_too():
+    pace = StepTimes(torch.nn.Linear(1, 1), torch.device("cpu"), 1)
+    pace.begin(0.5)
+    pace.end()
+    pace.begin(2.0)
+    pace.end()
+    measured = pace.take()
+    assert (measured.data, measured.wait) == (1000.0, 0.0) and 0 <= measured.compute < 100
+    assert pace.take()[1:] == (0.0, 0.0, 0.0)  # no step since
+    assert torch.cuda.is_available() or describe_gpu(torch.device("cpu")) == ""

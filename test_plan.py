@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ import plan
 import shard
 import train
 from config import parse_args
+from lib import machine
 from lib.errors import ROOT, exit_status
 from log import compare
 from optim import local
@@ -219,3 +221,31 @@ def test_a_prediction_that_is_off_says_so(tmp_path):
     assert "off by" not in compare(predicted, predicted | {"step": 40}, tmp_path)
     content = json.loads((tmp_path / "plan.json").read_text())
     assert content["step"] == 40 and content["measured"] == content["predicted"] == predicted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_measured_peak(monkeypatch, dtype):
+    state, measured = torch.get_rng_state(), machine.measured_flops
+    monkeypatch.setattr(machine, "measured_flops", lambda n, *rest: measured(n // 8, *rest))
+    flops, source = machine.peak_flops(torch.device("cpu"), dtype)
+    assert flops > 1e7 and " x " in source and str(dtype)[6:] in source and f"{flops / 1e12:.3f}" in source
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name, tflops", [
+    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A800-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989),
+    ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989), ("NVIDIA GH200 480GB", 989),
+    ("NVIDIA B200", 2250), ("NVIDIA L40S", 362), ("NVIDIA L40", 181), ("NVIDIA L4", 121), ("NVIDIA A10G", 70),
+    ("NVIDIA A10", 125),
+])  # fmt: skip
+def test_known_peaks(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    flops, source = machine.peak_flops(torch.device("cuda", 0), torch.bfloat16)
+    assert flops == tflops * 1e12 and "data sheet" in source
+
+
+def test_environment_is_json():
+    environment = json.loads(json.dumps(machine.describe_environment()))
+    assert environment["torch"] == torch.__version__ and environment["threads"] == torch.get_num_threads()
+    assert environment["python"] == sys.version.split()[0] and environment["devices"] and environment["command"]
+    assert environment["git"] is None or re.fullmatch("[0-9a-f]{40}", environment["git"])

@@ -377,4 +377,7 @@ print("outlived it")
             assert process.stdout.readline() == f"{word}\n"
         process.kill()
         said = process.stdout.read()  # until the rank, too, has closed it
-    assert said == {"before": "error: the torchrun that started this rank has ended already\n", "after": ""}[gone]
+    assert (
+        said
+        == {"before": "error: the torchrun that started this rank ended before the rank was ready\n", "after": ""}[gone]
+    )

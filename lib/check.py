@@ -24,10 +24,10 @@ from data import Loader, open_checked, open_loaders
 from lib import lora, machine
 from lib.machine import cpu_name
 from lib.rows import Catalog
+from lib.run import COMPARED_AT, logger, refuse_unusable
 from lib.tokenizer import load_tokenizer
 from lib.weights import dropout_note, open_adapter, refuse_in_the_way
 from lib.weights import open_weights as open_folder
-from log import COMPARED_AT, logger, refuse_unusable
 from model import Transformer, flops_per_token, random_init
 from shapes import MODELS
 

@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -68,7 +67,7 @@ class RankError(UserError):
 
 
 class Failure(Message):
-    """A failure that is not the user's mistake, such as a hub that does not answer or a non-finite loss: status 1."""
+    """A failure that is not the user's mistake, for example a silent hub or a non-finite loss: status 1."""
 
 
 class RankFailure(Failure):
@@ -136,7 +135,7 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
         return end.code or 0
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # for example `| head`; 141 is what the shell reports after SIGPIPE
+    except BrokenPipeError:  # for example `| head`; the shell reports 141 after SIGPIPE
         return 141
     except Exception as error:
         status, message, alone = explain(error)
@@ -171,33 +170,6 @@ def _end(status: int) -> NoReturn:
     os._exit(status)
 
 
-class Progress:
-    """A line on stderr that tells how far a task is: on a terminal it replaces itself, elsewhere a new one comes every
-    ten seconds. total: how much there is to do; 0 if that is not known."""
-
-    def __init__(self, total: int):
-        self.total, self.start = total, None
-        self.began = self.shown = time.monotonic()
-
-    def show(self, done: int, size: float, *words: str, end: bool = False) -> None:
-        """done: of the total; what the first call has counts as done before. size: bytes that were handled by now."""
-        now, terminal = time.monotonic(), sys.stderr.isatty()
-        self.start = done if self.start is None else self.start
-        if not end and now - self.shown < (0.2 if terminal else 10):
-            return
-        self.shown, seconds = now, now - self.began
-        parts = [f"{amount(size / max(seconds, 0.1))}/s", *words]
-        if self.total:
-            share = min(1, done / self.total)
-            parts.insert(0, f"[{'#' * int(20 * share):20}] {share:.0%}")
-        if self.start < done < self.total:
-            parts.append(f"{seconds / 60 * (self.total - done) / (done - self.start):.1f} min left")
-        line = ", ".join(parts)
-        if terminal:
-            line = "\r\033[K" + line[: shutil.get_terminal_size().columns - 1]
-        print(line, end="\n" if end or not terminal else "", file=sys.stderr, flush=True)
-
-
 def write_whole(path: Path, text: str, sync: bool = False) -> None:
     """Replaces a file atomically: a reader sees the old content or the new one. sync: flush it to the disk first."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
@@ -225,7 +197,7 @@ def read_json(path: Path) -> dict:
 
 
 def describe_content(head: bytes) -> str:
-    """What a file is that begins with these bytes, if it is one of the things found in place of a model's file."""
+    """Names a file's content by its first bytes, if it is a pickle, a web page or a git-LFS pointer; else empty."""
     if head.startswith(b"version https://git-lfs"):
         return "a git-LFS pointer, not the file: run `git lfs pull` there, or `python download.py ORG/NAME`"
     if re.match(rb"\s*<(!doctype|html|\?xml)", head, re.IGNORECASE):
@@ -241,7 +213,7 @@ def read_file(path: Path) -> bytes:
         if path.exists() and not path.is_file():  # a device has no end
             raise OSError(errno.EINVAL, "it is no file")
         if path.stat().st_size > LARGEST:
-            raise OSError(errno.EFBIG, f"{path.stat().st_size} bytes are more than any such file has")
+            raise OSError(errno.EFBIG, f"it has {path.stat().st_size} bytes, expected at most {LARGEST}")
         data = path.read_bytes()
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
@@ -443,7 +415,7 @@ def end_with_torchrun() -> None:
         except OSError:  # another user's process
             pass
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    sys.exit("error: the torchrun that started this rank has ended already")
+    sys.exit("error: the torchrun that started this rank ended before the rank was ready")
 
 
 _use_venv()

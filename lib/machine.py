@@ -1,4 +1,4 @@
-"""What the machine under a rank has: devices, a compiler, memory."""
+"""The devices, the compiler and the memory of this host."""
 
 import contextlib
 import ctypes
@@ -23,12 +23,12 @@ from optim import local
 
 
 class Gpu(NamedTuple):
-    """What the maker's data sheet says of a kind of GPU, and what large products reach of it.
+    """A GPU model's values from its data sheet, and the measured speed of large matmuls.
 
-    name: a part of the name that the device gives itself. tflops: dense bf16. gib: memory that torch sees. bandwidth:
-    bytes per second of the memory; link: from GPU to GPU within a node, in one direction; host: to the host's memory.
-    watts: of its data sheet. reach: the share of tflops that a model's large products run at. fp8: how many times as
-    fast its FP8 products are; 0: it has none."""
+    name: part of the device's name in torch. tflops: dense bf16. gib: memory that torch reports. bandwidth: bytes per
+    second of the memory; link: from GPU to GPU within a node, in one direction; host: to the host's memory. watts: the
+    data sheet's power. reach: large matmuls run at this share of tflops. fp8: the speed of FP8 matmuls relative to
+    bf16; 0 if the GPU has none."""
 
     name: str
     tflops: float
@@ -41,7 +41,7 @@ class Gpu(NamedTuple):
     fp8: float = 0.0
 
 
-# The fields of Gpu by the name that --gpu takes. A device is of the first kind whose name is part of its own.
+# The fields of Gpu by the value of --gpu. The first row whose device's name is part of a device's name describes it.
 #          device's name   tflops  gib    bandwidth  link   host   watts  reach  fp8
 _GPUS = """
 b200       B200            2250    178    7.7e12     900e9  50e9   1000   0.6    1.7
@@ -69,13 +69,13 @@ GPUS = {key: Gpu(name, *map(float, numbers)) for key, name, *numbers in _ROWS}
 
 
 def known_gpu(device: torch.device) -> Gpu | None:
-    """Its kind, if GPUS knows it."""
+    """The row of GPUS for a device, or None."""
     name = torch.cuda.get_device_name(device)
     return next((gpu for gpu in GPUS.values() if gpu.name in name), None)
 
 
 def read_gpu(word: str) -> Gpu:
-    """A name of GPUS, or four numbers."""
+    """Parses --gpu: a name in GPUS, or four numbers."""
     if word in GPUS:
         return GPUS[word]
     try:
@@ -166,10 +166,12 @@ def find_device(processes: int, local_rank: int = 0) -> torch.device:
 
 
 def keep_memory() -> None:
-    """glibc gives large blocks back to the kernel and faults them in again, every step: most of a CPU's training time.
-    Without an NVIDIA GPU, and unless the user has set MALLOC_*, let it keep them. With one whose driver can, and unless
-    it is set, let torch's allocator grow its blocks, which leaves fewer gaps. On a CPU products have kernels made for
-    their shape, which for experts changes with every batch: more of them are kept. Call it before anything computes."""
+    """Sets up the memory allocators. Call it before the first computation. Variables that the user has set are kept.
+
+    On a CPU, glibc returns large blocks to the kernel and faults them in again in every step, which takes most of the
+    training time: it is told to keep them. oneDNN compiles a matmul kernel for each shape, and the shapes of experts
+    change with every batch: more kernels are cached. On a GPU whose driver supports it, torch's allocator uses
+    expandable segments, which leave fewer gaps."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
     with contextlib.suppress(OSError):  # no driver
         can_grow = hasattr(ctypes.CDLL("libcuda.so.1"), "cuMemAddressReserve")
@@ -190,19 +192,18 @@ def set_determinism(on: bool) -> None:
 
 
 def set_products(dtype: str) -> None:
-    """How a GPU multiplies fp32 matrices: with --dtype fp32 as they are, else, where anything stays in fp32, as TF32.
-    Call it before anything is compiled."""
+    """Lets a GPU multiply fp32 matrices in TF32, unless --dtype is fp32. Call it before the first compilation."""
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
 
 
 def compiler_problem() -> str:
-    """Why torch.compile cannot work here, with the command that mends it; empty if it can."""
-    compiler = os.environ.get("CXX") or "g++"  # the one inductor takes
-    if " " in (torch.__file__ or ""):  # inductor's linker flags are split at it
+    """The reason why torch.compile cannot work on this host, with the command that fixes it; empty if it can."""
+    compiler = os.environ.get("CXX") or "g++"  # inductor's choice
+    if " " in (torch.__file__ or ""):  # inductor splits its linker flags at spaces
         return f"torch is in a folder with a space in its name ({Path(torch.__file__).parent}): move the checkout"
     if not shutil.which(compiler.split()[0]):
-        return f"no usable C++ compiler ({compiler} is not there): sudo apt install g++ python3-dev"
+        return f"no usable C++ compiler ({compiler} was not found): sudo apt install g++ python3-dev"
     source = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() < 0; }\n"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "try.cpp").write_text(source)
@@ -217,7 +218,7 @@ def compiler_problem() -> str:
 
 
 def available_memory() -> int:
-    """Bytes of the host's memory that processes can still take, container limits included; 0: not known."""
+    """Free bytes of the host's memory within the container's limit; 0 if unknown."""
     try:
         free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
         limits = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
@@ -229,7 +230,7 @@ def available_memory() -> int:
 
 
 def lower_memory(config, on_gpu: bool = True) -> str:
-    """The flags that lower what a run needs, the cheapest first."""
+    """The flags that lower the memory of a run, cheapest first."""
     flags = [
         (config.micro_batch != 1, "a smaller --micro_batch (the same --batch_tokens: only the speed changes)"),
         (config.reshard == "never", "--reshard auto"),
@@ -248,7 +249,7 @@ def lower_memory(config, on_gpu: bool = True) -> str:
 
 @contextlib.contextmanager
 def explained_memory(config, model: nn.Module, optimizer=None) -> Iterator[None]:
-    """An out-of-memory error of the GPU inside is raised again as one message that says what the memory went to."""
+    """Raises an out-of-memory error of the GPU again as one message that lists the uses of the memory."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -261,8 +262,8 @@ def explained_memory(config, model: nn.Module, optimizer=None) -> Iterator[None]
 
 
 def explain_out_of_memory(model: nn.Module, optimizer, config, used: dict[str, int], name: str) -> str:
-    """What the memory of a GPU went to, measured, and the flags that lower it, cheapest first. used: bytes allocated at
-    the peak, reserved, total; name: of the device."""
+    """A message with the measured uses of a GPU's memory and the flags that lower them. used: bytes allocated at the
+    peak, reserved and in total; name: of the device."""
     tensors = {
         "parameters": model.parameters(),
         "gradients": [p.grad for p in model.parameters() if p.grad is not None],
@@ -272,9 +273,9 @@ def explain_out_of_memory(model: nn.Module, optimizer, config, used: dict[str, i
     for part, of_part in tensors.items():
         parts[part] = sum(t.nbytes for t in map(local, of_part) if t.device.type == name.partition(":")[0])
     parts["activations, logits and gathered layers"] = max(used["allocated"] - sum(parts.values()), 0)
-    said = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
+    sizes = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
     return (
         f"out of memory on {name}: {used['allocated'] / 2**30:.2f} GiB allocated at the peak and"
-        f" {used['reserved'] / 2**30:.2f} reserved of {used['total'] / 2**30:.2f}. In GiB: {said}."
-        f" What lowers it, the cheapest first: {lower_memory(config)}"
+        f" {used['reserved'] / 2**30:.2f} reserved of {used['total'] / 2**30:.2f}. In GiB: {sizes}."
+        f" These flags lower it, cheapest first: {lower_memory(config)}"
     )

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import faulthandler
 import functools
+import importlib.util
 import json
 import logging
 import math
@@ -20,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,11 +40,12 @@ from lib.errors import (
     UserError,
     explain,
     missing_folders,
+    printable,
     read_json,
     remove_empty,
     say_error,
+    write_whole,
 )
-from log import Clock, start_logging, write_status
 from optim import GradientReducer, UpdateInBackward, local, trained
 from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout
 
@@ -62,7 +64,98 @@ HASHED = 2**20  # values that are hashed at a time
 INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
 PEER_GONE = re.compile("gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe")  # in a RuntimeError
+COMPARED_AT = 20  # the first step whose record is compared with the plan: the speed has settled by then
+TRACKERS = ("tensorboard", "wandb")
 logger = logging.getLogger("flatland")
+
+
+# ---- the log, the status, the clock and the trackers of a run
+
+
+class _PrefixEveryLine(logging.Formatter):
+    """Puts the prefix on each line of a message and escapes control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.asctime, record.message = self.formatTime(record, self.datefmt), ""
+        prefix = self.formatMessage(record)
+        return "\n".join(prefix + printable(line) for line in record.getMessage().splitlines() or [""])
+
+
+def start_logging(folder: Path | None) -> None:
+    """Sends messages to the screen (with a prefix if it is not a terminal) and to log.txt in the folder. None: this
+    rank is silent."""
+    prefixed = _PrefixEveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] ", "%Y-%m-%d %H:%M:%S")
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.propagate = False
+    logging.raiseExceptions = False  # a full disk is reported once, by the writer of metrics.jsonl
+    logger.setLevel(logging.INFO if folder else logging.CRITICAL + 1)
+    if folder:
+        screen, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "log.txt", encoding="utf-8")
+        file.setFormatter(prefixed)
+        screen.setFormatter(_PrefixEveryLine() if sys.stdout.isatty() else prefixed)
+        logger.handlers += [screen, file]
+
+
+def write_status(
+    folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "", **more: list[float]
+) -> None:
+    """state: running, finished, stopped, error (a user error) or failed."""
+    status = {"state": state, "step": step, "exit_code": exit_code, "message": message, "pid": os.getpid()}
+    status["time"] = time.time()
+    status["attempt"] = os.environ.get("TORCHELASTIC_RUN_ID") or f"{platform.node()}-{os.getpid()}"  # for the launcher
+    write_whole(folder / "status.json", json.dumps(status | more) + "\n")
+
+
+class Clock:
+    """Wall time by part. Time inside a nested part counts only for that part, so the parts add up to the whole."""
+
+    def __init__(self):
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since boot
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")  # includes imports
+        self.begin = time.perf_counter() - age
+        self.parts: dict[str, float] = {}
+        self.stack, self.since, self.step = ["start"], self.begin, 0
+
+    def _lap(self) -> None:
+        now = time.perf_counter()
+        self.parts[self.stack[-1]] = self.parts.get(self.stack[-1], 0.0) + now - self.since
+        self.since = now
+
+    def switch(self, part: str, step: int = 0) -> None:
+        """From now on time belongs to `part`. step: the last finished one."""
+        self._lap()
+        self.stack[-1], self.step = part, step
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._lap()
+        self.stack.append(name)
+        try:
+            with torch.profiler.record_function(f"part: {name}"):
+                yield
+        finally:
+            self._lap()
+            self.stack.pop()
+
+    def seconds(self, name: str) -> float:
+        self._lap()
+        return self.parts.get(name, 0.0)
+
+    def report(self) -> str:
+        self._lap()
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
+        return f"Time taken: {self.since - self.begin:.1f} seconds ({parts})"
+
+
+def refuse_unusable(names: tuple[str, ...]) -> None:
+    """Refuses trackers that are unknown or not installed."""
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(f"--track {name}: unknown; choose from {', '.join(TRACKERS)}")
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--track {name}: it is not installed: {sys.executable} -m pip install {name}")
 
 
 # ---- the run

@@ -10,7 +10,7 @@ import torch
 
 from lib import run as guard
 from lib.errors import read_json
-from log import Clock, write_status
+from lib.run import Clock, write_status
 from optim import update
 from shard import Ranks
 from test_shard import run_ranks
