@@ -24,7 +24,8 @@ from config import parse_args
 from generate import KVCache, choose, main, open_source, sample, write
 from lib.errors import UserError
 from lib.prepare import write_shard
-from lib.tokenizer import LLAMA3_SPLIT, ByteTokenizer
+from lib.test_tokenizer import LLAMA3_REGEX
+from lib.tokenizer import ByteTokenizer
 from lib.weights import export_model, read_config
 from model import Transformer
 from optim import make_optimizer
@@ -232,7 +233,7 @@ def save_tokenizer(name: str, folder: Path):
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = level(add_prefix_space=False), decoders.ByteLevel()
     if name == "llama3":
-        split = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_SPLIT), "isolated")
+        split = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_REGEX), "isolated")
         bpe.pre_tokenizer = pre_tokenizers.Sequence([split, level(add_prefix_space=False, use_regex=False)])
     alphabet = level.alphabet()
     trainer = trainers.BpeTrainer(

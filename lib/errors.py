@@ -392,7 +392,16 @@ def remove_empty(folders: list[Path]) -> None:
 
 
 def _use_venv() -> None:
-    required = ("torch", "numpy", "safetensors", "huggingface_hub", "sentencepiece", "tiktoken", "matplotlib")
+    required = [
+        "torch",
+        "numpy",
+        "safetensors",
+        "huggingface_hub",
+        "tokenizers",
+        "sentencepiece",
+        "jinja2",
+        "matplotlib",
+    ]
     missing = [name for name in required if importlib.util.find_spec(name) is None]
     if not missing:
         return

@@ -1,21 +1,18 @@
-"""Oracles: tokenizers, sentencepiece and tiktoken on vocabularies that are trained here; transformers for the byte
-tokenizer's files; the families' own chat templates, rendered by jinja2; Python's UTF-8 for bytes."""
+"""Oracles: transformers and sentencepiece, on vocabularies that are trained here; Python's UTF-8 for bytes."""
 
-import base64
 import io
 import json
 import random
 import re
 import shutil
-import unicodedata
 from functools import partial
 from pydoc_data.topics import topics
 
-import jinja2
 import pytest
 import sentencepiece
 import tokenizers
 import tokenizers.pre_tokenizers as pre
+import transformers
 
 from lib import tokenizer as T
 from lib.errors import UserError
@@ -127,10 +124,12 @@ def _write(folder, **files):
     return str(folder)
 
 
-def _hf(d: dict) -> tokenizers.Tokenizer:
-    t = tokenizers.Tokenizer.from_str(json.dumps(d))
-    t.encode_special_tokens = True  # control tokens in a text are text
-    return t
+def _hf(d: dict) -> transformers.PreTrainedTokenizerFast:
+    library = tokenizers.Tokenizer.from_str(json.dumps(d))
+    library.no_truncation()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=library, split_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 def _stream(tokenizer, ids: list[int]) -> str:
@@ -139,94 +138,39 @@ def _stream(tokenizer, ids: list[int]) -> str:
 
 @pytest.mark.parametrize("kind", JSONS)
 def test_tokenizer_json_is_exact(kind, tmp_path):
-    d = _json(kind)
-    ours, oracle = T.load_tokenizer(_write(tmp_path, tokenizer__json=d)), _hf(d)
+    """Control tokens in a text are text. Files that transformers saved with truncation and padding lose nothing."""
+    d = _json(kind) | {"truncation": {"max_length": 9, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}}
+    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
+    oracle = _hf(d)
     r = random.Random(2)
     for text in STRINGS:
-        ids = oracle.encode(text, add_special_tokens=False).ids
+        ids = oracle(text, add_special_tokens=False)["input_ids"]
         assert ours.encode(text) == ids, text
-        assert ours.decode(ids) == oracle.decode(ids), text
+        assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True), text
         some = [r.randrange(ours.vocab_size) for _ in range(9)]
-        some = [i for i in some if i in ours.bytes or i in ours.control.values()]  # the others have no meaning
-        assert ours.decode(some) == oracle.decode(some) == _stream(ours, some)
+        assert ours.decode(some) == _stream(ours, some)
     assert ours.vocab_size == 1 + max([*d["model"]["vocab"].values(), *(t["id"] for t in d["added_tokens"])])
     assert ours.control == {t["content"]: t["id"] for t in d["added_tokens"] if t["special"]}
-    assert (ours.ids is None) == (kind != "other ids")
 
 
-def test_any_list_of_merges_is_exact():
-    """Lists that no training makes: a token in several ways, merges that come before their parts, dead tokens."""
-    base, seen = _json("gpt2"), 0
-    for seed in range(150):
-        r = random.Random(seed)
-        vocab, merges, parts = {c: i for i, c in enumerate(T.BYTE_OF)}, [], list("abc")
-        ids = r.sample(range(256, 400), 144) if seed % 2 else list(range(256, 400))
-        for _ in range(r.randrange(3, 30)):
-            a, b = r.choice(parts), r.choice(parts)
-            if len(a + b) <= 8:
-                merges.append(f"{a} {b}")
-                if a + b not in vocab:
-                    vocab[a + b] = ids.pop(0)
-                    parts.append(a + b)
-        r.shuffle(merges)
-        dead = "".join(r.choice("abc") for _ in range(6))
-        vocab.setdefault(dead, 401)
-        base["added_tokens"] = []
-        base["model"] |= {"vocab": vocab, "merges": merges, "ignore_merges": seed % 3 == 0}
-        try:
-            ours = T._from_json(base, T.Beside({}, {}, {}))
-        except UserError as e:
-            assert seed % 3 == 0 and "no merge joins" in str(e)
-            continue
-        seen += 1
-        oracle = _hf(base)
-        for text in ("".join(r.choice("abc") for _ in range(r.randrange(1, 16))) for _ in range(60)):
-            assert ours.encode(text) == oracle.encode(text).ids, (seed, text)
-    assert seen > 100
+def test_a_stream_holds_whole_characters(tmp_path):
+    text = "na\u00efve \u65e5\u672c\u8a9e \U0001f388 e\u0301"
+    for ours in (T.ByteTokenizer(), T.load_tokenizer(_write(tmp_path, tokenizer__model=_model("llama2")))):
+        feed = ours.decoder()
+        pieces = [feed(i) for i in ours.encode(text)]
+        assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+        assert feed(None) == "" and feed(ours.encode("\u65e5")[-1]) == "" and feed(None) == "\ufffd"
 
 
-def test_long_white_space_is_exact(tmp_path):
-    """tiktoken's own way ends in a stack overflow at a million."""
-    for kind in ("llama3", "gpt2"):
-        d = _json(kind)
-        (tmp_path / kind).mkdir()
-        ours, oracle = T.load_tokenizer(_write(tmp_path / kind, tokenizer__json=d)), _hf(d)
-        long = ("\n" * 99_999 + "1", "\t" * 10**6, "a" * 10**6) if kind == "llama3" else ()
-        for text in (" " * 120_001 + "x", "a" * 1000 + " \n" * 60_000, *long):
-            ids = ours.encode(text)
-            assert ours.decode(ids) == text
-            assert len(text) > 200_000 or ids == oracle.encode(text, add_special_tokens=False).ids
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "qwen"])
-def test_vocab_and_merges(kind, tmp_path):
-    d = _json(kind)
-    merges = "#version: 0.2\n" + "\n".join(" ".join(m) for m in d["model"]["merges"]) + "\n"
-    d["model"]["vocab"] |= {"<|endoftext|>": 1500, "model": 1501}  # GPT-2's own vocabulary has that word too
-    folder = _write(tmp_path, vocab__json=d["model"]["vocab"], merges__txt=merges.encode())
-    if kind == "qwen":
-        _write(tmp_path, tokenizer_config__json={"tokenizer_class": "Qwen2Tokenizer"})
-    oracle = _hf(d)
-    for spec in (folder, f"{folder}/vocab.json"):
-        ours = T.load_tokenizer(spec)
-        assert all(ours.encode(s) == oracle.encode(s, add_special_tokens=False).ids for s in STRINGS)
-        assert (ours.bos_id, ours.eos_id, ours.vocab_size, ours.stop_ids) == (1500, 1500, 1502, {1500})
-        assert set(ours.files.values()) - {"tokenizer_config.json"} == {"merges.txt", "vocab.json"}
-
-
-def test_llama3_ranks(tmp_path):
-    """Its tokenizer.model against tokenizers on the same vocabulary."""
-    d = _json("llama3")
-    first = len(SPECIAL)  # of the ids that are no control tokens
-    ranks = {bytes(T.BYTE_OF[c] for c in t): i - first for t, i in d["model"]["vocab"].items() if t not in SPECIAL}
-    lines = [base64.b64encode(t) + f" {i}\n".encode() for t, i in ranks.items()]
-    ours, oracle = T.load_tokenizer(_write(tmp_path, tokenizer__model=b"".join(lines))), _hf(d)
-    for s in STRINGS:
-        assert [i + first for i in ours.encode(s)] == oracle.encode(s, add_special_tokens=False).ids
-    n = len(ranks)
-    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (n, n + 1, n + 256)
-    assert ours.stop_ids == {n, n + 1, n + 8, n + 9} and ours.control["<|eot_id|>"] == n + 9
-    assert len(ours.control) == 256 and T.chat_family(ours) == "llama3"
+def test_tokens_that_the_settings_name_are_control_tokens(tmp_path):
+    d = _json("words")
+    named = {
+        "eos_token": {"content": "<tool>"},
+        "added_tokens_decoder": {"1503": {"content": "\u65e5\u672c", "special": True}},
+    }
+    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=d, tokenizer_config__json=named))
+    assert ours.eos_id == ours.control["<tool>"] == 1500 and ours.control["\u65e5\u672c"] == 1503
+    assert not {1500, 1503} & set(ours.encode("<tool>\u65e5\u672c"))
 
 
 # ---- sentencepiece
@@ -257,24 +201,16 @@ def _model(kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_tokenizer_model_is_exact(kind, tmp_path, monkeypatch):
+def test_tokenizer_model_is_exact(kind, tmp_path):
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model(kind)))
     oracle = sentencepiece.SentencePieceProcessor(model_proto=_model(kind))
-    r = random.Random(3)
     for text in STRINGS:
         ids = oracle.encode(text)
         assert ours.encode(text) == ids, text
-        assert ours.decode(ids) == oracle.decode(ids) == _stream(ours, ids), text
-        some = [r.randrange(r.choice((280, 1000))) for _ in range(12)]  # many bytes that are no UTF-8
-        assert ours.decode(some) == _stream(ours, some)
-    whole = "\n".join(STRINGS)
-    assert ours.encode(whole) == oracle.encode(whole)
-    monkeypatch.setattr(ours, "PIECE", 7)  # cuts everywhere it may
-    assert ours.encode(whole) == oracle.encode(whole)
-    assert all(ours.encode(text) == oracle.encode(text) for text in STRINGS + TEXT[:5])
+        assert ours.decode(ids) == oracle.decode(ids), text
+        assert _stream(ours, ids) == oracle.decode(ids) or kind == "unigram", text  # its normalizer removes spaces
     assert (ours.bos_id, ours.eos_id, ours.vocab_size, ours.stop_ids) == (1, 2, 1000, {1, 2})
     assert ours.decode([-1, 1, *oracle.encode("a word"), 2, 1000, 99999]) == "a word"
-    assert (ours.inner is not None) == (kind in ("llama2", "own symbols", "control"))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "llama3", "words", "other ids", "llama2", "no leading space"])
@@ -310,10 +246,8 @@ def test_bytes(bytes_tokenizer):
 
 
 def test_bytes_as_files(tmp_path, bytes_tokenizer):
-    from transformers import AutoTokenizer
-
     T.write_byte_tokenizer(tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     again = T.load_tokenizer(str(tmp_path))
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in STRINGS:
@@ -353,21 +287,12 @@ def test_one_control_token_is_both_ends(tmp_path):
     assert (ours.bos_id, ours.eos_id) == (0, 0)
 
 
-def test_tokens_beyond_the_model(tmp_path):
-    """Fine-tunes of Llama 2 add control tokens behind the model's."""
-    files = {"added_tokens__json": {"<pad>": 1000}, "tokenizer_config__json": {"added_tokens_decoder": {}}}
-    files["tokenizer_config__json"]["added_tokens_decoder"]["1001"] = {"content": "<|im_end|>", "special": True}
-    ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model("llama2"), **files))
-    assert ours.vocab_size == 1002 and ours.control["<|im_end|>"] == 1001
-    assert max(ours.encode("<pad><|im_end|>")) < 1000 and ours.decode([1000, 1001]) == ""
-
-
-def test_the_model_of_llama2_is_taken_before_its_json(tmp_path):
-    d = _json("gpt2") | {"pre_tokenizer": None, "normalizer": {"type": "Prepend", "prepend": "▁"}}
-    files = {"tokenizer__model": _model("llama2"), "config__json": {"model_type": "mixtral"}}
-    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=d, **files))
-    assert isinstance(ours, T.SentencePiece) and ours.model_type == "mixtral"
-    assert sorted(ours.files.values()) == ["tokenizer.json", "tokenizer.model"]
+def test_tokenizer_json_is_taken_before_tokenizer_model(tmp_path):
+    for model in (_model("llama2"), b"IQ== 0\nIg== 1\n"):
+        files = {"tokenizer__model": model, "config__json": {"model_type": "mixtral"}}
+        ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2"), **files))
+        assert isinstance(ours, T.JsonTokenizer) and ours.model_type == "mixtral"
+        assert sorted(ours.files.values()) == ["tokenizer.json", "tokenizer.model"]
 
 
 def test_a_file_of_another_name_is_exported_under_its_own(tmp_path):
@@ -376,13 +301,6 @@ def test_a_file_of_another_name_is_exported_under_its_own(tmp_path):
     for old, new in (("tokenizer.model", "mine.model"), ("tokenizer.json", "mine.json")):
         shutil.copy(tmp_path / old, tmp_path / new)
         assert T.load_tokenizer(str(tmp_path / new)).files == {tmp_path / new: old}
-
-
-def test_a_chat_template_of_another_kind_is_refused(tmp_path):
-    config = {"chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}", "bos_token": "<s>"}
-    ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model("llama2"), tokenizer_config__json=config))
-    with pytest.raises(UserError, match="none of Llama's or Mixtral's.*im_start"):
-        T.chat_family(ours, "llama")
 
 
 def test_fingerprint(tmp_path):
@@ -415,120 +333,38 @@ def _model_json(**changes) -> dict:
 @pytest.mark.parametrize(
     "files, message",
     [
-        ({}, "no tokenizer.json or tokenizer.model or vocab.json in it; it holds nothing"),
+        ({}, "no tokenizer.json or tokenizer.model in it; it holds nothing"),
         ({"weights__bin": b"x"}, "it holds weights.bin"),
         ({"tokenizer__json": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"}, "LFS pointer"),
         ({"tokenizer__model": b"<!DOCTYPE html><html>"}, "HTML or XML page"),
         ({"tokenizer__json": b'{"model": '}, "not JSON"),
         ({"tokenizer__json": b'{"a":' * 100_000}, "not JSON"),
-        ({"tokenizer__json": b"[1, 2]"}, "damaged"),
+        ({"tokenizer__json": b"[1, 2]"}, "not an object"),
         ({"tokenizer__json": {"model": {"vocab": 3}, "pre_tokenizer": {"type": "ByteLevel"}}}, "damaged"),
         ({"tokenizer__model": b"\x80\x02}q\x00."}, "a pickle, which can run code"),
         ({"tokenizer__model": b""}, "damaged"),
-        ({"tokenizer__model": b"IQ== 0\nIg== x\n"}, "damaged"),
-        ({"tokenizer__model": b"IQ== 0\nIg== 0\n"}, "its ranks are not 0, 1, 2"),
-        ({"tokenizer__model": b"IQ== 0\nIg== 1\n"}, "no token for 254 of the 256 bytes"),
-        ({"vocab__json": {"a": 0}}, "merges.txt"),
-        ({"tokenizer__json": _model_json(type="WordPiece")}, "model is WordPiece"),
-        ({"tokenizer__json": lambda: _json("gpt2") | {"pre_tokenizer": {"type": "Metaspace"}}}, "give tokenizer.mo"),
-        ({"tokenizer__json": lambda: _json("gpt2") | {"normalizer": {"type": "NFKC"}}}, 'normalizer {"type": "NFKC"}'),
-        ({"tokenizer__json": _model_json(dropout=0.1)}, "dropout 0.1"),
-        ({"tokenizer__json": _model_json(byte_fallback=True)}, "byte_fallback true"),
-        ({"tokenizer__json": _model_json(continuing_subword_prefix="##")}, "continuing_subword_prefix"),
-        ({"tokenizer__json": _model_json(merges=["a zzzz"])}, "is not in the vocabulary"),
-        ({"tokenizer__json": _model_json(vocab={"a": 0, "b": 0})}, "not distinct"),
-        ({"tokenizer__json": _model_json(vocab={"a": "0"})}, "not distinct whole numbers"),
-        ({"tokenizer__json": _model_json(vocab={"日": 7000})}, "byte alphabet"),
+        ({"tokenizer__model": b"IQ== 0\nIg== 1\n"}, "expected a tokenizer.json"),
+        ({"vocab__json": {"a": 0}}, "expected a tokenizer.json"),
+        (
+            {
+                "tokenizer__model": _model("llama2"),
+                "tokenizer_config__json": {"added_tokens_decoder": {"1000": {"content": "<pad>"}}},
+            },
+            "'<pad>' is an added token",
+        ),
+        ({"tokenizer__json": _model_json(merges=["a zzzz"])}, "damaged"),
+        ({"tokenizer__json": _model_json(vocab={"a": "0"})}, "damaged"),
+        ({"tokenizer__json": _model_json(vocab={"a": 0}, merges=[])}, "of the 256 bytes"),
+        ({"tokenizer__json": _model_json(dropout=0.1)}, "dropout"),
         ({"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"bos_token": "<nope>"}}, "bos_token '<nope>'"),
         ({"tokenizer__json": _json("gpt2") | {"added_tokens": []}}, "name bos_token and eos_token"),
     ],
 )
 def test_refusals(files, message, tmp_path):
     files = {k: v() if callable(v) else v for k, v in files.items()}
-    with pytest.raises(UserError, match="--tokenizer|is not JSON|HTML|LFS|pickle|merges.txt") as error:
+    with pytest.raises(UserError, match="--tokenizer|is not JSON|not an object|HTML|LFS|pickle") as error:
         T.load_tokenizer(_write(tmp_path, **files))
     assert message in str(error.value) and str(tmp_path) in str(error.value)
-
-
-LEVEL = {"type": "ByteLevel", "add_prefix_space": False}
-
-
-@pytest.mark.parametrize("steps", [
-    [{"type": "Whitespace"}, LEVEL],
-    [{"type": "Digits", "individual_digits": False}, LEVEL],
-    [{"type": "Digits", "individual_digits": True}, LEVEL | {"add_prefix_space": True}],
-    *([{"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}, LEVEL | {"use_regex": False}]
-      for pattern, behavior in (({"Regex": "a+"}, "Removed"), ({"Regex": r"\w+"}, "Isolated"),
-                                ({"String": "a"}, "Isolated"))),
-])  # fmt: skip
-def test_other_splits_are_refused(steps, tmp_path):
-    d = _json("gpt2") | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
-    with pytest.raises(UserError, match="pre_tokenizer .* is not supported"):
-        T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
-
-
-def _split(expression: str) -> dict:
-    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
-    steps = [split, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}]
-    return _json("gpt2") | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
-
-
-@pytest.mark.parametrize("expression", [
-    "^a|b", "a$", "(?i:ß)", "(?i)a", "(?i:ss)|a", "(?m:.)+", "(?x: a)", "(?#c)a", "(?~a)", r"\w+", r"\<a", r"\Aa",
-    "[a[bc]]", "[a&&b]", "[a--b]", "[[:alpha:]]", "a{2}+", "a{,2}", "a{2}{3}", "a+{2}", r"(?<n>a)\k<n>", r"(a)\1",
-    r"\p{N}*", "a|", "()", "(?=a)", "a?", "a*+|b", "(a|b?)(?!c)", "[ab]{0}", "[ab]{0,3}",
-])  # fmt: skip
-def test_expressions_that_the_library_reads_otherwise_are_refused(expression, tmp_path):
-    with pytest.raises(UserError, match="pre_tokenizer Split .* is not supported: ") as error:
-        T.load_tokenizer(_write(tmp_path, tokenizer__json=_split(expression)))
-    assert repr(expression) in str(error.value)
-
-
-CASELESS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?i:[sdmt]|ll|ve|re)"
-
-
-@pytest.mark.parametrize("expression", [
-    rf"'{CASELESS[1]}|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    rf" ?[\p{{Lu}}\p{{M}}]*[\p{{Ll}}\p{{M}}]+{CASELESS[0]}?| ?[^\s\p{{L}}]+[\r\n/]*|\s+(?!\S)",
-    r"(a|\p{L})(?=(\p{N}|\.))|[\]()^$-]{2,}\(", r"(?<= )\p{L}+(?<!s)|[^ -~](?>é|e)?", r"\p{N}",
-])  # fmt: skip
-def test_own_expressions_cut_as_the_library_does(expression, tmp_path, monkeypatch):
-    """Also with Python's expressions, which long white space and long texts without a match need; these know newer
-    letters."""
-    d = _split(expression)
-    ours, oracle = T.load_tokenizer(_write(tmp_path, tokenizer__json=d)), _hf(d)
-    expected = {text: oracle.encode(text, add_special_tokens=False).ids for text in STRINGS}
-    assert {text: ours.encode(text) for text in STRINGS} == expected
-    monkeypatch.setattr(T, "SPACES", 1)
-    known = [text for text in STRINGS if all(unicodedata.category(c) != "Cn" for c in text)]
-    assert len(known) > 100 and all(ours.encode(text) == expected[text] for text in known)
-    if expression == r"\p{N}":
-        assert ours.decode(ours.encode("ab" * 500_000)) == "ab" * 500_000
-
-
-@pytest.mark.parametrize("decoder", [
-    None, {"type": "Fuse"}, {"type": "WordPiece", "prefix": "##", "cleanup": True},
-    {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
-])  # fmt: skip
-def test_other_decoders_are_refused(decoder, tmp_path):
-    with pytest.raises(UserError, match="decoder {.* is not supported, expected Byte"):
-        T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2") | {"decoder": decoder}))
-    T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2")))
-
-
-@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
-def test_added_words_that_change_their_surroundings_are_refused(flag, tmp_path):
-    d = _json("words")
-    d["added_tokens"][-1][flag] = True
-    with pytest.raises(UserError, match="not supported"):
-        T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
-
-
-def test_normalized_words_are_refused_with_a_normalizer(tmp_path):
-    d = _json("words, composed")
-    d["added_tokens"] = [t | {"normalized": not t["special"]} for t in d["added_tokens"]]
-    with pytest.raises(UserError, match="with the normalizer NFC"):
-        T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
 
 
 @pytest.mark.parametrize("spec", ["", "Bytes", "no/such/tokenizer.model"])
@@ -585,62 +421,85 @@ def _conversations() -> list[list[dict]]:
     return out
 
 
+def _llama2_json(kind: str, folder) -> dict:
+    """The tokenizer.json of Llama 2 for a sentencepiece model; transformers finds the merges."""
+    folder.mkdir(exist_ok=True)
+    config = {"tokenizer_class": "LlamaTokenizer"}
+    spec = _write(folder, tokenizer__model=_model(kind), tokenizer_config__json=config, config__json={})
+    d = json.loads(transformers.AutoTokenizer.from_pretrained(spec)._tokenizer.to_str())
+    space = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    return d | {"pre_tokenizer": None, "normalizer": {"type": "Sequence", "normalizers": space}}
+
+
 def _chat_tokenizer(family: str, folder):
-    config = {"chat_template": TEMPLATES[family]}
-    if family.startswith("llama3") or family == "chatml":
-        kind = "qwen" if family == "chatml" else "llama3"
-        return T.load_tokenizer(_write(folder, tokenizer__json=_json(kind), tokenizer_config__json=config))
-    return T.load_tokenizer(_write(folder, tokenizer__model=_model("llama2"), tokenizer_config__json=config))
+    config = {"chat_template": TEMPLATES[family], "tokenizer_class": "PreTrainedTokenizerFast"}
+    kind = {"llama2": "llama2", "mixtral": "control", "chatml": "qwen"}.get(family, "llama3")
+    d = _llama2_json(kind, folder / "model") if kind in MODELS else _json(kind)
+    ends = {"llama3": ("<|begin_of_text|>", "<|eot_id|>"), "qwen": ("<|begin_of_text|>", "<|im_end|>")}
+    config["bos_token"], config["eos_token"] = ends.get(kind, ("<s>", "</s>"))
+    return T.load_tokenizer(_write(folder, tokenizer__json=d, tokenizer_config__json=config))
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_chat_is_the_familys_template(family, tmp_path):
+def test_chat_is_the_folders_template(family, tmp_path):
     ours = _chat_tokenizer(family, tmp_path)
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(TEMPLATES[family])
-    by_json, name = family.startswith("llama3") or family == "chatml", T.chat_family(ours)
-    kind = "qwen" if family == "chatml" else "llama3"
-    oracle = tokenizers.Tokenizer.from_str(json.dumps(_json(kind))) if by_json else ours.processor
-    bos, eos = ("<|begin_of_text|>", "<|eot_id|>") if by_json else ("<s>", "</s>")
-    assert name == family.removesuffix(".1")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert T.chat_family(ours) == "own"
     for messages in _conversations():
+        messages = [m | {"content": m["content"].replace("[INST]", "")} for m in messages]  # in Mixtral, control tokens
         asks = messages[-1]["role"] != "assistant"
-        text = template.render(messages=messages, bos_token=bos, eos_token=eos, add_generation_prompt=asks)
-        if by_json:
-            expected = oracle.encode(text, add_special_tokens=False).ids
-        else:  # sentencepiece puts the space before a part itself
-            parts = re.findall("<s>|</s>|(?:(?!</?s>).)+", text, re.DOTALL)
-            expected = [
-                i for p in parts for i in ({"<s>": [1], "</s>": [2]}.get(p) or oracle.encode(p.removeprefix(" ")))
-            ]
-        ids, mask = T.render_chat(ours, messages, name)
+        expected = theirs.apply_chat_template(messages, return_dict=False, add_generation_prompt=asks)
+        ids, mask = T.render_chat(ours, messages, "own")
         assert ids == expected, messages
         assert len(mask) == len(ids)
 
 
-@pytest.mark.parametrize("family", [*TEMPLATES, "bytes"])
+@pytest.mark.parametrize("family", [*TEMPLATES, "bytes", "ours: llama3", "ours: chatml", "ours: mixtral"])
 def test_the_mask_is_what_a_model_would_answer(family, tmp_path):
-    """An answer's part of the mask is what stands between the prompt for it and the next message."""
-    ours = T.ByteTokenizer() if family == "bytes" else _chat_tokenizer(family, tmp_path)
-    name = T.chat_family(ours, "llama")
-    tail = [*ours.encode("\n")] if name == "chatml" else []  # behind the token that closes a turn
+    """The mask of an answer covers the ids between the prompt for it and the next message."""
+    kind = family.removeprefix("ours: ")
+    ours = T.ByteTokenizer() if family == "bytes" else _chat_tokenizer(kind, tmp_path)
+    name = "llama2" if family == "bytes" else "own" if kind == family else kind
+    tail = [*ours.encode("\n")] if kind == "chatml" else []  # behind the token that closes a turn
     for messages in _conversations():
-        if name == "chatml":  # there, a line feed that begins an answer can be a token with the one before it
-            messages = [m | {"content": m["content"].lstrip("\n")} for m in messages]
+        # With ChatML, a line feed that begins an answer can be one token with the line feed before it.
+        messages = [m | {"content": m["content"].lstrip("\n")} for m in messages]
+        if messages[0]["role"] == "system" and kind == "mixtral":
+            continue  # the system message moves to the last question
         ids, mask = T.render_chat(ours, messages, name)
         expected = [0] * len(ids)
         for k, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt, none = T.render_chat(ours, messages[:k], name)
                 answered, _ = T.render_chat(ours, messages[: k + 1], name)
-                assert ids[: len(answered)] == answered and answered[: len(prompt)] == prompt
-                words = unicodedata.normalize("NFC", message["content"].strip()) if tail else message["content"].strip()
-                assert none[-1] == 0 and ours.decode(answered[len(prompt) :]).strip() == words
-                assert answered[len(answered) - len(tail) :] == tail
-                del answered[len(answered) - len(tail) :]
-                assert answered[-1] == T.turn_end(ours, name)
-                expected[len(prompt) : len(answered)] = [1] * (len(answered) - len(prompt))
+                assert ids[: len(answered)] == answered and answered[: len(prompt)] == prompt and none[-1] == 0
+                end = len(answered) - len(tail)
+                assert answered[end:] == tail and answered[end - 1] in ours.control.values()
+                expected[len(prompt) : end] = [1] * (end - len(prompt))
         assert mask == expected
+
+
+def test_templates_that_hide_an_answer_are_refused(tmp_path):
+    """Qwen3's rule: the last answer begins with an empty thought, earlier answers do not."""
+    thinks = """{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '<think></think>' if loop.last and m.role ==
+'assistant' }}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+    messages = [{"role": r, "content": "x"} for r in ("user", "assistant") * 2]
+    for i, (template, message) in enumerate([
+        (thinks, None), ("{% if %}", "Expected an expression"), ("{{ raise_exception('no role') }}", "no role"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not put the answer before a control token"),
+        ("{% for m in messages %}{{ m.content[1:] }}<|im_end|>{% endfor %}", "message 1: the chat template does not"),
+    ]):  # fmt: skip
+        (tmp_path / str(i)).mkdir()
+        files = {"tokenizer__json": _json("qwen"), "chat_template__jinja": template.encode()}
+        ours = T.load_tokenizer(_write(tmp_path / str(i), **files))
+        if message is None:
+            ids, mask = T.render_chat(ours, messages, "own")
+            trained = [i for i, on in zip(ids, mask, strict=True) if on]
+            end = ours.control["<|im_end|>"]
+            assert trained == [*ours.encode("x"), end, *ours.encode("<think></think>x"), end]
+            continue
+        with pytest.raises(UserError, match=message):
+            T.render_chat(ours, messages, "own")
 
 
 def test_mixtral_8x22b_has_control_tokens_for_a_turn(tmp_path):
@@ -659,7 +518,7 @@ def test_a_message_cannot_hold_control_tokens(family, tmp_path):
     count = {}
     for content in ("x", "".join(SPECIAL) + "</s><s>[/INST]"):
         messages = [{"role": r, "content": content} for r in ("system", "user", "assistant", "user")]
-        ids, _ = T.render_chat(ours, messages, T.chat_family(ours))
+        ids, _ = T.render_chat(ours, messages, "own")
         count[content] = [i for i in ids if i in ours.control.values()]
     assert len(set(map(tuple, count.values()))) == 1
 
