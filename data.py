@@ -4,7 +4,7 @@ A row is seq_len tokens and their successors. The shards of a split are one long
 token i * seq_len. Rows are visited in a random order that is a pure function of (seed, epoch, i), computed where it is
 needed and never stored. Step s of a run trains on rows s * R ... (s + 1) * R - 1 of that order (R = batch_tokens /
 seq_len), whatever the number of ranks, the micro-batch or the step the run was resumed at: the position is one integer.
-Streams (stream.py) add a few integers per lane. In a mixture, `turns` says whose turn a row is. Where
+Streams add a few integers per lane. In a mixture, `turns` says whose turn a row is. Where
 rows come from is in lib/rows.py.
 
     python data.py prepare --input FILES --tokenizer T --out DIR        text -> token shards
@@ -25,6 +25,10 @@ from functools import cached_property
 from pathlib import Path
 
 from lib.errors import Parser, UserError, local_path, read_ahead, run_script  # first: it finds Python's torch
+from lib.prepare import main as run_prepare
+
+if __name__ == "__main__" and sys.argv[1:2] != ["show"]:
+    run_script(run_prepare)  # before torch is imported, which takes seconds
 
 import numpy as np  # isort: skip
 import torch
@@ -32,9 +36,9 @@ from torch import Tensor
 
 from config import Config, parse_args, split_batch
 from lib import torch_private
-from lib.prepare import read_index, run_prepare, run_verify
-from lib.rows import Catalog, ChatRows, ShardRows, Stream, permute, sample_digest, turns
-from lib.text import HUB, knows_text, split_weight
+from lib.prepare import read_index
+from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, sample_digest, turns
+from lib.text import HUB, knows_text, log, split_weight
 from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
 
@@ -303,9 +307,17 @@ def make_loader(config: Config, rank: int = 0, world_size: int = 1, split: str =
 
 
 def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -> Iterator[Loader]:
-    """For training, and for validation if the run evaluates."""
-    splits = ("train", "val") if config.eval_every else ("train",)
-    return (Loader(config, rank, world_size, split, catalog) for split in splits)
+    """For training, and for validation if the run evaluates. A run whose --data is too short for a validation row skips
+    evaluation; rank 0 warns."""
+    yield Loader(config, rank, world_size, "train", catalog)
+    if config.eval_every:
+        try:
+            yield Loader(config, rank, world_size, "val", catalog)
+        except TooLittle as e:
+            if config.val_data:
+                raise
+            if not rank:
+                log.warning(f"{e}. This run skips evaluation")
 
 
 def merge_positions(states: list[dict]) -> dict:
@@ -405,10 +417,10 @@ def run_show(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    commands = {"prepare": run_prepare, "verify": run_verify, "show": run_show}
-    if not argv or argv[0] not in commands:
-        raise UserError(f"expected python data.py {'|'.join(commands)} ... (each has --help)")
-    commands[argv[0]](argv[1:])
+    if argv[:1] == ["show"]:
+        run_show(argv[1:])
+    else:
+        run_prepare(argv)
 
 
 if __name__ == "__main__":

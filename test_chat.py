@@ -122,17 +122,17 @@ def test_rows_that_are_conversations(tmp_path):
         ids, mask = render_chat(load_tokenizer("bytes"), messages, "llama2")
         bom = "\ufeff" * (rows_ is SYSTEM)
         (tmp_path / "a.jsonl").write_text(bom + "".join(json.dumps(row) + "\n" for row in rows_.values()))
-        found = [encode(str(where), row) for row, _ in TextFile(str(tmp_path / "a.jsonl")).rows(encode.fields)]
+        found = [encode(str(where), row) for row in TextFile(str(tmp_path / "a.jsonl")).rows(encode.fields)]
         tokens = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
         for name, its_tokens in zip(rows_, found, strict=True):
             assert its_tokens == ([tokens[0] | BEGINS, *tokens[1:]], "chat"), name
         (tmp_path / "a.json").write_text(bom + json.dumps([*rows_.values()], indent=1))
-        listed = [encode(str(where), row) for row, _ in TextFile(str(tmp_path / "a.json")).rows(encode.fields)]
+        listed = [encode(str(where), row) for row in TextFile(str(tmp_path / "a.json")).rows(encode.fields)]
         assert listed == found
     row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
-    tokens, _ = encode("", TextRow(1, 1, 0, row, False))
+    tokens, _ = encode("", TextRow(1, 1, row, False))
     assert "[INST] Add.\n\n1, 2 [/INST] 3" in load_tokenizer("bytes").decode([t & ID for t in tokens])
-    named = Encoder("bytes", "body")(str(where), TextRow(1, 1, 0, {"body": "x", "messages": [ASK, ANSWER]}, False))
+    named = Encoder("bytes", "body")(str(where), TextRow(1, 1, {"body": "x", "messages": [ASK, ANSWER]}, False))
     assert named == ([256, *b"x"], "text")  # a text field that was named counts first
 
 
@@ -143,7 +143,7 @@ def test_conversations_in_parquet(tmp_path):
             row = {"messages": [ASK | {"content": PARTS}, ANSWER | {"content": [{"type": "text", "text": "So."}]}]}
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
         encode = Encoder("bytes", chat_fields=("ask", "say"))
-        ((tokens, _),) = (encode("", r) for r, _ in TextFile(str(tmp_path / "a.parquet")).rows(encode.fields))
+        ((tokens, _),) = (encode("", r) for r in TextFile(str(tmp_path / "a.parquet")).rows(encode.fields))
         ids, _ = render_chat(load_tokenizer("bytes"), [ASK, ANSWER], "llama2")
         assert [t & ID for t in tokens] == ids, name
 
@@ -215,7 +215,7 @@ def test_pack_of_very_many_closes_the_fullest(monkeypatch):
 
 def test_too_long_conversations(tmp_path):
     """Cut to what fits, dropped with the flag or where nothing that is trained on would be left; all counted."""
-    rows_ = [[("x" * 10, "y" * 10)], [("x" * 10, "y" * 100)], [("x" * 100, "y" * 10)]]
+    rows_ = [[("x" * 10, "y" * 10)], [("x" * 10, "y" * 100)], *[[("x" * 100, "y" * 10)]] * 2]  # the last is held out
     path = write(tmp_path / "a.jsonl", [
         [{"role": r, "content": c} for pair in row for r, c in zip(("user", "assistant"), pair, strict=True)]
         for row in rows_
@@ -227,7 +227,7 @@ def test_too_long_conversations(tmp_path):
     loader = make_loader(config(path, long_chats="drop"))
     assert "0 truncated to --seq_len 64 and 2 dropped" in loader.summary(None)[1]
     assert documents(epoch(loader))[0] == short
-    assert "The validation split has 0 conversations, and none is left" in refused(
+    assert "The validation split has 1 conversations, and none is left" in refused(
         make_loader, config(path), split="val"
     )
     message = refused(make_loader, config(path, seq_len=20, long_chats="drop"))

@@ -149,12 +149,15 @@ def test_val_data_lets_all_of_data_train(tmp_path):
     assert sum(t != 256 for t in read(c)) == 700 and sorted(read(c, "val")) == [*range(1000)]
 
 
-def test_too_little_data(tmp_path):
+def test_too_little_data(tmp_path, caplog):
     path = shard(tmp_path / "a.bin", range(20 * T))
     assert len(read(config(path, seq_len=19 * T - 1))) == 19 * T
     assert re.search(rf"training data .* {19 * T} tokens.* {19 * T + 1}:", refused(read, config(path, seq_len=19 * T)))
     message = refused(read, config(path), "val")
     assert re.search(rf"validation split .* {T} tokens.* {T + 1}:.*--val_data.*--eval_every 0", message)
+    assert len(open_checked(config(path))) == 1 and message in caplog.text and "skips evaluation" in caplog.text
+    short = shard(tmp_path / "short.bin", range(T))
+    assert message in refused(open_checked, config(path, val_data=short))
 
 
 @pytest.mark.parametrize("at, split", [(0, "train"), (177, "train"), (190, "val"), (199, "val")])

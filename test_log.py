@@ -140,7 +140,7 @@ def test_names_from_files_and_hosts_do_not_steer_the_terminal(tmp_path, capsys):
 
 NAMED = {
     "a tokenizer's folder": lambda f: ((f / HOSTILE).touch(), load_tokenizer(str(f))),
-    "fields of a row": lambda f: Encoder("bytes", "text", "")("x.jsonl", TextRow(1, 1, 0, {HOSTILE: 1}, False)),
+    "fields of a row": lambda f: Encoder("bytes", "text", "")("x.jsonl", TextRow(1, 1, {HOSTILE: 1}, False)),
 }
 
 

@@ -124,7 +124,7 @@ def test_bad_rows(tmp_path, caplog):
     (found, *_), _ = run(config(path, lanes=1, skip_bad=1, batch_tokens=24 * T), 1)
     expected = [t for r in range(30) if r != 7 for t in (256, *text(0, r).encode())]
     assert found == [tuple(expected[i * T : i * T + T + 1]) for i in range(24)]
-    assert re.search("left out: .* line 8 ", caplog.text)
+    assert re.search("skipped: .* line 8 ", caplog.text)
 
 
 def test_what_cannot_be_streamed(tmp_path):
@@ -198,7 +198,7 @@ def test_a_run_waits_for_its_hub(hub, tmp_path, monkeypatch):
 
     def failing(self, *args):
         for row in read(self, *args):
-            if row[0].number == 5 and failures:
+            if row.number == 5 and failures:
                 failures.pop()
                 raise Failure("no answer of a hub")
             yield row
@@ -229,7 +229,7 @@ def test_parquet_is_read_in_ranges(hub, tmp_path):
     pyarrow.parquet.write_table(pa.table({"text": lines}), tmp_path / "train.parquet")
     hub.repos["datasets/org/table"] = {"train.parquet": (tmp_path / "train.parquet").read_bytes()}
     (file,) = find_text("hf://datasets/org/table", "--data")
-    assert [row.content["text"] for row, _ in file.rows(("text",))] == lines
+    assert [row.content["text"] for row in file.rows(("text",))] == lines
 
 
 @pytest.mark.parametrize("name, fault", [("en/c4-train.00000-of-00003.json.gz", ("flip", 90)),
@@ -247,7 +247,7 @@ def test_a_gzip_file_of_the_hub_that_is_cut_short(hub):
     name = "en/c4-train.00000-of-00003.json.gz"
     hub.repos["datasets/org/c4"][name] = hub.repos["datasets/org/c4"][name][:-60]
     (file, *_) = find_text(C4, "--data")
-    with pytest.raises(UserError, match=rf"cut short at byte {file.size}, after line"):
+    with pytest.raises(UserError, match="cut short after line"):
         list(file.rows(("text",)))
 
 
@@ -260,7 +260,7 @@ ADDRESSES = {
 }
 WRONG = {
     "hf://datasets/org/c4": r"does not say which files.*org/c4/de/train\.json\.gz.*org/c4/en/c4-train\.\*\.json\.gz",
-    "hf://datasets/org/c4/fr": "no such data file; the data set has .*c4-train",
+    "hf://datasets/org/c4/fr": "matches no data file; the data set has .*c4-train",
     "hf://datasets/org": "expected hf://datasets/ORG/NAME",
     "hf://org/c4": "expected hf://datasets/ORG/NAME",
     "hf://datasets/org/no": "there is no .*org/no",

@@ -93,7 +93,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
             log.end_step(parts)
             todo = after_step(config, step, run.votes.agreed(saver.failed))
             gradients.check(step, wait=todo.record)  # a non-finite loss is neither recorded nor saved
-            val_loss = evaluate(model, val_data, run) if todo.evaluate else None
+            val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
             if todo.record:
                 log.step(step, loss, grad_norm, lr, val_loss)
             if todo.watch_fp8:

@@ -13,7 +13,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lib.errors import Parser, UserError, listed, printable, write_whole  # first: it finds the Python that has numpy
+from lib.errors import (
+    Parser,
+    UserError,
+    listed,
+    printable,
+    read_object,
+    write_whole,
+)  # first: it finds the Python that has numpy
 
 import numpy as np  # isort: skip
 
@@ -52,18 +59,13 @@ BATCH = 2**20  # bytes of text that a worker encodes at a time
 # ---- the format
 
 
-def make_header(tokens: int, vocab_size: int) -> tuple[bytes, type]:
-    """The header that suits the vocabulary, and the dtype of the tokens that follow."""
+def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    """Writes tokens with the header and the dtype that fit the vocabulary."""
     magic = 20240520 if vocab_size <= 2**16 else 20240801
     version, dtype, _ = MAGICS[magic]
     header = np.zeros(HEADER // 4, dtype="<i4")
-    header[:3] = magic, version, tokens
-    return header.tobytes(), dtype
-
-
-def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    header, dtype = make_header(len(tokens), vocab_size)
-    path.write_bytes(header + tokens.astype(dtype).tobytes())
+    header[:3] = magic, version, len(tokens)
+    path.write_bytes(header.tobytes() + tokens.astype(dtype).tobytes())
 
 
 def open_shard(path: Path, data_dtype: str = "") -> tuple[np.ndarray, int | None]:
@@ -88,7 +90,7 @@ def open_shard(path: Path, data_dtype: str = "") -> tuple[np.ndarray, int | None
             " as nanoGPT writes them, say --data_dtype uint16 or uint32"
         )
     if size % np.dtype(data_dtype).itemsize:
-        raise UserError(f"{path}: {size} bytes is no whole number of {data_dtype} tokens")
+        raise UserError(f"{path}: {size} bytes are not a whole number of {data_dtype} tokens")
     return np.memmap(path, data_dtype, "r"), None
 
 
@@ -102,14 +104,7 @@ def find_shards(spec: str, flag: str) -> list[Path]:
 def read_index(folder: Path) -> dict:
     """index.json of a folder that `prepare` made; {} for shards from other tools."""
     path = folder / "index.json"
-    try:
-        index = json.loads(path.read_text("utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (ValueError, RecursionError):
-        index = None
-    if not isinstance(index, dict):
-        raise UserError(f"{path} is no JSON object: prepare the folder again")
+    index = read_object(path) if path.exists() else {}
     return index if "fingerprint" in index else {}
 
 
@@ -125,14 +120,13 @@ def sha256_of(path: Path) -> str:
 
 
 def batches(sources: list[TextFile], encoder: Encoder, position: list[int], val_every: int) -> Iterator[tuple]:
-    """Jobs for encode_rows of about BATCH bytes each, from after `position` = (source, row). Label: (source, its rows
-    as (number, held out), stored bytes up to them)."""
+    """Jobs for encode_rows, of about BATCH bytes each, for the rows after `position` = (source, row). Label: (source,
+    its rows as (number, held out))."""
     start, first = position
-    before = sum(s.size for s in sources[:start])
     for i, source in enumerate(sources[start:], start):
-        for rows, stored in group_rows(source.rows(encoder.fields, first, val_every), BATCH):
-            yield (i, [(row.number, row.val) for row in rows], before + stored), encoder, str(source), rows
-        before, first = before + source.size, 0
+        for rows in group_rows(source.rows(encoder.fields, first, val_every), BATCH):
+            yield (i, [(row.number, row.val) for row in rows]), encoder, str(source), rows
+        first = 0
 
 
 def build(
@@ -140,13 +134,13 @@ def build(
     encoder: Encoder,
     folder: Path,
     progress: dict,
-    shard_tokens: int = SHARD_TOKENS,
-    val_every: int = VAL_EVERY,
+    shard_tokens: int,
+    val_every: int,
     processes: int = 0,
     skip_bad: int = 0,
 ) -> dict:
-    """Tokenises sources into shards -> the content of index.json. progress: {} or that of an interrupted call; it is
-    updated, and saved after each shard. UserError after more than skip_bad bad rows."""
+    """Tokenises sources into shards -> the content of index.json. progress: {} or the progress of an interrupted call;
+    it is updated, and saved after each shard. UserError after more than skip_bad bad rows."""
     from tqdm import tqdm
 
     tokenizer = load_tokenizer(encoder.tokenizer)
@@ -154,17 +148,18 @@ def build(
     progress.update(fresh | progress)
     _save_progress(folder, progress)
     jobs = batches(sources, encoder, progress["position"], val_every)
-    bar = tqdm(total=sum(s.size for s in sources), unit="B", unit_scale=True, disable=None if processes else True)
+    bar = tqdm(total=len(sources), unit=" files", disable=None if processes else True)
     with bar, start_workers(processes) if processes else contextlib.nullcontext() as pool:
-        for (source, places, done), results in in_order(encode_rows, jobs, pool, 2 * processes):
+        for (source, places), results in in_order(encode_rows, jobs, pool, 2 * processes):
             _collect(progress, places, results, str(sources[source]), skip_bad)
             progress["position"] = [source, places[-1][0]]
-            bar.update(done - bar.n)
+            bar.set_postfix(rows=places[-1][0], refresh=False)
+            bar.update(source - bar.n)
             if max(sum(map(len, progress[split])) for split in SPLITS) >= shard_tokens:
                 _write_shards(folder, progress, shard_tokens, shard_tokens, tokenizer.vocab_size)
                 _save_progress(folder, progress)
-    if val_every and progress["kind"] == "chat" and not any(name.startswith("val") for name in progress["files"]):
-        _hold_one_out(progress)
+    if val_every and not any(name.startswith("val") for name in progress["files"]):
+        _hold_one_out(progress, tokenizer.bos_id)
     _write_shards(folder, progress, shard_tokens, 1, tokenizer.vocab_size)
     return {
         "key": progress.get("key"),
@@ -179,15 +174,15 @@ def build(
 
 
 def _collect(progress, places, results, source, skip_bad):
-    """Adds the tokens of a job's rows to those of their splits."""
+    """Adds the tokens of a job's rows to their splits."""
     tokens = {split: [] for split in SPLITS}
     for (number, val), (ids, kind) in zip(places, results, strict=True):
         if kind == "bad":
             progress["skipped"] += 1
             if progress["skipped"] > skip_bad:
                 count = f" (bad row {progress['skipped']} of --skip_bad {skip_bad})" if skip_bad else ""
-                raise UserError(f"{ids}{count}; --skip_bad N leaves out up to N such rows")
-            log.warning(f"left out: {printable(ids)}")
+                raise UserError(f"{ids}{count}; --skip_bad N skips up to N bad rows")
+            log.warning(f"skipped: {printable(ids)}")
             continue
         if progress["kind"] not in ("", kind):
             raise UserError(
@@ -200,10 +195,10 @@ def _collect(progress, places, results, source, skip_bad):
         progress[split].append(np.concatenate([NO_TOKENS, *tokens[split]]))
 
 
-def _hold_one_out(progress):
-    """Of conversations too few for val_every, the last one is held out, if there are two or more."""
+def _hold_one_out(progress, bos_id):
+    """Holds out the last document or conversation if there are two or more, but too few for val_every."""
     tokens = np.concatenate(progress["train"])
-    starts = np.flatnonzero(tokens >= BEGINS)
+    starts = np.flatnonzero(tokens >= BEGINS if progress["kind"] == "chat" else tokens == bos_id)
     if len(starts) > 1 and not len(np.concatenate(progress["val"])):
         progress["train"], progress["val"] = [tokens[: starts[-1]]], [tokens[starts[-1] :]]
 
@@ -251,8 +246,8 @@ def prepare(
     val_every: int = VAL_EVERY,
     **options: int,
 ) -> dict:
-    """Tokenises sources into a folder of its own -> index.json. Resumes an interrupted call, and waits while another
-    process prepares the same folder. options: processes and skip_bad, as `build` has them."""
+    """Tokenises sources into a new folder -> index.json. Resumes an interrupted call, and waits while another process
+    prepares the same folder. options: processes and skip_bad, as in `build`."""
     from filelock import FileLock
 
     key, is_piped = key_of(sources, encoder, shard_tokens, val_every), STDIN in map(str, sources)
@@ -293,7 +288,7 @@ def _check_out(out, key, made):
 
 
 def verify(path: Path, vocab_size: int = 0, data_dtype: str = "") -> Iterator[str]:
-    """What is wrong with a folder of shards or one of them: checksums, headers, every id."""
+    """Yields a message for each defect of a shard, or of a folder of shards: checksums, headers, every id."""
     folder = path if path.is_dir() else path.parent
     index, files = read_index(folder), find_shards(str(path), "verify")
     known, vocab_size = index.get("files", {}), vocab_size or index.get("vocab_size", 0)
@@ -323,7 +318,15 @@ def verify(path: Path, vocab_size: int = 0, data_dtype: str = "") -> Iterator[st
 # ---- the command line
 
 
-def run_prepare(argv: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    """argv: prepare or verify, and its flags."""
+    commands = {"prepare": _run_prepare, "verify": _run_verify}
+    if not argv or argv[0] not in commands:
+        raise UserError(f"expected python data.py {'|'.join(commands)}|show ... (each has --help)")
+    commands[argv[0]](argv[1:])
+
+
+def _run_prepare(argv):
     parser = Parser(prog="data.py prepare", description="Text -> token shards.", allow_abbrev=False)
     add = parser.add_argument
     inputs = f"files, globs, hf:// or - (standard input): {FORMATS}"
@@ -333,20 +336,19 @@ def run_prepare(argv: list[str]) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help=out)
     add("--text_field", default="text", help="field or column of the text (default: text)")
     numbers = {
-        "shard_tokens": (SHARD_TOKENS, 1, "tokens per shard"),
-        "val_every": (100, 0, "one document in N is held out; 0 = none"),
-        "processes": (cores(), 0, "worker processes"),
-        "skip_bad": (0, 0, "bad rows that are left out before one ends it"),
+        "shard_tokens": (SHARD_TOKENS, "tokens per shard"),
+        "val_every": (100, "one document in N is held out for validation; 0 = none"),
+        "processes": (cores(), "worker processes"),
+        "skip_bad": (0, "bad rows to skip; the next one ends the command"),
     }
-    for name, (default, _, help_text) in numbers.items():
+    for name, (default, help_text) in numbers.items():
         add(f"--{name}", type=int, default=default, metavar="N", help=f"{help_text} (default: {default})")
     add("--chat_fields", nargs="+", default=(), metavar="NAME", help="as for train.py: question,answer")
     add("--chat", default="llama", choices=("llama", "mixtral"), help="format, if the tokenizer has none")
     args = parser.parse_args(argv)
     values = {name: getattr(args, name) for name in numbers}
-    for name, (_, least, _) in numbers.items():
-        if values[name] < least:
-            raise UserError(f"--{name} {values[name]}: it must be at least {least}")
+    if min(values.values()) < 0 or not args.shard_tokens:
+        raise UserError("--shard_tokens must be at least 1; --val_every, --processes and --skip_bad at least 0")
     sources = [file for spec in args.input for file in find_text(spec, "--input")]
     encoder = Encoder(args.tokenizer, args.text_field, args.chat, read_chat_fields(args.chat_fields))
     files = prepare(sources, encoder, args.out, **values)["files"].items()
@@ -355,7 +357,7 @@ def run_prepare(argv: list[str]) -> None:
     print(f"Use it: --data {args.out} --tokenizer {args.tokenizer}")
 
 
-def run_verify(argv: list[str]) -> None:
+def _run_verify(argv):
     parser = Parser(prog="data.py verify", description="Checks token shards.", allow_abbrev=False)
     parser.add_argument("path", nargs="+", type=Path, help="folders or .bin files")
     parser.add_argument("--vocab_size", type=int, default=0, help="ids must be below it (default: the index's)")

@@ -2,14 +2,14 @@
 
 A source has `count` (rows per epoch; None for streams, which have no end), `rows(index)` -> tokens [n, T], targets
 [n, T] and begins [n, T] (a document begins here; None: a row is one sequence), `note` (a line for the log), and
-`describe()` and `paths`, from which a checkpoint's fingerprint of the data is made. Local text is tokenised once, into
+`describe()` and `paths`, which enter a checkpoint's fingerprint of the data. Local text is tokenised once, into
 shards in the cache; hf:// text, and all text with --stream, is streamed: tokenised while it is trained on.
 
 The files of a stream are dealt to a fixed number of lanes, file f to lane f mod lanes; if there are fewer files than
 lanes, the rows of a file are dealt to its lanes. A lane joins its documents and cuts them into rows of seq_len tokens
 and their successors; its epochs follow one another, each with another order of its files. Global row r of the run is
-the next row of lane r mod lanes: the same rows in the same order on any number of ranks, each of which reads the lanes
-of its own rows. The position of a lane is (rows given, epoch, file, row, token in that row's document, bad rows left
+the next row of lane r mod lanes: the same rows in the same order on any number of ranks. Each rank reads the lanes of
+its rows. The position of a lane is (rows given, epoch, file, row, token in that row's document, bad rows left
 out); a resume reads its current file from the beginning up to that row. A thread per lane reads ahead, and worker
 processes tokenise."""
 
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from config import Config
 from lib import text
@@ -36,7 +35,7 @@ from model import IGNORE
 
 VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
 CACHE = Path(__file__).parent.parent / "cache"
-PARALLEL = 2**25  # bytes of text from which it is tokenised by several processes
+PARALLEL = 2**25  # bytes; several processes tokenise a longer text
 OPEN_ROWS = 1000  # rows that a conversation may still be packed into
 MAX_WORKERS = 8  # per rank
 LANE_BATCH = 2**16  # bytes of a lane's text that are tokenised together
@@ -86,8 +85,8 @@ def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
 
 
 def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.ndarray]:
-    """Whose turn it is at the given places of a mixture -> (source, the index of its turn). Of the first n places a
-    source of weight w has n w, to less than one turn per source that comes before it, for every n."""
+    """The turns at the given places of a mixture -> (source, the index of its turn). For every n, a source of weight w
+    has n w of the first n places, with an error below one turn per source listed before it."""
     source, number = np.zeros_like(index), index.copy()
     if len(weights) == 1:
         return source, number
@@ -114,7 +113,7 @@ def make_encoder(config: Config) -> text.Encoder:
 def tokenize(sources: list[text.TextFile], config: Config) -> list[Path]:
     """Tokenises text into a folder of the cache, once -> its shards."""
     encoder, skip_bad = make_encoder(config), config.skip_bad
-    key = key_of(sources, encoder, text.VAL_EVERY, skip_bad)  # other rows are left out: another folder
+    key = key_of(sources, encoder, text.VAL_EVERY, skip_bad)  # skip_bad changes which rows remain
     folder = CACHE / f"{Path(sources[0].name).name.partition('.')[0]}-{key[:12]}"
     if not read_index(folder):
         processes = text.cores() if sum(s.size for s in sources) > PARALLEL else 0
@@ -131,8 +130,7 @@ class Part(NamedTuple):
 
 
 class Tokens:
-    """Parts of shards as one sequence of tokens. What is read of it is refused where it has ids beyond the
-    vocabulary."""
+    """Parts of shards as one sequence of tokens. Reading an id beyond the vocabulary raises RankError."""
 
     def __init__(self, parts: list[Part], is_chat: bool, config: Config):
         self.parts, self.is_chat, self.config = parts, is_chat, config
@@ -150,30 +148,19 @@ class Tokens:
         return np.concatenate([part.tokens[max(start - begin, 0) : stop - begin] for part, begin in pieces])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return self._checked(self._slice(start, stop), [start])
+        return self.windows([start], stop - start)[0]
 
-    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """[len(starts), length]: tokens from each start on. Those inside one shard are copied by numpy, row by row."""
-        out = np.empty((len(starts), length), dtype=np.result_type(*{p.tokens.dtype for p in self.parts}))
-        parts = np.searchsorted(self.ends, starts, side="right")
-        inside = starts + length <= self.ends[parts]
-        for i in set(parts[inside].tolist()):
-            here = inside & (parts == i)
-            out[here] = sliding_window_view(self.parts[i].tokens, length)[starts[here] - self.begins[i]]
-        for i in np.flatnonzero(~inside):
-            out[i] = self._slice(int(starts[i]), int(starts[i]) + length)
-        return self._checked(out, starts)
-
-    def _checked(self, tokens, starts):
-        """The same tokens, whose rows begin at these places."""
-        ids = tokens & text.ID if self.is_chat else tokens
+    def windows(self, starts: list[int], length: int) -> np.ndarray:
+        """[len(starts), length]: the tokens after each start."""
+        rows = np.array([self._slice(start, start + length) for start in starts]).reshape(-1, length)
+        ids = rows & text.ID if self.is_chat else rows
         if ids.size and ids.max() >= self.config.model_config.vocab_size:
-            row, at = divmod(int(ids.argmax()), ids.shape[-1])
+            row, at = divmod(int(ids.argmax()), length)
             raise RankError(
-                f"{self.where(int(starts[row]) + at)}: id {ids.max()}, but the model's vocab_size is"
+                f"{self.where(starts[row] + at)}: id {ids.max()}, but the model's vocab_size is"
                 f" {self.config.model_config.vocab_size}; tokenizer and --model (or --vocab_size) must match"
             )
-        return tokens
+        return rows
 
     def check_ids(self) -> None:
         """Refuses ids beyond the vocabulary. Of more than 2^27 tokens 64 stretches of each part are looked at."""
@@ -193,9 +180,8 @@ class Tokens:
 
 
 class Catalog:
-    """What entries of --data and --val_data name: looked up once in a job, for `listed` and `streamed` can be told to
-    other ranks, and opened once in a process. commits: those that hub addresses are to be read at, where a run goes
-    on."""
+    """The files that entries of --data and --val_data name: looked up once in a job, opened once in a process. Rank 0
+    sends `listed` and `streamed` to the other ranks. commits: the commits that a resumed run reads hub addresses at."""
 
     def __init__(self, config: Config, commits: dict[str, str] | None = None):
         self.config, self.commits = config, commits or {}
@@ -234,20 +220,17 @@ class Catalog:
             return False
         first = self.find(specs[0], flag)[0]
         encoder = make_encoder(self.config)
-        row, _ = next(first.rows(encoder.fields, 0, 0), (None, 0))
+        row = next(first.rows(encoder.fields, 0, 0), None)
         if row is None:
             raise UserError(f"{flag} {first} is empty")
-        try:
-            _, kind = encoder(str(first), row)
-        except text.BadRow:
-            if not self.config.skip_bad:
-                raise
-            kind = "text"
-        if kind == "text" and len(remote) < len(specs) and not self.config.stream:
+        ((message, kind),) = text.encode_rows(encoder, str(first), [row])
+        if kind == "bad" and not self.config.skip_bad:
+            raise UserError(message)
+        if kind != "chat" and len(remote) < len(specs) and not self.config.stream:
             raise UserError(
                 f"{flag}: text of the hub is streamed and the rest is not: give each its weight, or --stream"
             )
-        return kind == "text"
+        return kind != "chat"
 
     def _open_shards(self, specs, flag):
         """-> (parts for training, for validation, the id before a document if they agree on one, is it chat)"""
@@ -270,7 +253,7 @@ class Catalog:
 
     def _find_shards(self, specs, flag):
         """(a shard, its split: train, val, or empty where neither its name nor its neighbours' say it). Text is
-        tokenised; that of the hub holds conversations, or it would be streamed."""
+        tokenised. Text of the hub holds conversations here; other text is streamed."""
         remote = [spec for spec in specs if spec.startswith("hf://")]
         texts = [file for spec in remote for file in text.fetch_whole(self.find(spec, flag))]
         files = [file for spec in specs if spec not in remote for file in find_shards(spec, flag)]
@@ -289,7 +272,7 @@ def _split_by_name(shards):
 
 
 def _check_index(index, path, tokens, config):
-    """Whether a shard is the one that was prepared, and by this run's tokenizer."""
+    """Refuses a shard that has changed since it was prepared, or was prepared with another tokenizer."""
     known = index["files"].get(path.name, {}).get("tokens", "nothing of it")
     if known != tokens:
         raise UserError(
@@ -303,10 +286,14 @@ def _check_index(index, path, tokens, config):
         )
 
 
+class TooLittle(UserError):
+    """A split has no row."""
+
+
 def _too_little(split, what, size="smaller"):
     name = "training data" if split == "train" else "validation split"
-    mend = "" if split == "train" else ", name a --val_data, or turn evaluation off with --eval_every 0"
-    return UserError(f"The {name} has {what}: give more text or a {size} --seq_len{mend}")
+    more = "" if split == "train" else ", name a --val_data, or turn evaluation off with --eval_every 0"
+    return TooLittle(f"The {name} has {what}: give more text or a {size} --seq_len{more}")
 
 
 # ---- sources
@@ -332,7 +319,7 @@ class ShardRows:
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         T = self.config.seq_len
-        block = self.tokens.windows(index * T, T + 1)
+        block = self.tokens.windows((index * T).tolist(), T + 1)
         begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
         return block[:, :-1], block[:, 1:], begins
 
@@ -360,12 +347,12 @@ class ChatRows(ShardRows):
         self.tokens, self.config = tokens, config
         T, parts = config.seq_len, zip(tokens.parts, tokens.begins, strict=True)
         starts = [begin + np.flatnonzero(part.tokens >= text.BEGINS) for part, begin in parts]
-        starts = np.concatenate([*starts, np.zeros(0, np.int64)])  # there may be no part
+        starts = np.concatenate([*starts, np.zeros(0, np.int64)])  # parts may be empty
         lengths = np.diff(np.append(starts, len(tokens))) - 1
         is_long = lengths > T
         lengths = np.minimum(lengths, T)
         kept = ~is_long | (config.long_chats != "drop")
-        for i in np.flatnonzero(is_long & kept):  # what is left of it may hold nothing that is trained on
+        for i in np.flatnonzero(is_long & kept):  # the rest may contain no trained token
             kept[i] = (tokens.read(int(starts[i]) + 1, int(starts[i]) + 1 + T) & text.TRAINED).any()
         total, count, truncated = len(kept), int(kept.sum()), int((is_long & kept).sum())
         if not count:
@@ -412,7 +399,7 @@ class Stream:
         self.kept = {}  # rows by their number
         self.recent = {}  # the position after each of the last rows
         self.lanes, self.positions, self.workers = {}, {}, None  # lanes: the rows to come of each
-        self.awaited = ""  # what a step waits for, if it is on the hub
+        self.awaited = ""  # the lane on the hub that a step waits for
         tokenizer = load_tokenizer(config.tokenizer)
         self.fingerprint = tokenizer.fingerprint
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
@@ -461,9 +448,9 @@ class Stream:
         """The rows of a file from number `first` on. A hub that fails is asked again after each of PAUSES."""
         for seconds in (*PAUSES, 0):
             try:
-                for row, stored in file.rows(self.encoder.fields, max(first - 1, 0), 0):
+                for row in file.rows(self.encoder.fields, max(first - 1, 0), 0):
                     first = row.number + 1
-                    yield row, stored
+                    yield row
                 return
             except text.Damaged:
                 raise
@@ -480,15 +467,15 @@ class Stream:
         while True:
             is_empty = not (at or first)
             for k, file in list(enumerate(self._files(lane, epoch)))[at:]:
-                rows = (row for row in self._read(file, first) if (row[0].number - 1) % sharing == turn)
-                for group, _ in text.group_rows(rows, LANE_BATCH):
+                rows = (row for row in self._read(file, first) if (row.number - 1) % sharing == turn)
+                for group in text.group_rows(rows, LANE_BATCH):
                     is_empty = False
                     yield (epoch, k, [row.number for row in group]), self.encoder, str(file), group
                 first = 0
             if is_empty:
                 raise UserError(
-                    f"Lane {lane}: there are no rows for it in {', '.join(map(str, self.files[:3]))}; give a smaller"
-                    f" --lanes than {lanes}, or leave out --stream"
+                    f"Lane {lane} has no rows: {', '.join(map(str, self.files[:3]))} hold fewer rows than lanes; give a"
+                    f" smaller --lanes than {lanes}, or leave out --stream"
                 )
             epoch, at = epoch + 1, 0
 
@@ -505,8 +492,8 @@ class Stream:
                     continue
                 skipped += 1
                 if skipped > self.config.skip_bad:
-                    raise UserError(f"{ids}; --skip_bad N leaves out up to N such rows per lane")
-                text.log.warning(f"left out: {printable(ids)}")
+                    raise UserError(f"{ids}; --skip_bad N skips up to N bad rows per lane")
+                text.log.warning(f"skipped: {printable(ids)}")
 
     def _rows(self, lane):
         """(seq_len + 1 tokens, the position after them) of a lane, without end."""
@@ -550,14 +537,14 @@ class Stream:
             if not self.workers:
                 ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
                 self.workers = text.start_workers(max(1, min(MAX_WORKERS, text.cores() // ranks - 1)))
-            if lane not in self.lanes:  # from now on it is read ahead
+            if lane not in self.lanes:  # start its reading thread
                 self.lanes[lane] = read_ahead(self._rows(lane), 8)
         block = np.array([self._take(n) for n in numbers], np.int64).reshape(-1, self.config.seq_len + 1)
         begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
         return block[:, :-1], block[:, 1:], begins
 
     def where(self, number: int) -> str:
-        """The file and row that a row ends in, if it is one of the last."""
+        """The file and row in which a recent row of the stream ends."""
         if number not in self.recent:
             return f"row {number} of the stream"
         lane, (_, epoch, file, row, *_) = number % self.config.lanes, self.recent[number]
@@ -565,8 +552,8 @@ class Stream:
 
 
 def text_bytes(sources: list, which: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
-    """(bytes of text, tokens) of what is trained on in rows of several sources; which: the source of each row. (0, 0)
-    if one of them is a stream, or does not say how long its tokens are."""
+    """(bytes of text, tokens): the trained tokens in rows of several sources; which: the source of each row. (0, 0) if
+    a source is a stream, or has no file of token sizes."""
     size = tokens = 0
     for i, source in enumerate(sources):
         files = [part.path.with_name(SIZES) for part in source.tokens.parts] if source.count else [Path()]
@@ -588,7 +575,7 @@ def pack(lengths: np.ndarray, size: int) -> np.ndarray:
     for i, n in enumerate(lengths.tolist()):
         at = int((room >= n).argmax())
         if room[at] < n:
-            at = int(room.argmin())  # one that is not open yet, or the fullest
+            at = int(room.argmin())  # a row that is not open yet, or the fullest row
             room[at:-1], row[at:-1] = room[at + 1 :].copy(), row[at + 1 :].copy()
             at, room[-1], row[-1], rows = -1, size, rows, rows + 1
         room[at] -= n

@@ -48,7 +48,7 @@ STDIN, BUILTIN = "-", "built-in"  # names of text that is in no file
 TRAIN_NAME = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)", re.IGNORECASE)
 TXT_PIECE = 2**24  # bytes; a longer .txt is tokenised in pieces, cut between lines
 VAL_EVERY = 20  # one document in so many, or the last 1/20 of a .txt, is held out for validation
-# Fields of conversations: one with all messages, or one for the user and one for the assistant, with text or messages.
+# Fields of conversations: a field with all messages, or a pair of fields (user, assistant) with text or messages.
 CHAT_FIELDS = (
     ("messages",), ("conversations",), ("conversation",), ("prompt", "completion"), ("prompt", "chosen"),
     ("instruction", "output"),
@@ -72,7 +72,6 @@ class Damaged(Failure):
 class TextRow(NamedTuple):
     number: int  # in its file, from 1
     line: int  # number of its first line; 0 where the format has no lines
-    offset: int  # of its first byte in the (decompressed) file
     content: bytes | dict  # JSON, or fields
     val: bool  # held out for validation
     begins: bool = True  # False: it continues the document of the row before
@@ -117,14 +116,14 @@ def split_weight(spec: str) -> tuple[str, Fraction | None]:
 
 
 def find_files(spec: str, flag: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that a path or a pattern names: text, or one of the suffixes; of a folder only the latter."""
+    """The files that a path or a pattern names: text files, or files with these suffixes. A folder stands for its files
+    with these suffixes."""
     path = Path(spec).expanduser()
     if path.is_dir():
         files = [p for p in sorted(path.iterdir()) if (kind_of(p.name) or p.suffix) in suffixes]
-        texts = sorted({kind_of(p.name) for p in path.iterdir()} - {""})
-        problem = f"no {', '.join(suffixes)} in this folder" + "".join(
-            f"; for its {k} files: {spec}/*{k}*" for k in texts
-        )
+        kinds = sorted({kind_of(p.name) for p in path.iterdir()} - {""})
+        hints = [f"; for its {kind} files: {spec}/*{kind}*" for kind in kinds]
+        problem = f"no {', '.join(suffixes)} in this folder{''.join(hints)}"
     else:
         files = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
         near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else (), 3)
@@ -164,18 +163,18 @@ def find_text(spec: str, flag: str, commit: str = "") -> list["TextFile"]:
 
 
 def _choose(path, names, entry, repo):
-    """The names of a listing that the path of an address stands for."""
+    """The names in a listing that match the path of an address."""
+    from fsspec.utils import glob_translate
+
     data = sorted(name for name in names if kind_of(name))
-    words = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
-    pattern = "".join(words.get(w) or re.escape(w) for w in re.split(r"(\*\*|\*|\?)", path))
-    chosen = [name for name in data if re.fullmatch(pattern, name)]
+    chosen = [name for name in data if re.match(glob_translate(path), name)]
     below = [name for name in data if not path or name.startswith(f"{path}/")]
     if below and not chosen:
         chosen = [name for name in below if TRAIN_NAME.search(name)] or (below if path else [])
         if len({name.rpartition("/")[0] for name in chosen}) != 1:
-            raise UserError(f"{entry} does not say which files: give one of {_candidates(repo, below)}")
+            raise UserError(f"{entry} does not say which files: expected {_candidates(repo, below)}")
     if not chosen:
-        raise UserError(f"{entry}: no such data file; the data set has {_candidates(repo, data)}")
+        raise UserError(f"{entry}: the address matches no data file; the data set has {_candidates(repo, data)}")
     return chosen
 
 
@@ -187,8 +186,8 @@ def _candidates(repo, names):
 
 
 def fetch_whole(files: list["TextFile"]) -> list["TextFile"]:
-    """The files of one entry; those of the hub are downloaded into HF_HOME's cache, where they are not yet, and
-    verified. Safe in several processes at the same time."""
+    """The files of an entry as local files. Files of the hub are downloaded into HF_HOME's cache if they are missing
+    there, and verified. Several processes may call it at the same time."""
     if not files[0].hub:
         return files
     from huggingface_hub import hf_hub_download
@@ -211,8 +210,9 @@ def fetch_whole(files: list["TextFile"]) -> list["TextFile"]:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of text: a path, an address hf://datasets/ORG/NAME@COMMIT/PATH, STDIN or BUILTIN. For a file on the hub:
-    the file system that opens it, and what it lists; oid: sha256, or git's SHA-1 of the blob."""
+    """A file of text: a path, an address hf://datasets/ORG/NAME@COMMIT/PATH, STDIN or BUILTIN. The other fields are for
+    files on the hub: the file system that opens them, and the listed size and hash (oid: sha256, or git's SHA-1 of the
+    blob)."""
 
     name: str
     hub: object = field(default=None, repr=False, compare=False)
@@ -252,11 +252,9 @@ class TextFile:
             return self.hub.open(self.name)
         return io.BufferedReader(HubReader(self), 2**20) if self.hub else open(self.name, "rb")
 
-    def rows(
-        self, fields: tuple[str, ...], first: int = 0, val_every: int = VAL_EVERY
-    ) -> Iterator[tuple[TextRow, int]]:
-        """(row, bytes of the stored file read so far) of the rows after number `first`. fields: the fields to read, a
-        document's text first. val_every: 0 holds nothing out. UserError if the file is damaged."""
+    def rows(self, fields: tuple[str, ...], first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
+        """The rows after number `first`. fields: the fields to read, a document's text first. val_every: 0 holds no row
+        out. UserError if the file is damaged."""
         name, line = self.name, 0
         with hub_errors(f"datasets/{self.repo}") if self.hub else contextlib.nullcontext(), self.open() as raw:
             kind = BUILTIN if name == BUILTIN else kind_of(name)
@@ -267,18 +265,18 @@ class TextFile:
                 for row in READERS[kind](name, stream, fields, val_every or sys.maxsize):
                     line = row.line
                     if row.number > first:
-                        yield row, _tell(raw)
+                        yield row
             except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-                where = f"byte {_tell(raw)}, after line {line}"
                 while self.hub and raw.read(2**20):
-                    pass  # at its end HubReader tells whether it was damaged on its way
+                    pass  # at the end of the file, HubReader raises Damaged if its hash is wrong
                 raise UserError(
-                    f"{name}: the gzip data is damaged or cut short at {where} ({e}): fetch or compress the file again"
+                    f"{name}: the gzip data is damaged or cut short after line {line} ({e}): fetch or compress the file"
+                    " again"
                 ) from None
 
 
 class HubReader(io.RawIOBase):
-    """A file on the hub, read in sequence while it arrives. At its end, size and hash must be those of the listing."""
+    """A file on the hub, read in sequence while it arrives. At its end, its size and hash must match the listing."""
 
     def __init__(self, file: TextFile):
         self.file, self.raw, self.count = file, file.hub.open(file.name, block_size=0), 0
@@ -286,9 +284,6 @@ class HubReader(io.RawIOBase):
 
     def readable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self.count
 
     def readinto(self, buffer) -> int:
         count = self.raw.readinto(buffer)
@@ -324,24 +319,15 @@ def builtin_documents() -> Iterator[str]:
 # ---- readers: (name, stream, fields, val_every) -> rows
 
 
-def _tell(raw):
-    try:
-        return raw.tell()
-    except (OSError, ValueError):  # a pipe; a file that is closed
-        return 0
-
-
 def _read_builtin(name, stream, fields, val_every):
     for number, text in enumerate(builtin_documents(), 1):
-        yield TextRow(number, 0, 0, {fields[0]: text}, number % val_every == 0)
+        yield TextRow(number, 0, {fields[0]: text}, number % val_every == 0)
 
 
 def _read_lines(name, stream, fields, val_every):
-    offset = 0
     for number, line in enumerate(stream, 1):
         if not line.isspace():
-            yield TextRow(number, number, offset, line, number % val_every == 0)
-        offset += len(line)
+            yield TextRow(number, number, line, number % val_every == 0)
 
 
 def _read_json(name, stream, fields, val_every):
@@ -354,9 +340,9 @@ def _read_json(name, stream, fields, val_every):
     try:
         rows = json.loads(b"".join(lines))
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{name} begins with [ and is no JSON list of rows: {e}") from None
+        raise UserError(f"{name} begins with [ but is not a JSON list of rows: {e}") from None
     for number, row in enumerate(rows, 1):
-        yield TextRow(number, 0, 0, row, number % val_every == 0)
+        yield TextRow(number, 0, row, number % val_every == 0)
 
 
 def _read_txt(name, stream, fields, val_every):
@@ -371,7 +357,7 @@ def _read_txt(name, stream, fields, val_every):
             piece += stream.readline(end - offset - len(piece))
             number += 1
             content = piece if offset else piece.removeprefix(codecs.BOM_UTF8)  # Windows begins files with a BOM
-            yield TextRow(number, line, offset + len(piece) - len(content), {fields[0]: content}, val, begins)
+            yield TextRow(number, line, {fields[0]: content}, val, begins)
             offset, line, begins = offset + len(piece), line + piece.count(b"\n"), False
 
 
@@ -402,9 +388,9 @@ def _read_parquet(name, stream, fields, val_every):
             raise UserError(f"{name} has no column '{fields[0]}' (found: {listed(columns)}); --text_field names it")
         rows = (row for batch in file.iter_batches(256, columns=wanted) for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
-            yield TextRow(number, 0, 0, row, number % val_every == 0)
+            yield TextRow(number, 0, row, number % val_every == 0)
     except pyarrow.ArrowException as e:
-        raise UserError(f"{name} is no parquet file, or a damaged one: {e}") from None
+        raise UserError(f"{name} is not a parquet file, or it is damaged: {e}") from None
 
 
 READERS = {".txt": _read_txt, ".jsonl": _read_lines, ".json": _read_json, ".parquet": _read_parquet}
@@ -447,11 +433,9 @@ class Encoder(NamedTuple):
             text = text.decode() if isinstance(text, bytes) else text
         except UnicodeDecodeError as e:
             line = row.line + e.object[: e.start].count(b"\n")
-            raise BadRow(
-                f"{name}: not UTF-8 at byte {row.offset + e.start} (line {line}); convert the file, e.g. with iconv"
-            ) from None
+            raise BadRow(f"{name}: not UTF-8 in line {line}; convert the file, e.g. with iconv") from None
         except (ValueError, RecursionError) as e:
-            raise BadRow(f"{where} (byte {row.offset}) is not JSON: {e}") from None
+            raise BadRow(f"{where} is not JSON: {e}") from None
         is_chat = messages is not None and (self.text_field == "text" or not isinstance(text, str))
         if not is_chat and not isinstance(text, str):
             found = f"fields {listed(fields)}"[:300] if fields else type(content).__name__
@@ -465,7 +449,7 @@ class Encoder(NamedTuple):
         more = [name for name in BESIDE if fields.get(name) not in (None, "", "[]", [], {})]
         if is_chat and more:
             raise BadRow(
-                f"{where} has '{more[0]}' beside its conversation: earlier turns belong into its messages, and tools"
+                f"{where} has '{more[0]}' next to its conversation: earlier turns belong into its messages, and tools"
                 " are not rendered; move or remove it"
             )
         try:
@@ -493,7 +477,7 @@ def read_chat_fields(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def find_messages(row: dict, chat_fields: tuple[str, ...]) -> list | None:
-    """The messages of a row, in OpenAI's or ShareGPT's form; None if it is no conversation. chat_fields: as
+    """The messages of a row, in OpenAI's or ShareGPT's form; None if the row is not a conversation. chat_fields: as
     --chat_fields names them. The first of three chat_fields, else the row's own `system`, goes before them, unless it
     is null or empty."""
     given = {name: value for name, value in row.items() if value is not None}
@@ -540,7 +524,7 @@ def read_message(number: int, message) -> dict:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise UserError(f"Chat message {number}: its content has a part that is no text: {str(part)[:100]}")
+                raise UserError(f"Chat message {number}: its content has a part that is not text: {str(part)[:100]}")
         content = "".join(part["text"] for part in content)
     return {"role": _role(message), "content": content}
 
@@ -597,14 +581,14 @@ def in_order(function: Callable, jobs: Iterator[tuple], pool: Executor | None, a
         raise Failure("a worker process was killed while it tokenised text (out of memory?)") from None
 
 
-def group_rows(rows: Iterator[tuple[TextRow, int]], size: int) -> Iterator[tuple[list[TextRow], int]]:
-    """(rows of about `size` bytes together, stored bytes up to them)"""
+def group_rows(rows: Iterator[TextRow], size: int) -> Iterator[list[TextRow]]:
+    """Lists of rows of about `size` bytes each."""
     group, left = [], size
-    for row, stored in rows:
+    for row in rows:
         group.append(row)
         left -= len(row.content if isinstance(row.content, bytes) else str(row.content))
         if left <= 0:
-            yield group, stored
+            yield group
             group, left = [], size
     if group:
-        yield group, stored
+        yield group
