@@ -47,6 +47,7 @@ def make_state(run: Path, *flags: str, steps: int = 3):
         model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0)
     )
     optimizer = make_optimizer(model, config)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())  # Muon needs them
     tokens = torch.randint(0, 258, (2, 16), generator=torch.Generator().manual_seed(0))
     for _ in range(steps):
         model(tokens, tokens).backward()
@@ -116,7 +117,8 @@ from model import Transformer, random_init
 from optim import make_optimizer
 ranks = shard.init_ranks()
 run = Path(sys.argv[2])
-config = parse_args(["--model", "{name}", "--out", str(run)])
+flags = "--model {name} --optimizer {optimizer} --dtype fp32 --compile none".split()
+config = parse_args(["--out", str(run), *flags])
 with torch.device("meta"):
     model = Transformer(config.model_config)
 shapes = {{n: tuple(p.shape) for n, p in model.named_parameters()}}
@@ -136,13 +138,18 @@ shard.leave(ranks)
 """
 
 
-@pytest.mark.parametrize(("name", "size", "ranks"), [("tiny-llama", 2, 2), ("tiny-mixtral", 0, 3), ("tiny-gpt2", 1, 2)])
-def test_resharding_keeps_every_bit(tmp_path, name, size, ranks):
+@pytest.mark.parametrize(
+    ("name", "size", "ranks", "optimizer"),
+    [("tiny-llama", 2, 2, "muon"), ("tiny-mixtral", 0, 3, "adamw"), ("tiny-gpt2", 1, 2, "adamw")],
+)
+def test_resharding_keeps_every_bit(tmp_path, name, size, ranks, optimizer):
     """1 rank -> several, on full, hybrid and uneven meshes -> the same -> 1 rank."""
-    config, model, optimizer = make_state(tmp_path, "--model", name)
+    script = RESHARD.format(name=name, size=size, optimizer=optimizer)
+    flags = ["--model", name, "--optimizer", optimizer, "--dtype", "fp32", "--compile", "none"]
+    config, model, optimizer = make_state(tmp_path, *flags)
     save(tmp_path, 3, model, optimizer, {}, config)
-    run_ranks(ranks, RESHARD.format(name=name, size=size), str(tmp_path))
-    _, other, other_optimizer = make_state(tmp_path, "--model", name, steps=0)
+    run_ranks(ranks, script, str(tmp_path))
+    _, other, other_optimizer = make_state(tmp_path, *flags, steps=0)
     found, _ = checkpoint.find(config)
     assert found.step == 5 and found.manifest["world_size"] == ranks
     checkpoint.restore(found, other, other_optimizer, ALONE, config)
