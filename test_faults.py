@@ -1014,9 +1014,10 @@ def test_nobody_waits_for_a_dead_peer(tmp_path, text):
 
 
 @pytest.mark.slow
-def test_from_one_rank_to_two_and_back_the_batches_are_the_same(tmp_path, text):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_from_one_rank_to_two_and_back_the_batches_are_the_same(tmp_path, text, optimizer):
     """Micro-batches of 2 rows, 6 rows a step: on two ranks the last is filled up."""
-    flags = ["--batch_tokens", 96, "--save_every", 3]
+    flags = ["--batch_tokens", 96, "--save_every", 3, "--optimizer", optimizer]
     for ranks, size, steps in ((1, 0, 3), (2, 0, 6), (2, 1, 9), (1, 0, 12)):
         more = ["--steps", steps, "--shard_size", size]
         status, said = Job(tmp_path / "run", text, *flags, *more, ranks=ranks).end()
