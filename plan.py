@@ -4,8 +4,8 @@
 
 Memory. The model is built on the meta device, where tensors have shapes and no values, with two layers and with three.
 A forward and a backward pass run while every allocation is counted. Each further layer adds the same amount, so the two
-counts give any number of layers. Formulas add what the model does not allocate: FSDP2's buffers for gathering and
-reducing, CUDA's own memory, and what a compiler saves.
+counts give any number of layers. Formulas add FSDP2's buffers for gathering and reducing, CUDA's own memory and the
+tensors that a compiler saves.
 
 Time. FLOPs at the share of the data sheet's rate that large products reach (machine.GPUS), elementwise work at the
 memory's bandwidth, transfers where they take longer than the computation that hides them, and the optimizer's traffic.
@@ -38,7 +38,7 @@ import model as transformer
 import shard
 from lib import lora, machine, torch_private
 from lib.machine import GPUS, Gpu
-from optim import DTYPES, keep_copies, state_layout, trained
+from optim import DTYPES, keep_copies, matrices, state_layout, trained
 from shard import mesh_shape, sharded_dim
 
 GIB, META = 2**30, torch.device("meta")
@@ -130,11 +130,15 @@ def _as_on(cuda: bool, config: Config) -> Iterator[None]:
     def add_in_place(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         return torch.empty(len(a), b.shape[1], device=META) if total is None else total
 
+    def normalize(x, shape, weight, eps) -> Tensor:  # one kernel on a GPU; torch has it for LayerNorm only on meta
+        return transformer.F.layer_norm(x, shape, weight, None, eps)
+
     changes = [(attention.F, "scaled_dot_product_attention", attend)]
     if cuda:  # its kernels share keys among heads and accumulate products in place; the head pads its weight
         changes += [
             (attention, "_shares_heads", lambda q, group, mask: group > 1),
             (transformer, "add_product", add_in_place),
+            (transformer.F, "rms_norm", normalize),
             (transformer, "HEAD_ROWS", {"meta": transformer.HEAD_ROWS["cuda"]}),
         ]
     if config.dtype != "bf16":
@@ -178,8 +182,9 @@ def _accumulates(config: Config, cluster: Cluster) -> bool:
 
 @functools.lru_cache
 def trace(config: Config, cluster: Cluster) -> list[int]:
-    """A forward and a backward pass of the model -> peak bytes besides parameters and optimizer state, until the loss,
-    until the last block's backward pass, and until the end; then the bytes of all tensors made."""
+    """A forward and a backward pass of the model -> peak bytes in addition to parameters and optimizer state: until the
+    loss, in the last block's backward pass, in the first block's, and in the rest; and the bytes of all
+    tensors made."""
     wrapped, more_layers = _is_wrapped(config, cluster), config.model_config.n_layers - 2
     passes = 1 if wrapped else 1 + _accumulates(config, cluster)
 
@@ -209,7 +214,19 @@ def _trace_layers(config: Config, layers: int, wrapped: bool, passes: int) -> li
     def lap(_=None) -> None:
         laps.append(live.lap())
 
-    model.layers[-1].register_forward_pre_hook(lambda m, args: args[0].register_hook(lap) and None)
+    def lap_in_backward(layer: int, lap) -> None:
+        """Calls lap when the layer's backward pass ends, which is when the gradient of its input exists."""
+
+        def register(module, args) -> None:
+            if args[0].requires_grad:
+                args[0].register_hook(lambda grad: lap() and None)
+
+        model.layers[layer].register_forward_pre_hook(register)
+
+    lap_in_backward(-1, lap)
+    if layers > 2:  # memory changes evenly from block to block, so no block in between needs most
+        lap_in_backward(1, live.lap)
+    lap_in_backward(0, lap)
     with live:
         fp8.WeightScales(model, model.dtype, None, passes > 1, False)
         keep_copies(model, None, config, passes > 1)
@@ -220,7 +237,8 @@ def _trace_layers(config: Config, layers: int, wrapped: bool, passes: int) -> li
             loss = model(tokens, tokens, *documents)
             lap()
             loss.backward()
-            lap()
+            while len(laps) < 4:
+                lap()
     return [*laps, live.made]
 
 
@@ -234,8 +252,8 @@ class Kept(NamedTuple):
 
 @functools.lru_cache
 def kept(config: Config, shards: int) -> list[Kept]:
-    """Of each parameter. FSDP2 cuts its rows into parts of equal size, of which the last may be short; for experts see
-    shard.sharded_dim."""
+    """One row for each parameter. FSDP2 cuts a parameter into parts of equal size; the last part may be short. For
+    experts see shard.sharded_dim."""
     model = lora.meta_model(config)
     layout, rows = state_layout(model, config), []
     for name, p in model.named_parameters():
@@ -248,7 +266,7 @@ def kept(config: Config, shards: int) -> list[Kept]:
 
 
 def elements(config: Config, shards: int, trains: bool | None = None) -> list[int]:
-    """Elements that rank 0 keeps of each parameter; trains: of those that are trained (True) or frozen (False)."""
+    """Elements that rank 0 keeps of each parameter; trains: only trained (True) or only frozen (False) parameters."""
     return [row.elements for row in kept(config, shards) if trains in (None, row.trains)]
 
 
@@ -280,7 +298,7 @@ def _units(config: Config) -> tuple[int, int, int]:
 
 def memory(config: Config, cluster: Cluster, least: bool = False) -> tuple[dict[str, int], dict[str, int]]:
     """-> (bytes on each GPU by part, bytes on each host by part) at the peak. Without GPUs the first is empty. least:
-    only what any such run needs, known without a trace."""
+    only the tensors that every run with these flags needs, known without a trace."""
     _, shards = mesh_shape(config.shard_size, cluster.ranks)
     offload = cluster.cuda and config.offload == "cpu"
     shape, held = config.model_config, state(config, shards, offload)
@@ -310,38 +328,59 @@ def memory(config: Config, cluster: Cluster, least: bool = False) -> tuple[dict[
 
 
 def _working(config: Config, cluster: Cluster, gradients: int) -> dict[str, int]:
-    """What a step needs besides parameters and optimizer state, in that of its three phases (see trace) that needs
-    most. gradients: bytes of them on the device."""
-    peaks, gathered, reduced = trace(config, cluster)[:3], [0] * 3, [0] * 3
-    grads = [gradients * _accumulates(config, cluster)] * 2 + [gradients]
+    """Bytes of a step in addition to parameters and optimizer state, at the moment that needs most (see trace).
+    gradients: bytes of all gradients on the device."""
+    peaks = trace(config, cluster)[:4]
+    before = gradients * _accumulates(config, cluster)  # from earlier micro-batches
     if _is_wrapped(config, cluster):
-        gathered, reduced = _transferred(config, cluster)
-    elif not config.update_in_backward:  # the trace has counted the gradients
-        peaks = [peak - size for peak, size in zip(peaks, grads, strict=True)]
-    sizes = max(zip(grads, peaks, gathered, reduced, strict=True), key=sum)
-    return dict(zip(("gradients", "activations", "gathered parameters", "gradients being reduced"), sizes, strict=True))
+        moments = _fsdp_moments(config, cluster, peaks, gradients, before)
+    elif config.update_in_backward:  # the trace frees a gradient at once; a run holds those of a block
+        moments = [(size, peak, 0, 0) for size, peak in zip([0, *[gradients] * 3], peaks, strict=True)]
+    else:  # the trace has counted the gradients
+        held = [before, before, gradients, gradients]
+        moments = [(size, peak - size, 0, 0) for size, peak in zip(held, peaks, strict=True)]
+    parts = ("gradients", "activations", "gathered parameters", "gradients being reduced")
+    return dict(zip(parts, max(moments, key=sum), strict=True))
 
 
-def _transferred(config: Config, cluster: Cluster) -> tuple[list[int], list[int]]:
-    """Bytes of FSDP2's buffers in each phase: gathered parameters; gradients of the unit being reduced. While one block
-    computes, the next `prefetch` are gathered, and one is copied out of the buffer that it was gathered in
-    (torch.distributed.fsdp, _fsdp_param_group.py)."""
+def _fsdp_moments(
+    config: Config, cluster: Cluster, peaks: list[int], gradients: int, before: int
+) -> list[tuple[int, ...]]:
+    """(gradients, activations, gathered parameters, gradients being reduced) in bytes, at each peak of the trace and
+    while the embedding's gradient is reduced. From torch.distributed.fsdp, _fsdp_param_group.py and
+    _fsdp_collectives.py: all gradients of a unit exist before they are copied to the buffer that is reduced, and this
+    buffer exists until the next unit's is needed. A unit is gathered in a buffer and copied out; a single rank copies
+    its own part only."""
     total, block, end = _units(config)
     compute, reduce = (DTYPES[name].itemsize for name in (config.dtype, config.reduce_dtype))
-    replicas, shards = mesh_shape(config.shard_size, cluster.ranks)
-    offload = config.offload == "cpu"
-    if config.reshard == "never" or shards == 1 and not offload:
-        gathered = [total + block] * 3
+    (replicas, shards), offload = mesh_shape(config.shard_size, cluster.ranks), config.offload == "cpu"
+    tied, buffer = config.model_config.tied, shards > 1
+    last = end if tied else 0  # a tied embedding stays gathered until its gradient is reduced
+    if config.reshard == "never" or not buffer and not offload:
+        gathered = [total + buffer * (block if tied else end), total, block + end, end]
+        if before and config.reshard == "never":
+            gathered = gathered[:1] * 4
     else:
-        blocks = (2 + config.prefetch) * block
-        gathered = [max(blocks, 2 * end + block), blocks, blocks]
-    units = [sum(elements(config, 1, True)) // config.model_config.n_layers] if config.lora else [block, end]
-    reduced = units[0] * compute + max(units) * reduce
-    if offload:  # the reduced part waits for its copy to the host
-        reduced += max(units) * reduce // shards
-    if replicas > 1 and (offload or config.param_dtype != config.reduce_dtype):  # each unit's, until all are summed
-        reduced += sum(elements(config, shards, True)) * reduce
-    return [compute * n for n in gathered], [0, reduced, reduced]
+        gathered = [end + block + buffer * (block if tied else end), block * (1 + buffer * config.prefetch) + last]
+        gathered += [block + last, last]
+    head = 0 if tied else end
+    if config.lora:  # adapters only; the ends have none
+        block, end, head = sum(elements(config, 1, True)) // config.model_config.n_layers, 0, 0
+    converts = offload or config.param_dtype != config.reduce_dtype  # a copy of the reduced part is the gradient
+
+    def unit(n: int) -> int:
+        return n * reduce + max(n * compute, converts * n * reduce // shards)
+
+    part = gradients // sum(elements(config, shards, True))  # bytes per element
+    held = [before, max(before, head // shards * part), gradients, gradients, gradients]
+    if not before:
+        held[3] -= end // shards * part
+    head_first = max(head * reduce + block * compute, unit(head) - head * compute)  # the trace has its gradient
+    reduced = [0, max(head_first, unit(block)), unit(block), block * reduce, unit(end)]
+    if replicas > 1 and converts:  # the reduced parts of all units stay until the backward pass ends
+        reduced = [0, *(size + sum(elements(config, shards, True)) * reduce for size in reduced[1:])]
+    gathered = [compute * n for n in gathered]
+    return [*zip(held, [*peaks, 0], [*gathered, 0], reduced, strict=True)]
 
 
 def disk(config: Config) -> int:
@@ -361,7 +400,20 @@ def seconds(config: Config, cluster: Cluster) -> dict[str, float]:
     masters = sum(row.elements for row in mine) * DTYPES[config.param_dtype].itemsize
     traffic = 3 * masters + 2 * sum(row.state for row in mine)  # gradients are read; the rest is read and written
     bandwidth = HOST_BANDWIDTH / cluster.gpus if config.offload == "cpu" else cluster.gpu.bandwidth
+    if config.optimizer == "muon":
+        rate = cluster.gpu.tflops * 1e12 * cluster.gpu.reach * RATES[config.dtype]
+        parts["Newton-Schulz"] = newton_schulz_flops(config) / cluster.ranks / rate
     return parts | {"update": traffic / bandwidth}
+
+
+def newton_schulz_flops(config: Config) -> int:
+    """FLOPs of a step of Muon: five iterations, each with three matrix products (optim.orthogonalize)."""
+    flops = 0
+    for p, rows in matrices(lora.meta_model(config)).items():
+        for height in rows:
+            m, n = sorted((height, p.shape[-1]))
+            flops += math.prod(p.shape[:-2]) * 5 * (4 * m * m * n + 2 * m**3)
+    return flops
 
 
 def _computation(config: Config, cluster: Cluster) -> dict[str, float]:
@@ -376,7 +428,9 @@ def _computation(config: Config, cluster: Cluster) -> dict[str, float]:
         products /= gpu.fp8
     attends = (lora.flops_per_token(config) - in_products) * tokens / rate / ATTENTION
     made = trace(config, cluster)[-1]
-    moved = 3 * made * tokens / (config.micro_batch * config.seq_len)  # an operation reads about twice what it writes
+    moved = (
+        3 * made * tokens / (config.micro_batch * config.seq_len)
+    )  # an operation reads about twice as many bytes as it writes
     return {
         "products": products,
         "lm_head and loss": head,
@@ -555,7 +609,7 @@ OWN = {  # plan.py's own flags: default, meaning
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """-> (plan.py's own flags, the Config of the others). With --model, no weights are looked for."""
     usage = "python plan.py [@recipes/NAME.args ...] [train.py's flags] [--nodes N --gpus N --gpu KIND]"
-    text = "Estimates whether a run fits, how fast it is and what it costs."
+    text = "Estimates the memory, the speed and the cost of a run."
     parser = argparse.ArgumentParser("plan.py", usage, text, allow_abbrev=False)
     for name, (default, meaning) in OWN.items():
         how = {"action": "store_true"} if default is False else {"type": type(default), "default": default}

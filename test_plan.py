@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
 
 import plan
 import shard
@@ -18,7 +19,7 @@ from config import parse_args
 from lib import machine
 from lib.errors import ROOT, exit_status
 from log import compare
-from optim import local
+from optim import local, matrices, orthogonalize
 from shapes import MODELS
 from test_shard import run_code
 
@@ -151,6 +152,16 @@ def test_8b_is_fine_tuned_on_one_card_with_gradients_of_a_block_at_a_time():
     assert within.gpu["gradients"] == pytest.approx(2 * 218112000, rel=1e-5)
     saved = sum(after.gpu.values()) - sum(within.gpu.values())
     assert 9 * 2**30 < saved < 15 * 2**30  # of 15.0: the loss head's gradient and activations exist at once
+
+
+def test_newton_schulz_is_counted_as_torch_counts_it():
+    config = parse_args(["--model", "tiny-mixtral", "--optimizer", "muon"])
+    model = plan.lora.meta_model(config)
+    with FlopCounterMode(display=False) as counter:
+        for p, rows in matrices(model).items():
+            for part in p.view(-1, *p.shape[-2:]).split(rows, 1):
+                orthogonalize(part)
+    assert plan.newton_schulz_flops(config) == counter.get_total_flops() > 0
 
 
 @pytest.mark.parametrize("words", ["--checkpointing none", "--checkpointing block", "--dtype fp32"])
