@@ -1,5 +1,6 @@
 """Fixtures that several test files use."""
 
+import logging
 import os
 import subprocess
 
@@ -20,6 +21,15 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "numbers.txt"
     path.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(4000)))
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def fresh_logger():
+    """Undoes what a run in this process did to the logger, so that caplog works in the next test."""
+    yield
+    logger = logging.getLogger("flatland")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

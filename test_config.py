@@ -214,7 +214,7 @@ def test_a_recipe_that_does_not_exist_lists_those_that_do(recipe):
     recipe("one", ""), recipe("two", "@recipes/three.args")
     message = refused("@recipes/zzzz.args")
     assert all(name in message for name in ("zzzz.args", "@recipes/one.args", "@recipes/two.args"))
-    assert "@recipes/one.args" in refused("@one") and "@recipes/one.args" in refused("@recipes/oen.args")
+    assert "@recipes/one.args" in refused("@one") and "@recipes/one.args" in refused("@recipes/onee.args")
     assert "three.args" in refused("@recipes/two.args")
 
 

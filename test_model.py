@@ -289,8 +289,8 @@ def test_balancing_loss_is_that_of_transformers(filler):
 
 
 def test_an_unknown_kind_of_rope_scaling_is_refused():
-    config = replace(BASE, rope_scaling=RopeScaling(factor=4.0, kind="linear"))
-    with pytest.raises(ValueError, match="kind 'linear'"):
+    config = replace(BASE, rope_scaling=RopeScaling(factor=4.0, kind="yarn"))
+    with pytest.raises(ValueError, match="kind 'yarn'"):
         rope_frequencies(config, torch.device("cpu"))
 
 

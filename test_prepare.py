@@ -208,7 +208,7 @@ BAD = {
         "found: fields question, answer.* messages, conversations, .*instruction and output, or .*--chat_fields",
     ),
     "both kinds": ("a.jsonl", GOOD + chat(TALK), "row 2: documents and conv"),
-    "unknown": ("a.csv", b"a,b", r"a\.csv: the format of this file"),
+    "unknown": ("a.tsv", b"a\tb", r"a\.tsv: the format of this file"),
     "parquet": ("a.parquet", b"PAR1", "not a parquet file|needs pyarrow: .* -m pip install pyarrow"),
 }
 

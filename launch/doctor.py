@@ -245,7 +245,9 @@ def settle_addresses(hosts: list[Host]) -> None:
 def share_machine(together: list[Host], nproc: int) -> list[str]:
     """Divides a machine's GPUs evenly among its nodes -> problems."""
     visible, problems = together[0].facts["gpus"], []
-    share = len(visible) // len(together)
+    share, left = divmod(len(visible), len(together))
+    if left:
+        return [f"{together[0].label}: {len(visible)} GPUs cannot be divided evenly among {len(together)} nodes"]
     for i, host in enumerate(together):
         host.slots = nproc or host.slots or share or 1
         if visible:

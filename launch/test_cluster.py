@@ -103,7 +103,7 @@ def test_addresses_are_those_that_connections_came_in_at(connections, expected):
         ("0 1 2 3", [0], 0, [(4, ["0", "1", "2", "3"])]),
         ("4 5 6 7", [0, 0], 0, [(2, ["4", "5"]), (2, ["6", "7"])]),
         ("0 1 2 3", [0, 0], 1, [(1, ["0"]), (1, ["2"])]),
-        ("0", [0, 0], 0, "1 processes, but 0 visible GPUs"),
+        ("0", [0, 0], 0, "1 GPUs cannot be divided evenly among 2 nodes"),
         ("0 1", [4], 0, "4 processes, but 2 visible GPUs"),
     ],
 )

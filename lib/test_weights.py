@@ -750,7 +750,7 @@ def test_absent_fields_have_transformers_defaults(tmp_path, kind):
     assert found == read(tmp_path, json.dumps(theirs.to_dict(), default=str))
 
 
-LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 2.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 500000.0}
 UNKNOWN = {
     "logits_scaling": 8.0, "logit_scale": 0.0625, "final_logit_softcapping": 30.0, "use_qk_norm": True,
@@ -780,10 +780,10 @@ REFUSED = [  # a family, its Llama 3.1's, GPT-2's or Mixtral's config.json with 
       for m in ("qwen2_moe", "qwen3_moe", "gemma", "gpt_neox", "Llama", "", None, 3)),
     *(("llama", {"model_type": m}, "model_type .* is not supported") for m in (["llama"], {})),
     *(("llama", scaling(rope_type=t), f"rope_type is '{t}' .supported: 'default'") for t in (
-        "linear", "dynamic", "yarn", "longrope", "proportional")),
-    ("llama", scaling(rope_type=..., type="linear"), "type is 'linear' .supported: 'default'"),
-    ("llama", {"rope_scaling": None, "rope_parameters": LINEAR}, "rope_type is 'linear' .supported: 'default'"),
-    ("llama", {"rope_scaling": LINEAR, "rope_parameters": DEFAULT}, "rope_scaling|linear"),
+        "dynamic", "yarn", "longrope", "proportional")),
+    ("llama", scaling(rope_type=..., type="yarn"), "type is 'yarn' .supported: 'default'"),
+    ("llama", {"rope_scaling": None, "rope_parameters": YARN}, "rope_type is 'yarn' .supported: 'default'"),
+    ("llama", {"rope_scaling": YARN, "rope_parameters": DEFAULT}, "rope_scaling|yarn"),
     ("llama", {"rope_parameters": DEFAULT}, "rope_scaling"),
     ("llama", {"rope_scaling": None, "rope_parameters": {"full_attention": DEFAULT}}, "full_attention"),
     ("llama", scaling(attention_factor=2.0), "attention_factor"),
