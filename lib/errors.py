@@ -23,7 +23,7 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parent.parent
-VERSION = "0.1.0"  # CHANGELOG.md lists its changes
+VERSION = "0.2.0"  # CHANGELOG.md lists its changes
 LARGEST = 1 << 29  # bytes that are read at once; Llama 3's tokenizer.json has 17 MB
 
 
