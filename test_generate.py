@@ -347,7 +347,7 @@ def turns(hub, questions: list[str], answers: list[list[int]], opening=()) -> tu
         prompts.append(template(messages, return_dict=False))
         ids = answers[i] if i < len(answers) else their_ids(theirs, prompts[-1], STOP["llama3"])[len(prompts[-1]) :]
         texts.append(decode(ids).rstrip("\ufffd" * (i < len(answers))))  # half a character is not shown
-        messages.append({"role": "assistant", "content": texts[-1].strip()})
+        messages.append({"role": "assistant", "content": texts[-1]})
     return texts, prompts
 
 

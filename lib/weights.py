@@ -554,13 +554,15 @@ diversity_penalty no_repeat_ngram_size
 encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate forced_bos_token_id
 forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
-# RopeScaling's fields | keys in config.json, where rope_type is llama3.
-ROPE_KEYS = _pairs("""
+# rope_type -> RopeScaling's fields | keys in config.json
+ROPE_KEYS = {
+    "llama3": _pairs("""
 factor                factor
 low_freq_factor       low_freq_factor
 high_freq_factor      high_freq_factor
 original_seq_len      original_max_position_embeddings
-""")
+"""),
+}
 
 
 EXPECTED = {int: "a positive whole number", float: "a positive number", bool: "true or false"}
@@ -580,7 +582,8 @@ def read_config(folder: Path) -> ModelConfig:
     if str(kind) not in FAMILIES:
         raise UserError(f"{path}: model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    rope_keys = {} if kind == "gpt2" else _flatten_rope(values, path)
+    rope_kind = "" if kind == "gpt2" else _flatten_rope(values, path)
+    rope_keys = ROPE_KEYS.get(rope_kind, {})
     known = {*family.keys.values(), *rope_keys.values()}
     if "use_sliding_window" in family.defaults:  # it must be off, so the window's size does not matter
         known.add("sliding_window")
@@ -595,19 +598,21 @@ def read_config(folder: Path) -> ModelConfig:
     shape["ffn_dim"] = shape["ffn_dim"] or 4 * shape["dim"]
     numbers = {ours: _read_field(values, key, float, MISSING, path) for ours, key in rope_keys.items()}
     try:
-        return ModelConfig(**shape, **family.shape, rope_scaling=RopeScaling(**numbers) if numbers else None)
+        return ModelConfig(
+            **shape, **family.shape, rope_scaling=RopeScaling(kind=rope_kind, **numbers) if numbers else None
+        )
     except ValueError as e:
         raise UserError(f"{path}: {e}") from None
 
 
 def _flatten_rope(values, path):
-    """Moves rope_parameters (transformers 5) or rope_scaling (4) one level up -> ROPE_KEYS if it needs them."""
+    """Moves rope_parameters (transformers 5) or rope_scaling (4) one level up -> its rope_type."""
     name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
     rope = values.pop(name, None) or {}
     if not isinstance(rope, dict):
         raise UserError(f"{path}: {name} is {rope!r}, expected an object")
     values |= rope
-    return ROPE_KEYS if "llama3" in (rope.get("rope_type"), rope.get("type")) else {}
+    return str(rope.get("rope_type") or rope.get("type"))
 
 
 def _refuse_unknown(values, known, path, supported=MEANS_OURS):
@@ -652,7 +657,7 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict:
     out |= {key: getattr(config, ours) for ours, key in row.keys.items()}
     out |= {key: MEANS_OURS[key][0] for key in row.defaults if key in MEANS_OURS}
     if scaling := config.rope_scaling:
-        numbers = {key: getattr(scaling, ours) for ours, key in ROPE_KEYS.items()}
+        numbers = {key: getattr(scaling, ours) for ours, key in ROPE_KEYS[scaling.kind].items()}
         out["rope_scaling"] = {"rope_type": scaling.kind} | numbers
     return out
 
