@@ -122,11 +122,11 @@ class JsonTokenizer(Tokenizer):
         if content["model"].get("dropout"):
             raise UserError("its model has a dropout, so its ids are random: set dropout to null")
         text = json.dumps(content)
-        self.library = _open_library(text, special)
+        self.backend = _open_library(text, special)
         # Metaspace with the scheme "first" puts a space before a text, but not behind a control token.
         inner = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
-        self.inner = self.library if inner == text else _open_library(inner, special)
-        self.vocab, self.added = self.library.get_vocab(), self.library.get_added_tokens_decoder()
+        self.inner = self.backend if inner == text else _open_library(inner, special)
+        self.vocab, self.added = self.backend.get_vocab(), self.backend.get_added_tokens_decoder()
         self.control = {token.content: i for i, token in self.added.items() if token.special}
         self.byte_level = "ByteLevel" in json.dumps(content.get("decoder"))
         if self.byte_level and (missing := BYTE_OF.keys() - self.vocab):
@@ -135,7 +135,7 @@ class JsonTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         _check_text(text)
-        return self.library.encode(text, add_special_tokens=False).ids
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_part(self, text: str) -> list[int]:
         _check_text(text)
@@ -143,11 +143,11 @@ class JsonTokenizer(Tokenizer):
 
     def decode(self, ids: list[int]) -> str:
         """Leaves out control tokens and ids beyond the vocabulary."""
-        return self.library.decode([i for i in ids if i >= 0])
+        return self.backend.decode([i for i in ids if i >= 0])
 
     @property
     def adds_bos(self) -> bool:
-        return self.library.encode("a").ids[:1] == [self.bos_id]
+        return self.backend.encode("a").ids[:1] == [self.bos_id]
 
 
 def _open_library(text: str, special: list[str]):
