@@ -479,6 +479,14 @@ def test_the_mask_is_what_a_model_would_answer(family, tmp_path):
         assert mask == expected
 
 
+def test_the_date_of_a_template_is_always_the_same(tmp_path):
+    """Llama 3.2's template asks for today's date, which would change the ids from one day to the next."""
+    config = {"chat_template": "{{ strftime_now('%d %b %Y') + messages[0].content }}<|eot_id|>"}
+    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("llama3"), tokenizer_config__json=config))
+    ids, _ = T.render_chat(ours, [{"role": "user", "content": "?"}], "own")
+    assert ours.decode(ids) == "26 Jul 2024?"
+
+
 def test_templates_that_hide_an_answer_are_refused(tmp_path):
     """Qwen3's rule: the last answer begins with an empty thought, earlier answers do not."""
     thinks = """{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '<think></think>' if loop.last and m.role ==

@@ -35,6 +35,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # vocab.j
 SETTINGS_FILES = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
 COPIED_FILES = (*SETTINGS_FILES[1:], "merges.txt", "added_tokens.json", "chat_template.jinja")
 PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters without a meaning in Unicode
+TEMPLATE_DATE = datetime(2024, 7, 26)  # the date that Llama 3.1's template has, and 3.2's where no clock is defined
 
 _printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
 _others = [b for b in range(256) if b not in _printable]
@@ -378,7 +379,7 @@ def _compile_template(tokenizer: Tokenizer, family: str) -> tuple[Callable, str]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = TEMPLATE_DATE.strftime  # with today's date, ids would change overnight
     # {% generation %} marks an answer, and does not change the text.
     source = re.sub(r"{%(-?)\s*(?:end)?generation\s*(-?)%}", r"{#\1 \2#}", chat_template(tokenizer, family))
 
