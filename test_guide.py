@@ -42,6 +42,8 @@ for words in json.loads(sys.argv[1]):  # what the page runs
 config = parse_args(base.split())
 torch.manual_seed(0)
 model = Transformer(config.model_config)
+for p in model.parameters():
+    torch.nn.init.normal_(p)
 mlp, x = model.layers[0].mlp, torch.randn(3, 64)
 assert torch.equal(mlp(x), (x @ mlp.up_proj.weight.T).clamp(min=0) ** 2 @ mlp.down_proj.weight.T)
 
