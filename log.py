@@ -1,5 +1,5 @@
-"""The records of a run: the screen, log.txt, metrics.jsonl, curves.png, TensorBoard and Weights & Biases, env.json and
-status.json; where the time went, which rank is slow, and --profile.
+"""The records of a run: the screen, log.txt, metrics.jsonl, curves.png, TensorBoard, Weights & Biases and
+env.json; which rank is slow, and --profile.
 
     python log.py plot RUN [RUN ...] -o FILE        the curves of runs in one picture
     python log.py track RUN [--to NAMES]            sends the records of a finished run to trackers
