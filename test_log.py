@@ -31,7 +31,6 @@ from lib.errors import read_json, write_whole
 from lib.machine import memory_gib
 from lib.run import Clock, logger, refuse_unusable, start_logging, write_status
 from lib.text import Encoder, TextRow
-from lib.tokenizer import load_tokenizer
 from log import Log, StepTimes, Times, describe_gpu, find_slow, without_costs
 from model import MODELS
 from shard import Ranks
@@ -139,7 +138,6 @@ def test_names_from_files_and_hosts_do_not_steer_the_terminal(tmp_path, capsys):
 
 
 NAMED = {
-    "a tokenizer's folder": lambda f: ((f / HOSTILE).touch(), load_tokenizer(str(f))),
     "fields of a row": lambda f: Encoder("bytes", "text", "")("x.jsonl", TextRow(1, 1, {HOSTILE: 1}, False)),
 }
 

@@ -1,4 +1,4 @@
-"""Oracles: transformers and sentencepiece, on vocabularies that are trained here; Python's UTF-8 for bytes."""
+"""lib/tokenizer.py. Oracles: transformers and sentencepiece, on vocabularies that are trained here."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def _strings(n: int, seed: int = 0) -> list[str]:
     return out
 
 
-STRINGS = _strings(1030)
+STRINGS = _strings(600)
 
 
 def _train(kind: str) -> dict:
@@ -57,33 +57,15 @@ def _train(kind: str) -> dict:
         pattern = pre.Split(tokenizers.Regex(expression), "isolated")
         return pre.Sequence([pattern, level(use_regex=False)])
 
-    steps = {
-        "qwen": split(QWEN_REGEX),
-        "gpt2": level(),
-        "gpt2, leading space": pre.ByteLevel(add_prefix_space=True),
-        "llama3": split(LLAMA3_REGEX),
-        "digits": pre.Sequence([pre.Digits(True), level()]),
-        "own split": split(r"[\p{L}\p{M}]+\s?|\p{Nd}{1,2}(?=\p{Nd})|!++"),
-        "no split": level(use_regex=False),
-    }
+    steps = {"qwen": split(QWEN_REGEX), "gpt2": level(), "llama3": split(LLAMA3_REGEX)}
     t = tokenizers.Tokenizer(tokenizers.models.BPE())
     t.pre_tokenizer, t.decoder = steps[kind], tokenizers.decoders.ByteLevel()
     t.normalizer = tokenizers.normalizers.NFC() if kind == "qwen" else None
     special = (*SPECIAL[:2], "<|im_start|>", "<|im_end|>") if kind == "qwen" else SPECIAL
     options = {"special_tokens": list(special), "initial_alphabet": pre.ByteLevel.alphabet(), "show_progress": False}
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=1500, **options)
-    t.train_from_iterator(TEXT[:12] if kind == "no split" else TEXT, trainer)
+    t.train_from_iterator(TEXT, trainer)
     return json.loads(t.to_str())
-
-
-def _renumber(d: dict) -> dict:
-    """The same vocabulary with other ids: the order of the merges is no longer that of the ids."""
-    ids = list(range(len(d["model"]["vocab"])))
-    random.Random(1).shuffle(ids)
-    d["model"]["vocab"] = {t: ids[i] for t, i in d["model"]["vocab"].items()}
-    for t in d["added_tokens"]:
-        t["id"] = ids[t["id"]]
-    return d
 
 
 def _add_words(d: dict) -> dict:
@@ -94,17 +76,14 @@ def _add_words(d: dict) -> dict:
 
 
 def _take_whole(d: dict) -> dict:
-    """As Llama 3 says it, with tokens that no merge makes."""
+    """Llama 3's setting, with tokens that no merge produces."""
     d["model"]["ignore_merges"] = True
     d["model"]["vocab"] |= {"Ġstatementsxyz": 3000, "qqqqq": 3001}
     return d
 
 
-KINDS = ("gpt2", "gpt2, leading space", "llama3", "digits", "own split", "no split", "qwen")
-JSONS = {kind: partial(_train, kind) for kind in KINDS} | {
-    "other ids": lambda: _renumber(_train("llama3")),
+JSONS = {kind: partial(_train, kind) for kind in ("gpt2", "llama3", "qwen")} | {
     "words": lambda: _add_words(_train("gpt2")),
-    "words, composed": lambda: _add_words(_train("qwen")),
     "whole pieces": lambda: _take_whole(_train("llama3")),
 }
 CACHE: dict = {}
@@ -138,7 +117,7 @@ def _stream(tokenizer, ids: list[int]) -> str:
 
 @pytest.mark.parametrize("kind", JSONS)
 def test_tokenizer_json_is_exact(kind, tmp_path):
-    """Control tokens in a text are text. Files that transformers saved with truncation and padding lose nothing."""
+    """Control tokens in a text are text. Truncation that transformers saved in the file is ignored."""
     d = _json(kind) | {"truncation": {"max_length": 9, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}}
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
     oracle = _hf(d)
@@ -213,11 +192,10 @@ def test_tokenizer_model_is_exact(kind, tmp_path):
     assert ours.decode([-1, 1, *oracle.encode("a word"), 2, 1000, 99999]) == "a word"
 
 
-@pytest.mark.parametrize("kind", ["bytes", "llama3", "words", "other ids", "llama2", "no leading space"])
+@pytest.mark.parametrize("kind", ["bytes", "llama3", "llama2"])
 def test_sizes_of_tokens_add_up_to_the_bytes_of_the_text(kind, tmp_path):
-    files = {"tokenizer__json": _json(kind)} if kind in JSONS else {}
-    files = {"tokenizer__model": _model(kind)} if kind in MODELS else files
-    ours = T.load_tokenizer(_write(tmp_path, **files) if files else kind)
+    files = {"llama3": {"tokenizer__json": _json("llama3")}, "llama2": {"tokenizer__model": _model("llama2")}}
+    ours = T.load_tokenizer(_write(tmp_path, **files[kind]) if kind in files else kind)
     sizes = T.token_sizes(ours)
     for text in filter(None, STRINGS):
         if "\u2581" not in text:  # sentencepiece's own sign for a space
@@ -229,40 +207,30 @@ def test_sizes_of_tokens_add_up_to_the_bytes_of_the_text(kind, tmp_path):
 # ---- bytes
 
 
-@pytest.fixture
-def bytes_tokenizer():
-    return T.load_tokenizer("bytes")
-
-
-def test_bytes(bytes_tokenizer):
+def test_bytes():
+    ours = T.load_tokenizer("bytes")
     for text in STRINGS:
-        ids = bytes_tokenizer.encode(text)
-        assert ids == list(bytes(text, "utf-8")) and all(type(i) is int for i in ids)
-        assert bytes_tokenizer.decode(ids) == text == _stream(bytes_tokenizer, ids)
-    for i in range(256):
-        assert bytes_tokenizer.decode([i]) == (chr(i) if i < 128 else "\ufffd")
-    assert bytes_tokenizer.decode([256, 72, 257, 105, 300, -1]) == "Hi"
-    assert (bytes_tokenizer.bos_id, bytes_tokenizer.eos_id, bytes_tokenizer.vocab_size) == (256, 257, 258)
+        ids = ours.encode(text)
+        assert ids == list(text.encode()) and ours.decode(ids) == text == _stream(ours, ids)
+    assert ours.decode([256, 72, 257, 105, 300, -1, 200]) == "Hi\ufffd"
+    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (256, 257, 258)
 
 
-def test_bytes_as_files(tmp_path, bytes_tokenizer):
-    T.write_byte_tokenizer(tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    again = T.load_tokenizer(str(tmp_path))
-    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+def test_bytes_as_files(tmp_path):
+    ours = T.load_tokenizer("bytes")
+    assert T.write_files(ours, tmp_path) == {"bos_token_id": 256, "eos_token_id": 257}
+    theirs, again = transformers.AutoTokenizer.from_pretrained(tmp_path), T.load_tokenizer(str(tmp_path))
     for text in STRINGS:
-        ids = bytes_tokenizer.encode(text)
-        assert again.encode(text) == ids
+        ids = ours.encode(text)
+        assert again.encode(text) == ids and theirs.decode(ids) == again.decode(ids) == text
         if "s>" not in text:  # there, transformers sees control tokens
-            assert theirs(text, add_special_tokens=False)["input_ids"] == ids
-            assert theirs(text)["input_ids"] == [256, *ids] == library.encode(text).ids
-        assert theirs.decode(ids) == again.decode(ids) == text
+            assert theirs(text)["input_ids"] == [256, *ids]
     assert theirs("a</s>")["input_ids"] == [256, 97, 257]
     for t in (theirs.bos_token_id, theirs.eos_token_id, len(theirs)), (again.bos_id, again.eos_id, again.vocab_size):
         assert t == (256, 257, 258)
 
 
-# ---- what a tokenizer's folder says
+# ---- a tokenizer's folder
 
 
 @pytest.mark.parametrize(
@@ -280,13 +248,6 @@ def test_ends(files, bos, eos, stops, tmp_path):
     assert (ours.bos_id, ours.eos_id, ours.stop_ids) == (bos, eos, stops)
 
 
-def test_one_control_token_is_both_ends(tmp_path):
-    d = json.loads(json.dumps(_json("gpt2")).replace("<|begin_of_text|>", "<|endoftext|>"))
-    d["added_tokens"] = d["added_tokens"][:1]
-    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
-    assert (ours.bos_id, ours.eos_id) == (0, 0)
-
-
 def test_tokenizer_json_is_taken_before_tokenizer_model(tmp_path):
     for model in (_model("llama2"), b"IQ== 0\nIg== 1\n"):
         files = {"tokenizer__model": model, "config__json": {"model_type": "mixtral"}}
@@ -295,8 +256,8 @@ def test_tokenizer_json_is_taken_before_tokenizer_model(tmp_path):
         assert sorted(ours.files.values()) == ["tokenizer.json", "tokenizer.model"]
 
 
-def test_a_file_of_another_name_is_exported_under_its_own(tmp_path):
-    """And the other tokenizer beside it is not."""
+def test_a_file_of_another_name_is_exported_under_the_usual_name(tmp_path):
+    """The other tokenizer in the folder is not exported."""
     _write(tmp_path, tokenizer__json=_json("gpt2"), tokenizer__model=_model("llama2"))
     for old, new in (("tokenizer.model", "mine.model"), ("tokenizer.json", "mine.json")):
         shutil.copy(tmp_path / old, tmp_path / new)
@@ -330,51 +291,36 @@ def _model_json(**changes) -> dict:
     return d | {"model": d["model"] | changes}
 
 
-@pytest.mark.parametrize(
-    "files, message",
-    [
-        ({}, "no tokenizer.json or tokenizer.model in it; it holds nothing"),
-        ({"weights__bin": b"x"}, "it holds weights.bin"),
-        ({"tokenizer__json": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"}, "LFS pointer"),
-        ({"tokenizer__model": b"<!DOCTYPE html><html>"}, "HTML or XML page"),
-        ({"tokenizer__json": b'{"model": '}, "not JSON"),
-        ({"tokenizer__json": b'{"a":' * 100_000}, "not JSON"),
-        ({"tokenizer__json": b"[1, 2]"}, "not an object"),
-        ({"tokenizer__json": {"model": {"vocab": 3}, "pre_tokenizer": {"type": "ByteLevel"}}}, "damaged"),
-        ({"tokenizer__model": b"\x80\x02}q\x00."}, "a pickle, which can run code"),
-        ({"tokenizer__model": b""}, "damaged"),
-        ({"tokenizer__model": b"IQ== 0\nIg== 1\n"}, "expected a tokenizer.json"),
-        ({"vocab__json": {"a": 0}}, "expected a tokenizer.json"),
-        (
-            {
-                "tokenizer__model": _model("llama2"),
-                "tokenizer_config__json": {"added_tokens_decoder": {"1000": {"content": "<pad>"}}},
-            },
-            "'<pad>' is an added token",
-        ),
-        ({"tokenizer__json": _model_json(merges=["a zzzz"])}, "damaged"),
-        ({"tokenizer__json": _model_json(vocab={"a": "0"})}, "damaged"),
-        ({"tokenizer__json": _model_json(vocab={"a": 0}, merges=[])}, "of the 256 bytes"),
-        ({"tokenizer__json": _model_json(dropout=0.1)}, "dropout"),
-        ({"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"bos_token": "<nope>"}}, "bos_token '<nope>'"),
-        ({"tokenizer__json": _json("gpt2") | {"added_tokens": []}}, "name bos_token and eos_token"),
-    ],
-)
+REFUSED = [
+    ({}, "tokenizer.json cannot be read"),
+    ({"tokenizer__json": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"}, "LFS pointer"),
+    ({"tokenizer__json": b'{"model": '}, "not JSON"),
+    ({"tokenizer__json": b'{"a":' * 100_000}, "not JSON"),
+    ({"tokenizer__json": b"[1, 2]"}, "not an object"),
+    ({"tokenizer__model": b"\x80\x02}q\x00."}, "a pickle, which can run code"),
+    ({"tokenizer__model": b"IQ== 0\nIg== 1\n"}, "not read: download the tokenizer.json"),
+    ({"vocab__json": {"a": 0}}, "Other formats (vocab.json"),
+    ({"tokenizer__json": _model_json(merges=["a zzzz"])}, "damaged"),
+    ({"tokenizer__json": _model_json(vocab={"a": 0}, merges=[])}, "of the 256 bytes"),
+    ({"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"bos_token": "<nope>"}}, "BOS '<nope>'"),
+    ({"tokenizer__json": _json("gpt2") | {"added_tokens": []}}, "name bos_token and eos_token"),
+    ({"tokenizer__model": _model("llama2"),
+      "tokenizer_config__json": {"added_tokens_decoder": {"1000": {"content": "<pad>"}}}}, "lacks <pad>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("files, message", REFUSED)
 def test_refusals(files, message, tmp_path):
-    files = {k: v() if callable(v) else v for k, v in files.items()}
-    with pytest.raises(UserError, match="--tokenizer|is not JSON|not an object|HTML|LFS|pickle") as error:
+    with pytest.raises(UserError, match=f"--tokenizer {tmp_path}") as error:
         T.load_tokenizer(_write(tmp_path, **files))
-    assert message in str(error.value) and str(tmp_path) in str(error.value)
+    assert message in str(error.value)
 
 
-@pytest.mark.parametrize("spec", ["", "Bytes", "no/such/tokenizer.model"])
+@pytest.mark.parametrize("spec", ["Bytes", "no/such/tokenizer.model", "/dev/zero"])
 def test_an_unknown_tokenizer_is_refused(spec, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(UserError, match="--tokenizer") as error:
+    with pytest.raises(UserError, match=f"--tokenizer {spec}"):
         T.load_tokenizer(spec)
-    assert spec in str(error.value) and "bytes" in str(error.value)
-    with pytest.raises(UserError, match="/dev/zero cannot be read: it is no file"):
-        T.load_tokenizer("/dev/zero")
 
 
 # ---- chat
@@ -480,7 +426,7 @@ def test_the_mask_is_what_a_model_would_answer(family, tmp_path):
 
 
 def test_the_date_of_a_template_is_always_the_same(tmp_path):
-    """Llama 3.2's template asks for today's date, which would change the ids from one day to the next."""
+    """Llama 3.2's template asks for today's date, so the ids would change every day."""
     config = {"chat_template": "{{ strftime_now('%d %b %Y') + messages[0].content }}<|eot_id|>"}
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("llama3"), tokenizer_config__json=config))
     ids, _ = T.render_chat(ours, [{"role": "user", "content": "?"}], "own")
@@ -495,7 +441,6 @@ def test_templates_that_hide_an_answer_are_refused(tmp_path):
     for i, (template, message) in enumerate([
         (thinks, None), ("{% if %}", "Expected an expression"), ("{{ raise_exception('no role') }}", "no role"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not put the answer before a control token"),
-        ("{% for m in messages %}{{ m.content[1:] }}<|im_end|>{% endfor %}", "message 1: the chat template does not"),
     ]):  # fmt: skip
         (tmp_path / str(i)).mkdir()
         files = {"tokenizer__json": _json("qwen"), "chat_template__jinja": template.encode()}
@@ -513,11 +458,11 @@ def test_templates_that_hide_an_answer_are_refused(tmp_path):
 def test_mixtral_8x22b_has_control_tokens_for_a_turn(tmp_path):
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model("own symbols")))
     ask, end = ours.control["[INST]"], ours.control["[/INST]"]
-    assert T.chat_family(ours) == "mixtral"
+    assert T.chat_family(ours) == "mixtral-8x22b"
     turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")]
     messages, e = [{"role": role, "content": content} for role, content in turns], ours.encode
     expected = [1, ask, *e("a"), end, *e("b"), 2, ask, *e("S\n\nc"), end]
-    assert T.render_chat(ours, messages, "mixtral")[0] == expected
+    assert T.render_chat(ours, messages, "mixtral-8x22b")[0] == expected
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -534,29 +479,27 @@ def test_a_message_cannot_hold_control_tokens(family, tmp_path):
 @pytest.mark.parametrize(
     "roles, message",
     [
-        ([], "one message or more"),
-        (["system"], "alone"),
+        ([], "expected a user's message"),
+        (["system"], "expected a user's message"),
         (["assistant"], "message 0: role assistant, expected user"),
-        (["user", "user"], "message 1: role user, expected assistant"),
         (["user", "system"], "message 1: role system, expected assistant"),
         (["system", "user", "assistant", "assistant"], "message 3: role assistant, expected user"),
-        (["user", "tool"], "role 'tool', expected system, user or assistant"),
-        (["user", None], "message 1: expected"),
-        (["user", "assistant", "user"], "message 2: the user's content is empty"),
+        (["user", "tool"], "role tool, expected assistant"),
+        (["user", "assistant", "user"], "message 2: no content, expected user"),
     ],
 )
-def test_wrong_conversations_are_refused(roles, message, bytes_tokenizer):
+def test_wrong_conversations_are_refused(roles, message):
     with pytest.raises(UserError, match=re.escape(message)):
         messages = [
             {"role": r, "content": " \n" if roles[2:] == ["user"] and i == 2 else "x"} for i, r in enumerate(roles)
         ]
-        T.render_chat(bytes_tokenizer, messages, "llama2")
+        T.render_chat(T.ByteTokenizer(), messages, "llama2")
 
 
-def test_chat_needs_a_format(bytes_tokenizer):
-    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+def test_chat_needs_a_format():
+    ours = T.ByteTokenizer()
     with pytest.raises(UserError, match="message 0"):
-        T.render_chat(bytes_tokenizer, messages, "llama2")
-    assert [T.chat_family(bytes_tokenizer, m) for m in ("llama", "mixtral")] == ["llama2", "mixtral"]
+        T.render_chat(ours, [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "llama2")
+    assert [T.chat_family(ours, m) for m in ("llama", "mixtral")] == ["llama2", "mixtral"]
     with pytest.raises(UserError, match="chat format"):
-        T.chat_family(bytes_tokenizer, "gpt2")
+        T.chat_family(ours, "gpt2")
