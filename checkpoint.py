@@ -1,16 +1,16 @@
 """Checkpoints: a folder per step with the weights, the optimizer's moments, the data position and the random state.
 
     checkpoints/step-00000100/rank-00000.safetensors ...   each rank's parts of the tensors
-                              manifest.json                step, settings, data position, every part's place, sizes,
-                                                           checksums, its own too, and the loss of a probe
+                              manifest.json                step, settings, data position, the offset of each part,
+                                                           sizes, checksums, and the loss of a probe
 
-safetensors and JSON only: loading runs no code. A save writes into a temporary folder, which is synced and then
-renamed: a checkpoint is there whole or not at all, and is never written again. Every tensor is stored in parts with
-their offsets, so any number of ranks, on any mesh, reads just the slices it keeps. A checkpoint proves itself: the loss
-of a fixed row of tokens is in it, and is computed again from what was loaded.
+The files are safetensors and JSON, so loading runs no code. A save writes into a temporary folder, calls fsync and
+renames the folder: a checkpoint is complete or absent, and never changes afterwards. Every tensor is stored in parts
+with their offsets, so any number of ranks, on any mesh, reads only the slices that it keeps. Each checkpoint stores the
+loss of a fixed row of tokens, the probe, and a resume computes it again from the loaded weights.
 
-torch.distributed.checkpoint is not used: its metadata are pickles, a torn save into an existing folder loads as a mix
-of two, it has no checksums, and with safetensors it took 1.3 to 2 times as long (torch 2.13)."""
+We do not use torch.distributed.checkpoint: its metadata are pickles, an interrupted save into an existing folder loads
+as a mixture of two states, it has no checksums, and with safetensors it took 1.3 to 2 times as long (torch 2.13)."""
 
 import argparse
 import json
@@ -22,13 +22,12 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 
-# first: it finds the Python that has torch
+# Imported first: it finds the Python that has torch.
 from lib.errors import (
     Failure,
     Parser,
@@ -38,26 +37,23 @@ from lib.errors import (
     free_space,
     is_full_disk,
     local_path,
-    read_ahead,
     read_json,
     run_script,
 )
 
-# ---- the command line, understood before torch is imported, which takes seconds
+# ---- the command line, parsed before torch is imported, which takes seconds
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="checkpoint.py", description="Lists, verifies or exports a run's checkpoints.")
     add = parser.add_argument
-    about = (
-        "list them; compare every byte with its checksum (status 1 if one is damaged); write the newest whole one as"
-    )
-    add("verb", choices=("list", "verify", "export"), help=f"{about} a Hugging Face folder")
+    verbs = "list; verify every checksum (status 1 if a checkpoint is damaged); export the newest intact checkpoint"
+    add("verb", choices=("list", "verify", "export"), help=f"{verbs} as a Hugging Face folder")
     add("run", type=Path, help="run folder")
-    add("out", type=Path, nargs="?", help="export: the folder to write")
+    add("out", type=Path, nargs="?", help="export: output folder")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="export: fp32 (default) is exact")
     add("--shard_gb", type=float, default=5.0, help="export: largest file, in 10^9 bytes (default 5)")
-    add("--tokenizer", help="export: the tokenizer whose files are added (default: the run's; none = no files)")
+    add("--tokenizer", help="export: tokenizer whose files are added (default: the run's; none = no files)")
     return parser.parse_args(argv)
 
 
@@ -72,7 +68,7 @@ from data import Loader, merge_positions
 from lib import lora
 from lib.machine import available_memory
 from lib.rows import sample_digest
-from lib.run import ANSWER, NotFinite, Run, compare_replicas
+from lib.run import ANSWER, Run, compare_replicas
 from lib.text import knows_text
 from lib.tokenizer import load_tokenizer
 from lib.weights import (
@@ -104,10 +100,10 @@ from shard import (
 )
 
 FORMAT = 2
-FILE_BYTES = 2**31  # a file of a checkpoint gets no further tensor beyond this size
-BLOCK = 2**24  # bytes that a load reads at a time
-PROBE = 128  # tokens whose loss a checkpoint carries
-# Nats per token, by compute dtype: what other kernels and meshes may change.
+FILE_BYTES = 2**31  # a file of this size gets no further tensor
+BLOCK = 2**24  # bytes per read when checksums are computed
+PROBE = 128  # tokens of the probe
+# Largest difference of the probe's loss between kernels and meshes, nats per token, by compute dtype.
 TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.03}
 STEP = re.compile(r"step-\d{8,}")
 logger = logging.getLogger("flatland")
@@ -118,7 +114,8 @@ logger = logging.getLogger("flatland")
 
 @torch.no_grad()
 def probe_loss(model: nn.Module, tokens: list[int], device: torch.device) -> float:
-    """Mean loss of one row of tokens, uncompiled: the same whatever the batch and the compiler. All ranks must call."""
+    """Mean loss of one row of tokens. It is not compiled, so that it does not depend on the compiler. All ranks must
+    call."""
     ids = torch.tensor([tokens], device=device)
     model.eval()
     with torch.compiler.set_stance("force_eager"):
@@ -130,10 +127,8 @@ def probe_loss(model: nn.Module, tokens: list[int], device: torch.device) -> flo
 
 class Saver:
     """Writes checkpoints in the background: `save` computes the probe's loss and copies this rank's parts into the
-    host's memory; a thread writes them. A save waits for the one before it.
-
-    As a context manager around the loop, it completes the save in progress when an error ends the loop, and saves the
-    state before a step whose loss or gradients were not finite."""
+    host's memory, and a thread writes them. Each save waits for the previous save. If an error ends the loop, the
+    context manager waits for the save in progress."""
 
     def __init__(
         self,
@@ -148,7 +143,7 @@ class Saver:
         self.run, self.nonce = run.folder, run.nonce
         self.tokens = resume_from.manifest["probe"]["tokens"] if resume_from else None
         self.base = resume_from.manifest["base"] if resume_from else base_fingerprint(self.config, self.ranks)
-        self.last = resume_from.step if resume_from else 0  # step of the newest whole checkpoint
+        self.last = resume_from.step if resume_from else 0  # step of the newest intact checkpoint
         on_first_rank(lambda: clean(self.run, self.last or math.inf), self.ranks)
         self.pinned: dict[str, Tensor] = {}  # pinned host memory for the copies of tensors on a GPU
         self.thread: threading.Thread | None = None
@@ -163,50 +158,29 @@ class Saver:
         return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
-        if error is None:
-            return
-        with self.phase("saves"):
-            if self.thread:
-                self.thread.join(ANSWER)  # what is being written is from before this
-            if isinstance(error, NotFinite):
-                try:
-                    error.args = (f"{error}{self._save_before(error.step)}",)
-                except Exception as e:
-                    error.args = (f"{error}\nThe state before it could not be saved: {e}",)
-
-    def _save_before(self, step: int) -> str:
-        """Saves the state before a step, if there is no checkpoint of it -> a sentence that says so. All ranks must
-        call."""
-        if step - 1 <= self.last:
-            return ""
-        done = self.data.samples // self.data.step_rows
-        self._save(step - 1, self.data.before[step - done - 1], None)
-        self.wait()
-        return f"\nThe state before it is saved: {step_folder(self.run, step - 1)}"
+        if error is not None and self.thread:
+            with self.phase("saves"):
+                self.thread.join(ANSWER)
 
     def save(self, step: int, row: Tensor) -> float:
         """Saves the state after `step` updates and removes the oldest checkpoints beyond --keep -> milliseconds that
-        training waited. row [T]: tokens to probe with; the first call's are kept. An error, that of the save before
-        too, is raised on all ranks. All ranks must call."""
+        training waited. row [T]: tokens for the probe; later saves use the row of the first save. Raises an error of
+        this save or the previous save on all ranks. All ranks must call."""
         begin = time.perf_counter()
         with self.phase("saves"):
-            self._save(step, self.data.state_dict(), row)
+            self.wait()
+            if step != self.last:
+                self._start(step, row)
         return 1e3 * (time.perf_counter() - begin)
 
-    def _save(self, step: int, position: dict, row: Tensor | None) -> None:
-        """position: this rank's, in the data."""
-        self.wait()
-        if step == self.last:
-            return
-        position = merge_positions(gather(position, self.ranks))
+    def _start(self, step: int, row: Tensor) -> None:
+        position = merge_positions(gather(self.data.state_dict(), self.ranks))
         compare_replicas(self.model, self.ranks, self.mesh, step)
         if self.tokens is None:
-            row = torch.arange(self.config.seq_len) % self.model.config.vocab_size if row is None else row
             self.tokens = gather(row[: PROBE + 1].tolist(), self.ranks)[0]
         loss = probe_loss(self.model, self.tokens, self.ranks.device)
         if not math.isfinite(loss):
-            raise RuntimeError(f"The model's loss after step {step} is {loss}: such a state is not saved")
-        probe = {"tokens": self.tokens, "loss": loss, "tolerance": TOLERANCE[self.model.dtype]}
+            raise RuntimeError(f"The model's loss after step {step} is {loss}, so its state is not saved")
         updates = next((state["step"] for state in self.optimizer.state.values() if "step" in state), 0)
         manifest = {
             "format": FORMAT,
@@ -215,16 +189,15 @@ class Saver:
             "updates": int(updates),
             "world_size": self.ranks.world_size,
             "position": position,
-            "probe": probe,
+            "probe": {"tokens": self.tokens, "loss": loss, "tolerance": TOLERANCE[self.model.dtype]},
             "base": self.base,
             "config": asdict(self.config),
             "model": asdict(self.config.model_config),
         }
         tensors, places = own_parts(self.model, self.optimizer, self.ranks)
-        copies = step < self.config.steps or any(
-            t.is_cuda for t in tensors.values()
-        )  # training waits for the last save
-        staged = self.config.save_async and copies and all(gather(self._has_room(tensors), self.ranks))
+        on_gpu = any(t.is_cuda for t in tensors.values())
+        copies = self.config.save_async and (on_gpu or step < self.config.steps)  # training waits for the last save
+        staged = copies and all(gather(self._has_room(tensors), self.ranks))
         ready = _stage(tensors, self.pinned) if staged else None
         self.thread = threading.Thread(target=self._write, args=(manifest, tensors, places, ready), name="checkpoint")
         self.thread.start()
@@ -254,11 +227,11 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether the save in the background has failed by now; `wait` tells how."""
+        """Whether the save in the background has failed; `wait` raises its error."""
         return self.error is not None
 
     def wait(self) -> None:
-        """Until what was saved is on the disk, or raises on all ranks why it is not. All ranks must call."""
+        """Waits until the save is on disk. Raises its error on all ranks. All ranks must call."""
         with self.phase("saves"):
             if self.thread:
                 self.thread.join()
@@ -267,7 +240,7 @@ class Saver:
             raise error
 
     def _write(self, manifest: dict, tensors: dict[str, Tensor], places: dict[str, dict], ready) -> None:
-        """In the thread: every rank writes its part, then rank 0 the manifest."""
+        """Runs in the thread: every rank writes its parts, then rank 0 writes the manifest."""
         begin, first = time.perf_counter(), self.ranks.rank == 0
         folder = step_folder(self.run, manifest["step"])
         temporary = folder.with_name(f"{folder.name}.tmp-{self.nonce}")
@@ -275,7 +248,7 @@ class Saver:
         def write_parts() -> list[dict]:
             if ready is not None:
                 ready.synchronize()
-            folder.parent.mkdir(exist_ok=True)  # but no run folder that has vanished
+            folder.parent.mkdir(exist_ok=True)  # fails if the run folder was removed
             temporary.mkdir(exist_ok=True)
             parts = []
             for number, group in enumerate(_groups(tensors)):
@@ -294,7 +267,7 @@ class Saver:
         try:
             parts = sum(on_all(write_parts, self.ranks, self.ranks.saving), [])
             on_all(commit if first else lambda: None, self.ranks, self.ranks.saving)
-        except Exception as error:  # on this rank or another
+        except Exception as error:  # of any rank
             self.error = self._explain(error, manifest["step"])
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -307,10 +280,10 @@ class Saver:
 def own_parts(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> tuple[dict[str, Tensor], dict[str, dict]]:
-    """-> (this rank's part of the state by name, where in the whole tensors each lies). Of the optimizer it is every
-    tensor that its state has for a parameter, but for the count of updates, which is in the manifest."""
+    """-> (this rank's parts of the state, by name; the offset and shape of each part in its whole tensor). The manifest
+    has the number of updates."""
     parameters, tensors, places = trained(model), {}, {}
-    assert not optimizer.state or all(p in optimizer.state for p in parameters.values()), "they are still gathered"
+    assert not optimizer.state or all(p in optimizer.state for p in parameters.values()), "still gathered"
     tensors["rng"] = torch.get_rng_state()
     if ranks.device.type == "cuda":
         tensors["rng.cuda"] = torch.cuda.get_rng_state(ranks.device)
@@ -331,14 +304,14 @@ def own_parts(
 
 
 def save_memory(on_gpu: int, on_host: int) -> int:
-    """Bytes of host memory that a rank needs for an asynchronous save of so many bytes of state on its GPU and on the
-    host. A save that training waits for needs almost none: it writes the state from where it is."""
+    """Bytes of host memory that a rank needs for an asynchronous save of a state with these sizes on its GPU and on the
+    host. A synchronous save needs almost none, because it writes the state without a copy."""
     return 2 * on_gpu + on_host  # torch rounds pinned blocks up to powers of two
 
 
 def _stage(tensors: dict[str, Tensor], pinned: dict[str, Tensor]) -> torch.cuda.Event | None:
-    """Replaces tensors by copies in the host's memory -> the event of their arrival, if they come from a GPU. Nothing
-    waits for a GPU: the copies go to `pinned` memory in the stream's order, before the next update."""
+    """Replaces tensors by copies in the host's memory -> the event after the copies from a GPU, or None. They go to
+    `pinned` memory in the stream's order, before the next update, so the host does not wait for the GPU."""
     ready = None
     for key, tensor in tensors.items():
         if tensor.is_cuda:
@@ -354,8 +327,8 @@ def _stage(tensors: dict[str, Tensor], pinned: dict[str, Tensor]) -> torch.cuda.
 
 
 def _groups(tensors: dict[str, Tensor]) -> list[list[str]]:
-    """The names of the tensors of each file. Files are limited in size because a GPU's tensors that were not staged
-    pass through the host's memory one file at a time."""
+    """The names of the tensors of each file. The size of files is limited, because a synchronous save copies the
+    tensors of a GPU into the host's memory one file at a time."""
     groups, size = [[]], 0
     for key, tensor in tensors.items():
         if size > FILE_BYTES:
@@ -374,14 +347,14 @@ def _sync(path: Path) -> None:
 
 
 def _commit(temporary: Path, folder: Path, manifest: dict) -> None:
-    """Rank 0, when all parts are written: from the rename on the checkpoint is there."""
-    metrics, path = folder.parent.parent / "metrics.jsonl", temporary / "manifest.json"
+    """Writes the manifest and renames the folder, which completes the checkpoint. Rank 0 calls this last."""
+    path = temporary / "manifest.json"
     path.write_text(json.dumps(manifest | {"crc32": _crc_of(manifest)}))
-    for written in (path, temporary, *([metrics] if metrics.exists() else [])):  # its step's record, too
-        _sync(written)
-    os.rename(temporary, folder)  # never onto another one
+    _sync(path)
+    _sync(temporary)
+    os.rename(temporary, folder)
     _sync(folder.parent)
-    _sync(folder.parent.parent)  # the first save has made folder.parent
+    _sync(folder.parent.parent)  # the first save creates folder.parent
 
 
 def _crc_of(manifest: dict) -> int:
@@ -402,15 +375,15 @@ def folders(run: Path) -> list[Path]:
 
 
 def _prune(run: Path, keep: int) -> None:
-    """Removes all but the newest; damaged ones count for none, and go with the first old one."""
+    """Removes all checkpoints except the newest `keep`, and the damaged ones with them."""
     kept = folders(run)[-keep:]
     for old in set((run / "checkpoints").glob("step-*")) - set(kept) if len(kept) == keep else ():
-        os.rename(old, old.with_name(f"{old.name}.tmp-old"))  # first: half a folder is never taken for a checkpoint
+        os.rename(old, old.with_name(f"{old.name}.tmp-old"))  # an interrupted removal must not look like a checkpoint
     clean(run)
 
 
 def clean(run: Path, last: float = math.inf) -> None:
-    """Removes what torn saves have left, and gives steps after `last`, which are damaged, another name."""
+    """Removes the rest of interrupted saves, and renames checkpoints after step `last`, which are damaged."""
     for torn in (run / "checkpoints").glob("*.tmp-*"):
         shutil.rmtree(torn, ignore_errors=True)
     for damaged in folders(run):
@@ -420,19 +393,19 @@ def clean(run: Path, last: float = math.inf) -> None:
             os.rename(damaged, aside)
 
 
-# ---- trusting
+# ---- verifying
 
 
-def _checksum(path: Path, _: object = None) -> int:
+def _checksum(path: Path) -> int:
     crc = 0
-    with open(path, "rb", buffering=0) as f:
-        for block in read_ahead(iter(partial(f.read, 2**22), b""), 1):
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(BLOCK):
             crc = zlib.crc32(block, crc)
     return crc
 
 
 def read_manifest(folder: Path) -> dict:
-    """ValueError, or OSError: what is wrong with it."""
+    """Raises ValueError or OSError with the reason if the manifest is damaged."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         if manifest["format"] != FORMAT:
@@ -441,9 +414,9 @@ def read_manifest(folder: Path) -> dict:
             raise ValueError("its checksum is wrong")
         for part in manifest["files"]:
             if not re.fullmatch(r"rank-[0-9]{5,}(-[0-9]+)?\.safetensors", part["file"]):
-                raise ValueError(f"{part['file']!r} is no part of a checkpoint")
+                raise ValueError(f"{part['file']!r} is not a file of a checkpoint")
         if STEP.fullmatch(folder.name) and manifest["step"] != step_of(folder):
-            raise ValueError(f"it is that of step {manifest['step']}")
+            raise ValueError(f"it belongs to step {manifest['step']}")
     except FileNotFoundError:
         raise ValueError("manifest.json is missing") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
@@ -451,7 +424,7 @@ def read_manifest(folder: Path) -> dict:
     return manifest
 
 
-def _fault_of_file(folder: Path, read: Callable | None, part: dict) -> str:
+def _fault_of_file(folder: Path, checksums: bool, part: dict) -> str:
     path = folder / part["file"]
     try:
         if path.stat().st_size != part["bytes"]:
@@ -460,7 +433,7 @@ def _fault_of_file(folder: Path, read: Callable | None, part: dict) -> str:
         for key, place in part["tensors"].items():
             if entries.get(key) != (getattr(torch, place["dtype"]), tuple(place["shape"])):
                 return f"{path.name} does not hold {key!r} with the manifest's dtype and shape"
-        if read and read(path, entries) != part["crc32"]:
+        if checksums and _checksum(path) != part["crc32"]:
             return f"the checksum of {path.name} is wrong"
     except FileNotFoundError:
         return f"{path.name} is missing"
@@ -469,42 +442,32 @@ def _fault_of_file(folder: Path, read: Callable | None, part: dict) -> str:
     return ""
 
 
-def _fault_of_files(folder: Path, files: list[dict], read: Callable | None, ranks: Ranks) -> str:
-    """The first fault in any rank's files, which it checks in threads. All ranks must call."""
+def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
+    """The first fault of a checkpoint, or "". Each rank reads its share of the files in threads; without `checksums` it
+    compares only sizes and headers. All ranks must call."""
     threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     try:
+        files = read_manifest(folder)["files"][ranks.rank :: ranks.world_size]
         with ThreadPoolExecutor(threads) as pool:
-            faults = [*pool.map(partial(_fault_of_file, folder, read), files)]
+            faults = list(pool.map(partial(_fault_of_file, folder, checksums), files))
+    except (ValueError, OSError) as e:
+        faults = [str(e)]
     except (LookupError, TypeError, AttributeError) as e:
         faults = [f"manifest.json is unreadable: {type(e).__name__}: {e}"]
     return next((fault for of_rank in gather(faults, ranks) for fault in of_rank if fault), "")
 
 
-def fault_of(folder: Path, ranks: Ranks = ALONE, read: Callable | None = _checksum) -> str:
-    """The first fault of a checkpoint, or "". Each rank reads its share of the files. read(path, entries): reads a
-    file and returns its checksum; None: only headers and sizes are compared. All ranks must call."""
-    manifest, fault = {"files": []}, ""
-    try:
-        manifest = read_manifest(folder)
-    except (ValueError, OSError) as e:
-        fault = str(e)
-    faults = gather(fault, ranks)
-    return next(filter(None, faults), "") or _fault_of_files(
-        folder, manifest["files"][ranks.rank :: ranks.world_size], read, ranks
-    )
-
-
 def verify(run: Path | str) -> list[tuple[int, bool, str]]:
-    """(step, whether it is whole, what is wrong with it) of every checkpoint of a run, oldest first."""
-    faults = {p: fault_of(p) for p in folders(Path(run))}
-    return [(step_of(p), not fault, fault) for p, fault in faults.items()]
+    """(step, whether it is intact, its fault or "") of every checkpoint of a run, oldest first."""
+    faults = {folder: fault_of(folder) for folder in folders(Path(run))}
+    return [(step_of(folder), not fault, fault) for folder, fault in faults.items()]
 
 
 # ---- the frozen weights that adapters belong to
 
 
 def open_base(config: Config) -> Read:
-    """read(name, slices) of the weights that a run began with: those of --weights, or random ones."""
+    """read(name, slices) of the weights at the run's start: --weights, or random values."""
     if config.weights:
         return open_folder(local_path(config.weights, "--weights"), config.model_config)
     shapes = {name: tuple(p.shape) for name, p in lora.meta_model(config).named_parameters()}
@@ -512,8 +475,7 @@ def open_base(config: Config) -> Read:
 
 
 def base_fingerprint(config: Config, ranks: Ranks) -> str:
-    """By which the frozen weights of a run with adapters are known again; "0" where none were read. All ranks must
-    call."""
+    """Identifies the frozen weights of a run with adapters; "0" if no weights were read. All ranks must call."""
     if not (config.lora and config.weights):
         return "0"
     return on_first_rank(lambda: sample_digest(find_files(local_path(config.weights, "--weights"))), ranks)
@@ -536,16 +498,16 @@ class Checkpoint:
                 self.places.setdefault(key, []).append((part["file"], place))
 
     def check_base(self, ranks: Ranks) -> None:
-        """Refuses other frozen weights than those that the adapters were trained on. All ranks must call."""
+        """Refuses frozen weights that differ from those at the start of the run. All ranks must call."""
         if self.manifest["base"] != base_fingerprint(self.config, ranks):
             raise UserError(
-                f"{self.folder} holds adapters that were trained on other weights than those of --weights"
-                f" {self.config.weights}: they have changed since; give it those that it began with"
+                f"{self.folder} holds adapters of other weights: --weights {self.config.weights} has changed since the"
+                " run began; restore the weights of that time"
             )
 
     def open_model(self, ranks: Ranks = ALONE) -> Read:
-        """read(name, slices) of the weights of the whole model; adapters are merged into their base, if that is still
-        the one that they were trained on. All ranks must call."""
+        """read(name, slices) of the whole model's weights, with adapters merged. Refuses adapters whose frozen weights
+        have changed. All ranks must call."""
         if not self.config.lora:
             return self.read_weights
         self.check_base(ranks)
@@ -553,7 +515,7 @@ class Checkpoint:
 
     @property
     def config(self) -> Config:
-        """The settings it was trained with."""
+        """The settings of the run that saved it."""
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in self.manifest["config"].items()}
         unknown = set(values) - {f.name for f in fields(Config)}
         if unknown:
@@ -562,19 +524,18 @@ class Checkpoint:
 
     @property
     def model_config(self) -> ModelConfig:
-        """The shape that it holds, whatever has become of --model since. Fields that are newer than it have their
-        default."""
+        """The model's shape when it was saved. Fields that were added later have their default."""
         values = dict(self.manifest["model"])
         try:
             scaling = values.pop("rope_scaling")
             return ModelConfig(**values, rope_scaling=scaling and RopeScaling(**scaling))
         except (ValueError, TypeError, KeyError) as e:
-            raise UserError(f"{self.folder} holds a model that this version does not know: {e}") from None
+            raise UserError(f"{self.folder} holds a model that this version does not support: {e}") from None
 
     def read(self, key: str, slices: Slices) -> Tensor:
-        """Those values of the tensor, put together from the parts that hold them."""
+        """A slice of a tensor, assembled from the stored parts."""
         if key not in self.places:
-            raise UserError(f"{self.folder} holds no tensor {key!r}: it is a checkpoint of another model")
+            raise UserError(f"{self.folder} has no tensor {key!r}; it is a checkpoint of another model")
         first = self.places[key][0][1]
         parts = []
         for file, place in self.places[key]:
@@ -591,32 +552,22 @@ class Checkpoint:
         return self.read(f"model.{name}", slices)
 
     def export(self, folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, **how) -> None:
-        """Writes it as a Hugging Face folder. how: as for weights.export. All ranks must call."""
+        """Writes a Hugging Face folder. how: arguments of weights.export. All ranks must call."""
         talks = self.manifest["position"].get("chat", False)
         export(self.model_config, self.open_model(ranks), folder, dtype, ranks=ranks, talks=talks, **how)
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, load: str) -> str:
-        """Fills the trained parameters and the optimizer's state, and compares all checksums -> the fault, or "". Each
-        file is read once if every rank keeps all values of its files; otherwise each file is read once for its
-        checksum, and again by the ranks that keep a part of it. All ranks must call."""
-        targets, begin = self._make_targets(model, optimizer), time.perf_counter()
-        files = [part for part in self.manifest["files"] if ranks.world_size == 1 or _writer(part) == ranks.rank]
-        views = self._find_views(files, targets)
-        same_ranks = ranks.world_size in (1, self.manifest["world_size"])
-        if all(gather(same_ranks and views is not None, ranks)):
-            fault = _fault_of_files(self.folder, files, partial(_load_file, views), ranks)
-            size, seconds = sum(part["bytes"] for part in files), time.perf_counter() - begin
-            logger.info("Loaded and verified %d files: %.3f GB in %.1f s", len(files), size / 1e9, seconds)
-        elif not (fault := fault_of(self.folder, ranks)):
-            fill_tensors([(key, t) for key, t in targets.items() if is_sharded(t)], self.read, load)
-            for key, whole in targets.items():
-                if not is_sharded(whole):
-                    whole.copy_(self.read(key, tuple(map(slice, whole.shape))))
-        return fault
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, load: str) -> None:
+        """Fills the trained parameters and the optimizer's state. All ranks must call."""
+        begin, targets = time.perf_counter(), self._make_targets(model, optimizer)
+        fill_tensors([(key, target) for key, target in targets.items() if is_sharded(target)], self.read, load)
+        for key, target in targets.items():
+            if not is_sharded(target):
+                target.copy_(self.read(key, tuple(map(slice, target.shape))))
+        logger.info("Loaded %s in %.1f s", self.folder.name, time.perf_counter() - begin)
 
     def _make_targets(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """The tensors to fill, by name: parameters, and new ones for the optimizer's state. State of its parameter's
-        shape is sharded as the parameter is; every rank has other state whole."""
+        """The tensors to fill, by name: parameters, and new tensors for the optimizer's state. A state that has its
+        parameter's shape is sharded like the parameter; every rank holds the whole of any other state."""
         named = trained(model)
         targets = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         optimizer.state.clear()
@@ -634,20 +585,8 @@ class Checkpoint:
                 optimizer.state[parameter][kind] = targets[key] = value
         return targets
 
-    def _find_views(self, files: list[dict], targets: dict[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
-        """{file: {name: the part of this rank's target that it fills}}, if these files fill the targets exactly."""
-        places = [(part["file"], key, place) for part in files for key, place in part["tensors"].items()]
-        views = {part["file"]: {} for part in files}
-        for file, key, place in places:
-            if key in targets:
-                views[file][key] = _view(targets[key], place)
-        shapes = [list(view.shape) for row in views.values() for view in row.values()]
-        size = sum(map(math.prod, shapes))
-        fits = shapes == [place["shape"] for _, _, place in places]
-        return views if fits and size == sum(local(target).numel() for target in targets.values()) else None
-
     def restore_rng(self, ranks: Ranks) -> None:
-        """The random state of this rank; on another number of ranks there is none to restore."""
+        """Restores this rank's random state, unless the number of ranks has changed."""
         if self.manifest["world_size"] != ranks.world_size:
             return
         file, everything = TensorFile(self.folder / f"rank-{ranks.rank:05d}.safetensors"), (slice(None),)
@@ -656,69 +595,33 @@ class Checkpoint:
             torch.cuda.set_rng_state(file.read("rng.cuda", everything).clone(), ranks.device)
 
 
-def _writer(part: dict) -> int:
-    """The rank that wrote a file."""
-    return int(re.split("[-.]", part["file"])[1])
-
-
-def _view(target: Tensor, place: dict) -> Tensor:
-    """The values of a stored part that this rank keeps."""
-    starts = [start - s.start for start, s in zip(place["start"], local_slices(target), strict=True)]
-    slices = [slice(max(a, 0), max(a + n, 0)) for a, n in zip(starts, place["shape"], strict=True)]
-    return local(target)[tuple(slices)]
-
-
-def _load_file(views: dict[str, dict[str, Tensor]], path: Path, entries: dict) -> int:
-    """Copies the values of a file to their views -> the checksum of the bytes that were read."""
-    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in entries.values()]
-    with open(path, "rb") as file:
-        crc = zlib.crc32(file.read(path.stat().st_size - sum(sizes)))  # the header
-        for key, (dtype, shape) in entries.items():
-            view = views[path.name].get(key, torch.empty(shape, dtype=dtype))  # no view: the random state
-            rows = max(1, BLOCK // (math.prod(shape[1:]) * dtype.itemsize))
-            for piece in view.view(shape or (1,)).split(rows):
-                data = bytearray(piece.numel() * dtype.itemsize)
-                file.readinto(data)
-                crc = zlib.crc32(data, crc)
-                piece.copy_(torch.frombuffer(data, dtype=dtype).view(piece.shape))
-    return crc
-
-
-def _newest_whole(
-    candidates: list[Path], ranks: Ranks = ALONE, loaded_before: int = 0, damaged: dict[Path, str] | None = None
+def _newest_intact(
+    candidates: list[Path], ranks: Ranks = ALONE, checksums: bool = True
 ) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """candidates: newest first -> the first whole one, and the faults of those before. The checksums of checkpoints
-    before step `loaded_before` are left to `Checkpoint.load`. damaged: faults that it found. All ranks must call."""
+    """candidates: newest first -> the first intact one, and the faults of those before it. All ranks must call."""
     faults = {}
     for folder in candidates:
-        fault = (damaged or {}).get(folder) or fault_of(folder, ranks, None)
-        if not fault:
-            checkpoint = Checkpoint(folder)
-            fault = "" if checkpoint.step < loaded_before else fault_of(folder, ranks)
-        if not fault:
-            return checkpoint, faults
+        if not (fault := fault_of(folder, ranks, checksums)):
+            return Checkpoint(folder), faults
         faults[folder] = fault
     return None, faults
 
 
-def find(
-    config: Config, ranks: Ranks = ALONE, damaged: dict[Path, str] | None = None
-) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to resume from (None: a fresh start), and a message for each damaged checkpoint that was passed
-    over. Headers and sizes are compared here; `restore`, which reads every byte, compares checksums and calls this
-    again with the checkpoints that are `damaged`. Refuses a run folder whose checkpoints are all damaged, and one that
-    was trained with other settings. All ranks must call."""
+def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to resume from (None: a fresh start), and a message for each damaged checkpoint that was skipped.
+    Refuses a run folder whose checkpoints are all damaged, and a checkpoint with other settings. Without `checksums`,
+    damage inside a file is not found. All ranks must call."""
     candidates = on_first_rank(lambda: _candidates(config), ranks)
-    resume_from, faults = _newest_whole(candidates, ranks, config.steps, damaged)
+    resume_from, faults = _newest_intact(candidates, ranks, checksums)
     skipped = [f"Skipped the damaged checkpoint {folder}: {fault}" for folder, fault in faults.items()]
     if resume_from:
         changed(resume_from, config)
         if config.resume != "auto":
             _check_room(config, resume_from.step)
     elif skipped:
-        advice = f"No whole checkpoint is left in {config.out}: repair one, or start afresh with another --out"
+        advice = f"{config.out} has no intact checkpoint: repair one, or start another run with another --out"
         if config.resume != "auto":
-            advice = f"--resume {config.resume} is damaged: name another, or auto"
+            advice = f"--resume {config.resume} is damaged: name another checkpoint, or auto"
         raise UserError("\n".join([*skipped, advice]))
     return resume_from, skipped
 
@@ -730,36 +633,36 @@ def _candidates(config: Config) -> list[Path]:
     if config.resume in ("auto", "never"):
         return folders(Path(config.out))[::-1]
     if not Path(config.resume).is_dir():
-        raise UserError(f"--resume {config.resume}: no such checkpoint folder (nor is it auto or never)")
+        raise UserError(f"--resume {config.resume}: the folder does not exist; the other choices are auto and never")
     return [Path(config.resume)]
 
 
 def _check_room(config: Config, step: int) -> None:
-    """A run that does not go on from its folder's newest checkpoint must not meet later ones there."""
+    """Refuses to start before a later checkpoint of the same run folder."""
     later = [p.name for p in folders(Path(config.out)) if step_of(p) > step]
     if later:
-        raise UserError(f"--resume {config.resume}: {config.out} holds {later[-1]} already; give another --out")
+        raise UserError(f"--resume {config.resume}: {config.out} already holds {later[-1]}; give another --out")
 
 
 def changed(resume_from: Checkpoint, config: Config) -> dict[str, list]:
-    """Settings that differ from the checkpoint's and that --resume_override names: {name: [old, new]}. Refuses those
-    that it does not name."""
+    """Settings that differ from the checkpoint's and that --resume_override names: {name: [old, new]}. Refuses other
+    changed settings, unless a resume may always change them."""
     free = fields_that_resume("free")
     now, default = (json.loads(json.dumps(asdict(c))) for c in (config, Config()))
-    then = default | resume_from.manifest["config"]  # flags that are newer than it had their default
+    then = default | resume_from.manifest["config"]  # flags that were added later had their default
     differ = {k: [then[k], now[k]] for k in now if k not in free and now[k] != then[k]}
     refused = {k: v for k, v in differ.items() if k not in config.resume_override}
-    if not refused:  # a --model folder may hold another config.json by now
+    if not refused:  # config.json of a --model folder may have changed
         now, then = asdict(config.model_config), asdict(resume_from.model_config)
         refused = {f"model's {k}": [then[k], now[k]] for k in now if now[k] != then[k]}
     if refused:
         lines = [f"--{k} was {old!r}, is {new!r}" for k, (old, new) in refused.items()]
         tunable = set(refused) <= set(fields_that_resume("override"))
-        hint = f"; --resume_override {','.join(refused)} goes on with the new" if tunable else ""
+        hint = f"; --resume_override {','.join(refused)} accepts the new values" if tunable else ""
         raise UserError(
             f"{resume_from.folder} was trained with other settings:\n  "
             + "\n  ".join(lines)
-            + f"\nGive the old ones to go on{hint}; or a new --out to start afresh"
+            + f"\nGive the old values to resume{hint}; or a new --out to start another run"
         )
     return differ
 
@@ -771,30 +674,23 @@ def restore(
     ranks: Ranks,
     config: Config,
     weights=None,
-) -> Checkpoint:
-    """Weights, optimizer and random state -> the checkpoint that they are from: if resume_from is damaged, an older
-    one. Refuses weights whose loss differs from the checkpoint's probe. weights: reads the frozen weights of adapters.
-    All ranks must call."""
+) -> None:
+    """Loads weights, optimizer state and random state. Refuses a checkpoint whose probe has another loss now. weights:
+    reads the frozen weights of adapters. All ranks must call."""
     if config.lora:
         resume_from.check_base(ranks)
         frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         fill_tensors(frozen, weights if config.weights else open_base(config), config.load)
-    damaged = {}
-    while fault := resume_from.load(model, optimizer, ranks, config.load):
-        damaged[resume_from.folder] = fault
-        resume_from, skipped = find(config, ranks, damaged)
-        for message in skipped:
-            logger.warning("%s", message)
+    resume_from.load(model, optimizer, ranks, config.load)
     _prove(resume_from, model, ranks)
     resume_from.restore_rng(ranks)
     logger.info("Resumed from %s after step %d", resume_from.folder, resume_from.step)
     if overridden := changed(resume_from, config):
         words = "; ".join(f"{name} {old} -> {new}" for name, (old, new) in overridden.items())
-        logger.info("Going on with other settings: %s", words)
+        logger.info("Continuing with other settings: %s", words)
         if ranks.rank == 0:
             with open(Path(config.out) / "overrides.jsonl", "a") as f:
                 f.write(json.dumps({"step": resume_from.step} | overridden) + "\n")
-    return resume_from
 
 
 def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
@@ -803,49 +699,42 @@ def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
     loss = max(losses, key=lambda x: abs(x - probe["loss"]) if math.isfinite(x) else math.inf)
     if not abs(loss - probe["loss"]) <= probe["tolerance"]:
         raise UserError(
-            f"{resume_from.folder}: the loss of its probe was {probe['loss']:.6f} when it was saved, with what was"
-            f" loaded it is {loss:.6f}; they may differ by {probe['tolerance']}. Either the code computes something"
-            " else now (rope, ties, dtypes, names?), or values were changed: resume with the code that saved it"
+            f"{resume_from.folder}: the loss of its probe was {probe['loss']:.6f} at the save and is {loss:.6f} now;"
+            f" the difference may be {probe['tolerance']}. Either the code computes something else now (rope, ties,"
+            " dtypes, names?), or values were changed: resume with the code that saved it"
         )
-    logger.info("Loss of the checkpoint's probe: %.6f, it was %.6f", loss, probe["loss"])
+    logger.info("Loss of the checkpoint's probe: %.6f, at the save: %.6f", loss, probe["loss"])
 
 
-# ---- for people and other programs
+# ---- reading and exporting a run
 
 
 def newest(run: Path) -> Checkpoint:
-    """A run's newest whole checkpoint."""
-    checkpoint, faults = _newest_whole(folders(run)[::-1])
+    """A run's newest intact checkpoint."""
+    checkpoint, faults = _newest_intact(folders(run)[::-1])
     if checkpoint:
         return checkpoint
-    words = "".join(f"\n  {folder.name}: {fault}" for folder, fault in faults.items())
-    raise UserError(f"{run}: there is no whole checkpoint in it{words or ' (runs/NAME is a run folder)'}")
+    reasons = "".join(f"\n  {folder.name}: {fault}" for folder, fault in faults.items())
+    raise UserError(f"{run} has no intact checkpoint{reasons or ' (a run folder is runs/NAME)'}")
 
 
 def load_run_tokenizer(checkpoint: Checkpoint, spec: str | None = None):
-    """That of a run, or another one that is named; None if it is not known."""
+    """The tokenizer `spec`, or the run's; None if the run was trained on token ids without text."""
     return load_tokenizer(spec or checkpoint.config.tokenizer) if spec or knows_text(checkpoint.config) else None
 
 
-def is_exported(config: Config, step: int) -> bool:
-    """Whether a run has ended after that step and left all that a finished one leaves."""
+def is_finished(config: Config, step: int) -> bool:
+    """Whether a run has finished at that step, with its export."""
     status = read_json(Path(config.out) / "status.json")
-    ended = (status.get("state"), status.get("step")) == ("finished", step)
-    return ended and ((Path(config.out) / "hf").exists() or bool(_why_no_export(config)))
-
-
-def _why_no_export(config: Config) -> str:
-    try:
-        family(config.model_config)
-    except UserError as e:
-        return str(e)
-    return ""
+    return (status.get("state"), status.get("step")) == ("finished", step)
 
 
 def export_run(config: Config, step: int, ranks: Ranks) -> None:
-    """A run's checkpoint as a Hugging Face folder, hf/. All ranks must call."""
-    if reason := _why_no_export(config):
-        return logger.warning("No export to hf/: %s", reason)
+    """Exports a run's checkpoint to the Hugging Face folder hf/. All ranks must call."""
+    try:
+        family(config.model_config)
+    except UserError as e:
+        return logger.warning("No export to hf/: %s", e)
     tokenizer = load_tokenizer(config.tokenizer) if knows_text(config) else None
     saved, folder = Checkpoint(step_folder(Path(config.out), step)), Path(config.out) / "hf"
     saved.export(folder, torch.float32, ranks, tokenizer=tokenizer, replaces=True)
@@ -859,11 +748,8 @@ def export_run(config: Config, step: int, ranks: Ranks) -> None:
 def _list(folder: Path) -> str:
     try:
         manifest = read_manifest(folder)
-        size, ranks, loss = (
-            sum(p["bytes"] for p in manifest["files"]),
-            manifest["world_size"],
-            manifest["probe"]["loss"],
-        )
+        size = sum(part["bytes"] for part in manifest["files"])
+        ranks, loss = manifest["world_size"], manifest["probe"]["loss"]
         words = f"{size / 1e9:.3f} GB, {manifest['tokens']} tokens, written by {ranks} ranks, probe loss {loss:.4f}"
         return f"step {manifest['step']}: {words}"
     except (OSError, ValueError, LookupError, TypeError) as e:
@@ -872,7 +758,7 @@ def _list(folder: Path) -> str:
 
 def _export(args: argparse.Namespace) -> None:
     if args.out is None or not args.shard_gb > 0:
-        raise UserError(f"--shard_gb {args.shard_gb} must be positive, and the folder to make be named: export RUN OUT")
+        raise UserError(f"--shard_gb {args.shard_gb} must be positive, and OUT must be given: export RUN OUT")
     checkpoint = newest(args.run)
     tokenizer = load_run_tokenizer(checkpoint, args.tokenizer) if args.tokenizer != "none" else None
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
@@ -885,12 +771,12 @@ def main(argv: list[str]) -> int:
     if args.verb == "export":
         return _export(args) or 0
     if not folders(args.run):
-        raise UserError(f"{args.run}: there are no checkpoints in it (runs/NAME is a run folder)")
+        raise UserError(f"{args.run}: the folder has no checkpoints (a run folder is runs/NAME)")
     if args.verb == "list":
         print(*map(_list, folders(args.run)), sep="\n")
         return 0
     faults = {step: fault for step, _, fault in verify(args.run)}
-    print(*(f"step {step}: {fault or 'whole'}" for step, fault in faults.items()), sep="\n")
+    print(*(f"step {step}: {fault or 'intact'}" for step, fault in faults.items()), sep="\n")
     return int(any(faults.values()))
 
 

@@ -17,7 +17,6 @@ import itertools
 import json
 import re
 import sys
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -102,7 +101,6 @@ class Loader:
         self.is_chat = any(isinstance(s, ChatRows) for s in self.sources)
         self.separate = config.documents == "separate" or self.is_chat
         self.samples = 0  # rows handed out so far, over all ranks
-        self.before = deque(maxlen=3)  # positions before the last batches that were handed out
         self.lanes = {}  # by source: the positions of its lanes
         if split == "val":
             self.val_rows = self._validation_rows()
@@ -207,7 +205,6 @@ class Loader:
     def __iter__(self) -> Iterator[list[Batch]]:
         if self.split == "train":
             for batches, samples, lanes in read_ahead(self._steps(self.samples), 1):
-                self.before.append(self.state_dict())
                 self.samples, self.lanes = samples, lanes
                 yield batches
         else:

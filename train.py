@@ -70,10 +70,8 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
         weight_scales = fp8.prepare(model, config, mesh, accumulates)
         optimizer = make_optimizer(model, config)
         logger.info("Created optimizer")
-        resume_from = fill(model, optimizer, data, resume_from, weights, config, ranks)
+        fill(model, optimizer, data, resume_from, weights, config, ranks)
         keep_copies(model, optimizer, config, accumulates)
-    start = resume_from.step if resume_from else 0  # an older one, if the newest checkpoint is damaged
-    run.write_status("running", start)
     gradients = GradientGuard(model, config, ranks, mesh, data.where, optimizer)
     saver = checkpoint.Saver(model, optimizer, data, run, resume_from)
     log = Log(run, model, start, data.names)
@@ -181,18 +179,17 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     return model
 
 
-def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: shard.Ranks):
-    """Gives parameters, moments and the position in the data their first values: from a checkpoint, which is returned,
-    from --weights, or random. All ranks must call."""
+def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: shard.Ranks) -> None:
+    """Sets parameters, moments and the position in the data: from a checkpoint, from --weights, or from random values.
+    All ranks must call."""
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if resume_from:
-        resume_from = checkpoint.restore(resume_from, model, optimizer, ranks, config, weights)
+        checkpoint.restore(resume_from, model, optimizer, ranks, config, weights)
         position = resume_from.manifest["position"]
     else:
         shard.fill_parameters(model, *check.first_values(config, model, weights))
         position = shard.on_first_rank(data.state_dict, ranks)  # all ranks must see the same data
     data.load_state_dict(position)
-    return resume_from
 
 
 @torch.no_grad()
@@ -216,7 +213,7 @@ def evaluate(model: Transformer, data: Loader, run: Run) -> float:
 def finish(config: Config, step: int, ranks: shard.Ranks, run: Run) -> None:
     """Exports the last checkpoint as a Hugging Face folder, hf/, unless an earlier start did. All ranks must call."""
     trained = run.began
-    if not trained and not checkpoint.is_exported(config, step):
+    if not trained and not checkpoint.is_finished(config, step):
         run.begin(step)
     if run.began:
         with run.phase("export"):

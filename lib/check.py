@@ -145,11 +145,11 @@ def report(config: Config) -> int:
     existing = next(p for p in [Path(config.out).absolute(), *Path(config.out).absolute().parents] if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--out {config.out}: {existing} is no folder that can be written to")
-    resume_from, _ = checkpoint.find(config)
+    resume_from, _ = checkpoint.find(config, checksums=False)
     done = (
         resume_from is not None
         and resume_from.step >= config.steps
-        and checkpoint.is_exported(config, resume_from.step)
+        and checkpoint.is_finished(config, resume_from.step)
     )
     if done:
         say_finished(config, resume_from.step)

@@ -327,14 +327,6 @@ class Run:
 # ---- gradients
 
 
-class NotFinite(Failure):
-    """The loss or the gradients of `step` are not finite; step 0: its update is partly applied."""
-
-    def __init__(self, message: str, step: int):
-        super().__init__(message)
-        self.step = step
-
-
 class GradientGuard(GradientReducer):
     """The reducer of train.py's loop, and the host's reaction to its flags on the device: a non-finite loss or norm
     stops the run; with --on_nonfinite skip, only SKIPS of them in a row do."""
@@ -358,8 +350,8 @@ class GradientGuard(GradientReducer):
         self.pending: list[tuple] = []  # the flags of steps, on their way to the host
 
     def check(self, step: int, wait: bool = False) -> None:
-        """Raises NotFinite if an update was suppressed, or warns that it was skipped: up to the step before, which
-        costs no waiting, or with `wait` up to this one; and Failure if replicas differ. Call once a step; the outcome
+        """Raises Failure if an update was suppressed, or warns that it was skipped: up to the step before, which
+        costs no waiting, or with `wait` up to this step; or if replicas differ. Call once a step; the outcome
         is the same on all ranks."""
         flags = torch.stack((self.bad_in_row, self.local_loss))
         on_host, event = torch.empty(2, pin_memory=flags.is_cuda), torch.cuda.Event() if flags.is_cuda else None
@@ -395,7 +387,6 @@ class GradientGuard(GradientReducer):
                 "%s\nIts update is skipped (--on_nonfinite skip): %d in a row, %d end the run", what, in_row, self.limit
             )
         if self.in_backward and not guilty:
-            step = 0
             outcome = (
                 "--update_in_backward has already updated parameters with these gradients: this state belongs to no"
                 " step and is not saved; start again to resume from the newest checkpoint."
@@ -403,11 +394,10 @@ class GradientGuard(GradientReducer):
         else:
             first = "That update" if in_row == 1 else f"The updates of {in_row} steps in a row"
             outcome = f"{first} and all later ones were suppressed, on all ranks."
-        raise NotFinite(
+        raise Failure(
             f"{what}\n{outcome}"
             " A smaller --lr (with --resume_override lr), a longer --warmup_steps or --dtype fp32"
-            " usually fix it; --on_nonfinite skip passes over single steps",
-            step,
+            " usually fix it; --on_nonfinite skip skips single steps"
         )
 
 

@@ -34,9 +34,8 @@ def test_after_ten_bad_steps_in_a_row_nothing_is_updated_any_more():
         if step < 15:
             gradients.check(step)
     assert changed == [1, 4]
-    with pytest.raises(guard.NotFinite, match="Step 14: .*nan(?s:.*)of 10 steps in a row") as caught:
+    with pytest.raises(guard.Failure, match="Step 14: .*nan(?s:.*)of 10 steps in a row"):
         gradients.check(15)
-    assert caught.value.step == 14
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ for step in range(1, 6):
     update(optimizer, 0.1, scale, gradients.suppress)
     try:
         gradients.check(step)
-    except guard.NotFinite as e:
+    except guard.Failure as e:
         raised = (step, str(e))
         break
 assert raised and raised[0] == 4 and "Step 3" in raised[1], raised
