@@ -250,11 +250,6 @@ class Config:
     offload: str = may_change_on_resume(
         "none", "cpu: parameters, gradients and optimizer state live, and are updated, on the CPU", ("none", "cpu")
     )
-    update_in_backward: bool = may_change_on_resume(
-        False,
-        "update each parameter as soon as its gradient is complete, so that the gradients never exist all at once;"
-        " needs --clip 0 and steps of one micro-batch",
-    )
     offload_activations: bool = may_change_on_resume(
         False, "the block inputs that checkpointing keeps wait in the host's memory"
     )
@@ -649,11 +644,7 @@ CONFLICTS = """
 --fp8 row_gw_hp with --fp8_grad_dtype e5m2: row and row_gw_hp have e4m3 gradients; e5m2 is for --fp8 tensor
 --fp8 row with --fp8_all_gather: it needs one scale per weight, which only --fp8 tensor has
 --fp8 row_gw_hp with --fp8_all_gather: it needs one scale per weight, which only --fp8 tensor has
---update_in_backward with --clip: the norm of all gradients is known after the backward pass: --clip 0
---update_in_backward with --compile model, whose gradients come all at once: --compile block
---optimizer muon with --update_in_backward: a matrix needs its gradient from all ranks: give up one of the two
 --optimizer muon with --lora: adapters are thin pairs of matrices, which AdamW trains: --optimizer adamw
---update_in_backward with --on_nonfinite skip: a part of an update cannot be taken back: --on_nonfinite stop
 """
 
 
@@ -669,8 +660,6 @@ def conflict(c: Config, world_size: int) -> str:
             return line
     if c.compile == "model" and world_size > 1:
         return "--compile model is for one process; with several, parameters are gathered by the block: --compile block"
-    if c.update_in_backward and 0 < c.micro_batch * c.seq_len * world_size < c.batch_tokens:
-        return "--update_in_backward needs steps of one micro-batch: --batch_tokens of micro_batch x seq_len x ranks"
     return ""
 
 

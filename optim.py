@@ -48,11 +48,10 @@ class GradientReducer:
         self.parameters, self.clip, self.group, self.replicas, self.limit = parameters, clip, group, replicas, limit
         self.bad_in_row = torch.zeros((), device=local(parameters[0]).device)  # on the host, if they are offloaded
         self.local_loss = self.suppress = self.bad_in_row
-        self.in_backward: UpdateInBackward | None = None
 
-    def norms(self, parameters: list[Tensor]) -> Sequence[Tensor]:
+    def norms(self) -> Sequence[Tensor]:
         """The norms of pieces of the parameters' gradients."""
-        gradients = [local(p.grad).reshape(-1) for p in parameters]
+        gradients = [local(p.grad).reshape(-1) for p in self.parameters]
         # On a CPU torch adds one value after the other; in fp32 the norm of 10 M values is then wrong by 3e-4.
         length = 2**17 if self.bad_in_row.device.type == "cpu" else 2**30
         pieces = [piece for g in gradients for piece in g.split(length)]
@@ -61,8 +60,7 @@ class GradientReducer:
     def reduce(self, loss: Tensor, trained: int) -> tuple[Tensor, Tensor, Tensor]:
         """loss: this rank's sum over its `trained` tokens, gradients likewise -> (loss per token, gradient norm,
         divisor of the gradients), global, fp32 scalars. All ranks must call."""
-        norms = self.in_backward.take_norms() if self.in_backward else self.norms(self.parameters)
-        square = torch.stack(norms).square().sum() / self.replicas
+        square = torch.stack(self.norms()).square().sum() / self.replicas
         self.local_loss = loss = loss.to(square.device)
         sums = torch.stack((square, loss, torch.full_like(loss, trained)))
         if self.group is not None:
@@ -74,47 +72,6 @@ class GradientReducer:
         self.suppress = (self.bad_in_row > 0).float()
         excess = (norm / self.clip).clamp(min=1.0) if self.clip else torch.ones_like(norm)
         return loss / count, norm, count * excess
-
-
-class UpdateInBackward:
-    """--update_in_backward: updates each parameter as soon as its gradient is complete, then frees the gradient, so the
-    gradients never exist all at once. Without clipping and with one micro-batch per step, the result equals an
-    update after the backward pass.
-
-    A non-finite loss is known before the backward pass and changes no parameter. If only a gradient is not finite, some
-    parameters are updated before the norm shows it: that state belongs to no step."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, gradients: GradientReducer):
-        self.optimizer, self.gradients = optimizer, gradients
-        self.norms: dict[Tensor, Sequence[Tensor]] = {}
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.register_post_accumulate_grad_hook(partial(self._update, group | {"params": [p]}))
-
-    def begin(self, loss: Tensor, trained: int, lr: float) -> None:
-        """Before the backward pass of a step. loss: this rank's sum over its `trained` tokens. All ranks must call."""
-        reducer, self.lr = self.gradients, lr
-        sums = torch.stack((loss.detach(), torch.full_like(loss, trained))).to(reducer.bad_in_row.device)
-        if reducer.group is not None:
-            dist.all_reduce(sums, group=reducer.group)
-        total, self.count = sums.unbind()  # kept until the next step: FSDP calls the hooks on another stream
-        self.suppress = (~total.isfinite() | (reducer.bad_in_row >= reducer.limit)).float()
-
-    @torch.no_grad()
-    def _update(self, group: dict, p: Tensor) -> None:
-        """group: the optimizer's, with this parameter alone."""
-        if p.device.type == "cpu" and torch.cuda.is_initialized():  # --offload: FSDP may still be copying the gradient
-            torch.cuda.current_stream().synchronize()
-        self.norms[p] = self.gradients.norms([p])
-        groups, self.optimizer.param_groups = self.optimizer.param_groups, [group]
-        step(self.optimizer, self.lr, self.count, self.suppress)
-        self.optimizer.param_groups = groups
-        p.grad = None
-
-    def take_norms(self) -> list[Tensor]:
-        """The norms of the step's gradients, in the order of the parameters."""
-        norms, self.norms = self.norms, {}
-        return [norm for p in self.gradients.parameters for norm in norms[p]]
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -332,12 +289,6 @@ def _local_start(tensor: Tensor) -> int:
 def update(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
     """One step with gradients / divisor, or none at all if suppress is 1 (fp32 scalars on the device); frees the
     gradients. Any torch optimizer works, but all except fused AdamW, MixedAdamW and Muon make the host wait."""
-    step(optimizer, lr, divisor, suppress)
-    optimizer.zero_grad(set_to_none=True)
-
-
-def step(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
-    """The same, but keeps the gradients."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     if isinstance(optimizer, (MixedAdamW, Muon)) or optimizer.defaults.get("fused"):
@@ -347,6 +298,7 @@ def step(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             local(p.grad).div_(divisor)
         optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def learning_rate(config, step: int) -> float:

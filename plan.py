@@ -164,7 +164,7 @@ def _build(config: Config, layers: int, sharded: bool) -> transformer.Transforme
         mode = {"none": "selective"}.get(mode, mode)
         model.lm_head.cross_entropy = lambda logits, targets, grads: logits.new_empty(len(logits), dtype=torch.float32)
     shard.checkpoint_activations(model, mode)
-    if sharded or config.update_in_backward:
+    if sharded:
         for p in trained(model).values():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return model
@@ -282,9 +282,6 @@ def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
     if pinned:
         masters, frozen = ([*map(_pinned, sizes)] for sizes in (masters, frozen))
     gradients = sum(masters)
-    if config.update_in_backward:  # of one block at a time
-        total, block, _ = _units(config)
-        gradients = gradients * block // total
     moments = sum(row.state for row in kept(config, shards))
     return {"parameters": sum(masters + frozen), "gradients": gradients, "optimizer state": moments}
 
@@ -334,8 +331,6 @@ def _working(config: Config, cluster: Cluster, gradients: int) -> dict[str, int]
     before = gradients * _accumulates(config, cluster)  # from earlier micro-batches
     if _is_wrapped(config, cluster):
         moments = _fsdp_moments(config, cluster, peaks, gradients, before)
-    elif config.update_in_backward:  # the trace frees a gradient at once; a run holds those of a block
-        moments = [(size, peak, 0, 0) for size, peak in zip([0, *[gradients] * 3], peaks, strict=True)]
     else:  # the trace has counted the gradients
         held = [before, before, gradients, gradients]
         moments = [(size, peak - size, 0, 0) for size, peak in zip(held, peaks, strict=True)]

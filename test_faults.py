@@ -7,7 +7,6 @@ import errno
 import io
 import itertools
 import json
-import math
 import os
 import pickle
 import platform
@@ -399,32 +398,6 @@ def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tmp_path, run_here, m
     assert run_here(tmp_path / "run", *flags)[0] == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert weights_of(tmp_path / "run", 8) == weights_of(tmp_path / "whole", 8)
-
-
-def test_an_update_that_was_applied_in_part_is_not_saved(tmp_path, run_here, monkeypatch):
-    """--update_in_backward: a loss that is no number is known before any update, a gradient after some of them."""
-    flags = ["--steps", 5, "--clip", 0]
-    assert run_here(tmp_path / "whole", *flags, "--save_every", 1, "--keep", 9)[0] == 0
-    flags += ["--update_in_backward", "--save_every", 2]
-    with monkeypatch.context() as m:
-        break_losses(m, {4})
-        status, said = run_here(tmp_path / "loss", *flags)
-    assert status == 1 and "all later ones were suppressed" in said
-    with monkeypatch.context() as m:
-        build, count = train.build, itertools.count(1)
-
-        def built(*args):
-            out = build(*args)
-            out.layers[-1].mlp.down_proj.weight.register_hook(lambda g: g * (math.inf if next(count) == 4 else 1))
-            return out
-
-        m.setattr(train, "build", built)
-        status, said = run_here(tmp_path / "run", *flags)
-    assert status == 1 and "Step 4: the gradient norm is not finite" in said and "belongs to no step" in said
-    assert [path.name for path in checkpoint.folders(tmp_path / "run")] == ["step-00000002"]
-    assert run_here(tmp_path / "run", *flags)[0] == 0
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert weights_of(tmp_path / "run", 5) == weights_of(tmp_path / "whole", 5)
 
 
 def test_steps_that_are_skipped_leave_no_trace_and_ten_in_a_row_end_the_run(tmp_path, run_here, monkeypatch):

@@ -4,13 +4,11 @@ import json
 import math
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +16,7 @@ import optim
 import shard
 import train
 from config import parse_args
-from data import IGNORE, Batch
+from data import Batch
 from lib import check, torch_private
 from lib.run import GradientGuard
 from model import Transformer, random_init
@@ -367,82 +365,6 @@ def test_copies_spare_the_casts_of_matrices_and_change_no_bit(words):
     assert figures == again and all(torch.equal(a, b) for a, b in zip(tensors, same, strict=True))
     if "--compile none" in words and "--lora" not in words:
         assert all(n >= 3 for n in casts.values()) and not any(none.values()), (casts, none)
-
-
-# ---- updates in the backward pass
-
-
-def train_steps(words: str, ranks: shard.Ranks, in_backward: bool, steps: int = 3):
-    """-> (loss and norm of each step, this rank's parameters and moments, the most bytes of gradients that existed at a
-    time)"""
-    config = parse_args([*words.split(), "--clip", "0", "--seq_len", "16", "--micro_batch", "2"])
-    mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
-    model = train.build(check.resolve(config, ranks.device, ranks.world_size), ranks, mesh)
-    parameters, live = list(model.parameters()), [0]
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    shard.fill_parameters(model, random_init(config.model_config, shapes, 0))
-    optimizer = make_optimizer(model, config)
-
-    def count(_) -> None:
-        live.append(sum(local(p.grad).nbytes for p in parameters if p.grad is not None))
-
-    for p in parameters:
-        p.register_post_accumulate_grad_hook(count)
-    guarded = GradientGuard(model, replace(config, update_in_backward=in_backward), ranks, mesh, optimizer=optimizer)
-    figures = []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(10 * step + ranks.rank)
-        tokens = torch.randint(config.model_config.vocab_size, (2, 16), generator=generator)
-        targets = tokens.where(tokens % 5 > ranks.rank, IGNORE)  # ranks train on different numbers of tokens
-        batch, scales = Batch(tokens, targets, None), SimpleNamespace(refresh=int)
-        loss, norm, _ = train.train_step(model, optimizer, [batch], 0.01, guarded, scales, ranks.device)
-        figures += [loss.item(), norm.item()]
-        assert all(p.grad is None for p in parameters)
-    return figures, [local(t).clone() for t in snapshot(model, optimizer)], max(live)
-
-
-@pytest.fixture
-def no_group():
-    yield
-    if dist.is_initialized():  # for --offload
-        dist.destroy_process_group()
-
-
-BF16 = "--param_dtype bf16 --state_dtype bf16"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--model tiny-llama --dtype fp32 --compile none",
-        f"--model tiny-llama3.2 --dtype bf16 {BF16} --compile none --checkpointing block",
-        f"--model tiny-mixtral --dtype bf16 {BF16} --compile none --checkpointing selective",
-        pytest.param(
-            "--model tiny-gpt2 --state_dtype bf16 --compile block --checkpointing block", marks=pytest.mark.slow
-        ),
-        f"--model tiny-llama --dtype bf16 {BF16} --offload cpu --compile none",
-    ],
-)
-def test_updates_in_the_backward_pass_give_the_same_bits_with_one_gradient_at_a_time(words, no_group):
-    (figures, tensors, all_bytes), (again, same, bytes) = (train_steps(words, shard.ALONE, on) for on in (False, True))
-    assert figures == again and all(torch.equal(a, b) for a, b in zip(tensors, same, strict=True))
-    parameters = tensors[::4]  # of each: its values, two moments, the number of updates
-    assert all_bytes == sum(p.nbytes for p in parameters)
-    assert bytes == max(p.nbytes for p in parameters)
-
-
-def test_updates_in_the_backward_pass_are_the_same_on_two_ranks(tmp_path):
-    code = """
-from test_optim import BF16, train_steps
-ranks = shard.init_ranks()
-for words in ("--dtype fp32", f"--dtype bf16 {BF16} --shard_size 1 --checkpointing block", f"{BF16} --offload cpu"):
-    words += " --model tiny-llama --compile none"
-    (figures, tensors, _), (again, same, _) = (train_steps(words, ranks, on) for on in (False, True))
-    assert figures == again and all(map(torch.equal, tensors, same)), words
-print("done")
-shard.leave(ranks)
-"""
-    assert run_ranks(2, code, str(tmp_path)).count("done") == 2
 
 
 def test_a_fused_adamw_that_ignores_what_it_is_given_is_refused(monkeypatch):

@@ -258,7 +258,7 @@ os._exit(0)
     assert out.count("raised") == out.count("told") == 2 and out.count("waited") == 3
 
 
-ROWS = {  # flags that ask for each line of config.CONFLICTS, in order, and two more; and the number of ranks
+ROWS = {  # flags that ask for each line of config.CONFLICTS, in order, and one more; and the number of ranks
     "model and offload": ("--compile model --offload cpu", 1),
     "model and offloaded activations": ("--compile model --offload_activations --checkpointing block", 1),
     "offloaded activations without checkpointing": ("--offload_activations --compile none", 1),
@@ -267,13 +267,8 @@ ROWS = {  # flags that ask for each line of config.CONFLICTS, in order, and two 
     "row_gw_hp and e5m2": ("--fp8 row_gw_hp --fp8_grad_dtype e5m2", 1),
     "row and one scale": ("--fp8 row --fp8_all_gather", 1),
     "row_gw_hp and one scale": ("--fp8 row_gw_hp --fp8_all_gather", 1),
-    "updates in the backward pass and clipping": ("--update_in_backward", 1),
-    "and one graph": ("--update_in_backward --clip 0 --compile model", 1),
-    "and Muon": ("--optimizer muon --update_in_backward --clip 0", 1),
     "Muon and LoRA": ("--optimizer muon --lora 8", 1),
-    "and steps that are skipped": ("--update_in_backward --clip 0 --on_nonfinite skip", 1),
     "model on two": ("--compile model", 2),
-    "and several micro-batches": ("--update_in_backward --clip 0 --micro_batch 2 --seq_len 8 --batch_tokens 64", 2),
 }
 
 
@@ -295,10 +290,8 @@ def test_what_does_not_work_together_is_refused():
         with pytest.raises(UserError, match=f"^{words.split()[0]}") as error:
             refuse_unsupported(parse_args(words.split()), ranks)
         messages.append(str(error.value))
-    assert messages[:-2] == CONFLICTS.strip().splitlines() and len(set(messages)) == len(ROWS)
+    assert messages[:-1] == CONFLICTS.strip().splitlines() and len(set(messages)) == len(ROWS)
     refuse_unsupported(parse_args(["--compile", "block", "--offload", "cpu"]), 2)
-    whole_share = ["--micro_batch", "0", "--batch_tokens", "4096"]
-    refuse_unsupported(parse_args(["--update_in_backward", "--clip", "0", *whole_share]), 2)
 
 
 ROOM = {  # flags, device, GiB of the host and of a GPU: what is said; 8.03 B parameters have 4 x 29.9 GiB in fp32

@@ -72,7 +72,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
         logger.info("Created optimizer")
         fill(model, optimizer, data, resume_from, weights, config, ranks)
         keep_copies(model, optimizer, config, accumulates)
-    gradients = GradientGuard(model, config, ranks, mesh, data.where, optimizer)
+    gradients = GradientGuard(model, config, ranks, mesh, data.where)
     saver = checkpoint.Saver(model, optimizer, data, run, resume_from)
     log = Log(run, model, start, data.names)
     log.describe_run(model, data, val_data, check.predict(config, run))
@@ -149,8 +149,6 @@ def train_step(
         trained += int((batch.targets != IGNORE).sum())
         batch = batch.to(device)
         part, details = model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True)
-        if gradients.in_backward:
-            gradients.in_backward.begin(part, trained, lr)
         part.backward()
         loss += part.detach()
         parts.append((batch, details))

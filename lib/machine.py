@@ -240,7 +240,6 @@ def lower_memory(config, on_gpu: bool = True) -> str:
         (config.checkpointing != "block", "--checkpointing block"),
         (on_gpu and not config.offload_activations, "--offload_activations (with --checkpointing)"),
         (config.param_dtype == "fp32", "--param_dtype bf16"),
-        (not config.update_in_backward, "--update_in_backward --clip 0 (in steps of one micro-batch)"),
         (on_gpu and config.offload == "none" and config.fp8 == "off", "--offload cpu"),
     ]
     last = "more GPUs" if on_gpu else "more machines or a smaller model"

@@ -46,7 +46,7 @@ from lib.errors import (
     say_error,
     write_whole,
 )
-from optim import GradientReducer, UpdateInBackward, local, trained
+from optim import GradientReducer, local, trained
 from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -333,10 +333,9 @@ class GradientGuard(GradientReducer):
 
     def __init__(
         self, model: nn.Module, config: Config, ranks: Ranks, mesh: DeviceMesh | None,
-        where: Callable[[int], list[str]] = lambda step: [], optimizer: torch.optim.Optimizer | None = None,
+        where: Callable[[int], list[str]] = lambda step: [],
     ):  # fmt: skip
-        """where(step): the places in the data of this rank's rows of one of the last steps. optimizer: for
-        --update_in_backward."""
+        """where(step): the places in the data of this rank's rows of one of the last steps."""
         group = None
         if ranks.world_size > 1:  # offloaded gradients are on the host, where the control group's backend works
             group = ranks.control if config.offload == "cpu" else dist.group.WORLD
@@ -345,8 +344,6 @@ class GradientGuard(GradientReducer):
         super().__init__([*trained(model).values()], config.clip, group, replicas, limit)
         self.model, self.ranks, self.mesh, self.where = model, ranks, mesh, where
         self.every = config.replicas_every
-        if config.update_in_backward:
-            self.in_backward = UpdateInBackward(optimizer, self)
         self.pending: list[tuple] = []  # the flags of steps, on their way to the host
 
     def check(self, step: int, wait: bool = False) -> None:
@@ -386,16 +383,9 @@ class GradientGuard(GradientReducer):
             return logger.warning(
                 "%s\nIts update is skipped (--on_nonfinite skip): %d in a row, %d end the run", what, in_row, self.limit
             )
-        if self.in_backward and not guilty:
-            outcome = (
-                "--update_in_backward has already updated parameters with these gradients: this state belongs to no"
-                " step and is not saved; start again to resume from the newest checkpoint."
-            )
-        else:
-            first = "That update" if in_row == 1 else f"The updates of {in_row} steps in a row"
-            outcome = f"{first} and all later ones were suppressed, on all ranks."
+        first = "That update" if in_row == 1 else f"The updates of {in_row} steps in a row"
         raise Failure(
-            f"{what}\n{outcome}"
+            f"{what}\n{first} and all later ones were suppressed, on all ranks."
             " A smaller --lr (with --resume_override lr), a longer --warmup_steps or --dtype fp32"
             " usually fix it; --on_nonfinite skip skips single steps"
         )
