@@ -1,11 +1,14 @@
-"""README.md, guide/ and the pages beside them: every command is understood, every link leads somewhere, every quoted
-message is one of ours. That the changes which guide/8 prints work is in test_guide.py."""
+"""README.md, guide/ and the other pages: their commands parse, their links and quoted messages exist, and the changes
+that guide/8 prints work. Each recipe trains a tiny model, and its header states its true size."""
 
 import argparse
+import gzip
 import inspect
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,19 +20,24 @@ import data
 import generate
 import plan
 from checkpoint import parse as parse_checkpoint
-from config import parse_args
+from config import parse_args, with_recipes
 from download import make_parser as make_download_parser
-from lib.errors import ROOT
+from lib.errors import ROOT, UserError
 from lib.weights import config_json
-from model import MODELS
+from model import MODELS, Transformer, flops_per_token
+from test_shard import run_ranks
 
 sys.path.insert(0, str(ROOT / "launch"))
 sys.path.insert(0, str(ROOT / "bench"))
 
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "BENCHMARKS")]
 PAGES += sorted((ROOT / "guide").glob("*.md"))
+CHANGED = ROOT / "guide" / "8-change-it.md"  # test_the_five_changes_work_together runs its commands
 VERBS = re.findall(r"\w+", re.search(r"^  (train \| .*)\) verb=", (ROOT / "launch.sh").read_text(), re.M)[1])
 OTHERS = "cat cd export nano pip scancel squeue srun ssh ssh-copy-id tail tmux torchrun .venv/bin/python .venv/bin/hf"
+
+
+# ---- pages
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -39,16 +47,15 @@ def commands(page: Path) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-CHANGED = ROOT / "guide" / "8-change-it.md"  # whose commands are of a changed flatland: test_guide.py runs them
 COMMANDS = [(page.relative_to(ROOT), words) for page in PAGES if page != CHANGED for words in commands(page)]
 
 
-class Understood(Exception):
+class ParsedError(Exception):
     pass
 
 
 def parse_script(script: str, words: list[str], monkeypatch) -> None:
-    """What a script makes of its words, up to the point where it would do something."""
+    """Runs a script only until it has parsed its words."""
     main_parsers = {
         "train.py": lambda words: parse_args(words, trains=True),
         "plan.py": plan.parse,
@@ -65,15 +72,15 @@ def parse_script(script: str, words: list[str], monkeypatch) -> None:
 
     def stop(parser, *args):
         parse(parser, *args)
-        raise Understood
+        raise ParsedError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     sys.path.insert(0, str((ROOT / script).parent))
     monkeypatch.setattr(sys, "argv", [script, *words])
     main = __import__(Path(script).stem).main
-    with pytest.raises((Understood, SystemExit)) as end:
+    with pytest.raises((ParsedError, SystemExit)) as end:
         main(*[words] * len(inspect.signature(main).parameters))
-    assert end.type is Understood or not end.value.code
+    assert end.type is ParsedError or not end.value.code
 
 
 def without_launcher_flags(words: list[str]) -> list[str]:
@@ -84,7 +91,7 @@ def without_launcher_flags(words: list[str]) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Stands for whatever a command would find on the hub: a model that is small, with a tokenizer."""
+    """A small model with a tokenizer takes the place of everything that a command would look up on the hub."""
     (tmp_path / "config.json").write_text(json.dumps(config_json(MODELS["tiny-llama"], torch.float32)))
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setattr("config.local_path", lambda spec, flag: tmp_path)
@@ -92,10 +99,10 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page, words", COMMANDS, ids=[f"{page}:{shlex.join(words)[:60]}" for page, words in COMMANDS])
-def test_commands_are_understood(page, words, folder, monkeypatch):
+def test_commands_parse(page, words, folder, monkeypatch):
     words = [word.replace("NAME", "x").replace("$RUN", "x") for word in words if not re.fullmatch(r"\w+=.*", word)]
-    words = words[: words.index("|")] if "|" in words else words
-    words = words[: words.index("&&")] if "&&" in words else words
+    for end in ("|", "&&"):
+        words = words[: words.index(end)] if end in words else words
     if words[:2] == ["bash", "launch.sh"]:
         verb = words[2] if len(words) > 2 and words[2] in VERBS else "train"
         rest = without_launcher_flags([word for word in words[2:] if word != verb])
@@ -112,44 +119,39 @@ def test_commands_are_understood(page, words, folder, monkeypatch):
         assert words[0] in OTHERS.split(), words
 
 
-def test_folders_of_runs_are_those_that_commands_make(folder):
-    """A page that tells of runs/X has a command that trains into it."""
-    for page in PAGES:
-        if page == CHANGED:
-            continue
-        launches = [words[words.index("train.sbatch") + 1 :] for words in commands(page) if "train.sbatch" in words]
-        launches += [
-            words[2:] for words in commands(page) if words[:2] in (["bash", "launch.sh"], ["python", "train.py"])
-        ]
-        trained = [without_launcher_flags(w) for w in launches if not w or w[0] not in VERBS]
-        made = {"runs/default", *(parse_args(words, trains=True).out for words in trained)}
-        shown = set(re.findall(r"\bruns/[\w.-]+\w", page.read_text("utf-8"))) - {"runs/NAME"}
-        assert page.name == "BENCHMARKS.md" or shown <= made, (page.name, shown - made)
+def test_commands_create_the_run_folders_that_pages_name(folder):
+    for page in set(PAGES) - {CHANGED, ROOT / "BENCHMARKS.md"}:
+        trained = {"runs/default"}
+        for words in commands(page):
+            if "train.sbatch" in words:
+                words = words[words.index("train.sbatch") + 1 :]
+            elif words[:2] in (["bash", "launch.sh"], ["python", "train.py"]) and words[2:3] not in [
+                [v] for v in VERBS
+            ]:
+                words = without_launcher_flags(words[2:])
+            else:
+                continue
+            trained.add(parse_args(words, trains=True).out)
+        named = set(re.findall(r"\bruns/[\w.-]+\w", page.read_text("utf-8"))) - {"runs/NAME"}
+        assert named <= trained, page.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere_and_lines_are_short(page):
+def test_links_exist_and_lines_are_short(page):
     text = page.read_text("utf-8")
     for target in re.findall(r"\]\(([^)#\s]+)", text):
         assert target.startswith("https://") or (page.parent / target).exists(), target
     for name in re.findall(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|sh|md|args|sbatch))`", text):
-        assert any((folder / name).exists() for folder in (ROOT, ROOT / "recipes", ROOT / "launch", ROOT / "bench")), (
-            name
-        )
+        assert any((ROOT / part / name).exists() for part in ("", "recipes", "launch", "bench")), name
     assert page.name == "BENCHMARKS.md" or [line for line in text.splitlines() if len(line) > 120] == []
     sentences = re.findall(r"[A-Z][^.|`]{60,}\.", text)
     assert len(sentences) == len(set(sentences))
 
 
-def test_readme_is_read_in_two_minutes():
-    assert (ROOT / "README.md").read_text("utf-8").count("\n") <= 150
-
-
-def test_the_picture_of_the_files_is_true():
-    """Each source file of the root is in it, and imports none that stands above it."""
-    picture = (
-        (ROOT / "README.md").read_text("utf-8").partition("## The files")[2].split("```")[1].partition("launch.sh")[0]
-    )
+def test_files_import_only_files_below_them_in_the_readme():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert readme.count("\n") <= 150
+    picture = readme.partition("## The files")[2].split("```")[1].partition("launch.sh")[0]
     lines = [re.findall(r"(\w+)\.py\b", line) for line in picture.splitlines()]
     floor = {name: number for number, names in enumerate(lines) for name in names}
     sources = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py")]
@@ -161,8 +163,8 @@ def test_the_picture_of_the_files_is_true():
         assert [other for other in imported if floor[other] < floor[name]] == [], name
 
 
-def test_quoted_messages_are_ours():
-    sources = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py"), *ROOT.glob("*.sh"), *ROOT.glob("launch/*.py")]
+def test_quoted_messages_are_in_the_sources():
+    sources = [path for part in ("*.py", "lib/*.py", "*.sh", "launch/*.py") for path in ROOT.glob(part)]
     code = "".join(path.read_text("utf-8") for path in sources if not path.name.startswith("test_"))
     page = (ROOT / "guide" / "6-when-something-goes-wrong.md").read_text("utf-8")
     quoted = re.findall(r"^- `([^`]+)`:", page, re.M)
@@ -170,16 +172,206 @@ def test_quoted_messages_are_ours():
 
 
 def test_spelling():
-    """codespell knows common misspellings; comments and docstrings of the sources are read, too."""
+    """codespell reads pages, recipes, and the comments and docstrings of the sources."""
+    parts = ("*.py", "lib/*.py", "launch/*.py", "bench/*.py", "recipes/*.args")
+    files = [*PAGES, *(path for part in parts for path in ROOT.glob(part))]
     words = "whats,nd"  # the title of a question; a class of Unicode
-    files = [
-        *PAGES,
-        *ROOT.glob("*.py"),
-        *ROOT.glob("lib/*.py"),
-        *ROOT.glob("launch/*.py"),
-        *ROOT.glob("bench/*.py"),
-        *ROOT.glob("recipes/*.args"),
-    ]
     command = [sys.executable, "-m", "codespell_lib", "-L", words, *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- the changes that guide/8 prints
+
+# Runs in the changed copy and checks each change by an effect that only this change has.
+INSIDE = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+import log, train
+from config import parse_args
+from data import make_loader
+from model import MODELS, Transformer, rope_frequencies
+from optim import make_optimizer
+from lib.tokenizer import load_tokenizer
+from lib.weights import config_json, read_config
+
+log.measured_flops, log.Log._draw = lambda *_: 1e9, lambda _: None  # these take seconds
+
+base = "--compile none --dtype fp32 --seq_len 32 --micro_batch 2 --eval_every 0 --log_every 1 --schedule constant"
+base += " --warmup_steps 0 --data rows.csv --text_field review --model tiny-relu2 --optimizer lion"
+for run in ("--steps 4 --out whole", "--steps 2 --out parts", "--steps 4 --out parts"):
+    assert train.main([*base.split(), *run.split()]) == 0, run
+rope = base.replace("relu2", "linear").replace("lion", "adamw")
+assert train.main([*rope.split(), "--steps", "1", "--out", "rope"]) == 0
+
+for words in json.loads(sys.argv[1]):  # the page's commands
+    parse_args(words, trains=True)
+config = parse_args(base.split())
+torch.manual_seed(0)
+model = Transformer(config.model_config)
+for p in model.parameters():
+    torch.nn.init.normal_(p)
+mlp, x = model.layers[0].mlp, torch.randn(3, 64)
+assert torch.equal(mlp(x), (x @ mlp.up_proj.weight.T).clamp(min=0) ** 2 @ mlp.down_proj.weight.T)
+
+before = {name: p.detach().clone() for name, p in model.named_parameters()}
+optimizer = make_optimizer(model, replace(config, weight_decay=0.0))
+for p in model.parameters():
+    p.grad = torch.randn_like(p)
+optimizer.step()
+moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+for step in moved.values():  # each weight moves by the learning rate
+    assert torch.allclose(step.abs(), torch.full_like(step, config.lr), rtol=1e-2)
+
+ids = next(iter(make_loader(config)))[0].tokens.flatten().tolist()
+text = load_tokenizer("bytes").decode(ids)
+assert "was good, not" in text and "number" not in text and ",0" not in text
+
+plain, linear = (rope_frequencies(MODELS[name], torch.device("cpu")) for name in ("tiny-llama", "tiny-linear"))
+assert torch.equal(plain, 4 * linear)
+Path("config.json").write_text(json.dumps(config_json(MODELS["tiny-linear"], torch.float32)))
+assert read_config(Path()) == MODELS["tiny-linear"]
+"""
+
+
+def apply_hunks(page: str, folder: Path) -> dict[str, int]:
+    """Replaces the old lines of each hunk by the new ones -> number of added lines by file."""
+    added = {}
+    for name, hunk in re.findall(r"^@@ (\S+)\n((?:[ +-].*\n|\n)+)", page, re.M):
+        lines = [line or " " for line in hunk.splitlines()]
+        old = "\n".join(line[1:] for line in lines if line[0] != "+")
+        new = "\n".join(line[1:] for line in lines if line[0] != "-")
+        text = (folder / name).read_text("utf-8")
+        assert text.count(old) == 1, f"{name}: {old}"
+        (folder / name).write_text(text.replace(old, new), "utf-8")
+        added[name] = added.get(name, 0) + sum(line[0] == "+" for line in lines)
+    return added
+
+
+def losses(run: Path) -> list[dict]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if "loss" in record]
+
+
+def test_the_five_changes_work_together(tmp_path):
+    for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+        shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "lib", tmp_path / "lib")
+    page = CHANGED.read_text("utf-8")
+    added = apply_hunks(page, tmp_path)
+    assert len(added) == 7 and sum(added.values()) < 50, added
+    rows = [f'"line {i} was good, not\nbad",{i}\n' for i in range(200)]  # a comma and a line break within a field
+    rows.append(f'"{"was good, not bad " * 10000}",200\n')  # above the 128 KiB that the csv module accepts by default
+    (tmp_path / "rows.csv").write_text("\ufeffreview,number\n" + "".join(rows), "utf-8")  # with Excel's BOM
+    words = [shlex.split(line)[2:] for line in re.findall(r"^python train.py .*", page, re.M)]
+    assert len(words) == 4
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", INSIDE, json.dumps(words)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "No export to hf/" in done.stdout
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert [r["loss"] for r in whole] == [r["loss"] for r in parts] and len(whole) == 4
+    for r in whole:
+        assert r["perplexity"] == pytest.approx(2.718281828 ** r["loss"], rel=1e-5)
+
+
+# ---- recipes
+
+EVERY = sorted(path.name for path in (ROOT / "recipes").glob("*.args"))
+WITH_DATA = [name for name in EVERY if "--data" in with_recipes([f"@recipes/{name}"])]
+RECIPES = [name for name in EVERY if name not in WITH_DATA]
+CHATS = [name for name in WITH_DATA if "sft" in name or "lora" in name]
+FRESH = ["--weights=", "--load=direct"]  # the real weights are not on this machine
+# Sizes of 0 are those of the tiny model.
+SHORT = "--seq_len=64 --micro_batch=1 --batch_tokens=0 --steps=2 --eval_batches=1 --sample_every=0 --log_every=1 "
+SHORT += "--eval_every=2 --vocab_size=0 --dim=0 --n_layers=0 --n_heads=0 --n_kv_heads=0 --ffn_dim=0 --compile=none"
+
+
+def shorten(recipe: str, folder: Path) -> list[str]:
+    """The recipe's words, with a tiny model and with small files that replace its data."""
+    folder.mkdir()
+    tiny = next((tiny for tiny in ("gpt", "mixtral", "qwen3") if tiny in recipe), "llama").replace("gpt", "gpt2")
+    out = [f"@recipes/{recipe}", *FRESH, "--model", f"tiny-{tiny}", *SHORT.split(), "--out", str(folder / "run")]
+    if recipe in RECIPES:
+        (folder / "text.txt").write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
+        return [*out, "--data", str(folder / "text.txt")]
+    for i, split in enumerate(("train-0", "train-1", "train-2", "validation-0")):
+        rows = [{"text": f"{split} row {i} " * 9, "url": "x"} for i in range(90)]
+        if recipe in CHATS:
+            talks = [(("user", f"What is {i}?"), ("assistant", f"It is {i} of {split}.")) for i in range(90)]
+            rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (folder / f"{split}.jsonl").write_bytes(content)
+        (folder / f"{split}.json.gz").write_bytes(gzip.compress(content))
+    kind, more = (".jsonl", []) if recipe in CHATS else (".json.gz", ["--stream", "--lanes", "4"])
+    data = ["--data", f"{folder}/train-*{kind}", "--val_data", f"{folder}/validation-*{kind}"]
+    return [*out, *data, "--tokenizer", "bytes", *more]
+
+
+def test_every_recipe_runs_on_two_processes(tmp_path):
+    runs = [shorten(recipe, tmp_path / recipe) for recipe in EVERY]
+    code = f"""
+import train
+from lib import check
+from config import parse_args
+from lib.run import Run
+ranks = shard.init_ranks()
+for words in {runs!r}:
+    config = check.resolve(parse_args(words), ranks.device, ranks.world_size)
+    with Run(config, ranks) as run:
+        train.train(config, ranks, run)
+    assert run.exit_code == 0
+    shard.gather(None, ranks)
+shard.leave(ranks)
+"""
+    run_ranks(2, code, str(tmp_path))
+    for recipe in EVERY:
+        run = tmp_path / recipe / "run"
+        records = losses(run)
+        assert [r["step"] for r in records] == [1, 2] and all(3 < r["loss"] < 7 for r in records)
+        assert [r["step"] for r in records if "val_loss" in r] == [2]
+        if recipe in WITH_DATA:
+            head, log = (ROOT / "recipes" / recipe).read_text(), (run / "log.txt").read_text()
+            assert (".venv/bin/python -m pip install pyarrow" in head) == (".parquet" in head)
+            assert "python download.py" in head
+            env = json.loads((run / "env.json").read_text())
+            assert env["attention"].endswith(", boolean mask") == (recipe in CHATS) and env["data"]["val"]
+            assert ("conversations, 0 truncated" if recipe in CHATS else "a stream of 3 files for 4 lanes") in log
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_headers_state_the_computed_sizes(recipe):
+    header = (ROOT / "recipes" / recipe).read_text().partition("\n--")[0]
+    config = parse_args([f"@recipes/{recipe}", *FRESH])
+    with torch.device("meta"):
+        model = Transformer(config.model_config)
+    number, unit = re.search(r"([\d.]+) ([BM]) parameters", header).groups()
+    total = sum(p.numel() for p in model.parameters())
+    assert float(number) * {"B": 1e9, "M": 1e6}[unit] == pytest.approx(total, rel=5e-3)
+    flops = re.search(r"([\d.]+) (GFLOP per token|TFLOP per row|PFLOP)", header)
+    tokens = {"GFLOP per token": 1e-9, "TFLOP per row": 1e-12 * config.seq_len}
+    tokens["PFLOP"] = 1e-15 * config.steps * config.batch_tokens
+    computed = tokens[flops[2]] * flops_per_token(config.model_config, config.seq_len)
+    assert float(flops[1]) == pytest.approx(computed, rel=5e-3 if flops[2] != "PFLOP" else 0.05)
+    if config.batch_tokens and flops[2] != "PFLOP":
+        step = int(re.search(r"Each step: ([\d,]+) tokens", header)[1].replace(",", ""))
+        assert step == config.batch_tokens
+
+
+def test_models_of_the_hub_need_data_and_a_tokenizer():
+    words, text = ["@recipes/llama3-8b.args", *FRESH], ["--data", "my.txt"]
+    for missing, more in (("--data", []), ("--tokenizer", text)):
+        with pytest.raises(UserError, match=f"vocabulary of [0-9]+, and .* {missing}"):
+            parse_args([*words, *more], trains=True)
+    assert parse_args(["@recipes/char-gpt.args", *text], trains=True).tokenizer == "bytes"
+
+
+def test_fine_tuning_starts_from_the_weights_that_the_header_names(monkeypatch):
+    monkeypatch.setattr("config.local_path", lambda spec, flag: ROOT)
+    for name in ("llama3-8b", "llama3-8b-sft", "llama3.1-405b", "qwen3-4b-sft"):
+        weights = parse_args([f"@recipes/{name}.args"]).weights
+        head = (ROOT / f"recipes/{name}.args").read_text()
+        assert weights.startswith(("meta-llama/", "Qwen/")) and f"Needs, once:  python download.py {weights} " in head
