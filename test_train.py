@@ -254,7 +254,7 @@ BAD = {
     "a wrong type": (["--steps", "many"], "--steps"),
     "no such recipe": (["@recipes/none.args"], "no such recipe"),
     "no such data": (["--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
-    "no such checkpoint": (["--resume", "nowhere"], "--resume nowhere: no such checkpoint folder"),
+    "no such checkpoint": (["--resume", "nowhere"], "--resume nowhere: the folder does not exist"),
     "too short a text": (["--data", "{short}"], "one row needs seq_len + 1 = 65"),
     "an empty text": (["--data", "{empty}"], "empty.txt is empty"),
     "ids beyond the vocabulary": (["--data", "{ids}"], "the model's vocab_size is 258"),

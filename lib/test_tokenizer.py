@@ -485,7 +485,7 @@ def test_a_message_cannot_hold_control_tokens(family, tmp_path):
         (["user", "system"], "message 1: role system, expected assistant"),
         (["system", "user", "assistant", "assistant"], "message 3: role assistant, expected user"),
         (["user", "tool"], "role tool, expected assistant"),
-        (["user", "assistant", "user"], "message 2: no content, expected user"),
+        (["user", "assistant", "user"], "message 2: empty content, expected user"),
     ],
 )
 def test_wrong_conversations_are_refused(roles, message):

@@ -431,7 +431,7 @@ def _check_messages(messages: list[dict]) -> None:
         if i == 0 and role == "system":
             continue
         if role != expected or not m["content"].strip():
-            found = "no content" if role == expected else f"role {role}"
+            found = "empty content" if role == expected else f"role {role}"
             raise UserError(
                 f"Chat message {i}: {found}, expected {expected} (a system message may come first, then user and"
                 " assistant in turn)"
