@@ -5,8 +5,8 @@
 A recipe is a file of flags with # comments; it may name others with @. Nothing else configures a run: no YAML, no
 environment variables of our own.
 
-Nothing here imports torch, which takes seconds: --help and a mistake are answered at once. What looks into the folders
-and files that flags name is imported where it is called."""
+Nothing here imports torch, which takes seconds, so --help and error messages appear at once. Functions that open the
+folders and files of flags import what they need."""
 
 import argparse
 import difflib
@@ -20,11 +20,12 @@ from pathlib import Path
 from lib.errors import ROOT, VERSION, Parser, UserError, local_path
 from shapes import MODELS, ModelConfig
 
-PROFILE_AFTER = 3  # steps before the profiled ones: what compiles, what settles, and one that warms the profiler up
-DEFAULT = ["@recipes/default.args"]  # what is trained where nothing is named
-BYTES_UP_TO = 1024  # the largest vocabulary whose text is taken as bytes (258 ids) without being told
+PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
+DEFAULT = ["@recipes/default.args"]  # used if the command line is empty
+BYTES_UP_TO = 1024  # the largest vocabulary for which --tokenizer defaults to bytes (258 ids)
+REPLACES = {"--data": "--val_data", "--epochs": "--steps", "--steps": "--epochs"}  # a flag drops a recipe's other flag
 
-# Our flags, and what nanoGPT, transformers, torchtitan, torchtune, axolotl and the FSDP recipes for Slurm call them.
+# Our flags, and their names in nanoGPT, transformers, torchtitan, torchtune, axolotl and the FSDP recipes for Slurm.
 ELSEWHERE = """
 model model_type model_name model_flavor flavor model.name
 weights model_name_or_path hf_pretrained_model_name_or_dir base_model init_from initial_load_path
@@ -45,6 +46,7 @@ seq_len block_size max_seq_len max_seq_length max_length sequence_len sequence_l
 seq_len max_context_width model_max_length cutoff_len
 micro_batch batch_size train_batch_size per_device_train_batch_size micro_batch_size local_batch_size device_batch_size
 batch_tokens gradient_accumulation_steps global_batch_size total_batch_size grad_accum_steps
+epochs num_epochs num_train_epochs max_epochs n_epochs epoch
 steps max_steps max_iters max_train_steps max_training_steps num_steps train_iters num_iterations
 lr learning_rate max_lr
 optimizer optim optimizer_type optimizer_name
@@ -80,6 +82,7 @@ keep save_total_limit num_kept_checkpoints keep_latest_k
 resume resume_from_checkpoint resume_from auto_resume_from_checkpoints load_step
 deterministic full_determinism
 profile enable_profiling
+track report_to wandb wandb_log use_wandb wandb_project tensorboard tensorboard_dir logger loggers
 timeout ddp_timeout init_timeout_seconds train_timeout_seconds
 """
 
@@ -88,14 +91,14 @@ def _flag(
     default, help: str, choices: tuple = (), least: float = 0, below: float = 2**53, needs: str = "",
     group: str = "", resume: str = "same",
 ):  # fmt: skip
-    """least, below: the range of a number, the second not in it. needs: the flags without which it has no effect.
-    group: in --help, of this flag and those after it. resume: what a run that goes on may have: the same value,
-    another ("free"), or another where --resume_override names the flag ("override")."""
+    """least, below: a number's range, without `below`. needs: the flags without which this one has no effect.
+    group: the heading in --help of this flag and those after it. resume: on resume, the value must be the same, may
+    change ("free"), or may change if --resume_override names the flag ("override")."""
     known = {"help": help, "choices": choices, "range": (least, below), "needs": needs, "group": group}
     return field(default=default, metadata=known | {"resume": resume})
 
 
-# How often things happen, where, and how the same step is split and computed.
+# Flags that change when, where and how steps are computed, but not their result beyond rounding.
 may_change_on_resume = partial(_flag, resume="free")
 _tunable = partial(_flag, resume="override")
 
@@ -104,14 +107,14 @@ _tunable = partial(_flag, resume="override")
 class Config:
     model: str = _flag(
         "tiny-llama",
-        f"{' '.join(MODELS)}; or a Hugging Face folder, or the hub id of one that is downloaded; with --weights alone,"
-        " theirs",
+        f"{' '.join(MODELS)}; or a Hugging Face folder, or the hub id of a downloaded one; default with --weights: the"
+        " model of the weights",
         group="model",
     )
     weights: str = _flag(
-        "", "safetensors to start from: a folder, or a hub id that is downloaded; empty = random values"
+        "", "safetensors to start from: a folder, or the hub id of a downloaded one; empty = random values"
     )
-    vocab_size: int = _flag(0, "overrides the model's; 0 = as it is")
+    vocab_size: int = _flag(0, "overrides the model's vocabulary size; 0 = do not")
     dim: int = _flag(0, "overrides the model's width")
     n_layers: int = _flag(0, "overrides the model's number of layers")
     n_heads: int = _flag(0, "overrides the model's number of attention heads")
@@ -120,19 +123,19 @@ class Config:
     router_aux_loss_coef: float = _flag(
         -1.0, "weight of the loss that balances experts, beside the mean loss; -1 = the model's", least=-1
     )
-    lora: int = _flag(
-        0, "rank of adapters that are trained instead of the weights, which stay as they are; 0 = train all weights"
-    )
-    lora_alpha: float = _flag(0.0, "adapters count times this, divided by their rank; 0 = twice the rank", needs="lora")
+    lora: int = _flag(0, "train adapters of this rank (LoRA) and freeze the weights; 0 = train all weights")
+    lora_alpha: float = _flag(0.0, "LoRA output is scaled by lora_alpha / rank; 0 = 2 * rank", needs="lora")
     lora_targets: tuple = _flag(
-        ("q", "k", "v", "o", "gate", "up", "down"), "the projections that get adapters, with commas", needs="lora"
+        ("q", "k", "v", "o", "gate", "up", "down"),
+        "the projections that get adapters, separated by commas",
+        needs="lora",
     )
     lora_weights: str = _flag("", "the folder of a PEFT adapter of --weights to start from", needs="lora weights")
     data: tuple = may_change_on_resume(
         (),
         "one or more of: token shards (a folder, .bin), .txt, .jsonl, .json, .json.gz, .parquet, globs,"
-        " hf://datasets/ORG/NAME/PATH; each may end in :WEIGHT; none = the built-in text; after a recipe it takes the"
-        " place of that recipe's --val_data, too",
+        " hf://datasets/ORG/NAME/PATH; each may end in :WEIGHT; none = the built-in text; after a recipe, it replaces"
+        " that recipe's --val_data as well",
         group="data",
     )
     val_data: tuple = may_change_on_resume(
@@ -141,14 +144,14 @@ class Config:
     tokenizer: str = _flag(
         "",
         "bytes, or a tokenizer.json, a tokenizer.model, a folder or the hub id of one; default: that of --weights or"
-        f" --model where these have one, else bytes (to be named for text where the vocabulary is above {BYTES_UP_TO})",
+        f" --model if it has one, else bytes (text for a vocabulary above {BYTES_UP_TO} must name a tokenizer)",
     )
     text_field: str = _flag("text", "the field (.jsonl) or column (.parquet) that holds the text")
     chat_fields: tuple = _flag(
         (),
-        "the fields of a conversation's user and assistant, and before them that of the system message if there is one,"
-        " separated by commas; as question,answer. Known without it: messages, conversations, prompt and completion or"
-        " chosen, instruction and output",
+        "the fields with the user's and the assistant's text, separated by commas, as in question,answer; an"
+        " optional first one holds the system message. Known without it: messages, conversations, prompt and completion"
+        " or chosen, instruction and output",
     )
     data_dtype: str = _flag("", "dtype of headerless token files", ("", "uint16", "uint32"))
     documents: str = _flag(
@@ -158,21 +161,23 @@ class Config:
     )
     long_chats: str = _flag(
         "truncate",
-        "conversations longer than --seq_len are cut, or left out; the log counts them",
+        "cut conversations longer than --seq_len, or drop them; the log counts them",
         ("truncate", "drop"),
     )
     skip_bad: int = may_change_on_resume(
-        0, "bad rows of text that are logged and left out before one ends the run; of streams, per lane"
+        0, "bad rows of text to log and skip before the next one ends the run; for streams, per lane"
     )
-    stream: bool = _flag(False, "tokenise local text while training, as hf:// text always is, not once into the cache")
+    stream: bool = _flag(
+        False, "tokenize local text during training instead of once into the cache; hf:// text is always streamed"
+    )
     lanes: int = _flag(
         64,
-        "parts that a stream is dealt to; a run's order depends on it, and a resume keeps it",
+        "parts that a stream is divided into; the order of rows depends on it, and a resume keeps it",
         least=1,
         needs="stream",
     )
     delimiter: int = _flag(
-        -1, "id of the token that begins a document; -1 = as the tokenizer or the shard format says", least=-1
+        -1, "id of the token that begins a document; -1 = that of the tokenizer or the shard format", least=-1
     )
     seq_len: int = _flag(256, "tokens per row", least=1, group="batch and length")
     micro_batch: int = may_change_on_resume(
@@ -180,37 +185,42 @@ class Config:
     )
     batch_tokens: int = _flag(0, "tokens per optimizer step over all ranks; 0 = one micro-batch per rank")
     steps: int = may_change_on_resume(1000, "optimizer steps", least=1)
+    epochs: float = may_change_on_resume(0.0, "train for so many passes over --data instead of --steps; 0 = --steps")
     optimizer: str = _flag(
-        "adamw", "muon: for the matrices of the blocks; AdamW for the rest", ("adamw", "muon"), group="optimizer"
+        "adamw",
+        "muon updates the matrices of the blocks with Muon and the rest with AdamW",
+        ("adamw", "muon"),
+        group="optimizer",
     )
     lr: float = _tunable(3e-4, "peak learning rate")
     min_lr: float = _tunable(0.0, "learning rate at the end of the decay")
     warmup_steps: float = _tunable(0.02, "steps of linear warm-up; below 1 = share of the steps")
     schedule: str = _tunable(
         "cosine",
-        "what follows the warm-up; wsd is constant, then a linear decay",
+        "after the warm-up; wsd = constant, then linear decay",
         ("cosine", "linear", "constant", "wsd"),
     )
     decay_steps: float = _tunable(
         0.0,
-        "step the decay ends at (0 = --steps); wsd: its length (0 = a fifth of them); below 1 = share of the steps",
+        "the step at which the decay ends (0 = --steps); for wsd its length (0 = a fifth of the steps);"
+        " below 1 = share of the steps",
     )
-    weight_decay: float = _tunable(0.1, "AdamW's weight decay, of matrices and embeddings")
+    weight_decay: float = _tunable(0.1, "decoupled weight decay of matrices and embeddings")
     beta1: float = _tunable(0.9, "AdamW's first beta", below=1)
     beta2: float = _tunable(0.95, "AdamW's second beta", below=1)
     clip: float = _tunable(1.0, "largest global gradient norm; 0 = no clipping")
     dtype: str = _flag(
         "auto",
-        "of activations and matrix products (weights stay fp32); tf32 = fp32, multiplied as TF32 on a GPU; auto = bf16"
-        " where the hardware is faster in it, else fp32",
+        "dtype of activations and matrix products (weights stay fp32); tf32 = fp32 with TF32 products on a GPU; auto ="
+        " bf16 if the hardware is faster in it, else fp32",
         ("auto", "bf16", "tf32", "fp32"),
         group="precision, memory and speed",
     )
     param_dtype: str = _flag(
-        "fp32", "of the masters, which the optimizer updates; bf16 rounds its updates stochastically", ("fp32", "bf16")
+        "fp32", "dtype of the master weights; bf16 rounds updates stochastically", ("fp32", "bf16")
     )
-    state_dtype: str = _flag("fp32", "of AdamW's two moments and Muon's momentum", ("fp32", "bf16"))
-    reduce_dtype: str = _flag("fp32", "gradients are summed over ranks in it", ("fp32", "bf16"))
+    state_dtype: str = _flag("fp32", "dtype of AdamW's two moments and Muon's momentum", ("fp32", "bf16"))
+    reduce_dtype: str = _flag("fp32", "dtype in which gradients are summed over ranks", ("fp32", "bf16"))
     fp8: str = may_change_on_resume(
         "off",
         "FP8 matrix products: one scale per tensor, per row and column, or that with weight gradients in bf16;"
@@ -228,51 +238,51 @@ class Config:
     )
     fp8_skip: tuple = may_change_on_resume(
         (),
-        "names of layers, or parts of them between dots, that stay in bf16, as down_proj",
+        "layers that stay in bf16: their names, or parts of the names between dots, as in down_proj",
         needs="fp8",
     )
     fp8_log_every: int = may_change_on_resume(
         100,
-        "steps between FP8 figures of a few layers in metrics.jsonl, in records of their own; 0 = never",
+        "steps between records of a few layers' FP8 statistics in metrics.jsonl; 0 = never",
         needs="fp8",
     )
     shard_size: int = may_change_on_resume(
-        0, "ranks that share one copy of the parameters; 0 = all, 1 = every rank holds them"
+        0, "ranks over which one copy of the parameters is sharded; 0 = all, 1 = every rank holds all parameters"
     )
     reshard: str = may_change_on_resume(
         "auto",
-        "give gathered parameters back after the forward pass; auto = all but the last block's, which are needed next",
+        "free gathered parameters after the forward pass; auto = except the last block's, which are needed next",
         ("auto", "always", "never"),
     )
     prefetch: int = may_change_on_resume(
-        1, "units gathered ahead of their use, forward and backward; 0 = FSDP2's own order"
+        1, "units gathered before they are used, forward and backward; 0 = FSDP2's order"
     )
     offload: str = may_change_on_resume(
-        "none", "cpu: parameters, gradients and optimizer state live, and are updated, on the CPU", ("none", "cpu")
+        "none", "cpu = keep and update parameters, gradients and optimizer state on the CPU", ("none", "cpu")
     )
     offload_activations: bool = may_change_on_resume(
-        False, "the block inputs that checkpointing keeps wait in the host's memory"
+        False, "keep the block inputs of checkpointing in the host's memory"
     )
     checkpointing: str = may_change_on_resume(
         "none",
-        "what the backward pass computes again: block = all but each block's input; selective = of that, what is"
-        " neither a matrix product nor attention",
+        "what the backward pass recomputes: block = everything but each block's input; selective = the same, except"
+        " matrix products and attention",
         ("none", "block", "selective"),
     )
     compile: str = may_change_on_resume(
         "auto",
-        "torch.compile each block or the whole model; auto = block if there is a compiler, on a CPU only for runs of"
-        " more than some minutes",
+        "torch.compile each block or the whole model; auto = block if there is a compiler; on a CPU only for runs of"
+        " more than a few minutes",
         ("auto", "none", "block", "model"),
     )
     attention: str = may_change_on_resume(
         "auto",
-        "attention back-end; auto = varlen (torch's) on a GPU in bf16 where documents are separate; blocked on a CPU"
-        " in bf16 for rows of up to 512, compiled 1024; else sdpa; flash = the flash-attn package",
+        "attention backend; auto = torch's varlen on a GPU in bf16 with separate documents; blocked on a CPU in bf16"
+        " for rows of up to 512 (compiled: 1024); else sdpa; flash = the flash-attn package",
         ("auto", "sdpa", "blocked", "varlen", "flash"),
     )
     out: str = may_change_on_resume("", "run folder; default runs/ + recipe and data names", group="the run")
-    seed: int = _flag(0, "of initialisation, data order and samples", least=-(2**63), below=2**63)
+    seed: int = _flag(0, "seed of initialization, data order and samples", least=-(2**63), below=2**63)
     log_every: int = may_change_on_resume(10, "steps between records; 0 = the first and the last only")
     eval_every: int = may_change_on_resume(100, "steps between evaluations; 0 = never")
     eval_batches: int = may_change_on_resume(
@@ -280,10 +290,10 @@ class Config:
     )
     save_every: int = may_change_on_resume(1000, "steps between checkpoints; 0 = at the end only")
     save_async: bool = may_change_on_resume(
-        True, "write checkpoints while training goes on, from a copy in the host's memory"
+        True, "write checkpoints in the background, from a copy in the host's memory"
     )
     keep: int = may_change_on_resume(
-        2, "checkpoints kept, at least 2: should the newest be damaged, the one before is used", least=2
+        2, "checkpoints to keep; at least 2, because a damaged one is replaced by the one before it", least=2
     )
     load: str = may_change_on_resume(
         "direct",
@@ -292,37 +302,40 @@ class Config:
         needs="weights",
     )
     resume: str = may_change_on_resume(
-        "auto", "auto = go on from the run folder's newest checkpoint; never; or a checkpoint folder"
+        "auto", "auto = the run folder's newest checkpoint; never; or a checkpoint folder"
     )
     resume_override: tuple = may_change_on_resume(
-        (), "settings of the optimizer whose new values a run goes on with, separated by commas; as lr,warmup_steps"
+        (), "optimizer settings that may change on resume, separated by commas, as in lr,warmup_steps"
     )
     on_nonfinite: str = may_change_on_resume(
         "stop",
-        "what a loss or gradient norm that is no number does, before it is applied: stop the run, or skip that update",
+        "on a non-finite loss or gradient norm, before the update: stop the run, or skip the update",
         ("stop", "skip"),
     )
     replicas_every: int = may_change_on_resume(
         100,
-        "steps between comparisons of a hash of the parameters that several ranks hold copies of; 0 = at saves only",
+        "steps between comparisons of the replicas' parameters by hash; 0 = at saves only",
     )
-    deterministic: bool = may_change_on_resume(False, "only kernels that give the same bits each time; on GPUs slower")
+    deterministic: bool = may_change_on_resume(
+        False, "use only kernels that give the same bits each time; slower on GPUs"
+    )
     sample_every: int = may_change_on_resume(0, "steps between text samples; 0 = never")
-    prompt: str = may_change_on_resume("", "what samples begin with")
-    track: tuple = may_change_on_resume((), "trackers that get the records, separated by commas: tensorboard, wandb")
+    prompt: str = may_change_on_resume("", "the start of samples")
+    track: tuple = may_change_on_resume(
+        (), "trackers that receive the records, separated by commas: tensorboard, wandb"
+    )
     profile: int = may_change_on_resume(
-        0, "steps that torch's profiler watches: a trace and a table of where their time goes, in profile/; 0 = none"
+        0, "steps to profile with torch's profiler, which writes a trace and a table to profile/; 0 = none"
     )
     timeout: int = may_change_on_resume(
         600,
-        "seconds without the end of a step after which the job ends and says where it hangs, a minute later at the"
-        " latest; the start, the first step, an evaluation, a save and samples have 30 min without progress: bytes"
-        " read or written are progress",
+        "abort if no step finishes within this many seconds, and report where each rank hangs. The start, the first"
+        " step, an evaluation, a save and samples may take 30 minutes without reading or writing a byte",
         least=1,
     )
     check: int = may_change_on_resume(
         -1,
-        "check all that can be checked without training, for N processes (bare: one per GPU, or 1), and exit",
+        "check everything that needs no training, for N processes (default: one per GPU, or 1), and exit",
         least=-1,
     )
 
@@ -356,6 +369,21 @@ class Config:
     def warmup(self) -> int:
         return round(self.warmup_steps * self.steps if self.warmup_steps < 1 else self.warmup_steps)
 
+    @property
+    def warnings(self) -> list[str]:
+        """What the schedule cannot do in the run's number of steps."""
+        out = []
+        if self.warmup > self.steps:
+            out.append(
+                f"--warmup_steps {self.warmup}: the run has {self.steps} steps, so it never reaches --lr {self.lr}"
+            )
+        elif self.schedule == "wsd" and self.decay_steps > self.steps - self.warmup:
+            out.append(
+                f"--decay_steps {self.decay_steps:.0f}: {self.steps - self.warmup} steps follow the warm-up, so the"
+                " decay is that short"
+            )
+        return out
+
 
 def fields_that_resume(kind: str) -> list[str]:
     """The flags of that kind: same, free or override; see _flag."""
@@ -363,13 +391,13 @@ def fields_that_resume(kind: str) -> list[str]:
 
 
 def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
-    """The words of a recipe file, those of the recipes that it names with @ in their place."""
+    """The words of a recipe file, with each @NAME in it replaced by the words of that recipe."""
     path = next((p for p in (Path(name), ROOT / name) if p.is_file()), None)
     if path is None:
         others = {p.stem: f"@recipes/{p.name}" for p in sorted((ROOT / "recipes").glob("*.args"))}
         near = difflib.get_close_matches(Path(name).stem, others, 1)
         hint = f"did you mean {others[near[0]]}?" if near else f"there are {', '.join(others.values())}"
-        raise UserError(f"@{name}: there is no such recipe; {hint}")
+        raise UserError(f"@{name}: this recipe does not exist; {hint}")
     if path.resolve() in inside:
         raise UserError(f"@{name}: the recipe names itself")
     words, number = [], 0
@@ -380,14 +408,14 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
     except ValueError as e:  # no UTF-8, or an open quote
         raise UserError(f"{path} line {number}: {e}") from None
     if words and words[0][:1] not in "-@":
-        raise UserError(f"@{name} is no recipe: it begins with {words[0][:40]!r}, not with a flag")
+        raise UserError(f"@{name} is not a recipe: it begins with {words[0][:40]!r}, but must begin with a flag")
     inside = *inside, path.resolve()
     return [word for w in words for word in (_read_recipe(w[1:], inside) if w.startswith("@") else [w])]
 
 
 def _on_off(word: str) -> bool:
     if word.lower() not in ("on", "off", "true", "false"):
-        raise argparse.ArgumentTypeError(f"it is on or off, not {word!r}")
+        raise argparse.ArgumentTypeError(f"expected on or off, not {word!r}")
     return word.lower() in ("on", "true")
 
 
@@ -396,7 +424,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="train.py",
         description="Trains a Llama or GPT model. @FILE reads flags from a file, a recipe: `bash launch.sh recipes`"
-        " shows them all. Of a flag given twice, the later value counts.",
+        " lists them. The last value of a repeated flag counts.",
         allow_abbrev=False,
         usage="python train.py [@recipes/NAME.args ...] [--flag value ...]",
         formatter_class=partial(argparse.HelpFormatter, width=100),
@@ -430,18 +458,19 @@ def _folder_name(text: str) -> str:
 
 
 def _known_as(name: str) -> str:
-    """The flag of ours that a name stands for, be it another trainer's or misspelt; empty if there is none."""
+    """Our flag for a name of another trainer or a misspelled one; empty if there is none."""
     ours = {f.name: f.name for f in fields(Config)}
     lines = map(str.split, ELSEWHERE.strip().splitlines())
     meanings = ours | {theirs: flag for flag, *names in lines for theirs in names}
-    near = difflib.get_close_matches(name, ours, 1, 0.85)
     last = name.rpartition(".")[2]  # torchtitan's names are SECTION.NAME
+    near = difflib.get_close_matches(last, ours, 1, 0.8)
     return meanings.get(name) or meanings.get(last) or "".join(near)
 
 
 def parse_args(argv: list[str], trains: bool = False) -> Config:
-    """Command-line words -> Config. Raises UserError for anything that can be seen to be wrong without data or
-    devices. trains: no words mean the default recipe, and data and tokenizers that were forgotten are refused, too."""
+    """Command-line words -> Config. Raises UserError for mistakes that can be found without data or devices.
+    trains: an empty command line means the default recipe; also refuses settings that only a training run cannot use,
+    such as missing data."""
     if trains:
         argv = argv or DEFAULT
     recipes = [Path(word[1:]).name.removesuffix(".args") for word in argv if word.startswith("@")]
@@ -456,41 +485,53 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     if not out.isprintable():  # launch.sh and train.sbatch read it as a line
         raise UserError(f"--out {out!r}: a run folder's name must be printable")
     config = Config(**values)
-    _check_together(config)
+    check_together(config)
+    if trains and config.lora and not config.weights:
+        raise UserError(f"--lora {config.lora} without --weights would freeze random weights: name --weights")
     if not chose_bytes:
         _check_data(config, trains)
     return config
 
 
 def with_recipes(words: list[str]) -> list[str]:
-    """The words, those of recipes in the place of their names. A recipe's --val_data belongs to its --data: where that
-    is replaced, both are."""
+    """The words, with each @NAME replaced by the words of that recipe. A later --data also replaces a recipe's
+    --val_data, and --epochs and --steps replace each other."""
     out = []
     for i, word in enumerate(words):
-        read = _read_recipe(word[1:]) if word.startswith("@") else [word]
-        if word.startswith("@") and "--data" in {later.partition("=")[0] for later in words[i + 1 :]}:
-            read = _without(read, "--val_data")
-        out += read
+        if word.startswith("@"):
+            later = {_flag_of(other) for other in words[i + 1 :]}
+            out += without(_read_recipe(word[1:]), {REPLACES[flag] for flag in later & REPLACES.keys()})
+        else:
+            out.append(word)
     return out
 
 
-def _without(words: list[str], flag: str) -> list[str]:
-    """The words without a flag and its values."""
+def _flag_of(word: str) -> str:
+    """--batch-size=4 -> --micro_batch; the name itself if it is not known."""
+    name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+    return f"--{_known_as(name) or name}" if word.startswith("--") else ""
+
+
+def without(words: list[str], flags: Iterable[str]) -> list[str]:
+    """The words without these flags and their values."""
     kept, drops = [], False
     for word in words:
         if word.startswith("--"):
-            drops = word.partition("=")[0] == flag
+            drops = _flag_of(word) in flags
         kept += [] if drops else [word]
     return kept
 
 
 def _read_values(words: list[str]) -> dict:
-    """{flag: value}, defaults included."""
+    """{flag: value}, including defaults."""
     from lib.text import read_chat_fields
+
+    if {"--steps", "--epochs"} <= {word.partition("=")[0] for word in words}:
+        raise UserError("--steps and --epochs exclude each other: give one of them")
 
     parsed, rest = make_parser().parse_known_args(words)
     if rest:
-        raise UserError(f"{rest[0][:40]!r} is neither a flag nor the value of one; --help lists all flags")
+        raise UserError(f"{rest[0][:40]!r} is neither a flag nor the value of a flag; --help lists all flags")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
     values["fp8"] = {"0": "off", "1": "tensor"}.get(values["fp8"], values["fp8"])
     for flag in ("resume_override", "lora_targets", "track"):
@@ -500,7 +541,7 @@ def _read_values(words: list[str]) -> dict:
 
 
 def _settle_model(values: dict, names_model: bool) -> None:
-    """Where they are not named, the model is that of --weights, and the tokenizer that of --weights or --model."""
+    """The default model is that of --weights; the default tokenizer that of --weights or --model."""
     from lib.tokenizer import holds_tokenizer
 
     folders = {}
@@ -513,13 +554,13 @@ def _settle_model(values: dict, names_model: bool) -> None:
         try:
             folders[model] = local_path(model, "--model")
         except UserError as e:
-            raise UserError(f"{_unknown('model', model, MODELS)}. Nor a folder: {e}") from None
+            raise UserError(f"{_unknown('model', model, MODELS)}. As a folder: {e}") from None
     beside = [spec for spec, folder in folders.items() if holds_tokenizer(folder)]
     values["tokenizer"] = values["tokenizer"] or (*beside, "bytes")[0]
 
 
 def _spelt_as_ours(word: str) -> str:
-    """A flag, with its value if that follows a "=", with underscores; refuses one that we do not have."""
+    """--some-flag[=value] -> --some_flag[=value]. Raises UserError for an unknown flag."""
     typed, equals, value = word[2:].partition("=")
     name = typed.replace("-", "_")
     known = _known_as(name)
@@ -537,7 +578,7 @@ def _default_out(values: dict, recipes: list[str]) -> str:
 
 
 def _check_flag(f: Field, values: dict) -> None:
-    """Whether a flag's value is what its field says it may be, and has an effect."""
+    """Checks a flag's value against its field: choices, range, and the flags that it needs."""
     value, choices, needs = values[f.name], f.metadata["choices"], f.metadata["needs"]
     if choices and value not in choices:
         raise UserError(_unknown(f.name, value, choices))
@@ -547,47 +588,50 @@ def _check_flag(f: Field, values: dict) -> None:
     streams = needs == "stream" and any(d.startswith("hf://") for d in (*values["data"], *values["val_data"]))
     missing = [flag for flag in needs.split() if values[flag] in ("", "off", 0)]
     if missing and value not in (f.default, 0) and not streams:
-        raise UserError(f"--{f.name} has no effect without --{missing[0]}: give that, or leave --{f.name} out")
+        raise UserError(f"--{f.name} has no effect without --{missing[0]}: add it, or remove --{f.name}")
 
 
 def _unknown(flag: str, value: str, known: Iterable[str]) -> str:
-    near = "".join(f", did you mean {name}?" for name in difflib.get_close_matches(value, known, 1))
-    return f"--{flag} {value}: unknown{near}; there are {', '.join(filter(None, known))}"
+    near = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(value, known, 1)) or "."
+    return f"--{flag} {value}: unknown{near} Choose from {', '.join(filter(None, known))}"
 
 
 def _check_data(c: Config, trains: bool) -> None:
-    """Refuses what nobody who did not name --tokenizer bytes wants: samples of unknown tokens and, to train, the
-    built-in text for a real model, and text as bytes in a vocabulary of words."""
+    """Refuses likely mistakes, unless the user names --tokenizer bytes: samples of unknown tokens and, if it trains,
+    the built-in text for a real model, and bytes in a vocabulary of words."""
     from lib.text import is_shards
 
     size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
     text = [entry for entry in (*c.data, *c.val_data) if not is_shards(entry)]
     if trains and size > BYTES_UP_TO and not c.data and (as_bytes or not c.model.startswith("tiny-")):
         raise UserError(
-            f"--model {c.model} has a vocabulary of {size}, and no --data is named: give it and, for text, --tokenizer"
-            " (the built-in text, to try a model out, needs --tokenizer bytes)"
+            f"--model {c.model} has a vocabulary of {size}, but no --data: name it and, for text, --tokenizer (to try"
+            " the model on the built-in text, add --tokenizer bytes)"
         )
     if trains and size > BYTES_UP_TO and text and as_bytes:
         raise UserError(
-            f"--model {c.model} has a vocabulary of {size}, and no --tokenizer is named for {text[0]}: give the model's"
+            f"--model {c.model} has a vocabulary of {size}, but {text[0]} has no --tokenizer: name the model's"
             f" (`python download.py ORG/NAME --skip_model` fetches it); --tokenizer bytes uses 258 of the {size} ids"
         )
     if c.sample_every and as_bytes and any(map(is_shards, c.data)):
-        raise UserError("--sample_every: what these token shards mean is not known: name their --tokenizer, or give 0")
+        raise UserError(
+            "--sample_every needs a --tokenizer to decode these token shards: name it, or give --sample_every 0"
+        )
 
 
-def _check_together(c: Config) -> None:
+def check_together(c: Config) -> None:
+    """Refuses flags that contradict each other."""
     tunable = fields_that_resume("override")
     if wrong := [name for name in c.resume_override if name not in tunable]:
-        raise UserError(f"--resume_override {wrong[0]}: it can name {', '.join(tunable)}; for others a new --out")
+        raise UserError(f"--resume_override {wrong[0]}: expected {', '.join(tunable)}; other changes need a new --out")
     if not c.lr:
         raise UserError("--lr 0.0: it must be positive")
     if c.decay_steps and c.schedule == "constant":
-        raise UserError(f"--decay_steps {c.decay_steps}: there is no decay with --schedule constant")
+        raise UserError(f"--decay_steps {c.decay_steps}: --schedule constant has no decay")
     if c.profile and c.steps < PROFILE_AFTER + c.profile:
         raise UserError(
-            f"--profile {c.profile} needs --steps {PROFILE_AFTER + c.profile}: {PROFILE_AFTER} come before those that"
-            f" are profiled; there are {c.steps}"
+            f"--profile {c.profile} needs at least --steps {PROFILE_AFTER + c.profile}, not {c.steps}: {PROFILE_AFTER}"
+            " steps come before the profiled ones"
         )
     if c.min_lr > c.lr:
         raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
@@ -615,13 +659,13 @@ def _check_model(c: Config, model: ModelConfig) -> None:
 
 
 def split_batch(c: Config, world_size: int) -> tuple[int, int]:
-    """-> (micro_batch, batch_tokens) with what is 0, for "choose it", chosen for a number of ranks."""
+    """-> (micro_batch, batch_tokens), each chosen for the number of ranks if it is 0."""
     micro_batch = c.micro_batch or -(-c.batch_tokens // (c.seq_len * world_size))
     return micro_batch, c.batch_tokens or micro_batch * c.seq_len * world_size
 
 
 def check_batch(c: Config, world_size: int) -> None:
-    """A step must be a whole number of micro-batches on every rank, where the user has named both."""
+    """If both are given, --batch_tokens must be a multiple of --micro_batch x --seq_len x ranks."""
     if not c.micro_batch or not c.batch_tokens:
         return
     unit = c.micro_batch * c.seq_len * world_size
@@ -630,26 +674,26 @@ def check_batch(c: Config, world_size: int) -> None:
         raise UserError(
             f"--batch_tokens {c.batch_tokens} does not divide by micro_batch x seq_len x ranks"
             f" = {c.micro_batch} x {c.seq_len} x {world_size} = {unit}"
-            f" (it is {c.batch_tokens / unit:.2f} of them); the nearest is --batch_tokens {near}"
+            f" (quotient {c.batch_tokens / unit:.2f}); the nearest multiple is --batch_tokens {near}"
         )
 
 
-# What does not work together. Each line begins with the two flags, with their values where these matter.
+# Flags that exclude each other. Each line begins with the two flags, followed by a value if only that one conflicts.
 CONFLICTS = """
 --compile model with --offload cpu: parameters are fetched block by block: --compile block
---compile model with --offload_activations: they are taken from between the blocks: --compile block
---offload_activations with --checkpointing none: block inputs are what checkpointing keeps: give --checkpointing block
---fp8 with --offload cpu: scales are computed where the weights are, on the CPU; give up one of the two
+--compile model with --offload_activations: activations are offloaded between blocks: --compile block
+--offload_activations with --checkpointing none: it offloads the block inputs of --checkpointing block
+--fp8 with --offload cpu: scales would be computed on the CPU, where the weights are; choose one of the two
 --fp8 row with --fp8_grad_dtype e5m2: row and row_gw_hp have e4m3 gradients; e5m2 is for --fp8 tensor
 --fp8 row_gw_hp with --fp8_grad_dtype e5m2: row and row_gw_hp have e4m3 gradients; e5m2 is for --fp8 tensor
 --fp8 row with --fp8_all_gather: it needs one scale per weight, which only --fp8 tensor has
 --fp8 row_gw_hp with --fp8_all_gather: it needs one scale per weight, which only --fp8 tensor has
---optimizer muon with --lora: adapters are thin pairs of matrices, which AdamW trains: --optimizer adamw
+--optimizer muon with --lora: Muon does not fit the thin matrices of adapters: --optimizer adamw
 """
 
 
 def conflict(c: Config, world_size: int) -> str:
-    """What is wrong with these flags together, in words; empty if nothing is."""
+    """The first conflict between flags, in words; empty if there is none."""
 
     def asked(flag: str, value: str) -> bool:
         return str(getattr(c, flag)) == value if value else getattr(c, flag) not in (0, "off")
@@ -659,7 +703,7 @@ def conflict(c: Config, world_size: int) -> str:
         if asked(one, its_value) and asked(other, others_value):
             return line
     if c.compile == "model" and world_size > 1:
-        return "--compile model is for one process; with several, parameters are gathered by the block: --compile block"
+        return "--compile model works with one process only, FSDP gathers parameters by block: --compile block"
     return ""
 
 

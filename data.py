@@ -15,10 +15,11 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +34,7 @@ import numpy as np  # isort: skip
 import torch
 from torch import Tensor
 
-from config import Config, parse_args, split_batch
+from config import Config, check_together, parse_args, split_batch
 from lib import torch_private
 from lib.prepare import read_index
 from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, sample_digest, turns
@@ -317,6 +318,19 @@ def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -
                 log.warning(f"{e}. This run skips evaluation")
 
 
+def with_steps(config: Config, world_size: int) -> Config:
+    """Replaces --epochs by the number of steps that it means; the last step may reach into the next epoch. Tokenizes
+    text that is not in the cache."""
+    if not config.epochs:
+        return config
+    loader = make_loader(config, 0, world_size)
+    if loader.streams or len(loader.sources) > 1:
+        raise UserError("--epochs needs one source whose rows can be counted, not a stream or a mixture: give --steps")
+    config = replace(config, steps=max(1, math.ceil(config.epochs * loader.rows / loader.step_rows)))
+    check_together(config)
+    return config
+
+
 def merge_positions(states: list[dict]) -> dict:
     """The positions of all ranks as one, from which any number of ranks can go on."""
     merged = dict(states[0])
@@ -346,6 +360,8 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
         raise UserError(
             f"The data were tokenised by several tokenizers: {'; '.join(made_with.values())}. Name one --tokenizer"
         )
+    if (config.chat_fields or config.long_chats != "truncate") and not any(loader.is_chat for loader in loaders):
+        raise UserError("--chat_fields and --long_chats are for conversations, but --data has none: remove them")
     if config.data_dtype and all(part.tokens.offset for part in parts):
         raise UserError(
             f"--data_dtype {config.data_dtype} is for headerless token files, and there are none: leave it out"

@@ -244,6 +244,7 @@ class Log:
         self.mesh = dict(zip(("replicate", "shard"), mesh_shape(config.shard_size, self.ranks.world_size), strict=True))
         self.times = StepTimes(model, self.ranks.device, self.mesh["replicate"])
         self.suspect: int | None = None  # the rank that was slow in the last record
+        self.fastest = 0.0  # samples/s of the fastest record; infinite after the warning that the speed fell
         self.trackers: list[tuple] = []
         self._mark(start)
         if self.ranks.rank == 0:
@@ -389,6 +390,14 @@ class Log:
             + (f", slowest {record['slowest']}" if "slowest" in record else ""),
             stacklevel=2,
         )
+        speed, is_slow = record["samples_per_s"], record["samples_per_s"] < self.fastest / 10
+        if is_slow and self.fastest < math.inf:
+            logger.warning(
+                "The speed fell from %.1f to %.1f samples/s: does another process use this machine?",
+                self.fastest,
+                speed,
+            )
+        self.fastest = math.inf if is_slow else max(self.fastest, speed)
         if self.predicted and step >= COMPARED_AT and (step == self.run.config.steps or not self.compared):
             self.compared = True
             logger.info(compare(self.predicted, record, self.run.folder))

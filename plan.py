@@ -616,7 +616,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     words = words or DEFAULT
     if any(word.partition("=")[0] == "--model" for word in with_recipes(words)):
         words = [*words, "--weights=", "--load=direct", "--lora_weights="]
-    return own, parse_args(words)
+    config = parse_args(words)
+    if config.epochs and not own.tokens:
+        raise UserError(f"--epochs {config.epochs:g}: plan.py reads no data; give --tokens or --steps instead")
+    return own, config
 
 
 def main(argv: list[str]) -> int:

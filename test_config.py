@@ -80,11 +80,12 @@ FOREIGN = {
     "nanoGPT": "n_layer=n_layers n_head=n_heads n_embd=dim block_size=seq_len batch_size=micro_batch max_iters=steps"
     " learning_rate=lr warmup_iters=warmup_steps lr_decay_iters=decay_steps grad_clip=clip out_dir=out dataset=data"
     " eval_interval=eval_every eval_iters=eval_batches log_interval=log_every init_from=weights dropout= backend="
-    " wandb_log= eval_only=",
+    " wandb_log=track eval_only=",
     "transformers": "per-device-train-batch-size=micro_batch gradient_accumulation_steps=batch_tokens max_steps=steps"
     " max_grad_norm=clip lr_scheduler_type=schedule gradient_checkpointing=checkpointing bf16=dtype output_dir=out"
     " save_steps=save_every save_total_limit=keep logging_steps=log_every eval_steps=eval_every adam_beta2=beta2"
-    " resume_from_checkpoint=resume model_name_or_path=weights num_train_epochs= adam_epsilon= report_to= log_level=",
+    " resume_from_checkpoint=resume model_name_or_path=weights num_train_epochs=epochs adam_epsilon= report_to=track"
+    " log_level=",
     "torchtitan": "training.local_batch_size=micro_batch training.seq_len=seq_len optimizer.lr=lr"
     " parallelism.data_parallel_shard_degree=shard_size checkpoint.interval=save_every validation.steps=eval_batches"
     " training.dataset_path=data activation_checkpoint.mode=checkpointing job.dump_folder=out model.flavor=model"
@@ -92,7 +93,7 @@ FOREIGN = {
     "recipe 5": "max_context_width=seq_len hidden_width=dim num_layers=n_layers num_heads=n_heads"
     " llama_intermediate_size=ffn_dim num_key_value_heads=n_kv_heads checkpoint_freq=save_every warmup=warmup_steps"
     " validation_freq=eval_every validation_batches=eval_batches checkpoint_dir=out lr_decay_style=schedule"
-    " sharding_strategy=shard_size cpu_offload=offload logging_freq=log_every epochs= limit_all_gathers=",
+    " sharding_strategy=shard_size cpu_offload=offload logging_freq=log_every num_epochs=epochs limit_all_gathers=",
 }
 
 
@@ -205,6 +206,27 @@ def test_data_after_a_recipe_replaces_its_validation_data(recipe):
         assert config.val_data == val_data and config.steps == 3, words
 
 
+def test_epochs_replace_a_recipe_s_steps_and_the_reverse(recipe):
+    steps, epochs = recipe("steps", "--steps 3"), recipe("epochs", "--epochs 2")
+    assert (parse_args([steps, "--epochs", "0.5"]).epochs, parse_args([epochs, "--steps=7"]).steps) == (0.5, 7)
+    assert parse_args([epochs, "--steps=7"]).epochs == 0
+
+
+@pytest.mark.parametrize("words, warns", [
+    ("--steps 10 --warmup_steps 11", "--warmup_steps 11"), ("--steps 10 --warmup_steps 10", ""), ("--steps 1", ""),
+    ("--steps 10 --warmup_steps 0 --schedule wsd --decay_steps 50", "--decay_steps 50"),
+    ("--steps 10 --warmup_steps 0 --schedule wsd --decay_steps 10", ""),
+])  # fmt: skip
+def test_a_schedule_longer_than_the_run_is_reported(words, warns):
+    warnings = parse_args(words.split()).warnings
+    assert len(warnings) == bool(warns) and all(warns in warning for warning in warnings)
+
+
+def test_adapters_need_weights_to_train():
+    with pytest.raises(UserError, match="--lora 8 without --weights"):
+        parse_args(["--lora", "8"], trains=True)
+
+
 def test_recipe_in_the_current_folder(recipe):
     Path("own.args").write_text("--steps 9")
     assert parse_args(["@own.args"]).steps == 9
@@ -247,9 +269,10 @@ def test_an_unknown_flag_in_a_recipe(recipe):
 REFUSED = [
     ("--steps ten", "--steps.*'ten'"), ("--steps 1.5", "--steps.*'1.5'"), ("--steps", "--steps"),
     ("--lr=fast", "--lr.*'fast'"), ("--check maybe", "--check.*'maybe'"), ("--steps 5 stray", "stray"), ("-x", "-x"),
-    ("--step=5", "unknown flag --step; .* --steps;"), ("--sequ-len", "unknown flag --sequ-len; .* --seq_len;"),
+    ("--step=5", "unknown flag --step; .* --steps;"), ("--stpes 5", "flag --stpes; .* --steps;"),
+    ("--sequ-len", "unknown flag --sequ-len; .* --seq_len;"),
     ("--weight_decy", "--weight_decy; .* --weight_decay;"), ("--mode", "unknown flag --mode; .* --model;"),
-    ("--model lama2-7b", f"did you mean llama2-7b.*there are {', '.join(MODELS)}"),
+    ("--model lama2-7b", f"did you mean llama2-7b.*Choose from {', '.join(MODELS)}"),
     ("--n_layers 2147483648", "no machine holds it: 2147483648 layers"),
     (f"--vocab_size {2**50}", f"no machine holds it.*{2**50} x 64"), (f"--dim {2**40} --n_heads 4", "no machine holds"),
     ("--min_lr 0.02 --lr 0.01", "--min_lr 0.02 .*--lr 0.01"),
@@ -262,7 +285,7 @@ REFUSED = [
     ("--fp8_all_gather on", "--fp8_all_gather"), ("--fp8 off --fp8_grad_dtype e4m3", "--fp8_grad_dtype"),
     ("--fp8=0 --fp8_log_every 5", "--fp8_log_every"),
     ("--load rank0", "--load"), ("--lanes 4", "--lanes"), ("--data a.txt --lanes 1", "--lanes"),
-    ("--schedule constant --decay_steps 100", "--decay_steps"),
+    ("--schedule constant --decay_steps 100", "--decay_steps"), ("--epochs 2 --steps 9", "exclude each other"),
 ]  # fmt: skip
 
 
@@ -306,8 +329,9 @@ def test_streams_take_their_flags():
 @pytest.mark.parametrize(
     "words, missing",
     [
-        ("", "no --data is named"), ("--data a.jsonl:0.5 b.bin:0.5", "no --tokenizer is named for a.jsonl:0.5"),
-        ("--data b.bin --val_data a.txt.gz", "named for a.txt.gz"), ("--data c/*.json", "named for c/*.json"),
+        ("", "but no --data"), ("--data a.jsonl:0.5 b.bin:0.5", "a.jsonl:0.5 has no --tokenizer"),
+        ("--data b.bin --val_data a.txt.gz", "a.txt.gz has no --tokenizer"),
+        ("--data c/*.json", "c/*.json has no --tokenizer"),
         ("--data b.bin", ""), ("--data tokens.v2", ""), ("--tokenizer bytes", ""), ("--data a --tokenizer bytes", ""),
     ],
 )  # fmt: skip

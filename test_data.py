@@ -7,13 +7,14 @@ import json
 import multiprocessing
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from config import parse_args
-from data import Batch, make_loader, open_checked, run_show
+from data import Batch, make_loader, open_checked, run_show, with_steps
 from lib import prepare, rows
 from lib.rows import Catalog, permute
 from lib.text import builtin_documents
@@ -356,6 +357,21 @@ def test_each_row_once_per_epoch(tmp_path):
 
 
 GRID = [(1, 12), (1, 1), (1, 5), (2, 6), (2, 1), (3, 4), (3, 2), (4, 3), (6, 2), (12, 1), (5, 2), (8, 1), (7, 12)]
+
+
+def test_epochs_give_the_number_of_steps(tmp_path):
+    numbered(tmp_path / "d", 48)
+    c = config(tmp_path / "d", micro_batch=2)
+    for epochs, world_size, steps in ((1, 1, 24), (2.5, 3, 20), (0.01, 1, 1), (0, 1, c.steps)):
+        assert with_steps(replace(c, epochs=epochs), world_size).steps == steps
+    mixed = config(f"{tmp_path / 'd'}:1", f"{tmp_path / 'd'}:2", epochs=1)
+    assert "--epochs needs one source" in refused(with_steps, mixed, 1)
+
+
+def test_flags_for_conversations_need_conversations(tmp_path):
+    numbered(tmp_path / "d", 48)
+    for flags in ({"long_chats": "drop"}, {"chat_fields": ("a", "b")}):
+        assert "are for conversations" in refused(open_checked, config(tmp_path / "d", **flags))
 
 
 @pytest.mark.parametrize("world_size, micro_batch", GRID)

@@ -607,7 +607,7 @@ def test_a_profiled_run(tmp_path, text, ranks):
 
 
 def test_too_few_steps_are_refused():
-    with pytest.raises(errors.UserError, match="--profile 3 needs --steps 6"):
+    with pytest.raises(errors.UserError, match="--profile 3 needs at least --steps 6"):
         parse_args(["--steps", "5", "--profile", "3"])
 
 

@@ -172,7 +172,7 @@ def test_long_rows_are_extrapolated_from_short_ones(monkeypatch, words):
         ("--gpus 6 --shard_size 4", "--shard_size 4 does not divide the 6 ranks"),
         ("--gpus 0", "--gpus 0: it must be at least 1"),
         ("--batch_tokens 1000 --micro_batch 1", "does not divide by micro_batch x seq_len x ranks"),
-        ("--gpus 8 --compile model", "--compile model is for one process"),
+        ("--gpus 8 --compile model", "--compile model works with one process"),
         ("--gpu a100-80 --fp8 tensor", "has no FP8"),
         ("--layers 3", "unknown flag --layers"),
     ],

@@ -190,8 +190,16 @@ BAD = {
     "blank": ("a.jsonl", b"\n \n", "no rows are left"),
     "no assistant": ("a.jsonl", chat(TALK[:1]), "line 1: .*without an assistant"),
     "roles": ("a.jsonl", chat(TALK[::-1]), "line 1: .*role assistant"),
-    "empty answer": ("a.jsonl", chat([*TALK, *TALK[:1], TALK[1] | {"content": "\n"}]), "message 3: empty content, expected assistant"),
-    "tool": ("a.jsonl", chat([TALK[0], {"role": "tool", "content": "4"}]), "line 1: .*message 1: role tool, expected assistant"),
+    "empty answer": (
+        "a.jsonl",
+        chat([*TALK, *TALK[:1], TALK[1] | {"content": "\n"}]),
+        "message 3: empty content, expected assistant",
+    ),
+    "tool": (
+        "a.jsonl",
+        chat([TALK[0], {"role": "tool", "content": "4"}]),
+        "line 1: .*message 1: role tool, expected assistant",
+    ),
     "call": ("a.jsonl", chat([TALK[0], TALK[1] | {"content": None, "tool_calls": [{}]}]), "message 1 has tool_calls"),
     "weight": ("a.jsonl", chat([TALK[0], TALK[1] | {"weight": 0}]), "message 1 has weight 0"),
     "history": (

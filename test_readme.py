@@ -364,7 +364,7 @@ def test_headers_state_the_computed_sizes(recipe):
 def test_models_of_the_hub_need_data_and_a_tokenizer():
     words, text = ["@recipes/llama3-8b.args", *FRESH], ["--data", "my.txt"]
     for missing, more in (("--data", []), ("--tokenizer", text)):
-        with pytest.raises(UserError, match=f"vocabulary of [0-9]+, and .* {missing}"):
+        with pytest.raises(UserError, match=f"vocabulary of [0-9]+, but .* {missing}"):
             parse_args([*words, *more], trains=True)
     assert parse_args(["@recipes/char-gpt.args", *text], trains=True).tokenizer == "bytes"
 

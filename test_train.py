@@ -252,7 +252,7 @@ def test_a_finished_run_says_how_to_go_on(text, old_run, capsys, monkeypatch):
 BAD = {
     "an unknown flag": (["--larning_rate", "1"], "unknown flag --larning_rate"),
     "a wrong type": (["--steps", "many"], "--steps"),
-    "no such recipe": (["@recipes/none.args"], "no such recipe"),
+    "no such recipe": (["@recipes/none.args"], "recipe does not exist"),
     "no such data": (["--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
     "no such checkpoint": (["--resume", "nowhere"], "--resume nowhere: the folder does not exist"),
     "too short a text": (["--data", "{short}"], "one row needs seq_len + 1 = 65"),
@@ -271,7 +271,7 @@ BAD = {
     ),
     "something of the user's in hf/": (["--out", "{ids}"], "ids/hf exists already"),
     "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "trained on 300"),
-    "text without a tokenizer": (["--model", "gpt2"], "no --tokenizer is named for"),
+    "text without a tokenizer": (["--model", "gpt2"], "has no --tokenizer"),
     "a file of no known kind": (["--data", "{md}"], "README.md: the format of this file is not known"),
     "tf32 on a CPU": (["--dtype", "tf32"], "--dtype tf32: only NVIDIA GPUs"),
     "a tokenizer that is too large": (["--tokenizer", "bytes", "--vocab_size", "100"], "bytes has 258 ids"),

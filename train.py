@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import checkpoint
 import fp8
 import shard
-from data import IGNORE, Batch, Loader
+from data import IGNORE, Batch, Loader, with_steps
 from generate import write_samples
 from lib import check, lora, machine
 from lib.run import GradientGuard, Run
@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
     if config.check >= 0:
         return check.report(config)
     ranks = shard.init_ranks(config.deterministic)
+    config = shard.on_first_rank(lambda: with_steps(config, ranks.world_size), ranks)
     config = check.resolve(config, ranks.device, ranks.world_size)
     machine.set_products(config.dtype)
     with Run(config, ranks) as run:
@@ -58,7 +59,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     start = resume_from.step if resume_from else 0
     if start >= config.steps:
         return finish(config, start, ranks, run)
-    run.begin(start, skipped)
+    run.begin(start, skipped + config.warnings)
     data, val_data = check.open_data(config, resume_from, ranks)
     run.watch_data(data, val_data)
     weights = check.open_weights(config, ranks, resume_from is not None)

@@ -19,8 +19,8 @@ import generate
 import plan
 import shard
 from attention import choose_backend
-from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch
-from data import Loader, open_checked, open_loaders
+from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch, without
+from data import Loader, open_checked, open_loaders, with_steps
 from lib import lora, machine
 from lib.machine import cpu_name
 from lib.rows import Catalog
@@ -141,7 +141,7 @@ def report(config: Config) -> int:
     """--check: everything that can be known without training; prints key=value lines for launch.sh."""
     device = machine.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", config.check)))  # of all, those on this machine
     processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
-    config = resolve(config, device, processes)
+    config = resolve(with_steps(config, processes), device, processes)
     existing = next(p for p in [Path(config.out).absolute(), *Path(config.out).absolute().parents] if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--out {config.out}: {existing} is no folder that can be written to")
@@ -171,8 +171,7 @@ def say_finished(config: Config, step: int) -> None:
     words = sys.argv[1:] or DEFAULT
     if "--check" in words:  # launch.sh's last words
         words = words[: words.index("--check")] or DEFAULT
-    kept = [w for i, w in enumerate(words) if not w.startswith("--steps") and (not i or words[i - 1] != "--steps")]
-    again = f"bash launch.sh {shlex.join(kept)}"
+    again = f"bash launch.sh {shlex.join(without(words, ('--steps', '--epochs')))}"
     weights = f"  its weights:   {config.out}/hf, a Hugging Face folder, for transformers and others\n"
     print(
         f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
