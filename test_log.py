@@ -31,7 +31,7 @@ from lib.errors import read_json, write_whole
 from lib.machine import memory_gib
 from lib.run import Clock, logger, refuse_unusable, start_logging, write_status
 from lib.text import Encoder, TextRow
-from log import Log, StepTimes, Times, describe_gpu, find_slow, without_costs
+from log import Log, Times, find_slow
 from model import MODELS
 from shard import Ranks
 from test_shard import run_code
@@ -80,7 +80,7 @@ def make_log(folder: Path, clock: Clock, resumed_step=0, rank=0, world_size=1, t
     with mock.patch.object(log, "peak_flops", lambda *_: (PEAK, "made up")):
         made = Log(run, SimpleNamespace(dtype=torch.float32, modules=list), resumed_step)
     made.trackers = [log.open_tracker(name, folder) for name in track]
-    made.flops_per_token, made.compared = FLOPS, True
+    made.flops_per_token = FLOPS
     return made
 
 
@@ -112,7 +112,6 @@ def test_our_lines_are_parsed_too(tmp_path, passes, monkeypatch, terminal):
     speed = f"{20 * TOKENS / SEQ_LEN / 8.0:.2f}"
     assert BATCH.match(line).groups() == BATCH.match(shown).groups() == ("20", "8.42184", speed, "0.000100")
     assert re.match(PREFIX, line) and bool(re.match(PREFIX, shown)) != terminal
-    assert f"[{Path(__file__).name}:" in line  # who called, not log.py
     tok_per_s = 20 * TOKENS / 8.0
     for part in (f"{tok_per_s:.0f} tok/s", f"mfu {100 * tok_per_s * FLOPS / PEAK:.1f}%", "grad norm 0.750", "GiB"):
         assert part in line
@@ -173,7 +172,7 @@ def test_other_ranks_are_silent(tmp_path, passes, capsys):
         patch.setattr(log, "gather", lambda value, ranks: [value] * 2)
         patch.setattr(log, "on_first_rank", lambda work, ranks: None)
         record(run, 1, val_loss=2.0)
-    run.draw(always=True)
+    run.draw()
     logger.error("nobody hears this")
     assert capsys.readouterr() == ("", "") and [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert (tmp_path / "metrics.jsonl").read_text() == before
@@ -184,13 +183,7 @@ def test_other_ranks_are_silent(tmp_path, passes, capsys):
 
 def test_records(tmp_path, passes, monkeypatch):
     """Two ranks; the first step compiles; between records also an evaluation and a save, which are no time of steps."""
-    gathered = []
-
-    def gather(value, ranks):
-        gathered.append(value[:2])
-        return [value, (4096.0, 4096.0, value[2])]
-
-    monkeypatch.setattr(log, "gather", gather)
+    monkeypatch.setattr(log, "gather", lambda value, ranks: [value, 4096.0 if isinstance(value, float) else value])
     monkeypatch.setattr(log, "on_first_rank", lambda work, ranks: work())
     clock = Clock()
     run = make_log(tmp_path, clock, world_size=2)
@@ -211,10 +204,8 @@ def test_records(tmp_path, passes, monkeypatch):
     passes(2.0)
     record(run, 6)
     first, second, saved, third = metrics(tmp_path)
-    by_rank = {"rank_data_ms": [250.0] * 2, "rank_compute_ms": [1750.0] * 2, "rank_wait_ms": [0.0] * 2}
-    assert list(first) == KEYS and list(second) == [*KEYS, *by_rank, "val_loss"] and list(third) == [*KEYS, *by_rank]
+    assert list(first) == list(third) == KEYS and list(second) == [*KEYS, "val_loss"]
     assert saved == {"step": 5, "save_ms": 40e3}
-    assert all(0 < value < 4096 for pair in gathered for value in pair)
     assert first == {
         "step": 1, "tokens": TOKENS, "loss": 2.5, "lr": 1e-4, "grad_norm": 0.75, "step_ms": 10e3, "data_ms": 250,
         "samples_per_s": TOKENS / SEQ_LEN / 10, "tok_per_s": TOKENS / 10, "tok_per_s_per_device": TOKENS / 20,
@@ -224,7 +215,7 @@ def test_records(tmp_path, passes, monkeypatch):
         "step": 5, "tokens": 5 * TOKENS, "step_ms": 2e3,
         "samples_per_s": TOKENS / SEQ_LEN / 2, "tok_per_s": TOKENS / 2, "tok_per_s_per_device": TOKENS / 4,
         "mfu": TOKENS / 4 * FLOPS / PEAK, "val_loss": 2.25,
-    } | by_rank  # fmt: skip
+    }  # fmt: skip
     status = read_json(tmp_path / "status.json")
     assert (status["state"], status["step"]) == ("running", 6)
 
@@ -239,7 +230,6 @@ def test_bits_per_byte_are_comparable_between_tokenizers(tmp_path, passes, capsy
         run.val_bytes, run.val_tokens = 800, tokens
         record(run, step, val_loss=loss)
         written = metrics(tmp_path)[-1]
-        assert (written["val_loss"], written["val_tokens"]) == (loss, tokens)
         assert written["val_bpb"] == pytest.approx(400 / np.log(2) / 800)
     assert capsys.readouterr().out.count(f", {0.5 / np.log(2):.4f} bits per byte") == 2
 
@@ -261,20 +251,6 @@ def test_resume_removes_later_records(tmp_path, passes):
     record(run, 22)
     last = metrics(tmp_path)[-1]
     assert (last["step"], last["tokens"], last["step_ms"]) == (22, 22 * TOKENS, 3e3)
-
-
-def test_a_start_without_a_checkpoint_keeps_the_old_records(tmp_path):
-    """Twice: what was kept before is not overwritten."""
-    start_logging(tmp_path)
-    for number in (1, 2):
-        old = f'{{"step": {number}}}\n'
-        (tmp_path / "metrics.jsonl").write_text(old)
-        make_log(tmp_path, Clock())
-        assert metrics(tmp_path) == [] and (tmp_path / f"metrics-before-{number}.jsonl").read_text() == old
-        said = f"has no checkpoint, but records up to step {number}: they are kept in metrics-before-{number}.jsonl"
-        assert said in (tmp_path / "log.txt").read_text()
-    make_log(tmp_path, Clock())
-    assert len([*tmp_path.glob("metrics*")]) == 3
 
 
 # ---- time
@@ -315,97 +291,64 @@ def test_the_clock_began_with_the_process():
 # ---- curves
 
 
-def test_curves_take_a_thousandth_of_the_time_at_most(tmp_path, passes, monkeypatch):
-    run, drawn = make_log(tmp_path, Clock()), []
-    monkeypatch.setattr(log, "draw_runs", lambda *_: (drawn.append(True), passes(1.0)))
-    for seconds, always, draws in ((1, False, 1), (998, False, 1), (1, True, 2), (998, False, 2), (3, False, 3)):
-        passes(float(seconds))
-        run.draw(always)
-        assert len(drawn) == draws
-
-
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that are drawn."""
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    kept, close = [], pyplot.close
-    monkeypatch.setattr(pyplot, "close", kept.append)
-    yield kept
-    for figure in kept:
-        close(figure)
+    kept, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **more: (kept.append(self), save(self, *args, **more)))
+    return kept
 
 
 def drawn_lines(figure) -> dict[str, list]:
-    """By the first words of an axis' label."""
-    return {re.split(r"[ ,]", a.get_ylabel())[0]: [line.get_xydata() for line in a.get_lines()] for a in figure.axes}
+    return {axis.get_ylabel(): [line.get_xydata() for line in axis.get_lines()] for axis in figure.axes}
 
 
 @pytest.mark.parametrize("records, val", [(30, True), (1, False)])
 def test_curves(tmp_path, passes, figures, val, records):
     run = make_log(tmp_path, Clock())
-    run.draw(always=True)
-    assert not (tmp_path / "curves.png").exists()  # there is nothing yet
     run.clock.switch("steps")
     run.val_bytes, run.val_tokens = 8, 2
     for i in range(1, records + 1):
         passes(float(i))
         record(run, i, 5 / i, **({"val_loss": 6 / i} if val and i % 10 in (0, 1) else {}))
-    run.draw(always=True)
+    run.draw()
     image = matplotlib.image.imread(tmp_path / "curves.png")
-    assert image.shape[:2] == (1100, 1000) and image[..., :3].std() > 0.05
+    assert image.shape[:2] == (900, 1000) and image[..., :3].std() > 0.05
     assert {p.name for p in tmp_path.iterdir()} == {"curves.png", "metrics.jsonl", "status.json"}
-
     written, lines = metrics(tmp_path), drawn_lines(figures[0])
-    for label, key in (("loss", "loss"), ("learning", "lr"), ("tokens", "tok_per_s"), ("peak", "mem_gib")):
-        kept = written[-len(lines[label][0]) :]
-        assert np.array_equal(lines[label][0], [(r["step"], r[key]) for r in kept]) and len(kept) >= max(1, records - 1)
-    assert np.array_equal(lines["MFU"][0], [(r["step"], r["mfu"]) for r in written][records > 1 :])
-    for label, key in (("loss", "val_loss"), ("validation", "val_bpb")):
-        evaluated = [(r["step"], r[key]) for r in written if key in r]
-        assert not val or np.array_equal(lines[label][-1], evaluated)
-    assert len(lines["validation"]) == val and len(lines["loss"]) == 2 + val
-    axes = figures[0].axes
-    assert len({axis.get_xlim() for axis in axes}) == 1 and all(axis.get_ylabel() for axis in axes)
-    assert axes[2].get_yscale() == "log" and len(figures) == 1
-    legends = [axis for axis in axes if axis.get_legend()]
-    assert [axis.get_ylabel() for axis in legends] == [log.PANELS["loss"]]
+    for key in log.PANELS:
+        if val or key != "val_bpb":
+            assert np.array_equal(lines[key][0], [(r["step"], r[key]) for r in written if key in r])
+    assert len(lines["loss"]) == 2 + val and len(lines["val_bpb"]) == val
 
 
 def write_run(folder: Path, losses: list[float], step_tokens: int) -> str:
     folder.mkdir()
-    fixed = dict.fromkeys(["lr", "grad_norm", "step_ms", "tok_per_s", "mfu", "mem_gib"], 1.0) | {"data_ms": 0.0}
-    rows = [fixed | {"step": i, "tokens": i * step_tokens, "loss": x} for i, x in enumerate(losses, 1)]
+    rows = ({"step": i, "tokens": i * step_tokens, "loss": loss} for i, loss in enumerate(losses, 1))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = {"model": "tiny-llama", "data": ["/somewhere/words"], "dtype": "bf16"}
-    env = {"parameters": 8_030_261_248, "devices": ["NVIDIA H100"], "world_size": 8}
-    (folder / "flags.json").write_text(json.dumps(flags))
-    (folder / "env.json").write_text(json.dumps(env))
     return str(folder)
 
 
 def test_runs_are_drawn_over_each_other(tmp_path, figures):
     losses = [10.0 - i % 7 for i in range(200)]
-    runs = [write_run(tmp_path / name, losses, size) for name, size in (("one", 100), ("two", 100), ("three", 50))]
-    log.main(["plot", *runs[:2], "-o", str(tmp_path / "a.png")])
-    log.main(["plot", *runs, "-o", str(tmp_path / "b.pdf")])
+    one, two = (write_run(tmp_path / name, losses, size) for name, size in (("one", 100), ("two", 50)))
+    log.main(["plot", one, "-o", str(tmp_path / "a.png")])
+    log.main(["plot", one, two, "-o", str(tmp_path / "b.pdf")])
     assert (tmp_path / "a.png").stat().st_size > 10_000 and (tmp_path / "b.pdf").stat().st_size > 5_000
-    same, other = map(drawn_lines, figures)
-    mean = same["loss"][1]  # of a fiftieth of the records
-    assert mean[-1].tolist() == [200, pytest.approx(np.mean(losses[-4:]))] and mean[0].tolist() == [1, losses[0]]
-    assert [len(figure.axes[0].get_lines()) for figure in figures] == [4, 6]
-    assert other["loss"][4][-1].tolist() == [200 * 50, losses[-1]]  # over tokens, as steps differ in size
-    title = figures[0].get_suptitle()
-    assert "one: tiny-llama, 8.03 B parameters; words; NVIDIA H100 x 8, bf16\ntwo: " in title
+    alone, both = (drawn_lines(figure)["loss"] for figure in figures)
+    assert len(alone) == 2 and alone[0][-1].tolist() == [200, losses[-1]]
+    assert len(both) == 4 and both[2][-1].tolist() == [200 * 50, losses[-1]]  # over tokens, as steps may differ
+    assert min(alone[1][20:, 1]) > 4 and max(alone[1][20:, 1]) < 10  # the running mean
 
 
 def test_plots_that_cannot_be_drawn_are_refused(tmp_path):
     run, empty = write_run(tmp_path / "run", [1.0], 1), write_run(tmp_path / "empty", [], 1)
-    cases = [([str(tmp_path)], "a.png", "has no metrics.jsonl"), ([run], "a.txt", "ends in .png, .pdf"),
-             ([run], "b/a.png", "existing folder"), ([empty], "a.png", "no step is recorded")]  # fmt: skip
-    for runs, out, message in cases:
+    cases = (str(tmp_path), "a.png", "no step is recorded"), (empty, "a.png", "no step"), (run, "a.txt", "txt")
+    for folder, out, message in cases:
         with pytest.raises(errors.UserError, match=message):
-            log.main(["plot", *runs, "-o", str(tmp_path / out)])
+            log.main(["plot", folder, "-o", str(tmp_path / out)])
 
 
 # ---- files
@@ -439,13 +382,13 @@ def test_memory_is_the_peak_of_the_process():
     assert memory_gib(torch.device("cpu")) > 0.125
 
 
-def test_routers_are_described_by_shares_of_the_tokens():
+def test_routers_are_described_by_shares_of_the_tokens(tmp_path):
     """Two layers, four experts, 12 trained tokens: expert 3 is not used in the first layer."""
+    run = make_log(tmp_path, Clock())
     counts = [[8, 8, 8, 0], [2, 2, 2, 18]]
-    sums = torch.tensor([*counts, [12 * 1.5] * 4, [12.0] * 4])
-    record = log.describe_routers(sums)
-    assert record["router_aux_loss"] == pytest.approx(1.5)
-    assert (record["expert_load_max"], record["expert_load_min"]) == (pytest.approx(3), 0)
+    run.router_sums = torch.tensor([*counts, [12 * 1.5] * 4, [12.0] * 4])
+    record = run._router_figures()
+    assert record["router_aux_loss"] == pytest.approx(1.5) and run._router_figures() == {}
     shares = [record[f"expert_load_{e}"] for e in range(4)]
     assert shares == pytest.approx([(4 / 3 + 1 / 3) / 2] * 3 + [1.5]) and sum(shares) == pytest.approx(4)
 
@@ -533,7 +476,6 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path):
     """Killed after step 10, resumed after step 6: no step comes twice, and none is missing."""
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
-    (tmp_path / "flags.json").write_text(json.dumps({"lr": 0.125}))
     run_steps(tmp_path, 0, 10, end=False)
     run_steps(tmp_path, 6, 14, end=True)
     scalars, texts = read_tensorboard(tmp_path)
@@ -541,7 +483,6 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path):
         assert [step for step, _ in scalars[name]] == list(range(1, 15)), name
     assert scalars["loss"] == [(step, 10.0 - step) for step in range(1, 15)]
     assert [step for step, _ in texts["sample"]] == [3, 6, 9, 12] and texts["sample"][2][1] == "text 9 of 14\n"
-    assert '"lr": 0.125' in texts["config"][0][1]
     rows, ids = read_wandb(tmp_path)
     assert len(ids) == 1
     losses = {row["_step"]: row["loss"] for row in rows if "loss" in row}
@@ -564,7 +505,7 @@ def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(tmp_path, capsy
 
     start_logging(tmp_path)
     run = make_log(tmp_path, Clock())
-    run.trackers = [("wandb", fail, lambda: None)]
+    run.trackers = [log.Tracker("wandb", fail, lambda: None)]
     run.clock.switch("steps")
     for step in range(1, 6):
         record(run, step)
@@ -647,11 +588,8 @@ def test_a_slow_rank_is_named_within_two_records(tmp_path, text, shard_size):
     """From step 11 on: the record of step 15 suspects it, that of step 20 says it."""
     *records, screen = train_slowly(tmp_path / "run", text, 11, 25, "--shard_size", shard_size)
     for record in records[-2:]:
-        assert re.search(r"/rank 1 \+\d+ % \(data \d+ ms, compute \d+ ms\)", record["slowest"])
-        compute, wait = record["rank_compute_ms"], record["rank_wait_ms"]
-        assert compute[1] > compute[0] and wait[0] > wait[1] and len(record["rank_data_ms"]) == 2
+        assert re.search(r"/rank 1 \+\d+% \(data \d+ ms, compute \d+ ms\)", record["slowest"])
     assert [record["step"] for record in records] == [1, 5, 10, 15, 20, 25]
-    assert "rank_wait_ms" not in records[0]  # which compiles
     assert f", slowest {records[-1]['slowest']}" in screen
 
 
@@ -668,25 +606,11 @@ def times(*busy: float, wait: float = 0.0) -> list[Times]:
 def test_beyond_a_tenth_of_the_median():
     even = times(100, 105, 109, 100)
     assert find_slow(even) is None and find_slow(even[::-1]) is None and find_slow(times(0, 0)) is None
-    assert find_slow(times(100, 101, 99, 100, 98, 114)) == (5, "node2/rank 5 +14 % (data 2 ms, compute 112 ms)")
+    assert find_slow(times(100, 101, 99, 100, 98, 114)) == (5, "node2/rank 5 +14% (data 2 ms, compute 112 ms)")
     assert find_slow(times(1100, 1210))[0] == 1 and find_slow(times(1210, 1100))[0] == 0  # of two, of the faster
     late = Times("a", 30.0, 98.0, 0.0)  # its data are late
-    assert find_slow([*times(100, 100), late]) == (2, "a/rank 2 +28 % (data 30 ms, compute 98 ms)")
+    assert find_slow([*times(100, 100), late]) == (2, "a/rank 2 +28% (data 30 ms, compute 98 ms)")
 
 
-def test_what_collectives_cost_every_rank_is_no_waiting():
-    waiting = [Times("a", 0.0, 50.0, 20.0), Times("a", 0.0, 65.0, 5.0)]
-    assert without_costs(waiting) == [Times("a", 0.0, 55.0, 15.0), Times("a", 0.0, 70.0, 0.0)]
-    assert find_slow(without_costs(waiting))[0] == 1
-
-
-def test_a_rank_alone_is_measured_too():
-    pace = StepTimes(torch.nn.Linear(1, 1), torch.device("cpu"), 1)
-    pace.begin(0.5)
-    pace.end()
-    pace.begin(2.0)
-    pace.end()
-    measured = pace.take()
-    assert (measured.data, measured.wait) == (1000.0, 0.0) and 0 <= measured.compute < 100
-    assert pace.take()[1:] == (0.0, 0.0, 0.0)  # no step since
-    assert torch.cuda.is_available() or describe_gpu(torch.device("cpu")) == ""
+def test_the_cost_of_collectives_is_not_waiting():
+    assert find_slow([Times("a", 0.0, 50.0, 20.0), Times("a", 0.0, 65.0, 5.0)])[1].startswith("a/rank 1 +27% (data 0")

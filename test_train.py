@@ -188,7 +188,6 @@ def test_a_killed_rank_is_reported_as_probably_out_of_memory(tmp_path, text):
             break
     _, said = process.communicate(timeout=120)
     assert process.returncode and "(-9)" in said and "probably run out of memory" in said
-    assert re.search(r"of the ranks, in GiB: 0: 0\.\d\d, 1: 0\.\d\d", said)
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
 
 

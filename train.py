@@ -100,8 +100,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
             if todo.save:
                 save_ms = saver.save(step, batches[0].tokens[0])
                 log.add(step, save_ms=save_ms)
-            if todo.draw:
-                log.draw(always=todo.save)
+                log.draw()
             if todo.sample:
                 sample = write_samples(model, run, step)
                 log.add(step, sample=sample)
@@ -132,7 +131,6 @@ def after_step(config: Config, step: int, stop_requested: bool):
         watch_fp8=watch_fp8,
         save=save,
         sample=every(config.sample_every, last),
-        draw=evaluate or last or stop,
         record=step == 1 or evaluate or watch_fp8 or save or every(config.log_every),
     )
 

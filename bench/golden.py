@@ -132,7 +132,7 @@ def skip_plots(replace_by: Callable = setattr) -> None:
     import log
 
     replace_by(log, "peak_flops", lambda *_: (1e12, "not measured"))
-    replace_by(log.Log, "draw", lambda self, always: None)
+    replace_by(log.Log, "draw", lambda self: None)
 
 
 def train_rank(index: int, recipe: str, dtype: str, port: int) -> None:

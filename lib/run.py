@@ -297,12 +297,8 @@ class Run:
     def _report(self, message: str, alone: bool, writes: bool) -> None:
         """Says what ended the run, on stderr and, if it `writes`, in status.json. alone: other ranks may not know."""
         status = read_json(self.folder / "status.json")
-        if alone and "onnection" in message and "rss_gib" in status:  # so gloo and NCCL speak of a rank that is gone
-            resident = ", ".join(f"{rank}: {gib:.2f}" for rank, gib in enumerate(status["rss_gib"]))
-            message += (
-                "\nAnother rank is gone. If it was killed (-9), its machine has probably run out of memory; the last"
-                f" resident memory of the ranks, in GiB: {resident}"
-            )
+        if alone and "onnection" in message:  # gloo and NCCL say this if a rank is gone
+            message += "\nAnother rank is gone. If it was killed (-9), its machine has probably run out of memory"
         elif alone and "imed out" in message:
             message += (
                 f"\nAnother rank has not answered for --timeout {self.config.timeout} s: it hangs, or is slow; see its"
