@@ -46,7 +46,7 @@ INSTALL_FLASH = f"{PIP} packaging ninja && {PIP} flash-attn --no-build-isolation
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FA3 = "flash_attn_interface"  # the module that flash-attn's hopper/ folder installs
 BLOCK = 128  # queries per block: large enough for the matmul rate, small enough to skip nearly half of the work
-# The longest rows for which blocks are faster, uncompiled and compiled. In longer rows their stores cost more time.
+# Blocks are faster in rows up to this length, uncompiled and compiled. In longer rows their stores cost more time.
 BLOCKED_MAX_TOKENS = {False: 512, True: 1024}
 
 

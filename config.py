@@ -2,11 +2,11 @@
 
     python train.py [@recipes/NAME.args ...] [--flag value | --flag=value ...]        later ones win
 
-A recipe is a file of flags with # comments; it may name others with @. Nothing else configures a run: no YAML, no
-environment variables of our own.
+A recipe is a file of flags with # comments; it may name others with @. Nothing else configures a run: no YAML and
+no environment variables.
 
-Nothing here imports torch, which takes seconds, so --help and error messages appear at once. Functions that open the
-folders and files of flags import what they need."""
+Nothing here imports torch, which takes seconds, so --help and error messages appear at once. Functions that open files
+import their libraries themselves."""
 
 import argparse
 import difflib
@@ -22,7 +22,7 @@ from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
 DEFAULT = ["@recipes/default.args"]  # used if the command line is empty
-BYTES_UP_TO = 1024  # the largest vocabulary for which --tokenizer defaults to bytes (258 ids)
+BYTES_UP_TO = 1024  # --tokenizer defaults to bytes (258 ids) up to this vocabulary
 REPLACES = {"--data": "--val_data", "--epochs": "--steps", "--steps": "--epochs"}  # a flag drops a recipe's other flag
 
 # Our flags, and their names in nanoGPT, transformers, torchtitan, torchtune, axolotl and the FSDP recipes for Slurm.
@@ -120,9 +120,7 @@ class Config:
     n_heads: int = _flag(0, "overrides the model's number of attention heads")
     n_kv_heads: int = _flag(0, "overrides the model's number of key/value heads")
     ffn_dim: int = _flag(0, "overrides the model's feed-forward width")
-    router_aux_loss_coef: float = _flag(
-        -1.0, "weight of the loss that balances experts, beside the mean loss; -1 = the model's", least=-1
-    )
+    router_aux_loss_coef: float = _flag(-1.0, "weight of the loss that balances experts; -1 = the model's", least=-1)
     lora: int = _flag(0, "train adapters of this rank (LoRA) and freeze the weights; 0 = train all weights")
     lora_alpha: float = _flag(0.0, "LoRA output is scaled by lora_alpha / rank; 0 = 2 * rank", needs="lora")
     lora_targets: tuple = _flag(
@@ -177,7 +175,7 @@ class Config:
         needs="stream",
     )
     delimiter: int = _flag(
-        -1, "id of the token that begins a document; -1 = that of the tokenizer or the shard format", least=-1
+        -1, "id of the token that begins a document; -1 = defined by the tokenizer or the shard format", least=-1
     )
     seq_len: int = _flag(256, "tokens per row", least=1, group="batch and length")
     micro_batch: int = may_change_on_resume(
@@ -185,7 +183,7 @@ class Config:
     )
     batch_tokens: int = _flag(0, "tokens per optimizer step over all ranks; 0 = one micro-batch per rank")
     steps: int = may_change_on_resume(1000, "optimizer steps", least=1)
-    epochs: float = may_change_on_resume(0.0, "train for so many passes over --data instead of --steps; 0 = --steps")
+    epochs: float = may_change_on_resume(0.0, "passes over --data, instead of --steps; 0 = --steps")
     optimizer: str = _flag(
         "adamw",
         "muon updates the matrices of the blocks with Muon and the rest with AdamW",
@@ -202,7 +200,7 @@ class Config:
     )
     decay_steps: float = _tunable(
         0.0,
-        "the step at which the decay ends (0 = --steps); for wsd its length (0 = a fifth of the steps);"
+        "the last step of the decay (0 = --steps); for wsd its length (0 = a fifth of the steps);"
         " below 1 = share of the steps",
     )
     weight_decay: float = _tunable(0.1, "decoupled weight decay of matrices and embeddings")
@@ -220,7 +218,7 @@ class Config:
         "fp32", "dtype of the master weights; bf16 rounds updates stochastically", ("fp32", "bf16")
     )
     state_dtype: str = _flag("fp32", "dtype of AdamW's two moments and Muon's momentum", ("fp32", "bf16"))
-    reduce_dtype: str = _flag("fp32", "dtype in which gradients are summed over ranks", ("fp32", "bf16"))
+    reduce_dtype: str = _flag("fp32", "dtype of gradient reductions over ranks", ("fp32", "bf16"))
     fp8: str = may_change_on_resume(
         "off",
         "FP8 matrix products: one scale per tensor, per row and column, or that with weight gradients in bf16;"
@@ -265,7 +263,7 @@ class Config:
     )
     checkpointing: str = may_change_on_resume(
         "none",
-        "what the backward pass recomputes: block = everything but each block's input; selective = the same, except"
+        "recompute activations in the backward pass: block = all except each block's input; selective = also keeps"
         " matrix products and attention",
         ("none", "block", "selective"),
     )
@@ -371,7 +369,7 @@ class Config:
 
     @property
     def warnings(self) -> list[str]:
-        """What the schedule cannot do in the run's number of steps."""
+        """Parts of the schedule that do not fit into --steps."""
         out = []
         if self.warmup > self.steps:
             out.append(
@@ -436,7 +434,7 @@ def make_parser() -> argparse.ArgumentParser:
         help, choices = f.metadata["help"], " ".join(filter(None, f.metadata["choices"]))
         shown = {"": "empty", "()": "none", "True": "on", "False": "off"}.get(str(f.default), f.default)
         shown = ",".join(shown) if isinstance(shown, tuple) else shown
-        help += f" (default: {shown}; one of {choices})" if choices else f" (default: {shown})"
+        help += f" (default: {shown}; choices: {choices})" if choices else f" (default: {shown})"
         group.add_argument(f"--{f.name}", default=f.default, help=help.replace("%", "%%"), **_how_to_read(f))
     return parser
 
@@ -469,8 +467,7 @@ def _known_as(name: str) -> str:
 
 def parse_args(argv: list[str], trains: bool = False) -> Config:
     """Command-line words -> Config. Raises UserError for mistakes that can be found without data or devices.
-    trains: an empty command line means the default recipe; also refuses settings that only a training run cannot use,
-    such as missing data."""
+    trains: an empty command line means the default recipe; also refuses missing data and tokenizers."""
     if trains:
         argv = argv or DEFAULT
     recipes = [Path(word[1:]).name.removesuffix(".args") for word in argv if word.startswith("@")]
@@ -527,7 +524,7 @@ def _read_values(words: list[str]) -> dict:
     from lib.text import read_chat_fields
 
     if {"--steps", "--epochs"} <= {word.partition("=")[0] for word in words}:
-        raise UserError("--steps and --epochs exclude each other: give one of them")
+        raise UserError("--steps and --epochs exclude each other: remove one")
 
     parsed, rest = make_parser().parse_known_args(words)
     if rest:
@@ -541,7 +538,7 @@ def _read_values(words: list[str]) -> dict:
 
 
 def _settle_model(values: dict, names_model: bool) -> None:
-    """The default model is that of --weights; the default tokenizer that of --weights or --model."""
+    """--model defaults to --weights, and --tokenizer to the tokenizer next to --weights or --model."""
     from lib.tokenizer import holds_tokenizer
 
     folders = {}
@@ -683,7 +680,7 @@ CONFLICTS = """
 --compile model with --offload cpu: parameters are fetched block by block: --compile block
 --compile model with --offload_activations: activations are offloaded between blocks: --compile block
 --offload_activations with --checkpointing none: it offloads the block inputs of --checkpointing block
---fp8 with --offload cpu: scales would be computed on the CPU, where the weights are; choose one of the two
+--fp8 with --offload cpu: scales would be computed on the CPU, where the weights are; remove one
 --fp8 row with --fp8_grad_dtype e5m2: row and row_gw_hp have e4m3 gradients; e5m2 is for --fp8 tensor
 --fp8 row_gw_hp with --fp8_grad_dtype e5m2: row and row_gw_hp have e4m3 gradients; e5m2 is for --fp8 tensor
 --fp8 row with --fp8_all_gather: it needs one scale per weight, which only --fp8 tensor has

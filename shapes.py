@@ -1,4 +1,4 @@
-"""The shapes of models: `ModelConfig`, and those of known models by name. model.py builds a `Transformer` from one.
+"""The shapes of models: `ModelConfig`, and MODELS, the known models by name. model.py builds a `Transformer` from one.
 
 Nothing here imports torch: the command line looks shapes up before torch is loaded, which takes seconds."""
 
@@ -45,11 +45,11 @@ class ModelConfig:
     top_k: int = 0
     router_aux_loss_coef: float = 0.0  # what load balancing of experts adds to the mean loss; see Transformer.balance
     init_std: float = 0.02
-    family: str = ""  # Hugging Face's model_type, where these fields do not tell it from another: mistral
+    family: str = ""  # Hugging Face's model_type if the other fields do not determine it: mistral
 
     @property
     def chat_format(self) -> str:
-        """What conversations look like where neither the tokenizer nor its folder says it: "llama" or "mixtral"."""
+        """The chat format if neither the tokenizer nor its folder has one: "llama" or "mixtral"."""
         return "mixtral" if self.n_experts or self.family == "mistral" else "llama"
 
     def __post_init__(self):
@@ -100,8 +100,8 @@ _TINY = ModelConfig(  # the narrower, the larger its init_std: close to 0.6 / sq
     init_std=0.05,
 )  # fmt: skip
 
-# The numbers are those of each model's config.json on the hub (openai-community, meta-llama, mistralai, Qwen); tiny-*
-# are ours, for tests. mistral-7b is version 0.3: version 0.1 has a sliding window.
+# The numbers come from each model's config.json on the hub (openai-community, meta-llama, mistralai, Qwen). tiny-* are
+# made for tests. mistral-7b is version 0.3: version 0.1 has a sliding window.
 MODELS: dict[str, ModelConfig] = {
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
