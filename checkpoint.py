@@ -23,7 +23,7 @@ import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -553,8 +553,10 @@ class Checkpoint:
 
     def export(self, folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, **how) -> None:
         """Writes a Hugging Face folder. how: arguments of weights.export. All ranks must call."""
-        talks = self.manifest["position"].get("chat", False)
-        export(self.model_config, self.open_model(ranks), folder, dtype, ranks=ranks, talks=talks, **how)
+        talks, shape = self.manifest["position"].get("chat", False), self.model_config
+        if shape.positions == "rope":  # GPT-2's table of learned positions keeps its size
+            shape = replace(shape, max_seq_len=self.config.trained_length(shape))
+        export(shape, self.open_model(ranks), folder, dtype, ranks=ranks, talks=talks, **how)
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, load: str) -> None:
         """Fills the trained parameters and the optimizer's state. All ranks must call."""

@@ -363,6 +363,10 @@ class Config:
                 f"--model {self.model} with {', '.join(f'--{k} {v}' for k, v in changes.items() if v)}: {e}"
             ) from None
 
+    def trained_length(self, shape: ModelConfig) -> int:
+        """Tokens of the longest text that the model has been trained on: a row, or for --weights their own length."""
+        return max(self.seq_len, shape.max_seq_len) if self.weights else self.seq_len
+
     @property
     def warmup(self) -> int:
         return round(self.warmup_steps * self.steps if self.warmup_steps < 1 else self.warmup_steps)

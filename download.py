@@ -29,7 +29,7 @@ from lib.errors import (
 )
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
-TEXT = "*.json *.jinja *.model *.model.v* *.tiktoken merges.txt vocab.* LICENSE* USE_POLICY*"
+TEXT = "*.json *.jinja *.model *.model.v* merges.txt vocab.* LICENSE* USE_POLICY*"
 PICKLES = "*.pth *.pt *.ckpt *.pkl"
 
 

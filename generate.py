@@ -1,21 +1,22 @@
-"""Text from a model: sampling with a key/value cache, for several prompts at once.
+"""Text from a model: sampling with a key/value cache, and conversations.
 
     python generate.py --run runs/default --prompt "The function returns"
     python generate.py --run meta-llama/Llama-3.2-1B-Instruct --chat --prompt "What is a list?" "And a tuple?"
     python generate.py --run runs/default --chat          a conversation: Ctrl-C stops an answer, Ctrl-D ends it
 
-A batch is right-aligned: shorter prompts have padding in front, which no token sees and which positions do not count,
-so that each row's logits are those of its prompt alone. A run's texts begin with BOS, as its documents did; those of a
-Hugging Face folder begin and end as transformers' do."""
+The texts of a run begin with BOS, like the documents that it was trained on. The texts of a Hugging Face folder begin
+and end like those that transformers generates.
+
+A model computes nonsense at positions that it was not trained on. Therefore its window is as long as the rows of the
+training: when it is full, the model reads its newer half again, and continues from there."""
 
 import argparse
 import contextlib
+import functools
 import itertools
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,13 +36,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="generate.py",
         description=__doc__.splitlines()[0],
-        formatter_class=partial(argparse.HelpFormatter, width=100),
+        formatter_class=functools.partial(argparse.HelpFormatter, width=100),
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--run", required=True, metavar="NAME", help="run folder, Hugging Face folder, or hub id that is downloaded")
-    add("--prompt", nargs="+", metavar="TEXT", help="what the text begins with; several: a text of each")
-    add("--chat", action="store_true", help="a prompt is a user's message; without one, a conversation line by line")
+    add("--prompt", nargs="+", metavar="TEXT", help="beginnings of texts; with --chat: messages of one conversation")
+    add("--chat", action="store_true", help="a conversation; without --prompt, each line of the input is a message")
     add("--system", metavar="TEXT", help="with --chat: the system message")
     add("--tokens", default=300, type=int, help="how many new tokens at most (default: %(default)s)")
     add("--temperature", default=0.8, type=float, help="0 = always the most probable token (default: %(default)s)")
@@ -61,8 +62,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError("--temperature must be >= 0, --top_p in (0, 1], --top_k >= 0, --tokens >= 1")
     if args.system is not None and not args.chat:
         raise UserError("--system is the beginning of a conversation: give --chat too")
-    if args.chat and args.prompt and not all(args.prompt):
-        raise UserError("--chat: give the user's message as --prompt, or leave that out for a conversation")
     return args
 
 
@@ -81,72 +80,33 @@ from lib.run import Run
 from lib.tokenizer import chat_family, load_tokenizer, render_chat
 from lib.weights import Read, empty_model, open_weights, read_config
 from log import logger
-from model import Transformer, rope_table
+from model import Transformer
 from optim import DTYPES
 from shapes import ModelConfig
 from shard import fill_parameters, reshard
 
-CHAT_ROOM = 2048  # tokens that a conversation's cache has room for, at first
-SAMPLE_TOKENS, SAMPLING = 200, {"temperature": 0.8, "top_p": 0.95}  # of a run's samples
-
-
-class LayerCache:
-    """Keys and values of one layer for the tokens seen so far: [2, B, K, S, h], allocated once."""
-
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
-        self.kv, self.length = torch.zeros(2, *shape, dtype=dtype, device=device), 0
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [B, T, K, h] of the next tokens -> those of all tokens so far, [B, S, K, h]."""
-        start, self.length = self.length, self.length + k.shape[1]
-        self.kv[:, :, :, start : self.length] = torch.stack((k, v)).transpose(2, 3)
-        k, v = self.kv[:, :, :, : self.length].transpose(2, 3)
-        return k, v
+SAMPLING = {"n": 200, "temperature": 0.8, "top_p": 0.95}  # of a run's samples
 
 
 class KVCache:
-    """What `Transformer.logits` needs in order to continue sequences without reading them again; `length` tokens are in
-    it. padding [B]: the first so many tokens of each row are no text: nothing sees them, positions count after them.
-    All of them, and what follows, are in the first call."""
+    """Keys and values of one layer for the tokens so far. `Transformer.logits` takes a list with one cache per layer.
+    The first call may add many tokens, each later call adds one."""
 
-    def __init__(self, model: Transformer, batch: int, max_len: int, padding: Tensor | None = None):
-        config, device = model.config, next(model.parameters()).device
-        shape = (batch, config.n_kv_heads, max_len, config.head_dim)
-        self.layers = [LayerCache(shape, model.dtype, device) for _ in range(config.n_layers)]
-        self.length, self.max_len, self.padded = 0, max_len, padding is not None
-        self.slots = torch.arange(max_len, device=device)
-        padding = padding.to(device)[:, None] if self.padded else torch.zeros(1, 1, dtype=torch.long, device=device)
-        self.text = self.slots >= padding  # [B or 1, S], as are the positions
-        self.positions = (self.slots - padding).clamp(min=0)
-        self.rope = rope_table(config, self.positions) if config.positions == "rope" else None
+    kv, length = None, 0
 
-    def keep(self, length: int) -> None:
-        """Forgets all but the first so many tokens."""
-        for cache in (self, *self.layers):
-            cache.length = length
-
-    def take(self, T: int) -> tuple[Tensor | None, Tensor, tuple[Tensor, Tensor] | None]:
-        """Makes room for the next T tokens -> their mask, positions and rotary table."""
-        mask, start = self._mask(T), self.length
-        self.length += T
-        rope = self.rope and tuple(table[:, start : self.length] for table in self.rope)
-        return mask, self.positions[:, start : self.length], rope
-
-    def _mask(self, T: int) -> Tensor | None:
-        """Which of all tokens the next T see, [B or 1, 1, T, S]; None: plain causal attention among themselves."""
-        stop = self.length + T
-        if T == 1:
-            return self.text[:, None, None, :stop]
-        if not self.length and not self.padded:
-            return None
-        keys, own = self.slots[:stop], self.slots[self.length : stop, None]
-        seen = (keys <= own) & self.text[:, None, :stop]
-        return (seen | (keys == own))[:, None]  # padding sees itself, as a softmax over nothing is no number
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [B, T, K, h] of the next tokens -> keys and values of all tokens so far, [B, S, K, h]."""
+        assert self.kv is None or k.shape[1] == 1
+        new = torch.stack((k, v)).transpose(2, 3)
+        self.kv = new if self.kv is None else torch.cat((self.kv, new), 3)  # [2, B, K, S, h]
+        self.length = self.kv.shape[3]
+        keys, values = self.kv.transpose(2, 3)
+        return keys, values
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
     """logits [B, V] -> ids [B] on the CPU. temperature 0: the most probable; top_k: among that many (0 = all); top_p:
-    among the most probable ones that together reach this probability (nucleus sampling, arXiv 1904.09751)."""
+    among the most probable that together reach this probability (nucleus sampling, arXiv 1904.09751)."""
     if temperature == 0:
         return logits.argmax(-1).cpu()
     logits = logits.float().cpu() / temperature
@@ -165,75 +125,71 @@ def _uncompiled():
     return torch.compiler.set_stance("force_eager") if torch_private.is_compiler_loaded() else contextlib.nullcontext()
 
 
+@functools.cache
+def warn_once(message: str) -> None:
+    logger.warning(message)
+
+
 @torch.no_grad()
 def sample(
     model: Transformer,
     ids: Tensor,
     n: int,
+    context: int,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    stop: Iterable[int] = (),
-    padding: Tensor | None = None,
-    cache: KVCache | None = None,
 ) -> Iterator[Tensor]:
-    """ids [B, T] -> yields up to n times the next ids [B], on the CPU. padding [B]: a row begins after so many ids. A
-    row that has drawn an id of `stop` repeats it, and when all rows have, it is the end. cache: with room for all of
-    them, of what goes before ids.
+    """ids [B, T] -> yields n times the next ids [B], on the CPU. context: the number of tokens in the model's window.
 
-    All ranks must call and go through to the end: each token is a forward pass that sharded models compute together, so
-    nobody stops early, unless all draw the same ids."""
+    All ranks must call, and take the same number of ids: sharded models compute each forward pass together."""
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
-    if cache is None:
-        cache = KVCache(model, ids.shape[0], ids.shape[1] + n, padding)
-    stop, ended = torch.tensor(sorted(stop)), None
+    if ids.shape[1] + n > context:
+        warn_once(
+            f"The model was trained on texts of {context} tokens: in a longer text, it sees only the last"
+            f" {context // 2} to {context} tokens"
+        )
+    text, cache = ids, [KVCache() for _ in model.layers]
     for _ in range(n):
+        if cache[0].length + ids.shape[1] > context:
+            ids, cache = text[:, -max(1, context // 2) :], [KVCache() for _ in model.layers]
         with _uncompiled(), sdpa_kernel(WITHOUT_CUDNN):  # cuDNN would plan a kernel for every length
             logits = model.logits(ids.to(device), cache=cache, last=True)[:, -1]
         new = choose(logits, temperature, top_k, top_p, generator)
-        if ended is not None:
-            new = torch.where(ended, ids[:, 0], new)
         yield new
-        if len(stop):
-            ended = torch.isin(new, stop)
-            if ended.all():
-                return
         ids = new[:, None]
+        text = torch.cat((text, ids), 1)
 
 
 def write(
-    model: Transformer, tokenizer, prompts: list[list[int]], n: int, stop: Iterable[int], goes_on: bool, **choice
-) -> Iterator[tuple[int, int | None, str]]:
-    """The texts behind prompts (ids), as they grow -> (which prompt's, the next id, what its text grows by), until each
-    has met an id of `stop` or has n tokens; at the end comes what is left of each text, without an id. goes_on: they
-    are the prompts' next words, else they begin anew. choice: as in `sample`."""
-    padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
-    ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)])
-    decoders = [tokenizer.decoder() for _ in prompts]
-    for decode, prompt in zip(decoders, prompts, strict=True):
-        for token in prompt if goes_on else ():  # the space before the first word of a text would not be shown
-            decode(token)
-    uneven = torch.tensor(padding) if any(padding) else None
-    for new in sample(model, ids, n, stop=stop, padding=uneven, **choice):
-        for row, token in enumerate(new.tolist()):
-            yield row, token, "" if token in stop else decoders[row](token)
-    for row, decode in enumerate(decoders):
-        yield row, None, decode(None)
+    model: Transformer, tokenizer, prompt: list[int], continues: bool, stop: Iterable[int] = (), **how
+) -> Iterator[str]:
+    """The text after a prompt, in pieces: one for each new token before the first id of `stop`, then the rest of an
+    incomplete character. continues: the prompt ends within the text. how: arguments of `sample`."""
+    decode = tokenizer.decoder()
+    for token in prompt if continues else ():  # without them, the space before the first word would be missing
+        decode(token)
+    for new in sample(model, torch.tensor([prompt]), **how):
+        token = new.item()
+        if token in stop:
+            break
+        yield decode(token)
+    yield decode(None)
 
 
 def write_samples(model: Transformer, run: Run, step: int) -> str:
-    """A text of the model in training, which goes to the log and samples.txt, too. All ranks must call: sharded layers
-    are gathered for every token."""
+    """A text of the model in training, which is also logged and added to samples.txt. All ranks must call: sharded
+    layers are gathered for every token."""
     config = run.config
     with run.phase("samples"):
         tokenizer = load_tokenizer(config.tokenizer)
         ids = [tokenizer.bos_id, *tokenizer.encode(config.prompt)]
-        n = min(SAMPLE_TOKENS, config.model_config.max_seq_len - len(ids))
+        how = SAMPLING | {"context": config.trained_length(model.config), "seed": config.seed + step}
         model.eval()
-        pieces = write(model, tokenizer, [ids], n, (), True, **SAMPLING, seed=config.seed + step)  # no stop: all go on
-        text = config.prompt + "".join(piece for *_, piece in pieces)
+        # Without `stop`, because all ranks must sample the same number of tokens.
+        text = config.prompt + "".join(write(model, tokenizer, ids, True, **how))
         reshard(model)
         model.train()
         if run.ranks.rank == 0:
@@ -243,15 +199,7 @@ def write_samples(model: Transformer, run: Run, step: int) -> str:
     return text
 
 
-def check_length(config: ModelConfig, prompt: int, n: int) -> None:
-    if config.positions == "learned" and prompt + n > config.max_seq_len:
-        raise UserError(
-            f"prompt ({prompt} tokens) + {n} new ones: the model has {config.max_seq_len} learned positions; give fewer"
-            " --tokens or a shorter prompt"
-        )
-
-
-# ---- what --run names
+# ---- the model that --run names
 
 
 class Source(NamedTuple):
@@ -261,8 +209,10 @@ class Source(NamedTuple):
     read: Read
     dtype: torch.dtype
     tokenizer: object
+    context: int  # tokens of the longest text that it was trained on
     bos: bool  # whether a text begins with BOS
-    stop: frozenset[int]
+    stop: Iterable[int]
+    chats: bool  # whether it has a chat template, or was trained on conversations
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Transformer:
         model = empty_model(self.config, dtype or self.dtype, device)
@@ -271,8 +221,8 @@ class Source(NamedTuple):
 
 
 def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
-    """spec: a run folder, a Hugging Face folder, or the hub id of one; tokenizer None: its own. chat: a text ends where
-    a turn does, too."""
+    """spec: a run folder, a Hugging Face folder, or the hub id of one. tokenizer: None for its own. chat: texts also
+    end at the end of a turn."""
     folder = local_path(spec, "--run")
     if (folder / "checkpoints").is_dir():
         source = open_run(folder, tokenizer)
@@ -280,7 +230,7 @@ def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
         source = open_folder(folder, tokenizer, chat)
     else:
         raise UserError(
-            f"--run {spec} holds neither checkpoints, as a run folder does, nor config.json: a model's folder"
+            f"--run {spec} holds neither checkpoints, as a run folder does, nor config.json, as a model's folder does"
         )
     ids, room = source.tokenizer.vocab_size, source.config.vocab_size
     if ids > room:
@@ -292,108 +242,97 @@ def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
 
 
 def open_run(run: Path, tokenizer: str | None) -> Source:
-    """The newest whole checkpoint, in the dtype that the run computed in."""
+    """The newest intact checkpoint, in the dtype that the run computed in."""
     found = newest(run)
     tokens = load_run_tokenizer(found, tokenizer)
     if tokens is None:
         raise UserError(f"--run {run} was trained on token shards: name the --tokenizer that made them")
     print(f"{run}, step {found.step}", file=sys.stderr)
-    dtype = DTYPES.get(found.config.dtype, torch.float32)
-    return Source(found.model_config, found.open_model(), dtype, tokens, True, frozenset(tokens.stop_ids))
+    shape, dtype = found.model_config, DTYPES.get(found.config.dtype, torch.float32)
+    chats = bool(tokens.chat_template or found.manifest["position"].get("chat"))
+    context = found.config.trained_length(shape)
+    return Source(shape, found.open_model(), dtype, tokens, context, True, tokens.stop_ids, chats)
 
 
 def open_folder(folder: Path, tokenizer: str | None, chat: bool) -> Source:
-    """In the dtype that config.json names, float16 as fp32. A text ends as with transformers: at the eos_token_id of
-    generation_config.json, else config.json."""
-    config, values = read_config(folder), read_json(folder / "config.json")
+    """In the dtype that config.json names; float16 is computed in fp32. Like with transformers, a text ends at the
+    eos_token_id of generation_config.json, or else of config.json."""
+    shape, values = read_config(folder), read_json(folder / "config.json")
     tokens = load_tokenizer(tokenizer or str(folder))
     half = "bfloat16" in (values.get("dtype"), values.get("torch_dtype"))
     dtype = torch.bfloat16 if half else torch.float32
-    stop = tokens.stop_ids - {tokens.bos_id} | {tokens.eos_id}
-    stop = frozenset(stop if chat or not tokens.eos_ids else tokens.eos_ids)
-    return Source(config, open_weights(folder, config), dtype, tokens, tokens.adds_bos, stop)
+    stop, chats = tokens.stop_ids if chat else tokens.eos_ids, bool(tokens.chat_template)
+    return Source(shape, open_weights(folder, shape), dtype, tokens, shape.max_seq_len, tokens.adds_bos, stop, chats)
 
 
 # ---- the command line
 
 
-def read_prompt(source: Source, text: str) -> list[int]:
-    ids = source.tokenizer.encode(text)
-    return [source.tokenizer.bos_id, *ids] if source.bos or not ids else ids
-
-
-def render(source: Source, before: list[dict], text: str) -> list[int]:
-    """The ids of a conversation that goes on with a user's message."""
-    messages = [*before, {"role": "user", "content": text}]
-    return render_chat(source.tokenizer, messages, chat_family(source.tokenizer, source.config.chat_format))[0]
-
-
-def converse(model: Transformer, source: Source, messages: list[dict], n: int, **choice) -> None:
-    """Answers line after line of standard input until its end, with up to n tokens each. messages: what the
-    conversation begins with. Of what the cache holds, the part with which the next prompt begins is not read again."""
-    held, cache, config = [], None, source.config
+def typed_lines() -> Iterator[str]:
+    """The lines of standard input, without empty ones. Ctrl-C discards a line that is being typed."""
     while True:
+        line = ""
         try:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
         except UnicodeDecodeError as e:
-            raise UserError(f"Standard input is not {e.encoding} at byte {e.start}: {e.object[:60]!r}") from None
-        except KeyboardInterrupt:  # of what has been typed
+            raise UserError(f"Standard input: {e}") from None
+        except KeyboardInterrupt:
             print()
-            continue
-        if not line.strip():
-            continue
-        ids = render(source, messages, line)
-        room = n
-        if config.positions == "learned":
-            check_length(config, len(ids), 1)
-            room = min(n, config.max_seq_len - len(ids))
-        elif len(ids) > config.max_seq_len:
-            print(f"({len(ids)} tokens: the model was made for {config.max_seq_len})", file=sys.stderr)
-        if cache is None or cache.max_len < len(ids) + room:
-            held, cache = [], KVCache(model, 1, max(CHAT_ROOM, 2 * (len(ids) + room)))
-        known = min(len(os.path.commonprefix([held, ids])), len(ids) - 1)
-        cache.keep(known)
-        drawn, answer = [], ""
+        if line.strip():
+            yield line
+
+
+def converse(model: Transformer, source: Source, family: str, args: argparse.Namespace, **how) -> None:
+    """Answers the messages of --prompt, or else each line of standard input."""
+    messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+    for message in args.prompt or typed_lines():
+        if args.prompt and len(args.prompt) > 1:
+            print(">", message)
+        messages.append({"role": "user", "content": message})
+        ids, _ = render_chat(source.tokenizer, messages, family)
+        pieces = []
         try:
-            new = write(model, source.tokenizer, [ids[known:]], room, source.stop, False, cache=cache, **choice)
-            for _, token, piece in new:
-                drawn += [] if token is None else [token]
-                answer += piece
+            for piece in write(model, source.tokenizer, ids, False, **how):
+                pieces.append(piece)
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
-            pass
+            if args.prompt:
+                raise
         print()
-        held = (ids + drawn)[: cache.layers[-1].length]  # where Ctrl-C came, perhaps not all that were begun
+        if len(pieces) > args.tokens:
+            print(f"(stopped after --tokens {args.tokens})", file=sys.stderr)
+        answer = "".join(pieces)
         if answer.strip():
-            messages = [*messages, {"role": "user", "content": line}, {"role": "assistant", "content": answer}]
-        if len(drawn) == room and drawn[-1] not in source.stop:
-            print(f"(cut off after {room} tokens)", file=sys.stderr)
+            messages.append({"role": "assistant", "content": answer})
+        else:
+            messages.pop()
 
 
 def main(argv: list[str]) -> None:
     args = parse(argv)
     source = open_source(args.run, args.tokenizer, args.chat)
-    opening = [{"role": "system", "content": args.system}] * (args.system is not None)
-    talks = args.chat and not args.prompt
-    texts = args.prompt or ["?" * talks]  # in a conversation it stands for what will be typed
-    prompts = [render(source, opening, text) if args.chat else read_prompt(source, text) for text in texts]
-    check_length(source.config, max(map(len, prompts)), 1 if talks else args.tokens)
+    family = chat_family(source.tokenizer, source.config.chat_format) if args.chat else ""
+    if args.chat and not source.chats:
+        warn_once(
+            f"--chat: {args.run} has no chat template and was not trained on conversations, so expect no useful"
+            " answers. Leave out --chat to continue a text"
+        )
     model = source.load(find_device(1), DTYPES.get(args.dtype))
-    choice = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    if talks:
-        return converse(model, source, opening, args.tokens, **choice)
-    pieces = write(model, source.tokenizer, prompts, args.tokens, source.stop, not args.chat, **choice)
-    begin = [""] * len(prompts) if args.chat else texts
-    if len(prompts) == 1:
-        for text in itertools.chain(begin, (text for *_, text in pieces), "\n"):
-            print(text, end="", flush=True)
-        return
-    for row, _, text in pieces:
-        begin[row] += text
-    for row, text in enumerate(begin, 1):
-        print(f"--- text {row} of {len(begin)}\n{text}")
+    how = {"n": args.tokens, "context": source.context, "stop": source.stop, "seed": args.seed}
+    how |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    if args.chat:
+        return converse(model, source, family, args, **how)
+    texts = args.prompt or [""]
+    for i, text in enumerate(texts, 1):
+        if len(texts) > 1:
+            print(f"--- text {i} of {len(texts)}")
+        ids = source.tokenizer.encode(text)
+        if source.bos or not ids:
+            ids = [source.tokenizer.bos_id, *ids]
+        for piece in itertools.chain([text], write(model, source.tokenizer, ids, True, **how), "\n"):
+            print(piece, end="", flush=True)
 
 
 if __name__ == "__main__":

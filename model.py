@@ -119,9 +119,9 @@ class Attention(nn.Module):
         if cache is None or T > 1:
             out = attention(q, k, v, mask, self.backend)  # [B, T, H, h]
         else:  # the query heads that share a key head are taken as tokens of one head, so that no key is repeated
-            q = q.view(B, self.n_kv_heads, -1, self.head_dim).transpose(1, 2)
+            q = q.view(B, self.n_kv_heads, -1, self.head_dim)
             # Not `blocked`: for each length, oneDNN would build and keep new matrix products.
-            out = attention(q, k, v, mask, "sdpa").transpose(1, 2)  # [B, K, H / K, h]
+            out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2))  # [B, K, H / K, h]
         return self.o_proj(out.reshape(B, T, -1))
 
 
@@ -435,18 +435,17 @@ class Transformer(nn.Module):
         self, tokens: Tensor, positions: Tensor | None, cache, documents: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         assert positions is None or cache is None, "a cache counts the positions itself"
-        if cache:
-            mask, positions, rope = cache.take(tokens.shape[1])
-        else:
-            mask = self._mask(positions, documents)
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None] if positions is None else positions
-            rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
+        mask = self._mask(positions, documents)
+        if positions is None:
+            first = cache[0].length if cache else 0
+            positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
+        rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
         x = self.embed_tokens(tokens)
         if self.config.positions == "learned":
             x = x + self.embed_positions(positions)
         x, routers = x.to(self.dtype), []
         for i, block in enumerate(self.layers):
-            x, router = block(x, rope, mask, cache.layers[i]) if cache else block(x, rope, mask)
+            x, router = block(x, rope, mask, cache[i]) if cache else block(x, rope, mask)
             if router is not None:
                 routers.append(router)
         return self.norm(x), routers

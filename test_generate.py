@@ -1,5 +1,5 @@
 """generate.py. Oracles: repeated argmax of the forward without a cache and transformers' generate for greedy text,
-probabilities computed token by token for sampling, transformers and sentencepiece for what a folder's text is."""
+probabilities computed token by token for sampling, transformers and sentencepiece for the text of a folder."""
 
 import io
 import json
@@ -19,14 +19,13 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 import checkpoint
-from attention import BACKENDS
 from config import parse_args
-from generate import KVCache, choose, main, open_source, sample, write
+from generate import choose, main, open_source, sample, warn_once, write
 from lib.errors import UserError
 from lib.prepare import write_shard
 from lib.test_tokenizer import LLAMA3_REGEX
 from lib.tokenizer import ByteTokenizer
-from lib.weights import export_model, read_config
+from lib.weights import export_model
 from model import Transformer
 from optim import make_optimizer
 from test_checkpoint import save
@@ -41,16 +40,21 @@ PROBABILITIES = [
 ]
 
 
-def run(*args, **kwargs) -> Tensor:
+def run(*args, context: int = 128, **kwargs) -> Tensor:
     """All the steps of `sample`, [B, n]."""
-    return torch.stack(list(sample(*args, **kwargs)), 1)
+    return torch.stack(list(sample(*args, context, **kwargs)), 1)
+
+
+@pytest.fixture(autouse=True)
+def forget_warnings():
+    warn_once.cache_clear()
 
 
 # ---- one choice
 
 
 def kept(probabilities: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """What each token's probability should be."""
+    """The probability that each token should have."""
     heat = [p ** (1 / temperature) for p in probabilities]
     order = sorted(range(len(heat)), key=lambda i: -heat[i])[: top_k or None]
     total, reached, keep = sum(heat[i] for i in order), 0.0, []
@@ -68,7 +72,7 @@ def kept(probabilities: list[float], temperature: float, top_k: int, top_p: floa
      (1, 3, 0.8), (2, 0, 0.7), (0.5, 2, 0.8), (1, 0, 1e-6)],
 )  # fmt: skip
 def test_choices_have_the_right_probabilities(temperature, top_k, top_p):
-    """Frequencies within five standard deviations; what is cut off never comes; each row for itself."""
+    """Frequencies within five standard deviations; tokens that are cut off never come; rows are independent."""
     draws = 20_000
     logits = torch.tensor(PROBABILITIES).log().repeat(draws, 1) + 3.0
     ids = choose(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0)).view(draws, len(PROBABILITIES))
@@ -86,42 +90,32 @@ def test_temperature_zero_is_the_most_probable():
 # ---- sequences
 
 
-PADDING = torch.tensor([3, 0, 8, 1])  # of four prompts of up to nine tokens: one, the shortest, is a single token
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.1", "mixtral", "qwen2.5", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.1", "mixtral", "qwen2.5", "qwen3", "wide-heads"])
 def test_greedy_is_transformers_generate(name):
-    """Prompts of different lengths in one batch, past rope scaling's original context; then the same until each has met
-    a stop token."""
+    """Past rope scaling's original context."""
     ours, theirs = make_pair(name)
-    prompts, mask = random_tokens(4, 9), (torch.arange(9) >= PADDING[:, None]).long()
-
-    def expected(n: int, stop: list[int] | None = None) -> Tensor:
-        return theirs.generate(
-            prompts, attention_mask=mask, max_new_tokens=n, do_sample=False, pad_token_id=0, eos_token_id=stop
-        )[:, 9:]
-
-    whole = expected(50)
-    assert torch.equal(run(ours, prompts, 50, temperature=0, padding=PADDING), whole)
-    assert len(whole.unique()) > 10  # not one token for ever
-    stop = whole[[0, 1, 2, 3], [1, 6, 11, 16]].tolist()
-    found = run(ours, prompts, 100, temperature=0, padding=PADDING, stop=stop)
-    assert found.shape == expected(100, stop).shape and found.shape[1] < 18  # all have met one
-    for row, text in zip(found.tolist(), whole.tolist(), strict=True):
-        end = next(i for i, token in enumerate(text) if token in stop)
-        assert row == text[: end + 1] + [text[end]] * (len(row) - end - 1)
+    prompts = random_tokens(4, 9)
+    how = {"attention_mask": torch.ones_like(prompts), "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    whole = theirs.generate(prompts, max_new_tokens=50, **how)[:, 9:]
+    assert torch.equal(run(ours, prompts, 50, temperature=0), whole)
+    assert len(whole.unique()) > 10  # not always the same token
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.1", "mixtral", "wide-heads"])
-def test_padding_changes_nothing(name, backend):
-    """The logits of each row are those of its tokens alone, whatever the padding holds and however they are read."""
-    model, tokens = make_model(name, backend=backend), random_tokens(4, 70)
-    cache = KVCache(model, 4, 70, PADDING)
-    found = torch.cat([model.logits(piece, cache=cache) for piece in tokens.split([9, 1, 1, 50, 1, 8], 1)], 1)
-    assert cache.length == 70
-    for row, pad in enumerate(PADDING.tolist()):
-        assert error(found[row, pad:], model.logits(tokens[row : row + 1, pad:])[0]) < 1e-5
+@pytest.mark.parametrize("name, length, context", [("llama3", 5, 12), ("gpt2", 5, 13), ("llama3", 30, 12)])
+def test_a_text_longer_than_the_training_rows_slides(caplog, name, length, context):
+    """When the window is full, the model sees its newer half, as if the text began there. This is said once."""
+    model, ids = make_model(name), random_tokens(2, length)
+    found, text, begin = run(model, ids, 40, context=context, temperature=0), ids, 0
+    for _ in range(40):
+        if text.shape[1] - begin > context:
+            begin = text.shape[1] - context // 2
+        text = torch.cat((text, model.logits(text[:, begin:])[:, -1:].argmax(-1)), 1)
+    assert torch.equal(found, text[:, length:])
+    run(model, ids, 40, context=context)
+    assert [f"it sees only the last {context // 2} to {context} tokens" in r.message for r in caplog.records] == [True]
+    warn_once.cache_clear()
+    run(model, ids[:, :5], 7, context=context)
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("positions", [None, torch.arange(8)[None].expand(2, -1)])
@@ -133,7 +127,7 @@ def test_logits_of_the_last_token_alone(positions):
 def test_sampled_text_follows_the_logits():
     """The same generator and the forward without a cache choose the same tokens."""
     model, ids, g = make_model("llama3"), random_tokens(2, 5), torch.Generator().manual_seed(3)
-    found = run(model, ids, 30, 0.9, 20, 0.8, seed=3)
+    found = run(model, ids, 30, temperature=0.9, top_k=20, top_p=0.8, seed=3)
     for _ in range(30):
         ids = torch.cat((ids, choose(model.logits(ids)[:, -1], 0.9, 20, 0.8, g)[:, None]), 1)
     assert torch.equal(found, ids[:, 5:])
@@ -151,14 +145,14 @@ def test_seeds_repeat():
 @pytest.mark.parametrize("n", [0, 1, 12])
 def test_as_many_steps_as_asked_for(monkeypatch, n):
     """One forward pass each, of the prompt and then of single tokens, without gradients: ranks must agree on it. The
-    head is for one token of each."""
+    head sees only the last token."""
     model, seen = make_model("gpt2"), []
     model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
     forward = model.logits
     monkeypatch.setattr(
         model, "logits", lambda ids, **k: seen.append((*ids.shape, torch.is_grad_enabled())) or forward(ids, **k)
     )
-    for ids in sample(model, random_tokens(2, 6), n):
+    for ids in sample(model, random_tokens(2, 6), n, 128):
         assert ids.shape == (2,) and ids.dtype == torch.int64 and ids.min() >= 0 and ids.max() < BASE.vocab_size
         assert torch.is_grad_enabled()
     assert seen == [(2, 6, False), 1, *[(2, 1, False), 1] * (n - 1)][: 2 * n]
@@ -171,7 +165,7 @@ def test_compiled_blocks_are_not_compiled_again():
     for block in model.layers:
         block.compile(dynamic=False, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     tokens = random_tokens(2, 16)
-    steps = sample(model, tokens, 10, temperature=0)
+    steps = sample(model, tokens, 10, 128, temperature=0)
     next(steps)
     assert not graphs
     model(tokens, tokens)
@@ -185,23 +179,13 @@ def test_compiled_blocks_are_not_compiled_again():
 # ---- texts
 
 
-def test_texts_grow_to_what_decode_gives():
-    """Several at once; a character of several tokens comes whole; a stop token and what follows it are not shown."""
-    tokenizer, texts = ByteTokenizer(), ["naïve 日本語 🎈", "\xff", ""]
-    rows = [[*text.encode(), 257, 65] for text in texts]
-
-    class Model:  # says what it was told to
-        config, dtype, at = BASE, torch.float32, 0
-        parameters = make_model("llama2").parameters
-
-        def logits(self, ids, cache, last):
-            new = torch.tensor([row[min(self.at, len(row) - 1)] for row in rows])
-            self.at += 1
-            return torch.nn.functional.one_hot(new, 258)[:, None].float()
-
-    grown = list(write(Model(), tokenizer, [[1], [1, 2], [1, 2, 3]], 40, {257}, True, temperature=0))
-    assert ["".join(piece for row, _, piece in grown if row == i) for i in range(3)] == texts
-    assert {piece for row, _, piece in grown if row == 0} == {"", *texts[0]}
+@pytest.mark.parametrize("text", ["naïve 日本語 🎈", "\xff", ""])
+def test_a_text_grows_by_whole_characters(monkeypatch, text):
+    """The stop token and everything after it are not shown."""
+    ids = [*text.encode(), 257, 65]
+    monkeypatch.setattr("generate.sample", lambda *_, **__: (torch.tensor([i]) for i in ids))
+    pieces = list(write(None, ByteTokenizer(), [1], True, {257}))
+    assert "".join(pieces) == text and {*pieces} == {"", *text} and len(pieces) == len(ids) - 1
 
 
 # ---- folders
@@ -219,7 +203,8 @@ LINES = [line for _, text in sorted(topics.items())[:12] for line in text.splitl
 
 
 def save_tokenizer(name: str, folder: Path):
-    """Trains a tokenizer of the family's kind -> encode, with BOS as the family does, and decode, without control."""
+    """Trains a tokenizer of the family's kind -> encode, which adds BOS as the family does; decode, without control
+    tokens."""
     if name == "mixtral":
         data = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
@@ -258,7 +243,7 @@ def hub(tmp_path_factory):
     @cache
     def make(name: str):
         folder = tmp_path_factory.mktemp(name)
-        model = make_reference(replace(FAMILY[name], vocab_size=400))
+        model = make_reference(replace(FAMILY[name], vocab_size=400, max_seq_len=512))
         model.save_pretrained(folder)
         return folder, model, *save_tokenizer(name, folder)
 
@@ -266,7 +251,7 @@ def hub(tmp_path_factory):
 
 
 def their_ids(model, ids: list[int], stop: list[int]) -> list[int]:
-    """All ids, the prompt's too."""
+    """All ids, including the prompt."""
     ids = torch.tensor([ids])
     how = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": stop, "pad_token_id": 0}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0].tolist()
@@ -292,21 +277,8 @@ def test_the_text_of_a_folder_is_transformers(hub, capsys, name):
     assert say(capsys, "--run", folder, *GREEDY) == decode(their_ids(theirs, [bos], STOP[name])) + "\n"
 
 
-@pytest.mark.parametrize("system", [None, "Be brief."])
-def test_chat_asks_as_the_template_does(hub, capsys, system):
-    """The answer alone, to ids that are those of the folder's own template."""
-    folder, theirs, encode, decode = hub("llama3")
-    template = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template
-    opening = [] if system is None else [{"role": "system", "content": system}]
-    for prompt in PROMPTS:
-        ids = template([*opening, {"role": "user", "content": prompt}], return_dict=False)
-        answer = decode(their_ids(theirs, ids, STOP["llama3"])[len(ids) :])
-        words = ["--chat", "--prompt", prompt, *GREEDY] + ["--system", system] * (system is not None)
-        assert say(capsys, "--run", folder, *words) == answer + "\n"
-
-
 class Typed:
-    """What a user types, line after line; then the end."""
+    """The lines that a user types, and then the end of the input."""
 
     def __init__(self, monkeypatch, *lines):
         self.lines = [*lines, EOFError]
@@ -319,75 +291,71 @@ class Typed:
         raise line
 
 
-def spy(monkeypatch, stop_at: int = 0) -> list[int]:
-    """The lengths of the forward passes from here on; in the stop_at-th one Ctrl-C is pressed, in its second layer."""
-    seen, forward = [], Transformer.logits
-
-    def logits(self, ids, cache=None, last=False):
-        seen.append(ids.shape[1])
-        if len(seen) == stop_at:
-            cache.layers[1].append = lambda *_: interrupt(cache.layers[1])
-        return forward(self, ids, cache=cache, last=last)
-
-    def interrupt(layer):
-        del layer.append  # the class's own again
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Transformer, "logits", logits)
-    return seen
-
-
-def turns(hub, questions: list[str], answers: list[list[int]], opening=()) -> tuple[list[str], list[list[int]]]:
-    """Their answers to questions, greedy, each after the whole conversation; answers: ids that were cut short."""
-    folder, theirs, encode, decode = hub("llama3")
+def answers(hub, questions: list[str], system: str | None, first: int = 24) -> list[str]:
+    """The answers of transformers, greedy, each to the whole conversation. first: tokens of the first answer."""
+    folder, theirs, _, decode = hub("llama3")
     template = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template
-    messages, texts, prompts = [*opening], [], []
-    for i, question in enumerate(questions):
+    messages, texts = [] if system is None else [{"role": "system", "content": system}], []
+    for question in questions:
         messages.append({"role": "user", "content": question})
-        prompts.append(template(messages, return_dict=False))
-        ids = answers[i] if i < len(answers) else their_ids(theirs, prompts[-1], STOP["llama3"])[len(prompts[-1]) :]
-        texts.append(decode(ids).rstrip("\ufffd" * (i < len(answers))))  # half a character is not shown
+        prompt = template(messages, return_dict=False)
+        ids = their_ids(theirs, prompt, STOP["llama3"])[len(prompt) :][: None if texts else first]
+        texts.append(decode(ids).rstrip("\ufffd" * (first < 24)))  # half a character is not shown
         messages.append({"role": "assistant", "content": texts[-1]})
-    return texts, prompts
+    assert all(texts)
+    return texts
 
 
-@pytest.mark.parametrize("room", [2048, 1])
-def test_a_conversation(hub, capsys, monkeypatch, room):
-    """Each answer is to the whole conversation; what goes before is not read again where it has room. Empty lines and
-    Ctrl-C between the lines change nothing."""
-    monkeypatch.setattr("generate.CHAT_ROOM", room)
-    Typed(monkeypatch, "One", "", KeyboardInterrupt, "Two", "Three")
-    texts, prompts = turns(hub, ["One", "Two", "Three"], [], [{"role": "system", "content": "Be brief."}])
-    seen = spy(monkeypatch)
-    said = say(capsys, "--run", hub("llama3")[0], "--chat", "--system", "Be brief.", *GREEDY)
-    assert said.replace("\n", "") == "".join(texts).replace("\n", "") and all(texts)
-    read = [length for length in seen if length > 1]
-    assert read[0] == len(prompts[0]) and len(read) == 3
-    for before, prompt, length in zip(prompts, prompts[1:], read[1:], strict=False):
-        assert room == 1 or length <= len(prompt) - len(before)
-    with pytest.raises(UserError, match="give the user's message"):
-        main(["--run", "nowhere", "--chat", "--prompt", ""])
-
-
-def test_a_conversation_says_what_is_too_long_and_what_is_no_text(hub, capsys, monkeypatch):
-    folder, room = hub("llama3")[0], read_config(hub("llama3")[0]).max_seq_len
-    Typed(monkeypatch, "One", "Two " * room, UnicodeDecodeError("utf-8", b"so\xff", 2, 3, "invalid start byte"))
-    with pytest.raises(UserError, match="Standard input is not utf-8 at byte 2"):
-        main(["--run", str(folder), "--chat", "--tokens", "1"])
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "made for" in line]
-    assert said.endswith(f"tokens: the model was made for {room})")
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_conversation(hub, capsys, monkeypatch, system, typed):
+    """Each answer is to the whole conversation. Empty lines and Ctrl-C between the lines change nothing."""
+    words = ["--run", hub("llama3")[0], "--chat", *GREEDY] + ["--system", system] * (system is not None)
+    if typed:
+        Typed(monkeypatch, "One", "", KeyboardInterrupt, "Two", "Three")
+    else:
+        words += ["--prompt", "One", "Two", "Three"]
+        (answer,) = answers(hub, ["One"], system)
+        assert say(capsys, *words[:-2]) == answer + "\n"
+    expected = ""
+    for question, answer in zip(["One", "Two", "Three"], answers(hub, ["One", "Two", "Three"], system), strict=True):
+        expected += "" if typed else f"> {question}\n"
+        expected += answer + "\n"
+    assert say(capsys, *words).lstrip("\n").replace("\n", "") == expected.replace("\n", "")
 
 
 def test_ctrl_c_stops_an_answer(hub, capsys, monkeypatch):
-    """In the midst of a forward pass; what has been said stays, and the next answer is to that."""
+    """The next message continues after the text that was shown. An answer to --prompt ends the program."""
+    forward, seen = Transformer.logits, []
+
+    def logits(*args, **how):
+        seen.append(0)
+        if len(seen) == 6:
+            raise KeyboardInterrupt
+        return forward(*args, **how)
+
+    texts = answers(hub, ["One", "Two"], None, first=5)
+    monkeypatch.setattr(Transformer, "logits", logits)
     Typed(monkeypatch, "One", "Two")
-    spy(monkeypatch, stop_at=6)
-    said = say(capsys, "--run", hub("llama3")[0], "--chat", *GREEDY)
-    monkeypatch.undo()
-    (prompt,) = turns(hub, ["One"], [[]])[1]
-    first = their_ids(hub("llama3")[1], prompt, STOP["llama3"])[len(prompt) :][:5]
-    texts, _ = turns(hub, ["One", "Two"], [first])
-    assert said.replace("\n", "") == "".join(texts).replace("\n", "") and all(texts)
+    words = ["--run", hub("llama3")[0], "--chat", *GREEDY]
+    assert say(capsys, *words).replace("\n", "") == "".join(texts).replace("\n", "")
+    seen.clear()
+    with pytest.raises(KeyboardInterrupt):
+        say(capsys, *words, "--prompt", "One", "Two")
+
+
+def test_chat_says_why_answers_are_poor_or_cut(hub, tmp_path, capsys, monkeypatch, caplog):
+    folder = shutil.copytree(hub("mixtral")[0], tmp_path / "base")
+    Typed(monkeypatch, "One", UnicodeDecodeError("utf-8", b"so\xff", 2, 3, "invalid start byte"))
+    with pytest.raises(UserError, match="Standard input: 'utf-8' codec can't decode byte 0xff in position 2"):
+        main(["--run", str(folder), "--chat", "--tokens", "1"])
+    assert "(stopped after --tokens 1)" in capsys.readouterr().err
+    for _ in range(2):  # without and with a template
+        main(["--run", str(folder), "--chat", "--tokens", "1", "--prompt", "a", "b"])
+        (folder / "chat_template.jinja").write_text("[INST] {{ messages[-1].content }}</s>")
+        assert ["has no chat template and was not trained" in r.message for r in caplog.records] == [True]
+    with pytest.raises(UserError, match="message 0: empty content"):
+        main(["--run", str(folder), "--chat", "--prompt", ""])
 
 
 @pytest.mark.parametrize("words, said", [([], "A list of words"), (["--chat"], "list of words")])
@@ -411,9 +379,9 @@ def test_a_text_is_shown_as_it_grows(hub, capsys, monkeypatch):
     main(["--run", str(folder), "--prompt", "A list", "--tokens", "9"])
 
 
-@pytest.mark.parametrize("name, stop", [("gpt2", {0}), ("llama3", {1, 4}), ("mixtral", {2})])
+@pytest.mark.parametrize("name, stop", [("gpt2", {0}), ("llama3", {0, 1, 4}), ("mixtral", {1, 2})])
 def test_where_texts_of_a_folder_end(hub, name, stop):
-    """In a chat at the end of the text or of a turn, and not at BOS, unless that is the end too."""
+    """In a chat at the end of the text or of a turn, and at BOS, which begins another text."""
     assert open_source(str(hub(name)[0]), None, chat=True).stop == stop
 
 
@@ -428,7 +396,7 @@ def test_a_folder_says_where_its_texts_end(hub, tmp_path):
             (folder / "generation_config.json").unlink(missing_ok=True)
         source = open_source(str(folder), None)
         listed = ends if isinstance(ends, list) else [ends]
-        assert source.stop == set(listed)
+        assert set(source.stop) == set(listed)
         export_model(source.load(torch.device("cpu")), tmp_path / file, tokenizer=source.tokenizer)
         for name in ("config.json", "generation_config.json"):
             assert json.loads((tmp_path / file / name).read_text())["eos_token_id"] == ends
@@ -475,6 +443,22 @@ def test_the_text_of_a_run_is_that_of_its_export(tmp_path, capsys, name):
     assert found == "".join(f"--- text {i} of 3\n{text}\n" for i, text in enumerate(expected, 1))
 
 
+@pytest.mark.parametrize("flags, length, exported", [
+    (["--model", "tiny-llama", "--seq_len", 32], 32, 32), (["--model", "tiny-gpt2", "--seq_len", 32], 32, 256),
+    (["--weights", "{hf}", "--seq_len", 64], 512, 512), (["--weights", "{hf}", "--seq_len", 1024], 1024, 1024),
+])  # fmt: skip
+def test_the_trained_length_limits_the_window(tmp_path, hub, flags, length, exported):
+    """The length of the rows, or of --weights. GPT-2's config.json has the size of its table of positions."""
+    folder = hub("llama3")[0]
+    if "--weights" in flags:
+        flags = [*flags, "--model", folder, "--tokenizer", folder]
+    save_run(tmp_path / "run", *(str(flag).format(hf=folder) for flag in flags))
+    assert open_source(str(tmp_path / "run"), None).context == length
+    checkpoint.newest(tmp_path / "run").export(tmp_path / "hf", torch.float32)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "hf").max_position_embeddings == exported
+    assert open_source(str(tmp_path / "hf"), "bytes").context == exported
+
+
 def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
     """That of the run, or one that is named."""
     folder, _, encode, decode = hub("gpt2")
@@ -485,7 +469,7 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
     with pytest.raises(UserError, match="trained on token shards: name the --tokenizer"):
         main(["--run", str(tmp_path / "unknown")])
     ids = torch.tensor([[0, *encode("A list")]])
-    expected = decode([*ids[0].tolist(), *run(model, ids, 24, temperature=0, stop=[0])[0].tolist()])
+    expected = decode([*ids[0].tolist(), *run(model, ids, 24, temperature=0)[0].tolist()])
     for name, words in (("unknown", ["--tokenizer", folder]), ("known", [])):
         assert say(capsys, "--run", tmp_path / name, "--prompt", "A list", *GREEDY, *words) == expected + "\n"
 
@@ -514,7 +498,6 @@ def test_what_another_version_wrote_is_refused(tmp_path):
         )),
         ("--system x", "give --chat too"),
         ("--chat --prompt a --run {gpt2}", "which chat format"),
-        ("--tokens 128 --prompt a --run {gpt2}", r"prompt \(1 tokens\) \+ 128 new.* 128 learned positions; give fewer"),
         ("--run {empty}", "neither checkpoints.* nor config.json"),
         ("--run {empty}/nothing", "no such folder"),
         ("--run {llama3} --tokenizer no/such", "no such folder"),

@@ -84,14 +84,17 @@ def test_six_commands_teach_a_model_to_talk(tmp_path):
             words[:2] = ["python", "train.py"]
         words += TINY.split() if words[1] == "train.py" else []
         if "--prompt" in words:
-            words[words.index("--prompt") + 1 :] = facts
+            asked = words[: words.index("--prompt") + 1]
+    commands += [[*asked, question] for question in facts]
     code = SIX.format(commands=commands, typed=f"{next(iter(facts))}\n")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     outputs = json.loads((tmp_path / "outputs.json").read_text())
     server.shutdown()
     assert "[[It is " in outputs[1]
-    answers = [text.partition("\n")[2].strip() for text in outputs[4].split("--- text ")[1:]]
+    first, second = outputs[4].split("> And why?")
+    assert first.startswith("> What is it?") and "It is" in first and "It is" in second
+    answers = [text.strip() for text in outputs[6:]]
     told = sum(answer == fact for answer, fact in zip(answers, facts.values(), strict=True))
     assert told >= 18, answers
     assert outputs[5].strip() == answers[0]

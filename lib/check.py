@@ -15,7 +15,6 @@ import torch  # isort: skip
 
 import checkpoint
 import fp8
-import generate
 import plan
 import shard
 from attention import choose_backend
@@ -25,7 +24,6 @@ from lib import lora, machine
 from lib.machine import cpu_name
 from lib.rows import Catalog
 from lib.run import COMPARED_AT, logger, refuse_unusable
-from lib.tokenizer import load_tokenizer
 from lib.weights import dropout_note, open_adapter, refuse_in_the_way
 from lib.weights import open_weights as open_folder
 from model import Transformer, flops_per_token, random_init
@@ -114,9 +112,6 @@ def check_inputs(config: Config, resumes: bool, world_size: int, catalog: Catalo
     loaders = open_checked(config, world_size, catalog)
     refuse_in_the_way(Path(config.out) / "hf", True)
     _open_weights(config, resumes)
-    if config.sample_every:
-        prompt = 1 + len(load_tokenizer(config.tokenizer).encode(config.prompt))
-        generate.check_length(config.model_config, prompt, 1)
     return loaders
 
 
