@@ -1,30 +1,28 @@
-"""The launcher on the machine where `bash launch.sh` is typed: it starts a run on all hosts, watches it to its end, and
-starts it again.
+"""The launcher on the machine where `bash launch.sh` is typed: it starts a run on all hosts, watches it, and starts it
+again after a failure.
 
-launch.sh calls the verbs. doctor.py examines hosts; node.py acts on one. `train` checks all hosts, leaves a supervisor
-behind, which is a separate process, and follows the run's log. The supervisor starts one agent on every host and
-asks the hosts for their state every few seconds. It decides when the job has failed, ends it everywhere, and
-relaunches it from the newest checkpoint under a new rendezvous id.
+launch.sh calls the verbs. doctor.py examines hosts; node.py acts on one host. `train` checks all hosts, leaves a
+supervisor behind, which is a separate process, and follows the run's log. The supervisor starts one agent on every host
+and asks the hosts for their state every few seconds. It decides when the job has failed, ends it everywhere, and
+relaunches it from the newest checkpoint under a new id.
 
 A run's state is in two files. Rank 0 writes `runs/NAME/status.json`: state, step and message of the training. The
 supervisor writes `logs/launch.json`: hosts, attempt, and how the launch ended; `logs/launch.log` has the failures. The
 file `logs/stop` is a request to stop: rank 0 reads it, and the ranks vote. A `localhost` line is a node on this
-machine, which works in the same way without ssh. launch.json is the job of the verbs other than train.
+machine, which works in the same way without ssh. For all verbs except train, launch.json is the job.
 
-The job is relaunched as a whole because an elastic torchrun regroups reliably only in the easy cases."""
+The job is relaunched as a whole because torchrun reliably regroups only in simple cases."""
 
 import contextlib
-import json
 import os
 import platform
 import re
 import secrets
 import shlex
-import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -48,15 +46,14 @@ from doctor import (
     verb_doctor,
     verb_sync,
 )
-from lib.errors import ROOT, Parser, UserError, missing_folders, remove_empty, run_script
-from node import FOLLOWED, KILLED, read, read_json, tail, write_whole
+from lib.errors import ROOT, Parser, UserError, run_script
+from node import FOLLOWED, KILLED, read, read_json, tail, write_json
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK, LOOK_OVER_SSH = 0.5, 3  # seconds between two looks at a state
 NOW = 10  # seconds that rank 0 has to end a run that is stopped at once, before its processes are killed
 STOP_REASON = "launch.sh stop"  # as lib/run.py writes it into status.json
 ENDED = ("finished", "stopped", "error", "failed")
-ROOM = 2**20  # free bytes below which a disk counts as full
 
 
 class End(NamedTuple):
@@ -65,21 +62,16 @@ class End(NamedTuple):
     state: str
     step: int
     message: str
-    report: str = ""  # the report of a failure
-    silent: tuple = ()  # the hosts that do not answer
+    details: str = ""  # of a failure, for launch.log
+    silent: list = []  # the hosts that do not answer
 
-
-@dataclass
-class Node:
-    """A host in an attempt: its last answer to `look`, and the time of that answer."""
-
-    host: Host
-    last: dict = field(default_factory=dict)
-    heard: float = field(default_factory=time.monotonic)
+    def __str__(self) -> str:
+        step = f" at step {self.step}" if self.step else ""
+        return f"{self.state}{step}" + f": {self.message}" * bool(self.message)
 
 
 def check(host: Host, job: dict, total: int) -> bool:
-    """Says what train.py's own check finds, and exits with its status where it refuses -> whether there is something
+    """Prints the output of train.py's own check, and exits with its status if it refuses -> whether there is something
     left to train."""
     [done] = run_checks([host], job, total)
     refuse(explain_all([host], [done]))
@@ -91,18 +83,18 @@ def check(host: Host, job: dict, total: int) -> bool:
 
 
 def supervisor_lock(out: Path) -> SoftFileLease:
-    """Held by the run's supervisor, whose death frees it: at once here, after 30 s elsewhere."""
+    """The run's supervisor holds it. Its death frees it: at once on this machine, after 30 s on others."""
     return SoftFileLease(out / "logs" / "supervisor.lock", thread_local=False)
 
 
 def is_supervised(out: Path) -> bool:
-    """Whether a launcher, here or on another machine that sees this folder, looks after the run."""
+    """Whether a launcher, on this machine or another that sees this folder, supervises the run."""
     lock = supervisor_lock(out)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         return True
-    except OSError:  # a folder that we may not write to, or a full disk
+    except OSError:  # a folder without write permission, or a full disk
         return lock.owner is not None
     lock.release()
     return False
@@ -110,12 +102,6 @@ def is_supervised(out: Path) -> bool:
 
 def read_launch(out: Path) -> dict:
     return read_json(out / "logs" / "launch.json")
-
-
-def full_disk(out: Path) -> str:
-    """A sentence if the disk that a run folder is on has no room left for its logs."""
-    free = shutil.disk_usage(out).free
-    return f"the disk of {out} is full ({free} bytes left): free some space there, and launch again" * (free < ROOM)
 
 
 def hosts_of(launch: dict) -> list[Host]:
@@ -130,13 +116,13 @@ class Supervisor:
 
     def __init__(self, job: dict, hosts: list[Host]):
         self.job, self.hosts, self.out = job, hosts, ROOT / job["out"]
-        self.launch = {"out": job["out"], "mark": job["mark"], "ssh": job["ssh"], "hosts": [asdict(h) for h in hosts]}
+        self.launch = {"out": job["out"], "ssh": job["ssh"], "hosts": [asdict(h) for h in hosts], "attempt": 0}
 
     def save(self, words: str = "", **values) -> None:
-        """Writes launch.json anew, and words to launch.log; on a full disk the next call tries again."""
-        self.launch |= values
+        """Writes launch.json, and appends words to launch.log. If the disk is full, the next call tries again."""
+        self.launch |= values | {"time": time.time()}
         with contextlib.suppress(OSError):
-            write_whole(self.out / "logs" / "launch.json", json.dumps(self.launch, indent=1) + "\n")
+            write_json(self.out / "logs" / "launch.json", self.launch)
             with open(self.out / "logs" / "launch.log", "a") as log:
                 log.write(words)
 
@@ -144,81 +130,72 @@ class Supervisor:
         return (self.out / "logs" / "stop").exists() or STOP_REASON in self.status().get("message", "")
 
     def wait(self, seconds: float) -> None:
-        end, stopped = time.monotonic() + seconds, self.stop_requested()
-        while time.monotonic() < end and self.stop_requested() == stopped:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.stop_requested():
             time.sleep(LOOK)
 
     def ask(self, operation: str, patience: float = 20, **more) -> list:
         return call_all(self.hosts, self.job, operation, patience, **more)
 
     def run(self) -> None:
-        job, saved, tries, report = self.job, last_saved(self.out), 0, ""
-        while True:
-            end = self.attempt()
-            if end.state != "failed" or self.stop_requested():
-                return self.end(end)
+        job, saved, tries = self.job, last_saved(self.out), 0
+        while (end := self.attempt()).state == "failed" and not self.stop_requested():
             newest = last_saved(self.out)
             if newest > saved:
-                saved, tries, report = newest, 0, ""
-            report = report or end.report
+                saved, tries = newest, 0
             if tries == job["retries"]:
+                if tries:
+                    end = end._replace(details=f"{end.details}Gave up after {tries} tries without progress\n")
+                if end.silent:
+                    end = end._replace(details=end.details + self.without(end.silent))
                 break
             pause = job["retry_pause"] * 2**tries
             tries += 1
-            going_on = f"from step {newest}" if newest > 0 else "from the start"
-            words = f"{end.report}\nRelaunching {going_on} in {pause} s: try {tries} of {job['retries']}\n"
+            origin = f"step {newest}" if newest else "the start"
+            words = f"{end.details}{end}\nRelaunching from {origin} in {pause} s: try {tries} of {job['retries']}\n"
             self.save(words, state="waiting", step=end.step, message=end.message)
             self.wait(pause)
             self.wait_for_hosts()
             if self.stop_requested():
-                return self.end(End("stopped", end.step, "stopped between two tries"))
-        if tries:
-            report += f"\n{job['out']}: gave up after {tries} {'tries' if tries > 1 else 'try'} without progress"
-        elif end.step:
-            report += ". The same command resumes from the newest checkpoint" * bool(saved)
-        if end.silent:
-            report += "\n" + self.without(end.silent)
-        return self.end(end._replace(report=report))
-
-    def end(self, end: End) -> None:
-        self.save(state=end.state, step=end.step, message=end.message, report=end.report)
+                end = End("stopped", end.step, "between two tries")
+                break
+        self.save(end.details, state=end.state, step=end.step, message=end.message)
 
     def wait_for_hosts(self) -> None:
         """Waits until all hosts answer, at most host_wait seconds."""
         end = time.monotonic() + self.job["host_wait"]
-        while any(isinstance(a, Unreachable) for a in self.ask("probe")):
-            if time.monotonic() > end or self.stop_requested():
+        while any(isinstance(a, Unreachable) for a in self.ask("probe")) and time.monotonic() < end:
+            if self.stop_requested():
                 break
             self.wait(2)
 
-    def without(self, silent: tuple) -> str:
+    def without(self, silent: list) -> str:
         """The command that continues with the other hosts."""
         others = ",".join(h.line for h in self.hosts if h not in silent)
         sentence = f"{', '.join(h.label for h in silent)} did not come back"
         if not others:
-            return sentence
-        words = [*self.job["words"], "--out", self.job["out"]]
-        if tokens := read_json(self.out / "flags.json").get("batch_tokens"):
-            words += ["--batch_tokens", str(tokens)]
-        if self.job["nproc"]:
-            words = ["--nproc", str(self.job["nproc"]), *words]
+            return sentence + "\n"
+        words = ["--nproc", str(self.job["nproc"])] if self.job["nproc"] else []
+        words += [*self.job["words"], "--out", self.job["out"]]
+        words += ["--batch_tokens", str(read_json(self.out / "flags.json").get("batch_tokens", 0))]
         command = shlex.join(["bash", "launch.sh", "--hosts", others, *words])
-        return f"{sentence}. To continue from the newest checkpoint with the others:\n  {command}"
+        return f"{sentence}. To continue from the newest checkpoint with the others:\n  {command}\n"
 
     def attempt(self) -> End:
         """One launch, to its end. A host that refuses the first attempt is the user's mistake."""
-        first, tries = self.hosts[0], self.launch.get("attempt", 0) + 1
+        first, tries = self.hosts[0], self.launch["attempt"] + 1
         self.job["id"] = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-        previous = read_json(self.out / "status.json").get("attempt", "")
-        self.save(id=self.job["id"], previous=previous, state="starting", attempt=tries)
-        endpoint = f"[{first.address}]" if ":" in first.address else first.address
-        more = {"nodes": len(self.hosts), "endpoint": f"{endpoint}:{first.facts['port']}", "clear": tries > 1}
+        self.save(id=self.job["id"], state="starting", attempt=tries)
+        for node, host in enumerate(self.hosts):  # a host that sees its new log folder shares the run folder
+            (self.out / "logs" / host.label / self.job["id"]).mkdir(parents=True)
+            host.node, host.last, host.heard = node, {}, time.monotonic()
+        address = f"[{first.address}]" if ":" in first.address else first.address
+        more = {"nodes": len(self.hosts), "endpoint": f"{address}:{first.facts['port']}"}
         answers = self.ask("start", self.job["start_limit"] + 20, **more)
         if problems := explain_all(self.hosts, answers):
             self.ask("sweep")
-            silent = tuple(h for h, a in zip(self.hosts, answers, strict=True) if isinstance(a, Unreachable))
-            report = "\n".join(problems)
-            return End("failed", 0, problems[0], report, silent) if silent or tries > 1 else End("error", 0, report)
+            silent = [h for h, a in zip(self.hosts, answers, strict=True) if isinstance(a, Unreachable)]
+            return End("failed" if silent or tries > 1 else "error", 0, "\n".join(problems), silent=silent)
         self.save(message="", place=min(a["place"] for a in answers), pid=answers[0]["pid"])
         return self.watch()
 
@@ -227,79 +204,60 @@ class Supervisor:
         status = read_json(self.out / "status.json")
         return status if status.get("attempt") == self.launch.get("id") else {}
 
-    def update(self, nodes: list[Node], operation: str) -> None:
-        for node, answer in zip(nodes, self.ask(operation), strict=True):
+    def update(self, operation: str) -> None:
+        for host, answer in zip(self.hosts, self.ask(operation), strict=True):
             if isinstance(answer, dict):
-                node.last, node.heard = answer, time.monotonic()
+                host.last, host.heard = answer, time.monotonic()
 
     def watch(self) -> End:
-        """Waits until the attempt has ended everywhere, a part of it has failed, or a host does not answer."""
-        nodes, failing, silent, patience = [Node(h) for h in self.hosts], 0.0, [], self.job["timeout"]
+        """Waits until the attempt ended everywhere, a part of it failed, or a host does not answer."""
+        failed, patience = 0.0, self.job["timeout"]
         pause = LOOK if all(h.local for h in self.hosts) else LOOK_OVER_SSH
-        while not silent and not all(n.last.get("over") for n in nodes):
+        while any(h.last.get("processes", 1) for h in self.hosts):
             time.sleep(pause)
-            self.update(nodes, "look")
-            now, state = time.monotonic(), self.status().get("state")
-            if state and self.launch["state"] == "starting":
+            self.update("look")
+            if self.launch["state"] == "starting" and self.status():
                 self.save(state="running")
-            silent = [n for n in nodes if now - n.heard > patience + GRACE]
-            failing = (failing or now) if any(n.last.get("hurt") for n in nodes) else 0.0
-            if failing and now - failing > min(GRACE, patience) * (3 if state in ("finished", "stopped") else 1):
+            now = time.monotonic()
+            failed = failed or now * any(h.last.get("exit", 0) != 0 for h in self.hosts)
+            late = bool(failed) and now - failed > min(GRACE, patience)
+            if late or any(now - h.heard > patience + GRACE for h in self.hosts):
                 break
         now = time.monotonic()
-        self.update(nodes, "sweep")
-        return self.judge(nodes, [n for n in nodes if n in silent or n.heard < now])
+        self.update("sweep")
+        return self.judge([h for h in self.hosts if h.heard < now])
 
-    def judge(self, nodes: list[Node], silent: list[Node]) -> End:
-        """How an attempt ended, and why."""
-        status, stopped, cause = self.status(), self.stop_requested(), first_cause(nodes, silent)
+    def judge(self, silent: list[Host]) -> End:
+        """How an attempt ended, and why. silent: the hosts that do not answer."""
+        status, stopped, cause = self.status(), self.stop_requested(), first_cause(self.hosts, silent)
         state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
-        if state in ("finished", "error") or (state == "stopped" and (stopped or cause["sure"] == FOLLOWED)):
+        if state in ("finished", "error") or (state == "stopped" and (stopped or cause["order"] == FOLLOWED)):
             return End(state, step, message)
-        if not state and {w.last.get("result", {}).get("exit") for w in nodes} == {0}:
-            return End("finished", 0, "")  # an earlier launch had done all
-        if not state and cause.get("status") == 2:
-            errors = re.findall(r"^error: (.*)", cause["tail"].rstrip(), re.M | re.S)
-            return End("error", 0, errors[-1] if errors else cause["tail"].rstrip())
-        if stopped and not state:
-            return End("stopped", 0, "stopped before it had begun")
-        if stopped and read(self.out / "logs" / "stop"):
-            return End("stopped", step, "stopped at once, without saving")
-        return self.failure(End(state, step, message), cause, silent)
-
-    def failure(self, last: End, cause: dict, silent: list[Node]) -> End:
-        """last: what rank 0 has written."""
-        last_words = cause.get("tail", "").rstrip()
-        what = "; ".join(filter(None, (cause["what"], full_disk(self.out))))
-        report = f"---- the end of {cause['file']}\n{last_words}\n----\n" if last_words else ""
-        if last.state == "failed" and cause["sure"] > KILLED and last.message not in report:
-            report += last.message + "\n"
-        report += f"{self.job['out']}: failed{at(last.step)}: {what}"
-        return End("failed", last.step, what, report, tuple(w.host for w in silent))
+        words = cause.get("tail", "").rstrip()
+        if cause.get("status") == 2 and not state:
+            return End("error", 0, words.rpartition("error: ")[2])
+        if stopped and (not state or read(self.out / "logs" / "stop")):
+            return End("stopped", step, "without saving")
+        details = f"---- the end of {cause['file']}\n{words}\n----\n" if words else ""
+        if state == "failed" and message not in details:
+            details += message + "\n"
+        return End("failed", step, cause["what"], details, silent)
 
 
-def first_cause(nodes: list[Node], silent: list[Node]) -> dict:
-    """The earliest of the surest causes that hosts report; a host that does not answer is a cause itself."""
-    causes, now = [], time.monotonic()
-    for w in nodes:
-        result = w.last.get("result", {})
-        if w in silent:
-            what = f"{w.host.label} has not answered for {now - w.heard:.0f} s"
-            causes.append((w.heard, {"sure": KILLED, "what": what}))
-        elif result.get("cause"):
-            causes.append((w.heard - result["ago"], result["cause"]))
-    nothing = {"sure": FOLLOWED, "what": "it ended, and no host can say why"}
-    return min(causes, key=lambda cause: (cause[1]["sure"], cause[0]), default=(0, nothing))[1]
+def first_cause(hosts: list[Host], silent: list[Host]) -> dict:
+    """The most likely first cause among those that hosts report; a host that does not answer is a cause itself."""
+    causes = [h.last["cause"] for h in hosts if h.last.get("cause") and h not in silent]
+    for host in silent:
+        what = f"{host.label} has not answered for {time.monotonic() - host.heard:.0f} s"
+        causes.append({"order": KILLED, "what": what})
+    nothing = {"order": FOLLOWED, "what": "it ended, and no host can name the reason"}
+    return min(causes, key=lambda cause: cause["order"], default=nothing)
 
 
 def last_saved(out: Path) -> int:
     """The step of a run's newest checkpoint; 0 if there is none."""
     steps = out.glob(f"checkpoints/step-{'[0-9]' * 8}/manifest.json")
     return max((int(path.parent.name[5:]) for path in steps), default=0)
-
-
-def at(step: int) -> str:
-    return f" at step {step}" if step else ""
 
 
 # ---- following a run
@@ -309,13 +267,13 @@ class Follower:
     """Shows new lines of log.txt and launch.log, or of the output of one host or rank; first the last `lines` lines."""
 
     def __init__(self, out: Path, name: str, lines: int = 0, which: str = ""):
-        self.out, self.name, self.which, self.shown, self.last = out, name, which, "", None
+        self.out, self.name, self.which, self.last = out, name, which, None
         self.offsets = {path: path.stat().st_size - len(tail(path, lines).encode()) for path in self.files()}
 
     def files(self) -> list[Path]:
         """Those that exist."""
         if self.which:
-            return host_files(self.out, self.name, self.which)
+            return output_files(self.out, self.which)
         return [p for p in (self.out / "log.txt", self.out / "logs/launch.log") if p.exists()]
 
     def show_new(self) -> None:
@@ -326,7 +284,6 @@ class Follower:
                 self.offsets[path] = file.tell()
             if not text:
                 continue
-            self.shown += text
             stream = sys.stderr if path.name == "launch.log" else sys.stdout
             if self.which and path != self.last:
                 say(f"==> {path.relative_to(self.out)} <==", stream)
@@ -341,16 +298,10 @@ class Follower:
             self.show_new()
             time.sleep(LOOK)
         self.show_new()
-        return self.conclude(end)
-
-    def conclude(self, end: End) -> int:
-        text = {"failed": f"{self.name}: failed{at(end.step)}: {end.message}", "error": f"error: {end.message}"}
-        text = end.report or text.get(end.state, end.message)
-        if text and text.removeprefix("error: ") not in self.shown:
-            say(text, sys.stderr)
-        if end.state in ("finished", "stopped"):
-            say(f"{self.name}: {end.state}{at(end.step)}")
-        return {"failed": 1, "error": 2}.get(end.state, 0)
+        status = {"failed": 1, "error": 2}.get(end.state, 0)
+        text = f"error: {end.message}" if status == 2 else f"{self.name}: {end}"
+        say(text, sys.stderr if status else sys.stdout)
+        return status
 
 
 def is_locked(out: Path) -> bool:
@@ -361,21 +312,19 @@ def is_locked(out: Path) -> bool:
 
 
 def state_of(out: Path) -> End:
-    """The state of a run, started by a launcher, train.sbatch or the user's own torchrun. A status of another attempt
-    is older than the launch if the launch found it, else newer."""
+    """The state of a run that a launcher, train.sbatch or the user's own torchrun started. The newer of the two files
+    belongs to the newer start."""
     supervised = is_supervised(out)  # first: a supervisor's last act is launch.json
     launch, status = read_launch(out), read_json(out / "status.json")
     state, step, message = status.get("state", ""), status.get("step") or 0, status.get("message", "")
-    launched = bool(launch) and status.get("attempt", "") in (launch.get("id"), launch.get("previous"), "")
-    if supervised or (launched and launch.get("state") in ENDED):
-        step, message = step or launch.get("step", 0), launch.get("message") or message
-        return End(launch.get("state", "starting"), step, message, launch.get("report", ""))
+    launched = launch.get("time", 0) > status.get("time", 0) or launch.get("id", "") == status.get("attempt")
+    if supervised or (launched and launch["state"] in ENDED):
+        return End(launch.get("state", "starting"), step or launch.get("step", 0), launch.get("message") or message)
     if state in ENDED:
         return End(state, step, message)
     if is_locked(out):
         return End("running, but its launcher is gone: nobody would relaunch it" if launched else state, step, message)
-    dead = "dead: it ended without a message" if status or launch else "it never began"
-    return End("failed", step, full_disk(out) or dead)
+    return End("failed", step, "dead: it ended without a message" if status or launch else "it never began")
 
 
 # ---- the verbs
@@ -392,16 +341,16 @@ def pick_run(verb: str, words: list[str], now: bool = False, which: bool = False
         parser.add_argument("which", nargs="?", default="")
     flags, runs = parser.parse_args(words), sorted((ROOT / "runs").glob("*/"))
     if not flags.out and not runs:
-        raise UserError("There is no run in runs/ yet. Start one: bash launch.sh")
+        raise UserError("runs/ has no run yet. Start one: bash launch.sh")
     name = flags.out or str(max(runs, key=last_used).relative_to(ROOT))
     if not (ROOT / name).is_dir():
         listed = ", ".join(r.name for r in runs) or "nothing"
-        raise UserError(f"--out {name}: there is no such run folder. In runs/: {listed}")
+        raise UserError(f"--out {name} is not a folder. In runs/: {listed}")
     return ROOT / name, name.rstrip("/"), flags
 
 
 def last_used(run: Path) -> float:
-    return max(read_launch(run).get("launched", 0.0), read_json(run / "status.json").get("time", 0.0))
+    return max(read_launch(run).get("time", 0.0), read_json(run / "status.json").get("time", 0.0))
 
 
 def hints(name: str) -> str:
@@ -424,67 +373,36 @@ def verb_train(words: list[str], settings: dict) -> int:
     flags, hosts, job = read_job(words, settings)
     config = parse_args(job["words"], trains=True)
     survey(hosts, job)
-    total, name, out = sum(h.slots for h in hosts), config.out, ROOT / config.out
-    alone = total == 1 and config.check < 0  # then the run's own checks answer, which come at once
-    if not alone and (not check(hosts[0], job, total) or config.check >= 0):
+    if not check(hosts[0], job, sum(h.slots for h in hosts)) or config.check >= 0:
         return 0
-    new_folders = missing_folders(out)
-    job |= {"out": name, "timeout": float(config.timeout), "mark": secrets.token_hex(8), "first": hosts[0].label}
-    follower, launch = start(hosts, job)
-    logs = out / "logs" / job["first"] / launch["id"]
-    if alone and launch["state"] in ("running", "finished"):
-        follower.shown = read(logs / "agent.stderr.log")
-        say(follower.shown, sys.stderr, end="")
-    if launch["state"] == "finished" and not launch["step"]:  # it was finished before
-        say(read(logs / "agent.stdout.log"), end="")
-        return 0
+    name, out = config.out, ROOT / config.out
+    job |= {"out": name, "timeout": float(config.timeout)}
+    for host in hosts:
+        host.session = re.sub(r"[^\w-]", "_", f"flatland-{out.name}{host.number.replace('-', '_')}", flags=re.A)
+    if state_of(out).state not in ENDED:
+        raise UserError(f"{name} is being trained already. {hints(name)}")
+    try:
+        (out / "logs").mkdir(parents=True, exist_ok=True)
+        (out / "logs" / "stop").unlink(missing_ok=True)
+    except OSError as e:
+        raise UserError(f"--out {name}: {e}") from None
+    follower = Follower(out, name)
+    pid = leave_behind(Supervisor(job, hosts))
+    on_interrupt(f"{name} continues. {hints(name)}")
+    while (launch := read_launch(out))["state"] == "starting" and os.waitpid(pid, os.WNOHANG) == (0, 0):
+        time.sleep(0.1)
     if launch["state"] == "running":
-        say_started(name, launch)
+        where = f" on {len(hosts)} hosts" if len(hosts) > 1 else f", process {launch['pid']}"
+        say(f"Started {name}: {launch['place']}{where}; log in {name}/log.txt")
         if flags.detach or (len(hosts) > 1 and not sys.stdout.isatty()):
             say(hints(name))
             return 0
-    status = follower.to_the_end()
-    if status == 2 and new_folders and not read(out / "metrics.jsonl"):  # a mistake leaves nothing behind
-        shutil.rmtree(out)
-        remove_empty(new_folders[1:])
-    return status
-
-
-def start(hosts: list[Host], job: dict) -> tuple[Follower, dict]:
-    """Leaves a supervisor behind, and waits until the run runs or ends -> launch.json."""
-    out = ROOT / job["out"]
-    for host in hosts:
-        host.session = re.sub(r"[^\w-]", "_", f"flatland-{out.name}{host.number.replace('-', '_')}", flags=re.A)
-    claim(out, job)
-    follower, supervisor = Follower(out, job["out"]), Supervisor(job, hosts)
-    supervisor.save(id=job["mark"], state="starting", launched=time.time())
-    pid = leave_behind(supervisor)
-    on_interrupt(f"{job['out']} continues. {hints(job['out'])}")
-    while (launch := read_launch(out))["state"] == "starting" and os.waitpid(pid, os.WNOHANG) == (0, 0):
-        time.sleep(0.1)
-    return follower, launch
-
-
-def say_started(name: str, launch: dict) -> None:
-    hosts = hosts_of(launch)
-    where = f" on {len(hosts)} hosts" if len(hosts) > 1 else f", process {launch['pid']}"
-    say(f"Started {name}: {launch['place']}{where}; log in {name}/log.txt")
-
-
-def claim(out: Path, job: dict) -> None:
-    """Leaves a mark in launch.json: a host that reads it sees the same folder."""
-    try:
-        (out / "logs").mkdir(parents=True, exist_ok=True)
-        if is_supervised(out):
-            raise UserError(f"{job['out']} is being trained already. {hints(job['out'])}")
-        write_whole(out / "logs" / "launch.json", json.dumps(read_launch(out) | {"mark": job["mark"]}))
-        (out / "logs" / "stop").unlink(missing_ok=True)
-    except OSError as e:
-        raise UserError(f"--out {job['out']}: {e}") from None
+    return follower.to_the_end()
 
 
 def leave_behind(supervisor: Supervisor) -> int:
     """Starts the supervisor as a separate process -> its id."""
+    supervisor.save(state="starting")
     pid = os.fork()
     if pid:
         return pid
@@ -496,7 +414,7 @@ def leave_behind(supervisor: Supervisor) -> int:
         with supervisor_lock(supervisor.out).acquire(timeout=60):
             supervisor.run()
     except Exception as e:
-        supervisor.save(state="failed", message=f"the launcher failed: {type(e).__name__}: {e}", report="")
+        supervisor.save(state="failed", message=f"the launcher failed: {type(e).__name__}: {e}")
         raise
     os._exit(0)
 
@@ -507,32 +425,22 @@ def verb_logs(words: list[str], settings: dict) -> int:
     return Follower(out, name, 20 if flags.which else 50, flags.which).to_the_end()
 
 
-def find_host(launch: dict, label: str, problem: str) -> Host:
+def find_host(launch: dict, label: str) -> Host:
     for host in hosts_of(launch):
         if label in ("", host.label, host.line):
             return host
-    raise UserError(f"{problem} '{label}'; hosts: {', '.join(h.label for h in hosts_of(launch)) or 'none'}")
+    raise UserError(f"the run has no host '{label}'; hosts: {', '.join(h.label for h in hosts_of(launch)) or 'none'}")
 
 
-def ranks_of(out: Path, launch: dict) -> dict:
-    """rank -> [host's label, local rank], as the agents have written."""
-    places = {}
-    for path in out.glob(f"logs/*/{launch.get('id')}/agent.json"):
-        places |= {rank: [path.parts[-3], local] for rank, local in read_json(path).get("ranks", {}).items()}
-    return places
-
-
-def host_files(out: Path, name: str, which: str) -> list[Path]:
-    """The output files of one host, or of one rank, in the newest attempt."""
-    launch = read_launch(out)
-    processes, ranks = sum(h.slots for h in hosts_of(launch)), ranks_of(out, launch)
-    if which not in ranks and which.isdigit() and int(which) < processes:  # it has not started yet
-        return []
-    label, local_rank = ranks.get(which, (which, "*"))
-    host = find_host(launch, label, f"logs: {name} has ranks 0 to {processes - 1} and no host or rank")
-    folder = out / "logs" / host.label / launch["id"]
-    agent = [] if which in ranks and processes > 1 else folder.glob("agent.*.log")
-    return sorted([*folder.glob(f"*/attempt_*/{local_rank}/*.log"), *agent])
+def output_files(out: Path, which: str) -> list[Path]:
+    """The output files of one host, or of one rank, in the newest attempt. The ranks are in the order of the hosts."""
+    launch, local_rank = read_launch(out), "*"
+    places = [(h.label, str(i)) for h in hosts_of(launch) for i in range(h.slots)]
+    if which.isdigit() and int(which) < len(places):
+        which, local_rank = places[int(which)]
+    folder = out / "logs" / find_host(launch, which).label / launch["id"]
+    ranks, agent = folder.glob(f"*/attempt_*/{local_rank}/*.log"), folder.glob("agent.*.log")
+    return sorted([*ranks, *(agent if local_rank == "*" or len(places) == 1 else [])])
 
 
 def verb_status(words: list[str], settings: dict) -> None:
@@ -552,30 +460,23 @@ def verb_top(words: list[str], settings: dict) -> NoReturn:
 def show_status(out: Path, name: str) -> None:
     launch, end = read_launch(out), state_of(out)
     batches = re.findall(r"Batch \d+ Loss.*", tail(out / "log.txt", 200))
-    rows = {
-        "run": name,
-        "state": end.state,
-        "step": end.step or "",
-        "message": end.message.partition("\n")[0],
-        "attempt": launch.get("attempt", ""),
-        "place": launch.get("place", ""),
-        "last batch": batches[-1] if batches else "",
-    }
+    rows = {"run": name, "state": end.state, "step": end.step or "", "message": end.message.partition("\n")[0]}
+    rows |= {key: launch.get(key, "") for key in ("attempt", "place")} | {"last batch": "".join(batches[-1:])}
     say(columns([[key, str(value)] for key, value in rows.items()]))
     if hosts := hosts_of(launch):
         table = map(host_row, hosts, call_all(hosts, launch, "look", 20, gpus=True))
-        say(columns([("host", "session", "agent", "ranks", "GPU load", "GPU memory"), *table]))
+        say(columns([("host", "session", "ranks", "GPU load", "GPU memory"), *table]))
 
 
 def host_row(host: Host, answer: dict | Exception) -> tuple:
     """A host's line in the table of `status`."""
     if isinstance(answer, Exception):
         return host.label, host.session, explain(host, answer)
-    status, gpus = answer["result"].get("exit"), [list(map(float, gpu.split(","))) for gpu in answer["gpus"]]
-    agent = "alive" if answer["agent"] else f"ended {status}" if status is not None else "gone"
+    gpus = [list(map(float, gpu.split(","))) for gpu in answer["gpus"]]
     load = f"{sum(gpu[0] for gpu in gpus) / len(gpus):.0f} %" if gpus else ""
     memory = "{:.0f} of {:.0f} GiB".format(*(sum(gpu[i] for gpu in gpus) / 1024 for i in (1, 2))) if gpus else ""
-    return host.label, host.session, agent, f"{answer['workers']} of {host.slots}", load, memory
+    ranks = f"ended {answer['exit']}" if "exit" in answer else f"{answer['ranks']} of {host.slots}"
+    return host.label, host.session, ranks, load, memory
 
 
 def verb_stop(words: list[str], settings: dict) -> int:
@@ -603,7 +504,7 @@ def verb_stop(words: list[str], settings: dict) -> int:
 def verb_attach(words: list[str], settings: dict) -> NoReturn:
     out, name, flags = pick_run("attach", words, which=True)
     launch, state = read_launch(out), state_of(out).state
-    host = find_host(launch, flags.which, f"attach: {name} has no host")
+    host = find_host(launch, flags.which)
     if state in ENDED or "tmux" not in launch.get("place", "tmux"):
         why = f"is not running: {state}" if state in ENDED else "runs without tmux"
         raise UserError(f"{name} {why}; see its log: bash launch.sh logs --out {shlex.quote(name)}")
@@ -614,7 +515,7 @@ def verb_attach(words: list[str], settings: dict) -> NoReturn:
 
 
 def main(argv: list[str]) -> int | None:
-    """What launch.sh calls: NAME=SETTING ... -- VERB WORDS."""
+    """launch.sh calls it with: NAME=SETTING ... -- VERB WORDS."""
     split = argv.index("--")
     settings = dict(word.split("=", 1) for word in argv[:split])
     settings |= {name: int(value) for name, value in settings.items() if value.isdigit()}

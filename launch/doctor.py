@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -30,15 +29,14 @@ from lib.errors import ROOT, Parser, UserError, printable
 from node import Refused, content_hash, last_line, own_files
 
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\]))(?::(\d+))?(?:\s+slots=([1-9]\d*))?")
-CLOCK = 2.0  # seconds that clocks may differ: more, and logs of several hosts cannot be read together
+CLOCK = 2.0  # seconds that clocks may differ; with more, logs of several hosts cannot be read together
 REDUCED, LIMIT, WANTED = 64 * 2**20, 30, 100  # an all-reduce: bytes, seconds that it has, MB/s (1 Gbit/s has 100)
-SETUP = "bash launch.sh sync, or {there}'cd {ROOT} && bash launch.sh setup'"
-ALIKE = {  # the remedy for a value that differs from most hosts'
+FREE = {"runs": 20, "/dev/shm": 1}  # GB that a run should find
+ALIKE = {  # facts that should be the same on all hosts -> the remedy
     "code": "bash launch.sh sync",
-    "python": SETUP,
-    "torch": SETUP,
-    "driver": "install the same: {there}nvidia-smi",
-    "GPUs": "{there}nvidia-smi; to use fewer on purpose: slots=N in hosts",
+    "torch": "bash launch.sh sync, or on that host: bash launch.sh setup",
+    "driver": "install the same driver",
+    "gpus": "see nvidia-smi; to use fewer on purpose: slots=N in hosts",
 }
 
 
@@ -56,10 +54,13 @@ class Host:
     label: str = ""  # its name in messages and under logs/
     number: str = ""  # the label's end, for another node of one name: "-2" and so on
     session: str = ""
+    node: int = 0  # its place in `hosts`
     address: str = ""  # as the other hosts reach it
     devices: list | None = None  # its share of the GPUs; None without GPUs
     ranks_here: int = 0  # ranks on its machine, including other nodes
     facts: dict = field(default_factory=dict)
+    last: dict = field(default_factory=dict)  # its last answer to `look`
+    heard: float = 0.0  # the time of that answer
 
     @property
     def local(self) -> bool:
@@ -277,13 +278,12 @@ class Table:
     def put(self, row: str, host: Host, text: str, problem: str = ""):
         self.rows.setdefault(row, {})[host.label] = f"{'✗' if problem else '✓'} {printable(text)}"
         if problem:
-            there = "" if host.local else f"ssh {host.target} "
-            self.red.append(f"{host.label}: {row}: {problem.replace('{there}', there).replace('{ROOT}', str(ROOT))}")
+            self.red.append(f"{host.label}: {row}: {problem}")
 
     def draw(self) -> str:
         labels = [host.label for host in self.hosts]
         rows = [[row, *(fields.get(label, "") for label in labels)] for row, fields in self.rows.items()]
-        return columns([["", *labels], *rows])
+        return "\n".join([columns([["", *labels], *rows]), *[""] * bool(self.red), *self.red])
 
 
 def verb_doctor(words: list[str], settings: dict) -> int:
@@ -296,23 +296,24 @@ def verb_doctor(words: list[str], settings: dict) -> int:
             table.put("ssh", host, "no answer", explain(host, answer))
         else:
             table.put("ssh", host, "here" if host.local else "answers")
-            host.facts = answer
-            host.slots = host.slots or len(answer["gpus"]) or 1
+            off = max(answer["time"] - time.time(), sent - answer["time"])
+            problem = f"{off:.0f} s from this machine's; sudo chronyc makestep" if off > CLOCK else ""
+            table.put("clock", host, f"{off:.0f} s off" if problem else "agrees", problem)
+            host.facts, host.slots = answer, host.slots or len(answer["gpus"]) or 1
             answering.append(host)
-    compare(table, answering, sent)
+    compare(table, answering)
     settle_addresses(answering)
     machines = list({h.address: h for h in reversed(answering)}.values())
-    if answering:
-        total = sum(h.slots for h in answering)
-        for host, done in zip(machines, run_checks(machines, job, total), strict=True):
-            if isinstance(done, Exception):
-                table.put("data, weights", host, "no", explain(host, done))
-            else:
-                error = last_line(done["err"]).removeprefix("error: ") or "it failed"
-                table.put("data, weights", host, *("no", error) if done["exit"] else ("there",))
+    for host, done in zip(machines, run_checks(machines, job, sum(h.slots for h in answering)), strict=True):
+        if isinstance(done, Exception) or done["exit"]:
+            error = explain(host, done) if isinstance(done, Exception) else last_line(done["err"])
+            table.put("data, weights", host, "no", error.removeprefix("error: ") or "train.py --check failed")
+        else:
+            table.put("data, weights", host, "there")
+            table.put("attention", host, "".join(re.findall("^attention=(.*)", done["out"], re.M)) or "unknown")
     if len(machines) > 1:
         check_network(table, machines, job)
-    say("\n".join([table.draw(), *[""] * bool(table.red), *table.red]))
+    say(table.draw())
     return int(bool(table.red))
 
 
@@ -328,28 +329,20 @@ def folder_mark():
         path.unlink()
 
 
-def compare(table: Table, hosts: list[Host], sent: float) -> None:
-    """Puts what `examine` found into the table. sent: when the hosts were asked."""
-    usual = {name: Counter(h.facts["alike"][name] for h in hosts).most_common(1)[0][0] for name in ALIKE if hosts}
-    usual["code"] = content_hash()
+def compare(table: Table, hosts: list[Host]) -> None:
+    """Puts the facts that `examine` found into the table."""
+    for name, remedy in ALIKE.items():
+        values = [str(h.facts[name]) for h in hosts]
+        usual = content_hash() if name == "code" else max(values, key=values.count, default="")
+        for host, value in zip(hosts, values, strict=True):
+            table.put(name, host, value, f"{value}, others {usual}; {remedy}" if value != usual else "")
     for host in hosts:
-        found = host.facts
-        table.put("clock", host, *judge_clock(found["time"] - time.time(), sent - found["time"]))
-        for name, value in found["alike"].items():
-            error = found["torch_error"] if name == "torch" else ""
-            problem = f"{error or value}, others {usual[name]}; {ALIKE[name]}"
-            table.put(name, host, value or "no", problem if error or value != usual[name] else "")
-        for name, (text, problem) in found["rows"].items():
-            table.put(name, host, text, problem)
-
-
-def judge_clock(ahead: float, behind: float) -> tuple[str, str]:
-    """Seconds that a clock is ahead of the answer's arrival, and behind the question -> the field, and the
-    problem."""
-    off, direction = max(ahead, behind), "ahead of" if ahead > behind else "behind"
-    if off <= CLOCK:
-        return "agrees", ""
-    return f"{off:.0f} s off", f"{off:.0f} s {direction} this machine's; {{there}}sudo chronyc makestep"
+        if error := host.facts["torch_error"]:
+            table.put("torch", host, "no", f"{error}; {ALIKE['torch']}")
+        table.put("folder", host, "shared" if host.facts["shared"] else "separate")
+        for path, free in host.facts["free"].items():
+            problem = f"{free:.1f} GB, at least {FREE[path]} are needed" if free < FREE[path] else ""
+            table.put(f"free {path}", host, f"{free:.0f} GB", problem)
 
 
 # ---- the network

@@ -1,16 +1,15 @@
-"""One host's half of the launcher: it examines the machine, and starts and ends processes there.
+"""The part of the launcher that runs on each host: it examines the machine, and starts and ends processes there.
 
-`python3 launch/node.py OPERATION` does one thing for cluster.py over ssh; for localhost, cluster.py calls `answer`. The
-request is a line of JSON on stdin, so nothing secret is on a command line: the host's line in `hosts`, facts about the
-host, and the job. The answer is a line of JSON. Only the standard library is used here, so a host can be asked before
-it has an environment; `torchrun` and `all_reduce` run in the environment's Python.
+`python3 launch/node.py OPERATION` serves cluster.py over ssh; for localhost, cluster.py calls `answer`. The request is
+a line of JSON on stdin, so that no secret is on a command line: the host's line in `hosts`, facts about the host, and
+the job. The answer is a line of JSON. This file uses only the standard library, so a host can be asked before it has
+an environment; `torchrun` and `all_reduce` run in the environment's Python.
 
-`python3 launch/node.py agent LOGS TIMEOUT RANKS COMMAND...` runs COMMAND in its tmux session or under srun, on a
-machine with RANKS ranks in all, and makes sure that no process of the run remains when COMMAND ends. COMMAND is
-`node.py torchrun`, or where the job is one process on one host, that process. LOGS is `runs/NAME/logs/HOST/ID`. There
-the agent writes agent.stderr.log, agent.stdout.log, and agent.json: its process, its ranks, and at the end the first
-cause of a failure on this host. A process belongs to the run if its command line names LOGS; a worker, if the
-environment that torchrun gave it does."""
+`python3 launch/node.py agent LOGS RANKS COMMAND...` runs COMMAND in its tmux session or under srun, on a machine with
+RANKS ranks in all. When COMMAND ends, the agent ends the remaining processes of the run. COMMAND is `node.py torchrun`,
+or the trainer itself if the job is a single process. LOGS is `runs/NAME/logs/HOST/ID`. There the agent writes
+agent.stderr.log, agent.stdout.log and agent.json: its process id, and at the end COMMAND's exit status and the first
+cause of a failure on this host. A process belongs to the run if its variable TORCHELASTIC_ERROR_FILE is below LOGS."""
 
 import contextlib
 import ctypes
@@ -30,11 +29,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(os.path.abspath(__file__)).parents[1]
-# How sure it is that a cause is the first one of the whole job; of equally sure ones, the earliest is the first.
+# A cause with a smaller number is more likely to be the first cause of the job's failure.
 KILLED, FAILED, FOLLOWED = range(3)
-# The errors of a rank that failed because another one did (lib/run.py, torch.distributed), as its error file begins
+# The error file of a rank that failed because another rank did (lib/run.py, torch.distributed) begins like this.
 OF_A_PEER = re.compile(r"(PeerFailure|Dist\w*Error): ")
-# The variables that a tmux server gets: it keeps the environment that it was started with, and shows it to anyone.
+# The variables that a tmux server gets. It keeps the environment of its start and shows it to everybody.
 PLAIN_ENVIRONMENT = "HOME LANG LOGNAME PATH SHELL TERM TMPDIR TMUX_TMPDIR USER XDG_RUNTIME_DIR"
 OWN_FILES = (
     "*.py *.sh *.sbatch *.toml requirements.txt recipes/*.args lib/*.py launch/*.py launch/*.sh bench/*.py bench/*.json"
@@ -42,17 +41,18 @@ OWN_FILES = (
 
 
 class Refused(Exception):
-    """Cannot be done on this host; the message says why."""
+    """The host cannot do this; the message gives the reason."""
 
 
 # ---- files and processes
 
 
-def read(path, default=""):
+def read(path):
+    """The text of a file; empty if it cannot be read."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
-        return default
+        return ""
 
 
 def read_json(path):
@@ -63,15 +63,11 @@ def read_json(path):
         return {}
 
 
-def write_whole(path, text):
-    """Replaces a file at once: a reader sees the old content or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+def write_json(path, value):
+    """Replaces a file in one step: a reader sees the old content or the new content."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(temporary, path)
 
 
 def tail(path, lines):
@@ -88,68 +84,42 @@ def last_line(text):
     return (text.strip().splitlines() or [""])[-1]
 
 
-def parent(pid):
-    return int(re.search(r"^PPid:\s*(\d+)|$", read(f"/proc/{pid}/status"), re.M)[1] or 0)
-
-
-def environment_of(pid):
-    return dict(pair.split("=", 1) for pair in read(f"/proc/{pid}/environ").split("\0") if "=" in pair)
-
-
-def all_pids():
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-
-
 def processes(logs):
-    """The processes of a folder, given as its real path with a slash at the end. -> (pids whose command line names it:
-    agents and torchruns; pids whose torchrun environment does: workers and their children)"""
-    keepers, workers = [], []
-    for pid in all_pids():
-        command = read(f"/proc/{pid}/cmdline")
-        if f"TORCHELASTIC_ERROR_FILE={logs}" in read(f"/proc/{pid}/environ"):
-            workers.append(pid)
-        elif re.search(rf"node\.py.*\0{re.escape(logs[:-1])}[/\0]", command, re.S):
-            keepers.append(pid)
-    return keepers, workers
-
-
-def workers_of(logs):
-    """pid -> (rank, local rank) of torchrun's workers, not of their children."""
-    pids, ranks = processes(logs)[1], {}
-    for pid in pids:
-        if parent(pid) not in pids:
-            environment = environment_of(pid)
-            ranks[pid] = (int(environment.get("RANK", -1)), int(environment.get("LOCAL_RANK", -1)))
-    return ranks
-
-
-def kill(pids, number):
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+    """process id -> environment, of all processes of the run that logs below this folder."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        environment = read(f"/proc/{pid}/environ")
+        if f"TORCHELASTIC_ERROR_FILE={logs}/" in environment and int(pid) != os.getpid():
+            found[int(pid)] = dict(pair.split("=", 1) for pair in environment.split("\0") if "=" in pair)
+    return found
 
 
 def kill_all(logs):
-    """Kills every process of the folder."""
-    for _ in range(50):  # the dying may just have started others
-        keepers, workers = processes(logs)
-        if not keepers and not workers:
+    """Kills all other processes of the run."""
+    for _ in range(50):  # a process may just have started another
+        for pid in (pids := processes(logs)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
             break
-        kill(keepers + workers, signal.SIGKILL)
         time.sleep(0.1)
 
 
 # ---- the agent of a torchrun
 
 
-def agent(logs, timeout, ranks, command):
-    """Runs torchrun and cleans up after it -> its exit status. The first signal requests a stop, as `launch.sh stop`
-    does; the second kills the workers. torchrun gets no signal, because it would report a failure."""
-    signals, out, marker = [], logs.parents[2], f"{os.path.realpath(logs)}/"
+def agent(logs, ranks, command):
+    """Runs the command, then ends the processes that it has left -> its exit status. A signal becomes a request to
+    stop, as from `launch.sh stop`. torchrun gets no signal, because it would report a failure."""
+    out, record = logs.parents[2], {"pid": os.getpid()}
+
+    def request_stop(*_):
+        with contextlib.suppress(OSError):  # the disk is full
+            (out / "logs" / "stop").touch()
+
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda n, _: signals.append(n))
-    is_torchrun = "--local-addr" in command
-    if is_torchrun:
+        signal.signal(number, request_stop)
+    if "--local-addr" in command:
         choose_interface(command[command.index("--local-addr") + 1])
     if ranks > 1:  # torchrun would give each rank one thread, also for AdamW on the CPU
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
@@ -162,77 +132,47 @@ def agent(logs, timeout, ranks, command):
             start_new_session=True,
             preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: torchrun ends with us
         )
-    record = {"pid": os.getpid(), "ranks": {}}
-    write_whole(logs / "agent.json", json.dumps(record))
+    write_json(logs / "agent.json", record)
     print(f"The run's log is {out}/log.txt" + "; Ctrl-B D detaches" * ("TMUX" in os.environ), flush=True)
     follow = ["tail", "-n", "0", "-s", "0.2", "-F", "--pid", str(os.getpid()), out / "log.txt"]
-    pane = subprocess.Popen(follow, stderr=subprocess.DEVNULL)
-    attend(child, logs, marker, signals, record)
-    # If torchrun was killed, its workers have had SIGTERM from end_with_torchrun, and may be saving
-    end = time.monotonic() + timeout
-    while workers_of(marker) and time.monotonic() < end and len(signals) < 2:
-        time.sleep(0.3)
-    kill(processes(marker)[1], signal.SIGKILL)
-    status = record["exit"] = child.returncode
-    failures = read_json(logs / "failures.json").get("failures", [])
-    if status and not is_torchrun:
-        failures = [[0, 0, status, ""]]
-    record["cause"] = None if signals and status < 0 else cause_on_this_host(logs, status, failures)
-    time.sleep(0.4)
+    pane = subprocess.Popen(follow, stderr=subprocess.DEVNULL, env={})  # not marked as a process of the run
+    status = child.wait()
+    kill_all(logs)
+    time.sleep(0.4)  # tail shows the last lines
     pane.terminate()
-    write_whole(logs / "agent.json", json.dumps(record))
+    write_json(logs / "agent.json", record | {"exit": status, "cause": first_cause(logs, status)})
     return max(status, 0) or int(status != 0)
 
 
-def attend(child, logs, marker, signals, record):
-    """Waits until torchrun ends; records its ranks, and when the first of them was gone."""
-    started = {}
-    while child.poll() is None:
-        time.sleep(0.3)
-        ranks = workers_of(marker)
-        if started.keys() - ranks.keys():
-            record.setdefault("first_loss", time.monotonic())
-        if ranks.keys() - started.keys():
-            started |= ranks
-            record["ranks"] = dict(started.values())
-            with contextlib.suppress(OSError):  # the disk is full
-                write_whole(logs / "agent.json", json.dumps(record))
-        if signals:
-            (logs.parents[1] / "stop").touch()
-        if len(signals) > 1:
-            kill(ranks, signal.SIGKILL)
-    record.setdefault("first_loss", time.monotonic())
-
-
-def cause_on_this_host(logs, status, failures):
-    """The first cause of a failure on this host, where the agent's command exited with that status; None: no failure.
-    failures: (rank, local rank, exit status, error) of each."""
-    if failures:  # torchrun kills ranks that do not exit when another has failed: a failure is surer than a kill
-        return min((rank_cause(logs, *failure) for failure in failures), key=lambda cause: cause["sure"] or FAILED)
+def first_cause(logs, status):
+    """The first cause of a failure on this host, where the agent's command ended with this status; None: no failure."""
     if not status:
         return None
-    sure, how = (KILLED, f"was ended by {signal.Signals(-status).name}") if status < 0 else (FOLLOWED, "failed")
-    screen = logs / "agent.stderr.log"
-    end = tail(screen, 30) if status > 0 else ""
-    what = f"torchrun on {logs.parent.name} {how}"
-    return {"sure": sure, "what": what, "status": status, "file": str(screen), "tail": end}
+    if failures := read_json(logs / "failures.json"):
+        # torchrun also kills ranks that do not exit after the failure of another: a kill is no better sign
+        return min((rank_cause(logs, *failure) for failure in failures), key=lambda cause: cause["order"] or FAILED)
+    return cause(
+        KILLED if status < 0 else FOLLOWED, f"the run on {logs.parent.name}", status, logs / "agent.stderr.log"
+    )
 
 
 def rank_cause(logs, rank, local_rank, status, error):
-    """A failed rank's part in the end of the job, as far as its exit status and its error file tell."""
-    file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), logs / "agent.stderr.log")
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
+    """A failed rank as a cause, judged by its exit status and its error file."""
     # torchrun ends ranks with SIGTERM, and NCCL aborts a rank whose peers do not answer
     follows = OF_A_PEER.match(error) or status in (-signal.SIGTERM, -signal.SIGABRT)
-    sure = FOLLOWED if follows else KILLED if status == -signal.SIGKILL else FAILED
-    what = f"rank {rank} on {logs.parent.name} {how}"
-    return {"sure": sure, "what": what, "status": status, "file": str(file), "tail": tail(file, 30)}
+    order = FOLLOWED if follows else KILLED if status == -signal.SIGKILL else FAILED
+    file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), logs / "agent.stderr.log")
+    return cause(order, f"rank {rank} on {logs.parent.name}", status, file)
+
+
+def cause(order, who, status, file):
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
+    return {"order": order, "what": f"{who} {how}", "status": status, "file": str(file), "tail": tail(file, 30)}
 
 
 def torchrun(logs, words):
-    """torch.distributed.run in this process. Failed ranks go to failures.json, the one first that torchrun saw failing
-    first. An error file alone would not do: a rank that was killed writes none, and torchrun copies a single file
-    to its own."""
+    """torch.distributed.run in this process. Writes the failed ranks to failures.json, in the order in which torchrun
+    saw them fail. Error files do not suffice: a killed rank writes none."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
@@ -243,7 +183,7 @@ def torchrun(logs, words):
         for rank, failure in error.failures.items():
             message = failure.message["message"] if isinstance(failure.message, dict) else ""
             failures.append([rank, failure.local_rank, failure.exitcode, message])
-        write_whole(logs / "failures.json", json.dumps({"failures": failures}))
+        write_json(logs / "failures.json", failures)
         return 1
 
 
@@ -251,6 +191,7 @@ def torchrun(logs, words):
 
 
 def content_hash(root=ROOT):
+    """Changes with every edit of the project's own files."""
     total = hashlib.sha256()
     for name in own_files(root):
         data = (root / name).read_bytes()
@@ -259,12 +200,12 @@ def content_hash(root=ROOT):
 
 
 def own_files(root=ROOT):
-    """The project's own files, sorted: the code, scripts and recipes; not `hosts`, which no run depends on."""
+    """The project's own files, sorted: code, scripts and recipes; not `hosts`, which does not affect a run."""
     return sorted(str(p.relative_to(root)) for pattern in OWN_FILES.split() for p in root.glob(pattern) if p.is_file())
 
 
 def query(*words):
-    """The lines that nvidia-smi answers; [] if it is missing or fails."""
+    """The lines that nvidia-smi prints; [] if it is missing or fails."""
     try:
         done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -281,38 +222,34 @@ def gpus(request):
 
 
 def probe(request):
-    """The facts about a host that a launch needs."""
+    """What a launch and doctor need to know about a host."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("", request["port"]))
+            port = s.getsockname()[1]
+        except OSError:
+            port = 0  # it is taken
     return {
         "connection": os.environ.get("SSH_CONNECTION", "").split(),
         "gpus": gpus(request),
         "code": content_hash(),
         "python": os.access(request["python"], os.X_OK),
-        "port": probe_port(request["port"]),
+        "port": port,
     }
 
 
 def run(request):
-    """A command in the checkout, with the run's environment -> its end."""
+    """Runs a command in the checkout with the run's environment -> its exit status and output."""
     env = {**os.environ, **request["env"], "LOCAL_WORLD_SIZE": str(request["slots"])}
     pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     done = subprocess.run(request["command"], cwd=ROOT, env=env, **pipes)
     return {"exit": done.returncode, "out": done.stdout, "err": done.stderr}
 
 
-def probe_port(port):
-    """A free port, or `port` itself if it is not 0 and free; 0 if it is taken."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("", port))
-        except OSError:
-            return 0
-        return s.getsockname()[1]
-
-
 def choose_interface(address):
-    """Has gloo and NCCL use the network interface of this address. gloo would look its own hostname up, which Debian's
-    /etc/hosts takes for 127.0.1.1."""
+    """Makes gloo and NCCL use the network interface of this address. gloo would look up its own hostname, which
+    Debian's /etc/hosts maps to 127.0.1.1."""
     name = "lo" if address.startswith("127.") else ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for _, interface in socket.if_nameindex():
@@ -322,53 +259,45 @@ def choose_interface(address):
                     name = interface
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without = every name that begins so
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without `=`: every name that begins like this
 
 
 def log_folder(request):
-    """The attempt's log folder on this host, as a real path: the processes name it."""
+    """The attempt's log folder on this host, as a real path: the run's processes have it in their environment."""
     return Path(os.path.realpath(ROOT / request["out"]), "logs", request["label"], request["id"])
 
 
 TORCHRUN = (
-    "{python} launch/node.py torchrun {logs} --nnodes {nodes} --nproc-per-node {slots} --max-restarts 0"
-    " --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id {id}"
-    " --rdzv-conf is_host={is_host:d},join_timeout={join_timeout} --local-addr {address} --redirects 3 --log-dir {logs}"
+    "{python} launch/node.py torchrun {logs} --nnodes {nodes} --node-rank {node} --nproc-per-node {slots}"
+    " --max-restarts 0 --rdzv-endpoint {endpoint} --rdzv-id {id} --rdzv-conf timeout={join_timeout}"
+    " --local-addr {address} --redirects 3 --log-dir {logs}"
 )
-# One process alone needs no torchrun, which would import torch before it does.
-ALONE = (
-    "env TORCHELASTIC_RUN_ID={id} TORCHELASTIC_ERROR_FILE={logs}/error.json RANK=0 LOCAL_RANK=0 WORLD_SIZE=1"
-    " LOCAL_WORLD_SIZE=1 {python}"
-)
+# A single process needs no torchrun, which would import torch first.
+ALONE = "env TORCHELASTIC_RUN_ID={id} RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 {python}"
 
 
 def start(request):
-    """Starts the agent, in a tmux session if tmux works, else in the background -> where it is. Refuses if this host
-    does not see the run's folder, or if a process of the run is alive here; with `clear` it ends these first."""
+    """Starts the agent, in a tmux session if tmux works, otherwise in the background -> its place and process id. Kills
+    what an earlier attempt has left here. Refuses if this host does not see the run folder."""
     logs = log_folder(request)
-    if read_json(logs.parents[1] / "launch.json").get("mark") != request["mark"]:
+    if not logs.is_dir():
         raise Refused(
             f"the folder {request['out']} there is not the one here. Hosts that do not share the folder keep a part of"
             " each checkpoint, and no launch can resume from it. Give --out a folder that all hosts and this machine"
             " see, or launch from a machine that sees it"
         )
-    if request["clear"]:
-        kill_all(f"{logs.parent}/")
-    if pids := sorted(map(str, sum(processes(f"{logs.parent}/"), []))):
-        raise Refused(f"being trained already: processes {', '.join(pids)}")
-    logs.mkdir(parents=True)
-    env = {**os.environ, **request["env"]}
+    kill_all(logs.parent)
+    env = {**os.environ, **request["env"], "TORCHELASTIC_ERROR_FILE": f"{logs}/error.json"}
     env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(request["shutdown_timeout"]))  # torch 2.11 has no flag for it
     if request["devices"] is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(request["devices"])
     launcher = ALONE if request["nodes"] == request["slots"] == 1 else TORCHRUN
-    values = {**request, "logs": logs, "is_host": request["label"] == request["first"]}
-    agent_words = [sys.executable, "launch/node.py", "agent", str(logs), request["timeout"], request["ranks_here"]]
-    command = [*map(str, agent_words), *(word.format(**values) for word in launcher.split())]
+    command = [sys.executable, "launch/node.py", "agent", str(logs), str(request["ranks_here"])]
+    command += [word.format(**request, logs=logs) for word in launcher.split()]
     command += ["train.py", *request["words"]]
 
-    # The environment travels in a file that only its owner can read and that is gone when it has been read: it belongs
-    # on no command line, in no run folder and in no tmux server.
+    # The environment travels in a file that only its owner can read, and that is removed when it has been read. It must
+    # not appear on a command line, in the run folder or in a tmux server.
     handle, parcel = tempfile.mkstemp(prefix="flatland-")
     with os.fdopen(handle, "w") as file:
         json.dump([command, env], file)
@@ -376,32 +305,28 @@ def start(request):
     end = time.monotonic() + request["start_limit"]
     while not (record := read_json(logs / "agent.json")):
         if time.monotonic() > end:
-            kill_all(f"{logs}/")
+            kill_all(logs)
             with contextlib.suppress(OSError):
                 os.unlink(parcel)
-            end = tail(logs / "agent.stderr.log", 3)
-            raise Refused(f"the agent did not start in {request['start_limit']} s ({place}): {end}")
+            raise Refused(f"the agent did not start in {request['start_limit']} s ({place})")
         time.sleep(0.05)
     return {"place": place, "pid": record["pid"]}
 
 
 def open_session(session, command, logs):
-    """Runs a command out of this process's reach, in tmux if that works -> where."""
-    plain, said = {key: os.environ[key] for key in PLAIN_ENVIRONMENT.split() if key in os.environ}, ""
+    """Starts a command that outlives this process, in tmux if that works -> its place."""
+    plain = {key: os.environ[key] for key in PLAIN_ENVIRONMENT.split() if key in os.environ}
     if shutil.which("tmux"):
         tmux = ["tmux", "new-session", "-d", "-s", session, *command]
-        tmux += [";", "set-window-option", "-t", f"={session}:", "remain-on-exit", "off"]
-        done = subprocess.run(tmux, env=plain, capture_output=True, text=True)
-        if done.returncode == 0:
+        if subprocess.run(tmux, env=plain, capture_output=True).returncode == 0:
             return f"tmux session {session}"
-        said = f" ({done.stderr.strip()})"
     with open(logs / "background.stderr.log", "wb") as err:
         subprocess.Popen(command, env=plain, stdin=subprocess.DEVNULL, stdout=err, stderr=err, start_new_session=True)
-    return "background" + said
+    return "background"
 
 
 def enter(parcel):
-    """Becomes the command that start() has left in a file, with its environment."""
+    """Becomes the command that `start` has left in a file, with its environment."""
     command, env = json.loads(read(parcel))
     os.unlink(parcel)
     os.chdir(ROOT)
@@ -412,22 +337,17 @@ GPU_LOAD = "--query-gpu=utilization.gpu,memory.used,memory.total"
 
 
 def look(request):
-    """The state of an attempt on this host."""
+    """The state of an attempt on this host: the agent's record; numbers of its processes and ranks; GPUs on request."""
     logs = log_folder(request)
-    agents, workers = processes(f"{logs}/")[0], len(workers_of(f"{logs}/"))
-    record = read_json(logs / "agent.json")  # after the agents: writing it is an agent's last act
-    over, result = not agents and not workers, {}
-    if "exit" in record:
-        result = {**record, "ago": time.monotonic() - record["first_loss"]}
-    elif over:
+    alive = processes(logs)
+    record = read_json(logs / "agent.json")  # after the processes: writing the exit status is an agent's last act
+    if not alive and "exit" not in record:
         what = f"everything on {request['label']} was gone: killed, or the machine restarted"
-        result = {"exit": None, "ago": 0.0, "cause": {"sure": KILLED, "what": what}}
+        record |= {"exit": None, "cause": {"order": KILLED, "what": what}}
     return {
-        "agent": bool(agents),
-        "workers": workers,
-        "over": over,
-        "hurt": workers < len(record.get("ranks", ())) or bool(result and result["exit"] != 0),
-        "result": result,
+        **record,
+        "processes": len(alive),
+        "ranks": len({env["LOCAL_RANK"] for env in alive.values() if "LOCAL_RANK" in env}),
         "gpus": query(GPU_LOAD, "--format=csv,noheader,nounits") if request.get("gpus") else [],
     }
 
@@ -435,37 +355,30 @@ def look(request):
 def sweep(request):
     """Kills every process of an attempt -> its state before."""
     state = look(request)
-    kill_all(f"{log_folder(request)}/")
+    kill_all(log_folder(request))
     return state
 
 
-# ---- for doctor and status
+# ---- for doctor
 
-DISK, SHM = 20, 1  # free GB of the disk and of shared memory that a run should find
-VERSIONS = """import torch; print(torch.__version__, "cuda", torch.version.cuda,
+VERSIONS = """import platform, torch
+print(torch.__version__, "python", platform.python_version(), "cuda", torch.version.cuda,
 *("nccl", *torch.cuda.nccl.version()) if torch.cuda.is_available() else ())"""
 
 
 def examine(request):
-    """The facts that a launch needs; what doctor shows of this host: name -> [value, remedy or nothing if it is right],
-    where {there} stands for the way to this host; values that should be the same on all hosts; the host's time; its
-    torch's error."""
-    rows, runs = {}, ROOT / "runs"
-    rows["folder"] = ["shared" if (ROOT / request["folder_mark"]).exists() else "its own", ""]
-    for name, path, least in ("free runs", runs if runs.exists() else ROOT, DISK), ("free /dev/shm", "/dev/shm", SHM):
-        free = shutil.disk_usage(path).free / 1e9
-        remedy = f"{free:.1f} GB, at least {least} are needed; {{there}}df -h {path}"
-        rows[name] = [f"{free:.0f} GB", remedy if free < least else ""]
-    left = [pid for pid in all_pids() if "TORCHELASTIC_RUN_ID" in environment_of(pid)]
-    remedy = f"processes of other runs; to end them: {{there}}kill {' '.join(map(str, left))}" if left else ""
-    rows["left over"] = [f"{len(left)} processes", remedy]
-    python = subprocess.run([request["python"], "-V"], capture_output=True, text=True).stdout.strip()
+    """What doctor shows of this host, and the host's time."""
     torch = run({**request, "command": [request["python"], "-c", VERSIONS]})
-    driver = (query("--query-gpu=driver_version", "--format=csv,noheader") or ["none"])[0]
-    alike = {"code": content_hash(), "python": python, "torch": torch["out"].strip(), "driver": driver}
-    alike["GPUs"] = len(gpus(request))
-    error = last_line(torch["err"]) if torch["exit"] else ""
-    return {**probe(request), "rows": rows, "alike": alike, "time": time.time(), "torch_error": error}
+    (ROOT / "runs").mkdir(exist_ok=True)
+    return {
+        **probe(request),
+        "shared": (ROOT / request["folder_mark"]).exists(),
+        "time": time.time(),
+        "free": {path: shutil.disk_usage(ROOT / path).free / 1e9 for path in ("runs", "/dev/shm")},
+        "torch": torch["out"].strip(),
+        "torch_error": last_line(torch["err"]) if torch["exit"] else "",
+        "driver": (query("--query-gpu=driver_version", "--format=csv,noheader") or ["none"])[0],
+    }
 
 
 def all_reduce(request):
@@ -483,13 +396,10 @@ def all_reduce(request):
     dist.init_process_group(backend, store=store, rank=request["rank"], world_size=request["size"], timeout=limit)
     data, seconds = torch.ones(request["bytes"] // 4, device="cuda" if cuda else "cpu"), []
     for _ in range(4):
-        data.fill_(1)
         begin = time.perf_counter()
         dist.all_reduce(data)
-        total = data[-1].item()
+        data[-1].item()
         seconds.append(time.perf_counter() - begin)
-    if total != request["size"]:
-        raise Refused(f"the sum is wrong: {total}, expected {request['size']}")
     dist.barrier()
     print(json.dumps({"mb_per_s": request["bytes"] / 1e6 / min(seconds)}), flush=True)
     os._exit(0)
@@ -499,7 +409,7 @@ OPERATIONS = (probe, run, start, look, sweep, examine, all_reduce)
 
 
 def answer(name, request):
-    """The answer of an operation, or why it cannot be done."""
+    """The answer of an operation, or the reason why it cannot be done."""
     try:
         return next(f for f in OPERATIONS if f.__name__ == name)(request)
     except (Refused, OSError, RuntimeError, subprocess.SubprocessError) as e:
@@ -508,7 +418,7 @@ def answer(name, request):
 
 if __name__ == "__main__":
     if sys.argv[1] == "agent":
-        sys.exit(agent(Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), sys.argv[5:]))
+        sys.exit(agent(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
     if sys.argv[1] == "torchrun":
         sys.exit(torchrun(Path(sys.argv[2]), sys.argv[3:]))
     if sys.argv[1] == "enter":

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,7 +121,7 @@ def test_a_machines_gpus_are_divided_among_its_nodes(gpus, slots, nproc, expecte
 BUG = "Traceback\nKeyError: 'x'"
 PEER = "PeerFailure: RuntimeError: Connection reset by peer"
 CAUSES = {
-    # failed ranks as (rank, exit status, error), the first one first; torchrun's status -> sure, words
+    # failed ranks as (rank, exit status, error), the first one first; torchrun's status -> order, words
     "a bug": ([(1, 1, "KeyError: 'x'"), (0, -15, "")], 1, node.FAILED, "rank 1 on a failed with status 1"),
     "a bug, and torchrun killed a deaf one": ([(1, 1, "KeyError"), (0, -9, "")], 1, node.FAILED, "rank 1 on a failed"),
     "a bug in restore": (
@@ -136,24 +137,25 @@ CAUSES = {
     "a segmentation fault": ([(0, -11, "")], 1, node.FAILED, "rank 0 on a was ended by SIGSEGV"),
     "the user's mistake": ([(0, 2, "UserError: --timeout 0")], 1, node.FAILED, "status 2"),
     "ended from outside": ([(0, -15, "")], 1, node.FOLLOWED, "SIGTERM"),
-    "torchrun was killed": ([], -9, node.KILLED, "torchrun on a was ended by SIGKILL"),
-    "torchrun failed": ([], 1, node.FOLLOWED, "torchrun on a failed"),
+    "torchrun was killed": ([], -9, node.KILLED, "the run on a was ended by SIGKILL"),
+    "torchrun failed": ([], 1, node.FOLLOWED, "the run on a failed"),
 }
 
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_the_first_cause_on_a_host(tmp_path, name):
-    failed, status, sure, words = CAUSES[name]
+    failed, status, order, words = CAUSES[name]
     logs = tmp_path / "a" / "id"
     for rank, number, _ in failed:
         file = logs / "x" / "attempt_0" / str(rank) / "stderr.log"
         file.parent.mkdir(parents=True)
         file.write_text(f"the end of {rank}: {number}")
-    failures = [(rank, rank, number, error) for rank, number, error in failed]
-    cause = node.cause_on_this_host(logs, status, failures)
-    assert cause["sure"] == sure and words in cause["what"]
+    if failed:
+        node.write_json(logs / "failures.json", [(rank, rank, number, error) for rank, number, error in failed])
+    cause = node.first_cause(logs, status)
+    assert cause["order"] == order and words in cause["what"]
     assert not failed or cause["tail"].endswith(f": {cause['status']}")
-    assert node.cause_on_this_host(logs, 0, []) is None
+    assert node.first_cause(logs, 0) is None
 
 
 FAILING_RANKS = """
@@ -173,16 +175,16 @@ def test_torchrun_names_the_failed_ranks_with_their_errors(tmp_path):
     command = [sys.executable, cluster.ROOT / "launch" / "node.py", "torchrun", tmp_path, "--standalone"]
     command += ["--nproc-per-node", "2", "--log-dir", tmp_path, "--redirects", "3", tmp_path / "ranks.py"]
     assert subprocess.run(list(map(str, command)), capture_output=True, timeout=LIMIT).returncode == 1
-    failures = node.read_json(tmp_path / "failures.json")["failures"]
+    failures = node.read_json(tmp_path / "failures.json")
     assert failures == [[1, 1, 1, "KeyError: 'store'"], [0, 0, -signal.SIGTERM, failures[1][3]]]
 
 
-def end(sure: int, what: str, ago: float = 0.0, **more) -> dict:
-    return {"exit": 1, "ago": ago, "cause": {"sure": sure, "what": what, "file": "f", "tail": "", **more}}
+def end(order: int, what: str, **more) -> dict:
+    return {"exit": 1, "cause": {"order": order, "what": what, "file": "f", "tail": "", **more}}
 
 
-LOST = end(node.FOLLOWED, "rank 0 on a failed", 9)
-KILLED, EARLIER = end(node.KILLED, "rank 1 on b was killed"), end(node.KILLED, "torchrun on b was killed", 1)
+LOST = end(node.FOLLOWED, "rank 0 on a failed")
+KILLED = end(node.KILLED, "rank 1 on b was killed")
 GONE = end(node.KILLED, "everything on b was gone")
 FINE = {"cause": None}
 SIGNALLED = end(node.FOLLOWED, "torchrun on a failed")
@@ -198,7 +200,6 @@ JUDGEMENTS = {
     "the user's mistake": ("error", "", [SIGNALLED, FINE], "", "error", ""),
     "the same, before it began": (None, "", [MISTAKE, LOST], "", "error", ""),
     "a worker was killed": ("running", "", [LOST, KILLED], "", "failed", "rank 1 on b was killed"),
-    "two were killed": ("running", "", [KILLED, EARLIER], "", "failed", "torchrun on b"),
     "a bug on one rank": ("failed", "", [LOST, end(node.FAILED, "b failed", tail=BUG)], "", "failed", "b failed"),
     "a machine restarted": ("failed", "", [LOST, GONE], "", "failed", "everything on b was gone"),
     "a cable was pulled": ("failed", "", [LOST, {}], "b", "failed", "b has not answered for"),
@@ -225,48 +226,40 @@ def test_how_an_attempt_is_judged(supervisor, name):
     if status:
         now = {"state": status, "step": 7, "message": "m", "attempt": "x"}
         (supervisor.out / "status.json").write_text(json.dumps(now))
-    hosts = [
-        SimpleNamespace(host=Host(n, label=n), heard=9.0, last={"result": r})
-        for n, r in zip("ab", results, strict=True)
-    ]
-    found = supervisor.judge(hosts, [h for h in hosts if h.host.label in silent])
-    assert found.state == state
-    assert said in found.report and bool(found.report) == bool(said)
+    supervisor.hosts = [Host(n, label=n, heard=9.0, last=r) for n, r in zip("ab", results, strict=True)]
+    found = supervisor.judge([h for h in supervisor.hosts if h.label in silent])
+    assert (found.state, said in found.message) == (state, True)
     if name == "a bug on one rank":
-        assert BUG in found.report
+        assert BUG in found.details and "---- the end of f" in found.details
 
 
-def test_a_full_disk_is_named_and_what_it_does_not_take_is_written_later(supervisor, monkeypatch):
-    write, launch = node.write_whole, cluster.read_launch(supervisor.out)
-    full = SimpleNamespace(free=99)
-    monkeypatch.setattr(cluster, "write_whole", lambda *_: os.truncate(28, -1))  # an OSError
-    monkeypatch.setattr(cluster.shutil, "disk_usage", lambda _: full)
+def test_a_write_that_fails_on_a_full_disk_is_made_up_for(supervisor, monkeypatch):
+    write, launch = node.write_json, cluster.read_launch(supervisor.out)
+    monkeypatch.setattr(cluster, "write_json", lambda *_: os.truncate(28, -1))  # an OSError
     supervisor.save(state="failed", message="m")
     assert cluster.read_launch(supervisor.out) == launch
-    assert "full (99 bytes left)" in cluster.state_of(supervisor.out).message
-    assert "is full" in supervisor.judge([], []).report
-    monkeypatch.setattr(cluster, "write_whole", write)
+    monkeypatch.setattr(cluster, "write_json", write)
     supervisor.save()
-    assert cluster.read_launch(supervisor.out) == launch | {"state": "failed", "message": "m"}
-    assert not list(supervisor.out.rglob("*.tmp-*"))
+    assert cluster.read_launch(supervisor.out) == supervisor.launch and supervisor.launch["message"] == "m"
 
 
 @pytest.mark.parametrize(
-    ("state", "attempt", "locked", "expected"),
+    ("state", "attempt", "age", "locked", "expected"),
     [
-        ("running", "7-0", True, ("running", "")),  # Slurm's
-        ("running", "node-7", True, ("running", "")),  # python train.py
-        ("running", "7-0", False, ("failed", "dead: it ended without a message")),
-        ("stopped", "7-0", False, ("stopped", "m")),
-        ("stopped", "old", False, ("failed", "ours")),  # our launch came later, and never began
-        ("finished", "x", False, ("failed", "ours")),  # our attempt's: the supervisor knows better
+        ("running", "7-0", 0, True, ("running", "")),  # Slurm's
+        ("running", "7-0", 0, False, ("failed", "dead: it ended without a message")),
+        ("stopped", "7-0", 0, False, ("stopped", "m")),
+        ("stopped", "old", 9, False, ("failed", "ours")),  # our launch came later, and never began
+        ("finished", "x", 0, False, ("failed", "ours")),  # our attempt's: the supervisor knows better
     ],
 )
-def test_a_run_that_slurm_started_is_known_by_its_status_and_its_lock(supervisor, state, attempt, locked, expected):
+def test_a_run_that_slurm_started_is_known_by_its_status_and_its_lock(
+    supervisor, state, attempt, age, locked, expected
+):
     out = supervisor.out
-    supervisor.save(state="failed", message="ours", previous="old")
-    message = "m" if state == "stopped" else ""
-    (out / "status.json").write_text(json.dumps({"state": state, "step": 7, "message": message, "attempt": attempt}))
+    supervisor.save(state="failed", message="ours")
+    status = {"state": state, "step": 7, "message": "m" if state == "stopped" else "", "attempt": attempt}
+    node.write_json(out / "status.json", status | {"time": time.time() - age})
     lock = take_lock(out) if locked else None
     end = cluster.state_of(out)
     assert (end.state, end.message) == expected
@@ -287,32 +280,30 @@ def test_logs_of_a_rank_go_on_over_a_relaunch_to_the_end_of_the_run(tmp_path, mo
 
     def write(text: str, host: str, id_: str, state: str = "running") -> None:
         attempt = tmp_path / "logs" / host / id_
-        logs = attempt / "x" / "attempt_0" / "0"
+        logs = attempt / "x" / "attempt_0" / "1"
         logs.mkdir(parents=True, exist_ok=True)
         (tmp_path / "logs" / "launch.json").write_text(json.dumps(launch | {"id": id_, "state": state}))
-        if text:
-            (attempt / "agent.json").write_text('{"ranks": {"3": 0}}')
         with open(logs / "stdout.log", "a") as f:
             f.write(text)
 
-    write("first\nsecond\n", "a", "1")
-    later = iter([("third\n", "a", "1"), ("", "b", "2"), ("four\x1b[2Jth\n", "b", "2"), ("5\n", "b", "2", "finished")])
+    write("first\nsecond\n", "b", "1")
+    later = iter([("third\n", "b", "1"), ("", "b", "2"), ("four\x1b[2Jth\n", "b", "2"), ("5\n", "b", "2", "finished")])
     monkeypatch.setattr(cluster, "is_supervised", lambda _: True)
     monkeypatch.setattr(cluster.time, "sleep", lambda _: write(*next(later)))
     assert cluster.Follower(tmp_path, "r", 1, "3").to_the_end() == 0
-    heads = [f"==> logs/{n}/x/attempt_0/0/stdout.log <==\n" for n in ("a/1", "b/2")]
+    heads = [f"==> logs/{n}/x/attempt_0/1/stdout.log <==\n" for n in ("b/1", "b/2")]
     assert capsys.readouterr().out == f"{heads[0]}second\nthird\n{heads[1]}four\\x1b[2Jth\n5\nr: finished\n"
-    with pytest.raises(UserError, match="no host or rank '4'"):
-        cluster.host_files(tmp_path, "r", "4")
+    with pytest.raises(UserError, match="no host '4'"):
+        cluster.output_files(tmp_path, "4")
 
 
 def test_an_agent_records_that_its_torchrun_was_killed(tmp_path):
     logs = tmp_path / "logs" / "a" / "x"
     logs.mkdir(parents=True)
-    command = [sys.executable, cluster.ROOT / "launch" / "node.py", "agent", logs, "5", "1", "bash", "-c", "kill -9 $$"]
+    command = [sys.executable, cluster.ROOT / "launch" / "node.py", "agent", logs, "1", "bash", "-c", "kill -9 $$"]
     done = subprocess.run([*command, "--local-addr", "127.0.0.1"], capture_output=True, text=True, timeout=LIMIT)
     record = json.loads((logs / "agent.json").read_text())
-    assert (record["exit"], record["cause"]["sure"], done.stderr) == (-9, node.KILLED, "")
+    assert (record["exit"], record["cause"]["order"], done.stderr) == (-9, node.KILLED, "")
 
 
 @pytest.mark.parametrize(
@@ -324,7 +315,7 @@ def test_what_an_agent_sets_for_its_ranks(tmp_path, ranks, given, expected):
     logs = tmp_path / "logs" / "a" / "x"
     logs.mkdir(parents=True)
     environment = {k: v for k, v in os.environ.items() if "_NUM_THREADS" not in k and "SOCKET" not in k}
-    command = [sys.executable, cluster.ROOT / "launch" / "node.py", "agent", logs, "5", str(ranks)]
+    command = [sys.executable, cluster.ROOT / "launch" / "node.py", "agent", logs, str(ranks)]
     command += [sys.executable, "-c", f"import os; print(*map(os.environ.get, [{names}]))", "--local-addr", "127.0.0.1"]
     subprocess.run(command, env=environment | ({"OMP_NUM_THREADS": given} if given else {}), check=True, timeout=LIMIT)
     assert (logs / "agent.stdout.log").read_text() == f"{expected}lo lo\n"
@@ -332,7 +323,7 @@ def test_what_an_agent_sets_for_its_ranks(tmp_path, ranks, given, expected):
 
 def test_it_gives_up_after_its_tries_without_a_newer_checkpoint_and_names_the_first_cause(supervisor, monkeypatch):
     supervisor.job |= {"retries": 1, "retry_pause": 0, "host_wait": 0}
-    ends = iter([cluster.End("failed", n, f"what {n}", f"report {n}") for n in range(9)])
+    ends = iter([cluster.End("failed", n, f"what {n}", f"details {n}\n") for n in range(9)])
     saved = iter([0, 4, 7, 7])
     monkeypatch.setattr(Supervisor, "attempt", lambda self: next(ends))
     monkeypatch.setattr(Supervisor, "ask", lambda self, operation, **_: [])
@@ -341,18 +332,15 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint_and_names_the_fi
     launch, log = cluster.read_launch(supervisor.out), (supervisor.out / "logs" / "launch.log").read_text()
     assert (launch["state"], launch["message"]) == ("failed", "what 2")
     assert log.count("Relaunching from step 4 in 0 s: try 1 of 1") == 1 and log.count("Relaunching from step 7") == 1
-    assert launch["report"] == f"report 1\n{supervisor.out}: gave up after 1 try without progress"
+    assert log.endswith("try 1 of 1\ndetails 2\nGave up after 1 tries without progress\n")
 
 
 @pytest.mark.parametrize(("state", "status"), [("error", 2), ("failed", 1)])
-def test_how_a_run_ended_is_told_once(supervisor, capsys, state, status):
-    said = {"error": "error: m\n", "failed": "r: failed at step 3: m\n"}[state]
-    supervisor.save(state=state, step=3, message="m")
-    (supervisor.out / "log.txt").write_text("old\n")
-    assert cluster.Follower(supervisor.out, "r").to_the_end() == status
-    (supervisor.out / "log.txt").write_text(said)
+def test_how_a_run_ended_is_told(supervisor, capsys, state, status):
+    supervisor.save("details\n", state=state, step=3, message="m")
     assert cluster.Follower(supervisor.out, "r", lines=9).to_the_end() == status
-    assert capsys.readouterr() == (said, said)
+    end = {"error": "error: m\n", "failed": "r: failed at step 3: m\n"}[state]
+    assert capsys.readouterr() == ("", "details\n" + end)
 
 
 def test_the_prefix_is_not_for_terminals(supervisor, capsys, monkeypatch):
@@ -386,7 +374,7 @@ def test_the_command_that_goes_on_with_the_others(tmp_path):
     hosts = [Host(n, p, slots=2, label=n) for n, p in (("a", 0), ("me@b", 22), ("c", 0))]
     job = {"ssh": "", "mark": "m", "out": str(tmp_path), "nproc": 2, "words": ["--data", "it's here"]}
     supervisor = Supervisor(job, hosts)
-    first, _, last = supervisor.without((supervisor.hosts[2],)).partition("\n")
+    first, _, last = supervisor.without([supervisor.hosts[2]]).partition("\n")
     command = """bash launch.sh --hosts a,me@b:22 --nproc 2 --data 'it'"'"'s here' --out {} --batch_tokens 384"""
     assert "c did not come back" in first and last.strip() == command.format(tmp_path)
 
@@ -395,10 +383,10 @@ def test_a_host_where_nothing_is_left_says_so(tmp_path):
     (tmp_path / "logs" / "a" / "x").mkdir(parents=True)
     request = {"out": str(tmp_path), "label": "a", "id": "x"}
     for state in (node.look(request), node.sweep(request)):
-        assert state["over"] and state["hurt"] and state["result"]["cause"]["sure"] == node.KILLED
-        assert state["result"]["cause"]["what"].startswith("everything on a was gone")
-    (tmp_path / "logs" / "a" / "x" / "agent.json").write_text('{"exit": 0, "first_loss": 1, "cause": null}')
-    assert node.look(request)["result"]["cause"] is None and not node.look(request)["hurt"]
+        assert (state["processes"], state["exit"], state["cause"]["order"]) == (0, None, node.KILLED)
+        assert state["cause"]["what"].startswith("everything on a was gone")
+    (tmp_path / "logs" / "a" / "x" / "agent.json").write_text('{"exit": 0, "cause": null}')
+    assert node.look(request)["cause"] is None
 
 
 @pytest.mark.parametrize("slow", [{3}, {0}, {2, 3}, {0, 7}])
@@ -432,9 +420,10 @@ def setting(checkout, **values) -> None:  # noqa: F811
     (checkout.folder / "launch.sh").write_text(text)
 
 
-def workers(checkout, name: str) -> list[int]:  # noqa: F811
-    marker = f"{os.path.realpath(checkout.run(name))}/logs/"
-    return [pid for pid in node.processes(marker)[1] if node.parent(pid) not in node.processes(marker)[1]]
+def ranks(checkout, name: str) -> dict[str, int]:  # noqa: F811
+    """rank -> process id"""
+    found = node.processes(f"{os.path.realpath(checkout.run(name))}/logs")
+    return {environment["RANK"]: pid for pid, environment in found.items() if "RANK" in environment}
 
 
 def ids(run: Path) -> list[str]:
@@ -460,12 +449,11 @@ def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):  
     assert not [text for text in checkout.texts("two") if "hf_abcdefgh" in text]
     assert len(list(run.glob(f"logs/{NAME}*/**/*stderr.log"))) == 4  # an agent and a worker each
     status, out, err = checkout.launch("status")
-    assert re.search(rf"{NAME}-2 +flatland-two_2 +alive +1 of 1$", out, re.M), out
+    assert re.search(rf"{NAME}-2 +flatland-two_2 +1 of 1$", out, re.M), out
     status, out, err = checkout.launch("--out", "runs/two")
     assert status == 2 and "being trained already" in err
 
-    victim = next(pid for pid in workers(checkout, "two") if node.environment_of(pid)["RANK"] == "1")
-    os.kill(victim, signal.SIGKILL)
+    os.kill(ranks(checkout, "two")["1"], signal.SIGKILL)
     eventually(lambda: contains(log, "Resumed after step"), "the relaunch")
     assert len(ids(run)) == 2
     told = (run / "logs" / "launch.log").read_text()
@@ -475,7 +463,7 @@ def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):  
 
     status, out, err = checkout.launch("stop")
     assert status == 0 and "runs/two: stopped at step" in out, out + err
-    assert not workers(checkout, "two") and not checkout.agent_lives("two")
+    assert not ranks(checkout, "two") and not checkout.agent_lives("two")
     assert not [line for line in command_lines().values() if str(checkout.folder) in line and "cluster.py" in line]
 
 

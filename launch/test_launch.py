@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 def parse_args(words, trains=False):
     out = words[words.index("--out") + 1] if "--out" in words else "runs/default"
-    return SimpleNamespace(out=out, timeout=20, check=0 if "--check" in words else -1)
+    return SimpleNamespace(out=out, timeout=5, check=0 if "--check" in words else -1)
 """
 LIMIT = 120  # seconds; nothing here takes long, but machines may be busy
 
@@ -275,7 +275,7 @@ def test_a_deaf_run_without_tmux_ends_at_the_second_stop(checkout, no_tmux):
         (["--nproc", "many"], "--nproc"),
         (["status", "--out", "runs/absent"], "runs/absent"),
         (["logs", "--out"], "--out: expected one argument"),
-        (["logs"], "no run in runs/"),
+        (["logs"], "runs/ has no run yet"),
         (["--end", "mistake"], "error: found a mistake"),
     ],
 )

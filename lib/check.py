@@ -17,7 +17,7 @@ import checkpoint
 import fp8
 import plan
 import shard
-from attention import choose_backend
+from attention import choose_backend, kernel
 from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch, without
 from data import Loader, open_checked, open_loaders, with_steps
 from lib import lora, machine
@@ -27,6 +27,7 @@ from lib.run import COMPARED_AT, logger, refuse_unusable
 from lib.weights import dropout_note, open_adapter, refuse_in_the_way
 from lib.weights import open_weights as open_folder
 from model import Transformer, flops_per_token, random_init
+from optim import DTYPES
 from shapes import MODELS
 
 SHORT_SECONDS = 300  # what is compiled is faster by a tenth to a third
@@ -155,6 +156,9 @@ def report(config: Config) -> int:
         data, *_ = check_inputs(config, resume_from is not None, processes, catalog)
         if resume_from:
             data.load_state_dict(position)
+        shape = config.model_config
+        heads = shape.n_heads, shape.n_kv_heads, shape.head_dim
+        print(f"attention={kernel(config.attention, data.separate, device, DTYPES[config.dtype], heads)}")
     state = "finished" if done else "resume" if resume_from else "fresh"
     print(f"out={config.out}\ndevice={device.type}\nprocesses={processes}\nstate={state}\ntimeout={config.timeout}")
     if "LOCAL_WORLD_SIZE" not in os.environ:  # a person asks, not a launcher, which trains next
