@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 
 from lib.errors import Parser, UserError, local_path, read_ahead, run_script  # first: it finds Python's torch
-from lib.prepare import main as run_prepare
+from lib.text import main as run_prepare
 
 if __name__ == "__main__" and sys.argv[1:2] != ["show"]:
     run_script(run_prepare)  # before torch is imported, which takes seconds
@@ -36,9 +36,8 @@ from torch import Tensor
 
 from config import Config, check_together, parse_args, split_batch
 from lib import torch_private
-from lib.prepare import read_index
 from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, sample_digest, turns
-from lib.text import HUB, knows_text, log, split_weight
+from lib.text import HUB, knows_text, log, read_index, split_weight
 from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
 

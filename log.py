@@ -220,7 +220,7 @@ class Log:
         self.predicted = predicted
         config, folder, size = self.run.config, self.run.folder, self.ranks.world_size
         if val_data:
-            self.val_bytes, self.val_tokens = text_bytes(val_data.sources, *val_data.val_rows)
+            self.val_bytes, self.val_tokens = text_bytes(val_data)
         shape = config.model_config
         heads = shape.n_heads, shape.n_kv_heads, shape.head_dim
         attention = kernel(config.attention, data.separate, self.ranks.device, model.dtype, heads)

@@ -14,10 +14,9 @@ import transformers
 from config import parse_args
 from data import Batch, make_loader, show
 from lib import check, rows
-from lib.prepare import prepare, write_shard
 from lib.rows import turns
 from lib.test_tokenizer import TEMPLATES, _chat_tokenizer, _conversations, _json, _llama2_json, _write
-from lib.text import BEGINS, ID, TRAINED, Encoder, TextFile, TextRow
+from lib.text import BEGINS, ID, TRAINED, Encoder, TextRow, find_files, prepare, write_shard
 from lib.tokenizer import chat_family, load_tokenizer, render_chat
 from lib.weights import export_model
 from model import MODELS, Transformer
@@ -117,22 +116,22 @@ SYSTEM = {  # the same, with a system message
 
 def test_rows_that_are_conversations(tmp_path):
     """The hub's usual forms; what is from Windows begins with a BOM."""
-    encode, where = Encoder("bytes", chat_fields=("hint", "ask", "say")), TextFile("a.jsonl")
+    encode, where = Encoder("bytes", chat_fields=("hint", "ask", "say")), "a.jsonl"
     for rows_, messages in ((SAME, [ASK, ANSWER]), (SYSTEM, [BRIEF, ASK, ANSWER])):
         ids, mask = render_chat(load_tokenizer("bytes"), messages, "llama2")
         bom = "\ufeff" * (rows_ is SYSTEM)
         (tmp_path / "a.jsonl").write_text(bom + "".join(json.dumps(row) + "\n" for row in rows_.values()))
-        found = [encode(str(where), row) for row in TextFile(str(tmp_path / "a.jsonl")).rows(encode.fields)]
+        found = [encode(where, row) for row in find_files(str(tmp_path / "a.jsonl"), "")[0].rows()]
         tokens = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
         for name, its_tokens in zip(rows_, found, strict=True):
             assert its_tokens == ([tokens[0] | BEGINS, *tokens[1:]], "chat"), name
         (tmp_path / "a.json").write_text(bom + json.dumps([*rows_.values()], indent=1))
-        listed = [encode(str(where), row) for row in TextFile(str(tmp_path / "a.json")).rows(encode.fields)]
+        listed = [encode(where, row) for row in find_files(str(tmp_path / "a.json"), "")[0].rows()]
         assert listed == found
     row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
-    tokens, _ = encode("", TextRow(1, 1, row, False))
+    tokens, _ = encode("", TextRow(1, row))
     assert "[INST] Add.\n\n1, 2 [/INST] 3" in load_tokenizer("bytes").decode([t & ID for t in tokens])
-    named = Encoder("bytes", "body")(str(where), TextRow(1, 1, {"body": "x", "messages": [ASK, ANSWER]}, False))
+    named = Encoder("bytes", "body")(where, TextRow(1, {"body": "x", "messages": [ASK, ANSWER]}))
     assert named == ([256, *b"x"], "text")  # a text field that was named counts first
 
 
@@ -143,7 +142,7 @@ def test_conversations_in_parquet(tmp_path):
             row = {"messages": [ASK | {"content": PARTS}, ANSWER | {"content": [{"type": "text", "text": "So."}]}]}
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
         encode = Encoder("bytes", chat_fields=("ask", "say"))
-        ((tokens, _),) = (encode("", r) for r in TextFile(str(tmp_path / "a.parquet")).rows(encode.fields))
+        ((tokens, _),) = (encode("", r) for r in find_files(str(tmp_path / "a.parquet"), "")[0].rows())
         ids, _ = render_chat(load_tokenizer("bytes"), [ASK, ANSWER], "llama2")
         assert [t & ID for t in tokens] == ids, name
 
@@ -319,7 +318,7 @@ def test_wrong_mixtures(tmp_path, words):
 def test_prepared_conversations(tmp_path):
     """`prepare` keeps the mask; the tokenizer must be the one that prepared."""
     path = write(tmp_path / "a.jsonl", conversations())
-    prepare([TextFile(str(path))], Encoder("bytes"), tmp_path / "out", 2000, 20)
+    prepare(find_files(str(path), ""), Encoder("bytes"), tmp_path / "out", 2000, 20)
     assert len(list((tmp_path / "out").glob("*.bin"))) > 2
     folder, files = make_loader(config(tmp_path / "out")), make_loader(config(path))
     assert [b.targets.tolist() for b in epoch(folder)] == [b.targets.tolist() for b in epoch(files)]

@@ -15,7 +15,8 @@ import torch
 
 from config import parse_args
 from data import Batch, make_loader, open_checked, run_show, with_steps
-from lib import prepare, rows
+from lib import rows
+from lib import text as text_module
 from lib.rows import Catalog, permute
 from lib.text import builtin_documents
 from lib.tokenizer import ByteTokenizer
@@ -66,7 +67,7 @@ def test_both_headers(tmp_path, kind, delimiter):
     assert read(c) + read(c, "val") == tokens.tolist()
     assert open_split(c, "train")[1] == open_split(c, "val")[1] == delimiter
     assert open_split(config(tmp_path / "a.bin", delimiter=5, data_dtype="uint32"), "train")[1] == 5  # a header wins
-    prepare.write_shard(tmp_path / "ours.bin", tokens, 2**16 + (kind == LLAMA3))
+    text_module.write_shard(tmp_path / "ours.bin", tokens, 2**16 + (kind == LLAMA3))
     assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "a.bin").read_bytes()
 
 
@@ -232,7 +233,7 @@ def test_text_is_tokenised_once_until_it_changes(tmp_path, text_cache, monkeypat
     assert len(seen) == 2
     before = path.stat()
     path.write_text("other line\n" * 100)  # of the same size
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**6))
     assert bytes(read(config(path))[1:11]) == b"other line" and len(seen) == 4
 
 
@@ -241,7 +242,7 @@ def test_eight_processes_at_once(tmp_path, monkeypatch, name, line):
     """All load, ten times, and only one of them prepares."""
     (tmp_path / name).write_text(line * 100)
     fork = multiprocessing.get_context("fork")
-    together, prepared, build = fork.Barrier(8), fork.Value("i"), prepare.build
+    together, prepared, build = fork.Barrier(8), fork.Value("i"), text_module._write_all
 
     def counted_build(*args, **how):
         with prepared.get_lock():
@@ -254,7 +255,7 @@ def test_eight_processes_at_once(tmp_path, monkeypatch, name, line):
             together.wait(60)
             assert read(config(tmp_path / name))
 
-    monkeypatch.setattr(prepare, "build", counted_build)
+    monkeypatch.setattr(text_module, "_write_all", counted_build)
     processes = [fork.Process(target=load) for _ in range(8)]
     [p.start() for p in processes]
     [p.join(60) for p in processes]
@@ -458,10 +459,10 @@ def test_the_bytes_of_evaluated_text_are_known_where_shards_say_them(tmp_path, t
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "é" * (i % 5)}) + "\n" for i in range(4000)))
     loader = make_loader(config(tmp_path / "a.jsonl", eval_batches=7, micro_batch=3), split="val")
     targets = torch.cat([batch.targets for (batch,) in loader]).flatten().tolist()
-    assert rows.text_bytes(loader.sources, *loader.val_rows) == (sum(t < 256 for t in targets), len(targets))
+    assert rows.text_bytes(loader) == (sum(t < 256 for t in targets), len(targets))
     assert 0 < sum(t < 256 for t in targets) < len(targets) == 7 * 3 * T
     foreign = make_loader(config(numbered(tmp_path / "d", 400)), split="val")
-    assert rows.text_bytes(foreign.sources, *foreign.val_rows) == (0, 0)
+    assert rows.text_bytes(foreign) == (0, 0)
 
 
 # ---- documents

@@ -121,19 +121,28 @@ class Handler(BaseHTTPRequestHandler):
                 folder = "".join(path.split("/tree/")[1].split("/", 1)[1:])
                 if folder and not any(file.startswith(f"{folder}/") for file in files):
                     return self.reply(404, X_Error_Code="EntryNotFound")
-                return self.tree(files)
+                return self.tree(files, folder)
             prefix = f"/{'datasets/' * (kind == 'datasets')}{name}/resolve/"
             if path.startswith(prefix):
                 return self.resolve(repo, *path[len(prefix) :].split("/", 1))
         self.reply(401 if not self.headers.get("Authorization") else 404, X_Error_Code="RepoNotFound")
 
-    def tree(self, files):
+    def tree(self, files, folder):
         """Two pages; the address of the second names another origin, as a mirror's may."""
-        entries = [describe(path, content) | {"type": "file", "path": path} for path, content in files.items()]
+        prefix, is_deep, entries = f"{folder}/" * bool(folder), "recursive=true" in self.path, {}
+        original = {"type": "directory", "path": "original", "oid": "c" * 40, "size": 0}
+        for path, content in files.items():
+            if path.startswith(prefix):
+                below, slash, _ = path[len(prefix) :].partition("/")
+                is_file = is_deep or not slash
+                entry = describe(path, content) | {"type": "file", "path": path}
+                entries[path if is_file else prefix + below] = entry if is_file else original | {"path": prefix + below}
+        entries = [*entries.values()]
         if "cursor" in self.path or len(entries) < 4:
             return self.reply(200, json.dumps(entries[3:] if "cursor" in self.path else entries).encode())
-        page = [*entries[:3], {"type": "directory", "path": "original", "oid": "c" * 40, "size": 0}]
-        link = f'<{self.server.cdn.url}{urlsplit(self.path).path}?cursor=2>; rel="next"'
+        page = [*entries[:3], original]
+        cursor = self.path + ("&" if "?" in self.path else "?") + "cursor=2"
+        link = f'<{self.server.cdn.url}{cursor}>; rel="next"'
         self.reply(200, json.dumps(page).encode(), Link=link)
 
     def resolve(self, repo, commit, path):

@@ -34,8 +34,8 @@ import train
 from lib import errors
 from lib import run as guard
 from lib.errors import UserError, read_json
-from lib.prepare import write_shard
 from lib.run import write_status
+from lib.text import write_shard
 from model import Transformer
 from test_checkpoint import make_state, save
 from test_shard import run_code, skip_plots

@@ -22,8 +22,8 @@ import checkpoint
 from config import parse_args
 from generate import choose, main, open_source, sample, warn_once, write
 from lib.errors import UserError
-from lib.prepare import write_shard
 from lib.test_tokenizer import LLAMA3_REGEX
+from lib.text import write_shard
 from lib.tokenizer import ByteTokenizer
 from lib.weights import export_model
 from model import Transformer

@@ -24,7 +24,7 @@ from config import parse_args
 from data import make_loader
 from lib import machine, weights
 from lib.errors import exit_status
-from lib.prepare import write_shard
+from lib.text import write_shard
 from model import Transformer
 from shard import fill_parameters
 from test_shard import TORCHRUN, run_code

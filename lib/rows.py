@@ -28,14 +28,13 @@ import numpy as np
 
 from config import Config
 from lib import text
-from lib.errors import Failure, RankError, UserError, printable, read_ahead
-from lib.prepare import SIZES, find_shards, key_of, open_shard, prepare, read_index
-from lib.tokenizer import load_tokenizer
+from lib.errors import Failure, RankError, UserError, read_ahead
+from lib.text import TextFile, open_shard, prepare, read_index
+from lib.tokenizer import load_tokenizer, token_sizes
 from model import IGNORE
 
 VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECASE)
 CACHE = Path(__file__).parent.parent / "cache"
-PARALLEL = 2**25  # bytes; several processes tokenise a longer text
 OPEN_ROWS = 1000  # rows that a conversation may still be packed into
 MAX_WORKERS = 8  # per rank
 LANE_BATCH = 2**16  # bytes of a lane's text that are tokenised together
@@ -110,14 +109,12 @@ def make_encoder(config: Config) -> text.Encoder:
     return text.Encoder(config.tokenizer, config.text_field, config.model_config.chat_format, config.chat_fields)
 
 
-def tokenize(sources: list[text.TextFile], config: Config) -> list[Path]:
+def tokenize(sources: list[TextFile], config: Config) -> list[Path]:
     """Tokenises text into a folder of the cache, once -> its shards."""
     encoder, skip_bad = make_encoder(config), config.skip_bad
-    key = key_of(sources, encoder, text.VAL_EVERY, skip_bad)  # skip_bad changes which rows remain
+    key = text.key_of(sources, encoder, text.VAL_EVERY, skip_bad)  # skip_bad changes which rows remain
     folder = CACHE / f"{Path(sources[0].name).name.partition('.')[0]}-{key[:12]}"
-    if not read_index(folder):
-        processes = text.cores() if sum(s.size for s in sources) > PARALLEL else 0
-        prepare(sources, encoder, folder, processes=processes, skip_bad=skip_bad)
+    prepare(sources, encoder, folder, skip_bad=skip_bad)
     return sorted(folder.glob("*.bin"))
 
 
@@ -189,9 +186,9 @@ class Catalog:
         self.streamed = {}
         self.shards = {}
 
-    def find(self, spec: str, flag: str) -> list[text.TextFile]:
+    def find(self, spec: str, flag: str) -> list[TextFile]:
         if spec not in self.listed:
-            self.listed[spec] = text.find_text(spec, flag, self.commits.get(spec, ""))
+            self.listed[spec] = text.find_files(spec, flag, commit=self.commits.get(spec, ""))
         return self.listed[spec]
 
     def is_stream(self, specs: tuple[str, ...], flag: str) -> bool:
@@ -220,7 +217,7 @@ class Catalog:
             return False
         first = self.find(specs[0], flag)[0]
         encoder = make_encoder(self.config)
-        row = next(first.rows(encoder.fields, 0, 0), None)
+        row = next(first.rows(0, 0), None)
         if row is None:
             raise UserError(f"{flag} {first} is empty")
         ((message, kind),) = text.encode_rows(encoder, str(first), [row])
@@ -256,13 +253,14 @@ class Catalog:
         tokenised. Text of the hub holds conversations here; other text is streamed."""
         remote = [spec for spec in specs if spec.startswith("hf://")]
         texts = [file for spec in remote for file in text.fetch_whole(self.find(spec, flag))]
-        files = [file for spec in specs if spec not in remote for file in find_shards(spec, flag)]
-        texts += [text.TextFile(str(file)) for file in files if file.suffix != ".bin"]
+        files = [file for spec in specs if spec not in remote for file in text.find_files(spec, flag, text.SHARDS)]
+        texts += [file for file in files if not file.name.endswith(".bin")]
         for file in texts:
             if not file.size:
                 raise UserError(f"{flag} {file} is empty")
-        made = tokenize(texts or [text.TextFile(text.BUILTIN)], self.config) if texts or not specs else []
-        return _split_by_name([file for file in files if file.suffix == ".bin"]) + _split_by_name(made)
+        made = tokenize(texts or [text.builtin_file()], self.config) if texts or not specs else []
+        shards = [Path(file.name) for file in files if file.name.endswith(".bin")]
+        return _split_by_name(shards) + _split_by_name(made)
 
 
 def _split_by_name(shards):
@@ -409,7 +407,7 @@ class Stream:
         """Finds the files, at the catalog's commits if it has any."""
         lists = {spec: catalog.find(spec, self.flag) for spec in self.specs}
         self.files, lanes = sum(lists.values(), []), self.config.lanes
-        self.commits = {spec: files[0].commit for spec, files in lists.items() if files[0].hub}
+        self.commits = {spec: text.ADDRESS.fullmatch(files[0].name)[2] for spec, files in lists.items() if files[0].hub}
         self.identity = [(Path(file.name).name, file.size) for file in self.files]  # wherever they are
         self.note = f"a stream of {len(self.files)} files for {lanes} lanes"
         if len(self.files) < lanes:
@@ -448,12 +446,10 @@ class Stream:
         """The rows of a file from number `first` on. A hub that fails is asked again after each of PAUSES."""
         for seconds in (*PAUSES, 0):
             try:
-                for row in file.rows(self.encoder.fields, max(first - 1, 0), 0):
+                for row in file.rows(max(first - 1, 0), 0):
                     first = row.number + 1
                     yield row
                 return
-            except text.Damaged:
-                raise
             except Failure as e:
                 if not seconds:
                     raise
@@ -461,7 +457,7 @@ class Stream:
                 time.sleep(seconds)
 
     def _jobs(self, lane, epoch, at, first):
-        """Jobs for encode_rows: a lane's rows from a place on, without end. Label: (epoch, file, their numbers)."""
+        """A lane's rows from a place on, without end: ((epoch, file), name, rows)."""
         n, lanes = len(self.files), self.config.lanes
         turn, sharing = lane // n, len(range(lane % n, lanes, n))
         while True:
@@ -470,7 +466,7 @@ class Stream:
                 rows = (row for row in self._read(file, first) if (row.number - 1) % sharing == turn)
                 for group in text.group_rows(rows, LANE_BATCH):
                     is_empty = False
-                    yield (epoch, k, [row.number for row in group]), self.encoder, str(file), group
+                    yield (epoch, k), str(file), group
                 first = 0
             if is_empty:
                 raise UserError(
@@ -479,35 +475,20 @@ class Stream:
                 )
             epoch, at = epoch + 1, 0
 
-    def _documents(self, lane, epoch, at, first, offset, skipped):
-        """(ids, (epoch, file, row, token, bad rows)) of a lane from a place on, without end."""
-        jobs = self._jobs(lane, epoch, at, first)
-        for (epoch, k, numbers), results in text.in_order(text.encode_rows, jobs, self.workers, 2):
-            for number, (ids, kind) in zip(numbers, results, strict=True):
-                if kind == "chat":
-                    ids = f"{self._files(lane, epoch)[k]} row {number}: a conversation; these are not streamed"
-                if kind == "text":
-                    yield ids[offset:], (epoch, k, number, offset, skipped)
-                    offset = 0
-                    continue
-                skipped += 1
-                if skipped > self.config.skip_bad:
-                    raise UserError(f"{ids}; --skip_bad N skips up to N bad rows per lane")
-                text.log.warning(f"skipped: {printable(ids)}")
-
     def _rows(self, lane):
         """(seq_len + 1 tokens, the position after them) of a lane, without end."""
-        T, (given, *start) = self.config.seq_len, self.positions.get(lane, (0,) * 6)
+        T, (given, epoch, at, first, offset, bad) = self.config.seq_len, self.positions.get(lane, (0,) * 6)
         tokens, begins = np.zeros(0, np.uint32), []  # begins: of the documents in tokens, (where it begins, its place)
-        for ids, place in self._documents(lane, *start):
-            begins.append((len(tokens), place))
-            tokens = np.concatenate((tokens, np.frombuffer(ids, np.uint32)))
+        jobs, skip_bad = self._jobs(lane, epoch, at, first), self.config.skip_bad
+        for place, row, ids, _, skipped in text.encode(jobs, self.encoder, self.workers, 1, skip_bad, bad, "text"):
+            begins.append((len(tokens) - offset, (*place, row.number, skipped)))
+            tokens, offset = np.concatenate((tokens, np.frombuffer(ids, np.uint32)[offset:])), 0
             while len(tokens) > T:
                 while len(begins) > 1 and begins[1][0] <= T:
                     begins.pop(0)
-                begin, (epoch, file, row, offset, skipped) = begins[0]
+                begin, (epoch, file, number, skipped_then) = begins[0]
                 given += 1
-                yield tokens[: T + 1], (given, epoch, file, row, offset + T - begin, skipped)
+                yield tokens[: T + 1], (given, epoch, file, number, T - begin, skipped_then)
                 tokens, begins = tokens[T:], [(begin - T, place) for begin, place in begins]
 
     def _take(self, number):
@@ -520,8 +501,6 @@ class Stream:
             tokens, position = next(row for row in self.lanes[lane] if row[1][0] > turn)
         except UserError as e:
             raise RankError(str(e)) from None  # other ranks may not have met it
-        except text.Damaged as e:
-            raise text.Damaged(f"{e}; it was trained on: --resume a checkpoint from before that") from None
         self.awaited = ""
         assert position[0] == turn + 1, f"lane {lane} is behind row {turn}: {position}"
         self.positions[lane] = self.recent[number] = position
@@ -551,15 +530,18 @@ class Stream:
         return f"{self._files(lane, epoch)[file]} up to row {row} (lane {lane}, epoch {epoch})"
 
 
-def text_bytes(sources: list, which: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
-    """(bytes of text, tokens): the trained tokens in rows of several sources; which: the source of each row. (0, 0) if
-    a source is a stream, or has no file of token sizes."""
-    size = tokens = 0
-    for i, source in enumerate(sources):
-        files = [part.path.with_name(SIZES) for part in source.tokens.parts] if source.count else [Path()]
-        if not all(file.is_file() for file in files):
-            return 0, 0
-        sizes, ours = np.load(files[0]), rows[which == i]
+def text_bytes(loader) -> tuple[int, int]:
+    """(bytes of text, tokens) of the trained tokens that a validation loader gives. (0, 0) if a source is a stream, or
+    the text of its tokens is not known."""
+    config = loader.config
+    if loader.streams or not text.knows_text(config):
+        return 0, 0
+    sizes, size, tokens = np.zeros(config.model_config.vocab_size, np.int64), 0, 0
+    known = token_sizes(load_tokenizer(config.tokenizer))
+    sizes[: len(known)] = known
+    which, rows = loader.val_rows
+    for i, source in enumerate(loader.sources):
+        ours = rows[which == i]
         for block in np.array_split(ours, len(ours) // OPEN_ROWS + 1):
             targets = source.rows(block)[1]
             trained = targets[targets != IGNORE]

@@ -6,10 +6,15 @@ worker processes, because that takes 20 times as long as reading. A row with --t
 text. A row with the fields of CHAT_FIELDS or --chat_fields is a conversation, even if it also has a field named text:
 the assistant's tokens and the token that ends each answer are trained on. A new format needs a reader in READERS.
 
-Addresses on the hub are hf://datasets/ORG/NAME[@REVISION][/PATH]; PATH is a file, a
-folder, or a pattern with * (within a name) and **. Nothing here imports torch."""
+`prepare` writes a folder of shards: train-00000.bin ... and val-00000.bin ... with llm.c's header (256 int32: magic
+20240520, version 1, uint16 tokens; or magic 20240801, version 7, uint32), and index.json (sources, tokenizer, hashes).
+Tokens of conversations are uint32 with the bits TRAINED and BEGINS. Shards hold the rows in their order, for any number
+of processes. While `prepare` runs, index.json has the position after the last shard, where an interrupted call resumes.
 
-import codecs
+Addresses on the hub are hf://datasets/ORG/NAME[@REVISION]/PATH; PATH is a file, or a pattern with * (within a name) and
+**. Nothing here imports torch, and numpy is imported where it is needed: config.py
+imports this module."""
+
 import contextlib
 import difflib
 import functools
@@ -29,23 +34,38 @@ import platform
 import re
 import sys
 import threading
+import uuid
 import zlib
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from lib.errors import Failure, UserError, find_damage, guard_token, hub_errors, listed
+from lib.errors import (
+    Failure,
+    Parser,
+    UserError,
+    find_damage,
+    guard_token,
+    hub_errors,
+    listed,
+    printable,
+    read_ahead,
+    read_json,
+    read_object,
+    write_whole,
+)
 from lib.tokenizer import chat_family, load_tokenizer, render_chat
 
+if TYPE_CHECKING:
+    import numpy as np
+
 HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
+ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")  # ORG/NAME, revision, path
 STDIN, BUILTIN = "-", "built-in"  # names of text that is in no file
-TRAIN_NAME = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)", re.IGNORECASE)
 TXT_PIECE = 2**24  # bytes; a longer .txt is tokenised in pieces, cut between lines
 VAL_EVERY = 20  # one document in so many, or the last 1/20 of a .txt, is held out for validation
 # Fields of conversations: a field with all messages, or a pair of fields (user, assistant) with text or messages.
@@ -58,6 +78,15 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": 
 TOOLS = ("tool_calls", "function_call", "tool_call_id")
 BESIDE = ("history", "tools", "functions")  # fields that would have to be rendered as well
 ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
+HEADER = 1024  # bytes of a shard
+MAGICS = {  # version, dtype, the token before a document
+    20240520: (1, "<u2", 50256),
+    20240801: (7, "<u4", 128000),
+}
+INDEX, SHARDS = "index.json", (".bin",)
+SHARD_TOKENS = 100_000_000
+BATCH = 2**20  # bytes of text that a worker encodes at a time
+PARALLEL = 2**25  # bytes; several processes tokenise a longer text
 log = logging.getLogger("flatland")
 
 
@@ -65,16 +94,16 @@ class BadRow(UserError):
     """A row that --skip_bad may leave out."""
 
 
-class Damaged(Failure):
+class Damaged(UserError):
     """The bytes of a file that arrived do not have its hash."""
 
 
 class TextRow(NamedTuple):
-    number: int  # in its file, from 1
     line: int  # number of its first line; 0 where the format has no lines
-    content: bytes | dict  # JSON, or fields
-    val: bool  # held out for validation
+    content: bytes | str | dict  # JSON, a document, or fields
+    val: bool | None = None  # held out for validation; None: if its number says so
     begins: bool = True  # False: it continues the document of the row before
+    number: int = 0  # in its file, from 1
 
     @property
     def place(self) -> str:
@@ -85,9 +114,8 @@ class TextRow(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """The suffix that tells a file's format, without .gz; empty for formats that are not read."""
-    suffix = Path(name.removesuffix(".gz")).suffix
-    return suffix if suffix in SUFFIXES and not name.endswith(".parquet.gz") else ""
+    """The suffix that tells a file's format, without .gz."""
+    return Path(name.removesuffix(".gz")).suffix
 
 
 def is_shards(spec: str) -> bool:
@@ -106,7 +134,7 @@ def name_of(spec: str) -> str:
 
 def knows_text(config) -> bool:
     """Whether the text of tokens is known: it was tokenised here, or --tokenizer names the shards' tokenizer."""
-    return config.tokenizer != "bytes" or not any(map(is_shards, config.data))
+    return config.tokenizer != "bytes" or not any(map(is_shards, (*config.data, *config.val_data)))
 
 
 def split_weight(spec: str) -> tuple[str, Fraction | None]:
@@ -115,74 +143,52 @@ def split_weight(spec: str) -> tuple[str, Fraction | None]:
     return (parts[1], Fraction(parts[2])) if parts and not Path(spec).exists() else (spec, None)
 
 
-def find_files(spec: str, flag: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that a path or a pattern names: text files, or files with these suffixes. A folder stands for its files
-    with these suffixes."""
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        files = [p for p in sorted(path.iterdir()) if (kind_of(p.name) or p.suffix) in suffixes]
-        kinds = sorted({kind_of(p.name) for p in path.iterdir()} - {""})
-        hints = [f"; for its {kind} files: {spec}/*{kind}*" for kind in kinds]
-        problem = f"no {', '.join(suffixes)} in this folder{''.join(hints)}"
-    else:
-        files = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-        near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else (), 3)
-        problem = f"no such file or folder in {path.parent.resolve()}" + f"; is it {listed(near)}?" * bool(near)
-    if not files:
-        raise UserError(f"{flag} {spec}: {problem}")
-    for file in files:
-        if not kind_of(file.name) and file.suffix not in suffixes:
-            raise UserError(f"{flag} {file}: the format of this file is not known; {FORMATS} are")
-    return files
-
-
-def find_text(spec: str, flag: str, commit: str = "") -> list["TextFile"]:
-    """The files of text that an entry names: a file, a folder, a pattern, `-`, or an address on the hub (at `commit` if
-    given; without a path, the files of its train split)."""
+def find_files(spec: str, flag: str, wanted: tuple[str, ...] = (), commit: str = "") -> list["TextFile"]:
+    """The files that an entry names: a path, a pattern, `-`, or an address on the hub, at `commit` if given. wanted:
+    the suffixes of the files that a local folder stands for; elsewhere, text is found as well."""
     if spec == STDIN:
-        return [TextFile(STDIN)]
-    if not spec.startswith("hf://"):
-        return [TextFile(str(path)) for path in find_files(spec, flag, SUFFIXES)]
-    address = re.fullmatch(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", spec)
-    if not address:
-        raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION][/PATH]")
-    repo, revision, path = address[1], address[2] or "main", (address[3] or "").strip("/")
+        return [TextFile(STDIN, sys.maxsize, uuid.uuid4().hex)]
+    if spec.startswith("hf://"):
+        return _find_on_hub(spec, flag, commit)
+    from fsspec.implementations.local import LocalFileSystem
+
+    fs, path, wanted = LocalFileSystem(), str(Path(spec).expanduser()), wanted or SUFFIXES
+    if fs.isdir(path):
+        names = [name for name in fs.glob(f"{glob.escape(path)}/*") if kind_of(name) in wanted]
+        problem = f"no {', '.join(wanted)} in this folder; a pattern names its other files: {spec}/*.txt"
+    else:
+        names = [path] if fs.exists(path) else fs.glob(path)
+        folder = os.path.dirname(os.path.abspath(path))
+        near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder) if fs.isdir(folder) else (), 3)
+        problem = f"no such file or folder in {folder}" + f"; is it {listed(near)}?" * bool(near)
+    if not names:
+        raise UserError(f"{flag} {spec}: {problem}")
+    infos = [fs.info(name) for name in sorted(names, key=Path)]
+    return [TextFile(info["name"], info["size"], str(info["mtime"]))._check(flag, wanted) for info in infos]
+
+
+def _find_on_hub(spec, flag, commit):
     from huggingface_hub import HfApi, HfFileSystem
 
+    address = ADDRESS.fullmatch(spec)
+    if not address:
+        raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION]/PATH")
+    repo, revision, path = address.groups()
     guard_token()
     with hub_errors(f"datasets/{repo}"):
-        commit = commit or HfApi().dataset_info(repo, revision=revision).sha
-        hub, root = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}"
-        folder = re.split(r"[*?]", path)[0].rpartition("/")[0]
-        tree = hub.find(f"{root}/{folder}", detail=True) or hub.find(root, detail=True)
-    files = {}
-    for name, info in tree.items():
-        oid = info["lfs"].sha256 if info["lfs"] else info["blob_id"]
-        files[name.removeprefix(f"{root}/")] = TextFile(f"hf://{name}", hub, repo, commit, info["size"], oid)
-    return [files[name] for name in _choose(path, files, f"{flag} {spec}", repo)]
-
-
-def _choose(path, names, entry, repo):
-    """The names in a listing that match the path of an address."""
-    from fsspec.utils import glob_translate
-
-    data = sorted(name for name in names if kind_of(name))
-    chosen = [name for name in data if re.match(glob_translate(path), name)]
-    below = [name for name in data if not path or name.startswith(f"{path}/")]
-    if below and not chosen:
-        chosen = [name for name in below if TRAIN_NAME.search(name)] or (below if path else [])
-        if len({name.rpartition("/")[0] for name in chosen}) != 1:
-            raise UserError(f"{entry} does not say which files: expected {_candidates(repo, below)}")
-    if not chosen:
-        raise UserError(f"{entry}: the address matches no data file; the data set has {_candidates(repo, data)}")
-    return chosen
-
-
-def _candidates(repo, names):
-    """Files whose names differ only in numbers are listed as one pattern."""
-    patterns = list(dict.fromkeys(re.sub(r"\d+-of-\d+|\d{3,}", "*", name) for name in names))
-    more = f" and {len(patterns) - 12} more" if len(patterns) > 12 else ""
-    return ", ".join(f"{HUB}{repo}/{p}" for p in patterns[:12]) + more or "none"
+        commit = commit or HfApi().dataset_info(repo, revision=revision or "main").sha
+        fs, root = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}"
+        infos = (
+            [fs.info(name) for name in sorted(fs.glob(f"{root}/{path}")) if kind_of(name) in SUFFIXES] if path else []
+        )
+        if not infos:
+            names = [name.removeprefix(root) for name in sorted(fs.find(root)) if kind_of(name) in SUFFIXES]
+            # Files whose names differ only in numbers are listed as one pattern.
+            patterns = list(dict.fromkeys(re.sub(r"\d+-of-\d+|\d{3,}", "*", name) for name in names))
+            known = ", ".join(f"{HUB}{repo}{pattern}" for pattern in patterns[:12])
+            raise UserError(f"{flag} {spec} names no file of text; the data set has {known or 'none'}")
+    oids = [info["lfs"].sha256 if info["lfs"] else info["blob_id"] for info in infos]
+    return [TextFile(f"hf://{i['name']}", i["size"], oid, fs) for i, oid in zip(infos, oids, strict=True)]
 
 
 def fetch_whole(files: list["TextFile"]) -> list["TextFile"]:
@@ -190,58 +196,37 @@ def fetch_whole(files: list["TextFile"]) -> list["TextFile"]:
     there, and verified. Several processes may call it at the same time."""
     if not files[0].hub:
         return files
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
 
-    repo, commit = files[0].repo, files[0].commit
-    fetch = functools.partial(hf_hub_download, repo, repo_type="dataset", revision=commit)
+    repo, commit, _ = ADDRESS.fullmatch(files[0].name).groups()
+    paths = [ADDRESS.fullmatch(file.name)[3] for file in files]
     with hub_errors(f"datasets/{repo}"):
-        paths = [fetch(file.path) for file in files]
-    folder = Path(paths[0].removesuffix(files[0].path))
-    damaged = set(find_damage(folder)) & {file.path for file in files}
-    if damaged:
-        raise Damaged(
-            f"{folder}: {listed(sorted(damaged)[:3])} arrived damaged: delete it, and run the same command again"
-        )
-    return [TextFile(path) for path in paths]
+        patterns = list(map(glob.escape, paths))
+        folder = snapshot_download(repo, repo_type="dataset", revision=commit, allow_patterns=patterns)
+    if damaged := set(find_damage(Path(folder))) & set(paths):
+        raise Damaged(f"{folder}: {listed(sorted(damaged)[:3])} arrived damaged: delete it, and run the command again")
+    return [file for path in paths for file in find_files(f"{folder}/{path}", "--data")]
 
 
 # ---- files
 
 
-@dataclass(frozen=True)
-class TextFile:
-    """A file of text: a path, an address hf://datasets/ORG/NAME@COMMIT/PATH, STDIN or BUILTIN. The other fields are for
-    files on the hub: the file system that opens them, and the listed size and hash (oid: sha256, or git's SHA-1 of the
-    blob)."""
+class TextFile(NamedTuple):
+    """A file of text. name: a path, an address hf://datasets/ORG/NAME@COMMIT/PATH, STDIN or BUILTIN. version: changes
+    with the content; on the hub sha256, or git's SHA-1 of the blob. hub: the file system that opens the hub's files."""
 
     name: str
-    hub: object = field(default=None, repr=False, compare=False)
-    repo: str = ""
-    commit: str = ""
-    listed_size: int = 0
-    oid: str = ""
+    size: int
+    version: str
+    hub: object = None
 
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def path(self) -> str:
-        """In the repository of the hub."""
-        return self.name.partition(f"@{self.commit}/")[2]
-
-    @property
-    def size(self) -> int:
-        return self.listed_size if self.hub or self.name in (STDIN, BUILTIN) else os.stat(self.name).st_size
-
-    @property
-    def identity(self) -> list:
-        """Differs whenever the content does."""
-        if self.name == BUILTIN:
-            source = inspect.getsource(builtin_documents)
-            return [platform.python_version(), importlib.metadata.version("torch"), source]
-        if self.hub or self.name == STDIN:
-            return [self.name, self.size, self.oid]
-        return [os.path.realpath(self.name), self.size, os.stat(self.name).st_mtime_ns]
+    def _check(self, flag, wanted):
+        if kind_of(self.name) not in (*SUFFIXES, *wanted):
+            raise UserError(f"{flag} {self}: the format of this file is not known; {FORMATS} are")
+        return self
 
     def open(self) -> BinaryIO:
         if self.name == STDIN:
@@ -252,20 +237,20 @@ class TextFile:
             return self.hub.open(self.name)
         return io.BufferedReader(HubReader(self), 2**20) if self.hub else open(self.name, "rb")
 
-    def rows(self, fields: tuple[str, ...], first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
-        """The rows after number `first`. fields: the fields to read, a document's text first. val_every: 0 holds no row
-        out. UserError if the file is damaged."""
-        name, line = self.name, 0
-        with hub_errors(f"datasets/{self.repo}") if self.hub else contextlib.nullcontext(), self.open() as raw:
-            kind = BUILTIN if name == BUILTIN else kind_of(name)
+    def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
+        """The rows after number `first`. val_every: 0 holds no row out. UserError if the file is damaged."""
+        name, kind, line = self.name, BUILTIN if self.name == BUILTIN else kind_of(self.name), 0
+        repo = ADDRESS.fullmatch(name)
+        with hub_errors(f"datasets/{repo[1]}") if repo else contextlib.nullcontext(), self.open() as raw:
             if name == STDIN:
                 kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
             stream = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
             try:
-                for row in READERS[kind](name, stream, fields, val_every or sys.maxsize):
+                for number, row in enumerate(READERS[kind](self, stream, val_every), 1):
                     line = row.line
-                    if row.number > first:
-                        yield row
+                    if number > first and row.content != b"":  # a blank line has a number, but is no row
+                        val = bool(val_every) and number % val_every == 0 if row.val is None else row.val
+                        yield row._replace(number=number, val=val)
             except (EOFError, zlib.error, gzip.BadGzipFile) as e:
                 while self.hub and raw.read(2**20):
                     pass  # at the end of the file, HubReader raises Damaged if its hash is wrong
@@ -280,7 +265,7 @@ class HubReader(io.RawIOBase):
 
     def __init__(self, file: TextFile):
         self.file, self.raw, self.count = file, file.hub.open(file.name, block_size=0), 0
-        self.digest = hashlib.sha256() if len(file.oid) == 64 else hashlib.sha1(b"blob %d\0" % file.size)
+        self.digest = hashlib.sha256() if len(file.version) == 64 else hashlib.sha1(b"blob %d\0" % file.size)
 
     def readable(self) -> bool:
         return True
@@ -289,9 +274,17 @@ class HubReader(io.RawIOBase):
         count = self.raw.readinto(buffer)
         self.count += count
         self.digest.update(buffer[:count])
-        if not count and (self.count, self.digest.hexdigest()) != (self.file.size, self.file.oid):
-            raise Damaged(f"{self.file} arrived damaged (size or hash is not the hub's)")
+        if not count and (self.count, self.digest.hexdigest()) != (self.file.size, self.file.version):
+            raise Damaged(
+                f"{self.file} arrived damaged (size or hash is not the hub's): do not use what was made of it: --resume"
+                " a checkpoint from before it, or prepare again"
+            )
         return count
+
+
+def builtin_file() -> TextFile:
+    versions = platform.python_version(), importlib.metadata.version("torch"), inspect.getsource(builtin_documents)
+    return TextFile(BUILTIN, 0, " ".join(versions))
 
 
 def builtin_documents() -> Iterator[str]:
@@ -316,48 +309,50 @@ def builtin_documents() -> Iterator[str]:
                         yield text
 
 
-# ---- readers: (name, stream, fields, val_every) -> rows
+# ---- readers: (file, stream, val_every) -> rows
 
 
-def _read_builtin(name, stream, fields, val_every):
-    for number, text in enumerate(builtin_documents(), 1):
-        yield TextRow(number, 0, {fields[0]: text}, number % val_every == 0)
+def _read_builtin(file, stream, val_every):
+    for text in builtin_documents():
+        yield TextRow(0, text)
 
 
-def _read_lines(name, stream, fields, val_every):
+def _read_lines(file, stream, val_every):
     for number, line in enumerate(stream, 1):
-        if not line.isspace():
-            yield TextRow(number, number, line, number % val_every == 0)
+        yield TextRow(number, line.strip())
 
 
-def _read_json(name, stream, fields, val_every):
+def _read_json(file, stream, val_every):
     """JSON lines, or one list of rows, which is read as a whole."""
     begin = stream.readline()
     lines = itertools.chain([begin], stream)
     if begin.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":  # before it a BOM
-        yield from _read_lines(name, lines, fields, val_every)
+        yield from _read_lines(file, lines, val_every)
         return
     try:
         rows = json.loads(b"".join(lines))
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{name} begins with [ but is not a JSON list of rows: {e}") from None
-    for number, row in enumerate(rows, 1):
-        yield TextRow(number, 0, row, number % val_every == 0)
+        raise UserError(f"{file} begins with [ but is not a JSON list of rows: {e}") from None
+    for row in rows:
+        yield TextRow(0, row)
 
 
-def _read_txt(name, stream, fields, val_every):
+def _read_txt(file, stream, val_every):
     """A document in pieces of whole lines, whose \\r are kept. The end of a plain file is held out."""
-    size = cut = os.path.getsize(name) if name.endswith(".txt") and os.path.isfile(name) else sys.maxsize
-    if size < sys.maxsize and val_every < sys.maxsize:
+    size = cut = file.size if file.name.endswith(".txt") and not file.hub else sys.maxsize
+    if size < sys.maxsize and val_every:
         cut = _last_part(stream, size, val_every)
-    offset, line, number = 0, 1, 0
+    offset, line = 0, 1
     for end, val in ((cut, False), (size, True)):
         begins = True
         while offset < end and (piece := stream.read(min(TXT_PIECE, end - offset))):
             piece += stream.readline(end - offset - len(piece))
-            number += 1
-            content = piece if offset else piece.removeprefix(codecs.BOM_UTF8)  # Windows begins files with a BOM
-            yield TextRow(number, line, {fields[0]: content}, val, begins)
+            try:
+                text = piece.decode("utf-8" if offset else "utf-8-sig")  # Windows begins files with a BOM
+            except UnicodeDecodeError as e:
+                line += piece[: e.start].count(b"\n")
+                raise UserError(f"{file}: not UTF-8 in line {line}; convert the file, e.g. with iconv") from None
+            yield TextRow(line, text, val, begins)
             offset, line, begins = offset + len(piece), line + piece.count(b"\n"), False
 
 
@@ -375,22 +370,17 @@ def _last_part(stream, size, val_every):
     return begin
 
 
-def _read_parquet(name, stream, fields, val_every):
+def _read_parquet(file, stream, val_every):
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{name}: reading parquet needs pyarrow: {sys.executable} -m pip install pyarrow") from None
+        raise UserError(f"{file}: reading parquet needs pyarrow: {sys.executable} -m pip install pyarrow") from None
     try:
-        file = pyarrow.parquet.ParquetFile(stream)
-        columns = file.schema_arrow.names
-        wanted = [c for c in fields if c in columns]
-        if not wanted:
-            raise UserError(f"{name} has no column '{fields[0]}' (found: {listed(columns)}); --text_field names it")
-        rows = (row for batch in file.iter_batches(256, columns=wanted) for row in batch.to_pylist())
-        for number, row in enumerate(rows, 1):
-            yield TextRow(number, 0, row, number % val_every == 0)
+        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(256):
+            for row in batch.to_pylist():
+                yield TextRow(0, row)
     except pyarrow.ArrowException as e:
-        raise UserError(f"{name} is not a parquet file, or it is damaged: {e}") from None
+        raise UserError(f"{file} is not a parquet file, or it is damaged: {e}") from None
 
 
 READERS = {".txt": _read_txt, ".jsonl": _read_lines, ".json": _read_json, ".parquet": _read_parquet}
@@ -416,35 +406,25 @@ class Encoder(NamedTuple):
     chat: str = "llama"
     chat_fields: tuple[str, ...] = ()
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        names = [name for names in (self.chat_fields, *CHAT_FIELDS) for name in names]
-        return self.text_field, *dict.fromkeys([*names, "system", "input", *BESIDE])
-
     def __call__(self, name: str, row: TextRow) -> tuple[list[int], str]:
         """A row of the file `name` -> (its tokens, its kind: text or chat, whose tokens carry TRAINED and BEGINS).
         BadRow names the place."""
         content, where, tokenizer = row.content, f"{name} {row.place}", _tokenizer(self.tokenizer)
-        try:
-            if isinstance(content, bytes):
+        if isinstance(content, bytes):
+            try:
                 content = json.loads(content.decode("utf-8-sig"))  # Windows begins files with a BOM
-            fields = content if isinstance(content, dict) else {}
-            text, messages = fields.get(self.text_field), find_messages(fields, self.chat_fields)
-            text = text.decode() if isinstance(text, bytes) else text
-        except UnicodeDecodeError as e:
-            line = row.line + e.object[: e.start].count(b"\n")
-            raise BadRow(f"{name}: not UTF-8 in line {line}; convert the file, e.g. with iconv") from None
-        except (ValueError, RecursionError) as e:
-            raise BadRow(f"{where} is not JSON: {e}") from None
+            except (ValueError, RecursionError) as e:
+                raise BadRow(f"{where} is not JSON in UTF-8: {e}") from None
+        elif isinstance(content, str):
+            content = {self.text_field: content}
+        fields = content if isinstance(content, dict) else {}
+        text, messages = fields.get(self.text_field), find_messages(fields, self.chat_fields)
         is_chat = messages is not None and (self.text_field == "text" or not isinstance(text, str))
         if not is_chat and not isinstance(text, str):
-            found = f"fields {listed(fields)}"[:300] if fields else type(content).__name__
-            if self.text_field in fields:
-                value = json.dumps(text, default=str)[:80]
-                raise BadRow(f"{where}: its text field '{self.text_field}' holds {value}, not a string")
+            found = listed(f"{key} ({type(value).__name__})" for key, value in fields.items()) or type(content).__name__
             raise BadRow(
-                f"{where} has no text field '{self.text_field}' (found: {found}); --text_field names it. A conversation"
-                f" has {CHATS_KNOWN}"
+                f"{where} has no text in field '{self.text_field}' (found: {found[:300]}); --text_field names it. A"
+                f" conversation has {CHATS_KNOWN}"
             )
         more = [name for name in BESIDE if fields.get(name) not in (None, "", "[]", [], {})]
         if is_chat and more:
@@ -541,7 +521,37 @@ def encode_rows(encoder: Encoder, name: str, rows: list[TextRow]) -> list[tuple[
     return out
 
 
-# ---- worker processes
+def encode(
+    jobs: Iterator[tuple], encoder: Encoder, pool: Executor | None, ahead: int, skip_bad: int, skipped=0, kind=""
+) -> Iterator[tuple]:
+    """jobs: (label, name of a file, rows of it). -> (label, row, tokens, kind, bad rows so far) of each good row, in
+    their order. The pool is up to `ahead` jobs ahead; None: computed here. UserError after more than skip_bad bad rows,
+    among them those of another kind than the first."""
+    if pool:
+        submitted = ((job, pool.submit(encode_rows, encoder, *job[1:])) for job in jobs)
+        results = ((job, future.result()) for job, future in read_ahead(submitted, ahead))
+    else:
+        results = ((job, encode_rows(encoder, *job[1:])) for job in jobs)
+    try:
+        for (label, name, rows), encoded in results:
+            for row, (tokens, its_kind) in zip(rows, encoded, strict=True):
+                if kind + its_kind in ("textchat", "chattext"):
+                    tokens = (
+                        f"{name} {row.place}: documents and conversations together (the rows before are {kind}):"
+                        " separate them, and give each its weight, as in A:0.5 B:0.5"
+                    )
+                    its_kind = "bad"
+                if its_kind == "bad":
+                    skipped += 1
+                    if skipped > skip_bad:
+                        count = f" (bad row {skipped} of --skip_bad {skip_bad})" if skip_bad else ""
+                        raise UserError(f"{tokens}{count}; --skip_bad N skips up to N bad rows")
+                    log.warning(f"skipped: {printable(tokens)}")
+                else:
+                    kind = its_kind
+                    yield label, row, tokens, kind, skipped
+    except BrokenProcessPool:
+        raise Failure("a worker process was killed while it tokenised text (out of memory?)") from None
 
 
 def cores() -> int:
@@ -554,7 +564,6 @@ def start_workers(processes: int) -> ProcessPoolExecutor:
     main = sys.modules["__main__"]
     if getattr(main, "__spec__", None) is None:  # else each worker would import our script, and torch with it
         main.__spec__ = importlib.machinery.ModuleSpec("__main__", None)
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # else it warns after a killed run's error
     return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_worker)
 
 
@@ -562,23 +571,6 @@ def _begin_worker():
     os.setsid()  # Ctrl-C is for the parent
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def in_order(function: Callable, jobs: Iterator[tuple], pool: Executor | None, ahead: int = 0) -> Iterator[tuple]:
-    """(label, function(*arguments)) of each job (label, *arguments), in their order. The pool is up to `ahead` jobs
-    ahead; None: computed here."""
-    if not pool:
-        yield from ((label, function(*arguments)) for label, *arguments in jobs)
-        return
-    submitted = ((label, pool.submit(function, *arguments)) for label, *arguments in jobs)
-    try:
-        waiting = deque(itertools.islice(submitted, ahead))
-        while waiting:
-            waiting.extend(itertools.islice(submitted, 1))
-            label, future = waiting.popleft()
-            yield label, future.result()
-    except BrokenProcessPool:
-        raise Failure("a worker process was killed while it tokenised text (out of memory?)") from None
 
 
 def group_rows(rows: Iterator[TextRow], size: int) -> Iterator[list[TextRow]]:
@@ -592,3 +584,224 @@ def group_rows(rows: Iterator[TextRow], size: int) -> Iterator[list[TextRow]]:
             group, left = [], size
     if group:
         yield group
+
+
+# ---- shards
+
+
+def write_shard(path: Path, tokens: "np.ndarray | array", vocab_size: int) -> str:
+    """Writes tokens with the header and the dtype that fit the vocabulary -> sha256 of the file."""
+    import numpy as np
+
+    magic = 20240520 if vocab_size <= 2**16 else 20240801
+    version, dtype, _ = MAGICS[magic]
+    header = np.zeros(HEADER // 4, dtype="<i4")
+    header[:3] = magic, version, len(tokens)
+    content = header.tobytes() + np.asarray(tokens).astype(dtype).tobytes()
+    path.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def open_shard(path: Path, data_dtype: str = "") -> "tuple[np.ndarray, int | None]":
+    """Memory-maps a shard -> (its tokens, the id that its format puts before each document, if it has one)."""
+    import numpy as np
+
+    size = path.stat().st_size
+    if size == 0:
+        raise UserError(f"{path} is empty")
+    magic, version, count = np.fromfile(path, "<i4", 3) if size >= HEADER else (0, 0, 0)
+    if magic in MAGICS:
+        expected, dtype, delimiter = MAGICS[magic]
+        promised = int(count) * np.dtype(dtype).itemsize
+        if (version, size - HEADER) != (expected, promised):
+            raise UserError(
+                f"{path}: shard version {version} and {size - HEADER} bytes of tokens; with magic {magic} it must"
+                f" be version {expected}, and its header says {count} tokens = {promised} bytes: the file is damaged or"
+                " cut short; write it again"
+            )
+        return np.memmap(path, dtype, "r", HEADER), delimiter
+    if not data_dtype:
+        raise UserError(
+            f"{path} has no token-shard header (magic {' or '.join(map(str, MAGICS))}); for headerless tokens,"
+            " as nanoGPT writes them, say --data_dtype uint16 or uint32"
+        )
+    if size % np.dtype(data_dtype).itemsize:
+        raise UserError(f"{path}: {size} bytes are not a whole number of {data_dtype} tokens")
+    return np.memmap(path, data_dtype, "r"), None
+
+
+def find_shards(spec: str, flag: str) -> list[Path]:
+    """The files that an entry of --data names: files of shards or text, or a folder of .bin shards."""
+    return [Path(file.name) for file in find_files(spec, flag, SHARDS)]
+
+
+def read_index(folder: Path) -> dict:
+    """index.json of a folder that `prepare` made; {} for shards from other tools."""
+    path = folder / INDEX
+    index = read_object(path) if path.exists() else {}
+    if "position" in index:
+        raise UserError(f"{folder} is not prepared to its end: run its `python data.py prepare` again")
+    return index if "fingerprint" in index else {}
+
+
+def prepare(
+    sources: list[TextFile],
+    encoder: Encoder,
+    out: Path,
+    shard_tokens: int = SHARD_TOKENS,
+    val_every: int = VAL_EVERY,
+    skip_bad: int = 0,
+) -> dict:
+    """Tokenises sources into a new folder of shards of shard_tokens or a few more -> index.json. Resumes an interrupted
+    call after its last shard, and waits while another process prepares the same folder. UserError after more than
+    skip_bad bad rows."""
+    from filelock import FileLock
+
+    tokenizer, key = load_tokenizer(encoder.tokenizer), key_of(sources, encoder, shard_tokens, val_every)
+    out.mkdir(parents=True, exist_ok=True)
+    with FileLock(out / ".lock"):  # the file stays: removing it would let a third process in while a second one waits
+        index = read_json(out / INDEX)
+        if index.get("files") and index.get("key") != key:
+            raise UserError(
+                f"--out {out} holds other shards, or a part of some (input, tokenizer or flags differ): name another"
+                " folder, or empty it"
+            )
+        foreign = sorted({p.name for p in out.iterdir()} - {".lock"})
+        if foreign and "key" not in index:
+            raise UserError(f"--out {out} is not empty ({listed(foreign[:3])}): name another folder")
+        if not index.get("files"):
+            index = {
+                "key": key,
+                "tokenizer": encoder.tokenizer,
+                "fingerprint": tokenizer.fingerprint,
+                "vocab_size": tokenizer.vocab_size,
+                "delimiter": tokenizer.bos_id,
+                "kind": "",
+                "sources": [str(s) for s in sources],
+                "files": {},
+                "position": [0, 0],  # the source and its row behind the last shard; absent when all is done
+                "skipped": 0,
+            }
+        if "position" in index:
+            try:
+                _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad)
+            except Damaged:
+                (out / INDEX).unlink(missing_ok=True)
+                raise
+    return index
+
+
+def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
+    """Writes the shards behind the index's position."""
+    from tqdm import tqdm
+
+    start, first = index["position"]
+    rest = tqdm(list(enumerate(sources))[start:], unit=" files", disable=None, leave=False)
+    jobs = (
+        (i, str(source), rows)
+        for i, source in rest
+        for rows in group_rows(source.rows(first if i == start else 0, val_every), BATCH)
+    )
+    tokens, size = {"train": [], "val": []}, 0
+    processes = cores() if sum(source.size for source in sources) > PARALLEL else 0
+    with start_workers(processes) if processes else contextlib.nullcontext() as pool:
+        done = encode(jobs, encoder, pool, 2 * processes, skip_bad, index["skipped"], index["kind"])
+        for i, row, ids, kind, skipped in done:
+            tokens["val" if row.val else "train"].append(ids)
+            size += len(ids)
+            index |= {"kind": kind, "skipped": skipped, "position": [i, row.number]}
+            if size >= shard_tokens:
+                _write_shards(out, index, tokens)
+                size = 0
+    if val_every and len(tokens["train"]) > 1 and not tokens["val"] and "val-00000.bin" not in index["files"]:
+        tokens["val"].append(tokens["train"].pop())  # one document or conversation, of too few for val_every
+    if not any(tokens.values()) and not index["files"]:
+        raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
+    del index["position"], index["skipped"]
+    _write_shards(out, index, tokens)
+
+
+def _write_shards(out, index, tokens):
+    """Writes the rows of each split as its next shard, then the index."""
+    for split, rows in tokens.items():
+        if rows:
+            name = f"{split}-{sum(name.startswith(split) for name in index['files']):05}.bin"
+            joined = array("I", b"".join(rows))
+            digest = write_shard(out / name, joined, index["vocab_size"] if index["kind"] == "text" else 2**32)
+            index["files"][name] = {"tokens": len(joined), "sha256": digest}
+            rows.clear()
+    write_whole(out / INDEX, json.dumps(index, indent=1), sync=True)
+
+
+def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
+    """A hash of everything that prepared tokens depend on."""
+    made_with = [s[:3] for s in sources], encoder[1:], load_tokenizer(encoder.tokenizer).fingerprint, options
+    return hashlib.sha256(json.dumps(made_with).encode()).hexdigest()[:16]
+
+
+def verify(path: Path, vocab_size: int = 0, data_dtype: str = "") -> Iterator[str]:
+    """Yields a message for each defect of a shard, or of a folder of shards: checksums, headers, the largest id."""
+    import numpy as np
+
+    folder = path if path.is_dir() else path.parent
+    index = read_index(folder)
+    known, vocab_size = index.get("files", {}), vocab_size or index.get("vocab_size", 0)
+    files = find_shards(str(path), "verify") + [folder / name for name in known if path.is_dir()]
+    for file in dict.fromkeys(files):
+        try:
+            tokens, _ = open_shard(file, data_dtype)
+        except (FileNotFoundError, UserError) as e:
+            yield str(e)
+            continue
+        if index and hashlib.sha256(np.memmap(file, mode="r")).hexdigest() != known.get(file.name, {}).get("sha256"):
+            yield f"{file} is not what was prepared (sha256): prepare the text again"
+        largest = (tokens & ID if index.get("kind") == "chat" else tokens).max(initial=0)
+        if vocab_size and largest >= vocab_size:
+            yield f"{file}: id {largest}, beyond the {vocab_size} of the vocabulary; which tokenizer made it?"
+
+
+# ---- the command line
+
+
+def main(argv: list[str]) -> None:
+    """argv: prepare or verify, and its flags."""
+    parser = Parser(prog="data.py", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="prepare|verify|show")
+    add = commands.add_parser("prepare", help="text -> token shards", allow_abbrev=False).add_argument
+    inputs = f"files, globs, hf:// or - (standard input): {FORMATS}"
+    add("--input", nargs="+", required=True, metavar="FILE", help=inputs)
+    add("--tokenizer", required=True, help="bytes, a file, a folder or a hub id")
+    out = "folder for the shards; after an interruption the same command resumes at the last finished shard"
+    add("--out", type=Path, required=True, metavar="DIR", help=out)
+    add("--text_field", default="text", help="field or column of the text (default: text)")
+    numbers = {
+        "shard_tokens": (SHARD_TOKENS, "tokens per shard, or a few more"),
+        "val_every": (100, "one document in N is held out for validation; 0 = none"),
+        "skip_bad": (0, "bad rows to skip; the next one ends the command"),
+    }
+    for name, (default, help_text) in numbers.items():
+        add(f"--{name}", type=_count, default=default, metavar="N", help=f"{help_text} (default: {default})")
+    add("--chat_fields", nargs="+", default=(), metavar="NAME", help="as for train.py: question,answer")
+    add("--chat", default="llama", choices=("llama", "mixtral"), help="format, if the tokenizer has none")
+    add = commands.add_parser("verify", help="checks token shards", allow_abbrev=False).add_argument
+    add("path", nargs="+", type=Path, help="folders or .bin files")
+    add("--vocab_size", type=_count, default=0, help="ids must be below it (default: the index's)")
+    add("--data_dtype", default="", choices=("uint16", "uint32"), help="of headerless files")
+    args = parser.parse_args(argv)
+    if "path" in args:
+        if wrong := [line for path in args.path for line in verify(path, args.vocab_size, args.data_dtype)]:
+            raise UserError("\n".join(wrong))
+        print(f"{', '.join(map(str, args.path))}: all is as it should be")
+        return
+    sources = [file for spec in args.input for file in find_files(spec, "--input")]
+    encoder = Encoder(args.tokenizer, args.text_field, args.chat, read_chat_fields(args.chat_fields))
+    files = prepare(sources, encoder, args.out, args.shard_tokens, args.val_every, args.skip_bad)["files"]
+    train, val = (sum(f["tokens"] for name, f in files.items() if name.startswith(s)) for s in ("train", "val"))
+    print(f"{args.out}: {train} tokens and {val} for validation")
+    print(f"Use it: --data {args.out} --tokenizer {args.tokenizer}")
+
+
+def _count(word):
+    if not word.isdecimal():
+        raise ValueError
+    return int(word)
