@@ -77,7 +77,7 @@ from checkpoint import load_run_tokenizer, newest
 from lib import torch_private
 from lib.machine import find_device
 from lib.run import Run
-from lib.tokenizer import chat_family, load_tokenizer, render_chat
+from lib.tokenizer import chat_template, load_tokenizer, render_chat
 from lib.weights import Read, empty_model, open_weights, read_config
 from log import logger
 from model import Transformer
@@ -284,14 +284,14 @@ def typed_lines() -> Iterator[str]:
             yield line
 
 
-def converse(model: Transformer, source: Source, family: str, args: argparse.Namespace, **how) -> None:
+def converse(model: Transformer, source: Source, template: str, args: argparse.Namespace, **how) -> None:
     """Answers the messages of --prompt, or else each line of standard input."""
     messages = [] if args.system is None else [{"role": "system", "content": args.system}]
     for message in args.prompt or typed_lines():
         if args.prompt and len(args.prompt) > 1:
             print(">", message)
         messages.append({"role": "user", "content": message})
-        ids, _ = render_chat(source.tokenizer, messages, family)
+        ids, _ = render_chat(source.tokenizer, messages, template)
         pieces = []
         try:
             for piece in write(model, source.tokenizer, ids, False, **how):
@@ -313,7 +313,7 @@ def converse(model: Transformer, source: Source, family: str, args: argparse.Nam
 def main(argv: list[str]) -> None:
     args = parse(argv)
     source = open_source(args.run, args.tokenizer, args.chat)
-    family = chat_family(source.tokenizer, source.config.chat_format) if args.chat else ""
+    template = chat_template(source.tokenizer, source.config.chat_format) if args.chat else ""
     if args.chat and not source.chats:
         warn_once(
             f"--chat: {args.run} has no chat template and was not trained on conversations, so expect no useful"
@@ -323,7 +323,7 @@ def main(argv: list[str]) -> None:
     how = {"n": args.tokens, "context": source.context, "stop": source.stop, "seed": args.seed}
     how |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     if args.chat:
-        return converse(model, source, family, args, **how)
+        return converse(model, source, template, args, **how)
     texts = args.prompt or [""]
     for i, text in enumerate(texts, 1):
         if len(texts) > 1:

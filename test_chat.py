@@ -17,12 +17,13 @@ from lib import check, rows
 from lib.rows import turns
 from lib.test_tokenizer import TEMPLATES, _chat_tokenizer, _conversations, _json, _llama2_json, _write
 from lib.text import BEGINS, ID, TRAINED, Encoder, TextRow, find_files, prepare, write_shard
-from lib.tokenizer import chat_family, load_tokenizer, render_chat
+from lib.tokenizer import chat_template, load_tokenizer, render_chat
 from lib.weights import export_model
 from model import MODELS, Transformer
 from shard import Ranks
 from test_prepare import refused
 
+BYTES = load_tokenizer("bytes")
 pytestmark = pytest.mark.usefixtures("text_cache")
 
 
@@ -66,7 +67,7 @@ def documents(batches) -> list[tuple[list[int], list[int]]]:
     return out
 
 
-@pytest.mark.parametrize("family", ["llama2", "llama3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama2", "llama3.1", "mixtral"])
 def test_rows_are_what_the_template_renders(tmp_path, family):
     """Each conversation once per epoch, whole; the targets are the assistant's words and the token that ends them.
     test_tokenizer.py has the templates."""
@@ -78,7 +79,7 @@ def test_rows_are_what_the_template_renders(tmp_path, family):
     loader = make_loader(c)
     expected = []
     for messages in (m for i, m in enumerate(every, 1) if i % 20):  # the others are held out
-        ids, mask = render_chat(tokenizer, messages, "own")
+        ids, mask = render_chat(tokenizer, messages, tokenizer.chat_template)
         expected.append((ids[:-1], [i if trained else -100 for i, trained in zip(ids[1:], mask[1:], strict=True)]))
     assert sorted(documents(epoch(loader))[: len(expected)]) == sorted(expected)
     assert "57 conversations, 0 truncated to --seq_len 700 and 0 dropped" in "".join(loader.summary(None))
@@ -118,7 +119,7 @@ def test_rows_that_are_conversations(tmp_path):
     """The hub's usual forms; what is from Windows begins with a BOM."""
     encode, where = Encoder("bytes", chat_fields=("hint", "ask", "say")), "a.jsonl"
     for rows_, messages in ((SAME, [ASK, ANSWER]), (SYSTEM, [BRIEF, ASK, ANSWER])):
-        ids, mask = render_chat(load_tokenizer("bytes"), messages, "llama2")
+        ids, mask = render_chat(BYTES, messages, chat_template(BYTES, "llama"))
         bom = "\ufeff" * (rows_ is SYSTEM)
         (tmp_path / "a.jsonl").write_text(bom + "".join(json.dumps(row) + "\n" for row in rows_.values()))
         found = [encode(where, row) for row in find_files(str(tmp_path / "a.jsonl"), "")[0].rows()]
@@ -130,7 +131,7 @@ def test_rows_that_are_conversations(tmp_path):
         assert listed == found
     row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
     tokens, _ = encode("", TextRow(1, row))
-    assert "[INST] Add.\n\n1, 2 [/INST] 3" in load_tokenizer("bytes").decode([t & ID for t in tokens])
+    assert "[INST] Add.\n\n1, 2 [/INST] 3" in BYTES.decode([t & ID for t in tokens])
     named = Encoder("bytes", "body")(where, TextRow(1, {"body": "x", "messages": [ASK, ANSWER]}))
     assert named == ([256, *b"x"], "text")  # a text field that was named counts first
 
@@ -143,7 +144,7 @@ def test_conversations_in_parquet(tmp_path):
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
         encode = Encoder("bytes", chat_fields=("ask", "say"))
         ((tokens, _),) = (encode("", r) for r in find_files(str(tmp_path / "a.parquet"), "")[0].rows())
-        ids, _ = render_chat(load_tokenizer("bytes"), [ASK, ANSWER], "llama2")
+        ids, _ = render_chat(BYTES, [ASK, ANSWER], chat_template(BYTES, "llama"))
         assert [t & ID for t in tokens] == ids, name
 
 
@@ -157,7 +158,7 @@ def test_chat_fields_and_show(tmp_path):
 
 
 TALKERS = [("bytes", "tiny-llama"), ("bytes", "tiny-gpt2"), ("gpt2", "tiny-gpt2"), ("llama2", "tiny-llama")]
-TALKERS += [("llama3", "tiny-llama"), ("llama3.1", "tiny-llama"), ("chatml", "tiny-qwen2.5"), ("chatml", "tiny-qwen3")]
+TALKERS += [("llama3.1", "tiny-llama"), ("chatml", "tiny-qwen2.5"), ("chatml", "tiny-qwen3")]
 TALKERS += [("mixtral", "tiny-mixtral"), ("mistral", "tiny-mistral"), ("control", "tiny-mistral")]
 
 
@@ -173,17 +174,17 @@ def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
         pieces = "control" if kind == "control" else "llama2"
         content = _json("gpt2") if kind == "gpt2" else _llama2_json(pieces, tmp_path / "model")
         ours = load_tokenizer("bytes" if kind == "bytes" else _write(tmp_path / "own", tokenizer__json=content))
-    hf, family = tmp_path / "hf", chat_family(ours, shape.chat_format)
+    hf, template = tmp_path / "hf", chat_template(ours, shape.chat_format)
     export_model(Transformer(replace(shape, vocab_size=ours.vocab_size)), hf, tokenizer=ours, talks=True)
     theirs, again = transformers.AutoTokenizer.from_pretrained(hf), load_tokenizer(str(hf))
     assert theirs.chat_template == (hf / "chat_template.jinja").read_text()
     for messages in _conversations():
         if kind in ("control", "mixtral"):  # no message holds the text of a control token
             messages = [m | {"content": m["content"].replace("[INST]", "")} for m in messages]
-        ids, mask = render_chat(ours, messages, family)
+        ids, mask = render_chat(ours, messages, template)
         asks = messages[-1]["role"] != "assistant"
         assert theirs.apply_chat_template(messages, return_dict=False, add_generation_prompt=asks) == ids, messages
-        assert render_chat(again, messages, chat_family(again, shape.chat_format))[0] == ids
+        assert render_chat(again, messages, chat_template(again, shape.chat_format))[0] == ids
         if not asks:
             last = [i for i, trained in zip(ids, mask, strict=True) if trained][-1]
     for name in ("config.json", "generation_config.json"):
@@ -323,10 +324,10 @@ def test_prepared_conversations(tmp_path):
     folder, files = make_loader(config(tmp_path / "out")), make_loader(config(path))
     assert [b.targets.tolist() for b in epoch(folder)] == [b.targets.tolist() for b in epoch(files)]
     (tmp_path / "other").mkdir()
-    _chat_tokenizer("llama3", tmp_path / "other")
+    _chat_tokenizer("llama3.1", tmp_path / "other")
     message = refused(make_loader, config(tmp_path / "out", tokenizer=tmp_path / "other"))
     assert "was prepared with --tokenizer bytes" in message
-    assert load_tokenizer("bytes").fingerprint in (tmp_path / "out" / "index.json").read_text()
+    assert BYTES.fingerprint in (tmp_path / "out" / "index.json").read_text()
 
 
 def test_data_is_opened_once(tmp_path, monkeypatch):

@@ -497,7 +497,6 @@ def test_what_another_version_wrote_is_refused(tmp_path):
             "--tokens 0",
         )),
         ("--system x", "give --chat too"),
-        ("--chat --prompt a --run {gpt2}", "which chat format"),
         ("--run {empty}", "neither checkpoints.* nor config.json"),
         ("--run {empty}/nothing", "no such folder"),
         ("--run {llama3} --tokenizer no/such", "no such folder"),

@@ -4,7 +4,6 @@ import io
 import json
 import random
 import re
-import shutil
 from functools import partial
 from pydoc_data.topics import topics
 
@@ -139,6 +138,8 @@ def test_a_stream_holds_whole_characters(tmp_path):
         pieces = [feed(i) for i in ours.encode(text)]
         assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
         assert feed(None) == "" and feed(ours.encode("\u65e5")[-1]) == "" and feed(None) == "\ufffd"
+        with pytest.raises(UserError, match="surrogate"):
+            ours.encode("a\ud800b")
 
 
 def test_tokens_that_the_settings_name_are_control_tokens(tmp_path):
@@ -207,27 +208,22 @@ def test_sizes_of_tokens_add_up_to_the_bytes_of_the_text(kind, tmp_path):
 # ---- bytes
 
 
-def test_bytes():
-    ours = T.load_tokenizer("bytes")
-    for text in STRINGS:
-        ids = ours.encode(text)
-        assert ids == list(text.encode()) and ours.decode(ids) == text == _stream(ours, ids)
-    assert ours.decode([256, 72, 257, 105, 300, -1, 200]) == "Hi\ufffd"
-    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (256, 257, 258)
-
-
-def test_bytes_as_files(tmp_path):
+def test_bytes(tmp_path):
+    """Also of the files that an export writes."""
     ours = T.load_tokenizer("bytes")
     assert T.write_files(ours, tmp_path) == {"bos_token_id": 256, "eos_token_id": 257}
     theirs, again = transformers.AutoTokenizer.from_pretrained(tmp_path), T.load_tokenizer(str(tmp_path))
     for text in STRINGS:
         ids = ours.encode(text)
-        assert again.encode(text) == ids and theirs.decode(ids) == again.decode(ids) == text
+        assert ids == list(text.encode()) == again.encode(text)
+        assert ours.decode(ids) == theirs.decode(ids) == again.decode(ids) == text == _stream(ours, ids)
         if "s>" not in text:  # there, transformers sees control tokens
             assert theirs(text)["input_ids"] == [256, *ids]
+    assert ours.decode([256, 72, 257, 105, 300, -1, 200]) == "Hi\ufffd"
     assert theirs("a</s>")["input_ids"] == [256, 97, 257]
-    for t in (theirs.bos_token_id, theirs.eos_token_id, len(theirs)), (again.bos_id, again.eos_id, again.vocab_size):
-        assert t == (256, 257, 258)
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (256, 257, 258)
+    for t in (ours, again):
+        assert (t.bos_id, t.eos_id, t.vocab_size) == (256, 257, 258)
 
 
 # ---- a tokenizer's folder
@@ -248,20 +244,16 @@ def test_ends(files, bos, eos, stops, tmp_path):
     assert (ours.bos_id, ours.eos_id, ours.stop_ids) == (bos, eos, stops)
 
 
-def test_tokenizer_json_is_taken_before_tokenizer_model(tmp_path):
+def test_files_of_an_export(tmp_path):
+    """tokenizer.json is read, tokenizer.model next to it is copied. A file of another name is exported alone, under the
+    usual name."""
     for model in (_model("llama2"), b"IQ== 0\nIg== 1\n"):
-        files = {"tokenizer__model": model, "config__json": {"model_type": "mixtral"}}
-        ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2"), **files))
-        assert isinstance(ours, T.JsonTokenizer) and ours.model_type == "mixtral"
+        ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("gpt2"), tokenizer__model=model))
+        assert isinstance(ours, T.JsonTokenizer)
         assert sorted(ours.files.values()) == ["tokenizer.json", "tokenizer.model"]
-
-
-def test_a_file_of_another_name_is_exported_under_the_usual_name(tmp_path):
-    """The other tokenizer in the folder is not exported."""
-    _write(tmp_path, tokenizer__json=_json("gpt2"), tokenizer__model=_model("llama2"))
-    for old, new in (("tokenizer.model", "mine.model"), ("tokenizer.json", "mine.json")):
-        shutil.copy(tmp_path / old, tmp_path / new)
-        assert T.load_tokenizer(str(tmp_path / new)).files == {tmp_path / new: old}
+    _write(tmp_path, mine__json=_json("gpt2"), mine__model=_model("llama2"))
+    for name in ("mine.json", "mine.model"):
+        assert T.load_tokenizer(str(tmp_path / name)).files == {tmp_path / name: name.replace("mine", "tokenizer")}
 
 
 def test_fingerprint(tmp_path):
@@ -278,30 +270,14 @@ def test_fingerprint(tmp_path):
     assert len(seen) == 5
 
 
-def test_half_a_surrogate_pair_is_refused(tmp_path):
-    for i, files in enumerate([{"tokenizer__json": _json("gpt2")}, {"tokenizer__model": _model("llama2")}, None]):
-        (tmp_path / str(i)).mkdir()
-        ours = T.load_tokenizer(_write(tmp_path / str(i), **files) if files else "bytes")
-        with pytest.raises(UserError, match="surrogate"):
-            ours.encode("a\ud800b")
-
-
-def _model_json(**changes) -> dict:
-    d = _json("gpt2")
-    return d | {"model": d["model"] | changes}
-
-
 REFUSED = [
     ({}, "tokenizer.json cannot be read"),
     ({"tokenizer__json": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"}, "LFS pointer"),
-    ({"tokenizer__json": b'{"model": '}, "not JSON"),
-    ({"tokenizer__json": b'{"a":' * 100_000}, "not JSON"),
-    ({"tokenizer__json": b"[1, 2]"}, "not an object"),
+    *(({"tokenizer__json": content}, "damaged") for content in (b'{"model": ', b'{"a":' * 100_000, b"[1, 2]")),
     ({"tokenizer__model": b"\x80\x02}q\x00."}, "a pickle, which can run code"),
     ({"tokenizer__model": b"IQ== 0\nIg== 1\n"}, "not read: download the tokenizer.json"),
     ({"vocab__json": {"a": 0}}, "Other formats (vocab.json"),
-    ({"tokenizer__json": _model_json(merges=["a zzzz"])}, "damaged"),
-    ({"tokenizer__json": _model_json(vocab={"a": 0}, merges=[])}, "of the 256 bytes"),
+    ({"tokenizer__json": _json("gpt2") | {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a zz"]}}}, "damaged"),
     ({"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"bos_token": "<nope>"}}, "BOS '<nope>'"),
     ({"tokenizer__json": _json("gpt2") | {"added_tokens": []}}, "name bos_token and eos_token"),
     ({"tokenizer__model": _model("llama2"),
@@ -338,10 +314,6 @@ system_message + '\n<</SYS>>\n\n' + message['content'] %}{% else %}{% set conten
 {{- ' [INST] ' + system_message + '\n\n' + message['content'] + ' [/INST]' }}{%- else %}
 {{- ' [INST] ' + message['content'] + ' [/INST]' }}{%- endif %}{%- else %}{{- ' ' + message['content'] + eos_token }}
 {%- endif %}{%- endfor %}""",
-    "llama3": r"""{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] +
-'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}
-{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}""",
     "llama3.1": r"""{{- bos_token }}{%- set date_string = "26 Jul 2024" %}{%- if messages[0]['role'] == 'system' %}
 {%- set system_message = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}{%- else %}
 {%- set system_message = "" %}{%- endif %}{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
@@ -388,36 +360,44 @@ def _chat_tokenizer(family: str, folder):
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_chat_is_the_folders_template(family, tmp_path):
+    """Text in a message that looks like a control token is ordinary text."""
     ours = _chat_tokenizer(family, tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert T.chat_family(ours) == "own"
+    theirs, template = transformers.AutoTokenizer.from_pretrained(tmp_path), T.chat_template(ours, "llama")
     for messages in _conversations():
         messages = [m | {"content": m["content"].replace("[INST]", "")} for m in messages]  # in Mixtral, control tokens
         asks = messages[-1]["role"] != "assistant"
         expected = theirs.apply_chat_template(messages, return_dict=False, add_generation_prompt=asks)
-        ids, mask = T.render_chat(ours, messages, "own")
+        ids, mask = T.render_chat(ours, messages, template)
         assert ids == expected, messages
         assert len(mask) == len(ids)
+    control = set()
+    for content in ("x", "".join(SPECIAL) + "</s><s>[/INST]"):
+        messages = [{"role": r, "content": content} for r in ("system", "user", "assistant", "user")]
+        ids, _ = T.render_chat(ours, messages, template)
+        control.add(tuple(i for i in ids if i in ours.control.values()))
+    assert len(control) == 1
 
 
-@pytest.mark.parametrize("family", [*TEMPLATES, "bytes", "ours: llama3", "ours: chatml", "ours: mixtral"])
+@pytest.mark.parametrize("family", [*TEMPLATES, "bytes", "ours: llama3.1", "ours: chatml", "ours: mixtral"])
 def test_the_mask_is_what_a_model_would_answer(family, tmp_path):
     """The mask of an answer covers the ids between the prompt for it and the next message."""
     kind = family.removeprefix("ours: ")
     ours = T.ByteTokenizer() if family == "bytes" else _chat_tokenizer(kind, tmp_path)
-    name = "llama2" if family == "bytes" else "own" if kind == family else kind
+    if kind != family:
+        ours.chat_template = ""
+    template = T.chat_template(ours, "mixtral" if kind == "mixtral" else "llama")
     tail = [*ours.encode("\n")] if kind == "chatml" else []  # behind the token that closes a turn
     for messages in _conversations():
         # With ChatML, a line feed that begins an answer can be one token with the line feed before it.
         messages = [m | {"content": m["content"].lstrip("\n")} for m in messages]
         if messages[0]["role"] == "system" and kind == "mixtral":
             continue  # the system message moves to the last question
-        ids, mask = T.render_chat(ours, messages, name)
+        ids, mask = T.render_chat(ours, messages, template)
         expected = [0] * len(ids)
         for k, message in enumerate(messages):
             if message["role"] == "assistant":
-                prompt, none = T.render_chat(ours, messages[:k], name)
-                answered, _ = T.render_chat(ours, messages[: k + 1], name)
+                prompt, none = T.render_chat(ours, messages[:k], template)
+                answered, _ = T.render_chat(ours, messages[: k + 1], template)
                 assert ids[: len(answered)] == answered and answered[: len(prompt)] == prompt and none[-1] == 0
                 end = len(answered) - len(tail)
                 assert answered[end:] == tail and answered[end - 1] in ours.control.values()
@@ -429,7 +409,7 @@ def test_the_date_of_a_template_is_always_the_same(tmp_path):
     """Llama 3.2's template asks for today's date, so the ids would change every day."""
     config = {"chat_template": "{{ strftime_now('%d %b %Y') + messages[0].content }}<|eot_id|>"}
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("llama3"), tokenizer_config__json=config))
-    ids, _ = T.render_chat(ours, [{"role": "user", "content": "?"}], "own")
+    ids, _ = T.render_chat(ours, [{"role": "user", "content": "?"}], ours.chat_template)
     assert ours.decode(ids) == "26 Jul 2024?"
 
 
@@ -446,60 +426,27 @@ def test_templates_that_hide_an_answer_are_refused(tmp_path):
         files = {"tokenizer__json": _json("qwen"), "chat_template__jinja": template.encode()}
         ours = T.load_tokenizer(_write(tmp_path / str(i), **files))
         if message is None:
-            ids, mask = T.render_chat(ours, messages, "own")
+            ids, mask = T.render_chat(ours, messages, template)
             trained = [i for i, on in zip(ids, mask, strict=True) if on]
             end = ours.control["<|im_end|>"]
             assert trained == [*ours.encode("x"), end, *ours.encode("<think></think>x"), end]
             continue
         with pytest.raises(UserError, match=message):
-            T.render_chat(ours, messages, "own")
+            T.render_chat(ours, messages, template)
 
 
-def test_mixtral_8x22b_has_control_tokens_for_a_turn(tmp_path):
-    ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model("own symbols")))
-    ask, end = ours.control["[INST]"], ours.control["[/INST]"]
-    assert T.chat_family(ours) == "mixtral-8x22b"
-    turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")]
-    messages, e = [{"role": role, "content": content} for role, content in turns], ours.encode
-    expected = [1, ask, *e("a"), end, *e("b"), 2, ask, *e("S\n\nc"), end]
-    assert T.render_chat(ours, messages, "mixtral-8x22b")[0] == expected
-
-
-@pytest.mark.parametrize("family", TEMPLATES)
-def test_a_message_cannot_hold_control_tokens(family, tmp_path):
-    ours = _chat_tokenizer(family, tmp_path)
-    count = {}
-    for content in ("x", "".join(SPECIAL) + "</s><s>[/INST]"):
-        messages = [{"role": r, "content": content} for r in ("system", "user", "assistant", "user")]
-        ids, _ = T.render_chat(ours, messages, "own")
-        count[content] = [i for i in ids if i in ours.control.values()]
-    assert len(set(map(tuple, count.values()))) == 1
-
-
-@pytest.mark.parametrize(
-    "roles, message",
-    [
-        ([], "expected a user's message"),
-        (["system"], "expected a user's message"),
-        (["assistant"], "message 0: role assistant, expected user"),
-        (["user", "system"], "message 1: role system, expected assistant"),
-        (["system", "user", "assistant", "assistant"], "message 3: role assistant, expected user"),
-        (["user", "tool"], "role tool, expected assistant"),
-        (["user", "assistant", "user"], "message 2: empty content, expected user"),
-    ],
-)
+@pytest.mark.parametrize("roles, message", [
+    ([], "expected a user's message"),
+    (["system"], "expected a user's message"),
+    (["assistant"], "message 0: role assistant, expected user"),
+    (["user", "system"], "message 1: role system, expected assistant"),
+    (["system", "user", "assistant", "assistant"], "message 3: role assistant, expected user"),
+    (["user", "tool"], "role tool, expected assistant"),
+    (["user", "assistant", "empty"], "message 2: empty content, expected user"),
+    (["user", "parts"], "message 1: expected "),
+])  # fmt: skip
 def test_wrong_conversations_are_refused(roles, message):
+    wrong = {"empty": {"role": "user", "content": " \n"}, "parts": {"content": [{"type": "text", "text": "x"}]}}
+    messages = [wrong.get(role, {"role": role, "content": "x"}) for role in roles]
     with pytest.raises(UserError, match=re.escape(message)):
-        messages = [
-            {"role": r, "content": " \n" if roles[2:] == ["user"] and i == 2 else "x"} for i, r in enumerate(roles)
-        ]
-        T.render_chat(T.ByteTokenizer(), messages, "llama2")
-
-
-def test_chat_needs_a_format():
-    ours = T.ByteTokenizer()
-    with pytest.raises(UserError, match="message 0"):
-        T.render_chat(ours, [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "llama2")
-    assert [T.chat_family(ours, m) for m in ("llama", "mixtral")] == ["llama2", "mixtral"]
-    with pytest.raises(UserError, match="chat format"):
-        T.chat_family(ours, "gpt2")
+        T.render_chat(T.ByteTokenizer(), messages, T.chat_template(T.ByteTokenizer(), "llama"))

@@ -58,7 +58,7 @@ from lib.errors import (
     read_object,
     write_whole,
 )
-from lib.tokenizer import chat_family, load_tokenizer, render_chat
+from lib.tokenizer import chat_template, load_tokenizer, render_chat
 
 if TYPE_CHECKING:
     import numpy as np
@@ -441,7 +441,7 @@ class Encoder(NamedTuple):
 
     def _encode_chat(self, tokenizer, messages):
         messages = [read_message(i, m) for i, m in enumerate(messages)] if isinstance(messages, list) else messages
-        ids, mask = render_chat(tokenizer, messages, chat_family(tokenizer, self.chat))
+        ids, mask = render_chat(tokenizer, messages, chat_template(tokenizer, self.chat))
         if not any(mask):
             raise UserError("a conversation without an assistant's turn, so nothing in it is trained on")
         ids = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]

@@ -8,11 +8,11 @@ never read.
 A tokenizer has encode, decode, decoder (decode, id by id), bos_id, eos_id, stop_ids (the ids that end a generated text;
 including BOS, which begins the next document), vocab ({token: id}), vocab_size (largest id + 1), control
 ({text of a control token: id}), fingerprint (equal for equal ids, on every machine), files (the files that an export
-copies), names ({"bos_token": text, ...}), chat_template and model_type (from its folder, or "").
+copies), names ({"bos_token": text, ...}), chat_template (from its folder, or "").
 
 A conversation is rendered by its folder's own chat template, in the environment that transformers gives to templates;
-a folder without one gets a template of its family, from CHAT_TEMPLATES. These follow Llama-2-7b-chat-hf,
-Meta-Llama-3-8B-Instruct, Mixtral-8x7B-Instruct, Mixtral-8x22B-Instruct and plain ChatML."""
+a folder without one gets the template of its family in CHAT_TEMPLATES. These follow Llama-2-7b-chat-hf,
+Meta-Llama-3-8B-Instruct, Mixtral-8x7B-Instruct and plain ChatML."""
 
 import functools
 import hashlib
@@ -38,19 +38,20 @@ MARK = "\ufdd0\ufdd1"  # two codes that Unicode reserves for internal use, so no
 TEMPLATE_DATE = datetime(2024, 7, 26)  # the date that Llama 3.1's template has, and 3.2's where no clock is defined
 
 
-def _to_utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as e:
-        raise UserError(
-            f"The text holds half of a surrogate pair (character {e.start}): expected whole characters"
-        ) from None
-
-
 class Tokenizer:
     """The parts that all kinds share."""
 
-    byte_level, chat_template, model_type = False, "", ""
+    byte_level, chat_template = False, ""
+
+    def encode(self, text: str, is_first: bool = True) -> list[int]:
+        """is_first: whether the text begins a document, instead of following a control token."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise UserError(
+                f"The text holds half of a surrogate pair (character {e.start}): expected whole characters"
+            ) from None
+        return self._encode(text, is_first)
 
     def decoder(self) -> Callable[[int | None], str]:
         """-> feed(id): the whole characters that this id completes; feed(None): the rest."""
@@ -77,8 +78,8 @@ class ByteTokenizer(Tokenizer):
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | control
     fingerprint, files, adds_bos = "bytes", {}, True
 
-    def encode(self, text: str, is_first: bool = True) -> list[int]:
-        return list(_to_utf8(text))
+    def _encode(self, text, is_first):
+        return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
         """Leaves out control tokens and ids beyond the vocabulary; invalid UTF-8 becomes U+FFFD."""
@@ -96,8 +97,8 @@ class SentencePiece(Tokenizer):
         self.control = {piece: i for piece, i in self.vocab.items() if processor.is_control(i)}
         self.adds_bos = settings.get("add_bos_token", True)
 
-    def encode(self, text: str, is_first: bool = True) -> list[int]:
-        return self.processor.encode(_to_utf8(text))
+    def _encode(self, text, is_first):
+        return self.processor.encode(text)
 
     def decode(self, ids: list[int]) -> str:
         """Leaves out control tokens and ids beyond the vocabulary."""
@@ -105,25 +106,24 @@ class SentencePiece(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json. special: tokens that the settings name; those in the vocabulary are control tokens, too."""
+    """A tokenizer.json. special: tokens that the settings name; if the vocabulary has them, they are also control
+    tokens."""
 
-    def __init__(self, content: dict, special: list[str]):
+    def __init__(self, content: bytes, special: list[str]):
         from tokenizers import Tokenizer as Library
-        from tokenizers.pre_tokenizers import ByteLevel
 
-        self.library = library = Library.from_str(json.dumps(content | {"truncation": None, "padding": None}))
+        self.library = library = Library.from_buffer(content)
+        library.no_truncation()
+        library.no_padding()
         library.encode_special_tokens = True  # encode control tokens in a text as ordinary text
         library.add_special_tokens([token for token in special if library.token_to_id(token) is not None])
         self.vocab, added = library.get_vocab(), library.get_added_tokens_decoder()
         self.control = {token.content: i for i, token in added.items() if token.special}
-        self.byte_level = "ByteLevel" in json.dumps(content.get("decoder"))
-        if self.byte_level and (missing := {*ByteLevel.alphabet()} - self.vocab.keys()):
-            raise UserError(f"no token for {len(missing)} of the 256 bytes")
+        self.byte_level = "ByteLevel" in repr(library.decoder)
         self.adds_bos, self.decode = bool(library.encode("").ids), library.decode
         self.spaces_first = getattr(library.pre_tokenizer, "prepend_scheme", "") == "first"
 
-    def encode(self, text: str, is_first: bool = True) -> list[int]:
-        _to_utf8(text)
+    def _encode(self, text, is_first):
         if self.spaces_first:  # Metaspace puts a space before a text, but not behind a control token
             self.library.pre_tokenizer.prepend_scheme = "first" if is_first else "never"
         return self.library.encode(text, add_special_tokens=False).ids
@@ -143,12 +143,14 @@ def token_sizes(tokenizer: Tokenizer) -> list[int]:
 
 
 def decode_marked(tokenizer: Tokenizer, tokens: list[int], trained: list[bool], colour: bool) -> str:
-    """The text of tokens, with the trained ones in green or between [[ and ]]."""
+    """The text of tokens. Trained tokens are green or between [[ and ]]."""
     names, feed = {i: text for text, i in tokenizer.control.items()}, tokenizer.decoder()
     on, off = ("\033[32m", "\033[0m") if colour else ("[[", "]]")
-    pieces = [printable(names.get(token) or feed(token)) for token in tokens]
-    marked = [on + text + off if is_trained else text for text, is_trained in zip(pieces, trained, strict=False)]
-    return "".join(marked).replace(off + on, "")
+    text = ""
+    for token, is_trained in zip(tokens, trained, strict=False):
+        piece = printable(names.get(token) or feed(token))
+        text += on + piece + off if is_trained else piece
+    return text.replace(off + on, "")
 
 
 # ---- files
@@ -183,13 +185,13 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     folder, data = source.parent, read_file(source)
     files = [read_object(folder / name) for name in SETTINGS_FILES if (folder / name).is_file()]
     settings = {key: value for file in files for key, value in file.items() if value is not None}
-    tokens = {key: value for key, value in settings.items() if key.endswith("_token") and type(value) in (str, dict)}
-    names = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
+    names = {key: settings[key] for key in settings if re.fullmatch("(bos|eos|unk|pad)_token", key)}
+    names = {key: token["content"] if isinstance(token, dict) else token for key, token in names.items()}
     added = settings.get("added_tokens_decoder", {}).values()
-    is_json = source.suffix == ".json" or data.lstrip().startswith(b"{")
+    is_json = data.lstrip().startswith(b"{")
     if is_json:
         special = [token["content"] for token in added if token.get("special")]
-        tokenizer = JsonTokenizer(read_object(source), [*special, *names.values()])
+        tokenizer = JsonTokenizer(data, [*special, *names.values()])
     else:
         tokenizer = SentencePiece(data, settings)
     if absent := {token["content"] for token in added} - tokenizer.vocab.keys():
@@ -197,7 +199,6 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     tokenizer.vocab_size = max(tokenizer.vocab.values()) + 1
     _set_ends(tokenizer, names, settings.get("eos_token_id", []))
     tokenizer.chat_template = _read_chat_template(folder, settings)
-    tokenizer.model_type = settings.get("model_type", "")
     rest = [tokenizer.bos_id, tokenizer.eos_id, sorted(tokenizer.control), tokenizer.chat_template]
     tokenizer.fingerprint = hashlib.sha256(data + json.dumps(rest).encode()).hexdigest()[:16]
     others = (*COPIED_FILES, *TOKENIZER_FILES) if source.name in TOKENIZER_FILES else COPIED_FILES
@@ -208,19 +209,20 @@ def _read_tokenizer(source: Path) -> Tokenizer:
 
 def _set_ends(tokenizer: Tokenizer, names: dict[str, str], ids: int | list[int]) -> None:
     """Finds BOS and EOS by the settings' names, or else by their usual names. ids: eos_token_id of the model."""
-    control, ids = tokenizer.control, ids if isinstance(ids, list) else [ids]
-    for key, usual in USUAL_NAMES.items():
-        names.setdefault(key, next((name for name in usual if name in control), None))
+    control = tokenizer.control
+    usual = {key: next((name for name in texts if name in control), None) for key, texts in USUAL_NAMES.items()}
+    tokenizer.names = names = usual | names
     bos, eos = names["bos_token"] or names["eos_token"], names["eos_token"] or names["bos_token"]
     if not {bos, eos} <= control.keys():
         raise UserError(
             f"its BOS {bos!r} or EOS {eos!r} is not a control token: name bos_token and eos_token in a"
             " tokenizer_config.json in its folder"
         )
-    tokenizer.names = names | {"bos_token": bos, "eos_token": eos}
-    tokenizer.bos_id, tokenizer.eos_id, tokenizer.eos_ids = control[bos], control[eos], ids or [control[eos]]
-    stops = [control[name] for name in STOP_NAMES if name in control]
-    tokenizer.stop_ids = frozenset([tokenizer.bos_id, tokenizer.eos_id, *tokenizer.eos_ids, *stops])
+    names |= {"bos_token": bos, "eos_token": eos}
+    tokenizer.bos_id, tokenizer.eos_id = control[bos], control[eos]
+    tokenizer.eos_ids = (ids if isinstance(ids, list) else [ids]) or [control[eos]]
+    ends = [control[name] for name in (bos, eos, *STOP_NAMES) if name in control]
+    tokenizer.stop_ids = frozenset([*ends, *tokenizer.eos_ids])
 
 
 def _read_chat_template(folder: Path, settings: dict) -> str:
@@ -233,9 +235,9 @@ def _read_chat_template(folder: Path, settings: dict) -> str:
 def write_files(tokenizer: Tokenizer, folder: Path, chat: str = "") -> dict:
     """Writes a tokenizer's files into a model's folder -> bos_token_id and eos_token_id of its config.json.
 
-    The files are copied unchanged. chat: the format of the conversations that the model was trained on. Then a folder
-    without a chat template gets ours, the token that ends an answer ends a text, too, and tokenizer_config.json makes
-    transformers read all of tokenizer.json (its class for Llama reads only the vocabulary)."""
+    The files are copied unchanged. chat: the template of the conversations that the model was trained on. It is
+    written, the token that ends an answer also ends a text, and tokenizer_config.json makes transformers read all of
+    tokenizer.json (its class for Llama reads only the vocabulary)."""
     for file, name in tokenizer.files.items():
         shutil.copyfile(file, folder / name)
     if not tokenizer.files:
@@ -247,7 +249,7 @@ def write_files(tokenizer: Tokenizer, folder: Path, chat: str = "") -> dict:
         settings = read_json(config) or tokenizer.names | {"clean_up_tokenization_spaces": False}
         config.write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=1))
     if chat:
-        (folder / "chat_template.jinja").write_text(chat_template(tokenizer, chat), "utf-8")
+        (folder / "chat_template.jinja").write_text(chat, "utf-8")
         ids, mask = render_chat(tokenizer, [{"role": r, "content": "x"} for r in ("user", "assistant")], chat)
         turn_end = [i for i, trained in zip(ids, mask, strict=True) if trained][-1]
         ends = list(dict.fromkeys([*ends, turn_end]))
@@ -271,35 +273,18 @@ BYTES_JSON = """{"version": "1.0", "added_tokens": [
 # ---- chat
 
 
-def chat_family(tokenizer: Tokenizer, model_type: str = "") -> str:
-    """-> "own" if the tokenizer's folder has a chat template; else a key of CHAT_TEMPLATES, by the control tokens or
-    the model's type ("llama", "mistral" or "mixtral")."""
-    control, model_type = tokenizer.control.keys(), tokenizer.model_type or model_type
+def chat_template(tokenizer: Tokenizer, chat_format: str) -> str:
+    """The jinja template of the tokenizer's folder; if it has none, ours: by the control tokens, or else by the model's
+    chat_format. transformers renders it to the ids of render_chat, if no message holds the text of a control token."""
+    control = tokenizer.control.keys()
     if tokenizer.chat_template:
-        return "own"
-    if {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} <= control:
-        return "llama3"
-    if {"<|im_start|>", "<|im_end|>"} <= control:
-        return "chatml"
-    if "[INST]" in control:
-        return "mixtral-8x22b"
-    if model_type in ("mistral", "mixtral"):
-        return "mixtral"
-    if model_type == "llama":
-        return "llama2"
-    raise UserError(
-        "Chat: neither the tokenizer nor the model says which chat format it was made for (Llama, Mixtral or ChatML)"
-    )
-
-
-def chat_template(tokenizer: Tokenizer, family: str) -> str:
-    """The jinja template. transformers renders it to the ids of render_chat, if no message holds the text of a control
-    token."""
-    if family == "own":
         return tokenizer.chat_template
-    first = {i: text for text, i in tokenizer.vocab.items()}[tokenizer.encode("a", is_first=False)[0]]
-    values, body = tokenizer.names | {"lead": " " * (first[0] not in "▁Ġ")}, CHAT_TEMPLATES[family]
-    lines = [f"{{%- set {name} = {json.dumps(v, ensure_ascii=False)} %}}" for name, v in values.items() if name in body]
+    if {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} <= control:
+        chat_format = "llama3"
+    elif {"<|im_start|>", "<|im_end|>"} <= control:
+        chat_format = "chatml"
+    body, names = CHAT_TEMPLATES[chat_format], tokenizer.names
+    lines = [f"{{%- set {name} = {json.dumps(v, ensure_ascii=False)} %}}" for name, v in names.items() if name in body]
     return "\n".join(lines) + body
 
 
@@ -308,7 +293,7 @@ def _raise_exception(message: str) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _compile_template(tokenizer: Tokenizer, family: str) -> tuple:
+def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
     """-> (the template, the expression for a control token)"""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -318,17 +303,15 @@ def _compile_template(tokenizer: Tokenizer, family: str) -> tuple:
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = TEMPLATE_DATE.strftime  # with today's date, ids would change overnight
-    # {% generation %} marks an answer, and does not change the text.
-    source = re.sub(r"{%(-?)\s*(?:end)?generation\s*(-?)%}", r"{#\1 \2#}", chat_template(tokenizer, family))
     longest_first = sorted(tokenizer.control, key=len, reverse=True)
     control = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
     return environment.from_string(source, tokenizer.names), control
 
 
-def _render_parts(tokenizer: Tokenizer, family: str, messages: list[dict]) -> list[str]:
+def _render_parts(tokenizer: Tokenizer, source: str, messages: list[dict]) -> list[str]:
     """-> text, control token, text, ... The text ends with the prompt for an answer if a question is last."""
     try:
-        template, control = _compile_template(tokenizer, family)
+        template, control = _compile_template(tokenizer, source)
         # A mark breaks up the control tokens in messages.
         broken = [m | {"content": re.sub(f"(?s)(?={control}).", rf"\g<0>{MARK}", m["content"])} for m in messages]
         asks = messages[-1]["role"] != "assistant"
@@ -338,17 +321,17 @@ def _render_parts(tokenizer: Tokenizer, family: str, messages: list[dict]) -> li
     return [part.replace(MARK, "") for part in re.split(f"({control})", text)]
 
 
-def render_chat(tokenizer: Tokenizer, messages: list[dict], family: str) -> tuple[list[int], list[int]]:
+def render_chat(tokenizer: Tokenizer, messages: list[dict], template: str) -> tuple[list[int], list[int]]:
     """messages [{"role", "content"}] -> (ids, mask). mask is 1 on the assistant's tokens and the control token that
     closes them. If the last message is not the assistant's, the ids end with the prompt for an answer.
 
     The rendered text is cut at its control tokens, and each part between them is encoded as ordinary text. An answer
     begins behind the text that the template renders for the messages before it, and ends at the next control token."""
     _check_messages(messages)
-    parts, prompts = _render_parts(tokenizer, family, messages), {}
+    parts, prompts = _render_parts(tokenizer, template, messages), {}
     for k, message in enumerate(messages):
         if message["role"] == "assistant":
-            *before, prompt = _render_parts(tokenizer, family, messages[:k])
+            *before, prompt = _render_parts(tokenizer, template, messages[:k])
             i = len(before)
             if i + 1 >= len(parts) or i in prompts or not parts[i].startswith(prompt):
                 raise UserError(f"Chat message {k}: the chat template does not put the answer before a control token")
@@ -368,9 +351,9 @@ def render_chat(tokenizer: Tokenizer, messages: list[dict], family: str) -> tupl
 _SYSTEM = """
 {%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none %}
 {%- set turns = messages if system is none else messages[1:] %}"""
-# chat_template puts the values of their variables before them.
+# The keys llama and mixtral are values of ModelConfig.chat_format. chat_template sets bos_token and eos_token.
 CHAT_TEMPLATES = {
-    "llama2": _SYSTEM + """
+    "llama": _SYSTEM + """
 {%- for m in turns %}
 {%- if m['role'] == 'user' %}
 {%- set before = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' if loop.first and system is not none else '' %}
@@ -395,20 +378,9 @@ CHAT_TEMPLATES = {
 {%- for m in turns %}
 {%- if m['role'] == 'user' %}
 {%- set before = system + '\\n\\n' if loop.first and system is not none else '' %}
-{{- lead + '[INST] ' + before + m['content'] + ' [/INST]' }}
+{{- '[INST] ' + before + m['content'] + ' [/INST]' }}
 {%- else %}
 {{- ' ' + m['content'] + eos_token }}
-{%- endif %}
-{%- endfor %}""",
-    "mixtral-8x22b": _SYSTEM + """
-{%- set last = turns | length - (1 if turns[-1]['role'] == 'user' else 2) %}
-{{- bos_token }}
-{%- for m in turns %}
-{%- if m['role'] == 'user' %}
-{%- set before = system + '\\n\\n' if loop.index0 == last and system is not none else '' %}
-{{- '[INST]' + lead + before + m['content'] + '[/INST]' }}
-{%- else %}
-{{- lead + m['content'] + eos_token }}
 {%- endif %}
 {%- endfor %}""",
     "chatml": """
@@ -423,19 +395,19 @@ CHAT_TEMPLATES = {
 
 def _check_messages(messages: list[dict]) -> None:
     """A system message may come first, then user, assistant, user, ..."""
-    turns = ["user"]
+    has_system = False
     for i, m in enumerate(messages if isinstance(messages, list) else [messages]):
         if not isinstance(m, dict) or not isinstance(m.get("content"), str):
             raise UserError(f'Chat message {i}: expected {{"role": ..., "content": text}}, found {str(m)[:200]}')
-        role, expected = m.get("role"), turns[-1]
-        if i == 0 and role == "system":
+        if i == 0 and m.get("role") == "system":
+            has_system = True
             continue
+        role, expected = m.get("role"), ("user", "assistant")[(i - has_system) % 2]
         if role != expected or not m["content"].strip():
-            found = "empty content" if role == expected else f"role {role}"
+            fault = "empty content" if role == expected else f"role {role}"
             raise UserError(
-                f"Chat message {i}: {found}, expected {expected} (a system message may come first, then user and"
+                f"Chat message {i}: {fault}, expected {expected} (a system message may come first, then user and"
                 " assistant in turn)"
             )
-        turns.append("assistant" if expected == "user" else "user")
-    if len(turns) == 1:
+    if len(messages) == has_system:
         raise UserError("Chat: expected a user's message")

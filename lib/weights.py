@@ -39,7 +39,7 @@ from torch import Tensor
 
 from lib import lora
 from lib.lora import Read
-from lib.tokenizer import chat_family, write_files
+from lib.tokenizer import chat_template, write_files
 from model import Transformer
 from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, fill_parameters, on_all, on_first_rank
@@ -682,7 +682,7 @@ def export(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=int(shard_gb * 1e9),
     )
-    chat = chat_family(tokenizer, config.chat_format) if talks and tokenizer else ""
+    chat = chat_template(tokenizer, config.chat_format) if talks and tokenizer else ""
     folder = folder.absolute()
     temporary, previous = (folder.with_name(f"{folder.name}.{kind}") for kind in ("tmp", "old"))
 
