@@ -38,6 +38,7 @@ from torch.nn.attention import (
 )
 
 from lib import torch_private
+from lib.errors import UserError
 
 BACKENDS = ("sdpa", "blocked")  # on every device
 PACKED = ("varlen", "flash")  # on GPUs; these take where documents begin, not a mask
@@ -51,19 +52,19 @@ BLOCKED_MAX_TOKENS = {False: 512, True: 1024}
 
 
 def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_len: int, head_dim: int = 64) -> str:
-    """Resolves `auto`; raises ValueError for a back-end that cannot run here. Activates FlashAttention 3 for `varlen`.
+    """Resolves `auto`; raises UserError for a back-end that cannot run here. Activates FlashAttention 3 for `varlen`.
 
     With `varlen`, rows of one document go to sdpa. `blocked` is chosen where it was measured to be faster: in bf16 (in
     fp32 torch's CPU kernel is as fast) and for short rows."""
     old = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256 and not old
     if name in PACKED and not fits:
-        raise ValueError(
+        raise UserError(
             f"--attention {name}: its kernels are for GPUs from the A100 on, bf16 and heads of up to 256 dimensions by"
             f" 8, not for {device_type}, {dtype}, {head_dim}: give --attention auto"
         )
     if name == "flash" and importlib.util.find_spec("flash_attn") is None:
-        raise ValueError(f"--attention flash: the package flash-attn is not installed: {INSTALL_FLASH}")
+        raise UserError(f"--attention flash: the package flash-attn is not installed: {INSTALL_FLASH}")
     if name == "auto":
         blocked = device_type == "cpu" and dtype == "bf16" and seq_len <= BLOCKED_MAX_TOKENS[compiled]
         name = "varlen" if fits else "blocked" if blocked else "sdpa"

@@ -40,6 +40,7 @@ from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, s
 from lib.text import HUB, knows_text, log, read_index, split_weight
 from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
+from shard import Ranks, on_first_rank
 
 ORDER_ROWS = 2048  # rows whose order is computed at a time: for a few it costs more than reading them
 # Encoded alike by equal tokenizers alone.
@@ -366,6 +367,21 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
             f"--data_dtype {config.data_dtype} is for headerless token files, and there are none: leave it out"
         )
     return loaders
+
+
+def open_data(config: Config, ranks: Ranks, resume_from=None) -> tuple[Loader, Loader | None]:
+    """The loaders for training and, if the run evaluates, for validation. Rank 0 goes first: it checks the data,
+    tokenises text, and tells the others what is on the hub. resume_from: a Checkpoint. All ranks must call."""
+    commits = resume_from.manifest["position"].get("commits") if resume_from else None
+    catalog, loaders = Catalog(config, commits), []
+
+    def look_up() -> tuple:
+        loaders.extend(open_checked(config, ranks.world_size, catalog))
+        return catalog.listed, catalog.streamed
+
+    catalog.listed, catalog.streamed = on_first_rank(look_up, ranks)
+    data, *rest = loaders or open_loaders(config, ranks.rank, ranks.world_size, catalog)
+    return data, rest[0] if rest else None
 
 
 def check_tokenizer(config: Config) -> None:

@@ -452,6 +452,8 @@ def watched(model: nn.Module) -> dict[str, float | None]:
 
 def check_run(config, device: torch.device, micro_batch: int) -> None:
     """Refuses a number of tokens that the kernel of the weight gradient cannot sum over, and a GPU without FP8."""
+    if config.fp8 == "off":
+        return
     flag, tokens = f"--fp8 {config.fp8}", micro_batch * config.seq_len
     if tokens % MULTIPLE:
         unit = MULTIPLE // math.gcd(micro_batch, MULTIPLE)

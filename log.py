@@ -36,12 +36,19 @@ from lib.machine import describe_environment, memory_gib, peak_flops
 from lib.rows import text_bytes
 from lib.run import logger, refuse_unusable
 from model import IGNORE, Transformer
-from optim import trained
+from optim import DTYPES, trained
 from shard import gather, mesh_shape, on_first_rank
 
 SLOW = 0.095  # a rank is named if it is slower than the median by this share, which is shown as 10 %
 GPU_EVERY = 8  # on GPUs only every eighth step is measured, because reading its events takes time
 PANELS = "loss", "val_bpb", "grad_norm", "lr", "tok_per_s", "mem_gib"  # of curves.png, by fields of metrics.jsonl
+
+
+def attention_kernel(config: Config, data, device: torch.device) -> str:
+    """The kernel that computes attention on the rows of a Loader."""
+    shape = config.model_config
+    heads = shape.n_heads, shape.n_kv_heads, shape.head_dim
+    return kernel(config.attention, data.separate, device, DTYPES[config.dtype], heads)
 
 
 def describe_model(model: Transformer) -> None:
@@ -221,9 +228,7 @@ class Log:
         config, folder, size = self.run.config, self.run.folder, self.ranks.world_size
         if val_data:
             self.val_bytes, self.val_tokens = text_bytes(val_data)
-        shape = config.model_config
-        heads = shape.n_heads, shape.n_kv_heads, shape.head_dim
-        attention = kernel(config.attention, data.separate, self.ranks.device, model.dtype, heads)
+        attention = attention_kernel(config, data, self.ranks.device)
         env = describe_environment() | {
             "world_size": size,
             "mesh": self.mesh,

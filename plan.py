@@ -17,8 +17,10 @@ import argparse  # isort: skip
 import contextlib
 import functools
 import itertools
+import logging
 import math
 import os
+import platform
 import textwrap
 import weakref
 from collections.abc import Iterator
@@ -41,6 +43,7 @@ from lib.machine import GPUS, Gpu
 from optim import DTYPES, keep_copies, matrices, state_layout, trained
 from shard import mesh_shape, sharded_dim
 
+log = logging.getLogger("flatland")
 GIB, META = 2**30, torch.device("meta")
 CUDA_BYTES = int(1.5 * GIB)  # CUDA's own, NCCL's buffers and cuBLAS's workspaces, outside torch's allocator
 LOOSE = 0.04  # share of allocated memory that torch reserves in blocks too small for the next request
@@ -506,9 +509,36 @@ def split(config: Config, cluster: Cluster) -> Config:
     return replace(config, micro_batch=micro_batch, batch_tokens=batch_tokens)
 
 
+def refuse_without_room(config: Config, ranks: shard.Ranks) -> None:
+    """Refuses a run that cannot fit into this machine, before anything is allocated. Of the activations it counts only
+    the inputs of the blocks, which any run needs."""
+    cluster = cluster_here(ranks.device, ranks.world_size)
+    on_gpu, on_host = memory(split(config, cluster), cluster, least=True)
+    places = [(on_host, f"{platform.node()} ({cluster.gpus} processes)", cluster.host_gib)]
+    if on_gpu:
+        places.append((on_gpu, str(ranks.device), cluster.gpu.gib))
+    for needs, place, free in places:
+        if sum(needs.values()) / GIB > free:
+            raise UserError(
+                f"This run needs more than {gib(needs)} on {place}, which has {free:.1f} GiB. What lowers it, the"
+                f" cheapest first: {machine.lower_memory(config, bool(on_gpu))}"
+            )
+
+
+def predict_record(config: Config, ranks: shard.Ranks) -> dict[str, float]:
+    """step_figures for a run on these ranks; {} on a CPU or if the model cannot be traced."""
+    if ranks.rank or ranks.device.type == "cpu":
+        return {}
+    try:
+        return step_figures(config, cluster_here(ranks.device, ranks.world_size))
+    except (RuntimeError, NotImplementedError) as e:  # a changed model that cannot run on the meta device
+        log.warning("Plan: no prediction for this model: %s", e)
+        return {}
+
+
 def step_figures(config: Config, cluster: Cluster) -> dict[str, float]:
     """The prediction for a record of metrics.jsonl: `mem_gib`, allocated by torch on a GPU or by a process on a CPU,
-    and `step_ms` for GPUs whose data sheet is known. config: as `check.resolve` left it."""
+    and `step_ms` for GPUs whose data sheet is known. config: as `train.resolve` left it."""
     config = split(config, cluster)
     gpu, host = memory(config, cluster)
     size = sum(size for part, size in gpu.items() if part not in OUTSIDE) or sum(host.values()) // cluster.gpus

@@ -42,8 +42,9 @@ WATCHDOG = 15  # seconds that a rank's watchdog has to find out which rank is be
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all. control: the gloo group for votes, messages and tensors on the host (None: one process),
-    used by the main thread only; saving: the group of the thread that writes checkpoints."""
+    """This process among all. control: the gloo group for votes, messages and tensors on the host, used by the main
+    thread only (None: one process, or the imagined ranks of --check); saving: the group of the thread that writes
+    checkpoints."""
 
     rank: int
     world_size: int
@@ -399,7 +400,7 @@ def on_first_rank(work: Callable, ranks: Ranks):
             result = work()
         except Exception as e:
             error = e
-    if ranks.world_size > 1:
+    if ranks.control is not None:
         message = [result, error]
         dist.broadcast_object_list(message, 0, ranks.control)
         result, error = message
@@ -441,7 +442,7 @@ def on_all(work: Callable, ranks: Ranks, group=None) -> list:
 
 def gather(value, ranks: Ranks, group: dist.ProcessGroup | None = None) -> list:
     """One object of every rank, on all ranks. group: default ranks.control. All ranks must call."""
-    if ranks.world_size == 1:
+    if ranks.control is None:
         return [value]
     out = [None] * ranks.world_size
     dist.all_gather_object(out, value, group=group or ranks.control)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import attention
 from attention import BACKENDS, PACKED, choose_backend
+from lib.errors import UserError
 
 BF16 = 2.0**-8  # largest relative error of rounding to bfloat16
 HEADS = [(4, 4), (6, 2), (4, 1)]  # of queries and of keys
@@ -125,7 +126,7 @@ def test_choose_backend():
         assert choose_backend("auto", *other) == "sdpa"
         assert [choose_backend(name, *other) for name in BACKENDS] == list(BACKENDS)
         for name in PACKED:
-            with pytest.raises(ValueError, match=f"--attention {name}: .*--attention auto"):
+            with pytest.raises(UserError, match=f"--attention {name}: .*--attention auto"):
                 choose_backend(name, *other)
 
 
@@ -260,7 +261,7 @@ def test_packed_rows_use_flash_attention_3_where_it_is_installed(monkeypatch):
 
 def test_flash_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=re.escape(f"{sys.executable} -m pip install flash-attn --no-build")):
+    with pytest.raises(UserError, match=re.escape(f"{sys.executable} -m pip install flash-attn --no-build")):
         choose_backend("flash", "cuda", "bf16", True, 2048)
 
 

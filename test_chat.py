@@ -11,16 +11,17 @@ import pytest
 import torch
 import transformers
 
+import train
 from config import parse_args
-from data import Batch, make_loader, show
-from lib import check, rows
+from data import Batch, make_loader, open_data, show
+from lib import rows
 from lib.rows import turns
 from lib.test_tokenizer import TEMPLATES, _chat_tokenizer, _conversations, _json, _llama2_json, _write
 from lib.text import BEGINS, ID, TRAINED, Encoder, TextRow, find_files, prepare, write_shard
 from lib.tokenizer import chat_template, load_tokenizer, render_chat
 from lib.weights import export_model
 from model import MODELS, Transformer
-from shard import Ranks
+from shard import ALONE
 from test_prepare import refused
 
 BYTES = load_tokenizer("bytes")
@@ -337,8 +338,8 @@ def test_data_is_opened_once(tmp_path, monkeypatch):
         function = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
     c = config(path, out=tmp_path / "run", compile="none", dtype="fp32")
-    check.report(c)
+    train.report(c, ALONE)
     once = ["_is_stream", *["open_shard"] * 2, *["pack"] * 2]
     assert sorted(calls) == once
-    loader, val_loader = check.open_data(c, None, Ranks(0, 1, torch.device("cpu")))
+    loader, val_loader = open_data(c, ALONE)
     assert sorted(calls) == sorted(once * 2) and loader.rows > val_loader.rows

@@ -800,7 +800,7 @@ def test_replicas_that_differ_by_a_bit_are_found_and_not_saved(tmp_path, text, r
 
 HANGS = {
     "in the data": "at_step(5, lambda: RANK == 1 and time.sleep(300))",
-    "in a collective": "at_step(5, lambda: RANK == 1 and shard.gather(0, shard.Ranks(0, 2, None, None)))",
+    "in a collective": "at_step(5, lambda: RANK == 1 and shard.dist.barrier())",
     "stopped": "at_step(5, lambda: RANK == 1 and os.kill(os.getpid(), signal.SIGSTOP))",
     "in the backward pass": """
 def hang():

@@ -31,7 +31,6 @@ import shard
 import train
 from config import parse_args
 from data import Batch
-from lib import check
 from lib import run as guard
 from lib.errors import ROOT
 from model import IGNORE, LossHead, Transformer, cross_entropy, document_begins, grouped_matmul, random_init
@@ -70,7 +69,7 @@ def make_training(flags: str, mesh: bool = False):
     """-> step(): one optimizer step, as train.py makes it, returning the loss; the model; the optimizer."""
     ranks = shard.Ranks(0, 1, CUDA)
     config = parse_args(f"--model tiny-llama {TINY} {flags}".split())
-    config = replace(check.resolve(config, CUDA, 1), compile="none")
+    config = replace(train.resolve(config, CUDA, 1), compile="none")
     grid = shard.make_mesh(1, ranks, offload=True) if mesh else None
     model = train.build(config, ranks, grid)
     scales, optimizer = fp8.prepare(model, config, grid, False), make_optimizer(model, config)
@@ -309,7 +308,7 @@ def test_a_mesh_of_one_rank_changes_nothing(kind):
 def loss_and_gradients(device: torch.device, dtype: str, compile: str) -> list[torch.Tensor]:
     """Of one small Llama and its tokens, in fp64 on the CPU."""
     config = parse_args(f"--model tiny-llama {TINY} --n_layers 4 --seq_len 256 --micro_batch 2".split())
-    config = replace(check.resolve(config, device, 1), dtype=dtype, compile=compile, attention="sdpa")
+    config = replace(train.resolve(config, device, 1), dtype=dtype, compile=compile, attention="sdpa")
     model = train.build(config, shard.Ranks(0, 1, device), None)
     shard.fill_parameters(
         model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0)

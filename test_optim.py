@@ -17,7 +17,7 @@ import shard
 import train
 from config import parse_args
 from data import Batch
-from lib import check, torch_private
+from lib import torch_private
 from lib.run import GradientGuard
 from model import Transformer, random_init
 from optim import PIECE, MixedAdamW, as_int32, learning_rate, local, make_optimizer, random_bits, update
@@ -330,7 +330,7 @@ def steps_with_copies(words: str, keep: bool):
     """-> (losses and norms of three steps of three micro-batches, parameters and moments, how often each matrix was
     cast in the last step)"""
     config = parse_args([*words.split(), "--dtype", "bf16", "--seq_len", "16", "--micro_batch", "2"])
-    model = train.build(check.resolve(config, shard.ALONE.device, 1), shard.ALONE, None)
+    model = train.build(train.resolve(config, shard.ALONE.device, 1), shard.ALONE, None)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     shard.fill_parameters(model, random_init(config.model_config, shapes, 0))
     optimizer = make_optimizer(model, config)

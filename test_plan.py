@@ -78,7 +78,6 @@ SHAPES = [
 STEPS = """
 import ctypes, gc, json, pathlib, re, sys, torch
 import plan, shard, train
-from lib import check
 from config import parse_args
 from data import Batch
 from lib.run import GradientGuard
@@ -94,7 +93,7 @@ assert all(ctypes.CDLL(None).mallopt(parameter, 65536) for parameter in (M_TRIM_
 for words in json.loads(sys.argv[1]):
     config = parse_args([*words.split(), "--compile", "none"])
     ranks = shard.ALONE
-    config = check.resolve(config, ranks.device, 1)
+    config = train.resolve(config, ranks.device, 1)
     shape = config.micro_batch, config.seq_len
     tokens = torch.randint(config.model_config.vocab_size, shape)
     batch = Batch(tokens, tokens, None)

@@ -35,6 +35,7 @@ PAGES += sorted((ROOT / "guide").glob("*.md"))
 CHANGED = ROOT / "guide" / "8-change-it.md"  # test_the_five_changes_work_together runs its commands
 VERBS = re.findall(r"\w+", re.search(r"^  (train \| .*)\) verb=", (ROOT / "launch.sh").read_text(), re.M)[1])
 OTHERS = "cat cd export nano pip scancel squeue srun ssh ssh-copy-id tail tmux torchrun .venv/bin/python .venv/bin/hf"
+ROOTS_OF_LIB = {"config", "model", "optim", "shapes", "shard"}  # files of the root that lib/ may import
 
 
 # ---- pages
@@ -161,6 +162,8 @@ def test_files_import_only_files_below_them_in_the_readme():
         code = re.sub(r"from lib import", "import", path.read_text("utf-8"))
         imported = set(re.findall(r"^\s*(?:from|import) (?:lib\.)?(\w+)", code, re.M)) & files.keys()
         assert [other for other in imported if floor[other] < floor[name]] == [], name
+        if path.parent.name == "lib":
+            assert imported - {p.stem for p in ROOT.glob("lib/*.py")} <= ROOTS_OF_LIB, name
 
 
 def test_quoted_messages_are_in_the_sources():
@@ -315,12 +318,11 @@ def test_every_recipe_runs_on_two_processes(tmp_path):
     runs = [shorten(recipe, tmp_path / recipe) for recipe in EVERY]
     code = f"""
 import train
-from lib import check
 from config import parse_args
 from lib.run import Run
 ranks = shard.init_ranks()
 for words in {runs!r}:
-    config = check.resolve(parse_args(words), ranks.device, ranks.world_size)
+    config = train.resolve(parse_args(words), ranks.device, ranks.world_size)
     with Run(config, ranks) as run:
         train.train(config, ranks, run)
     assert run.exit_code == 0

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import log
+import plan
 import shard
 from config import CONFLICTS, parse_args, refuse_unsupported
 from lib import check, machine
@@ -316,7 +317,7 @@ def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, case):
         monkeypatch.setattr(machine, "available_memory", lambda: host * 2**30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gpu * 2**30))
         monkeypatch.setattr(machine, "known_gpu", lambda _: None)
-        check.refuse_without_room(config, device, 4)
+        plan.refuse_without_room(config, shard.Ranks(0, 4, device))
 
     with pytest.raises(UserError, match=message):
         refuse(host, gpu)

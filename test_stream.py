@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 import shard
+import train
 from config import parse_args
-from data import make_loader, merge_positions
-from lib import check, rows
+from data import make_loader, merge_positions, open_data
+from lib import rows
 from lib import text as text_module
 from lib.errors import Failure, UserError
 from lib.rows import permute
@@ -320,11 +322,11 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
         hub.seen.clear(), hub.cdn.seen.clear()
         return bool(listings), len(files)
 
-    check.report(c)
+    train.report(c, shard.ALONE)
     assert asked() == (True, 1)  # the head of the first file
     told = []
-    monkeypatch.setattr(shard, "on_first_rank", lambda work, ranks: told[0] if told else told.append(work()) or told[0])
-    monkeypatch.setattr(shard, "on_every_rank", lambda work, ranks: work())
+    tell = lambda work, ranks: told[0] if told else told.append(work()) or told[0]  # noqa: E731
+    monkeypatch.setattr(sys.modules["data"], "on_first_rank", tell)
     for rank in range(3):
-        loader, val_loader = check.open_data(c, None, shard.Ranks(rank, 3, torch.device("cpu")))
+        loader, val_loader = open_data(c, shard.Ranks(rank, 3, torch.device("cpu")))
         assert loader.rank == val_loader.rank == rank and asked() == ((True, 1) if rank == 0 else (False, 0))

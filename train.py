@@ -5,19 +5,16 @@
 
 Every step: read this rank's micro-batches; forward and backward on each (loss = sum over its trained tokens); sum
 gradients over ranks with the last; divide by the global number of trained tokens, clip, AdamW. No step waits for a GPU.
-
-Exit status: 0 finished or stopped, 2 a mistake in flags, files or data (one message), 1 anything else.
 """
 
 import os
-from types import SimpleNamespace
+from dataclasses import replace
 
-from config import Config, parse_args
+from config import Config, parse_args, split_batch
 from lib import errors  # first: it finds the Python that has torch
 
-if "TORCHELASTIC_RUN_ID" in os.environ:
-    errors.end_with_torchrun()
 if __name__ == "__main__":
+    errors.end_with_torchrun()
     errors.check_words(lambda words: parse_args(words, trains=True))
 
 import torch  # isort: skip
@@ -27,23 +24,25 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import checkpoint
 import fp8
+import plan
 import shard
-from data import IGNORE, Batch, Loader, with_steps
+from attention import choose_backend
+from data import IGNORE, Batch, Loader, open_data, with_steps
 from generate import write_samples
 from lib import check, lora, machine
 from lib.run import GradientGuard, Run
-from log import Log, describe_model, logger, profile_steps
+from log import Log, attention_kernel, describe_model, logger, profile_steps
 from model import Details, Transformer
 from optim import DTYPES, GradientReducer, keep_copies, learning_rate, make_optimizer, update
 
 
 def main(argv: list[str]) -> int:
     config = parse_args(argv, trains=True)
-    if config.check >= 0:
-        return check.report(config)
-    ranks = shard.init_ranks(config.deterministic)
+    ranks = shard.init_ranks(config.deterministic) if config.check < 0 else check.imagine_ranks(config)
     config = shard.on_first_rank(lambda: with_steps(config, ranks.world_size), ranks)
-    config = check.resolve(config, ranks.device, ranks.world_size)
+    config = resolve(config, ranks.device, ranks.world_size)
+    if config.check >= 0:
+        return report(config, ranks)
     machine.set_products(config.dtype)
     with Run(config, ranks) as run:
         train(config, ranks, run)
@@ -52,17 +51,48 @@ def main(argv: list[str]) -> int:
     return run.exit_code
 
 
+def report(config: Config, ranks: shard.Ranks) -> int:
+    """--check: everything that can be known without training; prints key=value lines for launch.sh."""
+    resume_from, _ = checkpoint.find(config, checksums=False)
+    if resume_from and resume_from.step >= config.steps and checkpoint.is_finished(config, resume_from.step):
+        state = "finished"
+        check.say_finished(config, resume_from.step)
+    else:
+        plan.refuse_without_room(config, ranks)
+        check.refuse_inputs(config, resume_from is not None, ranks.world_size)
+        data, _ = open_data(config, ranks, resume_from)
+        check.open_weights(config, resume_from is not None)
+        data.load_state_dict(resume_from.manifest["position"] if resume_from else data.state_dict())
+        state = "resume" if resume_from else "fresh"
+        print(f"attention={attention_kernel(config, data, ranks.device)}")
+    print(f"out={config.out}\ndevice={ranks.device.type}\nprocesses={ranks.world_size}")
+    print(f"state={state}\ntimeout={config.timeout}")
+    if "LOCAL_WORLD_SIZE" not in os.environ:  # a person asks, not launch.sh, which trains next
+        print(f"memory={plan.memory_line(config, plan.cluster_here(ranks.device, ranks.world_size))}")
+    return 0
+
+
+def resolve(config: Config, device: torch.device, world_size: int) -> Config:
+    """Replaces every `auto` by its value here, for flags.json; refuses settings that cannot run here."""
+    config = check.resolve(config, device, world_size)
+    fp8.check_run(config, device, split_batch(config, world_size)[0])
+    compiled, head_dim = config.compile != "none", config.model_config.head_dim
+    attention = choose_backend(config.attention, device.type, config.dtype, compiled, config.seq_len, head_dim)
+    return replace(config, attention=attention)
+
+
 def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     """From the newest checkpoint, or from the start, to the last step. All ranks must call."""
-    # ---- set-up
     resume_from, skipped = checkpoint.find(config, ranks)
     start = resume_from.step if resume_from else 0
     if start >= config.steps:
         return finish(config, start, ranks, run)
     run.begin(start, skipped + config.warnings)
-    data, val_data = check.open_data(config, resume_from, ranks)
+    shard.on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
+    shard.on_first_rank(lambda: check.refuse_inputs(config, resume_from is not None, ranks.world_size), ranks)
+    data, val_data = open_data(config, ranks, resume_from)
     run.watch_data(data, val_data)
-    weights = check.open_weights(config, ranks, resume_from is not None)
+    weights = shard.on_every_rank(lambda: check.open_weights(config, resume_from is not None, ranks.rank), ranks)
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     run.add_mesh(mesh)
     model = build(config, ranks, mesh)
@@ -76,7 +106,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     gradients = GradientGuard(model, config, ranks, mesh, data.where)
     saver = checkpoint.Saver(model, optimizer, data, run, resume_from)
     log = Log(run, model, start, data.names)
-    log.describe_run(model, data, val_data, check.predict(config, run))
+    log.describe_run(model, data, val_data, plan.predict_record(config, ranks))
     # ---- the loop
     with machine.explained_memory(config, model, optimizer), saver, log, profile_steps(run, start) as profiler:
         steps = iter(data)
@@ -90,7 +120,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
                 model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
             log.end_step(parts)
-            todo = after_step(config, step, run.votes.agreed(saver.failed))
+            todo = check.after_step(config, step, run.votes.agreed(saver.failed))
             gradients.check(step, wait=todo.record)  # a non-finite loss is neither recorded nor saved
             val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
             if todo.record:
@@ -98,12 +128,10 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
             if todo.watch_fp8:
                 log.add(step, **fp8.watched(model))
             if todo.save:
-                save_ms = saver.save(step, batches[0].tokens[0])
-                log.add(step, save_ms=save_ms)
+                log.add(step, save_ms=saver.save(step, batches[0].tokens[0]))
                 log.draw()
             if todo.sample:
-                sample = write_samples(model, run, step)
-                log.add(step, sample=sample)
+                log.add(step, sample=write_samples(model, run, step))
             if todo.stop:
                 break
             run.finish_step(step)
@@ -112,27 +140,6 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     if todo.stop:
         return run.end("stopped", step)
     finish(config, step, ranks, run)
-
-
-def after_step(config: Config, step: int, stop_requested: bool):
-    """The actions of the loop after a step: true or false for each."""
-
-    def every(n, always=False):
-        return n > 0 and (always or step % n == 0)
-
-    last = step == config.steps
-    stop = stop_requested and not last
-    evaluate = every(config.eval_every, last)
-    watch_fp8 = config.fp8 != "off" and every(config.fp8_log_every)
-    save = last or stop or every(config.save_every)
-    return SimpleNamespace(
-        stop=stop,
-        evaluate=evaluate,
-        watch_fp8=watch_fp8,
-        save=save,
-        sample=every(config.sample_every, last),
-        record=step == 1 or evaluate or watch_fp8 or save or every(config.log_every),
-    )
 
 
 def train_step(
@@ -177,14 +184,13 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
 
 
 def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: shard.Ranks) -> None:
-    """Sets parameters, moments and the position in the data: from a checkpoint, from --weights, or from random values.
-    All ranks must call."""
+    """Sets parameters, moments and the position in the data from a checkpoint, weights or random values. All ranks."""
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if resume_from:
         checkpoint.restore(resume_from, model, optimizer, ranks, config, weights)
         position = resume_from.manifest["position"]
     else:
-        shard.fill_parameters(model, *check.first_values(config, model, weights))
+        shard.fill_parameters(model, check.first_values(config, model, weights), config.load)
         position = shard.on_first_rank(data.state_dict, ranks)  # all ranks must see the same data
     data.load_state_dict(position)
 

@@ -419,8 +419,11 @@ def _use_venv() -> None:
 
 
 def end_with_torchrun() -> None:
-    """Makes the kernel send SIGTERM to this rank when torchrun ends; otherwise it would train unsupervised, or wait for
-    ranks that never come. Call this from the main thread, before the import of torch, which takes seconds."""
+    """Makes the kernel send SIGTERM to this rank when its torchrun, if any, ends; otherwise it would train
+    unsupervised, or wait for ranks that never come. Call this from the main thread, before the import of torch, which
+    takes seconds."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG (prctl.h)
     pid = os.getppid()
     while pid:  # torchrun is the nearest Python among the parents; an orphan's new parent is init or another program

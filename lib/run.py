@@ -64,7 +64,6 @@ HASHED = 2**20  # values that are hashed at a time
 INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
 PEER_GONE = re.compile("gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe")  # in a RuntimeError
-COMPARED_AT = 20  # the first step whose record is compared with the plan: the speed has settled by then
 TRACKERS = ("tensorboard", "wandb")
 logger = logging.getLogger("flatland")
 
