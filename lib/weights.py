@@ -5,9 +5,8 @@ one, several fused along dim 0 (q, k, v; gate, up), or one or two per expert, wh
 strict: every tensor must be present with its shape, and no other tensor may be. No value changes, so an export of an
 imported folder has the same bits. RoPE keeps Hugging Face's half-split layout, so nothing is permuted.
 
-The safetensors library checks, maps and writes the files; pickles are never opened. An import needs the memory of the
-model and one tensor, an export the memory of one shard. If a disk fails or a file is truncated during a read, SIGBUS
-kills the process.
+The safetensors library checks, maps and writes the files. An import needs the memory of the model and one tensor, an
+export the memory of one shard. If a disk fails or a file is truncated during a read, SIGBUS kills the process.
 
 Sources: configuration and modelling files of transformers 4 and 5; github.com/huggingface/safetensors."""
 
@@ -23,14 +22,8 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import (  # first: it finds the Python that has torch
-    UserError,
-    describe_content,
-    local_path,
-    read_json,
-    read_object,
-    write_whole,
-)
+# first: it finds the Python that has torch
+from lib.errors import UserError, describe_content, local_path, read_json, read_object, write_whole
 
 import torch  # isort: skip
 from safetensors import SafetensorError, safe_open
@@ -76,8 +69,6 @@ layers.{i}.mlp.down_proj.KIND                 transformer.h.{i}.mlp.c_proj.KIND
 norm.KIND                                     transformer.ln_f.KIND
 lm_head.weight                                lm_head.weight
 """
-
-
 # Field of ModelConfig | key in config.json.
 _LLAMA_KEYS = """
 vocab_size              vocab_size
@@ -231,14 +222,11 @@ F16   float16
 BF16  bfloat16
 I64   int64
 I32   int32
-I16   int16
-I8    int8
 U8    uint8
-BOOL  bool
 """).items()}  # fmt: skip
 CONVERT = (
-    ": only safetensors are loaded. If you trust its source, convert it in Python: from transformers import"
-    " AutoModelForCausalLM as M; M.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW_FOLDER)"
+    ": only safetensors are loaded, as pickles can run code. If you trust its source, convert it in Python: from"
+    " transformers import AutoModelForCausalLM as M; M.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW)"
 )
 
 
@@ -248,8 +236,6 @@ class TensorFile:
 
     def __init__(self, path: Path):
         self.path = path
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path} is not a regular file")
         try:
             file = safe_open(path, "pt")
         except OSError as e:
@@ -295,8 +281,8 @@ def _shift(ranges, origins):
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a safetensors file, readable for those who can read its folder, and syncs it to the disk. OSError: why the
-    disk refuses it."""
+    """Writes a safetensors file, with the permissions of its folder, and syncs it to the disk. OSError: why the disk
+    refuses it."""
     try:
         save_file(tensors, path, {"format": "pt"})
     except SafetensorError as e:
@@ -311,7 +297,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def find_files(folder: Path) -> list[Path]:
-    """The safetensors files with a folder's weights; if there is an index, exactly the files that it names."""
+    """The safetensors files with a folder's weights: model.safetensors, or exactly the files that its index names."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return [single]
@@ -325,14 +311,9 @@ def find_files(folder: Path) -> list[Path]:
             count = f"{len(missing)} of {len(names)}"
             raise UserError(f"{folder} lacks {count} files that its index names: {_some(missing)}")
         return [folder / name for name in sorted(names)]
-    if files := sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated")):
-        return files
-    pickles = [p.name for p in folder.glob("*") if p.suffix in (".bin", ".pth", ".pt", ".ckpt")]
-    if pickles:
-        raise UserError(f"{folder} holds pickles, which can run code ({_some(pickles)}){CONVERT}")
     raise UserError(
-        f"{folder} holds no weights (model.safetensors, its index, or *.safetensors). If it was downloaded with"
-        " --skip_model, `python download.py ORG/NAME` adds them"
+        f"{folder} holds neither model.safetensors nor its index (if --skip_model left them out, `python download.py"
+        f" ORG/NAME` adds them){CONVERT}"
     )
 
 
@@ -342,23 +323,14 @@ def _some(names):
 
 
 def open_weights(folder: Path, config: ModelConfig) -> Read:
-    """Checks names, shapes and dtypes of a folder's weights against the model -> read(name, slices), which reads values
-    of our parameters from the files, in the files' dtype (the widest dtype of a fused parameter's tensors)."""
+    """Checks names, shapes and dtypes of a folder's weights against the model -> read(name, slices) of our parameters,
+    in the files' dtype (the widest dtype of a fused parameter's tensors)."""
     _check_config(folder, config)
     plan = pieces(config)
-    places, embedding = _find_tensors(folder, plan), plan["embed_tokens.weight"][0]
-    has_tied_head = config.tied and "lm_head.weight" in places
-    if has_tied_head:
-        plan["lm_head.weight"] = [embedding._replace(name="lm_head.weight")]
-    read = _reader(folder, plan, places)
-    if has_tied_head:
-        head, other = (file.read(name, ...) for file, name in (places["lm_head.weight"], places[embedding.name]))
-        if head.dtype != other.dtype or not torch.equal(head, other):
-            raise UserError(
-                f"{folder}: lm_head.weight is not the embedding, although config.json ties them; if the model has a"
-                " separate head, set tie_word_embeddings to false there"
-            )
-    return read
+    places = _find_tensors(folder, plan)
+    if config.tied:  # some files store the embedding a second time
+        places.pop("lm_head.weight", None)
+    return _reader(folder, plan, places)
 
 
 def _reader(folder, plan, places):
@@ -397,8 +369,7 @@ def _find_tensors(folder, plan):
         for name in file.entries:
             full = next((n for n in (f"model.{name}", f"transformer.{name}") if n in expected), name)
             if full in places:
-                first = places[full][0].path
-                raise UserError(f"{full!r} is twice in {folder}: in {first.name!r} and in {file.path.name!r}")
+                raise UserError(f"{file.path}: {full!r} is stored a second time, also in {places[full][0].path.name!r}")
             if not BUFFERS.search(name):
                 places[full] = file, name
     return places
@@ -406,8 +377,6 @@ def _find_tensors(folder, plan):
 
 def _check_config(folder, config):
     """Refuses weights with the right shapes of another model: a wrong rope_theta would show only in the results."""
-    if not (folder / "config.json").exists():
-        return
     stored = asdict(read_config(folder))
     ignored = ["init_std", "router_aux_loss_coef"]  # they change no output
     ignored += ["max_seq_len"] * (config.positions == "rope")
@@ -419,8 +388,7 @@ def _check_config(folder, config):
 def load_model(
     folder: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """The model of a folder or of a downloaded hub id, with parameters and computation in `dtype`. One tensor at a time
-    passes through the CPU's memory."""
+    """The model of a folder or of a downloaded hub id, with parameters and computation in `dtype`."""
     folder = local_path(str(folder), "folder")
     config = read_config(folder)
     read, model = open_weights(folder, config), empty_model(config, dtype, device)
@@ -482,13 +450,6 @@ def open_adapter(folder: Path, config) -> Read:
             f"--lora_weights {folder}: the adapter does not match the flags; give --lora {theirs[0]} --lora_alpha"
             f" {theirs[1]} --lora_targets {','.join(sorted(targets))}"
         )
-    base = values.get("base_model_name_or_path") or config.weights
-    paths = [Path(name).absolute() for name in (base, config.weights)]  # a folder may have moved; hf is a run's export
-    if len({path.parts[-1 - (path.name == "hf") :] for path in paths}) > 1:
-        raise UserError(
-            f"--lora_weights {folder}: the adapter is for {base}, not for --weights {config.weights}; if these are the"
-            f" same model, correct base_model_name_or_path in {path}"
-        )
     return _reader(folder, adapter_pieces(config), {name: (file, name) for name in file.entries})
 
 
@@ -539,18 +500,17 @@ resid_pdrop                        0.0
 # Keys that change nothing in our forward or backward pass.
 HARMLESS = """
 model_type architectures torch_dtype dtype transformers_version use_cache pretraining_tp n_ctx n_special
-predict_special_tokens output_past bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id id2label
-label2id num_labels task_specific_params problem_type finetuning_task is_decoder gradient_checkpointing
-max_length output_router_logits reorder_and_upcast_attn summary_type summary_use_proj summary_activation
-summary_proj_to_labels do_sample temperature top_p top_k return_dict output_hidden_states output_attentions
-max_sequence_length max_window_layers is_llama_config transformers.js_config unsloth_version unsloth_fixed
+predict_special_tokens output_past bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id id2label label2id
+num_labels task_specific_params problem_type finetuning_task is_decoder gradient_checkpointing max_length
+output_router_logits reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels
+do_sample temperature top_p top_k return_dict output_hidden_states output_attentions max_sequence_length
+max_window_layers is_llama_config transformers.js_config unsloth_version unsloth_fixed
 """
 # Keys that change nothing while they are null, false, 0 or empty.
 HARMLESS_WHEN_OFF = """
-quantization_config auto_map pruned_heads chunk_size_feed_forward cross_attention_hidden_size
-tie_encoder_decoder torchscript use_bfloat16 tf_legacy_loss use_mrope use_qk_norm rope_interleaved
-rope_parameters rope_scaling tokenizer_class prefix decoder_start_token_id min_length early_stopping
-diversity_penalty no_repeat_ngram_size
+quantization_config auto_map pruned_heads chunk_size_feed_forward cross_attention_hidden_size tie_encoder_decoder
+torchscript use_bfloat16 tf_legacy_loss use_mrope use_qk_norm rope_interleaved rope_parameters rope_scaling
+tokenizer_class prefix decoder_start_token_id min_length early_stopping diversity_penalty no_repeat_ngram_size
 encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate forced_bos_token_id
 forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
@@ -563,8 +523,6 @@ high_freq_factor      high_freq_factor
 original_seq_len      original_max_position_embeddings
 """),
 }
-
-
 EXPECTED = {int: "a positive whole number", float: "a positive number", bool: "true or false"}
 
 
@@ -572,11 +530,6 @@ def read_config(folder: Path) -> ModelConfig:
     """The shape in a folder's config.json, written by transformers 4 or 5. Refuses, by name, keys that model.py does
     not implement."""
     path = folder / "config.json"
-    if not path.exists():
-        raise UserError(
-            f"{folder} holds no config.json, which describes the model (params.json is Meta's own format: use the"
-            " repository's Hugging Face files)"
-        )
     values = read_object(path)
     kind = values.get("model_type")
     if str(kind) not in FAMILIES:
@@ -684,7 +637,7 @@ def export(
     )
     chat = chat_template(tokenizer, config.chat_format) if talks and tokenizer else ""
     folder = folder.absolute()
-    temporary, previous = (folder.with_name(f"{folder.name}.{kind}") for kind in ("tmp", "old"))
+    temporary = folder.with_name(f"{folder.name}.tmp")
 
     def begin():
         refuse_in_the_way(folder, replaces)
@@ -697,11 +650,8 @@ def export(
 
     def finish():
         _write_json_files(temporary, split, config_json(config, dtype), tokenizer, chat)
-        if folder.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            folder.rename(previous)  # kept until the new folder has its name
+        shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
-        shutil.rmtree(previous, ignore_errors=True)
 
     on_first_rank(begin, ranks)
     try:
