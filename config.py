@@ -191,6 +191,7 @@ class Config:
         group="optimizer",
     )
     lr: float = _tunable(3e-4, "peak learning rate")
+    embed_lr: float = _tunable(0.0, "peak learning rate of the embeddings, with the schedule of --lr; 0 = --lr")
     min_lr: float = _tunable(0.0, "learning rate at the end of the decay")
     warmup_steps: float = _tunable(0.02, "steps of linear warm-up; below 1 = share of the steps")
     schedule: str = _tunable(

@@ -121,8 +121,11 @@ def make_optimizer(model: nn.Module, config) -> torch.optim.Optimizer:
     """Matrices and embeddings decay; biases and norm weights (one dimension) do not. config: a Config."""
     rows = matrices(model) if config.optimizer == "muon" else {}
     others = [p for p in trained(model).values() if p not in rows]
+    embeddings = [p for name, p in trained(model).items() if name.startswith("embed_")]
+    scale, known = (config.embed_lr or config.lr) / config.lr, {*embeddings}
     groups = [
-        {"params": [p for p in others if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": embeddings, "weight_decay": config.weight_decay, "scale": scale},
+        {"params": [p for p in others if p.ndim >= 2 and p not in known], "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
     options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": 1e-8}
@@ -290,7 +293,7 @@ def update(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppres
     """One step with gradients / divisor, or none at all if suppress is 1 (fp32 scalars on the device); frees the
     gradients. Any torch optimizer works, but all except fused AdamW, MixedAdamW and Muon make the host wait."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("scale", 1.0)
     if isinstance(optimizer, (MixedAdamW, Muon)) or optimizer.defaults.get("fused"):
         optimizer.grad_scale, optimizer.found_inf = divisor, suppress
         optimizer.step()
@@ -322,7 +325,7 @@ def learning_rate(config, step: int) -> float:
 
 # ---- Muon
 
-MOMENTUM = 0.95
+MOMENTUM, FIRST_MOMENTUM, MOMENTUM_STEPS = 0.95, 0.85, 300  # it rises linearly in the first steps
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # small singular values grow fast, large ones stay near 1
 ROUND = 2**28  # elements that a rank orthogonalizes at a time
 
@@ -357,7 +360,7 @@ def orthogonalize(x: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon (arXiv 2502.16982) for `matrices`, AdamW for all other parameters. All ranks must call `step`.
 
-        m = lerp(g, m, MOMENTUM);  u = orthogonalize(lerp(g, m, MOMENTUM));  p = p (1 - lr decay) - lr scale u
+        m = lerp(g, m, momentum);  u = orthogonalize(lerp(g, m, momentum));  p = p (1 - lr decay) - lr scale u
 
     scale = 0.2 sqrt(max(rows, columns)) gives the update the size of AdamW's, so that its learning rates transfer.
 
@@ -421,9 +424,10 @@ class Muon(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=local(p).device)
             state["momentum_buffer"] = torch.zeros_like(p, dtype=self.state_dtype)
         gradient, momentum = local(p.grad).float() / self.grad_scale, local(state["momentum_buffer"])
-        new = gradient.lerp(momentum.float(), MOMENTUM)
+        weight = MOMENTUM - (MOMENTUM - FIRST_MOMENTUM) * (1 - state["step"] / MOMENTUM_STEPS).clamp(min=0)
+        new = gradient.lerp(momentum.float(), weight)
         momentum.copy_(torch.where(keep, momentum, new.to(momentum.dtype)))
-        return gradient.lerp(new, MOMENTUM).to(self.dtype)
+        return gradient.lerp(new, weight).to(self.dtype)
 
     def _scaled(self, stack: Tensor, rows: tuple[int, ...]) -> Tensor:
         """stack [n, ..., rows, columns] -> the updates. Matrices of equal size are orthogonalized in one batch."""

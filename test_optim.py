@@ -441,7 +441,8 @@ def test_muon_is_torch_s_on_every_matrix(name, monkeypatch):
     oracle = torch.optim.Muon(
         [piece for *_, piece in pieces], 0.02, config.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
-    for n in (0, 1, *range(3, 20)):
+    for updates, n in enumerate((0, 1, *range(3, 20))):  # run_muon suppresses step 2
+        oracle.param_groups[0]["momentum"] = 0.85 + 0.1 * updates / 300
         for p, e, k, piece in pieces:
             gradient = normal(p.shape, 100 * n + numbers[p]).view(-1, *p.shape[-2:])[e] / 3.0
             piece.grad = gradient.split(rows[p])[k].clone()
@@ -449,6 +450,18 @@ def test_muon_is_torch_s_on_every_matrix(name, monkeypatch):
     for p, e, k, piece in pieces:
         ours = p.detach().view(-1, *p.shape[-2:])[e].split(rows[p])[k]
         assert (ours - piece).norm() < 1e-5 * piece.norm()
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
+def test_embeddings_have_their_own_learning_rate(name):
+    """One AdamW update with constant gradients moves each value by its learning rate."""
+    model, config = muon_model(name, "--lr 0.02 --embed_lr 0.1 --optimizer adamw --weight_decay 0")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    update(make_optimizer(model, config), 0.01, torch.tensor(1.0), torch.tensor(0.0))
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(before[name] - p, torch.full_like(p, 0.05 if "embed_" in name else 0.01))
 
 
 @pytest.mark.parametrize("rows, columns", [(40, 40), (24, 64), (64, 24)])
