@@ -25,7 +25,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def fresh_logger():
-    """Undoes what a run in this process did to the logger, so that caplog works in the next test."""
+    """Resets the logger after a run in this process, so that caplog works in the next test."""
     yield
     logger = logging.getLogger("flatland")
     logger.handlers, logger.propagate = [], True
@@ -34,14 +34,14 @@ def fresh_logger():
 
 @pytest.fixture
 def text_cache(tmp_path, monkeypatch):
-    """Where tokenised text is kept."""
+    """The cache of tokenised text."""
     monkeypatch.setattr("lib.rows.CACHE", tmp_path / "cache")
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def mount(tmp_path):
-    """mount(size) -> a folder with a file system of its own. Skips the test where only root may mount one."""
+    """mount(size) -> a folder with a separate file system. Skips the test if only root may mount one."""
     disk = tmp_path / "disk"
 
     def mount(size: str):

@@ -5,7 +5,7 @@
     python generate.py --run runs/default --chat          a conversation: Ctrl-C stops an answer, Ctrl-D ends it
 
 The texts of a run begin with BOS, like the documents that it was trained on. The texts of a Hugging Face folder begin
-and end like those that transformers generates.
+and end as in transformers.
 
 A model computes nonsense at positions that it was not trained on. Therefore its window is as long as the rows of the
 training: when it is full, the model reads its newer half again, and continues from there."""
@@ -166,7 +166,7 @@ def sample(
 def write(
     model: Transformer, tokenizer, prompt: list[int], continues: bool, stop: Iterable[int] = (), **how
 ) -> Iterator[str]:
-    """The text after a prompt, in pieces: one for each new token before the first id of `stop`, then the rest of an
+    """The text after a prompt, in pieces: a piece for each new token before the first id of `stop`, then the rest of an
     incomplete character. continues: the prompt ends within the text. how: arguments of `sample`."""
     decode = tokenizer.decoder()
     for token in prompt if continues else ():  # without them, the space before the first word would be missing

@@ -68,7 +68,7 @@ def documents(batches) -> list[tuple[list[int], list[int]]]:
     return out
 
 
-@pytest.mark.parametrize("family", ["llama2", "llama3.1", "mixtral"])
+@pytest.mark.parametrize("family", ["chatml", "llama3.1", "mixtral"])
 def test_rows_are_what_the_template_renders(tmp_path, family):
     """Each conversation once per epoch, whole; the targets are the assistant's words and the token that ends them.
     test_tokenizer.py has the templates."""
@@ -117,7 +117,7 @@ SYSTEM = {  # the same, with a system message
 
 
 def test_rows_that_are_conversations(tmp_path):
-    """The hub's usual forms; what is from Windows begins with a BOM."""
+    """The usual forms on the hub. Files from Windows begin with a BOM."""
     encode, where = Encoder("bytes", chat_fields=("hint", "ask", "say")), "a.jsonl"
     for rows_, messages in ((SAME, [ASK, ANSWER]), (SYSTEM, [BRIEF, ASK, ANSWER])):
         ids, mask = render_chat(BYTES, messages, chat_template(BYTES, "llama"))
@@ -318,7 +318,7 @@ def test_wrong_mixtures(tmp_path, words):
 
 
 def test_prepared_conversations(tmp_path):
-    """`prepare` keeps the mask; the tokenizer must be the one that prepared."""
+    """`prepare` keeps the mask. Another tokenizer than at that time is refused."""
     path = write(tmp_path / "a.jsonl", conversations())
     prepare(find_files(str(path), ""), Encoder("bytes"), tmp_path / "out", 2000, 20)
     assert len(list((tmp_path / "out").glob("*.bin"))) > 2

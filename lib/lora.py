@@ -1,14 +1,14 @@
-"""LoRA: the weights of a model stay as they are, and its projections learn a correction of low rank.
+"""LoRA: the weights of a model stay unchanged, and its projections learn a correction of low rank.
 
     y = W x + (alpha / rank) B A x        W [out, in] frozen; A [rank, in] begins random, B [out, rank] as zeros
 
-A fused projection (q, k, v; gate, up) has an A and a B for each of its parts that --lora_targets names. They are kept
-as two parameters: lora_A [n rank, in] holds the As of its n parts one below the other, lora_B the rows of their Bs.
-Frozen weights are kept in the compute dtype, A and B in --param_dtype; they are cast where they are used, as all
-masters are. Embeddings, norms, the loss head and stacked experts have no adapters; there is no dropout.
+A fused projection (q, k, v; gate, up) has an A and a B for each part that --lora_targets names. They are stored as two
+parameters: lora_A [n rank, in] stacks the As of the n parts, and lora_B stacks the rows of their Bs. Frozen weights
+are kept in the compute dtype. A and B are kept in --param_dtype and cast in the forward pass, like all masters.
+Embeddings, norms, the loss head and stacked experts have no adapters. Dropout is not implemented.
 
-Sources: LoRA (arXiv 2106.09685); the names of the parts, the scale and A's initial variance are those of PEFT
-(github.com/huggingface/peft), whose folders lib/weights.py reads and writes."""
+Sources: LoRA (arXiv 2106.09685). The names of the parts, the scale and A's initial variance follow PEFT
+(github.com/huggingface/peft); lib/weights.py reads and writes PEFT's folders."""
 
 import functools
 import math
@@ -38,7 +38,7 @@ def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def check_flags(config) -> None:
-    """Refuses what the flags alone show to be impossible. config: a Config."""
+    """Refuses impossible flags, before any file is read. config: a Config."""
     rank, targets, known = config.lora, config.lora_targets, sizes(config.model_config)
     if config.model_config.mlp == "gelu":
         raise UserError(
@@ -47,9 +47,9 @@ def check_flags(config) -> None:
         )
     unknown = [target for target in targets if target not in known]
     if unknown or not targets:
-        experts = ", for its experts are stacked" * bool(config.model_config.n_experts)
+        experts = ", because its experts are stacked" * bool(config.model_config.n_experts)
         raise UserError(
-            f"--lora_targets {','.join(unknown)}: {config.model} has no such projection for an adapter{experts}; it has"
+            f"--lora_targets {','.join(unknown)}: {config.model} has no adapter for this projection{experts}; it has"
             f" {','.join(known)}"
         )
     least = min(targets, key=lambda target: min(known[target]))
@@ -61,8 +61,8 @@ def check_flags(config) -> None:
 
 
 def flops_per_token(config) -> int:
-    """Forward and backward. Frozen weights have no gradient, a third of the work of their products; adapters are too
-    small to be counted."""
+    """Forward and backward. Frozen weights have no gradient, which saves a third of the work of their products. The
+    small work of the adapters is not counted."""
     shape = config.model_config
     return transformer.flops_per_token(shape, config.seq_len) - 2 * transformer.matmul_params(shape) * (config.lora > 0)
 
@@ -72,13 +72,13 @@ def flops_per_token(config) -> int:
 
 def spread(B: Tensor, blocks: tuple[tuple[int, int], ...]) -> Tensor:
     """lora_B as one block-diagonal matrix [out, n rank], so that one product serves all parts. blocks: (rows, rank) of
-    each part, rank 0 where it has no adapter."""
+    each part; the rank is 0 if the part has no adapter."""
     parts = iter(B.split([rows for rows, rank in blocks if rank]))
     return torch.block_diag(*(next(parts) if rank else B.new_zeros(rows, 0) for rows, rank in blocks))
 
 
 class LoraLinear:
-    """What a projection with adapters has on top of its own class."""
+    """Adds adapters to the class of a projection."""
 
     lora_blocks: tuple[tuple[int, int], ...]  # see spread
     lora_scale: float
@@ -99,7 +99,7 @@ def layers(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def add_adapters(model: Transformer, rank: int, targets: Sequence[str], alpha: float = 1.0) -> None:
-    """Adds adapters of that rank to the parts of projections that `targets` names, and freezes all else; with rank 0
+    """Adds adapters to the parts of projections that `targets` names, and freezes all other parameters. Rank 0 changes
     nothing. In place, before the parameters have values."""
     if not rank:
         return
@@ -116,8 +116,8 @@ def add_adapters(model: Transformer, rank: int, targets: Sequence[str], alpha: f
 
 
 def convert(model: Transformer, config) -> None:
-    """Adds the adapters that --lora asks for, and gives parameters the dtype that they are kept in: frozen ones that of
-    the computation. In place, before they have values; after a conversion to FP8, which is that of frozen weights."""
+    """Adds the adapters of --lora, and sets the dtype of the parameters: frozen parameters get the compute dtype. In
+    place, before the parameters have values, and after a conversion to FP8, which applies to the frozen weights."""
     add_adapters(model, config.lora, config.lora_targets, config.lora_alpha)
     for p in model.parameters():
         p.data = p.data.to(DTYPES[config.param_dtype] if p.requires_grad else model.dtype)
@@ -135,8 +135,8 @@ def meta_model(config) -> Transformer:
 
 
 def first_values(config, shapes: dict[str, tuple[int, ...]]) -> Read:
-    """read(name, slices) of fresh adapters: A is drawn from (seed, name, position) as all initial values are, with
-    PEFT's variance, 1 / (3 in); B is 0. shapes: of all parameters."""
+    """read(name, slices) of new adapters. A is a function of (seed, name, position), like all initial values, and has
+    PEFT's variance, 1 / (3 in). B is 0. shapes: of all parameters."""
     random = random_init(config.model_config, shapes, config.seed)
 
     def read(name: str, slices: tuple[slice, ...]) -> Tensor:
@@ -152,7 +152,7 @@ def join(base: Read, adapters: Read) -> Read:
 
 
 def merge(base: Read, adapters: Read, config) -> Read:
-    """read(name, slices) of a model without adapters: of its weights, plus scale B A in fp32 where they have any."""
+    """read(name, slices) of a model without adapters: its weights plus the adapters' scale B A, in fp32."""
     adapted = layers(meta_model(config))
 
     def read(name: str, slices: tuple[slice, ...]) -> Tensor:

@@ -1,5 +1,5 @@
-"""lib/lora.py and its folders: the oracles are PEFT on transformers' models, the merged model, and a run that was never
-interrupted. What sharding, compilation, checkpointing and packing change is in test_parity.py."""
+"""lib/lora.py and its folders. Oracles: PEFT on transformers' models, the merged model, and an uninterrupted run.
+test_parity.py tests sharding, compilation, checkpointing and packing."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def configure(base, targets: str, *flags: str):
 
 
 def make(config, adapters=None) -> Transformer:
-    """The model of a run; adapters: reads them; None: random ones, of which none is 0."""
+    """The model of a run. adapters: reads their values; None for random values without zeros."""
     model = Transformer(config.model_config)
     lora.convert(model, config)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
@@ -71,7 +71,7 @@ def differ(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("name", "targets"), CASES)
 def test_merged_weights_compute_the_same(bases, name, targets):
-    """And other than the base, whose weights stay as they are, frozen; slices are those of the whole."""
+    """The result differs from the base, whose frozen weights do not change. Slices equal the same part of the whole."""
     config = configure(bases[name], targets)
     model, plain = make(config), load_model(bases[name])
     base = plain.logits(TOKENS)
@@ -129,7 +129,7 @@ def test_adapters_of_peft_are_trained_on(bases, tmp_path):
 
 @pytest.fixture(scope="module")
 def run(bases, tmp_path_factory, text):
-    """(flags, the folder of a run of two processes that was stopped after 2 of 4 steps, that of one that was not)."""
+    """(flags, a folder with runs: `whole`, and `parts`, which two processes stopped after 2 of 4 steps)."""
     folder = tmp_path_factory.mktemp("runs")
     base = shutil.copytree(bases["tiny-llama"], folder / "base")
     flags = [*FAST, "--weights", base, "--data", text, "--lora", 4, "--lora_targets", "q,v,up,down", "--lr", "1e-2"]
@@ -184,9 +184,12 @@ def test_another_base_is_refused(run):
     [
         ("--lora 65", "--lora 65: k has a weight of 32 x 64, whose rank cannot be above 32"),
         ("--lora 65 --lora_targets q", "q has a weight of 64 x 64"),
-        ("--lora 4 --lora_targets q,query", "--lora_targets query: tiny-llama has no such projection .* q,k,v,o,gate"),
-        ("--lora 4 --lora_targets ,", "--lora_targets : tiny-llama has no such projection"),
-        ("--lora 4 --model tiny-mixtral", "gate,up,down: tiny-mixtral has no such .* experts are stacked; it has q,k"),
+        (
+            "--lora 4 --lora_targets q,query",
+            "--lora_targets query: tiny-llama has no adapter .* q,k,v,o,gate",
+        ),
+        ("--lora 4 --lora_targets ,", "--lora_targets : tiny-llama has no adapter"),
+        ("--lora 4 --model tiny-mixtral", "gate,up,down: tiny-mixtral has .* experts are stacked; it has q,k"),
         ("--lora 4 --model tiny-gpt2", "is a GPT-2, whose q, k and v are one matrix"),
         ("--lora_alpha 4", "--lora_alpha has no effect without --lora"),
         ("--lora_targets q", "--lora_targets has no effect without --lora"),

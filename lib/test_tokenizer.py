@@ -302,12 +302,6 @@ def test_an_unknown_tokenizer_is_refused(spec, tmp_path, monkeypatch):
 # ---- chat
 
 TEMPLATES = {
-    "llama2": r"""{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message =
-messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}
-{% for message in loop_messages %}{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\n' +
-system_message + '\n<</SYS>>\n\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}
-{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
-{%- else %}{{ ' ' + content.strip() + ' ' + eos_token }}{%- endif %}{% endfor %}""",
     "mixtral": r"""{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}
 {%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}{{- bos_token }}
 {%- for message in loop_messages %}{%- if message['role'] == 'user' %}{%- if loop.first and system_message is defined %}
@@ -351,7 +345,7 @@ def _llama2_json(kind: str, folder) -> dict:
 
 def _chat_tokenizer(family: str, folder):
     config = {"chat_template": TEMPLATES[family], "tokenizer_class": "PreTrainedTokenizerFast"}
-    kind = {"llama2": "llama2", "mixtral": "control", "chatml": "qwen"}.get(family, "llama3")
+    kind = {"mixtral": "control", "chatml": "qwen"}.get(family, "llama3")
     d = _llama2_json(kind, folder / "model") if kind in MODELS else _json(kind)
     ends = {"llama3": ("<|begin_of_text|>", "<|eot_id|>"), "qwen": ("<|begin_of_text|>", "<|im_end|>")}
     config["bos_token"], config["eos_token"] = ends.get(kind, ("<s>", "</s>"))

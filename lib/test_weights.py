@@ -1,5 +1,5 @@
-"""lib/weights.py. Oracles: transformers for what folders and exports mean, the safetensors library for its
-bits, torch's own slicing for parts, the published config.json files for the rows of MODELS."""
+"""lib/weights.py. Oracles: transformers for folders and exports, the safetensors library for bits, torch's slicing for
+parts, the published config.json files for the rows of MODELS."""
 
 import json
 import os
@@ -33,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 
 @cache
 def reference(name: str, dtype: torch.dtype = torch.float32):
-    """Hugging Face's model in fp32, its weights rounded to dtype; it is shared, and not to be changed."""
+    """Hugging Face's model in fp32, with weights rounded to dtype. Tests share it and must not change it."""
     model = make_reference(FAMILY[name])
     for p in model.parameters():
         p.data = p.data.to(dtype).float()
@@ -41,7 +41,7 @@ def reference(name: str, dtype: torch.dtype = torch.float32):
 
 
 def load_theirs(folder: Path, dtype: torch.dtype):
-    """Transformers' model of a folder, computing in dtype, and what it says about the loading."""
+    """Transformers' model of a folder, computing in dtype, and its report about the loading."""
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, output_loading_info=True, attn_implementation="eager"
     )
@@ -226,7 +226,7 @@ def split_dtypes(folder: Path) -> None:
 @pytest.mark.parametrize("mixed", [False, True], ids=["one dtype", "mixed dtypes"])
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.2", "mixtral", "wide-heads"])
 def test_slices_of_every_parameter(monkeypatch, save, name, mixed):
-    """Any slice is that of the whole, and no more of the file is read."""
+    """Any slice equals the same part of the whole, and nothing else in the file is read."""
     folder, r = save(name, shard="30KB" if not mixed else "5GB"), random.Random(0)
     if mixed:
         split_dtypes(folder)
@@ -271,9 +271,9 @@ def make(folder, n_layers):
             f.write(block[: end - at])
     return config, end / 2**20
 
-ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once, in any thread
+ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: freed memory is returned at once, in any thread
 out = Path(sys.argv[1])
-for name, n_layers in (("small", 1), ("large", 14)):  # the small one takes what the first use of anything takes
+for name, n_layers in (("small", 1), ("large", 14)):  # the small model pays for everything that happens once
     config, size = make(out / name, n_layers)
     before = peak_rss(reset=True)
     export(config, open_weights(out / name, config), out / f"{name}-copy", torch.bfloat16, 0.02)
@@ -287,7 +287,7 @@ print(size, (exported - before) / 2**20, (loaded - exported) / 2**20)
 
 def test_peak_memory_is_not_twice_the_model(tmp_path):
     """116 MiB of weights, whose largest tensor has 2 MiB (as a parameter, two of them): an export needs the memory of a
-    shard (20 MB) and a few such tensors, loading that of the model and a few such tensors."""
+    shard (20 MB) and a few tensors, loading needs the memory of the model and a few tensors."""
     done = run_code(MEMORY, ["measure", str(tmp_path)])
     assert done.returncode == 0, done.stderr
     size, export, load = map(float, done.stdout.split())
@@ -321,18 +321,6 @@ def test_import_export_import(save, tmp_path, name, dtype):
         assert not any(info.values()), info
         assert {p.dtype for p in loaded.parameters()} == {dtype}
         assert torch.equal(loaded(TOKENS).logits, expected)
-
-
-@pytest.mark.parametrize("name, shard_gb", [("mixtral", 3e-5), ("llama3.2", 1e-9)])
-def test_shards_and_index(save, tmp_path, name, shard_gb):
-    """Sizes and the index; a tensor that is larger than a shard has a file of its own."""
-    export_model(load_model(save(name)), tmp_path / "out", shard_gb=shard_gb)
-    files = {p.name: load_file(p) for p in (tmp_path / "out").glob("*.safetensors")}
-    sizes = {file: sum(t.nbytes for t in tensors.values()) for file, tensors in files.items()}
-    assert len(files) > 2 and all(sizes[f] <= shard_gb * 1e9 or len(files[f]) == 1 for f in files)
-    places = {name: file for file, tensors in files.items() for name in tensors}
-    index = json.loads((tmp_path / "out" / INDEX).read_text())
-    assert index == {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
 
 
 class FakeTokenizer:
@@ -415,36 +403,24 @@ Q, EMBED = (f"model.{n}.weight" for n in ("layers.1.self_attn.q_proj", "embed_to
 
 
 def change(name: str, function):
-    """tensors -> them with one of them changed."""
+    """-> a function that changes a tensor among others."""
     return lambda tensors: tensors | {name: function(tensors[name]).contiguous()}
 
 
 WRONG = {  # family, change of the tensors, message
     "missing": ("llama3", lambda t: {n: v for n, v in t.items() if n != Q}, f"Missing: '{Q}'. Unexpected: none"),
-    "no head": ("llama3", lambda t: {n: v for n, v in t.items() if n != "lm_head.weight"}, "Missing: 'lm_head.weight'"),
-    "a layer too few": (
-        "llama3", lambda t: {n: v for n, v in t.items() if ".1." not in n}, r"'model\.layers\.1\..* and \d more"),
     "nothing": ("llama3", lambda t: {}, "Missing: 'lm_head.weight'"),
     "extra": ("llama3", lambda t: t | {"model.adapter.weight": torch.zeros(3)}, "Missing: none. Une.*'model.adapter"),
     "escapes": ("llama3", lambda t: t | {"a\nb\x1b[31m": torch.zeros(3)}, r"Unexpected: 'a\\nb\\x1b\[31m'"),
-    "extra without prefix": ("llama3", lambda t: t | {"value_head": torch.zeros(3)}, "Unexpected: .*value_head'"),
-    "a layer too many": (
-        "llama3", lambda t: t | {Q.replace(".1.", ".2."): t[Q].clone()}, r"Unexpected: 'model\.layers\.2\.self"),
     "biases": ("llama3", lambda t: t | {Q.replace("weight", "bias"): torch.zeros(64)}, r"Unexpected: .*1.self_attn.q"),
     "extra and missing": (
         "llama3", lambda t: {n.replace("q_proj", "query"): v for n, v in t.items()}, "q_proj.*Unexpected: .*query"),
-    "another family": ("llama3", lambda t: {"transformer.wte.weight": t[EMBED]}, "Missing: .*Unexpected: 'transformer"),
     "wrong shape": ("llama3", change(Q, lambda t: t[:32]), rf"'{Q}' has shape \[32, 64\].*expected \[64, 64\]"),
     "GPT-2 as if linear": ("gpt2", change("transformer.h.0.mlp.c_fc.weight", lambda t: t.T),
                            r"h.0.mlp.c_fc.weight' has shape \[48, 64\].*expected \[64, 48\]"),
-    "GPT-2 without positions": (
-        "gpt2", lambda t: {n: v for n, v in t.items() if "wpe" not in n}, "Missing: 'transformer.wpe.weight'"),
-    "another vocabulary": ("llama3", change(EMBED, lambda t: t[:96]), r"shape .*, expected \[97, 64\]"),
     "expert": ("mixtral", change("model.layers.1.block_sparse_moe.experts.3.w2.weight", lambda t: t.T),
                r"experts.3.w2.weight' has shape \[48, 64\].*expected \[64, 48\]"),
     "fewer experts": ("mixtral", lambda t: {n: v for n, v in t.items() if "experts.3" not in n}, "Missing.*experts.3"),
-    "fp64": ("llama3", change(Q, lambda t: t.double()), f"'{Q}' has .*float64, expected"),
-    "int8": ("llama3", change(Q, lambda t: t.to(torch.int8)), f"'{Q}' has .*I8, expected"),
     "fp8": ("llama3", change(Q, lambda t: t.to(torch.float8_e4m3fn)), f"'{Q}' has .*F8_E4M3, expected"),
     "with and without prefix": (
         "llama3", lambda t: t | {strip(Q): t[Q].clone()}, f"'{Q}' is stored a second time, also in"),
@@ -512,8 +488,8 @@ class Trap:
 
 
 def test_pickles_are_refused_with_a_conversion_that_works(save, tmp_path):
-    """Runs the Python code in the message; a Trap would end this process. Other pickles that training leaves beside the
-    weights do not matter."""
+    """Runs the Python code in the message; a Trap would end this process. Other pickles in the folder do
+    not matter."""
     source, folder = save("gpt2"), tmp_path / "pickled"
     folder.mkdir()
     shutil.copy(source / "config.json", folder)
@@ -644,10 +620,8 @@ SAME = [  # a family, harmless changes
     ("llama", {"_name_or_path": "x", "_attn_implementation_autoset": True, "quantization_config": None}),
     ("llama", {"is_causal": True, "pruned_heads": {}, "chunk_size_feed_forward": 0, "bad_words_ids": None}),
     ("llama", {"rope_scaling": {**{k: v for k, v in SCALING.items() if k != "rope_type"}, "type": "llama3"}}),
-    ("llama", {"rope_scaling": SCALING | {"factor": 8, "type": "llama3"}, "rope_theta": 500000}),
     ("gpt2", {"activation_function": "gelu_pytorch_tanh", "n_inner": None, "gradient_checkpointing": False}),
     ("gpt2", {"n_inner": 3072, "scale_attn_weights": True, "reorder_and_upcast_attn": False, "resid_pdrop": 0}),
-    ("gpt2", {"tie_word_embeddings": True, "id2label": {"0": "LABEL_0"}, "is_encoder_decoder": False}),
     ("mixtral", {"router_jitter_noise": 0.0, "output_router_logits": True}),
     ("qwen2", {"layer_types": ["full_attention"] * 24, "sliding_window": 4096, "use_sliding_window": None}),
     ("qwen3", {"max_window_layers": 1, "sliding_window": 4096}),
@@ -661,7 +635,7 @@ def test_harmless_fields(tmp_path, kind, changes):
 
 @pytest.mark.parametrize("kind", BASE)
 def test_absent_fields_have_transformers_defaults(tmp_path, kind):
-    """What an older or a short config.json leaves out is what its configuration class fills in."""
+    """Absent keys have the values that transformers' configuration class fills in."""
     values = {k: BASE[kind][k] for k in ("model_type", *SHORT[kind])} | THEIRS.get(kind, {})
     found = read(tmp_path, values)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -699,15 +673,12 @@ REFUSED = [  # a family, changes of its config.json above (...: without the key)
     *(("llama", scaling(rope_type=t), f"rope_type is '{t}' .supported: 'default'") for t in ("dynamic", "longrope")),
     ("llama", scaling(rope_type=..., type="yarn"), "type is 'yarn' .supported: 'default'"),
     ("llama", {"rope_scaling": None, "rope_parameters": YARN}, "rope_type is 'yarn' .supported: 'default'"),
-    ("llama", {"rope_scaling": YARN, "rope_parameters": DEFAULT}, "rope_scaling|yarn"),
-    ("llama", {"rope_parameters": DEFAULT}, "rope_scaling"),
     ("llama", {"rope_scaling": None, "rope_parameters": {"full_attention": DEFAULT}}, "full_attention"),
-    ("llama", scaling(attention_factor=2.0), "attention_factor"),
     *(("llama", scaling(**{key: ...}), f"lacks {key}") for key in SCALING if key != "rope_type"),
     *(("llama", scaling(factor=v), "positive") for v in (0, "8", True, [8.0], float("nan"), float("inf"))),
     ("llama", scaling(low_freq_factor=4.0), "high_freq_factor must be above low_freq_factor"),
     *(("llama", {"rope_theta": v}, "rope_theta|positive") for v in (0, -1, "5e5", True, False, 10**400)),
-    *(("llama", {"rope_scaling": v}, "rope_scaling") for v in ("llama3", 8, ["llama3"])),
+    ("llama", {"rope_scaling": "llama3"}, "rope_scaling is 'llama3', expected an object"),
     *(("llama", {"hidden_act": v}, f"hidden_act is {v!r} .*'silu'") for v in ("gelu", "relu", "gelu_new", None)),
     *(("gpt2", {"activation_function": v}, f"activation_function is '{v}'") for v in ("gelu", "relu", "silu")),
     *((kind, {key: value}, f"{key} is {value!r}") for kind, key, value in (
@@ -725,22 +696,14 @@ REFUSED = [  # a family, changes of its config.json above (...: without the key)
     *(("llama", {key: value}, f"{key} is {re.escape(repr(value))}, expected a positive whole number") for key in (
         "vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings") for value in (
         "64", True, 64.0, [64])),
-    *(("llama", {key: value}, "config.json: ") for key in (
-        *SHORT["llama"], "num_key_value_heads", "head_dim", "max_position_embeddings") for value in (0, -1)),
-    *(("llama", {"rms_norm_eps": value}, "rms_norm_eps") for value in (
-        "1e-5", True, [1e-5], -1, float("nan"), float("inf"), 10**400)),
+    *((kind, {key: -1}, f"{key} is -1, expected a positive") for kind, keys in SHORT.items() for key in keys),
     *(("llama", {"tie_word_embeddings": value}, "tie_word_embeddings is .*true or false") for value in (1, "false")),
-    *(("gpt2", {key: value}, "config.json: ") for key in ("n_positions", "n_inner", "n_embd") for value in (0, -1)),
-    *(("mixtral", {key: value}, "config.json: ") for key in ("num_local_experts", "num_experts_per_tok")
-      for value in (0, -1, "2", True)),
     ("mixtral", {"num_experts_per_tok": 9}, "config.json: "),
     *(("mistral", {"sliding_window": value}, "sliding_window is 4096 .*supported: None") for value in (4096, ...)),
     *((kind, {"use_sliding_window": True}, "use_sliding_window is True .*: False") for kind in ("qwen2", "qwen3")),
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*supported: 'none'"),
     ("qwen3", {"attention_bias": True}, "attention_bias is True"),
-    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, "'yarn'"),
     ("llama", {"vocab_size": 2**40}, "config.json: no machine holds it: .* 1099511627776 x 4096"),
-    ("mixtral", {"num_local_experts": 20_000}, "config.json: no machine holds it"),
     ("llama", {"num_key_value_heads": 5}, "n_heads 32 does not divide by n_kv_heads 5"),
     ("llama", {"hidden_size": 4100}, "dim 4100 does not divide by n_heads 32"),
 ]  # fmt: skip

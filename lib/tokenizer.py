@@ -161,7 +161,7 @@ def holds_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """spec: `bytes`, a tokenizer.json or tokenizer.model, a folder with such a file, or a hub id."""
+    """spec: `bytes`, a tokenizer.json or tokenizer.model, the folder of one, or a hub id."""
     return ByteTokenizer() if spec == "bytes" else _load(local_path(spec, "--tokenizer"))
 
 

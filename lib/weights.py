@@ -115,7 +115,7 @@ def _table(text):
 
 
 class Family(NamedTuple):
-    """shape: fields of ModelConfig; other families list only those that differ from Llama's. defaults: transformers'
+    """shape: fields of ModelConfig; other families list only the differences from Llama's. defaults: transformers'
     values for absent keys, where ModelConfig has another default. names: of the tensors; may include tensors that only
     another family has. keys: of config.json."""
 
