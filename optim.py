@@ -395,7 +395,7 @@ class Muon(torch.optim.Optimizer):
             next(before, None)
 
     def _update(self, parameters: list[Tensor]) -> Iterator[None]:
-        """Updates the parameters of a stack; pauses while it travels."""
+        """Updates the parameters of a stack; pauses while it travels. Then it ends, which frees the stack."""
         first, (group, *_), keep = parameters[0], self.param_groups, self.found_inf > 0
         stack = torch.stack([self._average(p, keep) for p in parameters])
         moves = is_sharded(first) and not (first.ndim == 3 and first.placements[-1].is_shard(0))
@@ -415,7 +415,6 @@ class Muon(torch.optim.Optimizer):
                 bits = random_bits(new.numel(), self.places[p], steps)
                 new = round_stochastically(new, bits.view(new.shape))
             values.copy_(torch.where(keep, values, new.to(p.dtype)))
-        yield
 
     def _average(self, p: Tensor, keep: Tensor) -> Tensor:
         """Updates the momentum of a parameter -> Nesterov's average of it and the gradient."""

@@ -14,6 +14,7 @@ Times are estimated for GPUs only: the speed of a CPU varies too much to predict
 from lib import errors  # first: it finds the Python that has torch
 
 import argparse  # isort: skip
+import collections
 import contextlib
 import functools
 import itertools
@@ -40,12 +41,14 @@ import model as transformer
 import shard
 from lib import lora, machine, torch_private
 from lib.machine import GPUS, Gpu
-from optim import DTYPES, keep_copies, matrices, state_layout, trained
+from optim import DTYPES, ROUND, keep_copies, matrices, state_layout, trained
 from shard import mesh_shape, sharded_dim
 
 log = logging.getLogger("flatland")
 GIB, META = 2**30, torch.device("meta")
-CUDA_BYTES = int(1.5 * GIB)  # CUDA's own, NCCL's buffers and cuBLAS's workspaces, outside torch's allocator
+CUDA_BYTES = int(1.44 * GIB)  # CUDA's own and NCCL's buffers, outside torch's allocator
+CUBLAS_BYTES = 2**26  # workspaces of the forward and of the backward thread, from torch's allocator
+STACKS = 5.3  # multiples of a stack that Muon needs at once, as torch's allocator measured it
 LOOSE = 0.04  # share of allocated memory that torch reserves in blocks too small for the next request
 OUTSIDE = ("loose in torch's allocator", "CUDA and NCCL")  # parts of a GPU's memory that torch does not count
 PROCESS_BYTES = {True: 3 * GIB, False: int(0.335 * GIB)}  # of a host's process with or without a GPU: Python, torch
@@ -167,8 +170,8 @@ def _build(config: Config, layers: int, sharded: bool) -> transformer.Transforme
         mode = {"none": "selective"}.get(mode, mode)
         model.lm_head.cross_entropy = lambda logits, targets, grads: logits.new_empty(len(logits), dtype=torch.float32)
     shard.checkpoint_activations(model, mode)
-    if sharded:
-        for p in trained(model).values():
+    for name, p in trained(model).items() if sharded else ():
+        if not name.startswith("layers."):  # see _trace_layers
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return model
 
@@ -209,40 +212,36 @@ def trace(config: Config, cluster: Cluster) -> list[int]:
 
 
 def _trace_layers(config: Config, layers: int, wrapped: bool, passes: int) -> list[int]:
-    model, laps = _build(config, layers, wrapped), []
+    model, laps = _build(config, layers, wrapped), [0] * (layers + 2)
     tokens = torch.empty(config.micro_batch, config.seq_len, dtype=torch.int64, device=META)
     documents = (tokens, tokens[0, :64].int()) if config.documents == "separate" else ()
     live = _Live([tokens, *documents, *model.parameters()])
 
-    def lap(_=None) -> None:
-        laps.append(live.lap())
+    def lap_at_the_end(i: int, block, args) -> None:
+        """Registers what happens when the backward pass of block i ends: the gradient of its input exists."""
 
-    def lap_in_backward(layer: int, lap) -> None:
-        """Calls lap when the layer's backward pass ends, which is when the gradient of its input exists."""
+        def end(_) -> None:
+            if wrapped:
+                block.zero_grad()  # FSDP2 takes the gradients of a unit together
+            laps[layers - i] = live.lap()
 
-        def register(module, args) -> None:
-            if args[0].requires_grad:
-                args[0].register_hook(lambda grad: lap() and None)
+        if args[0].requires_grad:
+            args[0].register_hook(end)
 
-        model.layers[layer].register_forward_pre_hook(register)
-
-    lap_in_backward(-1, lap)
-    if layers > 2:  # memory changes evenly from block to block, so no block in between needs most
-        lap_in_backward(1, live.lap)
-    lap_in_backward(0, lap)
+    for i, block in enumerate(model.layers):
+        block.register_forward_pre_hook(functools.partial(lap_at_the_end, i))
     with live:
         fp8.WeightScales(model, model.dtype, None, passes > 1, False)
         keep_copies(model, None, config, passes > 1)
         for _ in range(passes):
             live.lap()
-            laps.clear()
             live.made = 0
             loss = model(tokens, tokens, *documents)
-            lap()
+            laps[0] = live.lap()
             loss.backward()
-            while len(laps) < 4:
-                lap()
-    return [*laps, live.made]
+            laps[-1] = live.lap()
+    # Memory changes evenly from block to block, so no block in between needs most.
+    return [laps[0], laps[1], laps[-2], laps[-1], live.made]
 
 
 class Kept(NamedTuple):
@@ -321,6 +320,7 @@ def memory(config: Config, cluster: Cluster, least: bool = False) -> tuple[dict[
         host["block inputs"] = inputs
         parts["activations"] -= inputs
     if cluster.cuda and not least:
+        parts["cuBLAS"] = CUBLAS_BYTES
         parts |= dict(zip(OUTSIDE, (int(LOOSE * sum(parts.values())), CUDA_BYTES), strict=True))
     if not cluster.cuda:
         host, parts = host | parts, {}
@@ -337,8 +337,18 @@ def _working(config: Config, cluster: Cluster, gradients: int) -> dict[str, int]
     else:  # the trace has counted the gradients
         held = [before, before, gradients, gradients]
         moments = [(size, peak - size, 0, 0) for size, peak in zip(held, peaks, strict=True)]
-    parts = ("gradients", "activations", "gathered parameters", "gradients being reduced")
+    parts = ("gradients", "activations", "gathered parameters", "gradients being reduced", "Muon's stacks")
+    moments = [(*moment, 0) for moment in moments] + [(gradients, 0, 0, 0, _stacks(config, cluster))]
     return dict(zip(parts, max(moments, key=sum), strict=True))
+
+
+def _stacks(config: Config, cluster: Cluster) -> int:
+    """Bytes of optim.Muon's temporary tensors: of the stack that is orthogonalized and the one that travels."""
+    count = (
+        collections.Counter(p.shape for p in matrices(lora.meta_model(config))) if config.optimizer == "muon" else {}
+    )
+    sizes = [min(max(1, ROUND // shape.numel()), -(-n // cluster.ranks)) * shape.numel() for shape, n in count.items()]
+    return int(STACKS * DTYPES[config.dtype].itemsize * max(sizes, default=0))
 
 
 def _fsdp_moments(
@@ -373,8 +383,8 @@ def _fsdp_moments(
     held = [before, max(before, head // shards * part), gradients, gradients, gradients]
     if not before:
         held[3] -= end // shards * part
-    head_first = max(head * reduce + block * compute, unit(head) - head * compute)  # the trace has its gradient
-    reduced = [0, max(head_first, unit(block)), unit(block), block * reduce, unit(end)]
+    last_block = max(head * reduce, block * reduce, unit(head) - head * compute)
+    reduced = [0, last_block, block * reduce, block * reduce, unit(end)]
     if replicas > 1 and converts:  # the reduced parts of all units stay until the backward pass ends
         reduced = [0, *(size + sum(elements(config, shards, True)) * reduce for size in reduced[1:])]
     gathered = [compute * n for n in gathered]
