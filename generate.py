@@ -294,7 +294,7 @@ def converse(model: Transformer, source: Source, template: str, args: argparse.N
         ids, _ = render_chat(source.tokenizer, messages, template)
         pieces = []
         try:
-            for piece in write(model, source.tokenizer, ids, False, **how):
+            for piece in write(model, source.tokenizer, ids, False, **how, seed=args.seed + len(messages)):
                 pieces.append(piece)
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
@@ -320,7 +320,7 @@ def main(argv: list[str]) -> None:
             " answers. Leave out --chat to continue a text"
         )
     model = source.load(find_device(1), DTYPES.get(args.dtype))
-    how = {"n": args.tokens, "context": source.context, "stop": source.stop, "seed": args.seed}
+    how = {"n": args.tokens, "context": source.context, "stop": source.stop}
     how |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     if args.chat:
         return converse(model, source, template, args, **how)
@@ -331,7 +331,8 @@ def main(argv: list[str]) -> None:
         ids = source.tokenizer.encode(text)
         if source.bos or not ids:
             ids = [source.tokenizer.bos_id, *ids]
-        for piece in itertools.chain([text], write(model, source.tokenizer, ids, True, **how), "\n"):
+        pieces = write(model, source.tokenizer, ids, True, **how, seed=args.seed + i)
+        for piece in itertools.chain([text], pieces, "\n"):
             print(piece, end="", flush=True)
 
 

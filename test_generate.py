@@ -267,6 +267,8 @@ def test_the_text_of_a_folder_is_transformers(hub, capsys, name):
         assert say(capsys, "--run", folder, "--prompt", prompt, *GREEDY) == text + "\n"
     several = say(capsys, "--run", folder, "--prompt", *PROMPTS, *GREEDY)
     assert several == "".join(f"--- text {i} of 3\n{text}\n" for i, text in enumerate(expected, 1))
+    _, first, second = say(capsys, "--run", folder, "--prompt", "x", "x", "--tokens", "24").split("--- text")
+    assert first.partition("\n")[2] != second.partition("\n")[2]  # each text has its own seed
     bos = 1 if name == "mixtral" else 0
     assert say(capsys, "--run", folder, *GREEDY) == decode(their_ids(theirs, [bos], STOP[name])) + "\n"
 

@@ -185,8 +185,8 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     folder, data = source.parent, read_file(source)
     files = [read_object(folder / name) for name in SETTINGS_FILES if (folder / name).is_file()]
     settings = {key: value for file in files for key, value in file.items() if value is not None}
-    names = {key: settings[key] for key in settings if re.fullmatch("(bos|eos|unk|pad)_token", key)}
-    names = {key: token["content"] if isinstance(token, dict) else token for key, token in names.items()}
+    tokens = {key: settings[key] for key in settings if re.fullmatch("(bos|eos|unk|pad)_token", key)}
+    names = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
     added = settings.get("added_tokens_decoder", {}).values()
     is_json = data.lstrip().startswith(b"{")
     if is_json:
@@ -198,9 +198,12 @@ def _read_tokenizer(source: Path) -> Tokenizer:
         raise UserError(f"{source.name} lacks {listed(absent)}, which tokenizer_config.json names")
     tokenizer.vocab_size = max(tokenizer.vocab.values()) + 1
     _set_ends(tokenizer, names, settings.get("eos_token_id", []))
-    tokenizer.chat_template = _read_chat_template(folder, settings)
-    rest = [tokenizer.bos_id, tokenizer.eos_id, sorted(tokenizer.control), tokenizer.chat_template]
-    tokenizer.fingerprint = hashlib.sha256(data + json.dumps(rest).encode()).hexdigest()[:16]
+    template, jinja = settings.get("chat_template", ""), folder / "chat_template.jinja"
+    if isinstance(template, list):
+        template = {row["name"]: row["template"] for row in template}.get("default", "")
+    tokenizer.chat_template = read_file(jinja).decode() if jinja.is_file() else template
+    rest = json.dumps([tokenizer.bos_id, tokenizer.eos_id, sorted(tokenizer.control), tokenizer.chat_template])
+    tokenizer.fingerprint = hashlib.sha256(data + rest.encode()).hexdigest()[:16]
     others = (*COPIED_FILES, *TOKENIZER_FILES) if source.name in TOKENIZER_FILES else COPIED_FILES
     tokenizer.files = {folder / name: name for name in others if (folder / name).is_file()}
     tokenizer.files[source] = "tokenizer.json" if is_json else "tokenizer.model"
@@ -223,13 +226,6 @@ def _set_ends(tokenizer: Tokenizer, names: dict[str, str], ids: int | list[int])
     tokenizer.eos_ids = (ids if isinstance(ids, list) else [ids]) or [control[eos]]
     ends = [control[name] for name in (bos, eos, *STOP_NAMES) if name in control]
     tokenizer.stop_ids = frozenset([*ends, *tokenizer.eos_ids])
-
-
-def _read_chat_template(folder: Path, settings: dict) -> str:
-    jinja, template = folder / "chat_template.jinja", settings.get("chat_template", "")
-    if isinstance(template, list):
-        template = {row["name"]: row["template"] for row in template}.get("default", "")
-    return read_file(jinja).decode() if jinja.is_file() else template
 
 
 def write_files(tokenizer: Tokenizer, folder: Path, chat: str = "") -> dict:
