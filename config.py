@@ -526,8 +526,6 @@ def without(words: list[str], flags: Iterable[str]) -> list[str]:
 
 def _read_values(words: list[str]) -> dict:
     """{flag: value}, including defaults."""
-    from lib.text import read_chat_fields
-
     if {"--steps", "--epochs"} <= {word.partition("=")[0] for word in words}:
         raise UserError("--steps and --epochs exclude each other: remove one")
 
@@ -536,9 +534,10 @@ def _read_values(words: list[str]) -> dict:
         raise UserError(f"{rest[0][:40]!r} is neither a flag nor the value of a flag; --help lists all flags")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
     values["fp8"] = {"0": "off", "1": "tensor"}.get(values["fp8"], values["fp8"])
-    for flag in ("resume_override", "lora_targets", "track"):
+    for flag in ("resume_override", "lora_targets", "track", "chat_fields"):
         values[flag] = tuple(name for word in values[flag] for name in word.split(",") if name)
-    values["chat_fields"] = read_chat_fields(values["chat_fields"])
+    if len(values["chat_fields"]) not in (0, 2, 3):
+        raise UserError(f"--chat_fields {','.join(values['chat_fields'])}: expected two or three names")
     return values
 
 

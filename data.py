@@ -1,15 +1,14 @@
-"""From rows to batches: the order of rows, mixtures, the position; and the commands for data.
+"""From rows to batches: the order of rows, mixtures, the position in the data; and the commands for data.
 
 A row is seq_len tokens and their successors. The shards of a split are one long sequence of tokens; row i begins at
-token i * seq_len. Rows are visited in a random order that is a pure function of (seed, epoch, i), computed where it is
-needed and never stored. Step s of a run trains on rows s * R ... (s + 1) * R - 1 of that order (R = batch_tokens /
-seq_len), whatever the number of ranks, the micro-batch or the step the run was resumed at: the position is one integer.
-Streams add a few integers per lane. In a mixture, `turns` says whose turn a row is. Where
-rows come from is in lib/rows.py.
+token i * seq_len. Rows are visited in a random order that is a pure function of (seed, epoch, i). It is computed when
+it is needed, and never stored. Let R = batch_tokens / seq_len. Step s of a run trains on rows s * R ... (s + 1) * R - 1
+of that order. Ranks, micro-batches and resumes do not change this, so the position is one integer. A stream adds a few
+integers per lane. In a mixture, `turns` decides which source gives the next row. lib/rows.py reads the rows.
 
     python data.py prepare --input FILES --tokenizer T --out DIR        text -> token shards
-    python data.py verify DIR|FILE ...                                  checksums, headers, ids
-    python data.py show --data FILES --n 3 [any flag of train.py]       rows, decoded; what is trained on in colour"""
+    python data.py verify DIR|FILE ...                                  checks headers and checksums
+    python data.py show --data FILES --n 3 [any flag of train.py]       decoded rows; trained tokens are green"""
 
 import contextlib
 import hashlib
@@ -25,16 +24,17 @@ from functools import cached_property
 from pathlib import Path
 
 from lib.errors import Parser, UserError, local_path, read_ahead, run_script  # first: it finds Python's torch
+
+from config import Config, check_together, parse_args, split_batch  # isort: skip
 from lib.text import main as run_prepare
 
 if __name__ == "__main__" and sys.argv[1:2] != ["show"]:
-    run_script(run_prepare)  # before torch is imported, which takes seconds
+    run_script(lambda argv: run_prepare(argv, parse_args))  # before torch is imported, which takes seconds
 
 import numpy as np  # isort: skip
 import torch
 from torch import Tensor
 
-from config import Config, check_together, parse_args, split_batch
 from lib import torch_private
 from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, sample_digest, turns
 from lib.text import HUB, knows_text, log, read_index, split_weight
@@ -42,8 +42,8 @@ from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
 from shard import Ranks, on_first_rank
 
-ORDER_ROWS = 2048  # rows whose order is computed at a time: for a few it costs more than reading them
-# Encoded alike by equal tokenizers alone.
+ORDER_ROWS = 2048  # rows whose order is computed together, because a call has a high fixed cost
+# Different tokenizers encode this text differently.
 SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
 
 
@@ -71,7 +71,7 @@ class Batch:
 
 
 def split_mixture(entries: list[str], flag: str) -> tuple[list[tuple[str, ...]], list[Fraction]]:
-    """Entries of --data -> what each source of a mixture names, and its weight; without weights all are one source."""
+    """Entries of --data -> the entries of each source of a mixture, and its weight. Without weights, one source."""
     parsed = [split_weight(e) for e in entries]
     weights = [w for _, w in parsed if w is not None]
     if not weights:
@@ -118,7 +118,7 @@ class Loader:
             )
         if val and not config.eval_batches:
             raise UserError("--eval_batches 0: a streamed --val_data has no end that is known: give a number")
-        return Stream(specs, flag, config, catalog, val)
+        return Stream([catalog.find(spec, flag) for spec in specs], config, val)
 
     @property
     def rows(self) -> int:
@@ -130,26 +130,21 @@ class Loader:
         return [s.tokens for s in self.sources if s.count]
 
     def summary(self, val: "Loader | None") -> list[str]:
-        """For the head of the log."""
-        c, lanes, R = self.config, self.config.lanes, self.step_rows
-        sizes = [loader._size() for loader in (self, val) if loader]
+        """Lines for the head of the log."""
+        c, sizes = self.config, []
+        for loader in (self, val) if val else (self,):
+            stored = sum(map(len, loader.tokens))
+            sizes.append(" and ".join([f"{stored} tokens"] * bool(stored) + ["a stream"] * bool(loader.streams)))
         plan = f"{c.steps} steps of {c.batch_tokens} tokens"
         if len(self.sources) == 1 and self.rows:
-            plan += f" are {c.steps * R / self.rows:.2f} epochs"
+            plan += f" are {c.steps * self.step_rows / self.rows:.2f} epochs"
         out = [f"Data: {', '.join(sizes)}{' for validation' if val else ''}; {plan}"]
         out += [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
         if len(self.sources) > 1:
             shares = zip(self.names, self.weights, strict=True)
             shares = [f"{name} {float(w / sum(self.weights)):.4g}" for name, w in shares]
             out.append(f"A mixture of {', '.join(shares)}")
-        if self.streams and lanes % R and R % lanes:
-            problem = "neither divides the other, so several ranks read the same lanes"
-            out.append(f"A step has {R} rows, for {lanes} lanes: {problem}")
         return out
-
-    def _size(self):
-        stored = sum(map(len, self.tokens))
-        return " and ".join([f"{stored} tokens"] * bool(stored) + ["a stream"] * bool(self.streams))
 
     def describe(self) -> list[dict]:
         """What identifies the data, for the run folder and for a checkpoint."""
@@ -159,12 +154,12 @@ class Loader:
 
     @cached_property
     def fingerprint(self) -> str:
-        """By which a checkpoint knows the data."""
+        """Identifies the data of a checkpoint."""
         known = [*self.describe(), sample_digest([p for s in self.sources for p in s.paths])]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
 
     def state_dict(self) -> dict:
-        """The position behind the last batch that was handed out; of lanes, those that this rank reads."""
+        """The position after the last batch that the caller received. It has the lanes that this rank reads."""
         state = {
             "samples": self.samples,
             "epoch": self.samples // self.rows if self.rows else 0,
@@ -172,36 +167,23 @@ class Loader:
             "chat": self.is_chat,
             "data": self.fingerprint,
             "lanes": self.lanes,
-            "commits": {spec: c for s in self.streams.values() for spec, c in s.commits.items()},
         }
         return {key: value for key, value in state.items() if value != {}}
 
     def load_state_dict(self, state: dict) -> None:
-        samples, lanes = state.get("samples"), state.get("lanes", {})
-        if type(samples) is not int or samples < 0 or type(lanes) is not dict:
-            raise UserError(f"The checkpoint's position in the data cannot be: samples {samples}, lanes {lanes}")
-        for source in self.streams.values():
-            commits = {spec: c for spec, c in state.get("commits", {}).items() if spec in source.specs}
-            if commits and commits != source.commits:
-                source.open(Catalog(self.config, commits))
-                self.__dict__.pop("fingerprint", None)
         for field, known in (("data", self.fingerprint), ("seq_len", self.config.seq_len)):
             if state.get(field) != known:
                 raise UserError(
                     f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}):"
                     " give the same --data and --seq_len, or a new --out"
                 )
-        self.samples, self.lanes = samples, lanes
+        self.samples, self.lanes = state["samples"], state.get("lanes", {})
 
     def where(self, step: int) -> list[str]:
-        """The places in the data of this rank's rows of a step; of a stream, of one of the last steps only."""
+        """The places in the data of this rank's rows of a step. A stream gives its current place instead."""
         places = self._my_places(self.step_rows)
         source, row = self._pick((step - 1) * self.step_rows + places[places < self.step_rows])
         return [self.sources[s].where(r) for s, r in zip(source.tolist(), row.tolist(), strict=True)]
-
-    def waits_for(self) -> str:
-        """The lanes on the hub that a step waits for."""
-        return "; ".join(f"waiting for {stream.awaited}" for stream in self.streams.values() if stream.awaited)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         if self.split == "train":
@@ -211,7 +193,7 @@ class Loader:
         else:
             for first in range(0, len(self.val_rows[0]), self.step_rows):
                 yield self._batches(*(part[first : first + self.step_rows] for part in self.val_rows))
-            self._close()  # from here on the rows of streams come from memory
+            self._close()  # streams now have their rows in memory
 
     def _steps(self, samples):
         """(micro-batches, the position behind them) without end."""
@@ -225,7 +207,7 @@ class Loader:
                     step = slice(first, first + self.step_rows)
                     batches = self._batches(source[step], row[step])
                     samples += self.step_rows
-                    yield batches, samples, {i: s.state() for i, s in self.streams.items()}
+                    yield batches, samples, {i: dict(s.positions) for i, s in self.streams.items()}
         finally:
             self._close()
 
@@ -332,7 +314,7 @@ def with_steps(config: Config, world_size: int) -> Config:
 
 
 def merge_positions(states: list[dict]) -> dict:
-    """The positions of all ranks as one, from which any number of ranks can go on."""
+    """Merges the positions of all ranks. Any number of ranks can resume from the result."""
     merged = dict(states[0])
     for state in states[1:]:
         for source, lanes in state.get("lanes", {}).items():
@@ -343,17 +325,16 @@ def merge_positions(states: list[dict]) -> dict:
 
 
 def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = None) -> list[Loader]:
-    """open_loaders, for rank 0. Refuses a tokenizer, or ids, beyond the vocabulary before anything is trained. Of
-    shards beyond 2^27 tokens per split 64 places are looked at; rows are checked as they are read, and `data.py verify`
-    checks all."""
+    """open_loaders, for rank 0. Refuses a tokenizer that does not fit the model, the weights or the shards, and
+    ids beyond the vocabulary. Of shards with more than 2^26 tokens, it reads a part; other ids are checked when a step
+    reads them."""
     if knows_text(config):
         check_tokenizer(config)
-    loaders, parts = [], []
-    for loader in open_loaders(config, 0, world_size, catalog or Catalog(config)):
-        loaders.append(loader)
-        for tokens in loader.tokens:
-            tokens.check_ids()
-            parts += tokens.parts
+    loaders = list(open_loaders(config, 0, world_size, catalog or Catalog(config)))
+    opened = [tokens for loader in loaders for tokens in loader.tokens]
+    for tokens in opened:
+        tokens.check_ids()
+    parts = [part for tokens in opened for part in tokens.parts]
     indexes = {part.path.parent: read_index(part.path.parent) for part in parts}
     made_with = {i["fingerprint"]: f"{folder} with {i['tokenizer']}" for folder, i in indexes.items() if i}
     if len(made_with) > 1:
@@ -369,11 +350,10 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
     return loaders
 
 
-def open_data(config: Config, ranks: Ranks, resume_from=None) -> tuple[Loader, Loader | None]:
+def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
     """The loaders for training and, if the run evaluates, for validation. Rank 0 goes first: it checks the data,
-    tokenises text, and tells the others what is on the hub. resume_from: a Checkpoint. All ranks must call."""
-    commits = resume_from.manifest["position"].get("commits") if resume_from else None
-    catalog, loaders = Catalog(config, commits), []
+    tokenises text, and tells the others what is on the hub. All ranks must call."""
+    catalog, loaders = Catalog(config), []
 
     def look_up() -> tuple:
         loaders.extend(open_checked(config, ranks.world_size, catalog))
@@ -396,8 +376,8 @@ def check_tokenizer(config: Config) -> None:
         return
     beside = holds_tokenizer(local_path(config.weights, "--weights"))
     if beside and load_tokenizer(config.weights).encode(SAMPLE) != tokenizer.encode(SAMPLE):
-        raise UserError(f"--tokenizer {config.tokenizer} is another one than that of --weights {config.weights}")
-    padding = 1 if config.tokenizer == "bytes" else 512  # vocabularies are padded to multiples of so much at most
+        raise UserError(f"--tokenizer {config.tokenizer} differs from the tokenizer of --weights {config.weights}")
+    padding = 1 if config.tokenizer == "bytes" else 512  # vocabularies are padded to multiples of at most 512
     if not beside and model.vocab_size - tokenizer.vocab_size >= padding:
         raise UserError(
             f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, --weights {config.weights} were trained on"
@@ -409,7 +389,8 @@ def check_tokenizer(config: Config) -> None:
 
 
 def show(config: Config, n: int, colour: bool) -> Iterator[str]:
-    """Up to n rows of the first epoch as they are trained on, decoded, document by document, trained tokens marked."""
+    """Up to n rows of the first epoch as the model sees them, decoded, document by document. Trained tokens are
+    marked. The last line explains which conversations are held out for validation."""
     loader, tokenizer = make_loader(config), load_tokenizer(config.tokenizer)
     batches = itertools.chain.from_iterable(loader)
     count = n if loader.streams or len(loader.sources) > 1 else min(n, loader.rows)
@@ -429,18 +410,26 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
         yield "\n".join(out)
     if count < n:
         yield f"--- these are all rows: {count}"
+    if loader.is_chat and not config.val_data:
+        try:
+            notes = [source.note for source in make_loader(config, split="val").sources]
+        except TooLittle as e:
+            notes = [str(e)]
+        yield (
+            f"--- held out for validation and not shown: {'; '.join(filter(None, notes))}. Every"
+            " 20th conversation is held out (in a prepared folder, every --val_every-th), but at least 1 if there are 2"
+            " or more; with --val_data FILE, all of them are trained on"
+        )
 
 
 def run_show(argv: list[str]) -> None:
     parser = Parser(prog="data.py show", add_help=False, allow_abbrev=False)
     parser.add_argument("--n", type=int, default=3)
-    parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
     args, flags = parser.parse_known_args(argv)
     if args.n < 1:
         raise UserError(f"--n {args.n}: it must be at least 1")
-    colour = args.colour == "always" or (args.colour == "auto" and sys.stdout.isatty())
     with contextlib.suppress(BrokenPipeError):  # `show | head` reads no further
-        for text in show(parse_args(flags), args.n, colour):
+        for text in show(parse_args(flags), args.n, sys.stdout.isatty()):
             print(text, flush=True)
 
 
@@ -448,7 +437,7 @@ def main(argv: list[str]) -> None:
     if argv[:1] == ["show"]:
         run_show(argv[1:])
     else:
-        run_prepare(argv)
+        run_prepare(argv, parse_args)
 
 
 if __name__ == "__main__":

@@ -150,10 +150,13 @@ def test_conversations_in_parquet(tmp_path):
 
 
 def test_chat_fields_and_show(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"q": "Why?", "a": "So."}) + "\n")
-    (plain,), (coloured,) = (show(config(tmp_path / "a.jsonl", chat_fields="q,a"), 1, colour) for colour in (0, 1))
-    assert plain.splitlines()[:3] == ["--- row 1", "--- document", "<s>[INST] Why? [/INST][[ So. </s>]]"]
-    assert re.search(r"--- \d+ places filled up", plain) and "\033[32m So. </s>\033[0m" in coloured
+    for count, held_out in ((1, "The validation split has 0 conversations"), (2, "1 conversations, 0 truncated")):
+        (tmp_path / "a.jsonl").write_text((json.dumps({"q": "Why?", "a": "So."}) + "\n") * count)
+        c = config(tmp_path / "a.jsonl", chat_fields="q,a")
+        plain, *_, explained = show(c, 3, False)
+        assert plain.splitlines()[:3] == ["--- row 1", "--- document", "<s>[INST] Why? [/INST][[ So. </s>]]"]
+        assert re.search(r"--- \d+ places filled up", plain) and "\033[32m So. </s>\033[0m" in next(show(c, 1, True))
+        assert f"not shown: {held_out}" in explained and "at least 1 if there are 2 or more" in explained
     for names in ("q", "a,b,c,d"):
         assert "expected two or three names" in refused(config, tmp_path / "a.jsonl", chat_fields=names)
 
@@ -334,12 +337,12 @@ def test_prepared_conversations(tmp_path):
 def test_data_is_opened_once(tmp_path, monkeypatch):
     """In --check, and in a run: each file for both splits, and each split's conversations packed once."""
     path, calls = write(tmp_path / "a.jsonl", conversations()), []
-    for place, name in ((rows, "open_shard"), (rows, "pack"), (rows.Catalog, "_is_stream")):
+    for place, name in ((rows, "open_shard"), (rows, "pack"), (rows.Catalog, "_open_shards")):
         function = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
     c = config(path, out=tmp_path / "run", compile="none", dtype="fp32")
     train.report(c, ALONE)
-    once = ["_is_stream", *["open_shard"] * 2, *["pack"] * 2]
+    once = ["_open_shards", *["open_shard"] * 2, *["pack"] * 2]
     assert sorted(calls) == once
     loader, val_loader = open_data(c, ALONE)
     assert sorted(calls) == sorted(once * 2) and loader.rows > val_loader.rows

@@ -72,9 +72,15 @@ def parse_script(script: str, words: list[str], monkeypatch) -> None:
     parse = argparse.ArgumentParser.parse_args
 
     def stop(parser, *args):
-        parse(parser, *args)
+        if script != "data.py":
+            parse(parser, *args)
         raise ParsedError
 
+    monkeypatch.setattr("lib.text.find_files", stop)
+    if script == "data.py":
+        with pytest.raises(ParsedError):
+            data.main(words)
+        return None
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     sys.path.insert(0, str((ROOT / script).parent))
     monkeypatch.setattr(sys, "argv", [script, *words])

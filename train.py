@@ -60,7 +60,7 @@ def report(config: Config, ranks: shard.Ranks) -> int:
     else:
         plan.refuse_without_room(config, ranks)
         check.refuse_inputs(config, resume_from is not None, ranks.world_size)
-        data, _ = open_data(config, ranks, resume_from)
+        data, _ = open_data(config, ranks)
         check.open_weights(config, resume_from is not None)
         data.load_state_dict(resume_from.manifest["position"] if resume_from else data.state_dict())
         state = "resume" if resume_from else "fresh"
@@ -90,8 +90,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     run.begin(start, skipped + config.warnings)
     shard.on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
     shard.on_first_rank(lambda: check.refuse_inputs(config, resume_from is not None, ranks.world_size), ranks)
-    data, val_data = open_data(config, ranks, resume_from)
-    run.watch_data(data, val_data)
+    data, val_data = open_data(config, ranks)
     weights = shard.on_every_rank(lambda: check.open_weights(config, resume_from is not None, ranks.rank), ranks)
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     run.add_mesh(mesh)

@@ -16,10 +16,8 @@ processes tokenise."""
 import hashlib
 import json
 import os
-import random
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -38,28 +36,22 @@ CACHE = Path(__file__).parent.parent / "cache"
 OPEN_ROWS = 1000  # rows that a conversation may still be packed into
 MAX_WORKERS = 8  # per rank
 LANE_BATCH = 2**16  # bytes of a lane's text that are tokenised together
-RECENT = 4096  # rows of a stream whose positions are remembered
 PAUSES = 10, 60, 120, 240  # seconds before a hub that failed is asked again
 BLOCK, READ = 2**16, 2**27  # bytes: of a file that are compared at a place, and of all files; see sample_digest
 
 
 def sample_digest(files: list[Path]) -> str:
-    """By which the content of files is known again, without reading all of it: each is cut into equal stretches, and of
-    each stretch one BLOCK at a random place (always the same one) is hashed. Up to READ bytes all is; of more files
-    than 32 at least 64 blocks of each are."""
-    blocks = max(64, READ // BLOCK // max(1, len(files)))
-
-    def digest(path):
-        size, rng, hashed = path.stat().st_size, random.Random(0), hashlib.sha256()
-        stretch = max(BLOCK, size // blocks)
+    """Identifies the content of files without reading all of it: evenly spaced blocks of each, at most READ bytes
+    together but at least eight blocks of each file. Of files up to READ bytes together, everything is read."""
+    digest, step = hashlib.sha256(), max(1, sum(path.stat().st_size for path in files) // READ) * BLOCK
+    for path in files:
+        size = path.stat().st_size
+        digest.update(b"%d " % size)
         with open(path, "rb", buffering=0) as file:
-            for start in range(0, size, stretch):
-                file.seek(start + int(rng.random() * (stretch - BLOCK + 1)))
-                hashed.update(file.read(BLOCK))
-        return hashed.hexdigest()
-
-    with ThreadPoolExecutor(16) as threads:  # a disk far away is slow to seek
-        return hashlib.sha256("".join(threads.map(digest, files)).encode()).hexdigest()
+            for start in range(0, size, max(BLOCK, min(step, size // 8))):
+                file.seek(start)
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()
 
 
 def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:
@@ -105,13 +97,9 @@ def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.nd
 # ---- what entries of --data name
 
 
-def make_encoder(config: Config) -> text.Encoder:
-    return text.Encoder(config.tokenizer, config.text_field, config.model_config.chat_format, config.chat_fields)
-
-
 def tokenize(sources: list[TextFile], config: Config) -> list[Path]:
     """Tokenises text into a folder of the cache, once -> its shards."""
-    encoder, skip_bad = make_encoder(config), config.skip_bad
+    encoder, skip_bad = text.Encoder.of(config), config.skip_bad
     key = text.key_of(sources, encoder, text.VAL_EVERY, skip_bad)  # skip_bad changes which rows remain
     folder = CACHE / f"{Path(sources[0].name).name.partition('.')[0]}-{key[:12]}"
     prepare(sources, encoder, folder, skip_bad=skip_bad)
@@ -150,51 +138,58 @@ class Tokens:
     def windows(self, starts: list[int], length: int) -> np.ndarray:
         """[len(starts), length]: the tokens after each start."""
         rows = np.array([self._slice(start, start + length) for start in starts]).reshape(-1, length)
-        ids = rows & text.ID if self.is_chat else rows
-        if ids.size and ids.max() >= self.config.model_config.vocab_size:
+        ids, vocab_size = rows & text.ID if self.is_chat else rows, self.config.model_config.vocab_size
+        if ids.size and ids.max() >= vocab_size:
             row, at = divmod(int(ids.argmax()), length)
             raise RankError(
-                f"{self.where(starts[row] + at)}: id {ids.max()}, but the model's vocab_size is"
-                f" {self.config.model_config.vocab_size}; tokenizer and --model (or --vocab_size) must match"
+                f"{self.where(starts[row] + at)}: id {ids.max()}, but the model's vocab_size is {vocab_size}; tokenizer"
+                " and --model (or --vocab_size) must match"
             )
         return rows
 
     def check_ids(self) -> None:
-        """Refuses ids beyond the vocabulary. Of more than 2^27 tokens 64 stretches of each part are looked at."""
+        """Refuses ids beyond the vocabulary in up to 64 stretches of 2^20 tokens of each part."""
         for begin, end in zip(self.begins.tolist(), self.ends.tolist(), strict=True):
-            step, count = (2**24, 2**24) if len(self) <= 2**27 else (max(1, (end - begin) // 64), 2**14)
-            for start in range(begin, end, step):
-                self.read(start, min(start + count, end))
+            for start in range(begin, end, max(2**20, (end - begin) // 64)):
+                self.read(start, min(start + 2**20, end))
 
     def where(self, position: int) -> str:
-        """A place in a file of the user's; of text that was tokenised into the cache, the files that it is from."""
+        """The place of a token in its shard."""
         i = int(np.searchsorted(self.ends, position, side="right"))
         path, _, first = self.parts[i]
-        if not path.is_relative_to(CACHE):
-            return f"{path} at token {first + position - self.begins[i]}"
-        names = read_index(path.parent)["sources"]
-        return ", ".join(names[:3]) + (f" or {len(names) - 3} more" if len(names) > 3 else "")
+        return f"{path} at token {first + position - self.begins[i]}"
 
 
 class Catalog:
     """The files that entries of --data and --val_data name: looked up once in a job, opened once in a process. Rank 0
-    sends `listed` and `streamed` to the other ranks. commits: the commits that a resumed run reads hub addresses at."""
+    sends `listed` and `streamed` to the other ranks."""
 
-    def __init__(self, config: Config, commits: dict[str, str] | None = None):
-        self.config, self.commits = config, commits or {}
+    def __init__(self, config: Config):
+        self.config = config
         self.listed = {}  # the files of an entry
         self.streamed = {}
         self.shards = {}
 
     def find(self, spec: str, flag: str) -> list[TextFile]:
         if spec not in self.listed:
-            self.listed[spec] = text.find_files(spec, flag, commit=self.commits.get(spec, ""))
+            self.listed[spec] = text.find_files(spec, flag)
         return self.listed[spec]
 
     def is_stream(self, specs: tuple[str, ...], flag: str) -> bool:
+        """Whether entries are streamed: text of the hub, and with --stream all text. Conversations never are."""
         if specs not in self.streamed:
-            self.streamed[specs] = self._is_stream(specs, flag)
+            may_be = self.config.stream and specs and not any(map(text.is_shards, specs))
+            may_be = may_be or any(spec.startswith("hf://") for spec in specs)
+            self.streamed[specs] = bool(may_be) and self._kind(specs[0], flag) == "text"
         return self.streamed[specs]
+
+    def _kind(self, spec, flag):
+        """text or chat: the kind of the first good row."""
+        file, encoder = self.find(spec, flag)[0], text.Encoder.of(self.config)
+        jobs = ((0, str(file), rows) for rows in text.group_rows(file.rows(0, 0), 1))
+        for *_, kind, _ in text.encode(jobs, encoder, None, 0, self.config.skip_bad):
+            return kind
+        raise UserError(f"{flag} {file} is empty")
 
     def open(self, split: str, specs: tuple[str, ...], flag: str) -> tuple[Tokens, int | None]:
         """-> (the tokens of a split, "train" or "val"; the id before each document, None if unknown). With --val_data
@@ -202,81 +197,50 @@ class Catalog:
         config = self.config
         if specs not in self.shards:
             self.shards[specs] = self._open_shards(specs, flag)
-        train, val, delimiter, is_chat = self.shards[specs]
-        if config.val_data and split == "train":
-            val = [p for p in val if read_index(p.path.parent) or not VAL_NAME.search(p.path.stem)]
-        tokens = Tokens(train + val if config.val_data else train if split == "train" else val, is_chat, config)
+        parts, delimiter, is_chat = self.shards[specs]
+        tokens = Tokens(parts["train"] + parts["val"] if config.val_data else parts[split], is_chat, config)
         if len(tokens) < config.seq_len + 1 and not is_chat:
             raise _too_little(split, f"{len(tokens)} tokens, one row needs seq_len + 1 = {config.seq_len + 1}")
         return tokens, delimiter if config.delimiter < 0 else config.delimiter
 
-    def _is_stream(self, specs, flag):
-        """Whether entries are streamed: text of the hub, and with --stream all text. Conversations never are."""
-        remote = [s for s in specs if s.startswith("hf://")]
-        if not remote and not (self.config.stream and specs and not any(map(text.is_shards, specs))):
-            return False
-        first = self.find(specs[0], flag)[0]
-        encoder = make_encoder(self.config)
-        row = next(first.rows(0, 0), None)
-        if row is None:
-            raise UserError(f"{flag} {first} is empty")
-        ((message, kind),) = text.encode_rows(encoder, str(first), [row])
-        if kind == "bad" and not self.config.skip_bad:
-            raise UserError(message)
-        if kind != "chat" and len(remote) < len(specs) and not self.config.stream:
-            raise UserError(
-                f"{flag}: text of the hub is streamed and the rest is not: give each its weight, or --stream"
-            )
-        return kind != "chat"
-
     def _open_shards(self, specs, flag):
-        """-> (parts for training, for validation, the id before a document if they agree on one, is it chat)"""
-        parts, delimiters, kinds = {"train": [], "val": []}, set(), set()
-        for path, split in self._find_shards(specs, flag):
-            tokens, delimiter = open_shard(path, self.config.data_dtype)
-            index = read_index(path.parent)
+        """-> (the parts of each split, the id before a document if the shards agree on one, is it chat)"""
+        config, parts, delimiters, kinds = self.config, {"train": [], "val": []}, set(), set()
+        found, made = self._find_shards(specs, flag)
+        some_named = any(VAL_NAME.search(path.stem) for path in found)
+        for path in found + made:
+            tokens, delimiter = open_shard(path, config.data_dtype)
+            index, is_val = read_index(path.parent), VAL_NAME.search(path.stem)
             if index:
-                _check_index(index, path, len(tokens), self.config)
-                delimiter, split = index["delimiter"], split or "train"
+                _check_tokenizer(index, path, config)
+                delimiter = index["delimiter"]
+            elif is_val and config.val_data and flag == "--data":
+                continue  # the validation shards of a folder from another tool
             delimiters.add(delimiter)
             kinds.add(index.get("kind", "text"))
-            cut = {"train": len(tokens), "val": 0, "": len(tokens) - len(tokens) // text.VAL_EVERY}[split]
+            held_out = 0 if index or some_named else len(tokens) // text.VAL_EVERY
+            cut = 0 if is_val else len(tokens) - held_out
             for name, stretch, first in (("train", tokens[:cut], 0), ("val", tokens[cut:], cut)):
-                if len(stretch):
-                    parts[name].append(Part(path, stretch, first))
+                parts[name] += [Part(path, stretch, first)] * bool(len(stretch))
         if len(kinds) > 1:
             raise UserError(f"{flag}: conversations and text together: give each its weight, as in A:0.5 B:0.5")
-        return *parts.values(), delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"}
+        return parts, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"}
 
     def _find_shards(self, specs, flag):
-        """(a shard, its split: train, val, or empty where neither its name nor its neighbours' say it). Text is
-        tokenised. Text of the hub holds conversations here; other text is streamed."""
-        remote = [spec for spec in specs if spec.startswith("hf://")]
-        texts = [file for spec in remote for file in text.fetch_whole(self.find(spec, flag))]
-        files = [file for spec in specs if spec not in remote for file in text.find_files(spec, flag, text.SHARDS)]
-        texts += [file for file in files if not file.name.endswith(".bin")]
+        """-> (shards, shards in the cache). Tokenises text. Text of the hub holds conversations here."""
+        files = []
+        for spec in specs:
+            is_remote = spec.startswith("hf://")
+            files += text.fetch_whole(self.find(spec, flag)) if is_remote else text.find_files(spec, flag)
+        texts = [file for file in files if text.kind_of(file.name) != text.SHARD] if specs else [text.builtin_file()]
         for file in texts:
-            if not file.size:
+            if not file.size and specs:
                 raise UserError(f"{flag} {file} is empty")
-        made = tokenize(texts or [text.builtin_file()], self.config) if texts or not specs else []
-        shards = [Path(file.name) for file in files if file.name.endswith(".bin")]
-        return _split_by_name(shards) + _split_by_name(made)
+        shards = [Path(file.name) for file in files if text.kind_of(file.name) == text.SHARD]
+        return shards, tokenize(texts, self.config) if texts else []
 
 
-def _split_by_name(shards):
-    held_out = {path for path in shards if VAL_NAME.search(path.stem)}
-    other = "train" if held_out else ""
-    return [(path, "val" if path in held_out else other) for path in shards]
-
-
-def _check_index(index, path, tokens, config):
-    """Refuses a shard that has changed since it was prepared, or was prepared with another tokenizer."""
-    known = index["files"].get(path.name, {}).get("tokens", "nothing of it")
-    if known != tokens:
-        raise UserError(
-            f"{path}: {tokens} tokens, its index.json says {known}: the folder has changed;"
-            f" `python data.py verify {path.parent}` checks all of it"
-        )
+def _check_tokenizer(index, path, config):
     if config.tokenizer != "bytes" and index["fingerprint"] != load_tokenizer(config.tokenizer).fingerprint:
         raise UserError(
             f"{path.parent} was prepared with --tokenizer {index['tokenizer']}, which is another one than"
@@ -295,6 +259,12 @@ def _too_little(split, what, size="smaller"):
 
 
 # ---- sources
+
+
+def _split(block, delimiter, config):
+    """seq_len + 1 tokens of each row -> tokens, targets, begins"""
+    begins = block[:, :-1] == delimiter if config.documents == "separate" else None
+    return block[:, :-1], block[:, 1:], begins
 
 
 class ShardRows:
@@ -318,8 +288,7 @@ class ShardRows:
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         T = self.config.seq_len
         block = self.tokens.windows((index * T).tolist(), T + 1)
-        begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
-        return block[:, :-1], block[:, 1:], begins
+        return _split(block, self.delimiter, self.config)
 
     def begin(self, row: int) -> int:
         """The place of a row's first token."""
@@ -386,50 +355,37 @@ class ChatRows(ShardRows):
 
 
 class Stream:
-    """A source of rows without end. catalog: finds the files of an entry. keep: rows are read again and again, from
-    memory."""
+    """An endless source of rows. lists: the files of each entry. keep: rows are read again and again, from memory."""
 
     count = None
 
-    def __init__(self, specs: tuple[str, ...], flag: str, config: Config, catalog: Catalog, keep: bool):
-        self.specs, self.flag, self.config, self.keep = specs, flag, config, keep
-        self.encoder = make_encoder(config)
-        self.kept = {}  # rows by their number
-        self.recent = {}  # the position after each of the last rows
+    def __init__(self, lists: list[list[TextFile]], config: Config, keep: bool):
+        self.config, self.keep = config, keep
+        self.encoder, self.kept = text.Encoder.of(config), {}
         self.lanes, self.positions, self.workers = {}, {}, None  # lanes: the rows to come of each
-        self.awaited = ""  # the lane on the hub that a step waits for
         tokenizer = load_tokenizer(config.tokenizer)
         self.fingerprint = tokenizer.fingerprint
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
-        self.open(catalog)
-
-    def open(self, catalog: Catalog) -> None:
-        """Finds the files, at the catalog's commits if it has any."""
-        lists = {spec: catalog.find(spec, self.flag) for spec in self.specs}
-        self.files, lanes = sum(lists.values(), []), self.config.lanes
-        self.commits = {spec: text.ADDRESS.fullmatch(files[0].name)[2] for spec, files in lists.items() if files[0].hub}
-        self.identity = [(Path(file.name).name, file.size) for file in self.files]  # wherever they are
-        self.note = f"a stream of {len(self.files)} files for {lanes} lanes"
+        self.files, lanes = sum(lists, []), config.lanes
+        self.note = f"a stream of {len(self.files)} files for {lanes} lanes, {self.files[0]} and others"
         if len(self.files) < lanes:
-            self.note += f": each file is read by {-(-lanes // len(self.files))} of them"
-            self.files = [f for files in lists.values() for f in text.fetch_whole(files)]  # once over the network
+            self.note += f"; each file is read by {-(-lanes // len(self.files))} of them"
+            self.files = [f for files in lists for f in text.fetch_whole(files)]  # once over the network
 
     @property
     def paths(self) -> list[Path]:
         return [Path(file.name) for file in self.files if not file.hub]
 
     def describe(self) -> list[dict]:
-        made = [self.config.lanes, self.encoder.text_field, self.fingerprint, self.identity]
-        digest = hashlib.sha256(json.dumps(made).encode()).hexdigest()
-        return [{"stream": list(self.specs), "files": len(self.identity), "commits": self.commits, "sha256": digest}]
+        """Names and sizes of the files, wherever they are."""
+        names = [(Path(file.name).name, file.size) for file in self.files]
+        made = [self.config.lanes, self.encoder.text_field, self.fingerprint, names]
+        return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(made).encode()).hexdigest()}]
 
     def start(self, positions: dict[str, list]) -> None:
         """The next rows are those after these positions of lanes."""
         self.close()
-        self.positions = {int(lane): tuple(position) for lane, position in positions.items()}
-
-    def state(self) -> dict[str, list]:
-        return {str(lane): list(position) for lane, position in self.positions.items()}
+        self.positions = {lane: tuple(position) for lane, position in positions.items()}
 
     def close(self) -> None:
         self.lanes.clear()
@@ -477,7 +433,7 @@ class Stream:
 
     def _rows(self, lane):
         """(seq_len + 1 tokens, the position after them) of a lane, without end."""
-        T, (given, epoch, at, first, offset, bad) = self.config.seq_len, self.positions.get(lane, (0,) * 6)
+        T, (given, epoch, at, first, offset, bad) = self.config.seq_len, self.positions.get(str(lane), (0,) * 6)
         tokens, begins = np.zeros(0, np.uint32), []  # begins: of the documents in tokens, (where it begins, its place)
         jobs, skip_bad = self._jobs(lane, epoch, at, first), self.config.skip_bad
         for place, row, ids, _, skipped in text.encode(jobs, self.encoder, self.workers, 1, skip_bad, bad, "text"):
@@ -492,57 +448,46 @@ class Stream:
                 tokens, begins = tokens[T:], [(begin - T, place) for begin, place in begins]
 
     def _take(self, number):
-        if number in self.kept:
-            return self.kept[number]
         turn, lane = divmod(number, self.config.lanes)
-        self.awaited = f"lane {lane} of {' '.join(self.commits)}" if self.commits else ""
         try:
             # The rows before it belong to other ranks.
             tokens, position = next(row for row in self.lanes[lane] if row[1][0] > turn)
         except UserError as e:
             raise RankError(str(e)) from None  # other ranks may not have met it
-        self.awaited = ""
         assert position[0] == turn + 1, f"lane {lane} is behind row {turn}: {position}"
-        self.positions[lane] = self.recent[number] = position
-        if len(self.recent) > RECENT:
-            self.recent.pop(next(iter(self.recent)))
-        if self.keep:
-            self.kept[number] = tokens
+        self.positions[str(lane)] = position
         return tokens
 
     def rows(self, index: np.ndarray) -> tuple:
-        numbers = index.tolist()
-        for lane in dict.fromkeys(n % self.config.lanes for n in numbers if n not in self.kept):
+        numbers = tuple(index.tolist())
+        block = self.kept.get(numbers)
+        if block is None:
             if not self.workers:
                 ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
                 self.workers = text.start_workers(max(1, min(MAX_WORKERS, text.cores() // ranks - 1)))
-            if lane not in self.lanes:  # start its reading thread
-                self.lanes[lane] = read_ahead(self._rows(lane), 8)
-        block = np.array([self._take(n) for n in numbers], np.int64).reshape(-1, self.config.seq_len + 1)
-        begins = block[:, :-1] == self.delimiter if self.config.documents == "separate" else None
-        return block[:, :-1], block[:, 1:], begins
+            for lane in {n % self.config.lanes for n in numbers} - self.lanes.keys():
+                self.lanes[lane] = read_ahead(self._rows(lane), 8)  # starts its reading thread
+            block = np.array([self._take(n) for n in numbers], np.int64).reshape(-1, self.config.seq_len + 1)
+            if self.keep:
+                self.kept[numbers] = block
+        return _split(block, self.delimiter, self.config)
 
     def where(self, number: int) -> str:
-        """The file and row in which a recent row of the stream ends."""
-        if number not in self.recent:
-            return f"row {number} of the stream"
-        lane, (_, epoch, file, row, *_) = number % self.config.lanes, self.recent[number]
-        return f"{self._files(lane, epoch)[file]} up to row {row} (lane {lane}, epoch {epoch})"
+        """The current file and row of the row's lane."""
+        lane = number % self.config.lanes
+        _, epoch, file, row, *_ = self.positions.get(str(lane), (0,) * 6)
+        return f"{self._files(lane, epoch)[file]} near row {row} (lane {lane}, epoch {epoch})"
 
 
 def text_bytes(loader) -> tuple[int, int]:
     """(bytes of text, tokens) of the trained tokens that a validation loader gives. (0, 0) if a source is a stream, or
     the text of its tokens is not known."""
-    config = loader.config
-    if loader.streams or not text.knows_text(config):
+    if loader.streams or not text.knows_text(loader.config):
         return 0, 0
-    sizes, size, tokens = np.zeros(config.model_config.vocab_size, np.int64), 0, 0
-    known = token_sizes(load_tokenizer(config.tokenizer))
-    sizes[: len(known)] = known
-    which, rows = loader.val_rows
+    known, (which, rows), size, tokens = token_sizes(load_tokenizer(loader.config.tokenizer)), loader.val_rows, 0, 0
+    sizes = np.array(known + [0] * (loader.config.model_config.vocab_size - len(known)))
     for i, source in enumerate(loader.sources):
-        ours = rows[which == i]
-        for block in np.array_split(ours, len(ours) // OPEN_ROWS + 1):
+        for block in np.array_split(rows[which == i], len(rows) // OPEN_ROWS + 1):
             targets = source.rows(block)[1]
             trained = targets[targets != IGNORE]
             size, tokens = size + int(sizes[trained].sum()), tokens + len(trained)

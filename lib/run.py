@@ -242,10 +242,6 @@ class Run:
         self.watchdog.groups += mesh.get_all_groups() if mesh is not None and self.watchdog.groups else []
         set_timeout(max(self.config.timeout, LONG), self.ranks, mesh)
 
-    def watch_data(self, *loaders) -> None:
-        """Loaders (or None) whose pending files the watchdog names."""
-        self.watchdog.loaders = [loader for loader in loaders if loader]
-
     def finish_step(self, step: int) -> None:
         """Notes that a step is done."""
         self.clock.switch("steps", step)
@@ -481,7 +477,6 @@ class Watchdog:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             self.store, self.transfer_store = (dist.TCPStore(*address, is_master=False) for _ in range(2))
         self.stopped_at: float | None = None  # when a signal to stop came
-        self.loaders: list = []  # data.Loader
         self.longest = 0.0  # seconds between changes of the clock so far, in steps
         self.looked_at_disks, self.bytes, self.transfers, self.transferred = 0.0, 0, 0, 0.0
         self.ended = False
@@ -546,11 +541,6 @@ class Watchdog:
             self.transfers, self.transferred = transfers, now
         return self.transferred
 
-    def _awaited(self) -> str:
-        """Names the hub file that a step waits for."""
-        loaders = self.loaders if self.clock.stack[-1] in ("data", "evaluation") else []
-        return "".join(f", {awaited}" for loader in loaders if (awaited := loader.waits_for()))
-
     def _hang(self, what: str) -> None:
         folder = self.run.folder / "logs" / platform.node()
         file = folder / f"rank-{self.ranks.rank:05d}-stacks.txt"
@@ -563,7 +553,7 @@ class Watchdog:
         except OSError as e:
             print(f"{file} could not be written: {e}", file=sys.stderr)
         where = f"Stacks are in {folder.parent}/*/rank-*-stacks.txt"
-        self._end(f"After step {self.clock.step}: {what}{self._awaited()}. {where}", self._behind())
+        self._end(f"After step {self.clock.step}: {what}. {where}", self._behind())
 
     def _exchange(self) -> dict[int, list]:
         """[last step, collectives, phase, host] of every rank that answers within 5 s."""
@@ -574,7 +564,7 @@ class Watchdog:
         progress, keys = {}, [f"flatland/watch/{rank}" for rank in range(self.ranks.world_size)]
         with contextlib.suppress(Exception):  # the store is gone with its machine
             self.store.set_timeout(timedelta(seconds=2))
-            mine = [self.clock.step, collectives, self.clock.stack[-1] + self._awaited(), platform.node()]
+            mine = [self.clock.step, collectives, self.clock.stack[-1], platform.node()]
             self.store.set(keys[self.ranks.rank], json.dumps(mine))
             with contextlib.suppress(RuntimeError):  # not all have answered
                 self.store.wait(keys, timedelta(seconds=5))
@@ -596,7 +586,7 @@ class Watchdog:
             for rank, (step, collectives, phase, host) in sorted(progress.items()):
                 if [step, collectives] == least < most:
                     out.append(f"rank {rank} on {host} is behind: its last step was {step}, it is in {phase!r}")
-            if not out and not self._awaited():
+            if not out and self.clock.stack[-1] != "data":
                 out.append("all ranks wait at the same place: the network between them?")
         return out
 

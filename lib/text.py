@@ -12,11 +12,9 @@ Tokens of conversations are uint32 with the bits TRAINED and BEGINS. Shards hold
 of processes. While `prepare` runs, index.json has the position after the last shard, where an interrupted call resumes.
 
 Addresses on the hub are hf://datasets/ORG/NAME[@REVISION]/PATH; PATH is a file, or a pattern with * (within a name) and
-**. Nothing here imports torch, and numpy is imported where it is needed: config.py
-imports this module."""
+**. config.py imports this module, so it imports numpy only in functions, and torch never."""
 
 import contextlib
-import difflib
 import functools
 import glob
 import gzip
@@ -24,7 +22,6 @@ import hashlib
 import importlib.machinery
 import importlib.metadata
 import inspect
-import io
 import itertools
 import json
 import logging
@@ -37,18 +34,15 @@ import threading
 import uuid
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from lib.errors import (
-    Failure,
     Parser,
     UserError,
-    find_damage,
     guard_token,
     hub_errors,
     listed,
@@ -59,9 +53,6 @@ from lib.errors import (
     write_whole,
 )
 from lib.tokenizer import chat_template, load_tokenizer, render_chat
-
-if TYPE_CHECKING:
-    import numpy as np
 
 HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
 ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")  # ORG/NAME, revision, path
@@ -75,15 +66,13 @@ CHAT_FIELDS = (
 )  # fmt: skip
 CHATS_KNOWN = f"{', '.join(' and '.join(names) for names in CHAT_FIELDS)}, or the fields that --chat_fields names"
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+MIXED = "documents and conversations together: separate them, and give each its weight, as in A:0.5 B:0.5"
 TOOLS = ("tool_calls", "function_call", "tool_call_id")
 BESIDE = ("history", "tools", "functions")  # fields that would have to be rendered as well
 ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
 HEADER = 1024  # bytes of a shard
-MAGICS = {  # version, dtype, the token before a document
-    20240520: (1, "<u2", 50256),
-    20240801: (7, "<u4", 128000),
-}
-INDEX, SHARDS = "index.json", (".bin",)
+MAGICS = {20240520: (1, "<u2", 50256), 20240801: (7, "<u4", 128000)}  # version, dtype, token before a document
+INDEX, SHARD = "index.json", ".bin"
 SHARD_TOKENS = 100_000_000
 BATCH = 2**20  # bytes of text that a worker encodes at a time
 PARALLEL = 2**25  # bytes; several processes tokenise a longer text
@@ -95,13 +84,13 @@ class BadRow(UserError):
 
 
 class Damaged(UserError):
-    """The bytes of a file that arrived do not have its hash."""
+    """A file whose content cannot be used, including the rows that it gave before."""
 
 
 class TextRow(NamedTuple):
     line: int  # number of its first line; 0 where the format has no lines
     content: bytes | str | dict  # JSON, a document, or fields
-    val: bool | None = None  # held out for validation; None: if its number says so
+    val: bool | None = None  # held out for validation; None: decided by its number
     begins: bool = True  # False: it continues the document of the row before
     number: int = 0  # in its file, from 1
 
@@ -121,14 +110,14 @@ def kind_of(name: str) -> str:
 def is_shards(spec: str) -> bool:
     """Whether an entry of --data names token shards, and not text."""
     path = Path(split_weight(spec)[0]).expanduser()
-    names = glob.glob(str(path), recursive=True) if glob.has_magic(path.name) else [path]
-    return any(Path(name).suffix == ".bin" or Path(name).is_dir() for name in names)
+    kinds = {kind_of(p.name) for p in path.iterdir()} if path.is_dir() else {kind_of(path.name), *SUFFIXES}
+    return SHARD in kinds or kinds.isdisjoint(SUFFIXES)
 
 
 def name_of(spec: str) -> str:
     """The part of the run folder's name for an entry of --data; for a pattern it includes the folder."""
     path = Path(split_weight(spec)[0].removesuffix(".gz"))
-    name = path.stem if path.suffix in (*SUFFIXES, ".bin") else path.name
+    name = path.stem if path.suffix in (*SUFFIXES, SHARD) else path.name
     return f"{path.parent.name}-{name}" if glob.has_magic(path.name) else name
 
 
@@ -143,32 +132,28 @@ def split_weight(spec: str) -> tuple[str, Fraction | None]:
     return (parts[1], Fraction(parts[2])) if parts and not Path(spec).exists() else (spec, None)
 
 
-def find_files(spec: str, flag: str, wanted: tuple[str, ...] = (), commit: str = "") -> list["TextFile"]:
-    """The files that an entry names: a path, a pattern, `-`, or an address on the hub, at `commit` if given. wanted:
-    the suffixes of the files that a local folder stands for; elsewhere, text is found as well."""
+def find_files(spec: str, flag: str) -> list["TextFile"]:
+    """The files that an entry names: a path, a pattern, `-`, or an address on the hub. A folder stands for its token
+    shards or, if it has none, for its files of text."""
     if spec == STDIN:
         return [TextFile(STDIN, sys.maxsize, uuid.uuid4().hex)]
     if spec.startswith("hf://"):
-        return _find_on_hub(spec, flag, commit)
+        return _find_on_hub(spec, flag)
     from fsspec.implementations.local import LocalFileSystem
 
-    fs, path, wanted = LocalFileSystem(), str(Path(spec).expanduser()), wanted or SUFFIXES
+    fs, path = LocalFileSystem(), str(Path(spec).expanduser())
+    names = [path] if fs.exists(path) else fs.glob(path)
     if fs.isdir(path):
-        names = [name for name in fs.glob(f"{glob.escape(path)}/*") if kind_of(name) in wanted]
-        problem = f"no {', '.join(wanted)} in this folder; a pattern names its other files: {spec}/*.txt"
-    else:
-        names = [path] if fs.exists(path) else fs.glob(path)
-        folder = os.path.dirname(os.path.abspath(path))
-        near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder) if fs.isdir(folder) else (), 3)
-        problem = f"no such file or folder in {folder}" + f"; is it {listed(near)}?" * bool(near)
+        names = [name for name in fs.glob(f"{glob.escape(path)}/*") if kind_of(name) in (*SUFFIXES, SHARD)]
+        names = [name for name in names if kind_of(name) == SHARD] or names
     if not names:
-        raise UserError(f"{flag} {spec}: {problem}")
+        raise UserError(f"{flag} {spec}: no such file of a known format; {FORMATS} are known")
     infos = [fs.info(name) for name in sorted(names, key=Path)]
-    return [TextFile(info["name"], info["size"], str(info["mtime"]))._check(flag, wanted) for info in infos]
+    return [TextFile(info["name"], info["size"], str(info["mtime"])) for info in infos]
 
 
-def _find_on_hub(spec, flag, commit):
-    from huggingface_hub import HfApi, HfFileSystem
+def _find_on_hub(spec, flag):
+    from huggingface_hub import HfApi, HfFileSystem, constants
 
     address = ADDRESS.fullmatch(spec)
     if not address:
@@ -176,24 +161,19 @@ def _find_on_hub(spec, flag, commit):
     repo, revision, path = address.groups()
     guard_token()
     with hub_errors(f"datasets/{repo}"):
-        commit = commit or HfApi().dataset_info(repo, revision=revision or "main").sha
+        commit = HfApi().dataset_info(repo, revision=revision or "main").sha
         fs, root = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}"
-        infos = (
-            [fs.info(name) for name in sorted(fs.glob(f"{root}/{path}")) if kind_of(name) in SUFFIXES] if path else []
-        )
-        if not infos:
-            names = [name.removeprefix(root) for name in sorted(fs.find(root)) if kind_of(name) in SUFFIXES]
-            # Files whose names differ only in numbers are listed as one pattern.
-            patterns = list(dict.fromkeys(re.sub(r"\d+-of-\d+|\d{3,}", "*", name) for name in names))
-            known = ", ".join(f"{HUB}{repo}{pattern}" for pattern in patterns[:12])
-            raise UserError(f"{flag} {spec} names no file of text; the data set has {known or 'none'}")
-    oids = [info["lfs"].sha256 if info["lfs"] else info["blob_id"] for info in infos]
-    return [TextFile(f"hf://{i['name']}", i["size"], oid, fs) for i, oid in zip(infos, oids, strict=True)]
+        names = sorted(fs.glob(f"{root}/{path}")) if path else []
+        infos = [fs.info(name) for name in names if kind_of(name) in SUFFIXES]
+    if not infos:
+        page = f"{constants.ENDPOINT}/datasets/{repo}/tree/{commit}"
+        raise UserError(f"{flag} {spec} names no file of text: give a file or a pattern with * of those at {page}")
+    return [TextFile(f"hf://{i['name']}", i["size"], i["blob_id"], fs) for i in infos]
 
 
 def fetch_whole(files: list["TextFile"]) -> list["TextFile"]:
     """The files of an entry as local files. Files of the hub are downloaded into HF_HOME's cache if they are missing
-    there, and verified. Several processes may call it at the same time."""
+    there. Several processes may call it at the same time."""
     if not files[0].hub:
         return files
     from huggingface_hub import snapshot_download
@@ -203,8 +183,6 @@ def fetch_whole(files: list["TextFile"]) -> list["TextFile"]:
     with hub_errors(f"datasets/{repo}"):
         patterns = list(map(glob.escape, paths))
         folder = snapshot_download(repo, repo_type="dataset", revision=commit, allow_patterns=patterns)
-    if damaged := set(find_damage(Path(folder))) & set(paths):
-        raise Damaged(f"{folder}: {listed(sorted(damaged)[:3])} arrived damaged: delete it, and run the command again")
     return [file for path in paths for file in find_files(f"{folder}/{path}", "--data")]
 
 
@@ -213,7 +191,7 @@ def fetch_whole(files: list["TextFile"]) -> list["TextFile"]:
 
 class TextFile(NamedTuple):
     """A file of text. name: a path, an address hf://datasets/ORG/NAME@COMMIT/PATH, STDIN or BUILTIN. version: changes
-    with the content; on the hub sha256, or git's SHA-1 of the blob. hub: the file system that opens the hub's files."""
+    with the content. hub: the file system that opens the hub's files."""
 
     name: str
     size: int
@@ -223,90 +201,52 @@ class TextFile(NamedTuple):
     def __str__(self) -> str:
         return self.name
 
-    def _check(self, flag, wanted):
-        if kind_of(self.name) not in (*SUFFIXES, *wanted):
-            raise UserError(f"{flag} {self}: the format of this file is not known; {FORMATS} are")
-        return self
-
-    def open(self) -> BinaryIO:
-        if self.name == STDIN:
-            return sys.stdin.buffer
-        if self.name == BUILTIN:
-            return io.BytesIO()
-        if self.hub and kind_of(self.name) == ".parquet":  # its table of contents is at its end
-            return self.hub.open(self.name)
-        return io.BufferedReader(HubReader(self), 2**20) if self.hub else open(self.name, "rb")
+    def _open(self):
+        if self.hub:  # the table of contents of a .parquet is at its end; others are read in sequence
+            return self.hub.open(self.name, block_size=None if kind_of(self.name) == ".parquet" else 0)
+        return sys.stdin.buffer if self.name == STDIN else open(os.devnull if self.name == BUILTIN else self.name, "rb")
 
     def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
         """The rows after number `first`. val_every: 0 holds no row out. UserError if the file is damaged."""
         name, kind, line = self.name, BUILTIN if self.name == BUILTIN else kind_of(self.name), 0
         repo = ADDRESS.fullmatch(name)
-        with hub_errors(f"datasets/{repo[1]}") if repo else contextlib.nullcontext(), self.open() as raw:
+        with hub_errors(f"datasets/{repo[1]}") if repo else contextlib.nullcontext(), self._open() as raw:
             if name == STDIN:
                 kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
+            if kind not in READERS:
+                raise UserError(f"{name}: the format of this file is not known; {FORMATS} are")
             stream = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
             try:
                 for number, row in enumerate(READERS[kind](self, stream, val_every), 1):
                     line = row.line
-                    if number > first and row.content != b"":  # a blank line has a number, but is no row
+                    if number > first and row.content != b"":  # a blank line has a number, but is not a row
                         val = bool(val_every) and number % val_every == 0 if row.val is None else row.val
                         yield row._replace(number=number, val=val)
             except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-                while self.hub and raw.read(2**20):
-                    pass  # at the end of the file, HubReader raises Damaged if its hash is wrong
-                raise UserError(
-                    f"{name}: the gzip data is damaged or cut short after line {line} ({e}): fetch or compress the file"
-                    " again"
+                raise Damaged(
+                    f"{name}: the gzip data is damaged or cut short after line {line} ({e}): get the file again"
                 ) from None
 
 
-class HubReader(io.RawIOBase):
-    """A file on the hub, read in sequence while it arrives. At its end, its size and hash must match the listing."""
-
-    def __init__(self, file: TextFile):
-        self.file, self.raw, self.count = file, file.hub.open(file.name, block_size=0), 0
-        self.digest = hashlib.sha256() if len(file.version) == 64 else hashlib.sha1(b"blob %d\0" % file.size)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        count = self.raw.readinto(buffer)
-        self.count += count
-        self.digest.update(buffer[:count])
-        if not count and (self.count, self.digest.hexdigest()) != (self.file.size, self.file.version):
-            raise Damaged(
-                f"{self.file} arrived damaged (size or hash is not the hub's): do not use what was made of it: --resume"
-                " a checkpoint from before it, or prepare again"
-            )
-        return count
-
-
 def builtin_file() -> TextFile:
-    versions = platform.python_version(), importlib.metadata.version("torch"), inspect.getsource(builtin_documents)
-    return TextFile(BUILTIN, 0, " ".join(versions))
+    return TextFile(BUILTIN, 0, f"{platform.python_version()} {importlib.metadata.version('torch')}")
 
 
-def builtin_documents() -> Iterator[str]:
+def builtin_documents() -> list[str]:
     """English text that every machine has: Python's reference topics and the docstrings of the standard library and of
     torch, each of 200 characters or more, once. It changes with their versions."""
     import importlib.util
     import pydoc_data.topics
     import sysconfig
 
-    topics = [text for _, text in sorted(pydoc_data.topics.topics.items()) if len(text) >= 200]
-    yield from dict.fromkeys(topics)  # once each
+    texts = [text for _, text in sorted(pydoc_data.topics.topics.items())]
     docstring = re.compile(r'(?:\A|:\n|,\n)\s*r?"""(.*?)"""', re.DOTALL)
     excluded = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"}
-    seen = set(topics)
     for root in (Path(sysconfig.get_paths()["stdlib"]), Path(importlib.util.find_spec("torch").origin).parent):
         for path in sorted(root.rglob("*.py")):
             if excluded.isdisjoint(path.relative_to(root).parts):
-                for match in docstring.findall(path.read_text("utf-8", "replace")):
-                    text = inspect.cleandoc(match)
-                    if len(text) >= 200 and text not in seen:
-                        seen.add(text)
-                        yield text
+                texts += map(inspect.cleandoc, docstring.findall(path.read_text("utf-8", "replace")))
+    return [text for text in dict.fromkeys(texts) if len(text) >= 200]
 
 
 # ---- readers: (file, stream, val_every) -> rows
@@ -406,6 +346,10 @@ class Encoder(NamedTuple):
     chat: str = "llama"
     chat_fields: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, config) -> "Encoder":
+        return cls(config.tokenizer, config.text_field, config.model_config.chat_format, config.chat_fields)
+
     def __call__(self, name: str, row: TextRow) -> tuple[list[int], str]:
         """A row of the file `name` -> (its tokens, its kind: text or chat, whose tokens carry TRAINED and BEGINS).
         BadRow names the place."""
@@ -429,8 +373,7 @@ class Encoder(NamedTuple):
         more = [name for name in BESIDE if fields.get(name) not in (None, "", "[]", [], {})]
         if is_chat and more:
             raise BadRow(
-                f"{where} has '{more[0]}' next to its conversation: earlier turns belong into its messages, and tools"
-                " are not rendered; move or remove it"
+                f"{where} has '{more[0]}' next to its conversation: move earlier turns into its messages, remove tools"
             )
         try:
             if is_chat:
@@ -446,14 +389,6 @@ class Encoder(NamedTuple):
             raise UserError("a conversation without an assistant's turn, so nothing in it is trained on")
         ids = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
         return [ids[0] | BEGINS, *ids[1:]]
-
-
-def read_chat_fields(words: Iterable[str]) -> tuple[str, ...]:
-    """The names that --chat_fields gives."""
-    names = tuple(name for word in words for name in word.split(",") if name)
-    if len(names) not in (0, 2, 3):
-        raise UserError(f"--chat_fields {','.join(names)}: expected two or three names, as question,answer")
-    return names
 
 
 def find_messages(row: dict, chat_fields: tuple[str, ...]) -> list | None:
@@ -493,12 +428,12 @@ def read_message(number: int, message) -> dict:
     """A message of a row, its content text or parts of text -> {"role", "content": text}."""
     if not isinstance(message, dict):
         message = {"content": message}
-    if used := [name for name in TOOLS if message.get(name)]:
-        raise UserError(f"Chat message {number} has {used[0]}: calls of tools are not rendered")
-    if left_out := [name for name in ("weight", "train") if message.get(name) not in (None, 1)]:
+    wrong = [name for name in TOOLS if message.get(name)]
+    wrong += [name for name in ("weight", "train") if message.get(name) not in (None, 1)]
+    if wrong:
         raise UserError(
-            f"Chat message {number} has {left_out[0]} {message[left_out[0]]!r}: all answers are trained on, and alike;"
-            " cut the conversation before it, or leave it out"
+            f"Chat message {number} has {wrong[0]} {str(message[wrong[0]])[:80]}: tools are not rendered, and"
+            " answers have no weights; cut the conversation before this message, or remove it"
         )
     content = message.get("content", message.get("value"))
     if isinstance(content, list):
@@ -526,32 +461,23 @@ def encode(
 ) -> Iterator[tuple]:
     """jobs: (label, name of a file, rows of it). -> (label, row, tokens, kind, bad rows so far) of each good row, in
     their order. The pool is up to `ahead` jobs ahead; None: computed here. UserError after more than skip_bad bad rows,
-    among them those of another kind than the first."""
+    including rows of another kind than the first."""
     if pool:
         submitted = ((job, pool.submit(encode_rows, encoder, *job[1:])) for job in jobs)
         results = ((job, future.result()) for job, future in read_ahead(submitted, ahead))
     else:
         results = ((job, encode_rows(encoder, *job[1:])) for job in jobs)
-    try:
-        for (label, name, rows), encoded in results:
-            for row, (tokens, its_kind) in zip(rows, encoded, strict=True):
-                if kind + its_kind in ("textchat", "chattext"):
-                    tokens = (
-                        f"{name} {row.place}: documents and conversations together (the rows before are {kind}):"
-                        " separate them, and give each its weight, as in A:0.5 B:0.5"
-                    )
-                    its_kind = "bad"
-                if its_kind == "bad":
-                    skipped += 1
-                    if skipped > skip_bad:
-                        count = f" (bad row {skipped} of --skip_bad {skip_bad})" if skip_bad else ""
-                        raise UserError(f"{tokens}{count}; --skip_bad N skips up to N bad rows")
-                    log.warning(f"skipped: {printable(tokens)}")
-                else:
-                    kind = its_kind
-                    yield label, row, tokens, kind, skipped
-    except BrokenProcessPool:
-        raise Failure("a worker process was killed while it tokenised text (out of memory?)") from None
+    for (label, name, rows), encoded in results:
+        for row, (tokens, its_kind) in zip(rows, encoded, strict=True):
+            if its_kind != "bad" and its_kind == (kind or its_kind):
+                kind = its_kind
+                yield label, row, tokens, kind, skipped
+                continue
+            message = tokens if its_kind == "bad" else f"{name} {row.place}: {MIXED}"
+            skipped += 1
+            if skipped > skip_bad:
+                raise UserError(f"{message} (bad row {skipped}; --skip_bad N skips up to N of them)")
+            log.warning(f"skipped: {printable(message)}")
 
 
 def cores() -> int:
@@ -589,8 +515,8 @@ def group_rows(rows: Iterator[TextRow], size: int) -> Iterator[list[TextRow]]:
 # ---- shards
 
 
-def write_shard(path: Path, tokens: "np.ndarray | array", vocab_size: int) -> str:
-    """Writes tokens with the header and the dtype that fit the vocabulary -> sha256 of the file."""
+def write_shard(path: Path, tokens: Sequence[int], vocab_size: int) -> str:
+    """Writes tokens (an array) with the header and the dtype that fit the vocabulary -> sha256 of the file."""
     import numpy as np
 
     magic = 20240520 if vocab_size <= 2**16 else 20240801
@@ -602,37 +528,27 @@ def write_shard(path: Path, tokens: "np.ndarray | array", vocab_size: int) -> st
     return hashlib.sha256(content).hexdigest()
 
 
-def open_shard(path: Path, data_dtype: str = "") -> "tuple[np.ndarray, int | None]":
-    """Memory-maps a shard -> (its tokens, the id that its format puts before each document, if it has one)."""
+def open_shard(path: Path, data_dtype: str = "") -> tuple:
+    """Memory-maps a shard -> (an array of its tokens, the id that its format puts before each document or None)."""
     import numpy as np
 
     size = path.stat().st_size
-    if size == 0:
-        raise UserError(f"{path} is empty")
     magic, version, count = np.fromfile(path, "<i4", 3) if size >= HEADER else (0, 0, 0)
     if magic in MAGICS:
         expected, dtype, delimiter = MAGICS[magic]
         promised = int(count) * np.dtype(dtype).itemsize
         if (version, size - HEADER) != (expected, promised):
             raise UserError(
-                f"{path}: shard version {version} and {size - HEADER} bytes of tokens; with magic {magic} it must"
-                f" be version {expected}, and its header says {count} tokens = {promised} bytes: the file is damaged or"
-                " cut short; write it again"
+                f"{path}: version {version} and {size - HEADER} bytes of tokens, but its header (magic {magic}, {count}"
+                f" tokens) means version {expected} and {promised} bytes: the file is damaged; write it again"
             )
         return np.memmap(path, dtype, "r", HEADER), delimiter
     if not data_dtype:
-        raise UserError(
-            f"{path} has no token-shard header (magic {' or '.join(map(str, MAGICS))}); for headerless tokens,"
-            " as nanoGPT writes them, say --data_dtype uint16 or uint32"
-        )
-    if size % np.dtype(data_dtype).itemsize:
-        raise UserError(f"{path}: {size} bytes are not a whole number of {data_dtype} tokens")
+        magics = " or ".join(map(str, MAGICS))
+        raise UserError(f"{path} has no token-shard header (magic {magics}); give --data_dtype for nanoGPT's files")
+    if not size or size % np.dtype(data_dtype).itemsize:
+        raise UserError(f"{path}: {size} bytes are not a whole number of {data_dtype} tokens, at least one")
     return np.memmap(path, data_dtype, "r"), None
-
-
-def find_shards(spec: str, flag: str) -> list[Path]:
-    """The files that an entry of --data names: files of shards or text, or a folder of .bin shards."""
-    return [Path(file.name) for file in find_files(spec, flag, SHARDS)]
 
 
 def read_index(folder: Path) -> dict:
@@ -645,12 +561,7 @@ def read_index(folder: Path) -> dict:
 
 
 def prepare(
-    sources: list[TextFile],
-    encoder: Encoder,
-    out: Path,
-    shard_tokens: int = SHARD_TOKENS,
-    val_every: int = VAL_EVERY,
-    skip_bad: int = 0,
+    sources: list[TextFile], encoder: Encoder, out: Path, shard_tokens=SHARD_TOKENS, val_every=VAL_EVERY, skip_bad=0
 ) -> dict:
     """Tokenises sources into a new folder of shards of shard_tokens or a few more -> index.json. Resumes an interrupted
     call after its last shard, and waits while another process prepares the same folder. UserError after more than
@@ -661,15 +572,12 @@ def prepare(
     out.mkdir(parents=True, exist_ok=True)
     with FileLock(out / ".lock"):  # the file stays: removing it would let a third process in while a second one waits
         index = read_json(out / INDEX)
-        if index.get("files") and index.get("key") != key:
-            raise UserError(
-                f"--out {out} holds other shards, or a part of some (input, tokenizer or flags differ): name another"
-                " folder, or empty it"
-            )
-        foreign = sorted({p.name for p in out.iterdir()} - {".lock"})
-        if foreign and "key" not in index:
-            raise UserError(f"--out {out} is not empty ({listed(foreign[:3])}): name another folder")
-        if not index.get("files"):
+        if index.get("key") != key:
+            if others := sorted({p.name for p in out.iterdir()} - {".lock", INDEX}):
+                raise UserError(
+                    f"--out {out} holds {listed(others[:3])}, made of other input or with another tokenizer or other"
+                    " flags: name another folder, or empty it"
+                )
             index = {
                 "key": key,
                 "tokenizer": encoder.tokenizer,
@@ -679,14 +587,14 @@ def prepare(
                 "kind": "",
                 "sources": [str(s) for s in sources],
                 "files": {},
-                "position": [0, 0],  # the source and its row behind the last shard; absent when all is done
                 "skipped": 0,
+                "position": [0, 0],  # the source and its row behind the last shard; absent when all is done
             }
         if "position" in index:
             try:
                 _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad)
             except Damaged:
-                (out / INDEX).unlink(missing_ok=True)
+                (out / INDEX).unlink(missing_ok=True)  # so that nobody uses its shards
                 raise
     return index
 
@@ -717,7 +625,7 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
         tokens["val"].append(tokens["train"].pop())  # one document or conversation, of too few for val_every
     if not any(tokens.values()) and not index["files"]:
         raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
-    del index["position"], index["skipped"]
+    del index["position"]
     _write_shards(out, index, tokens)
 
 
@@ -739,69 +647,54 @@ def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
     return hashlib.sha256(json.dumps(made_with).encode()).hexdigest()[:16]
 
 
-def verify(path: Path, vocab_size: int = 0, data_dtype: str = "") -> Iterator[str]:
-    """Yields a message for each defect of a shard, or of a folder of shards: checksums, headers, the largest id."""
+def verify(path: Path) -> Iterator[str]:
+    """Yields a message for each defect of a shard, or of a folder of shards: headers, and checksums if it has them."""
     import numpy as np
 
     folder = path if path.is_dir() else path.parent
     index = read_index(folder)
-    known, vocab_size = index.get("files", {}), vocab_size or index.get("vocab_size", 0)
-    files = find_shards(str(path), "verify") + [folder / name for name in known if path.is_dir()]
-    for file in dict.fromkeys(files):
+    known, found = index.get("files", {}), [Path(file.name) for file in find_files(str(path), "verify")]
+    for file in dict.fromkeys(found + [folder / name for name in known if path.is_dir()]):
         try:
-            tokens, _ = open_shard(file, data_dtype)
+            open_shard(file)
         except (FileNotFoundError, UserError) as e:
             yield str(e)
             continue
         if index and hashlib.sha256(np.memmap(file, mode="r")).hexdigest() != known.get(file.name, {}).get("sha256"):
-            yield f"{file} is not what was prepared (sha256): prepare the text again"
-        largest = (tokens & ID if index.get("kind") == "chat" else tokens).max(initial=0)
-        if vocab_size and largest >= vocab_size:
-            yield f"{file}: id {largest}, beyond the {vocab_size} of the vocabulary; which tokenizer made it?"
+            yield f"{file} has changed since it was prepared (sha256): prepare the text again"
 
 
 # ---- the command line
 
 
-def main(argv: list[str]) -> None:
-    """argv: prepare or verify, and its flags."""
+def main(argv: list[str], parse_args: Callable) -> None:
+    """argv: prepare or verify, and its flags. parse_args: config.parse_args, for the flags that describe the text."""
     parser = Parser(prog="data.py", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="prepare|verify|show")
-    add = commands.add_parser("prepare", help="text -> token shards", allow_abbrev=False).add_argument
-    inputs = f"files, globs, hf:// or - (standard input): {FORMATS}"
-    add("--input", nargs="+", required=True, metavar="FILE", help=inputs)
+    prepares, verifies = (commands.add_parser(name, allow_abbrev=False) for name in ("prepare", "verify"))
+    verifies.add_argument("path", nargs="+", type=Path, help="folders or .bin files")
+    prepares.epilog = "Flags of train.py that say how text is read: --text_field, --chat_fields, --skip_bad, --model"
+    add = prepares.add_argument
+    add("--input", nargs="+", required=True, help=f"files, globs, hf:// or - (standard input): {FORMATS}")
     add("--tokenizer", required=True, help="bytes, a file, a folder or a hub id")
-    out = "folder for the shards; after an interruption the same command resumes at the last finished shard"
-    add("--out", type=Path, required=True, metavar="DIR", help=out)
-    add("--text_field", default="text", help="field or column of the text (default: text)")
-    numbers = {
-        "shard_tokens": (SHARD_TOKENS, "tokens per shard, or a few more"),
-        "val_every": (100, "one document in N is held out for validation; 0 = none"),
-        "skip_bad": (0, "bad rows to skip; the next one ends the command"),
-    }
-    for name, (default, help_text) in numbers.items():
-        add(f"--{name}", type=_count, default=default, metavar="N", help=f"{help_text} (default: {default})")
-    add("--chat_fields", nargs="+", default=(), metavar="NAME", help="as for train.py: question,answer")
-    add("--chat", default="llama", choices=("llama", "mixtral"), help="format, if the tokenizer has none")
-    add = commands.add_parser("verify", help="checks token shards", allow_abbrev=False).add_argument
-    add("path", nargs="+", type=Path, help="folders or .bin files")
-    add("--vocab_size", type=_count, default=0, help="ids must be below it (default: the index's)")
-    add("--data_dtype", default="", choices=("uint16", "uint32"), help="of headerless files")
-    args = parser.parse_args(argv)
+    add("--out", type=Path, required=True, help="folder for the shards; the same command resumes at the last one")
+    add("--shard_tokens", type=whole_number, default=SHARD_TOKENS, help="tokens per shard, or a few more (%(default)s)")
+    add("--val_every", type=whole_number, default=100, help="one document in N is held out; 0 = none (%(default)s)")
+    args, flags = parser.parse_known_args(argv)
     if "path" in args:
-        if wrong := [line for path in args.path for line in verify(path, args.vocab_size, args.data_dtype)]:
+        if wrong := [line for path in args.path for line in verify(path)] + flags:
             raise UserError("\n".join(wrong))
         print(f"{', '.join(map(str, args.path))}: all is as it should be")
         return
+    config = parse_args([*flags, "--tokenizer", args.tokenizer, "--data", *args.input])
     sources = [file for spec in args.input for file in find_files(spec, "--input")]
-    encoder = Encoder(args.tokenizer, args.text_field, args.chat, read_chat_fields(args.chat_fields))
-    files = prepare(sources, encoder, args.out, args.shard_tokens, args.val_every, args.skip_bad)["files"]
+    files = prepare(sources, Encoder.of(config), args.out, args.shard_tokens, args.val_every, config.skip_bad)["files"]
     train, val = (sum(f["tokens"] for name, f in files.items() if name.startswith(s)) for s in ("train", "val"))
     print(f"{args.out}: {train} tokens and {val} for validation")
     print(f"Use it: --data {args.out} --tokenizer {args.tokenizer}")
 
 
-def _count(word):
+def whole_number(word):
     if not word.isdecimal():
         raise ValueError
     return int(word)
