@@ -494,6 +494,23 @@ def test_a_short_fuzz():
     assert not wrong and len(rows) == 40, "\n".join(wrong)
 
 
+# The loss head pads its weight as on a GPU, but not the oracle's.
+PADDED = """
+def padded_steps(*args, steps=test_parity.real_steps):
+    with test_parity.mock.patch.dict("model.HEAD_ROWS", cpu=64):
+        return steps(*args)
+test_parity.real_steps = padded_steps
+"""
+
+
+def test_a_padded_head_with_an_odd_vocabulary_changes_nothing_on_two_ranks():
+    """Untied, tied, replicated, and frozen under adapters."""
+    todo = [Cell(2, model, vocab_size=97, accumulate=2) for model in ("tiny-llama", "tiny-gpt2")]
+    todo += [replace(todo[0], shard_size=1), replace(todo[0], lora=3)]
+    rows = list(compute(todo, PADDED))
+    assert len(rows) == len(todo) and all("| ok |" in row for row in rows), "\n".join(rows)
+
+
 # A planted fault: each micro-batch of a step doubles what those before it have left.
 DOUBLED = "train.shard.sync_gradients = lambda m, *_: [p.grad.mul_(2) for p in m.parameters() if p.grad is not None]"
 # Another one, which raises in TINY of one layer.
