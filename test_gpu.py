@@ -122,8 +122,6 @@ def test_a_compiled_fp8_gradient_is_cast_and_transposed_in_one_kernel(recipe):
     grad = torch.randn(4096, 4096, device=CUDA, dtype=torch.bfloat16)
     _, codes = run_and_get_code(lambda: torch.compile(layer, dynamic=False)(x).backward(grad))
     assert len(re.findall(r"\.run\([^)]*tangents_1", codes[-1])) == 2
-    if recipe == "tensor":  # the weight lies ready for the product
-        assert "primals" in re.search(r"_scaled_mm\((.*)", codes[-1])[1].split(", ")[1]
 
 
 @host
