@@ -126,7 +126,7 @@ def test_the_loss_head_reports_what_this_torch_lacks(monkeypatch):
 def test_generation_equals_transformers_and_is_timed(monkeypatch):
     monkeypatch.setattr(cpu, "GENERATED", {"tiny-llama": cpu.GENERATED["tiny-llama"]})
     rows = [*cpu.bench_generate(Namespace(repeats=1))]
-    assert [row["what"] for row in rows] == ["transformers", "flatland"] * 3
+    assert [row["what"] for row in rows] == ["transformers", "flatland"] * 2
     assert all(row["median"] > 0 for row in rows)
 
 
