@@ -1,13 +1,12 @@
-"""What watches over a run: its folder and lock, signals to stop, ranks that hang, gradients that stop being numbers,
-replicas that differ, devices that corrupt numbers; and the report of its end.
+"""Supervises a run: its folder and lock, requests to stop, ranks that hang, non-finite gradients, replicas that differ,
+and the report of its end.
 
-All ranks come to the same verdict at the same step. Nothing here makes the host wait for the device in every step: the
-flags of a step are read one step late."""
+All ranks reach the same verdict at the same step. The host never waits for the device in every step, because a step's
+flags are read one step late."""
 
 import contextlib
 import errno
 import faulthandler
-import functools
 import importlib.util
 import json
 import logging
@@ -54,13 +53,12 @@ SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it giv
 TOGETHER = 2.0  # seconds within which signals are one
 ANSWER = 20.0  # seconds that a stopping rank waits for others
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
-LOOK_AT_DISKS = 10.0  # seconds between two looks at the bytes that ranks have read and written
-MOVING = 2**16  # bytes between two looks above which a disk makes progress
+MOVING = 2**16  # bytes per second above which reading or writing counts as progress
 LEASE = 30.0  # seconds after which a lock that nobody renews is stale
 PATIENCE = 35.0  # seconds that a job waits for the lock
 APPEARS = 15.0  # seconds for a file to appear on another machine
 BEFORE_A_STEP = {"lock", "status.json", "log.txt", "flags.json", "env.json"}  # of the files of a run folder
-HASHED = 2**20  # values that are hashed at a time
+HASHED = 2**20  # values that are hashed together
 INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
 PEER_GONE = re.compile("gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe")  # in a RuntimeError
@@ -97,14 +95,18 @@ def start_logging(folder: Path | None) -> None:
         logger.handlers += [screen, file]
 
 
-def write_status(
-    folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "", **more: list[float]
-) -> None:
+def write_status(folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "") -> None:
     """state: running, finished, stopped, error (a user error) or failed."""
-    status = {"state": state, "step": step, "exit_code": exit_code, "message": message, "pid": os.getpid()}
-    status["time"] = time.time()
-    status["attempt"] = os.environ.get("TORCHELASTIC_RUN_ID") or f"{platform.node()}-{os.getpid()}"  # for the launcher
-    write_whole(folder / "status.json", json.dumps(status | more) + "\n")
+    status = {
+        "state": state,
+        "step": step,
+        "exit_code": exit_code,
+        "message": message,
+        "pid": os.getpid(),
+        "time": time.time(),
+        "attempt": os.environ.get("TORCHELASTIC_RUN_ID") or f"{platform.node()}-{os.getpid()}",  # for the launcher
+    }
+    write_whole(folder / "status.json", json.dumps(status) + "\n")
 
 
 class Clock:
@@ -292,13 +294,6 @@ class Run:
     def _report(self, message: str, alone: bool, writes: bool) -> None:
         """Says what ended the run, on stderr and, if it `writes`, in status.json. alone: other ranks may not know."""
         status = read_json(self.folder / "status.json")
-        if alone and "onnection" in message:  # gloo and NCCL say this if a rank is gone
-            message += "\nAnother rank is gone. If it was killed (-9), its machine has probably run out of memory"
-        elif alone and "imed out" in message:
-            message += (
-                f"\nAnother rank has not answered for --timeout {self.config.timeout} s: it hangs, or is slow; see its"
-                " log"
-            )
         if self.exit_code == 1 and any(self.folder.glob("checkpoints/step-*")) and "same command" not in message:
             message += "\nThe same command resumes from the newest checkpoint"
         speaks = self.ranks.rank == 0 or alone
@@ -359,71 +354,53 @@ class GradientGuard(GradientReducer):
         if bad_in_row:
             self._complain(step, local_loss, int(bad_in_row))
 
-    def _complain(self, step: int, own: float, in_row: int) -> None:
-        told = gather((platform.node(), own, self.where(step)), self.ranks)
-        guilty = {r: row for r, row in enumerate(told) if not math.isfinite(row[1])}
-        if guilty:
-            what = "; ".join(f"the loss of rank {r} on {host} is {value}" for r, (host, value, _) in guilty.items())
-        else:
-            what = "the gradient norm is not finite, the loss of every rank is"
-        suspects = guilty or dict(enumerate(told))
-        places = [f"  rank {r}: {place}" for r, (_, _, rows) in suspects.items() for place in rows]
-        more = f"\n  and {len(places) - 8} rows more" if len(places) > 8 else ""
-        what = f"Step {step}: {what}." + "\nIts rows:\n" * bool(places) + "\n".join(places[:8]) + more
+    def _complain(self, step: int, local_loss: float, in_row: int) -> None:
+        told = list(enumerate(gather((platform.node(), local_loss, self.where(step)), self.ranks)))
+        bad = [row for row in told if not math.isfinite(row[1][1])]
+        losses = "; ".join(f"the loss of rank {rank} on {host} is {loss}" for rank, (host, loss, _) in bad)
+        lines = [f"Step {step}: {losses or 'the gradient norm is not finite, the loss of every rank is'}. Its rows:"]
+        lines += [f"  rank {rank}: {place}" for rank, (*_, places) in bad or told for place in places][:8]
         if in_row < self.limit:
-            return logger.warning(
-                "%s\nIts update is skipped (--on_nonfinite skip): %d in a row, %d end the run", what, in_row, self.limit
-            )
+            lines.append(f"Its update is skipped (--on_nonfinite skip): {in_row} in a row, {self.limit} end the run")
+            return logger.warning("\n".join(lines))
         first = "That update" if in_row == 1 else f"The updates of {in_row} steps in a row"
-        raise Failure(
-            f"{what}\n{first} and all later ones were suppressed, on all ranks."
-            " A smaller --lr (with --resume_override lr), a longer --warmup_steps or --dtype fp32"
-            " usually fix it; --on_nonfinite skip skips single steps"
+        lines.append(
+            f"{first} and all later ones were suppressed, on all ranks. A smaller --lr (with --resume_override lr), a"
+            " longer --warmup_steps or --dtype fp32 usually fix it; --on_nonfinite skip skips single steps"
         )
+        raise Failure("\n".join(lines))
 
 
 # ---- devices that corrupt numbers
 
 
-@functools.cache
-def _odd_numbers(device: torch.device) -> Tensor:
-    numbers = torch.randint(-(2**63), 2**63 - 1, (HASHED,), generator=torch.Generator().manual_seed(0)) | 1
-    return numbers.to(device)
-
-
-def bit_sums(parts: list[Tensor]) -> Tensor:
-    """int64 [n]: the bits of each value are multiplied by a random odd number that belongs to its place and summed
-    modulo 2^64, HASHED values at a time: so no order of summing changes it, and values that change places, or changes
-    whose plain sum is 0, do. Needs 16 MiB in addition to the tensors, whatever their size."""
-    odd = _odd_numbers(parts[0].device)
-    bits = [part.contiguous().view(-1).view(INTS[part.element_size()]) for part in parts]
-    return torch.stack([x.long().mul_(odd[: len(x)]).sum() for part in bits for x in part.split(HASHED)])
-
-
 def parameter_hash(model: nn.Module) -> int:
-    """A hash of the bits of this rank's parts of the parameters."""
-    return hash(tuple(bit_sums([local(p.detach()) for p in model.parameters()]).tolist()))
+    """A hash of the bits of this rank's parts of the parameters: the bits of each value are multiplied by a random odd
+    number that belongs to its place and summed modulo 2^64. The order of summing does not matter, and values that
+    change places change the hash. Needs 16 MiB in addition to the parameters."""
+    odd = torch.randint(-(2**63), 2**63 - 1, (HASHED,), generator=torch.Generator().manual_seed(0)) | 1
+    sums = []
+    for part in (local(p.detach()) for p in model.parameters()):
+        odd, bits = odd.to(part.device), part.contiguous().view(-1).view(INTS[part.element_size()])
+        sums += [values.long().mul_(odd[: len(values)]).sum() for values in bits.split(HASHED)]
+    return hash(tuple(torch.stack(sums).tolist()))
 
 
 def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, step: int) -> None:
     """Raises Failure on all ranks if copies of the parameters differ. All ranks must call."""
     if mesh is None or mesh["replicate"].size() == 1:
         return
-    told = gather((mesh.get_coordinate()[1], parameter_hash(model), platform.node()), ranks)
-    groups = {}
-    for rank, (part, value, _) in enumerate(told):
+    name = f"rank {ranks.rank} on {platform.node()}"
+    groups: dict[int, dict[int, list[str]]] = {}  # the ranks by the part that they hold and by its hash
+    for part, value, rank in gather((mesh.get_coordinate()[1], parameter_hash(model), name), ranks):
         groups.setdefault(part, {}).setdefault(value, []).append(rank)
-    said = []
-    for same in (sorted(by_value.values(), key=len) for by_value in groups.values() if len(by_value) > 1):
-        known = len(same[-2]) < len(same[-1])  # most of them agree
-        wrong = sorted(rank for ranks in (same[:-1] if known else same) for rank in ranks)
-        names = ", ".join(f"rank {rank} on {told[rank][2]}" for rank in wrong)
-        said.append(f"the odd ones out: {names}" if known else f"no majority tells which is wrong of {names}")
-    if said:
+    differing = [sorted(by_hash.values(), key=len) for by_hash in groups.values() if len(by_hash) > 1]
+    if differing:
+        listed = "; ".join(" | ".join(", ".join(equal) for equal in copies) for copies in differing)
         raise Failure(
-            f"After step {step} not all copies of the parameters are equal; {'; '.join(said)}. No checkpoint was"
-            " written since they were compared last. It may be faulty hardware there; start again to resume from the"
-            " newest checkpoint"
+            f"After step {step} not all copies of the parameters are equal, the odd ones out first: {listed}. No"
+            " checkpoint was written since they were compared last. The hardware may be faulty; start again to resume"
+            " from the newest checkpoint"
         )
 
 
@@ -464,7 +441,7 @@ class Watchdog:
 
     Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
     signal on. The process hangs when no step ends for --timeout seconds; when another phase makes no progress for LONG
-    seconds, where bytes that any rank reads or writes are progress; or when no step ends after a signal to stop. Then
+    seconds, where bytes that this rank reads or writes are progress; or when no step ends after a signal to stop. Then
     every rank's watchdog writes its Python stacks to logs/HOST, and the ranks exchange their positions through the
     store. So the rank that is behind is named even if all main threads are blocked."""
 
@@ -472,13 +449,12 @@ class Watchdog:
         self.run, self.ranks, self.clock = run, run.ranks, run.clock
         many = run.ranks.world_size > 1
         self.groups = [None, run.ranks.control] if many else []  # their collectives measure a rank's progress
-        self.store = self.transfer_store = None
-        if many:  # connections of their own to the store that the ranks met at: one late answer confuses no other
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self.store, self.transfer_store = (dist.TCPStore(*address, is_master=False) for _ in range(2))
+        self.store = None
+        if many:  # an own connection to the store at which the ranks met
+            self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         self.stopped_at: float | None = None  # when a signal to stop came
         self.longest = 0.0  # seconds between changes of the clock so far, in steps
-        self.looked_at_disks, self.bytes, self.transfers, self.transferred = 0.0, 0, 0, 0.0
+        self.bytes, self.transferred_at = 0, 0.0  # what this process has read and written; when it last did
         self.ended = False
         self.signals, self.sender = socket.socketpair()
         self.sender.setblocking(False)
@@ -518,28 +494,19 @@ class Watchdog:
         idle = now - (self.clock.since if in_step else max(self.clock.since, self._last_transfer(now)))
         if self.stopped_at and phase in ("start", "compile"):  # nothing is to be saved
             self._end("stopped before the first step", [], "stopped", int(self.ranks.world_size > 1))
-        if in_step and self.stopped_at and idle > patience:
-            if now - self.stopped_at > patience:
-                self._hang(f"told to stop, and no step has ended for {idle:.0f} s: nothing is saved")
-        elif idle > (timeout if in_step else max(timeout, LONG)):
+        if self.stopped_at and in_step and min(idle, now - self.stopped_at) > patience:
+            self._hang(f"told to stop, and no step has ended for {idle:.0f} s: nothing is saved")
+        if idle > (timeout if in_step else max(timeout, LONG)):
             self._hang(f"no step has ended for {idle:.0f} s, in phase {phase!r} (--timeout {timeout})")
         if in_step:
             self.longest = max(self.longest, idle)
 
     def _last_transfer(self, now: float) -> float:
-        """When some rank was last seen reading or writing. While one rank writes, others wait for it: so each rank adds
-        its transfers to a count in the store."""
-        if now - self.looked_at_disks < LOOK_AT_DISKS:
-            return self.transferred
-        counters = re.findall(r"(?:rchar|wchar|read_bytes|write_bytes): (\d+)", Path("/proc/self/io").read_text())
-        before, self.bytes, self.looked_at_disks = self.bytes, sum(map(int, counters)), now
-        transfers = self.transfers + (self.bytes - before > MOVING)
-        if self.transfer_store is not None:
-            with contextlib.suppress(Exception):  # its machine is gone
-                transfers = self.transfer_store.add("flatland/transfers", int(self.bytes - before > MOVING))
-        if transfers != self.transfers:
-            self.transfers, self.transferred = transfers, now
-        return self.transferred
+        counters = re.findall(r"[rw]char: (\d+)", Path("/proc/self/io").read_text())
+        before, self.bytes = self.bytes, sum(map(int, counters))
+        if self.bytes - before > MOVING:
+            self.transferred_at = now
+        return self.transferred_at
 
     def _hang(self, what: str) -> None:
         folder = self.run.folder / "logs" / platform.node()
@@ -600,8 +567,6 @@ class Watchdog:
             status = read_json(folder / "status.json")
             if state and status.get("state") == "running":
                 write_status(folder, state, max(self.clock.step, status["step"]), code, message)
-                with open(folder / "log.txt", "a") as f:
-                    f.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E [lib/run.py] {message}\n")
         if self.run.lock and state:
             self.run.lock.release()
         os._exit(code)
