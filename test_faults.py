@@ -821,7 +821,6 @@ def test_a_hung_rank_is_named_within_the_limit(tmp_path, text, kind):
     assert status and time.monotonic() - begin < 3 + 60  # as --help says: torchrun kills a stopped one after 30 s
     rank = "rank 1 does not answer" if kind == "stopped" else r"rank 1 on \S+ is behind: its last step was 4"
     assert re.search(rank, said), said
-    assert re.search(rank, (tmp_path / "run/log.txt").read_text())
     assert job.status["state"] == "failed" and re.search(rank, job.status["message"])
     stacks = sorted(p.name for p in (tmp_path / "run/logs").glob("*/rank-*-stacks.txt"))
     assert stacks == [f"rank-0000{r}-stacks.txt" for r in ([0] if kind == "stopped" else [0, 1])]

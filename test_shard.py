@@ -345,15 +345,14 @@ def test_out_of_memory_tells_what_the_memory_went_to():
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
-    used = {"allocated": 2**26, "reserved": 2**27, "total": 2**28}
     mib = {"parameters": 4, "gradients": 4, "optimizer state": 8, "activations, logits and gathered layers": 64 - 16}
 
     def explain(*words: str) -> str:
-        return machine.explain_out_of_memory(model, optimizer, parse_args([*words]), used, "cpu:0")
+        return machine.explain_out_of_memory(model, optimizer, parse_args([*words]), 2**26, "cpu:0")
 
     said = explain()
     assert all(f"{part} {n / 1024:.2f}" in said for part, n in mib.items()), said
-    assert "0.06 GiB allocated at the peak and 0.12 reserved of 0.25" in said
+    assert "0.06 GiB were allocated at the peak" in said
     flags = ["--micro_batch", "--state_dtype bf16", "--checkpointing selective", "--checkpointing block"]
     flags += ["--offload_activations", "--param_dtype bf16", "--offload cpu"]
     assert [said.index(f) for f in flags] == sorted(said.index(f) for f in flags)
@@ -430,12 +429,12 @@ def test_bad_meshes_and_devices_name_both_numbers(monkeypatch):
 def test_gpus_that_torch_cannot_use_are_refused(monkeypatch, tmp_path):
     """Never a silent run on the CPU; unless the user hides the GPUs."""
     fake = tmp_path / "nvidia-smi"
-    fake.write_text("#!/bin/sh\necho 'NVIDIA H200, 470.1'\n")
+    fake.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(UserError, match=r"NVIDIA H200, 470.1.*CUDA"):
+    with pytest.raises(UserError, match=r"NVIDIA H200.*CUDA"):
         machine.find_device(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert machine.find_device(1).type == "cpu"

@@ -364,6 +364,7 @@ print("started", flush=True)
 while {gone == "before"} and os.getppid() == int(sys.argv[1]):
     time.sleep(0.01)
 sys.path.insert(0, {str(ROOT)!r})
+os.environ["TORCHELASTIC_RUN_ID"] = "x"
 from lib import errors
 errors.end_with_torchrun()
 print("asked", flush=True)

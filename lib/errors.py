@@ -115,7 +115,7 @@ def explain(error: Exception) -> tuple[int, str, bool]:
     if isinstance(error, Message):
         return 2 if isinstance(error, UserError) else 1, str(error), alone
     if isinstance(error, BrokenPipeError):
-        return 141, "the program that read this output has ended", alone
+        return 141, "the program that read this output is gone", alone
     if isinstance(error, OSError) and (error.filename or error.errno in MEANINGS):
         status, words = MEANINGS.get(error.errno, (1, "a file or folder cannot be used"))
         if is_full_disk(error) and error.filename:

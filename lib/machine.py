@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import timeit
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,7 +92,6 @@ def describe_environment() -> dict:
     command, git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"], ""
     with contextlib.suppress(OSError):  # git is not installed
         git = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "version": VERSION,
         "git": git.removesuffix("-dirty") or None,
@@ -103,7 +101,7 @@ def describe_environment() -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "host": platform.node(),
-        "devices": gpus or [cpu_name()],
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or [cpu_name()],
         "threads": torch.get_num_threads(),
     }
 
@@ -118,17 +116,18 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(peak FLOP/s of a device, its source): the data sheet's value for bf16 on a known GPU, else a measured matmul."""
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
         return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops:g} TFLOP/s"
-    best, n = max((measured_flops(n, device, dtype), n) for n in ((8192,) if device.type == "cuda" else (1024, 2048)))
-    return best, f"the fastest of several {n} x {n} products in {str(dtype)[6:]}, {best / 1e12:.3f} TFLOP/s"
+    n = 8192 if device.type == "cuda" else 2048
+    flops = measured_flops(n, device, dtype)
+    return flops, f"the fastest of several {n} x {n} products in {str(dtype)[6:]}, {flops / 1e12:.3f} TFLOP/s"
 
 
 def measured_flops(n: int, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of six products of n x n matrices."""
+    """FLOP/s of the fastest of six products of n x n matrices. Resets the peak memory of a GPU."""
     generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
-    a, b = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
-    best = min(timeit.repeat(lambda: (a @ b)[0, 0].item(), number=1, repeat=6))
+    a = torch.randn(n, n, device=device, generator=generator).to(dtype)
+    best = min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))
     if device.type == "cuda":
-        del a, b
+        del a
         torch.cuda.reset_peak_memory_stats(device)
     return 2 * n**3 / best
 
@@ -147,20 +146,18 @@ def find_device(processes: int, local_rank: int = 0) -> torch.device:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not torch.cuda.is_available():
         if visible not in ("", "-1") and shutil.which("nvidia-smi"):
-            query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-            found = subprocess.run(query, capture_output=True, text=True)
-            if found.returncode == 0 and found.stdout.strip():
+            gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+            if "GPU 0" in gpus:
                 raise UserError(
-                    f"nvidia-smi shows GPUs ({found.stdout.strip().splitlines()[0]}), but torch"
-                    f" {torch.__version__} (CUDA {torch.version.cuda}) cannot use them: update the driver, install a"
-                    " torch that suits it, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+                    f"nvidia-smi shows GPUs ({gpus.splitlines()[0]}), but torch {torch.__version__} (CUDA"
+                    f" {torch.version.cuda}) cannot use them: update the driver, install a torch that suits it, or set"
+                    " CUDA_VISIBLE_DEVICES= to train on the CPU"
                 )
         return torch.device("cpu")
     if processes > torch.cuda.device_count():
         raise UserError(
             f"{processes} processes on this machine, but {torch.cuda.device_count()} visible GPUs"
-            f" (CUDA_VISIBLE_DEVICES is {'not set' if visible is None else visible}):"
-            " start one process per visible GPU"
+            f" (CUDA_VISIBLE_DEVICES is {visible}): start one process per visible GPU"
         )
     return torch.device("cuda", local_rank)
 
@@ -169,7 +166,7 @@ def keep_memory() -> None:
     """Sets up the memory allocators. Call it before the first computation. Variables that the user has set are kept.
 
     On a CPU, glibc returns large blocks to the kernel and faults them in again in every step, which takes most of the
-    training time: it is told to keep them. oneDNN compiles a matmul kernel for each shape, and the shapes of experts
+    training time, so glibc has to keep them. oneDNN compiles a matmul kernel for each shape, and the shapes of experts
     change with every batch: more kernels are cached. On a GPU whose driver supports it, torch's allocator uses
     expandable segments, which leave fewer gaps."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
@@ -202,16 +199,10 @@ def compiler_problem() -> str:
     compiler = os.environ.get("CXX") or "g++"  # inductor's choice
     if " " in (torch.__file__ or ""):  # inductor splits its linker flags at spaces
         return f"torch is in a folder with a space in its name ({Path(torch.__file__).parent}): move the checkout"
-    if not shutil.which(compiler.split()[0]):
-        return f"no usable C++ compiler ({compiler} was not found): sudo apt install g++ python3-dev"
-    source = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() < 0; }\n"
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "try.cpp").write_text(source)
-        flags = ["-fopenmp", "-I", sysconfig.get_paths()["include"], "-c", "try.cpp", "-o", "try.o"]
-        done = subprocess.run([*compiler.split(), *flags], cwd=folder, capture_output=True, text=True)
-    if done.returncode == 0:
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if shutil.which(compiler.split()[0]) and header.exists():
         return ""
-    return f"{compiler} cannot compile against Python.h and OpenMP: sudo apt install g++ python3-dev"
+    return f"{compiler} or {header} was not found, which are needed to compile: sudo apt install g++ python3-dev"
 
 
 # ---- memory
@@ -231,19 +222,20 @@ def available_memory() -> int:
 
 def lower_memory(config, on_gpu: bool = True) -> str:
     """The flags that lower the memory of a run, cheapest first."""
-    flags = [
-        (config.micro_batch != 1, "a smaller --micro_batch (the same --batch_tokens: only the speed changes)"),
-        (config.reshard == "never", "--reshard auto"),
-        (config.state_dtype == "fp32", "--state_dtype bf16"),
-        (config.shard_size != 0 and int(os.environ.get("WORLD_SIZE", 1)) > 1, "--shard_size 0"),
-        (config.checkpointing == "none", "--checkpointing selective"),
-        (config.checkpointing != "block", "--checkpointing block"),
-        (on_gpu and not config.offload_activations, "--offload_activations (with --checkpointing)"),
-        (config.param_dtype == "fp32", "--param_dtype bf16"),
-        (on_gpu and config.offload == "none" and config.fp8 == "off", "--offload cpu"),
-    ]
-    last = "more GPUs" if on_gpu else "more machines or a smaller model"
-    return "; ".join([text for useful, text in flags if useful] + [f"or {last}"])
+    flags = {
+        "a smaller --micro_batch (the same --batch_tokens: only the speed changes)": config.micro_batch != 1,
+        "--reshard auto": config.reshard == "never",
+        "--state_dtype bf16": config.state_dtype == "fp32",
+        "--shard_size 0": config.shard_size != 0 and int(os.environ.get("WORLD_SIZE", 1)) > 1,
+        "--checkpointing selective": config.checkpointing == "none",
+        "--checkpointing block": config.checkpointing != "block",
+        "--offload_activations (with --checkpointing)": on_gpu and not config.offload_activations,
+        "--param_dtype bf16": config.param_dtype == "fp32",
+        "--offload cpu": on_gpu and config.offload == "none" and config.fp8 == "off",
+        "or more GPUs": on_gpu,
+        "or more machines or a smaller model": not on_gpu,
+    }
+    return "; ".join(flag for flag, is_useful in flags.items() if is_useful)
 
 
 @contextlib.contextmanager
@@ -252,29 +244,25 @@ def explained_memory(config, model: nn.Module, optimizer=None) -> Iterator[None]
     try:
         yield
     except torch.OutOfMemoryError:
-        device, statistics = torch.device("cuda", torch.cuda.current_device()), torch.cuda.memory_stats()
-        used = {k: statistics[f"{k}_bytes.all.peak"] for k in ("allocated", "reserved")}
-        used["total"] = torch.cuda.get_device_properties(device).total_memory
-        message = explain_out_of_memory(model, optimizer, config, used, str(device))
+        device = torch.device("cuda", torch.cuda.current_device())
+        message = explain_out_of_memory(model, optimizer, config, torch.cuda.max_memory_allocated(), str(device))
         rank = os.environ.get("RANK", 0)
         raise RankFailure(f"rank {rank} on {platform.node()}: {message}") from None
 
 
-def explain_out_of_memory(model: nn.Module, optimizer, config, used: dict[str, int], name: str) -> str:
-    """A message with the measured uses of a GPU's memory and the flags that lower them. used: bytes allocated at the
-    peak, reserved and in total; name: of the device."""
+def explain_out_of_memory(model: nn.Module, optimizer, config, allocated: int, name: str) -> str:
+    """A message with the uses of a GPU's memory and the flags that lower them. allocated: bytes at the peak; name: of
+    the device."""
     tensors = {
         "parameters": model.parameters(),
         "gradients": [p.grad for p in model.parameters() if p.grad is not None],
         "optimizer state": [t for state in optimizer.state.values() for t in state.values()] if optimizer else [],
     }
-    parts = {}
-    for part, of_part in tensors.items():
-        parts[part] = sum(t.nbytes for t in map(local, of_part) if t.device.type == name.partition(":")[0])
-    parts["activations, logits and gathered layers"] = max(used["allocated"] - sum(parts.values()), 0)
+    device = name.partition(":")[0]
+    parts = {part: sum(t.nbytes for t in map(local, kept) if t.device.type == device) for part, kept in tensors.items()}
+    parts["activations, logits and gathered layers"] = max(allocated - sum(parts.values()), 0)
     sizes = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
     return (
-        f"out of memory on {name}: {used['allocated'] / 2**30:.2f} GiB allocated at the peak and"
-        f" {used['reserved'] / 2**30:.2f} reserved of {used['total'] / 2**30:.2f}. In GiB: {sizes}."
+        f"out of memory on {name}: {allocated / 2**30:.2f} GiB were allocated at the peak ({sizes})."
         f" These flags lower it, cheapest first: {lower_memory(config)}"
     )

@@ -321,7 +321,7 @@ class GradientGuard(GradientReducer):
         self, model: nn.Module, config: Config, ranks: Ranks, mesh: DeviceMesh | None,
         where: Callable[[int], list[str]] = lambda step: [],
     ):  # fmt: skip
-        """where(step): the places in the data of this rank's rows of one of the last steps."""
+        """where(step): the places in the data of this rank's rows of a recent step."""
         group = None
         if ranks.world_size > 1:  # offloaded gradients are on the host, where the control group's backend works
             group = ranks.control if config.offload == "cpu" else dist.group.WORLD
@@ -450,11 +450,11 @@ class Watchdog:
         many = run.ranks.world_size > 1
         self.groups = [None, run.ranks.control] if many else []  # their collectives measure a rank's progress
         self.store = None
-        if many:  # an own connection to the store at which the ranks met
+        if many:  # its own connection to the store where the ranks met
             self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         self.stopped_at: float | None = None  # when a signal to stop came
         self.longest = 0.0  # seconds between changes of the clock so far, in steps
-        self.bytes, self.transferred_at = 0, 0.0  # what this process has read and written; when it last did
+        self.bytes, self.transferred_at = 0, 0.0  # bytes read and written by this process; when they last grew
         self.ended = False
         self.signals, self.sender = socket.socketpair()
         self.sender.setblocking(False)
