@@ -8,6 +8,7 @@ Rank 0 writes. Only `Log.step` waits for a GPU, on steps that are recorded. metr
 resumed run sends all its records to the trackers again, under the same wandb id (wandb.json). The variables of wandb
 (WANDB_MODE, WANDB_PROJECT) work as usual."""
 
+import gc
 import itertools
 import json
 import math
@@ -463,6 +464,7 @@ def draw_runs(folders: list[Path], out: Path) -> None:
     except ValueError as e:  # matplotlib does not know the suffix
         raise UserError(f"-o {out}: {e}") from None
     os.replace(temporary, out)
+    gc.collect()  # a figure is full of cycles and would keep its memory
 
 
 def _draw_run(panels: dict, records: list[dict], x: str, color: str, name: str) -> None:
