@@ -1,5 +1,6 @@
 """The benchmarks' own logic: turns, errors as rows, and peers that train as we do."""
 
+import itertools
 import json
 from argparse import Namespace
 
@@ -147,3 +148,11 @@ def test_a_failed_row_makes_the_status_1(monkeypatch, capsys):
     with pytest.raises(Failure, match="1 contenders failed"):
         run.main(["cpu"])
     assert "| case | b |" in capsys.readouterr().out
+
+
+def test_a_race_in_time_to_loss(tmp_path):
+    out = tmp_path / "race.jsonl"
+    peers.train_for("flatland muon, 0.006", tmp_path, out, 3.0)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert records[-1]["seconds"] >= 3 and records[-1]["tokens"] >= 1024 and records[-1]["val_loss"] < 5.8
+    assert all(one["tokens"] <= next["tokens"] for one, next in itertools.pairwise(records))
