@@ -210,8 +210,15 @@ class Log:
         self.trackers = []
         self._mark(start)
         if self.ranks.rank == 0:
-            kept = [json.dumps(r) + "\n" for r in read_records(self.file) if r["step"] <= start]
-            write_whole(self.file, "".join(kept))
+            records = read_records(self.file)
+            if records and not start:  # somebody removed the checkpoints
+                names = (self.file.with_name(f"metrics-before-{n}.jsonl") for n in itertools.count(1))
+                aside = next(path for path in names if not path.exists())
+                os.rename(self.file, aside)
+                logger.warning(
+                    "%s has records but no checkpoint; the old records are in %s", self.run.folder, aside.name
+                )
+            write_whole(self.file, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= start))
 
     def __enter__(self) -> "Log":
         return self

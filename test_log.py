@@ -181,6 +181,15 @@ def test_other_ranks_are_silent(tmp_path, passes, capsys):
 # ---- records
 
 
+def test_a_start_without_a_checkpoint_keeps_the_old_records(tmp_path):
+    start_logging(tmp_path)
+    for number in (1, 2):
+        old = f'{{"step": {number}}}\n'
+        (tmp_path / "metrics.jsonl").write_text(old)
+        make_log(tmp_path, Clock())
+        assert metrics(tmp_path) == [] and (tmp_path / f"metrics-before-{number}.jsonl").read_text() == old
+
+
 def test_records(tmp_path, passes, monkeypatch):
     """Two ranks; the first step compiles; between records also an evaluation and a save, which are no time of steps."""
     monkeypatch.setattr(log, "gather", lambda value, ranks: [value, 4096.0 if isinstance(value, float) else value])
