@@ -40,10 +40,11 @@ retry_pause=5         # seconds before the first of them; doubles each time
 host_wait=120         # seconds that each of them waits for a machine that does not answer; longer than a reboot
 start_limit=60        # seconds for an agent to appear
 join_timeout=120      # seconds for all agents to find each other
-shutdown_timeout=300  # seconds that workers have to save when the agent itself ends; longer than a save
+# Seconds that workers have to save when torchrun ends; longer than a save. (torch 2.11 has no flag for it.)
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 
 settings=()
-for name in default_args ssh forward port retries retry_pause host_wait start_limit join_timeout shutdown_timeout; do
+for name in default_args ssh forward port retries retry_pause host_wait start_limit join_timeout; do
   settings+=("$name=${!name}")
 done
 
@@ -60,11 +61,14 @@ hand_over() {  # hand_over VERB [WORD ...]
 }
 
 verb=train
+verbs=(train setup recipes status logs attach stop doctor sync top)
 case ${1-@} in
   train | setup | recipes | status | logs | attach | stop | doctor | sync | top) verb=$1 && shift ;;
   help | -h | --help) verb=help ;;
   @* | -*) ;;
-  *) complain 2 "There is no verb '$1': it is train (the default), setup, recipes, status, logs, attach, stop, doctor, sync or top." ;;
+  *)
+    near=$(python3 -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))' "$1" "${verbs[@]}") || true
+    complain 2 "'$1' is not a verb${near:+ (did you mean $near?)}. The verbs are ${verbs[*]}; without a verb, it is train." ;;
 esac
 [[ ${1-} != -h && ${1-} != --help ]] || verb=help
 case $verb in

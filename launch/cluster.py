@@ -13,13 +13,13 @@ machine, which works in the same way without ssh. For all verbs except train, la
 
 The job is relaunched as a whole because torchrun reliably regroups only in simple cases."""
 
+import argparse
 import contextlib
 import os
 import platform
 import re
 import secrets
 import shlex
-import signal
 import sys
 import time
 from dataclasses import asdict
@@ -32,14 +32,13 @@ from filelock import SoftFileLease, Timeout
 from config import parse_args
 from doctor import (
     Host,
-    Unreachable,
+    call,
     call_all,
     columns,
-    explain,
-    explain_all,
+    free_port,
+    problem,
+    problems_of,
     read_job,
-    refuse,
-    run_checks,
     say,
     ssh_command,
     survey,
@@ -51,7 +50,6 @@ from node import FOLLOWED, KILLED, read, read_json, tail, write_json
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK, LOOK_OVER_SSH = 0.5, 3  # seconds between two looks at a state
-NOW = 10  # seconds that rank 0 has to end a run that is stopped at once, before its processes are killed
 STOP_REASON = "launch.sh stop"  # as lib/run.py writes it into status.json
 ENDED = ("finished", "stopped", "error", "failed")
 
@@ -71,10 +69,12 @@ class End(NamedTuple):
 
 
 def check(host: Host, job: dict, total: int) -> bool:
-    """Prints the output of train.py's own check, and exits with its status if it refuses -> whether there is something
-    left to train."""
-    [done] = run_checks([host], job, total)
-    refuse(explain_all([host], [done]))
+    """Prints the output of train.py's own check on a host, and exits with its status if it refuses -> whether there is
+    something left to train."""
+    command = [job["python"], "train.py", *job["words"], "--check", str(total)]
+    done = call(host, job, "run", 1800, command=command)
+    if error := problem(host, done):
+        raise UserError(error)
     say(re.sub(r"^[a-z_]+=.*\n", "", done["out"], flags=re.M), end="")
     say(done["err"], sys.stderr, end="")
     if done["exit"]:
@@ -144,10 +144,8 @@ class Supervisor:
             if newest > saved:
                 saved, tries = newest, 0
             if tries == job["retries"]:
-                if tries:
-                    end = end._replace(details=f"{end.details}Gave up after {tries} tries without progress\n")
-                if end.silent:
-                    end = end._replace(details=end.details + self.without(end.silent))
+                gave_up = f"Gave up after {tries} tries without progress\n" * bool(tries)
+                end = end._replace(details=end.details + gave_up + self.without(end.silent))
                 break
             pause = job["retry_pause"] * 2**tries
             tries += 1
@@ -155,48 +153,39 @@ class Supervisor:
             words = f"{end.details}{end}\nRelaunching from {origin} in {pause} s: try {tries} of {job['retries']}\n"
             self.save(words, state="waiting", step=end.step, message=end.message)
             self.wait(pause)
-            self.wait_for_hosts()
+            deadline = time.monotonic() + job["host_wait"]
+            while any("silent" in answer for answer in self.ask("probe")) and time.monotonic() < deadline:
+                self.wait(2)
             if self.stop_requested():
                 end = End("stopped", end.step, "between two tries")
                 break
         self.save(end.details, state=end.state, step=end.step, message=end.message)
 
-    def wait_for_hosts(self) -> None:
-        """Waits until all hosts answer, at most host_wait seconds."""
-        end = time.monotonic() + self.job["host_wait"]
-        while any(isinstance(a, Unreachable) for a in self.ask("probe")) and time.monotonic() < end:
-            if self.stop_requested():
-                break
-            self.wait(2)
-
     def without(self, silent: list) -> str:
-        """The command that continues with the other hosts."""
-        others = ",".join(h.line for h in self.hosts if h not in silent)
-        sentence = f"{', '.join(h.label for h in silent)} did not come back"
-        if not others:
-            return sentence + "\n"
-        words = ["--nproc", str(self.job["nproc"])] if self.job["nproc"] else []
-        words += [*self.job["words"], "--out", self.job["out"]]
+        """The command that continues without these hosts."""
+        others = [h for h in self.hosts if h not in silent]
+        if not silent or not others:
+            return ""
+        words = ["--hosts", ",".join(h.name for h in others), *self.job["words"], "--out", self.job["out"]]
         words += ["--batch_tokens", str(read_json(self.out / "flags.json").get("batch_tokens", 0))]
-        command = shlex.join(["bash", "launch.sh", "--hosts", others, *words])
-        return f"{sentence}. To continue from the newest checkpoint with the others:\n  {command}\n"
+        names, command = ", ".join(h.label for h in silent), shlex.join(["bash", "launch.sh", *words])
+        return f"{names} did not come back. To continue from the newest checkpoint with the others:\n  {command}\n"
 
     def attempt(self) -> End:
         """One launch, to its end. A host that refuses the first attempt is the user's mistake."""
         first, tries = self.hosts[0], self.launch["attempt"] + 1
         self.job["id"] = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.save(id=self.job["id"], state="starting", attempt=tries)
-        for node, host in enumerate(self.hosts):  # a host that sees its new log folder shares the run folder
+        for host in self.hosts:  # a host that sees its new log folder shares the run folder
             (self.out / "logs" / host.label / self.job["id"]).mkdir(parents=True)
-            host.node, host.last, host.heard = node, {}, time.monotonic()
-        address = f"[{first.address}]" if ":" in first.address else first.address
-        more = {"nodes": len(self.hosts), "endpoint": f"{address}:{first.facts['port']}"}
+            host.last, host.heard = {}, time.monotonic()
+        more = {"nodes": len(self.hosts), "first": first.address, "port": free_port(self.job)}
         answers = self.ask("start", self.job["start_limit"] + 20, **more)
-        if problems := explain_all(self.hosts, answers):
+        if problems := problems_of(self.hosts, answers):
             self.ask("sweep")
-            silent = [h for h, a in zip(self.hosts, answers, strict=True) if isinstance(a, Unreachable)]
+            silent = [h for h, a in zip(self.hosts, answers, strict=True) if "silent" in a]
             return End("failed" if silent or tries > 1 else "error", 0, "\n".join(problems), silent=silent)
-        self.save(message="", place=min(a["place"] for a in answers), pid=answers[0]["pid"])
+        self.save(message="", place=min(a["place"] for a in answers))
         return self.watch()
 
     def status(self) -> dict:
@@ -206,7 +195,7 @@ class Supervisor:
 
     def update(self, operation: str) -> None:
         for host, answer in zip(self.hosts, self.ask(operation), strict=True):
-            if isinstance(answer, dict):
+            if "processes" in answer:
                 host.last, host.heard = answer, time.monotonic()
 
     def watch(self) -> End:
@@ -264,39 +253,31 @@ def last_saved(out: Path) -> int:
 
 
 class Follower:
-    """Shows new lines of log.txt and launch.log, or of the output of one host or rank; first the last `lines` lines."""
+    """Shows new lines of log.txt and launch.log; first the last `lines` lines."""
 
-    def __init__(self, out: Path, name: str, lines: int = 0, which: str = ""):
-        self.out, self.name, self.which, self.last = out, name, which, None
-        self.offsets = {path: path.stat().st_size - len(tail(path, lines).encode()) for path in self.files()}
-
-    def files(self) -> list[Path]:
-        """Those that exist."""
-        if self.which:
-            return output_files(self.out, self.which)
-        return [p for p in (self.out / "log.txt", self.out / "logs/launch.log") if p.exists()]
+    def __init__(self, out: Path, name: str, lines: int = 0):
+        self.name, self.out, self.files = name, out, {out / "log.txt": sys.stdout, out / "logs/launch.log": sys.stderr}
+        self.offsets = {path: len(read(path).encode()) - len(tail(path, lines).encode()) for path in self.files}
 
     def show_new(self) -> None:
-        for path in self.files():
-            with open(path, "rb") as file:
-                file.seek(self.offsets.get(path, 0))
+        for path, stream in self.files.items():
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+                file.seek(self.offsets[path])
                 text = file.read().decode(errors="replace")
                 self.offsets[path] = file.tell()
-            if not text:
-                continue
-            stream = sys.stderr if path.name == "launch.log" else sys.stdout
-            if self.which and path != self.last:
-                say(f"==> {path.relative_to(self.out)} <==", stream)
-            self.last = path
-            if stream.isatty():
-                text = re.sub(r"^[\d-]{10} [\d:]{8} [A-Z] \[[^\]]*\] ", "", text, flags=re.M)
-            say(text, stream, end="")
+                if stream.isatty():
+                    text = re.sub(r"^[\d-]{10} [\d:]{8} [A-Z] \[[^\]]*\] ", "", text, flags=re.M)
+                say(text, stream, end="")
 
     def to_the_end(self) -> int:
-        """Follows until the run is over -> the exit status."""
-        while (end := state_of(self.out)).state not in ENDED:
-            self.show_new()
-            time.sleep(LOOK)
+        """Follows until the run is over -> the exit status. Ctrl-C ends the following, not the run."""
+        try:
+            while (end := state_of(self.out)).state not in ENDED:
+                self.show_new()
+                time.sleep(LOOK)
+        except KeyboardInterrupt:
+            say(f"\n{self.name} is {end.state}. {hints(self.name)}")
+            return 130
         self.show_new()
         status = {"failed": 1, "error": 2}.get(end.state, 0)
         text = f"error: {end.message}" if status == 2 else f"{self.name}: {end}"
@@ -312,40 +293,39 @@ def is_locked(out: Path) -> bool:
 
 
 def state_of(out: Path) -> End:
-    """The state of a run that a launcher, train.sbatch or the user's own torchrun started. The newer of the two files
-    belongs to the newer start."""
+    """The state of a run that a launcher, train.sbatch or the user's own torchrun started: the newer file counts, and
+    for an attempt of a launcher the launcher's."""
     supervised = is_supervised(out)  # first: a supervisor's last act is launch.json
     launch, status = read_launch(out), read_json(out / "status.json")
-    state, step, message = status.get("state", ""), status.get("step") or 0, status.get("message", "")
     launched = launch.get("time", 0) > status.get("time", 0) or launch.get("id", "") == status.get("attempt")
-    if supervised or (launched and launch["state"] in ENDED):
-        return End(launch.get("state", "starting"), step or launch.get("step", 0), launch.get("message") or message)
-    if state in ENDED:
-        return End(state, step, message)
+    last, step = launch if launched and launch["state"] in ENDED else status, status.get("step") or 0
+    if supervised:
+        return End(launch.get("state", "starting"), step, launch.get("message", ""))
+    if last.get("state") in ENDED:
+        return End(last["state"], step or last["step"], last.get("message", ""))
     if is_locked(out):
-        return End("running, but its launcher is gone: nobody would relaunch it" if launched else state, step, message)
+        return End("running", step, "but its launcher is gone: nobody would relaunch it" * launched)
     return End("failed", step, "dead: it ended without a message" if status or launch else "it never began")
 
 
 # ---- the verbs
 
 
-def pick_run(verb: str, words: list[str], now: bool = False, which: bool = False) -> tuple:
-    """The run of --out DIR; without it the run that was last launched or last wrote its status. now, which: the verb
-    takes --now; a host or a rank. -> (folder, its name as typed, the flags)"""
+def pick_run(verb: str, words: list[str]) -> tuple:
+    """The run of --out DIR; without it the run that was last launched or last wrote its status -> (folder, its name as
+    typed, the flags)"""
     parser = Parser(prog=f"launch.sh {verb}", add_help=False, allow_abbrev=False)
     parser.add_argument("--out", metavar="DIR")
-    if now:
+    if verb == "stop":
         parser.add_argument("--now", action="store_true")
-    if which:
+    if verb in ("logs", "attach"):
         parser.add_argument("which", nargs="?", default="")
     flags, runs = parser.parse_args(words), sorted((ROOT / "runs").glob("*/"))
     if not flags.out and not runs:
         raise UserError("runs/ has no run yet. Start one: bash launch.sh")
     name = flags.out or str(max(runs, key=last_used).relative_to(ROOT))
     if not (ROOT / name).is_dir():
-        listed = ", ".join(r.name for r in runs) or "nothing"
-        raise UserError(f"--out {name} is not a folder. In runs/: {listed}")
+        raise UserError(f"--out {name} is not a folder. In runs/: {', '.join(r.name for r in runs) or 'nothing'}")
     return ROOT / name, name.rstrip("/"), flags
 
 
@@ -358,17 +338,6 @@ def hints(name: str) -> str:
     return f"Watch it: bash launch.sh logs --out {run}   Stop it: bash launch.sh stop --out {run}"
 
 
-def on_interrupt(farewell: str) -> None:
-    """From now on Ctrl-C and the like end this process with a farewell, and nothing else."""
-
-    def leave(*_) -> None:
-        say(f"\n{farewell}")
-        os._exit(130)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
-
-
 def verb_train(words: list[str], settings: dict) -> int:
     flags, hosts, job = read_job(words, settings)
     config = parse_args(job["words"], trains=True)
@@ -378,7 +347,7 @@ def verb_train(words: list[str], settings: dict) -> int:
     name, out = config.out, ROOT / config.out
     job |= {"out": name, "timeout": float(config.timeout)}
     for host in hosts:
-        host.session = re.sub(r"[^\w-]", "_", f"flatland-{out.name}{host.number.replace('-', '_')}", flags=re.A)
+        host.session = re.sub(r"[^\w-]", "_", f"flatland-{out.name}{host.number}", flags=re.A)
     if state_of(out).state not in ENDED:
         raise UserError(f"{name} is being trained already. {hints(name)}")
     try:
@@ -388,11 +357,10 @@ def verb_train(words: list[str], settings: dict) -> int:
         raise UserError(f"--out {name}: {e}") from None
     follower = Follower(out, name)
     pid = leave_behind(Supervisor(job, hosts))
-    on_interrupt(f"{name} continues. {hints(name)}")
     while (launch := read_launch(out))["state"] == "starting" and os.waitpid(pid, os.WNOHANG) == (0, 0):
         time.sleep(0.1)
     if launch["state"] == "running":
-        where = f" on {len(hosts)} hosts" if len(hosts) > 1 else f", process {launch['pid']}"
+        where = f" on {len(hosts)} hosts" * (len(hosts) > 1)
         say(f"Started {name}: {launch['place']}{where}; log in {name}/log.txt")
         if flags.detach or (len(hosts) > 1 and not sys.stdout.isatty()):
             say(hints(name))
@@ -419,15 +387,16 @@ def leave_behind(supervisor: Supervisor) -> int:
     os._exit(0)
 
 
-def verb_logs(words: list[str], settings: dict) -> int:
-    out, name, flags = pick_run("logs", words, which=True)
-    on_interrupt(f"{name} continues. {hints(name)}")
-    return Follower(out, name, 20 if flags.which else 50, flags.which).to_the_end()
+def verb_logs(out: Path, name: str, flags: argparse.Namespace) -> int:
+    if not flags.which:
+        return Follower(out, name, 50).to_the_end()
+    follow = [] if state_of(out).state in ENDED else ["-F"]
+    os.execvp("tail", ["tail", "-n", "20", *follow, "--", *map(str, output_files(out, flags.which))])
 
 
 def find_host(launch: dict, label: str) -> Host:
     for host in hosts_of(launch):
-        if label in ("", host.label, host.line):
+        if label in ("", host.label, host.name):
             return host
     raise UserError(f"the run has no host '{label}'; hosts: {', '.join(h.label for h in hosts_of(launch)) or 'none'}")
 
@@ -439,25 +408,19 @@ def output_files(out: Path, which: str) -> list[Path]:
     if which.isdigit() and int(which) < len(places):
         which, local_rank = places[int(which)]
     folder = out / "logs" / find_host(launch, which).label / launch["id"]
-    ranks, agent = folder.glob(f"*/attempt_*/{local_rank}/*.log"), folder.glob("agent.*.log")
-    return sorted([*ranks, *(agent if local_rank == "*" or len(places) == 1 else [])])
+    agent = folder.glob("agent.*.log") if local_rank == "*" or len(places) == 1 else []
+    return sorted([*folder.glob(f"*/attempt_*/{local_rank}/*.log"), *agent])
 
 
-def verb_status(words: list[str], settings: dict) -> None:
-    show_status(*pick_run("status", words)[:2])
-
-
-def verb_top(words: list[str], settings: dict) -> NoReturn:
+def verb_top(out: Path, name: str, flags: argparse.Namespace) -> NoReturn:
     """The table of status again and again, until Ctrl-C."""
-    out, name, *_ = pick_run("top", words)
-    on_interrupt("")
     while True:
         say("\033[H\033[J" * sys.stdout.isatty() + time.strftime("%H:%M:%S"))
-        show_status(out, name)
+        verb_status(out, name, flags)
         time.sleep(2)
 
 
-def show_status(out: Path, name: str) -> None:
+def verb_status(out: Path, name: str, flags: argparse.Namespace) -> None:
     launch, end = read_launch(out), state_of(out)
     batches = re.findall(r"Batch \d+ Loss.*", tail(out / "log.txt", 200))
     rows = {"run": name, "state": end.state, "step": end.step or "", "message": end.message.partition("\n")[0]}
@@ -468,19 +431,20 @@ def show_status(out: Path, name: str) -> None:
         say(columns([("host", "session", "ranks", "GPU load", "GPU memory"), *table]))
 
 
-def host_row(host: Host, answer: dict | Exception) -> tuple:
+def host_row(host: Host, answer: dict) -> tuple:
     """A host's line in the table of `status`."""
-    if isinstance(answer, Exception):
-        return host.label, host.session, explain(host, answer)
-    gpus = [list(map(float, gpu.split(","))) for gpu in answer["gpus"]]
-    load = f"{sum(gpu[0] for gpu in gpus) / len(gpus):.0f} %" if gpus else ""
-    memory = "{:.0f} of {:.0f} GiB".format(*(sum(gpu[i] for gpu in gpus) / 1024 for i in (1, 2))) if gpus else ""
-    ranks = f"ended {answer['exit']}" if "exit" in answer else f"{answer['ranks']} of {host.slots}"
+    if error := problem(host, answer):
+        return host.label, host.session, "?", "", error
+    ranks, load, memory = f"{answer['ranks']} of {host.slots}", "", ""
+    if "exit" in answer:
+        ranks = f"ended {answer['exit']}"
+    if gpus := [list(map(float, gpu.split(","))) for gpu in answer["gpus"]]:
+        busy, used, total = map(sum, zip(*gpus, strict=True))
+        load, memory = f"{busy / len(gpus):.0f} %", f"{used / 1024:.0f} of {total / 1024:.0f} GiB"
     return host.label, host.session, ranks, load, memory
 
 
-def verb_stop(words: list[str], settings: dict) -> int:
-    out, name, flags = pick_run("stop", words, now=True)
+def verb_stop(out: Path, name: str, flags: argparse.Namespace) -> int:
     launch, end, request_file = read_launch(out), state_of(out), out / "logs" / "stop"
     if end.state in ENDED:
         say(f"{name} is not running: {end.state}")
@@ -489,20 +453,15 @@ def verb_stop(words: list[str], settings: dict) -> int:
     how = " at once, without saving" if now else ": it ends its step and saves. The same once more stops it at once."
     say(f"Stopping {name}{how}")
     follower = Follower(out, name)
-    on_interrupt(f"{name} is still stopping. {hints(name)}")
     with contextlib.suppress(OSError):  # a full disk takes no text; the processes are killed below
         request_file.parent.mkdir(exist_ok=True)
         request_file.write_text("now" * now)
     if now:
-        patience = time.monotonic() + NOW
-        while time.monotonic() < patience and state_of(out).state not in ENDED:
-            time.sleep(LOOK)
         call_all(hosts_of(launch), launch, "sweep", 20)
     return follower.to_the_end()
 
 
-def verb_attach(words: list[str], settings: dict) -> NoReturn:
-    out, name, flags = pick_run("attach", words, which=True)
+def verb_attach(out: Path, name: str, flags: argparse.Namespace) -> NoReturn:
     launch, state = read_launch(out), state_of(out).state
     host = find_host(launch, flags.which)
     if state in ENDED or "tmux" not in launch.get("place", "tmux"):
@@ -519,9 +478,10 @@ def main(argv: list[str]) -> int | None:
     split = argv.index("--")
     settings = dict(word.split("=", 1) for word in argv[:split])
     settings |= {name: int(value) for name, value in settings.items() if value.isdigit()}
-    verbs = (verb_train, verb_logs, verb_status, verb_stop, verb_top, verb_attach, verb_doctor, verb_sync)
-    verb = next(verb for verb in verbs if verb.__name__ == f"verb_{argv[split + 1]}")
-    return verb(argv[split + 2 :], settings)
+    starting = {"train": verb_train, "doctor": verb_doctor, "sync": verb_sync}
+    watching = {"logs": verb_logs, "status": verb_status, "stop": verb_stop, "top": verb_top, "attach": verb_attach}
+    verb, *words = argv[split + 1 :]
+    return starting[verb](words, settings) if verb in starting else watching[verb](*pick_run(verb, words))
 
 
 if __name__ == "__main__":

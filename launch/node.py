@@ -133,7 +133,6 @@ def agent(logs, ranks, command):
             preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: torchrun ends with us
         )
     write_json(logs / "agent.json", record)
-    print(f"The run's log is {out}/log.txt" + "; Ctrl-B D detaches" * ("TMUX" in os.environ), flush=True)
     follow = ["tail", "-n", "0", "-s", "0.2", "-F", "--pid", str(os.getpid()), out / "log.txt"]
     pane = subprocess.Popen(follow, stderr=subprocess.DEVNULL, env={})  # not marked as a process of the run
     status = child.wait()
@@ -204,39 +203,23 @@ def own_files(root=ROOT):
     return sorted(str(p.relative_to(root)) for pattern in OWN_FILES.split() for p in root.glob(pattern) if p.is_file())
 
 
-def query(*words):
-    """The lines that nvidia-smi prints; [] if it is missing or fails."""
+def query(fields):
+    """What nvidia-smi says of each GPU, in a line; [] if it is missing or fails."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
         return []
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
-
-
-def gpus(request):
-    """The values for CUDA_VISIBLE_DEVICES of all GPUs that this run may use; [] without GPUs."""
-    visible = request["env"].get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if visible is None:
-        return [str(i) for i in range(sum(line.startswith("GPU ") for line in query("-L")))]
-    return [v for v in visible.split(",") if v and v != "-1"] if shutil.which("nvidia-smi") else []
 
 
 def probe(request):
-    """What a launch and doctor need to know about a host."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("", request["port"]))
-            port = s.getsockname()[1]
-        except OSError:
-            port = 0  # it is taken
-    return {
-        "connection": os.environ.get("SSH_CONNECTION", "").split(),
-        "gpus": gpus(request),
-        "code": content_hash(),
-        "python": os.access(request["python"], os.X_OK),
-        "port": port,
-    }
+    """What a launch needs to know about a host; gpus: the values for CUDA_VISIBLE_DEVICES of those that it may use."""
+    gpus = query("index")
+    if gpus and (visible := {**os.environ, **request["env"]}.get("CUDA_VISIBLE_DEVICES")) is not None:
+        gpus = [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
+    code = content_hash() if os.access(request["python"], os.X_OK) else "no environment"
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return {"connection": connection, "gpus": gpus, "code": code, "time": time.time()}
 
 
 def run(request):
@@ -269,7 +252,7 @@ def log_folder(request):
 
 TORCHRUN = (
     "{python} launch/node.py torchrun {logs} --nnodes {nodes} --node-rank {node} --nproc-per-node {slots}"
-    " --max-restarts 0 --rdzv-endpoint {endpoint} --rdzv-id {id} --rdzv-conf timeout={join_timeout}"
+    " --max-restarts 0 --master-addr {first} --master-port {port} --rdzv-id {id} --rdzv-conf timeout={join_timeout}"
     " --local-addr {address} --redirects 3 --log-dir {logs}"
 )
 # A single process needs no torchrun, which would import torch first.
@@ -277,7 +260,7 @@ ALONE = "env TORCHELASTIC_RUN_ID={id} RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WOR
 
 
 def start(request):
-    """Starts the agent, in a tmux session if tmux works, otherwise in the background -> its place and process id. Kills
+    """Starts the agent, in a tmux session if tmux works, otherwise in the background -> its place. Kills
     what an earlier attempt has left here. Refuses if this host does not see the run folder."""
     logs = log_folder(request)
     if not logs.is_dir():
@@ -288,7 +271,6 @@ def start(request):
         )
     kill_all(logs.parent)
     env = {**os.environ, **request["env"], "TORCHELASTIC_ERROR_FILE": f"{logs}/error.json"}
-    env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(request["shutdown_timeout"]))  # torch 2.11 has no flag for it
     if request["devices"] is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(request["devices"])
     launcher = ALONE if request["nodes"] == request["slots"] == 1 else TORCHRUN
@@ -303,14 +285,14 @@ def start(request):
         json.dump([command, env], file)
     place = open_session(request["session"], [sys.executable, os.path.abspath(__file__), "enter", parcel], logs)
     end = time.monotonic() + request["start_limit"]
-    while not (record := read_json(logs / "agent.json")):
+    while not (logs / "agent.json").exists():
         if time.monotonic() > end:
             kill_all(logs)
             with contextlib.suppress(OSError):
                 os.unlink(parcel)
             raise Refused(f"the agent did not start in {request['start_limit']} s ({place})")
         time.sleep(0.05)
-    return {"place": place, "pid": record["pid"]}
+    return {"place": place}
 
 
 def open_session(session, command, logs):
@@ -333,9 +315,6 @@ def enter(parcel):
     os.execvpe(command[0], command, env)
 
 
-GPU_LOAD = "--query-gpu=utilization.gpu,memory.used,memory.total"
-
-
 def look(request):
     """The state of an attempt on this host: the agent's record; numbers of its processes and ranks; GPUs on request."""
     logs = log_folder(request)
@@ -348,7 +327,7 @@ def look(request):
         **record,
         "processes": len(alive),
         "ranks": len({env["LOCAL_RANK"] for env in alive.values() if "LOCAL_RANK" in env}),
-        "gpus": query(GPU_LOAD, "--format=csv,noheader,nounits") if request.get("gpus") else [],
+        "gpus": query("utilization.gpu,memory.used,memory.total") if request.get("gpus") else [],
     }
 
 
@@ -361,51 +340,56 @@ def sweep(request):
 
 # ---- for doctor
 
+FREE = {"runs": 20, "/dev/shm": 1}  # GB that a run should find
 VERSIONS = """import platform, torch
 print(torch.__version__, "python", platform.python_version(), "cuda", torch.version.cuda,
 *("nccl", *torch.cuda.nccl.version()) if torch.cuda.is_available() else ())"""
 
 
 def examine(request):
-    """What doctor shows of this host, and the host's time."""
-    torch = run({**request, "command": [request["python"], "-c", VERSIONS]})
+    """The rows of doctor's table for this host: name -> [value, remedy or nothing if it is right]"""
+    python = request["python"]
     (ROOT / "runs").mkdir(exist_ok=True)
-    return {
-        **probe(request),
-        "shared": (ROOT / request["folder_mark"]).exists(),
-        "time": time.time(),
-        "free": {path: shutil.disk_usage(ROOT / path).free / 1e9 for path in ("runs", "/dev/shm")},
-        "torch": torch["out"].strip(),
-        "torch_error": last_line(torch["err"]) if torch["exit"] else "",
-        "driver": (query("--query-gpu=driver_version", "--format=csv,noheader") or ["none"])[0],
+    shared = (ROOT / request["mark"]).exists()
+    torch = run({**request, "command": [python, "-c", VERSIONS]})
+    check = run({**request, "command": [python, "train.py", *request["words"], "--check", str(request["total"])]})
+    error = (last_line(check["err"]).removeprefix("error: ") or "it failed") if check["exit"] else ""
+    rows = {
+        "torch": [torch["out"].strip() or "no", last_line(torch["err"]) if torch["exit"] else ""],
+        "driver": [(query("driver_version") or ["none"])[0], ""],
+        "folder": ["shared" if shared else "separate", ""],
+        "data, weights": ["no" if error else "there", error],
+        "attention": ["".join(re.findall("^attention=(.*)", check["out"], re.M)) or "unknown", ""],
     }
+    for path, least in FREE.items():
+        free = shutil.disk_usage(ROOT / path).free / 1e9
+        remedy = f"at least {least} GB are needed; df -h shows what is full" if free < least else ""
+        rows[f"free {path}"] = [f"{free:.0f} GB", remedy]
+    return rows
 
 
-def all_reduce(request):
-    """Sums `bytes` over the hosts of a group, as one rank of it -> MB/s. Rank 0 keeps the store."""
-    os.environ.update(request["env"])
-    choose_interface(request["address"])
+def all_reduce(address):
+    """Prints the MB/s of the sum of 64 MiB over all ranks; this process is one of them."""
+    choose_interface(address)
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
-    limit, cuda, (host, port) = timedelta(seconds=request["limit"]), torch.cuda.is_available(), request["store"]
-    store = dist.TCPStore(host, port, request["size"], request["rank"] == 0, limit)
-    backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=request["rank"], world_size=request["size"], timeout=limit)
-    data, seconds = torch.ones(request["bytes"] // 4, device="cuda" if cuda else "cpu"), []
+    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
+    dist.init_process_group(backend, timeout=timedelta(seconds=30))
+    data, seconds = torch.ones(2**24, device=device), []
     for _ in range(4):
         begin = time.perf_counter()
         dist.all_reduce(data)
         data[-1].item()
         seconds.append(time.perf_counter() - begin)
     dist.barrier()
-    print(json.dumps({"mb_per_s": request["bytes"] / 1e6 / min(seconds)}), flush=True)
+    print(2**26 / 1e6 / min(seconds), flush=True)
     os._exit(0)
 
 
-OPERATIONS = (probe, run, start, look, sweep, examine, all_reduce)
+OPERATIONS = (probe, run, start, look, sweep, examine)
 
 
 def answer(name, request):
@@ -417,10 +401,14 @@ def answer(name, request):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "agent":
-        sys.exit(agent(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
-    if sys.argv[1] == "torchrun":
-        sys.exit(torchrun(Path(sys.argv[2]), sys.argv[3:]))
-    if sys.argv[1] == "enter":
-        enter(sys.argv[2])
-    print(json.dumps(answer(sys.argv[1], json.loads(sys.stdin.buffer.readline()))), flush=True)
+    match sys.argv[1:]:
+        case ["agent", logs, ranks, *command]:
+            sys.exit(agent(Path(logs), int(ranks), command))
+        case ["torchrun", logs, *words]:
+            sys.exit(torchrun(Path(logs), words))
+        case ["enter", parcel]:
+            enter(parcel)
+        case ["all_reduce", address]:
+            all_reduce(address)
+        case [operation]:
+            print(json.dumps(answer(operation, json.loads(sys.stdin.buffer.readline()))), flush=True)
