@@ -7,9 +7,9 @@ and asks the hosts for their state every few seconds. It decides when the job ha
 relaunches it from the newest checkpoint under a new id.
 
 A run's state is in two files. Rank 0 writes `runs/NAME/status.json`: state, step and message of the training. The
-supervisor writes `logs/launch.json`: hosts, attempt, and how the launch ended; `logs/launch.log` has the failures. The
-file `logs/stop` is a request to stop: rank 0 reads it, and the ranks vote. A `localhost` line is a node on this
-machine, which works in the same way without ssh. For all verbs except train, launch.json is the job.
+supervisor writes `logs/launch.json`: hosts, the attempt's id, and how the launch ended; `logs/launch.log` has the
+failures. The file `logs/stop` is a request to stop: rank 0 reads it, and the ranks vote. A `localhost` line is a node
+on this machine, which works in the same way without ssh. For all verbs except train, launch.json is the job.
 
 The job is relaunched as a whole because torchrun reliably regroups only in simple cases."""
 
@@ -24,7 +24,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
 from filelock import SoftFileLease, Timeout
@@ -35,7 +35,6 @@ from doctor import (
     call,
     call_all,
     columns,
-    free_port,
     problem,
     problems_of,
     read_job,
@@ -43,7 +42,6 @@ from doctor import (
     ssh_command,
     survey,
     verb_doctor,
-    verb_sync,
 )
 from lib.errors import ROOT, Parser, UserError, run_script
 from node import FOLLOWED, KILLED, read, read_json, tail, write_json
@@ -61,7 +59,6 @@ class End(NamedTuple):
     step: int
     message: str
     details: str = ""  # of a failure, for launch.log
-    silent: list = []  # the hosts that do not answer
 
     def __str__(self) -> str:
         step = f" at step {self.step}" if self.step else ""
@@ -71,20 +68,19 @@ class End(NamedTuple):
 def check(host: Host, job: dict, total: int) -> bool:
     """Prints the output of train.py's own check on a host, and exits with its status if it refuses -> whether there is
     something left to train."""
-    command = [job["python"], "train.py", *job["words"], "--check", str(total)]
-    done = call(host, job, "run", 1800, command=command)
+    done = call(host, job, "run", 1800, command=[job["python"], "train.py", *job["words"], "--check", str(total)])
     if error := problem(host, done):
         raise UserError(error)
     say(re.sub(r"^[a-z_]+=.*\n", "", done["out"], flags=re.M), end="")
     say(done["err"], sys.stderr, end="")
     if done["exit"]:
-        sys.exit(max(done["exit"], 1))
+        sys.exit(abs(done["exit"]))
     return "state=finished\n" not in done["out"]
 
 
 def supervisor_lock(out: Path) -> SoftFileLease:
     """The run's supervisor holds it. Its death frees it: at once on this machine, after 30 s on others."""
-    return SoftFileLease(out / "logs" / "supervisor.lock", thread_local=False)
+    return SoftFileLease(out / "logs/supervisor.lock", thread_local=False)
 
 
 def is_supervised(out: Path) -> bool:
@@ -101,7 +97,7 @@ def is_supervised(out: Path) -> bool:
 
 
 def read_launch(out: Path) -> dict:
-    return read_json(out / "logs" / "launch.json")
+    return read_json(out / "logs/launch.json")
 
 
 def hosts_of(launch: dict) -> list[Host]:
@@ -116,26 +112,30 @@ class Supervisor:
 
     def __init__(self, job: dict, hosts: list[Host]):
         self.job, self.hosts, self.out = job, hosts, ROOT / job["out"]
-        self.launch = {"out": job["out"], "ssh": job["ssh"], "hosts": [asdict(h) for h in hosts], "attempt": 0}
+        self.launch = {"out": job["out"], "ssh": job["ssh"], "hosts": [asdict(h) for h in hosts]}
 
     def save(self, words: str = "", **values) -> None:
         """Writes launch.json, and appends words to launch.log. If the disk is full, the next call tries again."""
         self.launch |= values | {"time": time.time()}
         with contextlib.suppress(OSError):
-            write_json(self.out / "logs" / "launch.json", self.launch)
-            with open(self.out / "logs" / "launch.log", "a") as log:
+            write_json(self.out / "logs/launch.json", self.launch)
+            with open(self.out / "logs/launch.log", "a") as log:
                 log.write(words)
 
     def stop_requested(self) -> bool:
-        return (self.out / "logs" / "stop").exists() or STOP_REASON in self.status().get("message", "")
+        return (self.out / "logs/stop").exists() or STOP_REASON in self.status().get("message", "")
 
-    def wait(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not self.stop_requested():
-            time.sleep(LOOK)
+    def ask(self, operation: str, patience: float = 20, **more) -> list[str]:
+        """Asks all hosts -> the problems. A host keeps its answer."""
+        answers = call_all(self.hosts, self.job, operation, patience, **more)
+        for host, host.last in zip(self.hosts, answers, strict=True):
+            if "silent" not in host.last:
+                host.heard = time.monotonic()
+        return problems_of(self.hosts, answers)
 
-    def ask(self, operation: str, patience: float = 20, **more) -> list:
-        return call_all(self.hosts, self.job, operation, patience, **more)
+    def silent(self) -> list[Host]:
+        """The hosts that have not answered."""
+        return [host for host in self.hosts if "silent" in host.last]
 
     def run(self) -> None:
         job, saved, tries = self.job, last_saved(self.out), 0
@@ -145,17 +145,18 @@ class Supervisor:
                 saved, tries = newest, 0
             if tries == job["retries"]:
                 gave_up = f"Gave up after {tries} tries without progress\n" * bool(tries)
-                end = end._replace(details=end.details + gave_up + self.without(end.silent))
+                end = end._replace(details=end.details + gave_up + self.without(self.silent()))
                 break
             pause = job["retry_pause"] * 2**tries
             tries += 1
-            origin = f"step {newest}" if newest else "the start"
-            words = f"{end.details}{end}\nRelaunching from {origin} in {pause} s: try {tries} of {job['retries']}\n"
+            words = f"{end.details}{end}\nRelaunching from {newest or 'the start'} in {pause} s: try {tries} of "
+            words += f"{job['retries']}\n"
             self.save(words, state="waiting", step=end.step, message=end.message)
-            self.wait(pause)
-            deadline = time.monotonic() + job["host_wait"]
-            while any("silent" in answer for answer in self.ask("probe")) and time.monotonic() < deadline:
-                self.wait(2)
+            begin = time.monotonic()
+            while not self.stop_requested() and time.monotonic() - begin < job["host_wait"]:
+                if time.monotonic() - begin > pause and not (self.ask("probe") and self.silent()):
+                    break
+                time.sleep(LOOK)
             if self.stop_requested():
                 end = End("stopped", end.step, "between two tries")
                 break
@@ -173,19 +174,16 @@ class Supervisor:
 
     def attempt(self) -> End:
         """One launch, to its end. A host that refuses the first attempt is the user's mistake."""
-        first, tries = self.hosts[0], self.launch["attempt"] + 1
-        self.job["id"] = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-        self.save(id=self.job["id"], state="starting", attempt=tries)
+        first, self.job["id"] = "id" not in self.launch, time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+        self.save(id=self.job["id"], state="starting")
         for host in self.hosts:  # a host that sees its new log folder shares the run folder
             (self.out / "logs" / host.label / self.job["id"]).mkdir(parents=True)
-            host.last, host.heard = {}, time.monotonic()
-        more = {"nodes": len(self.hosts), "first": first.address, "port": free_port(self.job)}
-        answers = self.ask("start", self.job["start_limit"] + 20, **more)
-        if problems := problems_of(self.hosts, answers):
+        more = {"nodes": len(self.hosts), "first": self.hosts[0].address}
+        if problems := self.ask("start", self.job["start_limit"] + 20, **more):
+            state = "error" if first and not self.silent() else "failed"
             self.ask("sweep")
-            silent = [h for h, a in zip(self.hosts, answers, strict=True) if "silent" in a]
-            return End("failed" if silent or tries > 1 else "error", 0, "\n".join(problems), silent=silent)
-        self.save(message="", place=min(a["place"] for a in answers))
+            return End(state, 0, "\n".join(problems))
+        self.save(message="", place=self.hosts[0].last["place"])
         return self.watch()
 
     def status(self) -> dict:
@@ -193,18 +191,13 @@ class Supervisor:
         status = read_json(self.out / "status.json")
         return status if status.get("attempt") == self.launch.get("id") else {}
 
-    def update(self, operation: str) -> None:
-        for host, answer in zip(self.hosts, self.ask(operation), strict=True):
-            if "processes" in answer:
-                host.last, host.heard = answer, time.monotonic()
-
     def watch(self) -> End:
         """Waits until the attempt ended everywhere, a part of it failed, or a host does not answer."""
         failed, patience = 0.0, self.job["timeout"]
         pause = LOOK if all(h.local for h in self.hosts) else LOOK_OVER_SSH
         while any(h.last.get("processes", 1) for h in self.hosts):
             time.sleep(pause)
-            self.update("look")
+            self.ask("look")
             if self.launch["state"] == "starting" and self.status():
                 self.save(state="running")
             now = time.monotonic()
@@ -212,52 +205,48 @@ class Supervisor:
             late = bool(failed) and now - failed > min(GRACE, patience)
             if late or any(now - h.heard > patience + GRACE for h in self.hosts):
                 break
-        now = time.monotonic()
-        self.update("sweep")
-        return self.judge([h for h in self.hosts if h.heard < now])
+        self.ask("sweep")
+        return self.judge()
 
-    def judge(self, silent: list[Host]) -> End:
-        """How an attempt ended, and why. silent: the hosts that do not answer."""
-        status, stopped, cause = self.status(), self.stop_requested(), first_cause(self.hosts, silent)
+    def judge(self) -> End:
+        """How an attempt ended, and why."""
+        status, stopped, cause = self.status(), self.stop_requested(), first_cause(self.hosts)
         state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
         if state in ("finished", "error") or (state == "stopped" and (stopped or cause["order"] == FOLLOWED)):
             return End(state, step, message)
         words = cause.get("tail", "").rstrip()
         if cause.get("status") == 2 and not state:
             return End("error", 0, words.rpartition("error: ")[2])
-        if stopped and (not state or read(self.out / "logs" / "stop")):
+        if stopped and (not state or read(self.out / "logs/stop")):
             return End("stopped", step, "without saving")
         details = f"---- the end of {cause['file']}\n{words}\n----\n" if words else ""
         if state == "failed" and message not in details:
             details += message + "\n"
-        return End("failed", step, cause["what"], details, silent)
+        return End("failed", step, cause["what"], details)
 
 
-def first_cause(hosts: list[Host], silent: list[Host]) -> dict:
-    """The most likely first cause among those that hosts report; a host that does not answer is a cause itself."""
-    causes = [h.last["cause"] for h in hosts if h.last.get("cause") and h not in silent]
-    for host in silent:
-        what = f"{host.label} has not answered for {time.monotonic() - host.heard:.0f} s"
-        causes.append({"order": KILLED, "what": what})
-    nothing = {"order": FOLLOWED, "what": "it ended, and no host can name the reason"}
-    return min(causes, key=lambda cause: cause["order"], default=nothing)
+def first_cause(hosts: list[Host]) -> dict:
+    """The most likely first cause among the reports of the hosts; a host that does not answer is a cause itself."""
+    causes = [host.last["cause"] for host in hosts if host.last.get("cause")]
+    causes += [{"order": KILLED, "what": problem(host, host.last)} for host in hosts if "silent" in host.last]
+    causes.append({"order": FOLLOWED, "what": "it ended, and no host can name the reason"})
+    return min(causes, key=lambda cause: cause["order"])
 
 
-def last_saved(out: Path) -> int:
-    """The step of a run's newest checkpoint; 0 if there is none."""
-    steps = out.glob(f"checkpoints/step-{'[0-9]' * 8}/manifest.json")
-    return max((int(path.parent.name[5:]) for path in steps), default=0)
+def last_saved(out: Path) -> str:
+    """The name of a run's newest checkpoint; empty if there is none."""
+    return max((path.parent.name for path in out.glob("checkpoints/step-????????/manifest.json")), default="")
 
 
 # ---- following a run
 
 
 class Follower:
-    """Shows new lines of log.txt and launch.log; first the last `lines` lines."""
+    """Shows new lines of log.txt and launch.log."""
 
-    def __init__(self, out: Path, name: str, lines: int = 0):
+    def __init__(self, out: Path, name: str):
         self.name, self.out, self.files = name, out, {out / "log.txt": sys.stdout, out / "logs/launch.log": sys.stderr}
-        self.offsets = {path: len(read(path).encode()) - len(tail(path, lines).encode()) for path in self.files}
+        self.offsets = {path: path.stat().st_size if path.exists() else 0 for path in self.files}
 
     def show_new(self) -> None:
         for path, stream in self.files.items():
@@ -289,7 +278,7 @@ def is_locked(out: Path) -> bool:
     """Whether a job holds the run folder, as far as this machine can tell."""
     owner = SoftFileLease(out / "lock").owner
     here = owner is not None and owner.hostname.partition("?")[0] == platform.node()
-    return owner is not None and not (here and not Path(f"/proc/{owner.pid}").exists())
+    return Path(f"/proc/{owner.pid}").exists() if here else owner is not None
 
 
 def state_of(out: Path) -> End:
@@ -305,7 +294,7 @@ def state_of(out: Path) -> End:
         return End(last["state"], step or last["step"], last.get("message", ""))
     if is_locked(out):
         return End("running", step, "but its launcher is gone: nobody would relaunch it" * launched)
-    return End("failed", step, "dead: it ended without a message" if status or launch else "it never began")
+    return End("failed", step, "dead: it ended without a message")
 
 
 # ---- the verbs
@@ -325,7 +314,7 @@ def pick_run(verb: str, words: list[str]) -> tuple:
         raise UserError("runs/ has no run yet. Start one: bash launch.sh")
     name = flags.out or str(max(runs, key=last_used).relative_to(ROOT))
     if not (ROOT / name).is_dir():
-        raise UserError(f"--out {name} is not a folder. In runs/: {', '.join(r.name for r in runs) or 'nothing'}")
+        raise UserError(f"--out {name} is not a folder; the folder runs/ has all runs")
     return ROOT / name, name.rstrip("/"), flags
 
 
@@ -347,21 +336,17 @@ def verb_train(words: list[str], settings: dict) -> int:
     name, out = config.out, ROOT / config.out
     job |= {"out": name, "timeout": float(config.timeout)}
     for host in hosts:
-        host.session = re.sub(r"[^\w-]", "_", f"flatland-{out.name}{host.number}", flags=re.A)
+        host.session = re.sub(r"[^\w-]", "_", f"flatland-{out.name}", flags=re.A) + f"-{host.node}" * (host.node > 0)
     if state_of(out).state not in ENDED:
         raise UserError(f"{name} is being trained already. {hints(name)}")
-    try:
-        (out / "logs").mkdir(parents=True, exist_ok=True)
-        (out / "logs" / "stop").unlink(missing_ok=True)
-    except OSError as e:
-        raise UserError(f"--out {name}: {e}") from None
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    (out / "logs/stop").unlink(missing_ok=True)
     follower = Follower(out, name)
     pid = leave_behind(Supervisor(job, hosts))
     while (launch := read_launch(out))["state"] == "starting" and os.waitpid(pid, os.WNOHANG) == (0, 0):
         time.sleep(0.1)
     if launch["state"] == "running":
-        where = f" on {len(hosts)} hosts" * (len(hosts) > 1)
-        say(f"Started {name}: {launch['place']}{where}; log in {name}/log.txt")
+        say(f"Started {name} on {', '.join(h.label for h in hosts)}: {launch['place']}; log in {name}/log.txt")
         if flags.detach or (len(hosts) > 1 and not sys.stdout.isatty()):
             say(hints(name))
             return 0
@@ -375,23 +360,24 @@ def leave_behind(supervisor: Supervisor) -> int:
     if pid:
         return pid
     os.setsid()
-    log = os.open(supervisor.out / "logs" / "supervisor.stderr.log", os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    log = open(supervisor.out / "logs/supervisor.stderr.log", "ab")  # noqa: SIM115
     for stream in range(3):
-        os.dup2(log, stream)
+        os.dup2(log.fileno(), stream)
     try:
         with supervisor_lock(supervisor.out).acquire(timeout=60):
             supervisor.run()
     except Exception as e:
-        supervisor.save(state="failed", message=f"the launcher failed: {type(e).__name__}: {e}")
-        raise
+        supervisor.save(state="failed", message=f"the launcher failed: {e!r}")
     os._exit(0)
 
 
 def verb_logs(out: Path, name: str, flags: argparse.Namespace) -> int:
-    if not flags.which:
-        return Follower(out, name, 50).to_the_end()
-    follow = [] if state_of(out).state in ENDED else ["-F"]
-    os.execvp("tail", ["tail", "-n", "20", *follow, "--", *map(str, output_files(out, flags.which))])
+    if flags.which:
+        follow = [] if state_of(out).state in ENDED else ["-F"]
+        os.execvp("tail", ["tail", "-n", "20", *follow, "--", *map(str, output_files(out, flags.which))])
+    say(tail(out / "log.txt", 50), end="")
+    say(tail(out / "logs/launch.log", 50), sys.stderr, end="")
+    return Follower(out, name).to_the_end()
 
 
 def find_host(launch: dict, label: str) -> Host:
@@ -403,49 +389,35 @@ def find_host(launch: dict, label: str) -> Host:
 
 def output_files(out: Path, which: str) -> list[Path]:
     """The output files of one host, or of one rank, in the newest attempt. The ranks are in the order of the hosts."""
-    launch, local_rank = read_launch(out), "*"
-    places = [(h.label, str(i)) for h in hosts_of(launch) for i in range(h.slots)]
-    if which.isdigit() and int(which) < len(places):
-        which, local_rank = places[int(which)]
-    folder = out / "logs" / find_host(launch, which).label / launch["id"]
-    agent = folder.glob("agent.*.log") if local_rank == "*" or len(places) == 1 else []
-    return sorted([*folder.glob(f"*/attempt_*/{local_rank}/*.log"), *agent])
-
-
-def verb_top(out: Path, name: str, flags: argparse.Namespace) -> NoReturn:
-    """The table of status again and again, until Ctrl-C."""
-    while True:
-        say("\033[H\033[J" * sys.stdout.isatty() + time.strftime("%H:%M:%S"))
-        verb_status(out, name, flags)
-        time.sleep(2)
+    launch = read_launch(out)
+    ranks = [(h, f"*/attempt_*/{i}/*.log") for h in hosts_of(launch) for i in range(h.slots)]
+    if which.isdigit() and int(which) < len(ranks):
+        host, pattern = ranks[int(which)]
+    else:
+        host, pattern = find_host(launch, which), "**/*.log"
+    return sorted((out / "logs" / host.label / launch["id"]).glob(pattern))
 
 
 def verb_status(out: Path, name: str, flags: argparse.Namespace) -> None:
     launch, end = read_launch(out), state_of(out)
     batches = re.findall(r"Batch \d+ Loss.*", tail(out / "log.txt", 200))
-    rows = {"run": name, "state": end.state, "step": end.step or "", "message": end.message.partition("\n")[0]}
-    rows |= {key: launch.get(key, "") for key in ("attempt", "place")} | {"last batch": "".join(batches[-1:])}
-    say(columns([[key, str(value)] for key, value in rows.items()]))
+    rows = [("run", name), ("state", end.state), ("step", str(end.step)), ("message", end.message)]
+    say(columns([*rows, ("last batch", "".join(batches[-1:]))]))
     if hosts := hosts_of(launch):
         table = map(host_row, hosts, call_all(hosts, launch, "look", 20, gpus=True))
-        say(columns([("host", "session", "ranks", "GPU load", "GPU memory"), *table]))
+        say(columns([("host", "session", "ranks", "load in %, memory in MiB of each GPU"), *table]))
 
 
 def host_row(host: Host, answer: dict) -> tuple:
     """A host's line in the table of `status`."""
     if error := problem(host, answer):
-        return host.label, host.session, "?", "", error
-    ranks, load, memory = f"{answer['ranks']} of {host.slots}", "", ""
-    if "exit" in answer:
-        ranks = f"ended {answer['exit']}"
-    if gpus := [list(map(float, gpu.split(","))) for gpu in answer["gpus"]]:
-        busy, used, total = map(sum, zip(*gpus, strict=True))
-        load, memory = f"{busy / len(gpus):.0f} %", f"{used / 1024:.0f} of {total / 1024:.0f} GiB"
-    return host.label, host.session, ranks, load, memory
+        return host.label, host.session, "?", error
+    ranks = f"ended {answer['exit']}" if "exit" in answer else f"{answer['ranks']} of {host.slots}"
+    return host.label, host.session, ranks, "; ".join(answer["gpus"])
 
 
 def verb_stop(out: Path, name: str, flags: argparse.Namespace) -> int:
-    launch, end, request_file = read_launch(out), state_of(out), out / "logs" / "stop"
+    launch, end, request_file = read_launch(out), state_of(out), out / "logs/stop"
     if end.state in ENDED:
         say(f"{name} is not running: {end.state}")
         return 0
@@ -461,12 +433,9 @@ def verb_stop(out: Path, name: str, flags: argparse.Namespace) -> int:
     return follower.to_the_end()
 
 
-def verb_attach(out: Path, name: str, flags: argparse.Namespace) -> NoReturn:
-    launch, state = read_launch(out), state_of(out).state
+def verb_attach(out: Path, name: str, flags: argparse.Namespace) -> None:
+    launch = read_launch(out)
     host = find_host(launch, flags.which)
-    if state in ENDED or "tmux" not in launch.get("place", "tmux"):
-        why = f"is not running: {state}" if state in ENDED else "runs without tmux"
-        raise UserError(f"{name} {why}; see its log: bash launch.sh logs --out {shlex.quote(name)}")
     command = ["tmux", "attach", "-t", f"={host.session}"]
     if not host.local:
         command = [*ssh_command(host, f"-t {launch['ssh']}"), shlex.join(command)]
@@ -476,10 +445,10 @@ def verb_attach(out: Path, name: str, flags: argparse.Namespace) -> NoReturn:
 def main(argv: list[str]) -> int | None:
     """launch.sh calls it with: NAME=SETTING ... -- VERB WORDS."""
     split = argv.index("--")
-    settings = dict(word.split("=", 1) for word in argv[:split])
-    settings |= {name: int(value) for name, value in settings.items() if value.isdigit()}
-    starting = {"train": verb_train, "doctor": verb_doctor, "sync": verb_sync}
-    watching = {"logs": verb_logs, "status": verb_status, "stop": verb_stop, "top": verb_top, "attach": verb_attach}
+    pairs = (word.split("=", 1) for word in argv[:split])
+    settings = {name: int(value) if value.isdigit() else value for name, value in pairs}
+    starting = {"train": verb_train, "doctor": verb_doctor}
+    watching = {"logs": verb_logs, "status": verb_status, "stop": verb_stop, "attach": verb_attach}
     verb, *words = argv[split + 1 :]
     return starting[verb](words, settings) if verb in starting else watching[verb](*pick_run(verb, words))
 

@@ -1,5 +1,5 @@
-"""The machines: which ones a run is on, how to ask them, whether they are fit to train, and whether they have the same
-files (`launch.sh doctor`, `launch.sh sync`). cluster.py runs jobs on them; node.py acts on one machine.
+"""The machines: which ones a run is on, how to ask them, and whether they are fit to train (`launch.sh doctor`).
+cluster.py runs jobs on them; node.py acts on one machine.
 
 Every launch examines its hosts with `survey`, and so does doctor. Then doctor examines more, has all hosts sum 64 MiB
 together, and draws a table: a row for each check, a column for each machine. Below the table, each red field has a line
@@ -10,7 +10,6 @@ environment, and later the run's folder (`out`) and the attempt's `id`. A host t
 `refused` with the reason; if a host does not answer, `call` returns `silent` with ssh's reason."""
 
 import argparse
-import contextlib
 import fnmatch
 import json
 import os
@@ -18,21 +17,17 @@ import platform
 import random
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import node
 from lib.errors import ROOT, Parser, UserError, printable
-from node import content_hash, last_line, own_files
+from node import content_hash, last_line
 
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\])(?::\d+)?)(?:\s+slots=([1-9]\d*))?")
-CLOCK = 2.0  # seconds that clocks may differ; with more, logs of several hosts cannot be read together
 LIMIT, WANTED = 60, 100  # an all-reduce: seconds that it may take, MB/s that it should reach (1 Gbit/s has 100)
-ALIKE = ("torch", "driver")  # what should be the same on all hosts
 
 
 @dataclass
@@ -42,7 +37,6 @@ class Host:
     name: str  # as in `hosts`: localhost, host, user@host or host:port
     slots: int = 0  # ranks; 0 = one per GPU
     label: str = ""  # its name in messages and under logs/
-    number: str = ""  # the label's end, for another node of one name: "-2" and so on
     node: int = 0  # its place in `hosts`
     session: str = ""
     address: str = ""  # as the other hosts reach it
@@ -92,6 +86,8 @@ def read_job(words: list[str], settings: dict) -> tuple[argparse.Namespace, list
     hosts, patterns = read_hosts(flags.hosts), settings["forward"].split()
     job = {**settings, "words": words or shlex.split(settings["default_args"]), "nproc": flags.nproc}
     job["env"] = {k: v for k, v in os.environ.items() if any(fnmatch.fnmatchcase(k, p) for p in patterns)}
+    # Systems give clients ports from 32768 on, so a port below is hardly ever taken
+    job["port"] = job["port"] or random.randrange(20000, 30000)
     if flags.retries is not None or len(hosts) == 1:
         job["retries"] = flags.retries or 0
     return flags, hosts, job
@@ -112,8 +108,7 @@ def read_hosts(listed: str) -> list[Host]:
         host = Host(match[1], int(match[2] or 0), node=len(hosts))
         label = re.sub(r"[^\w.-]", "-", platform.node() if host.local else host.name.split("@")[-1])
         labels.append(label)
-        host.number = f"-{labels.count(label)}" if label in labels[:-1] else ""
-        host.label = label + host.number
+        host.label = f"{label}-{labels.count(label)}" if label in labels[:-1] else label
         hosts.append(host)
     if not hosts:
         raise UserError("hosts names no machine; this one is called localhost")
@@ -132,10 +127,9 @@ def call(host: Host, job: dict, operation: str, patience: float, **more) -> dict
     request = {**vars(host), **job, **more}
     if host.local:
         return node.answer(operation, request)
-    command = shlex.join(["exec", "python3", str(ROOT / "launch" / "node.py"), operation])
+    command = shlex.join(["exec", "python3", str(ROOT / "launch" / "node.py"), "serve", operation])
     try:
-        text = json.dumps(request) + "\n"
-        done = run_here([*ssh_command(host, job["ssh"]), command], input=text, timeout=patience)
+        done = run_here([*ssh_command(host, job["ssh"]), command], input=json.dumps(request) + "\n", timeout=patience)
     except subprocess.TimeoutExpired:
         return {"silent": f"no answer in {patience:.0f} s"}
     answers = re.findall(r"^\{.*\}$", done.stdout, re.M)  # other lines are a .bashrc's
@@ -179,26 +173,19 @@ def survey(hosts: list[Host], job: dict) -> None:
     problems."""
     answers = call_all(hosts, job, "probe", 60)
     refuse(problems_of(hosts, answers))
-    code, problems, machines = content_hash(), [], {}
+    code, problems = content_hash(), []
     for host, answer in zip(hosts, answers, strict=True):
         host.facts = answer
         if answer["code"] != code:
             sync = f"bash launch.sh sync --hosts {host.name}"
             problems.append(f"{host.label}: the files in {ROOT}, or {job['python']}, are not the ones here; {sync}")
     settle_addresses(hosts)
-    for host in hosts:
-        machines.setdefault(host.address, []).append(host)
-    for together in machines.values():
-        problems += share_machine(together, job["nproc"])
+    for address in {host.address for host in hosts}:
+        problems += share_machine([host for host in hosts if host.address == address], job["nproc"])
     without = ", ".join(h.label for h in hosts if not h.devices)
     if without and any(h.devices for h in hosts):
         problems.append(f"{without}: no GPU, while others have some; leave it out, or set CUDA_VISIBLE_DEVICES=")
     refuse(problems)
-
-
-def free_port(job: dict) -> int:
-    """For a rendezvous: a random port below those that systems give to clients, which is hardly ever taken."""
-    return job["port"] or random.randrange(20000, 30000)
 
 
 def settle_addresses(hosts: list[Host]) -> None:
@@ -215,16 +202,13 @@ def settle_addresses(hosts: list[Host]) -> None:
 def share_machine(together: list[Host], nproc: int) -> list[str]:
     """Divides a machine's GPUs evenly among its nodes -> problems."""
     visible, problems = together[0].facts["gpus"], []
-    share, left = divmod(len(visible), len(together))
-    if left:
-        return [f"{together[0].label}: {len(visible)} GPUs cannot be divided evenly among {len(together)} nodes"]
+    share = len(visible) // len(together)
     for i, host in enumerate(together):
         host.slots = nproc or host.slots or share or 1
-        if visible:
-            host.devices = visible[i * share : i * share + share][: host.slots]
-            if host.slots > share:
-                found = f"{host.slots} processes, but {share} visible GPUs for them"
-                problems.append(f"{host.label}: {found}; start one process per GPU (--nproc, or slots=N in hosts)")
+        host.devices = visible[i * share :][: host.slots] if visible else None
+        if visible and host.slots > share:
+            found = f"{host.slots} processes, but {share} visible GPUs for them"
+            problems.append(f"{host.label}: {found}; start one process per GPU (--nproc, or slots=N in hosts)")
     for host in together:
         host.ranks_here = sum(h.slots for h in together)
     return problems
@@ -234,37 +218,21 @@ def share_machine(together: list[Host], nproc: int) -> list[str]:
 
 
 def verb_doctor(words: list[str], settings: dict) -> int:
-    (_, hosts, job), sent = read_job(words, settings), time.time()
+    _, hosts, job = read_job(words, settings)
     survey(hosts, job)
-    received, machines = time.time(), list({h.address: h for h in reversed(hosts)}.values())[::-1]
-    with folder_mark() as mark:
-        answers = call_all(machines, job, "examine", 1800, mark=mark, total=sum(h.slots for h in hosts))
-    refuse(problems_of(machines, answers))
-    network = check_network(machines, job) if len(machines) > 1 else {}
-    table, red = {}, []
-    for host, answer in zip(machines, answers, strict=True):
-        off = max(host.facts["time"] - received, sent - host.facts["time"])
-        rows = {"clock": ["agrees", f"{off:.0f} s from this machine's; sudo chronyc makestep" * (off > CLOCK)]}
-        for name, (value, remedy) in (rows | answer | network.get(host.label, {})).items():
-            values = [other[name][0] for other in answers] if name in ALIKE else [value]
-            usual = max(values, key=values.count)
-            remedy = remedy or f"{value}, others have {usual}" * (value != usual)
-            table.setdefault(name, [name]).append(f"{'✗' if remedy else '✓'} {printable(value)}")
-            red += [f"{host.label}: {name}: {remedy}"] * bool(remedy)
-    say("\n".join([columns([["", *(h.label for h in machines)], *table.values()]), *[""] * bool(red), *red]))
+    answers = call_all(hosts, job, "examine", 1800, total=sum(h.slots for h in hosts))
+    refuse(problems_of(hosts, answers))
+    versions, table, red = [rows["torch"][0] for rows in answers], [], []
+    usual, (speed, error, suspects) = max(versions, key=versions.count), find_slow(hosts, job)
+    advice = f"{error or 'slow'}; see cable, firewall and the errors that `ip -s link` counts"
+    for host, rows in zip(hosts, answers, strict=True):
+        rows["torch"][1] += f"others have {usual}; bash launch.sh sync" * (rows["torch"][0] != usual)
+        rows["all-reduce"] = [f"{speed:.0f} MB/s", advice * (host in suspects)]
+        fields = {name: f"{'✗' if remedy else '✓'} {value}" for name, (value, remedy) in rows.items()}
+        table += [["", *fields]] * (not table) + [[host.label, *fields.values()]]
+        red += [f"{host.label}: {name}: {remedy}" for name, (_, remedy) in rows.items() if remedy]
+    say("\n".join([columns(list(zip(*table, strict=True))), *[""] * bool(red), *red]))
     return int(bool(red))
-
-
-@contextlib.contextmanager
-def folder_mark():
-    """The name of a file that another machine sees if it shares this folder."""
-    path = ROOT / "runs" / f".seen-by-{os.getpid()}"
-    path.parent.mkdir(exist_ok=True)
-    path.touch()
-    try:
-        yield str(path.relative_to(ROOT))
-    finally:
-        path.unlink()
 
 
 # ---- the network
@@ -274,7 +242,7 @@ def measure(hosts: list[Host], job: dict) -> tuple[float, str]:
     """(MB/s of an all-reduce over these hosts, the reason if it failed)"""
     env = job["env"] | {
         "MASTER_ADDR": hosts[0].address,
-        "MASTER_PORT": str(free_port(job)),
+        "MASTER_PORT": str(job["port"]),
         "WORLD_SIZE": str(len(hosts)),
     }
 
@@ -287,52 +255,12 @@ def measure(hosts: list[Host], job: dict) -> tuple[float, str]:
     return min(on_all(take_part, hosts))
 
 
-def find_slow(hosts: list[Host], job: dict) -> list[Host]:
-    """Halves the hosts until the all-reduce of a group is fast -> the hosts of the smallest slow group."""
-    while len(hosts) > 2:
-        halves = hosts[: len(hosts) // 2], hosts[len(hosts) // 2 :]
-        slow = [half for half in halves if len(half) > 1 and measure(half, job)[0] < WANTED]
-        if len(slow) != 1:
-            break  # both halves, or only the connection between them
-        hosts = slow[0]
-    return hosts
-
-
-def check_network(hosts: list[Host], job: dict) -> dict:
-    """One all-reduce over all hosts; if it is slow or fails, smaller groups find the suspect. -> label -> row of the
-    table"""
+def find_slow(hosts: list[Host], job: dict) -> tuple[float, str, list[Host]]:
+    """One all-reduce over all hosts; if it is slow or fails, halves repeat it. -> (MB/s, the reason if it failed, the
+    hosts of the smallest slow group)"""
     speed, error = measure(hosts, job)
-    suspects = find_slow(hosts, job) if speed < WANTED else []
-    advice = f"{error or f'slower than {WANTED} MB/s'}; see cable, firewall and the errors that `ip -s link` counts"
-    return {h.label: {"all-reduce": [f"{speed:.0f} MB/s", advice * (h in suspects)]} for h in hosts}
-
-
-# ---- sync
-
-
-def verb_sync(words: list[str], settings: dict) -> int:
-    parser = Parser(prog="launch.sh sync", add_help=False, allow_abbrev=False)
-    parser.add_argument("--hosts", default="")
-    hosts = [h for h in read_hosts(parser.parse_args(words).hosts) if not h.local]
-    with folder_mark() as mark:
-        errors = on_all(lambda host: sync(host, settings["ssh"], mark), hosts)
-    for host, error in zip(hosts, errors, strict=True):
-        say(f"{host.label}: {error or 'has the files of this folder'}", sys.stderr if error else sys.stdout)
-    return int(any(errors))
-
-
-def sync(host: Host, options: str, mark: str) -> str:
-    """Copies the code and .venv to a host -> the error. Does nothing if the host shares this folder."""
-    root, ssh = shlex.quote(str(ROOT)), ssh_command(host, options)
-    script = f"mkdir -p {root} && cd {root} && if [ -e {mark} ]; then echo shared; else command -v rsync; fi; true"
-    done = run_here([*ssh, script])
-    if done.returncode or "shared" in done.stdout.split():
-        return last_line(done.stderr) * bool(done.returncode)
-    names = [*own_files(), *(name for name in ("hosts", "README.md", ".venv") if (ROOT / name).exists())]
-    if shutil.which("rsync") and "rsync" in done.stdout:  # it adds a host to the command; the host is in `ssh` already
-        shell = shlex.join(["sh", "-c", f'shift; exec {shlex.join(ssh)} "$@"', "sh"])
-        done = run_here(["rsync", "-aRs", "-e", shell, "--", *names, f"x:{ROOT}/"])
-    else:
-        copy = f"tar -cf - -- {shlex.join(names)} | {shlex.join([*ssh, f'tar -C {root} -xf -'])}"
-        done = run_here(["sh", "-c", copy])
-    return (last_line(done.stderr) or f"status {done.returncode}") * bool(done.returncode)
+    if speed >= WANTED:
+        return speed, error, []
+    halves = hosts[: len(hosts) // 2], hosts[len(hosts) // 2 :]
+    smaller = (find_slow(half, job)[2] for half in halves if len(half) > 1)
+    return speed, error, next(filter(None, smaller), hosts)

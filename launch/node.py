@@ -1,15 +1,15 @@
 """The part of the launcher that runs on each host: it examines the machine, and starts and ends processes there.
 
-`python3 launch/node.py OPERATION` serves cluster.py over ssh; for localhost, cluster.py calls `answer`. The request is
-a line of JSON on stdin, so that no secret is on a command line: the host's line in `hosts`, facts about the host, and
-the job. The answer is a line of JSON. This file uses only the standard library, so a host can be asked before it has
-an environment; `torchrun` and `all_reduce` run in the environment's Python.
+`python3 launch/node.py serve OPERATION` answers cluster.py over ssh; for localhost, cluster.py calls `answer`. The
+request is a line of JSON on stdin, so that no secret is on a command line: the host's line in `hosts`, facts about the
+host, and the job. The answer is a line of JSON. This file uses only the standard library, so a host can be asked before
+it has an environment; `torchrun` and `all_reduce` run in the environment's Python.
 
 `python3 launch/node.py agent LOGS RANKS COMMAND...` runs COMMAND in its tmux session or under srun, on a machine with
-RANKS ranks in all. When COMMAND ends, the agent ends the remaining processes of the run. COMMAND is `node.py torchrun`,
-or the trainer itself if the job is a single process. LOGS is `runs/NAME/logs/HOST/ID`. There the agent writes
-agent.stderr.log, agent.stdout.log and agent.json: its process id, and at the end COMMAND's exit status and the first
-cause of a failure on this host. A process belongs to the run if its variable TORCHELASTIC_ERROR_FILE is below LOGS."""
+RANKS ranks in all. When COMMAND ends, the agent ends the remaining processes of the run. COMMAND is `node.py torchrun`.
+LOGS is `runs/NAME/logs/HOST/ID`. There the agent writes agent.stderr.log and agent.json: its process id, and at the end
+COMMAND's exit status and the first cause of a failure on this host. A process belongs to the run if its variable
+TORCHELASTIC_ERROR_FILE is below LOGS."""
 
 import contextlib
 import ctypes
@@ -40,10 +40,6 @@ OWN_FILES = (
 )
 
 
-class Refused(Exception):
-    """The host cannot do this; the message gives the reason."""
-
-
 # ---- files and processes
 
 
@@ -72,12 +68,10 @@ def write_json(path, value):
 
 def tail(path, lines):
     """The last lines of a file of any size."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - 65536))
-            return "".join(file.read().decode(errors="replace").splitlines(True)[-lines:] if lines else "")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - 65536))
+        return "".join(file.read().decode(errors="replace").splitlines(True)[-lines:])
+    return ""
 
 
 def last_line(text):
@@ -85,13 +79,9 @@ def last_line(text):
 
 
 def processes(logs):
-    """process id -> environment, of all processes of the run that logs below this folder."""
-    found = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        environment = read(f"/proc/{pid}/environ")
-        if f"TORCHELASTIC_ERROR_FILE={logs}/" in environment and int(pid) != os.getpid():
-            found[int(pid)] = dict(pair.split("=", 1) for pair in environment.split("\0") if "=" in pair)
-    return found
+    """process id -> environment as text, of all processes of the run that logs below this folder."""
+    found = {int(pid): read(f"/proc/{pid}/environ") for pid in os.listdir("/proc") if pid.isdigit()}
+    return {p: e for p, e in found.items() if f"TORCHELASTIC_ERROR_FILE={logs}/" in e and p != os.getpid()}
 
 
 def kill_all(logs):
@@ -108,37 +98,31 @@ def kill_all(logs):
 # ---- the agent of a torchrun
 
 
-def agent(logs, ranks, command):
+def agent(logs, ranks, *command):
     """Runs the command, then ends the processes that it has left -> its exit status. A signal becomes a request to
     stop, as from `launch.sh stop`. torchrun gets no signal, because it would report a failure."""
-    out, record = logs.parents[2], {"pid": os.getpid()}
+    logs, ranks, record = Path(logs), int(ranks), {"pid": os.getpid()}
 
     def request_stop(*_):
         with contextlib.suppress(OSError):  # the disk is full
-            (out / "logs" / "stop").touch()
+            (logs.parents[1] / "stop").touch()
 
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, request_stop)
-    if "--local-addr" in command:
-        choose_interface(command[command.index("--local-addr") + 1])
+    choose_interface(command[command.index("--local-addr") + 1])
     if ranks > 1:  # torchrun would give each rank one thread, also for AdamW on the CPU
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    with open(logs / "agent.stdout.log", "ab") as stdout, open(logs / "agent.stderr.log", "ab") as stderr:
+    with open(logs / "agent.stderr.log", "ab") as stderr:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=stdout,
             stderr=stderr,
             start_new_session=True,
             preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: torchrun ends with us
         )
     write_json(logs / "agent.json", record)
-    follow = ["tail", "-n", "0", "-s", "0.2", "-F", "--pid", str(os.getpid()), out / "log.txt"]
-    pane = subprocess.Popen(follow, stderr=subprocess.DEVNULL, env={})  # not marked as a process of the run
     status = child.wait()
     kill_all(logs)
-    time.sleep(0.4)  # tail shows the last lines
-    pane.terminate()
     write_json(logs / "agent.json", record | {"exit": status, "cause": first_cause(logs, status)})
     return max(status, 0) or int(status != 0)
 
@@ -148,7 +132,7 @@ def first_cause(logs, status):
     if not status:
         return None
     if failures := read_json(logs / "failures.json"):
-        # torchrun also kills ranks that do not exit after the failure of another: a kill is no better sign
+        # torchrun also kills ranks that do not exit after another rank's failure, so a kill does not count more here
         return min((rank_cause(logs, *failure) for failure in failures), key=lambda cause: cause["order"] or FAILED)
     return cause(
         KILLED if status < 0 else FOLLOWED, f"the run on {logs.parent.name}", status, logs / "agent.stderr.log"
@@ -169,20 +153,20 @@ def cause(order, who, status, file):
     return {"order": order, "what": f"{who} {how}", "status": status, "file": str(file), "tail": tail(file, 30)}
 
 
-def torchrun(logs, words):
-    """torch.distributed.run in this process. Writes the failed ranks to failures.json, in the order in which torchrun
-    saw them fail. Error files do not suffice: a killed rank writes none."""
+def torchrun(logs, *words):
+    """torch.distributed.run in this process. Writes the failed ranks to failures.json; the first one to fail comes
+    first. Error files do not suffice: a killed rank writes none."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     try:
-        main(words)
+        main(list(words))
     except ChildFailedError as error:
         failures = []
         for rank, failure in error.failures.items():
             message = failure.message["message"] if isinstance(failure.message, dict) else ""
             failures.append([rank, failure.local_rank, failure.exitcode, message])
-        write_json(logs / "failures.json", failures)
+        write_json(Path(logs) / "failures.json", failures)
         return 1
 
 
@@ -190,17 +174,11 @@ def torchrun(logs, words):
 
 
 def content_hash(root=ROOT):
-    """Changes with every edit of the project's own files."""
-    total = hashlib.sha256()
-    for name in own_files(root):
-        data = (root / name).read_bytes()
-        total.update(f"{name}\0{len(data)}\0".encode() + data)
-    return total.hexdigest()[:16]
-
-
-def own_files(root=ROOT):
-    """The project's own files, sorted: code, scripts and recipes; not `hosts`, which does not affect a run."""
-    return sorted(str(p.relative_to(root)) for pattern in OWN_FILES.split() for p in root.glob(pattern) if p.is_file())
+    """Changes with every edit of the project's own files: code, scripts and recipes; not `hosts`, which does not affect
+    a run."""
+    files = sorted(str(p.relative_to(root)) for pattern in OWN_FILES.split() for p in root.glob(pattern) if p.is_file())
+    contents = (f"{name}\0".encode() + (root / name).read_bytes() for name in files)
+    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:16]
 
 
 def query(fields):
@@ -213,20 +191,26 @@ def query(fields):
 
 
 def probe(request):
-    """What a launch needs to know about a host; gpus: the values for CUDA_VISIBLE_DEVICES of those that it may use."""
+    """Facts about a host for a launch; gpus: the values for CUDA_VISIBLE_DEVICES of the GPUs that it may use."""
     gpus = query("index")
     if gpus and (visible := {**os.environ, **request["env"]}.get("CUDA_VISIBLE_DEVICES")) is not None:
         gpus = [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
     code = content_hash() if os.access(request["python"], os.X_OK) else "no environment"
-    connection = os.environ.get("SSH_CONNECTION", "").split()
-    return {"connection": connection, "gpus": gpus, "code": code, "time": time.time()}
+    return {"connection": os.environ.get("SSH_CONNECTION", "").split(), "gpus": gpus, "code": code}
+
+
+def environment(request):
+    """The environment of a process of the run on this host."""
+    env = {**os.environ, **request["env"], "LOCAL_WORLD_SIZE": str(request["slots"])}
+    return env if request["devices"] is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(request["devices"])}
 
 
 def run(request):
     """Runs a command in the checkout with the run's environment -> its exit status and output."""
-    env = {**os.environ, **request["env"], "LOCAL_WORLD_SIZE": str(request["slots"])}
-    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    done = subprocess.run(request["command"], cwd=ROOT, env=env, **pipes)
+    env = environment(request)
+    done = subprocess.run(
+        request["command"], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     return {"exit": done.returncode, "out": done.stdout, "err": done.stderr}
 
 
@@ -253,29 +237,25 @@ def log_folder(request):
 TORCHRUN = (
     "{python} launch/node.py torchrun {logs} --nnodes {nodes} --node-rank {node} --nproc-per-node {slots}"
     " --max-restarts 0 --master-addr {first} --master-port {port} --rdzv-id {id} --rdzv-conf timeout={join_timeout}"
-    " --local-addr {address} --redirects 3 --log-dir {logs}"
+    " --local-addr {address} --redirects 3 --tee 1 --log-dir {logs}"
 )
-# A single process needs no torchrun, which would import torch first.
-ALONE = "env TORCHELASTIC_RUN_ID={id} RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 {python}"
 
 
 def start(request):
-    """Starts the agent, in a tmux session if tmux works, otherwise in the background -> its place. Kills
-    what an earlier attempt has left here. Refuses if this host does not see the run folder."""
+    """Starts the agent, in a tmux session if tmux works, otherwise in the background -> its place. Kills the
+    processes of earlier attempts. Refuses if this host does not see the run folder."""
     logs = log_folder(request)
     if not logs.is_dir():
-        raise Refused(
+        reason = (
             f"the folder {request['out']} there is not the one here. Hosts that do not share the folder keep a part of"
             " each checkpoint, and no launch can resume from it. Give --out a folder that all hosts and this machine"
             " see, or launch from a machine that sees it"
         )
+        return {"refused": reason}
     kill_all(logs.parent)
-    env = {**os.environ, **request["env"], "TORCHELASTIC_ERROR_FILE": f"{logs}/error.json"}
-    if request["devices"] is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(request["devices"])
-    launcher = ALONE if request["nodes"] == request["slots"] == 1 else TORCHRUN
+    env = environment(request) | {"TORCHELASTIC_ERROR_FILE": f"{logs}/error.json"}
     command = [sys.executable, "launch/node.py", "agent", str(logs), str(request["ranks_here"])]
-    command += [word.format(**request, logs=logs) for word in launcher.split()]
+    command += [word.format(**request, logs=logs) for word in TORCHRUN.split()]
     command += ["train.py", *request["words"]]
 
     # The environment travels in a file that only its owner can read, and that is removed when it has been read. It must
@@ -290,7 +270,7 @@ def start(request):
             kill_all(logs)
             with contextlib.suppress(OSError):
                 os.unlink(parcel)
-            raise Refused(f"the agent did not start in {request['start_limit']} s ({place})")
+            return {"refused": f"the agent did not start in {request['start_limit']} s ({place})"}
         time.sleep(0.05)
     return {"place": place}
 
@@ -302,8 +282,9 @@ def open_session(session, command, logs):
         tmux = ["tmux", "new-session", "-d", "-s", session, *command]
         if subprocess.run(tmux, env=plain, capture_output=True).returncode == 0:
             return f"tmux session {session}"
-    with open(logs / "background.stderr.log", "wb") as err:
-        subprocess.Popen(command, env=plain, stdin=subprocess.DEVNULL, stdout=err, stderr=err, start_new_session=True)
+    with open(logs / "background.stderr.log", "wb") as stderr:
+        nothing = subprocess.DEVNULL
+        subprocess.Popen(command, env=plain, stdin=nothing, stdout=nothing, stderr=stderr, start_new_session=True)
     return "background"
 
 
@@ -326,8 +307,8 @@ def look(request):
     return {
         **record,
         "processes": len(alive),
-        "ranks": len({env["LOCAL_RANK"] for env in alive.values() if "LOCAL_RANK" in env}),
-        "gpus": query("utilization.gpu,memory.used,memory.total") if request.get("gpus") else [],
+        "ranks": len(set(re.findall(r"\0LOCAL_RANK=(\d+)", "".join(alive.values())))),
+        "gpus": query("utilization.gpu,memory.used") if request.get("gpus") else [],
     }
 
 
@@ -340,7 +321,6 @@ def sweep(request):
 
 # ---- for doctor
 
-FREE = {"runs": 20, "/dev/shm": 1}  # GB that a run should find
 VERSIONS = """import platform, torch
 print(torch.__version__, "python", platform.python_version(), "cuda", torch.version.cuda,
 *("nccl", *torch.cuda.nccl.version()) if torch.cuda.is_available() else ())"""
@@ -349,27 +329,18 @@ print(torch.__version__, "python", platform.python_version(), "cuda", torch.vers
 def examine(request):
     """The rows of doctor's table for this host: name -> [value, remedy or nothing if it is right]"""
     python = request["python"]
-    (ROOT / "runs").mkdir(exist_ok=True)
-    shared = (ROOT / request["mark"]).exists()
     torch = run({**request, "command": [python, "-c", VERSIONS]})
     check = run({**request, "command": [python, "train.py", *request["words"], "--check", str(request["total"])]})
     error = (last_line(check["err"]).removeprefix("error: ") or "it failed") if check["exit"] else ""
-    rows = {
+    return {
         "torch": [torch["out"].strip() or "no", last_line(torch["err"]) if torch["exit"] else ""],
-        "driver": [(query("driver_version") or ["none"])[0], ""],
-        "folder": ["shared" if shared else "separate", ""],
         "data, weights": ["no" if error else "there", error],
         "attention": ["".join(re.findall("^attention=(.*)", check["out"], re.M)) or "unknown", ""],
     }
-    for path, least in FREE.items():
-        free = shutil.disk_usage(ROOT / path).free / 1e9
-        remedy = f"at least {least} GB are needed; df -h shows what is full" if free < least else ""
-        rows[f"free {path}"] = [f"{free:.0f} GB", remedy]
-    return rows
 
 
 def all_reduce(address):
-    """Prints the MB/s of the sum of 64 MiB over all ranks; this process is one of them."""
+    """Prints the MB/s of the sum of 64 MiB over all ranks. This process is one rank."""
     choose_interface(address)
     from datetime import timedelta
 
@@ -378,37 +349,29 @@ def all_reduce(address):
 
     device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
     dist.init_process_group(backend, timeout=timedelta(seconds=30))
-    data, seconds = torch.ones(2**24, device=device), []
-    for _ in range(4):
+    data = torch.ones(2**24, device=device)
+    for _ in range(2):  # the first one sets up connections
         begin = time.perf_counter()
         dist.all_reduce(data)
         data[-1].item()
-        seconds.append(time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
     dist.barrier()
-    print(2**26 / 1e6 / min(seconds), flush=True)
+    print(2**26 / 1e6 / seconds, flush=True)
     os._exit(0)
 
 
-OPERATIONS = (probe, run, start, look, sweep, examine)
-
-
-def answer(name, request):
+def answer(operation, request):
     """The answer of an operation, or the reason why it cannot be done."""
     try:
-        return next(f for f in OPERATIONS if f.__name__ == name)(request)
-    except (Refused, OSError, RuntimeError, subprocess.SubprocessError) as e:
+        return globals()[operation](request)
+    except OSError as e:
         return {"refused": str(e)}
 
 
+def serve(operation):
+    """Answers the request on stdin."""
+    print(json.dumps(answer(operation, json.loads(sys.stdin.buffer.readline()))))
+
+
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["agent", logs, ranks, *command]:
-            sys.exit(agent(Path(logs), int(ranks), command))
-        case ["torchrun", logs, *words]:
-            sys.exit(torchrun(Path(logs), words))
-        case ["enter", parcel]:
-            enter(parcel)
-        case ["all_reduce", address]:
-            all_reduce(address)
-        case [operation]:
-            print(json.dumps(answer(operation, json.loads(sys.stdin.buffer.readline()))), flush=True)
+    sys.exit(globals()[sys.argv[1]](*sys.argv[2:]))

@@ -101,7 +101,7 @@ def test_addresses_are_those_that_connections_came_in_at(connections, expected):
         ("0 1 2 3", [0], 0, [(4, ["0", "1", "2", "3"])]),
         ("4 5 6 7", [0, 0], 0, [(2, ["4", "5"]), (2, ["6", "7"])]),
         ("0 1 2 3", [0, 0], 1, [(1, ["0"]), (1, ["2"])]),
-        ("0", [0, 0], 0, "1 GPUs cannot be divided evenly among 2 nodes"),
+        ("0", [0, 0], 0, "1 processes, but 0 visible GPUs"),
         ("0 1", [4], 0, "4 processes, but 2 visible GPUs"),
     ],
 )
@@ -183,27 +183,27 @@ def end(order: int, what: str, **more) -> dict:
 LOST = end(node.FOLLOWED, "rank 0 on a failed")
 KILLED = end(node.KILLED, "rank 1 on b was killed")
 GONE = end(node.KILLED, "everything on b was gone")
-FINE = {"cause": None}
+FINE, SILENT = {"cause": None}, {"silent": "no answer in 20 s"}
 SIGNALLED = end(node.FOLLOWED, "torchrun on a failed")
 MISTAKE = end(node.FAILED, "rank 0 failed", tail="error: no GPU", status=2)
 STOP, NOW = " ", "now"
 JUDGEMENTS = {
-    # status.json, what was asked, results of hosts a and b, who is silent -> state, the report's words
-    "finished": ("finished", "", [FINE, FINE], "", "finished", ""),
-    "finished, though an agent was killed after it": ("finished", "", [FINE, GONE], "", "finished", ""),
-    "a worker was stopped by hand": ("stopped", "", [FINE, FINE], "", "stopped", ""),
-    "kill-session": ("stopped", "", [SIGNALLED, FINE], "", "stopped", ""),
-    "an agent was killed, so all stopped": ("stopped", "", [FINE, KILLED], "", "failed", "rank 1 on b was killed"),
-    "the user's mistake": ("error", "", [SIGNALLED, FINE], "", "error", ""),
-    "the same, before it began": (None, "", [MISTAKE, LOST], "", "error", ""),
-    "a worker was killed": ("running", "", [LOST, KILLED], "", "failed", "rank 1 on b was killed"),
-    "a bug on one rank": ("failed", "", [LOST, end(node.FAILED, "b failed", tail=BUG)], "", "failed", "b failed"),
-    "a machine restarted": ("failed", "", [LOST, GONE], "", "failed", "everything on b was gone"),
-    "a cable was pulled": ("failed", "", [LOST, {}], "b", "failed", "b has not answered for"),
-    "a switch lost its power": ("failed", "", [LOST, {}], "ab", "failed", "a has not answered for"),
-    "stopped early": (None, STOP, [SIGNALLED, SIGNALLED], "", "stopped", ""),
-    "stopped at once": ("running", NOW, [SIGNALLED, SIGNALLED], "", "stopped", ""),
-    "stopped, but a peer was dead": ("running", STOP, [LOST, {}], "b", "failed", "b has not answered"),
+    # state in status.json, request to stop, last answers of hosts a and b -> state, words of the message
+    "finished": ("finished", "", [FINE, FINE], "finished", ""),
+    "finished, though an agent was killed after it": ("finished", "", [FINE, GONE], "finished", ""),
+    "a worker was stopped by hand": ("stopped", "", [FINE, FINE], "stopped", ""),
+    "kill-session": ("stopped", "", [SIGNALLED, FINE], "stopped", ""),
+    "an agent was killed, so all stopped": ("stopped", "", [FINE, KILLED], "failed", "rank 1 on b was killed"),
+    "the user's mistake": ("error", "", [SIGNALLED, FINE], "error", ""),
+    "the same, before it began": (None, "", [MISTAKE, LOST], "error", ""),
+    "a worker was killed": ("running", "", [LOST, KILLED], "failed", "rank 1 on b was killed"),
+    "a bug on one rank": ("failed", "", [LOST, end(node.FAILED, "b failed", tail=BUG)], "failed", "b failed"),
+    "a machine restarted": ("failed", "", [LOST, GONE], "failed", "everything on b was gone"),
+    "a cable was pulled": ("failed", "", [LOST, SILENT], "failed", "b does not answer"),
+    "a switch lost its power": ("failed", "", [SILENT, SILENT], "failed", "a does not answer"),
+    "stopped early": (None, STOP, [SIGNALLED, SIGNALLED], "stopped", ""),
+    "stopped at once": ("running", NOW, [SIGNALLED, SIGNALLED], "stopped", ""),
+    "stopped, but a peer was dead": ("running", STOP, [LOST, SILENT], "failed", "b does not answer"),
 }
 
 
@@ -217,14 +217,14 @@ def supervisor(tmp_path):
 
 @pytest.mark.parametrize("name", JUDGEMENTS)
 def test_how_an_attempt_is_judged(supervisor, name):
-    status, asked, results, silent, state, said = JUDGEMENTS[name]
+    status, asked, results, state, said = JUDGEMENTS[name]
     if asked:
         (supervisor.out / "logs" / "stop").write_text(asked.strip())
     if status:
         now = {"state": status, "step": 7, "message": "m", "attempt": "x"}
         (supervisor.out / "status.json").write_text(json.dumps(now))
-    supervisor.hosts = [Host(n, label=n, heard=9.0, last=r) for n, r in zip("ab", results, strict=True)]
-    found = supervisor.judge([h for h in supervisor.hosts if h.label in silent])
+    supervisor.hosts = [Host(n, label=n, last=r) for n, r in zip("ab", results, strict=True)]
+    found = supervisor.judge()
     assert (found.state, said in found.message) == (state, True)
     if name == "a bug on one rank":
         assert BUG in found.details and "---- the end of f" in found.details
@@ -305,51 +305,48 @@ def test_what_an_agent_sets_for_its_ranks(tmp_path, ranks, given, expected):
     environment = {k: v for k, v in os.environ.items() if "_NUM_THREADS" not in k and "SOCKET" not in k}
     command = [sys.executable, cluster.ROOT / "launch" / "node.py", "agent", logs, str(ranks)]
     command += [sys.executable, "-c", f"import os; print(*map(os.environ.get, [{names}]))", "--local-addr", "127.0.0.1"]
-    subprocess.run(command, env=environment | ({"OMP_NUM_THREADS": given} if given else {}), check=True, timeout=LIMIT)
-    assert (logs / "agent.stdout.log").read_text() == f"{expected}lo lo\n"
+    environment |= {"OMP_NUM_THREADS": given} if given else {}
+    assert subprocess.check_output(command, env=environment, timeout=LIMIT, text=True) == f"{expected}lo lo\n"
 
 
 def test_it_gives_up_after_its_tries_without_a_newer_checkpoint_and_names_the_first_cause(supervisor, monkeypatch):
     supervisor.job |= {"retries": 1, "retry_pause": 0, "host_wait": 0}
     ends = iter([cluster.End("failed", n, f"what {n}", f"details {n}\n") for n in range(9)])
-    saved = iter([0, 4, 7, 7])
+    saved = iter(["", "step-4", "step-7", "step-7"])
     monkeypatch.setattr(Supervisor, "attempt", lambda self: next(ends))
     monkeypatch.setattr(Supervisor, "ask", lambda *_, **__: [])
     monkeypatch.setattr(cluster, "last_saved", lambda out: next(saved))
     supervisor.run()
     launch, log = cluster.read_launch(supervisor.out), (supervisor.out / "logs" / "launch.log").read_text()
     assert (launch["state"], launch["message"]) == ("failed", "what 2")
-    assert log.count("Relaunching from step 4 in 0 s: try 1 of 1") == 1 and log.count("Relaunching from step 7") == 1
+    assert log.count("Relaunching from step-4 in 0 s: try 1 of 1") == 1 and log.count("Relaunching from step-7") == 1
     assert log.endswith("try 1 of 1\ndetails 2\nGave up after 1 tries without progress\n")
 
 
 @pytest.mark.parametrize(("state", "status"), [("error", 2), ("failed", 1)])
 def test_how_a_run_ended_is_told(supervisor, capsys, state, status):
+    follower = cluster.Follower(supervisor.out, "r")
     supervisor.save("details\n", state=state, step=3, message="m")
-    assert cluster.Follower(supervisor.out, "r", lines=9).to_the_end() == status
+    assert follower.to_the_end() == status
     end = {"error": "error: m\n", "failed": "r: failed at step 3: m\n"}[state]
     assert capsys.readouterr() == ("", "details\n" + end)
 
 
 def test_the_prefix_is_not_for_terminals(supervisor, capsys, monkeypatch):
-    (supervisor.out / "log.txt").write_text("2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184\nno prefix\n")
     supervisor.save(state="finished", step=20, message="")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert cluster.Follower(supervisor.out, "r", lines=9).to_the_end() == 0
+    follower = cluster.Follower(supervisor.out, "r")
+    (supervisor.out / "log.txt").write_text("2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184\nno prefix\n")
+    assert follower.to_the_end() == 0
     assert capsys.readouterr().out == "Batch 20 Loss: 8.42184\nno prefix\nr: finished at step 20\n"
 
 
 def test_attach_uses_ssh_where_the_session_is(supervisor, monkeypatch):
-    supervisor.save(
-        hosts=[asdict(Host("me@node1:22", label="a", session="s"))], place="tmux session s", state="running"
-    )
-    ran, flags = [], SimpleNamespace(which="a")
+    supervisor.save(hosts=[asdict(Host("me@node1:22", label="a", session="s"))])
+    ran = []
     monkeypatch.setattr(os, "execvp", lambda _, command: ran.append(command))
-    with cluster.supervisor_lock(supervisor.out):
-        cluster.verb_attach(supervisor.out, "r", flags)
+    cluster.verb_attach(supervisor.out, "r", SimpleNamespace(which="a"))
     assert ran == [["ssh", "-t", "--", "ssh://me@node1:22", "tmux attach -t =s"]]
-    with pytest.raises(UserError, match="is not running: failed; see its log: bash launch.sh logs"):
-        cluster.verb_attach(supervisor.out, "r", flags)
 
 
 def test_the_command_that_goes_on_with_the_others(tmp_path):
@@ -372,12 +369,13 @@ def test_a_host_where_nothing_is_left_says_so(tmp_path):
     assert node.look(request)["cause"] is None
 
 
-@pytest.mark.parametrize("slow", [{3}, {0}, {2, 3}, {0, 7}])
+@pytest.mark.parametrize("slow", [{3}, {0}, {2, 3}, {0, 7}, set()])
 def test_halving_names_the_slow_host(monkeypatch, slow):
     hosts = [Host(f"h{i}") for i in range(8)]
     monkeypatch.setattr(doctor, "measure", lambda group, _: (9 if slow & {int(h.name[1]) for h in group} else 900, ""))
-    suspects = {int(h.name[1]) for h in doctor.find_slow(hosts, {})}
-    assert slow <= suspects and (slow == {0, 7} or len(suspects) == 2)
+    speed, error, suspects = doctor.find_slow(hosts, {})
+    names = {int(h.name[1]) for h in suspects}
+    assert (speed, error, len(names)) == ((9, "", 2) if slow else (900, "", 0)) and (names & slow or not slow)
 
 
 def test_the_hash_sees_every_edit_and_every_new_file(tmp_path):
@@ -388,7 +386,7 @@ def test_the_hash_sees_every_edit_and_every_new_file(tmp_path):
         (tmp_path / name.split()[0]).write_text(name[-1])
         seen.add(node.content_hash(tmp_path))
     assert len(seen) == 8
-    (tmp_path / "hosts").write_text("node1")  # what no run depends on
+    (tmp_path / "hosts").write_text("node1")  # no run depends on it
     assert node.content_hash(tmp_path) in seen
 
 
@@ -406,7 +404,7 @@ def setting(checkout, **values) -> None:  # noqa: F811
 def ranks(checkout, name: str) -> dict[str, int]:  # noqa: F811
     """rank -> process id"""
     found = node.processes(f"{os.path.realpath(checkout.run(name))}/logs")
-    return {environment["RANK"]: pid for pid, environment in found.items() if "RANK" in environment}
+    return {rank: pid for pid, environment in found.items() for rank in re.findall(r"\0RANK=(\d+)", environment)}
 
 
 def ids(run: Path) -> list[str]:
@@ -420,19 +418,19 @@ def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):  
     words = ["--x", "two words", "$HOME;", "it's", '{"a": [1]}']
     status, out, err = checkout.launch("--out", "runs/two", "--steps", "5000", "--save_every", "1", *words)
     run = checkout.run("two")
-    assert (status, err) == (0, "a line for the user\n"), err  # returns: this is no terminal
-    assert "Started runs/two" in out and "on 2 hosts" in out
+    assert (status, err) == (0, "a line for the user\n"), err  # it returns, because this is not a terminal
+    assert f"Started runs/two on {NAME}, {NAME}-2: " in out
     log = run / "log.txt"
     eventually(lambda: contains(log, "Batch 12 "), "some batches")
     assert 'environment ["2", "marked", 11]' in log.read_text()
     assert json.dumps(words)[1:-1] in log.read_text()
     if shutil.which("tmux"):
         listed = subprocess.run(["tmux", "ls", "-F", "#S"], env=checkout.environment, capture_output=True, text=True)
-        assert listed.stdout.split() == ["flatland-two", "flatland-two-2"]
+        assert listed.stdout.split() == ["flatland-two", "flatland-two-1"]
     assert not [text for text in checkout.texts("two") if "hf_abcdefgh" in text]
     assert len(list(run.glob(f"logs/{NAME}*/**/*stderr.log"))) == 4  # an agent and a worker each
     status, out, err = checkout.launch("status")
-    assert re.search(rf"{NAME}-2 +flatland-two-2 +1 of 1$", out, re.M), out
+    assert re.search(rf"{NAME}-2 +flatland-two-1 +1 of 1$", out, re.M), out
     status, out, err = checkout.launch("--out", "runs/two")
     assert status == 2 and "being trained already" in err
 
@@ -442,7 +440,7 @@ def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):  
     told = (run / "logs" / "launch.log").read_text()
     assert re.search(rf"failed at step \d+: rank 1 on {NAME}(-2)? was ended by SIGKILL", told)
     resumed = re.search(r"Resumed after step (\d+)", log.read_text())[1]
-    assert f"Relaunching from step {resumed} in" in told
+    assert f"Relaunching from step-{int(resumed):08d} in" in told
 
     status, out, err = checkout.launch("stop")
     assert status == 0 and "runs/two: stopped at step" in out, out + err
@@ -522,7 +520,7 @@ def test_hosts_behind_ssh_start_all_or_none(checkout, sshd):  # noqa: F811
 @pytest.mark.slow
 def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):  # noqa: F811
     if os.getuid() or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
-        pytest.skip("a host with a disk of its own needs root and mount namespaces")
+        pytest.skip("a host with a local disk needs root and mount namespaces")
     here, apart = sshd("127.0.0.2"), sshd("127.0.0.3", apart=True)
     label = apart.replace(":", "-")
     (checkout.folder / "new_and_uncommitted.py").write_text("x = 1\n")

@@ -1,5 +1,5 @@
-"""The launcher against a stand-in for train.py that needs no torch, under the real torchrun: what it passes on, what it
-shows, how it ends. The environment is the one that runs these tests; nothing is installed."""
+"""The launcher with a stand-in for train.py that needs no torch, under the real torchrun: arguments, output, end. These
+tests use their own environment and install nothing."""
 
 import contextlib
 import json
@@ -106,7 +106,7 @@ class Checkout:
         (folder / "config.py").write_text(FAKE_CONFIG)
         for name in ("bin", "tmp"):
             (short / name).mkdir()
-        # A tmux server and temporary files of our own
+        # A separate tmux server and separate temporary files
         path = f"{short}/bin:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
         self.environment = {**os.environ, "PATH": path, "TMUX_TMPDIR": str(short), "TMPDIR": f"{short}/tmp"}
         self.environment.pop("TMUX", None)
@@ -189,7 +189,9 @@ def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(
     log = (checkout.run("default") / "log.txt").read_text()
     assert f"arguments {json.dumps(typed)}\n" in log
     assert out.startswith("Started runs/default")
-    assert log in out and "key" not in out and "device=" not in out  # every line, with its prefix: this is no terminal
+    assert (
+        log in out and "key" not in out and "device=" not in out
+    )  # every line, with its prefix, because this is not a terminal
     assert out.endswith("runs/default: finished at step 4\n")
 
     for words in (["--steps", "4"], ["--steps", "4", "--check"]):  # by the run's own checks, and before it
