@@ -253,13 +253,13 @@ def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
     loss = torch.where(trained, lse - x.gather(1, picked), 0.0)
     if not grads:
         return loss[:, 0]
-    own = torch.where(trained, torch.expm1(-loss), 0.0)  # exp(-loss) is the target's probability
+    target_grad = torch.where(trained, torch.expm1(-loss), 0.0)  # exp(-loss) is the target's probability
     lse = lse.masked_fill(~trained, math.inf)  # gives ignored targets a gradient of 0
     if torch.compiler.is_compiling():  # one loop that writes in place: a scatter, or a longer loop, would make a copy
-        lse, own = torch.cat((lse, own), 1).split(1, 1)
-        logits.copy_(torch.where(torch.arange(x.shape[1], device=x.device) == picked, own, (x - lse).exp()))
+        lse, target_grad = torch.cat((lse, target_grad), 1).split(1, 1)
+        logits.copy_(torch.where(torch.arange(x.shape[1], device=x.device) == picked, target_grad, (x - lse).exp()))
     else:
-        logits.copy_(x.sub_(lse).exp_().scatter_(1, picked, own))
+        logits.copy_(x.sub_(lse).exp_().scatter_(1, picked, target_grad))
     return loss[:, 0]
 
 

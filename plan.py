@@ -91,7 +91,7 @@ class _Live(torch_private.DispatchMode):
 
     def __init__(self, known: list[Tensor]):
         super().__init__()
-        self.now = self.peak = self.made = 0
+        self.now = self.peak = self.allocated = 0
         self.sizes = {id(tensor.untyped_storage()): 0 for tensor in known}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -108,7 +108,7 @@ class _Live(torch_private.DispatchMode):
             return
         self.sizes[id(storage)] = size = storage.nbytes()
         weakref.finalize(storage, self._forget, id(storage))
-        self.now, self.made = self.now + size, self.made + size
+        self.now, self.allocated = self.now + size, self.allocated + size
         self.peak = max(self.peak, self.now)
 
     def _forget(self, key: int) -> None:
@@ -235,13 +235,13 @@ def _trace_layers(config: Config, layers: int, wrapped: bool, passes: int) -> li
         keep_copies(model, None, config, passes > 1)
         for _ in range(passes):
             live.lap()
-            live.made = 0
+            live.allocated = 0
             loss = model(tokens, tokens, *documents)
             laps[0] = live.lap()
             loss.backward()
             laps[-1] = live.lap()
     # Memory changes evenly from block to block, so no block in between needs most.
-    return [laps[0], laps[1], laps[-2], laps[-1], live.made]
+    return [laps[0], laps[1], laps[-2], laps[-1], live.allocated]
 
 
 class Kept(NamedTuple):
@@ -435,9 +435,9 @@ def _computation(config: Config, cluster: Cluster) -> dict[str, float]:
     if config.fp8 != "off":
         products /= gpu.fp8
     attends = (lora.flops_per_token(config) - in_products) * tokens / rate / ATTENTION
-    made = trace(config, cluster)[-1]
+    allocated = trace(config, cluster)[-1]
     moved = (
-        3 * made * tokens / (config.micro_batch * config.seq_len)
+        3 * allocated * tokens / (config.micro_batch * config.seq_len)
     )  # an operation reads about twice as many bytes as it writes
     return {
         "products": products,
@@ -629,7 +629,7 @@ def advice(plan: Plan, cluster: Cluster) -> str:
 # ---- the command
 
 
-OWN = {  # plan.py's own flags: default, meaning
+PLAN_FLAGS = {  # plan.py's own flags: default, meaning
     "nodes": (1, "machines"),
     "gpus": (1, "GPUs in each"),
     "gpu": ("h100-80", f"{', '.join(GPUS)}; or TFLOP/s,GB,GB/s,GB/s to the next GPU"),
@@ -646,28 +646,35 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     usage = "python plan.py [@recipes/NAME.args ...] [train.py's flags] [--nodes N --gpus N --gpu KIND]"
     text = "Estimates the memory, the speed and the cost of a run."
     parser = argparse.ArgumentParser("plan.py", usage, text, allow_abbrev=False)
-    for name, (default, meaning) in OWN.items():
+    for name, (default, meaning) in PLAN_FLAGS.items():
         how = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
         parser.add_argument(f"--{name}", help=meaning, **how)
-    own, words = parser.parse_known_args(argv)
+    plan_flags, words = parser.parse_known_args(argv)
     for name in ("nodes", "gpus"):
-        if getattr(own, name) < 1:
-            raise UserError(f"--{name} {getattr(own, name)}: it must be at least 1")
+        if getattr(plan_flags, name) < 1:
+            raise UserError(f"--{name} {getattr(plan_flags, name)}: it must be at least 1")
     words = words or DEFAULT
     if any(word.partition("=")[0] == "--model" for word in with_recipes(words)):
         words = [*words, "--weights=", "--load=direct", "--lora_weights="]
     config = parse_args(words)
-    if config.epochs and not own.tokens:
+    if config.epochs and not plan_flags.tokens:
         raise UserError(f"--epochs {config.epochs:g}: plan.py reads no data; give --tokens or --steps instead")
-    return own, config
+    return plan_flags, config
 
 
 def main(argv: list[str]) -> int:
-    own, config = parse(argv)
-    cluster = Cluster(own.nodes, own.gpus, machine.read_gpu(own.gpu), own.network * 1e9, own.price, own.host_gib)
+    plan_flags, config = parse(argv)
+    cluster = Cluster(
+        plan_flags.nodes,
+        plan_flags.gpus,
+        machine.read_gpu(plan_flags.gpu),
+        plan_flags.network * 1e9,
+        plan_flags.price,
+        plan_flags.host_gib,
+    )
     plan = predict(config, cluster)
-    text = summary(plan, cluster, own.tokens / plan.config.batch_tokens or config.steps)
-    if own.head:  # for the top of a recipe
+    text = summary(plan, cluster, plan_flags.tokens / plan.config.batch_tokens or config.steps)
+    if plan_flags.head:  # for the top of a recipe
         for line in text.splitlines():
             print(textwrap.fill(line, 120, initial_indent="# ", subsequent_indent="#     "))
     else:

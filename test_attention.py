@@ -176,10 +176,10 @@ def test_gpu_kernels(backend, heads, case):
     exact = [t.double().requires_grad_() for t in qkv]
     expected, _ = naive(*exact, (causal(T, T) if mask is None else mask).cuda())
     expected.backward(gradient.double())
-    told = mask if mask is None or backend == "sdpa" else begins(mask)
-    told = None if told is None else told.cuda()
+    reports = mask if mask is None or backend == "sdpa" else begins(mask)
+    reports = None if reports is None else reports.cuda()
     qkv = [t.requires_grad_() for t in qkv]
-    found = attention.attention(*qkv, told, backend)
+    found = attention.attention(*qkv, reports, backend)
     found.backward(gradient)
     assert (found - expected).norm() < 4 * BF16 * expected.norm()
     for a, b in zip(qkv, exact, strict=True):
@@ -190,7 +190,7 @@ def test_gpu_kernels(backend, heads, case):
         changed = [t.detach().clone() for t in qkv]
         for t in changed:
             t.view(-1, *t.shape[2:])[a:z] += 1
-        after = attention.attention(*changed, told, backend).flatten(0, 1)
+        after = attention.attention(*changed, reports, backend).flatten(0, 1)
         before = found.detach().flatten(0, 1)
         others = torch.ones(len(before), dtype=torch.bool)
         others[a:z] = False

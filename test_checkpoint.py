@@ -194,8 +194,8 @@ def test_list_and_verify(tmp_path, capsys):
     for step in (3, 4):
         save(tmp_path, step, model, optimizer, {}, config)
     assert checkpoint.main(["list", str(tmp_path)]) == 0 and checkpoint.main(["verify", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert [said.count(words) for words in ("step 3", "step 4", "written by 1 ranks", "intact")] == [2, 2, 2, 2]
+    output = capsys.readouterr().out
+    assert [output.count(words) for words in ("step 3", "step 4", "written by 1 ranks", "intact")] == [2, 2, 2, 2]
     path = tmp_path / "checkpoints/step-00000004/rank-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert checkpoint.main(["verify", str(tmp_path)]) == 1

@@ -293,9 +293,9 @@ def test_the_token_goes_to_the_hub_alone_and_is_kept_nowhere(
         hub.refuse = lambda path, status=status: (status, b"", {"X_Error_Message": f"what a token: {token}"})
         assert main("org/model") == 2
     assert main("org/model", "--token", TOKEN) == 2
-    said = "".join(capfd.readouterr()).encode()
+    output = "".join(capfd.readouterr()).encode()
     kept = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
-    assert len(kept) > 5 and not any(token.encode() in text for text in [said, *kept])
+    assert len(kept) > 5 and not any(token.encode() in text for text in [output, *kept])
 
 
 # ---- wrong bytes
@@ -374,8 +374,8 @@ def test_a_full_disk(hub, mount, monkeypatch, capfd):
     """A real one: the model has 2.1 MB."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(mount("1m") / "hub"))
     assert main("org/model") == 1
-    said = capfd.readouterr().err
-    assert said.count("error: the disk is full") == 1 and "Traceback" not in said
+    output = capfd.readouterr().err
+    assert output.count("error: the disk is full") == 1 and "Traceback" not in output
     with pytest.raises(UserError, match="continue it with: python download.py org/model$|no download of it"):
         local_path("org/model", "--weights")
 
@@ -409,8 +409,8 @@ def refuse_files(*answer):
 def test_one_message_and_a_status(hub, capfd, refuse, args, status, words):
     hub.refuse = refuse or hub.refuse
     assert main(*args or ["org/model"]) == status
-    said = capfd.readouterr().err
-    assert re.search(words, said) and said.count("error: ") == 1 and "Traceback" not in said, said
+    output = capfd.readouterr().err
+    assert re.search(words, output) and output.count("error: ") == 1 and "Traceback" not in output, output
     with pytest.raises(UserError, match="no download of it|incomplete"):
         local_path("org/model", "--weights")
 

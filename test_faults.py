@@ -342,11 +342,11 @@ def run_here(monkeypatch, text, capsys):
             status = errors.exit_status(train.main, [*TINY, "--data", text, "--out", str(out), *map(str, flags)])
         except SystemExit as end:
             status = end.code
-        said = capsys.readouterr().err
-        assert "Traceback" not in said, said
-        assert said.count("error: ") == bool(status), said
+        output = capsys.readouterr().err
+        assert "Traceback" not in output, output
+        assert output.count("error: ") == bool(status), output
         assert not (out / "lock").exists()
-        return status, said
+        return status, output
 
     yield run
     signal.set_wakeup_fd(-1)
@@ -385,16 +385,16 @@ def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tmp_path, run_here, m
     assert run_here(tmp_path / "whole", *flags)[0] == 0
     with monkeypatch.context() as m:
         break_losses(m, {bad})
-        status, said = run_here(tmp_path / "run", *flags)
-    assert status == 1 and f"Step {bad}: the loss of rank 0 on {platform.node()} is inf" in said
-    assert len(re.findall(r"rank 0: \S+/numbers\.txt: '.{9,}'\n", said)) == 2, said
+        status, output = run_here(tmp_path / "run", *flags)
+    assert status == 1 and f"Step {bad}: the loss of rank 0 on {platform.node()} is inf" in output
+    assert len(re.findall(r"rank 0: \S+/numbers\.txt: '.{9,}'\n", output)) == 2, output
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["state"] == "failed" and f"Step {bad}:" in status["message"]
     assert [checkpoint.step_of(p) for p in checkpoint.folders(tmp_path / "run")] == [3] * (bad > 3)
     with monkeypatch.context() as m:  # directly after the resume, again
         break_losses(m, {1})
-        status, said = run_here(tmp_path / "run", *flags)
-        assert status == 1 and f"Step {3 * (bad > 3) + 1}:" in said
+        status, output = run_here(tmp_path / "run", *flags)
+        assert status == 1 and f"Step {3 * (bad > 3) + 1}:" in output
     assert run_here(tmp_path / "run", *flags)[0] == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert weights_of(tmp_path / "run", 8) == weights_of(tmp_path / "whole", 8)
@@ -412,12 +412,12 @@ def test_steps_that_are_skipped_leave_no_trace_and_ten_in_a_row_end_the_run(tmp_
     got, want = losses(tmp_path / "run"), losses(tmp_path / "whole")
     assert got == [(step, None if step in left_out else loss) for step, loss in want]
     assert weights_of(tmp_path / "run", 20) == weights_of(tmp_path / "whole", 20)
-    said = (tmp_path / "run/log.txt").read_text()
-    assert said.count("Its update is skipped") == 4 and "2 in a row" in said and "rank 0: " in said
+    output = (tmp_path / "run/log.txt").read_text()
+    assert output.count("Its update is skipped") == 4 and "2 in a row" in output and "rank 0: " in output
     with monkeypatch.context() as m:  # every second step is counted anew, the eleventh is never taken
         break_losses(m, {*range(1, 6, 2), *range(7, 17)})
-        status, said = run_here(tmp_path / "many", *flags[:4], "--save_every", 3)
-    assert status == 1 and "Step 16: " in said and "10 steps in a row" in said
+        status, output = run_here(tmp_path / "many", *flags[:4], "--save_every", 3)
+    assert status == 1 and "Step 16: " in output and "10 steps in a row" in output
     manifest = checkpoint.read_manifest(checkpoint.step_folder(tmp_path / "many", 15))
     assert manifest["updates"] == 3 and manifest["position"]["samples"] == 30
 
@@ -433,8 +433,8 @@ def test_a_mixture_a_stream_and_chats_name_their_rows(tmp_path, run_here, monkey
     ):
         with monkeypatch.context() as m:
             break_losses(m, {2})
-            status, said = run_here(tmp_path / kind, "--steps", 4, *flags)
-        assert status == 1 and re.search(named, said), said
+            status, output = run_here(tmp_path / kind, "--steps", 4, *flags)
+        assert status == 1 and re.search(named, output), output
     with monkeypatch.context() as m:  # whose losses by source are no numbers either
         break_losses(m, {2})
         flags = ["--data", f"{text}:1", f"{text}:2", "--on_nonfinite", "skip"]
@@ -463,8 +463,8 @@ def test_what_is_loaded_must_have_the_loss_that_was_saved(tmp_path, run_here, mo
     more = [*flags, "--steps", 21]
 
     def refused(pattern: str, run: Path = tmp_path / "run") -> None:
-        status, said = run_here(run, *more)
-        assert status == 2 and re.search(pattern, said), said
+        status, output = run_here(run, *more)
+        assert status == 2 and re.search(pattern, output), output
 
     for name in ("mlp.down_proj", "self_attn.o_proj"):
         shutil.copytree(tmp_path / "run", tmp_path / name)
@@ -503,22 +503,22 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
     assert run_here(run, "--steps", 5, *other)[0] == 0
     assert run_here(run, "--steps", 4, *other)[0] == 0  # nothing is left to do
     changes = ["--lr", 0.02, "--warmup_steps", 2, "--seed", 1]
-    status, said = run_here(run, "--steps", 8, *changes)
-    assert status == 2 and "--lr was 0.01, is 0.02" in said and "--seed was 0, is 1" in said
-    assert "--warmup_steps was 0.0, is 2.0" in said and "--resume_override" not in said  # seed stays
-    status, said = run_here(run, "--steps", 8, *changes[:4])
-    assert status == 2 and "--resume_override lr,warmup_steps accepts the new values" in said
-    status, said = run_here(run, "--steps", 8, *changes[:4], "--resume_override", "lr")
-    assert status == 2 and "--warmup_steps was" in said and "--lr was" not in said
-    status, said = run_here(run, "--steps", 8, "--resume_override", "lr,seed")
-    assert status == 2 and "--resume_override seed: expected lr," in said
+    status, output = run_here(run, "--steps", 8, *changes)
+    assert status == 2 and "--lr was 0.01, is 0.02" in output and "--seed was 0, is 1" in output
+    assert "--warmup_steps was 0.0, is 2.0" in output and "--resume_override" not in output  # seed stays
+    status, output = run_here(run, "--steps", 8, *changes[:4])
+    assert status == 2 and "--resume_override lr,warmup_steps accepts the new values" in output
+    status, output = run_here(run, "--steps", 8, *changes[:4], "--resume_override", "lr")
+    assert status == 2 and "--warmup_steps was" in output and "--lr was" not in output
+    status, output = run_here(run, "--steps", 8, "--resume_override", "lr,seed")
+    assert status == 2 and "--resume_override seed: expected lr," in output
     assert not (run / "overrides.jsonl").exists()
     assert run_here(run, "--steps", 8, *changes[:4], "--resume_override", "lr,warmup_steps")[0] == 0
     recorded = [json.loads(line) for line in (run / "overrides.jsonl").read_text().splitlines()]
     assert recorded == [{"step": 5, "lr": [0.01, 0.02], "warmup_steps": [0.0, 2.0]}]
     rewrite(checkpoint.folders(run)[-1], lambda m: [m["config"].pop(flag) for flag in ("seed", "lr")])  # newer flags
-    status, said = run_here(run, "--steps", 8, *changes[:4])
-    assert status == 2 and "--lr was 0.0003, is 0.02" in said and "--seed" not in said
+    status, output = run_here(run, "--steps", 8, *changes[:4])
+    assert status == 2 and "--lr was 0.0003, is 0.02" in output and "--seed" not in output
     rewrite(checkpoint.folders(run)[-1], lambda m: m["config"].update(seed=0, lr=0.02))
     assert run_here(run, "--steps", 9, *changes[:4])[0] == 0  # the checkpoint has the new ones
     assert len((run / "overrides.jsonl").read_text().splitlines()) == 1
@@ -558,8 +558,8 @@ def test_a_save_in_the_background_equals_one_that_is_waited_for_and_its_error_en
     shutil.rmtree(checkpoint.step_folder(tmp_path / "run", 6))
     with monkeypatch.context() as m:
         m.setattr(checkpoint, "write_file", full)
-        status, said = run_here(tmp_path / "run", *flags, save_async, "--steps", 60, "--save_every", 5)
-    assert status == 1 and said.count("the disk is full") == 1
+        status, output = run_here(tmp_path / "run", *flags, save_async, "--steps", 60, "--save_every", 5)
+    assert status == 1 and output.count("the disk is full") == 1
     assert losses(tmp_path / "run")[-1][0] <= 10  # a step after the error, and before another save is begun
     names = {p.name for p in (tmp_path / "run/checkpoints").iterdir()}
     assert names == {"step-00000002", "step-00000004"}
@@ -585,19 +585,19 @@ def test_a_run_folder_that_vanishes_is_named(tmp_path, run_here, monkeypatch):
     write, gone = train.Log.step, tmp_path / "gone"  # at once: a save may be on
     with monkeypatch.context() as m:
         m.setattr(train.Log, "step", lambda log, n, *a: (n == 4 and log.file.parent.rename(gone), write(log, n, *a)))
-        status, said = run_here(tmp_path / "run", "--steps", 9, "--save_every", 2)
-    assert status == 1 and f"No such file or directory: '{tmp_path / 'run'}/" in said
+        status, output = run_here(tmp_path / "run", "--steps", 9, "--save_every", 2)
+    assert status == 1 and f"No such file or directory: '{tmp_path / 'run'}/" in output
     assert not (tmp_path / "run").exists()
     (tmp_path / "file").touch()
-    status, said = run_here(tmp_path / "file" / "run", "--steps", 1)
-    assert status == 2 and "a file is where a folder should be" in said and str(tmp_path / "file/run") in said
+    status, output = run_here(tmp_path / "file" / "run", "--steps", 1)
+    assert status == 2 and "a file is where a folder should be" in output and str(tmp_path / "file/run") in output
 
 
 def test_a_folder_that_a_rank_does_not_see_is_refused_before_anything_is_loaded(tmp_path, run_here, monkeypatch):
     monkeypatch.setattr(guard, "sees", lambda run, word: False)
     monkeypatch.setattr(checkpoint, "find", None)
-    status, said = run_here(tmp_path / "run", "--steps", 1)
-    assert status == 2 and f"--out {tmp_path / 'run'} is not the folder there" in said
+    status, output = run_here(tmp_path / "run", "--steps", 1)
+    assert status == 2 and f"--out {tmp_path / 'run'} is not the folder there" in output
     assert not (tmp_path / "run").exists()
 
 
@@ -619,10 +619,10 @@ def test_a_disk_that_is_or_becomes_read_only_is_named(mount, run_here, monkeypat
     with monkeypatch.context() as m:
         m.setattr(train.Log, "step", remount)
         m.setattr(Path, "exists", lambda self, e=Path.exists: self.name != "lock" and e(self))  # it stays
-        status, said = run_here(disk / "run", "--steps", 9)
-    assert status == 1 and "a disk fails" in said and f"Read-only file system: '{disk / 'run'}/" in said
-    status, said = run_here(disk / "other", "--steps", 9)
-    assert status == 2 and f"--out {disk / 'other'}: [Errno 30] Read-only" in said
+        status, output = run_here(disk / "run", "--steps", 9)
+    assert status == 1 and "a disk fails" in output and f"Read-only file system: '{disk / 'run'}/" in output
+    status, output = run_here(disk / "other", "--steps", 9)
+    assert status == 2 and f"--out {disk / 'other'}: [Errno 30] Read-only" in output
     assert checkpoint.verify(disk / "run") == [(2, True, "")]
 
 
@@ -633,8 +633,8 @@ def test_a_check_says_what_would_be_done(tmp_path, run_here, capsys):
     assert run_here(run, "--steps", 2, "--check")[0] == 0 and not (run / "status.json").exists()
     assert run_here(run, "--steps", 2)[0] == 0
     assert not (run / "checkpoints/step-00000007.tmp-dead").exists()
-    status, said = run_here(run, "--steps", 9, "--seed", 3, "--check")
-    assert status == 2 and "--seed was 0, is 3" in said
+    status, output = run_here(run, "--steps", 9, "--seed", 3, "--check")
+    assert status == 2 and "--seed was 0, is 3" in output
 
 
 # ---- runs of their own
@@ -676,8 +676,8 @@ class Job:
 
     def end(self, timeout: float = 120) -> tuple[int, str]:
         """-> (exit status, what was said on stderr)"""
-        _, said = self.process.communicate(timeout=timeout)
-        return self.process.returncode, said
+        _, output = self.process.communicate(timeout=timeout)
+        return self.process.returncode, output
 
     def wait_for_step(self, step: int) -> None:
         while self.status.get("step", 0) < step:
@@ -710,12 +710,12 @@ def broken(self, *args, **more):
     return (out[0] * float("inf"), out[1]) if self.training and more and next(count) == 7 and RANK == 1 else out
 train.Transformer.forward = broken
 """
-    status, said = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4, code=code).end()
-    assert status and said.count("error: Step 7: the loss of rank 1 on ") == 1 and "rank 0 on" not in said, said
-    assert len(re.findall(r"  rank 1: \S+/numbers\.txt: '.{9,}'\n", said)) == 2
+    status, output = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4, code=code).end()
+    assert status and output.count("error: Step 7: the loss of rank 1 on ") == 1 and "rank 0 on" not in output, output
+    assert len(re.findall(r"  rank 1: \S+/numbers\.txt: '.{9,}'\n", output)) == 2
     assert weights_of(tmp_path / "run", 6) == weights_of(truth, 6)
-    status, said = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4).end()
-    assert status == 0, said
+    status, output = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4).end()
+    assert status == 0, output
     assert losses(tmp_path / "run") == losses(truth) and weights_of(tmp_path / "run", 12) == weights_of(truth, 12)
 
 
@@ -789,11 +789,11 @@ at_step(6, flip)
 def test_replicas_that_differ_by_a_bit_are_found_and_not_saved(tmp_path, text, ranks, shard_size, every, found_after):
     """Within --replicas_every steps, and before each save; of three the one is named, of two both are."""
     flags = ["--steps", 30, "--shard_size", shard_size, "--save_every", 5, "--keep", 9, "--replicas_every", every]
-    status, said = Job(tmp_path / "run", text, *flags, ranks=ranks, code=FLIP).end()
-    assert status and said.count("error: After step") == 1, said
-    assert f"After step {found_after} not all copies" in said
+    status, output = Job(tmp_path / "run", text, *flags, ranks=ranks, code=FLIP).end()
+    assert status and output.count("error: After step") == 1, output
+    assert f"After step {found_after} not all copies" in output
     named = {2: "rank 0 on {0} | rank 1 on {0}. ", 3: "rank 1 on {0} | rank 0 ", 4: "rank 1 on {0} | rank 3 on {0}. "}
-    assert f"the odd ones out first: {named[ranks].format(platform.node())}" in said, said
+    assert f"the odd ones out first: {named[ranks].format(platform.node())}" in output, output
     assert [p.name for p in checkpoint.folders(tmp_path / "run")] == ["step-00000005"]
 
 
@@ -815,12 +815,12 @@ def test_a_hung_rank_is_named_within_the_limit(tmp_path, text, kind):
     job = Job(tmp_path / "run", text, "--steps", 30, "--timeout", 3, code=HANGS[kind])
     job.wait_for_step(4)
     begin, pids = time.monotonic(), job.pids()
-    status, said = job.end()
+    status, output = job.end()
     for pid in pids.values():
         wait_until_gone(pid, 5)
     assert status and time.monotonic() - begin < 3 + 60  # as --help says: torchrun kills a stopped one after 30 s
     rank = "rank 1 does not answer" if kind == "stopped" else r"rank 1 on \S+ is behind: its last step was 4"
-    assert re.search(rank, said), said
+    assert re.search(rank, output), output
     assert job.status["state"] == "failed" and re.search(rank, job.status["message"])
     stacks = sorted(p.name for p in (tmp_path / "run/logs").glob("*/rank-*-stacks.txt"))
     assert stacks == [f"rank-0000{r}-stacks.txt" for r in ([0] if kind == "stopped" else [0, 1])]
@@ -836,8 +836,8 @@ at_step(6, lambda: time.sleep(300))
 """
     flags = ["--steps", 9, "--timeout", 2, "--eval_every", 4, "--eval_batches", 1]
     job = Job(tmp_path / "run", text, *flags, ranks=1, code=code)
-    status, said = job.end()
-    assert status == 1 and "After step 5: no step has ended for" in said, said
+    status, output = job.end()
+    assert status == 1 and "After step 5: no step has ended for" in output, output
     assert job.status["state"] == "failed" and not (tmp_path / "run/lock").exists()
     assert "train.py" in next((tmp_path / "run/logs").glob("*/rank-00000-stacks.txt")).read_text()
 
@@ -887,8 +887,8 @@ def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path, text):
     slow = SLOWER.format(0.05)
     first = Job(tmp_path / "run", text, "--steps", 300, ranks=1, code=slow)
     first.wait_for_step(2)
-    status, said = Job(tmp_path / "run", text, "--steps", 300).end()
-    assert status and said.count(f"process {first.process.pid} on {platform.node()} is training there") == 1
+    status, output = Job(tmp_path / "run", text, "--steps", 300).end()
+    assert status and output.count(f"process {first.process.pid} on {platform.node()} is training there") == 1
     assert first.status["state"] == "running" and first.process.poll() is None
     first.process.terminate()
     assert first.end()[0] == 0 and first.status["state"] == "stopped"
@@ -914,8 +914,8 @@ told = lambda: RANK == {ranks - 1} and next(count) == 0 and os.kill(os.getpid(),
 """
     flags = ["--steps", 400, "--eval_every", 5, "--eval_batches", 1, "--sample_every", 5, "--save_every", 5]
     job = Job(tmp_path / "run", text, *flags, ranks=ranks, code=code)
-    status, said = job.end(60)
-    assert status == 0, said
+    status, output = job.end(60)
+    assert status == 0, output
     step = job.status["step"]
     assert job.status["state"] == "stopped" and step < 400
     assert checkpoint.newest(tmp_path / "run").step == step
@@ -980,8 +980,8 @@ def test_from_one_rank_to_two_and_back_the_batches_are_the_same(tmp_path, text, 
     flags = ["--batch_tokens", 96, "--save_every", 3, "--optimizer", optimizer]
     for ranks, size, steps in ((1, 0, 3), (2, 0, 6), (2, 1, 9), (1, 0, 12)):
         more = ["--steps", steps, "--shard_size", size]
-        status, said = Job(tmp_path / "run", text, *flags, *more, ranks=ranks).end()
-        assert status == 0, said
+        status, output = Job(tmp_path / "run", text, *flags, *more, ranks=ranks).end()
+        assert status == 0, output
     probes = re.findall(r"probe: ([\d.]+), it was ([\d.]+)", (tmp_path / "run/log.txt").read_text())
     assert len(probes) == 3 and all(float(a) == pytest.approx(float(b), abs=1e-5) for a, b in probes)
     assert Job(tmp_path / "whole", text, *flags, "--steps", 12, ranks=1).end()[0] == 0
@@ -994,8 +994,8 @@ def test_from_one_rank_to_two_and_back_the_batches_are_the_same(tmp_path, text, 
 def test_a_full_disk_ends_all_ranks_with_one_message(mount, text):
     """A real one: two checkpoints fit."""
     disk = mount("640k")
-    status, said = Job(disk / "run", text, "--steps", 99, "--save_every", 1, "--keep", 9).end()
-    assert status and said.count("error: the disk is full") == 1, said
+    status, output = Job(disk / "run", text, "--steps", 99, "--save_every", 1, "--keep", 9).end()
+    assert status and output.count("error: the disk is full") == 1, output
     folders = checkpoint.folders(disk / "run")
     assert len(folders) >= 2 and all(not checkpoint.fault_of(p) for p in folders)
     assert {p.name for p in (disk / "run/checkpoints").iterdir()} == {p.name for p in folders}
@@ -1029,7 +1029,7 @@ shard.fill_parameters = checkpoint.find = train.make_loader = None
 """
     (tmp_path / "apart").mkdir()
     job = Job(tmp_path / "apart" / "run", text, "--steps", 3, code=code)
-    status, said = job.end()
-    if "77" in said:
+    status, output = job.end()
+    if "77" in output:
         pytest.skip("only root has mounts of its own")
-    assert status and re.search(r"rank 1 on \S+: --out \S+ is not the folder there", said), said
+    assert status and re.search(r"rank 1 on \S+: --out \S+ is not the folder there", output), output

@@ -644,6 +644,6 @@ def test_a_run_in_which_nothing_would_be_fp8_is_refused():
     for skipped, refused in ((names, True), (names[1:], False)):
         config = parse_args(["--fp8", "tensor", "--fp8_skip", *skipped])
         model = Transformer(config.model_config)
-        said = pytest.raises(UserError, match="no layer would be in FP8.*skipped by name")
-        with said if refused else contextlib.nullcontext():
+        output = pytest.raises(UserError, match="no layer would be in FP8.*skipped by name")
+        with output if refused else contextlib.nullcontext():
             fp8.convert(model, config, torch.device("cpu"))

@@ -355,11 +355,11 @@ def test_chat_says_why_answers_are_poor_or_cut(hub, tmp_path, capsys, monkeypatc
 
 
 @pytest.mark.parametrize("words, said", [([], "A list of words"), (["--chat"], "list of words")])
-def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, monkeypatch, words, said):
+def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, monkeypatch, words, output):
     """Sentencepiece writes the space before a word in its token, and shows none before the first of a text."""
     folder, _, encode, _ = hub("mixtral")
     monkeypatch.setattr("generate.sample", lambda *_, **__: (torch.tensor([i]) for i in encode("list of words")[1:]))
-    assert say(capsys, "--run", folder, "--prompt", "A", *words) == said + "\n"
+    assert say(capsys, "--run", folder, "--prompt", "A", *words) == output + "\n"
 
 
 def test_a_text_is_shown_as_it_grows(hub, capsys, monkeypatch):

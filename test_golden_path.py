@@ -95,10 +95,10 @@ def test_six_commands_teach_a_model_to_talk(tmp_path):
     first, second = outputs[4].split("> And why?")
     assert first.startswith("> What is it?") and "It is" in first and "It is" in second
     answers = [text.strip() for text in outputs[6:]]
-    told = sum(answer == fact for answer, fact in zip(answers, facts.values(), strict=True))
-    assert told >= 18, answers
+    reports = sum(answer == fact for answer, fact in zip(answers, facts.values(), strict=True))
+    assert reports >= 18, answers
     assert outputs[5].strip() == answers[0]
     talk = transformers.pipeline("text-generation", model=str(tmp_path / "runs/chats/hf"))
     for question, answer in list(zip(facts, answers, strict=True))[:3]:
-        said = talk([{"role": "user", "content": question}], max_new_tokens=30, do_sample=False)[0]["generated_text"]
-        assert said[-1] == {"role": "assistant", "content": answer}  # and not a word more
+        output = talk([{"role": "user", "content": question}], max_new_tokens=30, do_sample=False)[0]["generated_text"]
+        assert output[-1] == {"role": "assistant", "content": answer}  # and not a word more

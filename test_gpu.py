@@ -343,9 +343,9 @@ def run_train(out, words: str, status: int = 0, send: int = 0) -> str:
             process.send_signal(send)
             send = 0
         time.sleep(0.1)
-    said, _ = process.communicate()
-    assert process.returncode == status, said
-    return said
+    output, _ = process.communicate()
+    assert process.returncode == status, output
+    return output
 
 
 def losses_of(out) -> list[float]:
@@ -387,13 +387,13 @@ def test_what_does_not_fit_is_explained(tmp_path):
     """The inputs of the blocks take half of the memory, so that the run starts, and the rest does not fit."""
     row_bytes = 2048 * 2 * 64 * 2  # tokens, layers, dim, bf16
     rows = torch.cuda.get_device_properties(CUDA).total_memory // (2 * row_bytes)
-    said = run_train(tmp_path / "run", f"--compile none --seq_len 2048 --micro_batch {rows}", status=1)
-    assert "--micro_batch" in said and "out of memory on cuda:0" in said
+    output = run_train(tmp_path / "run", f"--compile none --seq_len 2048 --micro_batch {rows}", status=1)
+    assert "--micro_batch" in output and "out of memory on cuda:0" in output
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
-    said = run_train(tmp_path / "run", "--compile none --lr 1e30 --warmup_steps 0 --clip 0", status=1)
-    assert "not finite" in said or "is nan" in said or "is inf" in said
+    output = run_train(tmp_path / "run", "--compile none --lr 1e30 --warmup_steps 0 --clip 0", status=1)
+    assert "not finite" in output or "is nan" in output or "is inf" in output
 
 
 # ---- two GPUs

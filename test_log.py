@@ -283,8 +283,8 @@ def test_clock_parts_nest_and_add_up(passes):
     spent = {"start": 6, "compile": 10, "data": 36, "steps": 64, "evaluation": 16, "saves": 0}
     assert {part: clock.seconds(part) for part in spent} == spent
     passes(128.0)
-    said = clock.report()
-    found = re.fullmatch(r"Time taken: ([\d.]+) seconds \((.*)\)", said)
+    output = clock.report()
+    found = re.fullmatch(r"Time taken: ([\d.]+) seconds \((.*)\)", output)
     parts = {name: float(seconds) for name, seconds in (part.split() for part in found[2].split(", "))}
     assert parts == {"start": 6, "compile": 10, "data": 36, "evaluation": 16, "steps": 192}
     assert float(found[1]) == sum(parts.values()) == 5 + 255
@@ -411,7 +411,7 @@ def test_a_closed_pipe_ends_a_script_quietly(tmp_path):
 
 
 def test_a_full_disk_is_explained_with_its_free_space(tmp_path):
-    status, message, _ = errors.explain(OSError(28, "No space left on device", str(tmp_path / "a" / "file")))
+    status, message, _ = errors.describe_error(OSError(28, "No space left on device", str(tmp_path / "a" / "file")))
     assert status == 1 and f"free in {tmp_path}" in message and str(tmp_path / "a/file") in message
 
 

@@ -201,8 +201,8 @@ def test_the_guide_s_table_is_what_the_plan_says():
         for cell, (nodes, gpus) in zip(cells, ((1, 1), (1, 8), (8, 8)), strict=True):
             cluster = plan.Cluster(nodes, gpus, plan.GPUS["h100-80"])
             size = sum(plan.predict(parse_args(words), cluster).gpu.values()) / 2**30
-            said = f"{size:,.0f}" if size >= 100 else f"{size:.1f}"
-            assert cell.strip() in ("", said + " (too much)" * (size > 79.1)), (words, gpus)
+            output = f"{size:,.0f}" if size >= 100 else f"{size:.1f}"
+            assert cell.strip() in ("", output + " (too much)" * (size > 79.1)), (words, gpus)
 
 
 def test_every_recipe_of_a_size_has_such_a_head():

@@ -124,16 +124,16 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     words = ["--input", "-", "--tokenizer", "bytes", "--out", out, "--val_every", 0]
     data.main(["prepare", *map(str, words)])
     assert tokens(out, "train") == naive(ROWS, 0)["train"] and not list(out.glob("val*"))
-    said = capsys.readouterr()
-    assert f"{out}: {len(naive(ROWS, 0)['train'])} tokens and 0" in said.out and f"--data {out}" in said.out
+    output = capsys.readouterr()
+    assert f"{out}: {len(naive(ROWS, 0)['train'])} tokens and 0" in output.out and f"--data {out}" in output.out
     path = out / "train-00000.bin"
     content = bytearray(path.read_bytes())
     content[2000] ^= 1
     path.write_bytes(content)
     assert "train-00000.bin has changed since it was prepared" in refused(data.main, ["verify", str(out)])
     data.main(["show", "--data", str(out), "--n", "2", "--seq_len", "40"])
-    said = capsys.readouterr().out
-    assert said.count("--- row") == 2 and "[[" in said
+    output = capsys.readouterr().out
+    assert output.count("--- row") == 2 and "[[" in output
 
 
 TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
@@ -224,8 +224,8 @@ def test_skip_bad_leaves_out_so_many(tmp_path, caplog):
     run([tmp_path / "a.jsonl"], tmp_path / "two", val_every=0, skip_bad=2)
     kept = [row for i, row in enumerate(ROWS[:10]) if i not in (3, 7)]
     assert tokens(tmp_path / "two", "train") == naive(kept, 0)["train"]
-    said = caplog.text
-    assert "line 4" in said and "line 8" in said
+    output = caplog.text
+    assert "line 4" in output and "line 8" in output
 
 
 def test_a_folder_is_not_mixed(tmp_path):

@@ -290,8 +290,8 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
 
     train.report(c, shard.ALONE)
     assert asked() == (True, 1)  # the head of the first file
-    told = []
-    tell = lambda work, ranks: told[0] if told else told.append(work()) or told[0]  # noqa: E731
+    reports = []
+    tell = lambda work, ranks: reports[0] if reports else reports.append(work()) or reports[0]  # noqa: E731
     monkeypatch.setattr(sys.modules["data"], "on_first_rank", tell)
     for rank in range(3):
         loader, val_loader = open_data(c, shard.Ranks(rank, 3, torch.device("cpu")))

@@ -95,7 +95,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     run.add_mesh(mesh)
     model = build(config, ranks, mesh)
-    with machine.explained_memory(config, model):
+    with machine.reported_memory(config, model):
         accumulates = data.step_rows > data.micro_batch * ranks.world_size
         weight_scales = fp8.prepare(model, config, mesh, accumulates)
         optimizer = make_optimizer(model, config)
@@ -107,7 +107,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     log = Log(run, model, start, data.names)
     log.describe_run(model, data, val_data, plan.predict_record(config, ranks))
     # ---- the loop
-    with machine.explained_memory(config, model, optimizer), saver, log, profile_steps(run, start) as profiler:
+    with machine.reported_memory(config, model, optimizer), saver, log, profile_steps(run, start) as profiler:
         steps = iter(data)
         run.clock.switch("compile", start)  # the first step, which compiles
         for step in range(start + 1, config.steps + 1):
@@ -176,7 +176,7 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     shard.compile_model(model, config.compile)
     shard.offload_activations(model, config.offload_activations, ranks.device)
     shard.shard_model(model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload)
-    with machine.explained_memory(config, model):
+    with machine.reported_memory(config, model):
         model.to_empty(device="cpu" if offload else ranks.device)
     model.tie_weights()
     return model

@@ -217,7 +217,7 @@ def supervisor(tmp_path):
 
 @pytest.mark.parametrize("name", JUDGEMENTS)
 def test_how_an_attempt_is_judged(supervisor, name):
-    status, asked, results, state, said = JUDGEMENTS[name]
+    status, asked, results, state, output = JUDGEMENTS[name]
     if asked:
         (supervisor.out / "logs" / "stop").write_text(asked.strip())
     if status:
@@ -225,7 +225,7 @@ def test_how_an_attempt_is_judged(supervisor, name):
         (supervisor.out / "status.json").write_text(json.dumps(now))
     supervisor.hosts = [Host(n, label=n, last=r) for n, r in zip("ab", results, strict=True)]
     found = supervisor.judge()
-    assert (found.state, said in found.message) == (state, True)
+    assert (found.state, output in found.message) == (state, True)
     if name == "a bug on one rank":
         assert BUG in found.details and "---- the end of f" in found.details
 
@@ -437,10 +437,10 @@ def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):  
     os.kill(ranks(checkout, "two")["1"], signal.SIGKILL)
     eventually(lambda: contains(log, "Resumed after step"), "the relaunch")
     assert len(ids(run)) == 2
-    told = (run / "logs" / "launch.log").read_text()
-    assert re.search(rf"failed at step \d+: rank 1 on {NAME}(-2)? was ended by SIGKILL", told)
+    reports = (run / "logs" / "launch.log").read_text()
+    assert re.search(rf"failed at step \d+: rank 1 on {NAME}(-2)? was ended by SIGKILL", reports)
     resumed = re.search(r"Resumed after step (\d+)", log.read_text())[1]
-    assert f"Relaunching from step-{int(resumed):08d} in" in told
+    assert f"Relaunching from step-{int(resumed):08d} in" in reports
 
     status, out, err = checkout.launch("stop")
     assert status == 0 and "runs/two: stopped at step" in out, out + err

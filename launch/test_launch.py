@@ -341,12 +341,12 @@ DRIVER = '[ "$1" = -L ] && echo "GPU 0: X" || echo "| NVIDIA-SMI 550.54   Driver
         (DRIVER.format("13.0"), "", "Installing torch", "Installing the requirements: ERROR: no more"),
     ],
 )  # fmt: skip
-def test_torch_is_chosen_by_the_driver_and_why_not_is_said(bare, smi, pip_says, told, error):
+def test_torch_is_chosen_by_the_driver_and_why_not_is_said(bare, smi, pip_says, reports, error):
     bare.script(bare.short / "bin" / "nvidia-smi", smi)
     bare.environment["PIP_SAYS"] = pip_says
     status, out, err = bare.launch()  # the default recipe: its words pass
-    assert status == 2 and told in out and error in err
-    assert ("CUDA, some GB" in out) == (smi == "exit 1") and ("driver here" in out) == ("CUDA 1" in told)
+    assert status == 2 and reports in out and error in err
+    assert ("CUDA, some GB" in out) == (smi == "exit 1") and ("driver here" in out) == ("CUDA 1" in reports)
     assert (bare.folder / ".venv" / "flatland-incomplete").exists()
 
 
@@ -379,8 +379,8 @@ print("outlived it")
         for word in ["started", "asked"][: 1 + (gone == "after")]:
             assert process.stdout.readline() == f"{word}\n"
         process.kill()
-        said = process.stdout.read()  # until the rank, too, has closed it
+        output = process.stdout.read()  # until the rank, too, has closed it
     assert (
-        said
+        output
         == {"before": "error: the torchrun that started this rank ended before the rank was ready\n", "after": ""}[gone]
     )

@@ -142,16 +142,16 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
     subprocess.run(["scontrol", "requeue", job], env=slurm, check=True)  # as when preempted
     goes_on(job)
     until(lambda: state(job) in ("COMPLETED", "FAILED"), "the end")
-    said = (tmp_path / "cut.out").read_text()
-    assert state(job) == "COMPLETED", said[-2000:]
+    output = (tmp_path / "cut.out").read_text()
+    assert state(job) == "COMPLETED", output[-2000:]
     log = (cut / "log.txt").read_text()
     assert log.count("Resumed from") == log.count("Stopped by") == 2  # preempted, it saved as well
     assert losses(cut) == losses(truth) and len(losses(cut)) == 400
     assert sorted(p.name for p in (cut / "logs").iterdir() if p.is_dir()) == ["n1", "n2"]
     assert len(list(cut.glob("logs/n?/*/agent.stderr.log"))) == 8
-    assert said.count("has not begun") == 1 and said.count("saves and stops") == 3  # none for a requeue's own TERM
+    assert output.count("has not begun") == 1 and output.count("saves and stops") == 3  # none for a requeue's own TERM
 
     job = submit(tmp_path / "mistake", "--lr", "-1")
     until(lambda: state(job) in ("COMPLETED", "FAILED"), "the end")
-    said = (tmp_path / "mistake.out").read_text()
-    assert state(job) == "FAILED" and "--lr" in said and "Traceback" not in said
+    output = (tmp_path / "mistake.out").read_text()
+    assert state(job) == "FAILED" and "--lr" in output and "Traceback" not in output

@@ -108,7 +108,7 @@ def free_space(path: Path) -> str:
     return f"{amount(shutil.disk_usage(folder).free)} free in {folder}"
 
 
-def explain(error: Exception) -> tuple[int, str, bool]:
+def describe_error(error: Exception) -> tuple[int, str, bool]:
     """-> (exit status, message, whether the error may have occurred on this rank only). Prints the traceback of an
     unexpected error."""
     alone = isinstance(error, (RankError, RankFailure))
@@ -144,7 +144,7 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
     except BrokenPipeError:  # for example `| head`; the shell reports 141 after SIGPIPE
         return 141
     except Exception as error:
-        status, message, alone = explain(error)
+        status, message, alone = describe_error(error)
     if status == 1 or alone or os.environ.get("RANK", "0") == "0":
         say_error(message)
     return status

@@ -239,18 +239,18 @@ def lower_memory(config, on_gpu: bool = True) -> str:
 
 
 @contextlib.contextmanager
-def explained_memory(config, model: nn.Module, optimizer=None) -> Iterator[None]:
+def reported_memory(config, model: nn.Module, optimizer=None) -> Iterator[None]:
     """Raises an out-of-memory error of the GPU again as one message that lists the uses of the memory."""
     try:
         yield
     except torch.OutOfMemoryError:
         device = torch.device("cuda", torch.cuda.current_device())
-        message = explain_out_of_memory(model, optimizer, config, torch.cuda.max_memory_allocated(), str(device))
+        message = describe_out_of_memory(model, optimizer, config, torch.cuda.max_memory_allocated(), str(device))
         rank = os.environ.get("RANK", 0)
         raise RankFailure(f"rank {rank} on {platform.node()}: {message}") from None
 
 
-def explain_out_of_memory(model: nn.Module, optimizer, config, allocated: int, name: str) -> str:
+def describe_out_of_memory(model: nn.Module, optimizer, config, allocated: int, name: str) -> str:
     """A message with the uses of a GPU's memory and the flags that lower them. allocated: bytes at the peak; name: of
     the device."""
     tensors = {

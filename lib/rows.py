@@ -206,9 +206,9 @@ class Catalog:
     def _open_shards(self, specs, flag):
         """-> (the parts of each split, the id before a document if the shards agree on one, is it chat)"""
         config, parts, delimiters, kinds = self.config, {"train": [], "val": []}, set(), set()
-        found, made = self._find_shards(specs, flag)
+        found, prepared = self._find_shards(specs, flag)
         some_named = any(VAL_NAME.search(path.stem) for path in found)
-        for path in found + made:
+        for path in found + prepared:
             tokens, delimiter = open_shard(path, config.data_dtype)
             index, is_val = read_index(path.parent), VAL_NAME.search(path.stem)
             if index:
@@ -379,8 +379,8 @@ class Stream:
     def describe(self) -> list[dict]:
         """Names and sizes of the files, wherever they are."""
         names = [(Path(file.name).name, file.size) for file in self.files]
-        made = [self.config.lanes, self.encoder.text_field, self.fingerprint, names]
-        return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(made).encode()).hexdigest()}]
+        identity = [self.config.lanes, self.encoder.text_field, self.fingerprint, names]
+        return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
 
     def start(self, positions: dict[str, list]) -> None:
         """The next rows are those after these positions of lanes."""

@@ -37,7 +37,7 @@ from lib.errors import (
     Failure,
     RankFailure,
     UserError,
-    explain,
+    describe_error,
     missing_folders,
     printable,
     read_json,
@@ -263,7 +263,7 @@ class Run:
             self.exit_code = 130
         unused = False
         if isinstance(error, Exception):
-            self.exit_code, message, alone = explain(error)
+            self.exit_code, message, alone = describe_error(error)
             record_failure(error)
             unused = self.exit_code == 2 and self._is_unused()
             self._report(message, alone, writes=not unused)
@@ -355,11 +355,11 @@ class GradientGuard(GradientReducer):
             self._complain(step, local_loss, int(bad_in_row))
 
     def _complain(self, step: int, local_loss: float, in_row: int) -> None:
-        told = list(enumerate(gather((platform.node(), local_loss, self.where(step)), self.ranks)))
-        bad = [row for row in told if not math.isfinite(row[1][1])]
+        reports = list(enumerate(gather((platform.node(), local_loss, self.where(step)), self.ranks)))
+        bad = [row for row in reports if not math.isfinite(row[1][1])]
         losses = "; ".join(f"the loss of rank {rank} on {host} is {loss}" for rank, (host, loss, _) in bad)
         lines = [f"Step {step}: {losses or 'the gradient norm is not finite, the loss of every rank is'}. Its rows:"]
-        lines += [f"  rank {rank}: {place}" for rank, (*_, places) in bad or told for place in places][:8]
+        lines += [f"  rank {rank}: {place}" for rank, (*_, places) in bad or reports for place in places][:8]
         if in_row < self.limit:
             lines.append(f"Its update is skipped (--on_nonfinite skip): {in_row} in a row, {self.limit} end the run")
             return logger.warning("\n".join(lines))

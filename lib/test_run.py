@@ -47,14 +47,14 @@ def test_after_ten_bad_steps_in_a_row_nothing_is_updated_any_more():
         ([(0, 5), (1, 7), (0, 5), (1, 7)], ""),
     ],
 )
-def test_the_copy_that_differs_is_named_where_that_can_be_known(monkeypatch, told, said):
+def test_the_copy_that_differs_is_named_where_that_can_be_known(monkeypatch, reports, output):
     """told: (part of the parameters, hash) of each rank."""
     mesh = {"replicate": SimpleNamespace(size=lambda: 2)}
     mesh = type("Mesh", (dict,), {"get_coordinate": lambda self: (0, 0)})(mesh)
-    monkeypatch.setattr(guard, "gather", lambda *_: [(*row, f"rank {rank} on a") for rank, row in enumerate(told)])
-    if not said:
+    monkeypatch.setattr(guard, "gather", lambda *_: [(*row, f"rank {rank} on a") for rank, row in enumerate(reports)])
+    if not output:
         return guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
-    with pytest.raises(guard.Failure, match=f"After step 3 .*first: {said}\\. No checkpoint"):
+    with pytest.raises(guard.Failure, match=f"After step 3 .*first: {output}\\. No checkpoint"):
         guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
 
 
