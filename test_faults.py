@@ -387,7 +387,7 @@ def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tmp_path, run_here, m
         break_losses(m, {bad})
         status, output = run_here(tmp_path / "run", *flags)
     assert status == 1 and f"Step {bad}: the loss of rank 0 on {platform.node()} is inf" in output
-    assert len(re.findall(r"rank 0: \S+/numbers\.txt: '.{9,}'\n", output)) == 2, output
+    assert len(re.findall(r"rank 0: \S+/numbers-\w+/train-00000\.bin at token \d+: '.{9,}'\n", output)) == 2, output
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["state"] == "failed" and f"Step {bad}:" in status["message"]
     assert [checkpoint.step_of(p) for p in checkpoint.folders(tmp_path / "run")] == [3] * (bad > 3)
@@ -427,9 +427,17 @@ def test_a_mixture_a_stream_and_chats_name_their_rows(tmp_path, run_here, monkey
     talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     chats.write_text((json.dumps({"messages": talk}) + "\n") * 20)
     for kind, flags, named in (
-        ("mixture", ["--data", f"{text}:1", f"{text}:2"], r"rank 0: \S+/numbers\.txt: '.{9,}'\n"),
-        ("stream", ["--data", text, "--stream", "--lanes", 1], r"numbers.txt up to row \d+ \(lane 0, epoch 0\)"),
-        ("chats", ["--data", chats, "--seq_len", 64], r"rank 0: \S+/chats\.jsonl: '.*one.*two"),
+        (
+            "mixture",
+            ["--data", f"{text}:1", f"{text}:2"],
+            r"rank 0: \S+/numbers-\w+/train-00000\.bin at token \d+: '.{9,}'\n",
+        ),
+        ("stream", ["--data", text, "--stream", "--lanes", 1], r"numbers.txt near row \d+ \(lane 0, epoch 0\)"),
+        (
+            "chats",
+            ["--data", chats, "--seq_len", 64],
+            r"rank 0: \S+/chats-\w+/train-00000\.bin at token \d+: '.*one.*two",
+        ),
     ):
         with monkeypatch.context() as m:
             break_losses(m, {2})
@@ -712,7 +720,7 @@ train.Transformer.forward = broken
 """
     status, output = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4, code=code).end()
     assert status and output.count("error: Step 7: the loss of rank 1 on ") == 1 and "rank 0 on" not in output, output
-    assert len(re.findall(r"  rank 1: \S+/numbers\.txt: '.{9,}'\n", output)) == 2
+    assert len(re.findall(r"  rank 1: \S+/numbers-\w+/train-00000\.bin at token \d+: '.{9,}'\n", output)) == 2
     assert weights_of(tmp_path / "run", 6) == weights_of(truth, 6)
     status, output = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4).end()
     assert status == 0, output

@@ -354,7 +354,7 @@ def test_chat_says_why_answers_are_poor_or_cut(hub, tmp_path, capsys, monkeypatc
         main(["--run", str(folder), "--chat", "--prompt", ""])
 
 
-@pytest.mark.parametrize("words, said", [([], "A list of words"), (["--chat"], "list of words")])
+@pytest.mark.parametrize("words, output", [([], "A list of words"), (["--chat"], "list of words")])
 def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, monkeypatch, words, output):
     """Sentencepiece writes the space before a word in its token, and shows none before the first of a text."""
     folder, _, encode, _ = hub("mixtral")

@@ -145,7 +145,7 @@ class Cell:
                 lora.check_flags(config)
             if self.fp8 != "off":
                 fp8.check_run(config, ALONE.device, self.micro_batch)
-        except UserError:
+        except (UserError, ValueError):
             return False
         return self.top_k <= self.n_experts and (self.fp8 != "off" or self.fp8_grad_dtype == "auto")
 

@@ -332,7 +332,7 @@ DRIVER = '[ "$1" = -L ] && echo "GPU 0: X" || echo "| NVIDIA-SMI 550.54   Driver
 
 
 @pytest.mark.parametrize(
-    ("smi", "pip_says", "told", "error"),
+    ("smi", "pip_says", "reports", "error"),
     [
         ("exit 1", "ERROR: none", "/whl/cpu has no torch==2.13.0+cpu for Python 3.", "Installing the requirements: "),
         ("exit 1", "WARNING: Retrying (...): /whl/cpu/torch/", "/whl/cpu cannot be reached", "ERROR: no more"),

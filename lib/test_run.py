@@ -39,7 +39,7 @@ def test_after_ten_bad_steps_in_a_row_nothing_is_updated_any_more():
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("reports", "output"),
     [
         ([(0, 5), (0, 6)], r"rank 0 on a \| rank 1 on a"),
         ([(0, 5), (0, 6), (0, 5)], r"rank 1 on a \| rank 0 on a, rank 2 on a"),
@@ -48,7 +48,7 @@ def test_after_ten_bad_steps_in_a_row_nothing_is_updated_any_more():
     ],
 )
 def test_the_copy_that_differs_is_named_where_that_can_be_known(monkeypatch, reports, output):
-    """told: (part of the parameters, hash) of each rank."""
+    """reports: (part of the parameters, hash) of each rank."""
     mesh = {"replicate": SimpleNamespace(size=lambda: 2)}
     mesh = type("Mesh", (dict,), {"get_coordinate": lambda self: (0, 0)})(mesh)
     monkeypatch.setattr(guard, "gather", lambda *_: [(*row, f"rank {rank} on a") for rank, row in enumerate(reports)])
