@@ -42,7 +42,14 @@ from shard import gather, mesh_shape, on_first_rank
 
 SLOW = 0.095  # a rank is named if it is slower than the median by this share, which is shown as 10 %
 GPU_EVERY = 8  # on GPUs only every eighth step is measured, because reading its events takes time
-PANELS = "loss", "val_bpb", "grad_norm", "lr", "tok_per_s", "mem_gib"  # of curves.png, by fields of metrics.jsonl
+PANELS = {  # of curves.png: fields of metrics.jsonl, and their labels
+    "loss": "loss (nats per token)",
+    "val_bpb": "validation (bits per byte)",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "tok_per_s": "tokens per second",
+    "mem_gib": "memory (GiB)",
+}
 
 
 def attention_kernel(config: Config, data, device: torch.device) -> str:
@@ -461,7 +468,7 @@ def draw_runs(folders: list[Path], out: Path) -> None:
         records = [record for record in read_records(folder / "metrics.jsonl") if "loss" in record]
         _draw_run(panels, records, x, f"C{number}", folder.name)
     for key, axis in panels.items():
-        axis.set(ylabel=key, xlabel=x)
+        axis.set(ylabel=PANELS[key], xlabel=x)
         axis.grid(alpha=0.3)
     panels["grad_norm"].set_yscale("log")
     panels["loss"].legend(fontsize=8)

@@ -311,7 +311,8 @@ def figures(monkeypatch):
 
 
 def drawn_lines(figure) -> dict[str, list]:
-    return {axis.get_ylabel(): [line.get_xydata() for line in axis.get_lines()] for axis in figure.axes}
+    names = {label: name for name, label in log.PANELS.items()}
+    return {names[axis.get_ylabel()]: [line.get_xydata() for line in axis.get_lines()] for axis in figure.axes}
 
 
 @pytest.mark.parametrize("records, val", [(30, True), (1, False)])
