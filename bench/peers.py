@@ -226,8 +226,8 @@ def nanochat(config: Config, checkout: Path, lr: float, device: torch.device) ->
 
 
 def train_for(name: str, checkout: Path, out: Path, seconds: float) -> None:
-    """Trains for so many seconds, compilation included, evaluations excluded, on the rows of the default recipe, and
-    writes a record after each tenth. name: CONTENDER, LR."""
+    """Trains for `seconds`, with compilation but without evaluations, on the rows of the default recipe, and writes a
+    record after each tenth. name: CONTENDER, LR."""
     from data import make_loader
     from lib.machine import find_device
 
