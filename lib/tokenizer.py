@@ -110,23 +110,23 @@ class JsonTokenizer(Tokenizer):
     tokens."""
 
     def __init__(self, content: bytes, special: list[str]):
-        from tokenizers import Tokenizer as Library
+        from tokenizers import Tokenizer as Backend
 
-        self.library = library = Library.from_buffer(content)
-        library.no_truncation()
-        library.no_padding()
-        library.encode_special_tokens = True  # encode control tokens in a text as ordinary text
-        library.add_special_tokens([token for token in special if library.token_to_id(token) is not None])
-        self.vocab, added = library.get_vocab(), library.get_added_tokens_decoder()
+        self.backend = backend = Backend.from_buffer(content)
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True  # encode control tokens in a text as ordinary text
+        backend.add_special_tokens([token for token in special if backend.token_to_id(token) is not None])
+        self.vocab, added = backend.get_vocab(), backend.get_added_tokens_decoder()
         self.control = {token.content: i for i, token in added.items() if token.special}
-        self.byte_level = "ByteLevel" in repr(library.decoder)
-        self.adds_bos, self.decode = bool(library.encode("").ids), library.decode
-        self.spaces_first = getattr(library.pre_tokenizer, "prepend_scheme", "") == "first"
+        self.byte_level = "ByteLevel" in repr(backend.decoder)
+        self.adds_bos, self.decode = bool(backend.encode("").ids), backend.decode
+        self.spaces_first = getattr(backend.pre_tokenizer, "prepend_scheme", "") == "first"
 
     def _encode(self, text, is_first):
         if self.spaces_first:  # Metaspace puts a space before a text, but not behind a control token
-            self.library.pre_tokenizer.prepend_scheme = "first" if is_first else "never"
-        return self.library.encode(text, add_special_tokens=False).ids
+            self.backend.pre_tokenizer.prepend_scheme = "first" if is_first else "never"
+        return self.backend.encode(text, add_special_tokens=False).ids
 
 
 def token_sizes(tokenizer: Tokenizer) -> list[int]:
