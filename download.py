@@ -8,10 +8,10 @@ incomplete or changed. After an interruption the same command continues: complet
 
 import argparse
 import json
-import re
 import shlex
 import signal
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 from lib.errors import (
@@ -25,11 +25,13 @@ from lib.errors import (
     read_json,
     record_of,
     run_script,
+    split_name,
     write_whole,
 )
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
 TEXT = "*.json *.jinja *.model *.model.v* merges.txt vocab.* LICENSE* USE_POLICY*"
+WEIGHTS = "model.safetensors model-*.safetensors adapter_model.safetensors"  # the names that lib/weights.py reads
 PICKLES = "*.pth *.pt *.ckpt *.pkl"
 
 
@@ -41,11 +43,11 @@ def download(args: argparse.Namespace, command: str) -> None:
     if not sys.stderr.isatty():
         disable_progress_bars()
     guard_token()
-    kind, repo = ("dataset", args.repo[9:]) if args.repo.startswith("datasets/") else ("model", args.repo)
+    kind, repo = split_name(args.repo)
     info = HfApi().repo_info(repo, repo_type=kind, revision=args.revision, files_metadata=True)
-    listing = {file.rfilename: (file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in info.siblings}
+    listing = {file.rfilename: file for file in info.siblings}
     allow, ignore = choose_patterns(args, kind, [*listing])
-    files = {p: listing[p] for p in filter_repo_objects(listing, allow_patterns=allow, ignore_patterns=ignore)}
+    files = [listing[name] for name in filter_repo_objects(listing, allow_patterns=allow, ignore_patterns=ignore)]
     if not files:
         raise UserError(f"{args.repo}: none of its {len(listing)} files is selected: {', '.join([*listing][:8])}")
     cache = Path(constants.HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}"
@@ -54,10 +56,11 @@ def download(args: argparse.Namespace, command: str) -> None:
     old = read_json(record)
     if args.out and folder.exists() and any(folder.iterdir()) and old.get("source") != source:
         raise UserError(f"--out {args.out} is not empty and holds no download of {source}: name a new folder")
-    print(f"{source}: {len(files)} files, {amount(sum(size for size, _ in files.values()))}", flush=True)
-    kept = {name: file for name, file in old.get("files", {}).items() if (folder / name).exists()}
+    print(f"{source}: {len(files)} files, {amount(sum(file.size for file in files))}", flush=True)
+    hashes = {name: value for name, value in old.get("hashes", {}).items() if (folder / name).exists()}
+    hashes |= {file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id for file in files}
     record.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(record, json.dumps(old | {"source": source, "command": command, "files": kept | files}))
+    write_whole(record, json.dumps(old | {"source": source, "command": command, "hashes": hashes}))
     where = {"repo_type": kind, "revision": args.revision, "local_dir": args.out and folder or None}
     for _ in range(2):
         snapshot_download(repo, allow_patterns=allow, ignore_patterns=ignore, **where)
@@ -73,18 +76,19 @@ def download(args: argparse.Namespace, command: str) -> None:
 
 def choose_patterns(args: argparse.Namespace, kind: str, names: list[str]) -> tuple[list[str] | None, list[str]]:
     """-> (patterns of the files to download, or None for all; patterns of the files to leave out)"""
-    pickles = PICKLES.split()
+    pickles, weights = PICKLES.split(), WEIGHTS.split()
+    ignore = [*args.exclude, *(["*.safetensors*", "*.bin", *pickles] if args.skip_model else ())]
     if args.include:
-        allow, ignore = args.include, []
-    elif kind == "dataset":
-        allow, ignore = None, [*pickles, ".git*", "*.md", "*.py"]
-    else:
-        standard = any(re.fullmatch(r"model[^/]*\.safetensors", name) for name in names)
-        allow, ignore = [*TEXT.split(), "model*.safetensors" if standard else "*.safetensors"], ["*/*", "consolidated*"]
-        suffixes = {Path(name).suffix for name in names}
-        if not args.skip_model and ".safetensors" not in suffixes and suffixes & {".bin", ".pth", ".pt"}:
-            raise UserError(f"{args.repo} has its weights only as pickles; --skip_model downloads the other files")
-    return allow, [*ignore, *args.exclude, *(["*.safetensors*", "*.bin", *pickles] if args.skip_model else ())]
+        return args.include, ignore
+    if kind == "dataset":
+        return None, [*pickles, ".git*", "*.md", "*.py", *ignore]
+    others = [name for name in names if Path(name).suffix in (".safetensors", ".bin", ".pth", ".pt")]
+    if others and not args.skip_model and not any(fnmatch(name, pattern) for name in names for pattern in weights):
+        raise UserError(
+            f"{args.repo} has weights only as {others[0]} and the like; {WEIGHTS} can be loaded, and pickles could run"
+            " code: --skip_model downloads the other files"
+        )
+    return [*TEXT.split(), *weights], ["*/*", *ignore]
 
 
 def make_parser() -> argparse.ArgumentParser:

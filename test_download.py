@@ -37,7 +37,8 @@ MODEL = {
 NEVER = {
     name: b"x" + name.encode()
     for name in ("original/consolidated.00.pth", "original/params.json", "pytorch_model.bin", "model.onnx", "README.md",
-                 "consolidated.safetensors", ".gitattributes", "onnx/config.json", "model.gguf", "train.py")
+                 "consolidated.safetensors", "model.fp16.safetensors", ".gitattributes", "onnx/config.json",
+                 "model.gguf", "train.py")
 }  # fmt: skip
 DATA = {"README.md": b"words", "en/c4-train.0.json.gz": BIG[:5000], "en/c4-val.json.gz": b"v", "de/x.json.gz": b"d"}
 REPOS = {"models/org/model": MODEL | NEVER, "models/solo": {"config.json": b"{}"}, "datasets/org/data": DATA,
@@ -237,7 +238,7 @@ def test_the_cache_is_found_by_every_name_of_the_revision(hub, name, files):
     assert main(name) == 0
     folder = local_path(name, "--weights")
     assert content(folder) == files
-    assert [local_path(f"{name}@{revision}", "--weights") for revision in ("main", "a" * 40, "a" * 9)] == [folder] * 3
+    assert [local_path(f"{name}@{revision}", "--weights") for revision in ("main", "a" * 40)] == [folder] * 2
     if name == "org/model":
         transformers = pytest.importorskip("transformers")
         config = transformers.AutoConfig.from_pretrained(name, cache_dir=constants.HF_HUB_CACHE, local_files_only=True)
@@ -395,8 +396,8 @@ def refuse_files(*answer):
     (None, ["org/other"], 2, "no http.*/org/other, or it is private"),
     (None, ["org/model", "--revision", "v9"], 2, "no such revision"),
     (None, ["../model"], 2, "not the name"),
-    (None, ["org/pickled"], 2, "only as pickles"),
-    (None, ["org/model", "--include", "*.nothing"], 2, "none of its 16 files"),
+    (None, ["org/pickled"], 2, "has weights only as pytorch_model.bin"),
+    (None, ["org/model", "--include", "*.nothing"], 2, "none of its 17 files"),
     (None, ["org/empty"], 2, "none of its 0 files"),
     (None, ["org/model", "--jobs"], 2, "--help lists all flags"),
     (lambda p: (429, b"", {"RateLimit": '"api";r=0;t=900'}), [], 1, "429"),

@@ -382,4 +382,4 @@ def test_check_prints_what_would_be_done_and_trains_nothing(tmp_path, text, caps
     assert not (tmp_path / "run").exists()
     for more in ([], ["--check"]):
         assert exit_status(train_main, ["--out", "é" * 128, *more]) == 2
-        assert "error: a name is too long" in capsys.readouterr().err
+        assert "File name too long" in capsys.readouterr().err

@@ -357,14 +357,9 @@ def test_help(checkout):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-@pytest.mark.parametrize("gone", ["before", "after"])
-def test_a_rank_ends_with_its_torchrun(gone):
-    """kill -9 of torchrun, before the rank has asked to end with it, and after."""
+def test_a_rank_ends_with_its_torchrun():
     rank = f"""
 import os, sys, time
-print("started", flush=True)
-while {gone == "before"} and os.getppid() == int(sys.argv[1]):
-    time.sleep(0.01)
 sys.path.insert(0, {str(ROOT)!r})
 os.environ["TORCHELASTIC_RUN_ID"] = "x"
 from lib import errors
@@ -373,14 +368,9 @@ print("asked", flush=True)
 time.sleep({LIMIT})
 print("outlived it")
 """
-    torchrun = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], str(os.getpid())])"
+    torchrun = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen([sys.executable, "-c", torchrun, rank], **pipes) as process:
-        for word in ["started", "asked"][: 1 + (gone == "after")]:
-            assert process.stdout.readline() == f"{word}\n"
+        assert process.stdout.readline() == "asked\n"
         process.kill()
-        output = process.stdout.read()  # until the rank, too, has closed it
-    assert (
-        output
-        == {"before": "error: the torchrun that started this rank ended before the rank was ready\n", "after": ""}[gone]
-    )
+        assert process.stdout.read() == ""  # until the rank, too, has closed it

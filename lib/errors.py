@@ -85,17 +85,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help lists all flags")
 
 
-MEANINGS = {  # errno -> (exit status, explanation)
-    getattr(errno, code): (status, words)
-    for codes, status, words in (
-        ("ENOSPC EDQUOT", 1, "the disk is full: free some space, then run the same command again"),
-        ("EROFS EIO ESTALE", 1, "a disk fails"),
-        ("EACCES EPERM", 2, "no permission: name a folder that you may write to"),
-        ("EEXIST ENOTDIR EISDIR", 2, "a file is where a folder should be, or the reverse"),
-        ("ENAMETOOLONG", 2, "a name is too long"),
-    )
-    for code in codes.split()
-}
+# What a user's mistake in a path raises.
+PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
 
 
 def is_full_disk(error: BaseException | None) -> bool:
@@ -114,13 +105,11 @@ def describe_error(error: Exception) -> tuple[int, str, bool]:
     alone = isinstance(error, (RankError, RankFailure))
     if isinstance(error, Message):
         return 2 if isinstance(error, UserError) else 1, str(error), alone
-    if isinstance(error, BrokenPipeError):
-        return 141, "the program that read this output is gone", alone
-    if isinstance(error, OSError) and (error.filename or error.errno in MEANINGS):
-        status, words = MEANINGS.get(error.errno, (1, "a file or folder cannot be used"))
-        if is_full_disk(error) and error.filename:
-            words += f" ({free_space(Path(os.fsdecode(error.filename)))})"
-        return status, f"{words}: {error}", alone
+    if is_full_disk(error):
+        place = f" ({free_space(Path(os.fsdecode(error.filename)))})" if error.filename else ""
+        return 1, f"the disk is full: free some space, then run the same command again{place}: {error}", alone
+    if isinstance(error, OSError) and error.filename:
+        return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}", alone
     traceback.print_exception(error)
     rank = os.environ.get("RANK", 0)
     return 1, f"rank {rank} on {platform.node()}: {type(error).__name__}: {error}", True
@@ -216,10 +205,8 @@ def describe_content(head: bytes) -> str:
 def read_file(path: Path) -> bytes:
     """The content of a configuration or tokenizer file. UserError if it cannot be read, or is something else."""
     try:
-        if path.exists() and not path.is_file():  # a device has no end
-            raise OSError(errno.EINVAL, "it is no file")
-        if path.stat().st_size > LARGEST:
-            raise OSError(errno.EFBIG, f"it has {path.stat().st_size} bytes, expected at most {LARGEST}")
+        if (size := path.stat().st_size) > LARGEST:
+            raise UserError(f"{path} has {size} bytes, expected at most {LARGEST}")
         data = path.read_bytes()
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
@@ -257,22 +244,28 @@ def local_path(spec: str, flag: str) -> Path:
 
 
 def _find_snapshot(spec: str, flag: str) -> Path:
-    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub import constants, errors, snapshot_download
 
     name, _, revision = spec.partition("@")
-    if not re.fullmatch(r"(datasets/)?(\w[\w.-]*/)?\w[\w.-]*", name, re.ASCII) or not re.fullmatch(
-        r"[\w./-]*", revision
-    ):
-        raise UserError(f"{flag} {spec}: no such folder or file, and not the name of a repository")
-    kind = "" if name.startswith("datasets/") else "models/"
-    cache = Path(HF_HUB_CACHE) / f"{kind}{name}".replace("/", "--")
-    reference = cache / "refs" / (revision or "main")
-    commit = reference.read_text("utf-8").strip() if reference.is_file() else revision
-    snapshots = [*cache.glob(f"snapshots/{commit}*")] if len(commit) > 6 else []
-    if len(snapshots) != 1:
-        command = f"python download.py {name}" + (f" --revision {revision}" if revision else "")
-        raise UserError(f"{flag} {spec}: no such folder or file, and no download of it in {HF_HUB_CACHE}: {command}")
-    return snapshots[0]
+    kind, repo = split_name(name)
+    try:
+        # No patterns: find_damage decides whether the snapshot is complete.
+        found = snapshot_download(
+            repo, repo_type=kind, revision=revision or None, local_files_only=True, allow_patterns=[]
+        )
+    except errors.HFValidationError:
+        raise UserError(f"{flag} {spec}: no such folder or file, and not the name of a repository") from None
+    except errors.LocalEntryNotFoundError:
+        command = f"python download.py {name}" + f" --revision {revision}" * bool(revision)
+        missing = f"no such folder or file, and no download of it in {constants.HF_HUB_CACHE}"
+        raise UserError(f"{flag} {spec}: {missing}: {command}") from None
+    return Path(found)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """ORG/NAME or datasets/ORG/NAME -> (model or dataset, ORG/NAME)"""
+    repo = name.removeprefix("datasets/")
+    return "model" if repo == name else "dataset", repo
 
 
 def record_of(folder: Path) -> Path:
@@ -283,24 +276,23 @@ def record_of(folder: Path) -> Path:
 
 
 def find_damage(folder: Path) -> list[str]:
-    """Names of a downloaded folder's files that are missing, or differ from the hub's. Sizes are always compared; a
-    file is hashed unless it was verified before and has not changed since. The hashes come from download.py's record,
+    """Names of a downloaded folder's files that are missing, or differ from the hub's. A file is hashed unless its hash
+    was right before and its size and time of change are the same. The expected hashes come from download.py's record,
     and in a cache that other programs filled from the names of its blobs: sha256, or git's SHA-1 of a blob."""
     import hashlib
 
     record = read_json(record_of(folder))
-    links = [p for p in folder.rglob("*") if p.is_symlink()] if folder.parent.name == "snapshots" else []
-    blobs = {str(p.relative_to(folder)): (None, os.path.basename(os.readlink(p))) for p in links}
-    files = {name: x for name, x in blobs.items() if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", x[1])}
-    files |= record.get("files", {})
     verified = record.get("verified", {})
+    links = [p for p in folder.rglob("*") if p.is_symlink()] if folder.parent.name == "snapshots" else []
+    blobs = {str(p.relative_to(folder)): os.path.basename(os.readlink(p)) for p in links}
+    hashes = {name: blob for name, blob in blobs.items() if len(blob) in (40, 64)} | record.get("hashes", {})
 
     def verify(name: str) -> list | None:
-        """-> size and time of the last change, if the file is right"""
-        path, (size, expected) = folder / name, files[name]
-        if not path.is_file() or size not in (None, path.stat().st_size):
+        """-> size, time of the last change and hash, if the file is right"""
+        path, expected = folder / name, hashes[name]
+        if not path.is_file():
             return None
-        state = [path.stat().st_size, path.stat().st_mtime_ns]
+        state = [path.stat().st_size, path.stat().st_mtime_ns, expected]
         if verified.get(name) == state:
             return state
         digest = hashlib.sha256() if len(expected) == 64 else hashlib.sha1(b"blob %d\0" % state[0])
@@ -310,7 +302,7 @@ def find_damage(folder: Path) -> list[str]:
         return state if digest.hexdigest() == expected else None
 
     with ThreadPoolExecutor() as pool:
-        states = dict(zip(files, pool.map(verify, files), strict=True))
+        states = dict(zip(hashes, pool.map(verify, hashes), strict=True))
     if states != verified:
         with contextlib.suppress(OSError):  # a cache that only others may write: it is verified each time
             record_of(folder).parent.mkdir(exist_ok=True)
@@ -358,14 +350,14 @@ def guard_token() -> None:
     listing names for its next page."""
     from huggingface_hub import constants, get_session, set_client_factory
 
-    hooks, client = get_session().event_hooks["request"], type(get_session())
+    session = get_session()
 
     def drop_elsewhere(request) -> None:
         if urlsplit(str(request.url))[:2] != urlsplit(constants.ENDPOINT)[:2]:
             request.headers.pop("Authorization", None)
 
-    options = {"event_hooks": {"request": [*hooks, drop_elsewhere]}, "follow_redirects": True, "timeout": None}
-    set_client_factory(lambda: client(**options))
+    hooks = {"request": [*session.event_hooks["request"], drop_elsewhere]}
+    set_client_factory(lambda: type(session)(event_hooks=hooks, follow_redirects=True, timeout=None))
 
 
 def read_ahead(items: Iterator, count: int) -> Iterator:
@@ -398,17 +390,8 @@ def remove_empty(folders: list[Path]) -> None:
 
 
 def _use_venv() -> None:
-    required = [
-        "torch",
-        "numpy",
-        "safetensors",
-        "huggingface_hub",
-        "tokenizers",
-        "sentencepiece",
-        "jinja2",
-        "matplotlib",
-    ]
-    missing = [name for name in required if importlib.util.find_spec(name) is None]
+    required = "torch numpy safetensors huggingface_hub tokenizers sentencepiece jinja2 matplotlib"
+    missing = [name for name in required.split() if importlib.util.find_spec(name) is None]
     if not missing:
         return
     python = ROOT / ".venv" / "bin" / "python"
@@ -419,21 +402,10 @@ def _use_venv() -> None:
 
 
 def end_with_torchrun() -> None:
-    """Makes the kernel send SIGTERM to this rank when its torchrun, if any, ends; otherwise it would train
-    unsupervised, or wait for ranks that never come. Call this from the main thread, before the import of torch, which
-    takes seconds."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG (prctl.h)
-    pid = os.getppid()
-    while pid:  # torchrun is the nearest Python among the parents; an orphan's new parent is init or another program
-        try:
-            if "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe")):
-                return
-        except OSError:  # another user's process
-            pass
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    sys.exit("error: the torchrun that started this rank ended before the rank was ready")
+    """Makes the kernel send SIGTERM to this rank when its parent torchrun, if any, ends; otherwise it would train
+    unsupervised. Call this from the main thread, before the import of torch, which takes seconds."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG (prctl.h)
 
 
 _use_venv()
