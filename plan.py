@@ -383,7 +383,9 @@ def _fsdp_moments(
     held = [before, max(before, head // shards * part), gradients, gradients, gradients]
     if not before:
         held[3] -= end // shards * part
-    last_block = max(head * reduce, block * reduce, unit(head) - head * compute)
+    # Meanwhile the gradients of the block after it are reduced; if there is none, its own are, when it is freed.
+    after_block = block * (reduce if config.model_config.n_layers > 2 else reduce - compute)
+    last_block = max(head * reduce, after_block, unit(head) - head * compute)
     reduced = [0, last_block, block * reduce, block * reduce, unit(end)]
     if replicas > 1 and converts:  # the reduced parts of all units stay until the backward pass ends
         reduced = [0, *(size + sum(elements(config, shards, True)) * reduce for size in reduced[1:])]

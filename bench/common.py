@@ -67,7 +67,9 @@ def train(command: list[object], out: Path, steps: int, env: dict[str, str], lim
         process = subprocess.Popen(words, stdout=file, stderr=file, env=os.environ | env)
     try:
         while not (records and records[-1]["step"] >= steps):
-            if process.poll() is not None or time.monotonic() > end:
+            if time.monotonic() > end:
+                raise Failure(f"it was stopped after {limit:.0f} s, at step {records[-1]['step'] if records else 0}")
+            if process.poll() is not None:
                 why = f"status {process.poll()}: {output.read_text()[-400:]}"
                 raise (ImportError if "ModuleNotFoundError" in why else Failure)(why)
             time.sleep(0.2)

@@ -26,8 +26,8 @@ from shapes import ModelConfig
 
 LLAMA = "--model llama3-8b --n_layers 8 --seq_len 4096 --micro_batch 2"
 GPT2 = "--model gpt2 --seq_len 1024 --micro_batch 64"
-OFFLOAD = "--model llama3.1-405b --n_layers 2 --vocab_size 16384 --seq_len 4096 --micro_batch 1 --offload cpu"
-OFFLOAD += " --param_dtype bf16 --state_dtype bf16 --checkpointing block"
+OFFLOAD = "--model llama3.2-1b --seq_len 8192 --micro_batch 4 --checkpointing block"
+OFFLOAD += " --param_dtype bf16 --state_dtype bf16"
 ON_OFF = ("flatland", "flatland --fp8 tensor")
 RACES = {  # part: (title, flags of train.py, contenders), in the order of their value
     "models": (
@@ -39,7 +39,7 @@ RACES = {  # part: (title, flags of train.py, contenders), in the order of their
     "llama": (("Llama 3 8B, peers", LLAMA, ("flatland", "transformers, bf16, compiled", "transformers, bf16")),),
     "fp8": (("Llama 3 8B, recipes", LLAMA, (*ON_OFF, "flatland --fp8 row", "flatland --fp8 row_gw_hp")),),
     "gpt2": (("GPT-2, peers", GPT2, ("flatland", "transformers, bf16, compiled")),),
-    "offload": (("2 blocks of 405B", OFFLOAD, ("flatland --prefetch 1", "flatland --prefetch 0")),),
+    "offload": (("Llama 3.2 1B", OFFLOAD, ("flatland", "flatland --offload cpu")),),
 }
 OURS = " --tokenizer bytes --dtype bf16 --compile block"
 HEAD = (16384, 4096, 128256)

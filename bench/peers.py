@@ -125,7 +125,8 @@ def train_peer(name: str, folder: Path, out: Path, steps: int, every: int, flags
     peer, precision, *compiled = name.split(", ")
     device = find_device(1)
     weights = {name: w for path in folder.glob("*.safetensors") for name, w in load_file(path).items()}
-    model, loss_of = PEERS[peer](folder, weights)
+    with device:  # random values for 3 B parameters take a CPU minutes
+        model, loss_of = PEERS[peer](folder, weights)
     model.to(device, torch.bfloat16 if precision == "bf16" else torch.float32).train()
     call = torch.compile(model, dynamic=False) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
