@@ -462,16 +462,15 @@ def check_run(config, device: torch.device, micro_batch: int) -> None:
             f"{flag}: micro_batch x seq_len = {micro_batch} x {config.seq_len} = {tokens} tokens do not divide by"
             f" {MULTIPLE}; the nearest is --seq_len {near}"
         )
-    if device.type != "cuda":
+    if device.type == "cpu":
         return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        name = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
-        raise UserError(f"{flag}: {name}, FP8 needs 8.9 (Ada, Hopper or later); --fp8 off trains in bf16 here")
     if config.compile == "none":
         raise UserError(f"{flag}: uncompiled, FP8 is several times slower than bf16; --compile block, or --fp8 off")
     if config.dtype != "bf16":
         raise UserError(f"{flag}: on a GPU the other layers compute in bf16; --dtype bf16, or --fp8 off")
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        name = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
+        raise UserError(f"{flag}: {name}, FP8 needs 8.9 (Ada, Hopper or later); --fp8 off trains in bf16 here")
 
 
 def convert(model: nn.Module, config, device: torch.device) -> str:

@@ -236,7 +236,7 @@ class Log:
 
     def describe_run(self, model: Transformer, data, val_data, predicted: dict[str, float]) -> None:
         """Writes flags.json, env.json and the head of the log, and opens the trackers. data, val_data: the Loaders.
-        predicted: plan.step_figures, to be compared with measured values."""
+        predicted: plan.record, to be compared with measured values."""
         if self.ranks.rank:
             return
         self.predicted = predicted

@@ -2,10 +2,9 @@
 
     python plan.py [@recipes/NAME.args ...] [train.py's flags] --nodes 8 --gpus 8 --gpu h100-80
 
-Memory. The model is built on the meta device, where tensors have shapes and no values, with two layers and with three.
-A forward and a backward pass run while every allocation is counted. Each further layer adds the same amount, so the two
-counts give any number of layers. Formulas add FSDP2's buffers for gathering and reducing, CUDA's own memory and the
-tensors that a compiler saves.
+Memory. The model is built on the meta device, where tensors have shapes and no values, with two layers. A forward and a
+backward pass run while every allocation is counted. Each further layer adds what the second one has added. Formulas add
+FSDP2's buffers for gathering and reducing, CUDA's own memory and the tensors that a compiler saves.
 
 Time. FLOPs at the share of the data sheet's rate that large products reach (machine.GPUS), elementwise work at the
 memory's bandwidth, transfers where they take longer than the computation that hides them, and the optimizer's traffic.
@@ -13,16 +12,13 @@ Times are estimated for GPUs only: the speed of a CPU varies too much to predict
 
 from lib import errors  # first: it finds the Python that has torch
 
-import argparse  # isort: skip
-import collections
+import collections  # isort: skip
 import contextlib
 import functools
-import itertools
 import logging
 import math
 import os
 import platform
-import textwrap
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +26,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from config import DEFAULT, Config, check_batch, conflict, parse_args, refuse_unsupported, split_batch, with_recipes
-from lib.errors import UserError, amount
+from lib.errors import Parser, UserError, amount
 
 import torch  # isort: skip
 from torch import Tensor
@@ -63,13 +59,13 @@ HOST_BANDWIDTH = 350e9  # bytes per second of a node's memory, for updates on th
 
 
 class Cluster(NamedTuple):
-    """`nodes` machines of `gpus` devices each. network: bytes per second from each GPU to other nodes. price: of a GPU
+    """`nodes` machines of `gpus` devices each. network: GB per second from each GPU to other nodes. price: of a GPU
     for an hour. host_gib: memory of a node."""
 
     nodes: int
     gpus: int
     gpu: Gpu
-    network: float = 50e9
+    network: float = 50.0
     price: float = 0.0
     host_gib: float = math.inf
 
@@ -86,37 +82,35 @@ class Cluster(NamedTuple):
 
 
 class _Live(torch_private.DispatchMode):
-    """Counts the bytes of existing tensors, now and at the peak since the last lap, and of all tensors ever made.
+    """Counts the bytes of existing tensors, now and at the peak since the last mark, and of all tensors ever made.
     known: tensors that are not counted."""
 
     def __init__(self, known: list[Tensor]):
         super().__init__()
-        self.now = self.peak = self.allocated = 0
-        self.sizes = {id(tensor.untyped_storage()): 0 for tensor in known}
+        self.now = self.peak = self.made = 0
+        self.storages = {id(tensor.untyped_storage()) for tensor in known}
+        self.marks: list[tuple[int, int, int]] = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
         if op is torch.ops.aten.logsumexp.default:  # its kernel holds the exponentials
             self.peak = max(self.peak, self.now + args[0].nbytes)
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in self.storages:
+                self.storages.add(id(storage))
+                weakref.finalize(storage, self._forget, id(storage), storage.nbytes())
+                self.now += storage.nbytes()
+                self.made += storage.nbytes()
+        self.peak = max(self.peak, self.now)
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if id(storage) in self.sizes:
-            return
-        self.sizes[id(storage)] = size = storage.nbytes()
-        weakref.finalize(storage, self._forget, id(storage))
-        self.now, self.allocated = self.now + size, self.allocated + size
-        self.peak = max(self.peak, self.now)
+    def _forget(self, storage: int, size: int) -> None:
+        self.storages.remove(storage)
+        self.now -= size
 
-    def _forget(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
-
-    def lap(self) -> int:
-        peak, self.peak = self.peak, self.now
-        return peak
+    def mark(self) -> None:
+        self.marks.append((self.now, self.made, self.peak))
+        self.peak = self.now
 
 
 def _even_experts(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -155,11 +149,11 @@ def _as_on(cuda: bool, config: Config) -> Iterator[None]:
         yield
 
 
-def _build(config: Config, layers: int, sharded: bool) -> transformer.Transformer:
-    """The model as train.build makes it, on the meta device, with `layers` layers; neither compiled nor sharded."""
-    shape, dtype = replace(config.model_config, n_layers=layers), DTYPES[config.dtype]
+def _build(config: Config, sharded: bool) -> transformer.Transformer:
+    """The model as train.build makes it, on the meta device; neither compiled nor sharded."""
+    dtype = DTYPES[config.dtype]
     with META:
-        model = transformer.Transformer(shape, dtype, config.attention)
+        model = transformer.Transformer(config.model_config, dtype, config.attention)
     if config.fp8 != "off":
         fp8.convert(model, config, META)
     lora.convert(model, config)
@@ -171,7 +165,7 @@ def _build(config: Config, layers: int, sharded: bool) -> transformer.Transforme
         model.lm_head.cross_entropy = lambda logits, targets, grads: logits.new_empty(len(logits), dtype=torch.float32)
     shard.checkpoint_activations(model, mode)
     for name, p in trained(model).items() if sharded else ():
-        if not name.startswith("layers."):  # see _trace_layers
+        if not name.startswith("layers."):  # see _trace_blocks
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return model
 
@@ -191,19 +185,13 @@ def trace(config: Config, cluster: Cluster) -> list[int]:
     """A forward and a backward pass of the model -> peak bytes in addition to parameters and optimizer state: until the
     loss, in the last block's backward pass, in the first block's, and in the rest; and the bytes of all
     tensors made."""
-    wrapped, more_layers = _is_wrapped(config, cluster), config.model_config.n_layers - 2
+    wrapped, tokens = _is_wrapped(config, cluster), config.micro_batch * config.seq_len
     passes = 1 if wrapped else 1 + _accumulates(config, cluster)
-
-    def measure(config: Config) -> list[int]:
-        with _as_on(cluster.cuda, config):
-            two, three = (_trace_layers(config, n, wrapped, passes) for n in (2, 3))
-        return [a + more_layers * (b - a) for a, b in zip(two, three, strict=True)]
-
-    tokens = config.micro_batch * config.seq_len
     if tokens <= 2 * TRACED_TOKENS:
-        return measure(config)
+        return _trace_blocks(config, cluster.cuda, wrapped, passes)
     row = replace(config, micro_batch=1, documents="joined")  # without masks, memory is proportional to tokens
-    fewer, more = (measure(replace(row, seq_len=n)) for n in (TRACED_TOKENS, 2 * TRACED_TOKENS))
+    rows = (replace(row, seq_len=n) for n in (TRACED_TOKENS, 2 * TRACED_TOKENS))
+    fewer, more = (_trace_blocks(row, cluster.cuda, wrapped, passes) for row in rows)
     sizes = [int(a + (tokens / TRACED_TOKENS - 1) * (b - a)) for a, b in zip(fewer, more, strict=True)]
     if config.documents == "separate" and config.attention not in attention.PACKED:
         copies = 2 + DTYPES[config.dtype].itemsize * config.model_config.n_layers  # each layer keeps it in its dtype
@@ -211,43 +199,56 @@ def trace(config: Config, cluster: Cluster) -> list[int]:
     return sizes
 
 
-def _trace_layers(config: Config, layers: int, wrapped: bool, passes: int) -> list[int]:
-    model, laps = _build(config, layers, wrapped), [0] * (layers + 2)
+def _trace_blocks(config: Config, cuda: bool, wrapped: bool, passes: int) -> list[int]:
+    """The same, from two blocks. A further one would add what the last one has added."""
     tokens = torch.empty(config.micro_batch, config.seq_len, dtype=torch.int64, device=META)
     documents = (tokens, tokens[0, :64].int()) if config.documents == "separate" else ()
-    live = _Live([tokens, *documents, *model.parameters()])
+    with _as_on(cuda, config):
+        model = _build(replace(config, n_layers=2), wrapped)
+        live = _Live([tokens, *documents, *model.parameters()])
 
-    def lap_at_the_end(i: int, block, args) -> None:
-        """Registers what happens when the backward pass of block i ends: the gradient of its input exists."""
+        def mark_both_passes(unit, args) -> None:
+            """Marks the beginning of a unit's forward pass and the end of its backward pass, when the gradient of its
+            input exists."""
+            live.mark()
 
-        def end(_) -> None:
-            if wrapped:
-                block.zero_grad()  # FSDP2 takes the gradients of a unit together
-            laps[layers - i] = live.lap()
+            def end(_) -> None:
+                if wrapped:
+                    unit.zero_grad()  # FSDP2 takes the gradients of a unit together
+                live.mark()
 
-        if args[0].requires_grad:
-            args[0].register_hook(end)
+            if args[0].requires_grad:
+                args[0].register_hook(end)
 
-    for i, block in enumerate(model.layers):
-        block.register_forward_pre_hook(functools.partial(lap_at_the_end, i))
-    with live:
-        fp8.WeightScales(model, model.dtype, None, passes > 1, False)
-        keep_copies(model, None, config, passes > 1)
-        for _ in range(passes):
-            live.lap()
-            live.allocated = 0
-            loss = model(tokens, tokens, *documents)
-            laps[0] = live.lap()
-            loss.backward()
-            laps[-1] = live.lap()
+        for unit in (*model.layers, model.norm):
+            unit.register_forward_pre_hook(mark_both_passes)
+        with live:
+            fp8.WeightScales(model, model.dtype, None, passes > 1, False)
+            keep_copies(model, None, config, passes > 1)
+            copies = live.now - getattr(model.lm_head.weight, "compute_copy", tokens[:0]).nbytes
+            for _ in range(passes):
+                live.marks.clear()
+                live.mark()
+                loss = model(tokens, tokens, *documents)
+                live.mark()
+                loss.backward()
+                live.mark()
+    now, made, peaks = zip(*live.marks, strict=True)  # begin, blocks, norm, loss; norm, blocks backwards, end
+    gradients = 0 if wrapped else sum(p.nbytes for p in model.layers[1].parameters() if p.requires_grad)
+    kept = now[3] - now[2] + copies // 2 + gradients * (passes > 1)
+    later = copies // 2 + gradients
     # Memory changes evenly from block to block, so no block in between needs most.
-    return [laps[0], laps[1], laps[-2], laps[-1], live.allocated]
+    two = [max(peaks[1:5]), max(peaks[5:7]), peaks[7], peaks[-1], made[-1] - made[0]]
+    more = [kept, kept, later, later, made[3] - made[2] + made[6] - made[5]]
+    return [a + (config.model_config.n_layers - 2) * b for a, b in zip(two, more, strict=True)]
 
 
 class Kept(NamedTuple):
-    """What rank 0, whose parts are the largest, keeps of a parameter: elements, and bytes of optimizer state."""
+    """What rank 0, whose parts are the largest, keeps of a parameter: elements, their bytes, and bytes of optimizer
+    state."""
 
     elements: int
+    size: int
     trains: bool
     state: int
 
@@ -256,20 +257,27 @@ class Kept(NamedTuple):
 def kept(config: Config, shards: int) -> list[Kept]:
     """One row for each parameter. FSDP2 cuts a parameter into parts of equal size; the last part may be short. For
     experts see shard.sharded_dim."""
-    model = lora.meta_model(config)
+    model = _one_block(config)
     layout, rows = state_layout(model, config), []
     for name, p in model.named_parameters():
         length = p.shape[sharded_dim(p, shards)]
         part = -(-length // shards) * (p.numel() // length)
         states = layout.get(name, {}).values()
-        sizes = [(part if shape == p.shape else math.prod(shape)) * dtype.itemsize for shape, dtype in states]
-        rows.append(Kept(part, p.requires_grad, sum(sizes)))
+        state = sum((part if shape == p.shape else math.prod(shape)) * dtype.itemsize for shape, dtype in states)
+        dtype = config.param_dtype if p.requires_grad else config.dtype
+        row = Kept(part, part * DTYPES[dtype].itemsize, p.requires_grad, state)
+        rows += [row] * (config.model_config.n_layers if name.startswith("layers.") else 1)
     return rows
 
 
-def elements(config: Config, shards: int, trains: bool | None = None) -> list[int]:
-    """Elements that rank 0 keeps of each parameter; trains: only trained (True) or only frozen (False) parameters."""
-    return [row.elements for row in kept(config, shards) if trains in (None, row.trains)]
+def _one_block(config: Config) -> transformer.Transformer:
+    return lora.meta_model(replace(config, n_layers=1))
+
+
+def elements(config: Config, shards: int) -> tuple[int, int]:
+    """Elements that rank 0 keeps of trained and of frozen parameters."""
+    trained, frozen = (sum(row.elements for row in kept(config, shards) if row.trains == t) for t in (True, False))
+    return trained, frozen
 
 
 def _pinned(size: int) -> int:
@@ -279,20 +287,13 @@ def _pinned(size: int) -> int:
 
 def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients and optimizer state. pinned: the first two are in pinned memory."""
-    masters = [n * DTYPES[config.param_dtype].itemsize for n in elements(config, shards, True)]
-    frozen = [n * DTYPES[config.dtype].itemsize for n in elements(config, shards, False)]
-    if pinned:
-        masters, frozen = ([*map(_pinned, sizes)] for sizes in (masters, frozen))
-    gradients = sum(masters)
-    moments = sum(row.state for row in kept(config, shards))
-    return {"parameters": sum(masters + frozen), "gradients": gradients, "optimizer state": moments}
-
-
-def _units(config: Config) -> tuple[int, int, int]:
-    """Elements in the units that FSDP2 gathers: in all, in a block, in the larger of embedding and lm_head."""
-    shape = config.model_config
-    total, end = sum(elements(config, 1)), shape.vocab_size * shape.dim
-    return total, (total - end * (2 - shape.tied)) // shape.n_layers, end
+    rows = kept(config, shards)
+    sizes = [(_pinned(row.size) if pinned else row.size, row.trains) for row in rows]
+    return {
+        "parameters": sum(size for size, _ in sizes),
+        "gradients": sum(size for size, trains in sizes if trains),
+        "optimizer state": sum(row.state for row in rows),
+    }
 
 
 def memory(config: Config, cluster: Cluster, least: bool = False) -> tuple[dict[str, int], dict[str, int]]:
@@ -306,8 +307,7 @@ def memory(config: Config, cluster: Cluster, least: bool = False) -> tuple[dict[
     if not cluster.cuda and config.dtype == "bf16" and shape.n_experts:
         host["processes"] += GROUPED_BYTES
     if cluster.cuda and config.save_async and not offload and not least:
-        sizes = [(n.elements * DTYPES[config.param_dtype].itemsize, n.state) for n in kept(config, shards) if n.trains]
-        host["copies for saves"] = sum(map(_pinned, itertools.chain(*sizes)))
+        host["copies for saves"] = sum(_pinned(n.size) + _pinned(n.state) for n in kept(config, shards) if n.trains)
     gradients = held.pop("gradients")
     if offload:
         host, held, gradients = host | held | {"gradients": gradients}, {}, 0
@@ -344,11 +344,12 @@ def _working(config: Config, cluster: Cluster, gradients: int) -> dict[str, int]
 
 def _stacks(config: Config, cluster: Cluster) -> int:
     """Bytes of optim.Muon's temporary tensors: of the stack that is orthogonalized and the one that travels."""
-    count = (
-        collections.Counter(p.shape for p in matrices(lora.meta_model(config))) if config.optimizer == "muon" else {}
-    )
-    sizes = [min(max(1, ROUND // shape.numel()), -(-n // cluster.ranks)) * shape.numel() for shape, n in count.items()]
-    return int(STACKS * DTYPES[config.dtype].itemsize * max(sizes, default=0))
+    if config.optimizer != "muon":
+        return 0
+    shapes = collections.Counter(p.shape for p in matrices(_one_block(config)))
+    parts = {shape: -(-n * config.model_config.n_layers // cluster.ranks) for shape, n in shapes.items()}
+    largest = max(min(max(1, ROUND // shape.numel()), part) * shape.numel() for shape, part in parts.items())
+    return int(STACKS * DTYPES[config.dtype].itemsize * largest)
 
 
 def _fsdp_moments(
@@ -359,10 +360,12 @@ def _fsdp_moments(
     _fsdp_collectives.py: all gradients of a unit exist before they are copied to the buffer that is reduced, and this
     buffer exists until the next unit's is needed. A unit is gathered in a buffer and copied out; a single rank copies
     its own part only."""
-    total, block, end = _units(config)
+    shape = config.model_config
+    total, end = sum(elements(config, 1)), shape.vocab_size * shape.dim  # of the embedding, and of lm_head
+    block = (total - end * (2 - shape.tied)) // shape.n_layers
     compute, reduce = (DTYPES[name].itemsize for name in (config.dtype, config.reduce_dtype))
     (replicas, shards), offload = mesh_shape(config.shard_size, cluster.ranks), config.offload == "cpu"
-    tied, buffer = config.model_config.tied, shards > 1
+    tied, buffer = shape.tied, shards > 1
     last = end if tied else 0  # a tied embedding stays gathered until its gradient is reduced
     if config.reshard == "never" or not buffer and not offload:
         gathered = [total + buffer * (block if tied else end), total, block + end, end]
@@ -373,13 +376,14 @@ def _fsdp_moments(
         gathered += [block + last, last]
     head = 0 if tied else end
     if config.lora:  # adapters only; the ends have none
-        block, end, head = sum(elements(config, 1, True)) // config.model_config.n_layers, 0, 0
+        block, end, head = elements(config, 1)[0] // shape.n_layers, 0, 0
     converts = offload or config.param_dtype != config.reduce_dtype  # a copy of the reduced part is the gradient
 
     def unit(n: int) -> int:
         return n * reduce + max(n * compute, converts * n * reduce // shards)
 
-    part = gradients // sum(elements(config, shards, True))  # bytes per element
+    trained = elements(config, shards)[0]
+    part = gradients // trained  # bytes per element
     held = [before, max(before, head // shards * part), gradients, gradients, gradients]
     if not before:
         held[3] -= end // shards * part
@@ -388,14 +392,9 @@ def _fsdp_moments(
     last_block = max(head * reduce, after_block, unit(head) - head * compute)
     reduced = [0, last_block, block * reduce, block * reduce, unit(end)]
     if replicas > 1 and converts:  # the reduced parts of all units stay until the backward pass ends
-        reduced = [0, *(size + sum(elements(config, shards, True)) * reduce for size in reduced[1:])]
+        reduced = [0, *(size + trained * reduce for size in reduced[1:])]
     gathered = [compute * n for n in gathered]
     return [*zip(held, [*peaks, 0], [*gathered, 0], reduced, strict=True)]
-
-
-def disk(config: Config) -> int:
-    """Bytes of a checkpoint: the masters and the optimizer state."""
-    return sum(row.elements * DTYPES[config.param_dtype].itemsize + row.state for row in kept(config, 1) if row.trains)
 
 
 # ---- time
@@ -403,71 +402,58 @@ def disk(config: Config) -> int:
 
 def seconds(config: Config, cluster: Cluster) -> dict[str, float]:
     """Seconds of a step by part; the sum is the step's."""
-    parts = _computation(config, cluster)
-    transfers = _transfers(config, cluster)
-    parts["transfers that no computation hides"] = max(transfers - HIDDEN * sum(parts.values()), 0.05 * transfers)
-    mine = [row for row in kept(config, mesh_shape(config.shard_size, cluster.ranks)[1]) if row.trains]
-    masters = sum(row.elements for row in mine) * DTYPES[config.param_dtype].itemsize
-    traffic = 3 * masters + 2 * sum(row.state for row in mine)  # gradients are read; the rest is read and written
-    bandwidth = HOST_BANDWIDTH / cluster.gpus if config.offload == "cpu" else cluster.gpu.bandwidth
-    if config.optimizer == "muon":
-        rate = cluster.gpu.tflops * 1e12 * cluster.gpu.reach * RATES[config.dtype]
-        parts["Newton-Schulz"] = newton_schulz_flops(config) / cluster.ranks / rate
-    return parts | {"update": traffic / bandwidth}
-
-
-def newton_schulz_flops(config: Config) -> int:
-    """FLOPs of a step of Muon: five iterations, each with three matrix products (optim.orthogonalize)."""
-    flops = 0
-    for p, rows in matrices(lora.meta_model(config)).items():
-        for height in rows:
-            m, n = sorted((height, p.shape[-1]))
-            flops += math.prod(p.shape[:-2]) * 5 * (4 * m * m * n + 2 * m**3)
-    return flops
-
-
-def _computation(config: Config, cluster: Cluster) -> dict[str, float]:
-    """Seconds that a GPU computes in a step."""
     shape, gpu, tokens = config.model_config, cluster.gpu, config.batch_tokens / cluster.ranks
-    rate = gpu.tflops * 1e12 * gpu.reach * shape.dim / (shape.dim + NARROW) * RATES[config.dtype]
+    peak = gpu.tflops * 1e12 * gpu.reach * RATES[config.dtype]
+    rate = peak * shape.dim / (shape.dim + NARROW)
     passes = 2 if config.lora else 3  # frozen weights have no gradients
     in_products = 2 * passes * transformer.matmul_params(shape)  # FLOPs per token
     head = 2 * passes * shape.vocab_size * shape.dim * tokens / rate
-    products = in_products * tokens / rate - head
-    if config.fp8 != "off":
-        products /= gpu.fp8
+    products = (in_products * tokens / rate - head) / (gpu.fp8 if config.fp8 != "off" else 1)
     attends = (lora.flops_per_token(config) - in_products) * tokens / rate / ATTENTION
-    allocated = trace(config, cluster)[-1]
-    moved = (
-        3 * allocated * tokens / (config.micro_batch * config.seq_len)
-    )  # an operation reads about twice as many bytes as it writes
-    return {
+    # An operation reads about twice as many bytes as it writes.
+    moved = 3 * trace(config, cluster)[-1] * tokens / (config.micro_batch * config.seq_len)
+    parts = {
         "products": products,
         "lm_head and loss": head,
         "attention": attends,
         "computed again": products / passes + attends / 3 if config.checkpointing == "block" else 0.0,
         "elementwise": moved / (FUSED if config.compile != "none" else 1) / gpu.bandwidth,
     }
+    transfers = _transfers(config, cluster)
+    parts["transfers that no computation hides"] = max(transfers - HIDDEN * sum(parts.values()), 0.05 * transfers)
+    if config.optimizer == "muon":
+        parts["Newton-Schulz"] = newton_schulz_flops(config) / cluster.ranks / peak
+    held = state(config, mesh_shape(config.shard_size, cluster.ranks)[1])
+    traffic = 3 * held["gradients"] + 2 * held["optimizer state"]  # gradients are read; the rest is read and written
+    return parts | {"update": traffic / (HOST_BANDWIDTH / cluster.gpus if config.offload == "cpu" else gpu.bandwidth)}
+
+
+def newton_schulz_flops(config: Config) -> int:
+    """FLOPs of a step of Muon: five iterations, each with three matrix products (optim.orthogonalize)."""
+    flops = 0
+    for p, rows in matrices(_one_block(config)).items():
+        for height in rows:
+            m, n = sorted((height, p.shape[-1]))
+            flops += math.prod(p.shape[:-2]) * 5 * (4 * m * m * n + 2 * m**3)
+    return flops * config.model_config.n_layers
 
 
 def _transfers(config: Config, cluster: Cluster) -> float:
     """Seconds that a step's slowest link works: parameters are gathered twice for each micro-batch, gradients reduced
     once, replicas summed once a step."""
     replicas, shards = mesh_shape(config.shard_size, cluster.ranks)
-    (total, _, _), held = _units(config), sum(elements(config, shards, True))
-    gradients = sum(elements(config, 1, True))
+    (held, frozen), (gradients, others) = elements(config, shards), elements(config, 1)
     compute, reduce, masters = (DTYPES[n].itemsize for n in (config.dtype, config.reduce_dtype, config.param_dtype))
     micro_batches = config.batch_tokens / (config.micro_batch * config.seq_len * cluster.ranks)
     link, nodes = cluster.gpu.link, -(-shards // cluster.gpus)
     if nodes > 1:  # all network cards of a node carry its traffic with other nodes
-        link = min(link, cluster.gpus * cluster.network * nodes / (nodes - 1))
+        link = min(link, cluster.gpus * cluster.network * 1e9 * nodes / (nodes - 1))
     gathers = 2 if config.reshard != "never" else 1 / micro_batches
-    out = (total * gathers * compute + gradients * reduce) * (shards - 1) / shards / link * micro_batches
-    link = cluster.gpu.link if cluster.nodes == 1 else cluster.network
+    out = ((gradients + others) * gathers * compute + gradients * reduce) * (shards - 1) / shards / link * micro_batches
+    link = cluster.gpu.link if cluster.nodes == 1 else cluster.network * 1e9
     out += 2 * held * reduce * (replicas - 1) / replicas / link
     if config.offload == "cpu":
-        frozen = sum(elements(config, shards, False)) * compute
-        out += (2 * (held * masters + frozen) + held * masters) * micro_batches / cluster.gpu.host
+        out += (3 * held * masters + 2 * frozen * compute) * micro_batches / cluster.gpu.host
     return out
 
 
@@ -475,7 +461,8 @@ def _transfers(config: Config, cluster: Cluster) -> float:
 
 
 class Plan(NamedTuple):
-    """The prediction for a run on a cluster. gpu, host: bytes by part on each; times: seconds of a step by part."""
+    """The prediction for a run on a cluster. gpu, host: bytes by part on each; times: seconds of a step by part, empty
+    for a GPU that is not in machine.GPUS."""
 
     config: Config
     gpu: dict[str, int]
@@ -489,6 +476,14 @@ class Plan(NamedTuple):
 
 
 def predict(config: Config, cluster: Cluster) -> Plan:
+    """config: without `auto`."""
+    config = split(config, cluster)
+    gpu, host = memory(config, cluster)
+    fits = sum(gpu.values()) <= cluster.gpu.gib * GIB and sum(host.values()) <= cluster.host_gib * GIB
+    return Plan(config, gpu, host, seconds(config, cluster) if cluster.gpu.tflops else {}, fits)
+
+
+def settle(config: Config, cluster: Cluster) -> Config:
     """Resolves every `auto` and every size that depends on the number of ranks. Refuses what train.py refuses, with the
     same messages."""
     mesh_shape(config.shard_size, cluster.ranks)
@@ -499,11 +494,10 @@ def predict(config: Config, cluster: Cluster) -> Plan:
     config = replace(config, dtype=dtype, compile=compile, attention="varlen" if packed else "sdpa")
     config = split(config, cluster)
     refuse_unsupported(config, cluster.ranks)
+    fp8.check_run(config, META, config.micro_batch)
     if config.fp8 != "off" and not cluster.gpu.fp8:
         raise UserError(f"--fp8 {config.fp8}: the {cluster.gpu.name} has no FP8; --fp8 off trains in bf16 there")
-    gpu, host = memory(config, cluster)
-    fits = sum(gpu.values()) <= cluster.gpu.gib * GIB and sum(host.values()) <= cluster.host_gib * GIB
-    return Plan(config, gpu, host, seconds(config, cluster), fits)
+    return config
 
 
 def cluster_here(device: torch.device, ranks: int) -> Cluster:
@@ -526,36 +520,31 @@ def refuse_without_room(config: Config, ranks: shard.Ranks) -> None:
     the inputs of the blocks, which any run needs."""
     cluster = cluster_here(ranks.device, ranks.world_size)
     on_gpu, on_host = memory(split(config, cluster), cluster, least=True)
-    places = [(on_host, f"{platform.node()} ({cluster.gpus} processes)", cluster.host_gib)]
-    if on_gpu:
-        places.append((on_gpu, str(ranks.device), cluster.gpu.gib))
-    for needs, place, free in places:
+    host = f"{platform.node()} ({cluster.gpus} processes)"
+    for needs, place, free in (on_gpu, ranks.device, cluster.gpu.gib), (on_host, host, cluster.host_gib):
         if sum(needs.values()) / GIB > free:
             raise UserError(
                 f"This run needs more than {gib(needs)} on {place}, which has {free:.1f} GiB. What lowers it, the"
-                f" cheapest first: {machine.lower_memory(config, bool(on_gpu))}"
+                f" cheapest first: {machine.lower_memory(config, cluster.cuda)}"
             )
 
 
 def predict_record(config: Config, ranks: shard.Ranks) -> dict[str, float]:
-    """step_figures for a run on these ranks; {} on a CPU or if the model cannot be traced."""
+    """`record` for a run on these ranks; {} on a CPU or if the model cannot be traced."""
     if ranks.rank or ranks.device.type == "cpu":
         return {}
     try:
-        return step_figures(config, cluster_here(ranks.device, ranks.world_size))
+        return record(predict(config, cluster_here(ranks.device, ranks.world_size)))
     except (RuntimeError, NotImplementedError) as e:  # a changed model that cannot run on the meta device
         log.warning("Plan: no prediction for this model: %s", e)
         return {}
 
 
-def step_figures(config: Config, cluster: Cluster) -> dict[str, float]:
-    """The prediction for a record of metrics.jsonl: `mem_gib`, allocated by torch on a GPU or by a process on a CPU,
-    and `step_ms` for GPUs whose data sheet is known. config: as `train.resolve` left it."""
-    config = split(config, cluster)
-    gpu, host = memory(config, cluster)
-    size = sum(size for part, size in gpu.items() if part not in OUTSIDE) or sum(host.values()) // cluster.gpus
-    times = {"step_ms": 1e3 * sum(seconds(config, cluster).values())} if cluster.gpu.tflops else {}
-    return {"mem_gib": size / GIB} | times
+def record(plan: Plan) -> dict[str, float]:
+    """The prediction for a record of metrics.jsonl: `mem_gib`, allocated by torch, and `step_ms`, if the data sheet of
+    the GPU is known."""
+    size = sum(size for part, size in plan.gpu.items() if part not in OUTSIDE)
+    return {"mem_gib": size / GIB} | ({"step_ms": 1e3 * plan.seconds} if plan.times else {})
 
 
 # ---- the report
@@ -568,26 +557,19 @@ def gib(parts: dict[str, int]) -> str:
     return f"{sum(parts.values()) / GIB:.1f} GiB ({shown})"
 
 
-def duration(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.2g} s"
-
-
 def memory_line(config: Config, cluster: Cluster) -> str:
     gpu, host = memory(split(config, cluster), cluster)
     return f"about {gib(gpu)} per GPU; {gib(host)} per host" if gpu else f"about {gib(host)} per host"
 
 
 def summary(plan: Plan, cluster: Cluster, steps: float) -> str:
-    config, gpu, length = plan.config, cluster.gpu, steps * plan.seconds
+    config, gpu, hours = plan.config, cluster.gpu, steps * plan.seconds / 3600
     slow = sorted(((s / plan.seconds, name) for name, s in plan.times.items()), reverse=True)
     times = ", ".join(f"{name} {share:.0%}" for share, name in slow if share > 0.02)
-    hours = length / 3600 * cluster.ranks
-    kwh = hours * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
-    price = f", {hours * cluster.price:,.0f} at {cluster.price:g} an hour" * (cluster.price > 0)
-    tokens, saved = steps * config.batch_tokens / 1e9, disk(config)
+    kwh = hours * cluster.ranks * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
+    price = f", {hours * cluster.ranks * cluster.price:,.0f} at {cluster.price:g} an hour" * (cluster.price > 0)
+    held = state(config, 1)
+    saved = held["gradients"] + held["optimizer state"]  # of parameters, those that have gradients
     rate = config.batch_tokens / plan.seconds / cluster.ranks
     mfu = rate * lora.flops_per_token(config) / (gpu.tflops * 1e12)
     return (
@@ -598,7 +580,8 @@ def summary(plan: Plan, cluster: Cluster, steps: float) -> str:
         f"  disk: {amount(saved)} a checkpoint, {amount((config.keep + 1) * saved)} for --keep {config.keep} and the"
         " one being written\n"
         f"  speed: {rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%} ({times})\n"
-        f"  time: {duration(length)} for {tokens:,.3g} B tokens ({steps:,.0f} steps), about {kwh:,.0f} kWh{price}"
+        f"  time: {hours:,.2f} hours for {steps * config.batch_tokens / 1e9:,.3g} B tokens ({steps:,.0f} steps),"
+        f" about {kwh:,.0f} kWh{price}"
     )
 
 
@@ -630,57 +613,42 @@ def advice(plan: Plan, cluster: Cluster) -> str:
 
 # ---- the command
 
-
-PLAN_FLAGS = {  # plan.py's own flags: default, meaning
+PLAN_FLAGS = {  # the fields of Cluster and --tokens: default, meaning
     "nodes": (1, "machines"),
     "gpus": (1, "GPUs in each"),
-    "gpu": ("h100-80", f"{', '.join(GPUS)}; or TFLOP/s,GB,GB/s,GB/s to the next GPU"),
+    "gpu": ("h100-80", f"one of {', '.join(GPUS)}"),
     "network": (50.0, "GB/s from each GPU to other machines"),
-    "host_gib": (math.inf, "memory of each machine"),
     "price": (0.0, "of a GPU for an hour"),
+    "host_gib": (math.inf, "memory of each machine"),
     "tokens": (0.0, "to train on; default: --steps"),
-    "head": (False, "print the head of the recipe"),
 }
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """-> (plan.py's own flags, the Config of the others). With --model, no weights are looked for."""
+def parse(argv: list[str]) -> tuple[Config, Cluster, float]:
+    """-> (the Config of train.py's flags, the cluster, --tokens). With --model, no weights are looked for."""
     usage = "python plan.py [@recipes/NAME.args ...] [train.py's flags] [--nodes N --gpus N --gpu KIND]"
-    text = "Estimates the memory, the speed and the cost of a run."
-    parser = argparse.ArgumentParser("plan.py", usage, text, allow_abbrev=False)
+    parser = Parser("plan.py", usage, "Estimates the memory, the speed and the cost of a run.", allow_abbrev=False)
     for name, (default, meaning) in PLAN_FLAGS.items():
-        how = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
-        parser.add_argument(f"--{name}", help=meaning, **how)
-    plan_flags, words = parser.parse_known_args(argv)
-    for name in ("nodes", "gpus"):
-        if getattr(plan_flags, name) < 1:
-            raise UserError(f"--{name} {getattr(plan_flags, name)}: it must be at least 1")
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=meaning)
+    flags, words = parser.parse_known_args(argv)
+    *fields, tokens = vars(flags).values()
+    cluster = Cluster(*fields)._replace(gpu=machine.read_gpu(flags.gpu))
+    if min(cluster[:2]) < 1:
+        raise UserError(f"--nodes {cluster.nodes} --gpus {cluster.gpus}: each must be at least 1")
     words = words or DEFAULT
     if any(word.partition("=")[0] == "--model" for word in with_recipes(words)):
         words = [*words, "--weights=", "--load=direct", "--lora_weights="]
     config = parse_args(words)
-    if config.epochs and not plan_flags.tokens:
+    if config.epochs and not tokens:
         raise UserError(f"--epochs {config.epochs:g}: plan.py reads no data; give --tokens or --steps instead")
-    return plan_flags, config
+    return config, cluster, tokens
 
 
 def main(argv: list[str]) -> int:
-    plan_flags, config = parse(argv)
-    cluster = Cluster(
-        plan_flags.nodes,
-        plan_flags.gpus,
-        machine.read_gpu(plan_flags.gpu),
-        plan_flags.network * 1e9,
-        plan_flags.price,
-        plan_flags.host_gib,
-    )
-    plan = predict(config, cluster)
-    text = summary(plan, cluster, plan_flags.tokens / plan.config.batch_tokens or config.steps)
-    if plan_flags.head:  # for the top of a recipe
-        for line in text.splitlines():
-            print(textwrap.fill(line, 120, initial_indent="# ", subsequent_indent="#     "))
-    else:
-        print(f"{text}\n{advice(plan, cluster)}")
+    config, cluster, tokens = parse(argv)
+    plan = predict(settle(config, cluster), cluster)
+    steps = tokens / plan.config.batch_tokens or config.steps
+    print(f"{summary(plan, cluster, steps)}\n{advice(plan, cluster)}")
     return 0
 
 

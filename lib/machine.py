@@ -73,18 +73,11 @@ def known_gpu(device: torch.device) -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if gpu.name in name), None)
 
 
-def read_gpu(word: str) -> Gpu:
-    """Parses --gpu: a name in GPUS, or four numbers."""
-    if word in GPUS:
-        return GPUS[word]
-    try:
-        tflops, size, bandwidth, link = map(float, word.split(","))
-    except ValueError:
-        raise UserError(
-            f"--gpu {word}: unknown; there are {', '.join(GPUS)}; or four numbers, as 989,80,3350,450: dense bf16"
-            " TFLOP/s, GB of memory, GB/s of the memory, GB/s to the next GPU"
-        ) from None
-    return Gpu("GPU", tflops, size / 1.074, bandwidth * 1e9, link * 1e9, 25e9, 700)
+def read_gpu(name: str) -> Gpu:
+    """The value of --gpu."""
+    if name not in GPUS:
+        raise UserError(f"--gpu {name}: unknown; there are {', '.join(GPUS)}")
+    return GPUS[name]
 
 
 def describe_environment() -> dict:
