@@ -230,8 +230,9 @@ def train_for(name: str, checkout: Path, out: Path, seconds: float) -> None:
     """Trains for `seconds`, with compilation but without evaluations, on the rows of the default recipe, and writes a
     record after each tenth. name: CONTENDER, LR."""
     from data import make_loader
-    from lib.machine import find_device
+    from lib.machine import find_device, keep_memory
 
+    keep_memory()  # all contenders get the allocator that train.py sets up
     contender, rate = name.split(", ")
     peer, _, optimizer = contender.partition(" ")
     make = {"flatland": flatland, "nanoGPT": nanogpt, "nanochat": nanochat}[peer]
