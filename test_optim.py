@@ -509,6 +509,22 @@ def test_muon_resumes_with_the_same_bits(tmp_path, text):
     assert len(whole) == 4 and [r["loss"] for r in whole] == [r["loss"] for r in parts]
 
 
+@pytest.mark.parametrize("words, tolerance", [("--micro_batch 1", 1e-5), ("--micro_batch 1 --fp8 row", 0.02)])
+def test_muon_accumulates_and_trains_in_fp8(words, tolerance, tmp_path, text):
+    """The losses are those of one micro-batch in fp32."""
+    common = (
+        f"--model tiny-llama --data {text} --optimizer muon --seq_len 32 --batch_tokens 128 --steps 6 --compile none"
+    )
+    common += " --lr 0.02 --eval_every 0 --sample_every 0 --log_every 1 --save_every 0"
+    for name, more in (
+        ("plain", "--micro_batch 4 --dtype fp32"),
+        ("other", words + " --dtype fp32" * ("fp8" not in words)),
+    ):
+        assert train.main([*common.split(), *more.split(), "--out", str(tmp_path / name)]) == 0
+    plain, other = ([r["loss"] for r in records_of(tmp_path / name)] for name in ("plain", "other"))
+    assert plain[-1] < 0.95 * plain[0] and other == pytest.approx(plain, rel=tolerance)
+
+
 def records_of(run) -> list[dict]:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if "loss" in record]
