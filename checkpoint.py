@@ -1,4 +1,4 @@
-"""Checkpoints: a folder per step with the weights, the optimizer's moments, the data position and the random state.
+"""Checkpoints: a folder per step with the weights, the optimizer's state and the position in the data.
 
     checkpoints/step-00000100/rank-00000.safetensors ...   each rank's parts of the tensors
                               manifest.json                step, settings, data position, the offset of each part,
@@ -7,7 +7,8 @@
 The files are safetensors and JSON, so loading runs no code. A save writes into a temporary folder, calls fsync and
 renames the folder: a checkpoint is complete or absent, and never changes afterwards. Every tensor is stored in parts
 with their offsets, so any number of ranks, on any mesh, reads only the slices that it keeps. Each checkpoint stores the
-loss of a fixed row of tokens, the probe, and a resume computes it again from the loaded weights.
+loss of a fixed row of tokens, the probe, and a resume computes it again from the loaded weights. There is no random
+state to save: initial values and the order of rows are functions of the seed, and training draws nothing else.
 
 We do not use torch.distributed.checkpoint: its metadata are pickles, an interrupted save into an existing folder loads
 as a mixture of two states, it has no checksums, and with safetensors it took 1.3 to 2 times as long (torch 2.13)."""
@@ -24,21 +25,19 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 # Imported first: it finds the Python that has torch.
 from lib.errors import (
-    Failure,
     Parser,
     UserError,
     amount,
     check_words,
-    free_space,
-    is_full_disk,
     local_path,
     read_json,
     run_script,
+    write_whole,
 )
 
 # ---- the command line, parsed before torch is imported, which takes seconds
@@ -47,13 +46,12 @@ from lib.errors import (
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="checkpoint.py", description="Lists, verifies or exports a run's checkpoints.")
     add = parser.add_argument
-    verbs = "list; verify every checksum (status 1 if a checkpoint is damaged); export the newest intact checkpoint"
-    add("verb", choices=("list", "verify", "export"), help=f"{verbs} as a Hugging Face folder")
+    verbs = "list: steps, and whether their files have the right sizes; verify: also every checksum; export: the newest"
+    add("verb", choices=("list", "verify", "export"), help=f"{verbs} intact checkpoint as a Hugging Face folder")
     add("run", type=Path, help="run folder")
     add("out", type=Path, nargs="?", help="export: output folder")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="export: fp32 (default) is exact")
-    add("--shard_gb", type=float, default=5.0, help="export: largest file, in 10^9 bytes (default 5)")
-    add("--tokenizer", help="export: tokenizer whose files are added (default: the run's; none = no files)")
+    add("--tokenizer", help="export: tokenizer whose files are added (default: the run's)")
     return parser.parse_args(argv)
 
 
@@ -80,11 +78,10 @@ from lib.weights import (
     export_adapter,
     family,
     find_files,
+    open_weights,
     write_file,
 )
-from lib.weights import open_weights as open_folder
-from model import random_init
-from optim import is_sharded, state_layout, trained
+from optim import is_sharded, trained
 from shapes import ModelConfig, RopeScaling
 from shard import (
     ALONE,
@@ -99,8 +96,8 @@ from shard import (
     reshard,
 )
 
-FORMAT = 2
-FILE_BYTES = 2**31  # a file of this size gets no further tensor
+FORMAT = 3
+FILE_BYTES = 2**31  # of a file with several tensors: to write a file, its tensors are copied into the host's memory
 BLOCK = 2**24  # bytes per read when checksums are computed
 PROBE = 128  # tokens of the probe
 # Largest difference of the probe's loss between kernels and meshes, nats per token, by compute dtype.
@@ -138,28 +135,21 @@ class Saver:
         run: Run,
         resume_from: "Checkpoint | None",
     ):
-        self.model, self.optimizer, self.data, self.phase = model, optimizer, data, run.phase
-        self.config, self.ranks, self.mesh = run.config, run.ranks, run.mesh
-        self.run, self.nonce = run.folder, run.nonce
+        self.model, self.optimizer, self.data, self.run = model, optimizer, data, run
+        self.config, self.ranks = run.config, run.ranks
         self.tokens = resume_from.manifest["probe"]["tokens"] if resume_from else None
         self.base = resume_from.manifest["base"] if resume_from else base_fingerprint(self.config, self.ranks)
         self.last = resume_from.step if resume_from else 0  # step of the newest intact checkpoint
-        on_first_rank(lambda: clean(self.run, self.last or math.inf), self.ranks)
-        self.pinned: dict[str, Tensor] = {}  # pinned host memory for the copies of tensors on a GPU
+        on_first_rank(lambda: clean(run.folder, self.last or math.inf), self.ranks)
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
-        layout = [row for states in state_layout(model, self.config).values() for row in states.values()]
-        layout += [(p.shape, p.dtype) for p in trained(model).values()]
-        self.size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout)  # bytes of a checkpoint
-        if self.size > shutil.disk_usage(self.run).free:
-            logger.warning("The first save will fail: it needs %s, %s", amount(self.size), free_space(self.run))
 
     def __enter__(self) -> "Saver":
         return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         if error is not None and self.thread:
-            with self.phase("saves"):
+            with self.run.phase("saves"):
                 self.thread.join(ANSWER)
 
     def save(self, step: int, row: Tensor) -> float:
@@ -167,7 +157,7 @@ class Saver:
         training waited. row [T]: tokens for the probe; later saves use the row of the first save. Raises an error of
         this save or the previous save on all ranks. All ranks must call."""
         begin = time.perf_counter()
-        with self.phase("saves"):
+        with self.run.phase("saves"):
             self.wait()
             if step != self.last:
                 self._start(step, row)
@@ -175,19 +165,15 @@ class Saver:
 
     def _start(self, step: int, row: Tensor) -> None:
         position = merge_positions(gather(self.data.state_dict(), self.ranks))
-        compare_replicas(self.model, self.ranks, self.mesh, step)
+        compare_replicas(self.model, self.ranks, self.run.mesh, step)
         if self.tokens is None:
             self.tokens = gather(row[: PROBE + 1].tolist(), self.ranks)[0]
         loss = probe_loss(self.model, self.tokens, self.ranks.device)
         if not math.isfinite(loss):
             raise RuntimeError(f"The model's loss after step {step} is {loss}, so its state is not saved")
-        updates = next((state["step"] for state in self.optimizer.state.values() if "step" in state), 0)
         manifest = {
             "format": FORMAT,
             "step": step,
-            "tokens": step * self.config.batch_tokens,
-            "updates": int(updates),
-            "world_size": self.ranks.world_size,
             "position": position,
             "probe": {"tokens": self.tokens, "loss": loss, "tolerance": TOLERANCE[self.model.dtype]},
             "base": self.base,
@@ -195,80 +181,39 @@ class Saver:
             "model": asdict(self.config.model_config),
         }
         tensors, places = own_parts(self.model, self.optimizer, self.ranks)
-        on_gpu = any(t.is_cuda for t in tensors.values())
-        copies = self.config.save_async and (on_gpu or step < self.config.steps)  # training waits for the last save
-        staged = copies and all(gather(self._has_room(tensors), self.ranks))
-        ready = _stage(tensors, self.pinned) if staged else None
-        self.thread = threading.Thread(target=self._write, args=(manifest, tensors, places, ready), name="checkpoint")
+        copies = self.config.save_async and step < self.config.steps and all(gather(_fits(tensors), self.ranks))
+        if copies:  # otherwise training waits, as it does for the last save
+            tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+        self.thread = threading.Thread(target=self._write, args=(manifest, tensors, places), name="checkpoint")
         self.thread.start()
-        if not staged:
+        if not copies:
             self.wait()
-
-    def _explain(self, error: Exception, step: int) -> Exception:
-        if not is_full_disk(error):
-            return error
-        saved = folders(self.run)
-        newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no earlier checkpoint"
-        return Failure(
-            f"the disk is full: checkpoint step-{step:08d} needs {amount(self.size)}, {free_space(self.run)}; {newest}."
-            " Free some space, then run the same command again"
-        )
-
-    def _has_room(self, tensors: dict[str, Tensor]) -> bool:
-        """Whether the host's memory holds the copies of an asynchronous save."""
-        new = [t for key, t in tensors.items() if key not in self.pinned]
-        on_gpu = sum(t.nbytes for t in new if t.is_cuda)
-        size = save_memory(on_gpu, sum(t.nbytes for t in new) - on_gpu) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        free = available_memory() or math.inf
-        if size > free:
-            message = "Training waits for this save: a copy of the state takes %.1f GiB on this machine, %.1f are free"
-            logger.warning(message, size / 2**30, free / 2**30)
-        return size <= free
-
-    @property
-    def failed(self) -> bool:
-        """Whether the save in the background has failed; `wait` raises its error."""
-        return self.error is not None
 
     def wait(self) -> None:
         """Waits until the save is on disk. Raises its error on all ranks. All ranks must call."""
-        with self.phase("saves"):
+        with self.run.phase("saves"):
             if self.thread:
                 self.thread.join()
         error, self.thread, self.error = self.error, None, None
         if error is not None:
             raise error
 
-    def _write(self, manifest: dict, tensors: dict[str, Tensor], places: dict[str, dict], ready) -> None:
+    def _write(self, manifest: dict, tensors: dict[str, Tensor], places: dict[str, dict]) -> None:
         """Runs in the thread: every rank writes its parts, then rank 0 writes the manifest."""
         begin, first = time.perf_counter(), self.ranks.rank == 0
-        folder = step_folder(self.run, manifest["step"])
-        temporary = folder.with_name(f"{folder.name}.tmp-{self.nonce}")
-
-        def write_parts() -> list[dict]:
-            if ready is not None:
-                ready.synchronize()
-            folder.parent.mkdir(exist_ok=True)  # fails if the run folder was removed
-            temporary.mkdir(exist_ok=True)
-            parts = []
-            for number, group in enumerate(_groups(tensors)):
-                suffix = f"-{number}" * (number > 0)
-                path = temporary / f"rank-{self.ranks.rank:05d}{suffix}.safetensors"
-                write_file(path, {key: tensors.pop(key).contiguous() for key in group})
-                stored = {key: places[key] for key in group if key in places}
-                size = path.stat().st_size
-                parts.append({"file": path.name, "bytes": size, "crc32": _checksum(path), "tensors": stored})
-            return parts
+        folder = step_folder(self.run.folder, manifest["step"])
+        temporary = folder.with_name(f"{folder.name}.tmp-{self.run.nonce}")
 
         def commit() -> None:
             _commit(temporary, folder, manifest | {"files": parts})
-            _prune(self.run, self.config.keep)
+            _prune(self.run.folder, self.config.keep)
 
         try:
-            parts = sum(on_all(write_parts, self.ranks, self.ranks.saving), [])
+            write = partial(_write_parts, temporary, tensors, places, self.ranks.rank)
+            parts = sum(on_all(write, self.ranks, self.ranks.saving), [])
             on_all(commit if first else lambda: None, self.ranks, self.ranks.saving)
         except Exception as error:  # of any rank
-            self.error = self._explain(error, manifest["step"])
+            self.error = error
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
             return
@@ -277,19 +222,24 @@ class Saver:
         logger.info("Saved %s: %.3f GB in %.1f s", folder.name, size / 1e9, seconds)
 
 
+def _fits(tensors: dict[str, Tensor]) -> bool:
+    """Whether copies of the tensors fit into the host's memory, if each rank there makes as many."""
+    size = sum(t.nbytes for t in tensors.values()) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    free = available_memory() or math.inf
+    if size > free:
+        logger.warning("Training waits for this save: a copy takes %s, %s are free", amount(size), amount(free))
+    return size <= free
+
+
 def own_parts(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> tuple[dict[str, Tensor], dict[str, dict]]:
-    """-> (this rank's parts of the state, by name; the offset and shape of each part in its whole tensor). The manifest
-    has the number of updates."""
+    """-> (this rank's parts of the state, by name; the offset and shape of each part in its whole tensor)"""
     parameters, tensors, places = trained(model), {}, {}
     assert not optimizer.state or all(p in optimizer.state for p in parameters.values()), "still gathered"
-    tensors["rng"] = torch.get_rng_state()
-    if ranks.device.type == "cuda":
-        tensors["rng.cuda"] = torch.cuda.get_rng_state(ranks.device)
     for name, parameter in parameters.items():
         state = optimizer.state.get(parameter, {}).items()
-        values = {"model": parameter} | {k: v for k, v in state if isinstance(v, Tensor) and k != "step"}
+        values = {"model": parameter} | {k: v for k, v in state if isinstance(v, Tensor)}
         for kind, value in values.items():
             mine = owns(value) if is_sharded(value) else ranks.rank == 0
             if mine and local(value).numel():
@@ -303,39 +253,25 @@ def own_parts(
     return tensors, places
 
 
-def save_memory(on_gpu: int, on_host: int) -> int:
-    """Bytes of host memory that a rank needs for an asynchronous save of a state with these sizes on its GPU and on the
-    host. A synchronous save needs almost none, because it writes the state without a copy."""
-    return 2 * on_gpu + on_host  # torch rounds pinned blocks up to powers of two
+def _write_parts(folder: Path, tensors: dict[str, Tensor], places: dict[str, dict], rank: int) -> list[dict]:
+    """Writes the parts of a rank, and removes them from `tensors` -> a row of the manifest for each file."""
+    from huggingface_hub import split_state_dict_into_shards_factory
 
-
-def _stage(tensors: dict[str, Tensor], pinned: dict[str, Tensor]) -> torch.cuda.Event | None:
-    """Replaces tensors by copies in the host's memory -> the event after the copies from a GPU, or None. They go to
-    `pinned` memory in the stream's order, before the next update, so the host does not wait for the GPU."""
-    ready = None
-    for key, tensor in tensors.items():
-        if tensor.is_cuda:
-            if key not in pinned:
-                pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            tensors[key] = pinned[key].copy_(tensor, non_blocking=True)
-            ready = ready or torch.cuda.Event()
-        else:
-            tensors[key] = tensor.clone()
-    if ready is not None:
-        ready.record()
-    return ready
-
-
-def _groups(tensors: dict[str, Tensor]) -> list[list[str]]:
-    """The names of the tensors of each file. The size of files is limited, because a synchronous save copies the
-    tensors of a GPU into the host's memory one file at a time."""
-    groups, size = [[]], 0
-    for key, tensor in tensors.items():
-        if size > FILE_BYTES:
-            groups, size = [*groups, []], 0
-        groups[-1].append(key)
-        size += tensor.nbytes
-    return groups
+    folder.parent.mkdir(exist_ok=True)  # fails if the run folder was removed
+    folder.mkdir(exist_ok=True)
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern=f"rank-{rank:05d}{{suffix}}.safetensors",
+        max_shard_size=FILE_BYTES,
+    )
+    parts = []
+    for name, keys in split.filename_to_tensors.items():
+        path = folder / name
+        write_file(path, {key: tensors.pop(key).contiguous() for key in keys})
+        stored = {key: places[key] for key in keys}
+        parts.append({"file": name, "bytes": path.stat().st_size, "crc32": _checksum(path), "tensors": stored})
+    return parts
 
 
 def _sync(path: Path) -> None:
@@ -348,9 +284,7 @@ def _sync(path: Path) -> None:
 
 def _commit(temporary: Path, folder: Path, manifest: dict) -> None:
     """Writes the manifest and renames the folder, which completes the checkpoint. Rank 0 calls this last."""
-    path = temporary / "manifest.json"
-    path.write_text(json.dumps(manifest | {"crc32": _crc_of(manifest)}))
-    _sync(path)
+    write_whole(temporary / "manifest.json", json.dumps(manifest | {"crc32": _crc_of(manifest)}), sync=True)
     _sync(temporary)
     os.rename(temporary, folder)
     _sync(folder.parent)
@@ -412,13 +346,10 @@ def read_manifest(folder: Path) -> dict:
             raise ValueError(f"its format is {manifest['format']!r}, this version reads {FORMAT}")
         if manifest.pop("crc32") != _crc_of(manifest):
             raise ValueError("its checksum is wrong")
-        for part in manifest["files"]:
-            if not re.fullmatch(r"rank-[0-9]{5,}(-[0-9]+)?\.safetensors", part["file"]):
-                raise ValueError(f"{part['file']!r} is not a file of a checkpoint")
+        if not all(re.fullmatch(r"[\w-]+\.safetensors", part["file"]) for part in manifest["files"]):
+            raise ValueError("it names a file that is not part of a checkpoint")
         if STEP.fullmatch(folder.name) and manifest["step"] != step_of(folder):
             raise ValueError(f"it belongs to step {manifest['step']}")
-    except FileNotFoundError:
-        raise ValueError("manifest.json is missing") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"manifest.json is unreadable: {type(e).__name__}: {e}") from None
     return manifest
@@ -426,17 +357,14 @@ def read_manifest(folder: Path) -> dict:
 
 def _fault_of_file(folder: Path, checksums: bool, part: dict) -> str:
     path = folder / part["file"]
+    stored = {k: (getattr(torch, place["dtype"]), tuple(place["shape"])) for k, place in part["tensors"].items()}
     try:
         if path.stat().st_size != part["bytes"]:
             return f"{path.name} has {path.stat().st_size} bytes, expected {part['bytes']}"
-        entries = TensorFile(path).entries
-        for key, place in part["tensors"].items():
-            if entries.get(key) != (getattr(torch, place["dtype"]), tuple(place["shape"])):
-                return f"{path.name} does not hold {key!r} with the manifest's dtype and shape"
+        if TensorFile(path).entries != stored:
+            return f"{path.name} does not hold the manifest's tensors"
         if checksums and _checksum(path) != part["crc32"]:
             return f"the checksum of {path.name} is wrong"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
     except (UserError, OSError) as e:
         return f"{path.name} is unreadable: {e}"
     return ""
@@ -445,33 +373,19 @@ def _fault_of_file(folder: Path, checksums: bool, part: dict) -> str:
 def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
     """The first fault of a checkpoint, or "". Each rank reads its share of the files in threads; without `checksums` it
     compares only sizes and headers. All ranks must call."""
-    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     try:
         files = read_manifest(folder)["files"][ranks.rank :: ranks.world_size]
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor() as pool:
             faults = list(pool.map(partial(_fault_of_file, folder, checksums), files))
-    except (ValueError, OSError) as e:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
         faults = [str(e)]
-    except (LookupError, TypeError, AttributeError) as e:
-        faults = [f"manifest.json is unreadable: {type(e).__name__}: {e}"]
     return next((fault for of_rank in gather(faults, ranks) for fault in of_rank if fault), "")
 
 
-def verify(run: Path | str) -> list[tuple[int, bool, str]]:
+def verify(run: Path | str, checksums: bool = True) -> list[tuple[int, bool, str]]:
     """(step, whether it is intact, its fault or "") of every checkpoint of a run, oldest first."""
-    faults = {folder: fault_of(folder) for folder in folders(Path(run))}
-    return [(step_of(folder), not fault, fault) for folder, fault in faults.items()]
-
-
-# ---- the frozen weights that adapters belong to
-
-
-def open_base(config: Config) -> Read:
-    """read(name, slices) of the weights at the run's start: --weights, or random values."""
-    if config.weights:
-        return open_folder(local_path(config.weights, "--weights"), config.model_config)
-    shapes = {name: tuple(p.shape) for name, p in lora.meta_model(config).named_parameters()}
-    return random_init(config.model_config, shapes, config.seed)
+    faults = [(step_of(folder), fault_of(folder, checksums=checksums)) for folder in folders(Path(run))]
+    return [(step, not fault, fault) for step, fault in faults]
 
 
 def base_fingerprint(config: Config, ranks: Ranks) -> str:
@@ -491,7 +405,7 @@ class Checkpoint:
         self.folder = folder
         self.manifest = read_manifest(folder)
         self.step = self.manifest["step"]
-        self.files: dict[str, TensorFile] = {}
+        self.open = cache(lambda file: TensorFile(folder / file))
         self.places: dict[str, list[tuple[str, dict]]] = {}
         for part in self.manifest["files"]:
             for key, place in part["tensors"].items():
@@ -511,7 +425,8 @@ class Checkpoint:
         if not self.config.lora:
             return self.read_weights
         self.check_base(ranks)
-        return lora.merge(open_base(self.config), self.read_weights, self.config)
+        base = open_weights(local_path(self.config.weights, "--weights"), self.config.model_config)
+        return lora.merge(base, self.read_weights, self.config)
 
     @property
     def config(self) -> Config:
@@ -540,13 +455,8 @@ class Checkpoint:
         parts = []
         for file, place in self.places[key]:
             ends = zip(place["start"], place["shape"], strict=True)
-            parts.append(([slice(at, at + n) for at, n in ends], partial(self._read_part, file, key)))
+            parts.append(([slice(at, at + n) for at, n in ends], partial(self.open(file).read, key)))
         return assemble(slices, first["whole"], getattr(torch, first["dtype"]), parts)
-
-    def _read_part(self, file: str, key: str, slices: Slices) -> Tensor:
-        if file not in self.files:
-            self.files[file] = TensorFile(self.folder / file)
-        return self.files[file].read(key, slices)
 
     def read_weights(self, name: str, slices: Slices) -> Tensor:
         return self.read(f"model.{name}", slices)
@@ -560,11 +470,14 @@ class Checkpoint:
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, load: str) -> None:
         """Fills the trained parameters and the optimizer's state. All ranks must call."""
-        begin, targets = time.perf_counter(), self._make_targets(model, optimizer)
-        fill_tensors([(key, target) for key, target in targets.items() if is_sharded(target)], self.read, load)
-        for key, target in targets.items():
-            if not is_sharded(target):
+        begin, sharded = time.perf_counter(), []
+        for key, target in self._make_targets(model, optimizer).items():
+            if is_sharded(target):
+                sharded.append((key, target))
+            else:
                 target.copy_(self.read(key, tuple(map(slice, target.shape))))
+        if sharded:
+            fill_tensors(sharded, self.read, load)
         logger.info("Loaded %s in %.1f s", self.folder.name, time.perf_counter() - begin)
 
     def _make_targets(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -573,9 +486,6 @@ class Checkpoint:
         named = trained(model)
         targets = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         optimizer.state.clear()
-        for parameter in named.values() if self.manifest["updates"] else ():
-            step = torch.tensor(float(self.manifest["updates"]), device=local(parameter).device)
-            optimizer.state[parameter]["step"] = step
         for key, [(_, place), *_] in self.places.items():
             kind, _, name = key.partition(".")
             if kind != "model":
@@ -587,26 +497,18 @@ class Checkpoint:
                 optimizer.state[parameter][kind] = targets[key] = value
         return targets
 
-    def restore_rng(self, ranks: Ranks) -> None:
-        """Restores this rank's random state, unless the number of ranks has changed."""
-        if self.manifest["world_size"] != ranks.world_size:
-            return
-        file, everything = TensorFile(self.folder / f"rank-{ranks.rank:05d}.safetensors"), (slice(None),)
-        torch.set_rng_state(file.read("rng", everything).clone())
-        if ranks.device.type == "cuda" and "rng.cuda" in file.entries:
-            torch.cuda.set_rng_state(file.read("rng.cuda", everything).clone(), ranks.device)
-
 
 def _newest_intact(
     candidates: list[Path], ranks: Ranks = ALONE, checksums: bool = True
-) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """candidates: newest first -> the first intact one, and the faults of those before it. All ranks must call."""
-    faults = {}
+) -> tuple[Checkpoint | None, list[str]]:
+    """candidates: newest first -> the first intact one, and a message for each of those before it. All ranks must
+    call."""
+    skipped = []
     for folder in candidates:
         if not (fault := fault_of(folder, ranks, checksums)):
-            return Checkpoint(folder), faults
-        faults[folder] = fault
-    return None, faults
+            return Checkpoint(folder), skipped
+        skipped.append(f"Skipped the damaged checkpoint {folder}: {fault}")
+    return None, skipped
 
 
 def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[Checkpoint | None, list[str]]:
@@ -614,8 +516,7 @@ def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[
     Refuses a run folder whose checkpoints are all damaged, and a checkpoint with other settings. Without `checksums`,
     damage inside a file is not found. All ranks must call."""
     candidates = on_first_rank(lambda: _candidates(config), ranks)
-    resume_from, faults = _newest_intact(candidates, ranks, checksums)
-    skipped = [f"Skipped the damaged checkpoint {folder}: {fault}" for folder, fault in faults.items()]
+    resume_from, skipped = _newest_intact(candidates, ranks, checksums)
     if resume_from:
         changed(resume_from, config)
         if config.resume != "auto":
@@ -677,15 +578,14 @@ def restore(
     config: Config,
     weights=None,
 ) -> None:
-    """Loads weights, optimizer state and random state. Refuses a checkpoint whose probe has another loss now. weights:
-    reads the frozen weights of adapters. All ranks must call."""
+    """Loads weights and optimizer state. Refuses a checkpoint whose probe has another loss now. weights: reads the
+    frozen weights of adapters. All ranks must call."""
     if config.lora:
         resume_from.check_base(ranks)
         frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        fill_tensors(frozen, weights if config.weights else open_base(config), config.load)
+        fill_tensors(frozen, weights, config.load)
     resume_from.load(model, optimizer, ranks, config.load)
     _prove(resume_from, model, ranks)
-    resume_from.restore_rng(ranks)
     logger.info("Resumed from %s after step %d", resume_from.folder, resume_from.step)
     if overridden := changed(resume_from, config):
         words = "; ".join(f"{name} {old} -> {new}" for name, (old, new) in overridden.items())
@@ -713,11 +613,10 @@ def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
 
 def newest(run: Path) -> Checkpoint:
     """A run's newest intact checkpoint."""
-    checkpoint, faults = _newest_intact(folders(run)[::-1])
-    if checkpoint:
-        return checkpoint
-    reasons = "".join(f"\n  {folder.name}: {fault}" for folder, fault in faults.items())
-    raise UserError(f"{run} has no intact checkpoint{reasons or ' (a run folder is runs/NAME)'}")
+    checkpoint, skipped = _newest_intact(folders(run)[::-1])
+    if not checkpoint:
+        raise UserError("\n".join([*skipped, f"{run} has no intact checkpoint (a run folder is runs/NAME)"]))
+    return checkpoint
 
 
 def load_run_tokenizer(checkpoint: Checkpoint, spec: str | None = None):
@@ -747,24 +646,12 @@ def export_run(config: Config, step: int, ranks: Ranks) -> None:
 # ---- the command line
 
 
-def _list(folder: Path) -> str:
-    try:
-        manifest = read_manifest(folder)
-        size = sum(part["bytes"] for part in manifest["files"])
-        ranks, loss = manifest["world_size"], manifest["probe"]["loss"]
-        words = f"{size / 1e9:.3f} GB, {manifest['tokens']} tokens, written by {ranks} ranks, probe loss {loss:.4f}"
-        return f"step {manifest['step']}: {words}"
-    except (OSError, ValueError, LookupError, TypeError) as e:
-        return f"{folder.name}: {e}"
-
-
 def _export(args: argparse.Namespace) -> None:
-    if args.out is None or not args.shard_gb > 0:
-        raise UserError(f"--shard_gb {args.shard_gb} must be positive, and OUT must be given: export RUN OUT")
+    if args.out is None:
+        raise UserError("OUT is missing: export RUN OUT")
     checkpoint = newest(args.run)
-    tokenizer = load_run_tokenizer(checkpoint, args.tokenizer) if args.tokenizer != "none" else None
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
-    checkpoint.export(args.out, dtype, shard_gb=args.shard_gb, tokenizer=tokenizer)
+    checkpoint.export(args.out, dtype, tokenizer=load_run_tokenizer(checkpoint, args.tokenizer))
     print(f"{args.out}: step {checkpoint.step} of {args.run} in {args.dtype}")
 
 
@@ -774,12 +661,9 @@ def main(argv: list[str]) -> int:
         return _export(args) or 0
     if not folders(args.run):
         raise UserError(f"{args.run}: the folder has no checkpoints (a run folder is runs/NAME)")
-    if args.verb == "list":
-        print(*map(_list, folders(args.run)), sep="\n")
-        return 0
-    faults = {step: fault for step, _, fault in verify(args.run)}
-    print(*(f"step {step}: {fault or 'intact'}" for step, fault in faults.items()), sep="\n")
-    return int(any(faults.values()))
+    rows = verify(args.run, checksums=args.verb == "verify")
+    print(*(f"step {step}: {fault or 'intact'}" for step, _, fault in rows), sep="\n")
+    return int(not all(intact for _, intact, _ in rows))
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ import platform
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 from config import DEFAULT, Config, check_batch, conflict, parse_args, refuse_unsupported, split_batch, with_recipes
-from lib.errors import Parser, UserError, amount
+from lib.errors import Parser, UserError, amount, free_space
 
 import torch  # isort: skip
 from torch import Tensor
@@ -307,7 +308,7 @@ def memory(config: Config, cluster: Cluster, least: bool = False) -> tuple[dict[
     if not cluster.cuda and config.dtype == "bf16" and shape.n_experts:
         host["processes"] += GROUPED_BYTES
     if cluster.cuda and config.save_async and not offload and not least:
-        host["copies for saves"] = sum(_pinned(n.size) + _pinned(n.state) for n in kept(config, shards) if n.trains)
+        host["copies for saves"] = checkpoint_bytes(config, shards)
     gradients = held.pop("gradients")
     if offload:
         host, held, gradients = host | held | {"gradients": gradients}, {}, 0
@@ -395,6 +396,11 @@ def _fsdp_moments(
         reduced = [0, *(size + trained * reduce for size in reduced[1:])]
     gathered = [compute * n for n in gathered]
     return [*zip(held, [*peaks, 0], [*gathered, 0], reduced, strict=True)]
+
+
+def checkpoint_bytes(config: Config, shards: int = 1) -> int:
+    """Bytes of a rank's part of a checkpoint: the masters and the optimizer state."""
+    return sum(row.size + row.state for row in kept(config, shards) if row.trains)
 
 
 # ---- time
@@ -527,6 +533,9 @@ def refuse_without_room(config: Config, ranks: shard.Ranks) -> None:
                 f"This run needs more than {gib(needs)} on {place}, which has {free:.1f} GiB. What lowers it, the"
                 f" cheapest first: {machine.lower_memory(config, cluster.cuda)}"
             )
+    size, (free, folder) = checkpoint_bytes(config), free_space(Path(config.out))
+    if size > free:
+        log.warning("The first save will fail: it needs %s, %s has %s", amount(size), folder, amount(free))
 
 
 def predict_record(config: Config, ranks: shard.Ranks) -> dict[str, float]:
@@ -568,8 +577,7 @@ def summary(plan: Plan, cluster: Cluster, steps: float) -> str:
     times = ", ".join(f"{name} {share:.0%}" for share, name in slow if share > 0.02)
     kwh = hours * cluster.ranks * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
     price = f", {hours * cluster.ranks * cluster.price:,.0f} at {cluster.price:g} an hour" * (cluster.price > 0)
-    held = state(config, 1)
-    saved = held["gradients"] + held["optimizer state"]  # of parameters, those that have gradients
+    saved = checkpoint_bytes(config)
     rate = config.batch_tokens / plan.seconds / cluster.ranks
     mfu = rate * lora.flops_per_token(config) / (gpu.tflops * 1e12)
     return (

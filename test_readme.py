@@ -23,7 +23,7 @@ from checkpoint import parse as parse_checkpoint
 from config import parse_args, with_recipes
 from download import make_parser as make_download_parser
 from lib.errors import ROOT, UserError
-from lib.weights import config_json
+from lib.weights import config_json, export_model
 from model import MODELS, Transformer, flops_per_token
 from test_shard import run_ranks
 
@@ -304,6 +304,12 @@ def shorten(recipe: str, folder: Path) -> list[str]:
     folder.mkdir()
     tiny = next((tiny for tiny in ("gpt", "mixtral", "qwen3") if tiny in recipe), "llama").replace("gpt", "gpt2")
     out = [f"@recipes/{recipe}", *FRESH, "--model", f"tiny-{tiny}", *SHORT.split(), "--out", str(folder / "run")]
+    if "lora" in recipe:
+        model = Transformer(MODELS[f"tiny-{tiny}"])
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, 0, 0.02)
+        export_model(model, folder / "base")
+        out += ["--weights", str(folder / "base")]
     if recipe in RECIPES:
         (folder / "text.txt").write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
         return [*out, "--data", str(folder / "text.txt")]

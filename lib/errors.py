@@ -93,10 +93,10 @@ def is_full_disk(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def free_space(path: Path) -> str:
-    """The free space of the disk that holds a path, which need not exist."""
+def free_space(path: Path) -> tuple[int, Path]:
+    """The free bytes of the disk that holds a path, which need not exist, and the nearest folder that does."""
     folder = next(p for p in (path, *path.absolute().parents) if p.exists())
-    return f"{amount(shutil.disk_usage(folder).free)} free in {folder}"
+    return shutil.disk_usage(folder).free, folder
 
 
 def describe_error(error: Exception) -> tuple[int, str, bool]:
@@ -106,7 +106,10 @@ def describe_error(error: Exception) -> tuple[int, str, bool]:
     if isinstance(error, Message):
         return 2 if isinstance(error, UserError) else 1, str(error), alone
     if is_full_disk(error):
-        place = f" ({free_space(Path(os.fsdecode(error.filename)))})" if error.filename else ""
+        place = ""
+        if error.filename:
+            free, folder = free_space(Path(os.fsdecode(error.filename)))
+            place = f" ({amount(free)} free in {folder})"
         return 1, f"the disk is full: free some space, then run the same command again{place}: {error}", alone
     if isinstance(error, OSError) and error.filename:
         return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}", alone
