@@ -624,7 +624,7 @@ def advice(plan: Plan, cluster: Cluster) -> str:
 PLAN_FLAGS = {  # the fields of Cluster and --tokens: default, meaning
     "nodes": (1, "machines"),
     "gpus": (1, "GPUs in each"),
-    "gpu": ("h100-80", f"one of {', '.join(GPUS)}"),
+    "gpu": ("h100-80", "their kind"),
     "network": (50.0, "GB/s from each GPU to other machines"),
     "price": (0.0, "of a GPU for an hour"),
     "host_gib": (math.inf, "memory of each machine"),
@@ -637,10 +637,11 @@ def parse(argv: list[str]) -> tuple[Config, Cluster, float]:
     usage = "python plan.py [@recipes/NAME.args ...] [train.py's flags] [--nodes N --gpus N --gpu KIND]"
     parser = Parser("plan.py", usage, "Estimates the memory, the speed and the cost of a run.", allow_abbrev=False)
     for name, (default, meaning) in PLAN_FLAGS.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=meaning)
+        choices = GPUS if name == "gpu" else None
+        parser.add_argument(f"--{name}", type=type(default), default=default, choices=choices, help=meaning)
     flags, words = parser.parse_known_args(argv)
     *fields, tokens = vars(flags).values()
-    cluster = Cluster(*fields)._replace(gpu=machine.read_gpu(flags.gpu))
+    cluster = Cluster(*fields)._replace(gpu=GPUS[flags.gpu])
     if min(cluster[:2]) < 1:
         raise UserError(f"--nodes {cluster.nodes} --gpus {cluster.gpus}: each must be at least 1")
     words = words or DEFAULT

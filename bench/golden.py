@@ -29,10 +29,9 @@ eps 1e-7 instead of 1e-8, no bias correction, and a causal mask that is off by o
 
 Therefore FINE applies to fp32, and COARSE to bf16 and FP8, where a last bit can flip a rounded value. Rounding
 differences grow with the steps: after 60, losses differed by up to 3.3e-2 and validation losses by up to 1.3e-2. LATE
-and VALIDATION still catch a run that stops learning. test_golden.py makes the three mistakes and checks that each is
+and VALIDATION still catch a run that stops learning. test_bench.py makes the three mistakes and checks that each is
 caught."""
 
-import argparse
 import hashlib
 import json
 import math
@@ -47,7 +46,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lib.errors import Failure, run_script  # first: it finds the Python that has torch
+from lib.errors import Failure, Parser, run_script  # first: it finds the Python that has torch
 
 FOLDER = Path(__file__).resolve().parent
 STEPS = 60
@@ -282,7 +281,7 @@ def record_here() -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser("bench/golden.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--record", action="store_true", help="replace this CPU maker's record in golden.json")
     parser.add_argument("--set", choices=sets_here(), help="instruction set (default: the best of this CPU)")
     args = parser.parse_args(argv)

@@ -1,12 +1,11 @@
 """Races against other trainers' models, trained as their scripts and manuals say: training steps, and time to loss.
 
     python bench/peers.py NAME FOLDER OUT STEPS EVERY FLAGS          one peer, see train_peer
-    python bench/peers.py NAME CHECKOUT OUT SECONDS                  one peer, see train_for
+    python bench/peers.py NAME CHECKOUT OUT SECONDS                  one contender, see train_for
 
 Memory, the allocator and the compiler belong to a process, so every turn of a contender is a new process. Ours is
 train.py. Peers use autocast or pure bf16, torch.compile of the whole model, fused AdamW, and gradients clipped to 1."""
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -26,8 +25,9 @@ import torch  # isort: skip
 from torch import Tensor, nn
 
 from config import DEFAULT, Config, parse_args
-from data import Batch
+from data import Batch, make_loader
 from lib.errors import ROOT, Failure
+from lib.machine import find_device, keep_memory, memory_gib
 
 Loss = Callable[[Callable, Tensor, Tensor], Tensor]  # (model, tokens [B, T], targets [B, T]) -> mean loss
 # The settings of train_peer, as flags.
@@ -119,9 +119,6 @@ def train_peer(name: str, folder: Path, out: Path, steps: int, every: int, flags
     (autocast, fp32 masters), bf16 or fp32."""
     from safetensors.torch import load_file
 
-    from data import make_loader
-    from lib.machine import find_device, memory_gib
-
     peer, precision, *compiled = name.split(", ")
     device = find_device(1)
     weights = {name: w for path in folder.glob("*.safetensors") for name, w in load_file(path).items()}
@@ -149,27 +146,25 @@ def train_peer(name: str, folder: Path, out: Path, steps: int, every: int, flags
             last, begin = step, time.perf_counter()
 
 
-# ---- races in time to loss: (config, checkout of the peer, peak learning rate, device) -> (mean loss, one step)
+# ---- the race in time to loss: (config, checkout of the peer, peak learning rate) -> (mean loss, one step)
 
-Losses = Callable[[Tensor, Tensor], Tensor]  # (tokens [B, T], targets [B, T]) -> mean loss
 Step = Callable[[Tensor, Tensor, float], None]  # tokens, targets, and the share of the time that has passed
-SIZE = {"n_layer": 6, "n_head": 4, "n_embd": 128}  # the default recipe's
-RATES = {  # learning rates: the peer's default first, then a grid
+RATES = {  # peak learning rates, for one turn each
     "flatland adamw": (6e-3, 3e-3, 1e-2),
     "flatland muon": (8e-3, 6e-3, 1e-2),
-    "nanoGPT": (1e-3, 2e-3, 6e-3),
     "nanochat": (0.02, 0.03, 0.04),
 }
 
 
-def flatland(config: Config, checkout: Path, lr: float, device: torch.device) -> tuple[Losses, Step]:
+def flatland(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]:
     import shard
     from lib import check
     from optim import GradientReducer, learning_rate, make_optimizer, trained
     from train import build, train_step
 
+    device = find_device(1)
     config = replace(check.resolve(config, device, 1), lr=lr)
-    model = build(config, shard.ALONE, None)
+    model = build(config, replace(shard.ALONE, device=device), None)
     shard.fill_parameters(model, check.first_values(config, model, None), config.load)
     optimizer = make_optimizer(model, config)
     reducer, scales = GradientReducer([*trained(model).values()], config.clip), Namespace(refresh=int)
@@ -181,34 +176,15 @@ def flatland(config: Config, checkout: Path, lr: float, device: torch.device) ->
     return lambda tokens, targets: model(tokens, targets) / tokens.numel(), step
 
 
-def nanogpt(config: Config, checkout: Path, lr: float, device: torch.device) -> tuple[Losses, Step]:
-    """As in config/train_shakespeare_char.py: cosine decay to lr / 10."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")  # our file is "model", too
-    theirs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
-    sizes = {"block_size": config.seq_len, "vocab_size": config.model_config.vocab_size}
-    model = theirs.GPT(theirs.GPTConfig(**SIZE, **sizes, dropout=0.0, bias=False)).to(device)
-    optimizer = model.configure_optimizers(0.1, lr, (0.9, 0.99), device.type)
-    call = torch.compile(model)
-
-    def step(tokens: Tensor, targets: Tensor, share: float) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(share / 0.02 + 1e-3, 0.55 + 0.45 * math.cos(math.pi * share))
-        call(tokens, targets)[1].backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return lambda tokens, targets: model(tokens, targets)[1], step
-
-
-def nanochat(config: Config, checkout: Path, lr: float, device: torch.device) -> tuple[Losses, Step]:
+def nanochat(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]:
     """As in scripts/base_train.py: MuonAdamW, a constant rate, then a linear decay in the last 65 %. lr: matrix_lr."""
     sys.path.insert(0, str(checkout))
     from nanochat.gpt import GPT, GPTConfig
 
-    sizes = {"sequence_len": config.seq_len, "vocab_size": config.model_config.vocab_size, "window_pattern": "L"}
-    model = GPT(GPTConfig(**SIZE, **sizes, n_kv_head=SIZE["n_head"])).to(device)
+    shape = config.model_config
+    sizes = {"n_layer": shape.n_layers, "n_head": shape.n_heads, "n_kv_head": shape.n_heads, "n_embd": shape.dim}
+    sizes |= {"sequence_len": config.seq_len, "vocab_size": shape.vocab_size, "window_pattern": "L"}
+    model = GPT(GPTConfig(**sizes)).to(find_device(1))
     model.init_weights()
     optimizer = model.setup_optimizer(unembedding_lr=0.008, embedding_lr=0.3, matrix_lr=lr)
     call = torch.compile(model, dynamic=False)
@@ -227,64 +203,46 @@ def nanochat(config: Config, checkout: Path, lr: float, device: torch.device) ->
 
 
 def train_for(name: str, checkout: Path, out: Path, seconds: float) -> None:
-    """Trains for `seconds`, with compilation but without evaluations, on the rows of the default recipe, and writes a
-    record after each tenth. name: CONTENDER, LR."""
-    from data import make_loader
-    from lib.machine import find_device, keep_memory
-
+    """Trains for `seconds`, with compilation, on the rows of the default recipe, then evaluates, and writes a record.
+    name: CONTENDER, LR."""
     keep_memory()  # all contenders get the allocator that train.py sets up
     contender, rate = name.split(", ")
-    peer, _, optimizer = contender.partition(" ")
-    make = {"flatland": flatland, "nanoGPT": nanogpt, "nanochat": nanochat}[peer]
-    adamw = ["--optimizer", "adamw", "--embed_lr", "0"] * (optimizer != "muon")
+    make = nanochat if contender == "nanochat" else flatland
+    adamw = ["--optimizer", "adamw", "--embed_lr", "0"] * contender.endswith("adamw")
     config, device = parse_args([*DEFAULT, *adamw]), find_device(1)
     batches, validation = iter(make_loader(config)), [b for part in make_loader(config, split="val") for b in part]
-    begin, paused, tenth, tokens = time.perf_counter(), 0.0, 0, 0
-    loss_of, step = make(config, checkout, float(rate), device)
-    while tenth < 10:
-        share = (time.perf_counter() - begin - paused) / seconds
+    begin, share, tokens = time.perf_counter(), 0.0, 0
+    loss_of, step = make(config, checkout, float(rate))
+    while share < 1:
+        share = min((time.perf_counter() - begin) / seconds, 1.0)
         (batch,) = next(batches)
-        step(batch.tokens.to(device), batch.targets.to(device), min(share, 1.0))
+        step(batch.tokens.to(device), batch.targets.to(device), share)
         tokens += batch.tokens.numel()
-        if share * 10 >= tenth + 1:
-            tenth, stop = int(share * 10), time.perf_counter()
-            with torch.no_grad():
-                losses = [loss_of(b.tokens.to(device), b.targets.to(device)).item() for b in validation]
-            record = {"seconds": share * seconds, "tokens": tokens, "val_loss": sum(losses) / len(losses)}
-            with open(out, "a") as file:
-                file.write(json.dumps(record) + "\n")
-            paused += time.perf_counter() - stop
+    with torch.no_grad():
+        losses = [loss_of(b.tokens.to(device), b.targets.to(device)).item() for b in validation]
+    record = {"seconds": time.perf_counter() - begin, "tokens": tokens, "val_loss": sum(losses) / len(losses)}
+    out.write_text(json.dumps(record))
 
 
 def bench_loss(args: Namespace) -> Iterator[Row]:
     """Validation loss after a fixed time of training, compilation included: same bytes, same rows, same machine."""
     seconds = args.seconds or (300 if torch.cuda.is_available() else 120)
-    curves, folder = {}, Path(tempfile.mkdtemp(prefix="flatland-race-"))
     for turn in range(3):  # contenders take turns
         for contender, rates in RATES.items():
-            checkout, name = getattr(args, contender.lower(), None), f"{contender}, {rates[turn]:g}"
-            if not (checkout or contender.startswith("flatland")):
-                yield row("loss", name, f"not available: name a checkout with --{contender.lower()}")
+            name = f"{contender}, {rates[turn]:g}"
+            if contender == "nanochat" and not args.nanochat:
+                yield row("loss", name, "not available: name a checkout with --nanochat")
                 continue
-            out = folder / f"{name}.jsonl"
-            done = subprocess.run(
-                [sys.executable, __file__, name, str(checkout), out, str(seconds)], capture_output=True
-            )
-            if done.returncode:
-                yield row("loss", name, f"failed: {done.stderr.decode()[-400:]}")
-                continue
-            curves[name] = [json.loads(line) for line in out.read_text().splitlines()]
-            last = curves[name][-1]
-            values = {"median": last["val_loss"] / math.log(2), "unit": "bits per byte"}
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder, "record.json")
+                command = [sys.executable, __file__, name, str(args.nanochat), out, str(seconds)]
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode:
+                    yield row("loss", name, f"failed: {done.stderr[-400:]}")
+                    continue
+                last = json.loads(out.read_text())
             note = f"{last['val_loss']:.3f} nats, {last['tokens']:,} tokens in {last['seconds']:.0f} s"
-            yield row("loss", name, note, **values)
-    import matplotlib.pyplot as plt
-
-    for name, records in curves.items():
-        plt.plot([r["seconds"] for r in records], [r["val_loss"] / math.log(2) for r in records], label=name)
-    plt.xlabel("seconds of training"), plt.ylabel("validation loss, bits per byte"), plt.legend()
-    plt.savefig(folder / "loss.png")
-    print(f"The curves are in {folder}")
+            yield row("loss", name, note, median=last["val_loss"] / math.log(2), unit="bits per byte")
 
 
 if __name__ == "__main__":

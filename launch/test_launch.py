@@ -1,11 +1,13 @@
-"""The launcher with a stand-in for train.py that needs no torch, under the real torchrun: arguments, output, end. These
-tests use their own environment and install nothing."""
+"""The launcher with a stand-in for train.py that needs no torch, under the real torchrun: on this machine, on localhost
+nodes, and on hosts behind an sshd of the test's own. These tests use their own environment and install nothing."""
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +17,10 @@ from pathlib import Path
 
 import pytest
 
+import node
+
 ROOT = Path(__file__).parents[1]
+NAME = os.uname().nodename
 FILES = ["launch.sh", "requirements.txt", "hosts", "lib/errors.py"]
 # Stands in for config.py as the launcher uses it.
 FAKE_CONFIG = """
@@ -44,23 +49,19 @@ if "--check" in args:
 if "--check" in args or finished:
     sys.exit()
 rank, log = int(os.environ["RANK"]), open(out / "log.txt", "a")
-
 def say(text):
     if rank == 0:
         print(time.strftime("%Y-%m-%d %H:%M:%S I [train.py:110] ") + text, file=log, flush=True)
-
 def write(state, step):
     if rank == 0:
         status = {"state": state, "step": step, "exit_code": 0, "attempt": os.environ["TORCHELASTIC_RUN_ID"]}
         (out / "status.new").write_text(json.dumps(status))
         os.replace(out / "status.new", out / "status.json")
-
 def on_signal(*_):
     if signals:
         os._exit(9)
     signals.append(1)
     say("a signal")
-
 signal.signal(signal.SIGTERM, on_signal)
 def stop_requested():
     if (out / "logs" / "stop").exists():
@@ -181,6 +182,9 @@ def contains(path: Path, text: str) -> bool:
     return path.exists() and text in path.read_text()
 
 
+# ---- on this machine
+
+
 def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(checkout):
     odd = ["two words", '"q"', "it's", "$HOME", ";", "a;", "*", "", "\\", '{"a": [1, 2]}', "\n", "{logs}", "--x={logs}"]
     typed = ["--steps", "4", "--x", *odd]
@@ -189,9 +193,7 @@ def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(
     log = (checkout.run("default") / "log.txt").read_text()
     assert f"arguments {json.dumps(typed)}\n" in log
     assert out.startswith("Started runs/default")
-    assert (
-        log in out and "key" not in out and "device=" not in out
-    )  # every line, with its prefix, because this is not a terminal
+    assert log in out and "device=" not in out  # every line, with its prefix, because this is not a terminal
     assert out.endswith("runs/default: finished at step 4\n")
 
     for words in (["--steps", "4"], ["--steps", "4", "--check"]):  # by the run's own checks, and before it
@@ -218,7 +220,7 @@ def no_tmux(checkout):
 @pytest.mark.skipif(not shutil.which("tmux"), reason="no tmux")
 def test_an_interrupted_launcher_leaves_the_run_which_can_be_watched_and_stopped(checkout):
     checkout.environment.update(HF_TOKEN="hf_abcdefgh", MARK="marked")
-    run, other = checkout.run("long.x"), checkout.run("other")
+    run = checkout.run("long.x")
     launcher = checkout.start("train", "--out", "runs/long.x", "--end", "never", "--steps", "5000")
     out = ""
     while "Batch 3 " not in out:
@@ -230,18 +232,14 @@ def test_an_interrupted_launcher_leaves_the_run_which_can_be_watched_and_stopped
     for verb in ("logs", "stop"):
         assert f"launch.sh {verb} --out runs/long.x" in out
     assert 'environment ["1", "marked", 11]' in (run / "log.txt").read_text()
-    assert "PATH=" in checkout.texts("long.x")[-1]
     assert not [text for text in checkout.texts("long.x") if "hf_abcdefgh" in text]
     assert list((checkout.short / "tmp").iterdir()) == []
 
     status, out, err = checkout.launch("--out", "runs/long.x")
     assert status == 2 and "being trained already" in err and checkout.agent_lives("long.x")
-    other.mkdir()
-    (other / "status.json").write_text(json.dumps({"state": "finished", "step": 7, "time": time.time()}))
     status, out, err = checkout.launch("status", "--out", "runs/long.x")
     assert status == 0 and "running" in out and "Loss: 8.42184" in out
     watcher = checkout.start("logs", "--out", "runs/long.x")
-    assert checkout.launch("stop") == (0, "runs/other is not running: finished\n", "")  # the newest is another one
     status, out, err = checkout.launch("stop", "--out", "runs/long.x")
     assert status == 0 and "long.x: stopped at step" in out
     assert not checkout.agent_lives("long.x")
@@ -288,18 +286,12 @@ def test_mistakes_end_with_2_and_one_message(checkout, words, message):
     assert not (checkout.folder / "runs").exists()
 
 
-def test_setup_takes_the_python_that_has_everything_and_makes_no_other(checkout):
+def test_setup_takes_the_python_that_has_everything_and_refuses_one_without_wheels_of_torch(checkout):
     status, out, err = checkout.launch("setup")
     assert (status, err) == (0, "") and ".venv" in out  # complete
     shutil.rmtree(checkout.folder / ".venv")
     status, out, err = checkout.launch("setup")
-    assert (status, err) == (0, "")
-    assert f"torch {version('torch')}" in out and str(checkout.folder) not in out
-    assert not (checkout.folder / ".venv").exists()
-
-
-def test_a_python_without_wheels_of_torch_is_refused_by_name(checkout):
-    shutil.rmtree(checkout.folder / ".venv")
+    assert (status, err) == (0, "") and f"torch {version('torch')}" in out and str(checkout.folder) not in out
     checkout.script(checkout.short / "bin" / "python3", "echo 3.9")
     status, out, err = checkout.launch("setup")
     assert status == 2 and "3.9" in err and "3.10, 3.11, 3.12" in err
@@ -335,7 +327,6 @@ DRIVER = '[ "$1" = -L ] && echo "GPU 0: X" || echo "| NVIDIA-SMI 550.54   Driver
     ("smi", "pip_says", "reports", "error"),
     [
         ("exit 1", "ERROR: none", "/whl/cpu has no torch==2.13.0+cpu for Python 3.", "Installing the requirements: "),
-        ("exit 1", "WARNING: Retrying (...): /whl/cpu/torch/", "/whl/cpu cannot be reached", "ERROR: no more"),
         (DRIVER.format("12.4"), "ERROR: none", "for CUDA 12", "/whl/cu126 has no torch==2.13.0+cu126 for Python 3"),
         (DRIVER.format("11.8"), "", "for CUDA 11", "torch needs an NVIDIA driver for CUDA 12 or newer"),
         (DRIVER.format("13.0"), "", "Installing torch", "Installing the requirements: ERROR: no more"),
@@ -374,3 +365,159 @@ print("outlived it")
         assert process.stdout.readline() == "asked\n"
         process.kill()
         assert process.stdout.read() == ""  # until the rank, too, has closed it
+
+
+# ---- nodes on this machine
+
+
+def setting(checkout, **values) -> None:
+    text = (checkout.folder / "launch.sh").read_text()
+    for name, value in values.items():
+        text, count = re.subn(rf"^{name}=\S*", f"{name}={value}", text, flags=re.M)
+        assert count == 1
+    (checkout.folder / "launch.sh").write_text(text)
+
+
+def ranks(checkout, name: str) -> dict[str, int]:
+    """rank -> process id"""
+    found = node.processes(f"{os.path.realpath(checkout.run(name))}/logs")
+    return {rank: pid for pid, environment in found.items() for rank in re.findall(r"\0RANK=(\d+)", environment)}
+
+
+def ids(run: Path) -> list[str]:
+    return sorted({p.name for p in run.glob("logs/*/2*")})
+
+
+def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):
+    (checkout.folder / "hosts").write_bytes(b"localhost\r\n\r\nlocalhost # again")
+    setting(checkout, retry_pause=1)
+    checkout.environment.update(HF_TOKEN="hf_abcdefgh", MARK="marked")
+    words = ["--x", "two words", "$HOME;", "it's", '{"a": [1]}']
+    status, out, err = checkout.launch("--out", "runs/two", "--steps", "5000", "--save_every", "1", *words)
+    run = checkout.run("two")
+    assert (status, err) == (0, "a line for the user\n"), err  # it returns, because this is not a terminal
+    assert f"Started runs/two on {NAME}, {NAME}-2: " in out
+    log = run / "log.txt"
+    eventually(lambda: contains(log, "Batch 12 "), "some batches")
+    assert 'environment ["2", "marked", 11]' in log.read_text()
+    assert json.dumps(words)[1:-1] in log.read_text()
+    assert not [text for text in checkout.texts("two") if "hf_abcdefgh" in text]
+    assert len(list(run.glob(f"logs/{NAME}*/**/*stderr.log"))) == 4  # an agent and a worker each
+    status, out, err = checkout.launch("status")
+    assert re.search(rf"{NAME}-2 +flatland-two-1 +1 of 1$", out, re.M), out
+
+    os.kill(ranks(checkout, "two")["1"], signal.SIGKILL)
+    eventually(lambda: contains(log, "Resumed after step"), "the relaunch")
+    assert len(ids(run)) == 2
+    reports = (run / "logs" / "launch.log").read_text()
+    assert re.search(rf"failed at step \d+: rank 1 on {NAME}(-2)? was ended by SIGKILL", reports)
+    resumed = re.search(r"Resumed after step (\d+)", log.read_text())[1]
+    assert f"Relaunching from step-{int(resumed):08d} in" in reports
+
+    status, out, err = checkout.launch("stop")
+    assert status == 0 and "runs/two: stopped at step" in out, out + err
+    assert not ranks(checkout, "two") and not checkout.agent_lives("two")
+
+
+# ---- hosts behind ssh
+
+
+@pytest.fixture
+def sshd(checkout):
+    """Starts an sshd on an address; with `apart`, in a mount namespace where the checkout's folder is empty."""
+    sshd, keygen = program("sshd", "openssh-server"), program("ssh-keygen", "openssh-client")
+    folder = checkout.short / "ssh"
+    folder.mkdir(mode=0o700)
+    for name in ("host", "user"):
+        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    shutil.copy(folder / "user.pub", folder / "authorized")
+    if os.getuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    processes = []
+
+    def start(address: str, apart: bool = False) -> str:
+        with socket.socket() as s:
+            s.bind((address, 0))
+            port = s.getsockname()[1]
+        config = folder / f"config-{address}"
+        config.write_text(
+            f"Port {port}\nListenAddress {address}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
+            f"StrictModes no\nUsePAM no\nPasswordAuthentication no\nPidFile none\nSetEnv TMUX_TMPDIR={checkout.short}\n"
+        )
+        command = [sshd, "-D", "-e", "-f", str(config)]
+        if apart:
+            hide = f'mount -t tmpfs tmpfs "{checkout.folder}" && exec "$@"'
+            command = ["unshare", "--mount", "bash", "-c", hide, "bash", *command]
+        log = folder / f"log-{address}"
+        with open(log, "w") as err:
+            processes.append(subprocess.Popen(command, stderr=err))
+        eventually(lambda: "listening" in log.read_text() or processes[-1].poll() is not None, "sshd")
+        if processes[-1].poll() is not None:
+            pytest.skip(f"sshd does not start here: {log.read_text().strip().splitlines()[-1]}")
+        return f"{address}:{port}"
+
+    (folder / "config").write_text(
+        f"Host *\n IdentityFile {folder}/user\n IdentitiesOnly yes\n BatchMode yes\n ConnectTimeout 5\n"
+        f" StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
+    )
+    setting(checkout, ssh=f"'-F {folder}/config' #")
+    yield start
+    for process in processes:
+        process.terminate()
+        process.wait(LIMIT)
+
+
+def test_hosts_behind_ssh_start_all_or_none(checkout, sshd):
+    first, second = sshd("127.0.0.2"), sshd("127.0.0.3")
+    with socket.socket() as s:
+        s.bind(("127.0.0.4", 0))
+        dead = f"127.0.0.4:{s.getsockname()[1]}"
+    status, out, err = checkout.launch("--hosts", f"{first},{dead},{second}")
+    assert status == 2 and len(err.splitlines()) == 1
+    assert err.startswith("error: " + dead.replace(":", "-")) and "Connection refused" in err
+    assert not (checkout.folder / "runs").exists()
+
+    checkout.environment.update(HF_TOKEN="hf_abcdefgh")
+    status, out, err = checkout.launch("--hosts", f"{first},{second}", "--detach", "--steps", "4", "--x", "$HOME; '\"")
+    assert status == 0, err
+    log = checkout.run("default") / "log.txt"
+    status, out, err = checkout.launch("logs")
+    assert status == 0 and "default: finished at step 4" in out, err
+    assert json.dumps(["--x", "$HOME; '\""])[1:-1] in log.read_text()
+    assert 'environment ["2", null, 11]' in log.read_text()
+    assert not [text for text in checkout.texts("default") if "hf_abcdefgh" in text]
+
+
+@pytest.mark.slow
+def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):
+    if os.getuid() or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("a host with a local disk needs root and mount namespaces")
+    here, apart = sshd("127.0.0.2"), sshd("127.0.0.3", apart=True)
+    label = apart.replace(":", "-")
+    (checkout.folder / "new_and_uncommitted.py").write_text("x = 1\n")
+    status, out, err = checkout.launch("--hosts", f"{here},{apart}")
+    assert status == 2 and "launch.sh sync" in err and err.startswith(f"error: {label}: there is no")
+    status, out, err = checkout.launch("sync", "--hosts", f"{here},{apart}")
+    assert status == 0, err
+    assert out.count("has the files of this folder") == 2
+    with open(checkout.folder / "new_and_uncommitted.py", "a") as f:
+        f.write("y = 2\n")
+    status, out, err = checkout.launch("--hosts", f"{here},{apart}")
+    assert status == 2 and f"{label}: the files in" in err
+    status, out, err = checkout.launch("sync", "--hosts", apart)
+    assert status == 0, err
+    for hosts in (f"{apart},{here}", apart):
+        status, out, err = checkout.launch("--hosts", hosts, "--steps", "3")
+        assert status == 2 and f"{label}: the folder runs/default there is not the one here" in err and "--out" in err
+
+
+@pytest.mark.slow
+def test_doctor_names_what_is_wrong_and_how_to_mend_it(checkout, sshd):
+    first, second = sshd("127.0.0.2"), sshd("127.0.0.3")
+    status, out, err = checkout.launch("doctor", "--hosts", f"{first},{second}")
+    assert "all-reduce" in out and "MB/s" in out
+    assert re.search(r"^torch +✓ [^✓]+✓ ", out, re.M), out
+    status, out, err = checkout.launch("doctor", "--hosts", f"{first},127.0.0.4:9")
+    assert status == 2 and re.search(r"127\.0\.0\.4-9 does .*refused.* ssh://127\.0\.0\.4:9 true", err)
+    status, out, err = checkout.launch("doctor", "--end", "mistake")
+    assert status == 1 and "data, weights: found a mistake" in out

@@ -1,6 +1,7 @@
 """train.sbatch under a real Slurm that the test starts: two virtual nodes on this machine. The oracle is the
 uninterrupted run: the losses of every step, bit for bit."""
 
+import contextlib
 import json
 import os
 import socket
@@ -60,12 +61,9 @@ def slurm(tmp_path_factory):
     (folder / "munge").mkdir(mode=0o755)
     (folder / "munge" / "key-file").write_bytes(os.urandom(128))
     (folder / "munge" / "key-file").chmod(0o400)
-    sockets = [socket.socket() for _ in range(3)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        ports = [s.getsockname()[1] for s in sockets]
     host = socket.gethostname().split(".")[0]
     conf = folder / "slurm.conf"
     conf.write_text(SLURM.format(host=host, folder=folder, ports=ports, cpus=os.cpu_count()))
@@ -120,15 +118,18 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
         time.sleep(2)
         subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], env=slurm)  # without Slurm's pause
 
-    truth, cut = tmp_path / "truth", tmp_path / "cut"
-    job = submit(truth)
-    until(lambda: state(job) in ("COMPLETED", "FAILED"), "the end")
-    assert state(job) == "COMPLETED", (tmp_path / "truth.out").read_text()[-2000:]
+    def ends(job: str, out: Path, expected: str) -> str:
+        until(lambda: state(job) in ("COMPLETED", "FAILED"), "the end")
+        output = Path(f"{out}.out").read_text()
+        assert state(job) == expected, output[-2000:]
+        return output
 
     def signal(job: str) -> None:  # as before the time limit
         subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)
         goes_on(job)
 
+    truth, cut = tmp_path / "truth", tmp_path / "cut"
+    ends(submit(truth), truth, "COMPLETED")
     job = submit(cut)
     until(lambda: any("--check" in line and str(cut) in line for line in command_lines().values()), "the check")
     signal(job)
@@ -136,14 +137,12 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
     signal(job)
     reaches(cut, 40)
     signal(job)
-    assert json.loads((cut / "status.json").read_text())["state"] == "stopped"
-    assert json.loads((cut / "status.json").read_text())["exit_code"] == 0  # and saved
+    status = json.loads((cut / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("stopped", 0)  # and saved
     reaches(cut, 200)
     subprocess.run(["scontrol", "requeue", job], env=slurm, check=True)  # as when preempted
     goes_on(job)
-    until(lambda: state(job) in ("COMPLETED", "FAILED"), "the end")
-    output = (tmp_path / "cut.out").read_text()
-    assert state(job) == "COMPLETED", output[-2000:]
+    output = ends(job, cut, "COMPLETED")
     log = (cut / "log.txt").read_text()
     assert log.count("Resumed from") == log.count("Stopped by") == 2  # preempted, it saved as well
     assert losses(cut) == losses(truth) and len(losses(cut)) == 400
@@ -151,7 +150,6 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
     assert len(list(cut.glob("logs/n?/*/agent.stderr.log"))) == 8
     assert output.count("has not begun") == 1 and output.count("saves and stops") == 3  # none for a requeue's own TERM
 
-    job = submit(tmp_path / "mistake", "--lr", "-1")
-    until(lambda: state(job) in ("COMPLETED", "FAILED"), "the end")
-    output = (tmp_path / "mistake.out").read_text()
-    assert state(job) == "FAILED" and "--lr" in output and "Traceback" not in output
+    mistake = tmp_path / "mistake"
+    output = ends(submit(mistake, "--lr", "-1"), mistake, "FAILED")
+    assert "--lr" in output and "Traceback" not in output

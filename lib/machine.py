@@ -64,6 +64,7 @@ rtx3090    RTX 3090        71      23.5   0.94e12    12e9   25e9   350    0.85  
 a6000      A6000           155     47.4   0.77e12    25e9   25e9   300    0.6    0
 """
 _ROWS = (re.split(" {2,}", line) for line in _GPUS.strip().splitlines())
+WIDTH = {"cuda": 8192, "cpu": 2048}  # of the matrices whose product measures a device
 GPUS = {key: Gpu(name, *map(float, numbers)) for key, name, *numbers in _ROWS}
 
 
@@ -71,13 +72,6 @@ def known_gpu(device: torch.device) -> Gpu | None:
     """The row of GPUS for a device, or None."""
     name = torch.cuda.get_device_name(device)
     return next((gpu for gpu in GPUS.values() if gpu.name in name), None)
-
-
-def read_gpu(name: str) -> Gpu:
-    """The value of --gpu."""
-    if name not in GPUS:
-        raise UserError(f"--gpu {name}: unknown; there are {', '.join(GPUS)}")
-    return GPUS[name]
 
 
 def describe_environment() -> dict:
@@ -106,23 +100,16 @@ def cpu_name() -> str:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(peak FLOP/s of a device, its source): the data sheet's value for bf16 on a known GPU, else a measured matmul."""
+    """(peak FLOP/s of a device, its source): the data sheet's value for bf16 on a known GPU, else the fastest of six
+    matmuls. Measuring resets the peak memory of a GPU."""
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
         return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops:g} TFLOP/s"
-    n = 8192 if device.type == "cuda" else 2048
-    flops = measured_flops(n, device, dtype)
-    return flops, f"the fastest of several {n} x {n} products in {str(dtype)[6:]}, {flops / 1e12:.3f} TFLOP/s"
-
-
-def measured_flops(n: int, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of six products of n x n matrices. Resets the peak memory of a GPU."""
-    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
+    n, generator = WIDTH[device.type], torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
     a = torch.randn(n, n, device=device, generator=generator).to(dtype)
-    best = min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))
+    flops = 2 * n**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))
     if device.type == "cuda":
-        del a
         torch.cuda.reset_peak_memory_stats(device)
-    return 2 * n**3 / best
+    return flops, f"the fastest of six {n} x {n} products in {str(dtype)[6:]}, {flops / 1e12:.3f} TFLOP/s"
 
 
 def memory_gib(device: torch.device) -> float:
@@ -214,21 +201,11 @@ def available_memory() -> int:
 
 
 def lower_memory(config, on_gpu: bool = True) -> str:
-    """The flags that lower the memory of a run, cheapest first."""
-    flags = {
-        "a smaller --micro_batch (the same --batch_tokens: only the speed changes)": config.micro_batch != 1,
-        "--reshard auto": config.reshard == "never",
-        "--state_dtype bf16": config.state_dtype == "fp32",
-        "--shard_size 0": config.shard_size != 0 and int(os.environ.get("WORLD_SIZE", 1)) > 1,
-        "--checkpointing selective": config.checkpointing == "none",
-        "--checkpointing block": config.checkpointing != "block",
-        "--offload_activations (with --checkpointing)": on_gpu and not config.offload_activations,
-        "--param_dtype bf16": config.param_dtype == "fp32",
-        "--offload cpu": on_gpu and config.offload == "none" and config.fp8 == "off",
-        "or more GPUs": on_gpu,
-        "or more machines or a smaller model": not on_gpu,
-    }
-    return "; ".join(flag for flag, is_useful in flags.items() if is_useful)
+    """The flags that lower the memory of a run, cheapest first, without those that it has."""
+    lowest = {"micro_batch": 1, "state_dtype": "bf16", "checkpointing": "block", "offload_activations": True}
+    lowest |= {"param_dtype": "bf16", "offload": "cpu"}
+    useful = [name for name in lowest if getattr(config, name) != lowest[name] and (on_gpu or "offload" not in name)]
+    return "; ".join([*(f"--{name} {lowest[name]}" for name in useful), "more GPUs or machines; a smaller model"])
 
 
 @contextlib.contextmanager
@@ -238,24 +215,22 @@ def reported_memory(config, model: nn.Module, optimizer=None) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         device = torch.device("cuda", torch.cuda.current_device())
-        message = describe_out_of_memory(model, optimizer, config, torch.cuda.max_memory_allocated(), str(device))
-        rank = os.environ.get("RANK", 0)
-        raise RankFailure(f"rank {rank} on {platform.node()}: {message}") from None
+        message = describe_out_of_memory(model, optimizer, config, torch.cuda.max_memory_allocated(), device)
+        raise RankFailure(f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {message}") from None
 
 
-def describe_out_of_memory(model: nn.Module, optimizer, config, allocated: int, name: str) -> str:
-    """A message with the uses of a GPU's memory and the flags that lower them. allocated: bytes at the peak; name: of
-    the device."""
+def describe_out_of_memory(model: nn.Module, optimizer, config, allocated: int, device: torch.device) -> str:
+    """A message with the uses of a GPU's memory and the flags that lower them. allocated: bytes at the peak."""
+    parameters = [*model.parameters()]
     tensors = {
-        "parameters": model.parameters(),
-        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+        "parameters": parameters,
+        "gradients": [p.grad for p in parameters if p.grad is not None],
         "optimizer state": [t for state in optimizer.state.values() for t in state.values()] if optimizer else [],
     }
-    device = name.partition(":")[0]
-    parts = {part: sum(t.nbytes for t in map(local, kept) if t.device.type == device) for part, kept in tensors.items()}
-    parts["activations, logits and gathered layers"] = max(allocated - sum(parts.values()), 0)
-    sizes = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items())
+    sizes = {part: sum(local(t).nbytes for t in kept if t.device.type == device.type) for part, kept in tensors.items()}
+    sizes["activations, logits and gathered layers"] = max(allocated - sum(sizes.values()), 0)
     return (
-        f"out of memory on {name}: {allocated / 2**30:.2f} GiB were allocated at the peak ({sizes})."
+        f"out of memory on {device}: {allocated / 2**30:.2f} GiB were allocated at the peak"
+        f" ({', '.join(f'{part} {size / 2**30:.2f}' for part, size in sizes.items())})."
         f" These flags lower it, cheapest first: {lower_memory(config)}"
     )
