@@ -32,18 +32,12 @@ from shapes import ModelConfig
 IGNORE = -100  # the target of a token that is not trained on
 
 
-def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in the compute dtype: the copy that optim.keep_copies made of it, if there is one."""
-    copy = getattr(weight, "compute_copy", None)
-    return weight.to(dtype) if copy is None else copy
-
-
 class Linear(nn.Linear):
     """x W^T + b in x's dtype, whatever dtype the parameters are kept in."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, cast(self.weight, x.dtype), bias)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class Embedding(nn.Embedding):
@@ -151,7 +145,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     bf16 with rows of 16-byte multiples runs as one grouped kernel, without a host synchronisation; anything else as a
     loop with equal results, which reads `ends` on the host."""
-    weight = cast(weight, x.dtype)
+    weight = weight.to(x.dtype)
     if x.dtype == torch.bfloat16 and not any(n % 8 for n in weight.shape[1:]):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
@@ -279,7 +273,7 @@ HEAD_ROWS = {"cuda": 64}  # a GPU's fastest kernels refuse logits whose rows are
 def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """lm_head's weight [V, D] in the compute dtype, with rows of zeros up to a multiple of HEAD_ROWS."""
     missing = -len(weight) % HEAD_ROWS.get(weight.device.type, 1)
-    weight = cast(weight, dtype)
+    weight = weight.to(dtype)
     return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
@@ -331,7 +325,7 @@ class LossHead(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if targets is None:
-            return F.linear(x, cast(self.weight, x.dtype)).float()
+            return F.linear(x, self.weight.to(x.dtype)).float()
         loss, losses = _LinearCrossEntropy.apply(
             x.flatten(0, 1), self.weight, targets.flatten(), torch.is_grad_enabled(), self.cross_entropy
         )

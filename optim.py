@@ -19,7 +19,6 @@ position): a resumed run repeats them, and replicas, which must stay equal, draw
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -77,36 +76,6 @@ class GradientReducer:
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are not frozen, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def keep_copies(model: nn.Module, optimizer: torch.optim.Optimizer | None, config, accumulates: bool) -> None:
-    """If steps have several micro-batches (`accumulates`): matrices and stacked experts that are whole on
-    this rank have copies in the compute dtype, which `model.cast` takes, so that each is cast once a step and not in
-    every use. The numbers are the same. Only this optimizer may change the weights. A copy takes memory all the time:
-    runs with --checkpointing block, which saves memory first, keep none, and FP8 has its own. config: a Config."""
-    if not accumulates or config.checkpointing == "block" or config.fp8 != "off":
-        return
-    named = {p: name for name, p in model.named_parameters(remove_duplicate=False)}  # a tied weight is lm_head's
-    matrices = [p for p, name in named.items() if p.ndim > 1 and not name.startswith("embed_")]
-    weights = [p for p in matrices if p.itemsize > model.dtype.itemsize and not is_sharded(p)]
-
-    def add_gradient(weight: Tensor, copy: Tensor) -> None:
-        if weight.grad is None:
-            weight.grad = copy.grad.to(weight.dtype)
-        else:
-            weight.grad.add_(copy.grad)
-        copy.grad = None
-
-    @torch.no_grad()
-    def refresh(*_) -> None:
-        for weight in weights:
-            weight.compute_copy.copy_(weight)
-
-    for weight in weights:
-        weight.compute_copy = weight.detach().to(model.dtype).requires_grad_()
-        weight.compute_copy.register_post_accumulate_grad_hook(partial(add_gradient, weight))
-    if optimizer:
-        optimizer.register_step_post_hook(refresh)
 
 
 def state_layout(model: nn.Module, config) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:

@@ -38,7 +38,7 @@ import model as transformer
 import shard
 from lib import lora, machine, torch_private
 from lib.machine import GPUS, Gpu
-from optim import DTYPES, ROUND, keep_copies, matrices, state_layout, trained
+from optim import DTYPES, ROUND, matrices, state_layout, trained
 from shard import mesh_shape, sharded_dim
 
 log = logging.getLogger("flatland")
@@ -225,8 +225,7 @@ def _trace_blocks(config: Config, cuda: bool, wrapped: bool, passes: int) -> lis
             unit.register_forward_pre_hook(mark_both_passes)
         with live:
             fp8.WeightScales(model, model.dtype, None, passes > 1, False)
-            keep_copies(model, None, config, passes > 1)
-            copies = live.now - getattr(model.lm_head.weight, "compute_copy", tokens[:0]).nbytes
+            fp8_copies = live.now
             for _ in range(passes):
                 live.marks.clear()
                 live.mark()
@@ -236,8 +235,8 @@ def _trace_blocks(config: Config, cuda: bool, wrapped: bool, passes: int) -> lis
                 live.mark()
     now, made, peaks = zip(*live.marks, strict=True)  # begin, blocks, norm, loss; norm, blocks backwards, end
     gradients = 0 if wrapped else sum(p.nbytes for p in model.layers[1].parameters() if p.requires_grad)
-    kept = now[3] - now[2] + copies // 2 + gradients * (passes > 1)
-    later = copies // 2 + gradients
+    kept = now[3] - now[2] + fp8_copies // 2 + gradients * (passes > 1)
+    later = fp8_copies // 2 + gradients
     # Memory changes evenly from block to block, so no block in between needs most.
     two = [max(peaks[1:5]), max(peaks[5:7]), peaks[7], peaks[-1], made[-1] - made[0]]
     more = [kept, kept, later, later, made[3] - made[2] + made[6] - made[5]]

@@ -34,7 +34,7 @@ from data import Batch
 from lib import run as guard
 from lib.errors import ROOT
 from model import IGNORE, LossHead, Transformer, cross_entropy, document_begins, grouped_matmul, random_init
-from optim import keep_copies, make_optimizer
+from optim import make_optimizer
 from shapes import MODELS, ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +76,6 @@ def make_training(flags: str, mesh: bool = False):
     shard.fill_parameters(
         model, random_init(config.model_config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 0)
     )
-    keep_copies(model, optimizer, config, True)
     gradients, batch = guard.GradientGuard(model, config, ranks, grid), make_batch(config)
 
     def step(number: int) -> torch.Tensor:

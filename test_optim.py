@@ -3,23 +3,18 @@
 import json
 import math
 import re
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import optim
 import shard
 import train
 from config import parse_args
-from data import Batch
 from lib import torch_private
-from lib.run import GradientGuard
-from model import Transformer, random_init
+from model import Transformer
 from optim import PIECE, MixedAdamW, as_int32, learning_rate, local, make_optimizer, random_bits, update
 from test_shard import run_ranks
 
@@ -304,67 +299,6 @@ def test_mixed_adamw_on_a_gpu_is_that_on_a_cpu(compile_mode):
         results.append([p.detach().float().cpu() for p in model.parameters()])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-9)
-
-
-# ---- copies in the compute dtype
-
-
-class Casts(TorchDispatchMode):
-    """Counts by shape what is cast from fp32 to bf16."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten._to_copy.default and (args[0].dtype, out.dtype) == (
-            torch.float32,
-            torch.bfloat16,
-        ):
-            self.shapes[out.shape] += 1
-        return out
-
-
-def steps_with_copies(words: str, keep: bool):
-    """-> (losses and norms of three steps of three micro-batches, parameters and moments, how often each matrix was
-    cast in the last step)"""
-    config = parse_args([*words.split(), "--dtype", "bf16", "--seq_len", "16", "--micro_batch", "2"])
-    model = train.build(train.resolve(config, shard.ALONE.device, 1), shard.ALONE, None)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    shard.fill_parameters(model, random_init(config.model_config, shapes, 0))
-    optimizer = make_optimizer(model, config)
-    if keep:
-        optim.keep_copies(model, optimizer, config, True)
-    guarded, figures = GradientGuard(model, config, shard.ALONE, None), []
-    for step in range(3):
-        tokens = torch.randint(
-            config.model_config.vocab_size, (3, 2, 16), generator=torch.Generator().manual_seed(step)
-        )
-        batches = [Batch(part, part, None) for part in tokens]
-        with Casts() as casts:
-            loss, norm, _ = train.train_step(
-                model, optimizer, batches, 0.01, guarded, SimpleNamespace(refresh=int), shard.ALONE.device
-            )
-        figures += [loss.item(), norm.item()]
-    matrices = {p.shape for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name}
-    return figures, snapshot(model, optimizer), {shape: casts.shapes[shape] for shape in matrices}
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(f"--model tiny-{name}" for name in ("llama", "llama3.2", "gpt2", "mixtral", "llama --lora 2")),
-        pytest.param("--model tiny-gpt2 --compile block", marks=pytest.mark.slow),
-        pytest.param("--model tiny-mixtral --compile model", marks=pytest.mark.slow),
-    ],
-)
-def test_copies_spare_the_casts_of_matrices_and_change_no_bit(words):
-    words += " --compile none" * ("--compile" not in words)
-    (figures, tensors, casts), (again, same, none) = (steps_with_copies(words, keep) for keep in (False, True))
-    assert figures == again and all(torch.equal(a, b) for a, b in zip(tensors, same, strict=True))
-    if "--compile none" in words and "--lora" not in words:
-        assert all(n >= 3 for n in casts.values()) and not any(none.values()), (casts, none)
 
 
 def test_a_fused_adamw_that_ignores_what_it_is_given_is_refused(monkeypatch):

@@ -45,7 +45,7 @@ from lib import check, lora
 from lib.errors import UserError
 from lib.run import GradientGuard
 from model import IGNORE, MODELS, ModelConfig, Transformer, document_begins, random_init
-from optim import keep_copies, make_optimizer, trained
+from optim import make_optimizer, trained
 from test_shard import ALONE, run_code
 
 TINY = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3")
@@ -287,7 +287,6 @@ def real_steps(cell: Cell, ranks: shard.Ranks, text: int = 0) -> list[list[Tenso
     for group in optimizer.param_groups:
         group["eps"] = EPS
     shard.fill_parameters(model, random_init(cell.shape, shapes, 0))
-    keep_copies(model, optimizer, config, cell.accumulate > 1)
     gradients, size = Recorder(model, config, ranks, mesh), cell.micro_batch
     starts = [(m * ranks.world_size + ranks.rank) * size for m in range(cell.accumulate)]
     for step, rate in enumerate(RATES):

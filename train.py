@@ -33,7 +33,7 @@ from lib import check, lora, machine
 from lib.run import GradientGuard, Run
 from log import Log, attention_kernel, describe_model, logger, profile_steps
 from model import Details, Transformer
-from optim import DTYPES, GradientReducer, keep_copies, learning_rate, make_optimizer, update
+from optim import DTYPES, GradientReducer, learning_rate, make_optimizer, update
 
 
 def main(argv: list[str]) -> int:
@@ -96,12 +96,10 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     run.add_mesh(mesh)
     model = build(config, ranks, mesh)
     with machine.reported_memory(config, model):
-        accumulates = data.step_rows > data.micro_batch * ranks.world_size
-        weight_scales = fp8.prepare(model, config, mesh, accumulates)
+        weight_scales = fp8.prepare(model, config, mesh, data.step_rows > data.micro_batch * ranks.world_size)
         optimizer = make_optimizer(model, config)
         logger.info("Created optimizer")
         fill(model, optimizer, data, resume_from, weights, config, ranks)
-        keep_copies(model, optimizer, config, accumulates)
     gradients = GradientGuard(model, config, ranks, mesh, data.where)
     saver = checkpoint.Saver(model, optimizer, data, run, resume_from)
     log = Log(run, model, start, data.names)

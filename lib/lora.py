@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import model as transformer
 from lib.errors import UserError
-from model import Transformer, cast, initial_std, random_init
+from model import Transformer, initial_std, random_init
 from optim import DTYPES
 from shapes import ModelConfig
 
@@ -84,8 +84,8 @@ class LoraLinear:
     lora_scale: float
 
     def forward(self, x: Tensor) -> Tensor:
-        low = F.linear(x, cast(self.lora_A, x.dtype)) * self.lora_scale  # [..., n rank]
-        return super().forward(x) + F.linear(low, spread(cast(self.lora_B, x.dtype), self.lora_blocks))
+        low = F.linear(x, self.lora_A.to(x.dtype)) * self.lora_scale  # [..., n rank]
+        return super().forward(x) + F.linear(low, spread(self.lora_B.to(x.dtype), self.lora_blocks))
 
 
 @functools.cache
