@@ -43,6 +43,7 @@ from model import IGNORE, document_begins
 from shard import Ranks, on_first_rank
 
 ORDER_ROWS = 2048  # rows whose order is computed together, because a call has a high fixed cost
+CHECKED = 2**24  # tokens of a source whose ids are checked before the run
 # Different tokenizers encode this text differently.
 SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
 
@@ -326,14 +327,13 @@ def merge_positions(states: list[dict]) -> dict:
 
 def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = None) -> list[Loader]:
     """open_loaders, for rank 0. Refuses a tokenizer that does not fit the model, the weights or the shards, and
-    ids beyond the vocabulary. Of shards with more than 2^26 tokens, it reads a part; other ids are checked when a step
-    reads them."""
+    ids beyond the vocabulary among the first 2^24 tokens of a source; other ids are checked when a step reads them."""
     if knows_text(config):
         check_tokenizer(config)
     loaders = list(open_loaders(config, 0, world_size, catalog or Catalog(config)))
     opened = [tokens for loader in loaders for tokens in loader.tokens]
     for tokens in opened:
-        tokens.check_ids()
+        tokens.read(0, min(len(tokens), CHECKED))
     parts = [part for tokens in opened for part in tokens.parts]
     indexes = {part.path.parent: read_index(part.path.parent) for part in parts}
     made_with = {i["fingerprint"]: f"{folder} with {i['tokenizer']}" for folder, i in indexes.items() if i}
@@ -355,11 +355,11 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
     tokenises text, and tells the others what is on the hub. All ranks must call."""
     catalog, loaders = Catalog(config), []
 
-    def look_up() -> tuple:
+    def look_up() -> dict:
         loaders.extend(open_checked(config, ranks.world_size, catalog))
-        return catalog.listed, catalog.streamed
+        return catalog.known
 
-    catalog.listed, catalog.streamed = on_first_rank(look_up, ranks)
+    catalog.known = on_first_rank(look_up, ranks)
     data, *rest = loaders or open_loaders(config, ranks.rank, ranks.world_size, catalog)
     return data, rest[0] if rest else None
 

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
 
-test_requirements=('pytest>=8' 'pytest-xdist>=3.5' 'transformers>=5' 'tokenizers>=0.21' 'ruff==0.17.6' 'codespell>=2.4')
+test_requirements=('pytest>=8' 'pytest-xdist>=3.5' 'transformers>=5' 'tokenizers>=0.22.1' 'ruff==0.17.6' 'codespell>=2.4')
 test_requirements+=('peft>=0.17')  # 3 MB, the oracle of test_lora.py: it loads our adapters, and we load its adapters
 test_requirements+=('tensorboard>=2.16' 'wandb>=0.19')  # 150 MB, for test_log.py, which skips the tests of a missing tracker
 

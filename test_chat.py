@@ -118,22 +118,22 @@ SYSTEM = {  # the same, with a system message
 
 def test_rows_that_are_conversations(tmp_path):
     """The usual forms on the hub. Files from Windows begin with a BOM."""
-    encode, where = Encoder("bytes", chat_fields=("hint", "ask", "say")), "a.jsonl"
+    encode = Encoder("bytes", chat_fields=("hint", "ask", "say"))
     for rows_, messages in ((SAME, [ASK, ANSWER]), (SYSTEM, [BRIEF, ASK, ANSWER])):
         ids, mask = render_chat(BYTES, messages, chat_template(BYTES, "llama"))
         bom = "\ufeff" * (rows_ is SYSTEM)
         (tmp_path / "a.jsonl").write_text(bom + "".join(json.dumps(row) + "\n" for row in rows_.values()))
-        found = [encode(where, row) for row in find_files(str(tmp_path / "a.jsonl"), "")[0].rows()]
+        found = [encode(row) for row in find_files(str(tmp_path / "a.jsonl"), "")[0].rows()]
         tokens = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
         for name, its_tokens in zip(rows_, found, strict=True):
             assert its_tokens == ([tokens[0] | BEGINS, *tokens[1:]], "chat"), name
         (tmp_path / "a.json").write_text(bom + json.dumps([*rows_.values()], indent=1))
-        listed = [encode(where, row) for row in find_files(str(tmp_path / "a.json"), "")[0].rows()]
+        listed = [encode(row) for row in find_files(str(tmp_path / "a.json"), "")[0].rows()]
         assert listed == found
     row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
-    tokens, _ = encode("", TextRow(1, row))
+    tokens, _ = encode(TextRow(row))
     assert "[INST] Add.\n\n1, 2 [/INST] 3" in BYTES.decode([t & ID for t in tokens])
-    named = Encoder("bytes", "body")(where, TextRow(1, {"body": "x", "messages": [ASK, ANSWER]}))
+    named = Encoder("bytes", "body")(TextRow({"body": "x", "messages": [ASK, ANSWER]}))
     assert named == ([256, *b"x"], "text")  # a text field that was named counts first
 
 
@@ -144,7 +144,7 @@ def test_conversations_in_parquet(tmp_path):
             row = {"messages": [ASK | {"content": PARTS}, ANSWER | {"content": [{"type": "text", "text": "So."}]}]}
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
         encode = Encoder("bytes", chat_fields=("ask", "say"))
-        ((tokens, _),) = (encode("", r) for r in find_files(str(tmp_path / "a.parquet"), "")[0].rows())
+        ((tokens, _),) = (encode(r) for r in find_files(str(tmp_path / "a.parquet"), "")[0].rows())
         ids, _ = render_chat(BYTES, [ASK, ANSWER], chat_template(BYTES, "llama"))
         assert [t & ID for t in tokens] == ids, name
 

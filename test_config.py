@@ -338,6 +338,7 @@ def test_streams_take_their_flags():
 def test_what_was_forgotten_is_refused_where_tokens_are_not_bytes(tmp_path, monkeypatch, words, missing):
     monkeypatch.chdir(tmp_path)
     Path("tokens.v2").mkdir()
+    Path("tokens.v2/a.bin").touch()
     for vocab_size, beside in ((1024, False), (1025, False), (32000, True)):
         found = config_json(dataclasses.replace(MODELS["tiny-gpt2"], vocab_size=vocab_size), torch.float32)
         Path("config.json").write_text(json.dumps(found))

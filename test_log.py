@@ -137,7 +137,7 @@ def test_names_from_files_and_hosts_do_not_steer_the_terminal(tmp_path, capsys):
 
 
 NAMED = {
-    "fields of a row": lambda f: Encoder("bytes", "text", "")("x.jsonl", TextRow(1, {HOSTILE: 1})),
+    "fields of a row": lambda f: Encoder("bytes", "text", "")(TextRow({HOSTILE: 1})),
 }
 
 

@@ -13,7 +13,9 @@ its rows. The position of a lane is (rows given, epoch, file, row, token in that
 out); a resume reads its current file from the beginning up to that row. A thread per lane reads ahead, and worker
 processes tokenise."""
 
+import copy
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -27,7 +29,7 @@ import numpy as np
 from config import Config
 from lib import text
 from lib.errors import Failure, RankError, UserError, read_ahead
-from lib.text import TextFile, open_shard, prepare, read_index
+from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, TextFile, kind_of, open_shard, prepare, read_index
 from lib.tokenizer import load_tokenizer, token_sizes
 from model import IGNORE
 
@@ -79,8 +81,6 @@ def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.nd
     """The turns at the given places of a mixture -> (source, the index of its turn). For every n, a source of weight w
     has n w of the first n places, with an error below one turn per source listed before it."""
     source, number = np.zeros_like(index), index.copy()
-    if len(weights) == 1:
-        return source, number
     rest, left = np.arange(len(index)), sum(weights, Fraction(0))
     for i, weight in enumerate(weights):
         share = (weight / left).limit_denominator(2**30) if left else Fraction(1)
@@ -99,8 +99,8 @@ def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.nd
 
 def tokenize(sources: list[TextFile], config: Config) -> list[Path]:
     """Tokenises text into a folder of the cache, once -> its shards."""
-    encoder, skip_bad = text.Encoder.of(config), config.skip_bad
-    key = text.key_of(sources, encoder, text.VAL_EVERY, skip_bad)  # skip_bad changes which rows remain
+    encoder, skip_bad = Encoder.of(config), config.skip_bad
+    key = text.key_of(sources, encoder, VAL_EVERY, skip_bad)  # skip_bad changes which rows remain
     folder = CACHE / f"{Path(sources[0].name).name.partition('.')[0]}-{key[:12]}"
     prepare(sources, encoder, folder, skip_bad=skip_bad)
     return sorted(folder.glob("*.bin"))
@@ -119,77 +119,59 @@ class Tokens:
 
     def __init__(self, parts: list[Part], is_chat: bool, config: Config):
         self.parts, self.is_chat, self.config = parts, is_chat, config
-        lengths = np.array([len(p.tokens) for p in parts], dtype=np.int64)
-        self.ends = np.cumsum(lengths)
-        self.begins = self.ends - lengths
+        bounds = np.cumsum([0, *(len(part.tokens) for part in parts)])
+        self.begins, self.ends, self.count = bounds[:-1], bounds[1:], int(bounds[-1])
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if self.parts else 0
-
-    def _slice(self, start, stop):
-        first, last = np.searchsorted(self.ends, (start, stop - 1), side="right")
-        begins = self.begins[first : last + 1].tolist()
-        pieces = zip(self.parts[first : last + 1], begins, strict=True)
-        return np.concatenate([part.tokens[max(start - begin, 0) : stop - begin] for part, begin in pieces])
+        return self.count
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return self.windows([start], stop - start)[0]
-
-    def windows(self, starts: list[int], length: int) -> np.ndarray:
-        """[len(starts), length]: the tokens after each start."""
-        rows = np.array([self._slice(start, start + length) for start in starts]).reshape(-1, length)
-        ids, vocab_size = rows & text.ID if self.is_chat else rows, self.config.model_config.vocab_size
-        if ids.size and ids.max() >= vocab_size:
-            row, at = divmod(int(ids.argmax()), length)
+        first, last = np.searchsorted(self.ends, (start, stop - 1), side="right")
+        pieces = zip(self.parts[first : last + 1], self.begins[first : last + 1], strict=True)
+        tokens = np.concatenate([part.tokens[max(start - begin, 0) : stop - begin] for part, begin in pieces])
+        ids, vocab_size = tokens & ID if self.is_chat else tokens, self.config.model_config.vocab_size
+        if ids.max() >= vocab_size:
             raise RankError(
-                f"{self.where(starts[row] + at)}: id {ids.max()}, but the model's vocab_size is {vocab_size}; tokenizer"
-                " and --model (or --vocab_size) must match"
+                f"{self.where(start + ids.argmax())}: id {ids.max()}, but the model's vocab_size is {vocab_size};"
+                " tokenizer and --model (or --vocab_size) must match"
             )
-        return rows
-
-    def check_ids(self) -> None:
-        """Refuses ids beyond the vocabulary in up to 64 stretches of 2^20 tokens of each part."""
-        for begin, end in zip(self.begins.tolist(), self.ends.tolist(), strict=True):
-            for start in range(begin, end, max(2**20, (end - begin) // 64)):
-                self.read(start, min(start + 2**20, end))
+        return tokens
 
     def where(self, position: int) -> str:
         """The place of a token in its shard."""
-        i = int(np.searchsorted(self.ends, position, side="right"))
+        i = np.searchsorted(self.ends, position, side="right")
         path, _, first = self.parts[i]
         return f"{path} at token {first + position - self.begins[i]}"
 
 
 class Catalog:
-    """The files that entries of --data and --val_data name: looked up once in a job, opened once in a process. Rank 0
-    sends `listed` and `streamed` to the other ranks."""
+    """The files that entries of --data and --val_data name: looked up once in a job, opened once in a process."""
 
     def __init__(self, config: Config):
-        self.config = config
-        self.listed = {}  # the files of an entry
-        self.streamed = {}
-        self.shards = {}
+        self.config, self.shards = config, {}
+        # {entry: its files} and {entries of a source: is it a stream}, which rank 0 sends to the other ranks
+        self.known = {}
 
     def find(self, spec: str, flag: str) -> list[TextFile]:
-        if spec not in self.listed:
-            self.listed[spec] = text.find_files(spec, flag)
-        return self.listed[spec]
+        if spec not in self.known:
+            self.known[spec] = text.find_files(spec, flag)
+        return self.known[spec]
 
     def is_stream(self, specs: tuple[str, ...], flag: str) -> bool:
         """Whether entries are streamed: text of the hub, and with --stream all text. Conversations never are."""
-        if specs not in self.streamed:
-            may_be = self.config.stream and specs and not any(map(text.is_shards, specs))
-            may_be = may_be or any(spec.startswith("hf://") for spec in specs)
-            self.streamed[specs] = bool(may_be) and self._kind(specs[0], flag) == "text"
-        return self.streamed[specs]
+        if specs not in self.known:
+            is_text = self.config.stream and specs and not any(map(text.is_shards, specs))
+            may_be = is_text or any(spec.startswith("hf://") for spec in specs)
+            self.known[specs] = may_be and self._kind(specs[0], flag) == "text"
+        return self.known[specs]
 
     def _kind(self, spec, flag):
         """text or chat: the kind of the first good row."""
-        file, encoder = self.find(spec, flag)[0], text.Encoder.of(self.config)
-        jobs = ((0, str(file), rows) for rows in text.group_rows(file.rows(0, 0), 1))
+        file, encoder = self.find(spec, flag)[0], Encoder.of(self.config)
+        jobs = ((0, file.name, [row]) for row in file.rows(0, 0))
         for *_, kind, _ in text.encode(jobs, encoder, None, 0, self.config.skip_bad):
             return kind
-        raise UserError(f"{flag} {file} is empty")
+        raise UserError(f"{flag} {file.name} is empty")
 
     def open(self, split: str, specs: tuple[str, ...], flag: str) -> tuple[Tokens, int | None]:
         """-> (the tokens of a split, "train" or "val"; the id before each document, None if unknown). With --val_data
@@ -204,21 +186,28 @@ class Catalog:
         return tokens, delimiter if config.delimiter < 0 else config.delimiter
 
     def _open_shards(self, specs, flag):
-        """-> (the parts of each split, the id before a document if the shards agree on one, is it chat)"""
+        """-> (the parts of each split, the id before a document if the shards agree on one, is it chat). Tokenises
+        text. Text of the hub holds conversations here."""
         config, parts, delimiters, kinds = self.config, {"train": [], "val": []}, set(), set()
-        found, prepared = self._find_shards(specs, flag)
+        files = [file for spec in specs for file in text.fetch_whole(self.find(spec, flag))] or [text.builtin_file()]
+        texts = [file for file in files if kind_of(file.name) != SHARD]
+        found = [Path(file.name) for file in files if file not in texts]
         some_named = any(VAL_NAME.search(path.stem) for path in found)
-        for path in found + prepared:
+        for path in found + (tokenize(texts, config) if texts else []):
             tokens, delimiter = open_shard(path, config.data_dtype)
             index, is_val = read_index(path.parent), VAL_NAME.search(path.stem)
             if index:
-                _check_tokenizer(index, path, config)
+                if config.tokenizer != "bytes" and index["fingerprint"] != load_tokenizer(config.tokenizer).fingerprint:
+                    raise UserError(
+                        f"{path.parent} was prepared with --tokenizer {index['tokenizer']}, which is another one than"
+                        f" {config.tokenizer}: name that one, or prepare the text again"
+                    )
                 delimiter = index["delimiter"]
             elif is_val and config.val_data and flag == "--data":
                 continue  # the validation shards of a folder from another tool
             delimiters.add(delimiter)
             kinds.add(index.get("kind", "text"))
-            held_out = 0 if index or some_named else len(tokens) // text.VAL_EVERY
+            held_out = 0 if index or some_named else len(tokens) // VAL_EVERY
             cut = 0 if is_val else len(tokens) - held_out
             for name, stretch, first in (("train", tokens[:cut], 0), ("val", tokens[cut:], cut)):
                 parts[name] += [Part(path, stretch, first)] * bool(len(stretch))
@@ -226,36 +215,15 @@ class Catalog:
             raise UserError(f"{flag}: conversations and text together: give each its weight, as in A:0.5 B:0.5")
         return parts, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"}
 
-    def _find_shards(self, specs, flag):
-        """-> (shards, shards in the cache). Tokenises text. Text of the hub holds conversations here."""
-        files = []
-        for spec in specs:
-            is_remote = spec.startswith("hf://")
-            files += text.fetch_whole(self.find(spec, flag)) if is_remote else text.find_files(spec, flag)
-        texts = [file for file in files if text.kind_of(file.name) != text.SHARD] if specs else [text.builtin_file()]
-        for file in texts:
-            if not file.size and specs:
-                raise UserError(f"{flag} {file} is empty")
-        shards = [Path(file.name) for file in files if text.kind_of(file.name) == text.SHARD]
-        return shards, tokenize(texts, self.config) if texts else []
-
-
-def _check_tokenizer(index, path, config):
-    if config.tokenizer != "bytes" and index["fingerprint"] != load_tokenizer(config.tokenizer).fingerprint:
-        raise UserError(
-            f"{path.parent} was prepared with --tokenizer {index['tokenizer']}, which is another one than"
-            f" {config.tokenizer}: name that one, or prepare the text again"
-        )
-
 
 class TooLittle(UserError):
     """A split has no row."""
 
 
-def _too_little(split, what, size="smaller"):
+def _too_little(split, what):
     name = "training data" if split == "train" else "validation split"
     more = "" if split == "train" else ", name a --val_data, or turn evaluation off with --eval_every 0"
-    return TooLittle(f"The {name} has {what}: give more text or a {size} --seq_len{more}")
+    return TooLittle(f"The {name} has {what}: give more text or another --seq_len{more}")
 
 
 # ---- sources
@@ -287,7 +255,7 @@ class ShardRows:
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         T = self.config.seq_len
-        block = self.tokens.windows((index * T).tolist(), T + 1)
+        block = np.array([self.tokens.read(i * T, i * T + T + 1) for i in index]).reshape(-1, T + 1)
         return _split(block, self.delimiter, self.config)
 
     def begin(self, row: int) -> int:
@@ -320,19 +288,19 @@ class ChatRows(ShardRows):
         lengths = np.minimum(lengths, T)
         kept = ~is_long | (config.long_chats != "drop")
         for i in np.flatnonzero(is_long & kept):  # the rest may contain no trained token
-            kept[i] = (tokens.read(int(starts[i]) + 1, int(starts[i]) + 1 + T) & text.TRAINED).any()
-        total, count, truncated = len(kept), int(kept.sum()), int((is_long & kept).sum())
+            kept[i] = (tokens.read(starts[i] + 1, starts[i] + 1 + T) & TRAINED).any()
+        self.starts, self.lengths = starts[kept], lengths[kept]
+        total, count = len(kept), len(self.starts)
         if not count:
             what = f"{total} conversations, and none is left ({total} are longer than --seq_len {T})"
-            raise _too_little(split, what, "larger")
-        self.starts, self.lengths = starts[kept], lengths[kept]
+            raise _too_little(split, what)
         order = permute(np.arange(count), count, f"{config.seed}/pack")
         row = pack(self.lengths[order], T)
         self.count = int(row.max()) + 1
         self.contents = np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
         self.note = (
-            f"{total} conversations, {truncated} truncated to --seq_len {T} and {total - count} dropped, packed into"
-            f" {self.count} rows that are {self.lengths.sum() / (self.count * T):.1%} full"
+            f"{total} conversations, {(is_long & kept).sum()} truncated to --seq_len {T} and {total - count} dropped,"
+            f" packed into {self.count} rows that are {self.lengths.sum() / (self.count * T):.1%} full"
         )
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -341,17 +309,17 @@ class ChatRows(ShardRows):
         for i, row in enumerate(index):
             at = 0
             for document in self.contents[row]:
-                start, n = int(self.starts[document]), int(self.lengths[document])
+                start, n = self.starts[document], self.lengths[document]
                 ids = self.tokens.read(start, start + n + 1).astype(np.int64)
-                tokens[i, at : at + n] = ids[:-1] & text.ID
-                targets[i, at : at + n] = np.where(ids[1:] & text.TRAINED, ids[1:] & text.ID, IGNORE)
+                tokens[i, at : at + n] = ids[:-1] & ID
+                targets[i, at : at + n] = np.where(ids[1:] & TRAINED, ids[1:] & ID, IGNORE)
                 begins[i, at] = True
                 at += n
             begins[i, at : at + 1] = True
         return tokens, targets, begins
 
     def begin(self, row: int) -> int:
-        return int(self.starts[self.contents[row][0]])
+        return self.starts[self.contents[row][0]]
 
 
 class Stream:
@@ -361,16 +329,15 @@ class Stream:
 
     def __init__(self, lists: list[list[TextFile]], config: Config, keep: bool):
         self.config, self.keep = config, keep
-        self.encoder, self.kept = text.Encoder.of(config), {}
+        self.encoder, self.kept = Encoder.of(config), {}
         self.lanes, self.positions, self.workers = {}, {}, None  # lanes: the rows to come of each
         tokenizer = load_tokenizer(config.tokenizer)
         self.fingerprint = tokenizer.fingerprint
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
-        self.files, lanes = sum(lists, []), config.lanes
-        self.note = f"a stream of {len(self.files)} files for {lanes} lanes, {self.files[0]} and others"
-        if len(self.files) < lanes:
-            self.note += f"; each file is read by {-(-lanes // len(self.files))} of them"
-            self.files = [f for files in lists for f in text.fetch_whole(files)]  # once over the network
+        self.files = sum(lists, [])
+        self.note = f"a stream of {len(self.files)} files for {config.lanes} lanes, {self.files[0].name} and others"
+        if len(self.files) < config.lanes:  # several lanes read the same file
+            self.files = [file for files in lists for file in text.fetch_whole(files)]
 
     @property
     def paths(self) -> list[Path]:
@@ -378,14 +345,14 @@ class Stream:
 
     def describe(self) -> list[dict]:
         """Names and sizes of the files, wherever they are."""
-        names = [(Path(file.name).name, file.size) for file in self.files]
+        names = [(file.version if file.hub else Path(file.name).name, file.size) for file in self.files]
         identity = [self.config.lanes, self.encoder.text_field, self.fingerprint, names]
         return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
 
     def start(self, positions: dict[str, list]) -> None:
         """The next rows are those after these positions of lanes."""
         self.close()
-        self.positions = {lane: tuple(position) for lane, position in positions.items()}
+        self.positions = dict(positions)
 
     def close(self) -> None:
         self.lanes.clear()
@@ -402,7 +369,7 @@ class Stream:
         """The rows of a file from number `first` on. A hub that fails is asked again after each of PAUSES."""
         for seconds in (*PAUSES, 0):
             try:
-                for row in file.rows(max(first - 1, 0), 0):
+                for row in file.rows(first - 1, 0):
                     first = row.number + 1
                     yield row
                 return
@@ -422,30 +389,32 @@ class Stream:
                 rows = (row for row in self._read(file, first) if (row.number - 1) % sharing == turn)
                 for group in text.group_rows(rows, LANE_BATCH):
                     is_empty = False
-                    yield (epoch, k), str(file), group
+                    yield (epoch, k), file.name, group
                 first = 0
             if is_empty:
                 raise UserError(
-                    f"Lane {lane} has no rows: {', '.join(map(str, self.files[:3]))} hold fewer rows than lanes; give a"
-                    f" smaller --lanes than {lanes}, or leave out --stream"
+                    f"Lane {lane} has no rows: {', '.join(file.name for file in self.files[:3])} hold fewer rows than"
+                    f" lanes; give a smaller --lanes than {lanes}, or leave out --stream"
                 )
             epoch, at = epoch + 1, 0
 
     def _rows(self, lane):
         """(seq_len + 1 tokens, the position after them) of a lane, without end."""
         T, (given, epoch, at, first, offset, bad) = self.config.seq_len, self.positions.get(str(lane), (0,) * 6)
-        tokens, begins = np.zeros(0, np.uint32), []  # begins: of the documents in tokens, (where it begins, its place)
+        # documents: (tokens, place, bad rows so far) of those that are not used up; offset: used tokens of the first
+        documents, left = [], -offset
         jobs, skip_bad = self._jobs(lane, epoch, at, first), self.config.skip_bad
         for place, row, ids, _, skipped in text.encode(jobs, self.encoder, self.workers, 1, skip_bad, bad, "text"):
-            begins.append((len(tokens) - offset, (*place, row.number, skipped)))
-            tokens, offset = np.concatenate((tokens, np.frombuffer(ids, np.uint32)[offset:])), 0
-            while len(tokens) > T:
-                while len(begins) > 1 and begins[1][0] <= T:
-                    begins.pop(0)
-                begin, (epoch, file, number, skipped_then) = begins[0]
-                given += 1
-                yield tokens[: T + 1], (given, epoch, file, number, T - begin, skipped_then)
-                tokens, begins = tokens[T:], [(begin - T, place) for begin, place in begins]
+            documents.append((np.frombuffer(ids, np.uint32), (*place, row.number), skipped))
+            left += len(ids)
+            while left > T:
+                current, *others = (tokens for tokens, *_ in documents)
+                tokens = np.concatenate((current[offset : offset + T + 1], *others))[: T + 1]
+                given, offset, left = given + 1, offset + T, left - T
+                while offset >= len(documents[0][0]):
+                    offset -= len(documents.pop(0)[0])
+                _, place, skipped = documents[0]
+                yield tokens, [given, *place, offset, skipped]
 
     def _take(self, number):
         turn, lane = divmod(number, self.config.lanes)
@@ -454,7 +423,7 @@ class Stream:
             tokens, position = next(row for row in self.lanes[lane] if row[1][0] > turn)
         except UserError as e:
             raise RankError(str(e)) from None  # other ranks may not have met it
-        assert position[0] == turn + 1, f"lane {lane} is behind row {turn}: {position}"
+        assert position[0] == turn + 1
         self.positions[str(lane)] = position
         return tokens
 
@@ -476,22 +445,20 @@ class Stream:
         """The current file and row of the row's lane."""
         lane = number % self.config.lanes
         _, epoch, file, row, *_ = self.positions.get(str(lane), (0,) * 6)
-        return f"{self._files(lane, epoch)[file]} near row {row} (lane {lane}, epoch {epoch})"
+        return f"{self._files(lane, epoch)[file].name} near row {row} (lane {lane}, epoch {epoch})"
 
 
 def text_bytes(loader) -> tuple[int, int]:
-    """(bytes of text, tokens) of the trained tokens that a validation loader gives. (0, 0) if a source is a stream, or
-    the text of its tokens is not known."""
+    """(bytes of text, tokens) of the trained tokens that a validation loader gives on all ranks. (0, 0) if a source is
+    a stream, or the text of its tokens is not known."""
     if loader.streams or not text.knows_text(loader.config):
         return 0, 0
-    known, (which, rows), size, tokens = token_sizes(load_tokenizer(loader.config.tokenizer)), loader.val_rows, 0, 0
-    sizes = np.array(known + [0] * (loader.config.model_config.vocab_size - len(known)))
-    for i, source in enumerate(loader.sources):
-        for block in np.array_split(rows[which == i], len(rows) // OPEN_ROWS + 1):
-            targets = source.rows(block)[1]
-            trained = targets[targets != IGNORE]
-            size, tokens = size + int(sizes[trained].sum()), tokens + len(trained)
-    return size, tokens
+    all_ranks, counts = copy.copy(loader), np.zeros(loader.config.model_config.vocab_size, np.int64)
+    all_ranks.rank, all_ranks.world_size = 0, 1
+    for batch in itertools.chain.from_iterable(all_ranks):
+        counts += np.bincount(batch.targets[batch.targets != IGNORE], minlength=len(counts))
+    sizes = token_sizes(load_tokenizer(loader.config.tokenizer))
+    return int(counts[: len(sizes)] @ sizes), int(counts.sum())
 
 
 def pack(lengths: np.ndarray, size: int) -> np.ndarray:
@@ -502,9 +469,9 @@ def pack(lengths: np.ndarray, size: int) -> np.ndarray:
     for i, n in enumerate(lengths.tolist()):
         at = int((room >= n).argmax())
         if room[at] < n:
-            at = int(room.argmin())  # a row that is not open yet, or the fullest row
-            room[at:-1], row[at:-1] = room[at + 1 :].copy(), row[at + 1 :].copy()
-            at, room[-1], row[-1], rows = -1, size, rows, rows + 1
+            closed = room.argmin()  # a row that is not open yet, or the fullest row
+            room, row = np.append(np.delete(room, closed), size), np.append(np.delete(row, closed), rows)
+            at, rows = -1, rows + 1
         room[at] -= n
         out[i] = row[at]
     return out

@@ -29,6 +29,7 @@ import multiprocessing
 import os
 import platform
 import re
+import struct
 import sys
 import threading
 import uuid
@@ -55,8 +56,8 @@ from lib.errors import (
 from lib.tokenizer import chat_template, load_tokenizer, render_chat
 
 HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
-ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")  # ORG/NAME, revision, path
-STDIN, BUILTIN = "-", "built-in"  # names of text that is in no file
+ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")  # ORG/NAME, revision, path
+STDIN, BUILTIN = "-", "built-in.text"  # names of text that is in no file
 TXT_PIECE = 2**24  # bytes; a longer .txt is tokenised in pieces, cut between lines
 VAL_EVERY = 20  # one document in so many, or the last 1/20 of a .txt, is held out for validation
 # Fields of conversations: a field with all messages, or a pair of fields (user, assistant) with text or messages.
@@ -67,8 +68,9 @@ CHAT_FIELDS = (
 CHATS_KNOWN = f"{', '.join(' and '.join(names) for names in CHAT_FIELDS)}, or the fields that --chat_fields names"
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 MIXED = "documents and conversations together: separate them, and give each its weight, as in A:0.5 B:0.5"
-TOOLS = ("tool_calls", "function_call", "tool_call_id")
-BESIDE = ("history", "tools", "functions")  # fields that would have to be rendered as well
+EMPTY = (None, "", "[]", [], {})  # values of a field that says nothing
+NOT_RENDERED = ("tool_calls", "function_call", "tool_call_id", "weight", "train")  # fields of a message
+BESIDE = ("history", "tools", "functions")  # fields next to a conversation that would have to be rendered as well
 ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
 HEADER = 1024  # bytes of a shard
 MAGICS = {20240520: (1, "<u2", 50256), 20240801: (7, "<u4", 128000)}  # version, dtype, token before a document
@@ -79,24 +81,15 @@ PARALLEL = 2**25  # bytes; several processes tokenise a longer text
 log = logging.getLogger("flatland")
 
 
-class BadRow(UserError):
-    """A row that --skip_bad may leave out."""
-
-
-class Damaged(UserError):
-    """A file whose content cannot be used, including the rows that it gave before."""
-
-
 class TextRow(NamedTuple):
-    line: int  # number of its first line; 0 where the format has no lines
-    content: bytes | str | dict  # JSON, a document, or fields
+    content: bytes | str | dict  # a line of JSON, a document or a piece of one, or fields
     val: bool | None = None  # held out for validation; None: decided by its number
     begins: bool = True  # False: it continues the document of the row before
     number: int = 0  # in its file, from 1
 
     @property
     def place(self) -> str:
-        return f"line {self.line}" if self.line else f"row {self.number}"
+        return f"{'line' if isinstance(self.content, bytes) else 'row'} {self.number}"
 
 
 # ---- entries of --data
@@ -110,8 +103,7 @@ def kind_of(name: str) -> str:
 def is_shards(spec: str) -> bool:
     """Whether an entry of --data names token shards, and not text."""
     path = Path(split_weight(spec)[0]).expanduser()
-    kinds = {kind_of(p.name) for p in path.iterdir()} if path.is_dir() else {kind_of(path.name), *SUFFIXES}
-    return SHARD in kinds or kinds.isdisjoint(SUFFIXES)
+    return path.suffix == SHARD or any(path.glob(f"*{SHARD}"))
 
 
 def name_of(spec: str) -> str:
@@ -133,57 +125,54 @@ def split_weight(spec: str) -> tuple[str, Fraction | None]:
 
 
 def find_files(spec: str, flag: str) -> list["TextFile"]:
-    """The files that an entry names: a path, a pattern, `-`, or an address on the hub. A folder stands for its token
-    shards or, if it has none, for its files of text."""
+    """The files that an entry names: a path, a pattern, `-`, or an address on the hub. A folder or a pattern stands for
+    its token shards or, if it has none, for its files of text."""
+    from fsspec.implementations.local import LocalFileSystem
+
     if spec == STDIN:
         return [TextFile(STDIN, sys.maxsize, uuid.uuid4().hex)]
     if spec.startswith("hf://"):
-        return _find_on_hub(spec, flag)
-    from fsspec.implementations.local import LocalFileSystem
-
-    fs, path = LocalFileSystem(), str(Path(spec).expanduser())
-    names = [path] if fs.exists(path) else fs.glob(path)
-    if fs.isdir(path):
-        names = [name for name in fs.glob(f"{glob.escape(path)}/*") if kind_of(name) in (*SUFFIXES, SHARD)]
-        names = [name for name in names if kind_of(name) == SHARD] or names
-    if not names:
+        hub, found = _find_on_hub(spec, flag)
+    else:
+        path = str(Path(spec).expanduser())
+        pattern = glob.escape(path) if os.path.exists(path) else path
+        hub, found = None, LocalFileSystem().glob(pattern + "/*" * os.path.isdir(path), detail=True)
+    texts = [info for name, info in found.items() if kind_of(name) in SUFFIXES]
+    infos = [info for name, info in found.items() if kind_of(name) == SHARD] or texts
+    if not infos:
         raise UserError(f"{flag} {spec}: no such file of a known format; {FORMATS} are known")
-    infos = [fs.info(name) for name in sorted(names, key=Path)]
-    return [TextFile(info["name"], info["size"], str(info["mtime"])) for info in infos]
+    version, protocol = ("blob_id", "hf://") if hub else ("mtime", "")
+    return [TextFile(protocol + info["name"], info["size"], str(info[version]), hub) for info in infos]
 
 
 def _find_on_hub(spec, flag):
-    from huggingface_hub import HfApi, HfFileSystem, constants
+    """-> (the hub's file system, {path: information} at the newest commit)"""
+    from huggingface_hub import HfApi, HfFileSystem
 
     address = ADDRESS.fullmatch(spec)
     if not address:
-        raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION]/PATH")
+        raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION]/PATH, a file or a pattern with *")
     repo, revision, path = address.groups()
     guard_token()
     with hub_errors(f"datasets/{repo}"):
         commit = HfApi().dataset_info(repo, revision=revision or "main").sha
-        fs, root = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}"
-        names = sorted(fs.glob(f"{root}/{path}")) if path else []
-        infos = [fs.info(name) for name in names if kind_of(name) in SUFFIXES]
-    if not infos:
-        page = f"{constants.ENDPOINT}/datasets/{repo}/tree/{commit}"
-        raise UserError(f"{flag} {spec} names no file of text: give a file or a pattern with * of those at {page}")
-    return [TextFile(f"hf://{i['name']}", i["size"], i["blob_id"], fs) for i in infos]
+        hub = HfFileSystem(skip_instance_cache=True)
+        return hub, hub.glob(f"datasets/{repo}@{commit}/{path}", detail=True)
 
 
 def fetch_whole(files: list["TextFile"]) -> list["TextFile"]:
-    """The files of an entry as local files. Files of the hub are downloaded into HF_HOME's cache if they are missing
-    there. Several processes may call it at the same time."""
-    if not files[0].hub:
-        return files
-    from huggingface_hub import snapshot_download
+    """Local copies of an entry's files: files of the hub are downloaded into HF_HOME's cache if they are missing there.
+    Several processes may call it at the same time."""
+    copies = []
+    for file in files:
+        if file.hub:
+            from huggingface_hub import hf_hub_download
 
-    repo, commit, _ = ADDRESS.fullmatch(files[0].name).groups()
-    paths = [ADDRESS.fullmatch(file.name)[3] for file in files]
-    with hub_errors(f"datasets/{repo}"):
-        patterns = list(map(glob.escape, paths))
-        folder = snapshot_download(repo, repo_type="dataset", revision=commit, allow_patterns=patterns)
-    return [file for path in paths for file in find_files(f"{folder}/{path}", "--data")]
+            repo, commit, path = ADDRESS.fullmatch(file.name).groups()
+            with hub_errors(f"datasets/{repo}"):
+                copy = hf_hub_download(repo, path, repo_type="dataset", revision=commit)
+            copies += find_files(copy, "--data")
+    return copies or files
 
 
 # ---- files
@@ -198,9 +187,6 @@ class TextFile(NamedTuple):
     version: str
     hub: object = None
 
-    def __str__(self) -> str:
-        return self.name
-
     def _open(self):
         if self.hub:  # the table of contents of a .parquet is at its end; others are read in sequence
             return self.hub.open(self.name, block_size=None if kind_of(self.name) == ".parquet" else 0)
@@ -208,23 +194,23 @@ class TextFile(NamedTuple):
 
     def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
         """The rows after number `first`. val_every: 0 holds no row out. UserError if the file is damaged."""
-        name, kind, line = self.name, BUILTIN if self.name == BUILTIN else kind_of(self.name), 0
+        name, number = self.name, 0
         repo = ADDRESS.fullmatch(name)
         with hub_errors(f"datasets/{repo[1]}") if repo else contextlib.nullcontext(), self._open() as raw:
+            kind = kind_of(name)
             if name == STDIN:
                 kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
             if kind not in READERS:
-                raise UserError(f"{name}: the format of this file is not known; {FORMATS} are")
+                raise UserError(f"{name} holds token ids, not text")
             stream = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
             try:
                 for number, row in enumerate(READERS[kind](self, stream, val_every), 1):
-                    line = row.line
                     if number > first and row.content != b"":  # a blank line has a number, but is not a row
-                        val = bool(val_every) and number % val_every == 0 if row.val is None else row.val
+                        val = val_every > 0 and number % val_every == 0 if row.val is None else row.val
                         yield row._replace(number=number, val=val)
             except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-                raise Damaged(
-                    f"{name}: the gzip data is damaged or cut short after line {line} ({e}): get the file again"
+                raise UserError(
+                    f"{name}: the gzip data is damaged or cut short after row {number} ({e}): get the file again"
                 ) from None
 
 
@@ -254,12 +240,12 @@ def builtin_documents() -> list[str]:
 
 def _read_builtin(file, stream, val_every):
     for text in builtin_documents():
-        yield TextRow(0, text)
+        yield TextRow(text)
 
 
 def _read_lines(file, stream, val_every):
-    for number, line in enumerate(stream, 1):
-        yield TextRow(number, line.strip())
+    for line in stream:
+        yield TextRow(line.strip())
 
 
 def _read_json(file, stream, val_every):
@@ -272,9 +258,9 @@ def _read_json(file, stream, val_every):
     try:
         rows = json.loads(b"".join(lines))
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{file} begins with [ but is not a JSON list of rows: {e}") from None
+        raise UserError(f"{file.name} begins with [ but is not a JSON list of rows: {e}") from None
     for row in rows:
-        yield TextRow(0, row)
+        yield TextRow(row)
 
 
 def _read_txt(file, stream, val_every):
@@ -282,7 +268,7 @@ def _read_txt(file, stream, val_every):
     size = cut = file.size if file.name.endswith(".txt") and not file.hub else sys.maxsize
     if size < sys.maxsize and val_every:
         cut = _last_part(stream, size, val_every)
-    offset, line = 0, 1
+    offset = 0
     for end, val in ((cut, False), (size, True)):
         begins = True
         while offset < end and (piece := stream.read(min(TXT_PIECE, end - offset))):
@@ -290,10 +276,11 @@ def _read_txt(file, stream, val_every):
             try:
                 text = piece.decode("utf-8" if offset else "utf-8-sig")  # Windows begins files with a BOM
             except UnicodeDecodeError as e:
-                line += piece[: e.start].count(b"\n")
-                raise UserError(f"{file}: not UTF-8 in line {line}; convert the file, e.g. with iconv") from None
-            yield TextRow(line, text, val, begins)
-            offset, line, begins = offset + len(piece), line + piece.count(b"\n"), False
+                raise UserError(
+                    f"{file.name}: not UTF-8 at byte {offset + e.start}; convert the file, e.g. with iconv"
+                ) from None
+            yield TextRow(text, val, begins)
+            offset, begins = offset + len(piece), False
 
 
 def _last_part(stream, size, val_every):
@@ -304,7 +291,7 @@ def _last_part(stream, size, val_every):
     begin = stream.tell()
     if begin >= size:
         begin = cut
-        while begin and stream.seek(begin) and stream.read(1)[0] & 0xC0 == 0x80:
+        while stream.seek(begin) and stream.read(1)[0] & 0xC0 == 0x80:
             begin -= 1
     stream.seek(0)
     return begin
@@ -314,27 +301,26 @@ def _read_parquet(file, stream, val_every):
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{file}: reading parquet needs pyarrow: {sys.executable} -m pip install pyarrow") from None
+        raise UserError(f"{file.name}: parquet needs pyarrow: {sys.executable} -m pip install pyarrow") from None
     try:
         for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(256):
             for row in batch.to_pylist():
-                yield TextRow(0, row)
+                yield TextRow(row)
     except pyarrow.ArrowException as e:
-        raise UserError(f"{file} is not a parquet file, or it is damaged: {e}") from None
+        raise UserError(f"{file.name} is not a parquet file, or it is damaged: {e}") from None
 
 
 READERS = {".txt": _read_txt, ".jsonl": _read_lines, ".json": _read_json, ".parquet": _read_parquet}
 SUFFIXES = tuple(READERS)
-READERS[BUILTIN] = _read_builtin
+READERS[kind_of(BUILTIN)] = _read_builtin
 FORMATS = f"{', '.join(SUFFIXES)} (also as .gz, but for .parquet) and .bin (token shards)"
 
 
 # ---- encoding
 
 
-@functools.lru_cache(maxsize=4)
-def _tokenizer(spec):
-    return load_tokenizer(spec)  # which looks whether its files have changed: not for each row
+# load_tokenizer looks whether the files of a tokenizer have changed: not for each row.
+_tokenizer = functools.lru_cache(maxsize=4)(load_tokenizer)
 
 
 class Encoder(NamedTuple):
@@ -350,37 +336,32 @@ class Encoder(NamedTuple):
     def of(cls, config) -> "Encoder":
         return cls(config.tokenizer, config.text_field, config.model_config.chat_format, config.chat_fields)
 
-    def __call__(self, name: str, row: TextRow) -> tuple[list[int], str]:
-        """A row of the file `name` -> (its tokens, its kind: text or chat, whose tokens carry TRAINED and BEGINS).
-        BadRow names the place."""
-        content, where, tokenizer = row.content, f"{name} {row.place}", _tokenizer(self.tokenizer)
+    def __call__(self, row: TextRow) -> tuple[list[int], str]:
+        """A row -> (its tokens, its kind: text or chat, whose tokens carry TRAINED and BEGINS). UserError if it is a
+        bad row."""
+        content, tokenizer = row.content, _tokenizer(self.tokenizer)
         if isinstance(content, bytes):
             try:
                 content = json.loads(content.decode("utf-8-sig"))  # Windows begins files with a BOM
             except (ValueError, RecursionError) as e:
-                raise BadRow(f"{where} is not JSON in UTF-8: {e}") from None
+                raise UserError(f"not JSON in UTF-8: {e}") from None
         elif isinstance(content, str):
             content = {self.text_field: content}
         fields = content if isinstance(content, dict) else {}
         text, messages = fields.get(self.text_field), find_messages(fields, self.chat_fields)
-        is_chat = messages is not None and (self.text_field == "text" or not isinstance(text, str))
-        if not is_chat and not isinstance(text, str):
+        if messages is not None and (self.text_field == "text" or not isinstance(text, str)):
+            if more := [name for name in BESIDE if fields.get(name) not in EMPTY]:
+                raise UserError(
+                    f"'{more[0]}' next to its conversation: move earlier turns into its messages, remove tools"
+                )
+            return self._encode_chat(tokenizer, messages), "chat"
+        if not isinstance(text, str):
             found = listed(f"{key} ({type(value).__name__})" for key, value in fields.items()) or type(content).__name__
-            raise BadRow(
-                f"{where} has no text in field '{self.text_field}' (found: {found[:300]}); --text_field names it. A"
-                f" conversation has {CHATS_KNOWN}"
+            raise UserError(
+                f"no text in field '{self.text_field}' (found: {found[:300]}); --text_field names it. A conversation"
+                f" has {CHATS_KNOWN}"
             )
-        more = [name for name in BESIDE if fields.get(name) not in (None, "", "[]", [], {})]
-        if is_chat and more:
-            raise BadRow(
-                f"{where} has '{more[0]}' next to its conversation: move earlier turns into its messages, remove tools"
-            )
-        try:
-            if is_chat:
-                return self._encode_chat(tokenizer, messages), "chat"
-            return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text"
-        except UserError as e:
-            raise BadRow(f"{where}: {e}") from None
+        return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text"
 
     def _encode_chat(self, tokenizer, messages):
         messages = [read_message(i, m) for i, m in enumerate(messages)] if isinstance(messages, list) else messages
@@ -428,9 +409,7 @@ def read_message(number: int, message) -> dict:
     """A message of a row, its content text or parts of text -> {"role", "content": text}."""
     if not isinstance(message, dict):
         message = {"content": message}
-    wrong = [name for name in TOOLS if message.get(name)]
-    wrong += [name for name in ("weight", "train") if message.get(name) not in (None, 1)]
-    if wrong:
+    if wrong := [name for name in NOT_RENDERED if message.get(name) not in (*EMPTY, 1)]:
         raise UserError(
             f"Chat message {number} has {wrong[0]} {str(message[wrong[0]])[:80]}: tools are not rendered, and"
             " answers have no weights; cut the conversation before this message, or remove it"
@@ -444,14 +423,14 @@ def read_message(number: int, message) -> dict:
     return {"role": _role(message), "content": content}
 
 
-def encode_rows(encoder: Encoder, name: str, rows: list[TextRow]) -> list[tuple[array | str, str]]:
-    """Rows of the file `name` -> (tokens, kind) of each; for a bad row (the message, "bad")."""
+def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str, str]]:
+    """(tokens, kind) of each row; for a bad row (the reason, "bad")."""
     out = []
     for row in rows:
         try:
-            tokens, kind = encoder(name, row)
+            tokens, kind = encoder(row)
             out.append((array("I", tokens), kind))
-        except BadRow as e:
+        except UserError as e:
             out.append((str(e), "bad"))
     return out
 
@@ -463,17 +442,17 @@ def encode(
     their order. The pool is up to `ahead` jobs ahead; None: computed here. UserError after more than skip_bad bad rows,
     including rows of another kind than the first."""
     if pool:
-        submitted = ((job, pool.submit(encode_rows, encoder, *job[1:])) for job in jobs)
+        submitted = ((job, pool.submit(encode_rows, encoder, job[2])) for job in jobs)
         results = ((job, future.result()) for job, future in read_ahead(submitted, ahead))
     else:
-        results = ((job, encode_rows(encoder, *job[1:])) for job in jobs)
+        results = ((job, encode_rows(encoder, job[2])) for job in jobs)
     for (label, name, rows), encoded in results:
         for row, (tokens, its_kind) in zip(rows, encoded, strict=True):
             if its_kind != "bad" and its_kind == (kind or its_kind):
                 kind = its_kind
                 yield label, row, tokens, kind, skipped
                 continue
-            message = tokens if its_kind == "bad" else f"{name} {row.place}: {MIXED}"
+            message = f"{name} {row.place}: {tokens if its_kind == 'bad' else MIXED}"
             skipped += 1
             if skipped > skip_bad:
                 raise UserError(f"{message} (bad row {skipped}; --skip_bad N skips up to N of them)")
@@ -521,9 +500,8 @@ def write_shard(path: Path, tokens: Sequence[int], vocab_size: int) -> str:
 
     magic = 20240520 if vocab_size <= 2**16 else 20240801
     version, dtype, _ = MAGICS[magic]
-    header = np.zeros(HEADER // 4, dtype="<i4")
-    header[:3] = magic, version, len(tokens)
-    content = header.tobytes() + np.asarray(tokens).astype(dtype).tobytes()
+    header = struct.pack("<3i", magic, version, len(tokens)).ljust(HEADER, b"\0")
+    content = header + np.asarray(tokens).astype(dtype).tobytes()
     path.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
@@ -544,8 +522,10 @@ def open_shard(path: Path, data_dtype: str = "") -> tuple:
             )
         return np.memmap(path, dtype, "r", HEADER), delimiter
     if not data_dtype:
-        magics = " or ".join(map(str, MAGICS))
-        raise UserError(f"{path} has no token-shard header (magic {magics}); give --data_dtype for nanoGPT's files")
+        raise UserError(
+            f"{path} has no token-shard header (magic {' or '.join(map(str, MAGICS))}); give --data_dtype for nanoGPT's"
+            " files"
+        )
     if not size or size % np.dtype(data_dtype).itemsize:
         raise UserError(f"{path}: {size} bytes are not a whole number of {data_dtype} tokens, at least one")
     return np.memmap(path, data_dtype, "r"), None
@@ -585,17 +565,13 @@ def prepare(
                 "vocab_size": tokenizer.vocab_size,
                 "delimiter": tokenizer.bos_id,
                 "kind": "",
-                "sources": [str(s) for s in sources],
+                "sources": [source.name for source in sources],
                 "files": {},
                 "skipped": 0,
                 "position": [0, 0],  # the source and its row behind the last shard; absent when all is done
             }
         if "position" in index:
-            try:
-                _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad)
-            except Damaged:
-                (out / INDEX).unlink(missing_ok=True)  # so that nobody uses its shards
-                raise
+            _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad)
     return index
 
 
@@ -606,7 +582,7 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
     start, first = index["position"]
     rest = tqdm(list(enumerate(sources))[start:], unit=" files", disable=None, leave=False)
     jobs = (
-        (i, str(source), rows)
+        (i, source.name, rows)
         for i, source in rest
         for rows in group_rows(source.rows(first if i == start else 0, val_every), BATCH)
     )
@@ -624,7 +600,7 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
     if val_every and len(tokens["train"]) > 1 and not tokens["val"] and "val-00000.bin" not in index["files"]:
         tokens["val"].append(tokens["train"].pop())  # one document or conversation, of too few for val_every
     if not any(tokens.values()) and not index["files"]:
-        raise UserError(f"{', '.join(map(str, sources[:3]))}: no rows are left, so there is nothing to prepare")
+        raise UserError(f"{listed(index['sources'][:3])}: no rows are left, so there is nothing to prepare")
     del index["position"]
     _write_shards(out, index, tokens)
 
@@ -649,8 +625,6 @@ def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
 
 def verify(path: Path) -> Iterator[str]:
     """Yields a message for each defect of a shard, or of a folder of shards: headers, and checksums if it has them."""
-    import numpy as np
-
     folder = path if path.is_dir() else path.parent
     index = read_index(folder)
     known, found = index.get("files", {}), [Path(file.name) for file in find_files(str(path), "verify")]
@@ -660,7 +634,7 @@ def verify(path: Path) -> Iterator[str]:
         except (FileNotFoundError, UserError) as e:
             yield str(e)
             continue
-        if index and hashlib.sha256(np.memmap(file, mode="r")).hexdigest() != known.get(file.name, {}).get("sha256"):
+        if index and hashlib.sha256(file.read_bytes()).hexdigest() != known.get(file.name, {}).get("sha256"):
             yield f"{file} has changed since it was prepared (sha256): prepare the text again"
 
 
@@ -678,8 +652,8 @@ def main(argv: list[str], parse_args: Callable) -> None:
     add("--input", nargs="+", required=True, help=f"files, globs, hf:// or - (standard input): {FORMATS}")
     add("--tokenizer", required=True, help="bytes, a file, a folder or a hub id")
     add("--out", type=Path, required=True, help="folder for the shards; the same command resumes at the last one")
-    add("--shard_tokens", type=whole_number, default=SHARD_TOKENS, help="tokens per shard, or a few more (%(default)s)")
-    add("--val_every", type=whole_number, default=100, help="one document in N is held out; 0 = none (%(default)s)")
+    add("--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens per shard, or a few more (%(default)s)")
+    add("--val_every", type=int, default=100, help="one document in N is held out; 0 = none (%(default)s)")
     args, flags = parser.parse_known_args(argv)
     if "path" in args:
         if wrong := [line for path in args.path for line in verify(path)] + flags:
@@ -689,12 +663,5 @@ def main(argv: list[str], parse_args: Callable) -> None:
     config = parse_args([*flags, "--tokenizer", args.tokenizer, "--data", *args.input])
     sources = [file for spec in args.input for file in find_files(spec, "--input")]
     files = prepare(sources, Encoder.of(config), args.out, args.shard_tokens, args.val_every, config.skip_bad)["files"]
-    train, val = (sum(f["tokens"] for name, f in files.items() if name.startswith(s)) for s in ("train", "val"))
-    print(f"{args.out}: {train} tokens and {val} for validation")
+    print(f"{args.out}: {sum(file['tokens'] for file in files.values())} tokens in {len(files)} shards")
     print(f"Use it: --data {args.out} --tokenizer {args.tokenizer}")
-
-
-def whole_number(word):
-    if not word.isdecimal():
-        raise ValueError
-    return int(word)
