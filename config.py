@@ -94,8 +94,7 @@ def _flag(
     """least, below: a number's range, without `below`. needs: the flags without which this one has no effect.
     group: the heading in --help of this flag and those after it. resume: on resume, the value must be the same, may
     change ("free"), or may change if --resume_override names the flag ("override")."""
-    known = {"help": help, "choices": choices, "range": (least, below), "needs": needs, "group": group}
-    return field(default=default, metadata=known | {"resume": resume})
+    return field(default=default, metadata=locals())  # the arguments by name
 
 
 # Flags that change when, where and how steps are computed, but not their result beyond rounding.
@@ -106,9 +105,9 @@ _tunable = partial(_flag, resume="override")
 @dataclass(frozen=True)
 class Config:
     model: str = _flag(
-        "tiny-llama",
-        f"{' '.join(MODELS)}; or a Hugging Face folder, or the hub id of a downloaded one; default with --weights: the"
-        " model of the weights",
+        "",
+        f"{' '.join(MODELS)}; or a Hugging Face folder, or the hub id of a downloaded one; empty = the model of"
+        " --weights, else tiny-llama",
         group="model",
     )
     weights: str = _flag(
@@ -190,7 +189,7 @@ class Config:
         ("adamw", "muon"),
         group="optimizer",
     )
-    lr: float = _tunable(3e-4, "peak learning rate")
+    lr: float = _tunable(3e-4, "peak learning rate", least=1e-12)
     embed_lr: float = _tunable(0.0, "peak learning rate of the embeddings, with the schedule of --lr; 0 = --lr")
     min_lr: float = _tunable(0.0, "learning rate at the end of the decay")
     warmup_steps: float = _tunable(0.02, "steps of linear warm-up; below 1 = share of the steps")
@@ -397,19 +396,14 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
     """The words of a recipe file, with each @NAME in it replaced by the words of that recipe."""
     path = next((p for p in (Path(name), ROOT / name) if p.is_file()), None)
     if path is None:
-        others = {p.stem: f"@recipes/{p.name}" for p in sorted((ROOT / "recipes").glob("*.args"))}
-        near = difflib.get_close_matches(Path(name).stem, others, 1)
-        hint = f"did you mean {others[near[0]]}?" if near else f"there are {', '.join(others.values())}"
-        raise UserError(f"@{name}: this recipe does not exist; {hint}")
+        others = ", ".join(f"@recipes/{p.name}" for p in sorted((ROOT / "recipes").glob("*.args")))
+        raise UserError(f"@{name}: this recipe does not exist; there are {others}")
     if path.resolve() in inside:
         raise UserError(f"@{name}: the recipe names itself")
-    words, number = [], 0
     try:
-        for line in path.read_text("utf-8").splitlines():
-            number += 1
-            words += shlex.split(line, comments=True)
+        words = shlex.split(path.read_text("utf-8"), comments=True)
     except ValueError as e:  # no UTF-8, or an open quote
-        raise UserError(f"{path} line {number}: {e}") from None
+        raise UserError(f"{path}: {e}") from None
     if words and words[0][:1] not in "-@":
         raise UserError(f"@{name} is not a recipe: it begins with {words[0][:40]!r}, but must begin with a flag")
     inside = *inside, path.resolve()
@@ -428,9 +422,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="train.py",
         description="Trains a Llama or GPT model. @FILE reads flags from a file, a recipe: `bash launch.sh recipes`"
         " lists them. The last value of a repeated flag counts.",
-        allow_abbrev=False,
         usage="python train.py [@recipes/NAME.args ...] [--flag value ...]",
-        formatter_class=partial(argparse.HelpFormatter, width=100),
     )
     parser.add_argument("--version", action="version", version=f"flatland {VERSION}")
     for f in fields(Config):
@@ -440,7 +432,7 @@ def make_parser() -> argparse.ArgumentParser:
         shown = {"": "empty", "()": "none", "True": "on", "False": "off"}.get(str(f.default), f.default)
         shown = ",".join(shown) if isinstance(shown, tuple) else shown
         help += f" (default: {shown}; choices: {choices})" if choices else f" (default: {shown})"
-        group.add_argument(f"--{f.name}", default=f.default, help=help.replace("%", "%%"), **_how_to_read(f))
+        group.add_argument(f"--{f.name}", default=f.default, help=help, **_how_to_read(f))
     return parser
 
 
@@ -452,8 +444,7 @@ def _how_to_read(f: Field) -> dict:
         return {"nargs": "+"}
     if isinstance(f.default, bool):
         return {"nargs": "?", "const": True, "type": _on_off, "metavar": "on|off"}
-    metavar = "NAME" if f.metadata["choices"] else {str: "TEXT", int: "N", float: "X"}[type(f.default)]
-    return {"type": type(f.default), "metavar": metavar}
+    return {"type": type(f.default), "metavar": type(f.default).__name__}
 
 
 def _folder_name(text: str) -> str:
@@ -476,13 +467,12 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     if trains:
         argv = argv or DEFAULT
     recipes = [Path(word[1:]).name.removesuffix(".args") for word in argv if word.startswith("@")]
-    words = [_spelt_as_ours(word) if word.startswith("--") else word for word in with_recipes(argv)]
-    values = _read_values(words)
+    values = _read_values(with_recipes(argv))
     for f in fields(Config):
         _check_flag(f, values)
     values["lora_alpha"] = values["lora_alpha"] or 2.0 * values["lora"]
     chose_bytes = values["tokenizer"] == "bytes"
-    _settle_model(values, any(word.partition("=")[0] == "--model" for word in words))
+    _settle_model(values)
     values["out"] = out = values["out"] or _default_out(values, recipes)
     if not out.isprintable():  # launch.sh and train.sbatch read it as a line
         raise UserError(f"--out {out!r}: a run folder's name must be printable")
@@ -496,30 +486,25 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
 
 
 def with_recipes(words: list[str]) -> list[str]:
-    """The words, with each @NAME replaced by the words of that recipe. A later --data also replaces a recipe's
-    --val_data, and --epochs and --steps replace each other."""
+    """The words in our spelling, with each @NAME replaced by the words of that recipe. A later --data also replaces a
+    recipe's --val_data, and --epochs and --steps replace each other. Raises UserError for an unknown flag."""
     out = []
-    for i, word in enumerate(words):
+    for word in reversed(words):
         if word.startswith("@"):
-            later = {_flag_of(other) for other in words[i + 1 :]}
-            out += without(_read_recipe(word[1:]), {REPLACES[flag] for flag in later & REPLACES.keys()})
+            later = {other.partition("=")[0] for other in out}
+            recipe = map(_spelt_as_ours, _read_recipe(word[1:]))
+            out = without(recipe, {REPLACES[flag] for flag in later & REPLACES.keys()}) + out
         else:
-            out.append(word)
+            out = [_spelt_as_ours(word), *out]
     return out
 
 
-def _flag_of(word: str) -> str:
-    """--batch-size=4 -> --micro_batch; the name itself if it is not known."""
-    name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-    return f"--{_known_as(name) or name}" if word.startswith("--") else ""
-
-
-def without(words: list[str], flags: Iterable[str]) -> list[str]:
+def without(words: Iterable[str], flags: Iterable[str]) -> list[str]:
     """The words without these flags and their values."""
     kept, drops = [], False
     for word in words:
         if word.startswith("--"):
-            drops = _flag_of(word) in flags
+            drops = word.partition("=")[0] in flags
         kept += [] if drops else [word]
     return kept
 
@@ -528,11 +513,8 @@ def _read_values(words: list[str]) -> dict:
     """{flag: value}, including defaults."""
     if {"--steps", "--epochs"} <= {word.partition("=")[0] for word in words}:
         raise UserError("--steps and --epochs exclude each other: remove one")
-
-    parsed, rest = make_parser().parse_known_args(words)
-    if rest:
-        raise UserError(f"{rest[0][:40]!r} is neither a flag nor the value of a flag; --help lists all flags")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
+    parsed = vars(make_parser().parse_args(words))
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()}
     values["fp8"] = {"0": "off", "1": "tensor"}.get(values["fp8"], values["fp8"])
     for flag in ("resume_override", "lora_targets", "track", "chat_fields"):
         values[flag] = tuple(name for word in values[flag] for name in word.split(",") if name)
@@ -541,27 +523,27 @@ def _read_values(words: list[str]) -> dict:
     return values
 
 
-def _settle_model(values: dict, names_model: bool) -> None:
+def _settle_model(values: dict) -> None:
     """--model defaults to --weights, and --tokenizer to the tokenizer next to --weights or --model."""
     from lib.tokenizer import holds_tokenizer
 
-    folders = {}
-    if weights := values["weights"]:
+    folders, weights = {}, values["weights"]
+    if weights:
         folders[weights] = local_path(weights, "--weights")
-        if not names_model:
-            values["model"] = weights
-    model = values["model"]
+    model = values["model"] = values["model"] or weights or "tiny-llama"
     if model not in MODELS and model not in folders:
         try:
             folders[model] = local_path(model, "--model")
         except UserError as e:
-            raise UserError(f"{_unknown('model', model, MODELS)}. As a folder: {e}") from None
+            raise UserError(f"--model {model}: unknown. Choose from {', '.join(MODELS)}. As a folder: {e}") from None
     beside = [spec for spec, folder in folders.items() if holds_tokenizer(folder)]
     values["tokenizer"] = values["tokenizer"] or (*beside, "bytes")[0]
 
 
 def _spelt_as_ours(word: str) -> str:
-    """--some-flag[=value] -> --some_flag[=value]. Raises UserError for an unknown flag."""
+    """--some-flag[=value] -> --some_flag[=value]; other words stay. Raises UserError for an unknown flag."""
+    if not word.startswith("--"):
+        return word
     typed, equals, value = word[2:].partition("=")
     name = typed.replace("-", "_")
     known = _known_as(name)
@@ -580,21 +562,16 @@ def _default_out(values: dict, recipes: list[str]) -> str:
 
 def _check_flag(f: Field, values: dict) -> None:
     """Checks a flag's value against its field: choices, range, and the flags that it needs."""
-    value, choices, needs = values[f.name], f.metadata["choices"], f.metadata["needs"]
-    if choices and value not in choices:
-        raise UserError(_unknown(f.name, value, choices))
-    least, below = f.metadata["range"]
+    value, rules = values[f.name], f.metadata
+    if rules["choices"] and value not in rules["choices"]:
+        raise UserError(f"--{f.name} {value}: unknown. Choose from {', '.join(filter(None, rules['choices']))}")
+    least, below = rules["least"], rules["below"]
     if isinstance(value, (int, float)) and not least <= value < below:
-        raise UserError(f"--{f.name} {value}: it must be at least {least} and below {below} ({f.metadata['help']})")
-    streams = needs == "stream" and any(d.startswith("hf://") for d in (*values["data"], *values["val_data"]))
-    missing = [flag for flag in needs.split() if values[flag] in ("", "off", 0)]
+        raise UserError(f"--{f.name} {value}: it must be at least {least} and below {below} ({rules['help']})")
+    streams = f.name == "lanes" and any(d.startswith("hf://") for d in values["data"] + values["val_data"])
+    missing = [flag for flag in rules["needs"].split() if values[flag] in ("", "off", 0)]
     if missing and value not in (f.default, 0) and not streams:
         raise UserError(f"--{f.name} has no effect without --{missing[0]}: add it, or remove --{f.name}")
-
-
-def _unknown(flag: str, value: str, known: Iterable[str]) -> str:
-    near = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(value, known, 1)) or "."
-    return f"--{flag} {value}: unknown{near} Choose from {', '.join(filter(None, known))}"
 
 
 def _check_data(c: Config, trains: bool) -> None:
@@ -604,12 +581,13 @@ def _check_data(c: Config, trains: bool) -> None:
 
     size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
     text = [entry for entry in (*c.data, *c.val_data) if not is_shards(entry)]
-    if trains and size > BYTES_UP_TO and not c.data and (as_bytes or not c.model.startswith("tiny-")):
+    large = trains and size > BYTES_UP_TO
+    if large and not c.data and (as_bytes or not c.model.startswith("tiny-")):
         raise UserError(
             f"--model {c.model} has a vocabulary of {size}, but no --data: name it and, for text, --tokenizer (to try"
             " the model on the built-in text, add --tokenizer bytes)"
         )
-    if trains and size > BYTES_UP_TO and text and as_bytes:
+    if large and text and as_bytes:
         raise UserError(
             f"--model {c.model} has a vocabulary of {size}, but {text[0]} has no --tokenizer: name the model's"
             f" (`python download.py ORG/NAME --skip_model` fetches it); --tokenizer bytes uses 258 of the {size} ids"
@@ -625,10 +603,6 @@ def check_together(c: Config) -> None:
     tunable = fields_that_resume("override")
     if wrong := [name for name in c.resume_override if name not in tunable]:
         raise UserError(f"--resume_override {wrong[0]}: expected {', '.join(tunable)}; other changes need a new --out")
-    if not c.lr:
-        raise UserError("--lr 0.0: it must be positive")
-    if c.decay_steps and c.schedule == "constant":
-        raise UserError(f"--decay_steps {c.decay_steps}: --schedule constant has no decay")
     if c.profile and c.steps < PROFILE_AFTER + c.profile:
         raise UserError(
             f"--profile {c.profile} needs at least --steps {PROFILE_AFTER + c.profile}, not {c.steps}: {PROFILE_AFTER}"
@@ -679,7 +653,7 @@ def check_batch(c: Config, world_size: int) -> None:
         )
 
 
-# Flags that exclude each other. Each line begins with the two flags, followed by a value if only that one conflicts.
+# Flags that exclude each other. Each line begins with the two flags, with a value if only that one conflicts.
 CONFLICTS = """
 --compile model with --offload cpu: parameters are fetched block by block: --compile block
 --compile model with --offload_activations: activations are offloaded between blocks: --compile block
@@ -689,19 +663,17 @@ CONFLICTS = """
 --fp8 row_gw_hp with --fp8_grad_dtype e5m2: row and row_gw_hp have e4m3 gradients; e5m2 is for --fp8 tensor
 --fp8 row with --fp8_all_gather: it needs one scale per weight, which only --fp8 tensor has
 --fp8 row_gw_hp with --fp8_all_gather: it needs one scale per weight, which only --fp8 tensor has
+--decay_steps with --schedule constant: it has no decay; remove one
 --optimizer muon with --lora: Muon does not fit the thin matrices of adapters: --optimizer adamw
 """
 
 
 def conflict(c: Config, world_size: int) -> str:
     """The first conflict between flags, in words; empty if there is none."""
-
-    def asked(flag: str, value: str) -> bool:
-        return str(getattr(c, flag)) == value if value else getattr(c, flag) not in (0, "off")
-
+    given = {f"--{name} {value}" for name, value in vars(c).items()}
+    given |= {f"--{name}" for name, value in vars(c).items() if value not in (0, "off")}
     for line in CONFLICTS.strip().splitlines():
-        one, its_value, other, others_value = re.match(r"--(\w+) ?(\w*) with --(\w+) ?(\w*)", line).groups()
-        if asked(one, its_value) and asked(other, others_value):
+        if given.issuperset(re.match("(.*?) with (.*?): ", line).groups()):
             return line
     if c.compile == "model" and world_size > 1:
         return "--compile model works with one process only, FSDP gathers parameters by block: --compile block"

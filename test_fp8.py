@@ -571,7 +571,7 @@ def test_runs_are_recorded_and_resumed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--fp8 tensr", "did you mean tensor"),
+        ("--fp8 tensr", "--fp8 tensr: unknown"),
         ("--fp8=1 --seq_len 50 --micro_batch 3", "3 x 50 = 150 .* not divide by 16; the nearest is --seq_len 48"),
         ("--fp8 row --dim 72", "no layer would be in FP8 .*144 and 72 must divide by 16"),
         ("--fp8 tensor --fp8_skip oproj", "--fp8_skip: no layer is called oproj; .*o_proj"),

@@ -268,6 +268,7 @@ ROWS = {  # flags that ask for each line of config.CONFLICTS, in order, and one 
     "row_gw_hp and e5m2": ("--fp8 row_gw_hp --fp8_grad_dtype e5m2", 1),
     "row and one scale": ("--fp8 row --fp8_all_gather", 1),
     "row_gw_hp and one scale": ("--fp8 row_gw_hp --fp8_all_gather", 1),
+    "a decay and none": ("--decay_steps 100 --schedule constant", 1),
     "Muon and LoRA": ("--optimizer muon --lora 8", 1),
     "model on two": ("--compile model", 2),
 }
