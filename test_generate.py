@@ -29,7 +29,7 @@ from lib.weights import export_model
 from model import Transformer
 from optim import make_optimizer
 from test_checkpoint import save
-from test_model import BASE, FAMILY, error, make_model, make_pair, make_reference, random_tokens, scramble
+from test_model import FAMILY, make_model, make_pair, make_reference, random_tokens, scramble
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -82,11 +82,6 @@ def test_choices_have_the_right_probabilities(temperature, top_k, top_p):
             assert abs(found - p) <= 5 * math.sqrt(p * (1 - p) / draws)
 
 
-def test_temperature_zero_is_the_most_probable():
-    logits = torch.tensor(PROBABILITIES).log()
-    assert choose(logits, 0, 0, 1.0, torch.Generator()).tolist() == [0, 1, 2]
-
-
 # ---- sequences
 
 
@@ -118,12 +113,6 @@ def test_a_text_longer_than_the_training_rows_slides(caplog, name, length, conte
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("positions", [None, torch.arange(8)[None].expand(2, -1)])
-def test_logits_of_the_last_token_alone(positions):
-    model, tokens = make_model("llama3"), random_tokens(2, 8)
-    assert error(model.logits(tokens, positions, last=True), model.logits(tokens, positions)[:, -1:]) < 1e-6
-
-
 def test_sampled_text_follows_the_logits():
     """The same generator and the forward without a cache choose the same tokens. Another seed gives another text, and
     the global generator, which data and training may use, is not touched."""
@@ -134,22 +123,6 @@ def test_sampled_text_follows_the_logits():
         ids = torch.cat((ids, choose(model.logits(ids)[:, -1], 0.9, 20, 0.8, g)[:, None]), 1)
     assert torch.equal(text, ids[:, 5:]) and not torch.equal(text, other)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("n", [0, 1, 12])
-def test_as_many_steps_as_asked_for(monkeypatch, n):
-    """One forward pass each, of the prompt and then of single tokens, without gradients: ranks must agree on it. The
-    head sees only the last token."""
-    model, seen = make_model("gpt2"), []
-    model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
-    forward = model.logits
-    monkeypatch.setattr(
-        model, "logits", lambda ids, **k: seen.append((*ids.shape, torch.is_grad_enabled())) or forward(ids, **k)
-    )
-    for ids in sample(model, random_tokens(2, 6), n, 128):
-        assert ids.shape == (2,) and ids.dtype == torch.int64 and ids.min() >= 0 and ids.max() < BASE.vocab_size
-        assert torch.is_grad_enabled()
-    assert seen == [(2, 6, False), 1, *[(2, 1, False), 1] * (n - 1)][: 2 * n]
 
 
 def test_compiled_blocks_are_not_compiled_again():
@@ -360,19 +333,6 @@ def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, m
     folder, _, encode, _ = hub("mixtral")
     monkeypatch.setattr("generate.sample", lambda *_, **__: (torch.tensor([i]) for i in encode("list of words")[1:]))
     assert say(capsys, "--run", folder, "--prompt", "A", *words) == output + "\n"
-
-
-def test_a_text_is_shown_as_it_grows(hub, capsys, monkeypatch):
-    folder, _, encode, _ = hub("gpt2")
-
-    def sample(*_, **__):
-        for i in encode("of words"):
-            capsys.readouterr()
-            yield torch.tensor([i])
-            assert capsys.readouterr().out
-
-    monkeypatch.setattr("generate.sample", sample)
-    main(["--run", str(folder), "--prompt", "A list", "--tokens", "9"])
 
 
 @pytest.mark.parametrize("name, stop", [("gpt2", {0}), ("llama3", {0, 1, 4}), ("mixtral", {1, 2})])

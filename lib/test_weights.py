@@ -20,9 +20,8 @@ from torch import Tensor
 from lib import weights
 from lib.errors import UserError
 from lib.weights import config_json, dropout_note, export_model, find_files, load_model, open_weights
-from model import MODELS, ModelConfig, Transformer, rope_frequencies
-from shapes import RopeScaling
-from test_model import BF16, FAMILY, error, make_reference, random_tokens
+from model import MODELS, ModelConfig, Transformer
+from test_model import FAMILY, error, make_reference, random_tokens
 from test_shard import run_code
 
 transformers.utils.logging.disable_progress_bar()
@@ -170,18 +169,6 @@ def test_reads_what_transformers_writes(save, name, dtype, shard):
     assert error(load_model(folder).logits(TOKENS), reference(name, DTYPES[dtype])(TOKENS).logits) < 1e-5
 
 
-@pytest.mark.parametrize("name", FAMILY)
-def test_computes_in_bf16(save, name):
-    """As near to fp32 as transformers' own bf16, whose weights are the same and which rounds as often. The median over
-    tokens: rounding can send a token to another expert, and then all of it differs."""
-    folder, exact = save(name, torch.bfloat16), reference(name, torch.bfloat16)(TOKENS).logits
-    ours, (theirs, _) = load_model(folder, torch.bfloat16), load_theirs(folder, torch.bfloat16)
-    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
-    logits = torch.stack((ours.logits(TOKENS), theirs(TOKENS).logits.float()))
-    off = ((logits - exact).norm(dim=-1) / exact.norm(dim=-1)).flatten(1).median(1).values.tolist()
-    assert BF16 / 8 < off[0] < 1.5 * off[1], off
-
-
 def strip(name: str) -> str:
     return name.removeprefix("model.").removeprefix("transformer.")
 
@@ -225,27 +212,17 @@ def split_dtypes(folder: Path) -> None:
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["one dtype", "mixed dtypes"])
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.2", "mixtral", "wide-heads"])
-def test_slices_of_every_parameter(monkeypatch, save, name, mixed):
-    """Any slice equals the same part of the whole, and nothing else in the file is read."""
+def test_slices_of_every_parameter(save, name, mixed):
+    """Any slice equals the same part of the whole."""
     folder, r = save(name, shard="30KB" if not mixed else "5GB"), random.Random(0)
     if mixed:
         split_dtypes(folder)
     parameters = {n: p.detach() for n, p in load_model(folder).named_parameters()}
-    read, counted, read_file = open_weights(folder, FAMILY[name]), [], weights.TensorFile.read
-
-    def counting(*args) -> Tensor:
-        counted.append(read_file(*args))
-        return counted[-1]
-
-    monkeypatch.setattr(weights.TensorFile, "read", counting)
+    read = open_weights(folder, FAMILY[name])
     for n, p in parameters.items():
         for _ in range(8):
             slices = random_slices(p.shape, r)
             assert torch.equal(read(n, slices), p[slices]), (n, slices)
-        counted.clear()
-        rows = (random_slices(p.shape, r)[0], *whole(p.shape)[1:])
-        assert torch.equal(read(n, rows), p[rows])
-        assert sum(values.numel() for values in counted) == p[rows].numel(), n
 
 
 MEMORY = """
@@ -437,15 +414,6 @@ def test_other_tensors_are_refused(save, case):
     assert str(folder) in str(e.value)
 
 
-def test_tensor_twice_in_two_files(save):
-    folder = save("llama3", shard="40KB")
-    first, second = find_files(folder)[:2]
-    name = next(iter(load_file(first)))
-    save_file(load_file(second) | {name: load_file(first)[name]}, second)
-    with pytest.raises(UserError, match=f"{second.name}: {name!r} is stored a second time, also in {first.name!r}"):
-        load_model(folder)
-
-
 INDEX_TEXTS = {
     "no weight_map": ("{}", "it has no weight_map"),
     "weight_map is a list": ('{"weight_map": ["x.safetensors"]}', "it has no weight_map"),
@@ -512,7 +480,6 @@ GPT2_FACTS = {
     "summary_type": "cls_index", "summary_use_proj": True,
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
 }  # fmt: skip
-LARGER_GPT2 = GPT2_FACTS | {"n_special": 0, "predict_special_tokens": True}
 LLAMA2_FACTS = {
     "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
     "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
@@ -557,8 +524,9 @@ QWEN3_FACTS = QWEN25_FACTS | {
 }  # fmt: skip
 PUBLISHED = {
     "gpt2": GPT2_FACTS,
-    "gpt2-large": LARGER_GPT2 | {"n_embd": 1280, "n_head": 20, "n_layer": 36},
-    "gpt2-xl": GPT2_FACTS | {"n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True},
+    "gpt2-large": GPT2_FACTS | {
+        "n_embd": 1280, "n_head": 20, "n_layer": 36, "n_special": 0, "predict_special_tokens": True,
+    },
     "llama2-7b": LLAMA2_FACTS,
     "llama3-8b": LLAMA3_FACTS,
     "llama3.1-8b": LLAMA31_FACTS,
@@ -716,12 +684,6 @@ def test_refused_configs(tmp_path, kind, changes, message):
     assert str(tmp_path / "config.json") in str(e.value)
 
 
-@pytest.mark.parametrize("text, message", [("[]", "holds a list, not an object"), ("{", "is damaged")])
-def test_config_that_is_no_object(tmp_path, text, message):
-    with pytest.raises(UserError, match=f"config.json {message}"):
-        read(tmp_path, text)
-
-
 def test_dropout_is_named(tmp_path):
     read(tmp_path, GPT2_FACTS)
     note = dropout_note(tmp_path / "config.json")
@@ -730,13 +692,3 @@ def test_dropout_is_named(tmp_path):
     assert "'attention_dropout': 0.25" in dropout_note(tmp_path / "config.json")
     read(tmp_path, LLAMA31_FACTS)
     assert dropout_note(tmp_path / "config.json") == ""
-
-
-def test_rope_table_of_published_models_is_transformers(tmp_path):
-    """The frequencies of the real sizes, which the tiny models above do not have."""
-    for name in ("llama2-7b", "llama3-8b", "llama3.1-8b", "qwen2.5-7b", "qwen3-4b", "llama3.2-1b", "mixtral-8x7b"):
-        config = read(tmp_path, PUBLISHED[name])
-        theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-        rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
-        assert error(rope_frequencies(config, torch.device("cpu")), rotary.inv_freq) < 1e-6, name
-    assert config.rope_scaling is None and MODELS["llama3.2-1b"].rope_scaling == RopeScaling(factor=32.0)
