@@ -81,7 +81,7 @@ from lib.weights import (
     open_weights,
     write_file,
 )
-from optim import is_sharded, trained
+from optim import DTYPES, is_sharded, trained
 from shapes import ModelConfig, RopeScaling
 from shard import (
     ALONE,
@@ -468,9 +468,9 @@ class Checkpoint:
             shape = replace(shape, max_seq_len=self.config.trained_length(shape))
         export(shape, self.open_model(ranks), folder, dtype, ranks=ranks, talks=talks, **how)
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, load: str) -> None:
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, load: str) -> None:
         """Fills the trained parameters and the optimizer's state. All ranks must call."""
-        begin, sharded = time.perf_counter(), []
+        sharded = []
         for key, target in self._make_targets(model, optimizer).items():
             if is_sharded(target):
                 sharded.append((key, target))
@@ -478,7 +478,6 @@ class Checkpoint:
                 target.copy_(self.read(key, tuple(map(slice, target.shape))))
         if sharded:
             fill_tensors(sharded, self.read, load)
-        logger.info("Loaded %s in %.1f s", self.folder.name, time.perf_counter() - begin)
 
     def _make_targets(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """The tensors to fill, by name: parameters, and new tensors for the optimizer's state. A state that has its
@@ -584,7 +583,7 @@ def restore(
         resume_from.check_base(ranks)
         frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         fill_tensors(frozen, weights, config.load)
-    resume_from.load(model, optimizer, ranks, config.load)
+    resume_from.load(model, optimizer, config.load)
     _prove(resume_from, model, ranks)
     logger.info("Resumed from %s after step %d", resume_from.folder, resume_from.step)
     if overridden := changed(resume_from, config):
@@ -636,9 +635,8 @@ def export_run(config: Config, step: int, ranks: Ranks) -> None:
         family(config.model_config)
     except UserError as e:
         return logger.warning("No export to hf/: %s", e)
-    tokenizer = load_tokenizer(config.tokenizer) if knows_text(config) else None
     saved, folder = Checkpoint(step_folder(Path(config.out), step)), Path(config.out) / "hf"
-    saved.export(folder, torch.float32, ranks, tokenizer=tokenizer, replaces=True)
+    saved.export(folder, torch.float32, ranks, tokenizer=load_run_tokenizer(saved), replaces=True)
     if config.lora:
         on_first_rank(lambda: export_adapter(config, saved.read_weights, folder.with_name("adapter")), ranks)
 
@@ -649,21 +647,20 @@ def export_run(config: Config, step: int, ranks: Ranks) -> None:
 def _export(args: argparse.Namespace) -> None:
     if args.out is None:
         raise UserError("OUT is missing: export RUN OUT")
-    checkpoint = newest(args.run)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
-    checkpoint.export(args.out, dtype, tokenizer=load_run_tokenizer(checkpoint, args.tokenizer))
+    checkpoint, dtypes = newest(args.run), DTYPES | {"fp16": torch.float16}
+    checkpoint.export(args.out, dtypes[args.dtype], tokenizer=load_run_tokenizer(checkpoint, args.tokenizer))
     print(f"{args.out}: step {checkpoint.step} of {args.run} in {args.dtype}")
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> int | None:
     args = parse(argv)
     if args.verb == "export":
-        return _export(args) or 0
+        return _export(args)
     if not folders(args.run):
         raise UserError(f"{args.run}: the folder has no checkpoints (a run folder is runs/NAME)")
     rows = verify(args.run, checksums=args.verb == "verify")
     print(*(f"step {step}: {fault or 'intact'}" for step, _, fault in rows), sep="\n")
-    return int(not all(intact for _, intact, _ in rows))
+    return int(any(fault for *_, fault in rows))
 
 
 if __name__ == "__main__":
