@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import platform
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +39,7 @@ import model as transformer
 import shard
 from lib import lora, machine, torch_private
 from lib.machine import GPUS, Gpu
-from optim import DTYPES, ROUND, matrices, state_layout, trained
+from optim import DTYPES, ROUND, matrices, state_layout
 from shard import mesh_shape, sharded_dim
 
 log = logging.getLogger("flatland")
@@ -134,19 +135,19 @@ def _as_on(cuda: bool, config: Config) -> Iterator[None]:
     def normalize(x, shape, weight, eps) -> Tensor:  # one kernel on a GPU; torch has it for LayerNorm only on meta
         return transformer.F.layer_norm(x, shape, weight, None, eps)
 
-    changes = [(attention.F, "scaled_dot_product_attention", attend)]
-    if cuda:  # its kernels share keys among heads and accumulate products in place; the head pads its weight
-        changes += [
-            (attention, "_shares_heads", lambda q, group, mask: group > 1),
-            (transformer, "add_product", add_in_place),
-            (transformer.F, "rms_norm", normalize),
-            (transformer, "HEAD_ROWS", {"meta": transformer.HEAD_ROWS["cuda"]}),
-        ]
-    if config.dtype != "bf16":
-        changes.append((transformer.MoE, "matmul", staticmethod(_even_experts)))
     with contextlib.ExitStack() as stack:
-        for change in changes:
-            stack.enter_context(mock.patch.object(*change))
+
+        def change(*words) -> None:
+            stack.enter_context(mock.patch.object(*words))
+
+        change(attention.F, "scaled_dot_product_attention", attend)
+        if cuda:  # its kernels share keys among heads and accumulate products in place; the head pads its weight
+            change(attention, "_shares_heads", lambda q, group, mask: group > 1)
+            change(transformer, "add_product", add_in_place)
+            change(transformer.F, "rms_norm", normalize)
+            change(transformer, "HEAD_ROWS", {"meta": transformer.HEAD_ROWS["cuda"]})
+        if config.dtype != "bf16":
+            change(transformer.MoE, "matmul", staticmethod(_even_experts))
         yield
 
 
@@ -165,9 +166,6 @@ def _build(config: Config, sharded: bool) -> transformer.Transformer:
         mode = {"none": "selective"}.get(mode, mode)
         model.lm_head.cross_entropy = lambda logits, targets, grads: logits.new_empty(len(logits), dtype=torch.float32)
     shard.checkpoint_activations(model, mode)
-    for name, p in trained(model).items() if sharded else ():
-        if not name.startswith("layers."):  # see _trace_blocks
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return model
 
 
@@ -215,7 +213,7 @@ def _trace_blocks(config: Config, cuda: bool, wrapped: bool, passes: int) -> lis
 
             def end(_) -> None:
                 if wrapped:
-                    unit.zero_grad()  # FSDP2 takes the gradients of a unit together
+                    model.zero_grad()  # FSDP2 takes the gradients of a unit together
                 live.mark()
 
             if args[0].requires_grad:
@@ -311,19 +309,18 @@ def memory(config: Config, cluster: Cluster, least: bool = False) -> tuple[dict[
     gradients = held.pop("gradients")
     if offload:
         host, held, gradients = host | held | {"gradients": gradients}, {}, 0
-    parked = config.offload_activations and cluster.cuda
+    parked = inputs * (config.offload_activations and cluster.cuda)
     if least:  # after a step of one micro-batch, the last gradients come when the activations are gone
-        parts = held | {"gradients or activations": max(gradients, 0 if parked else inputs)}
+        parts = held | {"gradients or activations": max(gradients, inputs - parked)}
     else:
         parts = held | _working(config, cluster, gradients)
-    if parked and not least:
-        host["block inputs"] = inputs
-        parts["activations"] -= inputs
-    if cluster.cuda and not least:
-        parts["cuBLAS"] = CUBLAS_BYTES
-        parts |= dict(zip(OUTSIDE, (int(LOOSE * sum(parts.values())), CUDA_BYTES), strict=True))
+        parts["activations"] -= parked
+        host["block inputs"] = parked
     if not cluster.cuda:
         host, parts = host | parts, {}
+    elif not least:
+        parts["cuBLAS"] = CUBLAS_BYTES
+        parts |= dict(zip(OUTSIDE, (int(LOOSE * sum(parts.values())), CUDA_BYTES), strict=True))
     return parts, {name: cluster.gpus * size for name, size in host.items()}
 
 
@@ -583,7 +580,7 @@ def summary(plan: Plan, cluster: Cluster, steps: float) -> str:
         f"{config.model}, {sum(elements(config, 1)) / 1e9:.3g} B parameters, on {cluster.nodes} x {cluster.gpus}"
         f" {gpu.name}: {'it fits' if plan.fits else 'it does not fit'}.\n"
         f"  each GPU: {gib(plan.gpu)} of {gpu.gib:g} GiB\n"
-        f"  each host: {gib(plan.host)}" + f" of {cluster.host_gib:.0f} GiB" * (cluster.host_gib < math.inf) + "\n"
+        f"  each host: {gib(plan.host)}\n"
         f"  disk: {amount(saved)} a checkpoint, {amount((config.keep + 1) * saved)} for --keep {config.keep} and the"
         " one being written\n"
         f"  speed: {rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%} ({times})\n"
@@ -603,8 +600,7 @@ def advice(plan: Plan, cluster: Cluster) -> str:
     """Three rules that save memory, the cheapest first, each with those above it, and their cost."""
     lines, config = ["To save memory, each with those above it:"], plan.config
     for flags, effect in RULES.items():
-        words = flags.replace("--", "").split()
-        config = replace(config, **dict(zip(words[::2], words[1::2], strict=True)))
+        config = replace(config, **dict(re.findall(r"--(\w+) (\w+)", flags)))
         if problem := conflict(config, cluster.ranks):
             lines.append(f"  {flags}: not here: {problem}")
             break
