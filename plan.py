@@ -12,8 +12,7 @@ Times are estimated for GPUs only: the speed of a CPU varies too much to predict
 
 from lib import errors  # first: it finds the Python that has torch
 
-import collections  # isort: skip
-import contextlib
+import contextlib  # isort: skip
 import functools
 import logging
 import math
@@ -278,15 +277,11 @@ def elements(config: Config, shards: int) -> tuple[int, int]:
     return trained, frozen
 
 
-def _pinned(size: int) -> int:
-    """torch rounds tensors in pinned memory up to a power of two."""
-    return 1 << (size - 1).bit_length()
-
-
 def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
-    """Bytes of a rank's parameters, gradients and optimizer state. pinned: the first two are in pinned memory."""
+    """Bytes of a rank's parameters, gradients and optimizer state. pinned: the first two are in pinned memory, where
+    torch rounds tensors up to a power of two."""
     rows = kept(config, shards)
-    sizes = [(_pinned(row.size) if pinned else row.size, row.trains) for row in rows]
+    sizes = [(1 << (row.size - 1).bit_length() if pinned else row.size, row.trains) for row in rows]
     return {
         "parameters": sum(size for size, _ in sizes),
         "gradients": sum(size for size, trains in sizes if trains),
@@ -343,10 +338,9 @@ def _stacks(config: Config, cluster: Cluster) -> int:
     """Bytes of optim.Muon's temporary tensors: of the stack that is orthogonalized and the one that travels."""
     if config.optimizer != "muon":
         return 0
-    shapes = collections.Counter(p.shape for p in matrices(_one_block(config)))
-    parts = {shape: -(-n * config.model_config.n_layers // cluster.ranks) for shape, n in shapes.items()}
-    largest = max(min(max(1, ROUND // shape.numel()), part) * shape.numel() for shape, part in parts.items())
-    return int(STACKS * DTYPES[config.dtype].itemsize * largest)
+    part = -(-config.model_config.n_layers // cluster.ranks)  # matrices of a kind that a rank takes
+    sizes = [p.numel() for p in matrices(_one_block(config))]
+    return int(STACKS * DTYPES[config.dtype].itemsize * max(size * min(max(1, ROUND // size), part) for size in sizes))
 
 
 def _fsdp_moments(
@@ -492,8 +486,8 @@ def settle(config: Config, cluster: Cluster) -> Config:
     check_batch(config, cluster.ranks)
     dtype = "bf16" if config.dtype == "auto" else config.dtype
     compile = "block" if config.compile == "auto" else config.compile
-    packed = dtype == "bf16" and config.documents == "separate" and config.attention == "auto"
-    config = replace(config, dtype=dtype, compile=compile, attention="varlen" if packed else "sdpa")
+    backend = "varlen" if dtype == "bf16" and config.attention == "auto" else "sdpa"
+    config = replace(config, dtype=dtype, compile=compile, attention=backend)
     config = split(config, cluster)
     refuse_unsupported(config, cluster.ranks)
     fp8.check_run(config, META, config.micro_batch)
@@ -563,7 +557,7 @@ def gib(parts: dict[str, int]) -> str:
 
 
 def memory_line(config: Config, cluster: Cluster) -> str:
-    gpu, host = memory(split(config, cluster), cluster)
+    _, gpu, host, *_ = predict(config, cluster)
     return f"about {gib(gpu)} per GPU; {gib(host)} per host" if gpu else f"about {gib(host)} per host"
 
 

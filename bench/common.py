@@ -4,7 +4,6 @@ Names of contenders: `flatland --fp8 tensor` is train.py with further flags; `li
 precision, and torch.compile."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -58,13 +57,12 @@ def race(case: str, unit: str, amount: float, works: dict[str, Callable[[], Turn
         yield row(case, name, note, unit=unit, median=median, p10=low, p90=high, ratio=ratio, mfu=mfu, gib=last.gib)
 
 
-def train(command: list[object], out: Path, steps: int, env: dict[str, str], limit: float) -> Turn:
+def train(command: list[object], out: Path, steps: int, limit: float) -> Turn:
     """Runs a trainer until out/metrics.jsonl has the record of step `steps`, and kills it: a finished train.py would
     write a checkpoint. The first two records are warm-up."""
     end, records, output = time.monotonic() + limit, [], out.with_suffix(".log")
     with open(output, "w") as file:
-        words = [sys.executable, *map(str, command)]
-        process = subprocess.Popen(words, stdout=file, stderr=file, env=os.environ | env)
+        process = subprocess.Popen([sys.executable, *map(str, command)], stdout=file, stderr=file)
     try:
         while not (records and records[-1]["step"] >= steps):
             if time.monotonic() > end:

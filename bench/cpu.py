@@ -1,6 +1,7 @@
 """CPU suites: training steps against peers, and greedy generation against transformers."""
 
 import math
+import os
 import tempfile
 import time
 from argparse import Namespace
@@ -34,9 +35,6 @@ SHAPES = {  # flags; contenders, peers in their best configurations
     ),
 }
 OURS = " --tokenizer bytes --dtype bf16 --compile block"
-# The peers get the allocator that train.py sets by itself, as glibc's environment variables (mallopt(3)).
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
-ENVIRONMENT |= {"MALLOC_TOP_PAD_": str(2**28), "CUDA_VISIBLE_DEVICES": ""}
 WIDE = ModelConfig(vocab_size=512, dim=256, n_layers=4, n_heads=8, ffn_dim=688, max_seq_len=2048)
 GENERATED = {
     "tiny-llama": MODELS["tiny-llama"],
@@ -55,6 +53,7 @@ def fill_randomly(model: Transformer, std: float) -> Transformer:
 
 def bench_cpu(args: Namespace) -> Iterator[Row]:
     """Training on a CPU: tokens/s of full steps (forward, loss, backward, clipping, AdamW)."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for shape in filter(args.parts.__contains__, SHAPES):
         words, names = SHAPES[shape]
         flags = f"{words}{OURS}".split()
@@ -63,7 +62,7 @@ def bench_cpu(args: Namespace) -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as folder:
             export_model(model, Path(folder))
             del model
-            yield from race_training(shape, flags, names, Path(folder), 5, 1, args.repeats, ENVIRONMENT, math.inf)
+            yield from race_training(shape, flags, names, Path(folder), 5, 1, args.repeats, math.inf)
 
 
 def timed(work: Callable) -> Turn:

@@ -229,11 +229,11 @@ def differences(expected: dict[str, Figures], measured: dict[str, Figures], dtyp
     lines = []
     for name in expected | measured:
         was, now = (in_order(runs[name]) if name in runs else {} for runs in (expected, measured))
-        wrong = [figure for figure in was | now if not agrees(name, figure, was.get(figure), now.get(figure), dtype)]
-        for figure in wrong[:1]:
-            lines.append(
-                f"{name}: the {figure} is {now.get(figure)}, recorded {was.get(figure)}; earlier figures agree"
-            )
+        for figure in was | now:
+            old, new = was.get(figure), now.get(figure)
+            if not agrees(name, figure, old, new, dtype):
+                lines.append(f"{name}: the {figure} is {new}, recorded {old}; earlier figures agree")
+                break
     return lines
 
 
@@ -264,18 +264,17 @@ def compare(instructions: str) -> tuple[list[str], str]:
 
 
 def record_here() -> None:
-    """Replaces this maker's record, and keeps other records if the numerics are unchanged on this machine."""
+    """Replaces this maker's record. Removes other records if the numerics have changed on this machine."""
     from lib.machine import cpu_name
 
     record, here = json.loads(RECORD.read_text()), maker()
-    sets = {name: measure(name) for name in sets_here()}
-    makers = record["makers"]
+    makers, sets = record["makers"], {name: measure(name) for name in sets_here()}
     old = makers.pop(here, {}).get("sets")
-    unchanged = old == sets if old else not differences(find_record("default")[0], sets["default"], "fp32")
-    if record["torch"] != TORCH or not unchanged:
+    changed = old != sets if old else differences(find_record("default")[0], sets["default"], "fp32")
+    if record["torch"] != TORCH or changed:
         print(f"The numerics changed, so these records are removed; record again there: {', '.join(makers) or 'none'}")
         makers = {}
-    makers = makers | {here: {"cpu": cpu_name(), "sets": sets}}
+    makers[here] = {"cpu": cpu_name(), "sets": sets}
     text = json.dumps({"torch": TORCH, "makers": dict(sorted(makers.items()))}, indent=1)
     RECORD.write_text(re.sub(r",\n +(?=[\d-])", ", ", text) + "\n")  # one line per list of losses
 

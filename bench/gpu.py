@@ -58,7 +58,7 @@ def bench_gpu(args: Namespace) -> Iterator[Row]:
             with tempfile.TemporaryDirectory() as folder:
                 values = config_json(parse_args(flags).model_config, torch.bfloat16)
                 Path(folder, "config.json").write_text(json.dumps(values))
-                yield from race_training(title, flags, names, Path(folder), STEPS, EVERY, 1, {}, end)
+                yield from race_training(title, flags, names, Path(folder), STEPS, EVERY, 1, end)
 
 
 def race_heads(N: int, D: int, V: int) -> Iterator[Row]:

@@ -29,17 +29,17 @@ from data import Batch, make_loader
 from lib.errors import ROOT, Failure
 from lib.machine import find_device, keep_memory, memory_gib
 
-Loss = Callable[[Callable, Tensor, Tensor], Tensor]  # (model, tokens [B, T], targets [B, T]) -> mean loss
 # The settings of train_peer, as flags.
 SAME = "--lr 1e-5 --schedule constant --warmup_steps 0 --beta1 0.9 --beta2 0.95 --weight_decay 0 --clip 1"
 SAME += " --eval_every 0 --save_every 0 --sample_every 0"
 SAME_STEP = 1e-4  # largest relative difference of loss and gradient norm of the first step in fp32
 
 
-# ---- models of a Hugging Face folder, with its weights if it has some
+# ---- models of a Hugging Face folder, with its weights if it has some -> (model, loss_of(model, tokens [B, T],
+# targets [B, T]) -> mean loss)
 
 
-def transformers(folder: Path, weights: dict[str, Tensor]) -> tuple[nn.Module, Loss]:
+def transformers(folder: Path, weights: dict[str, Tensor]) -> tuple[nn.Module, Callable]:
     import transformers as hf
 
     hf.utils.logging.disable_progress_bar()
@@ -52,7 +52,7 @@ def transformers(folder: Path, weights: dict[str, Tensor]) -> tuple[nn.Module, L
     return model, lambda call, tokens, targets: call(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
 
-def litgpt(folder: Path, weights: dict[str, Tensor]) -> tuple[nn.Module, Loss]:
+def litgpt(folder: Path, weights: dict[str, Tensor]) -> tuple[nn.Module, Callable]:
     from litgpt import GPT, Config
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
     from litgpt.utils import chunked_cross_entropy
@@ -80,7 +80,7 @@ PEERS = {"transformers": transformers, "litgpt": litgpt}
 
 def race_training(
     title: str, flags: list[str], names: tuple[str, ...], folder: Path, steps: int, every: int, rounds: int,
-    env: dict[str, str], end: float,
+    end: float,
 ) -> Iterator[Row]:  # fmt: skip
     """Tokens/s of the contenders. flags: model and batch, for train.py and for the peers' batches. folder: config.json
     of the model. If it has weights, a peer is not timed unless its first step in fp32 equals ours. end:
@@ -96,7 +96,7 @@ def race_training(
                 command += ["--steps", 10 * steps, "--log_every", every, "--out", out]
             else:
                 command = [__file__, name, folder, out, steps, every, *flags]
-            return train(command, out, steps, env, end - time.monotonic())
+            return train(command, out, steps, end - time.monotonic())
 
     def checked(name: str) -> Turn:
         peer = name.partition(",")[0]
@@ -119,6 +119,7 @@ def train_peer(name: str, folder: Path, out: Path, steps: int, every: int, flags
     (autocast, fp32 masters), bf16 or fp32."""
     from safetensors.torch import load_file
 
+    keep_memory()  # all contenders get the allocator that train.py sets up
     peer, precision, *compiled = name.split(", ")
     device = find_device(1)
     weights = {name: w for path in folder.glob("*.safetensors") for name, w in load_file(path).items()}
@@ -205,7 +206,7 @@ def nanochat(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]
 def train_for(name: str, checkout: Path, out: Path, seconds: float) -> None:
     """Trains for `seconds`, with compilation, on the rows of the default recipe, then evaluates, and writes a record.
     name: CONTENDER, LR."""
-    keep_memory()  # all contenders get the allocator that train.py sets up
+    keep_memory()
     contender, rate = name.split(", ")
     make = nanochat if contender == "nanochat" else flatland
     adamw = ["--optimizer", "adamw", "--embed_lr", "0"] * contender.endswith("adamw")

@@ -42,7 +42,7 @@ def test_a_trainer_is_killed_after_its_last_record(tmp_path):
     (tmp_path / "trainer.py").write_text(TRAINER)
 
     def measure(what: str, limit: float = 50.0) -> common.Turn:
-        return common.train([tmp_path / "trainer.py", tmp_path / what, what], tmp_path / what, 5, {}, limit)
+        return common.train([tmp_path / "trainer.py", tmp_path / what, what], tmp_path / what, 5, limit)
 
     assert measure("works") == common.Turn([3.0, 4.0, 5.0], 2.5, [5.0, 4.0, 3.0, 2.0, 1.0], 0.5, 0.4)
     with pytest.raises(Failure, match="(?s)status 1: .*no memory"):
@@ -98,14 +98,14 @@ def test_a_peer_that_computes_something_else_is_not_timed(tmp_path, monkeypatch)
     names, timed = ("flatland", "transformers, mixed", "litgpt, bf16"), []
     (tmp_path / "model.safetensors").write_text("")
 
-    def turn(command, out, steps, env, limit) -> common.Turn:
+    def turn(command, out, steps, limit) -> common.Turn:
         name = command[1] if "transformers" in str(command) or "litgpt" in str(command) else "flatland"
         if steps > 1:
             timed.append(name)
         return common.Turn([1.0], losses=[5.0 + 0.01 * ("litgpt" in name)], norm=1.0)
 
     monkeypatch.setattr(peers, "train", turn)
-    rows = [*peers.race_training("tiny", ["--micro_batch", "2"], names, tmp_path, 5, 1, 1, {}, 1e9)]
+    rows = [*peers.race_training("tiny", ["--micro_batch", "2"], names, tmp_path, 5, 1, 1, 1e9)]
     assert timed == ["flatland", "transformers, mixed"]
     assert "litgpt" in rows[0]["what"] and "differs from ours by a relative 2.0e-03" in rows[0]["note"]
 
