@@ -486,7 +486,8 @@ def settle(config: Config, cluster: Cluster) -> Config:
     check_batch(config, cluster.ranks)
     dtype = "bf16" if config.dtype == "auto" else config.dtype
     compile = "block" if config.compile == "auto" else config.compile
-    backend = "varlen" if dtype == "bf16" and config.attention == "auto" else "sdpa"
+    backend = {"flash": "varlen", "blocked": "sdpa"}.get(config.attention, config.attention)  # blocked is for CPUs
+    backend = attention.choose_backend(backend, "cuda", dtype, True, config.seq_len, config.model_config.head_dim)
     config = replace(config, dtype=dtype, compile=compile, attention=backend)
     config = split(config, cluster)
     refuse_unsupported(config, cluster.ranks)

@@ -179,6 +179,7 @@ def test_long_rows_are_extrapolated_from_short_ones(monkeypatch, words):
         ("--gpu a100-80 --fp8 tensor", "has no FP8"),
         ("--fp8 tensor --compile none", "--fp8 tensor: uncompiled"),
         ("--fp8 tensor --seq_len 100 --micro_batch 1", "tokens do not divide by"),
+        ("--attention varlen --dtype fp32", "--attention varlen: its kernels are for GPUs"),
         ("--epochs 2", "plan.py reads no data; give --tokens or --steps"),
         ("--layers 3", "unknown flag --layers"),
     ],
