@@ -219,9 +219,10 @@ def train_for(name: str, checkout: Path, out: Path, seconds: float) -> None:
         (batch,) = next(batches)
         step(batch.tokens.to(device), batch.targets.to(device), share)
         tokens += batch.tokens.numel()
+    trained_for = time.perf_counter() - begin
     with torch.no_grad():
         losses = [loss_of(b.tokens.to(device), b.targets.to(device)).item() for b in validation]
-    record = {"seconds": time.perf_counter() - begin, "tokens": tokens, "val_loss": sum(losses) / len(losses)}
+    record = {"seconds": trained_for, "tokens": tokens, "val_loss": sum(losses) / len(losses)}
     out.write_text(json.dumps(record))
 
 

@@ -36,8 +36,8 @@ class Gpu(NamedTuple):
     link: float
     host: float
     watts: float
-    reach: float = 0.65
-    fp8: float = 0.0
+    reach: float
+    fp8: float
 
 
 # The fields of Gpu by the value of --gpu. The first row whose device's name is part of a device's name describes it.
