@@ -30,7 +30,6 @@ from lib import torch_private
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
 PIECE = {"eager": 2**18, "compiled": 2**30}  # elements: temporaries that fit in a cache; 32-bit indices
-SMALL = 2**16  # elements
 
 
 class GradientReducer:
@@ -116,40 +115,32 @@ class MixedAdamW(torch.optim.Optimizer):
         self.piece = PIECE["compiled" if compiled else "eager"]
         self.adamw = torch.compile(adamw_, dynamic=True) if compiled else adamw_
         parameters = [p for group in self.param_groups for p in group["params"]]
-        self.numbers = {p: number for number, p in enumerate(parameters, 1)}
-        self.plans: dict[tuple[Tensor, ...], list] = {}
+        self.pieces = {p: self._cut(p, number) for number, p in enumerate(parameters, 1)}
 
-    def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        moments = {key: torch.zeros_like(parameter, dtype=self.state_dtype) for key in MOMENTS}
-        return {"step": torch.zeros((), device=local(parameter).device)} | moments
+    def _cut(self, parameter: Tensor, number: int) -> list[tuple[slice, Tensor]]:
+        """The arguments of each call of adamw_: part of the elements, place."""
+        starts = range(0, local(parameter).numel(), self.piece)
+        return [(slice(a, a + self.piece), random_place(self.seed, number, parameter, a)) for a in starts]
 
     @torch.no_grad()
     def step(self) -> None:
         """Updates the parameters that have gradients."""
+        keep = self.found_inf > 0
         for group in self.param_groups:
-            parameters = tuple(p for p in group["params"] if p.grad is not None)
-            if parameters:
-                self._update(parameters, group)
-
-    def _update(self, parameters: tuple[Tensor, ...], group: dict) -> None:
-        """parameters: of one group."""
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p].update(self.init_state(p))
-        if parameters not in self.plans:
-            self.plans[parameters] = self._make_plan(parameters)
-        steps = [self.state[p]["step"] for p in parameters]
-        torch_private.add_to_each(steps, 1.0 - self.found_inf)
-        t, keep = steps[0].clamp(min=1.0), self.found_inf > 0
-        factors = self._factors(group, t)
-        for together, part, place in self.plans[parameters]:
-            tensors = [(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in together]
-            flat = [[local(x).detach().view(-1)[part] for x in xs] for xs in zip(*tensors, strict=True)]
-            joined = [xs[0] if len(xs) == 1 else torch.cat(xs) for xs in flat]
-            self.adamw(*joined, factors, keep, t, place, *group["betas"], group["eps"])
-            if len(together) > 1:
-                for xs, new in zip(flat, joined, strict=True):
-                    torch_private.copy_each(xs, new.split([len(x) for x in xs]))
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for i, p in enumerate(parameters):
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros((), device=local(p).device)
+                    state |= {moment: torch.zeros_like(p, dtype=self.state_dtype) for moment in MOMENTS}
+                state["step"].add_(1.0 - self.found_inf)
+                if i == 0:
+                    t = state["step"].clamp(min=1.0)
+                    factors = self._factors(group, t)
+                tensors = [local(x).detach().view(-1) for x in (p, p.grad, *(state[moment] for moment in MOMENTS))]
+                for part, place in self.pieces[p]:
+                    pieces = [x[part] for x in tensors]
+                    self.adamw(*pieces, factors, keep, t, place, *group["betas"], group["eps"])
 
     def _factors(self, group: dict, t: Tensor) -> Tensor:
         """What adamw_ takes and changes from step to step: a number would be compiled anew, an .item() would wait."""
@@ -157,29 +148,13 @@ class MixedAdamW(torch.optim.Optimizer):
         decay = torch.full_like(t, 1.0 - group["lr"] * group["weight_decay"])
         return torch.stack((1.0 / self.grad_scale, decay, group["lr"] / (1.0 - beta1**t), (1.0 - beta2**t).rsqrt()))
 
-    def _make_plan(self, parameters: tuple[Tensor, ...]) -> list[tuple[list[Tensor], slice, Tensor]]:
-        """The arguments of each call of adamw_: (parameters, part of their elements, place). A large parameter is cut
-        into pieces. Small parameters share a call, because a call takes the host longer than their update."""
-        plan, small, places, sizes = [], [], [], []
-        for p in parameters:
-            number, start, n = self.numbers[p], _local_start(p), local(p).numel()
-            if n <= SMALL:
-                small.append(p)
-                places.append((hash_key(self.seed, number, start), start - sum(sizes)))
-                sizes.append(n)
-            for a in range(0, n, self.piece) if n > SMALL else ():
-                place = as_int32([(hash_key(self.seed, number, start + a), start + a)])
-                plan.append(([p], slice(a, a + self.piece), place.to(local(p).device)))
-        if small:
-            place = as_int32(places).repeat_interleave(torch.tensor(sizes), 1)
-            plan.append((small, slice(None), place.to(local(small[0]).device)))
-        return plan
 
-
-def hash_key(seed: int, number: int, position: int) -> int:
-    """32 bits for the parameter of that number and for the bits of a position in it beyond the first 32."""
+def random_place(seed: int, number: int, parameter: Tensor, offset: int = 0) -> Tensor:
+    """int32 [2] on the parameter's device, for random_bits: a key for the parameter of that number, and the position of
+    element `offset` of this rank's part in the whole parameter."""
+    position = _local_start(parameter) + offset
     digest = hashlib.sha256(f"{seed}/{number}/{position >> 32}".encode()).digest()
-    return int.from_bytes(digest[:4], "little")
+    return as_int32(int.from_bytes(digest[:4], "little"), position).to(local(parameter).device)
 
 
 def adamw_(
@@ -201,14 +176,14 @@ def adamw_(
         old.copy_(torch.where(keep, old, new.to(old.dtype)))
 
 
-def as_int32(places: list[tuple[int, int]]) -> Tensor:
-    """int32 [2, len(places)]: the lower 32 bits of keys and positions."""
-    return (torch.tensor(places).T << 32 >> 32).int()
+def as_int32(*numbers: int) -> Tensor:
+    """int32 [len(numbers)]: the lower 32 bits of each."""
+    return (torch.tensor(numbers) << 32 >> 32).int()
 
 
 def random_bits(n: int, place: Tensor, step: Tensor) -> Tensor:
     """int32 [n], all bits random: a hash of (key, position, step), multiplications and xor-shifts in 32 bits. place:
-    int32 [2, 1 or n], the parameter's key and the position of the first element; or each position less its index."""
+    int32 [2], the parameter's key and the position of the first element."""
     key, start = place
     h = torch.arange(n, dtype=torch.int32, device=step.device) + start
     for salt, multiplier in ((key, 0x7FEB352D), (step.int(), 0x46CA6B45), (0, 0x5BD1E995)):
@@ -348,8 +323,7 @@ class Muon(torch.optim.Optimizer):
         alike, self.stacks, self.places = {}, [], {}
         for i, p in enumerate(rows):
             alike.setdefault((p.shape, rows[p]), []).append(p)
-            start = _local_start(p)
-            self.places[p] = as_int32([(hash_key(config.seed, -i, start), start)]).to(local(p).device)
+            self.places[p] = random_place(config.seed, -i, p)
         for same in alike.values():
             n = max(1, ROUND // same[0].numel()) * (same[0].device_mesh.size() if is_sharded(same[0]) else 1)
             self.stacks += [same[i : i + n] for i in range(0, len(same), n)]

@@ -25,7 +25,7 @@ def _find(path: str):
 
 _set_timeout = _find("distributed.distributed_c10d._set_pg_timeout")
 _count_collectives = _find("distributed.ProcessGroup._get_sequence_number_for_group")
-_foreach_norm, _foreach_add, _foreach_copy = map(_find, ("_foreach_norm", "_foreach_add_", "_foreach_copy_"))
+_foreach_norm = _find("_foreach_norm")
 DispatchMode = _find("utils._python_dispatch.TorchDispatchMode")  # shown every operator; waits for a public name
 _choose_sdpa = _find("_fused_sdp_choice")
 _scaled_mm, _scaled_grouped_mm = map(_find, ("_scaled_mm", "_scaled_grouped_mm"))
@@ -51,24 +51,13 @@ def held_tensor(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if hasattr(parameter, "to_local") else parameter
 
 
-# ---- many tensors in one launch; all wait for public names of torch's multi-tensor operators
+# ---- optimizer
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
-    """The norm of each tensor, computed in `dtype`; torch.nn.utils.get_total_norm returns only their total."""
+    """The norm of each tensor, computed in `dtype`, in one launch. Waits for a public name:
+    torch.nn.utils.get_total_norm returns only the total."""
     return _foreach_norm(tensors, order, dtype=dtype) if tensors else ()
-
-
-def add_to_each(tensors: Sequence[Tensor], value: Tensor) -> None:
-    """Adds a scalar tensor to each tensor in place, without reading it on the host."""
-    _foreach_add(tensors, [value] * len(tensors))
-
-
-def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    _foreach_copy(targets, sources)
-
-
-# ---- the fused AdamW
 
 
 def check_fused_adamw(device: torch.device) -> None:
