@@ -35,7 +35,7 @@ from lib import torch_private
 from lib.lora import flops_per_token
 from lib.machine import describe_environment, memory_gib, peak_flops
 from lib.rows import text_bytes
-from lib.run import logger, refuse_unusable
+from lib.run import logger, refuse_unusable, write_status
 from model import IGNORE, Transformer
 from optim import DTYPES, trained
 from shard import gather, mesh_shape, on_first_rank
@@ -343,8 +343,12 @@ class Log:
         record = {"step": step, "tokens": step * self.batch_tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
         record |= speed | {"mem_gib": max(memory)} | self._source_losses() | self._router_figures()
         record |= self._slowest(speed) | self._validation(val_loss)
-        on_first_rank(lambda: self._write(record), self.ranks)
-        self.run.write_status("running", step)
+
+        def write() -> None:
+            self._write(record)
+            write_status(self.run.folder, "running", step)
+
+        on_first_rank(write, self.ranks)
         more = {"val_loss": ", val loss {:.5f}", "val_bpb": ", {:.4f} bits per byte", "slowest": ", slowest {}"}
         logger.info(
             f"Batch {step} Loss: {loss:.5f}, Speed: {record['samples_per_s']:.2f} samples/sec, lr: {lr:.6f},"

@@ -603,11 +603,10 @@ def test_a_run_folder_that_vanishes_is_named(tmp_path, run_here, monkeypatch):
 
 
 def test_a_folder_that_a_rank_does_not_see_is_refused_before_anything_is_loaded(tmp_path, run_here, monkeypatch):
-    monkeypatch.setattr(guard, "sees", lambda run, word: False)
+    monkeypatch.setattr(guard, "APPEARS", 0.0)
     monkeypatch.setattr(checkpoint, "find", None)
     status, output = run_here(tmp_path / "run", "--steps", 1)
     assert status == 2 and f"--out {tmp_path / 'run'} is not the folder there" in output
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_disk_that_is_or_becomes_read_only_is_named(mount, run_here, monkeypatch):
@@ -633,7 +632,7 @@ def test_a_disk_that_is_or_becomes_read_only_is_named(mount, run_here, monkeypat
         status == 1 and "cannot be used: [Errno 30]" in output and f"Read-only file system: '{disk / 'run'}/" in output
     )
     status, output = run_here(disk / "other", "--steps", 9)
-    assert status == 2 and f"--out {disk / 'other'}: [Errno 30] Read-only" in output
+    assert status == 1 and f"Read-only file system: '{disk / 'other'}'" in output
     assert checkpoint.verify(disk / "run") == [(2, True, "")]
 
 
@@ -752,9 +751,9 @@ def test_a_run_that_is_killed_again_and_again_computes_the_same(tmp_path, text):
     assert Job(tmp_path / "truth", text, *flags).end(300)[0] == 0
     while done < 30:
         job = Job(tmp_path / "run", text, *flags, code=SLOWER.format(0.003))
-        begin = job.status.get("step", 0)
+        begin, attempt = job.status.get("step", 0), job.status.get("attempt")
         if rng.random() < 0.8:  # else at its start
-            while job.process.poll() is None and (job.status.get("pid") not in job.pids().values()):
+            while job.process.poll() is None and job.status.get("attempt") == attempt:
                 time.sleep(0.05)
             with contextlib.suppress(AssertionError):
                 job.wait_for_step(begin + rng.randint(1, 11))
@@ -833,9 +832,7 @@ def test_a_hung_rank_is_named_within_the_limit(tmp_path, text, kind):
     rank = "rank 1 does not answer" if kind == "stopped" else r"rank 1 on \S+ is behind: its last step was 4"
     assert re.search(rank, output), output
     assert job.status["state"] == "failed" and re.search(rank, job.status["message"])
-    stacks = sorted(p.name for p in (tmp_path / "run/logs").glob("*/rank-*-stacks.txt"))
-    assert stacks == [f"rank-0000{r}-stacks.txt" for r in ([0] if kind == "stopped" else [0, 1])]
-    assert "train.py" in next((tmp_path / "run/logs").glob("*/rank-00000-stacks.txt")).read_text()
+    assert len(re.findall(r'train\.py", line \d+ in train$', output, re.M)) == (1 if kind == "stopped" else 2), output
 
 
 @pytest.mark.slow
@@ -850,7 +847,7 @@ at_step(6, lambda: time.sleep(300))
     status, output = job.end()
     assert status == 1 and "After step 5: no step has ended for" in output, output
     assert job.status["state"] == "failed" and not (tmp_path / "run/lock").exists()
-    assert "train.py" in next((tmp_path / "run/logs").glob("*/rank-00000-stacks.txt")).read_text()
+    assert re.search(r'train\.py", line \d+ in train$', output, re.M), output
 
 
 HANGS_OUTSIDE_STEPS = {
@@ -948,7 +945,7 @@ def test_a_second_signal_stops_at_once_even_in_a_collective(tmp_path, text):
 
 def test_the_error_file_of_a_rank_tells_its_failure_from_a_peers(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    peers = [torch.distributed.DistNetworkError("x"), RuntimeError("[gloo/transport/tcp/pair.cc:9] Read error")]
+    peers = [torch.distributed.DistNetworkError("Timed out"), RuntimeError("[gloo/transport/tcp/pair.cc:9] Read error")]
     own = [KeyError("store"), UserError("Timed out"), OSError("Broken pipe"), RuntimeError("checkpoint.restore: peer")]
     for error in peers + own:
         guard.record_failure(error)
@@ -1014,7 +1011,7 @@ def test_a_full_disk_ends_all_ranks_with_one_message(mount, text):
 
 def test_an_end_is_told_in_status_json_when_stderr_takes_nothing(tmp_path, monkeypatch):
     run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), checkpoint.ALONE)
-    run.began = True
+    run.watchdog = SimpleNamespace()
     write_status(tmp_path, "running", 3)
 
     def refuse(_) -> None:

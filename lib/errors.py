@@ -380,18 +380,6 @@ def read_ahead(items: Iterator, count: int) -> Iterator:
     return take()
 
 
-def missing_folders(folder: Path) -> list[Path]:
-    """The folder and its parents, as far as they do not exist; innermost first."""
-    return [p for p in (folder, *folder.parents) if not p.exists()]
-
-
-def remove_empty(folders: list[Path]) -> None:
-    """Removes empty folders, given innermost first."""
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
-
-
 def _use_venv() -> None:
     required = "torch numpy safetensors huggingface_hub tokenizers sentencepiece jinja2 matplotlib"
     missing = [name for name in required.split() if importlib.util.find_spec(name) is None]

@@ -5,7 +5,6 @@ All ranks reach the same verdict at the same step. The host never waits for the 
 flags are read one step late."""
 
 import contextlib
-import errno
 import faulthandler
 import importlib.util
 import json
@@ -27,39 +26,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from filelock import SoftFileLease, Timeout
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import Config
 from lib import torch_private
-from lib.errors import (
-    Failure,
-    RankFailure,
-    UserError,
-    describe_error,
-    missing_folders,
-    printable,
-    read_json,
-    remove_empty,
-    say_error,
-    write_whole,
-)
+from lib.errors import Failure, RankFailure, UserError, describe_error, printable, read_json, say_error, write_whole
 from optim import GradientReducer, local, trained
 from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it gives up
 TOGETHER = 2.0  # seconds within which signals are one
+ANSWERS = 10.0  # seconds that a hanging job's watchdogs wait for each other; less than shard.WATCHDOG
 ANSWER = 20.0  # seconds that a stopping rank waits for others
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
 MOVING = 2**16  # bytes per second above which reading or writing counts as progress
 LEASE = 30.0  # seconds after which a lock that nobody renews is stale
 PATIENCE = 35.0  # seconds that a job waits for the lock
 APPEARS = 15.0  # seconds for a file to appear on another machine
-BEFORE_A_STEP = {"lock", "status.json", "log.txt", "flags.json", "env.json"}  # of the files of a run folder
-HASHED = 2**20  # values that are hashed together
-INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
 PEER_GONE = re.compile("gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe")  # in a RuntimeError
 TRACKERS = ("tensorboard", "wandb")
@@ -82,17 +68,15 @@ def start_logging(folder: Path | None) -> None:
     """Sends messages to the screen (with a prefix if it is not a terminal) and to log.txt in the folder. None: this
     rank is silent."""
     prefixed = _PrefixEveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] ", "%Y-%m-%d %H:%M:%S")
-    for handler in logger.handlers[:]:
-        logger.removeHandler(handler)
-        handler.close()
     logger.propagate = False
     logging.raiseExceptions = False  # a full disk is reported once, by the writer of metrics.jsonl
     logger.setLevel(logging.INFO if folder else logging.CRITICAL + 1)
+    logger.handlers = []
     if folder:
         screen, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "log.txt", encoding="utf-8")
         file.setFormatter(prefixed)
         screen.setFormatter(_PrefixEveryLine() if sys.stdout.isatty() else prefixed)
-        logger.handlers += [screen, file]
+        logger.handlers = [screen, file]
 
 
 def write_status(folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "") -> None:
@@ -102,9 +86,8 @@ def write_status(folder: Path, state: str, step: int, exit_code: int | None = No
         "step": step,
         "exit_code": exit_code,
         "message": message,
-        "pid": os.getpid(),
         "time": time.time(),
-        "attempt": os.environ.get("TORCHELASTIC_RUN_ID") or f"{platform.node()}-{os.getpid()}",  # for the launcher
+        "attempt": os.environ.get("TORCHELASTIC_RUN_ID"),  # for the launcher
     }
     write_whole(folder / "status.json", json.dumps(status) + "\n")
 
@@ -153,10 +136,9 @@ class Clock:
 def refuse_unusable(names: tuple[str, ...]) -> None:
     """Refuses trackers that are unknown or not installed."""
     for name in names:
-        if name not in TRACKERS:
-            raise UserError(f"--track {name}: unknown; choose from {', '.join(TRACKERS)}")
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"--track {name}: it is not installed: {sys.executable} -m pip install {name}")
+        if name not in TRACKERS or importlib.util.find_spec(name) is None:
+            install = f"{sys.executable} -m pip install {name}"
+            raise UserError(f"--track {name}: expected {' or '.join(TRACKERS)}, installed with {install}")
 
 
 # ---- the run
@@ -169,7 +151,7 @@ class PeerFailure(RankFailure):
 def record_failure(error: Exception) -> None:
     """Writes the error to the file that torchrun names for this rank. launch/node.py reads it to find the first
     cause."""
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and PEER_GONE.search(str(error))):
+    if isinstance(error, RuntimeError) and PEER_GONE.search(str(error)):
         error = PeerFailure(f"{type(error).__name__}: {error}")
     with contextlib.suppress(OSError):  # the disk is full
         get_error_handler().record_exception(error)
@@ -185,8 +167,7 @@ class Run:
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks, self.folder, self.clock = config, ranks, Path(config.out), Clock()
-        self.lock: SoftFileLease | None = None
-        self.new_folders: list[Path] = []  # the run folder and those around it that were not there, on rank 0
+        self.lock: SoftFileLease | None = None  # rank 0 has it
         self.mesh: DeviceMesh | None = None
         # with run.phase(NAME): time inside belongs to NAME. The watchdog allows --timeout in "data" and "steps", and in
         # any other phase at least LONG without progress.
@@ -198,7 +179,8 @@ class Run:
         try:
             on_every_rank(self._check_shared, self.ranks)
         except UserError:
-            self._release()
+            if self.lock:
+                self.lock.release()
             raise
         self.votes = StopVote(self.ranks)
         if "TORCHELASTIC_RUN_ID" not in os.environ:  # else the launcher has removed an old request
@@ -207,41 +189,36 @@ class Run:
         return self
 
     def _take_folder(self) -> str:
-        try:
-            self.new_folders = missing_folders(self.folder)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = take_lock(self.folder)
-        except OSError as e:
-            if e.errno == errno.EROFS:
-                raise UserError(f"--out {self.folder}: {e}") from None
-            raise
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = take_lock(self.folder)
         return self.lock.token
 
     def _check_shared(self) -> None:
-        if not sees(self.folder, self.nonce):
-            raise UserError(
-                f"--out {self.folder} is not the folder there that it is on rank 0's machine: checkpoints need one that"
-                " all machines see; give an --out on a shared disk"
-            )
+        """Refuses a folder where this rank's machine does not see the lock that rank 0 took."""
+        end = time.monotonic() + APPEARS
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                if self.nonce in (self.folder / "lock").read_text(errors="replace"):
+                    return
+            time.sleep(0.2)
+        raise UserError(
+            f"--out {self.folder} is not the folder there that it is on rank 0's machine: checkpoints need one that all"
+            " machines see; give an --out on a shared disk"
+        )
 
     def begin(self, step: int, warnings: list[str] = ()) -> None:
         """From now on status.json and log.txt are this job's; `step` is the last finished step. All ranks must
         call."""
         self.began = True
         self.clock.step = step
-        self.write_status("running", step)
+        on_first_rank(lambda: write_status(self.folder, "running", step), self.ranks)
         start_logging(self.folder if self.ranks.rank == 0 else None)
         for message in warnings:
             logger.warning(message)
 
-    def write_status(self, state: str, step: int, **more) -> None:
-        """status.json, on rank 0. All ranks must call."""
-        on_first_rank(lambda: write_status(self.folder, state, step, **more), self.ranks)
-
     def add_mesh(self, mesh: DeviceMesh | None) -> None:
         """The watchdog counts the collectives of the mesh's groups as a measure of a rank's progress."""
         self.mesh = mesh
-        self.watchdog.groups += mesh.get_all_groups() if mesh is not None and self.watchdog.groups else []
         set_timeout(max(self.config.timeout, LONG), self.ranks, mesh)
 
     def finish_step(self, step: int) -> None:
@@ -251,63 +228,47 @@ class Run:
     def end(self, state: str, step: int) -> None:
         """state: finished or stopped. All ranks must call."""
         logger.info(self.clock.report())
-        if state == "stopped":
-            reason = self.votes.reason or "another rank"
-            logger.info("Stopped by %s after step %d; the same command resumes from there", reason, step)
-            on_first_rank(lambda: (self.folder / "logs" / "stop").unlink(missing_ok=True), self.ranks)
-        self.write_status(state, step, exit_code=0, message=f"by {reason}" if state == "stopped" else "")
+        message = f"by {self.votes.reason or 'another rank'}" if state == "stopped" else ""
+        if message:
+            logger.info("Stopped %s after step %d; the same command resumes from there", message, step)
+
+        def record() -> None:
+            write_status(self.folder, state, step, 0, message)
+            (self.folder / "logs" / "stop").unlink(missing_ok=True)
+
+        on_first_rank(record, self.ranks)
 
     def __exit__(self, kind, error: BaseException | None, trace) -> bool:
         self.clock.switch("end", self.clock.step)  # which may take longer than --timeout
-        if isinstance(error, KeyboardInterrupt):
-            self.exit_code = 130
-        unused = False
         if isinstance(error, Exception):
-            self.exit_code, message, alone = describe_error(error)
-            record_failure(error)
-            unused = self.exit_code == 2 and self._is_unused()
-            self._report(message, alone, writes=not unused)
-        self._release(unused)
-        if error is None:
+            self._report(error)
+        elif error is None:
             self.exit_code = 0
-        return isinstance(error, (Exception, KeyboardInterrupt))
-
-    def _is_unused(self) -> bool:
-        """Whether this job made the run folder, and has not done a step in it."""
-        if not (self.new_folders and self.lock):
-            return False
-        return {p.name for p in self.folder.glob("*") if p.is_dir() or p.stat().st_size} <= BEFORE_A_STEP
-
-    def _release(self, remove: bool = False) -> None:
-        """remove: also empties the run folder."""
-        if hasattr(self, "watchdog"):
-            self.watchdog.ended = True
-        if remove:
-            start_logging(None)
-            for file in self.folder.glob("*"):
-                if file.name != "lock":
-                    file.unlink()
+        self.watchdog.ended = True
         if self.lock:
             self.lock.release()
-        remove_empty(self.new_folders)
+        return isinstance(error, Exception)
 
-    def _report(self, message: str, alone: bool, writes: bool) -> None:
-        """Says what ended the run, on stderr and, if it `writes`, in status.json. alone: other ranks may not know."""
-        status = read_json(self.folder / "status.json")
+    def _report(self, error: Exception) -> None:
+        """Says what ended the run, on stderr and in status.json."""
+        self.exit_code, message, alone = describe_error(error)
+        record_failure(error)
         if self.exit_code == 1 and any(self.folder.glob("checkpoints/step-*")) and "same command" not in message:
             message += "\nThe same command resumes from the newest checkpoint"
-        speaks = self.ranks.rank == 0 or alone
-        writes &= speaks or self.exit_code != 2  # of a mistake that all see rank 0 may be removing the folder
-        if writes and self.began and status.get("state") == "running":  # the first rank to fail says why
-            try:
-                state = "error" if self.exit_code == 2 else "failed"
-                write_status(self.folder, state, status["step"], self.exit_code, message)
-            except OSError:
-                message += f"\n{self.folder}/status.json could not be written"
-        if speaks:  # rank 0 reports an error that all ranks have
+        try:
+            self.record_end("error" if self.exit_code == 2 else "failed", self.exit_code, message)
+        except OSError:
+            message += f"\n{self.folder}/status.json could not be written"
+        if self.ranks.rank == 0 or alone:  # rank 0 reports an error that all ranks have
             say_error(message)
         else:
             time.sleep(1)  # torchrun ends all ranks when one exits: rank 0, which reports, must be first
+
+    def record_end(self, state: str, exit_code: int, message: str) -> None:
+        """Writes how the run ended to status.json, unless another rank has done so."""
+        status = read_json(self.folder / "status.json")
+        if status.get("state") == "running":
+            write_status(self.folder, state, max(self.clock.step, status["step"]), exit_code, message)
 
 
 # ---- gradients
@@ -343,16 +304,14 @@ class GradientGuard(GradientReducer):
             event.record()
         self.pending.append((step, on_host, event))
         while len(self.pending) > (not wait):
-            self._read(*self.pending.pop(0))
+            step_read, values, event = self.pending.pop(0)
+            if event:
+                event.synchronize()
+            bad_in_row, local_loss = values.tolist()
+            if bad_in_row:
+                self._complain(step_read, local_loss, int(bad_in_row))
         if self.every and step % self.every == 0:
             compare_replicas(self.model, self.ranks, self.mesh, step)
-
-    def _read(self, step: int, on_host: Tensor, event: torch.cuda.Event | None) -> None:
-        if event:
-            event.synchronize()
-        bad_in_row, local_loss = on_host.tolist()
-        if bad_in_row:
-            self._complain(step, local_loss, int(bad_in_row))
 
     def _complain(self, step: int, local_loss: float, in_row: int) -> None:
         reports = list(enumerate(gather((platform.node(), local_loss, self.where(step)), self.ranks)))
@@ -375,28 +334,24 @@ class GradientGuard(GradientReducer):
 
 
 def parameter_hash(model: nn.Module) -> int:
-    """A hash of the bits of this rank's parts of the parameters: the bits of each value are multiplied by a random odd
-    number that belongs to its place and summed modulo 2^64. The order of summing does not matter, and values that
-    change places change the hash. Needs 16 MiB in addition to the parameters."""
-    odd = torch.randint(-(2**63), 2**63 - 1, (HASHED,), generator=torch.Generator().manual_seed(0)) | 1
-    sums = []
-    for part in (local(p.detach()) for p in model.parameters()):
-        odd, bits = odd.to(part.device), part.contiguous().view(-1).view(INTS[part.element_size()])
-        sums += [values.long().mul_(odd[: len(values)]).sum() for values in bits.split(HASHED)]
-    return hash(tuple(torch.stack(sums).tolist()))
+    """A hash of the bits of this rank's parts of the parameters. Two flips of the same bit in one parameter cancel."""
+    parts = [local(p.detach()) for p in model.parameters()]
+    hashes = [torch.hash_tensor(part).view(torch.int64) for part in parts if part.numel()]
+    return hash(tuple(torch.stack(hashes).tolist()))
 
 
 def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, step: int) -> None:
     """Raises Failure on all ranks if copies of the parameters differ. All ranks must call."""
     if mesh is None or mesh["replicate"].size() == 1:
         return
-    name = f"rank {ranks.rank} on {platform.node()}"
-    groups: dict[int, dict[int, list[str]]] = {}  # the ranks by the part that they hold and by its hash
-    for part, value, rank in gather((mesh.get_coordinate()[1], parameter_hash(model), name), ranks):
-        groups.setdefault(part, {}).setdefault(value, []).append(rank)
-    differing = [sorted(by_hash.values(), key=len) for by_hash in groups.values() if len(by_hash) > 1]
+    mine = mesh.get_coordinate()[1], parameter_hash(model)
+    holders = {}  # (part of the parameters, its hash) -> the ranks that have it
+    for copy, name in gather((mine, f"rank {ranks.rank} on {platform.node()}"), ranks):
+        holders.setdefault(copy, []).append(name)
+    parts = [part for part, _ in holders]
+    differing = sorted((names for (part, _), names in holders.items() if parts.count(part) > 1), key=len)
     if differing:
-        listed = "; ".join(" | ".join(", ".join(equal) for equal in copies) for copies in differing)
+        listed = " | ".join(map(", ".join, differing))
         raise Failure(
             f"After step {step} not all copies of the parameters are equal, the odd ones out first: {listed}. No"
             " checkpoint was written since they were compared last. The hardware may be faulty; start again to resume"
@@ -408,17 +363,12 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
 
 
 class StopVote:
-    """Agreement to stop: a signal of STOPS on any rank, a request in `logs/stop`, or a save that failed on a rank ends
-    the run on all ranks at the same step, one step after it was noticed: nobody waits for the answer. The watchdog acts
-    on a second signal or request."""
+    """Agreement to stop: a request that the watchdog noticed on any rank, or a save that failed on a rank, ends the run
+    on all ranks at the same step, one step later: nobody waits for the answer."""
 
     def __init__(self, ranks: Ranks):
-        self.ranks, self.reason, self.pending = ranks, "", None
-        for number in STOPS:
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame) -> None:
-        self.reason = self.reason or signal.Signals(number).name
+        self.ranks, self.pending = ranks, None
+        self.reason = ""  # why this rank wants to stop; the watchdog sets it
 
     def agreed(self, failed: bool = False) -> bool:
         """Casts this step's vote and returns the outcome of the step before. All ranks must call, once a step."""
@@ -436,26 +386,26 @@ class StopVote:
 
 
 class Watchdog:
-    """A thread that reads requests to stop, and ends this process at a second one, when the run folder's lock is lost,
-    or when it hangs.
+    """A thread that votes to stop at a signal of STOPS, or on rank 0 at a request in `logs/stop`, and that ends this
+    process at a second signal or request, when the run folder's lock is lost, or when it hangs.
 
     Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
-    signal on. The process hangs when no step ends for --timeout seconds; when another phase makes no progress for LONG
-    seconds, where bytes that this rank reads or writes are progress; or when no step ends after a signal to stop. Then
-    every rank's watchdog writes its Python stacks to logs/HOST, and the ranks exchange their positions through the
-    store. So the rank that is behind is named even if all main threads are blocked."""
+    signal on. The process hangs when no step ends for --timeout seconds, or when another phase makes no progress for
+    LONG seconds, where bytes that this rank reads or writes are progress. Then every rank's watchdog writes its Python
+    stacks to stderr, and the ranks exchange their positions through the store. So the rank that is behind is named even
+    if all main threads are blocked."""
 
     def __init__(self, run: Run):
         self.run, self.ranks, self.clock = run, run.ranks, run.clock
-        many = run.ranks.world_size > 1
-        self.groups = [None, run.ranks.control] if many else []  # their collectives measure a rank's progress
         self.store = None
-        if many:  # its own connection to the store where the ranks met
-            self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        self.stopped_at: float | None = None  # when a signal to stop came
-        self.longest = 0.0  # seconds between changes of the clock so far, in steps
+        if self.ranks.world_size > 1:  # its own connection to the store where the ranks met
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self.store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ANSWERS))
+        self.stopped_at: float | None = None  # when the first request to stop came
         self.bytes, self.transferred_at = 0, 0.0  # bytes read and written by this process; when they last grew
         self.ended = False
+        for number in STOPS:
+            signal.signal(number, lambda *_: None)  # Python also writes the number to the socket
         self.signals, self.sender = socket.socketpair()
         self.sender.setblocking(False)
         signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)  # also while the main thread is in C++
@@ -463,43 +413,38 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self.ended:
-            signalled = select.select([self.signals], [], [], 1.0)[0] and set(STOPS) & set(self.signals.recv(64))
+            arrived = self.signals.recv(64) if select.select([self.signals], [], [], 1.0)[0] else b""
             if self.ended:
                 return
-            request = self._stop_request()
-            again = signalled and self.stopped_at and time.perf_counter() - self.stopped_at > TOGETHER
-            if again or request == "now":
-                self._end("stopped at once, without saving", [], "stopped")
-            if signalled or request is not None:
-                self.stopped_at = self.stopped_at or time.perf_counter()
-            if request is not None:
-                self.run.votes.reason = self.run.votes.reason or STOP_REASON
-            lost = self.run.lock and self.run.lock.compromise
-            if lost and lost.reason == "owner-changed":
-                self._end(f"--out {self.run.folder}: another job has taken the run folder over", [], "")
-            elif lost:
-                self._end(f"--out {self.run.folder}: its lock is lost ({lost.error or lost.reason})", [])
+            self._obey([number for number in STOPS if number in arrived])
+            if lost := self.run.lock and self.run.lock.compromise:
+                self._end(f"--out {self.run.folder}: the lock is lost, perhaps to another job ({lost.reason})", "")
             self._check_progress()
 
-    def _stop_request(self) -> str | None:
-        """The text that `launch.sh stop` wrote for rank 0: "" (save and stop) or "now". None: no request."""
-        try:
-            return (self.run.folder / "logs" / "stop").read_text() if self.ranks.rank == 0 else None
-        except OSError:
-            return None
+    def _obey(self, signals: list[signal.Signals]) -> None:
+        """signals: those that have just arrived. `launch.sh stop` writes its request for rank 0, empty or "now"."""
+        request = None
+        if self.ranks.rank == 0:
+            with contextlib.suppress(OSError):
+                request = (self.run.folder / "logs" / "stop").read_text()
+        again = signals and self.stopped_at and time.perf_counter() - self.stopped_at > TOGETHER
+        if again or request == "now":
+            self._end("stopped at once, without saving", "stopped")
+        if signals or request is not None:
+            self.stopped_at = self.stopped_at or time.perf_counter()
+            reason = signals[0].name if signals else STOP_REASON
+            self.run.votes.reason = self.run.votes.reason or reason
 
     def _check_progress(self) -> None:
         now, phase, timeout = time.perf_counter(), self.clock.stack[-1], self.run.config.timeout
-        in_step, patience = phase in ("steps", "data"), max(ANSWER, 2 * self.longest)
-        idle = now - (self.clock.since if in_step else max(self.clock.since, self._last_transfer(now)))
         if self.stopped_at and phase in ("start", "compile"):  # nothing is to be saved
-            self._end("stopped before the first step", [], "stopped", int(self.ranks.world_size > 1))
-        if self.stopped_at and in_step and min(idle, now - self.stopped_at) > patience:
-            self._hang(f"told to stop, and no step has ended for {idle:.0f} s: nothing is saved")
-        if idle > (timeout if in_step else max(timeout, LONG)):
+            self._end("stopped before the first step", "stopped", int(self.ranks.world_size > 1))
+        if phase in ("steps", "data"):
+            idle, limit = now - self.clock.since, timeout
+        else:
+            idle, limit = now - max(self.clock.since, self._last_transfer(now)), max(timeout, LONG)
+        if idle > limit:
             self._hang(f"no step has ended for {idle:.0f} s, in phase {phase!r} (--timeout {timeout})")
-        if in_step:
-            self.longest = max(self.longest, idle)
 
     def _last_transfer(self, now: float) -> float:
         counters = re.findall(r"[rw]char: (\d+)", Path("/proc/self/io").read_text())
@@ -509,65 +454,47 @@ class Watchdog:
         return self.transferred_at
 
     def _hang(self, what: str) -> None:
-        folder = self.run.folder / "logs" / platform.node()
-        file = folder / f"rank-{self.ranks.rank:05d}-stacks.txt"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with open(file, "w") as f:
-                f.write(f"rank {self.ranks.rank} on {platform.node()}: {what}; last step {self.clock.step}\n")
-                f.flush()
-                faulthandler.dump_traceback(f, all_threads=True)
-        except OSError as e:
-            print(f"{file} could not be written: {e}", file=sys.stderr)
-        where = f"Stacks are in {folder.parent}/*/rank-*-stacks.txt"
-        self._end(f"After step {self.clock.step}: {what}. {where}", self._behind())
-
-    def _exchange(self) -> dict[int, list]:
-        """[last step, collectives, phase, host] of every rank that answers within 5 s."""
-        collectives = 0
-        for group in self.groups:
-            with contextlib.suppress(RuntimeError):
-                collectives += torch_private.count_collectives(group)
-        progress, keys = {}, [f"flatland/watch/{rank}" for rank in range(self.ranks.world_size)]
-        with contextlib.suppress(Exception):  # the store is gone with its machine
-            self.store.set_timeout(timedelta(seconds=2))
-            mine = [self.clock.step, collectives, self.clock.stack[-1], platform.node()]
-            self.store.set(keys[self.ranks.rank], json.dumps(mine))
-            with contextlib.suppress(RuntimeError):  # not all have answered
-                self.store.wait(keys, timedelta(seconds=5))
-            for rank, key in enumerate(keys):
-                if self.store.check([key]):
-                    progress[rank] = json.loads(self.store.get(key))
-        return progress
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        self._end("; ".join([f"After step {self.clock.step}: {what}", *self._behind()]))
 
     def _behind(self) -> list[str]:
-        """Who is behind, in words; nothing for a rank alone."""
+        """Who is behind or does not answer, in words; nothing for a rank alone."""
         if self.store is None:
             return []
-        progress = self._exchange()
-        silent = [rank for rank in range(self.ranks.world_size) if rank not in progress]
-        out = [f"rank {rank} does not answer: stopped, gone, or cut off" for rank in silent]
-        if progress:
-            places = [place[:2] for place in progress.values()]
-            least, most = min(places), max(places)
-            for rank, (step, collectives, phase, host) in sorted(progress.items()):
-                if [step, collectives] == least < most:
-                    out.append(f"rank {rank} on {host} is behind: its last step was {step}, it is in {phase!r}")
-            if not out and self.clock.stack[-1] != "data":
-                out.append("all ranks wait at the same place: the network between them?")
+        answers = self._exchange()
+        places = [answer[:2] for answer in answers.values()]
+        out = []
+        for rank in range(self.ranks.world_size):
+            if rank not in answers:
+                out.append(f"rank {rank} does not answer: stopped, gone, or cut off")
+            elif answers[rank][:2] == min(places) < max(places):
+                step, _, phase, host = answers[rank]
+                out.append(f"rank {rank} on {host} is behind: its last step was {step}, it is in {phase!r}")
         return out
 
-    def _end(self, what: str, why: list[str], state: str = "failed", code: int = 1) -> None:
-        """state: for status.json; empty: the run folder is another job's by now."""
-        message = f"rank {self.ranks.rank} on {platform.node()}: " + "; ".join([what, *why])
-        print(f"error: {message}", file=sys.stderr, flush=True)
+    def _exchange(self) -> dict[int, list]:
+        """[last step, started collectives, phase, host] of every rank that answers within ANSWERS seconds."""
+        position = [self.clock.step, 0, self.clock.stack[-1], platform.node()]
+        for group in [None, self.ranks.control, *(self.run.mesh.get_all_groups() if self.run.mesh else [])]:
+            with contextlib.suppress(RuntimeError):
+                position[1] += torch_private.count_collectives(group)
+        keys = [f"flatland/watch/{rank}" for rank in range(self.ranks.world_size)]
+        with contextlib.suppress(RuntimeError):  # the store is gone with its machine
+            self.store.set(keys[self.ranks.rank], json.dumps(position))
+            with contextlib.suppress(RuntimeError):  # not all have answered
+                self.store.wait(keys)
+            return {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys) if self.store.check([key])}
+        return {}
+
+    def _end(self, what: str, state: str = "failed", code: int = 1) -> None:
+        """Ends this process. state: for status.json; empty: the run folder is another job's by now."""
+        message = f"rank {self.ranks.rank} on {platform.node()}: {what}"
+        say_error(message)
         record_failure(PeerFailure(message) if self.stopped_at else Failure(message))
-        folder = self.run.folder
-        with contextlib.suppress(OSError):
-            status = read_json(folder / "status.json")
-            if state and status.get("state") == "running":
-                write_status(folder, state, max(self.clock.step, status["step"]), code, message)
-        if self.run.lock and state:
+        if state:
+            with contextlib.suppress(OSError):
+                self.run.record_end(state, code, message)
+        if self.run.lock:
             self.run.lock.release()
         os._exit(code)
 
@@ -580,25 +507,14 @@ def take_lock(folder: Path) -> SoftFileLease:
     process on this machine is taken over at once, the lock of another machine after LEASE seconds without renewal.
     Raises UserError if another job holds the lock."""
     # thread_local=False: the watchdog reads the state of the lock
-    lock = SoftFileLease(folder / "lock", lease_duration=LEASE, thread_local=False, poll_interval=0.2)
+    lock = SoftFileLease(folder / "lock", lease_duration=LEASE, thread_local=False)
     try:
         lock.acquire(timeout=PATIENCE)
     except Timeout:
-        if (owner := lock.owner) is None:
-            raise UserError(f"{folder}/lock names no process: remove it if no job is training there") from None
+        owner = lock.owner  # None: it died before it wrote its name
+        who = f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "an unnamed process"
         raise UserError(
-            f"--out {folder}: process {owner.pid} on {owner.hostname.partition('?')[0]} is training there; wait for it,"
-            " stop it with `bash launch.sh stop`, or give another --out"
+            f"--out {folder}: {who} is training there; wait for it, stop it with `bash launch.sh stop`, give another"
+            f" --out, or remove {folder}/lock if no job is training there"
         ) from None
     return lock
-
-
-def sees(run: Path, token: str) -> bool:
-    """Whether this rank's machine sees the lock that rank 0 took."""
-    end = time.monotonic() + APPEARS
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError):
-            if token in (run / "lock").read_text(errors="replace"):
-                return True
-        time.sleep(0.2)
-    return False

@@ -1,21 +1,28 @@
-"""lib/run.py: verdicts are the same on all ranks; the oracle for what is skipped is a run that never had it."""
+"""lib/run.py: verdicts are the same on all ranks; the oracle for what is skipped is a run that never had it. Two jobs
+never have one run folder: the other job is a process of its own."""
 
+import multiprocessing
 import os
+import re
 import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lib import run as guard
-from lib.errors import read_json
-from lib.run import Clock, write_status
+from lib.errors import UserError, read_json
+from lib.run import take_lock, write_status
 from optim import update
 from shard import Ranks
 from test_shard import run_ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+# ---- non-finite steps and replicas
 
 
 def test_after_ten_bad_steps_in_a_row_nothing_is_updated_any_more():
@@ -36,52 +43,6 @@ def test_after_ten_bad_steps_in_a_row_nothing_is_updated_any_more():
     assert changed == [1, 4]
     with pytest.raises(guard.Failure, match="Step 14: .*nan(?s:.*)of 10 steps in a row"):
         gradients.check(15)
-
-
-@pytest.mark.parametrize(
-    ("reports", "output"),
-    [
-        ([(0, 5), (0, 6)], r"rank 0 on a \| rank 1 on a"),
-        ([(0, 5), (0, 6), (0, 5)], r"rank 1 on a \| rank 0 on a, rank 2 on a"),
-        ([(0, 5), (1, 7), (0, 5), (1, 8)], r"rank 1 on a \| rank 3 on a"),
-        ([(0, 5), (1, 7), (0, 5), (1, 7)], ""),
-    ],
-)
-def test_the_copy_that_differs_is_named_where_that_can_be_known(monkeypatch, reports, output):
-    """reports: (part of the parameters, hash) of each rank."""
-    mesh = {"replicate": SimpleNamespace(size=lambda: 2)}
-    mesh = type("Mesh", (dict,), {"get_coordinate": lambda self: (0, 0)})(mesh)
-    monkeypatch.setattr(guard, "gather", lambda *_: [(*row, f"rank {rank} on a") for rank, row in enumerate(reports)])
-    if not output:
-        return guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
-    with pytest.raises(guard.Failure, match=f"After step 3 .*first: {output}\\. No checkpoint"):
-        guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_hash_sees_flips_that_cancel_and_values_that_change_places(monkeypatch, dtype):
-    """Of these the sum of the bits changes with the first alone. The hash takes 16 of the 40 values at a time."""
-    monkeypatch.setattr(guard, "HASHED", 16)
-    model = torch.nn.Linear(8, 5, bias=False, dtype=dtype)
-    bits = model.weight.detach().view({4: torch.int32, 2: torch.int16}[dtype.itemsize]).view(-1)
-    sign = torch.iinfo(bits.dtype).min
-    bits[30] = bits[5] ^ sign
-    before = bits.clone()
-    changes = {
-        "a flip": ([3], before[[3]] ^ 1),
-        "two signs": ([3, 33], before[[3, 33]] ^ sign),
-        "changes that cancel": ([2, 3, 4], before[2:5] + torch.tensor([1, -2, 1]).to(bits)),
-        "an exchange": ([2, 20], before[[20, 2]]),
-        "an exchange of signs": ([5, 30], before[[30, 5]]),
-        "blocks exchanged": (slice(32), before[:32].roll(16)),
-    }
-    hashes = {guard.parameter_hash(model)}
-    for kind, (places, values) in changes.items():
-        bits[places] = values
-        assert guard.parameter_hash(model) not in hashes, kind
-        hashes.add(guard.parameter_hash(model))
-        bits.copy_(before)
-    assert guard.parameter_hash(model) in hashes
 
 
 def test_guard_suppresses_updates_on_all_ranks(tmp_path):
@@ -115,15 +76,52 @@ shard.leave(ranks)
     assert run_ranks(2, code, str(tmp_path)).count("done") == 2
 
 
+@pytest.mark.parametrize(
+    ("reports", "output"),
+    [
+        ([(0, 5), (0, 6)], r"rank 0 on a \| rank 1 on a"),
+        ([(0, 5), (0, 6), (0, 5)], r"rank 1 on a \| rank 0 on a, rank 2 on a"),
+        ([(0, 5), (1, 7), (0, 5), (1, 8)], r"rank 1 on a \| rank 3 on a"),
+        ([(0, 5), (1, 7), (0, 5), (1, 7)], ""),
+    ],
+)
+def test_the_copy_that_differs_is_named_where_that_can_be_known(monkeypatch, reports, output):
+    """reports: (part of the parameters, hash) of each rank."""
+    mesh = {"replicate": SimpleNamespace(size=lambda: 2)}
+    mesh = type("Mesh", (dict,), {"get_coordinate": lambda self: (0, 0)})(mesh)
+    monkeypatch.setattr(guard, "gather", lambda *_: [(row, f"rank {rank} on a") for rank, row in enumerate(reports)])
+    if not output:
+        return guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
+    with pytest.raises(guard.Failure, match=f"After step 3 .*first: {output}\\. No checkpoint"):
+        guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_hash_sees_every_bit(dtype):
+    """Beside a parameter of which this rank holds nothing."""
+    model = torch.nn.Linear(8, 5, dtype=dtype)
+    model.bias = torch.nn.Parameter(torch.empty(0))
+    bits = model.weight.detach().view({4: torch.int32, 2: torch.int16}[dtype.itemsize]).view(-1)
+    before = bits.clone()
+    hashes = {guard.parameter_hash(model)}
+    for bit in range(8 * dtype.itemsize):
+        bits[13] ^= 1 << bit if bit < 8 * dtype.itemsize - 1 else torch.iinfo(bits.dtype).min
+        hashes.add(guard.parameter_hash(model))
+        bits.copy_(before)
+    assert len(hashes) == 1 + 8 * dtype.itemsize and guard.parameter_hash(model) in hashes
+
+
+# ---- requests to stop, and the watchdog
+
+
 def test_stop_vote_is_one_step_late_and_unanimous(tmp_path):
     code = """
-import os, signal
 ranks = shard.init_ranks()
 vote = guard.StopVote(ranks)
 answers = []
 for step in range(6):
     if step == 2 and ranks.rank == 1:
-        os.kill(os.getpid(), signal.SIGUSR1)
+        vote.reason = "SIGTERM"
     answers.append(vote.agreed())
 assert answers == [False] * 3 + [True] * 3, answers
 print("done")
@@ -132,41 +130,115 @@ shard.leave(ranks)
     assert run_ranks(2, code, str(tmp_path)).count("done") == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_each_of_these_signals_is_a_vote_to_stop(number):
-    before = {stop: signal.getsignal(stop) for stop in guard.STOPS}
-    try:
-        vote = guard.StopVote(ALONE)
-        assert not vote.agreed()
-        os.kill(os.getpid(), number)
-        assert vote.agreed() and vote.reason == signal.Signals(number).name
-    finally:
-        for stop, handler in before.items():
-            signal.signal(stop, handler)
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """A run with a watchdog, whose `ended` has the exit status of the process that it would have ended."""
+    write_status(tmp_path, "running", 7)
+    before = {number: signal.getsignal(number) for number in guard.STOPS}
+    run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), ALONE)
+    run.votes, run.lock = guard.StopVote(ALONE), take_lock(tmp_path)
+
+    def leave(status: int) -> None:
+        run.watchdog.ended = [status]
+
+    monkeypatch.setattr(guard.os, "_exit", leave)
+    run.watchdog = guard.Watchdog(run)
+    yield run
+    run.watchdog.ended = run.watchdog.ended or True
+    run.lock.release()
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", guard.STOPS)
+def test_each_of_these_signals_is_a_vote_to_stop(watched, number):
+    watched.clock.switch("steps")
+    assert not watched.votes.agreed()
+    os.kill(os.getpid(), number)
+    wait_until(watched.votes.agreed)
+    assert watched.votes.reason == number.name and not watched.watchdog.ended
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, monkeypatch, ranks):
+def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, watched, ranks):
     """Reading weights may take longer than whoever asked waits. A resumed run keeps its step."""
-    write_status(tmp_path, "running", 7)
-    ended, code = threading.Event(), []
-
-    def leave(status: int) -> None:
-        code.append(status)
-        watchdog.ended = True
-        ended.set()
-
-    monkeypatch.setattr(guard.os, "_exit", leave)
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        config = SimpleNamespace(timeout=600)
-        run = SimpleNamespace(config=config, ranks=ALONE, clock=Clock(), folder=tmp_path, lock=None)
-        watchdog = guard.Watchdog(run)
-        watchdog.ranks = Ranks(0, ranks, ALONE.device)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert ended.wait(30) and code == [ranks - 1]  # alone it is no failure; of several, torchrun ends the others
-    finally:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, before)
+    watched.watchdog.ranks = Ranks(0, ranks, ALONE.device)
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_until(lambda: watched.watchdog.ended)
+    assert watched.watchdog.ended == [ranks - 1]  # alone it is no failure; of several, torchrun ends the others
     status = read_json(tmp_path / "status.json")
     assert (status["state"], status["step"]) == ("stopped", 7)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_lock_that_is_gone_or_another_jobs_ends_the_run(tmp_path, watched, monkeypatch, taken, capsys):
+    (tmp_path / "lock").unlink()
+    if taken:
+        (tmp_path / "lock").write_text("another's")
+    wait_until(lambda: watched.watchdog.ended)
+    assert watched.watchdog.ended == [1] and "the lock is lost" in capsys.readouterr().err
+    assert read_json(tmp_path / "status.json")["state"] == "running"  # which may be the other job's
+    assert (tmp_path / "lock").exists() == taken
+
+
+# ---- the lock
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(guard, "LEASE", 1.5)
+    monkeypatch.setattr(guard, "PATIENCE", 3.0)
+
+
+def hold(folder, answers) -> None:
+    """In a process of its own: tells its id when it has the lock, and keeps it."""
+    lock = take_lock(folder)
+    answers.put(os.getpid())
+    time.sleep(60 * bool(lock))
+
+
+def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_path):
+    context = multiprocessing.get_context("fork")  # importing all again takes seconds
+    answers = context.Queue()
+    other = context.Process(target=hold, args=(tmp_path, answers), daemon=True)
+    other.start()
+    assert answers.get(timeout=60) == other.pid
+    with pytest.raises(UserError, match=f"--out {re.escape(str(tmp_path))}: process {other.pid} on .* is training"):
+        take_lock(tmp_path)
+    other.kill()
+    other.join()
+    begin = time.monotonic()
+    lock = take_lock(tmp_path)
+    assert time.monotonic() - begin < 1 and lock.token in (tmp_path / "lock").read_text()
+    lock.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_of_another_machine_is_taken_over_if_nobody_renews_it(tmp_path):
+    """By this process, for which the machine's name in the file is changed in place."""
+    lock, file = take_lock(tmp_path), tmp_path / "lock"
+    lock._stop_heartbeat()
+    file.write_text(file.read_text().replace(lock.owner.hostname, "node7"))
+    done = threading.Event()
+    threading.Thread(target=lambda: [os.utime(file) for _ in iter(lambda: done.wait(0.2), True)]).start()
+    with pytest.raises(UserError, match=f"process {os.getpid()} on node7 is training there"):
+        take_lock(tmp_path)
+    done.set()
+    begin = time.monotonic()
+    successor = take_lock(tmp_path)
+    assert time.monotonic() - begin > 1.2 and successor.token in file.read_text()
+
+
+def test_an_empty_lock_is_named(tmp_path):
+    """filelock cannot tell it from a lock that a process is about to fill in."""
+    (tmp_path / "lock").touch()
+    with pytest.raises(UserError, match="an unnamed process is training .*remove .*/lock if no job"):
+        take_lock(tmp_path)
