@@ -50,6 +50,14 @@ PANELS = {  # of curves.png: fields of metrics.jsonl, and their labels
     "tok_per_s": "tokens per second",
     "mem_gib": "memory (GiB)",
 }
+DOTS = {"marker": "o", "ls": "--"}
+LINES = [  # of curves.png: panel, field of a record and style
+    ("loss", "loss", {"alpha": 0.35, "lw": 1}),
+    ("loss", "mean_loss", {"lw": 1.5}),
+    ("loss", "val_loss", DOTS),
+    ("val_bpb", "val_bpb", DOTS),
+    *((name, name, {"lw": 1}) for name in ("grad_norm", "lr", "tok_per_s", "mem_gib")),
+]
 
 
 def attention_kernel(config: Config, data, device: torch.device) -> str:
@@ -100,17 +108,20 @@ class TimedCollective:
 
 
 class CollectiveTimer:
-    """Measures FSDP's collectives on this rank while `active`."""
+    """Measures FSDP's collectives on this rank in training steps; clock: a lib.run.Clock."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, replicas: int):
-        self.cuda, self.active = device.type == "cuda", False
-        self.steps = self.measured_steps = 0
-        self.spans: list[tuple] = []  # (begin, end) of each collective since the last record
+    def __init__(self, model: torch.nn.Module, device: torch.device, replicas: int, clock):
+        self.cuda, self.clock = device.type == "cuda", clock
+        self.spans: list[tuple] = []  # (step, begin, end) of each collective since the last record
         for unit in [m for m in model.modules() if hasattr(m, "set_custom_all_gather")]:
             unit.set_custom_all_gather(TimedCollective(dist.all_gather_into_tensor, self))
             unit.set_custom_reduce_scatter(TimedCollective(dist.reduce_scatter_tensor, self))
             if replicas > 1:  # FSDP calls this after the all-reduce that follows a reduce-scatter
                 unit.set_all_reduce_hook(lambda reduced: self.end())
+
+    @property
+    def active(self) -> bool:
+        return self.clock.stack[-1] in ("compile", "steps") and not (self.cuda and self.clock.step % GPU_EVERY)
 
     def now(self) -> float | torch.cuda.Event:
         if not self.cuda:
@@ -125,20 +136,14 @@ class CollectiveTimer:
 
     def end(self) -> None:
         if self.active:
-            self.spans.append((self.begun, self.now()))
+            self.spans.append((self.clock.step, self.begun, self.now()))
             self.begin()  # an all-reduce may follow
-
-    def begin_step(self) -> None:
-        self.steps += 1
-        self.active = not self.cuda or self.steps % GPU_EVERY == 0
-        self.measured_steps += self.active
 
     def take(self) -> float:
         """ms per step since the last call. On a GPU the steps must have finished, which reading the loss ensures."""
-        lengths = [a.elapsed_time(b) if self.cuda else b - a for a, b in self.spans]
-        mean = sum(lengths) / max(self.measured_steps, 1)
-        self.spans, self.measured_steps = [], 0
-        return mean
+        total = sum(begin.elapsed_time(end) if self.cuda else end - begin for _, begin, end in self.spans)
+        steps, self.spans = {step for step, *_ in self.spans}, []
+        return total / max(len(steps), 1)
 
 
 def find_slow(ranks: list[Times]) -> tuple[int, str] | None:
@@ -185,9 +190,8 @@ def compare(predicted: dict[str, float], record: dict[str, float], folder: Path)
     write_whole(folder / "plan.json", json.dumps(content, indent=1) + "\n")
     parts = []
     for name, value in predicted.items():
-        off = value / measured[name] - 1
-        warning = ", off by more than 10 %" if abs(off) > 0.1 else ""
-        parts.append(f"{name} {value:.4g} predicted, {measured[name]:.4g} measured ({off:+.0%}{warning})")
+        ratio = value / measured[name] - 1
+        parts.append(f"{name} {value:.4g} predicted, {measured[name]:.4g} measured ({ratio:+.0%})")
     return f"Plan: {'; '.join(parts)}"
 
 
@@ -211,7 +215,7 @@ class Log:
         self.predicted = {}
         replicas, shards = mesh_shape(config.shard_size, self.ranks.world_size)
         self.mesh = {"replicate": replicas, "shard": shards}
-        self.timer = CollectiveTimer(model, self.ranks.device, replicas)
+        self.timer = CollectiveTimer(model, self.ranks.device, replicas, self.clock)
         self.suspect: int | None = None  # the rank that was slow in the last record
         self.fastest = 0.0  # samples/s of the fastest record; infinite after the warning that the speed fell
         self.trackers = []
@@ -219,12 +223,9 @@ class Log:
         if self.ranks.rank == 0:
             records = read_records(self.file)
             if records and not start:  # somebody removed the checkpoints
-                names = (self.file.with_name(f"metrics-before-{n}.jsonl") for n in itertools.count(1))
-                aside = next(path for path in names if not path.exists())
-                os.rename(self.file, aside)
-                logger.warning(
-                    "%s has records but no checkpoint; the old records are in %s", self.run.folder, aside.name
-                )
+                aside = self.file.with_name(time.strftime("metrics-before-%Y%m%d-%H%M%S.jsonl"))
+                self.file.rename(aside)
+                logger.warning("%s has records but no checkpoint; the old records are in %s", run.folder, aside.name)
             write_whole(self.file, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= start))
 
     def __enter__(self) -> "Log":
@@ -267,14 +268,9 @@ class Log:
         self.last_step = step
         self.last_seconds = [self.clock.seconds(part) for part in ("compile", "steps", "data")]
 
-    def begin_step(self) -> None:
-        """The step's data has arrived."""
-        self.timer.begin_step()
-
     def end_step(self, parts: list[tuple]) -> None:
         """The update has been launched. parts: (Batch, model.Details) of each micro-batch, whose losses by source and
         router statistics are summed on the device for the next record."""
-        self.timer.active = False
         for batch, details in parts:
             if batch.sources is not None:
                 tokens = (batch.targets != IGNORE).sum(1)
@@ -343,12 +339,7 @@ class Log:
         record = {"step": step, "tokens": step * self.batch_tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
         record |= speed | {"mem_gib": max(memory)} | self._source_losses() | self._router_figures()
         record |= self._slowest(speed) | self._validation(val_loss)
-
-        def write() -> None:
-            self._write(record)
-            write_status(self.run.folder, "running", step)
-
-        on_first_rank(write, self.ranks)
+        on_first_rank(lambda: self._write(record), self.ranks)
         more = {"val_loss": ", val loss {:.5f}", "val_bpb": ", {:.4f} bits per byte", "slowest": ", slowest {}"}
         logger.info(
             f"Batch {step} Loss: {loss:.5f}, Speed: {record['samples_per_s']:.2f} samples/sec, lr: {lr:.6f},"
@@ -373,10 +364,11 @@ class Log:
             on_first_rank(lambda: self._write({"step": step} | values), self.ranks)
 
     def _write(self, record: dict[str, float | str]) -> None:
-        """A non-finite value, which --on_nonfinite skip leaves in a record, becomes null."""
+        """On rank 0, which also updates status.json. A non-finite value (--on_nonfinite skip) becomes null."""
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with open(self.file, "a") as f:
             f.write(json.dumps(record) + "\n")
+        write_status(self.run.folder, "running", record["step"])
         for tracker in self.trackers[:]:
             try:
                 tracker.send(record)
@@ -469,39 +461,28 @@ def draw_runs(folders: list[Path], out: Path) -> None:
     figure = Figure(figsize=(10, 9), layout="constrained")
     panels = dict(zip(PANELS, figure.subplots(3, 2, sharex=True).flat, strict=True))
     for number, folder in enumerate(folders):
-        records = [record for record in read_records(folder / "metrics.jsonl") if "loss" in record]
-        _draw_run(panels, records, x, f"C{number}", folder.name)
+        records = _with_means([r for r in read_records(folder / "metrics.jsonl") if r.get("loss") is not None])
+        for panel, key, style in LINES:
+            rows = [(r[x], r[key]) for r in records if r.get(key) is not None]
+            if rows:
+                panels[panel].plot(*zip(*rows, strict=True), color=f"C{number}", label=f"{folder.name} {key}", **style)
     for key, axis in panels.items():
         axis.set(ylabel=PANELS[key], xlabel=x)
         axis.grid(alpha=0.3)
     panels["grad_norm"].set_yscale("log")
     panels["loss"].legend(fontsize=8)
-    temporary = out.with_name(f"{out.stem}.tmp-{os.getpid()}{out.suffix}")
     try:
-        figure.savefig(temporary, dpi=100)
+        figure.savefig(out, dpi=100)
     except ValueError as e:  # matplotlib does not know the suffix
         raise UserError(f"-o {out}: {e}") from None
-    os.replace(temporary, out)
     gc.collect()  # a figure is full of cycles and would keep its memory
 
 
-def _draw_run(panels: dict, records: list[dict], x: str, color: str, name: str) -> None:
-    def line(panel: str, key: str, label: str | None = None, **style) -> None:
-        rows = [(r[x], r[key]) for r in records if r.get(key) is not None]
-        if rows:
-            panels[panel].plot(*zip(*rows, strict=True), color=color, label=label, **style)
-
-    mean, size = None, max(1, len(records) // 50)
-    for record in records:
-        if (loss := record["loss"]) is not None:
-            mean = loss if mean is None else mean + (loss - mean) / size
-        record["mean_loss"] = mean
-    line("loss", "loss", alpha=0.35, lw=1)
-    line("loss", "mean_loss", f"{name}, training", lw=1.5)
-    line("loss", "val_loss", f"{name}, validation", marker="o", ls="--")
-    line("val_bpb", "val_bpb", marker="o", ls="--")
-    for key in ("grad_norm", "lr", "tok_per_s", "mem_gib"):
-        line(key, key, lw=1)
+def _with_means(records: list[dict]) -> list[dict]:
+    """The records with a running mean of their losses."""
+    size = max(1, len(records) // 50)
+    means = itertools.accumulate((r["loss"] for r in records), lambda mean, loss: mean + (loss - mean) / size)
+    return [record | {"mean_loss": mean} for record, mean in zip(records, means, strict=True)]
 
 
 def main(argv: list[str]) -> None:

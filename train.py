@@ -111,7 +111,6 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
         for step in range(start + 1, config.steps + 1):
             with run.phase("data"):
                 batches = next(steps)
-            log.begin_step()
             lr = learning_rate(config, step - 1)
             loss, grad_norm, parts = train_step(
                 model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
@@ -131,7 +130,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
                 log.add(step, sample=write_samples(model, run, step))
             if todo.stop:
                 break
-            run.finish_step(step)
+            run.clock.switch("steps", step)
             profiler.step()
         saver.wait()
     if todo.stop:

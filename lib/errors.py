@@ -31,16 +31,17 @@ VERSION = "0.2.0"  # CHANGELOG.md lists its changes
 LARGEST = 1 << 29  # bytes that are read at once; Llama 3's tokenizer.json has 17 MB
 
 
-def human(n: int) -> str:
+def human(n: float, units: tuple[str, ...] = ("", "K", "M", "B")) -> str:
     """6889410560 -> 6.89 B"""
-    unit, name = next((u for u in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if n >= u[0]), (1, ""))
-    return f"{n / unit:.2f} {name}".strip()
+    power = 0
+    while n >= 999.5 and power < len(units) - 1:
+        n, power = n / 1000, power + 1
+    return f"{n:.3g} {units[power]}".strip()
 
 
 def amount(size: float) -> str:
     """Bytes: 2.1 MB, 83 GB, 4.9 TB"""
-    unit, name = next((u for u in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= u[0]), (1, "B"))
-    return f"{size / unit:.{int(unit > 1 and size < 10 * unit)}f} {name}"
+    return human(size, ("B", "kB", "MB", "GB", "TB"))
 
 
 def printable(text: object) -> str:

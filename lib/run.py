@@ -221,10 +221,6 @@ class Run:
         self.mesh = mesh
         set_timeout(max(self.config.timeout, LONG), self.ranks, mesh)
 
-    def finish_step(self, step: int) -> None:
-        """Notes that a step is done."""
-        self.clock.switch("steps", step)
-
     def end(self, state: str, step: int) -> None:
         """state: finished or stopped. All ranks must call."""
         logger.info(self.clock.report())
