@@ -1,10 +1,8 @@
 """Faults: saves that are killed anywhere, damaged and hostile checkpoints, runs that are killed, stopped or cut off, or
 meet what is no number. The oracle is the state that was saved, and the run to which nothing happened."""
 
-import builtins
 import contextlib
 import errno
-import io
 import itertools
 import json
 import os
@@ -21,12 +19,10 @@ import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import safetensors.torch
 import torch
-from safetensors.torch import load_file, save_file
 
 import checkpoint
 import model
@@ -34,8 +30,6 @@ import train
 from lib import errors
 from lib import run as guard
 from lib.errors import UserError, read_json
-from lib.run import write_status
-from lib.text import write_shard
 from model import Transformer
 from test_checkpoint import make_state, save
 from test_shard import run_code, skip_plots
@@ -48,52 +42,19 @@ SMALL += ["--ffn_dim", "16", "--seq_len", "16"]
 # ---- a save that is killed
 
 
-def die_at(n: int) -> None:
-    """From now on this process ends at its n-th change of what is on the disk, or before an fsync; a write is two."""
-    done = [0]
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate")  # Python's audit events
 
-    def tick(*_):
-        done[0] += 1
-        if done[0] == n:
+
+def die_at(n: int) -> None:
+    """From now on this process ends before its n-th change of what is on the disk."""
+    count = itertools.count(1)
+
+    def hook(event: str, args: tuple) -> None:
+        changes = event in CHANGES or (event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR))
+        if changes and next(count) == n:
             os._exit(9)
 
-    def before(name: str) -> None:
-        real = getattr(os, name)
-        setattr(os, name, lambda *a, **k: tick() or real(*a, **k))
-
-    for name in ("mkdir", "rename", "replace", "fsync", "link", "unlink", "remove", "rmdir"):
-        before(name)
-
-    class File:
-        def __init__(self, file):
-            self.file = file
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            tick()
-            self.file.close()
-
-        def write(self, data):
-            half = len(data) // 2
-            self.file.write(data[:half])
-            self.file.flush()
-            tick()
-            self.file.write(data[half:])
-            self.file.flush()
-            tick()
-
-    real = io.open
-
-    def open_counted(path, mode="r", *args, **options):
-        file = real(path, mode, *args, **options)
-        return (tick() or File(file)) if set(mode) & set("wax+") else file
-
-    builtins.open = io.open = open_counted
+    sys.addaudithook(hook)
 
 
 def in_child(work) -> int:
@@ -200,7 +161,7 @@ def falls_back(config, folder: Path, capsys) -> str:
     before, skipped = checkpoint.find(config)
     assert before.step == 1 and len(skipped) == 1 and str(folder) in skipped[0]
     checkpoint.restore(before, model, optimizer, checkpoint.ALONE, config)
-    for key, value in load_file(before.folder / "rank-00000.safetensors").items():
+    for key, value in safetensors.torch.load_file(before.folder / "rank-00000.safetensors").items():
         kind, _, name = key.partition(".")
         parameter = model.get_parameter(name)
         assert torch.equal(parameter if kind == "model" else optimizer.state[parameter][kind], value)
@@ -222,22 +183,6 @@ def test_damage_of_any_file_is_named(two, capsys, kind):
         assert checkpoint.find(config)[0].step == 2
 
 
-def test_the_bytes_of_a_manifest_count(two):
-    """Changed, it is refused or says the same: e and E in a number, white space."""
-    _, folder = two
-    path = folder / "manifest.json"
-    before, truth = path.read_bytes(), checkpoint.read_manifest(folder)
-    refused = 0
-    for i in range(0, len(before), 3):
-        spoil(path, i, 1 << i % 8)
-        try:
-            assert checkpoint.read_manifest(folder) == truth, i
-        except ValueError as e:
-            refused += "manifest.json" in str(e)
-        spoil(path, i, 1 << i % 8)
-    assert refused > 0.99 * len(before) / 3 and path.read_bytes() == before
-
-
 def rewrite(folder: Path, change) -> None:
     """change(manifest), with its checksum made right again."""
     path = folder / "manifest.json"
@@ -252,26 +197,15 @@ def replace_part(folder: Path, data: bytes) -> None:
     rewrite(folder, lambda m: m["files"][0].update(bytes=len(data), crc32=zlib.crc32(data)))
 
 
-def safetensors(header: str | dict, data: bytes = b"") -> bytes:
-    text = (header if isinstance(header, str) else json.dumps(header)).encode()
-    return len(text).to_bytes(8, "little") + text + data
-
-
 class Evil:
     def __reduce__(self):
         return os.system, ("touch evil",)
 
 
-ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 HOSTILE = {
-    "a pickle": lambda: pickle.dumps(Evil()),
-    "torch.save": lambda: (f := io.BytesIO(), torch.save(Evil(), f), f.getvalue())[2],
-    "a huge header": lambda: (2**62).to_bytes(8, "little") + b"{}" + bytes(99),
-    "a deep header": lambda: safetensors("[" * 100_000),
-    "overlapping offsets": lambda: safetensors({"a": ROW, "b": ROW}, bytes(8)),
-    "other tensors": lambda: safetensors({"a": ROW}, bytes(8)),
-    "no tensors": lambda: safetensors({}),
-    "a header that is a list": lambda: safetensors("[]"),
+    "a pickle": pickle.dumps(Evil()),
+    "a huge header": (2**62).to_bytes(8, "little") + b"{}" + bytes(99),
+    "other tensors": safetensors.torch.save({"a": torch.zeros(2)}),
 }
 
 
@@ -279,7 +213,7 @@ HOSTILE = {
 def test_hostile_files_run_no_code_and_are_named(two, capsys, monkeypatch, tmp_path, kind):
     config, folder = two
     monkeypatch.chdir(tmp_path)
-    replace_part(folder, HOSTILE[kind]())
+    replace_part(folder, HOSTILE[kind])
     assert "rank-00000.safetensors" in falls_back(config, folder, capsys)
     assert not Path("evil").exists()
 
@@ -298,8 +232,7 @@ WRONG = {
 }
 for key in ("step", "files"):
     WRONG[f"no {key}"] = lambda m, key=key: m.pop(key)
-    for value in (None, "x", [1], [[]], -1.5):
-        WRONG[f"{key} {value}"] = lambda m, key=key, value=value: m.update({key: value})
+    WRONG[f"{key} -1.5"] = lambda m, key=key: m.update({key: -1.5})
 for key in ("file", "bytes", "crc32", "tensors"):
     WRONG[f"a file's {key}"] = lambda m, key=key: m["files"][0].update({key: [None]})
     WRONG[f"no file's {key}"] = lambda m, key=key: m["files"][0].pop(key)
@@ -316,7 +249,7 @@ def test_a_wrong_manifest_with_a_right_checksum_is_named(two, capsys):
         rewrite(folder, change)
         assert falls_back(config, folder, capsys), kind
         (folder / "manifest.json").write_bytes(before)
-    for text in ("", "null", "[]", "5", "[" * 100_000, '{"a":' * 100_000, "1" * 5000, '{"format": 2}', "\xff"):
+    for text in ("", "[]", "[" * 100_000, "\xff"):
         (folder / "manifest.json").write_text(text, encoding="latin1")
         assert "manifest.json" in falls_back(config, folder, capsys), text
     shutil.rmtree(folder)
@@ -337,10 +270,7 @@ def run_here(monkeypatch, text, capsys):
     skip_plots(monkeypatch.setattr)
 
     def run(out: Path, *flags) -> tuple[int, str]:
-        try:
-            status = errors.exit_status(train.main, [*TINY, "--data", text, "--out", str(out), *map(str, flags)])
-        except SystemExit as end:
-            status = end.code
+        status = errors.exit_status(train.main, [*TINY, "--data", text, "--out", str(out), *map(str, flags)])
         output = capsys.readouterr().err
         assert "Traceback" not in output, output
         assert output.count("error: ") == bool(status), output
@@ -425,18 +355,11 @@ def test_a_mixture_a_stream_and_chats_name_their_rows(tmp_path, run_here, monkey
     chats = tmp_path / "chats.jsonl"
     talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     chats.write_text((json.dumps({"messages": talk}) + "\n") * 20)
+    near = r"rank 0: \S+/{}-\w+/train-00000\.bin at token \d+: '"
     for kind, flags, named in (
-        (
-            "mixture",
-            ["--data", f"{text}:1", f"{text}:2"],
-            r"rank 0: \S+/numbers-\w+/train-00000\.bin at token \d+: '.{9,}'\n",
-        ),
+        ("mixture", ["--data", f"{text}:1", f"{text}:2"], near.format("numbers") + ".{9,}'\n"),
         ("stream", ["--data", text, "--stream", "--lanes", 1], r"numbers.txt near row \d+ \(lane 0, epoch 0\)"),
-        (
-            "chats",
-            ["--data", chats, "--seq_len", 64],
-            r"rank 0: \S+/chats-\w+/train-00000\.bin at token \d+: '.*one.*two",
-        ),
+        ("chats", ["--data", chats, "--seq_len", 64], near.format("chats") + ".*one.*two"),
     ):
         with monkeypatch.context() as m:
             break_losses(m, {2})
@@ -455,8 +378,8 @@ def test_a_mixture_a_stream_and_chats_name_their_rows(tmp_path, run_here, monkey
 def swap(folder: Path, a: str, b: str) -> None:
     """Two tensors of one shape change places, under right checksums."""
     path = folder / "rank-00000.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | {a: tensors[b], b: tensors[a]}, path)
+    tensors = safetensors.torch.load_file(path)
+    safetensors.torch.save_file(tensors | {a: tensors[b], b: tensors[a]}, path)
     replace_part(folder, path.read_bytes())
 
 
@@ -473,17 +396,13 @@ def test_what_is_loaded_must_have_the_loss_that_was_saved(tmp_path, run_here, mo
         status, output = run_here(run, *more)
         assert status == 2 and re.search(pattern, output), output
 
-    for name in ("mlp.down_proj", "self_attn.o_proj"):
-        shutil.copytree(tmp_path / "run", tmp_path / name)
-        copy = checkpoint.step_folder(tmp_path / name, 20)
-        swap(copy, *(f"model.layers.{i}.{name}.weight" for i in (0, 1)))
-        assert checkpoint.fault_of(copy) == ""
-        refused(both, tmp_path / name)
+    shutil.copytree(tmp_path / "run", tmp_path / "swapped")
+    copy = checkpoint.step_folder(tmp_path / "swapped", 20)
+    swap(copy, *(f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1)))
+    assert checkpoint.fault_of(copy) == ""
+    refused(both, tmp_path / "swapped")
     with monkeypatch.context() as m:
         m.setattr(model, "apply_rope", lambda x, rope: x)
-        refused(both)
-    with monkeypatch.context() as m:
-        m.setattr(model.RMSNorm, "forward", lambda self, x: x)
         refused(both)
     with monkeypatch.context() as m:  # what is not tied is not loaded
         m.setattr(Transformer, "tie_weights", lambda self: torch.nn.init.normal_(self.lm_head.weight, 0, 0.02))
@@ -491,9 +410,6 @@ def test_what_is_loaded_must_have_the_loss_that_was_saved(tmp_path, run_here, mo
     before = (folder / "manifest.json").read_bytes()
     rewrite(folder, lambda m: m["model"].update(rope_theta=2e4))
     refused(r"model's rope_theta was 20000\.0, is 500000\.0")
-    (folder / "manifest.json").write_bytes(before)
-    rewrite(folder, lambda m: m["probe"].update(loss=m["probe"]["loss"] + 0.01))
-    refused(both)
     (folder / "manifest.json").write_bytes(before)
     for change in (["--attention", "sdpa"], ["--checkpointing", "block"], ["--fp8", "tensor"]):
         shutil.copytree(tmp_path / "run", tmp_path / change[1])
@@ -533,20 +449,6 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
     assert (last["step"], last["lr"]) == (9, 0.02)
 
 
-@pytest.mark.parametrize("stop", [10, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 9, 19))])
-def test_a_run_stopped_anywhere_in_the_epochs_equals_the_uninterrupted_one(tmp_path, run_here, stop):
-    """Two shards of 10 rows of 16 tokens and a little more, 2 rows a micro-batch, 4 a step: epochs end within steps."""
-    (tmp_path / "data").mkdir()
-    for i in range(2):
-        write_shard(tmp_path / f"data/{i}.bin", np.random.default_rng(i).integers(0, 258, 10 * 16 + 5 + i), 258)
-    flags = ["--data", tmp_path / "data", "--batch_tokens", 64]
-    assert run_here(tmp_path / "whole", *flags, "--steps", 20)[0] == 0
-    for steps in (stop, 20):
-        assert run_here(tmp_path / "run", *flags, "--steps", steps)[0] == 0
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 20
-    assert weights_of(tmp_path / "run", 20) == weights_of(tmp_path / "whole", 20)
-
-
 @pytest.mark.parametrize("save_async", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_save_in_the_background_equals_one_that_is_waited_for_and_its_error_ends_the_run(
     tmp_path, run_here, monkeypatch, save_async
@@ -570,19 +472,6 @@ def test_a_save_in_the_background_equals_one_that_is_waited_for_and_its_error_en
     assert losses(tmp_path / "run")[-1][0] <= 10  # a step after the error, and before another save is begun
     names = {p.name for p in (tmp_path / "run/checkpoints").iterdir()}
     assert names == {"step-00000002", "step-00000004"}
-
-
-def test_a_crash_right_after_a_save_was_begun_leaves_the_checkpoint(tmp_path, run_here, monkeypatch, text):
-    def crash(model, run, step):
-        raise UserError("told to")
-
-    write = checkpoint.write_file
-    with monkeypatch.context() as m:
-        m.setattr(checkpoint, "write_file", lambda *a: time.sleep(1) or write(*a))
-        m.setattr(train, "write_samples", crash)
-        flags = ["--steps", 9, "--save_every", 3, "--sample_every", 3]
-        assert run_here(tmp_path / "run", *flags) == (2, "error: told to\n")
-    assert checkpoint.verify(tmp_path / "run") == [(3, True, "")]
 
 
 # ---- storage
@@ -609,42 +498,11 @@ def test_a_folder_that_a_rank_does_not_see_is_refused_before_anything_is_loaded(
     assert status == 2 and f"--out {tmp_path / 'run'} is not the folder there" in output
 
 
-def test_a_disk_that_is_or_becomes_read_only_is_named(mount, run_here, monkeypatch):
+def test_a_disk_that_is_read_only_is_named(mount, run_here):
     disk = mount("9m")
-    assert run_here(disk / "run", "--steps", 2)[0] == 0
-    write = train.Log.step
-
-    def remount(log, step, *rest):
-        if step == 4:
-            for name in ("lock", "log.txt"):  # both are open for writing, which `mount` refuses, unlike a failing disk
-                read_only = os.open(disk / "run" / name, os.O_RDONLY)
-                for fd in Path("/proc/self/fd").iterdir():
-                    if os.path.realpath(fd) == str(disk / "run" / name):
-                        os.dup2(read_only, int(fd.name))
-            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        return write(log, step, *rest)
-
-    with monkeypatch.context() as m:
-        m.setattr(train.Log, "step", remount)
-        m.setattr(Path, "exists", lambda self, e=Path.exists: self.name != "lock" and e(self))  # it stays
-        status, output = run_here(disk / "run", "--steps", 9)
-    assert (
-        status == 1 and "cannot be used: [Errno 30]" in output and f"Read-only file system: '{disk / 'run'}/" in output
-    )
-    status, output = run_here(disk / "other", "--steps", 9)
-    assert status == 1 and f"Read-only file system: '{disk / 'other'}'" in output
-    assert checkpoint.verify(disk / "run") == [(2, True, "")]
-
-
-def test_a_check_says_what_would_be_done(tmp_path, run_here, capsys):
-    """Beside temporary folders, on a run of other settings, while another job has the folder."""
-    run = tmp_path / "run"
-    (run / "checkpoints/step-00000007.tmp-dead").mkdir(parents=True)
-    assert run_here(run, "--steps", 2, "--check")[0] == 0 and not (run / "status.json").exists()
-    assert run_here(run, "--steps", 2)[0] == 0
-    assert not (run / "checkpoints/step-00000007.tmp-dead").exists()
-    status, output = run_here(run, "--steps", 9, "--seed", 3, "--check")
-    assert status == 2 and "--seed was 0, is 3" in output
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    status, output = run_here(disk / "run", "--steps", 9)
+    assert status == 1 and f"Read-only file system: '{disk / 'run'}'" in output
 
 
 # ---- runs of their own
@@ -707,26 +565,6 @@ class Job:
                 rank = re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
                 out |= {int(rank[1]): int(pid)} if rank else {}
         return out
-
-
-@pytest.mark.slow
-def test_what_is_no_number_on_one_rank_stops_both_with_the_state_before_it(tmp_path, text):
-    truth = tmp_path / "truth"
-    assert Job(truth, text, "--steps", 12, "--save_every", 1, "--keep", 99).end()[0] == 0
-    code = """
-forward, count = train.Transformer.forward, itertools.count(1)
-def broken(self, *args, **more):
-    out = forward(self, *args, **more)
-    return (out[0] * float("inf"), out[1]) if self.training and more and next(count) == 7 and RANK == 1 else out
-train.Transformer.forward = broken
-"""
-    status, output = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4, code=code).end()
-    assert status and output.count("error: Step 7: the loss of rank 1 on ") == 1 and "rank 0 on" not in output, output
-    assert len(re.findall(r"  rank 1: \S+/numbers-\w+/train-00000\.bin at token \d+: '.{9,}'\n", output)) == 2
-    assert weights_of(tmp_path / "run", 6) == weights_of(truth, 6)
-    status, output = Job(tmp_path / "run", text, "--steps", 12, "--save_every", 4).end()
-    assert status == 0, output
-    assert losses(tmp_path / "run") == losses(truth) and weights_of(tmp_path / "run", 12) == weights_of(truth, 12)
 
 
 SLOWER = "rate = train.learning_rate\ntrain.learning_rate = lambda *a: time.sleep({}) or rate(*a)"
@@ -807,69 +645,37 @@ def test_replicas_that_differ_by_a_bit_are_found_and_not_saved(tmp_path, text, r
     assert [p.name for p in checkpoint.folders(tmp_path / "run")] == ["step-00000005"]
 
 
-HANGS = {
-    "in the data": "at_step(5, lambda: RANK == 1 and time.sleep(300))",
-    "in a collective": "at_step(5, lambda: RANK == 1 and shard.dist.barrier())",
-    "stopped": "at_step(5, lambda: RANK == 1 and os.kill(os.getpid(), signal.SIGSTOP))",
-    "in the backward pass": """
+BACKWARD = """
 def hang():
     if RANK == 1:
         torch.Tensor.backward = lambda self: time.sleep(300)
 at_step(5, hang)
-""",
-}
-
-
-@pytest.mark.parametrize("kind", ["in the data", *(pytest.param(k, marks=pytest.mark.slow) for k in [*HANGS][2:])])
-def test_a_hung_rank_is_named_within_the_limit(tmp_path, text, kind):
-    job = Job(tmp_path / "run", text, "--steps", 30, "--timeout", 3, code=HANGS[kind])
-    job.wait_for_step(4)
-    begin, pids = time.monotonic(), job.pids()
-    status, output = job.end()
-    for pid in pids.values():
-        wait_until_gone(pid, 5)
-    assert status and time.monotonic() - begin < 3 + 60  # as --help says: torchrun kills a stopped one after 30 s
-    rank = "rank 1 does not answer" if kind == "stopped" else r"rank 1 on \S+ is behind: its last step was 4"
-    assert re.search(rank, output), output
-    assert job.status["state"] == "failed" and re.search(rank, job.status["message"])
-    assert len(re.findall(r'train\.py", line \d+ in train$', output, re.M)) == (1 if kind == "stopped" else 2), output
-
-
-@pytest.mark.slow
-def test_a_process_alone_that_hangs_ends_and_a_long_evaluation_does_not(tmp_path, text):
-    code = """
-reshard = shard.reshard
-shard.reshard = lambda model: time.sleep(4) or reshard(model)  # at the end of an evaluation
-at_step(6, lambda: time.sleep(300))
 """
-    flags = ["--steps", 9, "--timeout", 2, "--eval_every", 4, "--eval_batches", 1]
-    job = Job(tmp_path / "run", text, *flags, ranks=1, code=code)
-    status, output = job.end()
-    assert status == 1 and "After step 5: no step has ended for" in output, output
-    assert job.status["state"] == "failed" and not (tmp_path / "run/lock").exists()
-    assert re.search(r'train\.py", line \d+ in train$', output, re.M), output
-
-
-HANGS_OUTSIDE_STEPS = {
-    # code, ranks, the phase
-    "start": ("shard.make_mesh = lambda *a: time.sleep(300)", 1),
-    "compile": ("at_step(1, lambda: RANK == 0 and time.sleep(300))", 2),
-    "saves": ("write_file = checkpoint.write_file\ncheckpoint.write_file = lambda *a: time.sleep(300)", 1),
+BEHIND = r"rank 1 on \S+ is behind: its last step was 4"
+HANGS = {  # code, ranks, what the message says
+    "data": ("at_step(5, lambda: RANK == 1 and time.sleep(300))", 2, BEHIND),
+    "stopped": ("at_step(5, lambda: RANK == 1 and os.kill(os.getpid(), signal.SIGSTOP))", 2, "rank 1 does not answer"),
+    "backward": (BACKWARD, 2, BEHIND),
+    "start": ("shard.make_mesh = lambda *a: time.sleep(300)", 1, r"After step 0: .* \d+ s, in phase 'start'"),
+    "compile": (
+        "at_step(1, lambda: RANK == 0 and time.sleep(300))",
+        2,
+        r"rank 0 on \S+ is behind: its last step was 0, it is in 'compile'",
+    ),
+    "saves": ("checkpoint.write_file = lambda *a: time.sleep(300)", 1, r"After step 2: .* \d+ s, in phase 'saves'"),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", HANGS_OUTSIDE_STEPS)
-def test_a_hang_outside_the_steps_names_rank_host_and_phase(tmp_path, text, phase):
-    code, ranks = HANGS_OUTSIDE_STEPS[phase]
-    flags = ["--steps", 9, "--timeout", 2, "--save_every", 3, "--save_async", "off"]
+@pytest.mark.parametrize("kind", ["data", *(pytest.param(k, marks=pytest.mark.slow) for k in [*HANGS][1:])])
+def test_a_hang_is_named_within_the_limit(tmp_path, text, kind):
+    code, ranks, named = HANGS[kind]
+    flags = ["--steps", 30, "--timeout", 3, "--save_every", 3, "--save_async", "off"]
     job = Job(tmp_path / "run", text, *flags, ranks=ranks, code=f"guard.LONG = 6\n{code}")
-    status, stderr = job.end()
-    step = 2 if phase == "saves" else 0
-    named = f"rank 0 on {platform.node()}: After step {step}: no step has ended for [0-9]+ s, in phase '{phase}'"
-    assert status == 1 and re.search(named, stderr), stderr
-    behind = f"rank 0 on {platform.node()} is behind: its last step was 0, it is in 'compile'"
-    assert phase != "compile" or behind in stderr, stderr
+    status, output = job.end()  # torchrun kills a stopped rank after 30 s
+    assert status and re.search(named, output), output
+    assert job.status["state"] == "failed" and re.search(named, job.status["message"])
+    stacks = re.findall(r'train\.py", line \d+ in train$', output, re.M)
+    assert len(stacks) == (1 if kind == "stopped" else ranks), output
 
 
 @pytest.mark.slow
@@ -890,19 +696,6 @@ checkpoint.write_file = slow
     assert status == 0, stderr
 
 
-@pytest.mark.slow
-def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path, text):
-    slow = SLOWER.format(0.05)
-    first = Job(tmp_path / "run", text, "--steps", 300, ranks=1, code=slow)
-    first.wait_for_step(2)
-    status, output = Job(tmp_path / "run", text, "--steps", 300).end()
-    assert status and output.count(f"process {first.process.pid} on {platform.node()} is training there") == 1
-    assert first.status["state"] == "running" and first.process.poll() is None
-    first.process.terminate()
-    assert first.end()[0] == 0 and first.status["state"] == "stopped"
-    assert [step for step, _ in losses(tmp_path / "run")] == [*range(1, first.status["step"] + 1)]
-
-
 SIGNALS = {
     "an evaluation": "evaluate = train.evaluate\ntrain.evaluate = lambda *a: told() or evaluate(*a)",
     "a sample": "write = train.write_samples\ntrain.write_samples = lambda *a: told() or write(*a)",
@@ -911,17 +704,16 @@ SIGNALS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", SIGNALS)
-def test_a_signal_at_any_time_is_honoured(tmp_path, text, ranks, kind):
+def test_a_signal_at_any_time_is_honoured(tmp_path, text, kind):
     number = {"an evaluation": signal.SIGTERM, "a sample": signal.SIGHUP, "a save": signal.SIGUSR1}[kind]
     code = f"""
 count = itertools.count()
-told = lambda: RANK == {ranks - 1} and next(count) == 0 and os.kill(os.getpid(), {int(number)})
+told = lambda: RANK == 1 and next(count) == 0 and os.kill(os.getpid(), {int(number)})
 {SIGNALS[kind]}
 """
     flags = ["--steps", 400, "--eval_every", 5, "--eval_batches", 1, "--sample_every", 5, "--save_every", 5]
-    job = Job(tmp_path / "run", text, *flags, ranks=ranks, code=code)
+    job = Job(tmp_path / "run", text, *flags, code=code)
     status, output = job.end(60)
     assert status == 0, output
     step = job.status["step"]
@@ -982,15 +774,14 @@ def test_nobody_waits_for_a_dead_peer(tmp_path, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_from_one_rank_to_two_and_back_the_batches_are_the_same(tmp_path, text, optimizer):
+def test_from_one_rank_to_two_and_back_the_batches_are_the_same(tmp_path, text):
     """Micro-batches of 2 rows, 6 rows a step: on two ranks the last is filled up."""
-    flags = ["--batch_tokens", 96, "--save_every", 3, "--optimizer", optimizer]
+    flags = ["--batch_tokens", 96, "--save_every", 3, "--optimizer", "muon"]
     for ranks, size, steps in ((1, 0, 3), (2, 0, 6), (2, 1, 9), (1, 0, 12)):
         more = ["--steps", steps, "--shard_size", size]
         status, output = Job(tmp_path / "run", text, *flags, *more, ranks=ranks).end()
         assert status == 0, output
-    probes = re.findall(r"probe: ([\d.]+), it was ([\d.]+)", (tmp_path / "run/log.txt").read_text())
+    probes = re.findall(r"probe: ([\d.]+), at the save: ([\d.]+)", (tmp_path / "run/log.txt").read_text())
     assert len(probes) == 3 and all(float(a) == pytest.approx(float(b), abs=1e-5) for a, b in probes)
     assert Job(tmp_path / "whole", text, *flags, "--steps", 12, ranks=1).end()[0] == 0
     got, want = losses(tmp_path / "run"), losses(tmp_path / "whole")
@@ -1007,37 +798,3 @@ def test_a_full_disk_ends_all_ranks_with_one_message(mount, text):
     folders = checkpoint.folders(disk / "run")
     assert len(folders) >= 2 and all(not checkpoint.fault_of(p) for p in folders)
     assert {p.name for p in (disk / "run/checkpoints").iterdir()} == {p.name for p in folders}
-
-
-def test_an_end_is_told_in_status_json_when_stderr_takes_nothing(tmp_path, monkeypatch):
-    run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), checkpoint.ALONE)
-    run.watchdog = SimpleNamespace()
-    write_status(tmp_path, "running", 3)
-
-    def refuse(_) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=refuse))
-    assert run.__exit__(OSError, OSError(errno.ENOSPC, "full"), None) and run.exit_code == 1
-    assert "the disk is full" in read_json(tmp_path / "status.json")["message"]
-
-
-@pytest.mark.slow
-def test_disks_that_are_not_shared_are_refused(tmp_path, text):
-    """Rank 1 has a disk of its own at --out, as another machine has."""
-    code = f"""
-if RANK == 1:
-    import ctypes
-    libc = ctypes.CDLL(None, use_errno=True)
-    private = libc.unshare(0x20000) == 0 and libc.mount(b"none", b"/", None, (1 << 18) | 16384, None) == 0
-    if not private or libc.mount(b"tmpfs", {str(tmp_path / "apart")!r}.encode(), b"tmpfs", 0, None):
-        os._exit(77)
-guard.APPEARS = 1.0
-shard.fill_parameters = checkpoint.find = train.make_loader = None
-"""
-    (tmp_path / "apart").mkdir()
-    job = Job(tmp_path / "apart" / "run", text, "--steps", 3, code=code)
-    status, output = job.end()
-    if "77" in output:
-        pytest.skip("only root has mounts of its own")
-    assert status and re.search(r"rank 1 on \S+: --out \S+ is not the folder there", output), output
