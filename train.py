@@ -116,7 +116,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
                 model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
             log.end_step(parts)
-            todo = check.after_step(config, step, run.votes.agreed(saver.error is not None))
+            todo = check.after_step(config, step, run.agrees_to_stop(saver.error is not None))
             gradients.check(step, wait=todo.record)  # a non-finite loss is neither recorded nor saved
             val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
             if todo.record:

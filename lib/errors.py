@@ -401,6 +401,3 @@ def end_with_torchrun() -> None:
 
 
 _use_venv()
-for _name in ("stdout", "stderr"):
-    if getattr(sys, _name) is None:  # closed by the shell that started us (>&-)
-        setattr(sys, _name, open(os.devnull, "w"))  # noqa: SIM115

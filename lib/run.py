@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +40,7 @@ from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it gives up
 TOGETHER = 2.0  # seconds within which signals are one
-ANSWERS = 10.0  # seconds that a hanging job's watchdogs wait for each other; less than shard.WATCHDOG
+EXCHANGE = 10.0  # seconds that a hanging job's watchdogs wait for each other; less than shard.WATCHDOG
 ANSWER = 20.0  # seconds that a stopping rank waits for others
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
 MOVING = 2**16  # bytes per second above which reading or writing counts as progress
@@ -99,12 +100,12 @@ class Clock:
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since boot
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")  # includes imports
         self.begin = time.perf_counter() - age
-        self.parts: dict[str, float] = {}
+        self.parts = Counter()  # seconds by part
         self.stack, self.since, self.step = ["start"], self.begin, 0
 
     def _lap(self) -> None:
         now = time.perf_counter()
-        self.parts[self.stack[-1]] = self.parts.get(self.stack[-1], 0.0) + now - self.since
+        self.parts[self.stack[-1]] += now - self.since
         self.since = now
 
     def switch(self, part: str, step: int = 0) -> None:
@@ -125,7 +126,7 @@ class Clock:
 
     def seconds(self, name: str) -> float:
         self._lap()
-        return self.parts.get(name, 0.0)
+        return self.parts[name]
 
     def report(self) -> str:
         self._lap()
@@ -167,12 +168,13 @@ class Run:
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks, self.folder, self.clock = config, ranks, Path(config.out), Clock()
-        self.lock: SoftFileLease | None = None  # rank 0 has it
-        self.mesh: DeviceMesh | None = None
+        self.lock = self.mesh = None  # rank 0 has the lock
         # with run.phase(NAME): time inside belongs to NAME. The watchdog allows --timeout in "data" and "steps", and in
         # any other phase at least LONG without progress.
         self.phase = self.clock.part
         self.began, self.exit_code = False, 1
+        self.stop_reason = ""  # why this rank wants to stop; the watchdog sets it
+        self.pending_vote = None
 
     def __enter__(self) -> "Run":
         self.nonce = on_first_rank(self._take_folder, self.ranks)
@@ -182,7 +184,6 @@ class Run:
             if self.lock:
                 self.lock.release()
             raise
-        self.votes = StopVote(self.ranks)
         if "TORCHELASTIC_RUN_ID" not in os.environ:  # else the launcher has removed an old request
             (self.folder / "logs" / "stop").unlink(missing_ok=True)
         self.watchdog = Watchdog(self)
@@ -221,10 +222,26 @@ class Run:
         self.mesh = mesh
         set_timeout(max(self.config.timeout, LONG), self.ranks, mesh)
 
+    def agrees_to_stop(self, failed: bool = False) -> bool:
+        """Casts this step's vote and returns the outcome of the step before, so nobody waits for the answer. A request
+        that the watchdog noticed on any rank, or a save that `failed` on a rank, ends the run on all ranks at the same
+        step. All ranks must call, once a step."""
+        mine = bool(self.stop_reason or failed)
+        if self.ranks.world_size == 1:
+            return mine
+        outcome = False
+        if self.pending_vote is not None:
+            work, vote = self.pending_vote
+            work.wait(timedelta(seconds=ANSWER)) if self.stop_reason else work.wait()  # a peer may be dead
+            outcome = bool(vote.item())
+        vote = torch.tensor([int(mine)])
+        self.pending_vote = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True), vote
+        return outcome
+
     def end(self, state: str, step: int) -> None:
         """state: finished or stopped. All ranks must call."""
         logger.info(self.clock.report())
-        message = f"by {self.votes.reason or 'another rank'}" if state == "stopped" else ""
+        message = f"by {self.stop_reason or 'another rank'}" if state == "stopped" else ""
         if message:
             logger.info("Stopped %s after step %d; the same command resumes from there", message, step)
 
@@ -358,29 +375,6 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
 # ---- signals, and ranks that hang
 
 
-class StopVote:
-    """Agreement to stop: a request that the watchdog noticed on any rank, or a save that failed on a rank, ends the run
-    on all ranks at the same step, one step later: nobody waits for the answer."""
-
-    def __init__(self, ranks: Ranks):
-        self.ranks, self.pending = ranks, None
-        self.reason = ""  # why this rank wants to stop; the watchdog sets it
-
-    def agreed(self, failed: bool = False) -> bool:
-        """Casts this step's vote and returns the outcome of the step before. All ranks must call, once a step."""
-        mine = bool(self.reason or failed)
-        if self.ranks.world_size == 1:
-            return mine
-        outcome = False
-        if self.pending is not None:
-            work, vote = self.pending
-            work.wait(timedelta(seconds=ANSWER)) if self.reason else work.wait()  # told to stop as a peer is dead?
-            outcome = bool(vote.item())
-        vote = torch.tensor([int(mine)])
-        self.pending = (dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True), vote)
-        return outcome
-
-
 class Watchdog:
     """A thread that votes to stop at a signal of STOPS, or on rank 0 at a request in `logs/stop`, and that ends this
     process at a second signal or request, when the run folder's lock is lost, or when it hangs.
@@ -396,8 +390,8 @@ class Watchdog:
         self.store = None
         if self.ranks.world_size > 1:  # its own connection to the store where the ranks met
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self.store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ANSWERS))
-        self.stopped_at: float | None = None  # when the first request to stop came
+            self.store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=EXCHANGE))
+        self.stopped_at = None  # when the first request to stop came
         self.bytes, self.transferred_at = 0, 0.0  # bytes read and written by this process; when they last grew
         self.ended = False
         for number in STOPS:
@@ -429,25 +423,22 @@ class Watchdog:
         if signals or request is not None:
             self.stopped_at = self.stopped_at or time.perf_counter()
             reason = signals[0].name if signals else STOP_REASON
-            self.run.votes.reason = self.run.votes.reason or reason
+            self.run.stop_reason = self.run.stop_reason or reason
 
     def _check_progress(self) -> None:
         now, phase, timeout = time.perf_counter(), self.clock.stack[-1], self.run.config.timeout
+        counters = re.findall(r"[rw]char: (\d+)", Path("/proc/self/io").read_text())
+        before, self.bytes = self.bytes, sum(map(int, counters))
+        if self.bytes - before > MOVING:
+            self.transferred_at = now
         if self.stopped_at and phase in ("start", "compile"):  # nothing is to be saved
             self._end("stopped before the first step", "stopped", int(self.ranks.world_size > 1))
         if phase in ("steps", "data"):
             idle, limit = now - self.clock.since, timeout
         else:
-            idle, limit = now - max(self.clock.since, self._last_transfer(now)), max(timeout, LONG)
+            idle, limit = now - max(self.clock.since, self.transferred_at), max(timeout, LONG)
         if idle > limit:
             self._hang(f"no step has ended for {idle:.0f} s, in phase {phase!r} (--timeout {timeout})")
-
-    def _last_transfer(self, now: float) -> float:
-        counters = re.findall(r"[rw]char: (\d+)", Path("/proc/self/io").read_text())
-        before, self.bytes = self.bytes, sum(map(int, counters))
-        if self.bytes - before > MOVING:
-            self.transferred_at = now
-        return self.transferred_at
 
     def _hang(self, what: str) -> None:
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
@@ -469,7 +460,7 @@ class Watchdog:
         return out
 
     def _exchange(self) -> dict[int, list]:
-        """[last step, started collectives, phase, host] of every rank that answers within ANSWERS seconds."""
+        """[last step, started collectives, phase, host] of every rank that answers within EXCHANGE seconds."""
         position = [self.clock.step, 0, self.clock.stack[-1], platform.node()]
         for group in [None, self.ranks.control, *(self.run.mesh.get_all_groups() if self.run.mesh else [])]:
             with contextlib.suppress(RuntimeError):

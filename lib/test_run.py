@@ -117,12 +117,12 @@ def test_the_hash_sees_every_bit(dtype):
 def test_stop_vote_is_one_step_late_and_unanimous(tmp_path):
     code = """
 ranks = shard.init_ranks()
-vote = guard.StopVote(ranks)
+run = guard.Run(guard.Config(), ranks)
 answers = []
 for step in range(6):
     if step == 2 and ranks.rank == 1:
-        vote.reason = "SIGTERM"
-    answers.append(vote.agreed())
+        run.stop_reason = "SIGTERM"
+    answers.append(run.agrees_to_stop())
 assert answers == [False] * 3 + [True] * 3, answers
 print("done")
 shard.leave(ranks)
@@ -136,7 +136,7 @@ def watched(tmp_path, monkeypatch):
     write_status(tmp_path, "running", 7)
     before = {number: signal.getsignal(number) for number in guard.STOPS}
     run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), ALONE)
-    run.votes, run.lock = guard.StopVote(ALONE), take_lock(tmp_path)
+    run.lock = take_lock(tmp_path)
 
     def leave(status: int) -> None:
         run.watchdog.ended = [status]
@@ -161,10 +161,10 @@ def wait_until(condition) -> None:
 @pytest.mark.parametrize("number", guard.STOPS)
 def test_each_of_these_signals_is_a_vote_to_stop(watched, number):
     watched.clock.switch("steps")
-    assert not watched.votes.agreed()
+    assert not watched.agrees_to_stop()
     os.kill(os.getpid(), number)
-    wait_until(watched.votes.agreed)
-    assert watched.votes.reason == number.name and not watched.watchdog.ended
+    wait_until(watched.agrees_to_stop)
+    assert watched.stop_reason == number.name and not watched.watchdog.ended
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
