@@ -7,7 +7,6 @@ keeps the listing; `local_path` in lib/errors.py reads it before a run uses the 
 incomplete or changed. After an interruption the same command continues: complete files are not downloaded again."""
 
 import argparse
-import json
 import shlex
 import signal
 import sys
@@ -26,7 +25,7 @@ from lib.errors import (
     record_of,
     run_script,
     split_name,
-    write_whole,
+    write_json,
 )
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
@@ -60,7 +59,7 @@ def download(args: argparse.Namespace, command: str) -> None:
     hashes = {name: value for name, value in old.get("hashes", {}).items() if (folder / name).exists()}
     hashes |= {file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id for file in files}
     record.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(record, json.dumps(old | {"source": source, "command": command, "hashes": hashes}))
+    write_json(record, old | {"source": source, "command": command, "hashes": hashes})
     where = {"repo_type": kind, "revision": args.revision, "local_dir": args.out and folder or None}
     for _ in range(2):
         snapshot_download(repo, allow_patterns=allow, ignore_patterns=ignore, **where)

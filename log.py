@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import NamedTuple
 
-from lib.errors import Parser, UserError, human, read_json, run_script, write_whole  # first
+from lib.errors import Parser, UserError, human, read_json, run_script, write_json, write_whole  # first
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from optim import DTYPES, trained
 from shard import gather, mesh_shape, on_first_rank
 
 SLOW = 0.095  # a rank is named if it is slower than the median by this share, which is shown as 10 %
+PARTS = ("data", "compile", "steps")  # of the time that is a step's
 GPU_EVERY = 8  # on GPUs only every eighth step is measured, because reading its events takes time
 PANELS = {  # of curves.png: fields of metrics.jsonl, and their labels
     "loss": "loss (nats per token)",
@@ -187,7 +188,7 @@ def compare(predicted: dict[str, float], record: dict[str, float], folder: Path)
     """Writes plan.json, the predicted and measured values of a record -> a line for the log."""
     measured = {name: record[name] for name in predicted}
     content = {"step": record["step"], "predicted": predicted, "measured": measured}
-    write_whole(folder / "plan.json", json.dumps(content, indent=1) + "\n")
+    write_json(folder / "plan.json", content)
     parts = []
     for name, value in predicted.items():
         ratio = value / measured[name] - 1
@@ -216,10 +217,10 @@ class Log:
         replicas, shards = mesh_shape(config.shard_size, self.ranks.world_size)
         self.mesh = {"replicate": replicas, "shard": shards}
         self.timer = CollectiveTimer(model, self.ranks.device, replicas, self.clock)
-        self.suspect: int | None = None  # the rank that was slow in the last record
+        self.suspect = None  # the rank that was slow in the last record
         self.fastest = 0.0  # samples/s of the fastest record; infinite after the warning that the speed fell
         self.trackers = []
-        self._mark(start)
+        self.last_step, self.last_seconds = start, [0.0] * len(PARTS)
         if self.ranks.rank == 0:
             records = read_records(self.file)
             if records and not start:  # somebody removed the checkpoints
@@ -235,7 +236,7 @@ class Log:
         for tracker in self.trackers:
             tracker.close()
 
-    def describe_run(self, model: Transformer, data, val_data, predicted: dict[str, float]) -> None:
+    def describe_run(self, data, val_data, predicted: dict[str, float]) -> None:
         """Writes flags.json, env.json and the head of the log, and opens the trackers. data, val_data: the Loaders.
         predicted: plan.record, to be compared with measured values."""
         if self.ranks.rank:
@@ -252,8 +253,8 @@ class Log:
             "peak": self.peak_source,
             "data": {"train": data.describe(), "val": val_data.describe() if val_data else []},
         }
-        write_whole(folder / "flags.json", json.dumps(asdict(config), indent=1) + "\n")
-        write_whole(folder / "env.json", json.dumps(env, indent=1) + "\n")
+        write_json(folder / "flags.json", asdict(config))
+        write_json(folder / "env.json", env)
         self.trackers = [open_tracker(name, folder) for name in config.track]
         how = f"{config.dtype}, compile {config.compile}, attention {attention}"
         logger.info("Run folder: %s; torch %s on %s x %d, %s", folder, torch.__version__, env["devices"][0], size, how)
@@ -263,10 +264,6 @@ class Log:
             logger.info("A step does not divide by the ranks: its last micro-batch is filled with untrained rows")
         logger.info("mfu counts causal attention; its peak per device is %s", self.peak_source)
         logger.info("Training from step %d to %d", self.last_step + 1, config.steps)
-
-    def _mark(self, step: int) -> None:
-        self.last_step = step
-        self.last_seconds = [self.clock.seconds(part) for part in ("compile", "steps", "data")]
 
     def end_step(self, parts: list[tuple]) -> None:
         """The update has been launched. parts: (Batch, model.Details) of each micro-batch, whose losses by source and
@@ -302,14 +299,15 @@ class Log:
 
     def _speed(self, step: int) -> dict[str, float]:
         """Averages since the last record."""
-        last_step, last_seconds = self.last_step, self.last_seconds
-        self._mark(step)
-        steps, seconds = step - last_step, sum(self.last_seconds) - sum(last_seconds)
-        tokens_per_s = steps * self.batch_tokens / seconds
+        now = [self.clock.seconds(part) for part in PARTS]
+        seconds = [after - before for after, before in zip(now, self.last_seconds, strict=True)]
+        steps = step - self.last_step
+        self.last_step, self.last_seconds = step, now
+        tokens_per_s = steps * self.batch_tokens / sum(seconds)
         per_device = tokens_per_s / self.ranks.world_size
         return {
-            "step_ms": 1e3 * seconds / steps,
-            "data_ms": 1e3 * (self.last_seconds[2] - last_seconds[2]) / steps,
+            "step_ms": 1e3 * sum(seconds) / steps,
+            "data_ms": 1e3 * seconds[0] / steps,
             "samples_per_s": tokens_per_s / self.seq_len,
             "tok_per_s": tokens_per_s,
             "tok_per_s_per_device": per_device,
@@ -446,7 +444,7 @@ def _open_wandb(folder: Path, fresh: bool) -> Tracker:
         config=config,
         settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
     )
-    write_whole(file, json.dumps({"id": run.id}) + "\n")
+    write_json(file, {"id": run.id})
     return Tracker("wandb", lambda record: run.log(record, step=record["step"]), run.finish)
 
 

@@ -103,7 +103,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
     gradients = GradientGuard(model, config, ranks, mesh, data.where)
     saver = checkpoint.Saver(model, optimizer, data, run, resume_from)
     log = Log(run, model, start, data.names)
-    log.describe_run(model, data, val_data, plan.predict_record(config, ranks))
+    log.describe_run(data, val_data, plan.predict_record(config, ranks))
     # ---- the loop
     with machine.reported_memory(config, model, optimizer), saver, log, profile_steps(run, start) as profiler:
         steps = iter(data)

@@ -90,10 +90,6 @@ class Parser(argparse.ArgumentParser):
 PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
 
 
-def is_full_disk(error: BaseException | None) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
 def free_space(path: Path) -> tuple[int, Path]:
     """The free bytes of the disk that holds a path, which need not exist, and the nearest folder that does."""
     folder = next(p for p in (path, *path.absolute().parents) if p.exists())
@@ -106,7 +102,7 @@ def describe_error(error: Exception) -> tuple[int, str, bool]:
     alone = isinstance(error, (RankError, RankFailure))
     if isinstance(error, Message):
         return 2 if isinstance(error, UserError) else 1, str(error), alone
-    if is_full_disk(error):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = ""
         if error.filename:
             free, folder = free_space(Path(os.fsdecode(error.filename)))
@@ -181,6 +177,10 @@ def write_whole(path: Path, text: str, sync: bool = False) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value) -> None:
+    write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict:
@@ -283,8 +283,6 @@ def find_damage(folder: Path) -> list[str]:
     """Names of a downloaded folder's files that are missing, or differ from the hub's. A file is hashed unless its hash
     was right before and its size and time of change are the same. The expected hashes come from download.py's record,
     and in a cache that other programs filled from the names of its blobs: sha256, or git's SHA-1 of a blob."""
-    import hashlib
-
     record = read_json(record_of(folder))
     verified = record.get("verified", {})
     links = [p for p in folder.rglob("*") if p.is_symlink()] if folder.parent.name == "snapshots" else []
@@ -299,18 +297,18 @@ def find_damage(folder: Path) -> list[str]:
         state = [path.stat().st_size, path.stat().st_mtime_ns, expected]
         if verified.get(name) == state:
             return state
-        digest = hashlib.sha256() if len(expected) == 64 else hashlib.sha1(b"blob %d\0" % state[0])
+        from huggingface_hub.utils import sha  # only here: other folders need not wait for this import
+
         with open(path, "rb") as file:
-            while chunk := file.read(2**22):
-                digest.update(chunk)
-        return state if digest.hexdigest() == expected else None
+            found = sha.sha_fileobj(file).hex() if len(expected) == 64 else sha.git_hash(file.read())
+        return state if found == expected else None
 
     with ThreadPoolExecutor() as pool:
         states = dict(zip(hashes, pool.map(verify, hashes), strict=True))
     if states != verified:
         with contextlib.suppress(OSError):  # a cache that only others may write: it is verified each time
             record_of(folder).parent.mkdir(exist_ok=True)
-            write_whole(record_of(folder), json.dumps(record | {"verified": states}))
+            write_json(record_of(folder), record | {"verified": states})
     return [name for name, state in states.items() if state is None]
 
 

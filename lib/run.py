@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import Config
 from lib import torch_private
-from lib.errors import Failure, RankFailure, UserError, describe_error, printable, read_json, say_error, write_whole
+from lib.errors import Failure, RankFailure, UserError, describe_error, printable, read_json, say_error, write_json
 from optim import GradientReducer, local, trained
 from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout
 
@@ -90,7 +90,7 @@ def write_status(folder: Path, state: str, step: int, exit_code: int | None = No
         "time": time.time(),
         "attempt": os.environ.get("TORCHELASTIC_RUN_ID"),  # for the launcher
     }
-    write_whole(folder / "status.json", json.dumps(status) + "\n")
+    write_json(folder / "status.json", status)
 
 
 class Clock:
