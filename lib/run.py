@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import re
-import select
 import signal
 import socket
 import sys
@@ -268,10 +267,7 @@ class Run:
         record_failure(error)
         if self.exit_code == 1 and any(self.folder.glob("checkpoints/step-*")) and "same command" not in message:
             message += "\nThe same command resumes from the newest checkpoint"
-        try:
-            self.record_end("error" if self.exit_code == 2 else "failed", self.exit_code, message)
-        except OSError:
-            message += f"\n{self.folder}/status.json could not be written"
+        self.record_end("error" if self.exit_code == 2 else "failed", self.exit_code, message)
         if self.ranks.rank == 0 or alone:  # rank 0 reports an error that all ranks have
             say_error(message)
         else:
@@ -279,9 +275,10 @@ class Run:
 
     def record_end(self, state: str, exit_code: int, message: str) -> None:
         """Writes how the run ended to status.json, unless another rank has done so."""
-        status = read_json(self.folder / "status.json")
-        if status.get("state") == "running":
-            write_status(self.folder, state, max(self.clock.step, status["step"]), exit_code, message)
+        with contextlib.suppress(OSError):  # the disk is full
+            status = read_json(self.folder / "status.json")
+            if status.get("state") == "running":
+                write_status(self.folder, state, max(self.clock.step, status["step"]), exit_code, message)
 
 
 # ---- gradients
@@ -397,13 +394,16 @@ class Watchdog:
         for number in STOPS:
             signal.signal(number, lambda *_: None)  # Python also writes the number to the socket
         self.signals, self.sender = socket.socketpair()
+        self.signals.settimeout(1.0)
         self.sender.setblocking(False)
         signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)  # also while the main thread is in C++
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     def _watch(self) -> None:
         while not self.ended:
-            arrived = self.signals.recv(64) if select.select([self.signals], [], [], 1.0)[0] else b""
+            arrived = b""
+            with contextlib.suppress(TimeoutError):
+                arrived = self.signals.recv(64)
             if self.ended:
                 return
             self._obey([number for number in STOPS if number in arrived])
@@ -479,8 +479,7 @@ class Watchdog:
         say_error(message)
         record_failure(PeerFailure(message) if self.stopped_at else Failure(message))
         if state:
-            with contextlib.suppress(OSError):
-                self.run.record_end(state, code, message)
+            self.run.record_end(state, code, message)
         if self.run.lock:
             self.run.lock.release()
         os._exit(code)
