@@ -614,10 +614,7 @@ def check_together(c: Config) -> None:
         raise UserError(
             f"--micro_batch 0 needs --batch_tokens that divide by --seq_len {c.seq_len}, not {c.batch_tokens}"
         )
-    _check_model(c, c.model_config)
-
-
-def _check_model(c: Config, model: ModelConfig) -> None:
+    model = c.model_config
     if c.router_aux_loss_coef != -1 and (c.router_aux_loss_coef < 0 or not model.n_experts):
         raise UserError(
             f"--router_aux_loss_coef {c.router_aux_loss_coef}: it must be 0 or more, and {c.model} has"
