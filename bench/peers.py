@@ -6,6 +6,7 @@
 Memory, the allocator and the compiler belong to a process, so every turn of a contender is a new process. Ours is
 train.py. Peers use autocast or pure bf16, torch.compile of the whole model, fused AdamW, and gradients clipped to 1."""
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -153,6 +154,7 @@ Step = Callable[[Tensor, Tensor, float], None]  # tokens, targets, and the share
 RATES = {  # peak learning rates, for one turn each
     "flatland adamw": (6e-3, 3e-3, 1e-2),
     "flatland muon": (8e-3, 6e-3, 1e-2),
+    "nanoGPT": (1e-3, 2e-3, 6e-3),
     "nanochat": (0.02, 0.03, 0.04),
 }
 
@@ -175,6 +177,28 @@ def flatland(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]
         train_step(model, optimizer, [Batch(tokens, targets)], rate, reducer, scales, device)
 
     return lambda tokens, targets: model(tokens, targets) / tokens.numel(), step
+
+
+def nanogpt(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]:
+    """As in config/train_shakespeare_char.py: cosine decay to lr / 10."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")  # our file is "model", too
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    shape, device = config.model_config, find_device(1)
+    sizes = {"n_layer": shape.n_layers, "n_head": shape.n_heads, "n_embd": shape.dim, "vocab_size": shape.vocab_size}
+    model = theirs.GPT(theirs.GPTConfig(**sizes, block_size=config.seq_len, dropout=0.0, bias=False)).to(device)
+    optimizer = model.configure_optimizers(0.1, lr, (0.9, 0.99), device.type)
+    call = torch.compile(model)
+
+    def step(tokens: Tensor, targets: Tensor, share: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(share / 0.02 + 1e-3, 0.55 + 0.45 * math.cos(math.pi * share))
+        call(tokens, targets)[1].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return lambda tokens, targets: model(tokens, targets)[1], step
 
 
 def nanochat(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]:
@@ -204,47 +228,57 @@ def nanochat(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]
 
 
 def train_for(name: str, checkout: Path, out: Path, seconds: float) -> None:
-    """Trains for `seconds`, with compilation, on the rows of the default recipe, then evaluates, and writes a record.
-    name: CONTENDER, LR."""
+    """Trains for `seconds`, with compilation, on the rows of the default recipe, and writes a record after each tenth
+    of the time, which evaluations do not use up. name: CONTENDER, LR."""
     keep_memory()
     contender, rate = name.split(", ")
-    make = nanochat if contender == "nanochat" else flatland
+    make = {"nanoGPT": nanogpt, "nanochat": nanochat}.get(contender, flatland)
     adamw = ["--optimizer", "adamw", "--embed_lr", "0"] * contender.endswith("adamw")
     config, device = parse_args([*DEFAULT, *adamw]), find_device(1)
     batches, validation = iter(make_loader(config)), [b for part in make_loader(config, split="val") for b in part]
-    begin, share, tokens = time.perf_counter(), 0.0, 0
+    begin, tokens, records = time.perf_counter(), 0, []
     loss_of, step = make(config, checkout, float(rate))
-    while share < 1:
-        share = min((time.perf_counter() - begin) / seconds, 1.0)
+    while len(records) < 10:
+        passed = time.perf_counter() - begin
         (batch,) = next(batches)
-        step(batch.tokens.to(device), batch.targets.to(device), share)
+        step(batch.tokens.to(device), batch.targets.to(device), min(passed / seconds, 1.0))
         tokens += batch.tokens.numel()
-    trained_for = time.perf_counter() - begin
-    with torch.no_grad():
-        losses = [loss_of(b.tokens.to(device), b.targets.to(device)).item() for b in validation]
-    record = {"seconds": trained_for, "tokens": tokens, "val_loss": sum(losses) / len(losses)}
-    out.write_text(json.dumps(record))
+        stop = time.perf_counter()
+        if stop - begin >= (len(records) + 1) * seconds / 10:
+            with torch.no_grad():
+                losses = [loss_of(b.tokens.to(device), b.targets.to(device)).item() for b in validation]
+            records.append({"seconds": stop - begin, "tokens": tokens, "val_loss": sum(losses) / len(losses)})
+            begin += time.perf_counter() - stop
+    out.write_text(json.dumps(records))
 
 
 def bench_loss(args: Namespace) -> Iterator[Row]:
     """Validation loss after a fixed time of training, compilation included: same bytes, same rows, same machine."""
-    seconds = args.seconds or (300 if torch.cuda.is_available() else 120)
+    import matplotlib.pyplot as plt
+
+    seconds, folder = args.seconds or (300 if torch.cuda.is_available() else 120), Path(tempfile.mkdtemp())
+    checkouts = {"nanoGPT": args.nanogpt, "nanochat": args.nanochat}
     for turn in range(3):  # contenders take turns
         for contender, rates in RATES.items():
-            name = f"{contender}, {rates[turn]:g}"
-            if contender == "nanochat" and not args.nanochat:
-                yield row("loss", name, "not available: name a checkout with --nanochat")
+            name, checkout = f"{contender}, {rates[turn]:g}", checkouts.get(contender, ROOT)
+            if not checkout:
+                yield row("loss", name, f"not available: name a checkout with --{contender.lower()}")
                 continue
-            with tempfile.TemporaryDirectory() as folder:
-                out = Path(folder, "record.json")
-                command = [sys.executable, __file__, name, str(args.nanochat), out, str(seconds)]
-                done = subprocess.run(command, capture_output=True, text=True)
-                if done.returncode:
-                    yield row("loss", name, f"failed: {done.stderr[-400:]}")
-                    continue
-                last = json.loads(out.read_text())
+            out = folder / f"{name}.json"
+            command = [sys.executable, __file__, name, str(checkout), out, str(seconds)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                yield row("loss", name, f"failed: {done.stderr[-400:]}")
+                continue
+            records = json.loads(out.read_text())
+            bits = [record["val_loss"] / math.log(2) for record in records]
+            plt.plot([record["seconds"] for record in records], bits, label=name)
+            last = records[-1]
             note = f"{last['val_loss']:.3f} nats, {last['tokens']:,} tokens in {last['seconds']:.0f} s"
-            yield row("loss", name, note, median=last["val_loss"] / math.log(2), unit="bits per byte")
+            yield row("loss", name, note, median=bits[-1], unit="bits per byte")
+    plt.xlabel("seconds of training"), plt.ylabel("validation loss, bits per byte"), plt.legend()
+    plt.savefig(folder / "loss.png")
+    print(f"The curves are in {folder}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python bench/run.py generate                         # greedy decoding, against transformers
     python bench/run.py cpu                              # training on a CPU, against transformers and litgpt
-    python bench/run.py loss --nanochat DIR              # validation loss after two minutes, against a checkout
+    python bench/run.py loss --nanogpt DIR --nanochat DIR  # validation loss after two minutes, against checkouts
     python bench/run.py gpu --parts models head          # training on one GPU; without --parts, all parts
 
 A row gives the median, the 10th and 90th percentile, the ratio to the first row of its case, MFU, and peak memory in
@@ -33,7 +33,8 @@ def parse(argv: list[str]) -> Namespace:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="of cpu and gpu (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="cpu, generate: turns of each contender (default 5)")
     parser.add_argument("--seconds", type=float, default=0, help="loss: time of each (default 120, GPU: 300)")
-    parser.add_argument("--nanochat", type=Path, help="loss: folder of a checkout")
+    for peer in ("nanogpt", "nanochat"):
+        parser.add_argument(f"--{peer}", type=Path, help="loss: folder of a checkout")
     args = parser.parse_args(argv)
     if args.suite == "gpu" and not torch.cuda.is_available():
         raise UserError("gpu: torch finds no GPU on this machine")
