@@ -228,13 +228,9 @@ CHUNK_BYTES = 2**29
 
 
 def chunk_rows(tokens: int, limit: int) -> int:
-    """Rows of a chunk of the logits, at most `limit` or 128: multiples of 128 suit the kernels, and chunks of one shape
-    are compiled once."""
-    if tokens <= limit:
-        return tokens
-    most = max(128, limit // 128 * 128)
-    even = [rows for rows in range(128, most + 1, 128) if tokens % rows == 0 and 2 * rows > most]
-    return even[-1] if even else -(-tokens // -(-tokens // most) // 128) * 128
+    """Rows of a chunk of the logits, at most `limit` or 128. Powers of two suit the kernels, and divide most batches:
+    chunks of one shape are compiled once."""
+    return tokens if tokens <= limit else 2 ** max(7, limit.bit_length() - 1)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
@@ -257,14 +253,14 @@ def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
     return loss[:, 0]
 
 
-def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """a b, added to `total` in place; in fp32, which a GPU's kernel does by itself."""
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a b to `total`, which is fp32; a GPU's kernel does both, but the compiler cannot trace it."""
     if not a.is_cuda:
-        product = a @ b
-        return product.float() if total is None else total.add_(product)
-    if total is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        total.add_(a @ b)
+    elif torch.compiler.is_compiling():
+        total.add_(torch.mm(a, b, out_dtype=torch.float32))
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 HEAD_ROWS = {"cuda": 64}  # a GPU's fastest kernels refuse logits whose rows are not multiples of 16 bytes
@@ -289,8 +285,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         w, V = padded(weight, x.dtype), len(weight)
         size = min(CHUNK_BYTES, max(CHUNK_BYTES // 5, 20 * w.numel()))
         rows = chunk_rows(len(x), size // (w.shape[0] * w.itemsize))
-        losses, dw = [], None if weight.requires_grad else x.new_empty(0)
+        losses, trains = [], grads and weight.requires_grad
         as_they_are = weight.dtype == x.dtype and rows == len(x)  # else chunks add up in fp32
+        dw = x.new_zeros(w.shape if trains and not as_they_are else 0, dtype=torch.float32)
         dx = torch.empty_like(x) if grads else None
         for a in range(0, len(x), rows):
             part = x[a : a + rows]
@@ -298,8 +295,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses.append(cross_entropy(logits[:, :V], targets[a : a + rows], grads))
             if grads:
                 dx[a : a + rows] = logits @ w  # the logits have become their gradient
-            if grads and weight.requires_grad:
-                dw = logits.T @ part if as_they_are else add_product(dw, logits.T, part)
+            if trains and as_they_are:
+                dw = logits.T @ part
+            elif trains:
+                add_product(dw, logits.T, part)
             del logits  # before the next chunk's
         if grads:
             ctx.save_for_backward(dx, dw[:V].to(weight.dtype))

@@ -328,13 +328,16 @@ def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor
             dim, parts, _ = sharding(parameter)
             target = local(parameter.detach())
             for rows in _rows(parameter.shape, dim, parts, PIECE // parts):
-                places = [part_slices(parameter.shape, dim, parts, i, rows) for i in range(parts)] if first else []
-                shape = [rows.stop - rows.start, *target.shape[1:]]
-                yield target[rows], shape, [_padded(read(name, place).to(target.dtype), shape) for place in places]
+                shape = parts, rows.stop - rows.start, *target.shape[1:]
+                messages = torch.zeros(shape if first else shape[1:], dtype=target.dtype)
+                for i in range(parts) if first else ():  # the last part may have fewer rows than a message
+                    values = read(name, part_slices(parameter.shape, dim, parts, i, rows))
+                    messages[i, : len(values)] = values
+                yield target[rows], messages
 
-    for target, shape, values in read_ahead(pieces(), 1):
-        buffer = torch.empty(shape, dtype=target.dtype, device=mesh.device_type)
-        parts = [part.to(buffer.device) for part in values] if first else None
+    for target, messages in read_ahead(pieces(), 1):
+        messages = messages.to(mesh.device_type)
+        parts, buffer = ([*messages], torch.empty_like(messages[0])) if first else (None, messages)
         if mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0:
             dist.scatter(buffer, parts, group=mesh.get_group("shard"), group_src=0)
         if mesh.ndim > 1:
@@ -348,15 +351,6 @@ def _rows(shape: torch.Size, dim: int, parts: int, elements: int) -> Iterator[sl
     width = math.prod(shape[1:]) // (1 if dim == 0 else parts)
     step = max(1, elements // max(width, 1))
     return (slice(a, min(a + step, rows)) for a in range(0, rows, step))
-
-
-def _padded(values: Tensor, shape: list[int]) -> Tensor:
-    """The last part may have fewer rows, but all messages of a scatter have one size."""
-    if list(values.shape) == shape:
-        return values.contiguous()
-    out = values.new_zeros(shape)
-    out[: len(values)] = values
-    return out
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:

@@ -1,5 +1,5 @@
-"""fp8.py. Oracles: fp64 products of integers, the formats' tables written out, bf16 layers for errors and saved memory,
-torch's meta functions for CUDA's rules, one process for several, the uncompiled code for the compiled."""
+"""fp8.py. Oracles: fp64 products, bf16 layers for errors and saved memory, torch's meta functions for CUDA's rules, one
+process for several, the uncompiled code for the compiled."""
 
 import contextlib
 import re
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8
 from config import parse_args
-from fp8 import E4M3, E5M2, RECIPES, WeightScales, convert_linears
+from fp8 import E4M3, RECIPES, WeightScales, convert_linears
 from lib.errors import UserError, exit_status
 from model import MODELS, Linear, MoE, SwiGLU, Transformer, grouped_matmul, random_init
 from shard import Ranks, checkpoint_activations, fill_parameters
@@ -78,69 +78,34 @@ def tokens(rows=2, length=32):
 # ---- numbers
 
 
-def decode(exponent_bits, mantissa_bits, largest):
-    """All finite values of a format that are not negative, from its definition."""
-    bias = 2 ** (exponent_bits - 1) - 1
-    values = []
-    for e in range(2**exponent_bits):
-        for m in range(2**mantissa_bits):
-            fraction = m / 2**mantissa_bits
-            values.append((1 + fraction) * 2.0 ** (e - bias) if e else fraction * 2.0 ** (1 - bias))
-    return torch.tensor([v for v in values if v <= largest], dtype=torch.float64)
-
-
-@pytest.mark.parametrize("dtype, values", [(E4M3, decode(4, 3, 448)), (E5M2, decode(5, 2, 57344))])
-def test_every_bf16_value_is_cast_to_the_nearest(dtype, values, device):
-    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(BF16)
-    found = fp8.quantize(x.to(device), dtype, scale=torch.ones((), device=device))[0].cpu().double()
-    assert torch.equal(found.isnan(), x.isnan())
-    inside = x.abs().double() <= values[-1]  # what scaling by amax leaves
-    size = x.double().abs()[inside]
-    at = torch.searchsorted(values, size).clamp(1, len(values) - 1)
-    below, above = values[at - 1], values[at]
-    up = (size - below > above - size) | ((size - below == above - size) & (at % 2 == 0))  # ties to the even code
-    assert torch.equal(found[inside].abs(), torch.where(up, above, below))
-    assert torch.equal(found[inside].signbit(), x[inside].signbit())
+def products(x, w, g):
+    """y, dx and dW in fp64."""
+    x, w, g = x.double(), w.double(), g.double()
+    return x @ w.T, g @ w, g.T @ x
 
 
 @ways
 def test_integers_are_exact(recipe, grad_dtype, device):
     """Products of integers up to 7 have no rounding error but the last one, to bf16."""
-    ints = [torch.randint(-7, 8, s, generator=torch.Generator().manual_seed(4)) for s in ((64, 96), (48, 96), (64, 48))]
+    generator = torch.Generator().manual_seed(4)
+    ints = [torch.randint(-7, 8, shape, generator=generator) for shape in ((64, 96), (48, 96), (64, 48))]
     for i in ints:
         i[0, :], i[:, 0] = 7, 7  # every row's and column's amax
     x, w, g = (i.to(device, BF16) for i in ints)
-    xd, wd, gd = (i.double() for i in ints)
-    for found, expected in zip(
-        run(make_layer(w, recipe, grad_dtype), x, g), (xd @ wd.T, gd @ wd, gd.T @ xd), strict=True
-    ):
+    for found, expected in zip(run(make_layer(w, recipe, grad_dtype), x, g), products(*ints), strict=True):
         assert torch.equal(found.cpu(), expected.to(BF16))
 
 
 @ways
 def test_errors_are_those_of_fp8(recipe, grad_dtype, device):
     """Neither too large nor those of a silent bf16."""
-    x, w, g = (
-        randn(256, 384, device=device),
-        randn(320, 384, seed=1, device=device),
-        randn(256, 320, seed=2, device=device),
-    )
-    y, dx, dw = run(make_layer(w, recipe, grad_dtype), x, g)
-    large = 0.07 if grad_dtype == "e5m2" else 0.045
-    assert 0.02 < error(y, x.double() @ w.double().T) < 0.045
-    assert (0.05 if grad_dtype == "e5m2" else 0.02) < error(dx, g.double() @ w.double()) < large
-    dw_error = error(dw, g.double().T @ x.double())
-    assert dw_error < 0.004 if recipe == "row_gw_hp" else 0.02 < dw_error < large
-
-
-@ways
-def test_powers_of_two_pass_through(recipe, grad_dtype, device):
-    x, w, g = randn(32, 64, device=device), randn(48, 64, seed=1, device=device), randn(32, 48, seed=2, device=device)
-    a, b, c = 2.0**-9, 2.0**5, 2.0**-40
-    plain = run(make_layer(w, recipe, grad_dtype), x, g)
-    moved = run(make_layer(w * b, recipe, grad_dtype), x * a, g * c)
-    for p, m, factor in zip(plain, moved, (a * b, c * b, c * a), strict=True):
-        assert torch.equal(p * factor, m)
+    shapes = (256, 384), (320, 384), (256, 320)
+    x, w, g = (randn(*shape, seed=seed, device=device) for seed, shape in enumerate(shapes))
+    pairs = zip(run(make_layer(w, recipe, grad_dtype), x, g), products(x, w, g), strict=True)
+    y, dx, dw = (error(found, expected) for found, expected in pairs)
+    small, large = (0.05, 0.07) if grad_dtype == "e5m2" else (0.02, 0.045)
+    assert 0.02 < y < 0.045 and small < dx < large
+    assert dw < 0.004 if recipe == "row_gw_hp" else 0.02 < dw < large
 
 
 @ways
@@ -198,11 +163,7 @@ def test_every_product_obeys_cuda(recipe, monkeypatch):
         left, right = torch.zeros(a, dtype=E4M3), torch.zeros(b, dtype=E4M3)
         right = right if a[1] == b[0] else right.t()
         with pytest.raises(RuntimeError), FakeTensorMode():
-            torch._scaled_mm(*map(cuda_like, (left, right, one, one)), out_dtype=BF16)
-        with pytest.raises(AssertionError, match="row x column major|divide by 16"):
-            plain(left, right, one, one, BF16, True)
-    with pytest.raises(AssertionError, match="e5m2"):
-        plain(torch.zeros(16, 16, dtype=E5M2), torch.zeros(16, 16, dtype=E5M2).t(), one, one, BF16, True)
+            plain(*map(cuda_like, (left, right, one, one)), BF16, True)
 
 
 # ---- experts
@@ -265,17 +226,12 @@ def test_what_is_converted():
     rows, _ = on_meta("llama3.2-1b", "row")  # o_proj and down_proj have 2048 outputs
     assert {n.split(".")[-1] for n, v in rows.items() if v == "fp8"} == {"qkv_proj", "gate_up_proj"}
     assert rows["layers.0.mlp.down_proj"] == "bf16: too small to become faster"
-    rows, model = on_meta("mixtral-8x7b", "tensor")
-    assert rows["layers.0.mlp.gate_up_proj"] == "fp8" and rows["layers.0.mlp.gate"] == "bf16: skipped by name"
-    assert isinstance(model.layers[0].mlp, MoE)
-    rows, _ = on_meta("gpt2", "tensor")
-    assert "too small" in rows["layers.0.self_attn.o_proj"] and rows["layers.0.mlp.up_proj"] == "fp8"
-    assert not [n for n in rows if "embed" in n]
     rows, _ = on_meta("mixtral-8x7b", "tensor", skip=["layers.3", "mlp.down_proj"])
-    assert (
-        rows["layers.3.self_attn.qkv_proj"] == "bf16: skipped by name" and rows["layers.4.self_attn.qkv_proj"] == "fp8"
-    )
-    assert rows["layers.4.mlp.gate_up_proj"] == "bf16: skipped by name"  # its experts go together
+    assert rows["layers.4.self_attn.qkv_proj"] == "fp8"
+    skipped = ("layers.0.mlp.gate", "layers.3.self_attn.qkv_proj", "layers.4.mlp.gate_up_proj")  # experts go together
+    assert {rows[name] for name in skipped} == {"bf16: skipped by name"}
+    rows, model = on_meta("mixtral-8x7b", "tensor")
+    assert rows["layers.0.mlp.gate_up_proj"] == "fp8" and isinstance(model.layers[0].mlp, MoE)
     others = nn.ModuleDict({"embed": nn.Embedding(32, 16), "lookup": nn.EmbeddingBag(16, 4), "odd": nn.Linear(16, 24)})
     assert convert_linears(others) == [
         ("lookup", (16, 4), "bf16: not a linear layer"),
@@ -301,8 +257,8 @@ def test_the_table_and_its_share():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"recipe": "rowwise"}, "rowwise is unknown; there are tensor, row"),
-        ({"grad_dtype": "e5m3"}, "e5m3 is unknown; there are e5m2, e4m3"),
+        ({"recipe": "rowwise"}, "rowwise, e5m2: known are tensor, row, row_gw_hp and e5m2, e4m3"),
+        ({"grad_dtype": "e5m3"}, "tensor, e5m3: known are"),
         ({"skip": ["mlp.down", "qkv_proj"]}, "no layer is called mlp.down; .* down_proj, "),
         ({"skip": ["norm"]}, "no layer is called norm"),
         ({"skip": ["proj"]}, "no layer is called proj"),  # parts are whole
@@ -496,25 +452,7 @@ def test_no_more_is_kept_for_the_backward_pass_than_in_bf16(recipe):
         assert kept[recipe, compiled] <= kept[None, compiled], kept
 
 
-# ---- training
-
-
-@recipes
-def test_a_small_llama_overfits_as_in_bf16(recipe):
-    last = {}
-    for convert in (False, True):
-        model = build("tiny-llama", recipe, convert=convert)
-        scales = WeightScales(model, BF16, None, False, False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, fused=True)
-        rows = tokens(4, 16)
-        for _ in range(60):
-            scales.refresh()
-            loss = model(rows, rows.roll(-1, 1)) / rows.numel()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        last[convert] = loss.item()
-    assert last[False] < 0.1 and last[True] < 0.1, last
+# ---- figures
 
 
 def test_figures():
@@ -572,7 +510,7 @@ def test_runs_are_recorded_and_resumed(tmp_path, monkeypatch):
     "flags, message",
     [
         ("--fp8 tensr", "--fp8 tensr: unknown"),
-        ("--fp8=1 --seq_len 50 --micro_batch 3", "3 x 50 = 150 .* not divide by 16; the nearest is --seq_len 48"),
+        ("--fp8=1 --seq_len 50 --micro_batch 3", "3 x 50 = 150 .* not divide by 16: give a --seq_len"),
         ("--fp8 row --dim 72", "no layer would be in FP8 .*144 and 72 must divide by 16"),
         ("--fp8 tensor --fp8_skip oproj", "--fp8_skip: no layer is called oproj; .*o_proj"),
         ("--fp8 row --fp8_all_gather", "--fp8 tensor has"),
@@ -601,32 +539,6 @@ def test_gpus_are_refused(monkeypatch):
 
 
 # ---- on a GPU
-
-
-@pytest.mark.gpu
-@recipes
-def test_memory_on_a_gpu_is_not_above_that_of_bf16(recipe):
-    peak = {}
-    for name in (None, recipe):
-        torch._dynamo.reset()
-        with torch.device("cuda"):
-            layers = nn.ModuleList(SwiGLU(replace(MODELS["tiny-llama"], dim=2048, ffn_dim=5632)) for _ in range(4))
-        if name:
-            convert_linears(layers, name, small=True)
-        for layer in layers:
-            layer.compile(dynamic=False)
-        scales = WeightScales(layers, BF16, None, False, True)
-        for _ in range(3):
-            torch.cuda.reset_peak_memory_stats()
-            scales.refresh()
-            x = torch.randn(8192, 2048, device="cuda", dtype=BF16, requires_grad=True)
-            for layer in layers:
-                x = x + layer(x)
-            x.sum().backward()
-            layers.zero_grad()
-        peak[name] = torch.cuda.max_memory_allocated()
-        del layers, layer, x, scales
-    assert peak[recipe] <= peak[None] * 1.001, peak
 
 
 @pytest.mark.gpu

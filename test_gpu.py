@@ -1,5 +1,5 @@
 """What decides whether a GPU trains right: waits, kernels, graphs, memory, values, whole runs. More of it, against fp64
-or a CPU, is in test_attention.py, test_fp8.py, test_shard.py and test_optim.py.
+or a CPU, is in test_model.py, test_fp8.py, test_shard.py and test_optim.py.
 
     python -m pytest -m gpu        on a GPU
     python -m pytest -m host       of these, what is true of the host's side alone: torch's CUDA build over a stand-in
@@ -8,12 +8,9 @@ or a CPU, is in test_attention.py, test_fp8.py, test_shard.py and test_optim.py.
 import contextlib
 import gzip
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -333,18 +330,11 @@ def test_a_compiled_model_computes_what_a_cpu_does():
 # ---- whole runs
 
 
-def run_train(out, words: str, status: int = 0, send: int = 0) -> str:
-    """send: a signal, as soon as a step has been recorded."""
+def run_train(out, words: str, status: int = 0) -> str:
     line = [sys.executable, "train.py", "--model", "tiny-llama", "--out", str(out), *words.split()]
-    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while send and process.poll() is None:
-        if os.path.exists(out / "metrics.jsonl") and (out / "metrics.jsonl").read_text():
-            process.send_signal(send)
-            send = 0
-        time.sleep(0.1)
-    output, _ = process.communicate()
-    assert process.returncode == status, output
-    return output
+    done = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == status, done.stdout
+    return done.stdout
 
 
 def losses_of(out) -> list[float]:
@@ -376,12 +366,6 @@ def test_no_eager_kernel_takes_a_hundredth_of_a_step(tmp_path, words):
     assert [name for name, time in eager.items() if time > times.total() / 100] == []
 
 
-def test_a_run_that_is_told_to_stop_saves(tmp_path):
-    run_train(tmp_path / "run", "--compile none --steps 1000000 --log_every 1 --eval_every 0", send=signal.SIGTERM)
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert status["state"] == "stopped" and [*(tmp_path / "run" / "checkpoints").glob("step-*")]
-
-
 def test_what_does_not_fit_is_explained(tmp_path):
     """The inputs of the blocks take half of the memory, so that the run starts, and the rest does not fit."""
     row_bytes = 2048 * 2 * 64 * 2  # tokens, layers, dim, bf16
@@ -391,7 +375,7 @@ def test_what_does_not_fit_is_explained(tmp_path):
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
-    output = run_train(tmp_path / "run", "--compile none --lr 1e30 --warmup_steps 0 --clip 0", status=1)
+    output = run_train(tmp_path / "run", "--compile none --lr 1e15 --warmup_steps 0 --clip 0", status=1)
     assert "not finite" in output or "is nan" in output or "is inf" in output
 
 

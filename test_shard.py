@@ -110,47 +110,23 @@ def peak_rss(reset: bool = False) -> int:
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
-def raw_reader(path: Path, shapes: dict):
-    """-> read(name, slices) of a file that holds the tensors one after the other in bf16"""
-    starts, at = {}, 0
-    for name, shape in shapes.items():
-        starts[name], at = at, at + 2 * torch.Size(shape).numel()
-    file = os.open(path, os.O_RDONLY)
-
-    def read(name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        shape, rows = shapes[name], slices[0]
-        width = 2 * torch.Size(shape[1:]).numel()
-        out = torch.empty((rows.stop - rows.start) * width, dtype=torch.uint8)
-        if len(out):
-            os.preadv(file, [memoryview(out.numpy())], starts[name] + rows.start * width)
-        return out.view(torch.bfloat16).view(-1, *shape[1:])[(slice(None), *slices[1:])]
-
-    return read
-
-
-RAW = """
-import os
-from test_shard import raw_reader
-from pathlib import Path
+LOAD = """
 from dataclasses import replace
-from model import MODELS, Transformer
+from model import MODELS, Transformer, random_init
 config = replace(MODELS[{name!r}], **{sizes!r})
 ranks = shard.init_ranks()
 torch.set_num_threads(1)
 with torch.device("meta"):
-    shapes = {{n: tuple(p.shape) for n, p in Transformer(config).named_parameters()}}
-path = Path(sys.argv[2]) / "weights.bin"
-if ranks.rank == 0:
-    with open(path, "wb") as f:
-        for i, shape in enumerate(shapes.values()):
-            f.write(torch.randn(shape, generator=torch.Generator().manual_seed(i)).bfloat16().view(torch.uint8).numpy())
-shard.gather(None, ranks)
-read = raw_reader(path, shapes)
+    shapes = {{n + "_": tuple(p.shape) for n, p in Transformer(config).named_parameters()}}
+draw = random_init(config, shapes, 0)
+
+def read(name, slices):
+    return draw(name + "_", slices)  # of no norm's name: random values for these, too
 
 def build(size, dtype=torch.float32):
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
-    shard.shard_model(model, shard.make_mesh(size, ranks), torch.float32)
+    shard.shard_model(model, shard.make_mesh(size, ranks), dtype)
     model.to_empty(device="cpu")
     model.tie_weights()
     for p in model.parameters():
@@ -160,11 +136,11 @@ def build(size, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("name, n_experts", [("tiny-llama3.2", 0), ("tiny-mixtral", 3)])
-def test_both_loaders_give_every_rank_the_file_s_values(tmp_path, name, n_experts):
+def test_both_loaders_give_every_rank_its_values(tmp_path, name, n_experts):
     """Bit for bit, on every mesh of four ranks, in pieces that divide nothing evenly; three experts on four ranks."""
     sizes = {"n_experts": n_experts, "vocab_size": 259, "ffn_dim": 136}
     code = (
-        RAW.format(name=name, sizes=sizes)
+        LOAD.format(name=name, sizes=sizes)
         + """
 shard.PIECE = 1000
 whole = Transformer(config)
@@ -177,7 +153,7 @@ for size in (1, 2, 4):
         shard.fill_parameters(model, read if load == "direct" or ranks.rank == 0 else nobody, load)
         for n, p in model.named_parameters():
             assert torch.equal(p.full_tensor(), want[n]), (size, load, n)
-            assert torch.equal(want[n].bfloat16().float(), want[n]) and want[n].std() > 0.5
+            assert want[n].std() > 0
         assert (model.lm_head.weight is model.embed_tokens.weight) == config.tied
         print("same")
 shard.leave(ranks)
@@ -191,17 +167,19 @@ def test_loading_needs_the_shard_and_one_tensor(tmp_path, monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed is given back, and does not hide in the heap
     sizes = {"dim": 512, "n_layers": 20, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 512, "vocab_size": 8000}
     code = (
-        RAW.format(name="tiny-llama", sizes=sizes)
+        LOAD.format(name="tiny-llama", sizes=sizes)
         + """
 shard.PIECE = 2**20
-own = path.stat().st_size / ranks.world_size
+own = 2 * sum(torch.Size(shape).numel() for shape in shapes.values()) / ranks.world_size
 largest = 2 * 8000 * 512
 with torch.device("meta"):
     tiny = Transformer(MODELS["tiny-llama"])
 shard.shard_model(tiny, shard.make_mesh(0, ranks), torch.float32)
 tiny.to_empty(device="cpu")
+def read(name, slices):
+    return torch.ones([s.stop - s.start for s in slices], dtype=torch.bfloat16)
 for load in ("direct", "rank0"):  # what the first use of anything takes
-    shard.fill_parameters(tiny, lambda name, slices: torch.zeros([s.stop - s.start for s in slices]), load)
+    shard.fill_parameters(tiny, read, load)
 models = []
 for load in ("direct", "rank0"):
     with torch.device("meta"):
@@ -359,31 +337,6 @@ def test_out_of_memory_tells_what_the_memory_went_to():
     assert [output.index(f) for f in flags] == sorted(output.index(f) for f in flags)
     done = describe("--micro_batch=1", "--state_dtype=bf16", "--checkpointing=block", "--offload_activations")
     assert not any(f in done for f in ("--micro_batch", "--state_dtype", "--checkpointing", "--offload_activations"))
-
-
-def test_a_rank_of_64_builds_405b_on_meta_without_memory(tmp_path):
-    """Every step of the build up to the allocation, of which a rank would hold a 64th."""
-    code = """
-import time, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from model import MODELS, Transformer
-dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
-before, begin = test_shard.peak_rss(reset=True), time.perf_counter()
-with torch.device("meta"):
-    model = Transformer(MODELS["llama3.1-405b"], torch.bfloat16)
-shard.checkpoint_activations(model, "block")
-mesh = shard.init_device_mesh("cpu", (1, 64), mesh_dim_names=("replicate", "shard"))
-shard.shard_model(model, mesh, torch.bfloat16, offload=True)
-used, seconds = test_shard.peak_rss() - before, time.perf_counter() - begin
-parameters = list(model.parameters())
-assert all(p.is_meta for p in parameters) and sum(p.numel() for p in parameters) == 405_853_388_800
-assert abs(64 * sum(shard.local(p).numel() for p in parameters) / 405_853_388_800 - 1) < 1e-4
-assert used < 2**28, used
-print(f"built in {seconds:.1f} s and {used / 2**20:.0f} MiB")
-"""
-    out = run_ranks(1, code, str(tmp_path))
-    print(out)
-    assert "built in" in out
 
 
 def test_prefetch_gathers_units_before_their_turn(tmp_path):
