@@ -138,6 +138,10 @@ def _checkpointed(forward: Callable, options: dict) -> Callable:
     return run
 
 
+def _identity(x: Tensor) -> tuple:
+    return x.data_ptr(), x.shape, x.dtype
+
+
 class ActivationOffload:
     """Keeps the inputs of blocks, which checkpointing saves, in the host's memory until the backward pass. On a GPU
     both ways are pinned copies on a separate stream: the forward pass does not wait for them, and while the backward
@@ -151,9 +155,10 @@ class ActivationOffload:
 
     def wrap(self, forward: Callable) -> Callable:
         def run(x: Tensor, *args):
+            key = _identity(x)  # not x: autograd keeps the hook, which would keep x
+
             def save(saved: Tensor):  # autograd passes every tensor that it saves for the backward pass
-                is_input = saved.data_ptr() == x.data_ptr() and saved.shape == x.shape and saved.dtype == x.dtype
-                return self._save(saved) if is_input else saved
+                return self._save(saved) if _identity(saved) == key else saved
 
             with torch.autograd.graph.saved_tensors_hooks(save, self._restore):
                 return forward(x, *args)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -469,6 +470,17 @@ def test_offloaded_activations_free_a_gpu_and_change_no_bit():
         del model, loss
     assert found[False][0] - found[True][0] > 6 * 2**26
     assert all(torch.equal(a, b) for a, b in zip(found[False][1], found[True][1], strict=True))
+
+
+def test_offloaded_inputs_of_blocks_are_freed():
+    model = Transformer(MODELS["tiny-llama"])
+    shard.checkpoint_activations(model, "block")
+    shard.offload_activations(model, True, ALONE.device)
+    inputs, tokens = [], torch.zeros(1, 8, dtype=torch.long)
+    for block in model.layers:
+        block.register_forward_pre_hook(lambda block, args: inputs.append(weakref.ref(args[0])))
+    loss = model(tokens, tokens)
+    assert loss.requires_grad and [ref() for ref in inputs] == [None] * len(model.layers)
 
 
 class Counted(TorchDispatchMode):
