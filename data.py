@@ -11,6 +11,7 @@ integers per lane. In a mixture, `turns` decides which source gives the next row
     python data.py show --data FILES --n 3 [any flag of train.py]       decoded rows; trained tokens are green"""
 
 import contextlib
+import copy
 import hashlib
 import itertools
 import json
@@ -42,7 +43,6 @@ from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
 from shard import Ranks, on_first_rank
 
-ORDER_ROWS = 2048  # rows whose order is computed together, because a call has a high fixed cost
 CHECKED = 2**24  # tokens of a source whose ids are checked before the run
 # Different tokenizers encode this text differently.
 SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
@@ -142,9 +142,7 @@ class Loader:
         out = [f"Data: {', '.join(sizes)}{' for validation' if val else ''}; {plan}"]
         out += [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
         if len(self.sources) > 1:
-            shares = zip(self.names, self.weights, strict=True)
-            shares = [f"{name} {float(w / sum(self.weights)):.4g}" for name, w in shares]
-            out.append(f"A mixture of {', '.join(shares)}")
+            out.append(f"A mixture of {', '.join(self.describe()[-1]['mixture'])}")
         return out
 
     def describe(self) -> list[dict]:
@@ -161,15 +159,13 @@ class Loader:
 
     def state_dict(self) -> dict:
         """The position after the last batch that the caller received. It has the lanes that this rank reads."""
-        state = {
+        return {
             "samples": self.samples,
-            "epoch": self.samples // self.rows if self.rows else 0,
             "seq_len": self.config.seq_len,
             "chat": self.is_chat,
             "data": self.fingerprint,
             "lanes": self.lanes,
         }
-        return {key: value for key, value in state.items() if value != {}}
 
     def load_state_dict(self, state: dict) -> None:
         for field, known in (("data", self.fingerprint), ("seq_len", self.config.seq_len)):
@@ -178,13 +174,13 @@ class Loader:
                     f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}):"
                     " give the same --data and --seq_len, or a new --out"
                 )
-        self.samples, self.lanes = state["samples"], state.get("lanes", {})
+        self.samples, self.lanes = state["samples"], state["lanes"]
 
     def where(self, step: int) -> list[str]:
         """The places in the data of this rank's rows of a step. A stream gives its current place instead."""
         places = self._my_places(self.step_rows)
         source, row = self._pick((step - 1) * self.step_rows + places[places < self.step_rows])
-        return [self.sources[s].where(r) for s, r in zip(source.tolist(), row.tolist(), strict=True)]
+        return [self.sources[s].where(r) for s, r in zip(source, row, strict=True)]
 
     def __iter__(self) -> Iterator[list[Batch]]:
         if self.split == "train":
@@ -200,15 +196,11 @@ class Loader:
         """(micro-batches, the position behind them) without end."""
         for i, stream in self.streams.items():
             stream.start(self.lanes.get(i, {}))
-        steps = ORDER_ROWS // self.step_rows + 1
         try:
             while True:
-                source, row = self._pick(np.arange(samples, samples + steps * self.step_rows))
-                for first in range(0, len(row), self.step_rows):
-                    step = slice(first, first + self.step_rows)
-                    batches = self._batches(source[step], row[step])
-                    samples += self.step_rows
-                    yield batches, samples, {i: dict(s.positions) for i, s in self.streams.items()}
+                batches = self._batches(*self._pick(np.arange(samples, samples + self.step_rows)))
+                samples += self.step_rows
+                yield batches, samples, {i: dict(s.positions) for i, s in self.streams.items()}
         finally:
             self._close()
 
@@ -241,7 +233,7 @@ class Loader:
                 kept = (source != i) | (row < n)
                 source, row = source[kept], row[kept]
                 ours = source == i
-                row[ours] = row[ours] * n // max(1, int(ours.sum()))
+                row[ours] = row[ours] * n // max(1, ours.sum())
         return source, row
 
     def _my_places(self, count):
@@ -256,12 +248,11 @@ class Loader:
         places = self._my_places(len(row))
         real = np.flatnonzero(places < len(row))
         source, row, shape = source[places[real]], row[places[real]], (len(places), self.config.seq_len)
-        tokens, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
-        begins, owners = np.zeros(shape, dtype=bool), np.zeros(len(places), dtype=np.int64)
+        tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
+        begins, owners = np.zeros(shape, bool), np.zeros(len(places), np.int64)
         owners[real] = source
         for i, s in enumerate(self.sources):
             ours = real[source == i]
-            ours = ours if len(ours) < len(places) else slice(None)  # which is faster
             tokens[ours], targets[ours], new_begins = s.rows(row[source == i])
             if new_begins is not None:
                 begins[ours] = new_begins
@@ -316,12 +307,11 @@ def with_steps(config: Config, world_size: int) -> Config:
 
 def merge_positions(states: list[dict]) -> dict:
     """Merges the positions of all ranks. Any number of ranks can resume from the result."""
-    merged = dict(states[0])
-    for state in states[1:]:
-        for source, lanes in state.get("lanes", {}).items():
-            known = merged.setdefault("lanes", {}).setdefault(source, {})
-            for lane, position in lanes.items():
-                known[lane] = max(position, known.get(lane, position))  # by the rows given
+    merged = copy.deepcopy(states[0])
+    for source, lanes in merged.get("lanes", {}).items():
+        for state in states[1:]:
+            for lane, position in state["lanes"][source].items():
+                lanes[lane] = max(position, lanes.get(lane, position))  # by the rows given
     return merged
 
 
@@ -392,8 +382,7 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
     """Up to n rows of the first epoch as the model sees them, decoded, document by document. Trained tokens are
     marked. The last line explains which conversations are held out for validation."""
     loader, tokenizer = make_loader(config), load_tokenizer(config.tokenizer)
-    batches = itertools.chain.from_iterable(loader)
-    count = n if loader.streams or len(loader.sources) > 1 else min(n, loader.rows)
+    batches, count = itertools.chain.from_iterable(loader), min(n, loader.rows or n)
     rows = ((batch, i) for batch in batches for i in range(len(batch.tokens)))
     for number, (batch, i) in enumerate(itertools.islice(rows, count), 1):
         starts = [0] if batch.positions is None else (batch.positions[i] == 0).nonzero().flatten().tolist()
@@ -411,33 +400,23 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
     if count < n:
         yield f"--- these are all rows: {count}"
     if loader.is_chat and not config.val_data:
-        try:
-            notes = [source.note for source in make_loader(config, split="val").sources]
-        except TooLittle as e:
-            notes = [str(e)]
         yield (
-            f"--- held out for validation and not shown: {'; '.join(filter(None, notes))}. Every"
-            " 20th conversation is held out (in a prepared folder, every --val_every-th), but at least 1 if there are 2"
-            " or more; with --val_data FILE, all of them are trained on"
+            "--- not shown: every 20th conversation (in a prepared folder, every --val_every-th), but at least 1 of 2"
+            " or more, is held out for validation; with --val_data FILE, all of them are trained on"
         )
 
 
-def run_show(argv: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    if argv[:1] != ["show"]:
+        return run_prepare(argv, parse_args)
     parser = Parser(prog="data.py show", add_help=False, allow_abbrev=False)
     parser.add_argument("--n", type=int, default=3)
-    args, flags = parser.parse_known_args(argv)
+    args, flags = parser.parse_known_args(argv[1:])
     if args.n < 1:
         raise UserError(f"--n {args.n}: it must be at least 1")
     with contextlib.suppress(BrokenPipeError):  # `show | head` reads no further
         for text in show(parse_args(flags), args.n, sys.stdout.isatty()):
             print(text, flush=True)
-
-
-def main(argv: list[str]) -> None:
-    if argv[:1] == ["show"]:
-        run_show(argv[1:])
-    else:
-        run_prepare(argv, parse_args)
 
 
 if __name__ == "__main__":

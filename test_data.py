@@ -4,23 +4,23 @@ is from. The oracles are counting, slicing of the whole, and naive loops."""
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import re
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
 from config import parse_args
-from data import Batch, make_loader, open_checked, run_show, with_steps
+from data import Batch, main, make_loader, open_checked, show, with_steps
 from lib import rows
 from lib import text as text_module
-from lib.rows import Catalog, permute
-from lib.text import builtin_documents
+from lib.rows import Catalog, permute, turns
+from lib.test_text import refused
+from lib.text import builtin_documents, find_files
 from lib.tokenizer import ByteTokenizer
-from test_prepare import refused
 
 pytestmark = pytest.mark.usefixtures("text_cache")
 T = 8  # seq_len of most tests
@@ -138,9 +138,6 @@ def test_without_such_names_the_last_twentieth_of_each_shard_is(tmp_path):
     c = config(shard(tmp_path / "a.bin", range(1000)), shard(tmp_path / "b.bin", range(2000, 2200)))
     assert read(c) == [*range(950), *range(2000, 2190)]
     assert read(c, "val") == [*range(950, 1000), *range(2190, 2200)]
-    (tmp_path / "val.txt").write_text("a line\n" * 100)  # changes nothing for shards
-    c = config(shard(tmp_path / "a.bin", range(1000, 2000)), tmp_path / "val.txt")
-    assert read(c)[:950] == [*range(1000, 1950)] and read(c, "val")[:50] == [*range(1950, 2000)]
 
 
 def test_val_data_lets_all_of_data_train(tmp_path):
@@ -182,7 +179,9 @@ def test_wrong_flags(tmp_path):
     open_checked(config(with_header, without, data_dtype="uint16"))
     open_checked(config(with_header, val_data=without, data_dtype="uint16"))
     for n in ("-1", "0"):
-        assert f"--n {n}" in refused(run_show, ["--n", n])
+        assert f"--n {n}" in refused(main, ["show", "--n", n])
+    for flags in ({"long_chats": "drop"}, {"chat_fields": "a,b"}):
+        assert "are for conversations" in refused(open_checked, config(with_header, **flags))
     for path in (with_header, tmp_path / "c.txt"):
         assert "--data_dtype uint16 is for headerless" in refused(open_checked, config(path, data_dtype="uint16"))
 
@@ -197,10 +196,14 @@ def counted(monkeypatch) -> list:
     return seen
 
 
-def test_txt(tmp_path):
-    """test_prepare.py has pieces; here are several files, and one that has a single long line, which is split, too."""
+@pytest.mark.parametrize("piece", [500, 2**24])
+def test_txt(tmp_path, monkeypatch, piece):
+    """Several files, in pieces of whole lines; and one with a single long line, which is split, too."""
+    monkeypatch.setattr(text_module, "TXT_PIECE", piece)
     for name, n in (("a", 300), ("b", 1000)):
         (tmp_path / f"{name}.txt").write_text(f"line of {name}: naïve 日本語 <s>\t\x0b\u2028 \r\n" * n, newline="")
+    pieces = [row.content for row in find_files(str(tmp_path / "a.txt"), "")[0].rows()]
+    assert all(piece.endswith("\n") for piece in pieces) and (len(pieces) == 2) == (piece > 500)
     c = config(tmp_path / "a.txt", tmp_path / "b.txt")
     splits = ([list(g) for bos, g in itertools.groupby(read(c, s), (256).__eq__) if not bos] for s in ("train", "val"))
     assert read(c).count(256) == read(c, "val").count(256) == 2 and read(c)[0] == read(c, "val")[0] == 256
@@ -235,31 +238,6 @@ def test_text_is_tokenised_once_until_it_changes(tmp_path, text_cache, monkeypat
     assert bytes(read(config(path))[1:11]) == b"other line" and len(seen) == 4
 
 
-@pytest.mark.parametrize("name, line", [("a.txt", "a line\n"), ("a.jsonl", '{"prompt": "one", "completion": "two"}\n')])
-def test_eight_processes_at_once(tmp_path, monkeypatch, name, line):
-    """All load, ten times, and only one of them prepares."""
-    (tmp_path / name).write_text(line * 100)
-    fork = multiprocessing.get_context("fork")
-    together, prepared, build = fork.Barrier(8), fork.Value("i"), text_module._write_all
-
-    def counted_build(*args, **how):
-        with prepared.get_lock():
-            prepared.value += 1
-        return build(*args, **how)
-
-    def load():
-        for turn in range(10):
-            monkeypatch.setattr(rows, "CACHE", tmp_path / f"cache{turn}")
-            together.wait(60)
-            assert read(config(tmp_path / name))
-
-    monkeypatch.setattr(text_module, "_write_all", counted_build)
-    processes = [fork.Process(target=load) for _ in range(8)]
-    [p.start() for p in processes]
-    [p.join(60) for p in processes]
-    assert [p.exitcode for p in processes] == [0] * 8 and prepared.value == 10
-
-
 def test_built_in_text(text_cache, monkeypatch):
     documents = list(builtin_documents())
     assert min(map(len, documents)) >= 200 and len(set(documents)) == len(documents)
@@ -284,17 +262,6 @@ def test_permute_is_a_permutation(sizes):
         assert np.array_equal(np.sort(order), np.arange(n))
         some = np.arange(n)[::-3]
         assert np.array_equal(permute(some, n, f"key {n}"), order[some])  # each on its own
-
-
-def test_permute_differs_by_key_and_looks_random():
-    orders = np.array([permute(np.arange(8), 8, str(key)) for key in range(2000)])
-    assert len(set(map(tuple, orders))) > 1750  # of 40320; true shuffles would give 1950
-    for column in orders.T:  # each value at each place 250 times: 15 is a standard deviation
-        assert np.abs(np.bincount(column, minlength=8) - 250).max() < 5 * 15
-    order = permute(np.arange(10**5), 10**5, "0/0")
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02 and np.sum(np.abs(np.diff(order)) == 1) < 20
-    order = permute(np.array([0, 1, 10**13 - 1]), 10**13, "0/0")
-    assert len(set(order.tolist())) == 3 and order.min() >= 0 and order.max() < 10**13  # without memory
 
 
 def test_the_order_never_changes():
@@ -348,7 +315,7 @@ def test_each_row_once_per_epoch(tmp_path):
     epochs = np.reshape(sum(batches, []), (5, 37))
     assert all(sorted(epoch) == [*range(37)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 5 and tuple(range(37)) not in {tuple(epoch) for epoch in epochs}
-    assert state["samples"] == 185 and state["epoch"] == 5
+    assert state["samples"] == 185
     other, _ = run(config(tmp_path / "d", micro_batch=5, seed=1), 37)
     assert sorted(other[0]) != sorted(batches[0])
     batches, _ = run(config(numbered(tmp_path / "e", 5), micro_batch=12), 5)  # a step of several epochs
@@ -365,12 +332,6 @@ def test_epochs_give_the_number_of_steps(tmp_path):
         assert with_steps(replace(c, epochs=epochs), world_size).steps == steps
     mixed = config(f"{tmp_path / 'd'}:1", f"{tmp_path / 'd'}:2", epochs=1)
     assert "--epochs needs one source" in refused(with_steps, mixed, 1)
-
-
-def test_flags_for_conversations_need_conversations(tmp_path):
-    numbered(tmp_path / "d", 48)
-    for flags in ({"long_chats": "drop"}, {"chat_fields": ("a", "b")}):
-        assert "are for conversations" in refused(open_checked, config(tmp_path / "d", **flags))
 
 
 @pytest.mark.parametrize("world_size, micro_batch", GRID)
@@ -513,3 +474,81 @@ def test_validation(tmp_path, world_size, micro_batch, eval_batches, rows):
     per_rank = [[len(micros) for micros in rank] for rank in passes[0]]
     assert all(counts == per_rank[0] for counts in per_rank)  # or the ranks would wait for each other
     assert len(per_rank[0]) == -(-rows // 6)
+
+
+# ---- mixtures
+
+
+@pytest.mark.parametrize("weights", ["0.7 0.3", "1 1 1", "0.7 0.2 0.1", "5 0 2.5", "0.001 0.999", "0.123456789 1"])
+def test_turns_have_exact_shares(weights):
+    weights = [Fraction(w) for w in weights.split()]
+    n = 20_000
+    source, number = turns(np.arange(n), weights)
+    for i, w in enumerate(weights):
+        mine = source == i
+        assert number[mine].tolist() == list(range(int(mine.sum())))  # none left out, none twice
+        drift = np.abs(np.cumsum(mine) - np.arange(1, n + 1) * float(w / sum(weights))).max()
+        assert drift < len(weights)  # not only in the long run: after every row
+    some = np.array([17, 4, 19_999, 10**12])
+    assert turns(some, weights)[0][:3].tolist() == source[some[:3]].tolist()
+
+
+def test_a_mixture(tmp_path):
+    """Shares, order, resume and ranks; epochs of each source by itself."""
+    a, b = shard(tmp_path / "a.bin", range(8 * 50 + 1)), shard(tmp_path / "b.bin", range(1000, 1000 + 8 * 20 + 1))
+    val = shard(tmp_path / "val.bin", range(100))
+    flags = {"seq_len": 8, "val_data": val, "vocab_size": 2**17}
+    c = config(f"{a}:0.7", f"{b}:0.3", micro_batch=10, **flags)
+    loader = make_loader(c)
+    batches = [batch for (batch,) in itertools.islice(loader, 20)]
+    whole = [row for batch in batches for row in batch.tokens[:, 0].tolist()]
+    assert all(batch.sources.tolist() == [int(t >= 1000) for t in batch.tokens[:, 0]] for batch in batches)
+    assert all(sum(batch.sources.tolist()) == 3 for batch in batches)
+    of_a, of_b = [t for t in whole if t < 1000], [t for t in whole if t >= 1000]
+    assert sorted(of_a[:50]) == sorted(of_a[50:100]) == [*range(0, 400, 8)] and of_a[:50] != of_a[50:100]
+    assert sorted(of_b[:20]) == sorted(of_b[20:40]) == [*range(1000, 1160, 8)]
+    c2 = config(f"{a}:0.7", f"{b}:0.3", micro_batch=2, batch_tokens=80, **flags)
+    loaders = [make_loader(c2, rank, 3) for rank in range(3)]
+    for part in loaders:
+        part.load_state_dict(loader.state_dict() | {"samples": 70})
+    found = []
+    for micros in zip(*(itertools.islice(part, 5) for part in loaders), strict=True):
+        for ranks in zip(*micros, strict=True):
+            found += [int(r[0]) for m in ranks for r, t in zip(m.tokens, m.targets, strict=True) if t.max() >= 0]
+    assert found == whole[70:120]
+    other = make_loader(config(f"{a}:0.6", f"{b}:0.4", micro_batch=10, **flags))
+    assert "other data" in refused(other.load_state_dict, loader.state_dict())
+
+
+MIXTURES = {
+    "a:0 b:0": "sum to nothing",
+    "a:-1 b:2": "must not be negative",
+    "a:0.5 b": "a weight for some",
+    "chat text": "conversations",
+}
+
+
+@pytest.mark.parametrize("words", MIXTURES)
+def test_wrong_mixtures(tmp_path, words):
+    for name in "ab":
+        shard(tmp_path / f"{name}.bin", range(900))
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "Why?", "completion": "So."}\n' * 30)
+    (tmp_path / "text.jsonl").write_text('{"text": "x"}\n')
+    entries = [re.sub(r"^[ab]", r"\g<0>.bin", w) if w[0] in "ab" else f"{w}.jsonl" for w in words.split()]
+    message = refused(make_loader, config(*(tmp_path / e for e in entries)))
+    assert MIXTURES[words] in message
+
+
+# ---- show
+
+
+def test_chat_fields_and_show(tmp_path):
+    for count in (1, 2):
+        (tmp_path / "a.jsonl").write_text((json.dumps({"q": "Why?", "a": "So."}) + "\n") * count)
+        c = config(tmp_path / "a.jsonl", chat_fields="q,a", seq_len=64, micro_batch=4)
+        plain, *_, explained = show(c, 3, False)
+        assert plain.splitlines()[:3] == ["--- row 1", "--- document", "<s>[INST] Why? [/INST][[ So. </s>]]"]
+        assert re.search(r"--- \d+ places filled up", plain) and "\033[32m So. </s>\033[0m" in next(show(c, 1, True))
+        assert "not shown: every 20th conversation" in explained
+    for names in ("q", "a,b,c,d"):
+        assert "expected two or three names" in refused(config, tmp_path / "a.jsonl", chat_fields=names)

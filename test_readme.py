@@ -68,7 +68,7 @@ def parse_script(script: str, words: list[str], monkeypatch) -> None:
         return main_parsers[script](words)
     if script == "data.py" and words[0] == "show":
         monkeypatch.setattr(data, "show", lambda config, n, colour: [])
-        return data.run_show(words[1:])
+        return data.main(words)
     parse = argparse.ArgumentParser.parse_args
 
     def stop(parser, *args):

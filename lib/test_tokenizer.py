@@ -4,6 +4,7 @@ import io
 import json
 import random
 import re
+from dataclasses import replace
 from functools import partial
 from pydoc_data.topics import topics
 
@@ -15,6 +16,9 @@ import transformers
 
 from lib import tokenizer as T
 from lib.errors import UserError
+from lib.weights import export_model
+from model import MODELS as SHAPES
+from model import Transformer
 
 TEXT = [text for _, text in sorted(topics.items())][:40]
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -162,9 +166,7 @@ LLAMA2 = {
 MODELS = {
     "llama2": {},
     "no leading space": {"add_dummy_prefix": False},
-    "no byte fallback": {"byte_fallback": False},
     "own symbols": {"user_defined_symbols": ["<tool>", "\n"], "control_symbols": ["[INST]", "[/INST]"]},
-    "newlines": {"user_defined_symbols": ["\n\n"]},
     "control": {"control_symbols": ["[INST]", "[/INST]"]},
     "unigram": {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
 }
@@ -220,10 +222,8 @@ def test_bytes(tmp_path):
         if "s>" not in text:  # there, transformers sees control tokens
             assert theirs(text)["input_ids"] == [256, *ids]
     assert ours.decode([256, 72, 257, 105, 300, -1, 200]) == "Hi\ufffd"
-    assert theirs("a</s>")["input_ids"] == [256, 97, 257]
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (256, 257, 258)
-    for t in (ours, again):
-        assert (t.bos_id, t.eos_id, t.vocab_size) == (256, 257, 258)
+    assert (again.bos_id, again.eos_id, again.vocab_size) == (256, 257, 258)
 
 
 # ---- a tokenizer's folder
@@ -353,21 +353,12 @@ def _chat_tokenizer(family: str, folder):
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_chat_is_the_folders_template(family, tmp_path):
-    """Text in a message that looks like a control token is ordinary text."""
-    ours = _chat_tokenizer(family, tmp_path)
-    theirs, template = transformers.AutoTokenizer.from_pretrained(tmp_path), T.chat_template(ours, "llama")
-    for messages in _conversations():
-        messages = [m | {"content": m["content"].replace("[INST]", "")} for m in messages]  # in Mixtral, control tokens
-        asks = messages[-1]["role"] != "assistant"
-        expected = theirs.apply_chat_template(messages, return_dict=False, add_generation_prompt=asks)
-        ids, mask = T.render_chat(ours, messages, template)
-        assert ids == expected, messages
-        assert len(mask) == len(ids)
-    control = set()
+def test_no_message_makes_a_control_token(family, tmp_path):
+    ours, control = _chat_tokenizer(family, tmp_path), set()
     for content in ("x", "".join(SPECIAL) + "</s><s>[/INST]"):
         messages = [{"role": r, "content": content} for r in ("system", "user", "assistant", "user")]
-        ids, _ = T.render_chat(ours, messages, template)
+        ids, mask = T.render_chat(ours, messages, T.chat_template(ours, "llama"))
+        assert len(mask) == len(ids)
         control.add(tuple(i for i in ids if i in ours.control.values()))
     assert len(control) == 1
 
@@ -444,3 +435,39 @@ def test_wrong_conversations_are_refused(roles, message):
     messages = [wrong.get(role, {"role": role, "content": "x"}) for role in roles]
     with pytest.raises(UserError, match=re.escape(message)):
         T.render_chat(T.ByteTokenizer(), messages, T.chat_template(T.ByteTokenizer(), "llama"))
+
+
+TALKERS = [("bytes", "tiny-llama"), ("bytes", "tiny-gpt2"), ("gpt2", "tiny-gpt2"), ("llama2", "tiny-llama")]
+TALKERS += [("llama3.1", "tiny-llama"), ("chatml", "tiny-qwen2.5"), ("chatml", "tiny-qwen3")]
+TALKERS += [("mixtral", "tiny-mixtral"), ("mistral", "tiny-mistral"), ("control", "tiny-mistral")]
+
+
+@pytest.mark.parametrize("kind, model", TALKERS)
+def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
+    """Transformers gives the ids of render_chat with the folder's template and tokenizer, and ends with the turn; so do
+    we when we read the folder again. gpt2: a tokenizer that has Llama 3's control tokens and cuts otherwise."""
+    (tmp_path / "own").mkdir()
+    shape = replace(SHAPES["tiny-llama"], family="mistral") if model == "tiny-mistral" else SHAPES[model]
+    if kind in TEMPLATES:
+        ours = _chat_tokenizer(kind, tmp_path / "own")
+    else:
+        pieces = "control" if kind == "control" else "llama2"
+        content = _json("gpt2") if kind == "gpt2" else _llama2_json(pieces, tmp_path / "model")
+        ours = T.load_tokenizer("bytes" if kind == "bytes" else _write(tmp_path / "own", tokenizer__json=content))
+    hf, template = tmp_path / "hf", T.chat_template(ours, shape.chat_format)
+    export_model(Transformer(replace(shape, vocab_size=ours.vocab_size)), hf, tokenizer=ours, talks=True)
+    theirs, again = transformers.AutoTokenizer.from_pretrained(hf), T.load_tokenizer(str(hf))
+    assert theirs.chat_template == (hf / "chat_template.jinja").read_text()
+    for messages in _conversations():
+        if kind in ("control", "mixtral"):  # no message holds the text of a control token
+            messages = [m | {"content": m["content"].replace("[INST]", "")} for m in messages]
+        ids, mask = T.render_chat(ours, messages, template)
+        asks = messages[-1]["role"] != "assistant"
+        assert theirs.apply_chat_template(messages, return_dict=False, add_generation_prompt=asks) == ids, messages
+        assert T.render_chat(again, messages, T.chat_template(again, shape.chat_format))[0] == ids
+        if not asks:
+            last = [i for i, trained in zip(ids, mask, strict=True) if trained][-1]
+    for name in ("config.json", "generation_config.json"):
+        ends = json.loads((hf / name).read_text())["eos_token_id"]
+        assert {ours.eos_id, last} == set(ends if isinstance(ends, list) else [ends])
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)

@@ -364,7 +364,8 @@ class Encoder(NamedTuple):
         return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text"
 
     def _encode_chat(self, tokenizer, messages):
-        messages = [read_message(i, m) for i, m in enumerate(messages)] if isinstance(messages, list) else messages
+        messages = messages if isinstance(messages, list) else [messages]
+        messages = [read_message(i, message) for i, message in enumerate(messages)]
         ids, mask = render_chat(tokenizer, messages, chat_template(tokenizer, self.chat))
         if not any(mask):
             raise UserError("a conversation without an assistant's turn, so nothing in it is trained on")

@@ -133,10 +133,10 @@ def token_sizes(tokenizer: Tokenizer) -> list[int]:
     """Bytes of the text that each id stands for; 0 for control tokens."""
     sizes = [0] * tokenizer.vocab_size
     for text, i in tokenizer.vocab.items():
-        if tokenizer.byte_level or re.fullmatch("<0x[0-9A-F]{2}>", text):
-            sizes[i] = len(text) if tokenizer.byte_level else 1  # each character stands for a byte
+        if tokenizer.byte_level:
+            sizes[i] = len(text)  # each character stands for a byte
         else:
-            sizes[i] = len(text.replace("▁", " ").encode())
+            sizes[i] = len(re.sub(r"\A<0x[0-9A-F]{2}>\Z|▁", " ", text).encode())
     for i in tokenizer.control.values():
         sizes[i] = 0
     return sizes
@@ -185,8 +185,8 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     folder, data = source.parent, read_file(source)
     files = [read_object(folder / name) for name in SETTINGS_FILES if (folder / name).is_file()]
     settings = {key: value for file in files for key, value in file.items() if value is not None}
-    tokens = {key: settings[key] for key in settings if re.fullmatch("(bos|eos|unk|pad)_token", key)}
-    names = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
+    tokens = ((key, token) for key, token in settings.items() if re.fullmatch("(bos|eos|unk|pad)_token", key))
+    names = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens}
     added = settings.get("added_tokens_decoder", {}).values()
     is_json = data.lstrip().startswith(b"{")
     if is_json:
@@ -237,9 +237,7 @@ def write_files(tokenizer: Tokenizer, folder: Path, chat: str = "") -> dict:
     for file, name in tokenizer.files.items():
         shutil.copyfile(file, folder / name)
     if not tokenizer.files:
-        content = json.loads(BYTES_JSON)
-        content["model"]["vocab"] = tokenizer.vocab
-        (folder / "tokenizer.json").write_text(json.dumps(content))
+        (folder / "tokenizer.json").write_text(BYTES_JSON.replace("VOCAB", json.dumps(tokenizer.vocab)))
     ends, config = tokenizer.eos_ids, folder / "tokenizer_config.json"
     if (chat or not tokenizer.files) and (folder / "tokenizer.json").exists():
         settings = read_json(config) or tokenizer.names | {"clean_up_tokenization_spaces": False}
@@ -263,7 +261,7 @@ BYTES_JSON = """{"version": "1.0", "added_tokens": [
  "pair": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
           {"SpecialToken": {"id": "<s>", "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}],
  "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}}},
-"model": {"type": "BPE", "byte_fallback": true, "merges": []}}"""
+"model": {"type": "BPE", "byte_fallback": true, "merges": [], "vocab": VOCAB}}"""
 
 
 # ---- chat
@@ -297,11 +295,11 @@ def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = TEMPLATE_DATE.strftime  # with today's date, ids would change overnight
+    # With today's date, ids would change overnight.
+    known = {"raise_exception": _raise_exception, "strftime_now": TEMPLATE_DATE.strftime}
     longest_first = sorted(tokenizer.control, key=len, reverse=True)
     control = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
-    return environment.from_string(source, tokenizer.names), control
+    return environment.from_string(source, tokenizer.names | known), control
 
 
 def _render_parts(tokenizer: Tokenizer, source: str, messages: list[dict]) -> list[str]:
@@ -392,8 +390,8 @@ CHAT_TEMPLATES = {
 def _check_messages(messages: list[dict]) -> None:
     """A system message may come first, then user, assistant, user, ..."""
     has_system = False
-    for i, m in enumerate(messages if isinstance(messages, list) else [messages]):
-        if not isinstance(m, dict) or not isinstance(m.get("content"), str):
+    for i, m in enumerate(messages):
+        if not isinstance(m.get("content"), str):
             raise UserError(f'Chat message {i}: expected {{"role": ..., "content": text}}, found {str(m)[:200]}')
         if i == 0 and m.get("role") == "system":
             has_system = True

@@ -1,5 +1,5 @@
-"""Streams. The oracle for rows is a naive loop over the documents that the test itself wrote; a local server that cuts
-and refuses stands for the hub."""
+"""lib/rows.py: streams, and conversations as rows. Oracles: naive loops over what the test itself wrote, what
+lib/tokenizer.py renders, first-fit as a loop. A local server that cuts and refuses stands for the hub."""
 
 import gzip
 import itertools
@@ -16,12 +16,15 @@ import torch
 import shard
 import train
 from config import parse_args
-from data import make_loader, merge_positions, open_data
+from data import Batch, make_loader, merge_positions, open_data
 from lib import rows
 from lib import text as text_module
 from lib.errors import Failure, UserError
 from lib.rows import permute
-from lib.text import fetch_whole, find_files, write_shard
+from lib.test_text import refused
+from lib.test_tokenizer import _chat_tokenizer
+from lib.text import Encoder, fetch_whole, find_files, prepare, write_shard
+from lib.tokenizer import render_chat
 from test_download import COMMITS, TOKEN, serve
 
 T = 16
@@ -225,17 +228,6 @@ def test_few_files_are_kept_whole(hub, tmp_path):
     assert run(config(C4, lanes=5), 4)[0] == expected and hub.cdn.sent - sent < 2000  # only the first file's head
 
 
-def test_parquet_is_read_in_ranges(hub, tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
-    lines = [text(0, row) for row in range(40)]
-    pyarrow.parquet.write_table(pa.table({"text": lines}), tmp_path / "train.parquet")
-    hub.repos["datasets/org/table"] = {"train.parquet": (tmp_path / "train.parquet").read_bytes()}
-    (file,) = find_files("hf://datasets/org/table/train.parquet", "--data")
-    assert [row.content["text"] for row in file.rows()] == lines
-
-
 ADDRESSES = {
     "hf://datasets/org/one/train.jsonl": 1,
     "hf://datasets/org/c4/en/*": 4,
@@ -297,3 +289,149 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
     for rank in range(3):
         loader, val_loader = open_data(c, shard.Ranks(rank, 3, torch.device("cpu")))
         assert loader.rank == val_loader.rank == rank and asked() == ((True, 1) if rank == 0 else (False, 0))
+
+
+# ---- packed conversations
+
+
+def chat_config(*data, **flags):
+    flags = {"vocab_size": 4096, "seq_len": 64, "micro_batch": 4} | flags
+    return parse_args([f"--{k}={v}" for k, v in flags.items()] + ["--data", *map(str, data)])
+
+
+def conversations(n=60) -> list[list[dict]]:
+    out = []
+    for i in range(n):
+        system = [{"role": "system", "content": "Be brief."}] * (i % 3 == 0)
+        pairs = [(f"Question {i}.{k}?", f"Answer {i}.{k}" + " and more" * (i * 5 % 7)) for k in range(i % 3 + 1)]
+        roles = ("user", "assistant")
+        turns_ = [{"role": r, "content": c} for pair in pairs for r, c in zip(roles, pair, strict=True)]
+        out.append(system + turns_)
+    return out
+
+
+def write_chats(path, messages):
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in messages))
+    return path
+
+
+def epoch(loader) -> list[Batch]:
+    """The micro-batches of one epoch, or a little more."""
+    return list(itertools.chain.from_iterable(itertools.islice(loader, -(-loader.rows // loader.step_rows))))
+
+
+def documents(batches) -> list[tuple[list[int], list[int]]]:
+    """(tokens, targets) of each document that is trained on, taken apart where positions restart."""
+    out = []
+    for b in batches:
+        for tokens, targets, positions in zip(b.tokens.tolist(), b.targets.tolist(), b.positions.tolist(), strict=True):
+            starts = [i for i, p in enumerate(positions) if p == 0]
+            assert starts[0] == 0
+            for a, z in itertools.pairwise([*starts, len(tokens)]):
+                assert positions[a:z] == list(range(z - a))
+                if max(targets[a:z]) >= 0:
+                    out.append((tokens[a:z], targets[a:z]))
+    return out
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3.1", "mixtral"])
+def test_rows_are_what_the_template_renders(tmp_path, family):
+    """Each conversation once per epoch, whole; the targets are the assistant's words and the token that ends them.
+    test_tokenizer.py has the templates."""
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer = _chat_tokenizer(family, tmp_path / "tokenizer")
+    every = conversations()
+    model = "tiny-mixtral" if family == "mixtral" else "tiny-llama"
+    path = write_chats(tmp_path / "a.jsonl", every)
+    c = chat_config(path, tokenizer=tmp_path / "tokenizer", seq_len=700, model=model)
+    loader = make_loader(c)
+    expected = []
+    for messages in (m for i, m in enumerate(every, 1) if i % 20):  # the others are held out
+        ids, mask = render_chat(tokenizer, messages, tokenizer.chat_template)
+        expected.append((ids[:-1], [i if trained else -100 for i, trained in zip(ids[1:], mask[1:], strict=True)]))
+    assert sorted(documents(epoch(loader))[: len(expected)]) == sorted(expected)
+    assert "57 conversations, 0 truncated to --seq_len 700 and 0 dropped" in "".join(loader.summary(None))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pack_is_first_fit(seed):
+    lengths = np.random.default_rng(seed).integers(1, 101, 400)
+    room, expected = [], []
+    for n in lengths:
+        at = next((i for i, free in enumerate(room) if free >= n), len(room))
+        room += [100] * (at == len(room))
+        room[at] -= n
+        expected.append(at)
+    assert rows.pack(lengths, 100).tolist() == expected
+
+
+def test_pack_of_very_many_closes_the_fullest(monkeypatch):
+    monkeypatch.setattr(rows, "OPEN_ROWS", 10)
+    lengths = np.random.default_rng(0).integers(1, 101, 3000)
+    row = rows.pack(lengths, 100)
+    filled = np.bincount(row, lengths)
+    assert filled.max() <= 100 and filled.min() > 0 and filled.mean() > 88
+
+
+def test_too_long_conversations(tmp_path):
+    """Cut to what fits, dropped with the flag or where nothing that is trained on would be left; all counted."""
+    rows_ = [[("x" * 10, "y" * 10)], [("x" * 10, "y" * 100)], *[[("x" * 100, "y" * 10)]] * 2]  # the last is held out
+    path = write_chats(tmp_path / "a.jsonl", [
+        [{"role": r, "content": c} for pair in row for r, c in zip(("user", "assistant"), pair, strict=True)]
+        for row in rows_
+    ])  # fmt: skip
+    loader = make_loader(chat_config(path))
+    assert "3 conversations, 1 truncated to --seq_len 64 and 1 dropped" in loader.summary(None)[1]
+    (short, long) = sorted(documents(epoch(loader))[:2], key=lambda d: len(d[0]))
+    assert len(long[0]) == 64 and bytes(t for t in long[1] if 0 <= t < 256).count(b"y") == 65 - 1 - 25 - 1
+    loader = make_loader(chat_config(path, long_chats="drop"))
+    assert "0 truncated to --seq_len 64 and 2 dropped" in loader.summary(None)[1]
+    assert documents(epoch(loader))[0] == short
+    assert "The validation split has 1 conversations, and none is left" in refused(
+        make_loader, chat_config(path), split="val"
+    )
+    message = refused(make_loader, chat_config(path, seq_len=20, long_chats="drop"))
+    assert "3 conversations, and none is left" in message and "--seq_len" in message
+
+
+def test_a_mixture_of_kinds(tmp_path):
+    """Text, conversations and a stream, each with its weight; validation has its share of each."""
+    chat = write_chats(tmp_path / "chat.jsonl", conversations(100))
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"text {i} " * 20}) + "\n" for i in range(200)))
+    loader = make_loader(chat_config(f"{chat}:1", f"{tmp_path / 'text.jsonl'}:3", seq_len=256, micro_batch=8))
+    for (batch,) in itertools.islice(loader, 3):
+        assert batch.sources.tolist().count(0) == 2 and batch.positions is not None
+        text_rows = batch.sources == 1
+        assert torch.equal(batch.positions[text_rows], torch.arange(256).expand(6, 256))
+        assert (batch.targets[text_rows] >= 0).all() and (batch.targets[~text_rows] == -100).any()
+    c = chat_config(f"{chat}:1", f"{tmp_path / 'text.jsonl'}:3", seq_len=256, eval_batches=2)
+    val = make_loader(c, split="val")
+    assert sum(b.sources.tolist().count(0) for (b,) in val) == 2
+
+
+def test_prepared_conversations(tmp_path):
+    """`prepare` keeps the mask. Another tokenizer than at that time is refused."""
+    path = write_chats(tmp_path / "a.jsonl", conversations())
+    prepare(find_files(str(path), ""), Encoder("bytes"), tmp_path / "out", 2000, 20)
+    assert len(list((tmp_path / "out").glob("*.bin"))) > 2
+    folder, files = make_loader(chat_config(tmp_path / "out")), make_loader(chat_config(path))
+    assert [b.targets.tolist() for b in epoch(folder)] == [b.targets.tolist() for b in epoch(files)]
+    (tmp_path / "other").mkdir()
+    _chat_tokenizer("llama3.1", tmp_path / "other")
+    message = refused(make_loader, chat_config(tmp_path / "out", tokenizer=tmp_path / "other"))
+    assert "was prepared with --tokenizer bytes" in message
+    assert '"fingerprint": "bytes"' in (tmp_path / "out" / "index.json").read_text()
+
+
+def test_data_is_opened_once(tmp_path, monkeypatch):
+    """In --check, and in a run: each file for both splits, and each split's conversations packed once."""
+    path, calls = write_chats(tmp_path / "a.jsonl", conversations()), []
+    for place, name in ((rows, "open_shard"), (rows, "pack"), (rows.Catalog, "_open_shards")):
+        function = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
+    c = chat_config(path, out=tmp_path / "run", compile="none", dtype="fp32")
+    train.report(c, shard.ALONE)
+    once = ["_open_shards", *["open_shard"] * 2, *["pack"] * 2]
+    assert sorted(calls) == once
+    loader, val_loader = open_data(c, shard.ALONE)
+    assert sorted(calls) == sorted(once * 2) and loader.rows > val_loader.rows
