@@ -30,6 +30,7 @@ from pathlib import Path
 
 # Imported first: it finds the Python that has torch.
 from lib.errors import (
+    FULL_DISK,
     Parser,
     UserError,
     amount,
@@ -214,6 +215,9 @@ class Saver:
             on_all(commit if first else lambda: None, self.ranks, self.ranks.saving)
         except Exception as error:  # of any rank
             self.error = error
+            if isinstance(error, OSError) and error.errno in FULL_DISK:
+                size = amount(sum(tensor.nbytes for tensor in tensors.values()))
+                error.strerror += f": this rank writes {size} for {folder.name}"
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
             return

@@ -396,8 +396,10 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
     """The words of a recipe file, with each @NAME in it replaced by the words of that recipe."""
     path = next((p for p in (Path(name), ROOT / name) if p.is_file()), None)
     if path is None:
-        others = ", ".join(f"@recipes/{p.name}" for p in sorted((ROOT / "recipes").glob("*.args")))
-        raise UserError(f"@{name}: this recipe does not exist; there are {others}")
+        others = {p.stem: f"@recipes/{p.name}" for p in sorted((ROOT / "recipes").glob("*.args"))}
+        near = difflib.get_close_matches(Path(name).stem, others, 1)
+        known = f"did you mean {others[near[0]]}?" if near else f"there are {', '.join(others.values())}"
+        raise UserError(f"@{name}: this recipe does not exist; {known}")
     if path.resolve() in inside:
         raise UserError(f"@{name}: the recipe names itself")
     try:

@@ -233,7 +233,10 @@ def test_a_finished_run_says_how_to_go_on(text, old_run, capsys, monkeypatch):
 BAD = {
     "an unknown flag": (["--larning_rate", "1"], "unknown flag --larning_rate"),
     "a wrong type": (["--steps", "many"], "--steps"),
-    "no such recipe": (["@recipes/none.args"], "recipe does not exist"),
+    "no such recipe": (["@recipes/zzz.args"], "recipe does not exist; there are @recipes/char-gpt.args,"),
+    "a misspelled recipe": (["@defaults"], "did you mean @recipes/default.args?"),
+    "a misspelled file": (["--data", "READMI.md"], f"known format in {Path.cwd()}; did you mean README.md?"),
+    "a file for --out": (["--out", "{md}"], "error: --out "),
     "no such data": (["--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
     "no such checkpoint": (["--resume", "nowhere"], "--resume nowhere: the folder does not exist"),
     "too short a text": (["--data", "{short}"], "one row needs seq_len + 1 = 65"),

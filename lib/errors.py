@@ -5,6 +5,7 @@ If Python lacks the requirements, the import restarts the script with .venv's Py
 import argparse
 import contextlib
 import ctypes
+import difflib
 import errno
 import importlib.util
 import json
@@ -90,6 +91,14 @@ class Parser(argparse.ArgumentParser):
 PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
 
 
+FULL_DISK = errno.ENOSPC, errno.EDQUOT
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """The end of a message about a name that does not exist; empty if none of the known names is near."""
+    return "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(word, names, 1))
+
+
 def free_space(path: Path) -> tuple[int, Path]:
     """The free bytes of the disk that holds a path, which need not exist, and the nearest folder that does."""
     folder = next(p for p in (path, *path.absolute().parents) if p.exists())
@@ -102,7 +111,7 @@ def describe_error(error: Exception) -> tuple[int, str, bool]:
     alone = isinstance(error, (RankError, RankFailure))
     if isinstance(error, Message):
         return 2 if isinstance(error, UserError) else 1, str(error), alone
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
         place = ""
         if error.filename:
             free, folder = free_space(Path(os.fsdecode(error.filename)))

@@ -32,7 +32,17 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import Config
 from lib import torch_private
-from lib.errors import Failure, RankFailure, UserError, describe_error, printable, read_json, say_error, write_json
+from lib.errors import (
+    FULL_DISK,
+    Failure,
+    RankFailure,
+    UserError,
+    describe_error,
+    printable,
+    read_json,
+    say_error,
+    write_json,
+)
 from optim import GradientReducer, local, trained
 from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout
 
@@ -189,7 +199,12 @@ class Run:
         return self
 
     def _take_folder(self) -> str:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            if e.errno in FULL_DISK:
+                raise
+            raise UserError(f"--out {self.folder}: {e.strerror}") from None
         self.lock = take_lock(self.folder)
         return self.lock.token
 

@@ -44,6 +44,7 @@ from typing import NamedTuple
 from lib.errors import (
     Parser,
     UserError,
+    did_you_mean,
     guard_token,
     hub_errors,
     listed,
@@ -140,7 +141,12 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
     texts = [info for name, info in found.items() if kind_of(name) in SUFFIXES]
     infos = [info for name, info in found.items() if kind_of(name) == SHARD] or texts
     if not infos:
-        raise UserError(f"{flag} {spec}: no such file of a known format; {FORMATS} are known")
+        place = ""
+        if not hub:
+            folder = Path(path).absolute() if os.path.isdir(path) else Path(path).absolute().parent
+            names = os.listdir(folder) if folder.is_dir() else []
+            place = f" in {folder}{did_you_mean(Path(path).name, names)}"
+        raise UserError(f"{flag} {spec}: no such file of a known format{place}; {FORMATS} are known")
     version, protocol = ("blob_id", "hf://") if hub else ("mtime", "")
     return [TextFile(protocol + info["name"], info["size"], str(info[version]), hub) for info in infos]
 
