@@ -384,7 +384,8 @@ def find_host(launch: dict, label: str) -> Host:
     for host in hosts_of(launch):
         if label in ("", host.label, host.name):
             return host
-    raise UserError(f"the run has no host '{label}'; hosts: {', '.join(h.label for h in hosts_of(launch)) or 'none'}")
+    hosts = ", ".join(h.label for h in hosts_of(launch))
+    raise UserError(f"the run has no host '{label}'; hosts: {hosts}" if hosts else "launch.sh did not start this run")
 
 
 def output_files(out: Path, which: str) -> list[Path]:

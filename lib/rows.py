@@ -182,7 +182,8 @@ class Catalog:
         parts, delimiter, is_chat = self.shards[specs]
         tokens = Tokens(parts["train"] + parts["val"] if config.val_data else parts[split], is_chat, config)
         if len(tokens) < config.seq_len + 1 and not is_chat:
-            raise _too_little(split, f"{len(tokens)} tokens, one row needs seq_len + 1 = {config.seq_len + 1}")
+            what = f"{len(tokens)} tokens, one row needs seq_len + 1 = {config.seq_len + 1}"
+            raise _too_little(split, what, "smaller")
         return tokens, delimiter if config.delimiter < 0 else config.delimiter
 
     def _open_shards(self, specs, flag):
@@ -220,10 +221,10 @@ class TooLittle(UserError):
     """A split has no row."""
 
 
-def _too_little(split, what):
+def _too_little(split: str, what: str, change: str) -> TooLittle:
     name = "training data" if split == "train" else "validation split"
     more = "" if split == "train" else ", name a --val_data, or turn evaluation off with --eval_every 0"
-    return TooLittle(f"The {name} has {what}: give more text or another --seq_len{more}")
+    return TooLittle(f"The {name} has {what}: give more text or a {change} --seq_len{more}")
 
 
 # ---- sources
@@ -293,7 +294,7 @@ class ChatRows(ShardRows):
         total, count = len(kept), len(self.starts)
         if not count:
             what = f"{total} conversations, and none is left ({total} are longer than --seq_len {T})"
-            raise _too_little(split, what)
+            raise _too_little(split, what, "larger")
         order = permute(np.arange(count), count, f"{config.seed}/pack")
         row = pack(self.lengths[order], T)
         self.count = int(row.max()) + 1

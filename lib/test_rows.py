@@ -391,7 +391,7 @@ def test_too_long_conversations(tmp_path):
         make_loader, chat_config(path), split="val"
     )
     message = refused(make_loader, chat_config(path, seq_len=20, long_chats="drop"))
-    assert "3 conversations, and none is left" in message and "--seq_len" in message
+    assert "3 conversations, and none is left" in message and "a larger --seq_len" in message
 
 
 def test_a_mixture_of_kinds(tmp_path):
