@@ -183,7 +183,7 @@ def trace(config: Config, cluster: Cluster) -> list[int]:
     wrapped, tokens = _is_wrapped(config, cluster), config.micro_batch * config.seq_len
     passes = 1 if wrapped else 1 + _accumulates(config, cluster)
     if tokens <= 2 * TRACED_TOKENS:
-        return _trace_blocks(config, cluster.cuda, wrapped, passes)
+        return _with_kept_inputs(config, _trace_blocks(config, cluster.cuda, wrapped, passes))
     row = replace(config, micro_batch=1, documents="joined")  # without masks, memory is proportional to tokens
     rows = (replace(row, seq_len=n) for n in (TRACED_TOKENS, 2 * TRACED_TOKENS))
     fewer, more = (_trace_blocks(row, cluster.cuda, wrapped, passes) for row in rows)
@@ -191,7 +191,19 @@ def trace(config: Config, cluster: Cluster) -> list[int]:
     if config.documents == "separate" and config.attention not in attention.PACKED:
         copies = 2 + DTYPES[config.dtype].itemsize * config.model_config.n_layers  # each layer keeps it in its dtype
         sizes = [size + copies * tokens * config.seq_len for size in sizes]
-    return sizes
+    return _with_kept_inputs(config, sizes)
+
+
+def _with_kept_inputs(config: Config, sizes: list[int]) -> list[int]:
+    """A compiler that need not save memory also keeps the inputs of products, unless they are cast to FP8: the outputs
+    of a block's norms and of its activation. `_build` computes them again."""
+    if config.compile == "none" or config.checkpointing != "none" or config.fp8 != "off":
+        return sizes
+    shape, tokens = config.model_config, config.micro_batch * config.seq_len
+    width = 2 * shape.dim + shape.ffn_dim * max(shape.top_k, 1)
+    inputs = tokens * width * DTYPES[config.dtype].itemsize
+    layers = (shape.n_layers, shape.n_layers, 1, 0, 0)  # that have kept them at each of the peaks
+    return [size + n * inputs for size, n in zip(sizes, layers, strict=True)]
 
 
 def _trace_blocks(config: Config, cuda: bool, wrapped: bool, passes: int) -> list[int]:
