@@ -384,8 +384,8 @@ def find_host(launch: dict, label: str) -> Host:
     for host in hosts_of(launch):
         if label in ("", host.label, host.name):
             return host
-    hosts = ", ".join(h.label for h in hosts_of(launch))
-    raise UserError(f"the run has no host '{label}'; hosts: {hosts}" if hosts else "launch.sh did not start this run")
+    hosts = ", ".join(h.label for h in hosts_of(launch)) or "none, because launch.sh did not start it"
+    raise UserError(f"the run has no host '{label}'; hosts: {hosts}")
 
 
 def output_files(out: Path, which: str) -> list[Path]:
