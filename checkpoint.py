@@ -182,8 +182,9 @@ class Saver:
             "model": asdict(self.config.model_config),
         }
         tensors, places = own_parts(self.model, self.optimizer, self.ranks)
-        copies = self.config.save_async and step < self.config.steps and all(gather(_fits(tensors), self.ranks))
-        if copies:  # otherwise training waits, as it does for the last save
+        may_copy = self.config.save_async and self.config.offload == "none" and step < self.config.steps
+        copies = may_copy and all(gather(_fits(tensors), self.ranks))
+        if copies:  # otherwise training waits: for the last save, and for an offloaded state, which fills the host
             tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
         self.thread = threading.Thread(target=self._write, args=(manifest, tensors, places), name="checkpoint")
         self.thread.start()

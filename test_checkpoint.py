@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 
 import checkpoint
+import plan
 from config import parse_args
 from lib.errors import UserError, describe_error
 from lib.weights import load_model
@@ -291,11 +292,13 @@ def test_a_rank_s_tensors_may_need_several_files(tmp_path, monkeypatch):
     assert all(torch.equal(want[k], got[k]) for k in want)
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(mount):
-    """A real one: a checkpoint has 1.5 MB, the disk 2 MB."""
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(mount, caplog):
+    """A real one: a checkpoint has 1.5 MB, the disk 2 MB. A run warns at its start."""
     disk = mount("2m")
     config, model, optimizer = make_state(disk)
     save(disk, 1, model, optimizer, {}, config)
+    plan.refuse_without_room(replace(config, dtype="fp32"), ALONE)
+    assert re.search("The first save will fail: it needs 1.5 MB, .* has [0-9]+ kB", caplog.text)
     with pytest.raises(OSError, match="No space left on device") as error:
         save(disk, 2, model, optimizer, {}, config)
     assert re.match(

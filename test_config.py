@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants
 
 import config
 from attention import BACKENDS, PACKED
@@ -136,20 +135,6 @@ def test_a_folder_brings_its_model_and_tokenizer(folder):
         (["--weights", folder, "--tokenizer", "bytes"], "bytes"),
     ]:
         assert parse_args(words).tokenizer == spec
-
-
-def test_hub_ids_are_looked_up_where_download_puts_them(folder, tmp_path, monkeypatch):
-    """The layout of huggingface_hub's cache."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    at = tmp_path / "hub/models--some--thing"
-    (at / "refs").mkdir(parents=True)
-    (at / "refs/main").write_text("c0ffee" * 6 + "abcd")
-    shutil.copytree(folder, at / "snapshots" / ("c0ffee" * 6 + "abcd"))
-    assert parse_args(["--model", "some/thing"]).model_config.n_layers == 3
-    assert Path(parse_args(["--weights", "some/thing"]).out) == Path("runs/thing")
-    for flag in ("--model", "--weights"):
-        message = refused(flag, "some/other")
-        assert f"{flag} some/other" in message and "python download.py some/other" in message
 
 
 def test_sampling_needs_to_know_what_tokens_mean(folder):

@@ -153,7 +153,7 @@ def train_peer(name: str, folder: Path, out: Path, steps: int, every: int, flags
 Step = Callable[[Tensor, Tensor, float], None]  # tokens, targets, and the share of the time that has passed
 RATES = {  # peak learning rates, for one turn each
     "flatland adamw": (6e-3, 3e-3, 1e-2),
-    "flatland muon": (8e-3, 6e-3, 1e-2),
+    "flatland muon": (9e-3, 6e-3, 1.2e-2),
     "nanoGPT": (1e-3, 2e-3, 6e-3),
     "nanochat": (0.02, 0.03, 0.04),
 }
@@ -233,8 +233,8 @@ def train_for(name: str, checkout: Path, out: Path, seconds: float) -> None:
     keep_memory()
     contender, rate = name.split(", ")
     make = {"nanoGPT": nanogpt, "nanochat": nanochat}.get(contender, flatland)
-    adamw = ["--optimizer", "adamw", "--embed_lr", "0"] * contender.endswith("adamw")
-    config, device = parse_args([*DEFAULT, *adamw]), find_device(1)
+    adamw = "--optimizer adamw --embed_lr 0 --weight_decay 0.1 --beta1 0.9" * contender.endswith("adamw")
+    config, device = parse_args([*DEFAULT, *adamw.split()]), find_device(1)
     batches, validation = iter(make_loader(config)), [b for part in make_loader(config, split="val") for b in part]
     begin, tokens, records = time.perf_counter(), 0, []
     loss_of, step = make(config, checkout, float(rate))

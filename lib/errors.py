@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -89,8 +90,6 @@ class Parser(argparse.ArgumentParser):
 
 # What a user's mistake in a path raises.
 PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
-
-
 FULL_DISK = errno.ENOSPC, errno.EDQUOT
 
 
@@ -176,7 +175,7 @@ def _end(status: int) -> NoReturn:
 
 def write_whole(path: Path, text: str, sync: bool = False) -> None:
     """Replaces a file atomically: a reader sees the old content or the new one. sync: flush it to the disk first."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{threading.get_ident()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)

@@ -669,6 +669,8 @@ def main(argv: list[str], parse_args: Callable) -> None:
         return
     config = parse_args([*flags, "--tokenizer", args.tokenizer, "--data", *args.input])
     sources = [file for spec in args.input for file in find_files(spec, "--input")]
+    if args.shard_tokens < 1 or args.val_every < 0:
+        raise UserError("--shard_tokens must be at least 1, and --val_every at least 0")
     files = prepare(sources, Encoder.of(config), args.out, args.shard_tokens, args.val_every, config.skip_bad)["files"]
     print(f"{args.out}: {sum(file['tokens'] for file in files.values())} tokens in {len(files)} shards")
     print(f"Use it: --data {args.out} --tokenizer {args.tokenizer}")
