@@ -298,7 +298,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(mount, caplog):
     config, model, optimizer = make_state(disk)
     save(disk, 1, model, optimizer, {}, config)
     plan.refuse_without_room(replace(config, dtype="fp32"), ALONE)
-    assert re.search("The first save will fail: it needs 1.5 MB, .* has [0-9]+ kB", caplog.text)
+    assert re.search("The first save will fail: it needs 1.51 MB, .* has [0-9]+ kB", caplog.text)
     with pytest.raises(OSError, match="No space left on device") as error:
         save(disk, 2, model, optimizer, {}, config)
     assert re.match(
