@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 # OpenMP threads that wait for work spin and keep their cores. If another process needs these cores, training becomes 10
 # to 50 times slower, so they spin only briefly. libgomp reads this when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 VERSION = "0.2.0"  # CHANGELOG.md lists its changes
 LARGEST = 1 << 29  # bytes that are read at once; Llama 3's tokenizer.json has 17 MB
 
