@@ -288,7 +288,7 @@ class Config:
     )
     save_every: int = may_change_on_resume(1000, "steps between checkpoints; 0 = at the end only")
     save_async: bool = may_change_on_resume(
-        True, "write checkpoints in the background, from a copy in the host's memory"
+        True, "write checkpoints in the background, from a copy in the host's memory; not with --offload cpu"
     )
     keep: int = may_change_on_resume(
         2, "checkpoints to keep; at least 2, because a damaged one is replaced by the one before it", least=2

@@ -3,7 +3,7 @@
     python plan.py [@recipes/NAME.args ...] [train.py's flags] --nodes 8 --gpus 8 --gpu h100-80
 
 Memory. The model is built on the meta device, where tensors have shapes and no values, with two layers. A forward and a
-backward pass run while every allocation is counted. Each further layer adds what the second one has added. Formulas add
+backward pass run while every allocation is counted. Each further layer adds as much as the second one. Formulas add
 FSDP2's buffers for gathering and reducing, CUDA's own memory and the tensors that a compiler saves.
 
 Time. FLOPs at the share of the data sheet's rate that large products reach (machine.GPUS), elementwise work at the
@@ -207,7 +207,7 @@ def _with_kept_inputs(config: Config, sizes: list[int]) -> list[int]:
 
 
 def _trace_blocks(config: Config, cuda: bool, wrapped: bool, passes: int) -> list[int]:
-    """The same, from two blocks. A further one would add what the last one has added."""
+    """The same, from two blocks. Each further block would add as much as the second."""
     tokens = torch.empty(config.micro_batch, config.seq_len, dtype=torch.int64, device=META)
     documents = (tokens, tokens[0, :64].int()) if config.documents == "separate" else ()
     with _as_on(cuda, config):
@@ -522,8 +522,8 @@ def split(config: Config, cluster: Cluster) -> Config:
 
 
 def refuse_without_room(config: Config, ranks: shard.Ranks) -> None:
-    """Refuses a run that cannot fit into this machine, before anything is allocated. Of the activations it counts only
-    the inputs of the blocks, which any run needs."""
+    """Refuses a run that cannot fit into this machine, before anything is allocated. It counts only those
+    activations that any run needs: the inputs of the blocks."""
     cluster = cluster_here(ranks.device, ranks.world_size)
     on_gpu, on_host = memory(split(config, cluster), cluster, least=True)
     host = f"{platform.node()} ({cluster.gpus} processes)"

@@ -384,8 +384,7 @@ def find_host(launch: dict, label: str) -> Host:
     for host in hosts_of(launch):
         if label in ("", host.label, host.name):
             return host
-    hosts = ", ".join(h.label for h in hosts_of(launch)) or "none, because launch.sh did not start it"
-    raise UserError(f"the run has no host '{label}'; hosts: {hosts}")
+    raise UserError(f"launch.sh started no host '{label}' for this run; `bash launch.sh status` lists them")
 
 
 def output_files(out: Path, which: str) -> list[Path]:

@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help lists all flags")
 
 
-# What a user's mistake in a path raises.
+# The errors that a user's mistake in a path raises.
 PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
 FULL_DISK = errno.ENOSPC, errno.EDQUOT
 
