@@ -1,5 +1,6 @@
 """The launcher with a stand-in for train.py that needs no torch, under the real torchrun: on this machine, on localhost
-nodes, and on hosts behind an sshd of the test's own. These tests use their own environment and install nothing."""
+nodes, and on hosts behind an sshd of the test's own. These tests use their own environment and install nothing. Last,
+train.sbatch with the real train.py under a Slurm that the test starts."""
 
 import contextlib
 import json
@@ -30,7 +31,7 @@ def parse_args(words, trains=False):
     out = words[words.index("--out") + 1] if "--out" in words else "runs/default"
     return SimpleNamespace(out=out, timeout=5, check=0 if "--check" in words else -1)
 """
-LIMIT = 120  # seconds; nothing here takes long, but machines may be busy
+LIMIT = 400  # seconds for anything to happen; it takes long only on a busy machine and under Slurm
 
 # Keeps to what launch.sh relies on. --end says how the run ends, --steps how many tenths of a second it lasts.
 FAKE_TRAIN = r"""
@@ -166,8 +167,8 @@ def command_lines() -> dict[str, str]:
     return found
 
 
-def eventually(condition, what: str, limit: float = LIMIT) -> None:
-    end = time.monotonic() + limit
+def eventually(condition, what: str) -> None:
+    end = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < end, f"never happened: {what}"
         time.sleep(0.1)
@@ -384,10 +385,6 @@ def ranks(checkout, name: str) -> dict[str, int]:
     return {rank: pid for pid, environment in found.items() for rank in re.findall(r"\0RANK=(\d+)", environment)}
 
 
-def ids(run: Path) -> list[str]:
-    return sorted({p.name for p in run.glob("logs/*/2*")})
-
-
 def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):
     (checkout.folder / "hosts").write_bytes(b"localhost\r\n\r\nlocalhost # again")
     setting(checkout, retry_pause=1)
@@ -408,7 +405,7 @@ def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):
 
     os.kill(ranks(checkout, "two")["1"], signal.SIGKILL)
     eventually(lambda: contains(log, "Resumed after step"), "the relaunch")
-    assert len(ids(run)) == 2
+    assert len({attempt.name for attempt in run.glob("logs/*/2*")}) == 2
     reports = (run / "logs" / "launch.log").read_text()
     assert re.search(rf"failed at step \d+: rank 1 on {NAME}(-2)? was ended by SIGKILL", reports)
     resumed = re.search(r"Resumed after step (\d+)", log.read_text())[1]
@@ -521,3 +518,140 @@ def test_doctor_names_what_is_wrong_and_how_to_mend_it(checkout, sshd):
     assert status == 2 and re.search(r"127\.0\.0\.4-9 does .*refused.* ssh://127\.0\.0\.4:9 true", err)
     status, out, err = checkout.launch("doctor", "--end", "mistake")
     assert status == 1 and "data, weights: found a mistake" in out
+
+
+# ---- under Slurm
+
+# Two virtual nodes on this machine
+SLURM = """ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmctldPort={ports[0]}
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+JobRequeue=1
+KillWait=60
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]},{ports[2]} CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE
+"""
+
+
+def answer(env: dict, *command: str) -> str:
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def idle(env: dict) -> bool:
+    return answer(env, "sinfo", "-h", "-t", "idle", "-o", "%D") == "2"
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """Its environment. munged, slurmctld and two slurmd, all in the foreground, are children of the test."""
+    if os.getuid():
+        pytest.skip("slurmd needs root")
+    munged, controller, daemon = (program(n, "slurm-wlm munge") for n in ("munged", "slurmctld", "slurmd"))
+    folder = tmp_path_factory.mktemp("slurm")
+    for parent in (folder, *folder.parents[:2]):
+        parent.chmod(0o755)
+    for name in ("state", "munge"):
+        (folder / name).mkdir(mode=0o755)
+    (folder / "munge" / "key-file").write_bytes(os.urandom(128))
+    (folder / "munge" / "key-file").chmod(0o400)
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        ports = [s.getsockname()[1] for s in sockets]
+    host = socket.gethostname().split(".")[0]
+    conf = folder / "slurm.conf"
+    conf.write_text(SLURM.format(host=host, folder=folder, ports=ports, cpus=os.cpu_count()))
+    env = os.environ | {"SLURM_CONF": str(conf), "OMP_NUM_THREADS": "1"}
+    munge = [munged, "--foreground", "--force"]
+    munge += [f"--{k}={folder}/munge/{k}" for k in ("socket", "key-file", "pid-file", "log-file", "seed-file")]
+    commands = [munge, [controller, "-D"], *([daemon, "-D", "-N", n] for n in ("n1", "n2"))]
+    processes = []
+    for command in commands:
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        time.sleep(1)
+
+    eventually(lambda: idle(env) or any(p.poll() is not None for p in processes), "two idle nodes")
+    if not idle(env):
+        pytest.skip("Slurm does not start here: " + (folder / "slurmctld.log").read_text()[-300:])
+    yield env
+    answer(env, "scancel", "-u", "root")
+    eventually(lambda: not answer(env, "squeue", "-h"), "the end of all jobs")
+    for process in reversed(processes):
+        process.terminate()
+        process.wait(30)
+
+
+def losses(run: Path) -> list:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in rows if "loss" in r]
+
+
+@pytest.mark.slow
+def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(slurm, tmp_path):
+    text = tmp_path / "it's.txt"
+    text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(4000)))
+    shape = ["--model", "tiny-llama", "--compile", "none", "--dtype", "fp32", "--seq_len", "32", "--micro_batch", "2"]
+    flags = [*shape, "--steps", "400", "--eval_every", "0", "--log_every", "1", "--save_every", "30"]
+
+    def submit(out: Path, *more: str) -> str:
+        command = ["sbatch", "--parsable", "--nodes", "2", "-o", f"{out}.out", "train.sbatch"]
+        return answer(slurm, *command, *flags, "--data", str(text), *more, "--out", str(out))
+
+    def state(job: str) -> str:
+        return re.search(r"JobState=(\w+)|$", answer(slurm, "scontrol", "show", "job", job))[1]
+
+    def reaches(run: Path, step: int) -> None:
+        eventually(lambda: contains(run / "log.txt", f"Batch {step} "), f"step {step}")
+
+    def interrupt(job: str, *command: str) -> None:
+        answer(slurm, *command, job)
+        eventually(lambda: state(job) == "PENDING" and idle(slurm), "the requeue")
+        time.sleep(2)
+        answer(slurm, "scontrol", "update", f"jobid={job}", "StartTime=now")  # without Slurm's pause
+
+    def ends(job: str, out: Path, expected: str) -> str:
+        eventually(lambda: state(job) in ("COMPLETED", "FAILED"), "the end")
+        output = Path(f"{out}.out").read_text()
+        assert state(job) == expected, output[-2000:]
+        return output
+
+    near_the_time_limit = ("scancel", "--signal=USR1", "--batch")
+
+    truth, cut = tmp_path / "truth", tmp_path / "cut"
+    ends(submit(truth), truth, "COMPLETED")
+    job = submit(cut)
+    eventually(lambda: any("--check" in line and str(cut) in line for line in command_lines().values()), "the check")
+    interrupt(job, *near_the_time_limit)
+    eventually(lambda: list(cut.glob("logs/*/*/agent.json")), "the ranks' start")
+    interrupt(job, *near_the_time_limit)
+    reaches(cut, 40)
+    interrupt(job, *near_the_time_limit)
+    status = json.loads((cut / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("stopped", 0)  # and saved
+    reaches(cut, 200)
+    interrupt(job, "scontrol", "requeue")  # as when preempted
+    output = ends(job, cut, "COMPLETED")
+    log = (cut / "log.txt").read_text()
+    assert log.count("Resumed from") == log.count("Stopped by") == 2  # preempted, it saved as well
+    assert losses(cut) == losses(truth) and len(losses(cut)) == 400
+    assert sorted(p.name for p in (cut / "logs").iterdir() if p.is_dir()) == ["n1", "n2"]
+    assert len(list(cut.glob("logs/n?/*/agent.stderr.log"))) == 8
+    assert output.count("has not begun") == 1 and output.count("saves and stops") == 3  # none for a requeue's own TERM
+
+    mistake = tmp_path / "mistake"
+    output = ends(submit(mistake, "--lr", "-1"), mistake, "FAILED")
+    assert "--lr" in output and "Traceback" not in output
