@@ -78,16 +78,17 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def rope_table(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 [B or 1, T, 1, h/2], of the angles at `positions` [B or 1, T]."""
+    """(cos, cos) and (-sin, sin), fp32 [B or 1, T, 1, h] each, of the angles at `positions` [B or 1, T]."""
     angles = positions.float()[..., None, None] * rope_frequencies(config, positions.device)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotates the pairs (x[i], x[i + h/2]) of x [B, T, H, h]: Hugging Face's half-split layout."""
     cos, sin = rope
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    pairs = x.float()
+    return (pairs * cos + pairs.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
