@@ -3,7 +3,7 @@
     python bench/run.py generate                         # greedy decoding, against transformers
     python bench/run.py cpu                              # training on a CPU, against transformers and litgpt
     python bench/run.py loss --nanogpt DIR --nanochat DIR  # validation loss after two minutes, against checkouts
-    python bench/run.py gpu --parts models head          # training on one GPU; without --parts, all parts
+    python bench/run.py gpu --parts models               # training on one GPU; without --parts, all parts
 
 A row gives the median, the 10th and 90th percentile, the ratio to the first row of its case, MFU, and peak memory in
 GiB. An error becomes a row, and then the status is 1. Missing peers are reported: `bash test.sh`

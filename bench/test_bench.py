@@ -119,13 +119,6 @@ def test_the_flags_of_every_race_are_valid():
             parse_args(f"{words}{gpu.OURS}{more}".split())
 
 
-def test_the_loss_head_reports_what_this_torch_lacks(monkeypatch):
-    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
-    missing, ours = gpu.race_heads(16, 8, 32)
-    assert missing["note"].startswith("not available: ") and "has no F.linear_cross_entropy" in missing["note"]
-    assert ours["what"] == "flatland" and ours["median"] > 0
-
-
 def test_generation_equals_transformers_and_is_timed(monkeypatch):
     monkeypatch.setattr(cpu, "GENERATED", {"tiny-llama": cpu.GENERATED["tiny-llama"]})
     rows = [*cpu.bench_generate(Namespace(repeats=1))]
