@@ -141,7 +141,8 @@ def test_a_failed_row_makes_the_status_1(monkeypatch, capsys):
     assert "| case | b |" in capsys.readouterr().out
 
 
-def test_a_race_in_time_to_loss(tmp_path):
+def test_a_race_in_time_to_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "DEFAULT", [*peers.DEFAULT, "--eval_batches=1"])
     peers.train_for("flatland muon, 0.006", tmp_path, tmp_path / "record", 2.0)
     records = json.loads((tmp_path / "record").read_text())
     last = records[-1]
