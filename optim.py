@@ -18,8 +18,8 @@ position): a resumed run repeats them, and replicas, which must stay equal, draw
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -310,8 +310,7 @@ class Muon(torch.optim.Optimizer):
 
     A matrix is orthogonalized whole. Parameters of equal shape are stacked, and the stack is redistributed: from shards
     of every parameter to whole parameters, a part of them on each rank, and back. This only copies, so the update has
-    the same bits on any mesh. Experts that are sharded by expert stay where they are. A stack travels while the one
-    before it is orthogonalized."""
+    the same bits on any mesh. Experts that are sharded by expert stay where they are."""
 
     def __init__(self, rows: dict[nn.Parameter, tuple[int, ...]], adamw: torch.optim.Optimizer, config):
         """rows: see `matrices`. adamw: updates the other parameters. config: a Config."""
@@ -320,10 +319,10 @@ class Muon(torch.optim.Optimizer):
         self.adamw, adamw.state, self.rows = adamw, self.state, rows
         self.dtype, self.state_dtype = DTYPES[config.dtype], DTYPES[config.state_dtype]
         self.orthogonalize = torch.compile(orthogonalize, dynamic=True) if config.compile != "none" else orthogonalize
-        alike, self.stacks, self.places = {}, [], {}
-        for i, p in enumerate(rows):
+        self.places = {p: random_place(config.seed, -i, p) for i, p in enumerate(rows)}
+        alike, self.stacks = {}, []
+        for p in rows:
             alike.setdefault((p.shape, rows[p]), []).append(p)
-            self.places[p] = random_place(config.seed, -i, p)
         for same in alike.values():
             n = max(1, ROUND // same[0].numel()) * (same[0].device_mesh.size() if is_sharded(same[0]) else 1)
             self.stacks += [same[i : i + n] for i in range(0, len(same), n)]
@@ -332,63 +331,53 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
         self.adamw.step()
-        updates = [self._update(stack) for stack in self.stacks]
-        for before, update in pairwise([iter(()), *updates, iter(())]):
-            next(update, None)  # the stack begins to travel
-            next(before, None)
+        for parameters in self.stacks:
+            updates = self._updates(torch.stack([self._average(p) for p in parameters]), self.rows[parameters[0]])
+            for p, update in zip(parameters, updates, strict=True):
+                self._apply(p, update)
 
-    def _update(self, parameters: list[Tensor]) -> Iterator[None]:
-        """Updates the parameters of a stack; pauses while it travels. Then it ends, which frees the stack."""
-        first, (group, *_), keep = parameters[0], self.param_groups, self.found_inf > 0
-        stack = torch.stack([self._average(p, keep) for p in parameters])
-        moves = is_sharded(first) and not (first.ndim == 3 and first.placements[-1].is_shard(0))
-        if moves:
-            from torch.distributed.tensor import Shard
-
-            shards = [Shard(s.dim + 1) if s.is_shard() else s for s in first.placements]
-            wholes = [Shard(0) for _ in shards]
-            stack = _move(stack.to(first.device_mesh.device_type), parameters, shards, wholes)
-        yield
-        stack = self._scaled(stack, self.rows[first])
-        stack = _move(stack, parameters, wholes, shards) if moves else stack
-        for p, update in zip(parameters, stack.to(first.device), strict=True):
-            values, steps = local(p), self.state[p]["step"].add_(1.0 - self.found_inf)
-            new = values.float() * (1.0 - group["lr"] * group["weight_decay"]) - group["lr"] * update.float()
-            if p.dtype == torch.bfloat16:
-                bits = random_bits(new.numel(), self.places[p], steps)
-                new = round_stochastically(new, bits.view(new.shape))
-            values.copy_(torch.where(keep, values, new.to(p.dtype)))
-
-    def _average(self, p: Tensor, keep: Tensor) -> Tensor:
-        """Updates the momentum of a parameter -> Nesterov's average of it and the gradient."""
+    def _average(self, p: Tensor) -> Tensor:
+        """Updates the momentum of a parameter -> Nesterov's average of it and the gradient, in the gradient's place."""
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), device=local(p).device)
             state["momentum_buffer"] = torch.zeros_like(p, dtype=self.state_dtype)
-        gradient, momentum = local(p.grad).float() / self.grad_scale, local(state["momentum_buffer"])
+        gradient, momentum = local(p.grad), local(state["momentum_buffer"])
         weight = MOMENTUM - (MOMENTUM - FIRST_MOMENTUM) * (1 - state["step"] / MOMENTUM_STEPS).clamp(min=0)
-        new = gradient.lerp(momentum.float(), weight)
-        momentum.copy_(torch.where(keep, momentum, new.to(momentum.dtype)))
-        return gradient.lerp(new, weight).to(self.dtype)
+        mean = gradient.float() / self.grad_scale
+        new = mean.lerp(momentum.float(), weight)
+        momentum.copy_(torch.where(self.found_inf > 0, momentum, new.to(momentum.dtype)))
+        gradient.copy_(mean.lerp(new, weight))
+        return p.grad.to(self.dtype)
 
-    def _scaled(self, stack: Tensor, rows: tuple[int, ...]) -> Tensor:
-        """stack [n, ..., rows, columns] -> the updates. Matrices of equal size are orthogonalized in one batch."""
-        parts = list(stack.reshape(-1, *stack.shape[-2:]).split(rows, 1))
-        for size in {*rows} if len(parts[0]) else ():
-            alike = [i for i, n in enumerate(rows) if n == size]
-            batch = self.orthogonalize(torch.cat([parts[i] for i in alike])) * (0.2 * max(size, stack.shape[-1]) ** 0.5)
-            for i, part in zip(alike, batch.chunk(len(alike)), strict=True):
-                parts[i] = part
-        return torch.cat(parts, 1).view(stack.shape)
+    def _updates(self, stack: Tensor, rows: tuple[int, ...]) -> Tensor:
+        """stack [n, ..., rows, columns] of averages -> this rank's part of the updates, sharded as the stack is."""
+        if not is_sharded(stack):
+            return self._orthogonalized(stack, rows)
+        from torch.distributed.tensor import DTensor, Shard
 
+        mesh, shape, stride, shards = stack.device_mesh, stack.shape, stack.stride(), stack.placements
+        by_expert = stack.ndim == 4 and shards[-1].is_shard(1)
+        wholes = shards if by_expert else [Shard(0)] * mesh.ndim
+        stack = stack.to(mesh.device_type).redistribute(placements=wholes)
+        updates = self._orthogonalized(stack.to_local(), rows)
+        updates = DTensor.from_local(updates, mesh, wholes, shape=shape, stride=stride)
+        return updates.redistribute(placements=shards).to_local()
 
-def _move(stack: Tensor, parameters: list[Tensor], old: list, new: list) -> Tensor:
-    """This rank's part of a stack of parameters, from one placement to another."""
-    from torch.distributed.tensor import DTensor, Replicate
+    def _orthogonalized(self, stack: Tensor, rows: tuple[int, ...]) -> Tensor:
+        """The fused matrices are split; those of equal size are orthogonalized in one batch."""
+        updates = []
+        for size, alike in groupby(stack.split(rows, -2), key=lambda part: part.shape[-2]):
+            batch = torch.stack([*alike])
+            scale = 0.2 * max(size, stack.shape[-1]) ** 0.5
+            updates += (self.orthogonalize(batch.flatten(0, -3)) * scale).reshape(batch.shape)
+        return torch.cat(updates, -2)
 
-    mesh, shape = parameters[0].device_mesh, torch.Size((len(parameters), *parameters[0].shape))
-    stride = torch.empty(shape, device="meta").stride()
-    stack = DTensor.from_local(stack, mesh, old, shape=shape, stride=stride)
-    for dim in reversed(range(mesh.ndim if mesh.device_type == "cpu" else 0)):  # gloo has no all-to-all
-        stack = stack.redistribute(placements=[*stack.placements[:dim], *[Replicate()] * (mesh.ndim - dim)])
-    return stack.redistribute(placements=new, async_op=True).to_local()
+    def _apply(self, p: Tensor, update: Tensor) -> None:
+        group, values, steps = self.param_groups[0], local(p), self.state[p]["step"].add_(1.0 - self.found_inf)
+        new = values.float() * (1.0 - group["lr"] * group["weight_decay"])
+        new -= group["lr"] * update.to(new.device, torch.float32)
+        if p.dtype == torch.bfloat16:
+            bits = random_bits(new.numel(), self.places[p], steps)
+            new = round_stochastically(new, bits.view(new.shape))
+        values.copy_(torch.where(self.found_inf > 0, values, new.to(p.dtype)))
