@@ -6,7 +6,6 @@
 Memory, the allocator and the compiler belong to a process, so every turn of a contender is a new process. Ours is
 train.py. Peers use autocast or pure bf16, torch.compile of the whole model, fused AdamW, and gradients clipped to 1."""
 
-import importlib.util
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from runpy import run_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import Row, Turn, race, row, train  # first: it finds the Python that has torch
@@ -182,14 +182,10 @@ def flatland(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]
 
 def nanogpt(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]:
     """As in config/train_shakespeare_char.py: cosine decay to lr / 10."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")  # our file is "model", too
-    theirs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
-    shape, device = config.model_config, find_device(1)
-    sizes = {"n_layer": shape.n_layers, "n_head": shape.n_heads, "n_embd": shape.dim, "vocab_size": shape.vocab_size}
-    model = theirs.GPT(theirs.GPTConfig(**sizes, block_size=config.seq_len, dropout=0.0, bias=False)).to(device)
-    optimizer = model.configure_optimizers(0.1, lr, (0.9, 0.99), device.type)
-    call = torch.compile(model)
+    theirs, c, device = run_path(str(checkout / "model.py")), config.model_config, find_device(1)
+    shape = theirs["GPTConfig"](config.seq_len, c.vocab_size, c.n_layers, c.n_heads, c.dim, dropout=0.0, bias=False)
+    model = theirs["GPT"](shape).to(device)
+    optimizer, call = model.configure_optimizers(0.1, lr, (0.9, 0.99), device.type), torch.compile(model)
 
     def step(tokens: Tensor, targets: Tensor, share: float) -> None:
         for group in optimizer.param_groups:
@@ -207,10 +203,9 @@ def nanochat(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]
     sys.path.insert(0, str(checkout))
     from nanochat.gpt import GPT, GPTConfig
 
-    shape = config.model_config
-    sizes = {"n_layer": shape.n_layers, "n_head": shape.n_heads, "n_kv_head": shape.n_heads, "n_embd": shape.dim}
-    sizes |= {"sequence_len": config.seq_len, "vocab_size": shape.vocab_size, "window_pattern": "L"}
-    model = GPT(GPTConfig(**sizes)).to(find_device(1))
+    c = config.model_config
+    shape = GPTConfig(config.seq_len, c.vocab_size, c.n_layers, c.n_heads, c.n_heads, c.dim, window_pattern="L")
+    model = GPT(shape).to(find_device(1))
     model.init_weights()
     optimizer = model.setup_optimizer(unembedding_lr=0.008, embedding_lr=0.3, matrix_lr=lr)
     call = torch.compile(model, dynamic=False)
