@@ -43,15 +43,7 @@ def test_rates(schedule, words, rates, warmup):
     c = scheduled(schedule, words, warmup)
     for step, rate in ({0: 0.1, 4: 0.5, 9: 1} | rates).items():
         assert learning_rate(c, step) == pytest.approx(rate, abs=1e-12), step
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-def test_a_rate_depends_on_the_step_alone(schedule):
-    c = scheduled(schedule)
-    rates = [learning_rate(c, step) for step in range(120)]
-    assert [learning_rate(c, step) for step in reversed(range(120))] == rates[::-1]
-    assert max(rates) == 1 and all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
-    assert learning_rate(scheduled(schedule, warmup="0"), 0) == 1
+    assert learning_rate(scheduled(schedule, words, "0"), 0) == 1
 
 
 def small_model() -> nn.Module:
@@ -79,14 +71,6 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.T
     """Parameters, moments and update counts."""
     state = optimizer.state
     return [t for p in model.parameters() for t in (p.detach(), *(state[p][k] for k in sorted(state[p])))]
-
-
-def test_decay_groups():
-    model = small_model()
-    decay = {p: group["weight_decay"] for group in optimizer_of(model).param_groups for p in group["params"]}
-    expected = {"embed.weight": 0.5, "linear.weight": 0.5, "experts.0": 0.5}
-    expected |= {"linear.bias": 0, "norm.weight": 0, "norm.bias": 0}
-    assert {name: decay[p] for name, p in model.named_parameters()} == expected
 
 
 def test_update_is_adamw():
@@ -119,27 +103,26 @@ def test_any_torch_optimizer_gets_the_step_s_mean_and_skips_what_is_suppressed()
             assert torch.equal(p, old - change) and p.grad is None
 
 
-@pytest.mark.parametrize("updates_before", [0, 2])
-@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
-def test_a_suppressed_update_changes_no_bit(updates_before, value):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("updates_before, value", [(0, float("nan")), (2, 1.0), (2, float("inf"))])
+def test_a_suppressed_update_changes_no_bit(updates_before, value, dtype):
+    """Neither now nor for the next update: the other model never sees the suppressed one."""
     one, zero = torch.tensor(1.0), torch.tensor(0.0)
-    model, other = small_model(), small_model()  # the other never sees the suppressed update
-    optimizer, other_optimizer = optimizer_of(model), optimizer_of(other)
-    for i in range(updates_before):
-        set_gradients(model, i), set_gradients(other, i)
-        update(optimizer, 0.1, one, zero), update(other_optimizer, 0.1, one, zero)
-    before = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = torch.full_like(p, value)
-    update(optimizer, 0.1, torch.tensor(value), one)
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    assert {int(s["step"]) for s in optimizer.state.values()} == {updates_before}
-    assert all(p.grad is None for p in model.parameters())
-
-    set_gradients(model, 1), set_gradients(other, 1)
-    update(optimizer, 0.1, one, zero), update(other_optimizer, 0.1, one, zero)
-    pairs = zip(snapshot(model, optimizer), snapshot(other, other_optimizer), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    pairs = [(model, mixed(model, dtype, dtype)) for model in (small_model(), small_model())]
+    for n in range(updates_before + 1):
+        if n == updates_before:
+            (model, optimizer), (other, _) = pairs
+            for p in model.parameters():
+                p.grad = torch.full_like(p, value)
+            update(optimizer, 0.1, torch.tensor(value), one)
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+            assert {int(s["step"]) for s in optimizer.state.values()} == {updates_before}
+        for model, optimizer in pairs:
+            set_gradients(model, n)
+            update(optimizer, 0.1, one, zero)
+            assert all(p.grad is None for p in model.parameters())
+    ours, expected = (snapshot(*pair) for pair in pairs)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 # ---- AdamW for other dtypes; torch's fused AdamW in fp32 is the oracle
@@ -248,28 +231,14 @@ def test_stochastic_rounding_repeats_itself():
         optimizer = mixed(model, "bf16", "bf16", seed)
         run_updates(model, optimizer, 2, 1e-3)
         if cut:
-            state = optimizer.state_dict()
+            state = optimizer.state
             optimizer = mixed(model, "bf16", "bf16", seed)
-            for p, old in zip([p for g in optimizer.param_groups for p in g["params"]], state["state"].values(),
-                              strict=True):  # fmt: skip
-                optimizer.state[p] = old
+            optimizer.state = state
         return run_updates(model, optimizer, 2, 1e-3)
 
     base, cut, other = final(0, False), final(0, True), final(1, False)
     assert all(torch.equal(a, b) for a, b in zip(base, cut, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(base, other, strict=True))
-
-
-@pytest.mark.parametrize("value", [1.0, float("nan")])
-def test_a_suppressed_mixed_update_changes_no_bit(value):
-    model = small_model()
-    optimizer = mixed(model, "bf16", "bf16")
-    run_updates(model, optimizer, 1)
-    before = [t.clone() for t in snapshot(model, optimizer)]
-    for p in model.parameters():
-        p.grad = torch.full_like(p, value)
-    update(optimizer, 0.1, torch.tensor(value), torch.tensor(1.0))
-    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
 
 
 def test_pieces_do_not_matter(monkeypatch):
@@ -442,20 +411,16 @@ def test_muon_resumes_with_the_same_bits(tmp_path, text):
     assert len(whole) == 4 and [r["loss"] for r in whole] == [r["loss"] for r in parts]
 
 
-@pytest.mark.parametrize("words, tolerance", [("--micro_batch 1", 1e-5), ("--micro_batch 1 --fp8 row", 0.02)])
+@pytest.mark.parametrize("words, tolerance", [("--dtype fp32", 1e-5), ("--fp8 row", 0.02)])
 def test_muon_accumulates_and_trains_in_fp8(words, tolerance, tmp_path, text):
     """The losses are those of one micro-batch in fp32."""
-    common = (
-        f"--model tiny-llama --data {text} --optimizer muon --seq_len 32 --batch_tokens 128 --steps 6 --compile none"
-    )
-    common += " --lr 0.02 --eval_every 0 --sample_every 0 --log_every 1 --save_every 0"
-    for name, more in (
-        ("plain", "--micro_batch 4 --dtype fp32"),
-        ("other", words + " --dtype fp32" * ("fp8" not in words)),
-    ):
-        assert train.main([*common.split(), *more.split(), "--out", str(tmp_path / name)]) == 0
-    plain, other = ([r["loss"] for r in records_of(tmp_path / name)] for name in ("plain", "other"))
-    assert plain[-1] < 0.95 * plain[0] and other == pytest.approx(plain, rel=tolerance)
+    common = f"--model tiny-llama --data {text} --optimizer muon --seq_len 32 --batch_tokens 128 --steps 6 --lr 0.02"
+    common += " --compile none --eval_every 0 --sample_every 0 --log_every 1 --save_every 0"
+    losses = {}
+    for more in ("--micro_batch 4 --dtype fp32", f"--micro_batch 1 {words}"):
+        assert train.main([*common.split(), *more.split(), "--out", str(tmp_path / more[14])]) == 0
+        losses[more[14]] = [r["loss"] for r in records_of(tmp_path / more[14])]
+    assert losses["4"][-1] < 0.95 * losses["4"][0] and losses["1"] == pytest.approx(losses["4"], rel=tolerance)
 
 
 def records_of(run) -> list[dict]:
