@@ -96,6 +96,7 @@ def make_optimizer(model: nn.Module, config) -> torch.optim.Optimizer:
         {"params": [p for p in others if p.ndim >= 2 and p not in known], "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
+    assert config.optimizer in ("adamw", "muon"), config.optimizer
     options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": 1e-8}
     if config.state_dtype == "fp32" and all(p.dtype == torch.float32 for p in others):
         torch_private.check_fused_adamw(local(next(model.parameters())).device)
@@ -261,9 +262,8 @@ def learning_rate(config, step: int) -> float:
     else:
         begin, end = warmup, length or steps
     progress = min(max((step - begin) / max(end - begin, 1), 0.0), 1.0)
-    if config.schedule == "constant":
-        progress = 0.0
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    share = {"constant": 1.0, "cosine": cosine, "linear": 1 - progress, "wsd": 1 - progress}[config.schedule]
     return config.min_lr + (config.lr - config.min_lr) * share
 
 
