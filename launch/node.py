@@ -32,7 +32,10 @@ ROOT = Path(os.path.abspath(__file__)).parents[1]
 # A cause with a smaller number is more likely to be the first cause of the job's failure.
 KILLED, FAILED, FOLLOWED = range(3)
 # The error file of a rank that failed because another rank did (lib/run.py, torch.distributed) begins like this.
-OF_A_PEER = re.compile(r"(PeerFailure|Dist\w*Error): ")
+OF_A_PEER = re.compile(
+    r"(?s)(PeerFailure|Dist\w*Error): "
+    r"|RuntimeError: .*(gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe)"
+)
 # The variables that a tmux server gets. It keeps the environment of its start and shows it to everybody.
 PLAIN_ENVIRONMENT = "HOME LANG LOGNAME PATH SHELL TERM TMPDIR TMUX_TMPDIR USER XDG_RUNTIME_DIR"
 OWN_FILES = (

@@ -89,7 +89,7 @@ def test_a_machines_gpus_are_divided_among_its_nodes(gpus, slots, nproc, expecte
 
 
 BUG = "Traceback\nKeyError: 'x'"
-PEER = "PeerFailure: RuntimeError: Connection reset by peer"
+PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:9] Connection reset by peer"
 CAUSES = {
     # failed ranks as (rank, exit status, error), the first one first; torchrun's status -> order, words
     "a bug": ([(1, 1, "KeyError: 'x'"), (0, -15, "")], 1, node.FAILED, "rank 1 on a failed with status 1"),
@@ -97,10 +97,11 @@ CAUSES = {
     "a bug in restore": ([(1, 1, "RuntimeError: restore, Socket, peer")], 1, node.FAILED, "rank 1 on a failed"),
     "killed": ([(0, 1, PEER), (1, -9, "")], 1, node.KILLED, "rank 1 on a was ended by SIGKILL"),
     "a peer's end": ([(0, 1, PEER)], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
+    "a stop": ([(0, 1, "PeerFailure: rank 0 on a: stopped at once")], 1, node.FOLLOWED, "rank 0 on a failed"),
     "the store's end": ([(0, 1, "DistNetworkError: x")], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
     "NCCL's abort at a peer's end": ([(0, -6, "")], 1, node.FOLLOWED, "SIGABRT"),
     "a segmentation fault": ([(0, -11, "")], 1, node.FAILED, "rank 0 on a was ended by SIGSEGV"),
-    "the user's mistake": ([(0, 2, "UserError: --timeout 0")], 1, node.FAILED, "status 2"),
+    "the user's mistake": ([(0, 2, "UserError: Timed out")], 1, node.FAILED, "status 2"),
     "ended from outside": ([(0, -15, "")], 1, node.FOLLOWED, "SIGTERM"),
     "torchrun was killed": ([], -9, node.KILLED, "the run on a was ended by SIGKILL"),
     "torchrun failed": ([], 1, node.FOLLOWED, "the run on a failed"),

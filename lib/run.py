@@ -33,9 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from config import Config
 from lib import torch_private
 from lib.errors import (
-    FULL_DISK,
     Failure,
-    RankFailure,
     UserError,
     describe_error,
     printable,
@@ -55,9 +53,8 @@ LONG = 1800  # seconds without progress in the start, the first step, an evaluat
 MOVING = 2**16  # bytes per second above which reading or writing counts as progress
 LEASE = 30.0  # seconds after which a lock that nobody renews is stale
 PATIENCE = 35.0  # seconds that a job waits for the lock
-APPEARS = 15.0  # seconds for a file to appear on another machine
+APPEARS = 75  # looks, five a second, for a file to appear on another machine
 STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
-PEER_GONE = re.compile("gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe")  # in a RuntimeError
 TRACKERS = ("tensorboard", "wandb")
 logger = logging.getLogger("flatland")
 
@@ -147,24 +144,17 @@ def refuse_unusable(names: tuple[str, ...]) -> None:
     """Refuses trackers that are unknown or not installed."""
     for name in names:
         if name not in TRACKERS or importlib.util.find_spec(name) is None:
-            install = f"{sys.executable} -m pip install {name}"
-            raise UserError(f"--track {name}: expected {' or '.join(TRACKERS)}, installed with {install}")
+            raise UserError(
+                f"--track {name}: expected {' or '.join(TRACKERS)},"
+                f" installed with {sys.executable} -m pip install {name}"
+            )
 
 
 # ---- the run
 
 
-class PeerFailure(RankFailure):
+class PeerFailure(Failure):
     """This rank failed because another rank did: the cause is to be found there."""
-
-
-def record_failure(error: Exception) -> None:
-    """Writes the error to the file that torchrun names for this rank. launch/node.py reads it to find the first
-    cause."""
-    if isinstance(error, RuntimeError) and PEER_GONE.search(str(error)):
-        error = PeerFailure(f"{type(error).__name__}: {error}")
-    with contextlib.suppress(OSError):  # the disk is full
-        get_error_handler().record_exception(error)
 
 
 class Run:
@@ -187,12 +177,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         self.nonce = on_first_rank(self._take_folder, self.ranks)
-        try:
-            on_every_rank(self._check_shared, self.ranks)
-        except UserError:
-            if self.lock:
-                self.lock.release()
-            raise
+        on_every_rank(self._check_shared, self.ranks)  # after an error the lock is released with this object
         if "TORCHELASTIC_RUN_ID" not in os.environ:  # else the launcher has removed an old request
             (self.folder / "logs" / "stop").unlink(missing_ok=True)
         self.watchdog = Watchdog(self)
@@ -202,16 +187,13 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
-            if e.errno in FULL_DISK:
-                raise
             raise UserError(f"--out {self.folder}: {e.strerror}") from None
         self.lock = take_lock(self.folder)
         return self.lock.token
 
     def _check_shared(self) -> None:
         """Refuses a folder where this rank's machine does not see the lock that rank 0 took."""
-        end = time.monotonic() + APPEARS
-        while time.monotonic() < end:
+        for _ in range(APPEARS):
             with contextlib.suppress(OSError):
                 if self.nonce in (self.folder / "lock").read_text(errors="replace"):
                     return
@@ -244,19 +226,20 @@ class Run:
         if self.ranks.world_size == 1:
             return mine
         outcome = False
-        if self.pending_vote is not None:
+        if self.pending_vote:
             work, vote = self.pending_vote
             work.wait(timedelta(seconds=ANSWER)) if self.stop_reason else work.wait()  # a peer may be dead
-            outcome = bool(vote.item())
-        vote = torch.tensor([int(mine)])
+            outcome = bool(vote)
+        vote = torch.tensor(int(mine))
         self.pending_vote = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True), vote
         return outcome
 
     def end(self, state: str, step: int) -> None:
         """state: finished or stopped. All ranks must call."""
         logger.info(self.clock.report())
-        message = f"by {self.stop_reason or 'another rank'}" if state == "stopped" else ""
-        if message:
+        message = ""
+        if state == "stopped":
+            message = f"by {self.stop_reason or 'another rank'}"
             logger.info("Stopped %s after step %d; the same command resumes from there", message, step)
 
         def record() -> None:
@@ -279,21 +262,20 @@ class Run:
     def _report(self, error: Exception) -> None:
         """Says what ended the run, on stderr and in status.json."""
         self.exit_code, message, alone = describe_error(error)
-        record_failure(error)
-        if self.exit_code == 1 and any(self.folder.glob("checkpoints/step-*")) and "same command" not in message:
-            message += "\nThe same command resumes from the newest checkpoint"
-        self.record_end("error" if self.exit_code == 2 else "failed", self.exit_code, message)
+        self.record_end(error, "error" if self.exit_code == 2 else "failed", self.exit_code, message)
         if self.ranks.rank == 0 or alone:  # rank 0 reports an error that all ranks have
             say_error(message)
         else:
             time.sleep(1)  # torchrun ends all ranks when one exits: rank 0, which reports, must be first
 
-    def record_end(self, state: str, exit_code: int, message: str) -> None:
-        """Writes how the run ended to status.json, unless another rank has done so."""
+    def record_end(self, error: Exception, state: str, exit_code: int, message: str) -> None:
+        """Writes the state to status.json, unless another rank has done so or the state is empty, and the error to the
+        file that torchrun names for this rank, where launch/node.py finds the first cause."""
         with contextlib.suppress(OSError):  # the disk is full
             status = read_json(self.folder / "status.json")
-            if status.get("state") == "running":
+            if state and status.get("state") == "running":
                 write_status(self.folder, state, max(self.clock.step, status["step"]), exit_code, message)
+            get_error_handler().record_exception(error)
 
 
 # ---- gradients
@@ -308,49 +290,46 @@ class GradientGuard(GradientReducer):
         where: Callable[[int], list[str]] = lambda step: [],
     ):  # fmt: skip
         """where(step): the places in the data of this rank's rows of a recent step."""
-        group = None
-        if ranks.world_size > 1:  # offloaded gradients are on the host, where the control group's backend works
-            group = ranks.control if config.offload == "cpu" else dist.group.WORLD
+        # Offloaded gradients are on the host, where the control group's backend works. Both are None for one process.
+        group = ranks.control if config.offload == "cpu" else dist.group.WORLD
         replicas = 1 if mesh is None else mesh["replicate"].size()
         limit = 1 if config.on_nonfinite == "stop" else SKIPS
         super().__init__([*trained(model).values()], config.clip, group, replicas, limit)
         self.model, self.ranks, self.mesh, self.where = model, ranks, mesh, where
         self.every = config.replicas_every
-        self.pending: list[tuple] = []  # the flags of steps, on their way to the host
+        self.pending = []  # the flags of steps, on their way to the host
 
     def check(self, step: int, wait: bool = False) -> None:
         """Raises Failure if an update was suppressed, or warns that it was skipped: up to the step before, which
         costs no waiting, or with `wait` up to this step; or if replicas differ. Call once a step; the outcome
         is the same on all ranks."""
         flags = torch.stack((self.bad_in_row, self.local_loss))
-        on_host, event = torch.empty(2, pin_memory=flags.is_cuda), torch.cuda.Event() if flags.is_cuda else None
-        on_host.copy_(flags, non_blocking=True)
-        if event:
-            event.record()
-        self.pending.append((step, on_host, event))
+        on_host = flags.to("cpu", non_blocking=True)  # into pinned memory
+        copied = torch.get_device_module(flags.device).Event()
+        copied.record()
+        self.pending.append((step, on_host, copied))
         while len(self.pending) > (not wait):
-            step_read, values, event = self.pending.pop(0)
-            if event:
-                event.synchronize()
-            bad_in_row, local_loss = values.tolist()
+            step_read, on_host, copied = self.pending.pop(0)
+            copied.synchronize()
+            bad_in_row, local_loss = on_host.tolist()
             if bad_in_row:
                 self._complain(step_read, local_loss, int(bad_in_row))
         if self.every and step % self.every == 0:
             compare_replicas(self.model, self.ranks, self.mesh, step)
 
     def _complain(self, step: int, local_loss: float, in_row: int) -> None:
-        reports = list(enumerate(gather((platform.node(), local_loss, self.where(step)), self.ranks)))
-        bad = [row for row in reports if not math.isfinite(row[1][1])]
-        losses = "; ".join(f"the loss of rank {rank} on {host} is {loss}" for rank, (host, loss, _) in bad)
-        lines = [f"Step {step}: {losses or 'the gradient norm is not finite, the loss of every rank is'}. Its rows:"]
-        lines += [f"  rank {rank}: {place}" for rank, (*_, places) in bad or reports for place in places][:8]
+        rank = f"rank {self.ranks.rank} on {platform.node()}, with the loss {local_loss}"
+        reports = gather((rank, math.isfinite(local_loss), self.where(step)), self.ranks)
+        bad = [report for report in reports if not report[1]]
+        lines = [f"Step {step}: {'the loss' if bad else 'the gradient norm'} is not finite. Its rows:"]
+        lines += [f"  {rank}: {place}" for rank, _, places in bad or reports for place in places][:8]
         if in_row < self.limit:
             lines.append(f"Its update is skipped (--on_nonfinite skip): {in_row} in a row, {self.limit} end the run")
             return logger.warning("\n".join(lines))
-        first = "That update" if in_row == 1 else f"The updates of {in_row} steps in a row"
         lines.append(
-            f"{first} and all later ones were suppressed, on all ranks. A smaller --lr (with --resume_override lr), a"
-            " longer --warmup_steps or --dtype fp32 usually fix it; --on_nonfinite skip skips single steps"
+            f"Such steps in a row: {in_row}. Their updates and all later ones were suppressed, on all ranks. A smaller"
+            " --lr (with --resume_override lr), a longer --warmup_steps or --dtype fp32 usually fix it; --on_nonfinite"
+            " skip skips single steps"
         )
         raise Failure("\n".join(lines))
 
@@ -361,22 +340,20 @@ class GradientGuard(GradientReducer):
 def parameter_hash(model: nn.Module) -> int:
     """A hash of the bits of this rank's parts of the parameters. Two flips of the same bit in one parameter cancel."""
     parts = [local(p.detach()) for p in model.parameters()]
-    hashes = [torch.hash_tensor(part).view(torch.int64) for part in parts if part.numel()]
-    return hash(tuple(torch.stack(hashes).tolist()))
+    return hash(tuple(torch.hash_tensor(part).item() for part in parts if part.numel()))
 
 
 def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, step: int) -> None:
     """Raises Failure on all ranks if copies of the parameters differ. All ranks must call."""
     if mesh is None or mesh["replicate"].size() == 1:
         return
+    copies = {}  # part of the parameters -> its hash -> the ranks that have it
     mine = mesh.get_coordinate()[1], parameter_hash(model)
-    holders = {}  # (part of the parameters, its hash) -> the ranks that have it
-    for copy, name in gather((mine, f"rank {ranks.rank} on {platform.node()}"), ranks):
-        holders.setdefault(copy, []).append(name)
-    parts = [part for part, _ in holders]
-    differing = sorted((names for (part, _), names in holders.items() if parts.count(part) > 1), key=len)
+    for (part, value), name in gather((mine, f"rank {ranks.rank} on {platform.node()}"), ranks):
+        copies.setdefault(part, {}).setdefault(value, []).append(name)
+    differing = [names for holders in copies.values() if len(holders) > 1 for names in holders.values()]
     if differing:
-        listed = " | ".join(map(", ".join, differing))
+        listed = " | ".join(map(", ".join, sorted(differing, key=len)))
         raise Failure(
             f"After step {step} not all copies of the parameters are equal, the odd ones out first: {listed}. No"
             " checkpoint was written since they were compared last. The hardware may be faulty; start again to resume"
@@ -401,9 +378,9 @@ class Watchdog:
         self.run, self.ranks, self.clock = run, run.ranks, run.clock
         self.store = None
         if self.ranks.world_size > 1:  # its own connection to the store where the ranks met
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self.store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=EXCHANGE))
-        self.stopped_at = None  # when the first request to stop came
+            port, timeout = int(os.environ["MASTER_PORT"]), timedelta(seconds=EXCHANGE)
+            self.store = dist.TCPStore(os.environ["MASTER_ADDR"], port, timeout=timeout)
+        self.stopped_at = 0.0  # when the first request to stop came
         self.bytes, self.transferred_at = 0, 0.0  # bytes read and written by this process; when they last grew
         self.ended = False
         for number in STOPS:
@@ -411,34 +388,35 @@ class Watchdog:
         self.signals, self.sender = socket.socketpair()
         self.signals.settimeout(1.0)
         self.sender.setblocking(False)
-        signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)  # also while the main thread is in C++
+        signal.set_wakeup_fd(self.sender.fileno())  # also while the main thread is in C++
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     def _watch(self) -> None:
-        while not self.ended:
+        while True:
             arrived = b""
             with contextlib.suppress(TimeoutError):
                 arrived = self.signals.recv(64)
             if self.ended:
                 return
-            self._obey([number for number in STOPS if number in arrived])
+            self._obey(arrived)
             if lost := self.run.lock and self.run.lock.compromise:
                 self._end(f"--out {self.run.folder}: the lock is lost, perhaps to another job ({lost.reason})", "")
             self._check_progress()
 
-    def _obey(self, signals: list[signal.Signals]) -> None:
-        """signals: those that have just arrived. `launch.sh stop` writes its request for rank 0, empty or "now"."""
-        request = None
+    def _obey(self, arrived: bytes) -> None:
+        """arrived: numbers of signals. `launch.sh stop` writes its request for rank 0, empty or "now"."""
+        requests = [number.name for number in STOPS if number in arrived]
         if self.ranks.rank == 0:
             with contextlib.suppress(OSError):
-                request = (self.run.folder / "logs" / "stop").read_text()
-        again = signals and self.stopped_at and time.perf_counter() - self.stopped_at > TOGETHER
-        if again or request == "now":
+                requests += STOP_REASON, (self.run.folder / "logs" / "stop").read_text()
+        if not requests:
+            return
+        now = time.perf_counter()
+        if not self.run.stop_reason:
+            self.run.stop_reason, self.stopped_at = requests[0], now
+        again = requests[0] != STOP_REASON and now - self.stopped_at > TOGETHER
+        if again or "now" in requests:
             self._end("stopped at once, without saving", "stopped")
-        if signals or request is not None:
-            self.stopped_at = self.stopped_at or time.perf_counter()
-            reason = signals[0].name if signals else STOP_REASON
-            self.run.stop_reason = self.run.stop_reason or reason
 
     def _check_progress(self) -> None:
         now, phase, timeout = time.perf_counter(), self.clock.stack[-1], self.run.config.timeout
@@ -446,57 +424,46 @@ class Watchdog:
         before, self.bytes = self.bytes, sum(map(int, counters))
         if self.bytes - before > MOVING:
             self.transferred_at = now
-        if self.stopped_at and phase in ("start", "compile"):  # nothing is to be saved
+        if self.run.stop_reason and phase in ("start", "compile"):  # nothing is to be saved
             self._end("stopped before the first step", "stopped", int(self.ranks.world_size > 1))
-        if phase in ("steps", "data"):
-            idle, limit = now - self.clock.since, timeout
-        else:
-            idle, limit = now - max(self.clock.since, self.transferred_at), max(timeout, LONG)
-        if idle > limit:
-            self._hang(f"no step has ended for {idle:.0f} s, in phase {phase!r} (--timeout {timeout})")
+        since, limit = self.clock.since, timeout
+        if phase not in ("steps", "data"):
+            since, limit = max(since, self.transferred_at), max(timeout, LONG)
+        if now - since > limit:
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            what = f"no step has ended for {now - since:.0f} s, in phase {phase!r} (--timeout {timeout})"
+            self._end("; ".join([f"After step {self.clock.step}: {what}", *self._find_behind()]))
 
-    def _hang(self, what: str) -> None:
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        self._end("; ".join([f"After step {self.clock.step}: {what}", *self._behind()]))
-
-    def _behind(self) -> list[str]:
-        """Who is behind or does not answer, in words; nothing for a rank alone."""
+    def _find_behind(self) -> list[str]:
+        """Describes the ranks that do not answer within EXCHANGE seconds, or else those that are behind. A single rank
+        is never behind."""
         if self.store is None:
             return []
-        answers = self._exchange()
-        places = [answer[:2] for answer in answers.values()]
-        out = []
-        for rank in range(self.ranks.world_size):
-            if rank not in answers:
-                out.append(f"rank {rank} does not answer: stopped, gone, or cut off")
-            elif answers[rank][:2] == min(places) < max(places):
-                step, _, phase, host = answers[rank]
-                out.append(f"rank {rank} on {host} is behind: its last step was {step}, it is in {phase!r}")
-        return out
-
-    def _exchange(self) -> dict[int, list]:
-        """[last step, started collectives, phase, host] of every rank that answers within EXCHANGE seconds."""
-        position = [self.clock.step, 0, self.clock.stack[-1], platform.node()]
+        started = 0
         for group in [None, self.ranks.control, *(self.run.mesh.get_all_groups() if self.run.mesh else [])]:
             with contextlib.suppress(RuntimeError):
-                position[1] += torch_private.count_collectives(group)
-        keys = [f"flatland/watch/{rank}" for rank in range(self.ranks.world_size)]
+                started += torch_private.count_collectives(group)
+        text = (
+            f"rank {self.ranks.rank} on {platform.node()} is behind: its last step was {self.clock.step},"
+            f" it is in {self.clock.stack[-1]!r}"
+        )
+        keys, answers = [f"flatland/watch/{rank}" for rank in range(self.ranks.world_size)], []
         with contextlib.suppress(RuntimeError):  # the store is gone with its machine
-            self.store.set(keys[self.ranks.rank], json.dumps(position))
+            self.store.set(keys[self.ranks.rank], json.dumps([self.clock.step, started, text]))
             with contextlib.suppress(RuntimeError):  # not all have answered
                 self.store.wait(keys)
-            return {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys) if self.store.check([key])}
-        return {}
+            for rank, key in enumerate(keys):
+                silent = [-1, 0, f"rank {rank} does not answer: stopped, gone, or cut off"]
+                answers.append(json.loads(self.store.get(key)) if self.store.check([key]) else silent)
+        places = [place for *place, _ in answers]
+        return [text for *place, text in answers if place == min(places) < max(places)]
 
     def _end(self, what: str, state: str = "failed", code: int = 1) -> None:
         """Ends this process. state: for status.json; empty: the run folder is another job's by now."""
         message = f"rank {self.ranks.rank} on {platform.node()}: {what}"
         say_error(message)
-        record_failure(PeerFailure(message) if self.stopped_at else Failure(message))
-        if state:
-            self.run.record_end(state, code, message)
-        if self.run.lock:
-            self.run.lock.release()
+        error = PeerFailure(message) if self.run.stop_reason else Failure(message)
+        self.run.record_end(error, state, code, message)
         os._exit(code)
 
 
