@@ -6,9 +6,9 @@
 
 The files are safetensors and JSON, so loading runs no code. A save writes into a temporary folder, calls fsync and
 renames the folder: a checkpoint is complete or absent, and never changes afterwards. Every tensor is stored in parts
-with their offsets, so any number of ranks, on any mesh, reads only the slices that it keeps. Each checkpoint stores the
-loss of a fixed row of tokens, the probe, and a resume computes it again from the loaded weights. There is no random
-state to save: initial values and the order of rows are functions of the seed, and training draws nothing else.
+with their offsets, so any number of ranks, on any mesh, reads only the slices that it keeps. Each checkpoint stores a
+row of tokens, the probe, with its loss, and a resume computes this loss again from the loaded weights. There is no
+random state to save: initial values and the order of rows are functions of the seed, and training draws nothing else.
 
 We do not use torch.distributed.checkpoint: its metadata are pickles, an interrupted save into an existing folder loads
 as a mixture of two states, it has no checksums, and with safetensors it took 1.3 to 2 times as long (torch 2.13)."""
@@ -24,13 +24,12 @@ import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
 # Imported first: it finds the Python that has torch.
 from lib.errors import (
-    FULL_DISK,
     Parser,
     UserError,
     amount,
@@ -126,24 +125,16 @@ def probe_loss(model: nn.Module, tokens: list[int], device: torch.device) -> flo
 class Saver:
     """Writes checkpoints in the background: `save` computes the probe's loss and copies this rank's parts into the
     host's memory, and a thread writes them. Each save waits for the previous save. If an error ends the loop, the
-    context manager waits for the save in progress."""
+    context manager waits for the save in progress. All ranks must make one."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data: Loader,
-        run: Run,
-        resume_from: "Checkpoint | None",
-    ):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, data: Loader, run: Run, start: int):
+        """start: the step of the checkpoint from which the run resumes; 0: none."""
         self.model, self.optimizer, self.data, self.run = model, optimizer, data, run
         self.config, self.ranks = run.config, run.ranks
-        self.tokens = resume_from.manifest["probe"]["tokens"] if resume_from else None
-        self.base = resume_from.manifest["base"] if resume_from else base_fingerprint(self.config, self.ranks)
-        self.last = resume_from.step if resume_from else 0  # step of the newest intact checkpoint
-        on_first_rank(lambda: clean(run.folder, self.last or math.inf), self.ranks)
-        self.thread: threading.Thread | None = None
-        self.error: Exception | None = None
+        self.saving = replace(self.ranks, control=self.ranks.saving)  # for the thread
+        self.base = base_fingerprint(self.config, self.ranks)
+        on_first_rank(lambda: clean(run.folder, start or math.inf), self.ranks)
+        self.thread = self.error = None  # of the save in progress
 
     def __enter__(self) -> "Saver":
         return self
@@ -155,28 +146,26 @@ class Saver:
 
     def save(self, step: int, row: Tensor) -> float:
         """Saves the state after `step` updates and removes the oldest checkpoints beyond --keep -> milliseconds that
-        training waited. row [T]: tokens for the probe; later saves use the row of the first save. Raises an error of
-        this save or the previous save on all ranks. All ranks must call."""
+        training waited. row [T]: tokens for the probe. Raises an error of this save or the previous save on all
+        ranks. All ranks must call."""
         begin = time.perf_counter()
         with self.run.phase("saves"):
             self.wait()
-            if step != self.last:
-                self._start(step, row)
+            self._start(step, row)
         return 1e3 * (time.perf_counter() - begin)
 
     def _start(self, step: int, row: Tensor) -> None:
         position = merge_positions(gather(self.data.state_dict(), self.ranks))
         compare_replicas(self.model, self.ranks, self.run.mesh, step)
-        if self.tokens is None:
-            self.tokens = gather(row[: PROBE + 1].tolist(), self.ranks)[0]
-        loss = probe_loss(self.model, self.tokens, self.ranks.device)
+        tokens = gather(row[: PROBE + 1].tolist(), self.ranks)[0]
+        loss = probe_loss(self.model, tokens, self.ranks.device)
         if not math.isfinite(loss):
             raise RuntimeError(f"The model's loss after step {step} is {loss}, so its state is not saved")
         manifest = {
             "format": FORMAT,
             "step": step,
             "position": position,
-            "probe": {"tokens": self.tokens, "loss": loss, "tolerance": TOLERANCE[self.model.dtype]},
+            "probe": {"tokens": tokens, "loss": loss, "tolerance": TOLERANCE[self.model.dtype]},
             "base": self.base,
             "config": asdict(self.config),
             "model": asdict(self.config.model_config),
@@ -202,29 +191,21 @@ class Saver:
 
     def _write(self, manifest: dict, tensors: dict[str, Tensor], places: dict[str, dict]) -> None:
         """Runs in the thread: every rank writes its parts, then rank 0 writes the manifest."""
-        begin, first = time.perf_counter(), self.ranks.rank == 0
+        begin = time.perf_counter()
         folder = step_folder(self.run.folder, manifest["step"])
         temporary = folder.with_name(f"{folder.name}.tmp-{self.run.nonce}")
-
-        def commit() -> None:
-            _commit(temporary, folder, manifest | {"files": parts})
-            _prune(self.run.folder, self.config.keep)
-
         try:
             write = partial(_write_parts, temporary, tensors, places, self.ranks.rank)
-            parts = sum(on_all(write, self.ranks, self.ranks.saving), [])
-            on_all(commit if first else lambda: None, self.ranks, self.ranks.saving)
+            parts = sum(on_all(write, self.saving), [])
+            commit = partial(_commit, temporary, folder, manifest | {"files": parts}, self.config.keep)
+            on_first_rank(commit, self.saving)
         except Exception as error:  # of any rank
             self.error = error
-            if isinstance(error, OSError) and error.errno in FULL_DISK:
-                size = amount(sum(tensor.nbytes for tensor in tensors.values()))
-                error.strerror += f": this rank writes {size} for {folder.name}"
-            if first:
+            if self.ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             return
-        self.last = manifest["step"]
-        seconds, size = time.perf_counter() - begin, sum(part["bytes"] for part in parts)
-        logger.info("Saved %s: %.3f GB in %.1f s", folder.name, size / 1e9, seconds)
+        size = sum(part["bytes"] for part in parts)
+        logger.info(f"Saved {folder.name}: {size / 1e9:.3f} GB in {time.perf_counter() - begin:.1f} s")
 
 
 def _fits(tensors: dict[str, Tensor]) -> bool:
@@ -232,7 +213,7 @@ def _fits(tensors: dict[str, Tensor]) -> bool:
     size = sum(t.nbytes for t in tensors.values()) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     free = available_memory() or math.inf
     if size > free:
-        logger.warning("Training waits for this save: a copy takes %s, %s are free", amount(size), amount(free))
+        logger.warning(f"Training waits for this save: a copy takes {amount(size)}, {amount(free)} are free")
     return size <= free
 
 
@@ -287,13 +268,19 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _commit(temporary: Path, folder: Path, manifest: dict) -> None:
-    """Writes the manifest and renames the folder, which completes the checkpoint. Rank 0 calls this last."""
+def _commit(temporary: Path, folder: Path, manifest: dict, keep: int) -> None:
+    """Writes the manifest and renames the folder, which completes the checkpoint. Then removes all checkpoints except
+    the newest `keep`, and the damaged ones with them. Rank 0 calls this last."""
     write_whole(temporary / "manifest.json", json.dumps(manifest | {"crc32": _crc_of(manifest)}), sync=True)
     _sync(temporary)
     os.rename(temporary, folder)
     _sync(folder.parent)
     _sync(folder.parent.parent)  # the first save creates folder.parent
+    run = folder.parent.parent
+    kept = folders(run)[-keep:]
+    for old in set(folder.parent.glob("step-*")) - set(kept) if len(kept) == keep else ():
+        os.rename(old, old.with_name(f"{old.name}.tmp-old"))  # an interrupted removal must not look like a checkpoint
+    clean(run)
 
 
 def _crc_of(manifest: dict) -> int:
@@ -311,14 +298,6 @@ def step_of(folder: Path) -> int:
 def folders(run: Path) -> list[Path]:
     """Step folders, oldest first."""
     return sorted(p for p in (run / "checkpoints").glob("step-*") if STEP.fullmatch(p.name))
-
-
-def _prune(run: Path, keep: int) -> None:
-    """Removes all checkpoints except the newest `keep`, and the damaged ones with them."""
-    kept = folders(run)[-keep:]
-    for old in set((run / "checkpoints").glob("step-*")) - set(kept) if len(kept) == keep else ():
-        os.rename(old, old.with_name(f"{old.name}.tmp-old"))  # an interrupted removal must not look like a checkpoint
-    clean(run)
 
 
 def clean(run: Path, last: float = math.inf) -> None:
@@ -344,47 +323,43 @@ def _checksum(path: Path) -> int:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Raises ValueError or OSError with the reason if the manifest is damaged."""
+    """Raises ValueError with the reason if the manifest is damaged."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}, this version reads {FORMAT}")
         if manifest.pop("crc32") != _crc_of(manifest):
             raise ValueError("its checksum is wrong")
-        if not all(re.fullmatch(r"[\w-]+\.safetensors", part["file"]) for part in manifest["files"]):
-            raise ValueError("it names a file that is not part of a checkpoint")
         if STEP.fullmatch(folder.name) and manifest["step"] != step_of(folder):
             raise ValueError(f"it belongs to step {manifest['step']}")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+    except Exception as e:
         raise ValueError(f"manifest.json is unreadable: {type(e).__name__}: {e}") from None
     return manifest
 
 
-def _fault_of_file(folder: Path, checksums: bool, part: dict) -> str:
+def _check_file(folder: Path, checksums: bool, part: dict) -> None:
+    """Raises an error with the reason if a file of a checkpoint is damaged."""
     path = folder / part["file"]
     stored = {k: (getattr(torch, place["dtype"]), tuple(place["shape"])) for k, place in part["tensors"].items()}
-    try:
-        if path.stat().st_size != part["bytes"]:
-            return f"{path.name} has {path.stat().st_size} bytes, expected {part['bytes']}"
-        if TensorFile(path).entries != stored:
-            return f"{path.name} does not hold the manifest's tensors"
-        if checksums and _checksum(path) != part["crc32"]:
-            return f"the checksum of {path.name} is wrong"
-    except (UserError, OSError) as e:
-        return f"{path.name} is unreadable: {e}"
-    return ""
+    if path.stat().st_size != part["bytes"]:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, expected {part['bytes']}")
+    if TensorFile(path).entries != stored:
+        raise ValueError(f"{path.name} does not hold the manifest's tensors")
+    if checksums and _checksum(path) != part["crc32"]:
+        raise ValueError(f"the checksum of {path.name} is wrong")
 
 
 def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
     """The first fault of a checkpoint, or "". Each rank reads its share of the files in threads; without `checksums` it
     compares only sizes and headers. All ranks must call."""
+    fault = ""
     try:
         files = read_manifest(folder)["files"][ranks.rank :: ranks.world_size]
         with ThreadPoolExecutor() as pool:
-            faults = list(pool.map(partial(_fault_of_file, folder, checksums), files))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        faults = [str(e)]
-    return next((fault for of_rank in gather(faults, ranks) for fault in of_rank if fault), "")
+            list(pool.map(partial(_check_file, folder, checksums), files))
+    except Exception as e:  # whatever a damaged file leads to
+        fault = str(e) or repr(e)
+    return next(filter(None, gather(fault, ranks)), "")
 
 
 def verify(run: Path | str, checksums: bool = True) -> list[tuple[int, bool, str]]:
@@ -436,21 +411,21 @@ class Checkpoint:
     @property
     def config(self) -> Config:
         """The settings of the run that saved it."""
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in self.manifest["config"].items()}
-        unknown = set(values) - {f.name for f in fields(Config)}
-        if unknown:
-            raise UserError(f"{self.folder} was written by another version, with settings {', '.join(sorted(unknown))}")
-        return Config(**values)
+        values = self.manifest["config"].items()
+        return self._rebuild(Config, {k: tuple(v) if isinstance(v, list) else v for k, v in values})
 
     @property
     def model_config(self) -> ModelConfig:
         """The model's shape when it was saved. Fields that were added later have their default."""
-        values = dict(self.manifest["model"])
+        scaling = self.manifest["model"]["rope_scaling"]
+        scaling = scaling and self._rebuild(RopeScaling, scaling)
+        return self._rebuild(ModelConfig, self.manifest["model"] | {"rope_scaling": scaling})
+
+    def _rebuild(self, kind: type, values: dict):
         try:
-            scaling = values.pop("rope_scaling")
-            return ModelConfig(**values, rope_scaling=scaling and RopeScaling(**scaling))
-        except (ValueError, TypeError, KeyError) as e:
-            raise UserError(f"{self.folder} holds a model that this version does not support: {e}") from None
+            return kind(**values)
+        except (TypeError, ValueError) as e:
+            raise UserError(f"{self.folder} was written by another version: {e}") from None
 
     def read(self, key: str, slices: Slices) -> Tensor:
         """A slice of a tensor, assembled from the stored parts."""
@@ -505,14 +480,16 @@ class Checkpoint:
 def _newest_intact(
     candidates: list[Path], ranks: Ranks = ALONE, checksums: bool = True
 ) -> tuple[Checkpoint | None, list[str]]:
-    """candidates: newest first -> the first intact one, and a message for each of those before it. All ranks must
-    call."""
+    """candidates: newest first -> the first intact one, and a message for each of those before it. Refuses candidates
+    that are all damaged. All ranks must call."""
     skipped = []
     for folder in candidates:
         if not (fault := fault_of(folder, ranks, checksums)):
             return Checkpoint(folder), skipped
         skipped.append(f"Skipped the damaged checkpoint {folder}: {fault}")
-    return None, skipped
+    if skipped:
+        raise UserError("\n".join([*skipped, "No checkpoint is intact: name another one, or begin with another --out"]))
+    return None, []
 
 
 def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[Checkpoint | None, list[str]]:
@@ -523,32 +500,20 @@ def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[
     resume_from, skipped = _newest_intact(candidates, ranks, checksums)
     if resume_from:
         changed(resume_from, config)
-        if config.resume != "auto":
-            _check_room(config, resume_from.step)
-    elif skipped:
-        advice = f"{config.out} has no intact checkpoint: repair one, or start another run with another --out"
-        if config.resume != "auto":
-            advice = f"--resume {config.resume} is damaged: name another checkpoint, or auto"
-        raise UserError("\n".join([*skipped, advice]))
     return resume_from, skipped
 
 
 def _candidates(config: Config) -> list[Path]:
-    """Newest first."""
-    if config.resume == "never":
-        _check_room(config, 0)
-    if config.resume in ("auto", "never"):
-        return folders(Path(config.out))[::-1]
-    if not Path(config.resume).is_dir():
+    """Newest first. Refuses to start before the newest checkpoint of the run folder."""
+    existing = folders(Path(config.out))[::-1]
+    if config.resume == "auto":
+        return existing
+    chosen = [] if config.resume == "never" else [Path(config.resume)]
+    if not all(folder.is_dir() for folder in chosen):
         raise UserError(f"--resume {config.resume}: the folder does not exist; the other choices are auto and never")
-    return [Path(config.resume)]
-
-
-def _check_room(config: Config, step: int) -> None:
-    """Refuses to start before a later checkpoint of the same run folder."""
-    later = [p.name for p in folders(Path(config.out)) if step_of(p) > step]
-    if later:
-        raise UserError(f"--resume {config.resume}: {config.out} already holds {later[-1]}; give another --out")
+    if existing and not any(map(existing[0].samefile, chosen)):
+        raise UserError(f"--resume {config.resume}: {config.out} already holds {existing[0].name}; give another --out")
+    return chosen
 
 
 def changed(resume_from: Checkpoint, config: Config) -> dict[str, list]:
@@ -590,10 +555,9 @@ def restore(
         fill_tensors(frozen, weights, config.load)
     resume_from.load(model, optimizer, config.load)
     _prove(resume_from, model, ranks)
-    logger.info("Resumed from %s after step %d", resume_from.folder, resume_from.step)
+    logger.info(f"Resumed from {resume_from.folder} after step {resume_from.step}")
     if overridden := changed(resume_from, config):
-        words = "; ".join(f"{name} {old} -> {new}" for name, (old, new) in overridden.items())
-        logger.info("Continuing with other settings: %s", words)
+        logger.info(f"Continuing with other settings, [old, new]: {overridden}")
         if ranks.rank == 0:
             with open(Path(config.out) / "overrides.jsonl", "a") as f:
                 f.write(json.dumps({"step": resume_from.step} | overridden) + "\n")
@@ -602,14 +566,14 @@ def restore(
 def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
     probe = resume_from.manifest["probe"]
     losses = gather(probe_loss(model, probe["tokens"], ranks.device), ranks)
-    loss = max(losses, key=lambda x: abs(x - probe["loss"]) if math.isfinite(x) else math.inf)
-    if not abs(loss - probe["loss"]) <= probe["tolerance"]:
+    wrong = [loss for loss in losses if not abs(loss - probe["loss"]) <= probe["tolerance"]]
+    if wrong:
         raise UserError(
-            f"{resume_from.folder}: the loss of its probe was {probe['loss']:.6f} at the save and is {loss:.6f} now;"
-            f" the difference may be {probe['tolerance']}. Either the code computes something else now (rope, ties,"
-            " dtypes, names?), or values were changed: resume with the code that saved it"
+            f"{resume_from.folder}: the loss of its probe was {probe['loss']:.6f} at the save and is"
+            f" {wrong[0]:.6f} now; the difference may be {probe['tolerance']}. Either the code computes something else"
+            " now (rope, ties, dtypes, names?), or values were changed: resume with the code that saved it"
         )
-    logger.info("Loss of the checkpoint's probe: %.6f, at the save: %.6f", loss, probe["loss"])
+    logger.info(f"Loss of the checkpoint's probe: {losses[0]:.6f}, at the save: {probe['loss']:.6f}")
 
 
 # ---- reading and exporting a run
@@ -617,9 +581,9 @@ def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
 
 def newest(run: Path) -> Checkpoint:
     """A run's newest intact checkpoint."""
-    checkpoint, skipped = _newest_intact(folders(run)[::-1])
+    checkpoint, _ = _newest_intact(folders(run)[::-1])
     if not checkpoint:
-        raise UserError("\n".join([*skipped, f"{run} has no intact checkpoint (a run folder is runs/NAME)"]))
+        raise UserError(f"{run}: the folder has no checkpoints (a run folder is runs/NAME)")
     return checkpoint
 
 
@@ -639,7 +603,7 @@ def export_run(config: Config, step: int, ranks: Ranks) -> None:
     try:
         family(config.model_config)
     except UserError as e:
-        return logger.warning("No export to hf/: %s", e)
+        return logger.warning(f"No export to hf/: {e}")
     saved, folder = Checkpoint(step_folder(Path(config.out), step)), Path(config.out) / "hf"
     saved.export(folder, torch.float32, ranks, tokenizer=load_run_tokenizer(saved), replaces=True)
     if config.lora:
@@ -661,11 +625,11 @@ def main(argv: list[str]) -> int | None:
     args = parse(argv)
     if args.verb == "export":
         return _export(args)
-    if not folders(args.run):
-        raise UserError(f"{args.run}: the folder has no checkpoints (a run folder is runs/NAME)")
     rows = verify(args.run, checksums=args.verb == "verify")
+    if not rows:
+        raise UserError(f"{args.run}: the folder has no checkpoints (a run folder is runs/NAME)")
     print(*(f"step {step}: {fault or 'intact'}" for step, _, fault in rows), sep="\n")
-    return int(any(fault for *_, fault in rows))
+    return int(not all(intact for _, intact, _ in rows))
 
 
 if __name__ == "__main__":

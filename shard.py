@@ -422,7 +422,7 @@ def on_every_rank(work: Callable, ranks: Ranks):
     return result
 
 
-def on_all(work: Callable, ranks: Ranks, group=None) -> list:
+def on_all(work: Callable, ranks: Ranks) -> list:
     """Runs `work` on every rank -> all results. An error on one rank is raised, unchanged, on all. All ranks must
     call."""
     result = error = None
@@ -432,17 +432,17 @@ def on_all(work: Callable, ranks: Ranks, group=None) -> list:
         error = e
     except Exception as e:  # it may hold what cannot be sent
         error = RuntimeError(f"{type(e).__name__}: {e}")
-    answers = gather((result, error), ranks, group)
+    answers = gather((result, error), ranks)
     for _, error in answers:
         if error is not None:
             raise error
     return [result for result, _ in answers]
 
 
-def gather(value, ranks: Ranks, group: dist.ProcessGroup | None = None) -> list:
-    """One object of every rank, on all ranks. group: default ranks.control. All ranks must call."""
+def gather(value, ranks: Ranks) -> list:
+    """One object of every rank, on all ranks. All ranks must call."""
     if ranks.control is None:
         return [value]
     out = [None] * ranks.world_size
-    dist.all_gather_object(out, value, group=group or ranks.control)
+    dist.all_gather_object(out, value, group=ranks.control)
     return out

@@ -438,7 +438,7 @@ def test_what_another_version_wrote_is_refused(tmp_path):
     del values["crc32"]
     values["crc32"] = checkpoint._crc_of(values)
     manifest.write_text(json.dumps(values))
-    with pytest.raises(UserError, match="another version.* warp"):
+    with pytest.raises(UserError, match="another version.*warp"):
         open_source(str(tmp_path / "run"), None)
 
 

@@ -101,7 +101,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
         logger.info("Created optimizer")
         fill(model, optimizer, data, resume_from, weights, config, ranks)
     gradients = GradientGuard(model, config, ranks, mesh, data.where)
-    saver = checkpoint.Saver(model, optimizer, data, run, resume_from)
+    saver = checkpoint.Saver(model, optimizer, data, run, start)
     log = Log(run, model, start, data.names)
     log.describe_run(data, val_data, plan.predict_record(config, ranks))
     # ---- the loop
