@@ -185,21 +185,6 @@ def test_ranks_share_an_export_and_the_command_line_exports_the_same_values(tmp_
     assert (tmp_path / "half/tokenizer.json").exists()
 
 
-def test_list_and_verify(tmp_path, capsys):
-    config, model, optimizer = make_state(tmp_path)
-    for step in (3, 4):
-        save(tmp_path, step, model, optimizer, {}, config)
-    assert checkpoint.main(["list", str(tmp_path)]) == 0 and checkpoint.main(["verify", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "step 3: intact\nstep 4: intact\n" * 2
-    path = tmp_path / "checkpoints/step-00000004/rank-00000.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert (checkpoint.main(["list", str(tmp_path)]), checkpoint.main(["verify", str(tmp_path)])) == (0, 1)
-    assert "step 4: the checksum of rank-00000.safetensors is wrong" in capsys.readouterr().out
-    assert checkpoint.newest(tmp_path).step == 3
-    with pytest.raises(UserError, match="no checkpoints"):
-        checkpoint.main(["list", str(tmp_path / "nowhere")])
-
-
 def test_keep_does_not_count_damaged_checkpoints(tmp_path):
     """A resume skips two damaged checkpoints. They are removed once --keep intact checkpoints exist."""
     config, model, optimizer = make_state(tmp_path, "--keep", "2", "--save_async", "off")
@@ -268,40 +253,34 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
 import checkpoint, test_checkpoint
 from pathlib import Path
 ranks = shard.init_ranks()
-run = Path(sys.argv[2])
-config, model, optimizer = test_checkpoint.make_state(run)
+config, model, optimizer = test_checkpoint.make_state(sys.argv[2])
 def fail(*args):
     raise OSError(5, "input/output error")
 if ranks.rank == 1:
     checkpoint._write_parts = fail
 try:
-    test_checkpoint.save(run, 1, model, optimizer, {}, config, ranks)
+    test_checkpoint.save(Path(sys.argv[2]), 1, model, optimizer, {}, config, ranks)
 except OSError as e:
     print(f"refused {e.errno}", end=" ")
 shard.leave(ranks)
 """
-    out = run_ranks(2, code, str(tmp_path))
-    assert out.count("refused 5") == 2
+    assert run_ranks(2, code, str(tmp_path)).count("refused 5") == 2
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 # ---- damage
 
 
-def spoil(path: Path, at: int, bits: int = 1) -> None:
-    with open(path, "rb+") as f:
-        f.seek(at)
-        byte = f.read(1)[0]
-        f.seek(at)
-        f.write(bytes([byte ^ bits]))
+def spoil(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
 
 
 DAMAGE = {
-    "a bit in the header's length": lambda p: spoil(p, 0),
     "a bit in the header": lambda p: spoil(p, 40),
     "a bit in a tensor": lambda p: spoil(p, p.stat().st_size // 2),
     "zeros at its end": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2].ljust(p.stat().st_size, b"\0")),
-    "zeros at its start": lambda p: p.write_bytes(bytes(999) + p.read_bytes()[999:]),
     "cut short": lambda p: os.truncate(p, p.stat().st_size - 1),
     "empty": lambda p: os.truncate(p, 0),
     "longer": lambda p: p.write_bytes(p.read_bytes() + b"\0"),
@@ -313,17 +292,13 @@ DAMAGE = {
 def falls_back(config, folder: Path, capsys) -> str:
     """Asserts that the fault of step 2 is reported everywhere, and that step 1 is used -> the fault."""
     run = Path(config.out)
-    _, model, optimizer = make_state(run, *SMALL, steps=0)
     before, skipped = checkpoint.find(config)
-    assert before.step == 1 and len(skipped) == 1 and str(folder) in skipped[0]
-    checkpoint.restore(before, model, optimizer, checkpoint.ALONE, config)
-    for key, value in safetensors.torch.load_file(before.folder / "rank-00000.safetensors").items():
-        kind, _, name = key.partition(".")
-        parameter = model.get_parameter(name)
-        assert torch.equal(parameter if kind == "model" else optimizer.state[parameter][kind], value)
-    assert checkpoint.main(["verify", str(run)]) == 1
-    assert "step 1: intact" in capsys.readouterr().out and checkpoint.newest(run).step == 1
-    return checkpoint.fault_of(folder)
+    fault = checkpoint.fault_of(folder)
+    assert before.step == 1 and skipped == [f"Skipped the damaged checkpoint {folder}: {fault}"]
+    assert checkpoint.main(["verify", str(run)]) == 1 and checkpoint.newest(run).step == 1
+    assert checkpoint.main(["list", str(run)]) == (not fault.startswith("the checksum of"))
+    assert f"step 1: intact\nstep 2: {fault}\n" in capsys.readouterr().out
+    return fault
 
 
 def rewrite(folder: Path, change) -> None:
@@ -374,11 +349,13 @@ def test_any_damage_is_named_and_the_checkpoint_before_is_used(tmp_path, capsys,
     config, model, optimizer = make_state(tmp_path, *SMALL)
     for step in (1, 2):
         folder = save(tmp_path, step, model, optimizer, {}, config)
+    assert checkpoint.main(["list", str(tmp_path)]) == 0 and checkpoint.main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "step 1: intact\nstep 2: intact\n" * 2
+    with pytest.raises(UserError, match="no checkpoints"):
+        checkpoint.main(["list", str(tmp_path / "nowhere")])
     manifest, part = folder / "manifest.json", folder / "rank-00000.safetensors"
     kept = {path: path.read_bytes() for path in (manifest, part)}
-    cases = [
-        (f"{kind} in {path.name}", path, partial(damage, path)) for kind, damage in DAMAGE.items() for path in kept
-    ]
+    cases = [(kind, path, partial(damage, path)) for kind, damage in DAMAGE.items() for path in kept]
     cases += [(kind, part, partial(replace_part, folder, data)) for kind, data in HOSTILE.items()]
     cases += [(kind, folder, partial(rewrite, folder, change)) for kind, change in WRONG.items()]
     for text in ("", "[]", "[" * 100_000, "\xff"):
@@ -395,3 +372,6 @@ def test_any_damage_is_named_and_the_checkpoint_before_is_used(tmp_path, capsys,
     shutil.rmtree(folder)
     folder.write_text("a file in the place of a folder")
     falls_back(config, folder, capsys)
+    _, other, other_optimizer = make_state(tmp_path, *SMALL, steps=0)
+    checkpoint.restore(checkpoint.find(config)[0], other, other_optimizer, ALONE, config)
+    assert_equal(model, optimizer, other, other_optimizer)

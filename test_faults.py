@@ -178,10 +178,6 @@ def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tmp_path, run_here, m
     status = read_json(tmp_path / "run/status.json")
     assert status["state"] == "failed" and "Step 6:" in status["message"]
     assert [checkpoint.step_of(p) for p in checkpoint.folders(tmp_path / "run")] == [3]
-    with monkeypatch.context() as m:  # directly after the resume, again
-        break_losses(m, {1})
-        status, output = run_here(tmp_path / "run", *flags)
-        assert status == 1 and "Step 4:" in output
     assert run_here(tmp_path / "run", *flags)[0] == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert weights_of(tmp_path / "run", 8) == weights_of(tmp_path / "whole", 8)
@@ -210,35 +206,24 @@ def test_steps_that_are_skipped_leave_no_trace_and_ten_in_a_row_end_the_run(tmp_
 
 
 def test_a_mixture_a_stream_and_chats_name_their_rows(tmp_path, run_here, monkeypatch, text):
-    chats = tmp_path / "chats.jsonl"
+    chats, mixture = tmp_path / "chats.jsonl", ["--data", f"{text}:1", f"{text}:2"]
     talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     chats.write_text((json.dumps({"messages": talk}) + "\n") * 20)
     near = r"with the loss inf: \S+/{}-\w+/train-00000\.bin at token \d+: '"
     for kind, flags, named in (
-        ("mixture", ["--data", f"{text}:1", f"{text}:2"], near.format("numbers") + ".{9,}'\n"),
+        ("mixture", mixture, near.format("numbers") + ".{9,}'\n"),
         ("stream", ["--data", text, "--stream", "--lanes", 1], r"numbers.txt near row \d+ \(lane 0, epoch 0\)"),
         ("chats", ["--data", chats, "--seq_len", 64], near.format("chats") + ".*one.*two"),
+        ("skip", [*mixture, "--on_nonfinite", "skip"], ""),  # whose losses by source are no numbers either
     ):
         with monkeypatch.context() as m:
             break_losses(m, {2})
             status, output = run_here(tmp_path / kind, "--steps", 4, *flags)
-        assert status == 1 and re.search(named, output), output
-    with monkeypatch.context() as m:  # whose losses by source are no numbers either
-        break_losses(m, {2})
-        flags = ["--data", f"{text}:1", f"{text}:2", "--on_nonfinite", "skip"]
-        assert run_here(tmp_path / "skip", "--steps", 4, *flags)[0] == 0
+        assert status == bool(named) and re.search(named, output), output
     assert [loss is None for _, loss in losses(tmp_path / "skip")] == [False, True, False, False]
 
 
 # ---- a checkpoint that proves itself
-
-
-def swap(folder: Path, a: str, b: str) -> None:
-    """Two tensors of one shape change places, under right checksums."""
-    path = folder / "rank-00000.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    safetensors.torch.save_file(tensors | {a: tensors[b], b: tensors[a]}, path)
-    replace_part(folder, path.read_bytes())
 
 
 def test_what_is_loaded_must_have_the_loss_that_was_saved(tmp_path, run_here, monkeypatch):
@@ -246,29 +231,25 @@ def test_what_is_loaded_must_have_the_loss_that_was_saved(tmp_path, run_here, mo
     differ enough."""
     flags = ["--steps", 20, "--model", "tiny-llama3.2", "--dim", 32, "--n_layers", 2, "--seq_len", 32]
     assert run_here(tmp_path / "run", *flags)[0] == 0
-    folder = checkpoint.step_folder(tmp_path / "run", 20)
-    both = r"the loss of its probe was \d\.\d+ at the save and is \d+\.\d+ now"
     more = [*flags, "--steps", 21]
 
-    def refused(pattern: str, run: Path = tmp_path / "run") -> None:
+    def refused(run: Path) -> None:
         status, output = run_here(run, *more)
-        assert status == 2 and re.search(pattern, output), output
+        assert status == 2 and re.search(r"lm_head|probe was \d\.\d+ at the save and is \d+\.\d+ now", output), output
 
     shutil.copytree(tmp_path / "run", tmp_path / "swapped")
-    copy = checkpoint.step_folder(tmp_path / "swapped", 20)
-    swap(copy, *(f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1)))
-    assert checkpoint.fault_of(copy) == ""
-    refused(both, tmp_path / "swapped")
+    folder = checkpoint.step_folder(tmp_path / "swapped", 20)
+    path, (a, b) = folder / "rank-00000.safetensors", (f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1))
+    tensors = safetensors.torch.load_file(path)
+    replace_part(folder, safetensors.torch.save(tensors | {a: tensors[b], b: tensors[a]}))
+    assert checkpoint.fault_of(folder) == ""
+    refused(tmp_path / "swapped")
     with monkeypatch.context() as m:
         m.setattr(model, "apply_rope", lambda x, rope: x)
-        refused(both)
+        refused(tmp_path / "run")
     with monkeypatch.context() as m:  # what is not tied is not loaded
         m.setattr(Transformer, "tie_weights", lambda self: torch.nn.init.normal_(self.lm_head.weight, 0, 0.02))
-        refused(r"lm_head|the loss of its probe")
-    before = (folder / "manifest.json").read_bytes()
-    rewrite(folder, lambda m: m["model"].update(rope_theta=2e4))
-    refused(r"model's rope_theta was 20000\.0, is 500000\.0")
-    (folder / "manifest.json").write_bytes(before)
+        refused(tmp_path / "run")
     for change in (["--attention", "sdpa"], ["--checkpointing", "block"], ["--fp8", "tensor"]):
         shutil.copytree(tmp_path / "run", tmp_path / change[1])
         assert run_here(tmp_path / change[1], *more, *change)[0] == 0, change
@@ -301,8 +282,6 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
     rewrite(checkpoint.folders(run)[-1], lambda m: m["config"].update(seed=0, lr=0.02))
     assert run_here(run, *tuned, "--steps", 9)[0] == 0  # the checkpoint has the new ones
     assert len((run / "overrides.jsonl").read_text().splitlines()) == 1
-    last = [r for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "lr" in r][-1]
-    assert (last["step"], last["lr"]) == (9, 0.02)
 
 
 def test_a_save_in_the_background_equals_one_that_is_waited_for_and_its_error_ends_the_run(
@@ -363,54 +342,46 @@ from lib import errors, run as guard
 import torch
 log.peak_flops, log.Log.draw = (lambda *_: (1e12, "not measured")), (lambda _: None)  # as test_shard.skip_plots
 RANK = int(os.environ.get("RANK", 0))
-{code}
-errors.run_script(train.main)
-"""
-AT_STEP = """
+
 def at_step(n, do):  # with the data of that step
     clock, count = guard.Clock.part, itertools.count(1)
     guard.Clock.part = lambda self, name: (name == "data" and next(count) == n and do(), clock(self, name))[1]
+
+{code}
+errors.run_script(train.main)
 """
 
 
 def run_job(out: Path, text: str, *flags, ranks: int = 2, code: str = "") -> tuple[int, str]:
     """Trains on so many ranks, with code of a fault in them -> (exit status, what was said on stderr)"""
     words = [*TINY, "--data", text, "--out", out, *flags]
-    done = run_code(JOB.format(root=str(ROOT), code=AT_STEP + code), ["train.py", *map(str, words)], ranks)
+    done = run_code(JOB.format(root=str(ROOT), code=code), ["train.py", *map(str, words)], ranks)
     return done.returncode, done.stderr
 
 
-class Job:
+class Job(subprocess.Popen):
     """The same under torchrun, where processes can be killed."""
 
     def __init__(self, out: Path, text: str, *flags, ranks: int = 2, code: str = ""):
-        self.out = out
-        script = Path(text).parent / f"job-{secrets.token_hex(4)}.py"
-        script.write_text(JOB.format(root=str(ROOT), code=AT_STEP + code))
+        self.out, script = out, Path(text).parent / f"job-{secrets.token_hex(4)}.py"
+        script.write_text(JOB.format(root=str(ROOT), code=code))
         words = [*TORCHRUN, ranks, script, *TINY, "--data", text, "--out", out, *flags]
         env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([*map(str, words)], env=env, **streams)
-
-    def end(self, timeout: float = 120) -> tuple[int, str]:
-        """-> (exit status, what was said on stderr)"""
-        _, output = self.process.communicate(timeout=timeout)
-        return self.process.returncode, output
-
-    def wait_for_step(self, step: int) -> None:
-        while self.status.get("step", 0) < step:
-            assert self.process.poll() is None, self.process.communicate()[1]
-            time.sleep(0.02)
+        super().__init__([*map(str, words)], stdout=subprocess.DEVNULL, env=env)
 
     @property
     def status(self) -> dict:
         return read_json(self.out / "status.json")
 
+    def wait_for_step(self, step: int) -> None:
+        while self.status.get("step", 0) < step:
+            assert self.poll() is None
+            time.sleep(0.02)
+
     def pids(self) -> dict[int, int]:
         """{rank: process}"""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         out = {}
-        for pid in children:
+        for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
             with contextlib.suppress(OSError):
                 rank = re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
                 out |= {int(rank[1]): int(pid)} if rank else {}
@@ -441,23 +412,23 @@ def test_a_run_that_is_killed_again_and_again_computes_the_same(tmp_path, text):
         job = Job(tmp_path / "run", text, *flags, code=SLOWER.format(0.003))
         begin, attempt = job.status.get("step", 0), job.status.get("attempt")
         if rng.random() < 0.8:  # else at its start
-            while job.process.poll() is None and job.status.get("attempt") == attempt:
+            while job.poll() is None and job.status.get("attempt") == attempt:
                 time.sleep(0.05)
             with contextlib.suppress(AssertionError):
                 job.wait_for_step(begin + rng.randint(1, 11))
         time.sleep(rng.random() * 0.3)
-        victims = [*job.pids().values(), job.process.pid]
-        if job.process.poll() is None:
+        victims = [*job.pids().values(), job.pid]
+        if job.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rng.choice(victims), signal.SIGKILL)
                 done += 1
-        job.end()
+        job.wait(120)
         for pid in victims[:-1]:  # torchrun killed, they stop by themselves
             wait_until_gone(pid)
         assert all(ok for _, ok, _ in checkpoint.verify(tmp_path / "run"))
         if job.status.get("state") == "finished":
             break
-    assert Job(tmp_path / "run", text, *flags).end(300)[0] == 0
+    assert run_job(tmp_path / "run", text, *flags)[0] == 0
     assert done >= 3 and losses(tmp_path / "run") == losses(tmp_path / "truth")
     assert [step for step, _ in losses(tmp_path / "run")] == [*range(1, 401)]
     assert weights_of(tmp_path / "run", 400) == weights_of(tmp_path / "truth", 400)
@@ -480,8 +451,10 @@ at_step(6, flip)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "size", "every", "step"), [(2, 1, 4, 8), (2, 1, 0, 10), (4, 2, 4, 8), (3, 1, 4, 8)])
+FLIPS = [(3, 1, 4, 8), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(2, 1, 4, 8), (2, 1, 0, 10), (4, 2, 4, 8)])]
+
+
+@pytest.mark.parametrize(("ranks", "size", "every", "step"), FLIPS)
 def test_replicas_that_differ_by_a_bit_are_found_and_not_saved(tmp_path, text, ranks, size, every, step):
     """Within --replicas_every steps, and before each save; of three the one is named, of two both are."""
     flags = ["--steps", 30, "--shard_size", size, "--save_every", 5, "--keep", 9, "--replicas_every", every]
@@ -534,41 +507,17 @@ checkpoint.write_file = slow
     assert status == 0, output
 
 
-SIGNALS = {
-    signal.SIGTERM: "evaluate = train.evaluate\ntrain.evaluate = lambda *a: told() or evaluate(*a)",
-    signal.SIGHUP: "write = train.write_samples\ntrain.write_samples = lambda *a: told() or write(*a)",
-    signal.SIGUSR1: "w = checkpoint.write_file\ncheckpoint.write_file = lambda *a: told() or time.sleep(1) or w(*a)",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_at_any_time_is_honoured(tmp_path, text, number):
-    code = f"""
-count = itertools.count()
-told = lambda: RANK == 1 and next(count) == 0 and os.kill(os.getpid(), {int(number)})
-{SIGNALS[number]}
-"""
-    flags = ["--steps", 400, "--eval_every", 5, "--eval_batches", 1, "--sample_every", 5, "--save_every", 5]
-    status, output = run_job(tmp_path / "run", text, *flags, code=code)
-    assert status == 0, output
-    status = read_json(tmp_path / "run/status.json")
-    assert status["state"] == "stopped" and status["step"] < 400
-    assert checkpoint.newest(tmp_path / "run").step == status["step"]
-
-
 @pytest.mark.slow
 def test_a_second_signal_stops_at_once_even_in_a_collective(tmp_path, text):
     """Rank 1 sleeps, rank 0 waits for it in C++: no Python signal handler runs there."""
-    code = "at_step(5, lambda: RANK == 1 and [time.sleep(1) for _ in range(300)])"
-    job = Job(tmp_path / "run", text, "--steps", 30, code=code)
-    job.wait_for_step(4)
-    for wait in (2.5, 0.0):
-        for pid in job.pids().values():
-            os.kill(pid, signal.SIGTERM)
-        time.sleep(wait)
-    assert job.end(10)[0]
-    assert job.status["state"] == "stopped" and "at once" in job.status["message"]
+    code = """
+from threading import Timer
+signals = lambda: [Timer(seconds, os.kill, (os.getpid(), 15)).start() for seconds in (1.0, 3.5)]
+at_step(5, lambda: signals() and RANK == 1 and [time.sleep(1) for _ in range(300)])
+"""
+    assert run_job(tmp_path / "run", text, "--steps", 30, code=code)[0]
+    status = read_json(tmp_path / "run/status.json")
+    assert status["state"] == "stopped" and "at once" in status["message"]
 
 
 @pytest.mark.parametrize(("request_text", "message"), [("", "by launch.sh stop"), ("now", "at once")])
@@ -586,14 +535,12 @@ def test_a_request_in_the_run_folder_stops_all_ranks(tmp_path, text, request_tex
 
 @pytest.mark.slow
 def test_nobody_waits_for_a_dead_peer(tmp_path, text):
-    slow = SLOWER.format(0.05)
-    job = Job(tmp_path / "run", text, "--steps", 900, "--save_every", 3, ranks=3, code=slow)
+    job = Job(tmp_path / "run", text, "--steps", 900, "--save_every", 3, ranks=3, code=SLOWER.format(0.05))
     job.wait_for_step(5)
     pids = job.pids()
-    os.kill(pids[1], signal.SIGKILL)
-    os.kill(pids[0], signal.SIGTERM)
-    os.kill(pids[2], signal.SIGTERM)
-    assert job.end(45)[0]
+    for rank, number in ((1, signal.SIGKILL), (0, signal.SIGTERM), (2, signal.SIGTERM)):
+        os.kill(pids[rank], number)
+    assert job.wait(45)
     for pid in pids.values():
         wait_until_gone(pid, 1)
     assert all(ok for _, ok, _ in checkpoint.verify(tmp_path / "run"))
@@ -613,14 +560,3 @@ def test_from_one_rank_to_two_and_back_the_batches_are_the_same(tmp_path, text):
     got, want = losses(tmp_path / "run"), losses(tmp_path / "whole")
     assert [s for s, _ in got] == [s for s, _ in want] == [*range(1, 13)]
     assert [x for _, x in got] == pytest.approx([x for _, x in want], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_all_ranks_with_one_message(mount, text):
-    """A real one: two checkpoints fit."""
-    disk = mount("640k")
-    status, output = run_job(disk / "run", text, "--steps", 99, "--save_every", 1, "--keep", 9)
-    assert status and output.count("error: the disk is full") == 1, output
-    folders = checkpoint.folders(disk / "run")
-    assert len(folders) >= 2 and all(not checkpoint.fault_of(p) for p in folders)
-    assert {p.name for p in (disk / "run/checkpoints").iterdir()} == {p.name for p in folders}

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -24,8 +23,9 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 # ---- non-finite steps and replicas
 
 
-def test_guard_suppresses_updates_on_all_ranks(tmp_path):
-    """A gradient that is no number on one rank: no rank's parameters change, then or later; all raise for one step."""
+def test_all_ranks_suppress_the_same_update_and_stop_after_the_same_step(tmp_path):
+    """A gradient that is no number on one rank: no rank's parameters change, then or later; all raise for one step. A
+    vote to stop counts one step late."""
     code = """
 from optim import update
 ranks = shard.init_ranks()
@@ -49,28 +49,15 @@ for step in range(1, 6):
 assert raised and raised[0] == 4 and "Step 3" in raised[1], raised
 assert torch.equal(before, model.weight)
 assert all(s["step"].item() == 2 for s in optimizer.state.values())
+run, answers = guard.Run(guard.Config(), ranks), []
+for step in range(6):
+    run.stop_reason = "SIGTERM" if step >= 2 and ranks.rank == 1 else ""
+    answers.append(run.agrees_to_stop())
+assert answers == [False] * 3 + [True] * 3, answers
 print("done")
 shard.leave(ranks)
 """
     assert run_ranks(2, code, str(tmp_path)).count("done") == 2
-
-
-@pytest.mark.parametrize(
-    ("reports", "output"),
-    [
-        ([(0, 5), (0, 6), (0, 5)], r"rank 1 on a \| rank 0 on a, rank 2 on a"),
-        ([(0, 5), (1, 7), (0, 5), (1, 8)], r"rank 1 on a \| rank 3 on a"),
-        ([(0, 5), (1, 7), (0, 5), (1, 7)], ""),
-    ],
-)
-def test_the_copy_that_differs_is_named_where_that_can_be_known(monkeypatch, reports, output):
-    """reports: (part of the parameters, hash) of each rank."""
-    mesh = {"replicate": SimpleNamespace(size=lambda: 2)}
-    mesh = type("Mesh", (dict,), {"get_coordinate": lambda self: (0, 0)})(mesh)
-    monkeypatch.setattr(guard, "gather", lambda *_: [(row, f"rank {rank} on a") for rank, row in enumerate(reports)])
-    expected = pytest.raises(guard.Failure, match=f"After step 3 .*first: {output}\\. No") if output else nullcontext()
-    with expected:
-        guard.compare_replicas(torch.nn.Linear(2, 2), ALONE, mesh, 3)
 
 
 def test_the_hash_sees_every_bit():
@@ -86,22 +73,6 @@ def test_the_hash_sees_every_bit():
 
 
 # ---- requests to stop, and the watchdog
-
-
-def test_stop_vote_is_one_step_late_and_unanimous(tmp_path):
-    code = """
-ranks = shard.init_ranks()
-run = guard.Run(guard.Config(), ranks)
-answers = []
-for step in range(6):
-    if step == 2 and ranks.rank == 1:
-        run.stop_reason = "SIGTERM"
-    answers.append(run.agrees_to_stop())
-assert answers == [False] * 3 + [True] * 3, answers
-print("done")
-shard.leave(ranks)
-"""
-    assert run_ranks(2, code, str(tmp_path)).count("done") == 2
 
 
 @pytest.fixture
