@@ -158,8 +158,7 @@ EXPORT = """
 import checkpoint
 from pathlib import Path
 ranks = shard.init_ranks()
-run = Path(sys.argv[2])
-checkpoint.newest(run).export(run / "two", torch.float32, ranks, shard_gb=1e-4)
+checkpoint.newest(Path(sys.argv[2])).export(Path(sys.argv[2]) / "two", torch.float32, ranks, shard_gb=1e-4)
 shard.leave(ranks)
 """
 

@@ -30,10 +30,7 @@ from lib import run as guard
 from lib.errors import read_json
 from model import Transformer
 from test_checkpoint import SMALL, make_state, replace_part, rewrite, save
-from test_shard import TORCHRUN, run_code, skip_plots
-
-ROOT = Path(__file__).parent
-
+from test_shard import ROOT, TORCHRUN, run_code, skip_plots
 
 # ---- a save that is killed
 
@@ -141,11 +138,8 @@ def run_here(monkeypatch, text, capsys):
 
 def losses(run: Path) -> list[tuple]:
     """[(step, loss)] of every record; strict JSON."""
-
-    def refuse(word):
-        raise AssertionError(f"{word} in metrics.jsonl")
-
-    records = [json.loads(line, parse_constant=refuse) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     return [(r["step"], r["loss"]) for r in records if "loss" in r]
 
 
@@ -325,13 +319,6 @@ def test_a_run_folder_that_vanishes_or_cannot_be_used_is_named(tmp_path, run_her
     assert status == 2 and f"--out {tmp_path / 'unseen'} is not the folder there" in output
 
 
-def test_a_disk_that_is_read_only_is_named(mount, run_here):
-    disk = mount("9m")
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    status, output = run_here(disk / "run", "--steps", 9)
-    assert status == 2 and f"error: --out {disk / 'run'}: Read-only file system" in output
-
-
 # ---- runs of their own
 
 JOB = """
@@ -466,14 +453,22 @@ def test_replicas_that_differ_by_a_bit_are_found_and_not_saved(tmp_path, text, r
 
 
 BEHIND = r"rank 1 on \S+ is behind: its last step was 4"
-BACKWARD = "setattr(torch.Tensor, 'backward', lambda self: time.sleep(300))"
-HANGS = {  # code, ranks, what the message says
+SLOW_SAVE = """
+write, saves = checkpoint.write_file, itertools.count()
+def slow(path, rows):  # longer than the limit, but with progress
+    for _ in range(0 if next(saves) else 30):
+        pathlib.Path(f"{path}.slow").write_bytes(bytes(200000))
+        time.sleep(0.3)
+    write(path, rows)
+checkpoint.write_file = slow
+"""
+HANGS = {  # code, ranks, what the message says; empty: it is no hang
     "data": ("at_step(5, lambda: RANK == 1 and time.sleep(300))", 2, BEHIND),
     "stopped": ("at_step(5, lambda: RANK == 1 and os.kill(os.getpid(), signal.SIGSTOP))", 2, "rank 1 does not answer"),
-    "backward": (f"at_step(5, lambda: RANK == 1 and {BACKWARD})", 2, BEHIND),
     "start": ("shard.make_mesh = lambda *a: time.sleep(300)", 1, r"After step 0: .* \d+ s, in phase 'start'"),
     "compile": ("at_step(1, lambda: RANK or time.sleep(300))", 2, r"rank 0 on \S+ is behind: .* 0, it is in 'compile'"),
     "saves": ("checkpoint.write_file = lambda *a: time.sleep(300)", 1, r"After step 2: .* \d+ s, in phase 'saves'"),
+    "a slow save": (SLOW_SAVE, 1, ""),
 }
 
 
@@ -482,29 +477,11 @@ def test_a_hang_is_named_within_the_limit(tmp_path, text, kind):
     code, ranks, named = HANGS[kind]
     flags = ["--steps", 30, "--timeout", 3, "--save_every", 3, "--save_async", "off"]
     status, output = run_job(tmp_path / "run", text, *flags, ranks=ranks, code=f"guard.LONG = 6\n{code}")
-    assert status and re.search(named, output), output
+    assert bool(status) == bool(named) and re.search(named, output), output
     status = read_json(tmp_path / "run/status.json")
-    assert status["state"] == "failed" and re.search(named, status["message"])
+    assert status["state"] == ("failed" if named else "finished") and re.search(named, status["message"])
     stacks = re.findall(r'train\.py", line \d+ in train$', output, re.M)
-    assert len(stacks) == (1 if kind == "stopped" else ranks), output
-
-
-@pytest.mark.slow
-def test_a_slow_save_that_makes_progress_is_not_a_hang(tmp_path, text):
-    """It writes for longer than the limit."""
-    code = """
-guard.LONG = 3
-write_file = checkpoint.write_file
-def slow(path, rows):
-    for i in range(30):
-        pathlib.Path(f"{path}.slow").write_bytes(bytes(200000))
-        time.sleep(0.3)
-    return write_file(path, rows)
-checkpoint.write_file = slow
-"""
-    flags = ["--steps", 6, "--timeout", 2, "--save_every", 6, "--save_async", "off"]
-    status, output = run_job(tmp_path / "run", text, *flags, ranks=1, code=code)
-    assert status == 0, output
+    assert len(stacks) == ranks * bool(named) - (kind == "stopped"), output
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""lib/run.py: verdicts are the same on all ranks; the oracle for what is skipped is a run that never had it. Two jobs
-never have one run folder: the other job is a process of its own."""
+"""lib/run.py: verdicts are the same on all ranks. Two jobs never have one run folder: the other job is a process of its
+own."""
 
 import multiprocessing
 import os
@@ -14,11 +14,8 @@ import torch
 from lib import run as guard
 from lib.errors import UserError, read_json
 from lib.run import take_lock, write_status
-from shard import Ranks
+from shard import ALONE, Ranks
 from test_shard import run_ranks
-
-ALONE = Ranks(0, 1, torch.device("cpu"))
-
 
 # ---- non-finite steps and replicas
 
