@@ -154,7 +154,7 @@ def refuse_unusable(names: tuple[str, ...]) -> None:
 
 
 class PeerFailure(Failure):
-    """This rank failed because another rank did: the cause is to be found there."""
+    """This rank ended after a request to stop, so the cause of a failure is to be found elsewhere."""
 
 
 class Run:
