@@ -19,11 +19,11 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 
-from lib.errors import UserError, listed, local_path, printable, read_file, read_json, read_object
+from lib.errors import UserError, listed, local_path, printable, read_file, read_json, read_object, write_json
 
 USUAL_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<|endoftext|>"),
@@ -35,7 +35,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # vocab.j
 SETTINGS_FILES = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
 COPIED_FILES = (*SETTINGS_FILES[1:], "merges.txt", "added_tokens.json", "chat_template.jinja")
 MARK = "\ufdd0\ufdd1"  # two codes that Unicode reserves for internal use, so no text contains them
-TEMPLATE_DATE = datetime(2024, 7, 26)  # the date that Llama 3.1's template has, and 3.2's where no clock is defined
 
 
 class Tokenizer:
@@ -57,7 +56,7 @@ class Tokenizer:
         """-> feed(id): the whole characters that this id completes; feed(None): the rest."""
         ids, shown = [], 0  # the text of ids[:shown] was returned before
 
-        def feed(i: int | None) -> str:
+        def feed(i):
             nonlocal ids, shown
             ids = ids if i is None else [*ids, i]
             before, text = self.decode(ids[:shown]), self.decode(ids)
@@ -73,7 +72,7 @@ class Tokenizer:
 class ByteTokenizer(Tokenizer):
     """256 bytes, then BOS and EOS."""
 
-    bos_id, eos_id, vocab_size, eos_ids, stop_ids = 256, 257, 258, [257], frozenset({256, 257})
+    bos_id, eos_id, vocab_size, eos_ids, stop_ids = 256, 257, 258, [257], {256, 257}
     control, names = {"<s>": 256, "</s>": 257}, {"bos_token": "<s>", "eos_token": "</s>"}
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | control
     fingerprint, files, adds_bos = "bytes", {}, True
@@ -109,7 +108,7 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer.json. special: tokens that the settings name; if the vocabulary has them, they are also control
     tokens."""
 
-    def __init__(self, content: bytes, special: list[str]):
+    def __init__(self, content: bytes, special: Iterable[str]):
         from tokenizers import Tokenizer as Backend
 
         self.backend = backend = Backend.from_buffer(content)
@@ -133,12 +132,10 @@ def token_sizes(tokenizer: Tokenizer) -> list[int]:
     """Bytes of the text that each id stands for; 0 for control tokens."""
     sizes = [0] * tokenizer.vocab_size
     for text, i in tokenizer.vocab.items():
-        if tokenizer.byte_level:
-            sizes[i] = len(text)  # each character stands for a byte
-        else:
-            sizes[i] = len(re.sub(r"\A<0x[0-9A-F]{2}>\Z|▁", " ", text).encode())
-    for i in tokenizer.control.values():
-        sizes[i] = 0
+        if text not in tokenizer.control:
+            # At byte level, each character stands for a byte.
+            plain = text if tokenizer.byte_level else re.sub(r"\A<0x[0-9A-F]{2}>\Z|▁", " ", text).encode()
+            sizes[i] = len(plain)
     return sizes
 
 
@@ -165,33 +162,34 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return ByteTokenizer() if spec == "bytes" else _load(local_path(spec, "--tokenizer"))
 
 
-@functools.lru_cache(maxsize=4)
-def _load(path: Path) -> Tokenizer:
-    files = [file for file in (path, *(path / name for name in TOKENIZER_FILES)) if file.is_file()]
+@functools.cache
+def _load(path):
+    files = path, *(path / name for name in TOKENIZER_FILES)
+    source = next((file for file in files if file.is_file()), files[1])
     try:
-        return _read_tokenizer(files[0] if files else path / "tokenizer.json")
+        return _read_tokenizer(source)
     except UserError as e:
         raise UserError(f"--tokenizer {path}: {e}") from None
     except Exception as e:  # the libraries raise nothing more specific
         raise UserError(
-            f"--tokenizer {path}: {files[0].name} is damaged, or neither a tokenizer.json nor sentencepiece's"
+            f"--tokenizer {path}: {source.name} is damaged, or neither a tokenizer.json nor sentencepiece's"
             f" tokenizer.model ({type(e).__name__}: {str(e)[:200]}). Other formats (vocab.json, tiktoken's) are not"
             " read: download the tokenizer.json next to config.json on the hub, or write it with transformers:"
             " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         ) from None
 
 
-def _read_tokenizer(source: Path) -> Tokenizer:
+def _read_tokenizer(source):
     folder, data = source.parent, read_file(source)
     files = [read_object(folder / name) for name in SETTINGS_FILES if (folder / name).is_file()]
     settings = {key: value for file in files for key, value in file.items() if value is not None}
-    tokens = ((key, token) for key, token in settings.items() if re.fullmatch("(bos|eos|unk|pad)_token", key))
-    names = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens}
+    names = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        if token := settings.get(key):
+            names[key] = token["content"] if isinstance(token, dict) else token
     added = settings.get("added_tokens_decoder", {}).values()
-    is_json = data.lstrip().startswith(b"{")
-    if is_json:
-        special = [token["content"] for token in added if token.get("special")]
-        tokenizer = JsonTokenizer(data, [*special, *names.values()])
+    if is_json := data.lstrip().startswith(b"{"):
+        tokenizer = JsonTokenizer(data, names.values())
     else:
         tokenizer = SentencePiece(data, settings)
     if absent := {token["content"] for token in added} - tokenizer.vocab.keys():
@@ -210,28 +208,26 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     return tokenizer
 
 
-def _set_ends(tokenizer: Tokenizer, names: dict[str, str], ids: int | list[int]) -> None:
+def _set_ends(tokenizer, names, ids):
     """Finds BOS and EOS by the settings' names, or else by their usual names. ids: eos_token_id of the model."""
     control = tokenizer.control
-    usual = {key: next((name for name in texts if name in control), None) for key, texts in USUAL_NAMES.items()}
-    tokenizer.names = names = usual | names
-    bos, eos = names["bos_token"] or names["eos_token"], names["eos_token"] or names["bos_token"]
+    for key, usual in USUAL_NAMES.items():
+        names.setdefault(key, next((name for name in usual if name in control), None))
+    bos, eos = names["bos_token"], names["eos_token"]
     if not {bos, eos} <= control.keys():
         raise UserError(
             f"its BOS {bos!r} or EOS {eos!r} is not a control token: name bos_token and eos_token in a"
             " tokenizer_config.json in its folder"
         )
-    names |= {"bos_token": bos, "eos_token": eos}
-    tokenizer.bos_id, tokenizer.eos_id = control[bos], control[eos]
+    tokenizer.names, tokenizer.bos_id, tokenizer.eos_id = names, control[bos], control[eos]
     tokenizer.eos_ids = (ids if isinstance(ids, list) else [ids]) or [control[eos]]
-    ends = [control[name] for name in (bos, eos, *STOP_NAMES) if name in control]
-    tokenizer.stop_ids = frozenset([*ends, *tokenizer.eos_ids])
+    tokenizer.stop_ids = {control[name] for name in (bos, eos, *STOP_NAMES) if name in control}.union(tokenizer.eos_ids)
 
 
-def write_files(tokenizer: Tokenizer, folder: Path, chat: str = "") -> dict:
+def write_files(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> dict:
     """Writes a tokenizer's files into a model's folder -> bos_token_id and eos_token_id of its config.json.
 
-    The files are copied unchanged. chat: the template of the conversations that the model was trained on. It is
+    The files are copied unchanged. chat_format: of a model that was trained on conversations. Their template is
     written, the token that ends an answer also ends a text, and tokenizer_config.json makes transformers read all of
     tokenizer.json (its class for Llama reads only the vocabulary)."""
     for file, name in tokenizer.files.items():
@@ -239,14 +235,15 @@ def write_files(tokenizer: Tokenizer, folder: Path, chat: str = "") -> dict:
     if not tokenizer.files:
         (folder / "tokenizer.json").write_text(BYTES_JSON.replace("VOCAB", json.dumps(tokenizer.vocab)))
     ends, config = tokenizer.eos_ids, folder / "tokenizer_config.json"
-    if (chat or not tokenizer.files) and (folder / "tokenizer.json").exists():
+    if (chat_format or not tokenizer.files) and (folder / "tokenizer.json").exists():
         settings = read_json(config) or tokenizer.names | {"clean_up_tokenization_spaces": False}
-        config.write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=1))
-    if chat:
+        write_json(config, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    if chat_format:
+        chat = chat_template(tokenizer, chat_format)
         (folder / "chat_template.jinja").write_text(chat, "utf-8")
         ids, mask = render_chat(tokenizer, [{"role": r, "content": "x"} for r in ("user", "assistant")], chat)
         turn_end = [i for i, trained in zip(ids, mask, strict=True) if trained][-1]
-        ends = list(dict.fromkeys([*ends, turn_end]))
+        ends = sorted({*ends, turn_end})
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
@@ -270,24 +267,24 @@ BYTES_JSON = """{"version": "1.0", "added_tokens": [
 def chat_template(tokenizer: Tokenizer, chat_format: str) -> str:
     """The jinja template of the tokenizer's folder; if it has none, ours: by the control tokens, or else by the model's
     chat_format. transformers renders it to the ids of render_chat, if no message holds the text of a control token."""
-    control = tokenizer.control.keys()
     if tokenizer.chat_template:
         return tokenizer.chat_template
-    if {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} <= control:
+    if "<|start_header_id|>" in tokenizer.control:
         chat_format = "llama3"
-    elif {"<|im_start|>", "<|im_end|>"} <= control:
+    elif "<|im_start|>" in tokenizer.control:
         chat_format = "chatml"
-    body, names = CHAT_TEMPLATES[chat_format], tokenizer.names
-    lines = [f"{{%- set {name} = {json.dumps(v, ensure_ascii=False)} %}}" for name, v in names.items() if name in body]
-    return "\n".join(lines) + body
+    template = CHAT_TEMPLATES[chat_format]
+    for name in USUAL_NAMES:  # in transformers, the folder's settings may not define them
+        template = template.replace(name, repr(tokenizer.names[name]))
+    return template
 
 
-def _raise_exception(message: str) -> None:
+def _raise_exception(message):
     raise UserError(message)
 
 
-@functools.lru_cache(maxsize=8)
-def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
+@functools.cache
+def _compile_template(tokenizer, source):
     """-> (the template, the expression for a control token)"""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -295,14 +292,14 @@ def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    # With today's date, ids would change overnight.
-    known = {"raise_exception": _raise_exception, "strftime_now": TEMPLATE_DATE.strftime}
+    # With today's date, ids would change overnight. Llama 3.1's template has this date, 3.2's if no clock is defined.
+    known = {"raise_exception": _raise_exception, "strftime_now": datetime(2024, 7, 26).strftime}
     longest_first = sorted(tokenizer.control, key=len, reverse=True)
     control = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
     return environment.from_string(source, tokenizer.names | known), control
 
 
-def _render_parts(tokenizer: Tokenizer, source: str, messages: list[dict]) -> list[str]:
+def _render_parts(tokenizer, source, messages):
     """-> text, control token, text, ... The text ends with the prompt for an answer if a question is last."""
     try:
         template, control = _compile_template(tokenizer, source)
@@ -345,7 +342,7 @@ def render_chat(tokenizer: Tokenizer, messages: list[dict], template: str) -> tu
 _SYSTEM = """
 {%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none %}
 {%- set turns = messages if system is none else messages[1:] %}"""
-# The keys llama and mixtral are values of ModelConfig.chat_format. chat_template sets bos_token and eos_token.
+# The keys llama and mixtral are values of ModelConfig.chat_format. chat_template replaces bos_token and eos_token.
 CHAT_TEMPLATES = {
     "llama": _SYSTEM + """
 {%- for m in turns %}
@@ -387,21 +384,17 @@ CHAT_TEMPLATES = {
 }  # fmt: skip
 
 
-def _check_messages(messages: list[dict]) -> None:
+def _check_messages(messages):
     """A system message may come first, then user, assistant, user, ..."""
-    has_system = False
-    for i, m in enumerate(messages):
-        if not isinstance(m.get("content"), str):
-            raise UserError(f'Chat message {i}: expected {{"role": ..., "content": text}}, found {str(m)[:200]}')
-        if i == 0 and m.get("role") == "system":
-            has_system = True
-            continue
-        role, expected = m.get("role"), ("user", "assistant")[(i - has_system) % 2]
-        if role != expected or not m["content"].strip():
-            fault = "empty content" if role == expected else f"role {role}"
-            raise UserError(
-                f"Chat message {i}: {fault}, expected {expected} (a system message may come first, then user and"
-                " assistant in turn)"
-            )
-    if len(messages) == has_system:
+    roles = [message.get("role") for message in messages]
+    expected = ["system"] * (roles[:1] == ["system"])
+    if roles == expected:
         raise UserError("Chat: expected a user's message")
+    expected += ["user", "assistant"] * len(roles)
+    for i, message in enumerate(messages):
+        role, content = expected[i], message.get("content")
+        if roles[i] != role or not isinstance(content, str) or not (content.strip() or role == "system"):
+            raise UserError(
+                f"Chat message {i}: role {roles[i]}, expected {role} with a text (a system message may come first, then"
+                f" user and assistant in turn): {str(message)[:200]}"
+            )

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # first: it finds the Python that has torch
-from lib.errors import UserError, describe_content, local_path, read_json, read_object, write_whole
+from lib.errors import UserError, describe_content, local_path, read_json, read_object, write_json
 
 import torch  # isort: skip
 from safetensors import SafetensorError, safe_open
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lib import lora
 from lib.lora import Read
-from lib.tokenizer import chat_template, write_files
+from lib.tokenizer import write_files
 from model import Transformer
 from shapes import ModelConfig, RopeScaling
 from shard import ALONE, Ranks, fill_parameters, on_all, on_first_rank
@@ -153,22 +153,22 @@ FAMILIES["gpt2"] = FAMILIES["gpt2"]._replace(
     names=_table(_GPT2.replace("KIND", "weight") + _GPT2.replace("KIND", "bias")), keys=_pairs(_GPT2_KEYS)
 )
 Slices = tuple[slice, ...]
-# Masks and frequencies that older versions of transformers stored. They are not parameters.
-BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+# Masks and frequencies that older versions of transformers stored, and copies of tied embeddings.
+IGNORED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|^lm_head\.weight$")
 
 
 def family(config: ModelConfig) -> str:
     """The model_type of a shape. UserError: no family has this shape."""
     plain = FAMILIES["llama"].shape
     shape = {field: getattr(config, field) for field in plain}
-    names = [name for name, row in FAMILIES.items() if plain | row.shape == shape]
-    if not names:
-        raise UserError(f"This model has no Hugging Face form: no supported family has {shape}")
-    if names == ["gpt2"] and (config.n_heads, config.n_heads * config.head_dim) != (config.n_kv_heads, config.dim):
-        raise UserError(
-            "This model has no Hugging Face form: GPT-2 has n_kv_heads = n_heads and head_dim = dim / n_heads"
-        )
-    return names[0]
+    equal_heads = config.n_kv_heads == config.n_heads and config.n_heads * config.head_dim == config.dim
+    for name, row in FAMILIES.items():
+        if plain | row.shape == shape and (name != "gpt2" or equal_heads):
+            return name
+    raise UserError(
+        f"This model has no Hugging Face form: no supported family has {shape}; GPT-2 also needs n_kv_heads = n_heads"
+        " and head_dim = dim / n_heads"
+    )
 
 
 class Piece(NamedTuple):
@@ -214,50 +214,26 @@ def _pieces_of(name, shape, kind, config):
 
 # ---- safetensors
 
-# The format's dtypes, and torch's.
-DTYPES = {name: getattr(torch, ours) for name, ours in _pairs("""
-F64   float64
-F32   float32
-F16   float16
-BF16  bfloat16
-I64   int64
-I32   int32
-U8    uint8
-""").items()}  # fmt: skip
-CONVERT = (
-    ": only safetensors are loaded, as pickles can run code. If you trust its source, convert it in Python: from"
-    " transformers import AutoModelForCausalLM as M; M.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW)"
-)
-
 
 class TensorFile:
-    """A safetensors file, checked by the library. entries: (dtype, shape) by name; the dtype is a string if we do not
-    read it."""
+    """A safetensors file, checked by the library. entries: (dtype, shape) by name."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, head = path, b""
         try:
+            with open(path, "rb") as start:
+                head = start.read(512)
             file = safe_open(path, "pt")
-        except OSError as e:
-            raise UserError(f"{path} cannot be read: {e.strerror}") from None
-        except SafetensorError as e:
-            raise UserError(f"{path} is {_name_fault(path, str(e)[:500])}") from None
-        rows = {name: file.get_slice(name) for name in file.offset_keys()}
-        self.entries = {n: (DTYPES.get(r.get_dtype(), r.get_dtype()), tuple(r.get_shape())) for n, r in rows.items()}
+            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}  # mapped, not read
+        except (OSError, SafetensorError) as e:
+            content = describe_content(head) or "missing, damaged, cut short or not a safetensors file"
+            raise UserError(f"{path} is {content}: {str(e)[:500]}") from None
+        self.entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def read(self, name: str, slices: Slices) -> Tensor:
         """Values in the file's dtype. Copy them soon: they are pages of the file, which is mapped for each call because
         pages that were read count as this process's memory."""
         return safe_open(self.path, "pt").get_slice(name)[slices]
-
-
-def _name_fault(path, reason):
-    """The probable content of a file that the library refuses."""
-    with open(path, "rb") as file:
-        head = file.read(512)
-    if kind := describe_content(head):
-        return kind + CONVERT * kind.startswith("a pickle")
-    return f"damaged, cut short or not a safetensors file: {path.stat().st_size} bytes, {reason!r}"
 
 
 def assemble(slices: Slices, whole: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple]) -> Tensor:
@@ -301,85 +277,72 @@ def find_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return [single]
-    if index.exists():
-        table = read_object(index).get("weight_map")
-        if not table or not isinstance(table, dict):
-            raise UserError(f"{index}: it has no weight_map")
-        names = set(map(str, table.values()))
-        missing = names.difference(os.listdir(folder))  # a name with a slash in it is never listed
-        if missing:
-            count = f"{len(missing)} of {len(names)}"
-            raise UserError(f"{folder} lacks {count} files that its index names: {_some(missing)}")
-        return [folder / name for name in sorted(names)]
-    raise UserError(
-        f"{folder} holds neither model.safetensors nor its index (if --skip_model left them out, `python download.py"
-        f" ORG/NAME` adds them){CONVERT}"
-    )
-
-
-def _some(names):
-    first = ", ".join(map(repr, sorted(names)[:4])) or "none"
-    return first + f" and {len(names) - 4} more" * (len(names) > 4)
+    if not index.exists():
+        raise UserError(
+            f"{folder} holds neither model.safetensors nor its index (if --skip_model left them out, `python"
+            " download.py ORG/NAME` adds them): only safetensors are loaded, as pickles can run code. If you trust its"
+            " source, convert it in Python: from transformers import AutoModelForCausalLM as M;"
+            " M.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW)"
+        )
+    table = read_object(index).get("weight_map")
+    if not isinstance(table, dict):
+        raise UserError(f"{index}: it has no weight_map")
+    names = set(map(str, table.values()))
+    if missing := names.difference(os.listdir(folder)):  # a name with a slash in it is never listed
+        raise UserError(f"{folder} lacks {len(missing)} files that its index names: {sorted(missing)[:4]}")
+    return [folder / name for name in sorted(names)]
 
 
 def open_weights(folder: Path, config: ModelConfig) -> Read:
     """Checks names, shapes and dtypes of a folder's weights against the model -> read(name, slices) of our parameters,
     in the files' dtype (the widest dtype of a fused parameter's tensors)."""
     _check_config(folder, config)
-    plan = pieces(config)
-    places = _find_tensors(folder, plan)
-    if config.tied:  # some files store the embedding a second time
-        places.pop("lm_head.weight", None)
-    return _reader(folder, plan, places)
+    return _reader(folder, pieces(config), find_files(folder))
 
 
-def _reader(folder, plan, places):
-    """Checks the tensors of a folder against the plan -> read(name, slices) of the plan's parameters."""
+def _reader(folder, plan, paths):
+    """Checks the tensors of a folder's files against the plan -> read(name, slices) of the plan's parameters."""
     expected = {piece.name: piece.stored for row in plan.values() for piece in row}
-    missing, extra = expected.keys() - places, places.keys() - expected
+    dtypes, reads = {}, {}
+    for file in map(TensorFile, paths):
+        for name, (dtype, shape) in file.entries.items():
+            # Files that were saved without the head lack the names' first part.
+            full = next((n for n in (f"model.{name}", f"transformer.{name}") if n in expected), name)
+            if full not in expected and IGNORED.search(name):
+                continue
+            if full in reads:
+                raise UserError(f"{file.path}: {full!r} is stored a second time")
+            is_float = dtype in (torch.float32, torch.float16, torch.bfloat16)
+            if full in expected and (not is_float or shape != expected[full]):
+                raise UserError(
+                    f"{file.path}: {name!r} has shape {list(shape)} and dtype {dtype}, expected {list(expected[full])}"
+                    " in float32, float16 or bfloat16"
+                )
+            dtypes[full], reads[full] = dtype, partial(file.read, name)
+    missing, extra = sorted(expected.keys() - reads), sorted(reads.keys() - expected)
     if missing or extra:
-        raise UserError(f"{folder} does not fit the model. Missing: {_some(missing)}. Unexpected: {_some(extra)}")
-    for full, (file, name) in places.items():
-        dtype, shape = file.entries[name]
-        if shape != expected[full] or dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise UserError(
-                f"{file.path}: {name!r} has shape {list(shape)} and dtype {dtype}, expected {list(expected[full])} in"
-                " float32, float16 or bfloat16"
-            )
+        raise UserError(
+            f"{folder} does not fit the model. Missing {len(missing)}: {missing[:4]}. Unexpected {len(extra)}:"
+            f" {extra[:4]}"
+        )
 
     def read_piece(piece, slices):
-        file, name = places[piece.name]
-        values = file.read(name, slices[::-1] if piece.transposed else slices[-2:])
+        values = reads[piece.name](slices[::-1] if piece.transposed else slices[-2:])
         return values.T if piece.transposed else values
 
     def read(name, slices):
         row = plan[name]
-        dtypes = [file.entries[key][0] for file, key in (places[piece.name] for piece in row)]
-        parts = [(piece.place, partial(read_piece, piece)) for piece in row]
-        return assemble(slices, [s.stop for s in row[-1].place], reduce(torch.promote_types, dtypes), parts)
+        dtype = reduce(torch.promote_types, (dtypes[piece.name] for piece in row))
+        parts = ((piece.place, partial(read_piece, piece)) for piece in row)
+        return assemble(slices, [s.stop for s in row[-1].place], dtype, parts)
 
     return read
-
-
-def _find_tensors(folder, plan):
-    """{full name: (file, name in the file)}. Files that were saved without the head lack the names' first part."""
-    places = {}
-    expected = {piece.name for row in plan.values() for piece in row}
-    for file in map(TensorFile, find_files(folder)):
-        for name in file.entries:
-            full = next((n for n in (f"model.{name}", f"transformer.{name}") if n in expected), name)
-            if full in places:
-                raise UserError(f"{file.path}: {full!r} is stored a second time, also in {places[full][0].path.name!r}")
-            if not BUFFERS.search(name):
-                places[full] = file, name
-    return places
 
 
 def _check_config(folder, config):
     """Refuses weights with the right shapes of another model: a wrong rope_theta would show only in the results."""
     stored = asdict(read_config(folder))
-    ignored = ["init_std", "router_aux_loss_coef"]  # they change no output
-    ignored += ["max_seq_len"] * (config.positions == "rope")
+    ignored = "init_std", "router_aux_loss_coef", "max_seq_len"  # they change no output
     differ = {k: v for k, v in asdict(config).items() if k not in ignored and stored[k] != v}
     if differ:
         raise UserError(f"{folder / 'config.json'} differs from the model, which has {differ}; use --model {folder}")
@@ -440,17 +403,17 @@ def open_adapter(folder: Path, config) -> Read:
     """Checks a PEFT adapter against a run's flags -> read(name, slices) of lora.py's parameters. config: a Config."""
     path = folder / "adapter_config.json"
     values = read_object(path)
-    off = {key for key, value in values.items() if not value} - ADAPTER_MEANS_OURS.keys()
-    _refuse_unknown(values, off.union(ADAPTER_HARMLESS.split()), path, ADAPTER_MEANS_OURS)
-    file = TensorFile(folder / "adapter_model.safetensors")
-    targets = set(re.findall(r"(\w+)_proj\.lora_A\.weight$", "\n".join(file.entries), re.M))
+    in_use = {key: value for key, value in values.items() if value}
+    _refuse_unknown(in_use, {*ADAPTER_HARMLESS.split()}, path, ADAPTER_MEANS_OURS)
+    path = folder / "adapter_model.safetensors"
+    targets = set(re.findall(r"(\w+)_proj\.lora_A\.weight$", "\n".join(TensorFile(path).entries), re.M))
     theirs = values.get("r"), values.get("lora_alpha"), targets
     if theirs != (config.lora, config.lora_alpha, set(config.lora_targets)):
         raise UserError(
             f"--lora_weights {folder}: the adapter does not match the flags; give --lora {theirs[0]} --lora_alpha"
             f" {theirs[1]} --lora_targets {','.join(sorted(targets))}"
         )
-    return _reader(folder, adapter_pieces(config), {name: (file, name) for name in file.entries})
+    return _reader(folder, adapter_pieces(config), [path])
 
 
 def export_adapter(config, read: Read, folder: Path) -> None:
@@ -470,7 +433,7 @@ def export_adapter(config, read: Read, folder: Path) -> None:
         "target_modules": [f"{target}_proj" for target in config.lora_targets],
         "inference_mode": True,
     }
-    write_whole(folder / "adapter_config.json", json.dumps(content, indent=2) + "\n")
+    write_json(folder / "adapter_config.json", content)
 
 
 # ---- config.json
@@ -560,10 +523,9 @@ def read_config(folder: Path) -> ModelConfig:
 
 def _flatten_rope(values, path):
     """Moves rope_parameters (transformers 5) or rope_scaling (4) one level up -> its rope_type."""
-    name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
-    rope = values.pop(name, None) or {}
+    rope = values.pop("rope_parameters", None) or values.pop("rope_scaling", None) or {}
     if not isinstance(rope, dict):
-        raise UserError(f"{path}: {name} is {rope!r}, expected an object")
+        raise UserError(f"{path}: rope_parameters or rope_scaling is {rope!r}, expected an object")
     values |= rope
     return str(rope.get("rope_type") or rope.get("type"))
 
@@ -582,12 +544,10 @@ def _refuse_unknown(values, known, path, supported=MEANS_OURS):
 
 def _read_field(values, key, kind, default, path):
     value = values.get(key)
-    if value is None:
-        value = default
-    elif type(value) not in ((int, float) if kind is float else (kind,)) or not (kind is bool or 0 < value < 2**53):
+    if value is None and default is not MISSING:
+        return default
+    if type(value) not in ((int, float) if kind is float else (kind,)) or not (kind is bool or 0 < value < 2**53):
         raise UserError(f"{path}: {key} is {value!r}, expected {EXPECTED[kind]}")
-    if value is MISSING:
-        raise UserError(f"{path} lacks {key}")
     return kind(value)
 
 
@@ -635,7 +595,6 @@ def export(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=int(shard_gb * 1e9),
     )
-    chat = chat_template(tokenizer, config.chat_format) if talks and tokenizer else ""
     folder = folder.absolute()
     temporary = folder.with_name(f"{folder.name}.tmp")
 
@@ -649,7 +608,7 @@ def export(
             write_file(temporary / file, _shard([rows[name] for name in names], dtype, read))
 
     def finish():
-        _write_json_files(temporary, split, config_json(config, dtype), tokenizer, chat)
+        _write_json_files(temporary, split, config_json(config, dtype), tokenizer, config.chat_format * talks)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
 
@@ -666,25 +625,22 @@ def _shard(rows, dtype, read):
     """The tensors of a file. rows: each piece, and our parameter that holds its values."""
     tensors = {}
     for piece, name in rows:
-        values = read(name, piece.place)
-        if dtype == torch.float16 and values.abs().amax() > torch.finfo(dtype).max:
+        values = read(name, piece.place).to(dtype)
+        if dtype == torch.float16 and values.isinf().any():
             raise UserError(f"{piece.name} holds values beyond float16's range: use bf16 or fp32")
-        values = values.to(dtype)
         tensors[piece.name] = (values.T if piece.transposed else values.reshape(piece.stored)).contiguous()
     return tensors
 
 
-def _write_json_files(folder, split, config, tokenizer, chat):
+def _write_json_files(folder, split, config, tokenizer, chat_format):
     """Writes the tokenizer's files, the index, config.json and generation_config.json."""
-    ids = write_files(tokenizer, folder, chat) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
-    generation = read_json(folder / "generation_config.json")  # from the tokenizer's folder
-    generation = generation | ids if chat else ids | generation
-    contents = {"config.json": config | ids, "generation_config.json": generation}
+    ids = write_files(tokenizer, folder, chat_format) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
+    generation = folder / "generation_config.json"
+    write_json(generation, read_json(generation) | ids)  # there may be one from the tokenizer's folder
+    write_json(folder / "config.json", config | ids)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        contents["model.safetensors.index.json"] = index
-    for name, content in contents.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def refuse_in_the_way(folder: Path, replaces: bool) -> None:
