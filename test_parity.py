@@ -231,7 +231,7 @@ def plain_steps(cell: Cell, text: int = 0, dtype: torch.dtype = torch.float32) -
     """The oracle: three steps of the plain model in fp32 -> loss, norm and gradients of each, then the parameters. In
     as many forward passes as the cell has where there are experts: their auxiliary loss is one of a forward pass."""
     model = Transformer(cell.shape, dtype)
-    lora.add_adapters(model, cell.lora, cell.config.lora_targets, cell.config.lora_alpha)
+    lora.convert(model, cell.config)
     model.to(dtype)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     shard.fill_parameters(model, random_init(cell.shape, shapes, 0))

@@ -12,7 +12,7 @@ Sources: LoRA (arXiv 2106.09685). The names of the parts, the scale and A's init
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,10 @@ Read = Callable[[str, tuple[slice, ...]], Tensor]  # read(name, slices) -> those
 
 
 def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(out, in) of the weight of each part that can have an adapter."""
+    """(out, in) of the weight of each part that can have an adapter: none of a GPT-2, whose q, k and v are one matrix
+    with one adapter for PEFT (c_attn)."""
+    if shape.mlp == "gelu":
+        return {}
     D, H, K = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     out = {"q": (H, D), "k": (K, D), "v": (K, D), "o": (D, H)}
     if shape.mlp == "swiglu":
@@ -39,25 +42,16 @@ def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def check_flags(config) -> None:
     """Refuses impossible flags, before any file is read. config: a Config."""
-    rank, targets, known = config.lora, config.lora_targets, sizes(config.model_config)
-    if config.model_config.mlp == "gelu":
+    known = sizes(config.model_config)
+    unknown = [target for target in config.lora_targets if target not in known]
+    if unknown or not config.lora_targets:
         raise UserError(
-            f"--lora {rank}: {config.model} is a GPT-2, whose q, k and v are one matrix with one adapter for PEFT"
-            " (c_attn); --lora is for Llama and Mixtral"
+            f"--lora_targets {','.join(unknown)}: {config.model} can have adapters for"
+            f" {','.join(known) or 'no projection'}; stacked experts and GPT-2 cannot"
         )
-    unknown = [target for target in targets if target not in known]
-    if unknown or not targets:
-        experts = ", because its experts are stacked" * bool(config.model_config.n_experts)
-        raise UserError(
-            f"--lora_targets {','.join(unknown)}: {config.model} has no adapter for this projection{experts}; it has"
-            f" {','.join(known)}"
-        )
-    least = min(targets, key=lambda target: min(known[target]))
-    if rank > min(known[least]):
-        raise UserError(
-            f"--lora {rank}: {least} has a weight of {' x '.join(map(str, known[least]))}, whose rank cannot be above"
-            f" {min(known[least])}; give at most that, or other --lora_targets"
-        )
+    limit = min(min(known[target]) for target in config.lora_targets)
+    if config.lora > limit:
+        raise UserError(f"--lora {config.lora}: the smallest weight of the --lora_targets allows at most {limit}")
 
 
 def flops_per_token(config) -> int:
@@ -70,26 +64,24 @@ def flops_per_token(config) -> int:
 # ---- the layers
 
 
-def spread(B: Tensor, blocks: tuple[tuple[int, int], ...]) -> Tensor:
-    """lora_B as one block-diagonal matrix [out, n rank], so that one product serves all parts. blocks: (rows, rank) of
-    each part; the rank is 0 if the part has no adapter."""
-    parts = iter(B.split([rows for rows, rank in blocks if rank]))
-    return torch.block_diag(*(next(parts) if rank else B.new_zeros(rows, 0) for rows, rank in blocks))
-
-
 class LoraLinear:
     """Adds adapters to the class of a projection."""
 
-    lora_blocks: tuple[tuple[int, int], ...]  # see spread
+    lora_blocks: tuple[tuple[int, int], ...]  # (rows, rank) of each part; the rank is 0 if the part has no adapter
     lora_scale: float
 
     def forward(self, x: Tensor) -> Tensor:
         low = F.linear(x, self.lora_A.to(x.dtype)) * self.lora_scale  # [..., n rank]
-        return super().forward(x) + F.linear(low, spread(self.lora_B.to(x.dtype), self.lora_blocks))
+        return super().forward(x) + F.linear(low, self.spread(self.lora_B.to(x.dtype)))
+
+    def spread(self, B: Tensor) -> Tensor:
+        """lora_B as one block-diagonal matrix [out, n rank], so that one product serves all parts."""
+        parts = iter(B.split([rows for rows, rank in self.lora_blocks if rank]))
+        return torch.block_diag(*(next(parts) if rank else B.new_zeros(rows, 0) for rows, rank in self.lora_blocks))
 
 
 @functools.cache
-def _adapted(cls: type) -> type:
+def _adapted(cls):
     return type(f"Lora{cls.__name__}", (LoraLinear, cls), {})
 
 
@@ -98,36 +90,34 @@ def layers(model: nn.Module) -> dict[str, LoraLinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
 
 
-def add_adapters(model: Transformer, rank: int, targets: Sequence[str], alpha: float = 1.0) -> None:
-    """Adds adapters to the parts of projections that `targets` names, and freezes all other parameters. Rank 0 changes
-    nothing. In place, before the parameters have values."""
-    if not rank:
-        return
-    known = sizes(model.config)
-    model.requires_grad_(False)
-    for name, m in list(model.named_modules()):
-        parts = PARTS.get(name.rpartition(".")[2], ())
-        blocks = tuple((known[part][0], rank * (part in targets)) for part in parts)
-        heights = [rows for rows, rank in blocks if rank]
-        if heights:
-            m.__class__, m.lora_blocks, m.lora_scale = _adapted(m.__class__), blocks, alpha / rank
-            m.lora_A = nn.Parameter(m.weight.new_empty(len(heights) * rank, m.in_features))
-            m.lora_B = nn.Parameter(m.weight.new_empty(sum(heights), rank))
-
-
 def convert(model: Transformer, config) -> None:
-    """Adds the adapters of --lora, and sets the dtype of the parameters: frozen parameters get the compute dtype. In
-    place, before the parameters have values, and after a conversion to FP8, which applies to the frozen weights."""
-    add_adapters(model, config.lora, config.lora_targets, config.lora_alpha)
+    """Adds the adapters of --lora, freezes all other parameters, and sets the dtype of the parameters: frozen ones get
+    the compute dtype. In place, before the parameters have values, and after a conversion to FP8, which applies to the
+    frozen weights. config: a Config."""
+    if config.lora:
+        _add_adapters(model, config)
     for p in model.parameters():
         p.data = p.data.to(DTYPES[config.param_dtype] if p.requires_grad else model.dtype)
+
+
+def _add_adapters(model, config):
+    known = sizes(model.config)
+    model.requires_grad_(False)
+    for name, m in model.named_modules():
+        parts = PARTS.get(name.rpartition(".")[2], ())
+        blocks = tuple((known[part][0], config.lora * (part in config.lora_targets)) for part in parts)
+        heights = [rows for rows, rank in blocks if rank]
+        if heights:
+            m.__class__, m.lora_blocks, m.lora_scale = _adapted(m.__class__), blocks, config.lora_alpha / config.lora
+            m.lora_A = nn.Parameter(m.weight.new_empty(len(heights) * config.lora, m.in_features))
+            m.lora_B = nn.Parameter(m.weight.new_empty(sum(heights), config.lora))
 
 
 def meta_model(config) -> Transformer:
     """The model with its adapters on the meta device: shapes and no values."""
     with torch.device("meta"):
         model = Transformer(config.model_config)
-        add_adapters(model, config.lora, config.lora_targets, config.lora_alpha)
+        convert(model, config)
     return model
 
 
@@ -139,7 +129,7 @@ def first_values(config, shapes: dict[str, tuple[int, ...]]) -> Read:
     PEFT's variance, 1 / (3 in). B is 0. shapes: of all parameters."""
     random = random_init(config.model_config, shapes, config.seed)
 
-    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+    def read(name, slices):
         std = name.endswith("lora_A") / math.sqrt(3 * shapes[name][1])
         return random(name, slices) * (std / initial_std(config.model_config, name))
 
@@ -155,12 +145,12 @@ def merge(base: Read, adapters: Read, config) -> Read:
     """read(name, slices) of a model without adapters: its weights plus the adapters' scale B A, in fp32."""
     adapted = layers(meta_model(config))
 
-    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+    def read(name, slices):
         values, layer = base(name, slices), name.removesuffix(".weight")
         if layer not in adapted:
             return values
         A = adapters(f"{layer}.lora_A", (slice(None), slices[1])).float()
         B = adapters(f"{layer}.lora_B", (slice(None), slice(None))).float()
-        return values.float() + adapted[layer].lora_scale * (spread(B, adapted[layer].lora_blocks)[slices[0]] @ A)
+        return values.float() + adapted[layer].lora_scale * (adapted[layer].spread(B)[slices[0]] @ A)
 
     return read

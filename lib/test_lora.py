@@ -2,7 +2,6 @@
 test_parity.py tests sharding, compilation, checkpointing and packing."""
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +21,10 @@ from model import Transformer, random_init
 from optim import trained
 from test_train import FAST, train, values
 
-TARGETS = {
-    "tiny-llama": ["q,k,v,o,gate,up,down", "q,v", "k,up"],
-    "tiny-llama3.2": ["gate,o"],
-    "tiny-qwen2.5": ["k,v,down"],
-    "tiny-mixtral": ["q,k,v,o"],
-}
-CASES = [(name, targets) for name, of_model in TARGETS.items() for targets in of_model]
+CASES = [
+    ("tiny-llama", "q,k,v,o,gate,up,down"), ("tiny-llama", "k,up"), ("tiny-llama3.2", "gate,o"),
+    ("tiny-qwen2.5", "k,v,down"), ("tiny-mixtral", "q,k,v,o"),
+]  # fmt: skip
 TOKENS = torch.randint(0, 258, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -36,12 +32,11 @@ TOKENS = torch.randint(0, 258, (3, 24), generator=torch.Generator().manual_seed(
 def bases(tmp_path_factory):
     """Folders of random weights by the model's name."""
     folders = {}
-    for name in TARGETS:
-        folders[name] = tmp_path_factory.mktemp("bases") / name
+    for name, _ in CASES:
         model = Transformer(parse_args(["--model", name]).model_config)
-        shard.fill_parameters(
-            model, random_init(model.config, {n: tuple(p.shape) for n, p in model.named_parameters()}, 7)
-        )
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        shard.fill_parameters(model, random_init(model.config, shapes, 7))
+        folders[name] = tmp_path_factory.mktemp("bases") / name
         export_model(model, folders[name])
     return folders
 
@@ -55,8 +50,7 @@ def make(config, adapters=None) -> Transformer:
     model = Transformer(config.model_config)
     lora.convert(model, config)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    random = random_init(config.model_config, shapes, 3)
-    adapters = adapters or random
+    adapters = adapters or random_init(config.model_config, shapes, 3)
     shard.fill_parameters(model, lora.join(open_weights(Path(config.weights), config.model_config), adapters))
     return model
 
@@ -123,8 +117,7 @@ def test_adapters_of_peft_are_trained_on(bases, tmp_path):
     model = peft.get_peft_model(model, kind)
     model.save_pretrained(tmp_path)
     config = configure(bases["tiny-llama"], "k,down", "--lora_alpha", "7", "--lora_weights", str(tmp_path))
-    ours = make(config, open_adapter(tmp_path, config))
-    assert differ(ours.logits(TOKENS), model(TOKENS).logits) < 1e-5
+    assert differ(make(config, open_adapter(tmp_path, config)).logits(TOKENS), model(TOKENS).logits) < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -179,58 +172,41 @@ def test_another_base_is_refused(run):
         base.write_bytes(before)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--lora 65", "--lora 65: k has a weight of 32 x 64, whose rank cannot be above 32"),
-        ("--lora 65 --lora_targets q", "q has a weight of 64 x 64"),
-        (
-            "--lora 4 --lora_targets q,query",
-            "--lora_targets query: tiny-llama has no adapter .* q,k,v,o,gate",
-        ),
-        ("--lora 4 --lora_targets ,", "--lora_targets : tiny-llama has no adapter"),
-        ("--lora 4 --model tiny-mixtral", "gate,up,down: tiny-mixtral has .* experts are stacked; it has q,k"),
-        ("--lora 4 --model tiny-gpt2", "is a GPT-2, whose q, k and v are one matrix"),
-        ("--lora_alpha 4", "--lora_alpha has no effect without --lora"),
-        ("--lora_targets q", "--lora_targets has no effect without --lora"),
-        ("--lora_weights x", "--lora_weights has no effect without --lora"),
-        ("--lora_weights x --lora 4", "--lora_weights has no effect without --weights"),
-        ("--lora -1", "--lora -1: it must be at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--lora 65", "--lora 65: the smallest weight of the --lora_targets allows at most 32"),
+    ("--lora 65 --lora_targets q", "allows at most 64"),
+    ("--lora 4 --lora_targets q,query", "--lora_targets query: tiny-llama can have adapters for q,k,v,o,gate,up,down;"),
+    ("--lora 4 --lora_targets ,", "--lora_targets : tiny-llama can have"),
+    ("--lora 4 --model tiny-mixtral", "gate,up,down: tiny-mixtral can have adapters for q,k,v,o; stacked experts"),
+    ("--lora 4 --model tiny-gpt2", "tiny-gpt2 can have adapters for no projection; .* and GPT-2 cannot"),
+    ("--lora_weights x", "--lora_weights has no effect without --lora"),
+    ("--lora_weights x --lora 4", "--lora_weights has no effect without --weights"),
+])  # fmt: skip
 def test_flags_that_ask_for_no_adapter_are_refused(flags, message):
     with pytest.raises(UserError, match=message):
         parse_args(flags.split())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"r": 5}, "give --lora 5 --lora_alpha 6.0 --lora_targets o,q"),
-        ({"lora_alpha": 16}, "give --lora 3 --lora_alpha 16 --lora_targets o,q"),
-        ({"use_dora": True}, "use_dora is True"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
-        ({"bias": "all"}, "bias is 'all'"),
-        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-    ],
-)
-def test_adapters_of_another_kind_are_refused(bases, tmp_path, change, message):
+def test_adapters_of_another_kind_are_refused(bases, tmp_path):
     config = configure(bases["tiny-llama"], "q,o")
     export_adapter(config, reader(make(config)), tmp_path)
     path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(UserError, match=re.escape(message)):
-        open_adapter(tmp_path, config)
-
-
-def test_adapters_of_other_shapes_are_refused(bases, tmp_path):
-    config = configure(bases["tiny-llama"], "q,o")
-    export_adapter(config, reader(make(config)), tmp_path)
+    values = json.loads(path.read_text())
+    for change, message in (
+        ({"r": 5}, "give --lora 5 --lora_alpha 6.0 --lora_targets o,q"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+    ):
+        path.write_text(json.dumps(values | change))
+        with pytest.raises(UserError, match=message):
+            open_adapter(tmp_path, config)
+    path.write_text(json.dumps(values | {"init_lora_weights": "eva", "exclude_modules": None}))
     for flags, message in (
-        ({"dim": 128, "n_heads": 8}, "has shape [3, 64] and dtype torch.float32, expected [3, 128]"),
+        ({"dim": 128, "n_heads": 8}, r"has shape \[3, 64\] and dtype torch.float32, expected \[3, 128\]"),
         ({"n_layers": 3}, "does not fit the model"),
     ):
-        other = replace(config, model="tiny-llama", **flags)
-        with pytest.raises(UserError, match=re.escape(message)):
-            open_adapter(tmp_path, other)
+        with pytest.raises(UserError, match=message):
+            open_adapter(tmp_path, replace(config, model="tiny-llama", **flags))
+    open_adapter(tmp_path, config)
