@@ -1,5 +1,5 @@
-"""Every private name of torch that the project uses. Each is behind a function, whose docstring states its purpose and
-the public API that would replace it. If torch lacks a name, importing this module fails. `check_fused_adamw` tests at
+"""Every private name of torch that the project uses. Each has a docstring or comment that states its purpose and the
+public API that would replace it. If torch lacks a name, importing this module fails. `check_fused_adamw` tests at
 start-up that existing names still behave as expected. Tested with torch 2.11 to 2.13."""
 
 import sys
@@ -28,7 +28,8 @@ _count_collectives = _find("distributed.ProcessGroup._get_sequence_number_for_gr
 _foreach_norm = _find("_foreach_norm")
 DispatchMode = _find("utils._python_dispatch.TorchDispatchMode")  # shown every operator; waits for a public name
 _choose_sdpa = _find("_fused_sdp_choice")
-_scaled_mm, _scaled_grouped_mm = map(_find, ("_scaled_mm", "_scaled_grouped_mm"))
+# FP8 products of matrices, and of groups of rows. They wait for public versions that every supported torch compiles.
+scaled_mm, scaled_grouped_mm = _find("_scaled_mm"), _find("_scaled_grouped_mm")
 
 
 # ---- distributed
@@ -67,7 +68,7 @@ def check_fused_adamw(device: torch.device) -> None:
     gradient's scale. Waits for arguments of `step`. The moments start at given values, so that a stand-in for a GPU,
     whose kernels compute nothing, passes."""
 
-    def moment(gradient: float, scale: float, found_inf: float) -> float:
+    def moment(gradient, scale, found_inf):
         parameter = torch.nn.Parameter(torch.tensor([1.0], device=device))
         parameter.grad = torch.tensor([gradient], device=device)
         optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -100,18 +101,6 @@ def expensive_operators() -> list:
     return [_find(f"ops.aten.{name}").default for name in names] + [_find("ops.torch_attn._varlen_attn").default]
 
 
-def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """The FP8 product a b scale_a scale_b. Waits for torch 2.13, which can compile torch.nn.functional.scaled_mm."""
-    return _scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
-
-
-def scaled_grouped_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """The same for groups of rows, up to each of `ends`. Waits for a public version that the compiler takes."""
-    return _scaled_grouped_mm(a, b, scale_a, scale_b, offs=ends, out_dtype=dtype, use_fast_accum=True)
-
-
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, cuda: bool) -> Tensor:
     """The fused kernel of a GPU (always causal) or a CPU, also on the meta device, where
     scaled_dot_product_attention takes the unfused one. Waits for a way to choose the kernel there."""
@@ -138,6 +127,4 @@ def mark_dynamic(tensor: Tensor, dim: int) -> None:
 
 def name_cpu_kernels() -> None:
     """Makes CPU kernels that are compiled after this call appear in profiles by name. Waits for a public setting."""
-    config = import_module("torch._inductor.config").cpp
-    assert hasattr(config, "enable_kernel_profile"), f"torch {torch.__version__}: see lib/torch_private.py"
-    config.enable_kernel_profile = True
+    import_module("torch._inductor.config").cpp.enable_kernel_profile = True  # AttributeError if torch lacks it
