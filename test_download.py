@@ -42,7 +42,6 @@ NEVER = {
 }  # fmt: skip
 DATA = {"README.md": b"words", "en/c4-train.0.json.gz": BIG[:5000], "en/c4-val.json.gz": b"v", "de/x.json.gz": b"d"}
 REPOS = {"models/org/model": MODEL | NEVER, "models/solo": {"config.json": b"{}"}, "datasets/org/data": DATA,
-         "models/org/empty": {},
          "models/org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickle"}}  # fmt: skip
 
 
@@ -238,11 +237,9 @@ def test_the_cache_is_found_by_every_name_of_the_revision(hub, name, files):
 
 
 @pytest.mark.parametrize(("args", "expected"), [
-    ([], set(MODEL)),
     (["--skip-model"], {"config.json", "tokenizer.json", "a name & more.json"}),
     (["--exclude", "model-*", "--exclude", "a *"], {"config.json", "tokenizer.json", "model.safetensors.index.json"}),
-    (["--include", "original/*"], {"original/consolidated.00.pth", "original/params.json"}),
-    (["--include", "*.json", "--exclude", "o*"], {n for n in MODEL if n.endswith(".json")}),
+    (["--include", "original/*", "--exclude", "*.pth"], {"original/params.json"}),
 ])  # fmt: skip
 def test_the_selected_files_arrive(hub, tmp_path, args, expected):
     assert main("org/model", "--out", tmp_path / "out", *args) == 0
@@ -269,50 +266,32 @@ def test_out_belongs_to_one_revision_of_one_repository(hub, tmp_path, capfd):
 # ---- the token
 
 
-@pytest.mark.parametrize("login", ["", "private.SecretSecretSecret"])
-def test_the_token_goes_to_the_hub_alone_and_is_kept_nowhere(
-    hub, tmp_path, tmp_path_factory, capfd, monkeypatch, login
-):
+def test_the_token_goes_to_the_hub_alone_and_is_kept_nowhere(hub, tmp_path, capfd):
     """The listing names another origin for its second page, and large files are on another origin."""
-    if login:
-        monkeypatch.delenv("HF_TOKEN")
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path_factory.mktemp("login") / "token"))
-        Path(constants.HF_TOKEN_PATH).write_text(login + "\n")
-    token = login or TOKEN
     assert main("org/model") == 0
-    assert {auth for _, path, _, auth in hub.seen if "org/model" in path} == {f"Bearer {token}"}
+    assert {auth for _, path, _, auth in hub.seen if "org/model" in path} == {f"Bearer {TOKEN}"}
     assert {auth for *_, auth in hub.cdn.seen} == {None} and len(hub.cdn.seen) >= 3
     for status in (403, 401):
-        hub.refuse = lambda path, status=status: (status, b"", {"X_Error_Message": f"what a token: {token}"})
+        hub.refuse = lambda path, status=status: (status, b"", {"X_Error_Message": f"what a token: {TOKEN}"})
         assert main("org/model") == 2
     assert main("org/model", "--token", TOKEN) == 2
     output = "".join(capfd.readouterr()).encode()
     kept = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
-    assert len(kept) > 5 and not any(token.encode() in text for text in [output, *kept])
+    assert len(kept) > 5 and not any(TOKEN.encode() in text for text in [output, *kept])
 
 
 # ---- wrong bytes
 
 
-@pytest.mark.parametrize("faults", [
-    [("flip", 5)], [("cut", 700_001)], [("cut", 500_000), ("flip", 1_500_000)], [("status", 503), ("status", 500)],
-    [("status", 429, {"Retry_After": "0"})],
-])  # fmt: skip
-def test_faults_that_pass(hub, faults):
-    hub.faults[SHARD] = faults
-    assert main("org/model") == 0
-    assert content(local_path("org/model", "--weights")) == MODEL and not hub.faults[SHARD]
-
-
-@pytest.mark.parametrize("fault", [("flip", 7), ("cut", 10)])
-def test_a_file_that_never_arrives_whole_is_not_used(hub, capfd, fault):
-    hub.faults[SHARD] = [fault] * 20
-    assert main("org/model") == 1
+def test_a_damaged_file_is_downloaded_once_more_and_never_used(hub, capfd):
+    hub.faults[SHARD] = [("flip", 7)] * 2
+    assert main("org/model") == 1 and not hub.faults[SHARD]
     assert capfd.readouterr().err.count("error: ") == 1
-    with pytest.raises(UserError, match="continue it with: python download.py org/model$|no download of it"):
+    with pytest.raises(UserError, match="continue it with: python download.py org/model$"):
         local_path("org/model", "--weights")
-    hub.faults.clear()
-    assert main("org/model") == 0 and content(local_path("org/model", "--weights")) == MODEL
+    hub.faults[SHARD] = [("flip", 1_500_000)]
+    assert main("org/model") == 0 and not hub.faults[SHARD]
+    assert content(local_path("org/model", "--weights")) == MODEL
 
 
 def test_a_file_that_changes_on_the_disk_is_refused_and_downloaded_again(hub):
@@ -382,7 +361,6 @@ def refuse_files(*answer):
 
 @pytest.mark.parametrize(("refuse", "args", "status", "words"), [
     (refuse_files(403, b"", {"X_Error_Code": "GatedRepo"}), [], 2, "gated: accept its licence at http.*org/model"),
-    (refuse_files(401, b"", {"X_Error_Code": "GatedRepo"}), [], 2, "hf auth login"),
     (lambda p: (401, b"", {"X_Error_Message": "Invalid credentials in Authorization header"}), [], 2, "HF_TOKEN"),
     (lambda p: (403, b"", {"X_Error_Message": "no right"}), [], 2, "answers 403"),
     (None, ["org/other"], 2, "no http.*/org/other, or it is private"),
@@ -390,13 +368,9 @@ def refuse_files(*answer):
     (None, ["../model"], 2, "not the name"),
     (None, ["org/pickled"], 2, "has weights only as pytorch_model.bin"),
     (None, ["org/model", "--include", "*.nothing"], 2, "none of its 17 files"),
-    (None, ["org/empty"], 2, "none of its 0 files"),
     (None, ["org/model", "--jobs"], 2, "--help lists all flags"),
-    (lambda p: (429, b"", {"RateLimit": '"api";r=0;t=900'}), [], 1, "429"),
     (refuse_files(500), [], 1, "answers 500"),
-    (refuse_files(429), [], 1, "answers 429"),
     (lambda p: (200, b"<html>Log in to the airport"), [], 1, "HF_ENDPOINT"),
-    (lambda p: (200, b"[]"), [], 1, "HF_ENDPOINT"),
     (lambda p: (302, b"", {"Location": "http://127.0.0.1:9/"}), [], 1, "no answer of a hub: .*refused"),
 ])  # fmt: skip
 def test_one_message_and_a_status(hub, capfd, refuse, args, status, words):
@@ -408,20 +382,15 @@ def test_one_message_and_a_status(hub, capfd, refuse, args, status, words):
         local_path("org/model", "--weights")
 
 
-def test_no_network_and_offline(hub, capfd, monkeypatch):
+def test_offline(hub, capfd, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert main("org/model") == 2
-    assert "HF_HUB_OFFLINE" in capfd.readouterr().err
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert main("org/model") == 1
-    assert "refused" in capfd.readouterr().err
+    assert main("org/model") == 2 and "HF_HUB_OFFLINE" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("spec", "words"), [
     ("org/none", "--w org/none: no such folder or file, and no download of it in .*hub: python download.py org/none$"),
     ("gpt2@v1", "python download.py gpt2 --revision v1$"),
-    ("./x.bin", "no such folder or file, and not the name"), ("a/b/c", "not the name"),
+    ("./x.bin", "no such folder or file, and not the name"),
 ])  # fmt: skip
 def test_a_name_without_a_download(hub, spec, words):
     with pytest.raises(UserError, match=words):
