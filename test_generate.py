@@ -18,7 +18,7 @@ from torch import Tensor
 
 import checkpoint
 from config import parse_args
-from generate import choose, main, open_source, sample, warn_once, write
+from generate import choose, main, open_source, sample, warn_once
 from lib.errors import UserError
 from lib.test_tokenizer import _json, _model
 from lib.text import write_shard
@@ -139,18 +139,6 @@ def test_compiled_blocks_are_not_compiled_again():
     assert len(list(steps)) == 9
     model(tokens, tokens)
     assert len(graphs) == compiled
-
-
-# ---- texts
-
-
-@pytest.mark.parametrize("text", ["naïve 日本語 🎈", "\xff", ""])
-def test_a_text_grows_by_whole_characters(monkeypatch, text):
-    """The stop token and everything after it are not shown."""
-    ids = [*text.encode(), 257, 65]
-    monkeypatch.setattr("generate.sample", lambda *_, **__: (torch.tensor([i]) for i in ids))
-    pieces = list(write(None, ByteTokenizer(), [1], True, {257}))
-    assert "".join(pieces) == text and {*pieces} == {"", *text} and len(pieces) == len(ids) - 1
 
 
 # ---- folders

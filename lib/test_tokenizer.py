@@ -77,17 +77,8 @@ def _add_words(d: dict) -> dict:
     return d
 
 
-def _take_whole(d: dict) -> dict:
-    """Llama 3's setting, with tokens that no merge produces."""
-    d["model"]["ignore_merges"] = True
-    d["model"]["vocab"] |= {"Ġstatementsxyz": 3000, "qqqqq": 3001}
-    return d
-
-
-JSONS = {kind: partial(_train, kind) for kind in ("gpt2", "llama3", "qwen")} | {
-    "words": lambda: _add_words(_train("gpt2")),
-    "whole pieces": lambda: _take_whole(_train("llama3")),
-}
+JSONS = {kind: partial(_train, kind) for kind in ("gpt2", "llama3", "qwen")}
+JSONS["words"] = lambda: _add_words(_train("gpt2"))
 CACHE: dict = {}
 
 
@@ -159,8 +150,6 @@ LLAMA2 = {
 }  # fmt: skip
 MODELS = {
     "llama2": {},
-    "no leading space": {"add_dummy_prefix": False},
-    "own symbols": {"user_defined_symbols": ["<tool>", "\n"], "control_symbols": ["[INST]", "[/INST]"]},
     "control": {"control_symbols": ["[INST]", "[/INST]"]},
     "unigram": {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
 }
@@ -176,7 +165,7 @@ def _model(kind: str) -> bytes:
     return CACHE[kind]
 
 
-@pytest.mark.parametrize("kind", ["llama2", "no leading space", "own symbols", "unigram"])
+@pytest.mark.parametrize("kind", ["llama2", "unigram"])
 def test_tokenizer_model_is_exact(kind, tmp_path):
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model(kind)))
     oracle = sentencepiece.SentencePieceProcessor(model_proto=_model(kind))
