@@ -217,18 +217,17 @@ def test_the_text_of_a_folder_is_transformers(hub, capsys, name):
     assert say(capsys, "--run", folder, *GREEDY) == decode(their_ids(theirs, [bos], STOP[name])) + "\n"
 
 
-class Typed:
-    """The lines that a user types, and then the end of the input."""
+def type_lines(monkeypatch, *lines) -> None:
+    """What a user types: lines, errors, and then the end of the input."""
 
-    def __init__(self, monkeypatch, *lines):
-        self.lines = [*lines, EOFError]
-        monkeypatch.setattr("builtins.input", lambda _: self.line())
+    def line(_):
+        typed = next(lines)
+        if isinstance(typed, str):
+            return typed
+        raise typed
 
-    def line(self):
-        line = self.lines.pop(0)
-        if isinstance(line, str):
-            return line
-        raise line
+    lines = iter([*lines, EOFError])
+    monkeypatch.setattr("builtins.input", line)
 
 
 def answers(hub, questions: list[str], system: str | None, first: int = 24) -> list[str]:
@@ -252,7 +251,7 @@ def test_a_conversation(hub, capsys, monkeypatch, system, typed):
     """Each answer is to the whole conversation. Empty lines and Ctrl-C between the lines change nothing."""
     words = ["--run", hub("llama3")[0], "--chat", *GREEDY] + ["--system", system] * (system is not None)
     if typed:
-        Typed(monkeypatch, "One", "", KeyboardInterrupt, "Two", "Three")
+        type_lines(monkeypatch, "One", "", KeyboardInterrupt, "Two", "Three")
     else:
         words += ["--prompt", "One", "Two", "Three"]
         (answer,) = answers(hub, ["One"], system)
@@ -276,7 +275,7 @@ def test_ctrl_c_stops_an_answer(hub, capsys, monkeypatch):
 
     texts = answers(hub, ["One", "Two"], None, first=5)
     monkeypatch.setattr(Transformer, "logits", logits)
-    Typed(monkeypatch, "One", "Two")
+    type_lines(monkeypatch, "One", "Two")
     words = ["--run", hub("llama3")[0], "--chat", *GREEDY]
     assert say(capsys, *words).replace("\n", "") == "".join(texts).replace("\n", "")
     seen.clear()
@@ -286,7 +285,7 @@ def test_ctrl_c_stops_an_answer(hub, capsys, monkeypatch):
 
 def test_chat_says_why_answers_are_poor_or_cut(hub, tmp_path, capsys, monkeypatch, caplog):
     folder = shutil.copytree(hub("mixtral")[0], tmp_path / "base")
-    Typed(monkeypatch, "One", UnicodeDecodeError("utf-8", b"so\xff", 2, 3, "invalid start byte"))
+    type_lines(monkeypatch, "One", UnicodeDecodeError("utf-8", b"so\xff", 2, 3, "invalid start byte"))
     with pytest.raises(UserError, match="Standard input: 'utf-8' codec can't decode byte 0xff in position 2"):
         main(["--run", str(folder), "--chat", "--tokens", "1"])
     assert "(stopped after --tokens 1)" in capsys.readouterr().err

@@ -63,46 +63,37 @@ def differ(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).abs().max() / want.abs().max()).item()
 
 
-@pytest.mark.parametrize(("name", "targets"), CASES)
-def test_merged_weights_compute_the_same(bases, name, targets):
-    """The result differs from the base, whose frozen weights do not change. Slices equal the same part of the whole."""
-    config = configure(bases[name], targets)
-    model, plain = make(config), load_model(bases[name])
-    base = plain.logits(TOKENS)
-    names = {f"{part}.lora_{letter}" for part in lora.layers(model) for letter in "AB"}
-    assert trained(model).keys() == names and len(names) > 0
-    read = lora.merge(reader(plain), reader(model), config)
-    merged = Transformer(config.model_config)
-    shard.fill_parameters(merged, read)
-    unmerged = model.logits(TOKENS)
-    assert differ(merged.logits(TOKENS), unmerged) < 1e-6 and differ(base, unmerged) > 1e-2
-    whole = merged.layers[1].self_attn.qkv_proj.weight
-    part = read("layers.1.self_attn.qkv_proj.weight", (slice(60, 110), slice(5, 40)))
-    assert torch.allclose(part, whole[60:110, 5:40], rtol=0, atol=1e-7)
-
-
 def peft_model(base, adapter=None):
     peft = pytest.importorskip("peft")
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return peft, peft.PeftModel.from_pretrained(model, adapter, is_trainable=True) if adapter else model
 
 
+def sum_of_losses(logits: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum")
+
+
 @pytest.mark.parametrize(("name", "targets"), CASES)
-def test_peft_computes_the_same_with_what_is_exported(bases, tmp_path, name, targets):
-    """Logits, and the gradients of every A and B."""
+def test_peft_and_the_merged_weights_compute_the_same(bases, tmp_path, name, targets):
+    """PEFT's logits are those of the model, whose adapters are exported, and so are the gradients of every A and B. The
+    frozen weights of the base do not change. A slice of the merged weights equals the same part of the whole."""
     config = configure(bases[name], targets, "--lora_alpha", "5")
-    model = make(config)
+    model, plain, merged = make(config), load_model(bases[name]), Transformer(config.model_config)
+    assert trained(model).keys() == {f"{part}.lora_{letter}" for part in lora.layers(model) for letter in "AB"}
+    logits, read = model.logits(TOKENS), lora.merge(reader(plain), reader(model), config)
+    shard.fill_parameters(merged, read)
+    assert differ(merged.logits(TOKENS), logits) < 1e-6 and differ(plain.logits(TOKENS), logits) > 1e-2
+    part = read("layers.1.self_attn.qkv_proj.weight", (slice(60, 110), slice(5, 40)))
+    whole = merged.layers[1].self_attn.qkv_proj.weight
+    assert torch.allclose(part, whole[60:110, 5:40], rtol=0, atol=1e-7)
+
     export_adapter(config, reader(model), tmp_path / "adapter")
     _, theirs = peft_model(bases[name], tmp_path / "adapter")
-    logits = theirs(TOKENS).logits
-    assert differ(model.logits(TOKENS), logits) < 1e-5
-    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum").backward()
-    loss = model(TOKENS[:, :-1], TOKENS[:, 1:])
-    if config.model_config.n_experts:  # without the balancing loss, as there
-        loss = torch.nn.functional.cross_entropy(
-            model.logits(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum"
-        )
-    loss.backward()
+    their_logits = theirs(TOKENS).logits
+    assert differ(logits, their_logits) < 1e-5
+    sum_of_losses(their_logits).backward()
+    # Without the balancing loss of experts, as there.
+    (sum_of_losses(logits) if config.model_config.n_experts else model(TOKENS[:, :-1], TOKENS[:, 1:])).backward()
     export_adapter(config, lambda n, s: model.get_parameter(n).grad[s], tmp_path / "gradients")
     ours = load_file(tmp_path / "gradients/adapter_model.safetensors")
     wanted = {n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if p.requires_grad}

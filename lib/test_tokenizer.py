@@ -212,19 +212,15 @@ def test_bytes(tmp_path):
 # ---- a tokenizer's folder
 
 
-@pytest.mark.parametrize(
-    "files, bos, eos, stops",
-    [
-        ({}, 0, 1, {0, 1, 4}),
-        ({"tokenizer_config__json": {"bos_token": None, "eos_token": "<|eot_id|>"}}, 0, 4, {0, 1, 4}),
-        ({"special_tokens_map__json": {"eos_token": {"content": "<|eot_id|>"}}}, 0, 4, {0, 1, 4}),
-        ({"generation_config__json": {"eos_token_id": [1, 9]}, "config__json": {"eos_token_id": 8}}, 0, 1,
-         {0, 1, 4, 9}),
-    ],
-)  # fmt: skip
-def test_ends(files, bos, eos, stops, tmp_path):
+@pytest.mark.parametrize("files, eos, stops", [
+    ({}, 1, {0, 1, 4}),
+    ({"tokenizer_config__json": {"bos_token": None, "eos_token": "<|eot_id|>"}}, 4, {0, 4, 1}),
+    ({"special_tokens_map__json": {"eos_token": {"content": "<|eot_id|>"}}}, 4, {0, 4, 1}),
+    ({"generation_config__json": {"eos_token_id": [1, 9]}, "config__json": {"eos_token_id": 8}}, 1, {0, 1, 4, 9}),
+])  # fmt: skip
+def test_ends(files, eos, stops, tmp_path):
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("llama3"), **files))
-    assert (ours.bos_id, ours.eos_id, ours.stop_ids) == (bos, eos, stops)
+    assert (ours.bos_id, ours.eos_id, ours.stop_ids) == (0, eos, stops)
 
 
 def test_files_of_an_export(tmp_path):
@@ -269,13 +265,6 @@ def test_refusals(files, message, tmp_path):
     with pytest.raises(UserError, match=f"--tokenizer {tmp_path}") as error:
         T.load_tokenizer(_write(tmp_path, **files))
     assert message in str(error.value)
-
-
-@pytest.mark.parametrize("spec", ["Bytes", "no/such/tokenizer.model", "/dev/zero"])
-def test_an_unknown_tokenizer_is_refused(spec, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(UserError, match=f"--tokenizer {spec}"):
-        T.load_tokenizer(spec)
 
 
 # ---- chat
@@ -369,16 +358,9 @@ def test_the_mask_is_what_a_model_would_answer(family, tmp_path):
         assert mask == expected
 
 
-def test_the_date_of_a_template_is_always_the_same(tmp_path):
-    """Llama 3.2's template asks for today's date, so the ids would change every day."""
-    config = {"chat_template": "{{ strftime_now('%d %b %Y') + messages[0].content }}<|eot_id|>"}
-    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("llama3"), tokenizer_config__json=config))
-    ids, _ = T.render_chat(ours, [{"role": "user", "content": "?"}], ours.chat_template)
-    assert ours.decode(ids) == "26 Jul 2024?"
-
-
 def test_templates_that_hide_an_answer_are_refused(tmp_path):
-    """Qwen3's rule: the last answer begins with an empty thought, earlier answers do not."""
+    """Qwen3's rule: the last answer begins with an empty thought, earlier answers do not. Llama 3.2's template asks for
+    today's date, and gets the same every day."""
     thinks = """{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '<think></think>' if loop.last and m.role ==
 'assistant' }}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
     messages = [{"role": r, "content": "x"} for r in ("user", "assistant") * 2]
@@ -394,6 +376,8 @@ def test_templates_that_hide_an_answer_are_refused(tmp_path):
             trained = [i for i, on in zip(ids, mask, strict=True) if on]
             end = ours.control["<|im_end|>"]
             assert trained == [*ours.encode("x"), end, *ours.encode("<think></think>x"), end]
+            template = "{{ strftime_now('%d %b %Y') + messages[0].content }}"
+            assert ours.decode(T.render_chat(ours, messages[:1], template)[0]) == "26 Jul 2024x"
             continue
         with pytest.raises(UserError, match=message):
             T.render_chat(ours, messages, template)
