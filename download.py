@@ -64,13 +64,12 @@ def download(args: argparse.Namespace, command: str) -> None:
     for _ in range(2):
         snapshot_download(repo, allow_patterns=allow, ignore_patterns=ignore, **where)
         damaged = find_damage(folder)
+        if not damaged:
+            print(f"Done: verified, in {folder}\nRevision {info.sha}")
+            return
         for name in damaged:
             (folder / name).resolve().unlink(missing_ok=True)
-        if not damaged:
-            break
-    if damaged:
-        raise Failure(f"{repo}: {damaged[0]} arrives damaged, twice (its hash is not the hub's): try later")
-    print(f"Done: verified, in {folder}\nRevision {info.sha}")
+    raise Failure(f"{repo}: {damaged[0]} arrives damaged, twice (its hash is not the hub's): try later")
 
 
 def choose_patterns(args: argparse.Namespace, kind: str, names: list[str]) -> tuple[list[str] | None, list[str]]:
