@@ -51,11 +51,9 @@ def hash_of(path, content):
 
 def describe(path, content):
     """A file's entry in a listing."""
-    entry = {"size": len(content), "oid": hash_of(path, content), "blobId": hash_of(path, content)}
-    if is_large(path):
-        oid = hash_of(path, content)
-        entry |= {"lfs": {"oid": oid, "sha256": oid, "size": len(content), "pointerSize": 134}}
-    return entry
+    oid, size = hash_of(path, content), len(content)
+    lfs = {"lfs": {"oid": oid, "sha256": oid, "size": size, "pointerSize": 134}} if is_large(path) else {}
+    return {"type": "file", "path": path, "rfilename": path, "size": size, "oid": oid, "blobId": oid} | lfs
 
 
 class FakeHub(ThreadingHTTPServer):
@@ -105,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
                 sha = COMMITS.get(path.split("/revision/")[1], path.split("/revision/")[1])
                 if len(sha) != 40:
                     return self.reply(404, X_Error_Code="RevisionNotFound")
-                siblings = [describe(path, content) | {"rfilename": path} for path, content in files.items()]
+                siblings = [*map(describe, files, files.values())]
                 return self.reply(200, json.dumps({"id": name, "sha": sha, "siblings": siblings}).encode())
             if path.startswith(f"/api/{repo}/tree/"):
                 folder = "".join(path.split("/tree/")[1].split("/", 1)[1:])
@@ -125,8 +123,8 @@ class Handler(BaseHTTPRequestHandler):
             if path.startswith(prefix):
                 below, slash, _ = path[len(prefix) :].partition("/")
                 is_file = is_deep or not slash
-                entry = describe(path, content) | {"type": "file", "path": path}
-                entries[path if is_file else prefix + below] = entry if is_file else original | {"path": prefix + below}
+                name = path if is_file else prefix + below
+                entries[name] = describe(path, content) if is_file else original | {"path": name}
         entries = [*entries.values()]
         if "cursor" in self.path or len(entries) < 4:
             return self.reply(200, json.dumps(entries[3:] if "cursor" in self.path else entries).encode())

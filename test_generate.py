@@ -305,11 +305,6 @@ def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, m
     assert say(capsys, "--run", folder, "--prompt", "A", *words) == output + "\n"
 
 
-def test_where_chats_end(hub):
-    """At the end of the text or of a turn, and at BOS, which begins another text."""
-    assert open_source(str(hub("llama3")[0]), None, chat=True).stop == {0, 1, 4}
-
-
 def test_a_folder_says_where_its_texts_end(hub, tmp_path):
     """generation_config.json, else config.json, as for transformers; and an export says it again."""
     folder = hub("llama3")[0]
