@@ -342,7 +342,7 @@ def _reader(folder, plan, paths):
 def _check_config(folder, config):
     """Refuses weights with the right shapes of another model: a wrong rope_theta would show only in the results."""
     stored = asdict(read_config(folder))
-    ignored = "init_std", "router_aux_loss_coef", "max_seq_len"  # they change no output
+    ignored = "init_std", "router_aux_loss_coef", "max_seq_len"  # they change no output, or a shape shows them
     differ = {k: v for k, v in asdict(config).items() if k not in ignored and stored[k] != v}
     if differ:
         raise UserError(f"{folder / 'config.json'} differs from the model, which has {differ}; use --model {folder}")
