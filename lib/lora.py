@@ -81,7 +81,7 @@ class LoraLinear:
 
 
 @functools.cache
-def _adapted(cls):
+def _adapted(cls: type) -> type:
     return type(f"Lora{cls.__name__}", (LoraLinear, cls), {})
 
 
@@ -100,7 +100,7 @@ def convert(model: Transformer, config) -> None:
         p.data = p.data.to(DTYPES[config.param_dtype] if p.requires_grad else model.dtype)
 
 
-def _add_adapters(model, config):
+def _add_adapters(model: Transformer, config) -> None:
     known = sizes(model.config)
     model.requires_grad_(False)
     for name, m in model.named_modules():
@@ -129,7 +129,7 @@ def first_values(config, shapes: dict[str, tuple[int, ...]]) -> Read:
     PEFT's variance, 1 / (3 in). B is 0. shapes: of all parameters."""
     random = random_init(config.model_config, shapes, config.seed)
 
-    def read(name, slices):
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
         std = name.endswith("lora_A") / math.sqrt(3 * shapes[name][1])
         return random(name, slices) * (std / initial_std(config.model_config, name))
 
@@ -145,7 +145,7 @@ def merge(base: Read, adapters: Read, config) -> Read:
     """read(name, slices) of a model without adapters: its weights plus the adapters' scale B A, in fp32."""
     adapted = layers(meta_model(config))
 
-    def read(name, slices):
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
         values, layer = base(name, slices), name.removesuffix(".weight")
         if layer not in adapted:
             return values

@@ -56,7 +56,7 @@ class Tokenizer:
         """-> feed(id): the whole characters that this id completes; feed(None): the rest."""
         ids, shown = [], 0  # the text of ids[:shown] was returned before
 
-        def feed(i):
+        def feed(i: int | None) -> str:
             nonlocal ids, shown
             ids = ids if i is None else [*ids, i]
             before, text = self.decode(ids[:shown]), self.decode(ids)
@@ -163,7 +163,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 @functools.cache
-def _load(path):
+def _load(path: Path) -> Tokenizer:
     files = path, *(path / name for name in TOKENIZER_FILES)
     source = next((file for file in files if file.is_file()), files[1])
     try:
@@ -179,7 +179,7 @@ def _load(path):
         ) from None
 
 
-def _read_tokenizer(source):
+def _read_tokenizer(source: Path) -> Tokenizer:
     folder, data = source.parent, read_file(source)
     files = [read_object(folder / name) for name in SETTINGS_FILES if (folder / name).is_file()]
     settings = {key: value for file in files for key, value in file.items() if value is not None}
@@ -208,7 +208,7 @@ def _read_tokenizer(source):
     return tokenizer
 
 
-def _set_ends(tokenizer, names, ids):
+def _set_ends(tokenizer: Tokenizer, names: dict[str, str], ids: int | list[int]) -> None:
     """Finds BOS and EOS by the settings' names, or else by their usual names. ids: eos_token_id of the model."""
     control = tokenizer.control
     for key, usual in USUAL_NAMES.items():
@@ -279,12 +279,12 @@ def chat_template(tokenizer: Tokenizer, chat_format: str) -> str:
     return template
 
 
-def _raise_exception(message):
+def _raise_exception(message: str) -> None:
     raise UserError(message)
 
 
 @functools.cache
-def _compile_template(tokenizer, source):
+def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
     """-> (the template, the expression for a control token)"""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -299,7 +299,7 @@ def _compile_template(tokenizer, source):
     return environment.from_string(source, tokenizer.names | known), control
 
 
-def _render_parts(tokenizer, source, messages):
+def _render_parts(tokenizer: Tokenizer, source: str, messages: list[dict]) -> list[str]:
     """-> text, control token, text, ... The text ends with the prompt for an answer if a question is last."""
     try:
         template, control = _compile_template(tokenizer, source)
@@ -384,7 +384,7 @@ CHAT_TEMPLATES = {
 }  # fmt: skip
 
 
-def _check_messages(messages):
+def _check_messages(messages: list[dict]) -> None:
     """A system message may come first, then user, assistant, user, ..."""
     roles = [message.get("role") for message in messages]
     expected = ["system"] * (roles[:1] == ["system"])

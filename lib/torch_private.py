@@ -68,7 +68,7 @@ def check_fused_adamw(device: torch.device) -> None:
     gradient's scale. Waits for arguments of `step`. The moments start at given values, so that a stand-in for a GPU,
     whose kernels compute nothing, passes."""
 
-    def moment(gradient, scale, found_inf):
+    def moment(gradient: float, scale: float, found_inf: float) -> float:
         parameter = torch.nn.Parameter(torch.tensor([1.0], device=device))
         parameter.grad = torch.tensor([gradient], device=device)
         optimizer = torch.optim.AdamW([parameter], fused=True)
