@@ -20,13 +20,10 @@ COLUMNS = ("case", "what", "median", "unit", "p10", "p90", "ratio", "mfu", "gib"
 
 
 class Turn(NamedTuple):
-    """Measured steps of a contender. gib: peak memory. norm: gradient norm of the first step."""
+    """Seconds of each measured step of a contender; for training, its records, which are like train.py's."""
 
     seconds: list[float]
-    gib: float | None = None
-    losses: list[float] | None = None
-    norm: float = 0.0
-    mfu: float | None = None
+    records: list[dict] = [{}]
 
 
 def row(case: str, what: str, note: str = "", **values) -> Row:
@@ -49,12 +46,10 @@ def race(case: str, unit: str, amount: float, works: dict[str, Callable[[], Turn
     for name, several in turns.items():
         rates = amount / np.concatenate([turn.seconds for turn in several])
         low, median, high = np.quantile(rates, (0.1, 0.5, 0.9)).tolist()
-        last = several[-1]
-        first = first or (median, last.mfu)
-        ratio = median / first[0]
-        mfu = first[1] and first[1] * ratio  # of the same model
-        note = f"loss {last.losses[0]:.4f} to {last.losses[-1]:.4f}" if last.losses else ""
-        yield row(case, name, note, unit=unit, median=median, p10=low, p90=high, ratio=ratio, mfu=mfu, gib=last.gib)
+        first, records = first or median, several[-1].records
+        note = f"loss {records[0]['loss']:.4f} to {records[-1]['loss']:.4f}" if "loss" in records[0] else ""
+        values = {"median": median, "p10": low, "p90": high, "ratio": median / first, "note": note}
+        yield row(case, name, unit=unit, **values, mfu=records[-1].get("mfu"), gib=records[-1].get("mem_gib"))
 
 
 def train(command: list[object], out: Path, steps: int, limit: float) -> Turn:
@@ -66,7 +61,7 @@ def train(command: list[object], out: Path, steps: int, limit: float) -> Turn:
     try:
         while not (records and records[-1]["step"] >= steps):
             if time.monotonic() > end:
-                raise Failure(f"it was stopped after {limit:.0f} s, at step {records[-1]['step'] if records else 0}")
+                raise Failure(f"it was stopped after {limit:.0f} s, with {len(records)} records")
             if process.poll() is not None:
                 why = f"status {process.poll()}: {output.read_text()[-400:]}"
                 raise (ImportError if "ModuleNotFoundError" in why else Failure)(why)
@@ -77,7 +72,4 @@ def train(command: list[object], out: Path, steps: int, limit: float) -> Turn:
     finally:
         process.kill()
         process.wait()
-    last, losses = records[-1], [record["loss"] for record in records]
-    return Turn(
-        [r["step_ms"] / 1e3 for r in records[2:]], last["mem_gib"], losses, records[0]["grad_norm"], last.get("mfu")
-    )
+    return Turn([record["step_ms"] / 1e3 for record in records[2:]], records)

@@ -16,7 +16,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from runpy import run_path
 
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import Row, Turn, race, row, train  # first: it finds the Python that has torch
 
 import torch  # isort: skip
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from config import DEFAULT, Config, parse_args
@@ -31,9 +32,9 @@ from data import Batch, make_loader
 from lib.errors import ROOT, Failure
 from lib.machine import find_device, keep_memory, memory_gib
 
-# The settings of train_peer, as flags.
-SAME = "--lr 1e-5 --schedule constant --warmup_steps 0 --beta1 0.9 --beta2 0.95 --weight_decay 0 --clip 1"
-SAME += " --eval_every 0 --save_every 0 --sample_every 0"
+# Further flags of ours: the settings of train_peer.
+SAME = "--dtype bf16 --compile block --lr 1e-5 --schedule constant --warmup_steps 0 --beta1 0.9 --beta2 0.95"
+SAME += " --weight_decay 0 --clip 1 --tokenizer bytes --eval_every 0 --save_every 0 --sample_every 0"
 SAME_STEP = 1e-4  # largest relative difference of loss and gradient norm of the first step in fp32
 
 
@@ -41,20 +42,21 @@ SAME_STEP = 1e-4  # largest relative difference of loss and gradient norm of the
 # targets [B, T]) -> mean loss)
 
 
-def transformers(folder: Path, weights: dict[str, Tensor]) -> tuple[nn.Module, Callable]:
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    return {name: w for path in folder.glob("*.safetensors") for name, w in load_file(path).items()}
+
+
+def transformers(folder: Path) -> tuple[nn.Module, Callable]:
     import transformers as hf
 
-    hf.utils.logging.disable_progress_bar()
-    kind, options = hf.AutoModelForCausalLM, {"dtype": torch.float32, "attn_implementation": "sdpa"}
-    if weights:
-        model = kind.from_pretrained(folder, **options)
-    else:
-        model = kind.from_config(hf.AutoConfig.from_pretrained(folder), **options)
+    config = hf.AutoConfig.from_pretrained(folder)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    model.load_state_dict(load_weights(folder), strict=False)  # a tied head is not in the folder
     model.config.use_cache = False
     return model, lambda call, tokens, targets: call(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
 
-def litgpt(folder: Path, weights: dict[str, Tensor]) -> tuple[nn.Module, Callable]:
+def litgpt(folder: Path) -> tuple[nn.Module, Callable]:
     from litgpt import GPT, Config
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
     from litgpt.utils import chunked_cross_entropy
@@ -69,7 +71,7 @@ def litgpt(folder: Path, weights: dict[str, Tensor]) -> tuple[nn.Module, Callabl
         parallel_residual=False, rotary_percentage=1.0, rope_base=int(values["rope_theta"]),
     )  # fmt: skip
     model, state = GPT(config), {}
-    copy_weights_hf_llama(config, {}, state, weights)
+    copy_weights_hf_llama(config, {}, state, load_weights(folder))
     model.load_state_dict(state)
     return model, lambda call, tokens, targets: chunked_cross_entropy(call(tokens), targets)
 
@@ -81,35 +83,37 @@ PEERS = {"transformers": transformers, "litgpt": litgpt}
 
 
 def race_training(
-    title: str, flags: list[str], names: tuple[str, ...], folder: Path, steps: int, every: int, rounds: int,
-    end: float,
-) -> Iterator[Row]:  # fmt: skip
-    """Tokens/s of the contenders. flags: model and batch, for train.py and for the peers' batches. folder: config.json
-    of the model. If it has weights, a peer is not timed unless its first step in fp32 equals ours. end:
-    a deadline, in time.monotonic()."""
-    config, loaded, exact = parse_args(flags), bool([*folder.glob("*.safetensors")]), {}
+    title: str, words: str, names: tuple[str, ...], folder: Path, steps: int, every: int, rounds: int, end: float
+) -> Iterator[Row]:
+    """Tokens/s of the contenders. words: flags for model and batch, of train.py and of the peers' batches. folder:
+    config.json of the model. If it has weights, a peer is not timed unless its first step in fp32 equals ours. end: a
+    deadline, in time.monotonic()."""
+    flags, weights = words.split(), ["--weights", folder] * bool([*folder.glob("*.safetensors")])
+    config = parse_args(flags)
 
-    def run(name: str, steps: int = steps) -> Turn:
+    def run(name: str, steps: int) -> Turn:
         ours, _, more = name.partition(" ")
         with tempfile.TemporaryDirectory() as temporary:
             out = Path(temporary, "run")
             if ours == "flatland":
-                command = [ROOT / "train.py", *flags, *SAME.split(), *["--weights", folder] * loaded, *more.split()]
+                command = [ROOT / "train.py", *flags, *SAME.split(), *weights, *more.split()]
                 command += ["--steps", 10 * steps, "--log_every", every, "--out", out]
             else:
                 command = [__file__, name, folder, out, steps, every, *flags]
             return train(command, out, steps, end - time.monotonic())
 
+    @cache
+    def first_step(name: str) -> dict:
+        return run(name, 1).records[0]
+
     def checked(name: str) -> Turn:
         peer = name.partition(",")[0]
-        if loaded and peer in PEERS and peer not in exact:
-            ours = exact.get("flatland") or run("flatland --dtype fp32 --compile none", 1)
-            theirs = run(f"{peer}, fp32", 1)
-            error = max(abs(theirs.losses[0] / ours.losses[0] - 1), abs(theirs.norm / ours.norm - 1))
+        if weights and peer in PEERS:
+            ours, theirs = first_step("flatland --dtype fp32 --compile none"), first_step(f"{peer}, fp32")
+            error = max(abs(theirs[key] / ours[key] - 1) for key in ("loss", "grad_norm"))
             if not error <= SAME_STEP:
                 raise Failure(f"its loss or gradient norm in fp32 differs from ours by a relative {error:.1e}")
-            exact.update({"flatland": ours, peer: theirs})
-        return run(name)
+        return run(name, steps)
 
     works = {name: partial(checked, name) for name in names}
     case = f"{title}, {config.micro_batch} x {config.seq_len}"
@@ -119,14 +123,11 @@ def race_training(
 def train_peer(name: str, folder: Path, out: Path, steps: int, every: int, flags: list[str]) -> None:
     """Trains in this process and writes records like train.py's. name: PEER, PRECISION[, compiled]; precision: mixed
     (autocast, fp32 masters), bf16 or fp32."""
-    from safetensors.torch import load_file
-
     keep_memory()  # all contenders get the allocator that train.py sets up
     peer, precision, *compiled = name.split(", ")
     device = find_device(1)
-    weights = {name: w for path in folder.glob("*.safetensors") for name, w in load_file(path).items()}
     with device:  # random values for 3 B parameters take a CPU minutes
-        model, loss_of = PEERS[peer](folder, weights)
+        model, loss_of = PEERS[peer](folder)
     model.to(device, torch.bfloat16 if precision == "bf16" else torch.float32).train()
     call = torch.compile(model, dynamic=False) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -142,8 +143,7 @@ def train_peer(name: str, folder: Path, out: Path, steps: int, every: int, flags
         optimizer.zero_grad(set_to_none=True)
         if step == 1 or step % every == 0:
             record = {"step": step, "loss": loss.item(), "grad_norm": norm.item()}  # waits for the device
-            record["step_ms"] = 1e3 * (time.perf_counter() - begin) / (step - last)
-            record |= {"mem_gib": memory_gib(device)}
+            record |= {"step_ms": 1e3 * (time.perf_counter() - begin) / (step - last), "mem_gib": memory_gib(device)}
             with open(out / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(record) + "\n")
             last, begin = step, time.perf_counter()

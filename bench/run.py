@@ -16,19 +16,23 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # isort: skip
 
-import cpu
-import gpu
 import peers
+import suites
 from common import COLUMNS
 from lib.errors import Failure, Parser, UserError, run_script  # first: it finds the Python that has torch
 from lib.machine import describe_environment
 
-SUITES = {"generate": cpu.bench_generate, "cpu": cpu.bench_cpu, "gpu": gpu.bench_gpu, "loss": peers.bench_loss}
+SUITES = {
+    "generate": suites.bench_generate,
+    "cpu": suites.bench_cpu,
+    "gpu": suites.bench_gpu,
+    "loss": peers.bench_loss,
+}
 
 
 def parse(argv: list[str]) -> Namespace:
     parser = Parser(prog="bench/run.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parts = [*cpu.SHAPES, *gpu.RACES]
+    parts = [*(suites.CPU | suites.GPU)]
     parser.add_argument("suite", choices=SUITES, help="what to measure")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="of cpu and gpu (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="cpu, generate: turns of each contender (default 5)")
