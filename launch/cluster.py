@@ -15,8 +15,8 @@ The job is relaunched as a whole because torchrun reliably regroups only in simp
 
 import argparse
 import contextlib
+import math
 import os
-import platform
 import re
 import secrets
 import shlex
@@ -30,25 +30,14 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 from filelock import SoftFileLease, Timeout
 
 from config import parse_args
-from doctor import (
-    Host,
-    call,
-    call_all,
-    columns,
-    problem,
-    problems_of,
-    read_job,
-    say,
-    ssh_command,
-    survey,
-    verb_doctor,
-)
+from doctor import Host, ask, call, columns, problem, read_job, say, ssh_command, survey, verb_doctor
 from lib.errors import ROOT, Parser, UserError, run_script
 from node import FOLLOWED, KILLED, read, read_json, tail, write_json
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK, LOOK_OVER_SSH = 0.5, 3  # seconds between two looks at a state
 STOP_REASON = "launch.sh stop"  # as lib/run.py writes it into status.json
+SUPERVISOR_LOCK = "logs/supervisor.lock"
 ENDED = ("finished", "stopped", "error", "failed")
 
 
@@ -78,22 +67,17 @@ def check(host: Host, job: dict, total: int) -> bool:
     return "state=finished\n" not in done["out"]
 
 
-def supervisor_lock(out: Path) -> SoftFileLease:
-    """The run's supervisor holds it. Its death frees it: at once on this machine, after 30 s on others."""
-    return SoftFileLease(out / "logs/supervisor.lock", thread_local=False)
-
-
-def is_supervised(out: Path) -> bool:
-    """Whether a launcher, on this machine or another that sees this folder, supervises the run."""
-    lock = supervisor_lock(out)
+def is_held(path: Path) -> bool:
+    """Whether a process, on this machine or another that sees this file, holds a lock. A holder's death frees it: at
+    once on the same machine, after 30 s on others."""
+    lock = SoftFileLease(path)
     try:
-        lock.acquire(timeout=0)
+        with lock.acquire(timeout=0):
+            return False
     except Timeout:
         return True
     except OSError:  # a folder without write permission, or a full disk
         return lock.owner is not None
-    lock.release()
-    return False
 
 
 def read_launch(out: Path) -> dict:
@@ -125,13 +109,8 @@ class Supervisor:
     def stop_requested(self) -> bool:
         return (self.out / "logs/stop").exists() or STOP_REASON in self.status().get("message", "")
 
-    def ask(self, operation: str, patience: float = 20, **more) -> list[str]:
-        """Asks all hosts -> the problems. A host keeps its answer."""
-        answers = call_all(self.hosts, self.job, operation, patience, **more)
-        for host, host.last in zip(self.hosts, answers, strict=True):
-            if "silent" not in host.last:
-                host.heard = time.monotonic()
-        return problems_of(self.hosts, answers)
+    def ask(self, operation: str, *patience: float, **more) -> list[str]:
+        return ask(self.hosts, self.job, operation, *patience, **more)
 
     def silent(self) -> list[Host]:
         """The hosts that have not answered."""
@@ -149,8 +128,10 @@ class Supervisor:
                 break
             pause = job["retry_pause"] * 2**tries
             tries += 1
-            words = f"{end.details}{end}\nRelaunching from {newest or 'the start'} in {pause} s: try {tries} of "
-            words += f"{job['retries']}\n"
+            words = (
+                f"{end.details}{end}\nRelaunching from {newest or 'the start'} in {pause} s: try {tries} of"
+                f" {job['retries']}\n"
+            )
             self.save(words, state="waiting", step=end.step, message=end.message)
             begin = time.monotonic()
             while not self.stop_requested() and time.monotonic() - begin < job["host_wait"]:
@@ -193,7 +174,7 @@ class Supervisor:
 
     def watch(self) -> End:
         """Waits until the attempt ended everywhere, a part of it failed, or a host does not answer."""
-        failed, patience = 0.0, self.job["timeout"]
+        failed, patience = math.inf, self.job["timeout"]
         pause = LOOK if all(h.local for h in self.hosts) else LOOK_OVER_SSH
         while any(h.last.get("processes", 1) for h in self.hosts):
             time.sleep(pause)
@@ -201,9 +182,9 @@ class Supervisor:
             if self.launch["state"] == "starting" and self.status():
                 self.save(state="running")
             now = time.monotonic()
-            failed = failed or now * any(h.last.get("exit", 0) != 0 for h in self.hosts)
-            late = bool(failed) and now - failed > min(GRACE, patience)
-            if late or any(now - h.heard > patience + GRACE for h in self.hosts):
+            if any(h.last.get("exit", 0) != 0 for h in self.hosts):
+                failed = min(failed, now)
+            if now - failed > min(GRACE, patience) or any(now - h.heard > patience + GRACE for h in self.hosts):
                 break
         self.ask("sweep")
         return self.judge()
@@ -274,17 +255,10 @@ class Follower:
         return status
 
 
-def is_locked(out: Path) -> bool:
-    """Whether a job holds the run folder, as far as this machine can tell."""
-    owner = SoftFileLease(out / "lock").owner
-    here = owner is not None and owner.hostname.partition("?")[0] == platform.node()
-    return Path(f"/proc/{owner.pid}").exists() if here else owner is not None
-
-
 def state_of(out: Path) -> End:
     """The state of a run that a launcher, train.sbatch or the user's own torchrun started: the newer file counts, and
     for an attempt of a launcher the launcher's."""
-    supervised = is_supervised(out)  # first: a supervisor's last act is launch.json
+    supervised = is_held(out / SUPERVISOR_LOCK)  # first: a supervisor's last act is launch.json
     launch, status = read_launch(out), read_json(out / "status.json")
     launched = launch.get("time", 0) > status.get("time", 0) or launch.get("id", "") == status.get("attempt")
     last, step = launch if launched and launch["state"] in ENDED else status, status.get("step") or 0
@@ -292,7 +266,7 @@ def state_of(out: Path) -> End:
         return End(launch.get("state", "starting"), step, launch.get("message", ""))
     if last.get("state") in ENDED:
         return End(last["state"], step or last["step"], last.get("message", ""))
-    if is_locked(out):
+    if is_held(out / "lock"):  # of the job, see lib/run.py
         return End("running", step, "but its launcher is gone: nobody would relaunch it" * launched)
     return End("failed", step, "dead: it ended without a message")
 
@@ -364,7 +338,7 @@ def leave_behind(supervisor: Supervisor) -> int:
     for stream in range(3):
         os.dup2(log.fileno(), stream)
     try:
-        with supervisor_lock(supervisor.out).acquire(timeout=60):
+        with SoftFileLease(supervisor.out / SUPERVISOR_LOCK).acquire(timeout=60):
             supervisor.run()
     except Exception as e:
         supervisor.save(state="failed", message=f"the launcher failed: {e!r}")
@@ -404,12 +378,13 @@ def verb_status(out: Path, name: str, flags: argparse.Namespace) -> None:
     rows = [("run", name), ("state", end.state), ("step", str(end.step)), ("message", end.message)]
     say(columns([*rows, ("last batch", "".join(batches[-1:]))]))
     if hosts := hosts_of(launch):
-        table = map(host_row, hosts, call_all(hosts, launch, "look", 20, gpus=True))
-        say(columns([("host", "session", "ranks", "load in %, memory in MiB of each GPU"), *table]))
+        ask(hosts, launch, "look", gpus=True)
+        say(columns([("host", "session", "ranks", "load in %, memory in MiB of each GPU"), *map(host_row, hosts)]))
 
 
-def host_row(host: Host, answer: dict) -> tuple:
+def host_row(host: Host) -> tuple:
     """A host's line in the table of `status`."""
+    answer = host.last
     if error := problem(host, answer):
         return host.label, host.session, "?", error
     ranks = f"ended {answer['exit']}" if "exit" in answer else f"{answer['ranks']} of {host.slots}"
@@ -429,7 +404,7 @@ def verb_stop(out: Path, name: str, flags: argparse.Namespace) -> int:
         request_file.parent.mkdir(exist_ok=True)
         request_file.write_text("now" * now)
     if now:
-        call_all(hosts_of(launch), launch, "sweep", 20)
+        ask(hosts_of(launch), launch, "sweep")
     return follower.to_the_end()
 
 

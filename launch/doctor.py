@@ -9,7 +9,6 @@ A *job* is a dictionary that every operation of node.py gets: launch.sh's settin
 environment, and later the run's folder (`out`) and the attempt's `id`. A host that refuses an operation answers
 `refused` with the reason; if a host does not answer, `call` returns `silent` with ssh's reason."""
 
-import argparse
 import fnmatch
 import json
 import os
@@ -18,7 +17,7 @@ import random
 import re
 import shlex
 import subprocess
-import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -42,8 +41,7 @@ class Host:
     address: str = ""  # as the other hosts reach it
     devices: list | None = None  # its share of the GPUs; None without GPUs
     ranks_here: int = 0  # ranks on its machine, including other nodes
-    facts: dict = field(default_factory=dict)
-    last: dict = field(default_factory=dict)  # its last answer to `look`
+    last: dict = field(default_factory=dict)  # its last answer
     heard: float = 0.0  # the time of that answer
 
     @property
@@ -52,7 +50,7 @@ class Host:
 
 
 def say(text: str, stream=None, end: str = "\n") -> None:
-    print(printable(text), file=stream or sys.stdout, end=end, flush=True)
+    print(printable(text), file=stream, end=end, flush=True)
 
 
 def refuse(problems: list[str]) -> None:
@@ -75,7 +73,7 @@ def natural(text: str) -> int:
     return int(text)
 
 
-def read_job(words: list[str], settings: dict) -> tuple[argparse.Namespace, list[Host], dict]:
+def read_job(words: list[str], settings: dict) -> tuple:
     """The arguments of `train` and `doctor` -> (the launcher flags, the hosts, the job with the other words)."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--hosts", default="")
@@ -108,7 +106,8 @@ def read_hosts(listed: str) -> list[Host]:
         host = Host(match[1], int(match[2] or 0), node=len(hosts))
         label = re.sub(r"[^\w.-]", "-", platform.node() if host.local else host.name.split("@")[-1])
         labels.append(label)
-        host.label = f"{label}-{labels.count(label)}" if label in labels[:-1] else label
+        count = labels.count(label)
+        host.label = label + f"-{count}" * (count > 1)
         hosts.append(host)
     if not hosts:
         raise UserError("hosts names no machine; this one is called localhost")
@@ -127,17 +126,14 @@ def call(host: Host, job: dict, operation: str, patience: float, **more) -> dict
     request = {**vars(host), **job, **more}
     if host.local:
         return node.answer(operation, request)
-    command = shlex.join(["exec", "python3", str(ROOT / "launch" / "node.py"), "serve", operation])
+    remote = f"exec python3 {shlex.quote(f'{ROOT}/launch/node.py')} serve {operation}"
+    pipes = {"input": json.dumps(request) + "\n", "capture_output": True, "text": True, "errors": "replace"}
     try:
-        done = run_here([*ssh_command(host, job["ssh"]), command], input=json.dumps(request) + "\n", timeout=patience)
+        done = subprocess.run([*ssh_command(host, job["ssh"]), remote], timeout=patience, **pipes)
     except subprocess.TimeoutExpired:
         return {"silent": f"no answer in {patience:.0f} s"}
     answers = re.findall(r"^\{.*\}$", done.stdout, re.M)  # other lines are a .bashrc's
     return json.loads(answers[-1]) if answers else {"silent": last_line(done.stderr) or f"status {done.returncode}"}
-
-
-def run_here(command: list[str], **more) -> subprocess.CompletedProcess:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", **more)
 
 
 def on_all(function, hosts: list[Host]) -> list:
@@ -146,8 +142,13 @@ def on_all(function, hosts: list[Host]) -> list:
         return list(pool.map(function, hosts))
 
 
-def call_all(hosts: list[Host], job: dict, operation: str, patience: float, **request) -> list[dict]:
-    return on_all(lambda host: call(host, job, operation, patience, **request), hosts)
+def ask(hosts: list[Host], job: dict, operation: str, patience: float = 20, **request) -> list[str]:
+    """Calls all hosts at once; each keeps its answer in `last` -> the problems."""
+    answers = on_all(lambda host: call(host, job, operation, patience, **request), hosts)
+    for host, host.last in zip(hosts, answers, strict=True):
+        if "silent" not in host.last:
+            host.heard = time.monotonic()
+    return [line for host in hosts if (line := problem(host, host.last))]
 
 
 def problem(host: Host, answer: dict) -> str:
@@ -161,24 +162,20 @@ def problem(host: Host, answer: dict) -> str:
     return f"{host.label} does not answer: {answer['silent']}. Try: ssh ssh://{host.name} true"
 
 
-def problems_of(hosts: list[Host], answers: list[dict]) -> list[str]:
-    return list(filter(None, map(problem, hosts, answers)))
-
-
 # ---- before a launch
 
 
 def survey(hosts: list[Host], job: dict) -> None:
     """Examines all hosts at once and settles their addresses, GPUs and ranks. Raises one UserError with all
     problems."""
-    answers = call_all(hosts, job, "probe", 60)
-    refuse(problems_of(hosts, answers))
+    refuse(ask(hosts, job, "probe", 60))
     code, problems = content_hash(), []
-    for host, answer in zip(hosts, answers, strict=True):
-        host.facts = answer
-        if answer["code"] != code:
-            sync = f"bash launch.sh sync --hosts {host.name}"
-            problems.append(f"{host.label}: the files in {ROOT}, or {job['python']}, are not the ones here; {sync}")
+    for host in hosts:
+        if host.last["code"] != code:
+            problems.append(
+                f"{host.label}: the files in {ROOT}, or {job['python']}, are not the ones here;"
+                f" bash launch.sh sync --hosts {host.name}"
+            )
     settle_addresses(hosts)
     for address in {host.address for host in hosts}:
         problems += share_machine([host for host in hosts if host.address == address], job["nproc"])
@@ -192,23 +189,25 @@ def settle_addresses(hosts: list[Host]) -> None:
     """Sets the address that the other hosts use for each host: its ssh connection came in there. Its name may resolve
     to another address, or on Debian to 127.0.1.1."""
     for host in hosts:
-        host.address = "127.0.0.1" if host.local else host.facts["connection"][2]
+        host.address = "127.0.0.1" if host.local else host.last["connection"][2]
     away = next((h for h in hosts if not h.address.startswith("127.")), None)
     for host in hosts:
         if away and host.address.startswith("127."):  # this machine, as a host elsewhere sees it
-            host.address = away.facts["connection"][0]
+            host.address = away.last["connection"][0]
 
 
 def share_machine(together: list[Host], nproc: int) -> list[str]:
     """Divides a machine's GPUs evenly among its nodes -> problems."""
-    visible, problems = together[0].facts["gpus"], []
+    visible, problems = together[0].last["gpus"], []
     share = len(visible) // len(together)
     for i, host in enumerate(together):
         host.slots = nproc or host.slots or share or 1
         host.devices = visible[i * share :][: host.slots] if visible else None
         if visible and host.slots > share:
-            found = f"{host.slots} processes, but {share} visible GPUs for them"
-            problems.append(f"{host.label}: {found}; start one process per GPU (--nproc, or slots=N in hosts)")
+            problems.append(
+                f"{host.label}: {host.slots} processes, but {share} visible GPUs for them; start one process per GPU"
+                " (--nproc, or slots=N in hosts)"
+            )
     for host in together:
         host.ranks_here = sum(h.slots for h in together)
     return problems
@@ -220,18 +219,17 @@ def share_machine(together: list[Host], nproc: int) -> list[str]:
 def verb_doctor(words: list[str], settings: dict) -> int:
     _, hosts, job = read_job(words, settings)
     survey(hosts, job)
-    answers = call_all(hosts, job, "examine", 1800, total=sum(h.slots for h in hosts))
-    refuse(problems_of(hosts, answers))
-    versions, table, red = [rows["torch"][0] for rows in answers], [], []
-    usual, (speed, error, suspects) = max(versions, key=versions.count), find_slow(hosts, job)
+    refuse(ask(hosts, job, "examine", 1800, total=sum(h.slots for h in hosts)))
+    speed, error, suspects = find_slow(hosts, job)
     advice = f"{error or 'slow'}; see cable, firewall and the errors that `ip -s link` counts"
-    for host, rows in zip(hosts, answers, strict=True):
-        rows["torch"][1] += f"others have {usual}; bash launch.sh sync" * (rows["torch"][0] != usual)
-        rows["all-reduce"] = [f"{speed:.0f} MB/s", advice * (host in suspects)]
-        fields = {name: f"{'✗' if remedy else '✓'} {value}" for name, (value, remedy) in rows.items()}
-        table += [["", *fields]] * (not table) + [[host.label, *fields.values()]]
-        red += [f"{host.label}: {name}: {remedy}" for name, (_, remedy) in rows.items() if remedy]
-    say("\n".join([columns(list(zip(*table, strict=True))), *[""] * bool(red), *red]))
+    versions = [host.last["torch"][0] for host in hosts]
+    usual, table, red = max(versions, key=versions.count), [], []
+    for host in hosts:
+        checks = host.last | {"all-reduce": [f"{speed:.0f} MB/s", advice * (host in suspects)]}
+        checks["torch"][1] += f"others have {usual}; bash launch.sh sync" * (checks["torch"][0] != usual)
+        table.append([host.label, *(f"{'✗' if remedy else '✓'} {value}" for value, remedy in checks.values())])
+        red += [f"{host.label}: {name}: {remedy}" for name, (_, remedy) in checks.items() if remedy]
+    say("\n".join([columns([*zip(["", *checks], *table, strict=True)]), "", *red]).rstrip())
     return int(bool(red))
 
 
@@ -240,15 +238,11 @@ def verb_doctor(words: list[str], settings: dict) -> int:
 
 def measure(hosts: list[Host], job: dict) -> tuple[float, str]:
     """(MB/s of an all-reduce over these hosts, the reason if it failed)"""
-    env = job["env"] | {
-        "MASTER_ADDR": hosts[0].address,
-        "MASTER_PORT": str(job["port"]),
-        "WORLD_SIZE": str(len(hosts)),
-    }
+    env = job["env"] | {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(job["port"]), "WORLD_SIZE": str(len(hosts))}
 
     def take_part(host: Host) -> tuple[float, str]:
         command = [job["python"], "launch/node.py", "all_reduce", host.address]
-        done = call(host, job, "run", LIMIT, command=command, env=job["env"] | env | {"RANK": str(hosts.index(host))})
+        done = call(host, job, "run", LIMIT, command=command, env=env | {"RANK": str(hosts.index(host))})
         error = problem(host, done) or done["exit"] and last_line(done["err"])
         return (0.0, error) if error else (float(last_line(done["out"])), "")
 

@@ -7,7 +7,7 @@ it has an environment; `torchrun` and `all_reduce` run in the environment's Pyth
 
 `python3 launch/node.py agent LOGS RANKS COMMAND...` runs COMMAND in its tmux session or under srun, on a machine with
 RANKS ranks in all. When COMMAND ends, the agent ends the remaining processes of the run. COMMAND is `node.py torchrun`.
-LOGS is `runs/NAME/logs/HOST/ID`. There the agent writes agent.stderr.log and agent.json: its process id, and at the end
+LOGS is `runs/NAME/logs/HOST/ID`. There the agent writes agent.stderr.log, and agent.json: {} until the end, then
 COMMAND's exit status and the first cause of a failure on this host. A process belongs to the run if its variable
 TORCHELASTIC_ERROR_FILE is below LOGS."""
 
@@ -104,7 +104,7 @@ def kill_all(logs):
 def agent(logs, ranks, *command):
     """Runs the command, then ends the processes that it has left -> its exit status. A signal becomes a request to
     stop, as from `launch.sh stop`. torchrun gets no signal, because it would report a failure."""
-    logs, ranks, record = Path(logs), int(ranks), {"pid": os.getpid()}
+    logs, ranks = Path(logs), int(ranks)
 
     def request_stop(*_):
         with contextlib.suppress(OSError):  # the disk is full
@@ -123,23 +123,22 @@ def agent(logs, ranks, *command):
             start_new_session=True,
             preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: torchrun ends with us
         )
-    write_json(logs / "agent.json", record)
+    write_json(logs / "agent.json", {})
     status = child.wait()
     kill_all(logs)
-    write_json(logs / "agent.json", record | {"exit": status, "cause": first_cause(logs, status)})
-    return max(status, 0) or int(status != 0)
+    write_json(logs / "agent.json", {"exit": status, "cause": first_cause(logs, status)})
+    return 1 if status < 0 else status
 
 
 def first_cause(logs, status):
     """The first cause of a failure on this host, where the agent's command ended with this status; None: no failure."""
     if not status:
         return None
-    if failures := read_json(logs / "failures.json"):
-        # torchrun also kills ranks that do not exit after another rank's failure, so a kill does not count more here
-        return min((rank_cause(logs, *failure) for failure in failures), key=lambda cause: cause["order"] or FAILED)
-    return cause(
-        KILLED if status < 0 else FOLLOWED, f"the run on {logs.parent.name}", status, logs / "agent.stderr.log"
-    )
+    causes = [rank_cause(logs, *failure) for failure in read_json(logs / "failures.json")]
+    who, file = f"the run on {logs.parent.name}", logs / "agent.stderr.log"
+    causes.append(cause(KILLED if status < 0 else FOLLOWED, who, status, file))
+    # torchrun also kills ranks that do not exit after another rank's failure, so a kill does not count more here
+    return min(causes, key=lambda cause: cause["order"] or FAILED)
 
 
 def rank_cause(logs, rank, local_rank, status, error):
@@ -176,19 +175,19 @@ def torchrun(logs, *words):
 # ---- operations: each takes the request and returns the answer
 
 
-def content_hash(root=ROOT):
+def content_hash():
     """Changes with every edit of the project's own files: code, scripts and recipes; not `hosts`, which does not affect
     a run."""
-    files = sorted(str(p.relative_to(root)) for pattern in OWN_FILES.split() for p in root.glob(pattern) if p.is_file())
-    contents = (f"{name}\0".encode() + (root / name).read_bytes() for name in files)
-    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:16]
+    files = sorted(path for pattern in OWN_FILES.split() for path in ROOT.glob(pattern))
+    contents = [(str(path), path.read_bytes()) for path in files]
+    return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
 
 
 def query(fields):
     """What nvidia-smi says of each GPU, in a line; [] if it is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30).splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
 
@@ -249,12 +248,11 @@ def start(request):
     processes of earlier attempts. Refuses if this host does not see the run folder."""
     logs = log_folder(request)
     if not logs.is_dir():
-        reason = (
-            f"the folder {request['out']} there is not the one here. Hosts that do not share the folder keep a part of"
-            " each checkpoint, and no launch can resume from it. Give --out a folder that all hosts and this machine"
-            " see, or launch from a machine that sees it"
-        )
-        return {"refused": reason}
+        return {
+            "refused": f"the folder {request['out']} there is not the one here. Hosts that do not share the folder keep"
+            " a part of each checkpoint, and no launch can resume from it. Give --out a folder that all hosts and this"
+            " machine see, or launch from a machine that sees it"
+        }
     kill_all(logs.parent)
     env = environment(request) | {"TORCHELASTIC_ERROR_FILE": f"{logs}/error.json"}
     command = [sys.executable, "launch/node.py", "agent", str(logs), str(request["ranks_here"])]
@@ -285,9 +283,9 @@ def open_session(session, command, logs):
         tmux = ["tmux", "new-session", "-d", "-s", session, *command]
         if subprocess.run(tmux, env=plain, capture_output=True).returncode == 0:
             return f"tmux session {session}"
-    with open(logs / "background.stderr.log", "wb") as stderr:
-        nothing = subprocess.DEVNULL
-        subprocess.Popen(command, env=plain, stdin=nothing, stdout=nothing, stderr=stderr, start_new_session=True)
+    nothing = subprocess.DEVNULL
+    with open(logs / "background.stderr.log", "wb") as err:
+        subprocess.Popen(command, env=plain, stdin=nothing, stdout=nothing, stderr=err, start_new_session=True)
     return "background"
 
 
@@ -338,7 +336,7 @@ def examine(request):
     return {
         "torch": [torch["out"].strip() or "no", last_line(torch["err"]) if torch["exit"] else ""],
         "data, weights": ["no" if error else "there", error],
-        "attention": ["".join(re.findall("^attention=(.*)", check["out"], re.M)) or "unknown", error and "as above"],
+        "attention": ["".join(re.findall("^attention=(.*)", check["out"], re.M)) or "unknown", ""],
     }
 
 

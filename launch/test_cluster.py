@@ -62,7 +62,7 @@ def test_hosts_files(monkeypatch, tmp_path, text, expected):
     ],
 )
 def test_addresses_are_those_that_connections_came_in_at(connections, expected):
-    hosts = [Host("h" if c else "localhost", facts={"connection": (c or "").split()}) for c in connections]
+    hosts = [Host("h" if c else "localhost", last={"connection": (c or "").split()}) for c in connections]
     settle_addresses(hosts)
     assert [h.address for h in hosts] == expected
 
@@ -79,7 +79,7 @@ def test_addresses_are_those_that_connections_came_in_at(connections, expected):
     ],
 )
 def test_a_machines_gpus_are_divided_among_its_nodes(gpus, slots, nproc, expected):
-    hosts = [Host("localhost", slots=n, label=f"h{i}", facts={"gpus": gpus.split()}) for i, n in enumerate(slots)]
+    hosts = [Host("localhost", slots=n, label=f"h{i}", last={"gpus": gpus.split()}) for i, n in enumerate(slots)]
     problems = share_machine(hosts, nproc)
     if isinstance(expected, str):
         assert expected in problems[0]
