@@ -24,7 +24,7 @@ from lib.errors import exit_status
 from lib.text import write_shard
 from model import Transformer
 from shard import fill_parameters
-from test_shard import run_code
+from test_shard import run_code, skip_plots
 from train import main as train_main
 
 ROOT = Path(__file__).parent
@@ -192,7 +192,7 @@ train.learning_rate = lambda c, step: (step == 7 and os.kill(os.getpid(), 15), r
 
 def test_memory_stays_flat(tmp_path, text):
     """From step 20 to the end, with evaluations, plots, saves and samples on the way."""
-    flags = [*FAST, "--data", text, "--steps", 100, "--log_every", 20, "--eval_every", 10, "--save_every", 10]
+    flags = [*FAST, "--data", text, "--steps", 100, "--log_every", 20, "--eval_every", 10, "--save_every", 15]
     train(*flags, "--sample_every", 10, "--out", tmp_path / "run", env={"PLOTS": "yes"})
     memory = {r["step"]: r["mem_gib"] for r in records(tmp_path / "run")}
     assert memory[100] < 1.03 * memory[20], memory
@@ -230,36 +230,22 @@ def test_a_finished_run_says_how_to_go_on(text, old_run, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("1 and")
 
 
-BAD = {
+BAD = {  # other files' tests have more mistakes; these end in different parts of the start
     "an unknown flag": (["--larning_rate", "1"], "unknown flag --larning_rate"),
-    "a wrong type": (["--steps", "many"], "--steps"),
-    "no such recipe": (["@recipes/zzz.args"], "recipe does not exist; there are @recipes/char-gpt.args,"),
     "a misspelled recipe": (["@defaults"], "did you mean @recipes/default.args?"),
     "a misspelled file": (["--data", "READMI.md"], f"known format in {Path.cwd()}; did you mean README.md?"),
     "a file for --out": (["--out", "{md}"], "error: --out "),
-    "no such data": (["--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
     "no such checkpoint": (["--resume", "nowhere"], "--resume nowhere: the folder does not exist"),
     "too short a text": (["--data", "{short}"], "one row needs seq_len + 1 = 65"),
-    "an empty text": (["--data", "{empty}"], "empty.txt: no rows are left"),
     "ids beyond the vocabulary": (["--data", "{ids}"], "the model's vocab_size is 258"),
     "a batch that does not divide": (["--batch_tokens", "1000"], "4 x 64 x 1 = 256"),
-    "a row too long for learned positions": (["--model", "tiny-gpt2", "--seq_len", "512"], "256 learned positions"),
     "a run folder of another model": (["--model", "tiny-gpt2", "--out", "{old}"], "--model was 'tiny-llama'"),
-    "a model that is not there": (["--model", "no/such"], "--model no/such: unknown"),
     "weights that are not there": (["--weights", "{short}-not"], "--weights"),
     "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "the model, which has {'dim': 32"),
-    "weights of another family": (["--weights", "{hf}", "--model", "tiny-gpt2"], "the model, which has {'ffn_dim'"),
-    "weights of another rope": (
-        ["--weights", "{rope}", "--model", "tiny-llama"],
-        "the model, which has {'rope_theta': 500000.0}",
-    ),
     "something of the user's in hf/": (["--out", "{ids}"], "ids/hf exists already"),
     "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "trained on 300"),
-    "text without a tokenizer": (["--model", "gpt2"], "has no --tokenizer"),
-    "a file of no known kind": (["--data", "{md}"], "README.md: no such file of a known format"),
     "tf32 on a CPU": (["--dtype", "tf32"], "--dtype tf32: only NVIDIA GPUs"),
     "a tokenizer that is too large": (["--tokenizer", "bytes", "--vocab_size", "100"], "bytes has 258 ids"),
-    "weights of a larger vocabulary": (["--weights", "{large}", "--tokenizer", "bytes"], "were trained on 1000"),
 }
 
 
@@ -267,15 +253,9 @@ BAD = {
 def old_run(tmp_path_factory, text):
     run = tmp_path_factory.mktemp("old") / "run"
     train(*FAST, "--data", text, "--steps", 1, "--eval_every", 0, "--out", run)
-    made = json.loads((run / "hf/config.json").read_text())
-    for name, change in {
-        "rope": {"rope_theta": 1e4},
-        "large": {"vocab_size": 1000},
-        "near": {"vocab_size": 300},
-    }.items():
-        shutil.copytree(run / "hf", run.parent / name)
-        (run.parent / name / "config.json").write_text(json.dumps(made | change))
-    (run.parent / "large/tokenizer.json").unlink(), (run.parent / "near/tokenizer.json").unlink()
+    near = run.parent / "near"
+    shutil.copytree(run / "hf", near, ignore=lambda *_: ["tokenizer.json"])
+    (near / "config.json").write_text(json.dumps(json.loads((near / "config.json").read_text()) | {"vocab_size": 300}))
     shutil.copytree(ROOT / "recipes", run.parent / "ids", ignore=lambda *_: ["default.args"])
     write_shard(run.parent / "ids/some.bin", np.arange(900) % 300, 300)
     (run.parent / "ids/hf").mkdir()
@@ -300,6 +280,7 @@ def test_an_export_that_was_cut_short_is_made_up_for(tmp_path, text, capsys, mon
     """A full disk at the end: the checkpoint is safe, and the same command writes hf/."""
     flags = [*map(str, (*FAST, "--data", text, "--steps", 1, "--eval_every", 0, "--out", tmp_path / "run"))]
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    skip_plots(monkeypatch.setattr)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -331,12 +312,10 @@ def test_training_starts_from_the_weights_of_a_folder(tmp_path, text, old_run):
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, capsys, monkeypatch):
-    (tmp_path / "short.txt").write_text("too short")
-    (tmp_path / "empty.txt").write_text("")
     extra, message = BAD[kind]
-    places = {"short": tmp_path / "short.txt", "empty": tmp_path / "empty.txt", "old": old_run, "hf": old_run / "hf"}
-    places["md"] = ROOT / "README.md"
-    places |= {name: old_run.parent / name for name in ("rope", "large", "near", "ids")}
+    places = {"short": tmp_path / "short.txt", "old": old_run, "hf": old_run / "hf", "md": ROOT / "README.md"}
+    places |= {name: old_run.parent / name for name in ("near", "ids")}
+    places["short"].write_text("too short")
     out = tmp_path / "new/run"
     args = [*map(str, (*FAST, "--data", text, "--steps", 2, "--out", out)), *(a.format(**places) for a in extra)]
     if kind == "an unknown flag":  # once as a user does it
