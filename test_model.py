@@ -1,9 +1,11 @@
 """model.py and attention.py. Oracles: transformers for the models, fp64 for the loss head and attention, a document
 alone for packed ones, a loop over tokens for experts, torch's counter for FLOPs."""
 
+import copy
 import math
 import re
 import sys
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -17,9 +19,9 @@ import attention
 import model as source
 from attention import BACKENDS, PACKED, choose_backend
 from lib.errors import UserError
+from lib.weights import config_json, load_model
 from model import MODELS, LossHead, ModelConfig, Transformer, document_begins, grouped_matmul, random_init
 from shapes import RopeScaling
-from shard import fill_parameters
 from test_shard import fill, run_ranks
 
 BASE = ModelConfig(vocab_size=97, dim=64, n_layers=2, n_heads=4, ffn_dim=48, max_seq_len=128)
@@ -145,74 +147,32 @@ def test_impossible_shapes_are_refused(change, message):
 def make_reference(config: ModelConfig) -> nn.Module:
     """Hugging Face's model of this shape, scrambled."""
     no_ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    if config.mlp == "gelu":
-        hf = transformers.GPT2Config(
-            vocab_size=config.vocab_size, n_embd=config.dim, n_layer=config.n_layers, n_head=config.n_heads,
-            n_inner=config.ffn_dim, n_positions=config.max_seq_len, layer_norm_epsilon=config.norm_eps, **no_ids,
-        )  # fmt: skip
-        return scramble(transformers.GPT2LMHeadModel._from_config(hf, attn_implementation="eager"))
-    rope, scaling = {"rope_type": "default", "rope_theta": config.rope_theta}, config.rope_scaling
-    if scaling:
-        rope |= {
-            "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor, "original_max_position_embeddings": scaling.original_seq_len,
-        }  # fmt: skip
-    shape = dict(
-        vocab_size=config.vocab_size, hidden_size=config.dim, num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads, num_key_value_heads=config.n_kv_heads, head_dim=config.head_dim,
-        intermediate_size=config.ffn_dim, max_position_embeddings=config.max_seq_len, rms_norm_eps=config.norm_eps,
-        rope_parameters=rope, tie_word_embeddings=config.tied, **no_ids,
-    )  # fmt: skip
-    if config.family == "mistral":
-        hf, kind = transformers.MistralConfig(**shape, sliding_window=None), transformers.MistralForCausalLM
-    elif config.qkv_bias:
-        hf, kind = transformers.Qwen2Config(**shape), transformers.Qwen2ForCausalLM
-    elif config.qk_norm:
-        hf, kind = transformers.Qwen3Config(**shape), transformers.Qwen3ForCausalLM
-    elif config.mlp == "moe":
-        hf = transformers.MixtralConfig(num_local_experts=config.n_experts, num_experts_per_tok=config.top_k, **shape)
-        kind = transformers.MixtralForCausalLM
-    else:
-        hf, kind = transformers.LlamaConfig(**shape), transformers.LlamaForCausalLM
-    return scramble(kind._from_config(hf, attn_implementation="eager"))
+    hf = transformers.AutoConfig.for_model(**config_json(config, torch.float32), **no_ids)
+    return scramble(transformers.AutoModelForCausalLM.from_config(hf, attn_implementation="eager"))
 
 
-GPT2_NAMES = {
-    "wte": "embed_tokens", "wpe": "embed_positions", "h.": "layers.", "ln_1": "input_layernorm", "ln_f": "norm",
-    "ln_2": "post_attention_layernorm", "attn.c_attn": "self_attn.qkv_proj", "attn.c_proj": "self_attn.o_proj",
-    "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj",
-}  # fmt: skip
-
-
-def translate(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters or gradients from Hugging Face's names and layouts (experts stacked) to ours."""
-    parts = {}
-    for name, value in values.items():
-        prefix, _, name = name.rpartition("model.") if "model." in name else name.rpartition("transformer.")
-        if "transformer.wte.weight" in values:
-            for theirs, ours in GPT2_NAMES.items():
-                name = name.replace(theirs, ours)
-            value = value.T if name.endswith("proj.weight") else value  # Conv1D keeps [in, out]
-        else:
-            name = re.sub(r"\b[qkv]_proj", "qkv_proj", re.sub(r"\b(gate|up)_proj", "gate_up_proj", name))
-            name = name.replace("mlp.experts.", "mlp.")
-        parts.setdefault(name, []).append(value.detach())
-    return {name: torch.cat(fused) for name, fused in parts.items()}
+def as_ours(theirs: nn.Module) -> Transformer:
+    """Our model with the parameters of Hugging Face's."""
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        return load_model(folder)
 
 
 def make_pair(name: str) -> tuple[Transformer, nn.Module]:
     """Our model and Hugging Face's with the same weights."""
-    config = replace(FAMILY[name], router_aux_loss_coef=0.0)  # transformers adds it only where it is asked to
-    ours, theirs = Transformer(config), make_reference(config)
-    values = translate(dict(theirs.named_parameters()))
-    assert {n: p.shape for n, p in ours.named_parameters()} == {n: v.shape for n, v in values.items()}
-    fill_parameters(ours, lambda name, slices: values[name])
+    theirs = make_reference(FAMILY[name])
+    ours = as_ours(theirs)
+    assert replace(ours.config, init_std=FAMILY[name].init_std) == FAMILY[name]
+    ours.config = replace(ours.config, router_aux_loss_coef=0.0)  # transformers adds it only where it is asked to
     return ours, theirs
 
 
 def gradient_error(ours: Transformer, theirs: nn.Module) -> float:
-    grads = translate({n: p.grad for n, p in theirs.named_parameters()})
-    return max(error(p.grad, grads[n]) for n, p in ours.named_parameters())
+    gradients = copy.deepcopy(theirs)
+    for p, q in zip(gradients.parameters(), theirs.parameters(), strict=True):
+        p.data = q.grad
+    pairs = zip(ours.parameters(), as_ours(gradients).parameters(), strict=True)
+    return max(error(p.grad, gradient) for p, gradient in pairs)
 
 
 @pytest.mark.parametrize("name", FAMILY)

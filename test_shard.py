@@ -146,6 +146,8 @@ os.environ["MALLOC_MMAP_THRESHOLD_"] = "set here"  # what is freed is given back
 ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD (malloc.h): a forked process does not read the variable
 ranks, shard.PIECE = shard.init_ranks(), 2**20
 sizes = {"dim": 512, "n_layers": 20, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 512, "vocab_size": 8000}
+def read(name, slices):
+    return torch.ones([s.stop - s.start for s in slices], dtype=torch.bfloat16)
 models = []  # all are kept, else memory would be used again
 for config in (MODELS["tiny-llama"], replace(MODELS["tiny-llama"], **sizes)):  # the first: what the first use takes
     for load in ("direct", "rank0"):
@@ -156,10 +158,10 @@ for config in (MODELS["tiny-llama"], replace(MODELS["tiny-llama"], **sizes)):  #
         model.to_empty(device="cpu")
         models.append(model)
         before = test_shard.peak_rss(reset=True)
-        shard.fill_parameters(model, lambda _, slices: torch.ones([s.stop - s.start for s in slices]).bfloat16(), load)
+        shard.fill_parameters(model, read, load)
         used = test_shard.peak_rss() - before
-        small = config is MODELS["tiny-llama"]
-        assert small or 0.9 * own < used < own + largest, (load, ranks.rank, used, own, largest)
+        tiny = config.dim < 512
+        assert tiny or 0.9 * own < used < own + largest, (load, ranks.rank, used, own, largest)
 print("done")
 shard.leave(ranks)
 """
@@ -302,7 +304,7 @@ def test_out_of_memory_tells_what_the_memory_went_to():
     assert not any(f in done for f in ("--micro_batch", "--state_dtype", "--checkpointing", "--offload_activations"))
 
 
-def test_prefetch_gathers_units_before_their_turn(tmp_path):
+def test_prefetch_gathers_units_before_their_turn():
     """The profiler's names of what FSDP2 gathers early: one unit, or two, ahead, in both directions; 0: its own way,
     backward only."""
     code = """
@@ -315,7 +317,7 @@ for depth in (0, 1, 2):
         model = Transformer(replace(MODELS["tiny-llama"], n_layers=4))
     shard.shard_model(model, shard.make_mesh(0, ranks), torch.float32, prefetch=depth, reshard="always")
     model.to_empty(device="cpu")
-    shard.fill_parameters(model, lambda name, slices: torch.full([s.stop - s.start for s in slices], 0.01))
+    test_shard.fill(model)
     tokens = torch.zeros(1, 8, dtype=torch.long)
     model(tokens, tokens).backward()
     with torch.profiler.profile() as profile:
@@ -327,7 +329,7 @@ for depth in (0, 1, 2):
     assert depth == 0 or first == "FSDP::forward_prefetch for embed_tokens", early
 shard.leave(ranks)
 """
-    out = run_ranks(2, code, str(tmp_path)).splitlines()
+    out = run_ranks(2, code).splitlines()
     units = ["embed_tokens", *range(4), "lm_head"]
     counts = {depth: sum(len(units[i : i + depth]) for i in range(len(units) + 1)) for depth in (0, 1, 2)}
     assert all(out.count(f"{depth} {n} True") == 2 for depth, n in counts.items()), out
@@ -362,16 +364,8 @@ def test_missing_compiler_is_named_with_its_remedy(monkeypatch):
     assert "apt install g++" in machine.compiler_problem()
 
 
-def test_checkpointing_and_compile_leave_names_alone():
-    model = Transformer(MODELS["tiny-llama"])
-    names = [n for n, _ in model.named_parameters()]
-    shard.checkpoint_activations(model, "block")
-    shard.compile_model(model, "block")
-    assert [n for n, _ in model.named_parameters()] == names
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_only_several_replicas_make_units_keep_reduced_gradients(world_size, tmp_path):
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_only_several_replicas_make_units_keep_reduced_gradients(world_size):
     """What FSDP's groups of parameters hold while the backward pass goes on and after it, on every layout. With one
     replica it is nothing, and the parameters have their gradients after each micro-batch, not only the last one."""
     code = """
@@ -384,7 +378,7 @@ for size in (s for s in (1, 2, 4) if s <= ranks.world_size):
             model = Transformer(MODELS["tiny-llama"])
         shard.shard_model(model, mesh, torch.float32, offload=offload)
         model.to_empty(device="cpu")
-        shard.fill_parameters(model, lambda name, slices: torch.full([s.stop - s.start for s in slices], 0.01))
+        test_shard.fill(model)
         groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if hasattr(m, "unshard")]
         def note(_=None):
             held.append(sum(g._all_reduce_state is not None or g._partial_reduce_output is not None for g in groups))
@@ -404,8 +398,8 @@ for size in (s for s in (1, 2, 4) if s <= ranks.world_size):
 print(f"{layouts} layouts", flush=True)
 shard.leave(ranks)
 """
-    layouts = {1: 1, 2: 4, 4: 6}[world_size]
-    assert run_ranks(world_size, code, str(tmp_path)).count(f"{layouts} layouts") == world_size
+    layouts = {1: 1, 4: 6}[world_size]
+    assert run_ranks(world_size, code).count(f"{layouts} layouts") == world_size
 
 
 @pytest.mark.gpu
@@ -420,8 +414,7 @@ def test_offloaded_activations_free_a_gpu_and_change_no_bit():
         shard.checkpoint_activations(model, "block")
         shard.offload_activations(model, on, torch.device("cuda", 0))
         model.to_empty(device="cuda")
-        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        shard.fill_parameters(model, random_init(config, shapes, 0))
+        fill(model)
         for _ in range(2):  # the second with pinned memory that has been used before
             model.zero_grad()
             loss = model(tokens, tokens)
@@ -465,8 +458,7 @@ def test_selective_checkpointing_computes_no_product_and_no_attention_again(devi
     tokens = torch.zeros(2, 256, dtype=torch.long, device=device)
     for mode in ("none", "selective", "block"):
         model = Transformer(config, torch.bfloat16)
-        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        shard.fill_parameters(model, random_init(config, shapes, 0))
+        fill(model)
         model.to(device)
         shard.checkpoint_activations(model, mode)
         loss = model(tokens, tokens)
