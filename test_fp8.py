@@ -64,8 +64,7 @@ def build(name, recipe="tensor", dtype=BF16, convert=True):
         convert_linears(model, recipe, small=True)
     model.to_empty(device="cpu")
     model.tie_weights()
-    fill(model)
-    return model
+    return fill(model)
 
 
 def tokens(rows=2, length=32):
@@ -255,9 +254,7 @@ def test_the_table_and_its_share():
     "options, message",
     [
         ({"recipe": "rowwise"}, "rowwise, e5m2: known are tensor, row, row_gw_hp and e5m2, e4m3"),
-        ({"grad_dtype": "e5m3"}, "tensor, e5m3: known are"),
         ({"skip": ["mlp.down", "qkv_proj"]}, "no layer is called mlp.down; .* down_proj, "),
-        ({"skip": ["norm"]}, "no layer is called norm"),
         ({"skip": ["proj"]}, "no layer is called proj"),  # parts are whole
     ],
 )
@@ -478,7 +475,6 @@ def test_runs_are_recorded_and_resumed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--fp8 tensr", "--fp8 tensr: unknown"),
         ("--fp8=1 --seq_len 50 --micro_batch 3", "3 x 50 = 150 .* not divide by 16: give a --seq_len"),
         ("--fp8 row --dim 72", "no layer would be in FP8 .*144 and 72 must divide by 16"),
         ("--fp8 tensor --fp8_skip oproj", "--fp8_skip: no layer is called oproj; .*o_proj"),

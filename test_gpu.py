@@ -135,32 +135,6 @@ def test_offloaded_gradients_are_on_the_host_after_each_micro_batch():
         assert torch.cuda.memory_allocated() - before < size / 8
 
 
-def compiled_graphs(config: ModelConfig, mode: str, checkpointing: str, recipe: str, packed: bool) -> tuple[int, dict]:
-    """-> (graphs of three steps of training and two evaluations, breaks of them)"""
-    counters = torch._dynamo.utils.counters
-    torch._dynamo.reset()
-    counters.clear()
-    with CUDA:
-        model = Transformer(config, torch.bfloat16, "varlen")
-        tokens, batch = torch.zeros(2, 256, dtype=torch.int64), ()
-    if recipe:
-        fp8.convert_linears(model, recipe, small=True)
-    shard.checkpoint_activations(model, checkpointing)
-    with pytest.MonkeyPatch.context() as patch:  # traced, not compiled
-        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        shard.compile_model(model, mode)
-    for documents in (4, 16, 300):
-        if packed:
-            positions = (torch.arange(512) % (512 // documents)).view(2, 256)
-            batch = positions.to(CUDA), document_begins(positions).to(CUDA)
-        model(tokens, tokens, *batch).backward()
-    model.eval()
-    with torch.no_grad():
-        for _ in range(2):
-            model(tokens, tokens, *batch)
-    return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-
-
 @host
 @pytest.mark.parametrize(
     "name, mode, checkpointing, recipe, packed",
@@ -174,12 +148,31 @@ def compiled_graphs(config: ModelConfig, mode: str, checkpointing: str, recipe: 
         ("mixtral", "model", "none", "", False),
     ],
 )
-def test_a_model_is_a_graph_for_its_blocks_and_one_for_its_loss(name, mode, checkpointing, recipe, packed):
+def test_a_model_is_a_graph_for_its_blocks_and_one_for_its_loss(name, mode, checkpointing, recipe, packed, monkeypatch):
     """In training, and as many in evaluation; packed rows have one more, for many documents."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     small = {"dim": 128, "n_heads": 2, "head_dim": 64, "n_kv_heads": 2 if name == "gpt2" else 1, "n_layers": 3}
-    config = replace(MODELS[f"tiny-{name}"], **small)
-    graphs, breaks = compiled_graphs(config, mode, checkpointing, recipe, packed)
-    assert not breaks and graphs <= (4 if mode == "block" else 2) + packed
+    with CUDA:
+        model = Transformer(replace(MODELS[f"tiny-{name}"], **small), torch.bfloat16, "varlen")
+        tokens, batch = torch.zeros(2, 256, dtype=torch.int64), ()
+    if recipe:
+        fp8.convert_linears(model, recipe, small=True)
+    shard.checkpoint_activations(model, checkpointing)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traced, not compiled
+    shard.compile_model(model, mode)
+    for documents in (4, 16, 300):
+        if packed:
+            positions = (torch.arange(512) % (512 // documents)).view(2, 256)
+            batch = positions.to(CUDA), document_begins(positions).to(CUDA)
+        model(tokens, tokens, *batch).backward()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            model(tokens, tokens, *batch)
+    counters = torch._dynamo.utils.counters
+    graphs = counters["stats"]["unique_graphs"]
+    assert not counters["graph_break"] and graphs <= (4 if mode == "block" else 2) + packed
 
 
 def peak_of(run) -> int:

@@ -22,7 +22,7 @@ from lib.errors import UserError
 from lib.weights import config_json, load_model
 from model import MODELS, LossHead, ModelConfig, Transformer, document_begins, grouped_matmul, random_init
 from shapes import RopeScaling
-from test_shard import fill, run_ranks
+from test_shard import allocate, fill, run_ranks
 
 BASE = ModelConfig(vocab_size=97, dim=64, n_layers=2, n_heads=4, ffn_dim=48, max_seq_len=128)
 STRETCHED = RopeScaling(factor=8.0, original_seq_len=48)  # some frequencies fast, some slow, some between
@@ -372,12 +372,9 @@ def test_initial_values_of_a_meta_model(name):
     """Nothing is left as `to_empty` left it. Norm weights are ones, biases zeros, the rest normal; what writes to the
     residual stream 1 / sqrt(2 L) of it. A tied head is the embedding again."""
     config = replace(MODELS[name], n_layers=3, init_std=0.03)
-    with torch.device("meta"):
-        model = Transformer(config)
-    model.to_empty(device="cpu")
+    model = allocate(config)
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.detach().fill_(float("nan"))
-    model.tie_weights()
     fill(model)
     assert not any(t.isnan().any() for t in [*model.parameters(), *model.buffers()])
     assert (model.lm_head.weight is model.embed_tokens.weight) == config.tied

@@ -91,10 +91,21 @@ def run_ranks(n: int, code: str, *args: str) -> str:
     return done.stdout
 
 
-def fill(model: torch.nn.Module) -> None:
+def allocate(config, mesh=None, dtype: torch.dtype = torch.float32, device: str = "cpu", **how) -> Transformer:
+    """A model whose parameters, of this dtype, hold nothing yet."""
+    with torch.device("meta"):
+        model = Transformer(config, dtype).to(dtype)
+    shard.shard_model(model, mesh, dtype, **how)
+    model.to_empty(device=device)
+    model.tie_weights()
+    return model
+
+
+def fill(model: Transformer) -> Transformer:
     """Random initial values."""
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     shard.fill_parameters(model, random_init(model.config, shapes, 0))
+    return model
 
 
 def peak_rss(reset: bool = False) -> int:
@@ -119,11 +130,7 @@ for name, n_experts in (("tiny-llama3.2", 0), ("tiny-mixtral", 3)):
     shard.fill_parameters(whole, read)
     for size in (1, 2, 4):
         for load in ("direct", "rank0"):
-            with torch.device("meta"):
-                model = Transformer(config)
-            shard.shard_model(model, shard.make_mesh(size, ranks), torch.float32)
-            model.to_empty(device="cpu")
-            model.tie_weights()
+            model = test_shard.allocate(config, shard.make_mesh(size, ranks))
             for p in model.parameters():
                 shard.local(p.detach()).fill_(float("nan"))
             shard.fill_parameters(model, read if load == "direct" or ranks.rank == 0 else None, load)
@@ -141,7 +148,7 @@ def test_loading_needs_the_shard_and_one_tensor():
     code = """
 import ctypes, os
 from dataclasses import replace
-from model import MODELS, Transformer
+from model import MODELS
 os.environ["MALLOC_MMAP_THRESHOLD_"] = "set here"  # what is freed is given back, and does not hide in the heap
 ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD (malloc.h): a forked process does not read the variable
 ranks, shard.PIECE = shard.init_ranks(), 2**20
@@ -151,11 +158,8 @@ def read(name, slices):
 models = []  # all are kept, else memory would be used again
 for config in (MODELS["tiny-llama"], replace(MODELS["tiny-llama"], **sizes)):  # the first: what the first use takes
     for load in ("direct", "rank0"):
-        with torch.device("meta"):
-            model = Transformer(config).to(torch.bfloat16)
-        own, largest = sum(p.nbytes for p in model.parameters()) / ranks.world_size, model.lm_head.weight.nbytes
-        shard.shard_model(model, shard.make_mesh(0, ranks), torch.bfloat16)
-        model.to_empty(device="cpu")
+        model = test_shard.allocate(config, shard.make_mesh(0, ranks), torch.bfloat16)
+        own, largest = sum(shard.local(p).nbytes for p in model.parameters()), model.lm_head.weight.nbytes
         models.append(model)
         before = test_shard.peak_rss(reset=True)
         shard.fill_parameters(model, read, load)
@@ -309,15 +313,12 @@ def test_prefetch_gathers_units_before_their_turn():
     backward only."""
     code = """
 import collections
-from model import MODELS, Transformer
+from model import MODELS
 from dataclasses import replace
 ranks = shard.init_ranks()
 for depth in (0, 1, 2):
-    with torch.device("meta"):
-        model = Transformer(replace(MODELS["tiny-llama"], n_layers=4))
-    shard.shard_model(model, shard.make_mesh(0, ranks), torch.float32, prefetch=depth, reshard="always")
-    model.to_empty(device="cpu")
-    test_shard.fill(model)
+    config, mesh = replace(MODELS["tiny-llama"], n_layers=4), shard.make_mesh(0, ranks)
+    model = test_shard.fill(test_shard.allocate(config, mesh, prefetch=depth, reshard="always"))
     tokens = torch.zeros(1, 8, dtype=torch.long)
     model(tokens, tokens).backward()
     with torch.profiler.profile() as profile:
@@ -359,26 +360,17 @@ def test_gpus_that_torch_cannot_use_are_refused(monkeypatch, tmp_path):
     assert machine.find_device(1).type == "cpu"
 
 
-def test_missing_compiler_is_named_with_its_remedy(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "apt install g++" in machine.compiler_problem()
-
-
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_only_several_replicas_make_units_keep_reduced_gradients(world_size):
     """What FSDP's groups of parameters hold while the backward pass goes on and after it, on every layout. With one
     replica it is nothing, and the parameters have their gradients after each micro-batch, not only the last one."""
     code = """
-from model import MODELS, Transformer
+from model import MODELS
 ranks, tokens, layouts = shard.init_ranks(), torch.zeros(1, 8, dtype=torch.long), 0
 for size in (s for s in (1, 2, 4) if s <= ranks.world_size):
     for offload in (False, True)[ranks.world_size == 1 :]:
         mesh = shard.make_mesh(size, ranks, offload)
-        with torch.device("meta"):
-            model = Transformer(MODELS["tiny-llama"])
-        shard.shard_model(model, mesh, torch.float32, offload=offload)
-        model.to_empty(device="cpu")
-        test_shard.fill(model)
+        model = test_shard.fill(test_shard.allocate(MODELS["tiny-llama"], mesh, offload=offload))
         groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if hasattr(m, "unshard")]
         def note(_=None):
             held.append(sum(g._all_reduce_state is not None or g._partial_reduce_output is not None for g in groups))
@@ -457,9 +449,7 @@ def test_selective_checkpointing_computes_no_product_and_no_attention_again(devi
     config, counts, grads = replace(MODELS["tiny-llama"], dim=512, n_heads=8, n_kv_heads=8, ffn_dim=1024), {}, {}
     tokens = torch.zeros(2, 256, dtype=torch.long, device=device)
     for mode in ("none", "selective", "block"):
-        model = Transformer(config, torch.bfloat16)
-        fill(model)
-        model.to(device)
+        model = fill(Transformer(config, torch.bfloat16)).to(device)
         shard.checkpoint_activations(model, mode)
         loss = model(tokens, tokens)
         with Counted() as counted:
