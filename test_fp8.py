@@ -331,7 +331,7 @@ for changes in ({}, {"checkpointing": "block"}, {"compile": "block"})[: 3 if siz
     assert all(torch.equal(a, b) for a, b in zip(half, whole, strict=True)), changes
 assert run.layer.fp8_weight.untyped_storage().size() == 0 and run.layer.fp8_local.shape == (-(-64 // size), 176)
 train.train_step = step
-alone = real_steps(replace(cell, ranks=1, accumulate=cell.parts), test_shard.ALONE)
+alone = real_steps(replace(cell, ranks=1, accumulate=cell.parts), shard.ALONE)
 for a, b in zip(alone[0], whole, strict=False):
     assert test_fp8.error(b, a) < 0.004
 print("bit-equal")

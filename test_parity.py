@@ -46,7 +46,8 @@ from lib.errors import UserError
 from lib.run import GradientGuard
 from model import IGNORE, MODELS, ModelConfig, Transformer, document_begins
 from optim import make_optimizer, trained
-from test_shard import ALONE, fill, run_code
+from shard import ALONE
+from test_shard import fill, run_code
 
 TINY = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3")
 KEPT = (32, 3, 17, 0, 1, 32, 9, 30)  # trained tokens of the rows, over and over: very uneven masks

@@ -26,7 +26,6 @@ from lib.errors import UserError
 from model import MODELS, Transformer, random_init
 
 ROOT = Path(__file__).parent
-ALONE = shard.Ranks(0, 1, torch.device("cpu"))
 
 
 # A run's processes are forked from one that has only imported what they need, which takes seconds each time.
@@ -422,7 +421,7 @@ def test_offloaded_activations_free_a_gpu_and_change_no_bit():
 def test_offloaded_inputs_of_blocks_are_freed():
     model = Transformer(MODELS["tiny-llama"])
     shard.checkpoint_activations(model, "block")
-    shard.offload_activations(model, True, ALONE.device)
+    shard.offload_activations(model, True, torch.device("cpu"))
     inputs, tokens = [], torch.zeros(1, 8, dtype=torch.long)
     for block in model.layers:
         block.register_forward_pre_hook(lambda block, args: inputs.append(weakref.ref(args[0])))
