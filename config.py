@@ -17,7 +17,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from lib.errors import ROOT, VERSION, Parser, UserError, local_path
+from lib.errors import ROOT, VERSION, Parser, UserError, did_you_mean, local_path
 from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
@@ -119,7 +119,9 @@ class Config:
     n_heads: int = _flag(0, "overrides the model's number of attention heads")
     n_kv_heads: int = _flag(0, "overrides the model's number of key/value heads")
     ffn_dim: int = _flag(0, "overrides the model's feed-forward width")
-    router_aux_loss_coef: float = _flag(-1.0, "weight of the loss that balances experts; -1 = the model's", least=-1)
+    router_aux_loss_coef: float = _flag(
+        -1.0, "weight of the loss that balances experts; below 0 = the model's", least=-1
+    )
     lora: int = _flag(0, "train adapters of this rank (LoRA) and freeze the weights; 0 = train all weights")
     lora_alpha: float = _flag(0.0, "LoRA output is scaled by lora_alpha / rank; 0 = 2 * rank", needs="lora")
     lora_targets: tuple = _flag(
@@ -345,11 +347,8 @@ class Config:
             from lib.weights import read_config
 
             row = read_config(local_path(self.model, "--model"))
-        changes = {
-            f: getattr(self, f)
-            for f in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
-            if getattr(self, f)
-        }
+        sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
+        changes = {f: value for f in sizes if (value := getattr(self, f))}
         if self.router_aux_loss_coef >= 0:
             changes["router_aux_loss_coef"] = self.router_aux_loss_coef
         if "dim" in changes or "n_heads" in changes:
@@ -374,17 +373,13 @@ class Config:
     @property
     def warnings(self) -> list[str]:
         """Parts of the schedule that do not fit into --steps."""
-        out = []
-        if self.warmup > self.steps:
-            out.append(
-                f"--warmup_steps {self.warmup}: the run has {self.steps} steps, so it never reaches --lr {self.lr}"
-            )
-        elif self.schedule == "wsd" and self.decay_steps > self.steps - self.warmup:
-            out.append(
-                f"--decay_steps {self.decay_steps:.0f}: {self.steps - self.warmup} steps follow the warm-up, so the"
-                " decay is that short"
-            )
-        return out
+        rest = self.steps - self.warmup
+        if rest < 0:
+            return [f"--warmup_steps {self.warmup}: the run has {self.steps} steps, so it never reaches --lr {self.lr}"]
+        if self.schedule == "wsd" and self.decay_steps > rest:
+            decay = f"--decay_steps {self.decay_steps:.0f}"
+            return [f"{decay}: {rest} steps follow the warm-up, so the decay is that short"]
+        return []
 
 
 def fields_that_resume(kind: str) -> list[str]:
@@ -396,10 +391,9 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
     """The words of a recipe file, with each @NAME in it replaced by the words of that recipe."""
     path = next((p for p in (Path(name), ROOT / name) if p.is_file()), None)
     if path is None:
-        others = {p.stem: f"@recipes/{p.name}" for p in sorted((ROOT / "recipes").glob("*.args"))}
-        near = difflib.get_close_matches(Path(name).stem, others, 1)
-        known = f"did you mean {others[near[0]]}?" if near else f"there are {', '.join(others.values())}"
-        raise UserError(f"@{name}: this recipe does not exist; {known}")
+        others = sorted(f"@recipes/{p.name}" for p in (ROOT / "recipes").glob("*.args"))
+        near = did_you_mean(f"@{name}", others)
+        raise UserError(f"@{name}: this recipe does not exist; there are {', '.join(others)}{near}")
     if path.resolve() in inside:
         raise UserError(f"@{name}: the recipe names itself")
     try:
@@ -449,17 +443,12 @@ def _how_to_read(f: Field) -> dict:
     return {"type": type(f.default), "metavar": type(f.default).__name__}
 
 
-def _folder_name(text: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "data"
-
-
 def _known_as(name: str) -> str:
     """Our flag for a name of another trainer or a misspelled one; empty if there is none."""
-    ours = {f.name: f.name for f in fields(Config)}
     lines = map(str.split, ELSEWHERE.strip().splitlines())
-    meanings = ours | {theirs: flag for flag, *names in lines for theirs in names}
+    meanings = {theirs: flag for flag, *names in lines for theirs in names}
     last = name.rpartition(".")[2]  # torchtitan's names are SECTION.NAME
-    near = difflib.get_close_matches(last, ours, 1, 0.8)
+    near = difflib.get_close_matches(last, [f.name for f in fields(Config)], 1, 0.8)  # the name itself if it is ours
     return meanings.get(name) or meanings.get(last) or "".join(near)
 
 
@@ -468,7 +457,7 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     trains: an empty command line means the default recipe; also refuses missing data and tokenizers."""
     if trains:
         argv = argv or DEFAULT
-    recipes = [Path(word[1:]).name.removesuffix(".args") for word in argv if word.startswith("@")]
+    recipes = [Path(word[1:]).stem for word in argv if word.startswith("@")]
     values = _read_values(with_recipes(argv))
     for f in fields(Config):
         _check_flag(f, values)
@@ -493,12 +482,15 @@ def with_recipes(words: list[str]) -> list[str]:
     out = []
     for word in reversed(words):
         if word.startswith("@"):
-            later = {other.partition("=")[0] for other in out}
             recipe = map(_spelt_as_ours, _read_recipe(word[1:]))
-            out = without(recipe, {REPLACES[flag] for flag in later & REPLACES.keys()}) + out
+            out = without(recipe, {REPLACES[flag] for flag in flags_in(out) & REPLACES.keys()}) + out
         else:
             out = [_spelt_as_ours(word), *out]
     return out
+
+
+def flags_in(words: Iterable[str]) -> set[str]:
+    return {word.partition("=")[0] for word in words}
 
 
 def without(words: Iterable[str], flags: Iterable[str]) -> list[str]:
@@ -513,7 +505,7 @@ def without(words: Iterable[str], flags: Iterable[str]) -> list[str]:
 
 def _read_values(words: list[str]) -> dict:
     """{flag: value}, including defaults."""
-    if {"--steps", "--epochs"} <= {word.partition("=")[0] for word in words}:
+    if {"--steps", "--epochs"} <= flags_in(words):
         raise UserError("--steps and --epochs exclude each other: remove one")
     parsed = vars(make_parser().parse_args(words))
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()}
@@ -558,8 +550,8 @@ def _spelt_as_ours(word: str) -> str:
 def _default_out(values: dict, recipes: list[str]) -> str:
     from lib.text import name_of
 
-    names = recipes or [_folder_name(Path(values["model"]).name)]
-    return str(Path("runs") / "-".join(names + [_folder_name(name_of(entry)) for entry in values["data"]]))
+    names = [*(recipes or [Path(values["model"]).name]), *map(name_of, values["data"])]
+    return "runs/" + "-".join(re.sub(r"[^\w.-]+", "-", name).strip("-.") or "data" for name in names)
 
 
 def _check_flag(f: Field, values: dict) -> None:
@@ -603,8 +595,10 @@ def _check_data(c: Config, trains: bool) -> None:
 def check_together(c: Config) -> None:
     """Refuses flags that contradict each other."""
     tunable = fields_that_resume("override")
-    if wrong := [name for name in c.resume_override if name not in tunable]:
-        raise UserError(f"--resume_override {wrong[0]}: expected {', '.join(tunable)}; other changes need a new --out")
+    if wrong := {*c.resume_override} - {*tunable}:
+        raise UserError(
+            f"--resume_override {min(wrong)}: expected {', '.join(tunable)}; other changes need a new --out"
+        )
     if c.profile and c.steps < PROFILE_AFTER + c.profile:
         raise UserError(
             f"--profile {c.profile} needs at least --steps {PROFILE_AFTER + c.profile}, not {c.steps}: {PROFILE_AFTER}"
@@ -617,11 +611,8 @@ def check_together(c: Config) -> None:
             f"--micro_batch 0 needs --batch_tokens that divide by --seq_len {c.seq_len}, not {c.batch_tokens}"
         )
     model = c.model_config
-    if c.router_aux_loss_coef != -1 and (c.router_aux_loss_coef < 0 or not model.n_experts):
-        raise UserError(
-            f"--router_aux_loss_coef {c.router_aux_loss_coef}: it must be 0 or more, and {c.model} has"
-            f" {model.n_experts} experts; -1 = the model's"
-        )
+    if c.router_aux_loss_coef >= 0 and not model.n_experts:
+        raise UserError(f"--router_aux_loss_coef {c.router_aux_loss_coef}: {c.model} has no experts; remove the flag")
     if c.lora:
         from lib.lora import check_flags
 
@@ -640,10 +631,8 @@ def split_batch(c: Config, world_size: int) -> tuple[int, int]:
 
 def check_batch(c: Config, world_size: int) -> None:
     """If both are given, --batch_tokens must be a multiple of --micro_batch x --seq_len x ranks."""
-    if not c.micro_batch or not c.batch_tokens:
-        return
     unit = c.micro_batch * c.seq_len * world_size
-    if c.batch_tokens % unit:
+    if unit and c.batch_tokens % unit:
         near = max(unit, round(c.batch_tokens / unit) * unit)
         raise UserError(
             f"--batch_tokens {c.batch_tokens} does not divide by micro_batch x seq_len x ranks"
@@ -652,7 +641,8 @@ def check_batch(c: Config, world_size: int) -> None:
         )
 
 
-# Flags that exclude each other. Each line begins with the two flags, with a value if only that one conflicts.
+# Flags that exclude each other. Each line begins with the two flags, with a value if only that one conflicts. "several
+# processes" is not a flag.
 CONFLICTS = """
 --compile model with --offload cpu: parameters are fetched block by block: --compile block
 --compile model with --offload_activations: activations are offloaded between blocks: --compile block
@@ -664,21 +654,15 @@ CONFLICTS = """
 --fp8 row_gw_hp with --fp8_all_gather: it needs one scale per weight, which only --fp8 tensor has
 --decay_steps with --schedule constant: it has no decay; remove one
 --optimizer muon with --lora: Muon does not fit the thin matrices of adapters: --optimizer adamw
+--compile model with several processes: FSDP gathers parameters by block: --compile block
 """
 
 
-def conflict(c: Config, world_size: int) -> str:
-    """The first conflict between flags, in words; empty if there is none."""
+def refuse_unsupported(c: Config, world_size: int) -> None:
+    """Raises UserError with the first conflict between flags."""
     given = {f"--{name} {value}" for name, value in vars(c).items()}
     given |= {f"--{name}" for name, value in vars(c).items() if value not in (0, "off")}
+    given |= {"several processes"} if world_size > 1 else set()
     for line in CONFLICTS.strip().splitlines():
         if given.issuperset(re.match("(.*?) with (.*?): ", line).groups()):
-            return line
-    if c.compile == "model" and world_size > 1:
-        return "--compile model works with one process only, FSDP gathers parameters by block: --compile block"
-    return ""
-
-
-def refuse_unsupported(config: Config, world_size: int) -> None:
-    if message := conflict(config, world_size):
-        raise UserError(message)
+            raise UserError(line)

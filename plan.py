@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import platform
-import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,10 +25,11 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from config import DEFAULT, Config, check_batch, conflict, parse_args, refuse_unsupported, split_batch, with_recipes
+from config import DEFAULT, Config, check_batch, flags_in, parse_args, refuse_unsupported, split_batch, with_recipes
 from lib.errors import Parser, UserError, amount, free_space
 
 import torch  # isort: skip
+import torch.nn.functional as F
 from torch import Tensor
 
 import attention
@@ -47,10 +47,8 @@ CUDA_BYTES = int(1.44 * GIB)  # CUDA's own and NCCL's buffers, outside torch's a
 CUBLAS_BYTES = 2**26  # workspaces of the forward and of the backward thread, from torch's allocator
 STACKS = 5.3  # multiples of a stack that Muon needs at once, as torch's allocator measured it
 LOOSE = 0.04  # share of allocated memory that torch reserves in blocks too small for the next request
-OUTSIDE = ("loose in torch's allocator", "CUDA and NCCL")  # parts of a GPU's memory that torch does not count
 PROCESS_BYTES = {True: 3 * GIB, False: int(0.335 * GIB)}  # of a host's process with or without a GPU: Python, torch
-GROUPED_BYTES = int(0.09 * GIB)  # of a CPU's process: torch imports sympy for the backward pass of bf16 experts
-TRACED_TOKENS = 2**14  # rows with more tokens are extrapolated from this many and twice as many
+TRACED_TOKENS = 2**14  # more tokens are extrapolated from rows with this many and with twice as many
 FUSED = 3  # a compiled block moves an elementwise result about a third as often
 RATES = {"bf16": 1.0, "tf32": 0.5, "fp32": 0.07}  # multiples of the rate in bf16
 NARROW = 200  # columns: matrices of this width reach half of the rate of very wide ones
@@ -88,36 +86,28 @@ class _Live(torch_private.DispatchMode):
 
     def __init__(self, known: list[Tensor]):
         super().__init__()
-        self.now = self.peak = self.made = 0
-        self.storages = {id(tensor.untyped_storage()) for tensor in known}
+        self.peak = self.made = 0
+        self.sizes = weakref.WeakKeyDictionary((tensor.untyped_storage(), 0) for tensor in known)
         self.marks: list[tuple[int, int, int]] = []
+
+    @property
+    def now(self) -> int:
+        return sum(self.sizes.values())
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
         if op is torch.ops.aten.logsumexp.default:  # its kernel holds the exponentials
             self.peak = max(self.peak, self.now + args[0].nbytes)
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in self.storages:
-                self.storages.add(id(storage))
-                weakref.finalize(storage, self._forget, id(storage), storage.nbytes())
-                self.now += storage.nbytes()
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self.sizes:
+                self.sizes[storage] = storage.nbytes()
                 self.made += storage.nbytes()
         self.peak = max(self.peak, self.now)
         return out
 
-    def _forget(self, storage: int, size: int) -> None:
-        self.storages.remove(storage)
-        self.now -= size
-
     def mark(self) -> None:
         self.marks.append((self.now, self.made, self.peak))
         self.peak = self.now
-
-
-def _even_experts(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """model.grouped_matmul's loop with experts of equal size: the meta device has no values in `ends`."""
-    parts = zip(x.tensor_split(len(weight)), weight.to(x.dtype), strict=True)
-    return torch.cat([part @ w.T for part, w in parts])
 
 
 @contextlib.contextmanager
@@ -125,25 +115,29 @@ def _as_on(cuda: bool, config: Config) -> Iterator[None]:
     """On the meta device the model takes the branches for a GPU or a CPU; torch alone would choose plain attention."""
 
     def attend(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False) -> Tensor:
-        bias = None if attn_mask is None else attn_mask.to(q.dtype)
-        return torch_private.flash_attention(q, k, v, bias, is_causal, cuda)
+        bias = None if attn_mask is None else attn_mask.to(q.dtype)  # kept for the backward pass
+        return torch_private.flash_attention(q, k, v, bias, is_causal, cuda and bias is None)
 
     def normalize(x, shape, weight, eps) -> Tensor:  # one kernel on a GPU; torch has it for LayerNorm only on meta
-        return transformer.F.layer_norm(x, shape, weight, None, eps)
+        return F.layer_norm(x, shape, weight, None, eps)
 
+    def multiply(x, weight, _) -> Tensor:  # as if all experts had as many rows
+        ends = torch.linspace(len(x) / len(weight), len(x), len(weight), dtype=torch.float64)
+        return transformer.grouped_matmul(x, weight, ends.int())
+
+    changes = [(F, "scaled_dot_product_attention", attend)]
+    if cuda:  # its kernels share keys among heads and accumulate products in place; the head pads its weight
+        changes += [
+            (attention, "_shares_heads", lambda q, group, mask: group > 1 and mask is None),
+            (transformer, "add_product", lambda total, a, b: None),
+            (F, "rms_norm", normalize),
+            (transformer, "HEAD_ROWS", {"meta": transformer.HEAD_ROWS["cuda"]}),
+        ]
+    if config.dtype != "bf16":
+        changes.append((transformer.MoE, "matmul", staticmethod(multiply)))
     with contextlib.ExitStack() as stack:
-
-        def change(*words) -> None:
-            stack.enter_context(mock.patch.object(*words))
-
-        change(attention.F, "scaled_dot_product_attention", attend)
-        if cuda:  # its kernels share keys among heads and accumulate products in place; the head pads its weight
-            change(attention, "_shares_heads", lambda q, group, mask: group > 1)
-            change(transformer, "add_product", lambda total, a, b: None)
-            change(transformer.F, "rms_norm", normalize)
-            change(transformer, "HEAD_ROWS", {"meta": transformer.HEAD_ROWS["cuda"]})
-        if config.dtype != "bf16":
-            change(transformer.MoE, "matmul", staticmethod(_even_experts))
+        for change in changes:
+            stack.enter_context(mock.patch.object(*change))
         yield
 
 
@@ -171,46 +165,27 @@ def _is_wrapped(config: Config, cluster: Cluster) -> bool:
     return cluster.ranks > 1 or (cluster.cuda and config.offload == "cpu")
 
 
-def _accumulates(config: Config, cluster: Cluster) -> bool:
-    return config.batch_tokens > config.micro_batch * config.seq_len * cluster.ranks
+def micro_batches(config: Config, cluster: Cluster) -> float:
+    """Micro-batches of a step on each rank."""
+    return config.batch_tokens / (config.micro_batch * config.seq_len * cluster.ranks)
 
 
 @functools.lru_cache
 def trace(config: Config, cluster: Cluster) -> list[int]:
     """A forward and a backward pass of the model -> peak bytes in addition to parameters and optimizer state: until the
-    loss, in the last block's backward pass, in the first block's, and in the rest; and the bytes of all
-    tensors made."""
-    wrapped, tokens = _is_wrapped(config, cluster), config.micro_batch * config.seq_len
-    passes = 1 if wrapped else 1 + _accumulates(config, cluster)
-    if tokens <= 2 * TRACED_TOKENS:
-        return _with_kept_inputs(config, _trace_blocks(config, cluster.cuda, wrapped, passes))
-    row = replace(config, micro_batch=1, documents="joined")  # without masks, memory is proportional to tokens
-    rows = (replace(row, seq_len=n) for n in (TRACED_TOKENS, 2 * TRACED_TOKENS))
-    fewer, more = (_trace_blocks(row, cluster.cuda, wrapped, passes) for row in rows)
-    sizes = [int(a + (tokens / TRACED_TOKENS - 1) * (b - a)) for a, b in zip(fewer, more, strict=True)]
-    if config.documents == "separate" and config.attention not in attention.PACKED:
-        copies = 2 + DTYPES[config.dtype].itemsize * config.model_config.n_layers  # each layer keeps it in its dtype
-        sizes = [size + copies * tokens * config.seq_len for size in sizes]
-    return _with_kept_inputs(config, sizes)
-
-
-def _with_kept_inputs(config: Config, sizes: list[int]) -> list[int]:
-    """A compiler that need not save memory also keeps the inputs of products, unless they are cast to FP8: the outputs
-    of a block's norms and of its activation. `_build` computes them again."""
-    if config.compile == "none" or config.checkpointing != "none" or config.fp8 != "off":
-        return sizes
-    shape, tokens = config.model_config, config.micro_batch * config.seq_len
-    width = 2 * shape.dim + shape.ffn_dim * max(shape.top_k, 1)
-    inputs = tokens * width * DTYPES[config.dtype].itemsize
-    layers = (shape.n_layers, shape.n_layers, 1, 0, 0)  # that have kept them at each of the peaks
-    return [size + n * inputs for size, n in zip(sizes, layers, strict=True)]
-
-
-def _trace_blocks(config: Config, cuda: bool, wrapped: bool, passes: int) -> list[int]:
-    """The same, from two blocks. Each further block would add as much as the second."""
+    loss, in the last block's backward pass, in the first block's, and in the rest; and the bytes of all tensors made.
+    Without masks, all of these are proportional to tokens."""
+    row_tokens = config.micro_batch * config.seq_len
+    if row_tokens > 2 * TRACED_TOKENS and config.documents == "joined":
+        sizes = ((n, config.batch_tokens * n // row_tokens) for n in (TRACED_TOKENS, 2 * TRACED_TOKENS))
+        rows = (replace(config, micro_batch=1, seq_len=n, batch_tokens=step) for n, step in sizes)
+        fewer, more = (trace(row, cluster) for row in rows)
+        return [int(a + (row_tokens / TRACED_TOKENS - 1) * (b - a)) for a, b in zip(fewer, more, strict=True)]
+    wrapped = _is_wrapped(config, cluster)
+    passes = 1 if wrapped else 1 + (micro_batches(config, cluster) > 1)
     tokens = torch.empty(config.micro_batch, config.seq_len, dtype=torch.int64, device=META)
     documents = (tokens, tokens[0, :64].int()) if config.documents == "separate" else ()
-    with _as_on(cuda, config):
+    with _as_on(cluster.cuda, config):
         model = _build(replace(config, n_layers=2), wrapped)
         live = _Live([tokens, *documents, *model.parameters()])
 
@@ -231,7 +206,7 @@ def _trace_blocks(config: Config, cuda: bool, wrapped: bool, passes: int) -> lis
             unit.register_forward_pre_hook(mark_both_passes)
         with live:
             fp8.WeightScales(model, model.dtype, None, passes > 1, False)
-            fp8_copies = live.now
+            fp8_copies = live.now // 2
             for _ in range(passes):
                 live.marks.clear()
                 live.mark()
@@ -241,12 +216,23 @@ def _trace_blocks(config: Config, cuda: bool, wrapped: bool, passes: int) -> lis
                 live.mark()
     now, made, peaks = zip(*live.marks, strict=True)  # begin, blocks, norm, loss; norm, blocks backwards, end
     gradients = 0 if wrapped else sum(p.nbytes for p in model.layers[1].parameters() if p.requires_grad)
-    kept = now[3] - now[2] + fp8_copies // 2 + gradients * (passes > 1)
-    later = fp8_copies // 2 + gradients
+    inputs, later = _kept_inputs(config), fp8_copies + gradients
+    kept = now[3] - now[2] + fp8_copies + gradients * (passes > 1) + inputs
     # Memory changes evenly from block to block, so no block in between needs most.
-    two = [max(peaks[1:5]), max(peaks[5:7]), peaks[7], peaks[-1], made[-1] - made[0]]
+    until_loss, last_block = (max(part) + 2 * inputs for part in (peaks[1:5], peaks[5:7]))
+    two = [until_loss, last_block, peaks[7] + inputs, peaks[-1], made[-1] - made[0]]
     more = [kept, kept, later, later, made[3] - made[2] + made[6] - made[5]]
     return [a + (config.model_config.n_layers - 2) * b for a, b in zip(two, more, strict=True)]
+
+
+def _kept_inputs(config: Config) -> int:
+    """Bytes of the inputs of a block's products: the outputs of its norms and of its activation. A compiler that need
+    not save memory keeps them, unless they are cast to FP8. `_build` computes them again."""
+    if config.compile == "none" or config.checkpointing != "none" or config.fp8 != "off":
+        return 0
+    shape = config.model_config
+    width = 2 * shape.dim + shape.ffn_dim * max(shape.top_k, 1)
+    return config.micro_batch * config.seq_len * width * DTYPES[config.dtype].itemsize
 
 
 class Kept(NamedTuple):
@@ -268,8 +254,7 @@ def kept(config: Config, shards: int) -> list[Kept]:
     for name, p in model.named_parameters():
         length = p.shape[sharded_dim(p, shards)]
         part = -(-length // shards) * (p.numel() // length)
-        states = layout.get(name, {}).values()
-        state = sum((part if shape == p.shape else math.prod(shape)) * dtype.itemsize for shape, dtype in states)
+        state = part * sum(dtype.itemsize for _, dtype in layout.get(name, {}).values())
         dtype = config.param_dtype if p.requires_grad else config.dtype
         row = Kept(part, part * DTYPES[dtype].itemsize, p.requires_grad, state)
         rows += [row] * (config.model_config.n_layers if name.startswith("layers.") else 1)
@@ -306,8 +291,6 @@ def memory(config: Config, cluster: Cluster, least: bool = False) -> tuple[dict[
     shape, held = config.model_config, state(config, shards, offload)
     inputs = shape.n_layers * shape.dim * DTYPES[config.dtype].itemsize * config.micro_batch * config.seq_len
     host = {"processes": PROCESS_BYTES[cluster.cuda], "tokens of a step": 16 * config.batch_tokens // cluster.ranks}
-    if not cluster.cuda and config.dtype == "bf16" and shape.n_experts:
-        host["processes"] += GROUPED_BYTES
     if cluster.cuda and config.save_async and not offload and not least:
         host["copies for saves"] = checkpoint_bytes(config, shards)
     gradients = held.pop("gradients")
@@ -317,30 +300,30 @@ def memory(config: Config, cluster: Cluster, least: bool = False) -> tuple[dict[
     if least:  # after a step of one micro-batch, the last gradients come when the activations are gone
         parts = held | {"gradients or activations": max(gradients, inputs - parked)}
     else:
-        parts = held | _working(config, cluster, gradients)
-        parts["activations"] -= parked
+        parts = held | _working(config, cluster, gradients, parked)
         host["block inputs"] = parked
     if not cluster.cuda:
         host, parts = host | parts, {}
     elif not least:
         parts["cuBLAS"] = CUBLAS_BYTES
-        parts |= dict(zip(OUTSIDE, (int(LOOSE * sum(parts.values())), CUDA_BYTES), strict=True))
+        parts["loose in torch's allocator"] = int(LOOSE * sum(parts.values()))
+        parts["CUDA and NCCL"] = CUDA_BYTES
     return parts, {name: cluster.gpus * size for name, size in host.items()}
 
 
-def _working(config: Config, cluster: Cluster, gradients: int) -> dict[str, int]:
+def _working(config: Config, cluster: Cluster, gradients: int, parked: int) -> dict[str, int]:
     """Bytes of a step in addition to parameters and optimizer state, at the moment that needs most (see trace).
-    gradients: bytes of all gradients on the device."""
-    peaks = trace(config, cluster)[:4]
-    before = gradients * _accumulates(config, cluster)  # from earlier micro-batches
+    gradients: bytes of all gradients on the device. parked: bytes of activations in the host's memory."""
+    until_loss, last_block, *later = trace(config, cluster)[:4]
+    peaks = [until_loss - parked, last_block - parked, *later]
+    before = gradients * (micro_batches(config, cluster) > 1)  # from earlier micro-batches
     if _is_wrapped(config, cluster):
         moments = _fsdp_moments(config, cluster, peaks, gradients, before)
     else:  # the trace has counted the gradients
         held = [before, before, gradients, gradients]
-        moments = [(size, peak - size, 0, 0) for size, peak in zip(held, peaks, strict=True)]
-    parts = ("gradients", "activations", "gathered parameters", "gradients being reduced", "Muon's stacks")
-    moments = [(*moment, 0) for moment in moments] + [(gradients, 0, 0, 0, _stacks(config, cluster))]
-    return dict(zip(parts, max(moments, key=sum), strict=True))
+        moments = [{"gradients": size, "activations": peak - size} for size, peak in zip(held, peaks, strict=True)]
+    moments.append({"gradients": gradients, "Muon's stacks": _stacks(config, cluster)})
+    return max(moments, key=lambda moment: sum(moment.values()))
 
 
 def _stacks(config: Config, cluster: Cluster) -> int:
@@ -354,27 +337,24 @@ def _stacks(config: Config, cluster: Cluster) -> int:
 
 def _fsdp_moments(
     config: Config, cluster: Cluster, peaks: list[int], gradients: int, before: int
-) -> list[tuple[int, ...]]:
-    """(gradients, activations, gathered parameters, gradients being reduced) in bytes, at each peak of the trace and
-    while the embedding's gradient is reduced. From torch.distributed.fsdp, _fsdp_param_group.py and
-    _fsdp_collectives.py: all gradients of a unit exist before they are copied to the buffer that is reduced, and this
-    buffer exists until the next unit's is needed. A unit is gathered in a buffer and copied out; a single rank copies
-    its own part only."""
+) -> list[dict[str, int]]:
+    """Bytes by part at each peak of the trace and while the embedding's gradient is reduced. From
+    torch.distributed.fsdp, _fsdp_param_group.py and _fsdp_collectives.py: all gradients of a unit exist before they are
+    copied to the buffer that is reduced, and this buffer exists until the next unit's is needed. A unit is gathered in
+    a buffer and copied out; a single rank copies its own part only."""
     shape = config.model_config
-    total, end = sum(elements(config, 1)), shape.vocab_size * shape.dim  # of the embedding, and of lm_head
-    block = (total - end * (2 - shape.tied)) // shape.n_layers
+    total, end = sum(elements(config, 1)), shape.vocab_size * shape.dim  # of the embedding
+    head = 0 if shape.tied else end
+    block = (total - end - head) // shape.n_layers
     compute, reduce = (DTYPES[name].itemsize for name in (config.dtype, config.reduce_dtype))
     (replicas, shards), offload = mesh_shape(config.shard_size, cluster.ranks), config.offload == "cpu"
-    tied, buffer = shape.tied, shards > 1
-    last = end if tied else 0  # a tied embedding stays gathered until its gradient is reduced
-    if config.reshard == "never" or not buffer and not offload:
-        gathered = [total + buffer * (block if tied else end), total, block + end, end]
-        if before and config.reshard == "never":
-            gathered = gathered[:1] * 4
-    else:
-        gathered = [end + block + buffer * (block if tied else end), block * (1 + buffer * config.prefetch) + last]
-        gathered += [block + last, last]
-    head = 0 if tied else end
+    buffer = shards > 1
+    stays = config.reshard == "never" or not buffer and not offload
+    last = end if stays or not head else 0  # a tied embedding stays gathered until its gradient is reduced
+    forward, backward = (total, total) if stays else (end + block, block * (1 + buffer * config.prefetch) + last)
+    gathered = [forward + buffer * (head or block), backward, block + last, last]
+    if before and config.reshard == "never":
+        gathered = gathered[:1] * 4
     if config.lora:  # adapters only; the ends have none
         block, end, head = elements(config, 1)[0] // shape.n_layers, 0, 0
     converts = offload or config.param_dtype != config.reduce_dtype  # a copy of the reduced part is the gradient
@@ -388,18 +368,21 @@ def _fsdp_moments(
     if not before:
         held[3] -= end // shards * part
     # Meanwhile the gradients of the block after it are reduced; if there is none, its own are, when it is freed.
-    after_block = block * (reduce if config.model_config.n_layers > 2 else reduce - compute)
+    after_block = block * (reduce if shape.n_layers > 2 else reduce - compute)
     last_block = max(head * reduce, after_block, unit(head) - head * compute)
     reduced = [0, last_block, block * reduce, block * reduce, unit(end)]
     if replicas > 1 and converts:  # the reduced parts of all units stay until the backward pass ends
         reduced = [0, *(size + trained * reduce for size in reduced[1:])]
-    gathered = [compute * n for n in gathered]
-    return [*zip(held, [*peaks, 0], [*gathered, 0], reduced, strict=True)]
+    gathered = [compute * n for n in (*gathered, 0)]
+    moments = zip(held, (*peaks, 0), gathered, reduced, strict=True)
+    parts = ("gradients", "activations", "gathered parameters", "gradients being reduced")
+    return [dict(zip(parts, moment, strict=True)) for moment in moments]
 
 
 def checkpoint_bytes(config: Config, shards: int = 1) -> int:
     """Bytes of a rank's part of a checkpoint: the masters and the optimizer state."""
-    return sum(row.size + row.state for row in kept(config, shards) if row.trains)
+    held = state(config, shards)
+    return held["gradients"] + held["optimizer state"]  # a gradient is as large as its master
 
 
 # ---- time
@@ -416,7 +399,7 @@ def seconds(config: Config, cluster: Cluster) -> dict[str, float]:
     products = (in_products * tokens / rate - head) / (gpu.fp8 if config.fp8 != "off" else 1)
     attends = (lora.flops_per_token(config) - in_products) * tokens / rate / ATTENTION
     # An operation reads about twice as many bytes as it writes.
-    moved = 3 * trace(config, cluster)[-1] * tokens / (config.micro_batch * config.seq_len)
+    moved = 3 * trace(config, cluster)[-1] * micro_batches(config, cluster)
     parts = {
         "products": products,
         "lm_head and loss": head,
@@ -449,16 +432,16 @@ def _transfers(config: Config, cluster: Cluster) -> float:
     replicas, shards = mesh_shape(config.shard_size, cluster.ranks)
     (held, frozen), (gradients, others) = elements(config, shards), elements(config, 1)
     compute, reduce, masters = (DTYPES[n].itemsize for n in (config.dtype, config.reduce_dtype, config.param_dtype))
-    micro_batches = config.batch_tokens / (config.micro_batch * config.seq_len * cluster.ranks)
+    passes = micro_batches(config, cluster)
     link, nodes = cluster.gpu.link, -(-shards // cluster.gpus)
     if nodes > 1:  # all network cards of a node carry its traffic with other nodes
         link = min(link, cluster.gpus * cluster.network * 1e9 * nodes / (nodes - 1))
-    gathers = 2 if config.reshard != "never" else 1 / micro_batches
-    out = ((gradients + others) * gathers * compute + gradients * reduce) * (shards - 1) / shards / link * micro_batches
+    gathers = 2 * passes if config.reshard != "never" else 1
+    out = ((gradients + others) * gathers * compute + gradients * passes * reduce) * (shards - 1) / shards / link
     link = cluster.gpu.link if cluster.nodes == 1 else cluster.network * 1e9
     out += 2 * held * reduce * (replicas - 1) / replicas / link
     if config.offload == "cpu":
-        out += (3 * held * masters + 2 * frozen * compute) * micro_batches / cluster.gpu.host
+        out += (3 * held * masters + 2 * frozen * compute) * passes / cluster.gpu.host
     return out
 
 
@@ -473,7 +456,6 @@ class Plan(NamedTuple):
     gpu: dict[str, int]
     host: dict[str, int]
     times: dict[str, float]
-    fits: bool
 
     @property
     def seconds(self) -> float:
@@ -483,19 +465,16 @@ class Plan(NamedTuple):
 def predict(config: Config, cluster: Cluster) -> Plan:
     """config: without `auto`."""
     config = split(config, cluster)
-    gpu, host = memory(config, cluster)
-    fits = sum(gpu.values()) <= cluster.gpu.gib * GIB and sum(host.values()) <= cluster.host_gib * GIB
-    return Plan(config, gpu, host, seconds(config, cluster) if cluster.gpu.tflops else {}, fits)
+    return Plan(config, *memory(config, cluster), seconds(config, cluster) if cluster.gpu.tflops else {})
 
 
 def settle(config: Config, cluster: Cluster) -> Config:
     """Resolves every `auto` and every size that depends on the number of ranks. Refuses what train.py refuses, with the
     same messages."""
-    mesh_shape(config.shard_size, cluster.ranks)
     check_batch(config, cluster.ranks)
     dtype = "bf16" if config.dtype == "auto" else config.dtype
     compile = "block" if config.compile == "auto" else config.compile
-    backend = {"flash": "varlen", "blocked": "sdpa"}.get(config.attention, config.attention)  # blocked is for CPUs
+    backend = "varlen" if config.attention == "flash" else config.attention  # flash-attn need not be installed here
     backend = attention.choose_backend(backend, "cuda", dtype, True, config.seq_len, config.model_config.head_dim)
     config = replace(config, dtype=dtype, compile=compile, attention=backend)
     config = split(config, cluster)
@@ -539,42 +518,44 @@ def refuse_without_room(config: Config, ranks: shard.Ranks) -> None:
 
 
 def predict_record(config: Config, ranks: shard.Ranks) -> dict[str, float]:
-    """`record` for a run on these ranks; {} on a CPU or if the model cannot be traced."""
+    """The prediction for a record of metrics.jsonl: `mem_gib`, allocated by torch, and `step_ms`, if the data sheet of
+    the GPU is known; {} on a CPU or if the model cannot be traced."""
     if ranks.rank or ranks.device.type == "cpu":
         return {}
     try:
-        return record(predict(config, cluster_here(ranks.device, ranks.world_size)))
-    except (RuntimeError, NotImplementedError) as e:  # a changed model that cannot run on the meta device
+        plan = predict(config, cluster_here(ranks.device, ranks.world_size))
+    except RuntimeError as e:  # a changed model that cannot run on the meta device
         log.warning("Plan: no prediction for this model: %s", e)
         return {}
-
-
-def record(plan: Plan) -> dict[str, float]:
-    """The prediction for a record of metrics.jsonl: `mem_gib`, allocated by torch, and `step_ms`, if the data sheet of
-    the GPU is known."""
-    size = sum(size for part, size in plan.gpu.items() if part not in OUTSIDE)
-    return {"mem_gib": size / GIB} | ({"step_ms": 1e3 * plan.seconds} if plan.times else {})
+    allocated = (sum(plan.gpu.values()) - CUDA_BYTES) / (1 + LOOSE)
+    return {"mem_gib": allocated / GIB} | ({"step_ms": 1e3 * plan.seconds} if plan.times else {})
 
 
 # ---- the report
 
 
+def _largest(parts: dict[str, float], least: float) -> list[tuple[float, str]]:
+    rows = ((size, name) for name, size in parts.items() if size >= least)
+    return sorted(rows, reverse=True)
+
+
 def gib(parts: dict[str, int]) -> str:
     """The sum of the parts in GiB, and each part of some size."""
-    rows = sorted(((size / GIB, name) for name, size in parts.items()), reverse=True)
-    shown = ", ".join(f"{name} {size:.1f}" for size, name in rows if size >= 0.05)
+    shown = ", ".join(f"{name} {size / GIB:.1f}" for size, name in _largest(parts, 0.05 * GIB))
     return f"{sum(parts.values()) / GIB:.1f} GiB ({shown})"
 
 
 def memory_line(config: Config, cluster: Cluster) -> str:
-    _, gpu, host, *_ = predict(config, cluster)
+    gpu, host = memory(split(config, cluster), cluster)
     return f"about {gib(gpu)} per GPU; {gib(host)} per host" if gpu else f"about {gib(host)} per host"
 
 
-def summary(plan: Plan, cluster: Cluster, steps: float) -> str:
-    config, gpu, hours = plan.config, cluster.gpu, steps * plan.seconds / 3600
-    slow = sorted(((s / plan.seconds, name) for name, s in plan.times.items()), reverse=True)
-    times = ", ".join(f"{name} {share:.0%}" for share, name in slow if share > 0.02)
+def summary(plan: Plan, cluster: Cluster) -> str:
+    config, gpu = plan.config, cluster.gpu
+    fits = sum(plan.gpu.values()) <= gpu.gib * GIB
+    hours = config.steps * plan.seconds / 3600
+    slow = _largest(plan.times, 0.02 * plan.seconds)
+    times = ", ".join(f"{name} {part / plan.seconds:.0%}" for part, name in slow)
     kwh = hours * cluster.ranks * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
     price = f", {hours * cluster.ranks * cluster.price:,.0f} at {cluster.price:g} an hour" * (cluster.price > 0)
     saved = checkpoint_bytes(config)
@@ -582,81 +563,53 @@ def summary(plan: Plan, cluster: Cluster, steps: float) -> str:
     mfu = rate * lora.flops_per_token(config) / (gpu.tflops * 1e12)
     return (
         f"{config.model}, {sum(elements(config, 1)) / 1e9:.3g} B parameters, on {cluster.nodes} x {cluster.gpus}"
-        f" {gpu.name}: {'it fits' if plan.fits else 'it does not fit'}.\n"
+        f" {gpu.name}: {'it fits' if fits else 'it does not fit'}.\n"
         f"  each GPU: {gib(plan.gpu)} of {gpu.gib:g} GiB\n"
         f"  each host: {gib(plan.host)}\n"
         f"  disk: {amount(saved)} a checkpoint, {amount((config.keep + 1) * saved)} for --keep {config.keep} and the"
         " one being written\n"
         f"  speed: {rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%} ({times})\n"
-        f"  time: {hours:,.2f} hours for {steps * config.batch_tokens / 1e9:,.3g} B tokens ({steps:,.0f} steps),"
-        f" about {kwh:,.0f} kWh{price}"
-    )
-
-
-RULES = {
-    "--checkpointing block": "activations are computed again in the backward pass",
-    "--param_dtype bf16 --state_dtype bf16": "8 bytes per parameter instead of 16; updates are rounded stochastically",
-    "--offload cpu": "parameters, gradients and optimizer state are in the host's memory, where the update runs",
-}
-
-
-def advice(plan: Plan, cluster: Cluster) -> str:
-    """Three rules that save memory, the cheapest first, each with those above it, and their cost."""
-    lines, config = ["To save memory, each with those above it:"], plan.config
-    for flags, effect in RULES.items():
-        config = replace(config, **dict(re.findall(r"--(\w+) (\w+)", flags)))
-        if problem := conflict(config, cluster.ranks):
-            lines.append(f"  {flags}: not here: {problem}")
-            break
-        saved = predict(config, cluster)
-        lines.append(
-            f"  {flags}: {sum(saved.gpu.values()) / GIB:.1f} GiB per GPU, {sum(saved.host.values()) / GIB:.0f} per host"
-            f" ({'fits' if saved.fits else 'does not fit'}), {saved.seconds / plan.seconds:.2f} x the time ({effect})"
-        )
-    return "\n".join(
-        [*lines, "  Beyond that: a smaller --micro_batch, or more GPUs, which divide all but activations."]
+        f"  time: {hours:,.2f} hours for {config.steps * config.batch_tokens / 1e9:,.3g} B tokens"
+        f" ({config.steps:,} steps), about {kwh:,.0f} kWh{price}"
     )
 
 
 # ---- the command
 
-PLAN_FLAGS = {  # the fields of Cluster and --tokens: default, meaning
+PLAN_FLAGS = {  # the fields of Cluster: default, meaning
     "nodes": (1, "machines"),
     "gpus": (1, "GPUs in each"),
     "gpu": ("h100-80", "their kind"),
     "network": (50.0, "GB/s from each GPU to other machines"),
     "price": (0.0, "of a GPU for an hour"),
-    "host_gib": (math.inf, "memory of each machine"),
-    "tokens": (0.0, "to train on; default: --steps"),
 }
 
 
-def parse(argv: list[str]) -> tuple[Config, Cluster, float]:
-    """-> (the Config of train.py's flags, the cluster, --tokens). With --model, no weights are looked for."""
+def parse(argv: list[str]) -> tuple[Config, Cluster]:
+    """-> (the Config of train.py's flags, the cluster). With --model, no weights are looked for."""
     usage = "python plan.py [@recipes/NAME.args ...] [train.py's flags] [--nodes N --gpus N --gpu KIND]"
     parser = Parser("plan.py", usage, "Estimates the memory, the speed and the cost of a run.", allow_abbrev=False)
     for name, (default, meaning) in PLAN_FLAGS.items():
         choices = GPUS if name == "gpu" else None
         parser.add_argument(f"--{name}", type=type(default), default=default, choices=choices, help=meaning)
     flags, words = parser.parse_known_args(argv)
-    *fields, tokens = vars(flags).values()
-    cluster = Cluster(*fields)._replace(gpu=GPUS[flags.gpu])
+    cluster = Cluster(*vars(flags).values())._replace(gpu=GPUS[flags.gpu])
     if min(cluster[:2]) < 1:
         raise UserError(f"--nodes {cluster.nodes} --gpus {cluster.gpus}: each must be at least 1")
     words = words or DEFAULT
-    if any(word.partition("=")[0] == "--model" for word in with_recipes(words)):
+    if "--model" in flags_in(with_recipes(words)):
         words = [*words, "--weights=", "--load=direct", "--lora_weights="]
     config = parse_args(words)
-    if config.epochs and not tokens:
-        raise UserError(f"--epochs {config.epochs:g}: plan.py reads no data; give --tokens or --steps instead")
-    return config, cluster, tokens
+    if config.epochs:
+        raise UserError(f"--epochs {config.epochs:g}: plan.py reads no data; give --steps instead")
+    return config, cluster
 
 
 def main(argv: list[str]) -> int:
-    config, cluster, tokens = parse(argv)
+    config, cluster = parse(argv)
     plan = predict(settle(config, cluster), cluster)
-    steps = tokens / plan.config.batch_tokens or config.steps
-    print(f"{summary(plan, cluster, steps)}\n{advice(plan, cluster)}")
+    print(summary(plan, cluster))
+    print(f"What lowers the memory, the cheapest first: {machine.lower_memory(plan.config)}")
     return 0
 
 

@@ -1,5 +1,6 @@
 """plan.py: the oracles are what FSDP2 holds under a fake process group, and the peak memory of real steps."""
 
+import itertools
 import json
 import math
 import re
@@ -21,7 +22,6 @@ from lib import machine
 from lib.errors import ROOT, exit_status
 from log import compare
 from optim import local, matrices, orthogonalize
-from shapes import MODELS
 from test_shard import run_code
 
 RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.args") if "each GPU: " in path.read_text())
@@ -38,39 +38,23 @@ def fake_ranks():
     dist.destroy_process_group()
 
 
-FEW = ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral")
-
-
 @pytest.mark.parametrize("ranks", [1, 8, 64, 512])
-@pytest.mark.parametrize("models", [FEW, pytest.param(tuple(MODELS), marks=pytest.mark.slow)], ids=["few", "all"])
-def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks, ranks, models):
-    """The slow one takes every row of MODELS on every mesh."""
+def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks, ranks):
     on_cpu = fake_ranks(ranks)
-    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    for model in models:
-        for size in sizes if models != FEW else {0, 8 if ranks > 8 else 1}:
-            words = ["--model", model, "--n_layers", "2", "--shard_size", str(size), "--state_dtype", "bf16"]
-            config = parse_args([*words, "--dtype", "fp32", "--compile", "none"])
-            mesh = shard.make_mesh(size, on_cpu)
-            built = train.build(config, replace(on_cpu, device=torch.device("meta")), mesh)
-            held = sorted(local(p).numel() for p in built.parameters())
-            _, shards = shard.mesh_shape(size, ranks)
-            assert sorted(row.elements for row in plan.kept(config, shards)) == held, (model, size)
-            parameters = 4 * sum(held)
-            expected = {"parameters": parameters, "gradients": parameters, "optimizer state": parameters}
-            assert plan.state(config, shards) == expected
-
-
-def test_bytes_of_adapters_and_of_what_they_are_added_to(fake_ranks):
-    on_cpu = fake_ranks(8)
-    words = ["--model", "llama3.2-1b", "--n_layers", "2", "--lora", "8", "--lora_targets", "q,down", "--dtype", "bf16"]
-    config = parse_args([*words, "--compile", "none"])
-    built = train.build(config, replace(on_cpu, device=torch.device("meta")), shard.make_mesh(0, on_cpu))
-    held = {trains: [local(p) for p in built.parameters() if p.requires_grad == trains] for trains in (True, False)}
-    sizes = {trains: sum(p.nbytes for p in tensors) for trains, tensors in held.items()}
-    assert {p.dtype for p in held[False]} == {torch.bfloat16} and {p.dtype for p in held[True]} == {torch.float32}
-    expected = {"parameters": sum(sizes.values()), "gradients": sizes[True], "optimizer state": 2 * sizes[True]}
-    assert plan.state(config, 8) == expected and 0 < sizes[True] < sizes[False] / 100
+    lora = "--model llama3.2-1b --lora 8 --lora_targets q,down --dtype bf16"
+    models = [f"--model {m}" for m in ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral")]
+    for words, size in itertools.product((*models, lora), {0, 8 if ranks > 8 else 1}):
+        fixed = ["--n_layers=2", "--state_dtype=bf16", "--compile=none", f"--shard_size={size}", "--dtype=fp32"]
+        config = parse_args([*fixed, *words.split()])
+        mesh = shard.make_mesh(size, on_cpu)
+        built = train.build(config, replace(on_cpu, device=torch.device("meta")), mesh)
+        _, shards = shard.mesh_shape(size, ranks)
+        held = sorted((local(p).numel(), p.requires_grad) for p in built.parameters())
+        assert sorted((row.elements, row.trains) for row in plan.kept(config, shards)) == held, (words, size)
+        parameters = sum(local(p).nbytes for p in built.parameters())
+        gradients = sum(local(p).nbytes for p in built.parameters() if p.requires_grad)
+        expected = {"parameters": parameters, "gradients": gradients, "optimizer state": gradients}
+        assert plan.state(config, shards) == expected and gradients > 0
 
 
 SHAPES = [
@@ -136,13 +120,11 @@ def answer(capsys, words: str) -> tuple[int, str, str]:
 def test_a_newcomer_learns_whether_8b_fits_on_one_card_and_how(capsys):
     status, out, _ = answer(capsys, "--model llama3.1-8b --seq_len 4096 --micro_batch 1 --gpu h100-80")
     assert status == 0 and "on 1 x 1 H100: it does not fit" in out
-    rules = re.findall(r"^  (--.*): [0-9.]+ GiB per GPU, [0-9]+ per host \((.*)\), [0-9.]+ x the time", out, re.M)
-    assert rules == [*zip(plan.RULES, ("does not fit", "fits", "fits"), strict=True)]
+    *first, _ = re.search("What lowers the memory, the cheapest first: (.*); --offload cpu;", out)[1].split("; ")
+    assert first == ["--state_dtype bf16", "--checkpointing block", "--offload_activations True"]
     changed = "--model llama3.1-8b --seq_len 4096 --micro_batch 1 --param_dtype bf16 --state_dtype bf16 --price 2"
     status, out, _ = answer(capsys, changed)
     assert status == 0 and "it fits" in out and " at 2 an hour" in out
-    status, out, _ = answer(capsys, "--model llama3.1-8b --seq_len 4096 --fp8 tensor --tokens 1e9")
-    assert status == 0 and "not here: --fp8 with --offload cpu" in out and " for 1 B tokens " in out
 
 
 def test_newton_schulz_is_counted_as_torch_counts_it():
@@ -155,11 +137,9 @@ def test_newton_schulz_is_counted_as_torch_counts_it():
     assert plan.newton_schulz_flops(config) == counter.get_total_flops() > 0
 
 
-@pytest.mark.parametrize("words", ["--checkpointing none", "--checkpointing block", "--dtype fp32"])
-def test_long_rows_are_extrapolated_from_short_ones(monkeypatch, words):
+def test_long_rows_are_extrapolated_from_short_ones(monkeypatch):
     card = plan.Cluster(1, 1, H100)
-    config = parse_args(["--model", "llama3.2-1b", "--seq_len", "65536", "--micro_batch", "1", *words.split()])
-    config = plan.settle(config, card)
+    config = plan.settle(parse_args(["--model", "llama3.2-1b", "--seq_len", "65536", "--micro_batch", "1"]), card)
     extrapolated = plan.predict(config, card).gpu
     monkeypatch.setattr(plan, "TRACED_TOKENS", 2**16)
     plan.trace.cache_clear()
@@ -173,14 +153,12 @@ def test_long_rows_are_extrapolated_from_short_ones(monkeypatch, words):
         ("--gpu h1000", "--gpu: invalid choice: 'h1000' .*h100-80"),
         ("--gpus 6 --shard_size 4", "--shard_size 4 does not divide the 6 ranks"),
         ("--gpus 0", "--gpus 0: each must be at least 1"),
-        ("--gpus many", "--gpus: invalid int value: 'many'"),
         ("--batch_tokens 1000 --micro_batch 1", "does not divide by micro_batch x seq_len x ranks"),
-        ("--gpus 8 --compile model", "--compile model works with one process"),
+        ("--gpus 8 --compile model", "--compile model with several processes"),
         ("--gpu a100-80 --fp8 tensor", "has no FP8"),
         ("--fp8 tensor --compile none", "--fp8 tensor: uncompiled"),
-        ("--fp8 tensor --seq_len 100 --micro_batch 1", "tokens do not divide by"),
         ("--attention varlen --dtype fp32", "--attention varlen: its kernels are for GPUs"),
-        ("--epochs 2", "plan.py reads no data; give --tokens or --steps"),
+        ("--epochs 2", "plan.py reads no data; give --steps"),
         ("--layers 3", "unknown flag --layers"),
     ],
 )
@@ -194,7 +172,7 @@ def test_heads_of_recipes_are_what_the_plan_says(capsys, recipe):
     text = (ROOT / "recipes" / recipe).read_text()
     status, out, err = answer(capsys, re.search(r"Planned by `python plan.py (.*)`:\n", text)[1])
     assert status == 0, err
-    lines = out.partition("To save memory")[0].splitlines()
+    lines = out.partition("What lowers")[0].splitlines()
     head = [textwrap.fill(line, 120, initial_indent="# ", subsequent_indent="#     ") for line in lines]
     assert "\n".join([*head, ""]) in text, "\n".join(head)
 
@@ -214,12 +192,14 @@ def test_the_guide_s_table_is_what_the_plan_says():
             assert cell.strip() in ("", output + " (too much)" * (size > 79.1)), (words, gpus)
 
 
-def test_a_prediction_that_is_off_says_so(tmp_path):
+def test_a_prediction_that_is_off_says_so(tmp_path, monkeypatch):
     words = "--seq_len 64 --micro_batch 0 --batch_tokens 128 --dtype fp32 --compile none"
-    config, unknown = parse_args(words.split()), H100._replace(tflops=0)
-    assert [*plan.record(plan.predict(config, plan.Cluster(1, 1, unknown)))] == ["mem_gib"]
-    predicted = plan.record(plan.predict(config, plan.Cluster(1, 1, H100)))
-    assert math.isfinite(predicted["step_ms"]) and 0 < predicted["mem_gib"] < 0.5
+    config, ranks = parse_args(words.split()), shard.Ranks(0, 1, torch.device("cuda"))
+    for gpu, names in ((H100._replace(tflops=0), ["mem_gib"]), (H100, ["mem_gib", "step_ms"])):
+        monkeypatch.setattr(plan, "cluster_here", lambda device, ranks, gpu=gpu: plan.Cluster(1, 1, gpu))
+        predicted = plan.predict_record(config, ranks)
+        assert [*predicted] == names and all(0 < value < math.inf for value in predicted.values())
+    assert predicted["mem_gib"] < 0.5
     slower = predicted | {"step": 20, "step_ms": predicted["step_ms"] / 2}
     assert compare(predicted, slower, tmp_path).endswith("(+100%)")
     assert compare(predicted, predicted | {"step": 40}, tmp_path).endswith("(+0%)")
@@ -237,10 +217,8 @@ def test_a_measured_peak(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("name, tflops", [
-    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A800-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989),
-    ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989), ("NVIDIA GH200 480GB", 989),
-    ("NVIDIA B200", 2250), ("NVIDIA L40S", 362), ("NVIDIA L40", 181), ("NVIDIA L4", 121), ("NVIDIA A10G", 70),
-    ("NVIDIA A10", 125),
+    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L40S", 362),
+    ("NVIDIA GH200 480GB", 989), ("NVIDIA L40", 181), ("NVIDIA L4", 121), ("NVIDIA A10G", 70), ("NVIDIA A10", 125),
 ])  # fmt: skip
 def test_known_peaks(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
