@@ -47,11 +47,9 @@ def recipe(tmp_path, monkeypatch):
 # ---- words
 
 
-@pytest.mark.parametrize(
-    "words", ["--seq_len 64", "--seq_len=64", "--seq-len 64", "--seq-len=64", "--seq_len 8 --seq-len=64"]
-)
-def test_spellings_and_later_wins(words):
-    assert parse_args(words.split()) == dataclasses.replace(parse_args([]), seq_len=64)
+def test_spellings_and_later_wins():
+    for words in ("--seq_len 64", "--seq_len=64", "--seq-len 64", "--seq-len=64", "--seq_len 8 --seq-len=64"):
+        assert parse_args(words.split()) == dataclasses.replace(parse_args([]), seq_len=64)
 
 
 def test_types():
@@ -112,20 +110,9 @@ def test_a_folder_brings_its_model_and_tokenizer(folder):
     assert parse_args([]).model == "tiny-llama" and parse_args(["--weights", folder]).model == folder
     assert parse_args(["--weights", folder, "--model=tiny-gpt2"]).model == "tiny-gpt2"
     (Path(folder) / "tokenizer.model").touch()
-    for words, spec in [
-        (["--weights", folder], folder),
-        (["--model", folder], folder),
-        (["--weights", folder, "--model", "tiny-gpt2"], folder),
-        (["--weights", folder, "--tokenizer", "bytes"], "bytes"),
-    ]:
-        assert parse_args(words).tokenizer == spec
-
-
-def test_sampling_needs_to_know_what_tokens_mean(folder):
-    assert "--tokenizer" in refused("--data", "a.bin", "--sample_every", "5")
-    (Path(folder) / "tokenizer.json").touch()
-    for known in (["a.bin", "--tokenizer", folder], ["a.bin", "--tokenizer", "bytes"], ["README.md"]):
-        assert parse_args(["--sample_every", "5", "--data", *known]).sample_every == 5
+    for words in (["--weights", folder], ["--model", folder], ["--weights", folder, "--model", "tiny-gpt2"]):
+        assert parse_args(words).tokenizer == folder
+    assert parse_args(["--weights", folder, "--tokenizer", "bytes"]).tokenizer == "bytes"
 
 
 # ---- recipes
@@ -193,11 +180,9 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
 
 
 REFUSED = [
-    ("--steps ten", "--steps.*'ten'"), ("--steps 1.5", "--steps.*'1.5'"), ("--steps", "--steps"),
-    ("--lr=fast", "--lr.*'fast'"), ("--check maybe", "--check.*'maybe'"), ("--steps 5 stray", "stray"), ("-x", "-x"),
-    ("--step=5", "unknown flag --step; .* --steps;"), ("--stpes 5", "flag --stpes; .* --steps;"),
-    ("--sequ-len", "unknown flag --sequ-len; .* --seq_len;"),
-    ("--weight_decy", "--weight_decy; .* --weight_decay;"), ("--mode", "unknown flag --mode; .* --model;"),
+    ("--steps 1.5", "--steps.*'1.5'"), ("--steps", "--steps"), ("--steps 5 stray", "stray"), ("-x", "-x"),
+    ("--stpes 5", "flag --stpes; .* --steps;"), ("--sequ-len", "unknown flag --sequ-len; .* --seq_len;"),
+    ("--data a.bin --sample_every 5", "--sample_every needs a --tokenizer"),
     ("--model lama2-7b", f"unknown. Choose from {', '.join(MODELS)}"),
     ("--n_layers 2147483648", "no machine holds it: 2147483648 layers"),
     (f"--vocab_size {2**50}", f"no machine holds it.*{2**50} x 64"), (f"--dim {2**40} --n_heads 4", "no machine holds"),
@@ -222,6 +207,7 @@ def test_mistakes_are_named(words, message):
 
 @pytest.mark.parametrize("words", [
     "--lr=0.01 --min_lr=0.01", "--model=gpt2 --seq_len=1024", "--model=llama2-7b --seq_len=5000", "--stream --lanes=4",
+    "--data=a.bin --tokenizer=bytes --sample_every=5", "--data=README.md --sample_every=5",
     "--data=hf://datasets/a/b/c.jsonl --lanes=4", "--data=a.bin --val_data=hf://datasets/a/b/c.jsonl --lanes=4",
 ])  # fmt: skip
 def test_what_is_just_allowed(words):
@@ -229,36 +215,24 @@ def test_what_is_just_allowed(words):
     assert str(getattr(parse_args(words.split()), name)) == value
 
 
-@pytest.mark.parametrize(
-    "flags, values",
-    [
-        ("steps seq_len timeout lanes", "0 -5"),
-        ("check delimiter", "-2"),
-        ("seed vocab_size dim n_layers micro_batch batch_tokens seq_len steps timeout eval_batches", f"{2**70}"),
-        ("keep", "1 0"),
-        ("batch_tokens shard_size prefetch log_every eval_every eval_batches save_every sample_every", "-1"),
-        ("vocab_size dim n_layers n_heads n_kv_heads ffn_dim", "-1"),
-        ("warmup_steps decay_steps weight_decay clip min_lr", "-0.1 nan"),
-        ("warmup_steps decay_steps weight_decay", "inf"),
-        ("lr", "0 -1 nan inf"),
-        ("beta1 beta2", "1 -0.1 nan"),
-    ],
-)
+@pytest.mark.parametrize("flags, values", [
+    ("steps seq_len timeout lanes", "0 -5"), ("check delimiter", "-2"), ("keep", "1 0"), ("beta1 beta2", "1 -0.1 nan"),
+    ("seed vocab_size dim n_layers micro_batch batch_tokens seq_len steps timeout eval_batches", f"{2**70}"),
+    ("batch_tokens shard_size prefetch log_every eval_every save_every sample_every n_heads n_kv_heads ffn_dim", "-1"),
+    ("warmup_steps decay_steps weight_decay clip min_lr", "-0.1 nan"), ("warmup_steps decay_steps", "inf"),
+    ("lr", "0 -1 nan inf"),
+])  # fmt: skip
 def test_ranges(flags, values):
     for flag in flags.split():
         for value in values.split():
             assert re.search(f"--{flag} {value}.* must ", refused(f"--{flag}={value}"))
 
 
-@pytest.mark.parametrize(
-    "words, missing",
-    [
-        ("", "but no --data"), ("--data a.jsonl:0.5 b.bin:0.5", "a.jsonl:0.5 has no --tokenizer"),
-        ("--data b.bin --val_data a.txt.gz", "a.txt.gz has no --tokenizer"),
-        ("--data c/*.json", "c/*.json has no --tokenizer"),
-        ("--data b.bin", ""), ("--data tokens.v2", ""), ("--tokenizer bytes", ""), ("--data a --tokenizer bytes", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words, missing", [
+    ("", "but no --data"), ("--data a.jsonl:0.5 b.bin:0.5", "a.jsonl:0.5 has no --tokenizer"),
+    ("--data b.bin --val_data a.txt.gz", "a.txt.gz has no --tokenizer"), ("--data tokens.v2", ""),
+    ("--tokenizer bytes", ""), ("--data a --tokenizer bytes", ""),
+])  # fmt: skip
 def test_what_was_forgotten_is_refused_where_tokens_are_not_bytes(tmp_path, monkeypatch, words, missing):
     monkeypatch.chdir(tmp_path)
     Path("tokens.v2").mkdir()
@@ -269,8 +243,7 @@ def test_what_was_forgotten_is_refused_where_tokens_are_not_bytes(tmp_path, monk
         Path("tokenizer.json" if beside else "other.json").touch()
         argv = ["--model", str(tmp_path), *words.split()]
         if missing and vocab_size > 1024 and not (beside and words):
-            with pytest.raises(UserError, match=re.escape(missing)):
-                parse_args(argv, trains=True)
+            assert missing in refused(*argv, trains=True)
         else:
             parse_args(argv, trains=True)
         parse_args(argv)
@@ -279,17 +252,12 @@ def test_what_was_forgotten_is_refused_where_tokens_are_not_bytes(tmp_path, monk
 # ---- sizes
 
 
-@pytest.mark.parametrize(
-    "model, words, heads, kv_heads, head_dim",
-    [
-        ("llama2-7b", "--n_heads 16", 16, 16, 256),  # one key/value head per head, still
-        ("llama2-7b", "--n_heads 16 --n_kv_heads 4", 16, 4, 256),
-        ("llama3-8b", "--n_heads 16", 16, 8, 256),  # grouped: as many groups as it has
-        ("llama3-8b", "--n_kv_heads 4", 32, 4, 128),
-        ("llama2-70b", "--dim 4096", 64, 8, 64),
-        ("gpt2", "--dim 1024 --n_heads 8", 8, 8, 128),
-    ],
-)
+@pytest.mark.parametrize("model, words, heads, kv_heads, head_dim", [
+    ("llama2-7b", "--n_heads 16", 16, 16, 256),  # one key/value head per head, still
+    ("llama3-8b", "--n_heads 16", 16, 8, 256),  # grouped: as many groups as it has
+    ("llama3-8b", "--n_kv_heads 4", 32, 4, 128), ("llama2-70b", "--dim 4096", 64, 8, 64),
+    ("gpt2", "--dim 1024 --n_heads 8", 8, 8, 128),
+])  # fmt: skip
 def test_heads_follow_the_overrides(model, words, heads, kv_heads, head_dim):
     m = parse_args(["--model", model, *words.split()]).model_config
     assert (m.n_heads, m.n_kv_heads, m.head_dim) == (heads, kv_heads, head_dim)
@@ -303,10 +271,8 @@ def test_sizes_make_one_model_of_another():
 @pytest.mark.parametrize("batch_tokens, share, near", [(1000, "7.81", 1024), (10, "0.08", 128), (129, "1.01", 128)])
 def test_batch_arithmetic(batch_tokens, share, near):
     c = parse_args(f"--micro_batch 4 --seq_len 16 --batch_tokens {batch_tokens}".split())
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"{batch_tokens} .*4 x 16 x 2 = 128.*{share}.*--batch_tokens {near}"):
         check_batch(c, 2)
-    for part in (f"--batch_tokens {batch_tokens} ", "4 x 16 x 2 = 128", share, f"--batch_tokens {near}"):
-        assert part in str(error.value)
     check_batch(dataclasses.replace(c, batch_tokens=near), 2)
 
 
@@ -316,9 +282,7 @@ def test_batch_arithmetic(batch_tokens, share, near):
 def test_out_is_named_after_recipe_and_data(recipe, folder, monkeypatch):
     name = recipe("default", "--steps 5")
     for words, out in [
-        ([], "runs/tiny-llama"),
         (["--model", "tiny-gpt2"], "runs/tiny-gpt2"),
-        ([name], "runs/default"),
         ([name, "--data", "/far/away/my book.txt"], "runs/default-my-book"),
         ([name, "--data", "a.txt", "b/"], "runs/default-a-b"),
         ([name, "--data", "a.txt", "--out", "mine"], "mine"),
@@ -349,13 +313,7 @@ def test_help_shows_every_flag_with_its_default_and_choices(capsys):
     entries = capsys.readouterr().out.split("\n  --")[1:]
     shown = {entry.split()[0]: "".join(entry.split()) for entry in entries}  # a line may end at any hyphen
     assert set(shown) - {"version"} == {f.name for f in FIELDS} and len(FIELDS) <= 80
-    defaults = {
-        "model": "empty",
-        "data": "none",
-        "lora_targets": "q,k,v,o,gate,up,down",
-        "stream": "off",
-        "lr": "0.0003",
-    }
+    defaults = {"model": "empty", "data": "none", "lora_targets": "q,k,v,o,gate,up,down", "stream": "off"}
     assert all(f"(default:{default})" in shown[name] for name, default in defaults.items())
     for f in FIELDS:
         assert "".join(f.metadata["help"].split()) + "(default:" in shown[f.name]

@@ -2,19 +2,23 @@
 that guide/8 prints work. Each recipe trains a tiny model, and its header states its true size."""
 
 import argparse
+import contextlib
 import gzip
 import inspect
 import json
 import os
+import random
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import data
 import generate
@@ -22,13 +26,14 @@ import plan
 from checkpoint import parse as parse_checkpoint
 from config import parse_args, with_recipes
 from download import make_parser as make_download_parser
-from lib.errors import ROOT, UserError
+from lib.errors import ROOT
+from lib.test_tokenizer import _json, _write
+from lib.tokenizer import load_tokenizer
 from lib.weights import config_json, export_model
-from model import MODELS, Transformer, flops_per_token
+from model import MODELS, Transformer, flops_per_token, random_init
+from shard import fill_parameters
+from test_download import TOKEN, FakeHub
 from test_shard import run_ranks
-
-sys.path.insert(0, str(ROOT / "launch"))
-sys.path.insert(0, str(ROOT / "bench"))
 
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "BENCHMARKS")]
 PAGES += sorted((ROOT / "guide").glob("*.md"))
@@ -57,32 +62,22 @@ class ParsedError(Exception):
 
 def parse_script(script: str, words: list[str], monkeypatch) -> None:
     """Runs a script only until it has parsed its words."""
-    main_parsers = {
-        "train.py": lambda words: parse_args(words, trains=True),
-        "plan.py": plan.parse,
-        "generate.py": generate.parse,
-        "checkpoint.py": parse_checkpoint,
-        "download.py": lambda words: make_download_parser().parse_args(words),
-    }
-    if script in main_parsers:
-        return main_parsers[script](words)
-    if script == "data.py" and words[0] == "show":
-        monkeypatch.setattr(data, "show", lambda config, n, colour: [])
-        return data.main(words)
     parse = argparse.ArgumentParser.parse_args
 
     def stop(parser, *args):
-        if script != "data.py":
+        if isinstance(parser, argparse.ArgumentParser):
             parse(parser, *args)
         raise ParsedError
 
-    monkeypatch.setattr("lib.text.find_files", stop)
-    if script == "data.py":
-        with pytest.raises(ParsedError):
-            data.main(words)
+    parsers = {"plan.py": plan.parse, "generate.py": generate.parse, "checkpoint.py": parse_checkpoint}
+    parsers |= {"download.py": lambda words: make_download_parser().parse_args(words), "data.py": data.main}
+    if script in parsers:
+        monkeypatch.setattr(data, "show", stop)
+        monkeypatch.setattr("lib.text.find_files", stop)
+        with contextlib.suppress(ParsedError):
+            return parsers[script](words)
         return None
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    sys.path.insert(0, str((ROOT / script).parent))
     monkeypatch.setattr(sys, "argv", [script, *words])
     main = __import__(Path(script).stem).main
     with pytest.raises((ParsedError, SystemExit)) as end:
@@ -90,7 +85,14 @@ def parse_script(script: str, words: list[str], monkeypatch) -> None:
     assert end.type is ParsedError or not end.value.code
 
 
-def without_launcher_flags(words: list[str]) -> list[str]:
+def trainer_words(words: list[str]) -> list[str] | None:
+    """The words that train.py gets from a command; None if it does not train."""
+    if "train.sbatch" in words:
+        return words[words.index("train.sbatch") + 1 :]
+    launches = words[:2] == ["bash", "launch.sh"]
+    if words[:2] != ["python", "train.py"] and (not launches or words[2:3] and words[2] in VERBS):
+        return None
+    words = words[2:]
     while words and words[0] in ("--hosts", "--nproc", "--retries", "--detach"):
         words = words[1 if words[0] == "--detach" else 2 :]
     return words
@@ -110,16 +112,16 @@ def test_commands_parse(page, words, folder, monkeypatch):
     words = [word.replace("NAME", "x").replace("$RUN", "x") for word in words if not re.fullmatch(r"\w+=.*", word)]
     for end in ("|", "&&"):
         words = words[: words.index(end)] if end in words else words
-    if words[:2] == ["bash", "launch.sh"]:
-        verb = words[2] if len(words) > 2 and words[2] in VERBS else "train"
-        rest = without_launcher_flags([word for word in words[2:] if word != verb])
-        trains = verb == "train" or (verb == "doctor" and rest)
-        assert not trains or parse_args(rest, trains=True)
-        assert trains or all(re.fullmatch(r"--out|--now|--hosts|runs/\S+|[\w,.-]+|\d+", word) for word in rest), words
+    if (trained := trainer_words(words)) is not None:
+        assert parse_args(trained, trains=True)
+    elif words[:2] == ["bash", "launch.sh"]:
+        flags = words[3:]
+        if words[2] == "doctor" and flags:
+            assert parse_args(trainer_words(["bash", "launch.sh", *flags]), trains=True)
+        else:
+            assert all(re.fullmatch(r"--out|--now|--hosts|runs/\S+|[\w,.-]+|\d+", word) for word in flags), words
     elif words[0] == "python" and words[1:2] != ["-m"]:
         parse_script(words[1], words[2:], monkeypatch)
-    elif words[0] == "sbatch":
-        parse_args(words[words.index("train.sbatch") + 1 :], trains=True)
     elif words[:2] == ["bash", "test.sh"]:
         assert not words[2:] or words[2] in ("-k", "-m")
     else:
@@ -128,19 +130,10 @@ def test_commands_parse(page, words, folder, monkeypatch):
 
 def test_commands_create_the_run_folders_that_pages_name(folder):
     for page in set(PAGES) - {CHANGED, ROOT / "BENCHMARKS.md"}:
-        trained = {"runs/default"}
-        for words in commands(page):
-            if "train.sbatch" in words:
-                words = words[words.index("train.sbatch") + 1 :]
-            elif words[:2] in (["bash", "launch.sh"], ["python", "train.py"]) and words[2:3] not in [
-                [v] for v in VERBS
-            ]:
-                words = without_launcher_flags(words[2:])
-            else:
-                continue
-            trained.add(parse_args(words, trains=True).out)
+        trained = [words for words in map(trainer_words, commands(page)) if words is not None]
+        outs = {"runs/default", *(parse_args(words, trains=True).out for words in trained)}
         named = set(re.findall(r"\bruns/[\w.-]+\w", page.read_text("utf-8"))) - {"runs/NAME"}
-        assert named <= trained, page.name
+        assert named <= outs, page.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -188,6 +181,88 @@ def test_spelling():
     command = [sys.executable, "-m", "codespell_lib", "-L", words, *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- the six commands of README.md, from a chat file to a talking model
+
+
+def copy_sources(folder: Path) -> None:
+    for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+        shutil.copy(path, folder)
+    shutil.copytree(ROOT / "lib", folder / "lib")
+
+
+TOWNS = "Arlo Bexa Cimar Dorne Elta Fyn Gandor Hesk Ilyra Jupa Kolm Lenza Mirth Nacre Orlan Pell Quist Runa Sabel Tarn"
+GOODS = "red blue oak iron salt corn gold silk rain wool fish wine coal tea jade moss rope sand clay milk"
+OPENINGS = ("", "Please say: ", "I forgot. ", "Quick one: ", "Hello! ")
+FORMS = ("What does {} sell?", "Which thing is sold in {}?", "{} is known for what?")
+# Flags that make the printed commands fit a tiny model
+TINY = "--seq_len=128 --micro_batch=8 --steps=60 --lr=3e-3 --eval_every=0 --compile=none --dtype=fp32 --log_every=40"
+
+# The commands in one process: each of them by itself would import torch again.
+SIX = """
+import contextlib, importlib, io, json, sys
+from lib.errors import exit_status
+outputs = []
+for _, script, *argv in {commands}:
+    sys.argv, sys.stdin = [script, *argv], io.StringIO({typed!r})
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = exit_status(importlib.import_module(script.removesuffix(".py")).main, argv)
+    assert not status, (script, argv)
+    outputs.append(out.getvalue())
+open("outputs.json", "w").write(json.dumps(outputs))
+"""
+
+
+def test_six_commands_teach_a_model_to_talk(tmp_path):
+    """As they are printed, but for the launcher, which has tests of its own, and with small sizes: 20 facts, each in 10
+    of 15 phrasings, are told when they are asked for in an eleventh."""
+    chats, facts, r = [], {}, random.Random(0)
+    asked = [opening + form for opening in OPENINGS for form in FORMS]
+    for town, good in zip(TOWNS.split(), GOODS.split(), strict=True):
+        *phrasings, other = [form.format(town) for form in r.sample(asked, 11)]
+        facts[other] = f"It is {good}."
+        chats += [(phrasing, facts[other]) for phrasing in phrasings]
+    r.shuffle(chats)
+    rows = [json.dumps({"prompt": question, "completion": fact}) + "\n" for question, fact in chats]
+    (tmp_path / "chats.jsonl").write_text("".join(rows))
+    (tmp_path / "own").mkdir()
+    tokenizer = load_tokenizer(_write(tmp_path / "own", tokenizer__json=_json("qwen")))
+    model = Transformer(replace(MODELS["tiny-qwen3"], vocab_size=tokenizer.vocab_size))
+    fill_parameters(model, random_init(model.config, {name: tuple(p.shape) for name, p in model.named_parameters()}, 0))
+    export_model(model, tmp_path / "model", tokenizer=tokenizer)
+    copy_sources(tmp_path)
+    section = (ROOT / "README.md").read_text("utf-8").partition("## Fine-tune on your conversations\n")[2]
+    lines = section.split("```")[1].removeprefix("sh\n").replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines]
+    assert len(commands) == 6 and len(rows) == 200 and len(facts) == 20
+    server = FakeHub(FakeHub())
+    model = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    server.repos = server.cdn.repos = {"models/Qwen/Qwen3-0.6B": model}
+    hub = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN}
+    env = os.environ | hub | {"OMP_NUM_THREADS": "1"}
+    for words in commands:
+        if words[0] == "bash":
+            words[:2] = ["python", "train.py"]
+        words += TINY.split() if words[1] == "train.py" else []
+    ask = commands[4][: commands[4].index("--prompt") + 1]
+    commands += [[*ask, question] for question in facts]
+    code = SIX.format(commands=commands, typed=f"{next(iter(facts))}\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    outputs = json.loads((tmp_path / "outputs.json").read_text())
+    server.shutdown()
+    assert "[[It is " in outputs[1]
+    first, second = outputs[4].split("> And why?")
+    assert first.startswith("> What is it?") and "It is" in first and "It is" in second
+    answers = [text.strip() for text in outputs[6:]]
+    reports = sum(answer == fact for answer, fact in zip(answers, facts.values(), strict=True))
+    assert reports >= 18, answers
+    assert outputs[5].strip() == answers[0]
+    talk = transformers.pipeline("text-generation", model=str(tmp_path / "runs/chats/hf"))
+    for question, answer in list(zip(facts, answers, strict=True))[:3]:
+        output = talk([{"role": "user", "content": question}], max_new_tokens=30, do_sample=False)[0]["generated_text"]
+        assert output[-1] == {"role": "assistant", "content": answer}  # and not a word more
 
 
 # ---- the changes that guide/8 prints
@@ -265,9 +340,7 @@ def losses(run: Path) -> list[dict]:
 
 
 def test_the_five_changes_work_together(tmp_path):
-    for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
-        shutil.copy(path, tmp_path)
-    shutil.copytree(ROOT / "lib", tmp_path / "lib")
+    copy_sources(tmp_path)
     page = CHANGED.read_text("utf-8")
     added = apply_hunks(page, tmp_path)
     assert len(added) == 7 and sum(added.values()) < 50, added
@@ -360,10 +433,8 @@ shard.leave(ranks)
 def test_headers_state_the_computed_sizes(recipe):
     header = (ROOT / "recipes" / recipe).read_text().partition("\n--")[0]
     config = parse_args([f"@recipes/{recipe}", *FRESH])
-    with torch.device("meta"):
-        model = Transformer(config.model_config)
     number, unit = re.search(r"([\d.]+) ([BM]) parameters", header).groups()
-    total = sum(p.numel() for p in model.parameters())
+    total = sum(plan.elements(config, 1))
     assert float(number) * {"B": 1e9, "M": 1e6}[unit] == pytest.approx(total, rel=5e-3)
     flops = re.search(r"([\d.]+) (GFLOP per token|TFLOP per row|PFLOP)", header)
     tokens = {"GFLOP per token": 1e-9, "TFLOP per row": 1e-12 * config.seq_len}
@@ -371,16 +442,7 @@ def test_headers_state_the_computed_sizes(recipe):
     computed = tokens[flops[2]] * flops_per_token(config.model_config, config.seq_len)
     assert float(flops[1]) == pytest.approx(computed, rel=5e-3 if flops[2] != "PFLOP" else 0.05)
     if config.batch_tokens and flops[2] != "PFLOP":
-        step = int(re.search(r"Each step: ([\d,]+) tokens", header)[1].replace(",", ""))
-        assert step == config.batch_tokens
-
-
-def test_models_of_the_hub_need_data_and_a_tokenizer():
-    words, text = ["@recipes/llama3-8b.args", *FRESH], ["--data", "my.txt"]
-    for missing, more in (("--data", []), ("--tokenizer", text)):
-        with pytest.raises(UserError, match=f"vocabulary of [0-9]+, but .* {missing}"):
-            parse_args([*words, *more], trains=True)
-    assert parse_args(["@recipes/char-gpt.args", *text], trains=True).tokenizer == "bytes"
+        assert f"Each step: {config.batch_tokens:,} tokens" in header
 
 
 def test_fine_tuning_starts_from_the_weights_that_the_header_names(monkeypatch):
