@@ -77,11 +77,9 @@ torch.set_num_threads(2)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h; a forked process ignores MALLOC_ variables
 assert all(ctypes.CDLL(None).mallopt(parameter, 65536) for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD))
 for words in json.loads(sys.argv[1]):
-    config = parse_args([*words.split(), "--compile", "none"])
     ranks = shard.ALONE
-    config = train.resolve(config, ranks.device, 1)
-    shape = config.micro_batch, config.seq_len
-    tokens = torch.randint(config.model_config.vocab_size, shape)
+    config = train.resolve(parse_args([*words.split(), "--compile", "none"]), ranks.device, 1)
+    tokens = torch.randint(config.model_config.vocab_size, (config.micro_batch, config.seq_len))
     batch = Batch(tokens, tokens, None)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -147,21 +145,15 @@ def test_long_rows_are_extrapolated_from_short_ones(monkeypatch):
     assert sum(extrapolated.values()) == pytest.approx(sum(traced.values()), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--gpu h1000", "--gpu: invalid choice: 'h1000' .*h100-80"),
-        ("--gpus 6 --shard_size 4", "--shard_size 4 does not divide the 6 ranks"),
-        ("--gpus 0", "--gpus 0: each must be at least 1"),
-        ("--batch_tokens 1000 --micro_batch 1", "does not divide by micro_batch x seq_len x ranks"),
-        ("--gpus 8 --compile model", "--compile model with several processes"),
-        ("--gpu a100-80 --fp8 tensor", "has no FP8"),
-        ("--fp8 tensor --compile none", "--fp8 tensor: uncompiled"),
-        ("--attention varlen --dtype fp32", "--attention varlen: its kernels are for GPUs"),
-        ("--epochs 2", "plan.py reads no data; give --steps"),
-        ("--layers 3", "unknown flag --layers"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    ("--gpu h1000", "--gpu: invalid choice: 'h1000' .*h100-80"), ("--gpus 0", "--gpus 0: each must be at least 1"),
+    ("--gpus 6 --shard_size 4", "--shard_size 4 does not divide the 6 ranks"), ("--layers 3", "unknown flag --layers"),
+    ("--batch_tokens 1000 --micro_batch 1", "does not divide by micro_batch x seq_len x ranks"),
+    ("--gpus 8 --compile model", "--compile model with several processes"),
+    ("--gpu a100-80 --fp8 tensor", "has no FP8"), ("--fp8 tensor --compile none", "--fp8 tensor: uncompiled"),
+    ("--attention varlen --dtype fp32", "--attention varlen: its kernels are for GPUs"),
+    ("--epochs 2", "plan.py reads no data; give --steps"),
+])  # fmt: skip
 def test_mistakes_are_refused_in_the_words_of_training(capsys, words, message):
     status, _, err = answer(capsys, words)
     assert status == 2 and re.search(message, err) and err.count("\n") == 1

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import inspect
 import json
+import math
 import os
 import random
 import re
@@ -186,6 +187,13 @@ def test_spelling():
 # ---- the six commands of README.md, from a chat file to a talking model
 
 
+def run_python(code: str, folder: Path, env: dict[str, str], *words: str) -> subprocess.CompletedProcess:
+    env = os.environ | env | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def copy_sources(folder: Path) -> None:
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(path, folder)
@@ -240,7 +248,6 @@ def test_six_commands_teach_a_model_to_talk(tmp_path):
     model = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     server.repos = server.cdn.repos = {"models/Qwen/Qwen3-0.6B": model}
     hub = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN}
-    env = os.environ | hub | {"OMP_NUM_THREADS": "1"}
     for words in commands:
         if words[0] == "bash":
             words[:2] = ["python", "train.py"]
@@ -248,8 +255,7 @@ def test_six_commands_teach_a_model_to_talk(tmp_path):
     ask = commands[4][: commands[4].index("--prompt") + 1]
     commands += [[*ask, question] for question in facts]
     code = SIX.format(commands=commands, typed=f"{next(iter(facts))}\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python(code, tmp_path, hub)
     outputs = json.loads((tmp_path / "outputs.json").read_text())
     server.shutdown()
     assert "[[It is " in outputs[1]
@@ -349,15 +355,11 @@ def test_the_five_changes_work_together(tmp_path):
     (tmp_path / "rows.csv").write_text("\ufeffreview,number\n" + "".join(rows), "utf-8")  # with Excel's BOM
     words = [shlex.split(line)[2:] for line in re.findall(r"^python train.py .*", page, re.M)]
     assert len(words) == 4
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", INSIDE, json.dumps(words)]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run_python(INSIDE, tmp_path, {}, json.dumps(words))
     assert "No export to hf/" in done.stdout
     whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     assert [r["loss"] for r in whole] == [r["loss"] for r in parts] and len(whole) == 4
-    for r in whole:
-        assert r["perplexity"] == pytest.approx(2.718281828 ** r["loss"], rel=1e-5)
+    assert all(r["perplexity"] == pytest.approx(math.exp(r["loss"]), rel=1e-5) for r in whole)
 
 
 # ---- recipes
