@@ -48,7 +48,6 @@ CUBLAS_BYTES = 2**26  # workspaces of the forward and of the backward thread, fr
 STACKS = 5.3  # multiples of a stack that Muon needs at once, as torch's allocator measured it
 LOOSE = 0.04  # share of allocated memory that torch reserves in blocks too small for the next request
 PROCESS_BYTES = {True: 3 * GIB, False: int(0.335 * GIB)}  # of a host's process with or without a GPU: Python, torch
-TRACED_TOKENS = 2**14  # more tokens are extrapolated from rows with this many and with twice as many
 FUSED = 3  # a compiled block moves an elementwise result about a third as often
 RATES = {"bf16": 1.0, "tf32": 0.5, "fp32": 0.07}  # multiples of the rate in bf16
 NARROW = 200  # columns: matrices of this width reach half of the rate of very wide ones
@@ -174,13 +173,7 @@ def micro_batches(config: Config, cluster: Cluster) -> float:
 def trace(config: Config, cluster: Cluster) -> list[int]:
     """A forward and a backward pass of the model -> peak bytes in addition to parameters and optimizer state: until the
     loss, in the last block's backward pass, in the first block's, and in the rest; and the bytes of all tensors made.
-    Without masks, all of these are proportional to tokens."""
-    row_tokens = config.micro_batch * config.seq_len
-    if row_tokens > 2 * TRACED_TOKENS and config.documents == "joined":
-        sizes = ((n, config.batch_tokens * n // row_tokens) for n in (TRACED_TOKENS, 2 * TRACED_TOKENS))
-        rows = (replace(config, micro_batch=1, seq_len=n, batch_tokens=step) for n, step in sizes)
-        fewer, more = (trace(row, cluster) for row in rows)
-        return [int(a + (row_tokens / TRACED_TOKENS - 1) * (b - a)) for a, b in zip(fewer, more, strict=True)]
+    Two blocks run. Each further block would add as much as the second."""
     wrapped = _is_wrapped(config, cluster)
     passes = 1 if wrapped else 1 + (micro_batches(config, cluster) > 1)
     tokens = torch.empty(config.micro_batch, config.seq_len, dtype=torch.int64, device=META)

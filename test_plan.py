@@ -135,16 +135,6 @@ def test_newton_schulz_is_counted_as_torch_counts_it():
     assert plan.newton_schulz_flops(config) == counter.get_total_flops() > 0
 
 
-def test_long_rows_are_extrapolated_from_short_ones(monkeypatch):
-    card = plan.Cluster(1, 1, H100)
-    config = plan.settle(parse_args(["--model", "llama3.2-1b", "--seq_len", "65536", "--micro_batch", "1"]), card)
-    extrapolated = plan.predict(config, card).gpu
-    monkeypatch.setattr(plan, "TRACED_TOKENS", 2**16)
-    plan.trace.cache_clear()
-    traced = plan.predict(config, card).gpu
-    assert sum(extrapolated.values()) == pytest.approx(sum(traced.values()), rel=0.01)
-
-
 @pytest.mark.parametrize("words, message", [
     ("--gpu h1000", "--gpu: invalid choice: 'h1000' .*h100-80"), ("--gpus 0", "--gpus 0: each must be at least 1"),
     ("--gpus 6 --shard_size 4", "--shard_size 4 does not divide the 6 ranks"), ("--layers 3", "unknown flag --layers"),
