@@ -9,7 +9,6 @@ Nothing here imports torch, which takes seconds, so --help and error messages ap
 import their libraries themselves."""
 
 import argparse
-import difflib
 import re
 import shlex
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from lib.errors import ROOT, VERSION, Parser, UserError, did_you_mean, local_path
+from lib.errors import ROOT, VERSION, Parser, UserError, local_path, nearest
 from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
@@ -391,9 +390,10 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
     """The words of a recipe file, with each @NAME in it replaced by the words of that recipe."""
     path = next((p for p in (Path(name), ROOT / name) if p.is_file()), None)
     if path is None:
-        others = sorted(f"@recipes/{p.name}" for p in (ROOT / "recipes").glob("*.args"))
-        near = did_you_mean(f"@{name}", others)
-        raise UserError(f"@{name}: this recipe does not exist; there are {', '.join(others)}{near}")
+        others = {p.stem: f"@recipes/{p.name}" for p in sorted((ROOT / "recipes").glob("*.args"))}
+        near = nearest(Path(name).stem, others)
+        known = f"did you mean {others[near]}?" if near else f"there are {', '.join(others.values())}"
+        raise UserError(f"@{name}: this recipe does not exist; {known}")
     if path.resolve() in inside:
         raise UserError(f"@{name}: the recipe names itself")
     try:
@@ -448,8 +448,8 @@ def _known_as(name: str) -> str:
     lines = map(str.split, ELSEWHERE.strip().splitlines())
     meanings = {theirs: flag for flag, *names in lines for theirs in names}
     last = name.rpartition(".")[2]  # torchtitan's names are SECTION.NAME
-    near = difflib.get_close_matches(last, [f.name for f in fields(Config)], 1, 0.8)  # the name itself if it is ours
-    return meanings.get(name) or meanings.get(last) or "".join(near)
+    names = [f.name for f in fields(Config)]  # the nearest name is the name itself if it is ours
+    return meanings.get(name) or meanings.get(last) or nearest(last, names, 0.8)
 
 
 def parse_args(argv: list[str], trains: bool = False) -> Config:

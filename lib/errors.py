@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
-from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parent.parent
 # OpenMP threads that wait for work spin and keep their cores. If another process needs these cores, training becomes 10
@@ -30,15 +29,13 @@ ROOT = Path(__file__).parent.parent
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 VERSION = "0.2.0"  # CHANGELOG.md lists its changes
-LARGEST = 1 << 29  # bytes that are read at once; Llama 3's tokenizer.json has 17 MB
 
 
 def human(n: float, units: tuple[str, ...] = ("", "K", "M", "B")) -> str:
     """6889410560 -> 6.89 B"""
-    power = 0
-    while n >= 999.5 and power < len(units) - 1:
-        n, power = n / 1000, power + 1
-    return f"{n:.3g} {units[power]}".strip()
+    if n >= 999.5 and units[1:]:
+        return human(n / 1000, units[1:])
+    return f"{n:.3g} {units[0]}".strip()
 
 
 def amount(size: float) -> str:
@@ -50,11 +47,6 @@ def printable(text: object) -> str:
     """The text with control characters escaped as in repr, because names from files and other machines may contain
     terminal commands. Line feeds and tabs stay."""
     return re.sub("[\0-\b\v-\x1f\x7f-\x9f\ud800-\udfff]", lambda match: repr(match[0])[1:-1], str(text))
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names from a file or a folder in one line, quoted if they are not printable."""
-    return ", ".join(name if name.isprintable() else repr(name) for name in names)
 
 
 class Message(Exception):
@@ -93,9 +85,9 @@ PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EI
 FULL_DISK = errno.ENOSPC, errno.EDQUOT
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """The end of a message about a name that does not exist; empty if none of the known names is near."""
-    return "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(word, names, 1))
+def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str:
+    """The known name that is spelt most like a word; empty if none is alike. likeness: up to 1, the same word."""
+    return "".join(difflib.get_close_matches(word, names, 1, likeness))
 
 
 def free_space(path: Path) -> tuple[int, Path]:
@@ -111,11 +103,7 @@ def describe_error(error: Exception) -> tuple[int, str, bool]:
     if isinstance(error, Message):
         return 2 if isinstance(error, UserError) else 1, str(error), alone
     if isinstance(error, OSError) and error.errno in FULL_DISK:
-        place = ""
-        if error.filename:
-            free, folder = free_space(Path(os.fsdecode(error.filename)))
-            place = f" ({amount(free)} free in {folder})"
-        return 1, f"the disk is full: free some space, then run the same command again{place}: {error}", alone
+        return 1, f"the disk is full: free some space, then run the same command again: {error}", alone
     if isinstance(error, OSError) and error.filename:
         return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}", alone
     traceback.print_exception(error)
@@ -133,7 +121,9 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
     """Calls main(argv) and reports its error -> its result, or the error's status: 2 for a user error, 130 for Ctrl-C,
     141 for a closed pipe, 1 for anything else. Only rank 0 reports a user error that all ranks have."""
     try:
-        return main(argv) or 0
+        status = main(argv) or 0
+        sys.stdout.flush()
+        return status
     except SystemExit as end:  # raised by argparse after --help
         return end.code or 0
     except KeyboardInterrupt:
@@ -163,13 +153,8 @@ def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
 def _end(status: int) -> NoReturn:
     """Skips the interpreter's shutdown, which takes seconds and may be aborted by gloo's threads (pytorch pull request
     179291)."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            pass
-        except OSError:
-            status = status or 1
+    with contextlib.suppress(OSError):  # exit_status has reported it
+        sys.stdout.flush()
     os._exit(status)
 
 
@@ -192,12 +177,11 @@ def write_json(path: Path, value) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file; {} if the file is missing or holds something else."""
+    """The object in a JSON file; {} if the file is missing, cannot be read, or holds something else."""
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return read_object(path)
+    except UserError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 # ---- files that the user or the hub provides
@@ -205,20 +189,18 @@ def read_json(path: Path) -> dict:
 
 def describe_content(head: bytes) -> str:
     """Names a file's content by its first bytes, if it is a pickle, a web page or a git-LFS pointer; else empty."""
-    if head.startswith(b"version https://git-lfs"):
-        return "a git-LFS pointer, not the file: run `git lfs pull` there, or `python download.py ORG/NAME`"
-    if re.match(rb"\s*<(!doctype|html|\?xml)", head, re.IGNORECASE):
-        return "an HTML or XML page: the download went wrong, repeat it with `python download.py`"
-    if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
-        return "a pickle, which can run code"
-    return ""
+    again = "`python download.py ORG/NAME`"
+    kinds = {
+        b"version https://git-lfs": f"a git-LFS pointer, not the file: run `git lfs pull` there, or {again}",
+        rb"\s*<(!doctype|html|\?xml)": f"an HTML or XML page: the download went wrong, repeat it with {again}",
+        b"PK\3\4|\x80[\2-\5]": "a pickle, which can run code",
+    }
+    return "".join(kind for pattern, kind in kinds.items() if re.match(pattern, head, re.IGNORECASE))
 
 
 def read_file(path: Path) -> bytes:
     """The content of a configuration or tokenizer file. UserError if it cannot be read, or is something else."""
     try:
-        if (size := path.stat().st_size) > LARGEST:
-            raise UserError(f"{path} has {size} bytes, expected at most {LARGEST}")
         data = path.read_bytes()
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
@@ -291,10 +273,11 @@ def find_damage(folder: Path) -> list[str]:
     """Names of a downloaded folder's files that are missing, or differ from the hub's. A file is hashed unless its hash
     was right before and its size and time of change are the same. The expected hashes come from download.py's record,
     and in a cache that other programs filled from the names of its blobs: sha256, or git's SHA-1 of a blob."""
-    record = read_json(record_of(folder))
+    place = record_of(folder)
+    record = read_json(place)
     verified = record.get("verified", {})
     links = [p for p in folder.rglob("*") if p.is_symlink()] if folder.parent.name == "snapshots" else []
-    blobs = {str(p.relative_to(folder)): os.path.basename(os.readlink(p)) for p in links}
+    blobs = {str(p.relative_to(folder)): p.readlink().name for p in links}
     hashes = {name: blob for name, blob in blobs.items() if len(blob) in (40, 64)} | record.get("hashes", {})
 
     def verify(name: str) -> list | None:
@@ -315,8 +298,8 @@ def find_damage(folder: Path) -> list[str]:
         states = dict(zip(hashes, pool.map(verify, hashes), strict=True))
     if states != verified:
         with contextlib.suppress(OSError):  # a cache that only others may write: it is verified each time
-            record_of(folder).parent.mkdir(exist_ok=True)
-            write_json(record_of(folder), record | {"verified": states})
+            place.parent.mkdir(exist_ok=True)
+            write_json(place, record | {"verified": states})
     return [name for name, state in states.items() if state is None]
 
 
@@ -363,7 +346,7 @@ def guard_token() -> None:
     session = get_session()
 
     def drop_elsewhere(request) -> None:
-        if urlsplit(str(request.url))[:2] != urlsplit(constants.ENDPOINT)[:2]:
+        if not str(request.url).startswith(f"{constants.ENDPOINT}/"):
             request.headers.pop("Authorization", None)
 
     hooks = {"request": [*session.event_hooks["request"], drop_elsewhere]}
@@ -392,11 +375,12 @@ def _use_venv() -> None:
     missing = [name for name in required.split() if importlib.util.find_spec(name) is None]
     if not missing:
         return
-    python = ROOT / ".venv" / "bin" / "python"
-    if python.exists() and Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
+    venv = ROOT / ".venv"
+    python = venv / "bin" / "python"
+    if python.exists() and Path(sys.prefix).resolve() != venv.resolve():
         os.execv(python, [str(python), *sys.argv])
-    lacking = f"This Python ({sys.executable}) lacks {', '.join(missing)}: run `bash launch.sh setup` first"
-    sys.exit(print(f"error: {lacking}", file=sys.stderr) or 2)
+    say_error(f"This Python ({sys.executable}) lacks {', '.join(missing)}: run `bash launch.sh setup` first")
+    sys.exit(2)
 
 
 def end_with_torchrun() -> None:

@@ -44,10 +44,9 @@ from typing import NamedTuple
 from lib.errors import (
     Parser,
     UserError,
-    did_you_mean,
     guard_token,
     hub_errors,
-    listed,
+    nearest,
     printable,
     read_ahead,
     read_json,
@@ -145,7 +144,8 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
         if not hub:
             folder = Path(path).absolute() if os.path.isdir(path) else Path(path).absolute().parent
             names = os.listdir(folder) if folder.is_dir() else []
-            place = f" in {folder}{did_you_mean(Path(path).name, names)}"
+            near = nearest(Path(path).name, names)
+            place = f" in {folder}" + f"; did you mean {near}?" * bool(near)
         raise UserError(f"{flag} {spec}: no such file of a known format{place}; {FORMATS} are known")
     version, protocol = ("blob_id", "hf://") if hub else ("mtime", "")
     return [TextFile(protocol + info["name"], info["size"], str(info[version]), hub) for info in infos]
@@ -362,7 +362,9 @@ class Encoder(NamedTuple):
                 )
             return self._encode_chat(tokenizer, messages), "chat"
         if not isinstance(text, str):
-            found = listed(f"{key} ({type(value).__name__})" for key, value in fields.items()) or type(content).__name__
+            found = (
+                ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items()) or type(content).__name__
+            )
             raise UserError(
                 f"no text in field '{self.text_field}' (found: {found[:300]}); --text_field names it. A conversation"
                 f" has {CHATS_KNOWN}"
@@ -562,7 +564,7 @@ def prepare(
         if index.get("key") != key:
             if others := sorted({p.name for p in out.iterdir()} - {".lock", INDEX}):
                 raise UserError(
-                    f"--out {out} holds {listed(others[:3])}, made of other input or with another tokenizer or other"
+                    f"--out {out} holds {', '.join(others[:3])}, made of other input or with another tokenizer or other"
                     " flags: name another folder, or empty it"
                 )
             index = {
@@ -607,7 +609,7 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
     if val_every and len(tokens["train"]) > 1 and not tokens["val"] and "val-00000.bin" not in index["files"]:
         tokens["val"].append(tokens["train"].pop())  # one document or conversation, of too few for val_every
     if not any(tokens.values()) and not index["files"]:
-        raise UserError(f"{listed(index['sources'][:3])}: no rows are left, so there is nothing to prepare")
+        raise UserError(f"{', '.join(index['sources'][:3])}: no rows are left, so there is nothing to prepare")
     del index["position"]
     _write_shards(out, index, tokens)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 
-from lib.errors import UserError, listed, local_path, printable, read_file, read_json, read_object, write_json
+from lib.errors import UserError, local_path, printable, read_file, read_json, read_object, write_json
 
 USUAL_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<|endoftext|>"),
@@ -193,7 +193,7 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     else:
         tokenizer = SentencePiece(data, settings)
     if absent := {token["content"] for token in added} - tokenizer.vocab.keys():
-        raise UserError(f"{source.name} lacks {listed(absent)}, which tokenizer_config.json names")
+        raise UserError(f"{source.name} lacks {', '.join(absent)}, which tokenizer_config.json names")
     tokenizer.vocab_size = max(tokenizer.vocab.values()) + 1
     _set_ends(tokenizer, names, settings.get("eos_token_id", []))
     template, jinja = settings.get("chat_template", ""), folder / "chat_template.jinja"
