@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from lib.errors import UserError, local_path  # first: it finds the Python that has torch
+from lib.errors import UserError, free_space, local_path  # first: it finds the Python that has torch
 
 import torch  # isort: skip
 
@@ -74,8 +74,7 @@ def _is_short(config: Config, device: torch.device) -> bool:
 
 def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
     """Refuses trackers, a batch or an output folder that the run could not use."""
-    out = Path(config.out).absolute()
-    existing = next(p for p in (out, *out.parents) if p.exists())
+    _, existing = free_space(Path(config.out))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--out {config.out}: {existing} is not a folder that you may write to")
     refuse_unusable(config.track)

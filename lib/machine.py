@@ -76,9 +76,7 @@ def known_gpu(device: torch.device) -> Gpu | None:
 
 def describe_environment() -> dict:
     """Code, versions and hardware, for env.json."""
-    command, git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"], ""
-    with contextlib.suppress(OSError):  # git is not installed
-        git = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    git = _output("git", "-C", ROOT, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty").strip()
     return {
         "version": VERSION,
         "git": git.removesuffix("-dirty") or None,
@@ -93,10 +91,16 @@ def describe_environment() -> dict:
     }
 
 
+def _output(*command: str | Path) -> str:
+    """The output of a program; empty if it is not installed."""
+    if not shutil.which(command[0]):
+        return ""
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
 def cpu_name() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        return next(re.finditer("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text()))[1]
-    return platform.processor()
+    names = re.findall("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return names[0] if names else platform.processor()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
@@ -104,8 +108,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     matmuls. Measuring resets the peak memory of a GPU."""
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
         return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops:g} TFLOP/s"
-    n, generator = WIDTH[device.type], torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
-    a = torch.randn(n, n, device=device, generator=generator).to(dtype)
+    n = WIDTH[device.type]
+    a = torch.linspace(-1, 1, n * n, device=device).view(n, n).to(dtype)
     flops = 2 * n**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -116,8 +120,7 @@ def memory_gib(device: torch.device) -> float:
     """The peak so far: allocated memory on a GPU, the process's resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    status = Path("/proc/self/status").read_text()  # not getrusage: a child inherits its parent's peak
-    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
+    return _kib_of("VmHWM", "/proc/self/status") / 2**20  # not getrusage: a child inherits its parent's peak
 
 
 def find_device(processes: int, local_rank: int = 0) -> torch.device:
@@ -125,14 +128,13 @@ def find_device(processes: int, local_rank: int = 0) -> torch.device:
     use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not torch.cuda.is_available():
-        if visible not in ("", "-1") and shutil.which("nvidia-smi"):
-            gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-            if "GPU 0" in gpus:
-                raise UserError(
-                    f"nvidia-smi shows GPUs ({gpus.splitlines()[0]}), but torch {torch.__version__} (CUDA"
-                    f" {torch.version.cuda}) cannot use them: update the driver, install a torch that suits it, or set"
-                    " CUDA_VISIBLE_DEVICES= to train on the CPU"
-                )
+        gpus = "" if visible in ("", "-1") else _output("nvidia-smi", "-L")
+        if "GPU 0" in gpus:
+            raise UserError(
+                f"nvidia-smi shows GPUs ({gpus.splitlines()[0]}), but torch {torch.__version__} (CUDA"
+                f" {torch.version.cuda}) cannot use them: update the driver, install a torch that suits it, or set"
+                " CUDA_VISIBLE_DEVICES= to train on the CPU"
+            )
         return torch.device("cpu")
     if processes > torch.cuda.device_count():
         raise UserError(
@@ -152,7 +154,7 @@ def keep_memory() -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
     with contextlib.suppress(OSError):  # no driver
         can_grow = hasattr(ctypes.CDLL("libcuda.so.1"), "cuMemAddressReserve")
-        if can_grow and not any(k in os.environ for k in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        if can_grow and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if not torch.cuda.is_available() and not any(k.startswith("MALLOC_") for k in os.environ):
         libc = ctypes.CDLL(None)
@@ -177,9 +179,9 @@ def set_products(dtype: str) -> None:
 def compiler_problem() -> str:
     """The reason why torch.compile cannot work on this host, with the command that fixes it; empty if it can."""
     compiler = os.environ.get("CXX") or "g++"  # inductor's choice
-    if " " in (torch.__file__ or ""):  # inductor splits its linker flags at spaces
+    if " " in torch.__file__:  # inductor splits its linker flags at spaces
         return f"torch is in a folder with a space in its name ({Path(torch.__file__).parent}): move the checkout"
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
     if shutil.which(compiler.split()[0]) and header.exists():
         return ""
     return f"{compiler} or {header} was not found, which are needed to compile: sudo apt install g++ python3-dev"
@@ -189,23 +191,35 @@ def compiler_problem() -> str:
 
 
 def available_memory() -> int:
-    """Free bytes of the host's memory within the container's limit; 0 if unknown."""
-    try:
-        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-        limits = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-        if limits[0].exists() and (limit := limits[0].read_text().strip()) != "max":
-            free = min(free, int(limit) - int(limits[1].read_text()))
-        return free
-    except (OSError, ValueError, IndexError):
-        return 0
+    """Free bytes of the host's memory within the container's limit."""
+    free = _kib_of("MemAvailable", "/proc/meminfo") * 1024
+    with contextlib.suppress(OSError, ValueError):  # no container, or its limit is "max"
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
+
+
+def _kib_of(name: str, path: str) -> int:
+    """A value in kB of a file of the kernel's."""
+    return int(re.search(rf"^{name}:\s*(\d+)", Path(path).read_text(), re.M)[1])
 
 
 def lower_memory(config, on_gpu: bool = True) -> str:
     """The flags that lower the memory of a run, cheapest first, without those that it has."""
-    lowest = {"micro_batch": 1, "state_dtype": "bf16", "checkpointing": "block", "offload_activations": True}
-    lowest |= {"param_dtype": "bf16", "offload": "cpu"}
-    useful = [name for name in lowest if getattr(config, name) != lowest[name] and (on_gpu or "offload" not in name)]
-    return "; ".join([*(f"--{name} {lowest[name]}" for name in useful), "more GPUs or machines; a smaller model"])
+    lowest = {
+        "micro_batch": 1,
+        "state_dtype": "bf16",
+        "checkpointing": "block",
+        "offload_activations": True,
+        "param_dtype": "bf16",
+        "offload": "cpu",
+    }
+    flags = [
+        f"--{name} {value}"
+        for name, value in lowest.items()
+        if getattr(config, name) != value and (on_gpu or "offload" not in name)
+    ]
+    return "; ".join([*flags, "more GPUs or machines; a smaller model"])
 
 
 @contextlib.contextmanager
