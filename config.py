@@ -449,7 +449,7 @@ def _known_as(name: str) -> str:
     meanings = {theirs: flag for flag, *names in lines for theirs in names}
     last = name.rpartition(".")[2]  # torchtitan's names are SECTION.NAME
     names = [f.name for f in fields(Config)]  # the nearest name is the name itself if it is ours
-    return meanings.get(name) or meanings.get(last) or nearest(last, names, 0.8)
+    return meanings.get(name) or meanings.get(last) or nearest(last, names)
 
 
 def parse_args(argv: list[str], trains: bool = False) -> Config:

@@ -2,14 +2,12 @@
 env.json; which rank is slow, and --profile.
 
     python log.py plot RUN [RUN ...] [-o FILE]        the curves of runs in one picture
-    python log.py track RUN [RUN ...] [--to NAMES]    sends the records of finished runs to trackers
 
 Rank 0 writes. Only `Log.step` waits for a GPU, on steps that are recorded. metrics.jsonl is the reference: a
 resumed run sends all its records to the trackers again, under the same wandb id (wandb.json). The variables of wandb
 (WANDB_MODE, WANDB_PROJECT) work as usual."""
 
 import gc
-import itertools
 import json
 import math
 import os
@@ -35,13 +33,12 @@ from lib import torch_private
 from lib.lora import flops_per_token
 from lib.machine import describe_environment, memory_gib, peak_flops
 from lib.rows import text_bytes
-from lib.run import logger, refuse_unusable, write_status
+from lib.run import logger, write_status
 from model import IGNORE, Transformer
 from optim import DTYPES, trained
 from shard import gather, mesh_shape, on_first_rank
 
 SLOW = 0.095  # a rank is named if it is slower than the median by this share, which is shown as 10 %
-PARTS = ("data", "compile", "steps")  # of the time that is a step's
 GPU_EVERY = 8  # on GPUs only every eighth step is measured, because reading its events takes time
 PANELS = {  # of curves.png: fields of metrics.jsonl, and their labels
     "loss": "loss (nats per token)",
@@ -52,13 +49,12 @@ PANELS = {  # of curves.png: fields of metrics.jsonl, and their labels
     "mem_gib": "memory (GiB)",
 }
 DOTS = {"marker": "o", "ls": "--"}
-LINES = [  # of curves.png: panel, field of a record and style
-    ("loss", "loss", {"alpha": 0.35, "lw": 1}),
-    ("loss", "mean_loss", {"lw": 1.5}),
-    ("loss", "val_loss", DOTS),
-    ("val_bpb", "val_bpb", DOTS),
-    *((name, name, {"lw": 1}) for name in ("grad_norm", "lr", "tok_per_s", "mem_gib")),
-]
+STYLES = {  # of curves.png: the name in the legend and the style of fields
+    "loss": ("training", {"alpha": 0.35}),
+    "mean_loss": ("training, running mean", {}),
+    "val_loss": ("validation", DOTS),
+    "val_bpb": ("", DOTS),
+}
 
 
 def attention_kernel(config: Config, data, device: torch.device) -> str:
@@ -71,7 +67,7 @@ def attention_kernel(config: Config, data, device: torch.device) -> str:
 def describe_model(model: Transformer) -> None:
     total = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in trained(model).values())
-    logger.info("Created model with total parameters: %d (%s), trainable: %d", total, human(total), trainable)
+    logger.info(f"Created model with total parameters: {total} ({human(total)}), trainable: {trainable}")
 
 
 # ---- time
@@ -83,11 +79,11 @@ def describe_model(model: Transformer) -> None:
 
 
 class Times(NamedTuple):
-    """A rank's mean step in ms. wait: within collectives; compute: the rest without data."""
+    """A rank's mean step in ms. data, wait: its parts that wait for data and within collectives."""
 
     host: str
+    step: float
     data: float
-    compute: float
     wait: float
 
 
@@ -97,13 +93,13 @@ class TimedCollective:
     def __init__(self, collective: Callable, timer: "CollectiveTimer"):
         self.collective, self.timer = collective, timer
 
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size, **options) -> Tensor:
         self.timer.begin()  # with whole replicas, an all-reduce follows this call directly
-        return torch.empty(size, dtype=dtype, device=device)
+        return torch.empty(size, **options)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options):
         self.timer.begin()
-        work = self.collective(output_tensor, input_tensor, group=group, **options)
+        work = self.collective(output_tensor, input_tensor, **options)
         self.timer.end()
         return work
 
@@ -120,10 +116,6 @@ class CollectiveTimer:
             if replicas > 1:  # FSDP calls this after the all-reduce that follows a reduce-scatter
                 unit.set_all_reduce_hook(lambda reduced: self.end())
 
-    @property
-    def active(self) -> bool:
-        return self.clock.stack[-1] in ("compile", "steps") and not (self.cuda and self.clock.step % GPU_EVERY)
-
     def now(self) -> float | torch.cuda.Event:
         if not self.cuda:
             return 1e3 * time.perf_counter()
@@ -132,13 +124,13 @@ class CollectiveTimer:
         return event
 
     def begin(self) -> None:
-        if self.active:
-            self.begun = self.now()
+        trains = self.clock.stack[-1] in ("compile", "steps")
+        self.begun = self.now() if trains and not (self.cuda and self.clock.step % GPU_EVERY) else None
 
     def end(self) -> None:
-        if self.active:
+        if self.begun:
             self.spans.append((self.clock.step, self.begun, self.now()))
-            self.begin()  # an all-reduce may follow
+        self.begin()  # an all-reduce may follow
 
     def take(self) -> float:
         """ms per step since the last call. On a GPU the steps must have finished, which reading the loss ensures."""
@@ -150,13 +142,13 @@ class CollectiveTimer:
 def find_slow(ranks: list[Times]) -> tuple[int, str] | None:
     """The slowest rank and a description; None if it is within 10 % of the median."""
     cost = min(times.wait for times in ranks)  # the collectives themselves take this long; the rest is waiting
-    busy = [times.data + times.compute + cost for times in ranks]
+    busy = [times.step - times.wait + cost for times in ranks]
     rank, usual = busy.index(max(busy)), median_low(busy)
     if busy[rank] <= (1 + SLOW) * usual:
         return None
-    host, data, compute, _ = ranks[rank]
-    excess = busy[rank] / usual - 1
-    return rank, f"{host}/rank {rank} {excess:+.0%} (data {data:,.0f} ms, compute {compute + cost:,.0f} ms)"
+    excess, times = busy[rank] / usual - 1, ranks[rank]
+    compute = busy[rank] - times.data
+    return rank, f"{times.host}/rank {rank} {excess:+.0%} (data {times.data:,.0f} ms, compute {compute:,.0f} ms)"
 
 
 def profile_steps(run, start: int) -> profile:
@@ -170,13 +162,13 @@ def profile_steps(run, start: int) -> profile:
         with run.phase("profile"):
             folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(folder / "rank-00000.trace.json.gz"))
-            averages = profiler.key_averages()
             order = f"self_{device.type}_time_total"
-            (folder / "table.txt").write_text(averages.table(order, row_limit=30, max_name_column_width=60))
-            logger.info("Profile of rank 0: %s/table.txt and a trace for https://ui.perfetto.dev", folder)
+            table = profiler.key_averages().table(order, row_limit=30, max_name_column_width=60)
+            (folder / "table.txt").write_text(table)
+            logger.info(f"Profile of rank 0: {folder}/table.txt and a trace for https://ui.perfetto.dev")
 
     torch_private.name_cpu_kernels()
-    logger.info("Profiling %d steps after step %d: they and their records are slower", steps, start + PROFILE_AFTER)
+    logger.info(f"Profiling {steps} steps after step {start + PROFILE_AFTER}: they and their records are slower")
     active = schedule(wait=PROFILE_AFTER - 1, warmup=1, active=steps, repeat=1)
     return profile(schedule=active, on_trace_ready=write, record_shapes=True)
 
@@ -187,13 +179,23 @@ def profile_steps(run, start: int) -> profile:
 def compare(predicted: dict[str, float], record: dict[str, float], folder: Path) -> str:
     """Writes plan.json, the predicted and measured values of a record -> a line for the log."""
     measured = {name: record[name] for name in predicted}
-    content = {"step": record["step"], "predicted": predicted, "measured": measured}
-    write_json(folder / "plan.json", content)
-    parts = []
-    for name, value in predicted.items():
-        ratio = value / measured[name] - 1
-        parts.append(f"{name} {value:.4g} predicted, {measured[name]:.4g} measured ({ratio:+.0%})")
+    write_json(folder / "plan.json", {"step": record["step"], "predicted": predicted, "measured": measured})
+    parts = [
+        f"{name} {value:.4g} predicted, {measured[name]:.4g} measured ({value / measured[name] - 1:+.0%})"
+        for name, value in predicted.items()
+    ]
     return f"Plan: {'; '.join(parts)}"
+
+
+def router_figures(sums: Tensor) -> dict[str, float]:
+    """The balancing loss, and each expert's share of the tokens in all layers, as a multiple of an even share. sums: of
+    model.Details.router_sums; a scalar if the model has no experts."""
+    if not sums.dim():
+        return {}
+    loads = sums[:-2].sum(0)
+    shares = (loads / loads.mean()).tolist()
+    router_loss = (sums[-2, 0] / sums[-1, 0]).item()
+    return {"router_aux_loss": router_loss} | {f"expert_load_{e}": share for e, share in enumerate(shares)}
 
 
 class Log:
@@ -205,36 +207,35 @@ class Log:
     def __init__(self, run, model: Transformer, start: int, sources: list[str] = ()):
         """run: a lib.run.Run. start: the last finished step. sources: names of the entries of a mixture."""
         config: Config = run.config
-        self.run, self.ranks, self.clock, self.file = run, run.ranks, run.clock, run.folder / "metrics.jsonl"
-        self.batch_tokens, self.seq_len = config.batch_tokens, config.seq_len
+        self.run, self.config, self.ranks, self.clock = run, config, run.ranks, run.clock
+        self.file = run.folder / "metrics.jsonl"
         self.flops_per_token = flops_per_token(config)
         self.peak, self.peak_source = peak_flops(self.ranks.device, model.dtype)
         self.sources = sources
         self.by_source = torch.zeros(2, len(sources), dtype=torch.float64, device=self.ranks.device)  # losses, tokens
-        self.router_sums: Tensor | float = 0.0
+        self.router_sums = torch.zeros(())
         self.val_bytes = self.val_tokens = 0  # of the validation text, if its bytes are known
         self.predicted = {}
         replicas, shards = mesh_shape(config.shard_size, self.ranks.world_size)
         self.mesh = {"replicate": replicas, "shard": shards}
         self.timer = CollectiveTimer(model, self.ranks.device, replicas, self.clock)
-        self.suspect = None  # the rank that was slow in the last record
+        self.suspect = None  # the slowest rank of the last record, if it was slow
         self.fastest = 0.0  # samples/s of the fastest record; infinite after the warning that the speed fell
-        self.trackers = []
-        self.last_step, self.last_seconds = start, [0.0] * len(PARTS)
+        self.trackers = {}
+        self.last = start, 0.0, 0.0  # the last record's step, and seconds of steps and of their data until then
         if self.ranks.rank == 0:
-            records = read_records(self.file)
+            records = read_records(run.folder)
             if records and not start:  # somebody removed the checkpoints
-                aside = self.file.with_name(time.strftime("metrics-before-%Y%m%d-%H%M%S.jsonl"))
-                self.file.rename(aside)
-                logger.warning("%s has records but no checkpoint; the old records are in %s", run.folder, aside.name)
+                aside = self.file.rename(run.folder / time.strftime("metrics-before-%Y%m%d-%H%M%S.jsonl"))
+                logger.warning(f"{run.folder} has records but no checkpoint; the old records are in {aside.name}")
             write_whole(self.file, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= start))
 
     def __enter__(self) -> "Log":
         return self
 
     def __exit__(self, *error) -> None:
-        for tracker in self.trackers:
-            tracker.close()
+        for tracker in self.trackers.values():
+            tracker.finish()
 
     def describe_run(self, data, val_data, predicted: dict[str, float]) -> None:
         """Writes flags.json, env.json and the head of the log, and opens the trackers. data, val_data: the Loaders.
@@ -242,7 +243,7 @@ class Log:
         if self.ranks.rank:
             return
         self.predicted = predicted
-        config, folder, size = self.run.config, self.run.folder, self.ranks.world_size
+        config, folder, size = self.config, self.run.folder, self.ranks.world_size
         if val_data:
             self.val_bytes, self.val_tokens = text_bytes(val_data)
         attention = attention_kernel(config, data, self.ranks.device)
@@ -255,15 +256,17 @@ class Log:
         }
         write_json(folder / "flags.json", asdict(config))
         write_json(folder / "env.json", env)
-        self.trackers = [open_tracker(name, folder) for name in config.track]
-        how = f"{config.dtype}, compile {config.compile}, attention {attention}"
-        logger.info("Run folder: %s; torch %s on %s x %d, %s", folder, torch.__version__, env["devices"][0], size, how)
+        self.trackers = {name: open_tracker(name, folder) for name in config.track}
+        logger.info(
+            f"Run folder: {folder}; torch {torch.__version__} on {env['devices'][0]} x {size}, {config.dtype},"
+            f" compile {config.compile}, attention {attention}"
+        )
         for line in data.summary(val_data):
             logger.info(line)
         if data.step_rows % (data.micro_batch * size):
             logger.info("A step does not divide by the ranks: its last micro-batch is filled with untrained rows")
-        logger.info("mfu counts causal attention; its peak per device is %s", self.peak_source)
-        logger.info("Training from step %d to %d", self.last_step + 1, config.steps)
+        logger.info(f"mfu counts causal attention; its peak per device is {self.peak_source}")
+        logger.info(f"Training from step {self.last[0] + 1} to {config.steps}")
 
     def end_step(self, parts: list[tuple]) -> None:
         """The update has been launched. parts: (Batch, model.Details) of each micro-batch, whose losses by source and
@@ -276,67 +279,44 @@ class Log:
             if details.router_sums is not None:
                 self.router_sums = self.router_sums + details.router_sums
 
-    def _source_losses(self) -> dict[str, float]:
-        """Mean loss per token of each source of a mixture since the last record. All ranks must call."""
-        if len(self.sources) < 2:
-            return {}
-        losses, tokens = sum(gather(self.by_source.cpu(), self.ranks)).tolist()
-        self.by_source.zero_()
-        rows = zip(self.sources, losses, tokens, strict=True)
-        return {f"loss_{name}": loss / n for name, loss, n in rows if n}
-
-    def _router_figures(self) -> dict[str, float]:
-        """The balancing loss since the last record, and each expert's share of the tokens in all layers, as a multiple
-        of an even share. All ranks must call."""
-        if not isinstance(self.router_sums, Tensor):
-            return {}
-        sums = sum(gather(self.router_sums.double().cpu(), self.ranks))  # see model.Details
-        self.router_sums = 0.0
-        loads = sums[:-2].sum(0)
-        shares = (loads / loads.mean()).tolist()
-        router_loss = (sums[-2, 0] / sums[-1, 0]).item()
-        return {"router_aux_loss": router_loss} | {f"expert_load_{e}": share for e, share in enumerate(shares)}
-
     def _speed(self, step: int) -> dict[str, float]:
         """Averages since the last record."""
-        now = [self.clock.seconds(part) for part in PARTS]
-        seconds = [after - before for after, before in zip(now, self.last_seconds, strict=True)]
-        steps = step - self.last_step
-        self.last_step, self.last_seconds = step, now
-        tokens_per_s = steps * self.batch_tokens / sum(seconds)
+        now = step, sum(map(self.clock.seconds, ("data", "compile", "steps"))), self.clock.seconds("data")
+        steps, seconds, data_seconds = (after - before for after, before in zip(now, self.last, strict=True))
+        self.last = now
+        tokens_per_s = steps * self.config.batch_tokens / seconds
         per_device = tokens_per_s / self.ranks.world_size
         return {
-            "step_ms": 1e3 * sum(seconds) / steps,
-            "data_ms": 1e3 * seconds[0] / steps,
-            "samples_per_s": tokens_per_s / self.seq_len,
+            "step_ms": 1e3 * seconds / steps,
+            "data_ms": 1e3 * data_seconds / steps,
+            "samples_per_s": tokens_per_s / self.config.seq_len,
             "tok_per_s": tokens_per_s,
             "tok_per_s_per_device": per_device,
             "mfu": per_device * self.flops_per_token / self.peak,
         }
 
-    def _slowest(self, speed: dict[str, float]) -> dict[str, str]:
-        """Describes the rank that was the slowest in this record and the one before. All ranks must call."""
-        data, wait = speed["data_ms"], self.timer.take()
-        times = Times(platform.node(), data, speed["step_ms"] - data - wait, wait)
-        slow, before = find_slow(gather(times, self.ranks)), self.suspect
-        self.suspect = slow and slow[0]
-        return {"slowest": slow[1]} if slow and slow[0] == before else {}
-
-    def _validation(self, loss: float | None) -> dict[str, float]:
-        if loss is None:
-            return {}
-        if not self.val_bytes:
-            return {"val_loss": loss}
-        bits_per_byte = loss * self.val_tokens / math.log(2) / self.val_bytes
-        return {"val_loss": loss, "val_bpb": bits_per_byte}
-
     def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val_loss: float | None = None) -> None:
         """Records a step. Reading the loss is the only wait for the device. All ranks must call."""
         loss, grad_norm = loss.item(), grad_norm.item()
-        memory, speed = gather(memory_gib(self.ranks.device), self.ranks), self._speed(step)
-        record = {"step": step, "tokens": step * self.batch_tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
-        record |= speed | {"mem_gib": max(memory)} | self._source_losses() | self._router_figures()
-        record |= self._slowest(speed) | self._validation(val_loss)
+        speed = self._speed(step)
+        times = Times(platform.node(), speed["step_ms"], speed["data_ms"], self.timer.take())
+        figures = times, memory_gib(self.ranks.device), self.by_source.cpu(), self.router_sums.double().cpu()
+        times, memory, by_source, router_sums = zip(*gather(figures, self.ranks), strict=True)
+        slow, before = find_slow(times), self.suspect
+        self.suspect = slow and slow[0]
+        tokens = step * self.config.batch_tokens
+        record = {"step": step, "tokens": tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
+        sources = zip(self.sources, *sum(by_source).tolist(), strict=True)
+        record |= speed | {"mem_gib": max(memory)} | {f"loss_{name}": part / n for name, part, n in sources if n}
+        record |= router_figures(sum(router_sums))
+        self.by_source.zero_()
+        self.router_sums = torch.zeros(())
+        if slow and slow[0] == before:  # in this record and in the one before
+            record["slowest"] = slow[1]
+        if val_loss is not None:
+            record["val_loss"] = val_loss
+            if self.val_bytes:
+                record["val_bpb"] = val_loss * self.val_tokens / math.log(2) / self.val_bytes
         on_first_rank(lambda: self._write(record), self.ranks)
         more = {"val_loss": ", val loss {:.5f}", "val_bpb": ", {:.4f} bits per byte", "slowest": ", slowest {}"}
         logger.info(
@@ -346,15 +326,15 @@ class Log:
             + "".join(text.format(record[name]) for name, text in more.items() if name in record)
         )
         self._warn_if_slow(record["samples_per_s"])
-        if self.predicted and step == self.run.config.steps:
+        if self.predicted and step == self.config.steps:
             logger.info(compare(self.predicted, record, self.run.folder))
 
     def _warn_if_slow(self, speed: float) -> None:
-        is_slow = speed < self.fastest / 10 < math.inf
-        if is_slow:
-            message = "The speed fell from %.1f to %.1f samples/s: does another process use this machine?"
-            logger.warning(message, self.fastest, speed)
-        self.fastest = math.inf if is_slow else max(self.fastest, speed)
+        if speed < self.fastest / 10 < math.inf:
+            change = f"from {self.fastest:.1f} to {speed:.1f} samples/s"
+            logger.warning(f"The speed fell {change}: does another process use this machine?")
+            speed = math.inf
+        self.fastest = max(self.fastest, speed)
 
     def add(self, step: int, **values: float | str) -> None:
         """A separate record for values that arrived after the step. All ranks must call."""
@@ -367,85 +347,80 @@ class Log:
         with open(self.file, "a") as f:
             f.write(json.dumps(record) + "\n")
         write_status(self.run.folder, "running", record["step"])
-        for tracker in self.trackers[:]:
+        for name, tracker in [*self.trackers.items()]:
             try:
-                tracker.send(record)
+                tracker.log(record, step=record["step"])
             except Exception as e:
-                self.trackers.remove(tracker)
-                name, error = tracker.name, f"{type(e).__name__}: {e}"
-                logger.warning("--track %s fails; the run continues without it: %s", name, error)
+                del self.trackers[name]
+                logger.warning(f"--track {name} fails; the run continues without it: {type(e).__name__}: {e}")
 
     def draw(self) -> None:
         """Writes curves.png from metrics.jsonl."""
         if self.ranks.rank == 0:
             with self.run.phase("plots"):
-                draw_runs([self.file.parent], self.file.with_name("curves.png"))
+                draw_runs([self.run.folder], self.run.folder / "curves.png")
 
 
-def read_records(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl. Damaged lines are left out and reported."""
-    records = []
+def read_records(folder: Path) -> list[dict]:
+    """The records of a run. Damaged lines are left out and reported."""
+    path, records = folder / "metrics.jsonl", []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             records.append(json.loads(line))
         except ValueError:
-            logger.warning("%s: left out a damaged line: %.60s", path, line)
+            logger.warning(f"{path}: left out a damaged line: {line[:60]}")
     return records
 
 
 # ---- trackers
 
 
-class Tracker(NamedTuple):
-    name: str
-    send: Callable[[dict], None]  # takes a record
-    close: Callable[[], None]
-
-
-def open_tracker(name: str, folder: Path) -> Tracker:
-    """Opens a tracker and sends it the records in metrics.jsonl."""
-    records = read_records(folder / "metrics.jsonl")
+def open_tracker(name: str, folder: Path):
+    """A run of wandb, or a TensorBoard, which has received the records in metrics.jsonl."""
+    records = read_records(folder)
     try:
-        tracker = _open_tensorboard(folder) if name == "tensorboard" else _open_wandb(folder, not records)
+        tracker = TensorBoard(folder) if name == "tensorboard" else _start_wandb(folder, not records)
         for record in records:
-            tracker.send(record)
+            tracker.log(record, step=record["step"])
     except Exception as e:
         raise UserError(f"--track {name}: {e}") from None
     return tracker
 
 
-def _open_tensorboard(folder: Path) -> Tracker:
-    from torch.utils.tensorboard import SummaryWriter
+class TensorBoard:
+    """Writes records as a run of wandb does."""
 
-    shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # all records are sent again
-    writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
 
-    def send(record: dict) -> None:
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # all records are sent again
+        self.writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+        self.finish = self.writer.close
+
+    def log(self, record: dict, step: int) -> None:
         for name, value in record.items():
             if isinstance(value, str):
-                writer.add_text(name, value, record["step"])
+                self.writer.add_text(name, value, step)
             elif value is not None:
-                writer.add_scalar(name, value, record["step"])
-
-    return Tracker("tensorboard", send, writer.close)
+                self.writer.add_scalar(name, value, step)
 
 
-def _open_wandb(folder: Path, fresh: bool) -> Tracker:
+def _start_wandb(folder: Path, fresh: bool):
     """A resumed run keeps its id, which is in wandb.json; the server ignores steps that it has already."""
     import wandb
 
-    file, config = folder / "wandb.json", read_json(folder / "flags.json") | {"env": read_json(folder / "env.json")}
+    file = folder / "wandb.json"
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "flatland"),
         name=folder.name,
         id=None if fresh else read_json(file).get("id"),
         resume="allow",
         dir=str(folder),
-        config=config,
+        config=read_json(folder / "flags.json"),
         settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
     )
     write_json(file, {"id": run.id})
-    return Tracker("wandb", lambda record: run.log(record, step=record["step"]), run.finish)
+    return run
 
 
 # ---- curves
@@ -459,11 +434,13 @@ def draw_runs(folders: list[Path], out: Path) -> None:
     figure = Figure(figsize=(10, 9), layout="constrained")
     panels = dict(zip(PANELS, figure.subplots(3, 2, sharex=True).flat, strict=True))
     for number, folder in enumerate(folders):
-        records = _with_means([r for r in read_records(folder / "metrics.jsonl") if r.get("loss") is not None])
-        for panel, key, style in LINES:
+        records = _read_steps(folder)
+        for key in (*PANELS, "mean_loss", "val_loss"):
+            name, style = STYLES.get(key, ("", {}))
             rows = [(r[x], r[key]) for r in records if r.get(key) is not None]
             if rows:
-                panels[panel].plot(*zip(*rows, strict=True), color=f"C{number}", label=f"{folder.name} {key}", **style)
+                axis, label = panels.get(key, panels["loss"]), f"{folder.name}: {name}"
+                axis.plot(*zip(*rows, strict=True), color=f"C{number}", label=label, **style)
     for key, axis in panels.items():
         axis.set(ylabel=PANELS[key], xlabel=x)
         axis.grid(alpha=0.3)
@@ -476,31 +453,26 @@ def draw_runs(folders: list[Path], out: Path) -> None:
     gc.collect()  # a figure is full of cycles and would keep its memory
 
 
-def _with_means(records: list[dict]) -> list[dict]:
-    """The records with a running mean of their losses."""
-    size = max(1, len(records) // 50)
-    means = itertools.accumulate((r["loss"] for r in records), lambda mean, loss: mean + (loss - mean) / size)
-    return [record | {"mean_loss": mean} for record, mean in zip(records, means, strict=True)]
+def _read_steps(folder: Path) -> list[dict]:
+    """The records of steps with a finite loss, and a running mean of their losses."""
+    records = [r for r in read_records(folder) if r.get("loss") is not None]
+    size, mean = max(1, len(records) // 50), records[0]["loss"] if records else 0.0
+    for record in records:
+        mean += (record["loss"] - mean) / size
+        record["mean_loss"] = mean
+    return records
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="log.py", allow_abbrev=False)
-    parser.add_argument("command", choices=("plot", "track"))
+    parser = Parser(prog="log.py")
+    parser.add_argument("command", choices=["plot"])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    parser.add_argument(
-        "-o", dest="out", type=Path, default="curves.png", metavar="FILE", help="plot: .png, .pdf, .svg"
-    )
-    parser.add_argument("--to", default="tensorboard", metavar="NAMES", help="track: tensorboard,wandb")
+    parser.add_argument("-o", dest="out", type=Path, default="curves.png", metavar="FILE", help=".png, .pdf or .svg")
     args = parser.parse_args(argv)
     for folder in args.runs:
-        if not read_records(folder / "metrics.jsonl"):
+        if not read_records(folder):
             raise UserError(f"{folder}: no step is recorded in its metrics.jsonl; give the folder of a run")
-    if args.command == "plot":
-        return draw_runs(args.runs, args.out)
-    names = args.to.split(",")
-    refuse_unusable(names)
-    for name, folder in itertools.product(names, args.runs):
-        open_tracker(name, folder).close()
+    draw_runs(args.runs, args.out)
 
 
 if __name__ == "__main__":

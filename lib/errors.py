@@ -31,7 +31,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 VERSION = "0.2.0"  # CHANGELOG.md lists its changes
 
 
-def human(n: float, units: tuple[str, ...] = ("", "K", "M", "B")) -> str:
+def human(n: float, units: str = " KMB") -> str:
     """6889410560 -> 6.89 B"""
     if n >= 999.5 and units[1:]:
         return human(n / 1000, units[1:])
@@ -40,7 +40,7 @@ def human(n: float, units: tuple[str, ...] = ("", "K", "M", "B")) -> str:
 
 def amount(size: float) -> str:
     """Bytes: 2.1 MB, 83 GB, 4.9 TB"""
-    return human(size, ("B", "kB", "MB", "GB", "TB"))
+    return f"{human(size, ' kMGT')}B"
 
 
 def printable(text: object) -> str:
@@ -85,9 +85,9 @@ PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EI
 FULL_DISK = errno.ENOSPC, errno.EDQUOT
 
 
-def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str:
-    """The known name that is spelt most like a word; empty if none is alike. likeness: up to 1, the same word."""
-    return "".join(difflib.get_close_matches(word, names, 1, likeness))
+def nearest(word: str, names: Iterable[str]) -> str:
+    """The known name that is spelt most like a word; empty if none is near."""
+    return "".join(difflib.get_close_matches(word, names, 1, 0.8))
 
 
 def free_space(path: Path) -> tuple[int, Path]:
@@ -99,13 +99,12 @@ def free_space(path: Path) -> tuple[int, Path]:
 def describe_error(error: Exception) -> tuple[int, str, bool]:
     """-> (exit status, message, whether the error may have occurred on this rank only). Prints the traceback of an
     unexpected error."""
-    alone = isinstance(error, (RankError, RankFailure))
     if isinstance(error, Message):
-        return 2 if isinstance(error, UserError) else 1, str(error), alone
+        return 2 if isinstance(error, UserError) else 1, str(error), isinstance(error, (RankError, RankFailure))
     if isinstance(error, OSError) and error.errno in FULL_DISK:
-        return 1, f"the disk is full: free some space, then run the same command again: {error}", alone
+        return 1, f"the disk is full: free some space, then run the same command again: {error}", False
     if isinstance(error, OSError) and error.filename:
-        return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}", alone
+        return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}", False
     traceback.print_exception(error)
     rank = os.environ.get("RANK", 0)
     return 1, f"rank {rank} on {platform.node()}: {type(error).__name__}: {error}", True
@@ -140,19 +139,15 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
 def check_words(parse: Callable[[list[str]], object]) -> None:
     """Ends the process if parse(argv) refuses the arguments or prints --help. Scripts call this before they import
     torch, which takes seconds."""
-    status = exit_status(lambda argv: -bool(parse(argv)), sys.argv[1:])
-    if status >= 0:
-        _end(status)
+    run_script(lambda argv: -bool(parse(argv)))
 
 
-def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Ends the process with main's exit status."""
-    _end(exit_status(main, sys.argv[1:]))
-
-
-def _end(status: int) -> NoReturn:
-    """Skips the interpreter's shutdown, which takes seconds and may be aborted by gloo's threads (pytorch pull request
-    179291)."""
+def run_script(main: Callable[[list[str]], int | None]) -> None:
+    """Ends the process with main's exit status, unless it is negative. Skips the interpreter's shutdown, which takes
+    seconds and may be aborted by gloo's threads (pytorch pull request 179291)."""
+    status = exit_status(main, sys.argv[1:])
+    if status < 0:
+        return
     with contextlib.suppress(OSError):  # exit_status has reported it
         sys.stdout.flush()
     os._exit(status)
@@ -232,8 +227,10 @@ def local_path(spec: str, flag: str) -> Path:
     if damaged := find_damage(path):
         name = path.parents[1].name.replace("models--", "").replace("--", "/")
         command = read_json(record_of(path)).get("command", f"python download.py {name} --revision {path.name}")
-        words = f"{len(damaged)} files are missing or damaged in {path} ({damaged[0]} ...)"
-        raise UserError(f"{flag} {spec}: {words}: the download is incomplete; continue it with: {command}")
+        raise UserError(
+            f"{flag} {spec}: {len(damaged)} files are missing or damaged in {path} ({damaged[0]} ...): the download is"
+            f" incomplete; continue it with: {command}"
+        )
     return path
 
 
@@ -244,16 +241,16 @@ def _find_snapshot(spec: str, flag: str) -> Path:
     kind, repo = split_name(name)
     try:
         # No patterns: find_damage decides whether the snapshot is complete.
-        found = snapshot_download(
+        folder = snapshot_download(
             repo, repo_type=kind, revision=revision or None, local_files_only=True, allow_patterns=[]
         )
+        return Path(folder)
     except errors.HFValidationError:
         raise UserError(f"{flag} {spec}: no such folder or file, and not the name of a repository") from None
     except errors.LocalEntryNotFoundError:
         command = f"python download.py {name}" + f" --revision {revision}" * bool(revision)
         missing = f"no such folder or file, and no download of it in {constants.HF_HUB_CACHE}"
         raise UserError(f"{flag} {spec}: {missing}: {command}") from None
-    return Path(found)
 
 
 def split_name(name: str) -> tuple[str, str]:
