@@ -29,7 +29,7 @@ from shard import Ranks
 from test_train import FAST, train
 
 PREFIX = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[\w+\.py:\d+\] "
-BATCH = re.compile(  # what those who read our screen look for, after the prefixes of Slurm and ours
+BATCH = re.compile(  # other programs look for this line, after the prefixes of Slurm and of start_logging
     rf"^(?:\d+: )?(?:{PREFIX})?Batch (\d+) Loss: ([\d.]+), Speed: ([\d.]+) samples/sec, lr: ([\d.]+)"
 )
 KEYS = ["step", "tokens", "loss", "lr", "grad_norm", "step_ms", "data_ms", "samples_per_s", "tok_per_s"]
@@ -136,7 +136,7 @@ def test_other_ranks_are_silent(tmp_path, passes, capsys, monkeypatch):
 
 
 def test_records(tmp_path, passes, monkeypatch):
-    """Two ranks; the first step compiles; between records also an evaluation and a save, which are no time of steps."""
+    """Two ranks; the first step compiles. An evaluation and a save between records do not count as time of steps."""
     monkeypatch.setattr(log, "gather", lambda mine, ranks: [mine, (mine[0], 4096.0, *mine[2:])])  # memory
     monkeypatch.setattr(log, "on_first_rank", lambda work, ranks: work())
     run = make_log(tmp_path, part="compile", world_size=2)
@@ -171,8 +171,8 @@ def test_records(tmp_path, passes, monkeypatch):
 
 
 def test_losses_by_source_and_shares_of_experts(tmp_path, passes):
-    """Two micro-batches of 12 and 4 trained tokens of source a, and 8 of b; two layers and four experts, of which the
-    first layer does not use the last one. Each record has only its own steps."""
+    """Two micro-batches of 12 and 4 trained tokens of source a, and 8 of b. Two layers have four experts; the first
+    layer does not use the last expert. Each record has only its own steps."""
     run = make_log(tmp_path, sources=["a", "b", "unused"])
     batch = SimpleNamespace(targets=torch.tensor([[1] * 12, [1] * 4 + [-100] * 8, [1] * 8 + [-100] * 4]))
     batch.sources = torch.tensor([0, 0, 1])

@@ -106,8 +106,7 @@ def describe_error(error: Exception) -> tuple[int, str, bool]:
     if isinstance(error, OSError) and error.filename:
         return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}", False
     traceback.print_exception(error)
-    rank = os.environ.get("RANK", 0)
-    return 1, f"rank {rank} on {platform.node()}: {type(error).__name__}: {error}", True
+    return 1, f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {type(error).__name__}: {error}", True
 
 
 def say_error(message: str) -> None:
@@ -121,7 +120,8 @@ def exit_status(main: Callable[[list[str]], int | None], argv: list[str]) -> int
     141 for a closed pipe, 1 for anything else. Only rank 0 reports a user error that all ranks have."""
     try:
         status = main(argv) or 0
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):  # nobody reads the output, but the work is done
+            sys.stdout.flush()
         return status
     except SystemExit as end:  # raised by argparse after --help
         return end.code or 0
@@ -353,14 +353,17 @@ def guard_token() -> None:
 def read_ahead(items: Iterator, count: int) -> Iterator:
     """The same items, computed by a thread that starts immediately and stays up to `count` + 1 items ahead. Closing the
     iterator ends the thread."""
-    pool, end = ThreadPoolExecutor(1), object()
-    ready = deque(pool.submit(next, items, end) for _ in range(count + 1))
+    pool = ThreadPoolExecutor(1)
+    ready = deque(pool.submit(next, items) for _ in range(count + 1))
 
     def take() -> Iterator:
         try:
-            while (item := ready.popleft().result()) is not end:
-                ready.append(pool.submit(next, items, end))
+            while True:
+                item = ready.popleft().result()
+                ready.append(pool.submit(next, items))
                 yield item
+        except StopIteration:
+            return
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
