@@ -2,12 +2,14 @@
 env.json; which rank is slow, and --profile.
 
     python log.py plot RUN [RUN ...] [-o FILE]        the curves of runs in one picture
+    python log.py track RUN [RUN ...] [--to NAMES]    sends the records of finished runs to trackers
 
 Rank 0 writes. Only `Log.step` waits for a GPU, on steps that are recorded. metrics.jsonl is the reference: a
 resumed run sends all its records to the trackers again, under the same wandb id (wandb.json). The variables of wandb
 (WANDB_MODE, WANDB_PROJECT) work as usual."""
 
 import gc
+import itertools
 import json
 import math
 import os
@@ -33,7 +35,7 @@ from lib import torch_private
 from lib.lora import flops_per_token
 from lib.machine import describe_environment, memory_gib, peak_flops
 from lib.rows import text_bytes
-from lib.run import logger, write_status
+from lib.run import logger, refuse_unusable, write_status
 from model import IGNORE, Transformer
 from optim import DTYPES, trained
 from shard import gather, mesh_shape, on_first_rank
@@ -464,15 +466,21 @@ def _read_steps(folder: Path) -> list[dict]:
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="log.py")
-    parser.add_argument("command", choices=["plot"])
+    parser = Parser(prog="log.py", allow_abbrev=False)
+    parser.add_argument("command", choices=["plot", "track"])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("-o", dest="out", type=Path, default="curves.png", metavar="FILE", help=".png, .pdf or .svg")
+    parser.add_argument("--to", default="tensorboard", metavar="NAMES", help="track: tensorboard,wandb")
     args = parser.parse_args(argv)
     for folder in args.runs:
         if not read_records(folder):
             raise UserError(f"{folder}: no step is recorded in its metrics.jsonl; give the folder of a run")
-    draw_runs(args.runs, args.out)
+    if args.command == "plot":
+        return draw_runs(args.runs, args.out)
+    names = args.to.split(",")
+    refuse_unusable(names)
+    for name, folder in itertools.product(names, args.runs):
+        open_tracker(name, folder).finish()
 
 
 if __name__ == "__main__":

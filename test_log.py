@@ -328,6 +328,7 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
         record(run, 15, -5.0, save_ms=7.0)
     warning = "--track other fails; the run continues without it: ConnectionError: no route"
     assert (tmp_path / "log.txt").read_text().count(warning) == 1
+    log.main(["track", str(tmp_path)])  # sends all records to TensorBoard again
     reader = accumulator.EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0, "tensors": 0})
     reader.Reload()
     losses = [(step, 10.0 - step) for step in range(1, 16)]
