@@ -68,7 +68,7 @@ CHAT_FIELDS = (
 CHATS_KNOWN = f"{', '.join(' and '.join(names) for names in CHAT_FIELDS)}, or the fields that --chat_fields names"
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 MIXED = "documents and conversations together: separate them, and give each its weight, as in A:0.5 B:0.5"
-EMPTY = (None, "", "[]", [], {})  # values of a field that says nothing
+EMPTY = (None, "", "[]", [], {}, 1)  # values of a field that says nothing; 1 is a weight
 NOT_RENDERED = ("tool_calls", "function_call", "tool_call_id", "weight", "train")  # fields of a message
 BESIDE = ("history", "tools", "functions")  # fields next to a conversation that would have to be rendered as well
 ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
@@ -354,13 +354,16 @@ class Encoder(NamedTuple):
         elif isinstance(content, str):
             content = {self.text_field: content}
         fields = content if isinstance(content, dict) else {}
-        text, messages = fields.get(self.text_field), find_messages(fields, self.chat_fields)
-        if messages is not None and (self.text_field == "text" or not isinstance(text, str)):
-            if more := [name for name in BESIDE if fields.get(name) not in EMPTY]:
-                raise UserError(
-                    f"'{more[0]}' next to its conversation: move earlier turns into its messages, remove tools"
-                )
-            return self._encode_chat(tokenizer, messages), "chat"
+        text = fields.get(self.text_field)
+        is_named = self.text_field != "text" and isinstance(text, str)  # --text_field names the text of this row
+        messages = None if is_named else find_messages(fields, self.chat_fields)
+        if messages is not None:
+            ids, mask = render_chat(tokenizer, messages, chat_template(tokenizer, self.chat))
+            if not any(mask):
+                raise UserError("a conversation without an assistant's turn, so nothing in it is trained on")
+            ids = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
+            ids[0] |= BEGINS
+            return ids, "chat"
         if not isinstance(text, str):
             found = (
                 ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items()) or type(content).__name__
@@ -371,18 +374,9 @@ class Encoder(NamedTuple):
             )
         return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text"
 
-    def _encode_chat(self, tokenizer, messages):
-        messages = messages if isinstance(messages, list) else [messages]
-        messages = [read_message(i, message) for i, message in enumerate(messages)]
-        ids, mask = render_chat(tokenizer, messages, chat_template(tokenizer, self.chat))
-        if not any(mask):
-            raise UserError("a conversation without an assistant's turn, so nothing in it is trained on")
-        ids = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
-        return [ids[0] | BEGINS, *ids[1:]]
 
-
-def find_messages(row: dict, chat_fields: tuple[str, ...]) -> list | None:
-    """The messages of a row, in OpenAI's or ShareGPT's form; None if the row is not a conversation. chat_fields: as
+def find_messages(row: dict, chat_fields: tuple[str, ...]) -> list[dict] | None:
+    """The messages of a row, {"role", "content": text} each; None if the row is not a conversation. chat_fields: as
     --chat_fields names them. The first of three chat_fields, else the row's own `system`, goes before them, unless it
     is null or empty."""
     given = {name: value for name, value in row.items() if value is not None}
@@ -390,46 +384,47 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> list | None:
     names = next((names for names in named if names and given.keys() >= set(names)), None)
     if names is None:
         return None
-    messages, *answer = [given[name] for name in names]
+    refuse(row, BESIDE, "the row")
     if names == ("instruction", "output") and given.get("input"):
-        messages = f"{messages}\n\n{given['input']}"
-    if answer:
-        messages = _join(messages, *answer)
+        given["instruction"] = f"{given['instruction']}\n\n{given['input']}"
+    messages = []
+    for name, role in zip(names, ("user", "assistant"), strict=False):
+        field = given[name] if isinstance(given[name], list) else [{"role": role, "content": given[name]}]
+        turns = [read_message(message) for message in field]
+        is_whole = turns and turns[0]["role"] != role  # an answer that holds the whole conversation
+        messages = turns if is_whole else messages + turns
     system = next((given[name] for name in (*chat_fields[:-2], "system") if given.get(name)), None)
-    if system and isinstance(messages, list):
-        messages = [{"role": "system", "content": system}, *messages]
+    if system:
+        messages = [read_message({"role": "system", "content": system}), *messages]
     return messages
 
 
-def _join(question, answer) -> list:
-    """The messages of two fields, each of them text or messages. An answer that does not begin with the assistant is
-    the whole conversation."""
-    question = question if isinstance(question, list) else [{"role": "user", "content": question}]
-    answer = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
-    return answer if answer and _role(answer[0]) != "assistant" else question + answer
+def refuse(fields: dict, names: tuple[str, ...], place: str) -> None:
+    """UserError if a field with one of these names has content, which we do not render."""
+    if wrong := [name for name in names if fields.get(name) not in EMPTY]:
+        raise UserError(
+            f"{place} has {wrong[0]} {str(fields[wrong[0]])[:80]}: tools are not rendered, and answers have no weights:"
+            " move earlier turns into the messages, and remove the rest"
+        )
 
 
-def _role(message) -> str | None:
-    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
-    return SPEAKERS.get(role, role) if isinstance(role, str) else None
-
-
-def read_message(number: int, message) -> dict:
+def read_message(message) -> dict:
     """A message of a row, its content text or parts of text -> {"role", "content": text}."""
     if not isinstance(message, dict):
         message = {"content": message}
-    if wrong := [name for name in NOT_RENDERED if message.get(name) not in (*EMPTY, 1)]:
-        raise UserError(
-            f"Chat message {number} has {wrong[0]} {str(message[wrong[0]])[:80]}: tools are not rendered, and"
-            " answers have no weights; cut the conversation before this message, or remove it"
-        )
+    refuse(message, NOT_RENDERED, "a message")
+    role = message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
     if isinstance(content, list):
+        texts = []
         for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise UserError(f"Chat message {number}: its content has a part that is not text: {str(part)[:100]}")
-        content = "".join(part["text"] for part in content)
-    return {"role": _role(message), "content": content}
+            match part:
+                case {"type": "text", "text": str(text)}:
+                    texts.append(text)
+                case _:
+                    raise UserError(f"the content of a message has a part that is not text: {str(part)[:100]}")
+        content = "".join(texts)
+    return {"role": SPEAKERS.get(str(role), role), "content": content}
 
 
 def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str, str]]:
