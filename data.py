@@ -38,7 +38,7 @@ from torch import Tensor
 
 from lib import torch_private
 from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, sample_digest, turns
-from lib.text import HUB, knows_text, log, read_index, split_weight
+from lib.text import HUB, knows_text, log, split_weight
 from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
 from shard import Ranks, on_first_rank
@@ -105,13 +105,16 @@ class Loader:
         self.samples = 0  # rows handed out so far, over all ranks
         self.lanes = {}  # by source: the positions of its lanes
         if split == "val":
-            self.val_rows = self._validation_rows()
+            self.val_rows, self.evaluated = self._validation_rows(), []
 
     def _open(self, specs, flag, catalog):
         config, val = self.config, self.split == "val"
-        if not catalog.is_stream(specs, flag):
+        files, is_stream = catalog.find(specs, flag)
+        if not is_stream:
             tokens, delimiter = catalog.open(self.split, specs, flag)
-            return ChatRows(tokens, config, self.split) if tokens.is_chat else ShardRows(tokens, delimiter, config)
+            if tokens.is_chat:
+                return ChatRows(tokens, delimiter, config, self.split)
+            return ShardRows(tokens, delimiter, config)
         if val and flag == "--data":
             raise UserError(
                 f"--data {specs[0]} is streamed, so none of it can be held out: name a --val_data (for C4:"
@@ -119,7 +122,7 @@ class Loader:
             )
         if val and not config.eval_batches:
             raise UserError("--eval_batches 0: a streamed --val_data has no end that is known: give a number")
-        return Stream([catalog.find(spec, flag) for spec in specs], config, val)
+        return Stream(files, config)
 
     @property
     def rows(self) -> int:
@@ -188,9 +191,12 @@ class Loader:
                 self.samples, self.lanes = samples, lanes
                 yield batches
         else:
-            for first in range(0, len(self.val_rows[0]), self.step_rows):
-                yield self._batches(*(part[first : first + self.step_rows] for part in self.val_rows))
-            self._close()  # streams now have their rows in memory
+            n, count = self.step_rows, len(self.val_rows[0])
+            steps = (self._batches(*(part[i : i + n] for part in self.val_rows)) for i in range(0, count, n))
+            if self.streams:  # they are read once, and their rows kept
+                self.evaluated = steps = self.evaluated or list(steps)
+                self._close()
+            yield from steps
 
     def _steps(self, samples):
         """(micro-batches, the position behind them) without end."""
@@ -253,9 +259,7 @@ class Loader:
         owners[real] = source
         for i, s in enumerate(self.sources):
             ours = real[source == i]
-            tokens[ours], targets[ours], new_begins = s.rows(row[source == i])
-            if new_begins is not None:
-                begins[ours] = new_begins
+            tokens[ours], targets[ours], begins[ours] = s.rows(row[source == i])
         tokens, targets, owners = map(torch.from_numpy, (tokens, targets, owners))
         out = []
         for first in range(0, len(places), self.micro_batch):
@@ -325,12 +329,6 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
     for tokens in opened:
         tokens.read(0, min(len(tokens), CHECKED))
     parts = [part for tokens in opened for part in tokens.parts]
-    indexes = {part.path.parent: read_index(part.path.parent) for part in parts}
-    made_with = {i["fingerprint"]: f"{folder} with {i['tokenizer']}" for folder, i in indexes.items() if i}
-    if len(made_with) > 1:
-        raise UserError(
-            f"The data were tokenised by several tokenizers: {'; '.join(made_with.values())}. Name one --tokenizer"
-        )
     if (config.chat_fields or config.long_chats != "truncate") and not any(loader.is_chat for loader in loaders):
         raise UserError("--chat_fields and --long_chats are for conversations, but --data has none: remove them")
     if config.data_dtype and all(part.tokens.offset for part in parts):

@@ -1,9 +1,9 @@
 """Sources of rows: token shards, packed conversations and streams; the files that an entry of --data names.
 
 A source has `count` (rows per epoch; None for streams, which have no end), `rows(index)` -> tokens [n, T], targets
-[n, T] and begins [n, T] (a document begins here; None: a row is one sequence), `note` (a line for the log), and
-`describe()` and `paths`, which enter a checkpoint's fingerprint of the data. Local text is tokenised once, into
-shards in the cache; hf:// text, and all text with --stream, is streamed: tokenised while it is trained on.
+[n, T] and begins [n, T] (a document begins here), `note` (a line for the log), and `describe()` and `paths`, which
+enter a checkpoint's fingerprint of the data. Local text is tokenised once, into shards in the cache; hf:// text, and
+all text with --stream, is streamed: tokenised while it is trained on.
 
 The files of a stream are dealt to a fixed number of lanes, file f to lane f mod lanes; if there are fewer files than
 lanes, the rows of a file are dealt to its lanes. A lane joins its documents and cuts them into rows of seq_len tokens
@@ -20,6 +20,7 @@ import json
 import os
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -119,15 +120,14 @@ class Tokens:
 
     def __init__(self, parts: list[Part], is_chat: bool, config: Config):
         self.parts, self.is_chat, self.config = parts, is_chat, config
-        bounds = np.cumsum([0, *(len(part.tokens) for part in parts)])
-        self.begins, self.ends, self.count = bounds[:-1], bounds[1:], int(bounds[-1])
+        self.bounds = np.cumsum([0, *(len(part.tokens) for part in parts)])  # the parts begin here; then the end
 
     def __len__(self) -> int:
-        return self.count
+        return int(self.bounds[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        first, last = np.searchsorted(self.ends, (start, stop - 1), side="right")
-        pieces = zip(self.parts[first : last + 1], self.begins[first : last + 1], strict=True)
+        first, end = np.searchsorted(self.bounds, (start, stop - 1), side="right")
+        pieces = zip(self.parts[first - 1 : end], self.bounds[first - 1 : end], strict=True)
         tokens = np.concatenate([part.tokens[max(start - begin, 0) : stop - begin] for part, begin in pieces])
         ids, vocab_size = tokens & ID if self.is_chat else tokens, self.config.model_config.vocab_size
         if ids.max() >= vocab_size:
@@ -139,39 +139,33 @@ class Tokens:
 
     def where(self, position: int) -> str:
         """The place of a token in its shard."""
-        i = np.searchsorted(self.ends, position, side="right")
+        i = np.searchsorted(self.bounds, position, side="right") - 1
         path, _, first = self.parts[i]
-        return f"{path} at token {first + position - self.begins[i]}"
+        return f"{path} at token {first + position - self.bounds[i]}"
 
 
 class Catalog:
     """The files that entries of --data and --val_data name: looked up once in a job, opened once in a process."""
 
     def __init__(self, config: Config):
-        self.config, self.shards = config, {}
-        # {entry: its files} and {entries of a source: is it a stream}, which rank 0 sends to the other ranks
+        self.config, self.shards, self.tokenizers = config, {}, {}
+        # {entries of a source: what `find` returns}, which rank 0 sends to the other ranks
         self.known = {}
 
-    def find(self, spec: str, flag: str) -> list[TextFile]:
-        if spec not in self.known:
-            self.known[spec] = text.find_files(spec, flag)
-        return self.known[spec]
-
-    def is_stream(self, specs: tuple[str, ...], flag: str) -> bool:
-        """Whether entries are streamed: text of the hub, and with --stream all text. Conversations never are."""
+    def find(self, specs: tuple[str, ...], flag: str) -> tuple[list[TextFile], bool]:
+        """-> (the files that entries name, whether they are streamed). Text of the hub is streamed, and with --stream
+        all text. Conversations never are; the first good row decides."""
         if specs not in self.known:
-            is_text = self.config.stream and specs and not any(map(text.is_shards, specs))
-            may_be = is_text or any(spec.startswith("hf://") for spec in specs)
-            self.known[specs] = may_be and self._kind(specs[0], flag) == "text"
+            config, files = self.config, [file for spec in specs for file in text.find_files(spec, flag)]
+            is_text = files and all(kind_of(file.name) != SHARD for file in files)
+            is_stream = config.stream and is_text or any(file.hub for file in files)
+            if is_stream:
+                jobs = ((0, file.name, [row]) for file in files for row in file.rows(0, 0))
+                with ThreadPoolExecutor(1) as pool:
+                    encoded = text.encode(jobs, Encoder.of(config), pool, 0, config.skip_bad)
+                    is_stream = next((kind for *_, kind, _ in encoded), "text") == "text"
+            self.known[specs] = files, is_stream
         return self.known[specs]
-
-    def _kind(self, spec, flag):
-        """text or chat: the kind of the first good row."""
-        file, encoder = self.find(spec, flag)[0], Encoder.of(self.config)
-        jobs = ((0, file.name, [row]) for row in file.rows(0, 0))
-        for *_, kind, _ in text.encode(jobs, encoder, None, 0, self.config.skip_bad):
-            return kind
-        raise UserError(f"{flag} {file.name} is empty")
 
     def open(self, split: str, specs: tuple[str, ...], flag: str) -> tuple[Tokens, int | None]:
         """-> (the tokens of a split, "train" or "val"; the id before each document, None if unknown). With --val_data
@@ -190,7 +184,7 @@ class Catalog:
         """-> (the parts of each split, the id before a document if the shards agree on one, is it chat). Tokenises
         text. Text of the hub holds conversations here."""
         config, parts, delimiters, kinds = self.config, {"train": [], "val": []}, set(), set()
-        files = [file for spec in specs for file in text.fetch_whole(self.find(spec, flag))] or [text.builtin_file()]
+        files = [text.fetch_whole(file) for file in self.find(specs, flag)[0]] or [text.builtin_file()]
         texts = [file for file in files if kind_of(file.name) != SHARD]
         found = [Path(file.name) for file in files if file not in texts]
         some_named = any(VAL_NAME.search(path.stem) for path in found)
@@ -198,12 +192,15 @@ class Catalog:
             tokens, delimiter = open_shard(path, config.data_dtype)
             index, is_val = read_index(path.parent), VAL_NAME.search(path.stem)
             if index:
-                if config.tokenizer != "bytes" and index["fingerprint"] != load_tokenizer(config.tokenizer).fingerprint:
-                    raise UserError(
-                        f"{path.parent} was prepared with --tokenizer {index['tokenizer']}, which is another one than"
-                        f" {config.tokenizer}: name that one, or prepare the text again"
-                    )
                 delimiter = index["delimiter"]
+                self.tokenizers[index["fingerprint"]] = f"{path.parent} with --tokenizer {index['tokenizer']}"
+                if config.tokenizer != "bytes":
+                    self.tokenizers[load_tokenizer(config.tokenizer).fingerprint] = f"--tokenizer {config.tokenizer}"
+                if len(self.tokenizers) > 1:
+                    raise UserError(
+                        f"The data were tokenised by several tokenizers: {'; '.join(self.tokenizers.values())}. Give"
+                        " all data one --tokenizer: name it, or prepare the text again"
+                    )
             elif is_val and config.val_data and flag == "--data":
                 continue  # the validation shards of a folder from another tool
             delimiters.add(delimiter)
@@ -230,10 +227,11 @@ def _too_little(split: str, what: str, change: str) -> TooLittle:
 # ---- sources
 
 
-def _split(block, delimiter, config):
+def _split(source, blocks):
     """seq_len + 1 tokens of each row -> tokens, targets, begins"""
-    begins = block[:, :-1] == delimiter if config.documents == "separate" else None
-    return block[:, :-1], block[:, 1:], begins
+    blocks = np.array(blocks).reshape(-1, source.config.seq_len + 1)
+    tokens = blocks[:, :-1]
+    return tokens, blocks[:, 1:], (tokens == source.delimiter) & (source.config.documents == "separate")
 
 
 class ShardRows:
@@ -249,23 +247,16 @@ class ShardRows:
             )
         self.tokens, self.delimiter, self.config = tokens, delimiter, config
         self.count = (len(tokens) - 1) // config.seq_len
+        self.begins = range(0, len(tokens), config.seq_len)  # the place of each row's first token
+        self.paths = [part.path for part in tokens.parts]
 
-    @property
-    def paths(self) -> list[Path]:
-        return [part.path for part in self.tokens.parts]
-
-    def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         T = self.config.seq_len
-        block = np.array([self.tokens.read(i * T, i * T + T + 1) for i in index]).reshape(-1, T + 1)
-        return _split(block, self.delimiter, self.config)
-
-    def begin(self, row: int) -> int:
-        """The place of a row's first token."""
-        return row * self.config.seq_len
+        return _split(self, [self.tokens.read(i * T, i * T + T + 1) for i in index])
 
     def where(self, row: int) -> str:
         """The place of a row, and its first characters, if it is known what its tokens mean."""
-        where = self.tokens.where(self.begin(row))
+        where = self.tokens.where(self.begins[row])
         if not text.knows_text(self.config):
             return where
         ids = self.rows(np.array([row]))[0][0, :400].tolist()
@@ -279,9 +270,9 @@ class ShardRows:
 class ChatRows(ShardRows):
     """Conversations packed into rows. One of n tokens takes n - 1 places: its last token is only ever a target."""
 
-    def __init__(self, tokens: Tokens, config: Config, split: str):
-        self.tokens, self.config = tokens, config
-        T, parts = config.seq_len, zip(tokens.parts, tokens.begins, strict=True)
+    def __init__(self, tokens: Tokens, delimiter: int | None, config: Config, split: str):
+        super().__init__(tokens, delimiter, config)
+        T, parts = config.seq_len, zip(tokens.parts, tokens.bounds, strict=False)
         starts = [begin + np.flatnonzero(part.tokens >= text.BEGINS) for part, begin in parts]
         starts = np.concatenate([*starts, np.zeros(0, np.int64)])  # parts may be empty
         lengths = np.diff(np.append(starts, len(tokens))) - 1
@@ -299,6 +290,7 @@ class ChatRows(ShardRows):
         row = pack(self.lengths[order], T)
         self.count = int(row.max()) + 1
         self.contents = np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
+        self.begins = [self.starts[documents[0]] for documents in self.contents]
         self.note = (
             f"{total} conversations, {(is_long & kept).sum()} truncated to --seq_len {T} and {total - count} dropped,"
             f" packed into {self.count} rows that are {self.lengths.sum() / (self.count * T):.1%} full"
@@ -319,30 +311,22 @@ class ChatRows(ShardRows):
             begins[i, at : at + 1] = True
         return tokens, targets, begins
 
-    def begin(self, row: int) -> int:
-        return self.starts[self.contents[row][0]]
-
 
 class Stream:
-    """An endless source of rows. lists: the files of each entry. keep: rows are read again and again, from memory."""
+    """An endless source of rows."""
 
     count = None
 
-    def __init__(self, lists: list[list[TextFile]], config: Config, keep: bool):
-        self.config, self.keep = config, keep
-        self.encoder, self.kept = Encoder.of(config), {}
+    def __init__(self, files: list[TextFile], config: Config):
+        self.files, self.config, self.encoder = files, config, Encoder.of(config)
         self.lanes, self.positions, self.workers = {}, {}, None  # lanes: the rows to come of each
         tokenizer = load_tokenizer(config.tokenizer)
         self.fingerprint = tokenizer.fingerprint
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
-        self.files = sum(lists, [])
-        self.note = f"a stream of {len(self.files)} files for {config.lanes} lanes, {self.files[0].name} and others"
-        if len(self.files) < config.lanes:  # several lanes read the same file
-            self.files = [file for files in lists for file in text.fetch_whole(files)]
-
-    @property
-    def paths(self) -> list[Path]:
-        return [Path(file.name) for file in self.files if not file.hub]
+        self.note = f"a stream of {len(files)} files for {config.lanes} lanes, {files[0].name} and others"
+        if len(files) < config.lanes:  # several lanes read the same file
+            self.files = [*map(text.fetch_whole, files)]
+        self.paths = [Path(file.name) for file in self.files if not file.hub]
 
     def describe(self) -> list[dict]:
         """Names and sizes of the files, wherever they are."""
@@ -366,12 +350,12 @@ class Stream:
         files = self.files[lane % len(self.files) :: self.config.lanes]
         return [files[i] for i in permute(np.arange(len(files)), len(files), f"{self.config.seed}/{epoch}/{lane}")]
 
-    def _read(self, file, first):
-        """The rows of a file from number `first` on. A hub that fails is asked again after each of PAUSES."""
+    def _read(self, file, last):
+        """The rows of a file after number `last`. A hub that fails is asked again after each of PAUSES."""
         for seconds in (*PAUSES, 0):
             try:
-                for row in file.rows(first - 1, 0):
-                    first = row.number + 1
+                for row in file.rows(last, 0):
+                    last = row.number
                     yield row
                 return
             except Failure as e:
@@ -385,14 +369,14 @@ class Stream:
         n, lanes = len(self.files), self.config.lanes
         turn, sharing = lane // n, len(range(lane % n, lanes, n))
         while True:
-            is_empty = not (at or first)
-            for k, file in list(enumerate(self._files(lane, epoch)))[at:]:
-                rows = (row for row in self._read(file, first) if (row.number - 1) % sharing == turn)
+            has_rows = at or first
+            for k, file in enumerate(self._files(lane, epoch)[at:], at):
+                rows = (row for row in self._read(file, first - 1) if (row.number - 1) % sharing == turn)
                 for group in text.group_rows(rows, LANE_BATCH):
-                    is_empty = False
+                    has_rows = True
                     yield (epoch, k), file.name, group
                 first = 0
-            if is_empty:
+            if not has_rows:
                 raise UserError(
                     f"Lane {lane} has no rows: {', '.join(file.name for file in self.files[:3])} hold fewer rows than"
                     f" lanes; give a smaller --lanes than {lanes}, or leave out --stream"
@@ -402,20 +386,16 @@ class Stream:
     def _rows(self, lane):
         """(seq_len + 1 tokens, the position after them) of a lane, without end."""
         T, (given, epoch, at, first, offset, bad) = self.config.seq_len, self.positions.get(str(lane), (0,) * 6)
-        # documents: (tokens, place, bad rows so far) of those that are not used up; offset: used tokens of the first
-        documents, left = [], -offset
+        tokens = np.zeros(0, np.uint32)  # those that no row has used; at most T of them are of earlier documents
         jobs, skip_bad = self._jobs(lane, epoch, at, first), self.config.skip_bad
         for place, row, ids, _, skipped in text.encode(jobs, self.encoder, self.workers, 1, skip_bad, bad, "text"):
-            documents.append((np.frombuffer(ids, np.uint32), (*place, row.number), skipped))
-            left += len(ids)
-            while left > T:
-                current, *others = (tokens for tokens, *_ in documents)
-                tokens = np.concatenate((current[offset : offset + T + 1], *others))[: T + 1]
-                given, offset, left = given + 1, offset + T, left - T
-                while offset >= len(documents[0][0]):
-                    offset -= len(documents.pop(0)[0])
-                _, place, skipped = documents[0]
-                yield tokens, [given, *place, offset, skipped]
+            offset -= len(tokens)  # from the document's beginning to that of `tokens`
+            tokens = np.concatenate((tokens, np.frombuffer(ids, np.uint32)[max(offset, 0) :]))
+            while len(tokens) > T:
+                given, offset = given + 1, offset + T
+                yield tokens[: T + 1], [given, *place, row.number, offset, skipped]
+                tokens = tokens[T:]
+            offset = 0
 
     def _take(self, number):
         turn, lane = divmod(number, self.config.lanes)
@@ -429,18 +409,13 @@ class Stream:
         return tokens
 
     def rows(self, index: np.ndarray) -> tuple:
-        numbers = tuple(index.tolist())
-        block = self.kept.get(numbers)
-        if block is None:
-            if not self.workers:
-                ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-                self.workers = text.start_workers(max(1, min(MAX_WORKERS, text.cores() // ranks - 1)))
-            for lane in {n % self.config.lanes for n in numbers} - self.lanes.keys():
-                self.lanes[lane] = read_ahead(self._rows(lane), 8)  # starts its reading thread
-            block = np.array([self._take(n) for n in numbers], np.int64).reshape(-1, self.config.seq_len + 1)
-            if self.keep:
-                self.kept[numbers] = block
-        return _split(block, self.delimiter, self.config)
+        numbers = index.tolist()
+        if not self.workers:
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            self.workers = text.start_workers(max(1, min(MAX_WORKERS, text.cores() // ranks - 1)))
+        for lane in {n % self.config.lanes for n in numbers} - self.lanes.keys():
+            self.lanes[lane] = read_ahead(self._rows(lane), 8)  # starts its reading thread
+        return _split(self, [self._take(n) for n in numbers])
 
     def where(self, number: int) -> str:
         """The current file and row of the row's lane."""

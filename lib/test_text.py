@@ -233,7 +233,7 @@ def test_data_of_several_tokenizers_are_refused(tmp_path, text_cache):
     open_checked(parse_args([*short, "--data", str(tmp_path / "a"), str(tmp_path / "a.jsonl")]))
     for words in (["--data", "{a}", "{b}"], ["--data", "{b}", "--val_data", "{a}"], ["--data", "{b}:1", "{text}:2"]):
         places = {"a": tmp_path / "a", "b": tmp_path / "b", "text": tmp_path / "a.jsonl"}
-        with pytest.raises(UserError, match="tokenised by several tokenizers: .*b with other"):
+        with pytest.raises(UserError, match="tokenised by several tokenizers: .*b with --tokenizer other"):
             open_checked(parse_args([*short, *(w.format(**places) for w in words)]))
 
 

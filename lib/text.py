@@ -36,7 +36,7 @@ import uuid
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -87,10 +87,6 @@ class TextRow(NamedTuple):
     begins: bool = True  # False: it continues the document of the row before
     number: int = 0  # in its file, from 1
 
-    @property
-    def place(self) -> str:
-        return f"{'line' if isinstance(self.content, bytes) else 'row'} {self.number}"
-
 
 # ---- entries of --data
 
@@ -134,17 +130,17 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
     if spec.startswith("hf://"):
         hub, found = _find_on_hub(spec, flag)
     else:
-        path = str(Path(spec).expanduser())
-        pattern = glob.escape(path) if os.path.exists(path) else path
-        hub, found = None, LocalFileSystem().glob(pattern + "/*" * os.path.isdir(path), detail=True)
+        path = Path(spec).expanduser()
+        pattern = glob.escape(str(path)) if path.exists() else str(path)
+        hub, found = None, LocalFileSystem().glob(pattern + "/*" * path.is_dir(), detail=True)
     texts = [info for name, info in found.items() if kind_of(name) in SUFFIXES]
     infos = [info for name, info in found.items() if kind_of(name) == SHARD] or texts
     if not infos:
         place = ""
         if not hub:
-            folder = Path(path).absolute() if os.path.isdir(path) else Path(path).absolute().parent
-            names = os.listdir(folder) if folder.is_dir() else []
-            near = nearest(Path(path).name, names)
+            path = path.absolute()
+            folder = next(p for p in (path, *path.parents) if p.is_dir())
+            near = nearest(path.name, os.listdir(folder))
             place = f" in {folder}" + f"; did you mean {near}?" * bool(near)
         raise UserError(f"{flag} {spec}: no such file of a known format{place}; {FORMATS} are known")
     version, protocol = ("blob_id", "hf://") if hub else ("mtime", "")
@@ -166,19 +162,16 @@ def _find_on_hub(spec, flag):
         return hub, hub.glob(f"datasets/{repo}@{commit}/{path}", detail=True)
 
 
-def fetch_whole(files: list["TextFile"]) -> list["TextFile"]:
-    """Local copies of an entry's files: files of the hub are downloaded into HF_HOME's cache if they are missing there.
-    Several processes may call it at the same time."""
-    copies = []
-    for file in files:
-        if file.hub:
-            from huggingface_hub import hf_hub_download
+def fetch_whole(file: "TextFile") -> "TextFile":
+    """The local copy of a file: a file of the hub is downloaded into HF_HOME's cache if it is missing there. Several
+    processes may call it at the same time."""
+    if not file.hub:
+        return file
+    from huggingface_hub import hf_hub_download
 
-            repo, commit, path = ADDRESS.fullmatch(file.name).groups()
-            with hub_errors(f"datasets/{repo}"):
-                copy = hf_hub_download(repo, path, repo_type="dataset", revision=commit)
-            copies += find_files(copy, "--data")
-    return copies or files
+    repo, commit, path = ADDRESS.fullmatch(file.name).groups()
+    with hub_errors(f"datasets/{repo}"):
+        return find_files(hf_hub_download(repo, path, repo_type="dataset", revision=commit), "--data")[0]
 
 
 # ---- files
@@ -212,7 +205,7 @@ class TextFile(NamedTuple):
             try:
                 for number, row in enumerate(READERS[kind](self, stream, val_every), 1):
                     if number > first and row.content != b"":  # a blank line has a number, but is not a row
-                        val = val_every > 0 and number % val_every == 0 if row.val is None else row.val
+                        val = number % val_every == 0 if val_every and row.val is None else row.val
                         yield row._replace(number=number, val=val)
             except (EOFError, zlib.error, gzip.BadGzipFile) as e:
                 raise UserError(
@@ -245,8 +238,7 @@ def builtin_documents() -> list[str]:
 
 
 def _read_builtin(file, stream, val_every):
-    for text in builtin_documents():
-        yield TextRow(text)
+    return map(TextRow, builtin_documents())
 
 
 def _read_lines(file, stream, val_every):
@@ -265,8 +257,7 @@ def _read_json(file, stream, val_every):
         rows = json.loads(b"".join(lines))
     except (ValueError, RecursionError) as e:
         raise UserError(f"{file.name} begins with [ but is not a JSON list of rows: {e}") from None
-    for row in rows:
-        yield TextRow(row)
+    yield from map(TextRow, rows)
 
 
 def _read_txt(file, stream, val_every):
@@ -428,35 +419,32 @@ def read_message(message) -> dict:
 
 
 def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str, str]]:
-    """(tokens, kind) of each row; for a bad row (the reason, "bad")."""
+    """(tokens, kind) of each row; for a bad row (the reason, "")."""
     out = []
     for row in rows:
         try:
             tokens, kind = encoder(row)
             out.append((array("I", tokens), kind))
         except UserError as e:
-            out.append((str(e), "bad"))
+            out.append((str(e), ""))
     return out
 
 
 def encode(
-    jobs: Iterator[tuple], encoder: Encoder, pool: Executor | None, ahead: int, skip_bad: int, skipped=0, kind=""
+    jobs: Iterator[tuple], encoder: Encoder, pool: Executor, ahead: int, skip_bad: int, skipped=0, kind=""
 ) -> Iterator[tuple]:
     """jobs: (label, name of a file, rows of it). -> (label, row, tokens, kind, bad rows so far) of each good row, in
-    their order. The pool is up to `ahead` jobs ahead; None: computed here. UserError after more than skip_bad bad rows,
-    including rows of another kind than the first."""
-    if pool:
-        submitted = ((job, pool.submit(encode_rows, encoder, job[2])) for job in jobs)
-        results = ((job, future.result()) for job, future in read_ahead(submitted, ahead))
-    else:
-        results = ((job, encode_rows(encoder, job[2])) for job in jobs)
-    for (label, name, rows), encoded in results:
-        for row, (tokens, its_kind) in zip(rows, encoded, strict=True):
-            if its_kind != "bad" and its_kind == (kind or its_kind):
-                kind = its_kind
+    their order. The pool is up to `ahead` + 1 jobs ahead. UserError after more than skip_bad bad rows, including rows
+    of another kind than the first."""
+    submitted = ((job, pool.submit(encode_rows, encoder, job[2])) for job in jobs)
+    for (label, name, rows), future in read_ahead(submitted, ahead):
+        for row, (tokens, its_kind) in zip(rows, future.result(), strict=True):
+            kind = kind or its_kind
+            if its_kind and its_kind == kind:
                 yield label, row, tokens, kind, skipped
                 continue
-            message = f"{name} {row.place}: {tokens if its_kind == 'bad' else MIXED}"
+            unit = "line" if isinstance(row.content, bytes) else "row"
+            message = f"{name} {unit} {row.number}: {MIXED if its_kind else tokens}"
             skipped += 1
             if skipped > skip_bad:
                 raise UserError(f"{message} (bad row {skipped}; --skip_bad N skips up to N of them)")
@@ -592,7 +580,7 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
     )
     tokens, size = {"train": [], "val": []}, 0
     processes = cores() if sum(source.size for source in sources) > PARALLEL else 0
-    with start_workers(processes) if processes else contextlib.nullcontext() as pool:
+    with start_workers(processes) if processes else ThreadPoolExecutor(1) as pool:
         done = encode(jobs, encoder, pool, 2 * processes, skip_bad, index["skipped"], index["kind"])
         for i, row, ids, kind, skipped in done:
             tokens["val" if row.val else "train"].append(ids)
