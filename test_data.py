@@ -1,7 +1,6 @@
 """Shards, text, order and position. Where it can be, token t of a data set is the number t: so every row says where it
 is from. The oracles are counting, slicing of the whole, and naive loops."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -34,10 +33,10 @@ def config(*paths, **flags):
 
 
 def shard(path, tokens, kind=GPT2, **header):
-    """Writes a shard as llm.c does; version and count can be said otherwise."""
+    """Writes a shard as llm.c does, or with another version."""
     magic, version, dtype = kind
     head = np.zeros(256, "<i4")
-    head[:3] = magic, header.get("version", version), header.get("count", len(tokens))
+    head[:3] = magic, header.get("version", version), len(tokens)
     path.write_bytes(head.tobytes() + np.asarray(tokens).astype(dtype).tobytes())
     return path
 
@@ -72,11 +71,8 @@ def test_both_headers(tmp_path, kind, delimiter):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_headerless_needs_its_dtype_said(tmp_path, dtype):
-    path = headerless(tmp_path / "a.bin", range(1000), dtype)
-    message = refused(read, config(path))
-    assert str(path) in message and "--data_dtype" in message and "20240520 or 20240801" in message
-    c = config(path, data_dtype=dtype)
+def test_headerless_files(tmp_path, dtype):
+    c = config(headerless(tmp_path / "a.bin", range(1000), dtype), data_dtype=dtype)
     assert read(c) == list(range(950)) and open_split(c, "train")[1] is None
 
 
@@ -88,14 +84,11 @@ def cut(path, size):
 BAD_FILES = {
     "version": (lambda p: shard(p / "a.bin", range(50), version=7), "version 7.*20240520.*version 1"),
     "cut short": (lambda p: cut(shard(p / "a.bin", range(50)), 1024 + 98), "98 bytes.*50 tokens.*100 bytes"),
-    "count": (lambda p: shard(p / "a.bin", range(50), LLAMA3, count=49), "200 bytes.*49 tokens.*196 bytes"),
-    "cut header": (lambda p: cut(shard(p / "a.bin", range(50)), 500), "no token-shard header"),
+    "cut header": (lambda p: cut(shard(p / "a.bin", range(50)), 500), "no token-shard header.*--data_dtype"),
     "odd": (lambda p: cut(headerless(p / "a.bin", range(50)), 99), "99 bytes.*uint16"),
     "empty": (lambda p: cut(shard(p / "a.bin", []), 0), "empty"),
-    "missing": (lambda p: p / "a.bin", "no such file"),
     "no match": (lambda p: p / "*.bin", "no such file"),
     "suffix": (lambda p: headerless(p / "a.npy", range(50)), r"a\.npy.*\.txt, \.jsonl.* and \.bin"),
-    "folder": (lambda p: p, r"no such file of a known format.* and \.bin"),
 }
 
 
@@ -122,22 +115,16 @@ def test_folders_globs_and_lists(tmp_path):
 
 
 @pytest.mark.parametrize("name, is_val", [
-    ("val", 1), ("fineweb_val_000000", 1), ("x-VAL-1", 1), ("valid", 1), ("my.validation", 1), ("val01", 1),
-    ("eval", 0), ("interval_1", 0), ("valley", 0), ("train", 0), ("removal", 0),
+    ("fineweb_val_000000", 1), ("x-VAL-1", 1), ("my.validation", 1), ("val01", 1), ("eval", 0), ("valley", 0),
 ])  # fmt: skip
 def test_shards_named_val_are_held_out(tmp_path, name, is_val):
+    """Without such names, the last twentieth of each shard is."""
     c = config(shard(tmp_path / "a.bin", range(100)), shard(tmp_path / f"{name}.bin", range(500, 600)))
     if is_val:
         assert (read(c), read(c, "val")) == (list(range(100)), list(range(500, 600)))
         assert read(replace(c, val_data=(str(tmp_path / "a.bin"),))) == list(range(100))  # still not trained on
     else:
         assert (read(c), read(c, "val")) == ([*range(95), *range(500, 595)], [*range(95, 100), *range(595, 600)])
-
-
-def test_without_such_names_the_last_twentieth_of_each_shard_is(tmp_path):
-    c = config(shard(tmp_path / "a.bin", range(1000)), shard(tmp_path / "b.bin", range(2000, 2200)))
-    assert read(c) == [*range(950), *range(2000, 2190)]
-    assert read(c, "val") == [*range(950, 1000), *range(2190, 2200)]
 
 
 def test_val_data_lets_all_of_data_train(tmp_path):
@@ -153,20 +140,16 @@ def test_too_little_data(tmp_path, caplog):
     path = shard(tmp_path / "a.bin", range(20 * T))
     assert len(read(config(path, seq_len=19 * T - 1))) == 19 * T
     assert re.search(rf"training data .* {19 * T} tokens.* {19 * T + 1}:", refused(read, config(path, seq_len=19 * T)))
-    message = refused(read, config(path), "val")
+    message = refused(open_checked, config(path, val_data=shard(tmp_path / "short.bin", range(T))))
     assert re.search(rf"validation split .* {T} tokens.* {T + 1}:.*--val_data.*--eval_every 0", message)
     assert len(open_checked(config(path))) == 1 and message in caplog.text and "skips evaluation" in caplog.text
-    short = shard(tmp_path / "short.bin", range(T))
-    assert message in refused(open_checked, config(path, val_data=short))
 
 
 @pytest.mark.parametrize("at, split", [(0, "train"), (177, "train"), (190, "val"), (199, "val")])
 def test_ids_beyond_the_vocabulary(tmp_path, at, split):
-    first, second = shard(tmp_path / "a.bin", np.zeros(200)), tmp_path / "b.bin"
     tokens = np.full(200, 299)
-    shard(second, tokens)
     tokens[at] = 300
-    shard(second, tokens)
+    first, second = shard(tmp_path / "a.bin", np.zeros(200)), shard(tmp_path / "b.bin", tokens)
     c = config(first, second, vocab_size=300, seq_len=1, eval_batches=0)
     loader = make_loader(c, split=split)
     for message in (refused(open_checked, c), refused(lambda: [*zip(range(loader.rows), loader, strict=False)])):
@@ -226,11 +209,7 @@ def test_text_is_tokenised_once_until_it_changes(tmp_path, text_cache, monkeypat
     (folder,) = text_cache.iterdir()
     index = json.loads((folder / "index.json").read_text())
     assert folder.name.startswith("own-") and index["tokenizer"] == "bytes" and index["sources"] == [str(path)]
-    for name in ("train-00000.bin", "val-00000.bin"):
-        content = (folder / name).read_bytes()
-        sha256 = hashlib.sha256(content).hexdigest()
-        assert index["files"][name] == {"tokens": (len(content) - 1024) // 2, "sha256": sha256}
-    read(config(path)), read(config(path), "val"), open_checked(config(path))
+    open_checked(config(path))
     assert len(seen) == 2
     before = path.stat()
     path.write_text("other line\n" * 100)  # of the same size
@@ -238,34 +217,26 @@ def test_text_is_tokenised_once_until_it_changes(tmp_path, text_cache, monkeypat
     assert bytes(read(config(path))[1:11]) == b"other line" and len(seen) == 4
 
 
-def test_built_in_text(text_cache, monkeypatch):
+def test_built_in_text(monkeypatch):
     documents = list(builtin_documents())
     assert min(map(len, documents)) >= 200 and len(set(documents)) == len(documents)
     assert sum(len(d.encode()) for d in documents) > 5e6
-    monkeypatch.setattr("lib.text.builtin_documents", lambda: iter(documents))  # a second reading takes seconds
-    seen = counted(monkeypatch)
-    c = config()
-    train, val = read(c), read(c, "val")
-    assert seen == documents
-    assert train.count(256) + val.count(256) == len(documents) and train[0] == val[0] == 256
-    assert len(train) + len(val) == sum(len(d.encode()) + 1 for d in documents)
-    assert bytes(val[1 : val.index(256, 1)]).decode() == documents[19] and 0.04 < len(val) / len(train) < 0.06
+    monkeypatch.setattr("lib.text.builtin_documents", lambda: documents[:399])  # all would take seconds
+    train, val = read(config()), read(config(), "val")
+    expected = [[256, *d.encode()] for d in documents[:399]]
+    assert val == sum(expected[19::20], []) and train == sum((d for i, d in enumerate(expected, 1) if i % 20), [])
 
 
 # ---- order
 
 
-@pytest.mark.parametrize("sizes", [range(1, 70), (255, 256, 257, 1000, 4095, 4097)])
-def test_permute_is_a_permutation(sizes):
-    for n in sizes:
+def test_permute_is_a_permutation():
+    for n in (*range(1, 70), 255, 256, 257, 1000, 4097):
         order = permute(np.arange(n), n, f"key {n}")
         assert np.array_equal(np.sort(order), np.arange(n))
         some = np.arange(n)[::-3]
         assert np.array_equal(permute(some, n, f"key {n}"), order[some])  # each on its own
-
-
-def test_the_order_never_changes():
-    """A run that is resumed with a newer flatland would otherwise train on some rows twice and on others never."""
+    # It never changes, or a run that is resumed with a newer flatland would repeat some rows and skip others.
     assert permute(np.arange(10), 10, "0/0").tolist() == [1, 0, 5, 4, 2, 3, 6, 7, 8, 9]
 
 
@@ -322,7 +293,7 @@ def test_each_row_once_per_epoch(tmp_path):
     assert all(sorted(epoch) == [*range(5)] for epoch in np.reshape(sum(batches, []), (12, 5)))
 
 
-GRID = [(1, 12), (1, 1), (1, 5), (2, 6), (2, 1), (3, 4), (3, 2), (4, 3), (6, 2), (12, 1), (5, 2), (8, 1), (7, 12)]
+GRID = [(1, 1), (1, 5), (2, 6), (3, 2), (4, 3), (12, 1), (5, 2), (8, 1), (7, 12)]
 
 
 def test_epochs_give_the_number_of_steps(tmp_path):
@@ -355,29 +326,24 @@ def test_data_are_known_again(tmp_path):
     assert "seq_len 8, now 4" in message and "--out" in message
     longer = make_loader(config(numbered(tmp_path / "e", 38)))
     assert "--data" in refused(longer.load_state_dict, state)
-    shard(tmp_path / "d" / "s0.bin", [7, *range(1, 37 * T + 1)])
-    assert "other data" in refused(make_loader(config(tmp_path / "d")).load_state_dict, state)
 
 
 CHANGED = {
     "shards": ("a.bin", np.arange(2**21, dtype="<i4").tobytes(), {"data_dtype": "uint32", "vocab_size": 2**22}),
-    "chats": ("a.jsonl", b'{"prompt": "one", "completion": "two"}\n' * 300, {"seq_len": 64}),
     "a stream": ("a.txt", b"one line\n" * 3000, {"stream": "on", "lanes": 1}),
 }
 
 
 @pytest.mark.parametrize("kind", CHANGED)
-def test_a_change_in_the_middle_of_a_file_is_refused(tmp_path, text_cache, kind):
-    """By one bit; of conversations, in what is trained on."""
+def test_a_change_in_the_middle_of_a_file_is_refused(tmp_path, kind):
     name, content, flags = CHANGED[kind]
     (tmp_path / name).write_bytes(content)
     c = config(tmp_path / name, eval_every=0, **flags)
     state = make_loader(c).state_dict()
     make_loader(c).load_state_dict(state)
-    changed = next(text_cache.rglob("train-*.bin")) if kind == "chats" else tmp_path / name
-    data = bytearray(changed.read_bytes())
-    data[len(data) // 2] ^= 1
-    changed.write_bytes(data)
+    changed = bytearray(content)
+    changed[len(content) // 2] ^= 1
+    (tmp_path / name).write_bytes(changed)
     assert "other data" in refused(make_loader(c).load_state_dict, state)
 
 
@@ -395,10 +361,8 @@ def test_a_large_file_is_compared_all_over(tmp_path, monkeypatch):
 
 
 def test_rows_are_named_by_their_place_and_by_their_text(tmp_path, text_cache):
-    names = [str(tmp_path / f"{i}.txt") for i in range(5)]
-    for name in names:
-        (tmp_path / name).write_text("red \x1b[31m text\n" * 50)
-    (place,) = make_loader(config(*names, seq_len=200)).where(1)
+    (tmp_path / "0.txt").write_text("red \x1b[31m text\n" * 50)
+    (place,) = make_loader(config(tmp_path / "0.txt", seq_len=200)).where(1)
     named, text = place.split(": ", 1)
     assert re.fullmatch(rf"{text_cache}/0-\w+/train-00000\.bin at token \d+", named)
     assert len(eval(text)) == 80 and "\\x1b[31m text\\nred" in text
@@ -445,8 +409,6 @@ def test_separate_documents_need_a_delimiter(tmp_path):
     assert "--delimiter" in refused(make_loader, config(path, **flags))
     ((batch,),) = itertools.islice(make_loader(config(path, delimiter=0, **flags)), 1)
     assert batch.positions.tolist() == [[*range(T)]]
-    mixed = config(shard(tmp_path / "b.bin", range(100)), shard(tmp_path / "c.bin", range(100), LLAMA3), **flags)
-    assert "--delimiter" in refused(make_loader, mixed)
     rows = [json.dumps({"text": "x" * (i % 7)}) for i in range(200)]  # text has the tokenizer's
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     c = config(tmp_path / "a.jsonl", documents="separate", micro_batch=16)
