@@ -168,13 +168,6 @@ def test_wrong_flags(tmp_path):
 # ---- text
 
 
-def counted(monkeypatch) -> list:
-    """Every text that is encoded from now on."""
-    seen, encode = [], ByteTokenizer.encode
-    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: seen.append(text) or encode(self, text))
-    return seen
-
-
 @pytest.mark.parametrize("piece", [500, 2**24])
 def test_txt(tmp_path, monkeypatch, piece):
     """Several files, in pieces of whole lines; and one with a single long line, which is split, too."""
@@ -200,7 +193,8 @@ def test_txt(tmp_path, monkeypatch, piece):
 def test_text_is_tokenised_once_until_it_changes(tmp_path, text_cache, monkeypatch):
     path = tmp_path / "own.txt"
     path.write_text("first line\n" * 100)
-    seen = counted(monkeypatch)
+    seen, encode = [], ByteTokenizer.encode
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: seen.append(text) or encode(self, text))
     assert len(read(config(path))) > 900 and len(seen) == 2  # the training and the validation part
     (folder,) = text_cache.iterdir()
     index = json.loads((folder / "index.json").read_text())
@@ -315,12 +309,8 @@ def test_data_are_known_again(tmp_path):
     _, state = run(config(numbered(tmp_path / "d", 37)), 2)
     run(config(tmp_path / "d"), 1, 1, state)
     make_loader(config(numbered(tmp_path / "same", 37))).load_state_dict(state)  # in another place
-    described = make_loader(config(shard(tmp_path / "a.bin", range(1000)))).describe()
-    assert described == [{"file": "a.bin", "tokens": 950}]
     message = refused(make_loader(config(tmp_path / "d", seq_len=4)).load_state_dict, state)
     assert "seq_len 8, now 4" in message and "--out" in message
-    longer = make_loader(config(numbered(tmp_path / "e", 38)))
-    assert "--data" in refused(longer.load_state_dict, state)
 
 
 CHANGED = {
@@ -389,30 +379,17 @@ def naive_positions(row, delimiter):
 @pytest.mark.parametrize("delimiter", [3, -1])
 def test_separate_documents(tmp_path, delimiter):
     tokens = np.random.default_rng(0).choice([3, 5, 50256], 2000, p=[0.2, 0.6, 0.2])
+    flags = {"micro_batch": 16, "seq_len": 32, "delimiter": delimiter}
     path = shard(tmp_path / "a.bin", tokens)
-    c = config(path, micro_batch=16, seq_len=32, documents="separate", delimiter=delimiter)
-    for (batch,) in itertools.islice(make_loader(c), 5):
+    for (batch,) in itertools.islice(make_loader(config(path, documents="separate", **flags)), 5):
         expected = [naive_positions(row, 50256 if delimiter < 0 else delimiter) for row in batch.tokens.tolist()]
         assert batch.positions.tolist() == expected and batch.positions.dtype == torch.int64
-    ((batch,),) = itertools.islice(make_loader(config(path, micro_batch=16, seq_len=32)), 1)
+    ((batch,),) = itertools.islice(make_loader(config(path, **flags)), 1)
     assert batch.positions is None
-
-
-def test_separate_documents_need_a_delimiter(tmp_path):
-    flags = {"data_dtype": "uint16", "documents": "separate"}
-    path = headerless(tmp_path / "a.bin", range(1000))
-    assert "--delimiter" in refused(make_loader, config(path, **flags))
-    ((batch,),) = itertools.islice(make_loader(config(path, delimiter=0, **flags)), 1)
-    assert batch.positions.tolist() == [[*range(T)]]
-    rows = [json.dumps({"text": "x" * (i % 7)}) for i in range(200)]  # text has the tokenizer's
-    (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    c = config(tmp_path / "a.jsonl", documents="separate", micro_batch=16)
-    ((batch,),) = itertools.islice(make_loader(c), 1)
-    assert batch.positions.tolist() == [naive_positions(row, 256) for row in batch.tokens.tolist()]
-    assert (batch.positions[:, 1:] == 0).any()
-
-
-# ---- validation
+    if delimiter < 0:
+        path = headerless(tmp_path / "b.bin", tokens)
+        message = refused(make_loader, config(path, documents="separate", data_dtype="uint16", **flags))
+        assert "give --delimiter ID" in message
 
 
 @pytest.mark.parametrize("world_size, micro_batch", [(1, 6), (2, 3), (3, 2), (1, 2), (4, 1), (5, 1)])
@@ -477,9 +454,6 @@ def test_wrong_mixtures(tmp_path, words, message):
     (tmp_path / "chat.jsonl").write_text('{"prompt": "Why?", "completion": "So."}\n' * 30)
     (tmp_path / "text.jsonl").write_text('{"text": "x"}\n')
     assert message in refused(make_loader, config(*(tmp_path / word for word in words.split())))
-
-
-# ---- show
 
 
 def test_chat_fields_and_show(tmp_path):

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from config import parse_args
 from data import Batch, make_loader, merge_positions, open_checked, open_data
 from lib import rows
 from lib import text as text_module
-from lib.errors import Failure, UserError
+from lib.errors import Failure
 from lib.rows import permute
 from lib.test_text import refused
 from lib.test_tokenizer import _chat_tokenizer
@@ -98,38 +97,28 @@ def test_rows_are_those_of_the_lanes(tmp_path, files, lanes):
     assert max(p[1] for p in state["lanes"]["0"].values()) >= 1  # an epoch has ended
 
 
-def test_no_rank_changes_a_row_and_a_resume_repeats_none(tmp_path):
-    """Ranks, micro-batches and the number of lanes that divide a step, or do not."""
-    data = write(tmp_path / "d")
-    for lanes, splits in ((4, [(2, 3), (3, 4)]), (8, [(2, 6), (5, 2)])):
-        whole, _ = run(config(data, lanes=lanes), 9)
-        state, found = None, []
-        for steps, (world_size, micro_batch) in zip((4, 5), splits, strict=True):
-            part, state = run(config(data, lanes=lanes, micro_batch=micro_batch), steps, world_size, state)
-            found += part
-        assert found == whole
-
-
-def test_a_stream_in_a_mixture(tmp_path):
-    """The stream's rows are those that it has alone, on one rank and on three, and after a resume."""
-    data = write(tmp_path / "d")
+@pytest.mark.parametrize("lanes, splits", [(4, [(3, 2), (2, 6)]), (8, [(2, 3), (5, 2)])])
+def test_no_rank_changes_a_row_and_a_resume_repeats_none(tmp_path, lanes, splits):
+    """Of a mixture, in which the stream gives the rows that it gives alone. Ranks and micro-batches divide a step and
+    its lanes, or do not."""
     write_shard(tmp_path / "a.bin", np.arange(5000), 2**16)
-    alone, _ = run(config(data, lanes=4), 4)
-    flags = {"lanes": 4, "vocab_size": 5000, "steps": 12, "val_data": tmp_path / "a.bin"}
+    data, flags = write(tmp_path / "d"), {"lanes": lanes, "vocab_size": 5000, "val_data": tmp_path / "a.bin"}
     mixed = f"{data}:2 {tmp_path / 'a.bin'}:1"
-    whole, _ = run(config(mixed, **flags), 6)
+    whole, _ = run(config(mixed, **flags), 9)
     streamed = [row for row in sum(whole, []) if max(row) <= 256 and row[1] != row[0] + 1]
-    assert streamed[:40] == sum(alone, [])[:40] and len(sum(whole, [])) == 72
-    first, state = run(config(mixed, micro_batch=2, **flags), 3, 3)
-    assert first + run(config(mixed, micro_batch=6, **flags), 3, 2, state)[0] == whole
+    assert streamed[:60] == sum(run(config(data, **flags), 5)[0], []) and len(sum(whole, [])) == 108
+    state, found = None, []
+    for steps, (world_size, micro_batch) in zip((4, 5), splits, strict=True):
+        part, state = run(config(mixed, micro_batch=micro_batch, **flags), steps, world_size, state)
+        found += part
+    assert found == whole
 
 
 def test_bad_rows(tmp_path, caplog):
     path = tmp_path / "a.jsonl"
     lines = [json.dumps({"text": text(0, r)}) + "\n" if r != 7 else "{\n" for r in range(30)]
     path.write_text("".join(lines))
-    with pytest.raises(UserError, match=r"a\.jsonl line 8: not JSON.*--skip_bad"):
-        run(config(path, lanes=1), 4)
+    assert re.search(r"a\.jsonl line 8: not JSON.*--skip_bad", refused(run, config(path, lanes=1), 4))
     (found, *_), _ = run(config(path, lanes=1, skip_bad=1, batch_tokens=24 * T), 1)
     expected = [t for r in range(30) if r != 7 for t in (256, *text(0, r).encode())]
     assert found == [tuple(expected[i * T : i * T + T + 1]) for i in range(24)]
@@ -138,14 +127,11 @@ def test_bad_rows(tmp_path, caplog):
 
 def test_what_cannot_be_streamed(tmp_path):
     data = write(tmp_path / "d", 1, 5)
-    with pytest.raises(UserError, match="name a --val_data.*--eval_every 0"):
-        make_loader(config(data, eval_every=10), split="val")
-    with pytest.raises(UserError, match="--eval_batches 0"):
-        make_loader(config(data, eval_batches=0, val_data=tmp_path / "d" / "part.0.json.gz"), split="val")
+    assert "name a --val_data" in refused(make_loader, config(data, eval_every=10), split="val")
+    assert "--eval_batches 0" in refused(make_loader, config(data, eval_batches=0, val_data=data), split="val")
     for content in ("", "a single document"):
         (tmp_path / "one.txt").write_text(content)
-        with pytest.raises(UserError, match="one.txt hold fewer rows than lanes; give a smaller --lanes than 4"):
-            run(config(tmp_path / "one.txt"), 1)
+        assert "one.txt hold fewer rows than lanes; give a smaller" in refused(run, config(tmp_path / "one.txt"), 1)
 
 
 def test_validation_of_a_stream(tmp_path):
@@ -193,8 +179,7 @@ def test_the_hub_gives_what_local_files_give(hub, tmp_path, monkeypatch):
     assert rest == expected[3:]  # the files are the same
     second = first.replace("00000", "00001", 1)
     hub.repos["datasets/org/c4"][second] = hub.repos["datasets/org/c4"][second][:-1] + b"x"  # of the same size
-    with pytest.raises(UserError, match="other data"):
-        run(config(C4, lanes=3), 1, 1, state)
+    assert "other data" in refused(run, config(C4, lanes=3), 1, 1, state)
     assert any(token for *_, token in hub.seen) and not [seen for seen in hub.cdn.seen if seen[-1]]
 
 
@@ -214,8 +199,7 @@ def test_a_run_waits_for_its_hub(hub, tmp_path, monkeypatch):
 
     monkeypatch.setattr(text_module.TextFile, "rows", failing)
     assert run(config(C4, lanes=3), 6)[0] == expected
-    monkeypatch.setattr(rows, "PAUSES", ())
-    failures[:] = [1]
+    failures[:] = [1] * 20
     with pytest.raises(Failure, match="no answer"):
         run(config(C4, lanes=3), 6)
 
@@ -227,34 +211,17 @@ def test_few_files_are_kept_whole(hub, tmp_path):
     assert run(config(C4, lanes=5), 4)[0] == expected and hub.cdn.sent - sent < 2000  # only the first file's head
 
 
-ADDRESSES = {"one/train.jsonl": 1, "c4/en/*": 4, "c4/**": 5, "c4@v1/en/c4-validation.0.json.gz": 1}
-WRONG = {
-    "hf://datasets/org/c4": "expected hf://datasets/ORG/NAME",
-    "hf://org/c4": "expected hf://datasets/ORG/NAME",
-    "hf://datasets/org/c4/fr": "no such file of a known format",
-    "hf://datasets/org/no/a.txt": "there is no .*org/no",
-    "hf://datasets/org/c4@v9/en/*": "no such revision",
-}
+FOUND = {"one/train.jsonl": 1, "c4/en/*": 4, "c4/**": 5, "c4@v1/en/c4-validation.0.json.gz": 1}
+WRONG = {"c4": "expected hf://datasets/ORG/NAME", "c4/fr": "no such file", "no/a.txt": "there is no .*org/no",
+         "c4@v9/en/*": "no such revision"}  # fmt: skip
 
 
 def test_addresses(hub):
-    for path, count in ADDRESSES.items():
+    for path, count in FOUND.items():
         found = find_files(f"hf://datasets/org/{path}", "--data")
         assert len(found) == count and all(f"@{COMMITS['v1' if '@v1' in path else 'main']}/" in f.name for f in found)
-    for spec, message in WRONG.items():
-        with pytest.raises(UserError, match=message):
-            find_files(spec, "--data")
-
-
-def test_a_rank_that_comes_to_its_lanes_unevenly_waits_for_none(tmp_path):
-    """One of two ranks, which skips what the other takes. The lanes do not divide the rows of a step."""
-    c = config(write(tmp_path / "a"), micro_batch=33, batch_tokens=66 * T, lanes=64)
-    steps, seen = iter(make_loader(c, 0, 2)), []
-    reader = threading.Thread(target=lambda: seen.extend(itertools.islice(steps, 40)), daemon=True)
-    reader.start()
-    reader.join(100)
-    assert len(seen) == 40
-    steps.close()
+    for path, message in WRONG.items():
+        assert re.search(message, refused(find_files, f"hf://datasets/org/{path}", "--data"))
 
 
 def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
@@ -275,7 +242,7 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["data"], "on_first_rank", tell)
     for rank in range(3):
         loader, val_loader = open_data(c, shard.Ranks(rank, 3, torch.device("cpu")))
-        assert loader.rank == val_loader.rank == rank and asked() == ((True, 1) if rank == 0 else (False, 0))
+        assert loader.rank == val_loader.rank == rank and asked() == (not rank, int(not rank))
 
 
 # ---- packed conversations
@@ -286,9 +253,9 @@ def chat_config(*data, **flags):
     return parse_args([f"--{k}={v}" for k, v in flags.items()] + ["--data", *map(str, data)])
 
 
-def conversations(n=60) -> list[list[dict]]:
+def conversations() -> list[list[dict]]:
     out = []
-    for i in range(n):
+    for i in range(60):
         pairs = [(f"Question {i}.{k}?", f"Answer {i}.{k}" + " and more" * (i * 5 % 7)) for k in range(i % 3 + 1)]
         out.append([{"role": "system", "content": "Be brief."}] * (i % 3 == 0) + talk(*pairs))
     return out
@@ -314,7 +281,6 @@ def documents(batches) -> list[tuple[list[int], list[int]]]:
     for b in batches:
         for tokens, targets, positions in zip(b.tokens.tolist(), b.targets.tolist(), b.positions.tolist(), strict=True):
             starts = [i for i, p in enumerate(positions) if p == 0]
-            assert starts[0] == 0
             for a, z in itertools.pairwise([*starts, len(tokens)]):
                 assert positions[a:z] == list(range(z - a))
                 if max(targets[a:z]) >= 0:
@@ -337,7 +303,7 @@ def test_rows_are_what_the_template_renders(tmp_path):
     assert "57 conversations, 0 truncated to --seq_len 700 and 0 dropped" in "".join(loader.summary(None))
 
 
-def test_pack_is_first_fit():
+def test_pack_is_first_fit(monkeypatch):
     lengths = np.random.default_rng(0).integers(1, 101, 1000)
     room, expected = [], []
     for n in lengths:
@@ -346,13 +312,8 @@ def test_pack_is_first_fit():
         room[at] -= n
         expected.append(at)
     assert rows.pack(lengths, 100).tolist() == expected
-
-
-def test_pack_of_very_many_closes_the_fullest(monkeypatch):
-    monkeypatch.setattr(rows, "OPEN_ROWS", 10)
-    lengths = np.random.default_rng(0).integers(1, 101, 3000)
-    row = rows.pack(lengths, 100)
-    filled = np.bincount(row, lengths)
+    monkeypatch.setattr(rows, "OPEN_ROWS", 10)  # of very many, the fullest are closed
+    filled = np.bincount(rows.pack(lengths, 100), lengths)
     assert filled.max() <= 100 and filled.min() > 0 and filled.mean() > 88
 
 
@@ -373,15 +334,14 @@ def test_too_long_conversations(tmp_path):
 
 def test_a_mixture_of_kinds(tmp_path):
     """Text, conversations and a stream, each with its weight; validation has its share of each."""
-    chat = write_chats(tmp_path / "chat.jsonl", conversations(100))
+    chat = write_chats(tmp_path / "chat.jsonl", conversations())
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"text {i} " * 20}) + "\n" for i in range(200)))
-    loader = make_loader(chat_config(f"{chat}:1", f"{tmp_path / 'text.jsonl'}:3", seq_len=256, micro_batch=8))
-    for (batch,) in itertools.islice(loader, 3):
+    c = chat_config(f"{chat}:1", f"{tmp_path / 'text.jsonl'}:3", seq_len=256, micro_batch=8, eval_batches=1)
+    for (batch,) in itertools.islice(make_loader(c), 3):
         assert batch.sources.tolist().count(0) == 2 and batch.positions is not None
         text_rows = batch.sources == 1
         assert torch.equal(batch.positions[text_rows], torch.arange(256).expand(6, 256))
         assert (batch.targets[text_rows] >= 0).all() and (batch.targets[~text_rows] == -100).any()
-    c = chat_config(f"{chat}:1", f"{tmp_path / 'text.jsonl'}:3", seq_len=256, eval_batches=2)
     assert sum(b.sources.tolist().count(0) for (b,) in make_loader(c, split="val")) == 2
 
 
