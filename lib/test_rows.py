@@ -55,13 +55,13 @@ def config(data, **flags):
     return parse_args([f"--{k}={v}" for k, v in ({"eval_every": 0} | flags).items()] + ["--data", *str(data).split()])
 
 
-def naive_lane(lane, lanes, files=5, count=40, epochs=3, seed=0):
+def naive_lane(lane, lanes, files, count, epochs):
     """All tokens of a lane, file by file."""
     mine = list(range(lane, files, lanes)) if files >= lanes else [lane % files]
     sharing = [other for other in range(lanes) if other % files == lane % files] if files < lanes else [lane]
     out = []
     for epoch in range(epochs):
-        for k in permute(np.arange(len(mine)), len(mine), f"{seed}/{epoch}/{lane}"):
+        for k in permute(np.arange(len(mine)), len(mine), f"0/{epoch}/{lane}"):
             for row in range(sharing.index(lane), count, len(sharing)):
                 out += [256, *text(mine[k], row).encode()]
     return out
@@ -91,8 +91,7 @@ def test_rows_are_those_of_the_lanes(tmp_path, files, lanes):
     batches, state = run(config(write(tmp_path / "d", files, 9), lanes=lanes), 25)
     whole = sum(batches, [])
     for lane in range(lanes):
-        expected = naive_lane(lane, lanes, files, 9, epochs=30)
-        mine = whole[lane::lanes]
+        expected, mine = naive_lane(lane, lanes, files, 9, 30), whole[lane::lanes]
         assert mine == [tuple(expected[i * T : i * T + T + 1]) for i in range(len(mine))]
     assert max(p[1] for p in state["lanes"]["0"].values()) >= 1  # an epoch has ended
 
@@ -226,8 +225,7 @@ def test_addresses(hub):
 
 def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
     """By --check; then by rank 0, which tells the others."""
-    flags = {"compile": "none", "dtype": "fp32", "out": tmp_path / "run", "lanes": 3}
-    c = config(C4, val_data=C4, eval_every=1, **flags)
+    c = config(C4, val_data=C4, eval_every=1, compile="none", dtype="fp32", out=tmp_path / "run", lanes=3)
 
     def asked():
         files = [path for _, path, *_ in hub.cdn.seen if "/content/" in path]

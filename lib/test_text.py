@@ -104,6 +104,9 @@ def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch,
     seen[:] = range(at)  # from now on there is no interruption
     assert run(sources, tmp_path / "out", shard_tokens=4000) == whole and [*verify(tmp_path / "out")] == []
     assert at == 1 or seen[at] > 1  # finished shards are kept
+    count = len(seen)
+    assert run(sources, tmp_path / "out", shard_tokens=4000) == whole and len(seen) == count
+    assert "holds train-00000.bin" in refused(run, sources, tmp_path / "out", shard_tokens=4000, val_every=7)
     assert sorted(os.listdir(tmp_path / "out")) == sorted([*whole["files"], ".lock", "index.json"])
 
 
@@ -162,8 +165,6 @@ def test_bad_input_is_named(tmp_path, kind):
     (tmp_path / name).write_bytes(content)
     message = refused(run, [tmp_path / name], tmp_path / "out")
     assert str(tmp_path / name) in message and re.search(pattern, message, re.DOTALL)
-    (tmp_path / "a.jsonl").write_bytes(GOOD)
-    run([tmp_path / "a.jsonl"], tmp_path / "out")  # nothing is in the way
 
 
 def test_skip_bad_leaves_out_so_many(tmp_path, caplog):
@@ -175,14 +176,6 @@ def test_skip_bad_leaves_out_so_many(tmp_path, caplog):
     kept = [row for i, row in enumerate(ROWS[:10]) if i not in (3, 7)]
     assert tokens(tmp_path / "two", "train") == naive(kept, 0)["train"]
     assert "line 4" in caplog.text and "line 8" in caplog.text
-
-
-def test_a_folder_is_not_mixed(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS[:50]))
-    run([tmp_path / "a.jsonl"], tmp_path / "out")
-    run([tmp_path / "a.jsonl"], tmp_path / "out")  # it is there
-    message = refused(run, [tmp_path / "a.jsonl"], tmp_path / "out", val_every=7)
-    assert "holds train-00000.bin" in message and "other input or with another tokenizer" in message
 
 
 def test_piped_text_is_a_document(tmp_path, monkeypatch):
