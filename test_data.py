@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from config import parse_args
-from data import Batch, main, make_loader, open_checked, show, with_steps
+from data import main, make_loader, open_checked, show, with_steps
 from lib import rows
 from lib import text as text_module
 from lib.rows import Catalog, permute, turns
+from lib.test_rows import run as run_ranks
 from lib.test_text import refused
 from lib.text import builtin_documents, find_files
 from lib.tokenizer import ByteTokenizer
@@ -183,11 +184,8 @@ def test_text_is_tokenised_once_until_it_changes(tmp_path, text_cache, monkeypat
     seen, encode = [], ByteTokenizer.encode
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: seen.append(text) or encode(self, text))
     assert len(read(config(path))) > 900 and len(seen) == 2  # the training and the validation part
-    (folder,) = text_cache.iterdir()
-    index = json.loads((folder / "index.json").read_text())
-    assert folder.name.startswith("own-") and index["tokenizer"] == "bytes" and index["sources"] == [str(path)]
     open_checked(config(path))
-    assert len(seen) == 2
+    assert len(seen) == 2 and [folder.name[:4] for folder in text_cache.iterdir()] == ["own-"]
     before = path.stat()
     path.write_text("other line\n" * 100)  # of the same size
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**6))
@@ -224,32 +222,11 @@ def numbered(folder, rows, shards=1):
     return folder
 
 
-def trained(batch: Batch) -> list[int]:
-    """The row numbers of a batch, without those that are not trained on; and that its rows are whole."""
-    assert batch.tokens.dtype == batch.targets.dtype == torch.int64 and batch.tokens.shape == batch.targets.shape
-    rows = []
-    for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
-        if set(targets) != {-100}:
-            assert tokens[0] % T == 0 or tokens[0] >= 1000
-            assert tokens == [*range(tokens[0], tokens[0] + T)] and targets == [t + 1 for t in tokens]
-            rows.append(tokens[0] // T)
-    return rows
-
-
-def run(c, steps, world_size=1, state=None) -> tuple[list[list[int]], dict]:
+def run(*args) -> tuple[list[list[int]], dict]:
     """-> the trained rows of each global batch, by micro-step and rank; the position afterwards."""
-    loaders = [make_loader(c, rank, world_size) for rank in range(world_size)]
-    for loader in loaders:
-        if state:
-            loader.load_state_dict(json.loads(json.dumps(state)))
-    batches = []
-    iterators = [iter(loader) for loader in loaders]
-    for _ in range(steps):
-        by_rank = [next(i) for i in iterators]
-        assert {len(b.tokens) for micros in by_rank for b in micros} == {c.micro_batch}
-        batches.append([row for micros in zip(*by_rank, strict=True) for b in micros for row in trained(b)])
-    assert all(loader.state_dict() == loaders[0].state_dict() for loader in loaders)
-    return batches, loaders[0].state_dict()
+    batches, position = run_ranks(*args)
+    assert all(row[0] % T == 0 and row == (*range(row[0], row[0] + T + 1),) for batch in batches for row in batch)
+    return [[row[0] // T for row in batch] for batch in batches], position
 
 
 def test_each_row_once_per_epoch(tmp_path):
@@ -374,14 +351,14 @@ def test_validation(tmp_path, world_size, micro_batch, eval_batches, rows):
     c = config(path, micro_batch=micro_batch, batch_tokens=6 * T, eval_batches=eval_batches)
     loaders = [make_loader(c, rank, world_size, "val") for rank in range(world_size)]
     passes = [[list(loader) for loader in loaders] for _ in range(2)]
-    seen = [[row for rank in ranks for micros in rank for b in micros for row in trained(b)] for ranks in passes]
+    batches = [[b for rank in ranks for micros in rank for b in micros] for ranks in passes]
+    seen = [sum(((b.tokens[b.targets[:, 0] >= 0, 0] // T).tolist() for b in part), []) for part in batches]
     assert seen[0] == seen[1] and len(seen[0]) == len(set(seen[0])) == rows
     first = sorted(seen[0])[0]
     gaps = np.diff([*sorted(seen[0]), first + 21])
     assert first == 1000 // T and gaps.max() - gaps.min() <= 1  # evenly spread
-    per_rank = [[len(micros) for micros in rank] for rank in passes[0]]
-    assert all(counts == per_rank[0] for counts in per_rank)  # or the ranks would wait for each other
-    assert len(per_rank[0]) == -(-rows // 6)
+    counts = {tuple(len(micros) for micros in rank) for rank in passes[0]}
+    assert len(counts) == 1 and len(counts.pop()) == -(-rows // 6)  # or the ranks would wait for each other
 
 
 @pytest.mark.parametrize("weights", ["0.7 0.3", "1 1 1", "0.7 0.2 0.1", "5 0 2.5", "0.001 0.999", "0.123456789 1"])

@@ -77,6 +77,8 @@ def run(c, steps, world_size=1, state=None):
     for _ in range(steps):
         micros = zip(*(next(i) for i in iterators), strict=True)
         batch = [b for ranks in micros for b in ranks]
+        shape, dtype = (c.micro_batch, c.seq_len), torch.int64
+        assert all(t.shape == shape and t.dtype == dtype for b in batch for t in (b.tokens, b.targets))
         pairs = [(x, y) for b in batch for x, y in zip(b.tokens.tolist(), b.targets.tolist(), strict=True)]
         assert all(x[1:] == y[:-1] for x, y in pairs if max(y) >= 0)
         out.append([(*x, y[-1]) for x, y in pairs if max(y) >= 0])
