@@ -45,7 +45,7 @@ log = logging.getLogger("flatland")
 GIB, META = 2**30, torch.device("meta")
 CUDA_BYTES = int(1.44 * GIB)  # CUDA's own and NCCL's buffers, outside torch's allocator
 CUBLAS_BYTES = 2**26  # workspaces of the forward and of the backward thread, from torch's allocator
-STACKS = 5.3  # multiples of a stack that Muon needs at once, as torch's allocator measured it
+STACKS = 4.5  # multiples of a stack that Muon needs at once, as torch's allocator measured it
 LOOSE = 0.04  # share of allocated memory that torch reserves in blocks too small for the next request
 PROCESS_BYTES = {True: 3 * GIB, False: int(0.335 * GIB)}  # of a host's process with or without a GPU: Python, torch
 FUSED = 3  # a compiled block moves an elementwise result about a third as often
@@ -320,7 +320,7 @@ def _working(config: Config, cluster: Cluster, gradients: int, parked: int) -> d
 
 
 def _stacks(config: Config, cluster: Cluster) -> int:
-    """Bytes of optim.Muon's temporary tensors: of the stack that is orthogonalized and the one that travels."""
+    """Bytes of optim.Muon's temporary tensors while a stack of matrices is orthogonalized."""
     if config.optimizer != "muon":
         return 0
     part = -(-config.model_config.n_layers // cluster.ranks)  # matrices of a kind that a rank takes
