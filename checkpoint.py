@@ -81,7 +81,7 @@ from lib.weights import (
     open_weights,
     write_file,
 )
-from optim import DTYPES, is_sharded, trained
+from optim import DTYPES, Optimizer, is_sharded, trained
 from shapes import ModelConfig, RopeScaling
 from shard import (
     ALONE,
@@ -94,6 +94,7 @@ from shard import (
     on_first_rank,
     owns,
     reshard,
+    uncompiled,
 )
 
 FORMAT = 3
@@ -115,7 +116,7 @@ def probe_loss(model: nn.Module, tokens: list[int], device: torch.device) -> flo
     call."""
     ids = torch.tensor([tokens], device=device)
     model.eval()
-    with torch.compiler.set_stance("force_eager"):
+    with uncompiled():
         loss = model(ids[:, :-1], ids[:, 1:]).item() / (len(tokens) - 1)
     reshard(model)
     model.train()
@@ -127,7 +128,7 @@ class Saver:
     host's memory, and a thread writes them. Each save waits for the previous save. If an error ends the loop, the
     context manager waits for the save in progress. All ranks must make one."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, data: Loader, run: Run, start: int):
+    def __init__(self, model: nn.Module, optimizer: Optimizer, data: Loader, run: Run, start: int):
         """start: the step of the checkpoint from which the run resumes; 0: none."""
         self.model, self.optimizer, self.data, self.run = model, optimizer, data, run
         self.config, self.ranks = run.config, run.ranks
@@ -217,9 +218,7 @@ def _fits(tensors: dict[str, Tensor]) -> bool:
     return size <= free
 
 
-def own_parts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
-) -> tuple[dict[str, Tensor], dict[str, dict]]:
+def own_parts(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, dict]]:
     """-> (this rank's parts of the state, by name; the offset and shape of each part in its whole tensor)"""
     parameters, tensors, places = trained(model), {}, {}
     assert not optimizer.state or all(p in optimizer.state for p in parameters.values()), "still gathered"
@@ -448,7 +447,7 @@ class Checkpoint:
             shape = replace(shape, max_seq_len=self.config.trained_length(shape))
         export(shape, self.open_model(ranks), folder, dtype, ranks=ranks, talks=talks, **how)
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, load: str) -> None:
+    def load(self, model: nn.Module, optimizer: Optimizer, load: str) -> None:
         """Fills the trained parameters and the optimizer's state. All ranks must call."""
         sharded = []
         for key, target in self._make_targets(model, optimizer).items():
@@ -459,7 +458,7 @@ class Checkpoint:
         if sharded:
             fill_tensors(sharded, self.read, load)
 
-    def _make_targets(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    def _make_targets(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         """The tensors to fill, by name: parameters, and new tensors for the optimizer's state. A state that has its
         parameter's shape is sharded like the parameter; every rank holds the whole of any other state."""
         named = trained(model)
@@ -542,7 +541,7 @@ def changed(resume_from: Checkpoint, config: Config) -> dict[str, list]:
 def restore(
     resume_from: Checkpoint,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     ranks: Ranks,
     config: Config,
     weights=None,

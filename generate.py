@@ -11,7 +11,6 @@ A model computes nonsense at positions that it was not trained on. Therefore its
 training: when it is full, the model reads its newer half again, and continues from there."""
 
 import argparse
-import contextlib
 import functools
 import itertools
 import math
@@ -74,7 +73,6 @@ from torch.nn.attention import sdpa_kernel
 
 from attention import WITHOUT_CUDNN
 from checkpoint import load_run_tokenizer, newest
-from lib import torch_private
 from lib.machine import find_device
 from lib.run import Run
 from lib.tokenizer import chat_template, load_tokenizer, render_chat
@@ -83,7 +81,7 @@ from log import logger
 from model import Transformer
 from optim import DTYPES
 from shapes import ModelConfig
-from shard import fill_parameters, reshard
+from shard import fill_parameters, reshard, uncompiled
 
 SAMPLING = {"n": 200, "temperature": 0.8, "top_p": 0.95}  # of a run's samples
 
@@ -119,12 +117,6 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
-def _uncompiled():
-    """Compiled blocks would be compiled again for every length. If nothing is compiled, the compiler is not loaded: it
-    takes 0.2 GiB."""
-    return torch.compiler.set_stance("force_eager") if torch_private.is_compiler_loaded() else contextlib.nullcontext()
-
-
 @functools.cache
 def warn_once(message: str) -> None:
     logger.warning(message)
@@ -155,7 +147,7 @@ def sample(
     for _ in range(n):
         if cache[0].length + ids.shape[1] > context:
             ids, cache = text[:, -max(1, context // 2) :], [KVCache() for _ in model.layers]
-        with _uncompiled(), sdpa_kernel(WITHOUT_CUDNN):  # cuDNN would plan a kernel for every length
+        with uncompiled(), sdpa_kernel(WITHOUT_CUDNN):  # cuDNN would plan a kernel for every length
             logits = model.logits(ids.to(device), cache=cache, last=True)[:, -1]
         new = choose(logits, temperature, top_k, top_p, generator)
         yield new

@@ -4,20 +4,20 @@
 Gradients are sums over the trained tokens. One all-reduce per step adds up the loss, the squared norm and the token
 count over the ranks; the divisor (count x clip excess) and the guard against non-finite values stay on the device.
 
-If parameters and moments are fp32, torch's fused AdamW does the arithmetic. Inside its one kernel it also takes
-`grad_scale` (it divides gradients by it) and `found_inf` (1 suppresses the update) as tensors on the device. So the
-division by the number of trained tokens, clipping and the guard against non-finite gradients cost neither a pass over
-memory nor a synchronisation.
+If parameters and moments are fp32, torch's fused AdamW does the arithmetic. Its one kernel also divides gradients by
+`grad_scale` and suppresses the update if `found_inf` is 1; both are tensors on the device. So the division by the
+number of trained tokens, clipping and the guard against non-finite gradients cost neither a pass over memory nor a
+synchronisation. The kernel refuses other dtypes: bf16 moments and bf16 masters are updated by our own function in fp32
+arithmetic, on flat pieces of the parameters, compiled to one pass over memory if there is a compiler.
 
-torch's fused AdamW refuses other dtypes. For bf16 moments and bf16 masters there is our own AdamW with the same
-interface. It works on flat pieces of the parameters in fp32 arithmetic, compiled to one pass over memory if there is a
-compiler. An update is often smaller than half of bf16's spacing at the parameter, so rounding to nearest would lose it
+An update is often smaller than half of bf16's spacing at the parameter, so rounding to nearest would lose it
 in every step; the second moment would be lost the same way if beta2 is close to 1. Both are rounded stochastically: up
 with the probability that keeps the mean (arXiv 2010.06192). The random bits are a hash of (seed, step, parameter,
 position): a resumed run repeats them, and replicas, which must stay equal, draw the same."""
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -85,7 +85,7 @@ def state_layout(model: nn.Module, config) -> dict[str, dict[str, tuple[torch.Si
     return {name: {kind: (p.shape, dtype) for kind in kinds[name]} for name, p in trained(model).items()}
 
 
-def make_optimizer(model: nn.Module, config) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config) -> "Optimizer":
     """Matrices and embeddings decay; biases and norm weights (one dimension) do not. config: a Config."""
     rows = matrices(model) if config.optimizer == "muon" else {}
     others = [p for p in trained(model).values() if p not in rows]
@@ -98,25 +98,31 @@ def make_optimizer(model: nn.Module, config) -> torch.optim.Optimizer:
     ]
     assert config.optimizer in ("adamw", "muon"), config.optimizer
     options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": 1e-8}
-    if config.state_dtype == "fp32" and all(p.dtype == torch.float32 for p in others):
-        torch_private.check_fused_adamw(local(next(model.parameters())).device)
-        adamw = torch.optim.AdamW(groups, fused=True, **options)
-    else:
-        adamw = MixedAdamW(groups, DTYPES[config.state_dtype], config.seed, config.compile != "none", **options)
+    adamw = AdamW([options | group for group in groups], config)
     return Muon(rows, adamw, config) if rows else adamw
 
 
-class MixedAdamW(torch.optim.Optimizer):
-    """AdamW for parameters and moments of any dtypes. It uses `grad_scale` and `found_inf`, and names its state, like
-    torch's fused AdamW: exp_avg, exp_avg_sq (in state_dtype) and step."""
+class Optimizer:
+    """What a run needs of torch.optim.Optimizer, which imports the compiler: that takes a second and 60 MB. `update`
+    sets the learning rates, grad_scale and found_inf before each `step`."""
 
-    def __init__(self, groups, state_dtype: torch.dtype, seed: int = 0, compiled: bool = False, **options):
-        super().__init__(groups, options)
-        self.state_dtype, self.seed = state_dtype, seed
+    def __init__(self, groups: list[dict]):
+        self.param_groups, self.state = groups, defaultdict(dict)
+
+
+class AdamW(Optimizer):
+    """AdamW for parameters and moments of any dtypes. It names its state like torch's: exp_avg and exp_avg_sq, in
+    --state_dtype, and step."""
+
+    def __init__(self, groups: list[dict], config):
+        """groups: with params, lr, betas, eps and weight_decay. config: a Config."""
+        super().__init__(groups)
+        self.state_dtype, self.seed, compiled = DTYPES[config.state_dtype], config.seed, config.compile != "none"
+        parameters = [p for group in groups for p in group["params"]]
+        self.fused = all(dtype == torch.float32 for dtype in (self.state_dtype, *(p.dtype for p in parameters)))
         self.piece = PIECE["compiled" if compiled else "eager"]
         self.adamw = torch.compile(adamw_, dynamic=True) if compiled else adamw_
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        self.pieces = {p: self._cut(p, number) for number, p in enumerate(parameters, 1)}
+        self.pieces = {} if self.fused else {p: self._cut(p, number) for number, p in enumerate(parameters, 1)}
 
     def _cut(self, parameter: Tensor, number: int) -> list[tuple[slice, Tensor]]:
         """The arguments of each call of adamw_: part of the elements, place."""
@@ -126,22 +132,44 @@ class MixedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Updates the parameters that have gradients."""
-        keep = self.found_inf > 0
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            for i, p in enumerate(parameters):
+            for p in parameters:
                 state = self.state[p]
                 if not state:
                     state["step"] = torch.zeros((), device=local(p).device)
                     state |= {moment: torch.zeros_like(p, dtype=self.state_dtype) for moment in MOMENTS}
                 state["step"].add_(1.0 - self.found_inf)
-                if i == 0:
-                    t = state["step"].clamp(min=1.0)
-                    factors = self._factors(group, t)
-                tensors = [local(x).detach().view(-1) for x in (p, p.grad, *(state[moment] for moment in MOMENTS))]
-                for part, place in self.pieces[p]:
-                    pieces = [x[part] for x in tensors]
-                    self.adamw(*pieces, factors, keep, t, place, *group["betas"], group["eps"])
+            if parameters:
+                (self._update_fused if self.fused else self._update_mixed)(group, parameters)
+
+    def _update_fused(self, group: dict, parameters: list[Tensor]) -> None:
+        states, (beta1, beta2) = [self.state[p] for p in parameters], group["betas"]
+        torch_private.fused_adamw_(
+            [local(p) for p in parameters],
+            [local(p.grad) for p in parameters],
+            *([local(state[moment]) for state in states] for moment in MOMENTS),
+            [],
+            [state["step"] for state in states],
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+        )
+
+    def _update_mixed(self, group: dict, parameters: list[Tensor]) -> None:
+        t = self.state[parameters[0]]["step"].clamp(min=1.0)
+        factors, keep = self._factors(group, t), self.found_inf > 0
+        for p in parameters:
+            tensors = [local(x).detach().view(-1) for x in (p, p.grad, *(self.state[p][moment] for moment in MOMENTS))]
+            for part, place in self.pieces[p]:
+                pieces = [x[part] for x in tensors]
+                self.adamw(*pieces, factors, keep, t, place, *group["betas"], group["eps"])
 
     def _factors(self, group: dict, t: Tensor) -> Tensor:
         """What adamw_ takes and changes from step to step: a number would be compiled anew, an .item() would wait."""
@@ -234,19 +262,21 @@ def _local_start(tensor: Tensor) -> int:
     return sum(s.start * math.prod(tensor.shape[d + 1 :]) for d, s in enumerate(slices))
 
 
-def update(optimizer: torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
+def update(optimizer: Optimizer | torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
     """One step with gradients / divisor, or none at all if suppress is 1 (fp32 scalars on the device); frees the
-    gradients. Any torch optimizer works, but all except fused AdamW, MixedAdamW and Muon make the host wait."""
+    gradients. torch's optimizers work, too, but make the host wait."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)
-    if isinstance(optimizer, (MixedAdamW, Muon)) or optimizer.defaults.get("fused"):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, Optimizer):
         optimizer.grad_scale, optimizer.found_inf = divisor, suppress
         optimizer.step()
     elif not suppress.item():
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for p in parameters:
             local(p.grad).div_(divisor)
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for p in parameters:
+        p.grad = None
 
 
 def learning_rate(config, step: int) -> float:
@@ -301,7 +331,7 @@ def orthogonalize(x: Tensor) -> Tensor:
     return y.mT if tall else y
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Optimizer):
     """Muon (arXiv 2502.16982) for `matrices`, AdamW for all other parameters. All ranks must call `step`.
 
         m = lerp(g, m, momentum);  u = orthogonalize(lerp(g, m, momentum));  p = p (1 - lr decay) - lr scale u
@@ -312,10 +342,9 @@ class Muon(torch.optim.Optimizer):
     of every parameter to whole parameters, a part of them on each rank, and back. This only copies, so the update has
     the same bits on any mesh. Experts that are sharded by expert stay where they are."""
 
-    def __init__(self, rows: dict[nn.Parameter, tuple[int, ...]], adamw: torch.optim.Optimizer, config):
+    def __init__(self, rows: dict[nn.Parameter, tuple[int, ...]], adamw: AdamW, config):
         """rows: see `matrices`. adamw: updates the other parameters. config: a Config."""
-        super().__init__([{"params": [*rows], "weight_decay": config.weight_decay}], {"lr": config.lr})
-        self.param_groups += adamw.param_groups
+        super().__init__([{"params": [*rows], "weight_decay": config.weight_decay}, *adamw.param_groups])
         self.adamw, adamw.state, self.rows = adamw, self.state, rows
         self.dtype, self.state_dtype = DTYPES[config.dtype], DTYPES[config.state_dtype]
         self.orthogonalize = torch.compile(orthogonalize, dynamic=True) if config.compile != "none" else orthogonalize

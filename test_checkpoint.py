@@ -22,7 +22,7 @@ from config import parse_args
 from lib.errors import UserError, describe_error
 from lib.weights import load_model
 from model import Transformer, random_init
-from optim import make_optimizer
+from optim import make_optimizer, update
 from shard import ALONE, Ranks, fill_parameters
 from test_shard import run_ranks
 
@@ -53,12 +53,10 @@ def make_state(run: Path, *flags: str, steps: int = 3):
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     fill_parameters(model, random_init(config.model_config, shapes, 0))
     optimizer = make_optimizer(model, config)
-    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())  # Muon needs them
     tokens = torch.randint(0, 258, (2, 16), generator=torch.Generator().manual_seed(0))
     for _ in range(steps):
         model(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, config.lr, torch.ones(()), torch.zeros(()))
     return config, model, optimizer
 
 
@@ -114,7 +112,7 @@ from pathlib import Path
 from dataclasses import replace
 from config import parse_args
 from model import Transformer, random_init
-from optim import make_optimizer
+from optim import make_optimizer, update
 ranks = shard.init_ranks()
 run = Path(sys.argv[2])
 flags = "--model {name} --optimizer {optimizer} --dtype fp32 --compile none".split()

@@ -33,7 +33,7 @@ from lib import check, lora, machine
 from lib.run import GradientGuard, Run
 from log import Log, attention_kernel, describe_model, logger, profile_steps
 from model import Details, Transformer
-from optim import DTYPES, GradientReducer, learning_rate, make_optimizer, update
+from optim import DTYPES, GradientReducer, Optimizer, learning_rate, make_optimizer, update
 
 
 def main(argv: list[str]) -> int:
@@ -139,7 +139,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
 
 
 def train_step(
-    model: Transformer, optimizer: torch.optim.Optimizer, batches: list[Batch], lr: float, gradients: GradientReducer,
+    model: Transformer, optimizer: Optimizer, batches: list[Batch], lr: float, gradients: GradientReducer,
     weight_scales: fp8.WeightScales, device: torch.device, reshard: str = "auto",
 ) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
     """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm: of all ranks, fp32

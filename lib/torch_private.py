@@ -1,6 +1,5 @@
 """Every private name of torch that the project uses. Each has a docstring or comment that states its purpose and the
-public API that would replace it. If torch lacks a name, importing this module fails. `check_fused_adamw` tests at
-start-up that existing names still behave as expected. Tested with torch 2.11 to 2.13."""
+public API that would replace it. If torch lacks a name, importing this module fails. Tested with torch 2.11 to 2.13."""
 
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,8 @@ def _find(path: str):
 _set_timeout = _find("distributed.distributed_c10d._set_pg_timeout")
 _count_collectives = _find("distributed.ProcessGroup._get_sequence_number_for_group")
 _foreach_norm = _find("_foreach_norm")
+# The kernel of torch.optim.AdamW. The class takes `grad_scale` and `found_inf` only as undocumented attributes.
+fused_adamw_ = _find("_fused_adamw_")
 DispatchMode = _find("utils._python_dispatch.TorchDispatchMode")  # shown every operator; waits for a public name
 _choose_sdpa = _find("_fused_sdp_choice")
 # FP8 products of matrices, and of groups of rows. They wait for public versions that every supported torch compiles.
@@ -59,31 +60,6 @@ def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None
     """The norm of each tensor, computed in `dtype`, in one launch. Waits for a public name:
     torch.nn.utils.get_total_norm returns only the total."""
     return _foreach_norm(tensors, order, dtype=dtype) if tensors else ()
-
-
-def check_fused_adamw(device: torch.device) -> None:
-    """Raises RuntimeError unless torch's fused AdamW divides gradients by `grad_scale` and skips the update where
-    `found_inf` is 1. Only GradScaler is documented to set these attributes. If they were ignored, moments would be
-    wrong and gradients unclipped, and no loss curve would show it, because the update of AdamW does not depend on the
-    gradient's scale. Waits for arguments of `step`. The moments start at given values, so that a stand-in for a GPU,
-    whose kernels compute nothing, passes."""
-
-    def moment(gradient: float, scale: float, found_inf: float) -> float:
-        parameter = torch.nn.Parameter(torch.tensor([1.0], device=device))
-        parameter.grad = torch.tensor([gradient], device=device)
-        optimizer = torch.optim.AdamW([parameter], fused=True)
-        state = {"step": 0.0, "exp_avg": [0.25], "exp_avg_sq": [0.25]}
-        optimizer.state[parameter] = {key: torch.tensor(value, device=device) for key, value in state.items()}
-        optimizer.grad_scale = torch.tensor(scale, device=device)
-        optimizer.found_inf = torch.tensor(found_inf, device=device)
-        optimizer.step()
-        return optimizer.state[parameter]["exp_avg"].item()
-
-    if moment(4.0, 4.0, 0.0) != moment(1.0, 1.0, 0.0) or moment(4.0, 1.0, 1.0) != 0.25:
-        raise RuntimeError(
-            f"the fused AdamW of torch {torch.__version__} ignores grad_scale or found_inf: gradients would be neither"
-            " averaged nor clipped; install a torch from 2.11 to 2.13 (requirements.txt)"
-        )
 
 
 # ---- operators and the compiler
