@@ -132,6 +132,7 @@ class AdamW(Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Updates the parameters that have gradients."""
+        counted = 1.0 - self.found_inf
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for p in parameters:
@@ -139,7 +140,7 @@ class AdamW(Optimizer):
                 if not state:
                     state["step"] = torch.zeros((), device=local(p).device)
                     state |= {moment: torch.zeros_like(p, dtype=self.state_dtype) for moment in MOMENTS}
-                state["step"].add_(1.0 - self.found_inf)
+                state["step"].add_(counted)
             if parameters:
                 (self._update_fused if self.fused else self._update_mixed)(group, parameters)
 
