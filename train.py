@@ -174,7 +174,7 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     shard.offload_activations(model, config.offload_activations, ranks.device)
     shard.shard_model(model, mesh, model.dtype, DTYPES[config.reduce_dtype], config.reshard, config.prefetch, offload)
     with machine.reported_memory(config, model):
-        model.to_empty(device="cpu" if offload else ranks.device)
+        machine.allocate(model, "cpu" if offload else ranks.device)
     model.tie_weights()
     return model
 

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from lib import lora
 from lib.lora import Read
+from lib.machine import allocate
 from lib.tokenizer import write_files
 from model import Transformer
 from shapes import ModelConfig, RopeScaling
@@ -363,7 +364,7 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
     """A model for evaluation with uninitialised parameters in `dtype`."""
     with torch.device("meta"):
         model = Transformer(config, dtype).to(dtype)
-    model.to_empty(device=device)
+    allocate(model, device)
     model.tie_weights()
     return model.eval()
 
