@@ -187,6 +187,8 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: int) -
             keep = torch.arange(seen, device=q.device)[None, :] <= row
         else:
             keep = mask[:, :, None, start:stop]
-        weights = scores.masked_fill(~keep, float("-inf")).softmax(-1)
+        with torch.no_grad():  # in place, and without a backward pass: softmax's gradient is zero there anyway
+            scores.masked_fill_(~keep, float("-inf"))
+        weights = scores.softmax(-1)
         out.append((weights.view(len(k), -1, seen) @ v[:, :seen]).view(B, H, stop - start, h))
     return torch.cat(out, 2)

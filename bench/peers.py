@@ -164,10 +164,10 @@ def flatland(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]
     import shard
     from lib import check
     from optim import GradientReducer, learning_rate, make_optimizer, trained
-    from train import build, train_step
+    from train import build, resolve, train_step
 
     device = find_device(1)
-    config = replace(check.resolve(config, device, 1), lr=lr)
+    config = replace(resolve(config, device, 1), lr=lr)
     model = build(config, replace(shard.ALONE, device=device), None)
     shard.fill_parameters(model, check.first_values(config, model, None), config.load)
     optimizer = make_optimizer(model, config)
