@@ -94,14 +94,16 @@ def test_integers_are_exact(recipe, grad_dtype, device):
 
 @ways
 def test_errors_are_those_of_fp8(recipe, grad_dtype, device):
-    """Neither too large nor those of a silent bf16."""
-    shapes = (256, 384), (320, 384), (256, 320)
-    x, w, g = (randn(*shape, seed=seed, device=device) for seed, shape in enumerate(shapes))
-    pairs = zip(run(make_layer(w, recipe, grad_dtype), x, g), products(x, w, g), strict=True)
-    y, dx, dw = (error(found, expected) for found, expected in pairs)
+    """Neither too large nor those of a silent bf16. A GPU sums in another order, and faster."""
+    x, w, g = (randn(*shape, seed=seed) for seed, shape in enumerate([(256, 384), (320, 384), (256, 320)]))
+    cpu = run(make_layer(w, recipe, grad_dtype), x, g)
+    y, dx, dw = map(error, cpu, products(x, w, g))
     small, large = (0.05, 0.07) if grad_dtype == "e5m2" else (0.02, 0.045)
     assert 0.02 < y < 0.045 and small < dx < large
     assert dw < 0.004 if recipe == "row_gw_hp" else 0.02 < dw < large
+    if device == "cuda":
+        gpu = run(make_layer(w.cuda(), recipe, grad_dtype), x.cuda(), g.cuda())
+        assert max(error(a.cpu(), b) for a, b in zip(gpu, cpu, strict=True)) < 2e-3
 
 
 @ways
@@ -124,13 +126,6 @@ def test_what_is_not_finite_stays_so_and_zeros_stay_zero(recipe, grad_dtype, dev
     assert 0.02 < error(y.double() * 2.0**95, x.double() @ w.double().T) < 0.045
 
 
-def test_an_outlier_costs_its_own_row_only():
-    x, w = randn(32, 64), randn(48, 64, seed=1)
-    x[0, 0] = 1e7
-    flushed = {r: (run(make_layer(w, r), x, randn(32, 48))[0][1:] == 0).float().mean() for r in ("tensor", "row")}
-    assert flushed["tensor"] == 1 and flushed["row"] == 0
-
-
 # ---- CUDA's rules, without a GPU
 
 
@@ -138,10 +133,10 @@ def cuda_like(t):
     return None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@recipes
 def test_every_product_obeys_cuda(recipe, monkeypatch):
     """Each call of a model's forward and backward again on fake CUDA tensors, whose meta function knows the rules."""
-    plain, calls = fp8.scaled_mm, []
+    plain, calls, one = fp8.scaled_mm, [], torch.ones(())
 
     def shadowed(a, b, scale_a, scale_b, dtype, fast):
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -154,12 +149,8 @@ def test_every_product_obeys_cuda(recipe, monkeypatch):
         model = build(name, recipe)
         model(tokens(), tokens()).backward()
         assert calls == [BF16] * 2 * 4 * (2 if recipe == "row_gw_hp" else 3)
-    one = torch.ones(())
-    for a, b in (((32, 64), (64, 48)), ((32, 40), (48, 40))):  # b row major; K no multiple of 16
-        left, right = torch.zeros(a, dtype=E4M3), torch.zeros(b, dtype=E4M3)
-        right = right if a[1] == b[0] else right.t()
-        with pytest.raises(RuntimeError), FakeTensorMode():
-            plain(*map(cuda_like, (left, right, one, one)), BF16, True)
+    with pytest.raises(RuntimeError, match="major"), FakeTensorMode():
+        plain(*map(cuda_like, (torch.zeros(32, 64, dtype=E4M3), torch.zeros(64, 48, dtype=E4M3), one, one)), BF16, True)
 
 
 # ---- experts
@@ -201,9 +192,6 @@ def test_the_grouped_kernel_gets_what_it_asks_for():
     x, w, g, ends = (t.to("meta") for t in expert_inputs())
     y, dx, dw = run_experts(fp8._Experts.apply, x, w.float(), ends, g)
     assert (y.shape, dx.shape, dw.shape, dw.dtype) == (g.shape, x.shape, w.shape, torch.float32)
-    a, b = torch.empty(50, 64, dtype=E4M3, device="meta"), torch.empty(4, 64, 96, dtype=E4M3, device="meta")
-    with pytest.raises(RuntimeError, match="transposed|column|major|layout"):
-        torch._scaled_grouped_mm(a, b, torch.empty(50, device="meta"), torch.empty(4, 96, device="meta"), offs=ends)
 
 
 # ---- conversion
@@ -236,38 +224,16 @@ def test_what_is_converted():
 
 
 def test_the_table_and_its_share():
-    with torch.device("meta"):
-        model = Transformer(MODELS["mixtral-8x7b"])
-    rows = convert_linears(model)
+    rows = [(f"layers.{i}.mlp", (16, 32), "fp8") for i in (0, 1)]
+    rows += [("head", (16, 16), "bf16: skipped by name"), ("experts", (4, 16, 16), "fp8")]
     text = fp8.table(rows, "tensor", 2)
-    assert len(text.splitlines()) == 1 + 6 and "layers.*.mlp.gate_up_proj" in text and " 32 x  fp8" in text
-    D, K, F_, E, V = 4096, 1024, 14336, 8, 32000
-    dense, experts = 32 * D * (2 * D + 2 * K), 32 * 2 * 3 * D * F_
-    share = (dense + experts * 2 / 3) / (dense + experts + 32 * D * E + V * D)
-    assert fp8.fp8_share(rows, "tensor", 2) == pytest.approx(share) and f"{share:.1%}" in text
-    rows = [("a", (16, 32), "fp8"), ("b", (16, 16), "bf16: x")]
-    assert fp8.fp8_share(rows, "row") == pytest.approx(2 / 3)
-    assert fp8.fp8_share(rows, "row_gw_hp") == pytest.approx(4 / 9)
+    assert "layers.*.mlp  " in text and "   2 x  fp8" in text and len(text.splitlines()) == 1 + 3
+    share = (2 * 2 + 2 * 2 / 3) / (2 * 2 + 1 + 2)  # in multiples of 16 x 16
+    assert fp8.fp8_share(rows, "tensor", 2) == pytest.approx(share) and f"{share:.1%} of the FLOPs" in text
+    assert fp8.fp8_share(rows, "row_gw_hp", 2) == pytest.approx(6 * 2 / 3 / 7)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"recipe": "rowwise"}, "rowwise, e5m2: known are tensor, row, row_gw_hp and e5m2, e4m3"),
-        ({"skip": ["mlp.down", "qkv_proj"]}, "no layer is called mlp.down; .* down_proj, "),
-        ({"skip": ["proj"]}, "no layer is called proj"),  # parts are whole
-    ],
-)
-def test_conversion_refuses(options, message):
-    with torch.device("meta"):
-        model = Transformer(MODELS["tiny-llama"])
-    with pytest.raises(ValueError, match=message):
-        convert_linears(model, **options)
-
-
-@pytest.mark.parametrize(
-    "name", ["tiny-llama", "tiny-gpt2", "tiny-llama3.2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3"]
-)
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("tiny-")])
 def test_weights_and_evaluation_know_nothing_of_fp8(name):
     plain, model = build(name, convert=False), build(name)
     assert list(plain.state_dict()) == list(model.state_dict()) and not list(model.buffers())
@@ -277,9 +243,6 @@ def test_weights_and_evaluation_know_nothing_of_fp8(name):
     assert not torch.equal(plain(tokens(), tokens()), model(tokens(), tokens()))
     plain.eval(), model.eval()
     assert torch.equal(plain.logits(tokens()), model.logits(tokens()))
-    model.load_state_dict(plain.state_dict())
-    convert_linears(tied := Linear(16, 16))
-    assert isinstance(tied, Linear) and {k for k, _ in tied.named_parameters()} == {"weight", "bias"}
 
 
 # ---- once per step
@@ -287,23 +250,22 @@ def test_weights_and_evaluation_know_nothing_of_fp8(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_once_per_step_gives_the_same_bits(dtype):
-    models = [build("tiny-llama", dtype=dtype) for _ in range(3)]
-    scales = [WeightScales(m, dtype, None, reuse, False) for m, reuse in zip(models[1:], (False, True), strict=True)]
-    assert models[2].layers[0].mlp.down_proj.fp8_weight.dtype == E4M3
-    losses = [[] for _ in models]
-    for _ in range(2):
-        for s in scales:
-            s.refresh()
-        for model, out in zip(models, losses, strict=True):
+    losses = []
+    for reuse in (None, False, True):
+        model = build("tiny-llama", dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+        scales = None if reuse is None else WeightScales(model, dtype, None, reuse, False)
+        for _ in range(2):
+            if scales:
+                scales.refresh()
             for rows in tokens(4).chunk(2):
                 loss = model(rows, rows)
                 loss.backward()
-                out.append(loss.item())
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 1e-4 * p.grad
-                    p.grad = None
-    assert losses[0] == losses[1] == losses[2] and losses[0][0] != losses[0][2]
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.layers[0].mlp.down_proj.fp8_weight.dtype == E4M3
+    assert losses[:4] == losses[4:8] == losses[8:] and losses[0] != losses[2]
 
 
 GATHER = """
@@ -347,17 +309,18 @@ def test_gathered_in_fp8_equals_gathered_in_bf16(ranks):
 # ---- the compiler
 
 
-def saved_bytes(run, parameters):
+def saved_bytes(mlp, x):
     """Of the tensors kept for the backward pass, parameters aside."""
-    own, kept = {p.untyped_storage().data_ptr() for p in parameters}, {}
+    own, kept = {p.untyped_storage().data_ptr() for p in mlp.parameters()}, {}
 
     def pack(t):
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = run()
-    return sum(n for k, n in kept.items() if k not in own), out
+        y = mlp(x)
+    y.sum().backward()
+    return sum(n for k, n in kept.items() if k not in own)
 
 
 def make_mlp(recipe=None, device="cpu", dtype=torch.float32):
@@ -381,7 +344,7 @@ def test_compiled_equals_uncompiled(recipe, device):
     outputs = []
     for compiled in (False, True):
         mlp = make_mlp(recipe, device)
-        scales = WeightScales(mlp, BF16, None, True, False)
+        scales, optimizer = WeightScales(mlp, BF16, None, True, False), torch.optim.SGD(mlp.parameters(), 0.01)
         if compiled:
             mlp.compile(dynamic=False, fullgraph=True)
         for step in range(3):
@@ -389,12 +352,9 @@ def test_compiled_equals_uncompiled(recipe, device):
             x = randn(64, 128, seed=9 + step, device=device).requires_grad_()
             y = mlp(x)
             y.backward(randn(64, 128, seed=19, device=device))
-            with torch.no_grad():
-                for p in mlp.parameters():
-                    outputs.append(p.grad)
-                    p -= 0.01 * p.grad
-                    p.grad = None
-            outputs += [y.detach(), x.grad]
+            outputs += [y.detach(), x.grad, *(p.grad for p in mlp.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
     half = len(outputs) // 2
     assert counters["stats"]["unique_graphs"] == 1
     for a, b in zip(outputs[:half], outputs[half:], strict=True):
@@ -411,9 +371,7 @@ def test_no_more_is_kept_for_the_backward_pass_than_in_bf16(recipe):
             if compiled:
                 torch._dynamo.reset()
                 mlp.compile(dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
-            x = randn(512, 128).requires_grad_()
-            kept[name, compiled], y = saved_bytes(lambda m=mlp, x=x: m(x), mlp.parameters())
-            y.sum().backward()
+            kept[name, compiled] = saved_bytes(mlp, randn(512, 128).requires_grad_())
     for compiled in (False, True):
         assert kept[recipe, compiled] <= kept[None, compiled], kept
 
@@ -435,7 +393,7 @@ def test_watched_layers_say_what_they_multiply(recipe):
     seen, layer = [], model.get_submodule(name)
     fp8.watch(model, [name])
     scales = WeightScales(model, BF16, None, True, False)
-    layer.register_full_backward_hook(lambda m, gx, gy: seen.append((gy[0].abs().max().item(),)))
+    layer.register_full_backward_hook(lambda m, gx, gy: seen.append(gy[0].abs().max().item()))
     checkpoint_activations(model, "block")
     for _ in range(2):  # the second step starts afresh
         scales.refresh()
@@ -444,7 +402,7 @@ def test_watched_layers_say_what_they_multiply(recipe):
             model(rows, rows).backward()
     found = fp8.watched(model)
     assert found.keys() == {f"fp8/{name}/{o}_{f}" for o in "xwg" for f in fp8.FIGURES}
-    assert found[f"fp8/{name}/g_amax"] == pytest.approx(sum(g for (g,) in seen) / 2)
+    assert found[f"fp8/{name}/g_amax"] == pytest.approx(sum(seen) / 2)
     assert found[f"fp8/{name}/w_amax"] == pytest.approx(layer.weight.abs().max().item())
     assert 28 < found[f"fp8/{name}/x_snr_db"] < 36 and 0 < found[f"fp8/{name}/x_saturated"] < 0.1
     assert (22 if recipe == "tensor" else 28) < found[f"fp8/{name}/g_snr_db"] < (28 if recipe == "tensor" else 36)
@@ -453,18 +411,14 @@ def test_watched_layers_say_what_they_multiply(recipe):
 # ---- the command line
 
 
-def test_runs_are_recorded_and_resumed(tmp_path, monkeypatch):
+def test_runs_are_recorded_and_resumed(tmp_path, text):
     """Resumed equals uninterrupted bit for bit; figures every second step; the report has a line per layer."""
-    text = tmp_path / "numbers.txt"
-    text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
     flags = ["--data", text, "--compile", "none", "--seq_len", 32, "--micro_batch", 2, "--batch_tokens", 128]
     flags += ["--fp8", "1", "--fp8_log_every", 2, "--log_every", 1, "--eval_every", 0, "--schedule", "constant"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = train(*flags, "--steps", 4, "--out", tmp_path / "whole").stdout
-    assert "84.8% of the FLOPs" in out and "FP8 on a CPU" in out
-    train(*flags, "--steps", 2, "--out", tmp_path / "parts")
-    train(*flags, "--steps", 4, "--out", tmp_path / "parts")
+    for out, steps in (("parts", 2), ("parts", 4), ("whole", 4)):
+        how = ["--steps", steps, "--out", tmp_path / out]
+        printed = train(*flags, *how, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    assert "84.8% of the FLOPs" in printed and "FP8 on a CPU" in printed
     assert values(tmp_path / "whole") == values(tmp_path / "parts")
     for record in records(tmp_path / "whole"):
         found = {k for k in record if k.startswith("fp8/")}
@@ -477,7 +431,7 @@ def test_runs_are_recorded_and_resumed(tmp_path, monkeypatch):
     [
         ("--fp8=1 --seq_len 50 --micro_batch 3", "3 x 50 = 150 .* not divide by 16: give a --seq_len"),
         ("--fp8 row --dim 72", "no layer would be in FP8 .*144 and 72 must divide by 16"),
-        ("--fp8 tensor --fp8_skip oproj", "--fp8_skip: no layer is called oproj; .*o_proj"),
+        ("--fp8 tensor --fp8_skip o_proj proj", "--fp8_skip: no layer is called proj; .*o_proj"),  # parts are whole
     ],
 )
 def test_flags_are_refused(flags, message, tmp_path, capsys):
@@ -497,18 +451,3 @@ def test_gpus_are_refused(monkeypatch):
         with pytest.raises(UserError, match=message):
             fp8.check_run(replace(config, **changes), gpu, 8)
     fp8.check_run(config, gpu, 8)
-    assert (config.fp8, parse_args(["--fp8=0"]).fp8) == ("tensor", "off")
-    assert parse_args(["--fp8_all_gather", "true", "--fp8", "1"]).fp8_all_gather
-
-
-# ---- on a GPU
-
-
-@pytest.mark.gpu
-@ways
-def test_kernels_equal_the_cpu(recipe, grad_dtype):
-    x, w, g = randn(256, 512), randn(384, 512, seed=1), randn(256, 384, seed=2)
-    cpu = run(make_layer(w, recipe, grad_dtype), x, g)
-    gpu = run(make_layer(w.cuda(), recipe, grad_dtype), x.cuda(), g.cuda())
-    for a, b in zip(cpu, gpu, strict=True):
-        assert error(b.cpu(), a) < 2e-3  # sums in another order, fast accumulation
