@@ -248,26 +248,6 @@ def test_weights_and_evaluation_know_nothing_of_fp8(name):
 # ---- once per step
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_once_per_step_gives_the_same_bits(dtype):
-    losses = []
-    for reuse in (None, False, True):
-        model = build("tiny-llama", dtype=dtype)
-        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
-        scales = None if reuse is None else WeightScales(model, dtype, None, reuse, False)
-        for _ in range(2):
-            if scales:
-                scales.refresh()
-            for rows in tokens(4).chunk(2):
-                loss = model(rows, rows)
-                loss.backward()
-                losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-    assert model.layers[0].mlp.down_proj.fp8_weight.dtype == E4M3
-    assert losses[:4] == losses[4:8] == losses[8:] and losses[0] != losses[2]
-
-
 GATHER = """
 import contextlib, functools, test_fp8, train, types
 from dataclasses import replace
@@ -337,43 +317,44 @@ def make_mlp(recipe=None, device="cpu", dtype=torch.float32):
 @pytest.mark.parametrize("recipe", ["tensor", *(pytest.param(r, marks=pytest.mark.slow) for r in RECIPES[1:])])
 @torch._inductor.config.patch(emulate_precision_casts=True)
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_compiled_equals_uncompiled(recipe, device):
-    """Bit for bit with emulated casts, as one graph, compiled once in three steps."""
+def test_layers_compiled_or_quantized_once_per_step_give_the_same_bits(recipe, device):
+    """With emulated casts, as one graph, compiled once in three steps of two micro-batches."""
     torch._dynamo.reset()
     counters.clear()
     outputs = []
-    for compiled in (False, True):
+    for once, reuse, compiled in ((False, False, False), (True, False, False), (True, True, False), (True, True, True)):
         mlp = make_mlp(recipe, device)
-        scales, optimizer = WeightScales(mlp, BF16, None, True, False), torch.optim.SGD(mlp.parameters(), 0.01)
+        optimizer = torch.optim.SGD(mlp.parameters(), 0.01)
+        scales = WeightScales(mlp if once else nn.Module(), BF16, None, reuse, False)
+        assert (mlp.down_proj.fp8_weight is not None) == (reuse and recipe == "tensor")
         if compiled:
             mlp.compile(dynamic=False, fullgraph=True)
+        outputs.append([])
         for step in range(3):
             scales.refresh()
-            x = randn(64, 128, seed=9 + step, device=device).requires_grad_()
-            y = mlp(x)
-            y.backward(randn(64, 128, seed=19, device=device))
-            outputs += [y.detach(), x.grad, *(p.grad for p in mlp.parameters())]
+            for seed in (9 + step, 19):
+                x = randn(64, 128, seed=seed, device=device).requires_grad_()
+                y = mlp(x)
+                y.backward(randn(64, 128, seed=29, device=device))
+                outputs[-1] += [y.detach(), x.grad, *(p.grad.clone() for p in mlp.parameters())]
             optimizer.step()
             optimizer.zero_grad()
-    half = len(outputs) // 2
     assert counters["stats"]["unique_graphs"] == 1
-    for a, b in zip(outputs[:half], outputs[half:], strict=True):
-        assert torch.equal(a, b), error(b, a)
+    for other in outputs[1:]:
+        for a, b in zip(outputs[0], other, strict=True):
+            assert torch.equal(a, b), error(b, a)
 
 
 @recipes
 def test_no_more_is_kept_for_the_backward_pass_than_in_bf16(recipe):
-    """Under the partitioner that the compiler uses (weights as FSDP gathers them) and without it."""
-    kept = {}
+    """Under the partitioner that the compiler uses; weights as FSDP gathers them."""
+    kept = []
     for name in (None, recipe):
-        for compiled in (False, True):
-            mlp = make_mlp(name, dtype=BF16)
-            if compiled:
-                torch._dynamo.reset()
-                mlp.compile(dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
-            kept[name, compiled] = saved_bytes(mlp, randn(512, 128).requires_grad_())
-    for compiled in (False, True):
-        assert kept[recipe, compiled] <= kept[None, compiled], kept
+        torch._dynamo.reset()
+        mlp = make_mlp(name, dtype=BF16)
+        mlp.compile(dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
+        kept.append(saved_bytes(mlp, randn(512, 128).requires_grad_()))
+    assert kept[1] <= kept[0]
 
 
 # ---- figures

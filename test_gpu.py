@@ -30,10 +30,9 @@ from config import parse_args
 from data import Batch
 from lib import run as guard
 from lib.errors import ROOT
-from model import IGNORE, LossHead, Transformer, cross_entropy, document_begins, grouped_matmul
+from model import IGNORE, cross_entropy, document_begins
 from optim import make_optimizer
-from shapes import MODELS, ModelConfig
-from test_model import causal, compare_with_naive, cross_entropy_fp64, make_inputs
+from test_model import begins, causal, compare_with_naive, cross_entropy_fp64, make_head, make_inputs, randn
 from test_shard import fill
 from test_train import values
 
@@ -51,30 +50,33 @@ KINDS = {
     "bf16 states": "--param_dtype bf16 --state_dtype bf16",
     "fp8 tensor": "--fp8 tensor",
     "fp8 row": "--fp8 row",
-    "fp8 row_gw_hp": "--fp8 row_gw_hp",
 }
 
 
-def make_batch(config) -> Batch:
+def make_batch(config, length: int = 128) -> Batch:
+    """Random tokens, in documents of this length if the rows are packed."""
     generator = torch.Generator().manual_seed(0)
     shape = config.micro_batch, config.seq_len
     tokens = torch.randint(0, config.model_config.vocab_size, shape, generator=generator)
     if config.documents != "separate":
         return Batch(tokens, tokens)
-    positions = (torch.arange(shape[1]) % (shape[1] // 4)).expand(shape).contiguous()
-    return Batch(positions, positions, positions, document_begins(positions))
+    positions = (torch.arange(shape[1]) % length).expand(shape).contiguous()
+    return Batch(tokens, tokens, positions, document_begins(positions))
+
+
+def make_model(flags: str, device: torch.device = CUDA, mesh: bool = False, **changes):
+    """-> resolved flags, with changes; a filled model, as train.py makes it; the mesh."""
+    config = parse_args(f"--model tiny-llama {TINY} {flags}".split())
+    config, ranks = replace(train.resolve(config, device, 1), **changes), shard.Ranks(0, 1, device)
+    grid = shard.make_mesh(1, ranks, offload=True) if mesh else None
+    return config, fill(train.build(config, ranks, grid)), grid
 
 
 def make_training(flags: str, mesh: bool = False):
     """-> step(): one optimizer step, as train.py makes it, returning the loss; the model; the optimizer."""
-    ranks = shard.Ranks(0, 1, CUDA)
-    config = parse_args(f"--model tiny-llama {TINY} {flags}".split())
-    config = replace(train.resolve(config, CUDA, 1), compile="none")
-    grid = shard.make_mesh(1, ranks, offload=True) if mesh else None
-    model = train.build(config, ranks, grid)
+    config, model, grid = make_model(flags, mesh=mesh, compile="none")
     scales, optimizer = fp8.prepare(model, config, grid, False), make_optimizer(model, config)
-    fill(model)
-    gradients, batch = guard.GradientGuard(model, config, ranks, grid), make_batch(config)
+    gradients, batch = guard.GradientGuard(model, config, shard.Ranks(0, 1, CUDA), grid), make_batch(config)
 
     def step(number: int) -> torch.Tensor:
         loss, _, _ = train.train_step(model, optimizer, [batch, batch], 1e-3, gradients, scales, CUDA)
@@ -124,8 +126,9 @@ def test_a_compiled_fp8_gradient_is_cast_and_transposed_in_one_kernel(recipe):
 @host
 def test_offloaded_gradients_are_on_the_host_after_each_micro_batch():
     """No unit keeps reduced gradients on the GPU for the next micro-batch."""
-    _, model, _ = make_training("--offload cpu --dim 1024 --ffn_dim 4096 --n_layers 8 --seq_len 64", mesh=True)
-    batch = make_batch(parse_args(f"--model tiny-llama {TINY} --seq_len 64".split())).to(CUDA)
+    words = "--offload cpu --dim 1024 --ffn_dim 4096 --n_layers 8 --seq_len 64"
+    config, model, _ = make_model(words, mesh=True, compile="none")
+    batch = make_batch(config).to(CUDA)
     size = 4 * sum(p.numel() for p in model.parameters())
     for last in (False, True):
         shard.sync_gradients(model, last)
@@ -136,43 +139,32 @@ def test_offloaded_gradients_are_on_the_host_after_each_micro_batch():
 
 
 @host
-@pytest.mark.parametrize(
-    "name, mode, checkpointing, recipe, packed",
-    [
-        ("llama", "block", "none", "", False),
-        ("llama", "block", "selective", "", True),
-        ("llama", "block", "selective", "row", False),
-        ("gpt2", "block", "block", "", False),
-        ("mixtral", "block", "selective", "tensor", False),
-        ("llama", "model", "none", "", False),
-        ("mixtral", "model", "none", "", False),
-    ],
-)
-def test_a_model_is_a_graph_for_its_blocks_and_one_for_its_loss(name, mode, checkpointing, recipe, packed, monkeypatch):
+@pytest.mark.parametrize("mode, flags", [
+    ("block", ""),
+    ("block", "--checkpointing selective --documents separate"),
+    ("block", "--checkpointing selective --fp8 row"),
+    ("block", "--checkpointing block --model tiny-gpt2"),
+    ("block", "--checkpointing selective --fp8 tensor --model tiny-mixtral"),
+    ("model", ""),
+    ("model", "--model tiny-mixtral"),
+])  # fmt: skip
+def test_a_model_is_a_graph_for_its_blocks_and_one_for_its_loss(mode, flags, monkeypatch):
     """In training, and as many in evaluation; packed rows have one more, for many documents."""
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    small = {"dim": 128, "n_heads": 2, "head_dim": 64, "n_kv_heads": 2 if name == "gpt2" else 1, "n_layers": 3}
-    with CUDA:
-        model = Transformer(replace(MODELS[f"tiny-{name}"], **small), torch.bfloat16, "varlen")
-        tokens, batch = torch.zeros(2, 256, dtype=torch.int64), ()
-    if recipe:
-        fp8.convert_linears(model, recipe, small=True)
-    shard.checkpoint_activations(model, checkpointing)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traced, not compiled
-    shard.compile_model(model, mode)
-    for documents in (4, 16, 300):
-        if packed:
-            positions = (torch.arange(512) % (512 // documents)).view(2, 256)
-            batch = positions.to(CUDA), document_begins(positions).to(CUDA)
-        model(tokens, tokens, *batch).backward()
+    config, model, _ = make_model(f"--n_layers 3 --seq_len 256 --micro_batch 2 {flags}", compile=mode)
+    for length in (128, 32, 1):
+        batch = make_batch(config, length).to(CUDA)
+        given = batch.tokens, batch.targets, batch.positions, batch.documents
+        model(*given).backward()
     model.eval()
     with torch.no_grad():
         for _ in range(2):
-            model(tokens, tokens, *batch)
-    counters = torch._dynamo.utils.counters
+            model(*given)
     graphs = counters["stats"]["unique_graphs"]
-    assert not counters["graph_break"] and graphs <= (4 if mode == "block" else 2) + packed
+    assert not counters["graph_break"] and graphs <= (4 if mode == "block" else 2) + ("separate" in flags)
 
 
 def peak_of(run) -> int:
@@ -210,12 +202,9 @@ def test_packed_rows_need_little_memory(entries):
 def test_loss_head_against_fp64(monkeypatch, size, compiled):
     """Three chunks, of which the last is smaller; rows that are not trained on; logits of up to 1e4."""
     monkeypatch.setattr(model_module, "CHUNK_BYTES", 256 * 4096 * 2)
-    config = ModelConfig(vocab_size=4096, dim=256, n_layers=1, n_heads=1, ffn_dim=256, max_seq_len=640)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 640, 256, generator=generator).bfloat16()
-    head = LossHead(config)
-    nn.init.normal_(head.weight, std=size / 16, generator=generator)
-    targets = torch.randint(0, 4096, (1, 640), generator=generator)
+    head, x = make_head(4096, 256), randn(1, 640, 256).bfloat16()
+    head.weight.data *= size / 16
+    targets = torch.randint(0, 4096, (1, 640), generator=torch.Generator().manual_seed(0))
     targets[0, ::7] = IGNORE
     expected, *exact = cross_entropy_fp64(x, head.weight, targets)
     head, x = head.to(CUDA), x.to(CUDA).requires_grad_()
@@ -229,58 +218,45 @@ def test_loss_head_against_fp64(monkeypatch, size, compiled):
     assert not x.grad[0, ::7].any()
 
 
-@pytest.mark.parametrize("h", [64, 128, 256])
-@pytest.mark.parametrize("documents", [1, 33, 513])
-def test_many_documents_against_each_alone(documents, h):
-    """One call for all, or a few heads at a time, gives what plain causal attention gives a document alone."""
+@pytest.mark.parametrize("documents", [0, 1, 33, 513])
+@pytest.mark.parametrize("heads, h", [((4, 4), 64), ((8, 2), 64), ((8, 2), 128), ((8, 2), 256)], ids=str)
+@pytest.mark.parametrize("backend", ["sdpa", *attention.PACKED])
+def test_attention_kernels_against_fp64(backend, heads, h, documents):
+    """Plain rows (0), or documents: one call of a packed kernel for all heads, or for a few at a time."""
+    if backend == "flash":
+        pytest.importorskip("flash_attn", reason=attention.INSTALL_FLASH)
     T = 1026
-    document = torch.arange(T) // -(-T // documents)
-    mask = causal(T, T) & (document[:, None] == document)
-    begins = document_begins(mask[:, 0].sum(-1) - 1).to(CUDA)
-    inputs = [t[:1].to(CUDA) for t in make_inputs(T, T, (8, 2), torch.bfloat16, h)]
-    compare_with_naive(inputs, mask, lambda q, k, v: attention.attention(q, k, v, begins, "varlen"), 2e-2)
-
-
-@pytest.mark.parametrize("counts", [(0, 37, 0, 91), (128, 0, 0, 0), (1, 1, 1, 125)], ids=str)
-def test_experts_without_tokens_and_odd_groups(counts):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(sum(counts), 64, generator=generator).bfloat16().to(CUDA).requires_grad_()
-    w = torch.randn(4, 96, 64, generator=generator).bfloat16().to(CUDA).requires_grad_()
-    ends = torch.tensor(counts).cumsum(0).int()
-    grouped_matmul(x, w, ends.to(CUDA)).float().square().sum().backward()
-    exact_x, exact_w = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
-    grouped_matmul(exact_x, exact_w, ends).square().sum().backward()
-    for found, exact in ((x.grad, exact_x.grad), (w.grad, exact_w.grad)):
-        assert (found - exact).norm() < 2e-2 * exact.norm()
+    document = torch.arange(T) // -(-T // max(documents, 1))
+    mask = causal(T) & (document[:, None] == document)
+    given = None if not documents else mask.to(CUDA) if backend == "sdpa" else begins(mask).to(CUDA)
+    inputs = [t.to(CUDA) for t in make_inputs(1, T, heads, torch.bfloat16, h)]
+    compare_with_naive(inputs, mask, lambda q, k, v: attention.attention(q, k, v, given, backend), 2.0**-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "bf16 states"])
 def test_a_suppressed_update_changes_no_bit(kind):
     step, model, optimizer = make_training(KINDS[kind])
     step(1)
-    state = [p for p in model.parameters()] + [t for s in optimizer.state.values() for t in s.values()]
-    before = [t.detach().clone() for t in state]
     model.norm.weight.data[0] = float("nan")
-    before[[t is model.norm.weight for t in state].index(True)][0] = float("nan")
+    state = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
+    before = [t.detach().clone() for t in state]
     step(2)
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state, before, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "bf16 states"])
-def test_a_mesh_of_one_rank_changes_nothing(kind):
+def test_offloading_changes_nothing(kind):
     losses = []
-    for mesh in (False, True):
-        step, _, _ = make_training(KINDS[kind], mesh)
+    for words, mesh in (("", False), ("--offload cpu", True)):
+        step, _, _ = make_training(f"{KINDS[kind]} {words}", mesh)
         losses.append([step(n).item() for n in range(1, 4)])
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 
 
 def loss_and_gradients(device: torch.device, dtype: str, compile: str) -> list[torch.Tensor]:
     """Of one small Llama and its tokens, in fp64 on the CPU."""
-    config = parse_args(f"--model tiny-llama {TINY} --n_layers 4 --seq_len 256 --micro_batch 2".split())
-    config = replace(train.resolve(config, device, 1), dtype=dtype, compile=compile, attention="sdpa")
-    model = train.build(config, shard.Ranks(0, 1, device), None)
-    fill(model)
+    changes = {"dtype": dtype, "compile": compile, "attention": "sdpa"}
+    config, model, _ = make_model("--n_layers 4 --seq_len 256 --micro_batch 2", device, **changes)
     batch = make_batch(config).to(device)
     loss = model(batch.tokens, batch.targets)
     loss.backward()
@@ -304,8 +280,9 @@ def test_a_compiled_model_computes_what_a_cpu_does():
 # ---- whole runs
 
 
-def run_train(out, words: str, status: int = 0) -> str:
-    line = [sys.executable, "train.py", "--model", "tiny-llama", "--out", str(out), *words.split()]
+def run_train(out, words: str, status: int = 0, gpus: int = 1) -> str:
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
+    line = [sys.executable, *several, "train.py", "--model", "tiny-llama", "--out", str(out), *words.split()]
     done = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == status, done.stdout
     return done.stdout
@@ -344,30 +321,19 @@ def test_what_does_not_fit_is_explained(tmp_path):
     assert "--micro_batch" in output and "out of memory on cuda:0" in output
 
 
-# ---- two GPUs
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-def run_two(out, words: str) -> None:
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    subprocess.run([*line, "--out", str(out), "--model", "tiny-llama", *words.split()], cwd=ROOT, check=True)
-
-
-@two_gpus
-@pytest.mark.parametrize("words", ["", "--shard_size 1 --param_dtype bf16 --state_dtype bf16", "--offload cpu"])
-def test_two_ranks_evaluate_and_save(tmp_path, words):
-    words += " --steps 3 --save_every 2 --eval_every 2 --eval_batches 1 --sample_every 0"
-    run_two(tmp_path / "run", f"{words} --compile none")
-    assert [(step, ok) for step, ok, _ in checkpoint.verify(tmp_path / "run")] == [(2, True), (3, True)]
-
-
-@two_gpus
-@pytest.mark.parametrize("words", ["", "--fp8 tensor --fp8_all_gather --compile block", "--shard_size 1"])
-def test_two_gpus_train_as_one(tmp_path, words):
-    words += " --dim 256 --n_heads 4 --ffn_dim 512 --steps 4 --log_every 1 --eval_every 0 --sample_every 0"
-    words += " --batch_tokens 4096"
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("words", [
+    "--fp8 tensor --fp8_all_gather --compile block",
+    "--shard_size 1",
+    "--shard_size 1 --param_dtype bf16 --state_dtype bf16",
+    "--offload cpu",
+    "",
+])  # fmt: skip
+def test_two_gpus_train_as_one_evaluate_and_save(tmp_path, words):
+    words += " --dim 256 --n_heads 4 --ffn_dim 512 --steps 4 --log_every 1 --eval_every 2 --eval_batches 1"
+    words += " --save_every 2 --sample_every 0 --batch_tokens 4096"
     run_train(tmp_path / "one", words.replace("--fp8_all_gather", ""))
-    run_two(tmp_path / "two", words)
+    run_train(tmp_path / "two", words, gpus=2)
     one, two = ([loss for loss, *_ in values(tmp_path / run).values()] for run in ("one", "two"))
     assert two == pytest.approx(one, rel=5e-3)
+    assert [(step, ok) for step, ok, _ in checkpoint.verify(tmp_path / "two")] == [(2, True), (4, True)]
