@@ -30,7 +30,7 @@ from lib import run as guard
 from lib.errors import read_json
 from model import Transformer
 from test_checkpoint import SMALL, make_state, replace_part, rewrite, save
-from test_shard import ROOT, TORCHRUN, run_code, skip_plots
+from test_shard import ROOT, run_code, skip_plots
 
 # ---- a save that is killed
 
@@ -352,7 +352,8 @@ class Job(subprocess.Popen):
     def __init__(self, out: Path, text: str, *flags, ranks: int = 2, code: str = ""):
         self.out, script = out, Path(text).parent / f"job-{secrets.token_hex(4)}.py"
         script.write_text(JOB.format(root=str(ROOT), code=code))
-        words = [*TORCHRUN, ranks, script, *TINY, "--data", text, "--out", out, *flags]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        words = [*torchrun, script, *TINY, "--data", text, "--out", out, *flags]
         env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         super().__init__([*map(str, words)], stdout=subprocess.DEVNULL, env=env)
 

@@ -208,12 +208,11 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
     """Gives parameters on the meta device memory with undefined values, and separates tied ones. This is torch's
     `to_empty`, which imports sympy (20 MB, a third of a second) and is left to sharded parameters."""
     if any(map(is_sharded, model.parameters())):
-        model.to_empty(device=device)
+        return model.to_empty(device=device)
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
-            if p.is_meta:
-                values = torch.empty(p.shape, dtype=p.dtype, device=device)
-                setattr(module, name, nn.Parameter(values, p.requires_grad))
+            values = torch.empty(p.shape, dtype=p.dtype, device=device)
+            setattr(module, name, nn.Parameter(values, p.requires_grad))
 
 
 def lower_memory(config, on_gpu: bool = True) -> str:
