@@ -341,7 +341,7 @@ def test_initial_values_of_a_meta_model(name):
             assert (p.abs() < std).float().mean().item() == pytest.approx(0.6827, abs=5 * 0.47 / math.sqrt(count)), n
 
 
-# ---- experts
+# ---- experts, FLOPs
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -368,9 +368,6 @@ def test_grouped_matmul_is_a_loop(monkeypatch, dtype, dim, counts, device):
     for a, b in ((found, expected), (x.grad, x64.grad), (weight.grad, w64.grad)):
         assert ((a.double() - b).abs() <= bound * b.abs() + 1e-6 * b.abs().max()).all()
     assert all(weight.grad[e].abs().sum() == 0 for e, n in enumerate(counts) if n == 0)
-
-
-# ---- FLOPs
 
 
 @pytest.mark.parametrize("name", FAMILY)
