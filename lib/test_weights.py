@@ -248,6 +248,12 @@ def test_other_tensors_are_refused(save, case):
     assert str(folder) in str(e.value)
 
 
+def test_a_balancing_loss_that_is_off_is_read(tmp_path):
+    config = replace(MODELS["tiny-mixtral"], router_aux_loss_coef=0.0)
+    (tmp_path / "config.json").write_text(json.dumps(config_json(config, torch.float32)))
+    assert weights.read_config(tmp_path) == config
+
+
 def test_wrong_index(save, tmp_path):
     """Files outside the folder are not read."""
     folder, outside = save("llama3", shard="40KB"), {"weight_map": {"a": "../x.safetensors", "b": 5}}

@@ -547,7 +547,8 @@ def _read_field(values, key, kind, default, path):
     value = values.get(key)
     if value is None and default is not MISSING:
         return default
-    if type(value) not in ((int, float) if kind is float else (kind,)) or not (kind is bool or 0 < value < 2**53):
+    least = 0 if key == "router_aux_loss_coef" else 2**-149  # 0 switches the balancing loss off
+    if type(value) not in ((int, float) if kind is float else (kind,)) or not (kind is bool or least <= value < 2**53):
         raise UserError(f"{path}: {key} is {value!r}, expected {EXPECTED[kind]}")
     return kind(value)
 
