@@ -240,7 +240,8 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(mount, caplog):
     assert re.search("The first save will fail: it needs 1.51 MB, .* has [0-9]+ kB", caplog.text)
     with pytest.raises(OSError, match="No space left on device") as error:
         save(disk, 2, model, optimizer, {}, config)
-    assert describe_error(error.value)[1].startswith("the disk is full: ")
+    message = describe_error(error.value)[1]
+    assert re.match("the disk is full: .* No space left on device, it needs 1.51 MB, [0-9]+ kB are free: ", message)
     assert sorted(p.name for p in (disk / "checkpoints").iterdir()) == ["step-00000001"]
     assert checkpoint.find(config)[0].step == 1
 

@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 # first: it finds the Python that has torch
-from lib.errors import UserError, describe_content, local_path, read_json, read_object, write_json
+from lib.errors import (
+    UserError,
+    amount,
+    describe_content,
+    free_space,
+    local_path,
+    read_json,
+    read_object,
+    write_json,
+)
 
 import torch  # isort: skip
 from safetensors import SafetensorError, safe_open
@@ -259,12 +268,15 @@ def _shift(ranges, origins):
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     """Writes a safetensors file, with the permissions of its folder, and syncs it to the disk. OSError: why the disk
-    refuses it."""
+    refuses it, and what is needed and free."""
+    size = sum(tensor.nbytes for tensor in tensors.values())
     try:
         save_file(tensors, path, {"format": "pt"})
     except SafetensorError as e:
         code = int(re.search(r"os error (\d+)|$", str(e))[1] or errno.EIO)
-        raise OSError(code, os.strerror(code), str(path)) from None
+        path.unlink(missing_ok=True)
+        room = f"it needs {amount(size)}, {amount(free_space(path)[0])} are free"
+        raise OSError(code, f"{os.strerror(code)}, {room}", str(path)) from None
     path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets only the owner read it
     with open(path, "rb") as file:
         os.fsync(file.fileno())
