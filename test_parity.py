@@ -38,10 +38,9 @@ from torch import Tensor
 import fp8
 import shard
 import train
-from attention import choose_backend
-from config import Config
+from config import Config, check_together
 from data import Batch
-from lib import check, lora
+from lib import lora
 from lib.errors import UserError
 from lib.run import GradientGuard
 from model import IGNORE, MODELS, ModelConfig, Transformer, document_begins
@@ -63,42 +62,30 @@ DIVISION += ("attention", "offload", "offload_activations", "head_rows")
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One way of dividing the work, of a model; the defaults are those of train.py, or the simplest."""
+class Cell(Config):
+    """One way of dividing the work, of a model: flags of train.py, some with another default, and the test's own."""
 
-    ranks: int = 1
     model: str = "tiny-llama"
     n_layers: int = 3  # a first one, a last one, and one between
     n_heads: int = 4
     n_kv_heads: int = 2
-    head_dim: int = 16
     dim: int = 64
     ffn_dim: int = 176
     vocab_size: int = 258
-    n_experts: int = 4  # of a model that has experts
-    top_k: int = 2
     seq_len: int = 32
     micro_batch: int = 4
+    clip: float = 0.0
+    dtype: str = "fp32"
+    compile: str = "none"
+    attention: str = "sdpa"
+    # not flags of train.py
+    ranks: int = 1
+    head_dim: int = 16
+    n_experts: int = 4  # of a model that has experts
+    top_k: int = 2
     accumulate: int = 1
     masks: str = "uneven"
     packed: bool = False
-    clip: float = 0.0
-    dtype: str = "fp32"
-    param_dtype: str = "fp32"
-    state_dtype: str = "fp32"
-    reduce_dtype: str = "fp32"
-    fp8: str = "off"
-    fp8_grad_dtype: str = "auto"
-    fp8_all_gather: bool = False
-    shard_size: int = 0
-    reshard: str = "auto"
-    prefetch: int = 1
-    checkpointing: str = "none"
-    compile: str = "none"
-    attention: str = "sdpa"
-    offload: str = "none"
-    offload_activations: bool = False
-    lora: int = 0
     head_rows: int = 1  # the loss head pads its weight to a multiple of it, as on a GPU; the oracle's does not
 
     def __str__(self) -> str:
@@ -113,21 +100,18 @@ class Cell:
         return Cell(**{k: v == "True" if kinds[k] is bool else kinds[k](v) for k, v in values.items()})
 
     @property
-    def shape(self) -> ModelConfig:
+    def model_config(self) -> ModelConfig:
         base = MODELS[self.model]
         sizes = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn_dim", "vocab_size")
         experts = ("n_experts", "top_k") if base.n_experts else ()
         return replace(base, **{name: getattr(self, name) for name in (*sizes, *experts)})
 
     @property
-    def config(self) -> Config:
-        flags = {f.name for f in fields(Config)} & {f.name for f in fields(self)}
-        flags -= {"model", "n_layers", "n_heads", "n_kv_heads", "dim", "ffn_dim", "vocab_size"}
-        batch_tokens = self.ranks * self.accumulate * self.micro_batch * self.seq_len
-        adapters = {"lora_alpha": 2.0 * self.lora, "lora_targets": tuple(lora.sizes(self.shape))}
-        config = Config(batch_tokens=batch_tokens, **adapters, **{name: getattr(self, name) for name in flags})
-        vars(config)["model_config"] = self.shape  # has what no flag sets
-        return config
+    def config(self) -> "Cell":
+        """With the flags that follow from others."""
+        batch_tokens = self.parts * self.micro_batch * self.seq_len
+        targets = tuple(lora.sizes(self.model_config))
+        return replace(self, batch_tokens=batch_tokens, lora_alpha=2.0 * self.lora, lora_targets=targets)
 
     @property
     def parts(self) -> int:
@@ -142,50 +126,42 @@ class Cell:
     def is_supported(self) -> bool:
         """Whether train.py would take it."""
         try:
-            config = self.config
-            check.refuse_unsupported(config, self.ranks)
-            shard.mesh_shape(self.shard_size, self.ranks)
-            choose_backend(self.attention, "cpu", self.dtype, self.compile != "none", self.seq_len, self.head_dim)
-            if self.lora:
-                lora.check_flags(config)
-            if self.fp8 != "off":
-                fp8.check_run(config, ALONE.device, self.micro_batch)
+            check_together(self.config)
+            train.resolve(self.config, ALONE.device, self.ranks)
         except (UserError, ValueError):
             return False
-        return self.top_k <= self.n_experts and (self.fp8 != "off" or self.fp8_grad_dtype == "auto")
+        return self.top_k <= self.n_experts
+
+
+def combine(**choices: list) -> list[Cell]:
+    """The cells with each combination of these values."""
+    return [Cell(**dict(zip(choices, values, strict=True))) for values in itertools.product(*choices.values())]
 
 
 def cells(world_size: int) -> list[Cell]:
     """The table."""
     sizes = {1: [0], 2: [1, 0], 4: [1, 2, 0]}[world_size]
-    modes, dtypes = ("none", "block", "selective"), ("fp32", "bf16")
-    out = [Cell(model=m, shard_size=s, accumulate=a) for m in TINY for s in sizes for a in (1, 2, 4)]
-    # recipe 1: {compile} x {checkpointing} x {mesh} x {dtype} x {packed documents}
-    matrix = itertools.product(("none", "block"), modes, sizes, dtypes, (False, True))
-    out += [Cell(dtype=d, shard_size=s, checkpointing=m, compile=c, packed=p) for c, m, s, d, p in matrix]
-    compiled = itertools.product(TINY[1:], dtypes, modes)
-    out += [Cell(model=m, dtype=d, accumulate=2, checkpointing=k, compile="block") for m, d, k in compiled]
-    out += [Cell(dtype=d, attention="blocked", compile="block", packed=p) for d in dtypes for p in (False, True)]
-    more = [Cell(offload="cpu", shard_size=s, accumulate=a, dtype=d) for s in sizes for a in (1, 2) for d in dtypes]
-    more += [Cell(offload_activations=True, checkpointing=m, compile=c) for m in modes[1:] for c in ("none", "block")]
+    modes, compiled, dtypes, both = ["none", "block", "selective"], ["none", "block"], ["fp32", "bf16"], [False, True]
+    out = combine(model=TINY, shard_size=sizes, accumulate=[1, 2, 4])
+    out += combine(compile=compiled, checkpointing=modes, shard_size=sizes, dtype=dtypes, packed=both)  # recipe 1
+    out += combine(model=TINY[1:], dtype=dtypes, accumulate=[2], checkpointing=modes, compile=["block"])
+    out += combine(dtype=dtypes, attention=["blocked"], compile=["block"], packed=both)
+    more = combine(offload=["cpu"], shard_size=sizes, accumulate=[1, 2], dtype=dtypes)
+    more += combine(offload_activations=[True], checkpointing=modes[1:], compile=compiled)
     if world_size > 1:
-        gather = itertools.product(TINY, ("always", "never"), (0, 1, 2), (1, 2))
-        more += [Cell(model=m, reshard=r, prefetch=p, accumulate=a) for m, r, p, a in gather]
+        more += combine(model=TINY, reshard=["always", "never"], prefetch=[0, 1, 2], accumulate=[1, 2])
     out += more + [replace(c, model="tiny-mixtral") for c in more if c.dtype == "fp32"]
-    adapted = itertools.product(sizes, dtypes, modes, ("none", "block"), (False, True))
-    out += [
-        Cell(lora=3, accumulate=2, shard_size=s, dtype=d, checkpointing=m, compile=c, packed=p)
-        for s, d, m, c, p in adapted
-    ]
+    adapted = combine(shard_size=sizes, dtype=dtypes, checkpointing=modes, compile=compiled, packed=both)
+    out += [replace(c, lora=3, accumulate=2) for c in adapted]
     out += [replace(c, lora=3) for c in more if c.compile == "none"]
     return [replace(c, ranks=world_size, micro_batch=16 // (world_size * c.accumulate)) for c in dict.fromkeys(out)]
 
 
-PADDED = Cell(2, vocab_size=97, head_rows=64, accumulate=2)
+PADDED = Cell(ranks=2, vocab_size=97, head_rows=64, accumulate=2)
 SHORT = [  # what few of the fuzzer's cells have, on two ranks; the first is recipe 1's bug
-    Cell(2, dtype="bf16", checkpointing="block", compile="block", packed=True),
-    Cell(2, model="tiny-mixtral", dtype="bf16", lora=1, checkpointing="selective", offload="cpu"),
-    Cell(2, model="tiny-mixtral", accumulate=2, shard_size=1, offload="cpu", checkpointing="selective"),
+    Cell(ranks=2, dtype="bf16", checkpointing="block", compile="block", packed=True),
+    Cell(ranks=2, model="tiny-mixtral", dtype="bf16", lora=1, checkpointing="selective", offload="cpu"),
+    Cell(ranks=2, model="tiny-mixtral", accumulate=2, shard_size=1, offload="cpu", checkpointing="selective"),
     PADDED,
     replace(PADDED, lora=3),
     replace(PADDED, shard_size=1),
@@ -227,7 +203,7 @@ def part_of(batch: Batch, rows: slice) -> Batch:
 def plain_steps(cell: Cell, text: int = 0, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
     """The oracle: three steps of the plain model in fp32 -> loss, norm and gradients of each, then the parameters. In
     as many forward passes as the cell has where there are experts: their auxiliary loss is one of a forward pass."""
-    model = Transformer(cell.shape, dtype)
+    model = Transformer(cell.model_config, dtype)
     lora.convert(model, cell.config)
     model.to(dtype)
     fill(model)
@@ -236,7 +212,7 @@ def plain_steps(cell: Cell, text: int = 0, dtype: torch.dtype = torch.float32) -
     optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.95), eps=EPS, foreach=False)
     for step, rate in enumerate(RATES):
         whole, loss = rows_of(cell, step, text), 0.0
-        for rows in torch.arange(len(whole.tokens)).chunk(cell.parts if cell.shape.n_experts else 1):
+        for rows in torch.arange(len(whole.tokens)).chunk(cell.parts if cell.model_config.n_experts else 1):
             batch = part_of(whole, slice(rows[0], rows[-1] + 1))
             part = model(batch.tokens, batch.targets, batch.positions)
             part.backward()
@@ -433,18 +409,6 @@ def fuzz(seed: int, minutes: float = math.inf) -> Iterator[str]:
             yield from compute([cell for cell in drawn if cell.ranks == ranks])
 
 
-def report_fuzz(seed: int, minutes: float) -> bool:
-    count, wrong = 0, []
-    for row in fuzz(seed, minutes):
-        count += 1
-        print(row, flush=True)
-        if "WRONG" in row:
-            wrong.append(f"python test_parity.py --cell {row.split(' | ')[4].partition(':')[0]}")
-            print(wrong[-1], flush=True)
-    print("\n".join([f"seed {seed}: {count} cells, {len(wrong)} wrong", *wrong]))
-    return bool(wrong)
-
-
 # ---- tests
 
 
@@ -481,22 +445,28 @@ def test_a_cell_that_is_wrong_or_fails_is_told():
     assert "| WRONG | n_layers=1: IndexError" in wrong and "| ok | n_layers=2" in right
 
 
-def main() -> int:
+def main() -> bool:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fuzz", type=float, metavar="MINUTES")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cell", nargs="+", metavar="NAME=VALUE")
     args = parser.parse_args()
-    if args.fuzz is not None:
-        return report_fuzz(args.seed, args.fuzz)
+    if args.cell:
+        rows = compute([Cell.parse(args.cell)])
+    elif args.fuzz is not None:
+        rows = fuzz(args.seed, args.fuzz)
+    else:
+        rows = itertools.chain.from_iterable(compute(cells(n), texts=1) for n in (1, 2, 4))
     print("processes | largest relative error | allowed | | cell")
-    tables = [[Cell.parse(args.cell)]] if args.cell else [cells(n) for n in (1, 2, 4)]
-    rows = (row for todo in tables for row in compute(todo, texts=10 if args.cell else 1))
-    wrong = False
+    count, wrong = 0, []
     for row in rows:
         print(row, flush=True)
-        wrong |= "WRONG" in row
-    return wrong
+        count += 1
+        if "WRONG" in row:
+            wrong.append(f"python test_parity.py --cell {row.split(' | ')[4].partition(':')[0]}")
+            print(wrong[-1], flush=True)
+    print("\n".join([f"{count} cells, {len(wrong)} wrong", *wrong]))
+    return bool(wrong)
 
 
 if __name__ == "__main__":
