@@ -16,16 +16,12 @@ fp32 must agree to 1e-5, or, where large parts of a gradient cancel, to 1.5 time
 fp64. bf16 and FP8 have no such number: their error depends on the model. So the error of a cell, against the fp32
 oracle, is held against that of the plain model in the same formats, on the same micro-batches. Dividing the work
 changes only where values are rounded, not how often: its error must be of the same size (and gradients that FSDP sums
-in fp32 usually make it smaller). An accumulation in bf16 or a wrong reduction would be far outside.
+in fp32 usually make it smaller). An accumulation in bf16 or a wrong reduction would be far outside."""
 
-The fuzzer draws cell n from (seed, n) alone, and prints the command that repeats a cell that fails."""
-
-import argparse
+import contextlib
 import gc
 import itertools
-import math
 import random
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -41,7 +37,7 @@ import train
 from config import Config, check_together
 from data import Batch
 from lib import lora
-from lib.errors import UserError
+from lib.errors import Parser, UserError, run_script
 from lib.run import GradientGuard
 from model import IGNORE, MODELS, ModelConfig, Transformer, document_begins
 from optim import make_optimizer, trained
@@ -117,20 +113,6 @@ class Cell(Config):
     def parts(self) -> int:
         """Micro-batches of a step, of all ranks."""
         return self.ranks * self.accumulate
-
-    @property
-    def exact(self) -> bool:
-        formats = self.dtype, self.param_dtype, self.state_dtype, self.reduce_dtype
-        return set(formats) == {"fp32"} and self.fp8 == "off"
-
-    def is_supported(self) -> bool:
-        """Whether train.py would take it."""
-        try:
-            check_together(self.config)
-            train.resolve(self.config, ALONE.device, self.ranks)
-        except (UserError, ValueError):
-            return False
-        return self.top_k <= self.n_experts
 
 
 def combine(**choices: list) -> list[Cell]:
@@ -280,7 +262,7 @@ def error(got: list[list[Tensor]], want: list[list[Tensor]]) -> float:
 
 def bound(cell: Cell, text: int = 0) -> float:
     """The largest error that is right, as far as a text shows it."""
-    if cell.exact:
+    if {cell.dtype, cell.param_dtype, cell.state_dtype, cell.reduce_dtype, cell.fp8} == {"fp32", "off"}:
         with mock.patch.object(Tensor, "float", Tensor.double):  # where the model computes in fp32, whatever its dtype
             exact = plain_steps(cell, text, torch.float64)
         return max(TOLERANCE, NOISE * error(plain_steps(cell, text), exact))
@@ -289,36 +271,27 @@ def bound(cell: Cell, text: int = 0) -> float:
     return NOISE * error(real_steps(plain, ALONE, text), plain_steps(plain, text)) + 2 * reduced + TOLERANCE
 
 
-def compare_cell(cell: Cell, ranks: shard.Ranks, texts: int = 1) -> str:
-    """-> a row of the table, on rank 0. texts: the noise of a tiny model is a matter of luck; if that of the first text
-    is too small to explain the cell's, it is the largest of so many texts. All ranks must call."""
-    found = real_steps(cell, ranks)
-    if ranks.rank:
-        return ""
-    wrong, allowed = error(found, plain_steps(cell)), TOLERANCE
-    for text in range(texts):
-        allowed = allowed if wrong <= allowed else max(allowed, bound(cell, text))
-    verdict = "ok" if wrong <= allowed else "WRONG"
-    return f"{ranks.world_size} | {wrong:.1e} | {allowed:.1e} | {verdict} | {cell}"
-
-
 def work(cells: list[str], texts: int) -> None:
-    """A rank: all these cells; rank 0 prints the table."""
+    """A rank: all these cells; rank 0 prints the table. texts: the noise of a tiny model is a matter of luck; if that
+    of the first text is too small to explain the cell's, it is the largest of so many texts."""
     torch.set_num_threads(1)
     ranks = shard.init_ranks()
     torch.set_float32_matmul_precision("highest")  # no TF32 here
-    for cell in cells:
-        row = compare_cell(Cell.parse(cell.split()), ranks, texts)
+    for cell in (Cell.parse(words.split()) for words in cells):
+        found = real_steps(cell, ranks)
         if ranks.rank == 0:
-            print(row, flush=True)
+            wrong, allowed = error(found, plain_steps(cell)), TOLERANCE
+            for text in range(texts):
+                allowed = allowed if wrong <= allowed else max(allowed, bound(cell, text))
+            verdict = "ok" if wrong <= allowed else "WRONG"
+            print(f"{ranks.world_size} | {wrong:.1e} | {allowed:.1e} | {verdict} | {cell}", flush=True)
         gc.collect()
     shard.leave(ranks)
 
 
 def compute(todo: list[Cell], plant: str = "", texts: int = 10) -> Iterator[str]:
     """The table's rows of cells with the same number of ranks, in processes of their own. A cell that fails has a row
-    that says how, and does not hide the others. plant: code that makes something wrong, for a test. texts: see
-    compare_cell."""
+    that says how, and does not hide the others. plant: code that makes something wrong, for a test. texts: of work."""
     while todo:
         ranks = todo[0].ranks
         env = {} if ranks <= torch.cuda.device_count() else {"CUDA_VISIBLE_DEVICES": ""}
@@ -340,7 +313,7 @@ def compute(todo: list[Cell], plant: str = "", texts: int = 10) -> Iterator[str]
 
 
 def draw(seed: int, number: int) -> Cell:
-    """Cell `number` of a seed. Half of them are in fp32 throughout, where a small error shows."""
+    """Cell `number` of a seed, from these two alone. Half of them are in fp32 throughout, where a small error shows."""
     rng = random.Random(f"{seed}/{number}")
 
     def some(usual, *others):  # the usual value half of the time
@@ -367,28 +340,27 @@ def draw(seed: int, number: int) -> Cell:
             offload=rng.choice(("none", "none", "cpu")),
             offload_activations=some(False, True),
         )
-        formats = _draw_formats(rng) if rng.random() < 0.5 else {}
-        sizes = _draw_sizes(rng, multiples="fp8" in formats)
+        formats_and_sizes = _draw_formats_and_sizes(rng)
         shards = [0, *(n for n in range(1, cell.ranks + 1) if cell.ranks % n == 0)]
-        cell = replace(cell, shard_size=rng.choice(shards), **formats, **sizes, lora=rng.choice((0, 0, 0, 1, 5)))
-        if cell.is_supported():
-            return cell
+        cell = replace(cell, shard_size=rng.choice(shards), **formats_and_sizes, lora=rng.choice((0, 0, 0, 1, 5)))
+        with contextlib.suppress(UserError, ValueError):  # train.py refuses the cell
+            check_together(cell.config)
+            train.resolve(cell.config, ALONE.device, cell.ranks)
+            if cell.top_k <= cell.n_experts:
+                return cell
 
 
-def _draw_formats(rng: random.Random) -> dict:
-    formats = {"dtype": rng.choice(("fp32", "bf16", "bf16"))}
-    for name in ("param_dtype", "state_dtype", "reduce_dtype"):
-        formats[name] = rng.choice(("fp32", "fp32", "bf16"))
+def _draw_formats_and_sizes(rng: random.Random) -> dict:
+    out = {}
     if rng.random() < 0.5:
-        formats |= {"fp8": rng.choice(fp8.RECIPES), "fp8_grad_dtype": rng.choice(("auto", "e5m2", "e4m3"))}
-        formats["fp8_all_gather"] = formats["fp8"] == "tensor" and rng.random() < 0.5
-    return formats
-
-
-def _draw_sizes(rng: random.Random, multiples: bool) -> dict:
-    """multiples: of 16, as FP8 needs them."""
-    heads = rng.choice((1, 2, 3, 4, 6))
-    return {
+        out["dtype"] = rng.choice(("fp32", "bf16", "bf16"))
+        for name in ("param_dtype", "state_dtype", "reduce_dtype"):
+            out[name] = rng.choice(("fp32", "fp32", "bf16"))
+        if rng.random() < 0.5:
+            out |= {"fp8": rng.choice(fp8.RECIPES), "fp8_grad_dtype": rng.choice(("auto", "e5m2", "e4m3"))}
+            out["fp8_all_gather"] = out["fp8"] == "tensor" and rng.random() < 0.5
+    multiples, heads = "fp8" in out, rng.choice((1, 2, 3, 4, 6))  # multiples: of 16, as FP8 needs them
+    return out | {
         "n_heads": heads,
         "n_kv_heads": rng.choice([k for k in range(1, heads + 1) if heads % k == 0]),
         "head_dim": 16 if multiples else rng.choice((4, 6, 8, 10, 16)),
@@ -398,7 +370,7 @@ def _draw_sizes(rng: random.Random, multiples: bool) -> dict:
     }
 
 
-def fuzz(seed: int, minutes: float = math.inf) -> Iterator[str]:
+def fuzz(seed: int, minutes: float = float("inf")) -> Iterator[str]:
     """The rows of cells 0, 1, 2, ... of a seed, as many as there is time for."""
     end = time.monotonic() + 60 * minutes
     for first in itertools.count(0, TOGETHER):
@@ -418,14 +390,9 @@ def check_rows(rows: Iterator[str], count: int) -> None:
     assert not wrong and len(rows) == count, "\n".join(wrong)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_whole_table(world_size):
-    check_rows(compute(cells(world_size), texts=1), len(cells(world_size)))
-
-
-def test_a_short_table():
-    check_rows(compute(SHORT, texts=1), len(SHORT))
+@pytest.mark.parametrize("table", [SHORT, *(pytest.param(cells(n), marks=pytest.mark.slow) for n in (1, 2, 4))])
+def test_the_table(table):
+    check_rows(compute(table, texts=1), len(table))
 
 
 def test_a_short_fuzz():
@@ -445,12 +412,12 @@ def test_a_cell_that_is_wrong_or_fails_is_told():
     assert "| WRONG | n_layers=1: IndexError" in wrong and "| ok | n_layers=2" in right
 
 
-def main() -> bool:
-    parser = argparse.ArgumentParser()
+def main(argv: list[str]) -> bool:
+    parser = Parser()
     parser.add_argument("--fuzz", type=float, metavar="MINUTES")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cell", nargs="+", metavar="NAME=VALUE")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.cell:
         rows = compute([Cell.parse(args.cell)])
     elif args.fuzz is not None:
@@ -470,4 +437,4 @@ def main() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)
