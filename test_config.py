@@ -47,12 +47,9 @@ def recipe(tmp_path, monkeypatch):
 # ---- words
 
 
-def test_spellings_and_later_wins():
+def test_spellings_and_types_and_later_wins():
     for words in ("--seq_len 64", "--seq_len=64", "--seq-len 64", "--seq-len=64", "--seq_len 8 --seq-len=64"):
         assert parse_args(words.split()) == dataclasses.replace(parse_args([]), seq_len=64)
-
-
-def test_types():
     c = parse_args(["--steps", "7", "--lr", "1", "--data", "my-own text.txt", "b.bin", "--prompt=--a-b=c d"])
     assert (c.steps, c.lr, c.data, c.prompt, type(c.lr)) == (7, 1.0, ("my-own text.txt", "b.bin"), "--a-b=c d", float)
     assert parse_args(["--check"]).check == 0 and parse_args(["--check", "4"]).check == 4 and parse_args([]).check < 0
@@ -173,7 +170,7 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
 # ---- what is refused, and what is said of it
 
 
-REFUSED = [
+@pytest.mark.parametrize("words, message", [
     ("--steps 1.5", "--steps.*'1.5'"), ("--steps", "--steps"), ("--steps 5 stray", "stray"), ("-x", "-x"),
     ("--stpes 5", "flag --stpes; .* --steps;"), ("--sequ-len", "unknown flag --sequ-len; .* --seq_len;"),
     ("--data a.bin --sample_every 5", "--sample_every needs a --tokenizer"),
@@ -191,10 +188,7 @@ REFUSED = [
     ("--fp8=0 --fp8_log_every 5", "--fp8_log_every"),
     ("--load rank0", "--load"), ("--lanes 4", "--lanes"), ("--data a.txt --lanes 1", "--lanes"),
     ("--epochs 2 --steps 9", "exclude each other"), ("--lora 8 --tokenizer bytes", "--lora 8 without --weights"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("words, message", REFUSED, ids=lambda text: text[:40])
+], ids=lambda text: text[:40])  # fmt: skip
 def test_mistakes_are_named(words, message):
     assert re.search(message, refused(*words.split(), trains="--lora" in words))
 
@@ -246,20 +240,16 @@ def test_what_was_forgotten_is_refused_where_tokens_are_not_bytes(tmp_path, monk
 # ---- sizes
 
 
-@pytest.mark.parametrize("model, words, heads, kv_heads, head_dim", [
-    ("llama2-7b", "--n_heads 16", 16, 16, 256),  # one key/value head per head, still
-    ("llama3-8b", "--n_heads 16", 16, 8, 256),  # grouped: as many groups as it has
-    ("llama3-8b", "--n_kv_heads 4", 32, 4, 128), ("llama2-70b", "--dim 4096", 64, 8, 64),
-    ("gpt2", "--dim 1024 --n_heads 8", 8, 8, 128),
+@pytest.mark.parametrize("words, base, sizes", [
+    ("--n_heads 16", "llama2-7b", {"n_heads": 16, "n_kv_heads": 16, "head_dim": 256}),  # as many as heads, still
+    ("--n_heads 16", "llama3-8b", {"n_heads": 16, "n_kv_heads": 8, "head_dim": 256}),  # grouped, still
+    ("--n_kv_heads 4", "llama3-8b", {"n_kv_heads": 4}), ("--dim 4096", "llama2-70b", {"dim": 4096, "head_dim": 64}),
+    ("--dim 1024 --n_heads 8", "gpt2", {"dim": 1024, "n_heads": 8, "n_kv_heads": 8, "head_dim": 128}),
+    ("--model llama2-7b --dim 8192 --n_layers 80 --n_heads 64 --n_kv_heads 8 --ffn_dim 28672", "llama2-70b", {}),
 ])  # fmt: skip
-def test_heads_follow_the_overrides(model, words, heads, kv_heads, head_dim):
-    m = parse_args(["--model", model, *words.split()]).model_config
-    assert (m.n_heads, m.n_kv_heads, m.head_dim) == (heads, kv_heads, head_dim)
-
-
-def test_sizes_make_one_model_of_another():
-    sizes = "--model llama2-7b --dim 8192 --n_layers 80 --n_heads 64 --n_kv_heads 8 --ffn_dim 28672"
-    assert parse_args(sizes.split()).model_config == MODELS["llama2-70b"]
+def test_heads_follow_the_sizes_and_sizes_make_one_model_of_another(words, base, sizes):
+    c = parse_args(["--model", base, *words.split()])
+    assert c.model_config == dataclasses.replace(MODELS[base], **sizes)
 
 
 @pytest.mark.parametrize("batch_tokens, share, near", [(1000, "7.81", 1024), (10, "0.08", 128), (129, "1.01", 128)])
@@ -289,12 +279,9 @@ def test_out_is_named_after_recipe_and_data(recipe, folder, monkeypatch):
     for model in ("Llama-3.1-8B", "Llama-3.2-1B", "a.gz"):  # the dots stay
         for flag in ("--weights", "--model"):
             assert parse_args([flag, f"meta-llama/{model}", "--data", "mytext.txt"]).out == f"runs/{model}-mytext"
-
-
-@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31mb", "a\u2028b"])
-def test_a_run_folder_is_one_line(recipe, name):
-    assert repr(f"runs/{name}") in refused("--out", f"runs/{name}")
-    assert re.fullmatch(r"runs/a-[\w-]*b", parse_args([recipe(name, "--lr 1")]).out)
+    for name in ("a\nb", "a\x1b[31mb", "a\u2028b"):  # a name is one line
+        assert repr(f"runs/{name}") in refused("--out", f"runs/{name}")
+        assert re.fullmatch(r"runs/a-[\w-]*b", parse_args([recipe(name, "--lr 1")]).out)
 
 
 # ---- the table of flags
@@ -344,10 +331,14 @@ def test_a_launcher_s_check_loads_neither_the_compiler_nor_dtensors(tmp_path, mo
 # ---- started by a Python without torch
 
 
+def copy_sources(folder: Path) -> None:
+    for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+        shutil.copy(path, folder)
+    shutil.copytree(ROOT / "lib", folder / "lib")
+
+
 def test_without_torch_scripts_say_how_to_set_up_or_start_the_environment(tmp_path):
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    shutil.copytree(ROOT / "lib", tmp_path / "lib")
+    copy_sources(tmp_path)
 
     def start(script: str, *words: str) -> subprocess.CompletedProcess:
         bare = [sys.executable, "-S", "-E"]  # no site-packages

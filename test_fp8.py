@@ -257,7 +257,7 @@ def step_and_evaluate(model, optimizer, batches, *args):
 train.train_step = step_and_evaluate
 torch.compile = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
 size = ranks.world_size
-cell = Cell(size, n_layers=1, micro_batch=2, accumulate=2, dtype="bf16", fp8="tensor")
+cell = Cell(ranks=size, n_layers=1, micro_batch=2, accumulate=2, dtype="bf16", fp8="tensor")
 def values(gather, **changes):
     evaluated.clear()
     steps = real_steps(replace(cell, fp8_all_gather=gather, **changes), ranks)

@@ -16,16 +16,12 @@ fp32 must agree to 1e-5, or, where large parts of a gradient cancel, to 1.5 time
 fp64. bf16 and FP8 have no such number: their error depends on the model. So the error of a cell, against the fp32
 oracle, is held against that of the plain model in the same formats, on the same micro-batches. Dividing the work
 changes only where values are rounded, not how often: its error must be of the same size (and gradients that FSDP sums
-in fp32 usually make it smaller). An accumulation in bf16 or a wrong reduction would be far outside.
+in fp32 usually make it smaller). An accumulation in bf16 or a wrong reduction would be far outside."""
 
-The fuzzer draws cell n from (seed, n) alone, and prints the command that repeats a cell that fails."""
-
-import argparse
+import contextlib
 import gc
 import itertools
-import math
 import random
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -38,11 +34,10 @@ from torch import Tensor
 import fp8
 import shard
 import train
-from attention import choose_backend
-from config import Config
+from config import Config, check_together
 from data import Batch
-from lib import check, lora
-from lib.errors import UserError
+from lib import lora
+from lib.errors import Parser, UserError, run_script
 from lib.run import GradientGuard
 from model import IGNORE, MODELS, ModelConfig, Transformer, document_begins
 from optim import make_optimizer, trained
@@ -63,42 +58,30 @@ DIVISION += ("attention", "offload", "offload_activations", "head_rows")
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One way of dividing the work, of a model; the defaults are those of train.py, or the simplest."""
+class Cell(Config):
+    """One way of dividing the work, of a model: flags of train.py, some with another default, and the test's own."""
 
-    ranks: int = 1
     model: str = "tiny-llama"
     n_layers: int = 3  # a first one, a last one, and one between
     n_heads: int = 4
     n_kv_heads: int = 2
-    head_dim: int = 16
     dim: int = 64
     ffn_dim: int = 176
     vocab_size: int = 258
-    n_experts: int = 4  # of a model that has experts
-    top_k: int = 2
     seq_len: int = 32
     micro_batch: int = 4
+    clip: float = 0.0
+    dtype: str = "fp32"
+    compile: str = "none"
+    attention: str = "sdpa"
+    # not flags of train.py
+    ranks: int = 1
+    head_dim: int = 16
+    n_experts: int = 4  # of a model that has experts
+    top_k: int = 2
     accumulate: int = 1
     masks: str = "uneven"
     packed: bool = False
-    clip: float = 0.0
-    dtype: str = "fp32"
-    param_dtype: str = "fp32"
-    state_dtype: str = "fp32"
-    reduce_dtype: str = "fp32"
-    fp8: str = "off"
-    fp8_grad_dtype: str = "auto"
-    fp8_all_gather: bool = False
-    shard_size: int = 0
-    reshard: str = "auto"
-    prefetch: int = 1
-    checkpointing: str = "none"
-    compile: str = "none"
-    attention: str = "sdpa"
-    offload: str = "none"
-    offload_activations: bool = False
-    lora: int = 0
     head_rows: int = 1  # the loss head pads its weight to a multiple of it, as on a GPU; the oracle's does not
 
     def __str__(self) -> str:
@@ -113,79 +96,54 @@ class Cell:
         return Cell(**{k: v == "True" if kinds[k] is bool else kinds[k](v) for k, v in values.items()})
 
     @property
-    def shape(self) -> ModelConfig:
+    def model_config(self) -> ModelConfig:
         base = MODELS[self.model]
         sizes = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn_dim", "vocab_size")
         experts = ("n_experts", "top_k") if base.n_experts else ()
         return replace(base, **{name: getattr(self, name) for name in (*sizes, *experts)})
 
     @property
-    def config(self) -> Config:
-        flags = {f.name for f in fields(Config)} & {f.name for f in fields(self)}
-        flags -= {"model", "n_layers", "n_heads", "n_kv_heads", "dim", "ffn_dim", "vocab_size"}
-        batch_tokens = self.ranks * self.accumulate * self.micro_batch * self.seq_len
-        adapters = {"lora_alpha": 2.0 * self.lora, "lora_targets": tuple(lora.sizes(self.shape))}
-        config = Config(batch_tokens=batch_tokens, **adapters, **{name: getattr(self, name) for name in flags})
-        vars(config)["model_config"] = self.shape  # has what no flag sets
-        return config
+    def config(self) -> "Cell":
+        """With the flags that follow from others."""
+        batch_tokens = self.parts * self.micro_batch * self.seq_len
+        targets = tuple(lora.sizes(self.model_config))
+        return replace(self, batch_tokens=batch_tokens, lora_alpha=2.0 * self.lora, lora_targets=targets)
 
     @property
     def parts(self) -> int:
         """Micro-batches of a step, of all ranks."""
         return self.ranks * self.accumulate
 
-    @property
-    def exact(self) -> bool:
-        formats = self.dtype, self.param_dtype, self.state_dtype, self.reduce_dtype
-        return set(formats) == {"fp32"} and self.fp8 == "off"
 
-    def is_supported(self) -> bool:
-        """Whether train.py would take it."""
-        try:
-            config = self.config
-            check.refuse_unsupported(config, self.ranks)
-            shard.mesh_shape(self.shard_size, self.ranks)
-            choose_backend(self.attention, "cpu", self.dtype, self.compile != "none", self.seq_len, self.head_dim)
-            if self.lora:
-                lora.check_flags(config)
-            if self.fp8 != "off":
-                fp8.check_run(config, ALONE.device, self.micro_batch)
-        except (UserError, ValueError):
-            return False
-        return self.top_k <= self.n_experts and (self.fp8 != "off" or self.fp8_grad_dtype == "auto")
+def combine(**choices: list) -> list[Cell]:
+    """The cells with each combination of these values."""
+    return [Cell(**dict(zip(choices, values, strict=True))) for values in itertools.product(*choices.values())]
 
 
 def cells(world_size: int) -> list[Cell]:
     """The table."""
     sizes = {1: [0], 2: [1, 0], 4: [1, 2, 0]}[world_size]
-    modes, dtypes = ("none", "block", "selective"), ("fp32", "bf16")
-    out = [Cell(model=m, shard_size=s, accumulate=a) for m in TINY for s in sizes for a in (1, 2, 4)]
-    # recipe 1: {compile} x {checkpointing} x {mesh} x {dtype} x {packed documents}
-    matrix = itertools.product(("none", "block"), modes, sizes, dtypes, (False, True))
-    out += [Cell(dtype=d, shard_size=s, checkpointing=m, compile=c, packed=p) for c, m, s, d, p in matrix]
-    compiled = itertools.product(TINY[1:], dtypes, modes)
-    out += [Cell(model=m, dtype=d, accumulate=2, checkpointing=k, compile="block") for m, d, k in compiled]
-    out += [Cell(dtype=d, attention="blocked", compile="block", packed=p) for d in dtypes for p in (False, True)]
-    more = [Cell(offload="cpu", shard_size=s, accumulate=a, dtype=d) for s in sizes for a in (1, 2) for d in dtypes]
-    more += [Cell(offload_activations=True, checkpointing=m, compile=c) for m in modes[1:] for c in ("none", "block")]
+    modes, compiled, dtypes, both = ["none", "block", "selective"], ["none", "block"], ["fp32", "bf16"], [False, True]
+    out = combine(model=TINY, shard_size=sizes, accumulate=[1, 2, 4])
+    out += combine(compile=compiled, checkpointing=modes, shard_size=sizes, dtype=dtypes, packed=both)  # recipe 1
+    out += combine(model=TINY[1:], dtype=dtypes, accumulate=[2], checkpointing=modes, compile=["block"])
+    out += combine(dtype=dtypes, attention=["blocked"], compile=["block"], packed=both)
+    more = combine(offload=["cpu"], shard_size=sizes, accumulate=[1, 2], dtype=dtypes)
+    more += combine(offload_activations=[True], checkpointing=modes[1:], compile=compiled)
     if world_size > 1:
-        gather = itertools.product(TINY, ("always", "never"), (0, 1, 2), (1, 2))
-        more += [Cell(model=m, reshard=r, prefetch=p, accumulate=a) for m, r, p, a in gather]
+        more += combine(model=TINY, reshard=["always", "never"], prefetch=[0, 1, 2], accumulate=[1, 2])
     out += more + [replace(c, model="tiny-mixtral") for c in more if c.dtype == "fp32"]
-    adapted = itertools.product(sizes, dtypes, modes, ("none", "block"), (False, True))
-    out += [
-        Cell(lora=3, accumulate=2, shard_size=s, dtype=d, checkpointing=m, compile=c, packed=p)
-        for s, d, m, c, p in adapted
-    ]
+    adapted = combine(shard_size=sizes, dtype=dtypes, checkpointing=modes, compile=compiled, packed=both)
+    out += [replace(c, lora=3, accumulate=2) for c in adapted]
     out += [replace(c, lora=3) for c in more if c.compile == "none"]
     return [replace(c, ranks=world_size, micro_batch=16 // (world_size * c.accumulate)) for c in dict.fromkeys(out)]
 
 
-PADDED = Cell(2, vocab_size=97, head_rows=64, accumulate=2)
+PADDED = Cell(ranks=2, vocab_size=97, head_rows=64, accumulate=2)
 SHORT = [  # what few of the fuzzer's cells have, on two ranks; the first is recipe 1's bug
-    Cell(2, dtype="bf16", checkpointing="block", compile="block", packed=True),
-    Cell(2, model="tiny-mixtral", dtype="bf16", lora=1, checkpointing="selective", offload="cpu"),
-    Cell(2, model="tiny-mixtral", accumulate=2, shard_size=1, offload="cpu", checkpointing="selective"),
+    Cell(ranks=2, dtype="bf16", checkpointing="block", compile="block", packed=True),
+    Cell(ranks=2, model="tiny-mixtral", dtype="bf16", lora=1, checkpointing="selective", offload="cpu"),
+    Cell(ranks=2, model="tiny-mixtral", accumulate=2, shard_size=1, offload="cpu", checkpointing="selective"),
     PADDED,
     replace(PADDED, lora=3),
     replace(PADDED, shard_size=1),
@@ -227,7 +185,7 @@ def part_of(batch: Batch, rows: slice) -> Batch:
 def plain_steps(cell: Cell, text: int = 0, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
     """The oracle: three steps of the plain model in fp32 -> loss, norm and gradients of each, then the parameters. In
     as many forward passes as the cell has where there are experts: their auxiliary loss is one of a forward pass."""
-    model = Transformer(cell.shape, dtype)
+    model = Transformer(cell.model_config, dtype)
     lora.convert(model, cell.config)
     model.to(dtype)
     fill(model)
@@ -236,7 +194,7 @@ def plain_steps(cell: Cell, text: int = 0, dtype: torch.dtype = torch.float32) -
     optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.95), eps=EPS, foreach=False)
     for step, rate in enumerate(RATES):
         whole, loss = rows_of(cell, step, text), 0.0
-        for rows in torch.arange(len(whole.tokens)).chunk(cell.parts if cell.shape.n_experts else 1):
+        for rows in torch.arange(len(whole.tokens)).chunk(cell.parts if cell.model_config.n_experts else 1):
             batch = part_of(whole, slice(rows[0], rows[-1] + 1))
             part = model(batch.tokens, batch.targets, batch.positions)
             part.backward()
@@ -304,7 +262,7 @@ def error(got: list[list[Tensor]], want: list[list[Tensor]]) -> float:
 
 def bound(cell: Cell, text: int = 0) -> float:
     """The largest error that is right, as far as a text shows it."""
-    if cell.exact:
+    if {cell.dtype, cell.param_dtype, cell.state_dtype, cell.reduce_dtype, cell.fp8} == {"fp32", "off"}:
         with mock.patch.object(Tensor, "float", Tensor.double):  # where the model computes in fp32, whatever its dtype
             exact = plain_steps(cell, text, torch.float64)
         return max(TOLERANCE, NOISE * error(plain_steps(cell, text), exact))
@@ -313,36 +271,27 @@ def bound(cell: Cell, text: int = 0) -> float:
     return NOISE * error(real_steps(plain, ALONE, text), plain_steps(plain, text)) + 2 * reduced + TOLERANCE
 
 
-def compare_cell(cell: Cell, ranks: shard.Ranks, texts: int = 1) -> str:
-    """-> a row of the table, on rank 0. texts: the noise of a tiny model is a matter of luck; if that of the first text
-    is too small to explain the cell's, it is the largest of so many texts. All ranks must call."""
-    found = real_steps(cell, ranks)
-    if ranks.rank:
-        return ""
-    wrong, allowed = error(found, plain_steps(cell)), TOLERANCE
-    for text in range(texts):
-        allowed = allowed if wrong <= allowed else max(allowed, bound(cell, text))
-    verdict = "ok" if wrong <= allowed else "WRONG"
-    return f"{ranks.world_size} | {wrong:.1e} | {allowed:.1e} | {verdict} | {cell}"
-
-
 def work(cells: list[str], texts: int) -> None:
-    """A rank: all these cells; rank 0 prints the table."""
+    """A rank: all these cells; rank 0 prints the table. texts: the noise of a tiny model is a matter of luck; if that
+    of the first text is too small to explain the cell's, it is the largest of so many texts."""
     torch.set_num_threads(1)
     ranks = shard.init_ranks()
     torch.set_float32_matmul_precision("highest")  # no TF32 here
-    for cell in cells:
-        row = compare_cell(Cell.parse(cell.split()), ranks, texts)
+    for cell in (Cell.parse(words.split()) for words in cells):
+        found = real_steps(cell, ranks)
         if ranks.rank == 0:
-            print(row, flush=True)
+            wrong, allowed = error(found, plain_steps(cell)), TOLERANCE
+            for text in range(texts):
+                allowed = allowed if wrong <= allowed else max(allowed, bound(cell, text))
+            verdict = "ok" if wrong <= allowed else "WRONG"
+            print(f"{ranks.world_size} | {wrong:.1e} | {allowed:.1e} | {verdict} | {cell}", flush=True)
         gc.collect()
     shard.leave(ranks)
 
 
 def compute(todo: list[Cell], plant: str = "", texts: int = 10) -> Iterator[str]:
     """The table's rows of cells with the same number of ranks, in processes of their own. A cell that fails has a row
-    that says how, and does not hide the others. plant: code that makes something wrong, for a test. texts: see
-    compare_cell."""
+    that says how, and does not hide the others. plant: code that makes something wrong, for a test. texts: of work."""
     while todo:
         ranks = todo[0].ranks
         env = {} if ranks <= torch.cuda.device_count() else {"CUDA_VISIBLE_DEVICES": ""}
@@ -364,7 +313,7 @@ def compute(todo: list[Cell], plant: str = "", texts: int = 10) -> Iterator[str]
 
 
 def draw(seed: int, number: int) -> Cell:
-    """Cell `number` of a seed. Half of them are in fp32 throughout, where a small error shows."""
+    """Cell `number` of a seed, from these two alone. Half of them are in fp32 throughout, where a small error shows."""
     rng = random.Random(f"{seed}/{number}")
 
     def some(usual, *others):  # the usual value half of the time
@@ -391,28 +340,27 @@ def draw(seed: int, number: int) -> Cell:
             offload=rng.choice(("none", "none", "cpu")),
             offload_activations=some(False, True),
         )
-        formats = _draw_formats(rng) if rng.random() < 0.5 else {}
-        sizes = _draw_sizes(rng, multiples="fp8" in formats)
+        formats_and_sizes = _draw_formats_and_sizes(rng)
         shards = [0, *(n for n in range(1, cell.ranks + 1) if cell.ranks % n == 0)]
-        cell = replace(cell, shard_size=rng.choice(shards), **formats, **sizes, lora=rng.choice((0, 0, 0, 1, 5)))
-        if cell.is_supported():
-            return cell
+        cell = replace(cell, shard_size=rng.choice(shards), **formats_and_sizes, lora=rng.choice((0, 0, 0, 1, 5)))
+        with contextlib.suppress(UserError, ValueError):  # train.py refuses the cell
+            check_together(cell.config)
+            train.resolve(cell.config, ALONE.device, cell.ranks)
+            if cell.top_k <= cell.n_experts:
+                return cell
 
 
-def _draw_formats(rng: random.Random) -> dict:
-    formats = {"dtype": rng.choice(("fp32", "bf16", "bf16"))}
-    for name in ("param_dtype", "state_dtype", "reduce_dtype"):
-        formats[name] = rng.choice(("fp32", "fp32", "bf16"))
+def _draw_formats_and_sizes(rng: random.Random) -> dict:
+    out = {}
     if rng.random() < 0.5:
-        formats |= {"fp8": rng.choice(fp8.RECIPES), "fp8_grad_dtype": rng.choice(("auto", "e5m2", "e4m3"))}
-        formats["fp8_all_gather"] = formats["fp8"] == "tensor" and rng.random() < 0.5
-    return formats
-
-
-def _draw_sizes(rng: random.Random, multiples: bool) -> dict:
-    """multiples: of 16, as FP8 needs them."""
-    heads = rng.choice((1, 2, 3, 4, 6))
-    return {
+        out["dtype"] = rng.choice(("fp32", "bf16", "bf16"))
+        for name in ("param_dtype", "state_dtype", "reduce_dtype"):
+            out[name] = rng.choice(("fp32", "fp32", "bf16"))
+        if rng.random() < 0.5:
+            out |= {"fp8": rng.choice(fp8.RECIPES), "fp8_grad_dtype": rng.choice(("auto", "e5m2", "e4m3"))}
+            out["fp8_all_gather"] = out["fp8"] == "tensor" and rng.random() < 0.5
+    multiples, heads = "fp8" in out, rng.choice((1, 2, 3, 4, 6))  # multiples: of 16, as FP8 needs them
+    return out | {
         "n_heads": heads,
         "n_kv_heads": rng.choice([k for k in range(1, heads + 1) if heads % k == 0]),
         "head_dim": 16 if multiples else rng.choice((4, 6, 8, 10, 16)),
@@ -422,7 +370,7 @@ def _draw_sizes(rng: random.Random, multiples: bool) -> dict:
     }
 
 
-def fuzz(seed: int, minutes: float = math.inf) -> Iterator[str]:
+def fuzz(seed: int, minutes: float = float("inf")) -> Iterator[str]:
     """The rows of cells 0, 1, 2, ... of a seed, as many as there is time for."""
     end = time.monotonic() + 60 * minutes
     for first in itertools.count(0, TOGETHER):
@@ -431,18 +379,6 @@ def fuzz(seed: int, minutes: float = math.inf) -> Iterator[str]:
             if time.monotonic() > end:
                 return
             yield from compute([cell for cell in drawn if cell.ranks == ranks])
-
-
-def report_fuzz(seed: int, minutes: float) -> bool:
-    count, wrong = 0, []
-    for row in fuzz(seed, minutes):
-        count += 1
-        print(row, flush=True)
-        if "WRONG" in row:
-            wrong.append(f"python test_parity.py --cell {row.split(' | ')[4].partition(':')[0]}")
-            print(wrong[-1], flush=True)
-    print("\n".join([f"seed {seed}: {count} cells, {len(wrong)} wrong", *wrong]))
-    return bool(wrong)
 
 
 # ---- tests
@@ -454,14 +390,9 @@ def check_rows(rows: Iterator[str], count: int) -> None:
     assert not wrong and len(rows) == count, "\n".join(wrong)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_whole_table(world_size):
-    check_rows(compute(cells(world_size), texts=1), len(cells(world_size)))
-
-
-def test_a_short_table():
-    check_rows(compute(SHORT, texts=1), len(SHORT))
+@pytest.mark.parametrize("table", [SHORT, *(pytest.param(cells(n), marks=pytest.mark.slow) for n in (1, 2, 4))])
+def test_the_table(table):
+    check_rows(compute(table, texts=1), len(table))
 
 
 def test_a_short_fuzz():
@@ -481,23 +412,29 @@ def test_a_cell_that_is_wrong_or_fails_is_told():
     assert "| WRONG | n_layers=1: IndexError" in wrong and "| ok | n_layers=2" in right
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
+def main(argv: list[str]) -> bool:
+    parser = Parser()
     parser.add_argument("--fuzz", type=float, metavar="MINUTES")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cell", nargs="+", metavar="NAME=VALUE")
-    args = parser.parse_args()
-    if args.fuzz is not None:
-        return report_fuzz(args.seed, args.fuzz)
+    args = parser.parse_args(argv)
+    if args.cell:
+        rows = compute([Cell.parse(args.cell)])
+    elif args.fuzz is not None:
+        rows = fuzz(args.seed, args.fuzz)
+    else:
+        rows = itertools.chain.from_iterable(compute(cells(n), texts=1) for n in (1, 2, 4))
     print("processes | largest relative error | allowed | | cell")
-    tables = [[Cell.parse(args.cell)]] if args.cell else [cells(n) for n in (1, 2, 4)]
-    rows = (row for todo in tables for row in compute(todo, texts=10 if args.cell else 1))
-    wrong = False
+    count, wrong = 0, []
     for row in rows:
         print(row, flush=True)
-        wrong |= "WRONG" in row
-    return wrong
+        count += 1
+        if "WRONG" in row:
+            wrong.append(f"python test_parity.py --cell {row.split(' | ')[4].partition(':')[0]}")
+            print(wrong[-1], flush=True)
+    print("\n".join([f"{count} cells, {len(wrong)} wrong", *wrong]))
+    return bool(wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -1,38 +1,40 @@
 """README.md, guide/ and the other pages: their commands parse, their links and quoted messages exist, and the changes
 that guide/8 prints work. Each recipe trains a tiny model, and its header states its true size."""
 
-import argparse
 import contextlib
 import gzip
-import inspect
 import json
 import math
 import os
 import random
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 
+import checkpoint
 import data
+import download
 import generate
+import golden
 import plan
-from checkpoint import parse as parse_checkpoint
+import run as bench
+import test_parity
 from config import parse_args, with_recipes
-from download import make_parser as make_download_parser
 from lib.errors import ROOT
 from lib.test_tokenizer import _json, _write
 from lib.tokenizer import load_tokenizer
 from lib.weights import config_json, export_model
 from model import MODELS, Transformer, flops_per_token, random_init
 from shard import fill_parameters
+from test_config import copy_sources
 from test_download import TOKEN, FakeHub
 from test_shard import run_ranks
 
@@ -61,29 +63,9 @@ class ParsedError(Exception):
     pass
 
 
-def parse_script(script: str, words: list[str], monkeypatch) -> None:
-    """Runs a script only until it has parsed its words."""
-    parse = argparse.ArgumentParser.parse_args
-
-    def stop(parser, *args):
-        if isinstance(parser, argparse.ArgumentParser):
-            parse(parser, *args)
-        raise ParsedError
-
-    parsers = {"plan.py": plan.parse, "generate.py": generate.parse, "checkpoint.py": parse_checkpoint}
-    parsers |= {"download.py": lambda words: make_download_parser().parse_args(words), "data.py": data.main}
-    if script in parsers:
-        monkeypatch.setattr(data, "show", stop)
-        monkeypatch.setattr("lib.text.find_files", stop)
-        with contextlib.suppress(ParsedError):
-            return parsers[script](words)
-        return None
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    monkeypatch.setattr(sys, "argv", [script, *words])
-    main = __import__(Path(script).stem).main
-    with pytest.raises((ParsedError, SystemExit)) as end:
-        main(*[words] * len(inspect.signature(main).parameters))
-    assert end.type is ParsedError or not end.value.code
+PARSERS = {"plan.py": plan.parse, "generate.py": generate.parse, "checkpoint.py": checkpoint.parse}
+PARSERS |= {"download.py": download.make_parser().parse_args, "data.py": data.main, "bench/golden.py": golden.main}
+PARSERS |= {"bench/run.py": bench.parse, "test_parity.py": test_parity.main}
 
 
 def trainer_words(words: list[str]) -> list[str] | None:
@@ -113,16 +95,18 @@ def test_commands_parse(page, words, folder, monkeypatch):
     words = [word.replace("NAME", "x").replace("$RUN", "x") for word in words if not re.fullmatch(r"\w+=.*", word)]
     for end in ("|", "&&"):
         words = words[: words.index(end)] if end in words else words
+    if words[2:3] == ["doctor"]:  # it takes the flags of train
+        words = words[:2] + words[3:]
     if (trained := trainer_words(words)) is not None:
         assert parse_args(trained, trains=True)
     elif words[:2] == ["bash", "launch.sh"]:
-        flags = words[3:]
-        if words[2] == "doctor" and flags:
-            assert parse_args(trainer_words(["bash", "launch.sh", *flags]), trains=True)
-        else:
-            assert all(re.fullmatch(r"--out|--now|--hosts|runs/\S+|[\w,.-]+|\d+", word) for word in flags), words
-    elif words[0] == "python" and words[1:2] != ["-m"]:
-        parse_script(words[1], words[2:], monkeypatch)
+        assert all(re.fullmatch(r"--out|--now|--hosts|runs/\S+|[\w,.-]+|\d+", word) for word in words[3:]), words
+    elif words[0] == "python":
+        # what follows the parsing
+        for name in ("data.show", "lib.text.find_files", "golden.sets_here", "test_parity.cells", "test_parity.fuzz"):
+            monkeypatch.setattr(name, mock.Mock(side_effect=ParsedError))
+        with contextlib.suppress(SystemExit if "--help" in words else ParsedError):
+            PARSERS[words[1]](words[2:])
     elif words[:2] == ["bash", "test.sh"]:
         assert not words[2:] or words[2] in ("-k", "-m")
     else:
@@ -178,8 +162,8 @@ def test_spelling():
     """codespell reads pages, recipes, and the comments and docstrings of the sources."""
     parts = ("*.py", "lib/*.py", "launch/*.py", "bench/*.py", "recipes/*.args")
     files = [*PAGES, *(path for part in parts for path in ROOT.glob(part))]
-    words = "whats,nd"  # the title of a question; a class of Unicode
-    command = [sys.executable, "-m", "codespell_lib", "-L", words, *map(str, files)]
+    known = "whats,nd"  # the title of a question; a class of Unicode
+    command = [sys.executable, "-m", "codespell_lib", "-L", known, *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -192,12 +176,6 @@ def run_python(code: str, folder: Path, env: dict[str, str], *words: str) -> sub
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done
-
-
-def copy_sources(folder: Path) -> None:
-    for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
-        shutil.copy(path, folder)
-    shutil.copytree(ROOT / "lib", folder / "lib")
 
 
 TOWNS = "Arlo Bexa Cimar Dorne Elta Fyn Gandor Hesk Ilyra Jupa Kolm Lenza Mirth Nacre Orlan Pell Quist Runa Sabel Tarn"
@@ -234,27 +212,23 @@ def test_six_commands_teach_a_model_to_talk(tmp_path):
     r.shuffle(chats)
     rows = [json.dumps({"prompt": question, "completion": fact}) + "\n" for question, fact in chats]
     (tmp_path / "chats.jsonl").write_text("".join(rows))
-    (tmp_path / "own").mkdir()
-    tokenizer = load_tokenizer(_write(tmp_path / "own", tokenizer__json=_json("qwen")))
+    tokenizer = load_tokenizer(_write(tmp_path, tokenizer__json=_json("qwen")))
     model = Transformer(replace(MODELS["tiny-qwen3"], vocab_size=tokenizer.vocab_size))
     fill_parameters(model, random_init(model.config, {name: tuple(p.shape) for name, p in model.named_parameters()}, 0))
     export_model(model, tmp_path / "model", tokenizer=tokenizer)
     copy_sources(tmp_path)
-    section = (ROOT / "README.md").read_text("utf-8").partition("## Fine-tune on your conversations\n")[2]
-    lines = section.split("```")[1].removeprefix("sh\n").replace("\\\n", " ").splitlines()
-    commands = [shlex.split(line, comments=True) for line in lines]
-    assert len(commands) == 6 and len(rows) == 200 and len(facts) == 20
+    six = commands(ROOT / "README.md")[-6:]
+    assert six[0][1] == "download.py" and len(rows) == 200 and len(facts) == 20
     server = FakeHub(FakeHub())
     model = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     server.repos = server.cdn.repos = {"models/Qwen/Qwen3-0.6B": model}
     hub = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN}
-    for words in commands:
+    for words in six:
         if words[0] == "bash":
             words[:2] = ["python", "train.py"]
         words += TINY.split() if words[1] == "train.py" else []
-    ask = commands[4][: commands[4].index("--prompt") + 1]
-    commands += [[*ask, question] for question in facts]
-    code = SIX.format(commands=commands, typed=f"{next(iter(facts))}\n")
+    ask = six[4][: six[4].index("--prompt") + 1]
+    code = SIX.format(commands=six + [[*ask, question] for question in facts], typed=f"{next(iter(facts))}\n")
     run_python(code, tmp_path, hub)
     outputs = json.loads((tmp_path / "outputs.json").read_text())
     server.shutdown()
@@ -388,15 +362,14 @@ def shorten(recipe: str, folder: Path) -> list[str]:
     if recipe in RECIPES:
         (folder / "text.txt").write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
         return [*out, "--data", str(folder / "text.txt")]
-    for i, split in enumerate(("train-0", "train-1", "train-2", "validation-0")):
+    kind, more = (".jsonl", []) if recipe in CHATS else (".json.gz", ["--stream", "--lanes", "4"])
+    for split in ("train-0", "train-1", "train-2", "validation-0"):
         rows = [{"text": f"{split} row {i} " * 9, "url": "x"} for i in range(90)]
         if recipe in CHATS:
-            talks = [(("user", f"What is {i}?"), ("assistant", f"It is {i} of {split}.")) for i in range(90)]
-            rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+            answer = {"role": "assistant", "content": f"It is one of {split}."}
+            rows = [{"messages": [{"role": "user", "content": f"What is {i}?"}, answer]} for i in range(90)]
         content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        (folder / f"{split}.jsonl").write_bytes(content)
-        (folder / f"{split}.json.gz").write_bytes(gzip.compress(content))
-    kind, more = (".jsonl", []) if recipe in CHATS else (".json.gz", ["--stream", "--lanes", "4"])
+        (folder / f"{split}{kind}").write_bytes(content if recipe in CHATS else gzip.compress(content))
     data = ["--data", f"{folder}/train-*{kind}", "--val_data", f"{folder}/validation-*{kind}"]
     return [*out, *data, "--tokenizer", "bytes", *more]
 

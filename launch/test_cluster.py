@@ -23,21 +23,13 @@ LIMIT = 120  # seconds; nothing here takes long, but machines may be busy
 NAME = os.uname().nodename
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("localhost\nlocalhost slots=2", [("localhost", 0, NAME), ("localhost", 2, f"{NAME}-2")]),
-        (
-            "\ufeff# ours\r\n\r\n  me@node-1:2222\tslots=8 # big\r\na_b.example.org",
-            [("me@node-1:2222", 8, "node-1-2222"), ("a_b.example.org", 0, "a_b.example.org")],
-        ),
-        ("[fe80::1]:22", [("[fe80::1]:22", 0, "-fe80--1--22")]),
-        (None, [("localhost", 0, NAME)]),
-        ("# node1\n\n", "names no machine"),
-        *((text, "is not a host") for text in ("a;reboot", "-oProxyCommand=evil", "$(reboot)", "a:ssh", "a, b")),
-        ("node1 slots=0", "slots=N"),
-    ],
-)
+@pytest.mark.parametrize("text, expected", [
+    ("localhost\nlocalhost slots=2", [("localhost", 0, NAME), ("localhost", 2, f"{NAME}-2")]),
+    ("\ufeff# us\r\n\r\n  me@n-1:2\tslots=8 # big\r\na_b.org", [("me@n-1:2", 8, "n-1-2"), ("a_b.org", 0, "a_b.org")]),
+    ("[fe80::1]:22", [("[fe80::1]:22", 0, "-fe80--1--22")]), (None, [("localhost", 0, NAME)]),
+    ("# node1\n\n", "names no machine"), ("node1 slots=0", "slots=N"),
+    *((text, "is not a host") for text in ("a;reboot", "-oProxyCommand=evil", "$(reboot)", "a:ssh", "a, b")),
+])  # fmt: skip
 def test_hosts_files(monkeypatch, tmp_path, text, expected):
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     if text is not None:
@@ -85,12 +77,7 @@ BUG = "Traceback\nKeyError: 'x'"
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:9] Connection reset by peer"
 CAUSES = {
     # failed ranks as (rank, exit status, error), the first one first; torchrun's status -> order, words
-    "a bug": (
-        [(1, 1, "Error: restore, Socket, peer"), (0, -15, "")],
-        1,
-        node.FAILED,
-        "rank 1 on a failed with status 1",
-    ),
+    "a bug": ([(1, 1, "Error: restore, Socket, peer"), (0, -15, "")], 1, node.FAILED, "rank 1 on a failed with"),
     "a bug, and torchrun killed a deaf one": ([(1, 1, "KeyError"), (0, -9, "")], 1, node.FAILED, "rank 1 on a failed"),
     "killed": ([(0, 1, PEER), (1, -9, "")], 1, node.KILLED, "rank 1 on a was ended by SIGKILL"),
     "a peer's end": ([(0, 1, PEER)], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
@@ -105,9 +92,8 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("name", CAUSES)
-def test_the_first_cause_on_a_host(tmp_path, name):
-    failed, status, order, words = CAUSES[name]
+@pytest.mark.parametrize("failed, status, order, words", CAUSES.values(), ids=CAUSES)
+def test_the_first_cause_on_a_host(tmp_path, failed, status, order, words):
     logs = tmp_path / "a" / "id"
     for rank, number, _ in failed:
         file = logs / "x" / "attempt_0" / str(rank) / "stderr.log"
@@ -157,9 +143,8 @@ def supervisor(tmp_path):
     return supervisor
 
 
-@pytest.mark.parametrize("name", JUDGEMENTS)
-def test_how_an_attempt_is_judged(supervisor, name):
-    status, asked, results, state, output = JUDGEMENTS[name]
+@pytest.mark.parametrize("status, asked, results, state, output", JUDGEMENTS.values(), ids=JUDGEMENTS)
+def test_how_an_attempt_is_judged(supervisor, status, asked, results, state, output):
     if asked:
         (supervisor.out / "logs" / "stop").write_text(asked.strip())
     if status:
@@ -168,20 +153,17 @@ def test_how_an_attempt_is_judged(supervisor, name):
     supervisor.hosts = [Host(n, label=n, last=r) for n, r in zip("ab", results, strict=True)]
     found = supervisor.judge()
     assert (found.state, output in found.message) == (state, True)
-    if name == "a bug on one rank":
+    if output == "b failed":
         assert BUG in found.details and "---- the end of f" in found.details
 
 
-@pytest.mark.parametrize(
-    ("state", "attempt", "age", "locked", "expected"),
-    [
-        ("running", "7-0", 0, True, ("running", "")),  # Slurm's
-        ("running", "7-0", 0, False, ("failed", "dead: it ended without a message")),
-        ("stopped", "7-0", 0, False, ("stopped", "m")),
-        ("stopped", "old", 9, False, ("failed", "ours")),  # our launch came later, and never began
-        ("finished", "x", 0, False, ("failed", "ours")),  # our attempt's: the supervisor knows better
-    ],
-)
+@pytest.mark.parametrize("state, attempt, age, locked, expected", [
+    ("running", "7-0", 0, True, ("running", "")),  # Slurm's
+    ("running", "7-0", 0, False, ("failed", "dead: it ended without a message")),
+    ("stopped", "7-0", 0, False, ("stopped", "m")),
+    ("stopped", "old", 9, False, ("failed", "ours")),  # our launch came later, and never began
+    ("finished", "x", 0, False, ("failed", "ours")),  # our attempt's: the supervisor knows better
+])  # fmt: skip
 def test_a_run_of_slurm_is_known_by_its_status_and_its_lock(supervisor, state, attempt, age, locked, expected):
     out = supervisor.out
     supervisor.save(state="failed", message="ours")
@@ -193,17 +175,20 @@ def test_a_run_of_slurm_is_known_by_its_status_and_its_lock(supervisor, state, a
     assert lock is None or lock.release() is None
 
 
-def test_the_ranks_are_in_the_order_of_the_hosts(tmp_path):
-    hosts = [asdict(Host(n, slots=2, label=n)) for n in "ab"]
-    files = [tmp_path / "logs" / n / "1" / "x" / "attempt_0" / i / "stdout.log" for n in "ab" for i in "01"]
+def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(supervisor, monkeypatch):
+    out, ran = supervisor.out, []
+    supervisor.save(hosts=[asdict(Host(f"me@{n}:22", slots=2, label=n, session="s")) for n in "ab"])
+    files = [out / "logs" / n / "x" / "y" / "attempt_0" / i / "stdout.log" for n in "ab" for i in "01"]
     for file in files:
         file.parent.mkdir(parents=True)
         file.touch()
-    node.write_json(tmp_path / "logs" / "launch.json", {"id": "1", "hosts": hosts})
-    assert [cluster.output_files(tmp_path, which) for which in "0123"] == [[file] for file in files]
-    assert cluster.output_files(tmp_path, "b") == files[2:]
+    assert [cluster.output_files(out, which) for which in "0123"] == [[file] for file in files]
+    assert cluster.output_files(out, "b") == files[2:]
     with pytest.raises(UserError, match="no host '4'"):
-        cluster.output_files(tmp_path, "4")
+        cluster.output_files(out, "4")
+    monkeypatch.setattr(os, "execvp", lambda _, command: ran.append(command))
+    cluster.verb_attach(out, "r", SimpleNamespace(which="b"))
+    assert ran == [["ssh", "-t", "--", "ssh://me@b:22", "tmux attach -t =s"]]
 
 
 def test_what_an_agent_sets_for_its_ranks(tmp_path):
@@ -241,22 +226,13 @@ def test_how_a_run_ended_is_told(supervisor, capsys, monkeypatch, state, status,
     assert capsys.readouterr() == ("Batch 20 Loss: 8.42184\nno prefix\n", "details\n" + end)
 
 
-def test_attach_uses_ssh_where_the_session_is(supervisor, monkeypatch):
-    supervisor.save(hosts=[asdict(Host("me@node1:22", label="a", session="s"))])
-    ran = []
-    monkeypatch.setattr(os, "execvp", lambda _, command: ran.append(command))
-    cluster.verb_attach(supervisor.out, "r", SimpleNamespace(which="a"))
-    assert ran == [["ssh", "-t", "--", "ssh://me@node1:22", "tmux attach -t =s"]]
-
-
-def test_the_command_that_goes_on_with_the_others(tmp_path):
-    (tmp_path / "flags.json").write_text('{"batch_tokens": 384}')
-    hosts = [Host(n, slots=2, label=n) for n in ("a", "me@b:22", "c")]
-    job = {"ssh": "", "out": str(tmp_path), "words": ["--data", "it's here"]}
-    supervisor = Supervisor(job, hosts)
+def test_the_command_that_goes_on_with_the_others(supervisor):
+    (supervisor.out / "flags.json").write_text('{"batch_tokens": 384}')
+    supervisor.job |= {"words": ["--data", "it's here"]}
+    supervisor.hosts = [Host(n, slots=2, label=n) for n in ("a", "me@b:22", "c")]
     first, _, last = supervisor.without([supervisor.hosts[2]]).partition("\n")
     command = """bash launch.sh --hosts a,me@b:22 --data 'it'"'"'s here' --out {} --batch_tokens 384"""
-    assert "c did not come back" in first and last.strip() == command.format(tmp_path)
+    assert "c did not come back" in first and last.strip() == command.format(supervisor.out)
 
 
 def test_a_host_where_nothing_is_left_says_so(tmp_path):

@@ -2,9 +2,9 @@
 nodes, and on hosts behind an sshd of the test's own. These tests use their own environment and install nothing. Last,
 train.sbatch with the real train.py under a Slurm that the test starts."""
 
-import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -22,7 +22,6 @@ import node
 
 ROOT = Path(__file__).parents[1]
 NAME = os.uname().nodename
-FILES = ["launch.sh", "requirements.txt", "hosts", "lib/errors.py"]
 # Stands in for config.py as the launcher uses it.
 FAKE_CONFIG = """
 from types import SimpleNamespace
@@ -63,8 +62,8 @@ stop_requested = lambda: signals or (out / "logs" / "stop").exists()
 start = max([int(p.name[5:]) for p in out.glob("checkpoints/step-*")], default=0)
 write("running", start)
 say("arguments " + json.dumps(args))
-token = os.environ.get("HF_TOKEN", "")
-say("environment " + json.dumps([os.environ["WORLD_SIZE"], os.environ.get("MARK"), len(token)]))
+environment = os.environ["WORLD_SIZE"], os.environ.get("MARK"), len(os.environ.get("HF_TOKEN", ""))
+say("environment " + json.dumps(environment))
 say(f"Began after step {start}")
 for step in range(start + 1, steps + 1):
     if "--save_every" in args and rank == 0:
@@ -92,7 +91,7 @@ class Checkout:
     def __init__(self, folder: Path, short: Path):
         self.folder, self.short = folder, short
         (folder / "lib").mkdir(parents=True)
-        for name in FILES:
+        for name in ("launch.sh", "requirements.txt", "hosts", "lib/errors.py"):
             shutil.copy(ROOT / name, folder / name)
         shutil.copytree(ROOT / "launch", folder / "launch")
         (folder / "train.py").write_text(FAKE_TRAIN)
@@ -104,9 +103,9 @@ class Checkout:
         self.environment = {**os.environ, "PATH": path, "TMUX_TMPDIR": str(short), "TMPDIR": f"{short}/tmp"}
         self.environment.pop("TMUX", None)
         # A finished .venv, so that not every launch has to look for a Python
-        (folder / ".venv" / "bin").mkdir(parents=True)
-        self.script(folder / ".venv" / "bin" / "python", f'exec "{sys.executable}" "$@"')
-        (folder / ".venv/lib/python3/site-packages/torch.dist-info").mkdir(parents=True)
+        for name in ("bin", "lib/python3/site-packages/torch.dist-info"):
+            (folder / ".venv" / name).mkdir(parents=True)
+        self.script(folder / ".venv/bin/python", f'exec "{sys.executable}" "$@"')
         wanted = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
         (folder / ".venv" / "flatland-run").write_text("\n".join([version("torch"), *wanted, ""]))
 
@@ -115,10 +114,10 @@ class Checkout:
         path.write_text(f"#!/bin/sh\n{line}\n")
         path.chmod(0o755)
 
-    def start(self, *words: str, **more) -> subprocess.Popen:
+    def start(self, *words: str) -> subprocess.Popen:
         command = ["bash", str(self.folder / "launch.sh"), *words]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, cwd="/", env=self.environment, start_new_session=True, **{**pipes, **more})
+        return subprocess.Popen(command, cwd="/", env=self.environment, start_new_session=True, **pipes)
 
     def launch(self, *words: str) -> tuple[int, str, str]:
         process = self.start(*words)
@@ -169,12 +168,8 @@ def eventually(condition, what: str) -> None:
 
 
 def program(name: str, package: str) -> str:
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
-    return found or pytest.skip(f"no {name} here: apt install {package}")
-
-
-def contains(path: Path, text: str) -> bool:
-    return path.exists() and text in path.read_text()
+    path = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
+    return shutil.which(name, path=path) or pytest.skip(f"no {name} here: apt install {package}")
 
 
 # ---- on this machine
@@ -187,9 +182,8 @@ def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(
     assert (status, err) == (0, "a line for the user\n")
     log = (checkout.run("default") / "log.txt").read_text()
     assert f"arguments {json.dumps(typed)}\n" in log
-    assert out.startswith("Started runs/default")
+    assert out.startswith("Started runs/default") and out.endswith("runs/default: finished at step 4\n")
     assert log in out and "device=" not in out  # every line, with its prefix, because this is not a terminal
-    assert out.endswith("runs/default: finished at step 4\n")
 
     for words in (["--steps", "4"], ["--steps", "4", "--check"]):  # by the run's own checks, and before it
         assert checkout.launch(*words) == (0, "runs/default is finished\n", "")
@@ -198,8 +192,7 @@ def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(
 
 def test_a_crash_ends_with_1_and_shows_the_log_of_the_rank_that_failed(checkout):
     status, out, err = checkout.launch("--nproc=2", "--end", "crash", "--steps", "1")
-    assert status == 1
-    assert "ValueError: invalid" in err and "only this rank knows why" in err and "/1/stderr.log" in err
+    assert status == 1 and "ValueError: invalid" in err and "only this rank knows why" in err and "/1/stderr.log" in err
     assert f'environment ["2", null, {len(os.environ.get("HF_TOKEN", ""))}]' in out
     first, second = node.read_json(next(checkout.run("default").glob("logs/*/*/failures.json")))
     assert first[:3] == [1, 1, 1] and first[3].startswith("ValueError: invalid") and second[:3] == [0, 0, 1]
@@ -238,10 +231,10 @@ def test_a_deaf_run_without_tmux_ends_at_the_second_stop(checkout):
     checkout.script(checkout.short / "bin" / "tmux", "exit 1")
     assert "background" in checkout.says("--detach", "--end", "deaf", "--steps", "1")
     log = checkout.run("default") / "log.txt"
-    eventually(lambda: contains(log, "Batch 1 "), "the first batch")
+    eventually(lambda: "Batch 1 " in node.read(log), "the first batch")
     first = checkout.start("stop")
     assert "saves" in first.stdout.readline()
-    eventually(lambda: contains(log, "a request to stop"), "the first request")
+    eventually(lambda: "a request to stop" in node.read(log), "the first request")
     os.killpg(first.pid, signal.SIGINT)
     out, err = first.communicate(timeout=LIMIT)
     assert first.returncode == 130 and "runs/default is running" in out and checkout.agent_lives("default")
@@ -250,7 +243,7 @@ def test_a_deaf_run_without_tmux_ends_at_the_second_stop(checkout):
     assert not checkout.agent_lives("default")
 
 
-def test_mistakes_end_with_2_and_one_message(checkout):
+def test_mistakes_end_with_2_and_one_message_and_help_with_0(checkout):
     for words, message in (
         (["recipe"], "'recipe' is not a verb (did you mean recipes?). The verbs are train setup recipes"),
         (["status", "--out", "runs/absent"], "runs/absent"),
@@ -260,6 +253,8 @@ def test_mistakes_end_with_2_and_one_message(checkout):
     ):
         status, out, err = checkout.launch(*words)
         assert (status, out, len(err.splitlines())) == (2, "", 1) and message in err
+    for words in (["--help"], ["help"], ["train", "-h"]):
+        assert "--nproc N" in checkout.says(*words)
     assert not (checkout.folder / "runs").exists()
 
 
@@ -281,20 +276,15 @@ BARE_PYTHON = """case "$*" in
   *'-m pip'*) echo 'ERROR: no more'; exit 1 ;;
   *) exec "{python}" -S "$@" ;;
 esac"""
-
-
 DRIVER = '[ "$1" = -L ] && echo "GPU 0: X" || echo "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: {}  |"'
 
 
-@pytest.mark.parametrize(
-    ("smi", "pip_says", "reports", "error"),
-    [
-        ("exit 1", "ERROR: none", "/whl/cpu has no torch==2.13.0+cpu for Python 3.", "Installing the requirements: "),
-        (DRIVER.format("12.4"), "ERROR: none", "for CUDA 12", "/whl/cu126 has no torch==2.13.0+cu126 for Python 3"),
-        (DRIVER.format("11.8"), "", "for CUDA 11", "torch needs an NVIDIA driver for CUDA 12 or newer"),
-        (DRIVER.format("13.0"), "", "Installing torch", "Installing the requirements: ERROR: no more"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("smi, pip_says, reports, error", [
+    ("exit 1", "ERROR: none", "/whl/cpu has no torch==2.13.0+cpu for Python 3.", "Installing the requirements: "),
+    (DRIVER.format("12.4"), "ERROR: none", "for CUDA 12", "/whl/cu126 has no torch==2.13.0+cu126 for Python 3"),
+    (DRIVER.format("11.8"), "", "for CUDA 11", "torch needs an NVIDIA driver for CUDA 12 or newer"),
+    (DRIVER.format("13.0"), "", "Installing torch", "Installing the requirements: ERROR: no more"),
+])  # fmt: skip
 def test_torch_is_chosen_by_the_driver_and_why_not_is_said(checkout, smi, pip_says, reports, error):
     shutil.rmtree(checkout.folder / ".venv")
     checkout.script(checkout.short / "bin" / "python3", BARE_PYTHON.format(python=sys.executable))
@@ -304,11 +294,6 @@ def test_torch_is_chosen_by_the_driver_and_why_not_is_said(checkout, smi, pip_sa
     assert status == 2 and reports in out and error in err
     assert ("CUDA, some GB" in out) == (smi == "exit 1") and ("driver here" in out) == ("CUDA 1" in reports)
     assert (checkout.folder / ".venv" / "flatland-incomplete").exists()
-
-
-def test_help(checkout):
-    for words in (["--help"], ["help"], ["train", "-h"]):
-        assert "--nproc N" in checkout.says(*words)
 
 
 def test_a_rank_ends_with_its_torchrun():
@@ -325,12 +310,11 @@ def test_a_rank_ends_with_its_torchrun():
 # ---- nodes on this machine
 
 
-def setting(checkout, **values) -> None:
-    text = (checkout.folder / "launch.sh").read_text()
-    for name, value in values.items():
-        text, count = re.subn(rf"^{name}=\S*", f"{name}={value}", text, flags=re.M)
-        assert count == 1
-    (checkout.folder / "launch.sh").write_text(text)
+def setting(checkout, name: str, value: str) -> None:
+    path = checkout.folder / "launch.sh"
+    text, count = re.subn(rf"^{name}=\S*", f"{name}={value}", path.read_text(), flags=re.M)
+    assert count == 1
+    path.write_text(text)
 
 
 def ranks(checkout, name: str) -> dict[str, int]:
@@ -341,13 +325,13 @@ def ranks(checkout, name: str) -> dict[str, int]:
 
 def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):
     (checkout.folder / "hosts").write_bytes(b"localhost\r\n\r\nlocalhost # again")
-    setting(checkout, retry_pause=1)
+    setting(checkout, "retry_pause", "1")
     status, out, err = checkout.launch("--out", "runs/two", "--steps", "5000", "--save_every", "1")
     run = checkout.run("two")
     assert (status, err) == (0, "a line for the user\n"), err  # it returns, because this is not a terminal
     assert f"Started runs/two on {NAME}, {NAME}-2: " in out
     log = run / "log.txt"
-    eventually(lambda: contains(log, "Batch 12 "), "some batches")
+    eventually(lambda: "Batch 12 " in node.read(log), "some batches")
     assert len(list(run.glob(f"logs/{NAME}*/**/*stderr.log"))) == 4  # an agent and a worker each
     assert re.search(rf"{NAME}-2 +flatland-two-1 +1 of 1$", checkout.says("status"), re.M)
 
@@ -378,31 +362,29 @@ def sshd(checkout):
     processes = []
 
     def start(address: str, apart: bool = False) -> str:
-        with socket.socket() as s:
-            s.bind((address, 0))
+        with socket.create_server((address, 0)) as s:
             port = s.getsockname()[1]
-        config = folder / f"config-{address}"
-        config.write_text(
-            f"Port {port}\nListenAddress {address}\nHostKey {folder}/key\nAuthorizedKeysFile {folder}/key.pub\n"
-            f"StrictModes no\nUsePAM no\nPasswordAuthentication no\nPidFile none\nSetEnv TMUX_TMPDIR={checkout.short}\n"
-        )
-        command = [sshd, "-D", "-e", "-f", str(config)]
+        command = [sshd, "-D", "-e", "-f", f"{folder}/server", "-p", str(port), "-o", f"ListenAddress={address}"]
         if apart:
             hide = f'mount -t tmpfs tmpfs "{checkout.folder}" && exec "$@"'
             command = ["unshare", "--mount", "bash", "-c", hide, "bash", *command]
-        log = folder / f"log-{address}"
+        log = folder / address
         with open(log, "w") as err:
-            processes.append(subprocess.Popen(command, stderr=err))
-        eventually(lambda: "listening" in log.read_text() or processes[-1].poll() is not None, "sshd")
-        if processes[-1].poll() is not None:
+            processes.append(process := subprocess.Popen(command, stderr=err))
+        eventually(lambda: "listening" in log.read_text() or process.poll() is not None, "sshd")
+        if process.poll() is not None:
             pytest.skip(f"sshd does not start here: {log.read_text().strip().splitlines()[-1]}")
         return f"{address}:{port}"
 
+    (folder / "server").write_text(
+        f"HostKey {folder}/key\nAuthorizedKeysFile {folder}/key.pub\nSetEnv TMUX_TMPDIR={checkout.short}\n"
+        "StrictModes no\nUsePAM no\nPasswordAuthentication no\nPidFile none\n"
+    )
     (folder / "config").write_text(
         f"Host *\n IdentityFile {folder}/key\n IdentitiesOnly yes\n BatchMode yes\n ConnectTimeout 5\n"
         f" StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
     )
-    setting(checkout, ssh=f"'-F {folder}/config' #")
+    setting(checkout, "ssh", f"'-F {folder}/config' #")
     yield start
     for process in processes:
         process.terminate()
@@ -411,11 +393,9 @@ def sshd(checkout):
 
 def test_hosts_behind_ssh_start_all_or_none(checkout, sshd):
     first, second = sshd("127.0.0.2"), sshd("127.0.0.3")
-    with socket.socket() as s:
-        s.bind(("127.0.0.4", 0))
-        dead = f"127.0.0.4:{s.getsockname()[1]}"
-    err = checkout.says("--hosts", f"{first},{dead},{second}", status=2)
-    assert re.fullmatch(f"error: {dead.replace(':', '-')}.*Connection refused.*\n", err)
+    for verb in ("train", "doctor"):
+        err = checkout.says(verb, "--hosts", f"{first},127.0.0.4:9,{second}", status=2)
+        assert re.fullmatch(r"error: 127\.0\.0\.4-9 does .*Connection refused.* ssh://127\.0\.0\.4:9 true\n", err)
     assert not (checkout.folder / "runs").exists()
 
     checkout.environment.update(HF_TOKEN="hf_abcdefgh")
@@ -437,8 +417,7 @@ def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):
     err = checkout.says("--hosts", f"{here},{apart}", status=2)
     assert "launch.sh sync" in err and err.startswith(f"error: {label}: there is no")
     assert checkout.says("sync", "--hosts", f"{here},{apart}").count("has the files of this folder") == 2
-    with open(checkout.folder / "new_and_uncommitted.py", "a") as f:
-        f.write("y = 2\n")
+    (checkout.folder / "new_and_uncommitted.py").write_text("y = 2\n")
     assert f"{label}: the files in" in checkout.says("--hosts", f"{here},{apart}", status=2)
     checkout.says("sync", "--hosts", apart)
     for hosts in (f"{apart},{here}", apart):
@@ -448,11 +427,8 @@ def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):
 
 @pytest.mark.slow
 def test_doctor_names_what_is_wrong_and_how_to_mend_it(checkout, sshd):
-    first, second = sshd("127.0.0.2"), sshd("127.0.0.3")
-    status, out, err = checkout.launch("doctor", "--hosts", f"{first},{second}")
+    status, out, err = checkout.launch("doctor", "--hosts", f"{sshd('127.0.0.2')},{sshd('127.0.0.3')}")
     assert re.search(r"(?sm)^torch +✓ [^✓]+✓ .*^all-reduce .*MB/s", out), out
-    err = checkout.says("doctor", "--hosts", f"{first},127.0.0.4:9", status=2)
-    assert re.search(r"127\.0\.0\.4-9 does .*refused.* ssh://127\.0\.0\.4:9 true", err)
     status, out, err = checkout.launch("doctor", "--end", "mistake")
     assert status == 1 and "data, weights: found a mistake" in out
 
@@ -462,15 +438,12 @@ def test_doctor_names_what_is_wrong_and_how_to_mend_it(checkout, sshd):
 # Two virtual nodes on this machine
 SLURM = """ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthType=auth/none
+CredType=cred/none
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
 SlurmctldPort={ports[0]}
 ProctrackType=proctrack/linuxproc
 SelectType=select/cons_tres
@@ -480,51 +453,36 @@ KillWait=60
 NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]},{ports[2]} CPUs={cpus} State=UNKNOWN
 PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE
 """
+IDLE = ("sinfo", "-h", "-t", "idle", "-o", "%D")
 
 
-def answer(env: dict, *command: str) -> str:
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-
-def idle(env: dict) -> bool:
-    return answer(env, "sinfo", "-h", "-t", "idle", "-o", "%D") == "2"
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    """Its environment. munged, slurmctld and two slurmd, all in the foreground, are children of the test."""
+@pytest.fixture
+def slurm(tmp_path):
+    """answer(*command) of a new Slurm. slurmctld and two slurmd, all in the foreground, are children of the test."""
     if os.getuid():
         pytest.skip("slurmd needs root")
-    munged, controller, daemon = (program(n, "slurm-wlm munge") for n in ("munged", "slurmctld", "slurmd"))
-    folder = tmp_path_factory.mktemp("slurm")
-    for parent in (folder, *folder.parents[:2]):
-        parent.chmod(0o755)
-    for name in ("state", "munge"):
-        (folder / name).mkdir(mode=0o755)
-    key = folder / "munge" / "key-file"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o400)
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-        ports = [s.getsockname()[1] for s in sockets]
-    host = socket.gethostname().split(".")[0]
+    controller, daemon = (program(name, "slurm-wlm") for name in ("slurmctld", "slurmd"))
+    folder = tmp_path / "slurm"
+    (folder / "state").mkdir(parents=True)
+    host, ports = socket.gethostname().split(".")[0], random.sample(range(10000, 20000), 3)
     conf = folder / "slurm.conf"
     conf.write_text(SLURM.format(host=host, folder=folder, ports=ports, cpus=os.cpu_count()))
     env = os.environ | {"SLURM_CONF": str(conf), "OMP_NUM_THREADS": "1"}
-    munge = [munged, "--foreground", "--force"]
-    munge += [f"--{k}={folder}/munge/{k}" for k in ("socket", "key-file", "pid-file", "log-file", "seed-file")]
-    commands = [munge, [controller, "-D"], *([daemon, "-D", "-N", n] for n in ("n1", "n2"))]
-    processes = []
-    for command in commands:
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        time.sleep(1)
 
-    eventually(lambda: idle(env) or any(p.poll() is not None for p in processes), "two idle nodes")
-    if not idle(env):
-        pytest.skip("Slurm does not start here: " + (folder / "slurmctld.log").read_text()[-300:])
-    yield env
-    answer(env, "scancel", "-u", "root")
-    eventually(lambda: not answer(env, "squeue", "-h"), "the end of all jobs")
+    def answer(*command: str) -> str:
+        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    processes = []
+    for command in ([controller, "-D"], [daemon, "-D", "-N", "n1"], [daemon, "-D", "-N", "n2"]):
+        with open(folder / "log", "a") as log:
+            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+        time.sleep(1)
+    eventually(lambda: answer(*IDLE) == "2" or any(p.poll() is not None for p in processes), "two idle nodes")
+    if answer(*IDLE) != "2":
+        pytest.skip("Slurm does not start here: " + (folder / "log").read_text()[-300:])
+    yield answer
+    answer("scancel", "-u", "root")
+    eventually(lambda: not answer("squeue", "-h"), "the end of all jobs")
     for process in reversed(processes):
         process.terminate()
         process.wait(30)
@@ -536,27 +494,23 @@ def losses(run: Path) -> list:
 
 
 @pytest.mark.slow
-def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(slurm, tmp_path):
-    text = tmp_path / "it's.txt"
-    text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(4000)))
+def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(slurm, tmp_path, text):
+    text = shutil.copy(text, tmp_path / "it's.txt")
     shape = ["--model", "tiny-llama", "--compile", "none", "--dtype", "fp32", "--seq_len", "32", "--micro_batch", "2"]
     flags = [*shape, "--steps", "400", "--eval_every", "0", "--log_every", "1", "--save_every", "30"]
 
     def submit(out: Path, *more: str) -> str:
         command = ["sbatch", "--parsable", "--nodes", "2", "-o", f"{out}.out", "train.sbatch"]
-        return answer(slurm, *command, *flags, "--data", str(text), *more, "--out", str(out))
+        return slurm(*command, *flags, "--data", str(text), *more, "--out", str(out))
 
     def state(job: str) -> str:
-        return re.search(r"JobState=(\w+)|$", answer(slurm, "scontrol", "show", "job", job))[1]
-
-    def reaches(run: Path, step: int) -> None:
-        eventually(lambda: contains(run / "log.txt", f"Batch {step} "), f"step {step}")
+        return re.search(r"JobState=(\w+)|$", slurm("scontrol", "show", "job", job))[1]
 
     def interrupt(job: str, *command: str) -> None:
-        answer(slurm, *command, job)
-        eventually(lambda: state(job) == "PENDING" and idle(slurm), "the requeue")
+        slurm(*command, job)
+        eventually(lambda: state(job) == "PENDING" and slurm(*IDLE) == "2", "the requeue")
         time.sleep(2)
-        answer(slurm, "scontrol", "update", f"jobid={job}", "StartTime=now")  # without Slurm's pause
+        slurm("scontrol", "update", f"jobid={job}", "StartTime=now")  # without Slurm's pause
 
     def ends(job: str, out: Path, expected: str) -> str:
         eventually(lambda: state(job) in ("COMPLETED", "FAILED"), "the end")
@@ -565,7 +519,6 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
         return output
 
     near_the_time_limit = ("scancel", "--signal=USR1", "--batch")
-
     truth, cut = tmp_path / "truth", tmp_path / "cut"
     ends(submit(truth), truth, "COMPLETED")
     job = submit(cut)
@@ -573,11 +526,11 @@ def test_a_requeued_and_a_preempted_job_end_bit_equal_to_an_uninterrupted_one(sl
     interrupt(job, *near_the_time_limit)
     eventually(lambda: list(cut.glob("logs/*/*/agent.json")), "the ranks' start")
     interrupt(job, *near_the_time_limit)
-    reaches(cut, 40)
+    eventually(lambda: "Batch 40 " in node.read(cut / "log.txt"), "step 40")
     interrupt(job, *near_the_time_limit)
     status = json.loads((cut / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("stopped", 0)  # and saved
-    reaches(cut, 200)
+    eventually(lambda: "Batch 200 " in node.read(cut / "log.txt"), "step 200")
     interrupt(job, "scontrol", "requeue")  # as when preempted
     output = ends(job, cut, "COMPLETED")
     log = (cut / "log.txt").read_text()
