@@ -252,8 +252,6 @@ def test_loss_head_is_cross_entropy(monkeypatch, mask, chunk_bytes, head_rows, d
 def test_peak_memory_does_not_hold_the_logits():
     """2048 tokens x 65536 words: the fp32 logits alone are 512 MiB; the weight's gradient is 16 MiB."""
     code = """
-from dataclasses import replace
-from model import MODELS, LossHead
 head, x = LossHead(replace(MODELS["tiny-llama"], vocab_size=65536)), torch.zeros(8, 256, 64, requires_grad=True)
 before = test_shard.peak_rss(reset=True)
 head(x, torch.zeros(8, 256, dtype=torch.long))[0].backward()

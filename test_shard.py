@@ -83,8 +83,9 @@ def run_code(code: str, words: list[str], ranks: int = 1, env: dict | None = Non
 
 
 def run_ranks(n: int, code: str, *args: str) -> str:
-    """Runs Python code on n gloo ranks -> what they print."""
-    imports = "import sys, torch, shard, test_shard; from lib import run as guard\n"
+    """Runs Python code on n gloo ranks, after a few imports -> what they print."""
+    imports = "import sys, torch, shard, test_shard; from dataclasses import replace; from lib import run as guard\n"
+    imports += "from model import MODELS, LossHead, Transformer, random_init\n"
     done = run_code(imports + code, ["worker.py", str(ROOT), *args], n)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -117,8 +118,6 @@ def peak_rss(reset: bool = False) -> int:
 def test_both_loaders_give_every_rank_its_values():
     """Bit for bit, on every mesh of four ranks, in pieces that divide nothing evenly; three experts on four ranks."""
     code = """
-from dataclasses import replace
-from model import MODELS, Transformer, random_init
 ranks, shard.PIECE = shard.init_ranks(), 1000
 for name, n_experts in (("tiny-llama3.2", 0), ("tiny-mixtral", 3)):
     config = replace(MODELS[name], n_experts=n_experts, vocab_size=259, ffn_dim=136)
@@ -146,8 +145,6 @@ def test_loading_needs_the_shard_and_one_tensor():
     """Peak memory of every rank, beyond what it had, for 58 MB in bf16, the largest tensor 8 MB of it, on two ranks."""
     code = """
 import ctypes, os
-from dataclasses import replace
-from model import MODELS
 os.environ["MALLOC_MMAP_THRESHOLD_"] = "set here"  # what is freed is given back, and does not hide in the heap
 ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD (malloc.h): a forked process does not read the variable
 ranks, shard.PIECE = shard.init_ranks(), 2**20
@@ -298,8 +295,6 @@ def test_prefetch_gathers_units_before_their_turn():
     """The profiler's names of what FSDP2 gathers early: one unit, or two, ahead, in both directions; 0: its own way,
     backward only."""
     code = """
-from model import MODELS
-from dataclasses import replace
 ranks, units = shard.init_ranks(), ["embed_tokens", *range(4), "lm_head"]
 for depth in (0, 1, 2):
     config, mesh = replace(MODELS["tiny-llama"], n_layers=4), shard.make_mesh(0, ranks)
@@ -343,7 +338,6 @@ def test_only_several_replicas_make_units_keep_reduced_gradients(world_size):
     """What FSDP's groups of parameters hold while the backward pass goes on and after it, on every layout. With one
     replica it is nothing, and the parameters have their gradients after each micro-batch, not only the last one."""
     code = """
-from model import MODELS
 ranks, tokens, layouts = shard.init_ranks(), torch.zeros(1, 8, dtype=torch.long), 0
 for size in (s for s in (1, 2, 4) if s <= ranks.world_size):
     for offload in (False, True)[ranks.world_size == 1 :]:
