@@ -395,12 +395,6 @@ def causal(T: int) -> Tensor:
     return torch.ones(1, 1, T, T, dtype=torch.bool).tril()
 
 
-def random_documents(B: int, T: int) -> Tensor:
-    """A mask that differs from row to row: causal within documents of random lengths."""
-    document = (torch.rand(B, T, generator=seeded(5)) < 0.1).cumsum(1)
-    return (document[:, :, None] == document[:, None, :])[:, None] & causal(T)
-
-
 def make_inputs(B: int, T: int, heads: tuple[int, int], dtype=torch.float32, h: int = 24) -> list[Tensor]:
     """q, k, v and a gradient of the output."""
     g, (H, K) = seeded(T), heads
@@ -410,11 +404,9 @@ def make_inputs(B: int, T: int, heads: tuple[int, int], dtype=torch.float32, h: 
 def compare_with_naive(inputs: list[Tensor], mask: Tensor, call, bound: float) -> None:
     """Output and gradients of an attention function. inputs: of make_inputs, on any device."""
     *qkv, gradient = inputs
-    exact = [t.double().requires_grad_() for t in qkv]
-    expected = naive(*exact, mask.to(gradient.device))
+    exact, qkv = [t.double().requires_grad_() for t in qkv], [t.requires_grad_() for t in qkv]
+    expected, found = naive(*exact, mask.to(gradient.device)), call(*qkv)
     expected.backward(gradient.double())
-    qkv = [t.requires_grad_() for t in qkv]
-    found = call(*qkv)
     found.backward(gradient)
     assert {found.dtype, *(t.grad.dtype for t in qkv)} == {gradient.dtype}
     assert (found - expected).norm() < bound * expected.norm()
@@ -468,7 +460,8 @@ def test_packed_kernels_get_the_documents(monkeypatch, heads):
         return out
 
     monkeypatch.setattr(varlen, "varlen_attn", loop)
-    mask = random_documents(2, 101)
+    document = (torch.rand(2, 101, generator=seeded(5)) < 0.1).cumsum(1)  # of random lengths
+    mask = (document[:, :, None] == document[:, None, :])[:, None] & causal(101)
     q, k, v, _ = make_inputs(2, 101, heads)
     found = attention.attention(q, k, v, begins(mask), "varlen")
     torch.testing.assert_close(found, naive(q, k, v, mask), rtol=1e-5, atol=1e-5)

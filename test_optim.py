@@ -62,7 +62,7 @@ def set_gradients(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """-> the same, in fp64"""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        p.grad = (torch.randn(p.shape, generator=generator) * 10**seed).to(p.dtype)
+        p.grad = (torch.randn(p.shape, generator=generator) * 10**seed).to(p)
     return {name: p.grad.double() for name, p in model.named_parameters()}
 
 
@@ -139,11 +139,12 @@ def mixed(model: nn.Module, param: str, state: str, seed: int = 0, compile_mode:
 
 
 def run_updates(model: nn.Module, optimizer, steps: int = 4, lr: float = 0.1) -> list[torch.Tensor]:
+    divisor, suppress = torch.tensor([2.0, 0.0], device=next(model.parameters()).device)
     for t in range(steps):
         set_gradients(model, 0)
         for p in model.parameters():
             p.grad = (p.grad * (t + 1)).to(p.dtype)
-        update(optimizer, lr / (t + 1), torch.tensor(2.0), torch.tensor(0.0))
+        update(optimizer, lr / (t + 1), divisor, suppress)
     return [p.detach().float() for p in model.parameters()]
 
 
@@ -242,12 +243,7 @@ def test_mixed_adamw_on_a_gpu_is_that_on_a_cpu(compile_mode):
     for device in ("cpu", "cuda"):
         model = small_model().to(device)
         optimizer = mixed(model, "bf16", "bf16", compile_mode=compile_mode)
-        for t in range(3):
-            set_gradients(small := small_model().bfloat16(), t)
-            for p, q in zip(model.parameters(), small.parameters(), strict=True):
-                p.grad = q.grad.to(device)
-            update(optimizer, 0.1, torch.tensor(2.0, device=device), torch.tensor(0.0, device=device))
-        results.append([p.detach().float().cpu() for p in model.parameters()])
+        results.append([p.cpu() for p in run_updates(model, optimizer, 3)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-9)
 
@@ -354,10 +350,9 @@ for name, size in (("tiny-llama", 0), ("tiny-llama", 1), ("tiny-llama", 2), ("ti
     run_muon(model, config)
     for key, p in model.named_parameters():
         assert torch.equal(local(p.detach()), expected[key][shard.local_slices(p)]), (name, size, key)
-print("equal")
 """
     for ranks, kind in ((2, "bf16"), (4, "fp32")):
-        assert run_ranks(ranks, code, kind).split() == ["equal"] * ranks
+        run_ranks(ranks, code, kind)
 
 
 RUN = "--optimizer muon --seq_len 32 --compile none --eval_every 0 --sample_every 0 --log_every 1"
