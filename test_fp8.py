@@ -241,7 +241,9 @@ def test_weights_and_evaluation_know_nothing_of_fp8(name):
 # ---- once per step
 
 
-GATHER = """
+@pytest.mark.parametrize("ranks", [2, 3])  # three share 64, 128 and 352 rows unevenly
+def test_gathered_in_fp8_equals_gathered_in_bf16(ranks):
+    code = """
 import contextlib, functools, test_fp8, train, types
 from test_parity import Cell, real_steps
 ranks, step, evaluated = shard.init_ranks(), train.train_step, []
@@ -269,11 +271,7 @@ alone = real_steps(replace(cell, ranks=1, accumulate=cell.parts), shard.ALONE)
 for a, b in zip(alone[0], whole, strict=False):
     assert test_fp8.error(b, a) < 0.004
 """
-
-
-@pytest.mark.parametrize("ranks", [2, 3])  # three share 64, 128 and 352 rows unevenly
-def test_gathered_in_fp8_equals_gathered_in_bf16(ranks):
-    run_ranks(ranks, GATHER)
+    run_ranks(ranks, code)
 
 
 # ---- the compiler

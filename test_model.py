@@ -83,24 +83,22 @@ def error(found: Tensor, expected: Tensor, least: float = 1e-9) -> float:
 
 # ---- the table of models
 
+
 # Parameters, and what they do not pin: heads, positions and rope_theta, from each config.json on the hub. Those of the
 # other models are in lib/test_weights.py.
-ROWS = {
-    "gpt2-medium": (354_823_168, 16, 1024, 1e4), "gpt2-xl": (1_557_611_200, 25, 1024, 1e4),
-    "llama2-13b": (13_015_864_320, 40, 4096, 1e4), "llama2-70b": (68_976_648_192, 64, 4096, 1e4),
-    "llama3-70b": (70_553_706_496, 64, 8192, 5e5), "llama3.1-70b": (70_553_706_496, 64, 131072, 5e5),
-    "llama3.2-3b": (3_212_749_824, 24, 131072, 5e5), "mixtral-8x22b": (140_620_634_112, 48, 65536, 1e6),
-    "qwen2.5-1.5b": (1_543_714_304, 12, 131072, 1e6), "qwen3-0.6b": (596_049_920, 16, 40960, 1e6),
-    "qwen3-8b": (8_190_735_360, 32, 40960, 1e6),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_published_row(name):
+@pytest.mark.parametrize("name, row", [
+    ("gpt2-medium", (354_823_168, 16, 1024, 1e4)), ("gpt2-xl", (1_557_611_200, 25, 1024, 1e4)),
+    ("llama2-13b", (13_015_864_320, 40, 4096, 1e4)), ("llama2-70b", (68_976_648_192, 64, 4096, 1e4)),
+    ("llama3-70b", (70_553_706_496, 64, 8192, 5e5)), ("llama3.1-70b", (70_553_706_496, 64, 131072, 5e5)),
+    ("llama3.2-3b", (3_212_749_824, 24, 131072, 5e5)), ("mixtral-8x22b", (140_620_634_112, 48, 65536, 1e6)),
+    ("qwen2.5-1.5b", (1_543_714_304, 12, 131072, 1e6)), ("qwen3-0.6b", (596_049_920, 16, 40960, 1e6)),
+    ("qwen3-8b", (8_190_735_360, 32, 40960, 1e6)),
+])  # fmt: skip
+def test_published_row(name, row):
     config, factor = MODELS[name], {"llama3.1-70b": 8, "llama3.2-3b": 32}.get(name)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Transformer(config).parameters())
-    assert (parameters, config.n_heads, config.max_seq_len, config.rope_theta) == ROWS[name]
+    assert (parameters, config.n_heads, config.max_seq_len, config.rope_theta) == row
     assert config.rope_scaling == (RopeScaling(factor, 1.0, 4.0, 8192) if factor else None)
     assert (config.norm_eps, config.head_dim) == (1e-6 if "qwen" in name else 1e-5, 64 if "gpt2" in name else 128)
 
@@ -468,13 +466,8 @@ def test_packed_kernels_get_the_documents(monkeypatch, heads):
 
 
 def test_cudnn_never_gets_a_mask(monkeypatch):
-    seen, fused = [], F.scaled_dot_product_attention
-
-    def record(*args, **options):
-        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return fused(*args, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    seen, fused, enabled = [], F.scaled_dot_product_attention, torch.backends.cuda.cudnn_sdp_enabled
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: seen.append(enabled()) or fused(*a, **k))
     for mask in (None, causal(8)):
         attention.attention(*make_inputs(1, 8, (2, 1))[:3], mask)
-    assert seen == [True, False] and torch.backends.cuda.cudnn_sdp_enabled()
+    assert seen == [True, False] and enabled()

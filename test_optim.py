@@ -17,8 +17,14 @@ from optim import PIECE, AdamW, as_int32, learning_rate, local, make_optimizer, 
 from test_shard import run_ranks
 from test_train import values
 
+
+def scheduled(schedule: str, words: str = "", warmup: str = "10"):
+    return parse_args(f"--lr 1 --min_lr 0.1 --steps 100 --schedule {schedule} --warmup_steps {warmup} {words}".split())
+
+
 # Rates with --lr 1 --min_lr 0.1 --steps 100, at the steps given.
-RATES = [
+@pytest.mark.parametrize("warmup", ["10", "0.1"])
+@pytest.mark.parametrize("schedule, words, rates", [
     ("cosine", "", {10: 1, 40: 0.1 + 0.9 * 0.75, 55: 0.55, 70: 0.1 + 0.9 * 0.25, 100: 0.1, 150: 0.1}),
     ("cosine", "--decay_steps 40", {10: 1, 20: 0.1 + 0.9 * 0.75, 25: 0.55, 40: 0.1, 99: 0.1}),
     ("cosine", "--decay_steps 0.4", {10: 1, 20: 0.1 + 0.9 * 0.75, 25: 0.55, 40: 0.1, 99: 0.1}),
@@ -29,15 +35,7 @@ RATES = [
     ("wsd", "", {10: 1, 55: 1, 80: 1, 81: 0.955, 90: 0.55, 99: 0.145, 100: 0.1}),
     ("wsd", "--decay_steps 40", {10: 1, 60: 1, 70: 0.775, 80: 0.55, 100: 0.1}),
     ("wsd", "--decay_steps 0.4", {10: 1, 60: 1, 70: 0.775, 80: 0.55, 100: 0.1}),
-]
-
-
-def scheduled(schedule: str, words: str = "", warmup: str = "10"):
-    return parse_args(f"--lr 1 --min_lr 0.1 --steps 100 --schedule {schedule} --warmup_steps {warmup} {words}".split())
-
-
-@pytest.mark.parametrize("warmup", ["10", "0.1"])
-@pytest.mark.parametrize("schedule, words, rates", RATES)
+])  # fmt: skip
 def test_rates(schedule, words, rates, warmup):
     c = scheduled(schedule, words, warmup)
     for step, rate in ({0: 0.1, 4: 0.5, 9: 1} | rates).items():
@@ -52,10 +50,6 @@ def small_model() -> nn.Module:
     for p in model.parameters():
         nn.init.normal_(p)
     return model
-
-
-def optimizer_of(model: nn.Module, weight_decay: float = 0.5):
-    return make_optimizer(model, parse_args(f"--weight_decay {weight_decay} --beta1 0.8 --beta2 0.9".split()))
 
 
 def set_gradients(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
@@ -76,7 +70,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.T
 def test_update_is_adamw(fused):
     """So is what updates bf16, in fp32, where it is not used."""
     model, beta1, beta2 = small_model(), 0.8, 0.9
-    optimizer = optimizer_of(model)
+    optimizer = mixed(model, "fp32", "fp32")
     if not fused:
         optimizer = AdamW(optimizer.param_groups, parse_args(["--state_dtype", "bf16"]))
         optimizer.state_dtype = torch.float32
@@ -297,28 +291,28 @@ def run_muon(model: nn.Module, config, steps: int = 4):
 def test_muon_is_torch_s_on_every_matrix(name, monkeypatch):
     """q, k, v, gate, up and every expert are parameters of their own for torch, which is held to fp32."""
     model, config = muon_model(name)
-    rows = optim.matrices(model)
-    assert not any(f"{skipped}." in n for n, p in model.named_parameters() if p in rows for skipped in ("norm", "gate"))
-    numbers = {p: i for i, p in enumerate(model.parameters())}
-    pieces = []
-    for p in rows:
-        whole = p.detach().clone().view(-1, *p.shape[-2:])
-        for e, matrix in enumerate(whole):
-            pieces += [(p, e, k, nn.Parameter(part.clone())) for k, part in enumerate(matrix.split(rows[p]))]
+    c, named = config.model_config, enumerate(model.named_parameters())
+    fused = {"qkv_proj": [n * c.head_dim for n in (c.n_heads, c.n_kv_heads, c.n_kv_heads)], "gate_up_proj": c.ffn_dim}
+
+    def split(name: str, values: torch.Tensor) -> list[torch.Tensor]:
+        rows = fused.get(name.split(".")[3], values.shape[-2])
+        return [part for matrix in values.view(-1, *values.shape[-2:]) for part in matrix.split(rows)]
+
+    ours = {name: (i, p) for i, (name, p) in named if "_proj" in name and p.ndim > 1}
+    assert {p for _, p in ours.values()} == optim.matrices(model).keys()
+    theirs = {name: [nn.Parameter(part.clone()) for part in split(name, p.detach())] for name, (_, p) in ours.items()}
     run_muon(model, config, 20)
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-    oracle = torch.optim.Muon(
-        [piece for *_, piece in pieces], 0.02, config.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
-    for updates, n in enumerate((0, 1, *range(3, 20))):  # run_muon suppresses step 2
+    oracle = torch.optim.Muon(sum(theirs.values(), []), 0.02, config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    for updates, step in enumerate((0, 1, *range(3, 20))):  # run_muon suppresses step 2
         oracle.param_groups[0]["momentum"] = 0.85 + 0.1 * updates / 300
-        for p, e, k, piece in pieces:
-            gradient = normal(p.shape, 100 * n + numbers[p]).view(-1, *p.shape[-2:])[e] / 3.0
-            piece.grad = gradient.split(rows[p])[k].clone()
+        for name, (i, p) in ours.items():
+            for part, gradient in zip(theirs[name], split(name, normal(p.shape, 100 * step + i) / 3.0), strict=True):
+                part.grad = gradient.clone()
         oracle.step()
-    for p, e, k, piece in pieces:
-        ours = p.detach().view(-1, *p.shape[-2:])[e].split(rows[p])[k]
-        assert (ours - piece).norm() < 1e-5 * piece.norm()
+    for name, (_, p) in ours.items():
+        for part, found in zip(theirs[name], split(name, p.detach()), strict=True):
+            assert (found - part).norm() < 1e-5 * part.norm()
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])

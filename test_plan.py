@@ -57,7 +57,10 @@ SHAPES = [
     "--model tiny-llama --dim 512 --n_heads 8 --n_layers 8 --ffn_dim 1536 --seq_len 64 --micro_batch 1 --dtype fp32",
     "--model tiny-gpt2 --vocab_size 25000 --seq_len 128 --micro_batch 8 --checkpointing none --dtype fp32",
 ]
-STEPS = """
+
+
+def test_peak_memory_of_steps_on_a_cpu():
+    code = """
 import ctypes, gc, json, train
 from config import parse_args
 from data import Batch
@@ -85,10 +88,7 @@ for words in json.loads(sys.argv[2]):
     print(test_shard.peak_rss() - before)
     del model, optimizer, gradients, p
 """
-
-
-def test_peak_memory_of_steps_on_a_cpu():
-    output = run_ranks(1, STEPS, json.dumps(["--model tiny-mixtral --dtype fp32", *SHAPES]))
+    output = run_ranks(1, code, json.dumps(["--model tiny-mixtral --dtype fp32", *SHAPES]))
     _, *measured = map(int, output.split())  # the first also loads what all use
     cluster = plan.cluster_here(torch.device("cpu"), 1)
     for words, peak in zip(SHAPES, measured, strict=True):

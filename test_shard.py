@@ -22,11 +22,8 @@ import plan
 import shard
 from config import CONFLICTS, parse_args, refuse_unsupported
 from lib import check, machine
-from lib.errors import UserError
+from lib.errors import ROOT, UserError
 from model import MODELS, Transformer, random_init
-
-ROOT = Path(__file__).parent
-
 
 # A run's processes are forked from one that has only imported what they need, which takes seconds each time.
 SERVER = multiprocessing.get_context("forkserver")
@@ -190,19 +187,8 @@ os._exit(0)
     run_ranks(2, code)
 
 
-CLASHES = [  # flags that ask for each line of config.CONFLICTS, in order; and the number of ranks
-    ("--compile model --offload cpu", 1), ("--compile model --offload_activations --checkpointing block", 1),
-    ("--offload_activations --compile none", 1), ("--fp8 tensor --offload cpu --compile none", 2),
-    ("--fp8 row --fp8_grad_dtype e5m2", 1), ("--fp8 row_gw_hp --fp8_grad_dtype e5m2", 1),
-    ("--fp8 row --fp8_all_gather", 1), ("--fp8 row_gw_hp --fp8_all_gather", 1),
-    ("--decay_steps 100 --schedule constant", 1), ("--optimizer muon --lora 8", 1), ("--compile model", 2),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("words, device, chosen", [
-    ("", "cpu", "none"),
-    ("--steps 100000", "cpu", "block"),
-    ("", "cuda", "block"),
+    ("", "cpu", "none"), ("--steps 100000", "cpu", "block"), ("", "cuda", "block"),
 ])  # fmt: skip
 def test_what_ends_before_compiling_pays_is_not_compiled(monkeypatch, words, device, chosen):
     monkeypatch.setattr("lib.machine.compiler_problem", lambda: "")
@@ -212,12 +198,19 @@ def test_what_ends_before_compiling_pays_is_not_compiled(monkeypatch, words, dev
 
 
 def test_what_does_not_work_together_is_refused():
+    cases = [  # flags that ask for each line of config.CONFLICTS, in order; and the number of ranks
+        ("--compile model --offload cpu", 1), ("--compile model --offload_activations --checkpointing block", 1),
+        ("--offload_activations --compile none", 1), ("--fp8 tensor --offload cpu --compile none", 2),
+        ("--fp8 row --fp8_grad_dtype e5m2", 1), ("--fp8 row_gw_hp --fp8_grad_dtype e5m2", 1),
+        ("--fp8 row --fp8_all_gather", 1), ("--fp8 row_gw_hp --fp8_all_gather", 1),
+        ("--decay_steps 100 --schedule constant", 1), ("--optimizer muon --lora 8", 1), ("--compile model", 2),
+    ]  # fmt: skip
     messages = []
-    for words, ranks in CLASHES:
+    for words, ranks in cases:
         with pytest.raises(UserError, match=f"^{words.split()[0]}") as error:
             refuse_unsupported(parse_args(words.split()), ranks)
         messages.append(str(error.value))
-    assert messages == CONFLICTS.strip().splitlines() and len(set(messages)) == len(CLASHES)
+    assert messages == CONFLICTS.strip().splitlines() and len(set(messages)) == len(cases)
     refuse_unsupported(parse_args(["--compile", "block", "--offload", "cpu"]), 2)
 
 
@@ -225,22 +218,21 @@ def test_what_does_not_work_together_is_refused():
 @pytest.mark.parametrize("words, device, host, gpu, message", [
     ("", "cpu", 100, 0, r"optimizer state 59.8, parameters 29.9.* on .*4 processes\), which has 100.0 GiB"),
     ("--state_dtype bf16", "cpu", 80, 0, r"optimizer state 29.9.*which has 80.0 GiB"),
-    ("--offload cpu", "cuda", 90, 80, r"gradients 3[0-9].*4 processes\), which has 90.0 GiB"),
-    ("", "cuda", 9999, 25, r"optimizer state 15.0.* on cuda:0, which has 25.0 GiB.*--offload cpu"),
-    ("--shard_size 1", "cuda", 9999, 80, r"optimizer state 59.8.* on cuda"),
-    ("--micro_batch 10000000000 --checkpointing block", "cuda", 10**9, 80, r"or activations [1-9].* on cuda"),
+    ("--offload cpu", "cuda:0", 90, 80, r"gradients 3[0-9].*4 processes\), which has 90.0 GiB"),
+    ("", "cuda:0", 9999, 25, r"optimizer state 15.0.* on cuda:0, which has 25.0 GiB.*--offload cpu"),
+    ("--shard_size 1", "cuda:0", 9999, 80, r"optimizer state 59.8.* on cuda"),
+    ("--micro_batch 10000000000 --checkpointing block", "cuda:0", 10**9, 80, r"or activations [1-9].* on cuda"),
     (f"--batch_tokens {2**52} --seq_len 1 --micro_batch 1", "cpu", 200, 0, "tokens of a step 67108864.0"),
 ])  # fmt: skip
 def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, words, device, host, gpu, message):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     config = parse_args(["--model=llama3-8b", "--dtype=bf16", *words.split()])
-    device = torch.device(device, 0) if gpu else torch.device(device)
 
     def refuse(host: float, gpu: float) -> None:
         monkeypatch.setattr(machine, "available_memory", lambda: host * 2**30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gpu * 2**30))
         monkeypatch.setattr(machine, "known_gpu", lambda _: None)
-        plan.refuse_without_room(config, shard.Ranks(0, 4, device))
+        plan.refuse_without_room(config, shard.Ranks(0, 4, torch.device(device)))
 
     with pytest.raises(UserError, match=message):
         refuse(host, gpu)
