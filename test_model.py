@@ -280,10 +280,8 @@ def test_documents_do_not_see_each_other(monkeypatch, name, dtype, backend):
             changed = torch.where(inside, (tokens + 1) % BASE.vocab_size, tokens)
             after = model.logits(changed, positions)
             assert (after[inside] != packed[inside]).any(-1).all()
-            if name == "mixtral":
-                assert error(after[~inside], packed[~inside]) < 1e-5
-            else:
-                assert torch.equal(after[~inside], packed[~inside])
+            others = after[~inside], packed[~inside]
+            assert error(*others) < 1e-5 if name == "mixtral" else torch.equal(*others)
             if dtype == torch.float32:
                 assert error(model.logits(tokens[row : row + 1, a : a + length])[0], packed[inside]) < 1e-5
     targets = uneven_targets(48, 20, 31, length=48)
