@@ -75,23 +75,18 @@ def cut(path, size):
     return path
 
 
-BAD_FILES = {
-    "version": (lambda p: shard(p / "a.bin", range(50), version=7), "version 7.*20240520.*version 1"),
-    "cut short": (lambda p: cut(shard(p / "a.bin", range(50)), 1024 + 98), "98 bytes.*50 tokens.*100 bytes"),
-    "cut header": (lambda p: cut(shard(p / "a.bin", range(50)), 500), "no token-shard header.*--data_dtype"),
-    "odd": (lambda p: cut(headerless(p / "a.bin", range(50)), 99), "99 bytes.*uint16"),
-    "empty": (lambda p: cut(shard(p / "a.bin", []), 0), "empty"),
-    "no match": (lambda p: p / "*.bin", "no such file"),
-    "suffix": (lambda p: headerless(p / "a.npy", range(50)), r"a\.npy.*\.txt, \.jsonl.* and \.bin"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_files_are_named(tmp_path, name):
-    make, pattern = BAD_FILES[name]
+@pytest.mark.parametrize("make, pattern", [
+    (lambda p: shard(p / "a.bin", range(50), version=7), "version 7.*20240520.*version 1"),
+    (lambda p: cut(shard(p / "a.bin", range(50)), 1024 + 98), "98 bytes.*50 tokens.*100 bytes"),
+    (lambda p: cut(shard(p / "a.bin", range(50)), 500), "no token-shard header.*--data_dtype"),
+    (lambda p: cut(headerless(p / "a.bin", range(50)), 99), "99 bytes.*uint16"),
+    (lambda p: headerless(p / "a.bin", []), ": 0 bytes.*uint16.*at least one"),
+    (lambda p: p / "*.bin", "no such file"),
+    (lambda p: headerless(p / "a.npy", range(50)), r"a\.npy.*\.txt, \.jsonl.* and \.bin"),
+])  # fmt: skip
+def test_bad_files_are_named(tmp_path, make, pattern):
     path = make(tmp_path)
-    c = config(path, data_dtype="uint16" if name == "odd" else "")
-    message = refused(read, c)
+    message = refused(read, config(path, data_dtype="uint16" if "uint16" in pattern else ""))
     assert str(path) in message and re.search(pattern, message)
 
 
@@ -263,15 +258,11 @@ def test_neither_ranks_nor_a_resume_change_the_order(tmp_path, world_size, micro
         assert first + rest == whole and end["samples"] == 120
 
 
-CHANGED = {
-    "shards": ("a.bin", np.arange(2**21, dtype="<i4").tobytes(), {"data_dtype": "uint32", "vocab_size": 2**22}),
-    "a stream": ("a.txt", b"one line\n" * 3000, {"stream": "on", "lanes": 1}),
-}
-
-
-@pytest.mark.parametrize("kind", CHANGED)
-def test_a_change_in_the_middle_of_a_file_is_refused(tmp_path, kind):
-    name, content, flags = CHANGED[kind]
+@pytest.mark.parametrize("name, content, flags", [
+    ("a.bin", np.arange(2**21, dtype="<i4").tobytes(), {"data_dtype": "uint32", "vocab_size": 2**22}),
+    ("a.txt", b"one line\n" * 3000, {"stream": "on", "lanes": 1}),
+], ids=["shards", "a stream"])  # fmt: skip
+def test_a_change_in_the_middle_of_a_file_is_refused(tmp_path, name, content, flags):
     (tmp_path / name).write_bytes(content)
     c = config(tmp_path / name, eval_every=0, **flags)
     state = make_loader(c).state_dict()
@@ -321,10 +312,8 @@ def test_the_bytes_of_evaluated_text(tmp_path):
 
 
 def naive_positions(row, delimiter):
-    positions = []
-    for i, token in enumerate(row):
-        positions.append(0 if i == 0 or token == delimiter else positions[-1] + 1)
-    return positions
+    begins = [i for i, token in enumerate(row) if i == 0 or token == delimiter]
+    return [i - max(begin for begin in begins if begin <= i) for i in range(len(row))]
 
 
 @pytest.mark.parametrize("delimiter", [3, -1])
@@ -377,19 +366,16 @@ def test_turns_have_exact_shares(weights):
 
 def test_a_mixture(tmp_path):
     """Shares, and epochs of each source by itself. test_rows.py resumes a mixture on other ranks."""
-    a, b = shard(tmp_path / "a.bin", range(8 * 50 + 1)), shard(tmp_path / "b.bin", range(1000, 1000 + 8 * 20 + 1))
-    val = shard(tmp_path / "val.bin", range(100))
-    flags = {"seq_len": 8, "val_data": val, "vocab_size": 2**17}
-    c = config(f"{a}:0.7", f"{b}:0.3", micro_batch=10, **flags)
-    loader = make_loader(c)
-    batches = [batch for (batch,) in itertools.islice(loader, 20)]
-    whole = [row for batch in batches for row in batch.tokens[:, 0].tolist()]
-    assert all(batch.sources.tolist() == [int(t >= 1000) for t in batch.tokens[:, 0]] for batch in batches)
-    assert all(sum(batch.sources.tolist()) == 3 for batch in batches)
-    of_a, of_b = [t for t in whole if t < 1000], [t for t in whole if t >= 1000]
-    assert sorted(of_a[:50]) == sorted(of_a[50:100]) == [*range(0, 400, 8)] and of_a[:50] != of_a[50:100]
-    assert sorted(of_b[:20]) == sorted(of_b[20:40]) == [*range(1000, 1160, 8)]
-    other = make_loader(config(f"{a}:0.6", f"{b}:0.4", micro_batch=10, **flags))
+    a, b = numbered(tmp_path / "a", 50), numbered(tmp_path / "b", 20)
+    loader, seen = make_loader(config(f"{a}:0.7", f"{b}:0.3", micro_batch=10)), ([], [])
+    for (batch,) in itertools.islice(loader, 20):
+        assert batch.sources.sum() == 3
+        for source, token in zip(batch.sources.tolist(), batch.tokens[:, 0].tolist(), strict=True):
+            seen[source].append(token // T)
+    for numbers, count in zip(seen, (50, 20), strict=True):
+        first, second = numbers[:count], numbers[count : 2 * count]
+        assert sorted(first) == sorted(second) == [*range(count)] and first != second
+    other = make_loader(config(f"{a}:0.6", f"{b}:0.4", micro_batch=10))
     assert "other data" in refused(other.load_state_dict, loader.state_dict())
 
 

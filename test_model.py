@@ -83,24 +83,22 @@ def error(found: Tensor, expected: Tensor, least: float = 1e-9) -> float:
 
 # ---- the table of models
 
+
 # Parameters, and what they do not pin: heads, positions and rope_theta, from each config.json on the hub. Those of the
 # other models are in lib/test_weights.py.
-ROWS = {
-    "gpt2-medium": (354_823_168, 16, 1024, 1e4), "gpt2-xl": (1_557_611_200, 25, 1024, 1e4),
-    "llama2-13b": (13_015_864_320, 40, 4096, 1e4), "llama2-70b": (68_976_648_192, 64, 4096, 1e4),
-    "llama3-70b": (70_553_706_496, 64, 8192, 5e5), "llama3.1-70b": (70_553_706_496, 64, 131072, 5e5),
-    "llama3.2-3b": (3_212_749_824, 24, 131072, 5e5), "mixtral-8x22b": (140_620_634_112, 48, 65536, 1e6),
-    "qwen2.5-1.5b": (1_543_714_304, 12, 131072, 1e6), "qwen3-0.6b": (596_049_920, 16, 40960, 1e6),
-    "qwen3-8b": (8_190_735_360, 32, 40960, 1e6),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_published_row(name):
+@pytest.mark.parametrize("name, row", [
+    ("gpt2-medium", (354_823_168, 16, 1024, 1e4)), ("gpt2-xl", (1_557_611_200, 25, 1024, 1e4)),
+    ("llama2-13b", (13_015_864_320, 40, 4096, 1e4)), ("llama2-70b", (68_976_648_192, 64, 4096, 1e4)),
+    ("llama3-70b", (70_553_706_496, 64, 8192, 5e5)), ("llama3.1-70b", (70_553_706_496, 64, 131072, 5e5)),
+    ("llama3.2-3b", (3_212_749_824, 24, 131072, 5e5)), ("mixtral-8x22b", (140_620_634_112, 48, 65536, 1e6)),
+    ("qwen2.5-1.5b", (1_543_714_304, 12, 131072, 1e6)), ("qwen3-0.6b", (596_049_920, 16, 40960, 1e6)),
+    ("qwen3-8b", (8_190_735_360, 32, 40960, 1e6)),
+])  # fmt: skip
+def test_published_row(name, row):
     config, factor = MODELS[name], {"llama3.1-70b": 8, "llama3.2-3b": 32}.get(name)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Transformer(config).parameters())
-    assert (parameters, config.n_heads, config.max_seq_len, config.rope_theta) == ROWS[name]
+    assert (parameters, config.n_heads, config.max_seq_len, config.rope_theta) == row
     assert config.rope_scaling == (RopeScaling(factor, 1.0, 4.0, 8192) if factor else None)
     assert (config.norm_eps, config.head_dim) == (1e-6 if "qwen" in name else 1e-5, 64 if "gpt2" in name else 128)
 
@@ -252,8 +250,6 @@ def test_loss_head_is_cross_entropy(monkeypatch, mask, chunk_bytes, head_rows, d
 def test_peak_memory_does_not_hold_the_logits():
     """2048 tokens x 65536 words: the fp32 logits alone are 512 MiB; the weight's gradient is 16 MiB."""
     code = """
-from dataclasses import replace
-from model import MODELS, LossHead
 head, x = LossHead(replace(MODELS["tiny-llama"], vocab_size=65536)), torch.zeros(8, 256, 64, requires_grad=True)
 before = test_shard.peak_rss(reset=True)
 head(x, torch.zeros(8, 256, dtype=torch.long))[0].backward()
@@ -284,10 +280,8 @@ def test_documents_do_not_see_each_other(monkeypatch, name, dtype, backend):
             changed = torch.where(inside, (tokens + 1) % BASE.vocab_size, tokens)
             after = model.logits(changed, positions)
             assert (after[inside] != packed[inside]).any(-1).all()
-            if name == "mixtral":
-                assert error(after[~inside], packed[~inside]) < 1e-5
-            else:
-                assert torch.equal(after[~inside], packed[~inside])
+            others = after[~inside], packed[~inside]
+            assert error(*others) < 1e-5 if name == "mixtral" else torch.equal(*others)
             if dtype == torch.float32:
                 assert error(model.logits(tokens[row : row + 1, a : a + length])[0], packed[inside]) < 1e-5
     targets = uneven_targets(48, 20, 31, length=48)
@@ -397,12 +391,6 @@ def causal(T: int) -> Tensor:
     return torch.ones(1, 1, T, T, dtype=torch.bool).tril()
 
 
-def random_documents(B: int, T: int) -> Tensor:
-    """A mask that differs from row to row: causal within documents of random lengths."""
-    document = (torch.rand(B, T, generator=seeded(5)) < 0.1).cumsum(1)
-    return (document[:, :, None] == document[:, None, :])[:, None] & causal(T)
-
-
 def make_inputs(B: int, T: int, heads: tuple[int, int], dtype=torch.float32, h: int = 24) -> list[Tensor]:
     """q, k, v and a gradient of the output."""
     g, (H, K) = seeded(T), heads
@@ -412,11 +400,9 @@ def make_inputs(B: int, T: int, heads: tuple[int, int], dtype=torch.float32, h: 
 def compare_with_naive(inputs: list[Tensor], mask: Tensor, call, bound: float) -> None:
     """Output and gradients of an attention function. inputs: of make_inputs, on any device."""
     *qkv, gradient = inputs
-    exact = [t.double().requires_grad_() for t in qkv]
-    expected = naive(*exact, mask.to(gradient.device))
+    exact, qkv = [t.double().requires_grad_() for t in qkv], [t.requires_grad_() for t in qkv]
+    expected, found = naive(*exact, mask.to(gradient.device)), call(*qkv)
     expected.backward(gradient.double())
-    qkv = [t.requires_grad_() for t in qkv]
-    found = call(*qkv)
     found.backward(gradient)
     assert {found.dtype, *(t.grad.dtype for t in qkv)} == {gradient.dtype}
     assert (found - expected).norm() < bound * expected.norm()
@@ -470,20 +456,16 @@ def test_packed_kernels_get_the_documents(monkeypatch, heads):
         return out
 
     monkeypatch.setattr(varlen, "varlen_attn", loop)
-    mask = random_documents(2, 101)
+    document = (torch.rand(2, 101, generator=seeded(5)) < 0.1).cumsum(1)  # of random lengths
+    mask = (document[:, :, None] == document[:, None, :])[:, None] & causal(101)
     q, k, v, _ = make_inputs(2, 101, heads)
     found = attention.attention(q, k, v, begins(mask), "varlen")
     torch.testing.assert_close(found, naive(q, k, v, mask), rtol=1e-5, atol=1e-5)
 
 
 def test_cudnn_never_gets_a_mask(monkeypatch):
-    seen, fused = [], F.scaled_dot_product_attention
-
-    def record(*args, **options):
-        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return fused(*args, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    seen, fused, enabled = [], F.scaled_dot_product_attention, torch.backends.cuda.cudnn_sdp_enabled
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: seen.append(enabled()) or fused(*a, **k))
     for mask in (None, causal(8)):
         attention.attention(*make_inputs(1, 8, (2, 1))[:3], mask)
-    assert seen == [True, False] and torch.backends.cuda.cudnn_sdp_enabled()
+    assert seen == [True, False] and enabled()

@@ -1,6 +1,5 @@
 """The schedules against closed forms, the update against AdamW written out in fp64."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -16,9 +15,16 @@ from config import parse_args
 from model import Transformer
 from optim import PIECE, AdamW, as_int32, learning_rate, local, make_optimizer, random_bits, update
 from test_shard import run_ranks
+from test_train import values
+
+
+def scheduled(schedule: str, words: str = "", warmup: str = "10"):
+    return parse_args(f"--lr 1 --min_lr 0.1 --steps 100 --schedule {schedule} --warmup_steps {warmup} {words}".split())
+
 
 # Rates with --lr 1 --min_lr 0.1 --steps 100, at the steps given.
-RATES = [
+@pytest.mark.parametrize("warmup", ["10", "0.1"])
+@pytest.mark.parametrize("schedule, words, rates", [
     ("cosine", "", {10: 1, 40: 0.1 + 0.9 * 0.75, 55: 0.55, 70: 0.1 + 0.9 * 0.25, 100: 0.1, 150: 0.1}),
     ("cosine", "--decay_steps 40", {10: 1, 20: 0.1 + 0.9 * 0.75, 25: 0.55, 40: 0.1, 99: 0.1}),
     ("cosine", "--decay_steps 0.4", {10: 1, 20: 0.1 + 0.9 * 0.75, 25: 0.55, 40: 0.1, 99: 0.1}),
@@ -29,15 +35,7 @@ RATES = [
     ("wsd", "", {10: 1, 55: 1, 80: 1, 81: 0.955, 90: 0.55, 99: 0.145, 100: 0.1}),
     ("wsd", "--decay_steps 40", {10: 1, 60: 1, 70: 0.775, 80: 0.55, 100: 0.1}),
     ("wsd", "--decay_steps 0.4", {10: 1, 60: 1, 70: 0.775, 80: 0.55, 100: 0.1}),
-]
-
-
-def scheduled(schedule: str, words: str = "", warmup: str = "10"):
-    return parse_args(f"--lr 1 --min_lr 0.1 --steps 100 --schedule {schedule} --warmup_steps {warmup} {words}".split())
-
-
-@pytest.mark.parametrize("warmup", ["10", "0.1"])
-@pytest.mark.parametrize("schedule, words, rates", RATES)
+])  # fmt: skip
 def test_rates(schedule, words, rates, warmup):
     c = scheduled(schedule, words, warmup)
     for step, rate in ({0: 0.1, 4: 0.5, 9: 1} | rates).items():
@@ -54,27 +52,22 @@ def small_model() -> nn.Module:
     return model
 
 
-def optimizer_of(model: nn.Module, weight_decay: float = 0.5):
-    return make_optimizer(model, parse_args(f"--weight_decay {weight_decay} --beta1 0.8 --beta2 0.9".split()))
-
-
 def set_gradients(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """-> the same, in fp64"""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        p.grad = (torch.randn(p.shape, generator=generator) * 10**seed).to(p.dtype)
+        p.grad = (torch.randn(p.shape, generator=generator) * 10**seed).to(p)
     return {name: p.grad.double() for name, p in model.named_parameters()}
 
 
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters, moments and update counts."""
-    state = optimizer.state
-    return [t for p in model.parameters() for t in (p.detach(), *(state[p][k] for k in sorted(state[p])))]
-
-
-def test_update_is_adamw():
+@pytest.mark.parametrize("fused", [True, False])
+def test_update_is_adamw(fused):
+    """So is what updates bf16, in fp32, where it is not used."""
     model, beta1, beta2 = small_model(), 0.8, 0.9
-    optimizer = optimizer_of(model)
+    optimizer = mixed(model, "fp32", "fp32")
+    if not fused:
+        optimizer = AdamW(optimizer.param_groups, parse_args(["--state_dtype", "bf16"]))
+        optimizer.state_dtype = torch.float32
     reference = {name: p.detach().double() for name, p in model.named_parameters()}
     m, v = ({name: torch.zeros_like(p) for name, p in reference.items()} for _ in range(2))
     for t, (lr, scale) in enumerate([(0.1, 1.0), (0.05, 7.0), (0.2, 1000.0), (0.01, 0.5)], 1):
@@ -120,8 +113,8 @@ def test_a_suppressed_update_changes_no_bit(updates_before, value, dtype):
             set_gradients(model, n)
             update(optimizer, 0.1, one, zero)
             assert all(p.grad is None for p in model.parameters())
-    ours, expected = (snapshot(*pair) for pair in pairs)
-    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    states = [[*m.parameters(), *(t for p in m.parameters() for t in o.state[p].values())] for m, o in pairs]
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
 # ---- AdamW for other dtypes; torch's fused AdamW in fp32 is the oracle
@@ -133,12 +126,13 @@ def mixed(model: nn.Module, param: str, state: str, seed: int = 0, compile_mode:
     return make_optimizer(model, parse_args([*words.split(), "--compile", compile_mode]))
 
 
-def run_updates(model: nn.Module, optimizer, steps: int = 4, lr: float = 0.1) -> list[torch.Tensor]:
+def run_updates(model: nn.Module, optimizer, steps: int = 4) -> list[torch.Tensor]:
+    divisor, suppress = torch.tensor([2.0, 0.0], device=next(model.parameters()).device)
     for t in range(steps):
         set_gradients(model, 0)
         for p in model.parameters():
             p.grad = (p.grad * (t + 1)).to(p.dtype)
-        update(optimizer, lr / (t + 1), torch.tensor(2.0), torch.tensor(0.0))
+        update(optimizer, 0.1 / (t + 1), divisor, suppress)
     return [p.detach().float() for p in model.parameters()]
 
 
@@ -177,16 +171,6 @@ def test_the_layout_of_the_state_is_what_a_step_makes(param, state):
     assert optim.state_layout(model.to("meta"), config) == kept
 
 
-def test_mixed_adamw_in_fp32_is_adamw():
-    """All fp32 it is not used, but computes the same."""
-    model, other = small_model(), small_model()
-    groups = optimizer_of(model).param_groups
-    own = AdamW(groups, parse_args(["--state_dtype", "bf16"]))
-    own.state_dtype = torch.float32
-    for a, b in zip(run_updates(model, own), run_updates(other, optimizer_of(other)), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
-
-
 def test_updates_too_small_for_bf16_are_kept_on_average():
     """1 + 1e-4 is 1 in bf16: rounding to the nearest would never move. Twenty updates of 1e-4 move the mean by 2e-3,
     in steps of 2^-8: sqrt(n p (1 - p)) of 2^16 parameters is 0.6 % of that."""
@@ -220,35 +204,23 @@ def test_random_bits_are_uniform_and_their_own():
         assert 0.48 < agree < 0.52
 
 
-def test_stochastic_rounding_repeats_itself():
-    """The same seed, the same bits; a resumed optimizer, with its count, goes on with them; another seed differs."""
+def test_only_the_seed_decides_how_values_are_rounded(monkeypatch):
+    """Bit for bit. Neither a resume nor the number of pieces in which a parameter is updated changes it."""
 
-    def final(seed: int, cut: bool) -> list[torch.Tensor]:
-        model = nn.ModuleDict({"a": nn.Linear(64, 64)})
-        generator = torch.Generator().manual_seed(3)
-        for p in model.parameters():
-            p.data.normal_(generator=generator)
+    def final(seed: int = 0, resumes: bool = False, piece: int = 2**18) -> torch.Tensor:
+        monkeypatch.setitem(PIECE, "eager", piece)
+        model = small_model()
         optimizer = mixed(model, "bf16", "bf16", seed)
-        run_updates(model, optimizer, 2, 1e-3)
-        if cut:
+        run_updates(model, optimizer, 2)
+        if resumes:
             state = optimizer.state
             optimizer = mixed(model, "bf16", "bf16", seed)
             optimizer.state = state
-        return run_updates(model, optimizer, 2, 1e-3)
+        return torch.cat([p.flatten() for p in run_updates(model, optimizer, 2)])
 
-    base, cut, other = final(0, False), final(0, True), final(1, False)
-    assert all(torch.equal(a, b) for a, b in zip(base, cut, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(base, other, strict=True))
-
-
-def test_pieces_do_not_matter(monkeypatch):
-    """Bit for bit: neither in how many pieces a parameter is updated nor which part of it a rank holds."""
-    results = []
-    for piece in (7, 2**18):
-        monkeypatch.setitem(PIECE, "eager", piece)
-        model = small_model()
-        results.append(run_updates(model, mixed(model, "bf16", "bf16")))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    expected = final()
+    assert torch.equal(final(resumes=True), expected) and torch.equal(final(piece=7), expected)
+    assert not torch.equal(final(seed=1), expected)
 
 
 @pytest.mark.gpu
@@ -259,12 +231,7 @@ def test_mixed_adamw_on_a_gpu_is_that_on_a_cpu(compile_mode):
     for device in ("cpu", "cuda"):
         model = small_model().to(device)
         optimizer = mixed(model, "bf16", "bf16", compile_mode=compile_mode)
-        for t in range(3):
-            set_gradients(small := small_model().bfloat16(), t)
-            for p, q in zip(model.parameters(), small.parameters(), strict=True):
-                p.grad = q.grad.to(device)
-            update(optimizer, 0.1, torch.tensor(2.0, device=device), torch.tensor(0.0, device=device))
-        results.append([p.detach().float().cpu() for p in model.parameters()])
+        results.append([p.cpu() for p in run_updates(model, optimizer, 3)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-9)
 
@@ -318,28 +285,28 @@ def run_muon(model: nn.Module, config, steps: int = 4):
 def test_muon_is_torch_s_on_every_matrix(name, monkeypatch):
     """q, k, v, gate, up and every expert are parameters of their own for torch, which is held to fp32."""
     model, config = muon_model(name)
-    rows = optim.matrices(model)
-    assert not any(f"{skipped}." in n for n, p in model.named_parameters() if p in rows for skipped in ("norm", "gate"))
-    numbers = {p: i for i, p in enumerate(model.parameters())}
-    pieces = []
-    for p in rows:
-        whole = p.detach().clone().view(-1, *p.shape[-2:])
-        for e, matrix in enumerate(whole):
-            pieces += [(p, e, k, nn.Parameter(part.clone())) for k, part in enumerate(matrix.split(rows[p]))]
+    c, named = config.model_config, enumerate(model.named_parameters())
+    fused = {"qkv_proj": [n * c.head_dim for n in (c.n_heads, c.n_kv_heads, c.n_kv_heads)], "gate_up_proj": c.ffn_dim}
+
+    def split(name: str, values: torch.Tensor) -> list[torch.Tensor]:
+        rows = fused.get(name.split(".")[3], values.shape[-2])
+        return [part for matrix in values.view(-1, *values.shape[-2:]) for part in matrix.split(rows)]
+
+    ours = {name: (i, p) for i, (name, p) in named if "_proj" in name and p.ndim > 1}
+    assert {p for _, p in ours.values()} == optim.matrices(model).keys()
+    theirs = {name: [nn.Parameter(part.clone()) for part in split(name, p.detach())] for name, (_, p) in ours.items()}
     run_muon(model, config, 20)
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-    oracle = torch.optim.Muon(
-        [piece for *_, piece in pieces], 0.02, config.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
-    for updates, n in enumerate((0, 1, *range(3, 20))):  # run_muon suppresses step 2
+    oracle = torch.optim.Muon(sum(theirs.values(), []), 0.02, config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    for updates, step in enumerate((0, 1, *range(3, 20))):  # run_muon suppresses step 2
         oracle.param_groups[0]["momentum"] = 0.85 + 0.1 * updates / 300
-        for p, e, k, piece in pieces:
-            gradient = normal(p.shape, 100 * n + numbers[p]).view(-1, *p.shape[-2:])[e] / 3.0
-            piece.grad = gradient.split(rows[p])[k].clone()
+        for name, (i, p) in ours.items():
+            for part, gradient in zip(theirs[name], split(name, normal(p.shape, 100 * step + i) / 3.0), strict=True):
+                part.grad = gradient.clone()
         oracle.step()
-    for p, e, k, piece in pieces:
-        ours = p.detach().view(-1, *p.shape[-2:])[e].split(rows[p])[k]
-        assert (ours - piece).norm() < 1e-5 * piece.norm()
+    for name, (_, p) in ours.items():
+        for part, found in zip(theirs[name], split(name, p.detach()), strict=True):
+            assert (found - part).norm() < 1e-5 * part.norm()
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
@@ -352,19 +319,6 @@ def test_embeddings_have_their_own_learning_rate(name):
     update(make_optimizer(model, config), 0.01, torch.tensor(1.0), torch.tensor(0.0))
     for name, p in model.named_parameters():
         torch.testing.assert_close(before[name] - p, torch.full_like(p, 0.05 if "embed_" in name else 0.01))
-
-
-@pytest.mark.parametrize("rows, columns", [(40, 40), (24, 64), (64, 24)])
-def test_orthogonalizing_a_batch_follows_fp64(rows, columns):
-    """The iteration maps singular values by a polynomial and leaves singular vectors as they are."""
-    x = normal((5, rows, columns), 1)
-    u, values, v = torch.linalg.svd(x.double(), full_matrices=False)
-    values = values / values.norm(dim=1, keepdim=True)
-    for _ in range(5):
-        values = sum(c * values ** (2 * i + 1) for i, c in enumerate(optim.NEWTON_SCHULZ))
-    expected = u * values[:, None] @ v
-    assert (optim.orthogonalize(x) - expected).norm() < 1e-4 * expected.norm()
-    assert values.max() < 1.3 and (rows == columns or values.min() > 0.6)
 
 
 def test_muon_has_the_same_bits_on_every_mesh():
@@ -384,33 +338,28 @@ for name, size in (("tiny-llama", 0), ("tiny-llama", 1), ("tiny-llama", 2), ("ti
     run_muon(model, config)
     for key, p in model.named_parameters():
         assert torch.equal(local(p.detach()), expected[key][shard.local_slices(p)]), (name, size, key)
-print("equal")
 """
     for ranks, kind in ((2, "bf16"), (4, "fp32")):
-        assert run_ranks(ranks, code, kind).split() == ["equal"] * ranks
+        run_ranks(ranks, code, kind)
+
+
+RUN = "--optimizer muon --seq_len 32 --compile none --eval_every 0 --sample_every 0 --log_every 1"
 
 
 def test_muon_resumes_with_the_same_bits(tmp_path, text):
-    words = f"--model tiny-llama --data {text} --optimizer muon --param_dtype bf16 --state_dtype bf16 --seq_len 32"
-    words += " --micro_batch 2 --compile none --eval_every 0 --sample_every 0 --schedule constant --log_every 1"
+    words = f"{RUN} --data {text} --micro_batch 2 --param_dtype bf16 --state_dtype bf16 --schedule constant"
     for run in ("--steps 4 --out {}/whole", "--steps 2 --out {}/parts", "--steps 4 --out {}/parts"):
         assert train.main([*words.split(), *run.format(tmp_path).split()]) == 0
-    whole, parts = (records_of(tmp_path / name) for name in ("whole", "parts"))
-    assert len(whole) == 4 and [r["loss"] for r in whole] == [r["loss"] for r in parts]
+    assert values(tmp_path / "whole") == values(tmp_path / "parts") and len(values(tmp_path / "whole")) == 4
 
 
-@pytest.mark.parametrize("words, tolerance", [("--dtype fp32", 1e-5), ("--fp8 row", 0.02)])
-def test_muon_accumulates_and_trains_in_fp8(words, tolerance, tmp_path, text):
+def test_muon_accumulates_and_trains_in_fp8(tmp_path, text):
     """The losses are those of one micro-batch in fp32."""
-    common = f"--model tiny-llama --data {text} --optimizer muon --seq_len 32 --batch_tokens 128 --steps 6 --lr 0.02"
-    common += " --compile none --eval_every 0 --sample_every 0 --log_every 1 --save_every 0"
-    losses = {}
-    for more in ("--micro_batch 4 --dtype fp32", f"--micro_batch 1 {words}"):
-        assert train.main([*common.split(), *more.split(), "--out", str(tmp_path / more[14])]) == 0
-        losses[more[14]] = [r["loss"] for r in records_of(tmp_path / more[14])]
-    assert losses["4"][-1] < 0.95 * losses["4"][0] and losses["1"] == pytest.approx(losses["4"], rel=tolerance)
-
-
-def records_of(run) -> list[dict]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "loss" in record]
+    words, losses = f"{RUN} --data {text} --batch_tokens 128 --steps 6 --lr 0.02 --save_every 0", []
+    for n, more in enumerate(("4 --dtype fp32", "1 --dtype fp32", "1 --fp8 row")):
+        out = tmp_path / str(n)
+        assert train.main(f"{words} --out {out} --micro_batch {more}".split()) == 0
+        losses.append([loss for loss, *_ in values(out).values()])
+    whole, parts, in_fp8 = losses
+    assert parts == pytest.approx(whole, rel=1e-5) and in_fp8 == pytest.approx(whole, rel=0.02)
+    assert len(whole) == 6 and whole[-1] < 0.95 * whole[0]

@@ -22,32 +22,28 @@ from lib import machine
 from lib.errors import ROOT, exit_status
 from log import compare
 from optim import local, matrices, orthogonalize
-from test_shard import run_code
+from test_shard import run_ranks
 
 RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.args") if "each GPU: " in path.read_text())
 H100 = plan.GPUS["h100-80"]
 
 
-@pytest.fixture
-def fake_ranks():
-    def start(size: int) -> shard.Ranks:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-        return shard.Ranks(0, size, torch.device("cpu"))
-
-    yield start
+@pytest.fixture(params=[1, 8, 64, 512])
+def fake_ranks(request):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield shard.Ranks(0, request.param, torch.device("cpu"))
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [1, 8, 64, 512])
-def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks, ranks):
-    on_cpu = fake_ranks(ranks)
+def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks):
+    ranks = fake_ranks.world_size
     lora = "--model llama3.2-1b --lora 8 --lora_targets q,down --dtype bf16"
     models = [f"--model {m}" for m in ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral")]
     for words, size in itertools.product((*models, lora), {0, 8 if ranks > 8 else 1}):
         fixed = ["--n_layers=2", "--state_dtype=bf16", "--compile=none", f"--shard_size={size}", "--dtype=fp32"]
         config = parse_args([*fixed, *words.split()])
-        mesh = shard.make_mesh(size, on_cpu)
-        built = train.build(config, replace(on_cpu, device=torch.device("meta")), mesh)
+        mesh = shard.make_mesh(size, fake_ranks)
+        built = train.build(config, replace(fake_ranks, device=torch.device("meta")), mesh)
         _, shards = shard.mesh_shape(size, ranks)
         held = sorted((local(p).numel(), p.requires_grad) for p in built.parameters())
         assert sorted((row.elements, row.trains) for row in plan.kept(config, shards)) == held, (words, size)
@@ -61,46 +57,39 @@ SHAPES = [
     "--model tiny-llama --dim 512 --n_heads 8 --n_layers 8 --ffn_dim 1536 --seq_len 64 --micro_batch 1 --dtype fp32",
     "--model tiny-gpt2 --vocab_size 25000 --seq_len 128 --micro_batch 8 --checkpointing none --dtype fp32",
 ]
-STEPS = """
-import ctypes, gc, json, pathlib, re, sys, torch
-import plan, shard, train
+
+
+def test_peak_memory_of_steps_on_a_cpu():
+    code = """
+import ctypes, gc, json, train
 from config import parse_args
 from data import Batch
-from lib.run import GradientGuard
 from optim import make_optimizer
 from types import SimpleNamespace
-
-def status(name):
-    return int(re.search(name + r":\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
 
 torch.set_num_threads(2)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h; a forked process ignores MALLOC_ variables
 assert all(ctypes.CDLL(None).mallopt(parameter, 65536) for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD))
-for words in json.loads(sys.argv[1]):
+for words in json.loads(sys.argv[2]):
     ranks = shard.ALONE
     config = train.resolve(parse_args([*words.split(), "--compile", "none"]), ranks.device, 1)
     tokens = torch.randint(config.model_config.vocab_size, (config.micro_batch, config.seq_len))
     batch = Batch(tokens, tokens, None)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    before = status("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before = test_shard.peak_rss(reset=True)
     model = train.build(config, ranks, None)
     for p in model.parameters():
         torch.nn.init.normal_(p, 0.0, 0.02)
     optimizer = make_optimizer(model, config)
-    gradients = GradientGuard(model, config, ranks, None)
+    gradients = guard.GradientGuard(model, config, ranks, None)
     for _ in range(2):
         train.train_step(model, optimizer, [batch], 1e-3, gradients, SimpleNamespace(refresh=int), ranks.device)
-    print(status("VmHWM") - before)
+    print(test_shard.peak_rss() - before)
     del model, optimizer, gradients, p
 """
-
-
-def test_peak_memory_of_steps_on_a_cpu():
-    done = run_code(STEPS, ["steps", json.dumps(["--model tiny-mixtral --dtype fp32", *SHAPES])])
-    assert done.returncode == 0, done.stderr
-    _, *measured = map(int, done.stdout.split())  # the first also loads what all use
+    output = run_ranks(1, code, json.dumps(["--model tiny-mixtral --dtype fp32", *SHAPES]))
+    _, *measured = map(int, output.split())  # the first also loads what all use
     cluster = plan.cluster_here(torch.device("cpu"), 1)
     for words, peak in zip(SHAPES, measured, strict=True):
         config = parse_args([*words.split(), "--compile", "none"])

@@ -15,18 +15,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.testing._internal.logging_tensor import capture_logs_with_logging_tensor_mode
 
 import log
 import plan
 import shard
 from config import CONFLICTS, parse_args, refuse_unsupported
 from lib import check, machine
-from lib.errors import UserError
+from lib.errors import ROOT, UserError
 from model import MODELS, Transformer, random_init
-
-ROOT = Path(__file__).parent
-
 
 # A run's processes are forked from one that has only imported what they need, which takes seconds each time.
 SERVER = multiprocessing.get_context("forkserver")
@@ -83,9 +80,10 @@ def run_code(code: str, words: list[str], ranks: int = 1, env: dict | None = Non
 
 
 def run_ranks(n: int, code: str, *args: str) -> str:
-    """Runs Python code on n gloo ranks -> what they print."""
-    imports = "import sys, torch, shard, test_shard; from lib import run as guard\n"
-    done = run_code(imports + code, ["worker.py", str(ROOT), *args], n)
+    """Runs Python code on n gloo ranks, after a few imports -> what they print. Fails if one of them does."""
+    imports = "import sys, torch, shard, test_shard; from dataclasses import replace; from lib import run as guard\n"
+    imports += "from model import MODELS, LossHead, Transformer, random_init\n"
+    done = run_code(f"{imports}{code}\nshard.leave(shard.ALONE)", ["worker.py", str(ROOT), *args], n)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -117,8 +115,6 @@ def peak_rss(reset: bool = False) -> int:
 def test_both_loaders_give_every_rank_its_values():
     """Bit for bit, on every mesh of four ranks, in pieces that divide nothing evenly; three experts on four ranks."""
     code = """
-from dataclasses import replace
-from model import MODELS, Transformer, random_init
 ranks, shard.PIECE = shard.init_ranks(), 1000
 for name, n_experts in (("tiny-llama3.2", 0), ("tiny-mixtral", 3)):
     config = replace(MODELS[name], n_experts=n_experts, vocab_size=259, ffn_dim=136)
@@ -136,26 +132,22 @@ for name, n_experts in (("tiny-llama3.2", 0), ("tiny-mixtral", 3)):
             for (n, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
                 assert torch.equal(p.full_tensor(), q) and q.std() > 0, (size, load, n)
             assert (model.lm_head.weight is model.embed_tokens.weight) == config.tied
-            print("same")
-shard.leave(ranks)
 """
-    assert run_ranks(4, code).count("same") == 4 * 2 * 6
+    run_ranks(4, code)
 
 
 def test_loading_needs_the_shard_and_one_tensor():
     """Peak memory of every rank, beyond what it had, for 58 MB in bf16, the largest tensor 8 MB of it, on two ranks."""
     code = """
 import ctypes, os
-from dataclasses import replace
-from model import MODELS
 os.environ["MALLOC_MMAP_THRESHOLD_"] = "set here"  # what is freed is given back, and does not hide in the heap
 ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD (malloc.h): a forked process does not read the variable
 ranks, shard.PIECE = shard.init_ranks(), 2**20
-sizes = {"dim": 512, "n_layers": 20, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 512, "vocab_size": 8000}
 def read(name, slices):
     return torch.ones([s.stop - s.start for s in slices], dtype=torch.bfloat16)
 models = []  # all are kept, else memory would be used again
-for config in (MODELS["tiny-llama"], replace(MODELS["tiny-llama"], **sizes)):  # the first: what the first use takes
+for dim in (64, 512):  # the first: what the first use takes
+    config = replace(MODELS["tiny-llama"], dim=dim, n_layers=20, n_heads=8, n_kv_heads=8, ffn_dim=dim, vocab_size=8000)
     for load in ("direct", "rank0"):
         model = test_shard.allocate(config, shard.make_mesh(0, ranks), torch.bfloat16)
         own, largest = sum(shard.local(p).nbytes for p in model.parameters()), model.lm_head.weight.nbytes
@@ -163,67 +155,39 @@ for config in (MODELS["tiny-llama"], replace(MODELS["tiny-llama"], **sizes)):  #
         before = test_shard.peak_rss(reset=True)
         shard.fill_parameters(model, read, load)
         used = test_shard.peak_rss() - before
-        tiny = config.dim < 512
-        assert tiny or 0.9 * own < used < own + largest, (load, ranks.rank, used, own, largest)
-print("done")
-shard.leave(ranks)
+        assert dim == 64 or 0.9 * own < used < own + largest, (load, ranks.rank, used, own, largest)
 """
-    assert run_ranks(2, code).count("done") == 2
+    run_ranks(2, code)
 
 
 def test_faults_of_ranks_are_told_to_all_and_late_ones_are_not_waited_for():
     """The second rank comes to no collective; it ends when the first has given up waiting."""
     code = """
-import os, torch.distributed as dist
+import os, pytest, torch.distributed as dist
 from lib.errors import UserError
 ranks = shard.init_ranks()
 assert shard.on_every_rank(lambda: ranks.rank, ranks) == ranks.rank
 assert shard.on_first_rank(lambda: [ranks.rank] * 10**5, ranks) == [0] * 10**5
-try:
+with pytest.raises(ZeroDivisionError):
     shard.on_first_rank(lambda: 1 / 0, ranks)
-except ZeroDivisionError:
-    print("raised")
-def work():
+def read():
     if ranks.rank == 1:
         raise FileNotFoundError(2, "No such file", "/weights/model.safetensors")
-try:
-    shard.on_every_rank(work, ranks)
-except UserError as e:
-    assert "rank 1 on" in str(e) and "/weights/model.safetensors" in str(e) and "rank 0" not in str(e), e
-    print("told")
+with pytest.raises(UserError, match="^rank 1 on .*'/weights/model.safetensors'$"):
+    shard.on_every_rank(read, ranks)
 mesh, shard.WATCHDOG = shard.make_mesh(0, ranks), 0
 shard.set_timeout(1, ranks, mesh)
 for group in (None, mesh.get_group("shard")) if ranks.rank == 0 else ():
-    try:
+    with pytest.raises(RuntimeError):
         dist.all_reduce(torch.ones(1), group=group)
-    except RuntimeError:
-        print("not waited for", flush=True)
 dist.barrier(ranks.control)
 os._exit(0)
 """
-    out = run_ranks(2, code)
-    assert out.count("raised") == out.count("told") == out.count("not waited for") == 2
-
-
-ROWS = {  # flags that ask for each line of config.CONFLICTS, in order; and the number of ranks
-    "model and offload": ("--compile model --offload cpu", 1),
-    "model and offloaded activations": ("--compile model --offload_activations --checkpointing block", 1),
-    "offloaded activations without checkpointing": ("--offload_activations --compile none", 1),
-    "FP8 and offloaded parameters": ("--fp8 tensor --offload cpu --compile none", 2),
-    "row and e5m2": ("--fp8 row --fp8_grad_dtype e5m2", 1),
-    "row_gw_hp and e5m2": ("--fp8 row_gw_hp --fp8_grad_dtype e5m2", 1),
-    "row and one scale": ("--fp8 row --fp8_all_gather", 1),
-    "row_gw_hp and one scale": ("--fp8 row_gw_hp --fp8_all_gather", 1),
-    "a decay and none": ("--decay_steps 100 --schedule constant", 1),
-    "Muon and LoRA": ("--optimizer muon --lora 8", 1),
-    "model on two": ("--compile model", 2),
-}
+    run_ranks(2, code)
 
 
 @pytest.mark.parametrize("words, device, chosen", [
-    ("", "cpu", "none"),
-    ("--steps 100000", "cpu", "block"),
-    ("", "cuda", "block"),
+    ("", "cpu", "none"), ("--steps 100000", "cpu", "block"), ("", "cuda", "block"),
 ])  # fmt: skip
 def test_what_ends_before_compiling_pays_is_not_compiled(monkeypatch, words, device, chosen):
     monkeypatch.setattr("lib.machine.compiler_problem", lambda: "")
@@ -233,38 +197,41 @@ def test_what_ends_before_compiling_pays_is_not_compiled(monkeypatch, words, dev
 
 
 def test_what_does_not_work_together_is_refused():
+    cases = [  # flags that ask for each line of config.CONFLICTS, in order; and the number of ranks
+        ("--compile model --offload cpu", 1), ("--compile model --offload_activations --checkpointing block", 1),
+        ("--offload_activations --compile none", 1), ("--fp8 tensor --offload cpu --compile none", 2),
+        ("--fp8 row --fp8_grad_dtype e5m2", 1), ("--fp8 row_gw_hp --fp8_grad_dtype e5m2", 1),
+        ("--fp8 row --fp8_all_gather", 1), ("--fp8 row_gw_hp --fp8_all_gather", 1),
+        ("--decay_steps 100 --schedule constant", 1), ("--optimizer muon --lora 8", 1), ("--compile model", 2),
+    ]  # fmt: skip
     messages = []
-    for words, ranks in ROWS.values():
+    for words, ranks in cases:
         with pytest.raises(UserError, match=f"^{words.split()[0]}") as error:
             refuse_unsupported(parse_args(words.split()), ranks)
         messages.append(str(error.value))
-    assert messages == CONFLICTS.strip().splitlines() and len(set(messages)) == len(ROWS)
+    assert messages == CONFLICTS.strip().splitlines() and len(set(messages)) == len(cases)
     refuse_unsupported(parse_args(["--compile", "block", "--offload", "cpu"]), 2)
 
 
-ROOM = {  # flags, device, GiB of the host and of a GPU: what is said; 8.03 B parameters have 4 x 29.9 GiB in fp32
-    "host": ("", "cpu", 100, 0, r"optimizer state 59.8, parameters 29.9.* on .*4 processes\), which has 100.0 GiB"),
-    "host with bf16 moments": ("--state_dtype bf16", "cpu", 80, 0, r"optimizer state 29.9.*which has 80.0 GiB"),
-    "offload": ("--offload cpu", "cuda", 90, 80, r"gradients 3[0-9].*4 processes\), which has 90.0 GiB"),
-    "GPU": ("", "cuda", 9999, 25, r"optimizer state 15.0.* on cuda:0, which has 25.0 GiB.*--offload cpu"),
-    "GPU without sharding": ("--shard_size 1", "cuda", 9999, 80, r"optimizer state 59.8.* on cuda"),
-    "rows": ("--micro_batch 10000000000 --checkpointing block", "cuda", 10**9, 80, r"or activations [1-9].* on cuda"),
-    "tokens": (f"--batch_tokens {2**52} --seq_len 1 --micro_batch 1", "cpu", 200, 0, "tokens of a step 67108864.0"),
-}
-
-
-@pytest.mark.parametrize("case", ROOM)
-def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, case):
-    words, device, host, gpu, message = ROOM[case]
+# Flags, device, GiB of the host and of a GPU, what is said; 8.03 B parameters have 4 x 29.9 GiB in fp32.
+@pytest.mark.parametrize("words, device, host, gpu, message", [
+    ("", "cpu", 100, 0, r"optimizer state 59.8, parameters 29.9.* on .*4 processes\), which has 100.0 GiB"),
+    ("--state_dtype bf16", "cpu", 80, 0, r"optimizer state 29.9.*which has 80.0 GiB"),
+    ("--offload cpu", "cuda:0", 90, 80, r"gradients 3[0-9].*4 processes\), which has 90.0 GiB"),
+    ("", "cuda:0", 9999, 25, r"optimizer state 15.0.* on cuda:0, which has 25.0 GiB.*--offload cpu"),
+    ("--shard_size 1", "cuda:0", 9999, 80, r"optimizer state 59.8.* on cuda"),
+    ("--micro_batch 10000000000 --checkpointing block", "cuda:0", 10**9, 80, r"or activations [1-9].* on cuda"),
+    (f"--batch_tokens {2**52} --seq_len 1 --micro_batch 1", "cpu", 200, 0, "tokens of a step 67108864.0"),
+])  # fmt: skip
+def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, words, device, host, gpu, message):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     config = parse_args(["--model=llama3-8b", "--dtype=bf16", *words.split()])
-    device = torch.device(device, 0) if gpu else torch.device(device)
 
     def refuse(host: float, gpu: float) -> None:
         monkeypatch.setattr(machine, "available_memory", lambda: host * 2**30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gpu * 2**30))
         monkeypatch.setattr(machine, "known_gpu", lambda _: None)
-        plan.refuse_without_room(config, shard.Ranks(0, 4, device))
+        plan.refuse_without_room(config, shard.Ranks(0, 4, torch.device(device)))
 
     with pytest.raises(UserError, match=message):
         refuse(host, gpu)
@@ -272,15 +239,10 @@ def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, case):
     refuse(0, 2**60)  # what the host has is not known
 
 
-@pytest.mark.parametrize(
-    "amx, avx512, name, dtype",
-    [
-        (True, True, "Intel(R) Xeon(R) Processor", "bf16"),
-        (False, True, "Intel(R) Xeon(R) Platinum 8369HC", "fp32"),
-        (False, True, "AMD EPYC 9R14", "bf16"),
-        (False, False, "AMD EPYC 7R13", "fp32"),
-    ],
-)
+@pytest.mark.parametrize("amx, avx512, name, dtype", [
+    (True, True, "Intel(R) Xeon(R) Processor", "bf16"), (False, True, "Intel(R) Xeon(R) Platinum 8369HC", "fp32"),
+    (False, True, "AMD EPYC 9R14", "bf16"), (False, False, "AMD EPYC 7R13", "fp32"),
+])  # fmt: skip
 def test_auto_is_the_dtype_that_a_cpu_is_fast_in(monkeypatch, amx, avx512, name, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": amx, "avx512_bf16": avx512})
     monkeypatch.setattr(check, "cpu_name", lambda: name)
@@ -288,33 +250,28 @@ def test_auto_is_the_dtype_that_a_cpu_is_fast_in(monkeypatch, amx, avx512, name,
 
 
 def test_out_of_memory_tells_what_the_memory_went_to():
-    model = torch.nn.Linear(1024, 1024, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(torch.ones(1, 1024)).sum().backward()
-    optimizer.step()
-    mib = {"parameters": 4, "gradients": 4, "optimizer state": 8, "activations, logits and gathered layers": 64 - 16}
+    """What is kept on the host counts for nothing. Flags that the run has are not offered."""
+    model = torch.nn.Linear(2**14, 2**14, bias=False, device="meta")  # 1 GiB
+    model.weight.grad = torch.empty_like(model.weight)
+    state = {"exp_avg": model.weight, "exp_avg_sq": model.weight, "step": torch.empty(2**24)}
 
     def describe(*words: str) -> str:
-        return machine.describe_out_of_memory(model, optimizer, parse_args([*words]), 2**26, torch.device("cpu", 0))
+        optimizer, device = SimpleNamespace(state={model.weight: state}), torch.device("meta")
+        return machine.describe_out_of_memory(model, optimizer, parse_args([*words]), 16 * 2**30, device)
 
-    output = describe()
-    assert all(f"{part} {n / 1024:.2f}" in output for part, n in mib.items()), output
-    assert "0.06 GiB were allocated at the peak" in output
-    flags = ["--micro_batch", "--state_dtype bf16", "--checkpointing block"]
-    flags += ["--offload_activations", "--param_dtype bf16", "--offload cpu"]
-    assert [output.index(f) for f in flags] == sorted(output.index(f) for f in flags)
-    done = describe("--micro_batch=1", "--state_dtype=bf16", "--checkpointing=block", "--offload_activations")
-    assert not any(f in done for f in ("--micro_batch", "--state_dtype", "--checkpointing", "--offload_activations"))
+    sizes = "parameters 1.00, gradients 1.00, optimizer state 2.00, activations, logits and gathered layers 12.00"
+    assert f"out of memory on meta: 16.00 GiB were allocated at the peak ({sizes})." in describe()
+    flags = ["--micro_batch 1", "--state_dtype bf16", "--checkpointing block", "--offload_activations True"]
+    flags += ["--param_dtype bf16", "--offload cpu", "more GPUs or machines"]
+    assert f"cheapest first: {'; '.join(flags)}; " in describe()
+    assert f"cheapest first: {'; '.join(flags[4:])}; " in describe(*(flag.replace(" ", "=") for flag in flags[:4]))
 
 
 def test_prefetch_gathers_units_before_their_turn():
     """The profiler's names of what FSDP2 gathers early: one unit, or two, ahead, in both directions; 0: its own way,
     backward only."""
     code = """
-import collections
-from model import MODELS
-from dataclasses import replace
-ranks = shard.init_ranks()
+ranks, units = shard.init_ranks(), ["embed_tokens", *range(4), "lm_head"]
 for depth in (0, 1, 2):
     config, mesh = replace(MODELS["tiny-llama"], n_layers=4), shard.make_mesh(0, ranks)
     model = test_shard.fill(test_shard.allocate(config, mesh, prefetch=depth, reshard="always"))
@@ -323,36 +280,27 @@ for depth in (0, 1, 2):
     with torch.profiler.profile() as profile:
         model(tokens, tokens).backward()
     early = [e.name for e in profile.events() if "_prefetch for " in e.name]
-    count = collections.Counter(name.split()[0].removeprefix("FSDP::") for name in early)
-    print(depth, count["forward_prefetch"], count["backward_prefetch"] > 0, flush=True)
-    first = next((name for name in early if "forward" in name), "")
-    assert depth == 0 or first == "FSDP::forward_prefetch for embed_tokens", early
-shard.leave(ranks)
+    forward = [name for name in early if "FSDP::forward_prefetch" in name]
+    assert len(forward) == sum(len(units[i : i + depth]) for i in range(len(units) + 1)), (depth, early)
+    assert forward[:1] == ["FSDP::forward_prefetch for embed_tokens"] * (depth > 0), early
+    assert any("FSDP::backward_prefetch" in name for name in early), (depth, early)
 """
-    out = run_ranks(2, code).splitlines()
-    units = ["embed_tokens", *range(4), "lm_head"]
-    counts = {depth: sum(len(units[i : i + depth]) for i in range(len(units) + 1)) for depth in (0, 1, 2)}
-    assert all(out.count(f"{depth} {n} True") == 2 for depth, n in counts.items()), out
+    run_ranks(2, code)
 
 
-def test_bad_meshes_and_devices_name_both_numbers(monkeypatch):
-    with pytest.raises(UserError, match="--shard_size 3 does not divide the 4 ranks"):
-        shard.make_mesh(3, shard.Ranks(0, 4, torch.device("cpu")))
+def test_too_few_gpus_and_gpus_that_torch_cannot_use_are_refused(monkeypatch, tmp_path):
+    """Never a silent run on the CPU; unless the user hides the GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(UserError, match=r"4 processes.* 2 visible GPUs \(CUDA_VISIBLE_DEVICES is 0,1\)"):
         machine.find_device(4)
-
-
-def test_gpus_that_torch_cannot_use_are_refused(monkeypatch, tmp_path):
-    """Never a silent run on the CPU; unless the user hides the GPUs."""
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(UserError, match=r"NVIDIA H200.*CUDA"):
         machine.find_device(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -364,8 +312,7 @@ def test_only_several_replicas_make_units_keep_reduced_gradients(world_size):
     """What FSDP's groups of parameters hold while the backward pass goes on and after it, on every layout. With one
     replica it is nothing, and the parameters have their gradients after each micro-batch, not only the last one."""
     code = """
-from model import MODELS
-ranks, tokens, layouts = shard.init_ranks(), torch.zeros(1, 8, dtype=torch.long), 0
+ranks, tokens = shard.init_ranks(), torch.zeros(1, 8, dtype=torch.long)
 for size in (s for s in (1, 2, 4) if s <= ranks.world_size):
     for offload in (False, True)[ranks.world_size == 1 :]:
         mesh = shard.make_mesh(size, ranks, offload)
@@ -385,60 +332,35 @@ for size in (s for s in (1, 2, 4) if s <= ranks.world_size):
                 assert complete and not any(held), (size, offload, last, held)
             else:
                 assert complete == last and max(held) >= len(groups) - 1, (size, offload, last, held)
-        layouts += 1
-print(f"{layouts} layouts", flush=True)
-shard.leave(ranks)
 """
-    layouts = {1: 1, 4: 6}[world_size]
-    assert run_ranks(world_size, code).count(f"{layouts} layouts") == world_size
+    run_ranks(world_size, code)
 
 
-@pytest.mark.gpu
-def test_offloaded_activations_free_a_gpu_and_change_no_bit():
-    """Eight blocks whose inputs are 64 MiB each: they are not there when the backward pass begins."""
-    config = replace(MODELS["tiny-llama"], dim=1024, n_layers=8, n_heads=8, n_kv_heads=8, ffn_dim=1024)
-    tokens = torch.zeros(16, 2048, dtype=torch.long, device="cuda")
-    found = {}
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_offloaded_inputs_of_blocks_are_freed_and_change_no_bit(device):
+    """Eight blocks, whose inputs (64 MiB each on a GPU) are not there when the backward pass begins."""
+    rows, length, dim = (16, 2048, 1024) if device == "cuda" else (1, 8, 64)
+    config = replace(MODELS["tiny-llama"], dim=dim, n_layers=8, n_heads=8, n_kv_heads=8, ffn_dim=dim)
+    tokens = torch.zeros(rows, length, dtype=torch.long, device=device)
+    inputs, held, gradients = [], [], []
     for on in (False, True):
-        with torch.device("meta"):
-            model = Transformer(config, torch.bfloat16)
+        model = fill(Transformer(config, torch.bfloat16)).to(device)
         shard.checkpoint_activations(model, "block")
-        shard.offload_activations(model, on, torch.device("cuda", 0))
-        model.to_empty(device="cuda")
-        fill(model)
+        shard.offload_activations(model, on, torch.device(device))
+        for block in model.layers:
+            block.register_forward_pre_hook(lambda block, args: inputs.append(weakref.ref(args[0])))
         for _ in range(2):  # the second with pinned memory that has been used before
             model.zero_grad()
+            inputs.clear()
             loss = model(tokens, tokens)
-            torch.cuda.synchronize()
-            held = torch.cuda.memory_allocated()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            held.append(sum(ref() is not None for ref in inputs) if device == "cpu" else torch.cuda.memory_allocated())
             loss.backward()
-        found[on] = held, [p.grad.clone() for p in model.parameters()]
+        gradients.append([p.grad.cpu() for p in model.parameters()])
         del model, loss
-    assert found[False][0] - found[True][0] > 6 * 2**26
-    assert all(torch.equal(a, b) for a, b in zip(found[False][1], found[True][1], strict=True))
-
-
-def test_offloaded_inputs_of_blocks_are_freed():
-    model = Transformer(MODELS["tiny-llama"])
-    shard.checkpoint_activations(model, "block")
-    shard.offload_activations(model, True, torch.device("cpu"))
-    inputs, tokens = [], torch.zeros(1, 8, dtype=torch.long)
-    for block in model.layers:
-        block.register_forward_pre_hook(lambda block, args: inputs.append(weakref.ref(args[0])))
-    loss = model(tokens, tokens)
-    assert loss.requires_grad and [ref() for ref in inputs] == [None] * len(model.layers)
-
-
-class Counted(TorchDispatchMode):
-    """Operators that are really run: below the checkpointing, which answers for those that it has kept."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.__name__)
-        return function(*args, **(kwargs or {}))
+    assert held == [8, 8, 0, 0] if device == "cpu" else held[1] - held[3] > 6 * 2**26
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -451,10 +373,11 @@ def test_selective_checkpointing_computes_no_product_and_no_attention_again(devi
         model = fill(Transformer(config, torch.bfloat16)).to(device)
         shard.checkpoint_activations(model, mode)
         loss = model(tokens, tokens)
-        with Counted() as counted:
+        with capture_logs_with_logging_tensor_mode() as calls:  # what runs: checkpointing answers for what it has kept
             loss.backward()
-        names = [n for n in counted.names if "backward" not in n]
-        counts[mode] = [sum(n.startswith(kind) for n in names) for kind in ("mm", "_scaled_dot_product")]
+        forward = [call for call in calls if "_backward." not in call]
+        products = ("mm", "_scaled_dot_product")
+        counts[mode] = [sum(f"= torch._ops.aten.{name}" in call for call in forward) for name in products]
         grads[mode] = [p.grad for p in model.parameters()]
     assert counts["selective"] == counts["none"] and counts["none"][1] == 0, counts
     assert counts["block"] == [counts["none"][0] + 3 * 2, 2], counts  # the last product of a block is not needed
