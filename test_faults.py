@@ -263,6 +263,7 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
     run = tmp_path / "run"
     assert run_here(run, "--steps", 3)[0] == 0
     other = ["--log_every", 2, "--save_every", 2, "--eval_every", 2, "--eval_batches", 1, "--keep", 3]
+    other += ["--micro_batch", 1, "--batch_tokens", 32]
     assert run_here(run, "--steps", 5, *other)[0] == 0
     assert run_here(run, "--steps", 4, *other)[0] == 0  # nothing is left to do
     tuned = ["--steps", 8, "--lr", 0.02, "--warmup_steps", 2]
