@@ -68,42 +68,45 @@ def content(folder: Path) -> tuple:
     return manifest | {"config": manifest["config"] | {"keep": 0}}, (folder / "rank-00000.safetensors").read_bytes()
 
 
-SAVES = [("damaged", 4), *(pytest.param(c, 1, marks=pytest.mark.slow) for c in ("damaged", "first", "pruned"))]
+WHOLE = [(3, 4), *(pytest.param(whole, 1, marks=pytest.mark.slow) for whole in (3, 0))]
 
 
-@pytest.mark.parametrize("case, every", SAVES)
-def test_a_save_killed_between_two_operations_leaves_the_old_state_or_the_new_one(tmp_path, monkeypatch, case, every):
-    """Steps 1 and so on are saved whole, the next one is killed at operation 1, 2, ... until it survives."""
-    whole = {"first": 0, "pruned": 3, "damaged": 2}[case]  # --keep 3
-    run = tmp_path / "run"
+@pytest.mark.parametrize("whole, every", WHOLE)
+def test_a_save_killed_between_two_operations_leaves_the_old_state_or_the_new_one(tmp_path, monkeypatch, whole, every):
+    """So many steps are saved whole; the next one, which is damaged if any was, is saved and killed at operation 1, 2,
+    ... until it survives. With --keep 3, the first save makes the folder and the fourth removes the oldest step."""
+    run, start, truth, damaged = tmp_path / "run", tmp_path / "start", {}, None
     config, model, optimizer = make_state(run, *SMALL, "--keep", "3")
-    truth = {}
     for step in range(1, whole + 2):  # the state is the same: what differs is the manifest
         folder = save(run, step, model, optimizer, {"samples": step}, replace(config, keep=9))
         truth[step] = content(folder)
     shutil.rmtree(folder)
-    if case == "damaged":
-        shutil.copytree(run / "checkpoints/step-00000002", folder)
-    start, loss = tmp_path / "start", truth[1][0]["probe"]["loss"]
+    if whole:
+        shutil.copytree(checkpoint.step_folder(run, whole), folder)
+        damaged = (folder / "manifest.json").read_bytes()
+    else:
+        folder.parent.rmdir()
+    loss = truth[1][0]["probe"]["loss"]
     monkeypatch.setattr(checkpoint, "probe_loss", lambda *_: loss)  # OpenMP's threads do not survive a fork
     shutil.move(run, start)
     for n in range(1, 1000, every):
         shutil.copytree(start, run)
-        if not whole:
-            shutil.rmtree(run / "checkpoints")
         to_be_saved = (run, whole + 1, model, optimizer, {"samples": whole + 1}, config)
         ended = in_child(lambda n=n: (die_at(n), save(*to_be_saved, start=whole)))  # noqa: B023
         assert ended in (0, 9), n
-        found, skipped = checkpoint.find(config) if whole or checkpoint.folders(run) else (None, [])
+        found, skipped = checkpoint.find(config)
         step = found.step if found else 0
         assert step in (whole, whole + 1) and (ended or step == whole + 1), n
-        assert len(skipped) == (case == "damaged" and step == whole and folder.exists())
-        for kept in checkpoint.folders(run):  # whole, but for the one that was damaged before
-            assert (step == whole and kept == folder) or content(kept) == truth[int(kept.name[5:])], n
+        assert len(skipped) == (step == whole and folder.exists())
+        for kept in checkpoint.folders(run):
+            if step == whole and kept == folder:
+                assert (kept / "manifest.json").read_bytes() == damaged, n
+            else:
+                assert content(kept) == truth[checkpoint.step_of(kept)], n
         enough = {max(step - i, 0) for i in range(3)} - {0}
-        assert {int(p.name[5:]) for p in checkpoint.folders(run)} >= enough
+        assert {*map(checkpoint.step_of, checkpoint.folders(run))} >= enough
         checkpoint.clean(run)
-        left = {p.name for p in (run / "checkpoints").iterdir()} if (run / "checkpoints").exists() else set()
+        left = {p.name for p in run.glob("checkpoints/*")}
         assert left <= {f"{folder.name}.damaged", *(f"step-{i:08d}" for i in range(1, whole + 2))}, left
         shutil.rmtree(run)
         if not ended:
