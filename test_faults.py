@@ -520,32 +520,3 @@ def test_a_request_in_the_run_folder_stops_all_ranks(tmp_path, text, request_tex
     assert status["state"] == "stopped" and message in status["message"]
     saved = [checkpoint.step_of(p) for p in checkpoint.folders(tmp_path / "run")]
     assert saved == ([] if request_text else [status["step"]])
-
-
-@pytest.mark.slow
-def test_nobody_waits_for_a_dead_peer(tmp_path, text):
-    job = Job(tmp_path / "run", text, "--steps", 900, "--save_every", 3, ranks=3, code=SLOWER.format(0.05))
-    job.wait_for_step(5)
-    pids = job.pids()
-    for rank, number in ((1, signal.SIGKILL), (0, signal.SIGTERM), (2, signal.SIGTERM)):
-        os.kill(pids[rank], number)
-    assert job.wait(45)
-    for pid in pids.values():
-        wait_until_gone(pid, 1)
-    assert all(ok for _, ok, _ in checkpoint.verify(tmp_path / "run"))
-
-
-@pytest.mark.slow
-def test_from_one_rank_to_two_and_back_the_batches_are_the_same(tmp_path, text):
-    """Micro-batches of 2 rows, 6 rows a step: on two ranks the last is filled up."""
-    flags = ["--batch_tokens", 96, "--save_every", 3, "--optimizer", "muon"]
-    for ranks, size, steps in ((1, 0, 3), (2, 0, 6), (2, 1, 9), (1, 0, 12)):
-        more = ["--steps", steps, "--shard_size", size]
-        status, output = run_job(tmp_path / "run", text, *flags, *more, ranks=ranks)
-        assert status == 0, output
-    probes = re.findall(r"probe: ([\d.]+), at the save: ([\d.]+)", (tmp_path / "run/log.txt").read_text())
-    assert len(probes) == 3 and all(float(a) == pytest.approx(float(b), abs=1e-5) for a, b in probes)
-    assert run_job(tmp_path / "whole", text, *flags, "--steps", 12, ranks=1)[0] == 0
-    got, want = losses(tmp_path / "run"), losses(tmp_path / "whole")
-    assert [s for s, _ in got] == [s for s, _ in want] == [*range(1, 13)]
-    assert [x for _, x in got] == pytest.approx([x for _, x in want], rel=1e-4)

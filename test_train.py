@@ -115,7 +115,8 @@ def test_several_processes_train_like_one(tmp_path, text):
 
 def test_ranks_save_their_masters_after_an_evaluation(tmp_path, text):
     """In bf16, evaluation, samples and saves at the same steps: fp32 weights and both moments of every parameter, from
-    which one process goes on as two do. And one process computes what two do, to less than bf16's rounding."""
+    which one process goes on as two do, and two as one. One process computes what two do, to less than bf16's
+    rounding."""
     flags = [*FAST, "--dtype", "bf16", "--data", text, "--log_every", 1, "--eval_every", 2, "--sample_every", 4]
     flags += ["--batch_tokens", 512, "--schedule", "constant"]
     train(*flags, "--steps", 4, "--out", tmp_path / "two", ranks=2)
@@ -129,9 +130,10 @@ def test_ranks_save_their_masters_after_an_evaluation(tmp_path, text):
     names = {key.removeprefix("model.") for key in keys if key.startswith("model.")}
     assert keys == {f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq", "step") for name in names}
     shutil.copytree(tmp_path / "two", tmp_path / "alone")
-    train(*flags, "--steps", 6, "--out", tmp_path / "two", ranks=2)
-    train(*flags, "--steps", 6, "--out", tmp_path / "alone")
-    two, alone = values(tmp_path / "two"), values(tmp_path / "alone")
+    for name, ranks in (("two", 2), ("alone", 1), ("one", 2)):
+        train(*flags, "--steps", 6, "--out", tmp_path / name, ranks=ranks)
+    two, alone, one = (values(tmp_path / name) for name in ("two", "alone", "one"))
+    assert one[6][0] == pytest.approx(two[6][0], rel=1e-3)
     assert two[5][0] == pytest.approx(alone[5][0], rel=1e-5) and two[6][2] == pytest.approx(alone[6][2], rel=1e-3)
 
 
