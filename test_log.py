@@ -26,7 +26,7 @@ from lib.run import Clock, logger, refuse_unusable, start_logging
 from log import Log, Times, find_slow
 from model import MODELS
 from shard import Ranks
-from test_train import FAST, train
+from test_train import FAST, metrics, train
 
 PREFIX = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[\w+\.py:\d+\] "
 BATCH = re.compile(  # other programs look for this line, after the prefixes of Slurm and of start_logging
@@ -67,10 +67,6 @@ def make_log(folder: Path, start=0, part="steps", sources=(), rank=0, world_size
 def record(run: Log, step: int, loss=2.5, **values) -> None:
     run.step(step, torch.tensor(loss), torch.tensor(0.75), 1e-4, values.pop("val_loss", None))
     run.add(step, **values)
-
-
-def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---- lines
