@@ -317,6 +317,7 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
             record(run, step, 10.0 - step, save_ms=7.0)
             if step % 3 == 0:
                 run.add(step, sample=f"text {step} of {last}\n")
+        run.trackers["tensorboard"].writer.flush()  # a thread that outlived the kill would write into the new folder
     start_logging(tmp_path)
     run.trackers["other"] = mock.Mock(log=mock.Mock(side_effect=ConnectionError("no route")))
     with run:

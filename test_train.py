@@ -195,10 +195,10 @@ def test_a_finished_run_says_how_to_go_on(text, old_run, capsys, monkeypatch):
 BAD = {  # other files' tests have more mistakes; these end in different parts of the start
     "a misspelled recipe": (["@defaults"], "did you mean @recipes/default.args?"),
     "a misspelled file": (["--data", "READMI.md"], f"known format in {Path.cwd()}; did you mean README.md?"),
-    "a file for --out": (["--out", "{md}"], "error: --out "),
+    "a file for --out": (["--out", str(ROOT / "README.md")], "error: --out "),
     "too long a name": (["--out", "é" * 128], "File name too long"),
     "a run folder of another model": (["--model", "tiny-gpt2", "--out", "{old}"], "--model was 'tiny-llama'"),
-    "weights that are not there": (["--weights", "{md}-not"], "--weights"),
+    "weights that are not there": (["--weights", "{hf}-not"], "--weights"),
     "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "the model, which has {'dim': 32"),
     "something of the user's in hf/": (["--out", "{own}"], "own/hf exists already"),
     "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "trained on 300"),
@@ -241,8 +241,7 @@ def test_an_export_is_the_last_checkpoint_and_training_starts_from_it(tmp_path, 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, capsys, monkeypatch):
     extra, message = BAD[kind]
-    places = {"old": old_run, "hf": old_run / "hf", "md": ROOT / "README.md"}
-    places |= {name: old_run.parent / name for name in ("near", "own")}
+    places = {"old": old_run, "hf": old_run / "hf", "near": old_run.parent / "near", "own": old_run.parent / "own"}
     flags = [*FAST, "--data", text, "--steps", "2", "--out", str(tmp_path / "new/run")]
     args = flags + [word.format(**places) for word in extra]
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
