@@ -26,7 +26,7 @@ from lib.run import Clock, logger, refuse_unusable, start_logging
 from log import Log, Times, find_slow
 from model import MODELS
 from shard import Ranks
-from test_train import FAST, train
+from test_train import FAST, metrics, train
 
 PREFIX = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[\w+\.py:\d+\] "
 BATCH = re.compile(  # other programs look for this line, after the prefixes of Slurm and of start_logging
@@ -67,10 +67,6 @@ def make_log(folder: Path, start=0, part="steps", sources=(), rank=0, world_size
 def record(run: Log, step: int, loss=2.5, **values) -> None:
     run.step(step, torch.tensor(loss), torch.tensor(0.75), 1e-4, values.pop("val_loss", None))
     run.add(step, **values)
-
-
-def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---- lines
@@ -321,6 +317,7 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
             record(run, step, 10.0 - step, save_ms=7.0)
             if step % 3 == 0:
                 run.add(step, sample=f"text {step} of {last}\n")
+        run.trackers["tensorboard"].writer.flush()  # a thread that outlived the kill would write into the new folder
     start_logging(tmp_path)
     run.trackers["other"] = mock.Mock(log=mock.Mock(side_effect=ConnectionError("no route")))
     with run:
@@ -376,12 +373,8 @@ def test_a_profiled_run(tmp_path, text):
 SLEEP = """
 import time
 sync = train.shard.sync_gradients
-
-def sync_slowly(*args):
-    time.sleep(0.2 * int(os.environ["RANK"]))
-    sync(*args)
-
-train.shard.sync_gradients = sync_slowly"""
+train.shard.sync_gradients = lambda *args: time.sleep(0.2 * int(os.environ["RANK"])) or sync(*args)
+"""
 
 
 def train_two_ranks(folder: Path, text: str, *flags, code: str = "") -> tuple[list[dict], str]:
