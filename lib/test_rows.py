@@ -291,7 +291,6 @@ def documents(batches) -> list[tuple[list[int], list[int]]]:
 def test_rows_are_what_the_template_renders(tmp_path):
     """Each conversation once per epoch, whole; the targets are the assistant's words and the token that ends them.
     test_tokenizer.py has the templates."""
-    (tmp_path / "tokenizer").mkdir()
     tokenizer = _chat_tokenizer("llama3.1", tmp_path / "tokenizer")
     path = write_chats(tmp_path / "a.jsonl", conversations())
     loader = make_loader(chat_config(path, tokenizer=tmp_path / "tokenizer", seq_len=700))

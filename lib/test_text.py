@@ -192,7 +192,6 @@ def test_data_of_several_tokenizers_are_refused(tmp_path, text_cache, monkeypatc
     index = run([tmp_path / "a.jsonl"], tmp_path / "a")
     run([tmp_path / "a.jsonl"], tmp_path / "b")
     (tmp_path / "b/index.json").write_text(json.dumps(index | {"fingerprint": "0123", "tokenizer": "other"}))
-    (tmp_path / "llama3").mkdir()
     _chat_tokenizer("llama3.1", tmp_path / "llama3")
     monkeypatch.chdir(tmp_path)
     open_checked(parse_args(["--seq_len", "16", "--data", "a", "a.jsonl"]))
