@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -153,7 +152,6 @@ def test_validation_of_a_stream(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda _: None))  # between retries
     write(tmp_path / "files", 3, 40)
     parts = enumerate(sorted((tmp_path / "files").iterdir()))
     content = {f"en/c4-train.{f:05}-of-00003.json.gz": path.read_bytes() for f, path in parts}
