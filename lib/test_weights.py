@@ -43,16 +43,11 @@ def load_theirs(folder: Path, dtype: torch.dtype):
     )
 
 
-@pytest.fixture
-def save(tmp_path):
-    """save(name) -> folder that transformers has written."""
-
-    def save(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
-        folder = tmp_path / f"theirs-{len(os.listdir(tmp_path))}"
-        make_reference(FAMILY[name]).to(dtype).save_pretrained(folder, max_shard_size=shard)
-        return folder
-
-    return save
+def save(place: Path, name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
+    """-> a new folder in this place, which transformers has written."""
+    folder = place / f"theirs-{len(os.listdir(place))}"
+    make_reference(FAMILY[name]).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -68,8 +63,8 @@ def same_bits(a: dict, b: dict) -> bool:
 # ---- reading
 
 
-def test_damaged_files(save):
-    for folder in (save("llama3"), save("llama3", shard="40KB")):
+def test_damaged_files(tmp_path):
+    for folder in (save(tmp_path, "llama3"), save(tmp_path, "llama3", shard="40KB")):
         file = find_files(folder)[-1]
         for content, message in (
             (file.read_bytes()[:-1], "cut short"),
@@ -86,9 +81,9 @@ def test_damaged_files(save):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3.2", "mixtral"])
-def test_names_of_older_files(save, name):
+def test_names_of_older_files(tmp_path, name):
     """Masks and frequencies are stored too, with a copy of a tied head, or without the names' first part."""
-    folder, theirs = save(name), reference(name)
+    folder, theirs = save(tmp_path, name), reference(name)
     buffers = {"transformer.h.1.attn.bias": torch.ones(1, 1, 8, 8), "transformer.h.1.attn.masked_bias": torch.ones(())}
     if name != "gpt2":
         buffers = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.rand(8)}
@@ -103,10 +98,10 @@ def test_names_of_older_files(save, name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "wide-heads", "llama3", "mixtral"])
-def test_slices_of_every_parameter(save, name):
+def test_slices_of_every_parameter(tmp_path, name):
     """Any slice equals the same part of the whole. A fused parameter, whose tensors have several files and dtypes, has
     the narrowest dtype that holds them all."""
-    folder, r = save(name, shard="30KB"), random.Random(0)
+    folder, r = save(tmp_path, name, shard="30KB"), random.Random(0)
     for file in find_files(folder):
         tensors = load_file(file)
         for n, t in tensors.items():
@@ -157,11 +152,11 @@ def test_peak_memory_is_not_twice_the_model(tmp_path):
 
 
 @pytest.mark.parametrize("name, dtype", [*((n, d) for n in FAMILY for d in ("fp32", "bf16")), ("mixtral", "fp16")])
-def test_import_export_import(save, tmp_path, name, dtype):
+def test_import_export_import(tmp_path, name, dtype):
     """We compute transformers' logits. An export has the same names with the same bits; transformers finds every key,
     no other, and computes equal logits."""
     shard, dtype = "5GB" if dtype == "fp32" else "20KB", DTYPES[dtype]
-    source = save(name, dtype, shard)
+    source = save(tmp_path, name, dtype, shard)
     assert (len(find_files(source)) > 2) == (shard == "20KB")
     assert error(load_model(source).logits(TOKENS), reference(name, dtype)(TOKENS).logits) < 1e-5
     export_model(load_model(source, dtype), tmp_path / "single")
@@ -175,16 +170,17 @@ def test_import_export_import(save, tmp_path, name, dtype):
         assert torch.equal(loaded(TOKENS).logits, expected)
 
 
-def test_export_replaces_only_an_export(monkeypatch, save, tmp_path):
+def test_export_replaces_only_an_export(monkeypatch, tmp_path):
     """A failure leaves the older one."""
-    model, other, out = load_model(save("llama3")), load_model(save("gpt2")), tmp_path / "new" / "out"
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    model, other = load_model(save(tmp_path, "llama3")), load_model(save(tmp_path, "gpt2"))
+    out, mine = tmp_path / "new" / "out", tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
     export_model(model, out)  # makes the folders above
-    for folder, replaces in ((tmp_path / "mine", False), (tmp_path / "mine", True), (out, False)):
+    for folder, replaces in ((mine, False), (mine, True), (out, False)):
         with pytest.raises(UserError, match=f"{folder} exists already"):
             export_model(other, folder, replaces=replaces)
-    assert os.listdir(tmp_path / "mine") == ["thesis.txt"]
+    assert os.listdir(mine) == ["thesis.txt"]
     export_model(other, out, replaces=True)
     assert weights.read_config(out) == FAMILY["gpt2"] and os.listdir(tmp_path / "new") == ["out"]
     assert (out / "model.safetensors").stat().st_mode & 0o777 == out.stat().st_mode & 0o666
@@ -215,26 +211,24 @@ C_FC, W2 = "transformer.h.0.mlp.c_fc.weight", "model.layers.1.block_sparse_moe.e
 
 @pytest.mark.parametrize("name, wrong, message", [
     ("llama3", lambda t: {n: v for n, v in t.items() if n != Q}, rf"Missing 1: \['{Q}'\]. Unexpected 0"),
-    ("llama3", lambda t: {}, "Missing [0-9]+: .'lm_head.weight'"),
     ("llama3", lambda t: t | {"\x1b[31m": torch.zeros(3)}, r"Missing 0.*Unexpected 1: .'\\x1b\[31m'"),
     ("llama3", lambda t: t | {Q.replace("weight", "bias"): torch.zeros(64)}, "1: .*1.self_attn.q"),
-    ("llama3", lambda t: t | {Q: t[Q][:32]}, rf"'{Q}' has shape \[32, 64\].*expected \[64, 64\]"),
     ("gpt2", lambda t: t | {C_FC: t[C_FC].T.contiguous()}, rf"'{C_FC}' has shape \[48, 64\].*expected \[64, 48\]"),
     ("mixtral", lambda t: t | {W2: t[W2].T.contiguous()}, rf"'{W2}' has shape \[48, 64\].*expected \[64, 48\]"),
     ("mixtral", lambda t: {n: v for n, v in t.items() if "experts.3" not in n}, "Missing.*experts.3"),
     ("llama3", lambda t: t | {Q: t[Q].to(torch.float8_e4m3fn)}, f"'{Q}' has .*float8_e4m3fn, expected"),
     ("llama3", lambda t: t | {Q.removeprefix("model."): t[Q].clone()}, f"'{Q}' is stored a second time"),
 ])  # fmt: skip
-def test_other_tensors_are_refused(save, name, wrong, message):
-    folder = save(name)
+def test_other_tensors_are_refused(tmp_path, name, wrong, message):
+    folder = save(tmp_path, name)
     save_file(wrong(load_file(folder / "model.safetensors")), folder / "model.safetensors")
     with pytest.raises(UserError, match=f"{folder}.*{message}"):
         load_model(folder)
 
 
-def test_wrong_index(save, tmp_path):
+def test_wrong_index(tmp_path):
     """Files outside the folder are not read."""
-    folder, outside = save("llama3", shard="40KB"), {"weight_map": {"a": "../x.safetensors", "b": 5}}
+    folder, outside = save(tmp_path, "llama3", shard="40KB"), {"weight_map": {"a": "../x.safetensors", "b": 5}}
     for text, message in (
         (json.dumps(outside), "lacks 2 files that its index names: .'../x.safetensors', '5'"),
         ('{"weight_map": ["x.safetensors"]}', "it has no weight_map"),
@@ -252,9 +246,9 @@ def test_wrong_index(save, tmp_path):
             load_model(missing)
 
 
-def test_pickles_are_refused_with_a_conversion_that_works(save, tmp_path):
+def test_pickles_are_refused_with_a_conversion_that_works(tmp_path):
     """Runs the Python code in the message."""
-    folder = save("gpt2")
+    folder = save(tmp_path, "gpt2")
     (folder / "model.safetensors").unlink()
     torch.save(reference("gpt2").state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="can run code. If you trust its source") as e:
