@@ -5,7 +5,7 @@ import itertools
 import json
 import random
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pydoc_data.topics import topics
 
 import pytest
@@ -32,21 +32,18 @@ NAMES = "<s> </s> [INST] <unk> <|endoftext|> <tool> ▁ Ġ <0x0A> 's 'LL 'ſ"
 UNICODE = "é e\u0301 日本語 नमस्ते ١٢٣ ½ Ⅳ 1234567 👩\u200d👩\u200d👧 🎈 \u200b \U0010ffff ß İ"
 
 
-def _strings(n: int, seed: int = 0) -> list[str]:
+def _strings(n: int) -> list[str]:
     """Words, white space, control characters, control tokens' names, Unicode, and mixtures of them."""
-    r = random.Random(seed)
-    words = " ".join(TEXT[:10]).split(" ")
+    r, words = random.Random(0), " ".join(TEXT[:10]).split(" ")
     odd = ["", "  ", "\r\n", *" \n\t\0\x1c\x7f\x85\xa0\u2003\u2028\u3000\ufeff"]
     odd += [*SPECIAL, *NAMES.split(), *UNICODE.split()]
+
+    def part() -> str:
+        code = r.choice((r.randrange(128), r.randrange(0x3000), r.randrange(0xE000, 0x110000)))
+        return r.choice((r.choice(words), " " + r.choice(words), r.choice(odd) * r.choice((1, 2, 5)), chr(code)))
+
     out = ["", *odd, *(c * k for c in odd for k in (2, 3, 17))]
-    while len(out) < n:
-        parts = []
-        for _ in range(r.randrange(1, 20)):
-            code = r.choice((r.randrange(128), r.randrange(0x3000), r.randrange(0xE000, 0x110000)))
-            part = (r.choice(words), " " + r.choice(words), r.choice(odd) * r.choice((1, 2, 5)), chr(code))
-            parts.append(r.choice(part))
-        out.append("".join(parts))
-    return out
+    return out + ["".join(part() for _ in range(r.randrange(1, 20))) for _ in range(n - len(out))]
 
 
 STRINGS = _strings(600)
@@ -55,15 +52,12 @@ STRINGS = _strings(600)
 @cache
 def _train(kind: str) -> str:
     """-> a tokenizer.json, as the tokenizers library writes it."""
-    level = partial(pre.ByteLevel, add_prefix_space=False)
-
-    def split(expression: str):
-        pattern = pre.Split(tokenizers.Regex(expression), "isolated")
-        return pre.Sequence([pattern, level(use_regex=False)])
-
-    steps = {"qwen": split(QWEN_REGEX), "gpt2": level(), "llama3": split(LLAMA3_REGEX)}
     t = tokenizers.Tokenizer(tokenizers.models.BPE())
-    t.pre_tokenizer, t.decoder = steps[kind], tokenizers.decoders.ByteLevel()
+    t.decoder = tokenizers.decoders.ByteLevel()
+    t.pre_tokenizer = pre.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt2")
+    if kind != "gpt2":
+        pattern = tokenizers.Regex(QWEN_REGEX if kind == "qwen" else LLAMA3_REGEX)
+        t.pre_tokenizer = pre.Sequence([pre.Split(pattern, "isolated"), t.pre_tokenizer])
     t.normalizer = tokenizers.normalizers.NFC() if kind == "qwen" else None
     special = (*SPECIAL[:2], "<|im_start|>", "<|im_end|>") if kind == "qwen" else SPECIAL
     options = {"special_tokens": list(special), "initial_alphabet": pre.ByteLevel.alphabet(), "show_progress": False}
