@@ -94,27 +94,23 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(*refusal[:2], **(refusal[2] if len(refusal) > 2 else {}))
         if path.startswith("/content/"):
             return self.content(path.removeprefix("/content/"))
-        for repo, files in hub.repos.items():
-            kind, name = repo.split("/", 1)
-            if path.startswith(f"/api/{repo}/revision/"):
-                sha = COMMITS.get(path.split("/revision/")[1], path.split("/revision/")[1])
-                if len(sha) != 40:
-                    return self.reply(404, X_Error_Code="RevisionNotFound")
-                siblings = [*map(describe, files, files.values())]
-                return self.reply(200, json.dumps({"id": name, "sha": sha, "siblings": siblings}).encode())
-            if path.startswith(f"/api/{repo}/tree/"):
-                folder = "".join(path.split("/tree/")[1].split("/", 1)[1:])
-                return self.tree(files, folder)
-            prefix = f"/{'datasets/' * (kind == 'datasets')}{name}/resolve/"
-            if path.startswith(prefix):
-                return self.resolve(repo, *path[len(prefix) :].split("/", 1))
-        self.reply(401 if not self.headers.get("Authorization") else 404, X_Error_Code="RepoNotFound")
+        parts = re.fullmatch(r"/(?:api/)?(models/|datasets/)?(.+?)/(revision|tree|resolve)/([^/]+)/?(.*)", path)
+        kind, name, asked, revision, file = parts.groups() if parts else (None, path, "", "", "")
+        repo, sha = (kind or "models/") + name, COMMITS.get(revision, revision)
+        if repo not in hub.repos:
+            return self.reply(401 if not self.headers.get("Authorization") else 404, X_Error_Code="RepoNotFound")
+        if asked != "revision":
+            return self.tree(repo, file) if asked == "tree" else self.resolve(repo, revision, file)
+        if len(sha) != 40:
+            return self.reply(404, X_Error_Code="RevisionNotFound")
+        siblings = [describe(*file) for file in hub.repos[repo].items()]
+        self.reply(200, json.dumps({"id": name, "sha": sha, "siblings": siblings}).encode())
 
-    def tree(self, files, folder):
+    def tree(self, repo, folder):
         """Two pages; the address of the second names another origin, as a mirror's may."""
         prefix, is_deep, entries = f"{folder}/" * bool(folder), "recursive=true" in self.path, {}
         original = {"type": "directory", "path": "original", "oid": "c" * 40, "size": 0}
-        for path, content in files.items():
+        for path, content in self.server.repos[repo].items():
             if path.startswith(prefix):
                 below, slash, _ = path[len(prefix) :].partition("/")
                 is_file = is_deep or not slash
@@ -123,10 +119,8 @@ class Handler(BaseHTTPRequestHandler):
         entries = [*entries.values()]
         if "cursor" in self.path or len(entries) < 4:
             return self.reply(200, json.dumps(entries[3:] if "cursor" in self.path else entries).encode())
-        page = [*entries[:3], original]
-        cursor = self.path + ("&" if "?" in self.path else "?") + "cursor=2"
-        link = f'<{self.server.cdn.url}{cursor}>; rel="next"'
-        self.reply(200, json.dumps(page).encode(), Link=link)
+        link = f'<{self.server.cdn.url}{self.path}&cursor=2>; rel="next"'
+        self.reply(200, json.dumps([*entries[:3], original]).encode(), Link=link)
 
     def resolve(self, repo, commit, path):
         content = self.server.repos[repo][path]

@@ -325,7 +325,6 @@ def save_run(run: Path, *flags) -> Transformer:
     config = parse_args([*map(str, flags), "--out", str(run), "--dtype", "fp32"])
     model = scramble(Transformer(config.model_config))
     config = replace(config, batch_tokens=2048)
-    run.mkdir(parents=True)
     save(run, 1, model, make_optimizer(model, config), {}, config)
     return model
 

@@ -69,9 +69,8 @@ def naive_lane(lane, lanes, files, count, epochs):
 def run(c, steps, world_size=1, state=None):
     """-> rows of each global batch [seq_len + 1 tokens], the merged position."""
     loaders = [make_loader(c, rank, world_size) for rank in range(world_size)]
-    for loader in loaders:
-        if state:
-            loader.load_state_dict(json.loads(json.dumps(state)))
+    for loader in loaders if state else ():
+        loader.load_state_dict(json.loads(json.dumps(state)))
     iterators, out = [iter(loader) for loader in loaders], []
     for _ in range(steps):
         micros = zip(*(next(i) for i in iterators), strict=True)
@@ -210,16 +209,14 @@ def test_few_files_are_kept_whole(hub, tmp_path):
     assert run(config(C4, lanes=5), 4)[0] == expected and hub.cdn.sent - sent < 2000  # only the first file's head
 
 
-FOUND = {"one/train.jsonl": 1, "c4/en/*": 4, "c4/**": 5, "c4@v1/en/c4-validation.0.json.gz": 1}
-WRONG = {"c4": "expected hf://datasets/ORG/NAME", "c4/fr": "no such file", "no/a.txt": "there is no .*org/no",
-         "c4@v9/en/*": "no such revision"}  # fmt: skip
-
-
 def test_addresses(hub):
-    for path, count in FOUND.items():
+    for path, count in (("one/train.jsonl", 1), ("c4/en/*", 4), ("c4/**", 5), ("c4@v1/en/c4-validation.0.json.gz", 1)):
         found = find_files(f"hf://datasets/org/{path}", "--data")
         assert len(found) == count and all(f"@{COMMITS['v1' if '@v1' in path else 'main']}/" in f.name for f in found)
-    for path, message in WRONG.items():
+    for path, message in (
+        ("c4", "expected hf://datasets/ORG/NAME"), ("c4/fr", "no such file"), ("no/a.txt", "there is no .*org/no"),
+        ("c4@v9/en/*", "no such revision"),
+    ):  # fmt: skip
         assert re.search(message, refused(find_files, f"hf://datasets/org/{path}", "--data"))
 
 
