@@ -17,8 +17,10 @@ from config import parse_args
 from lib import lora
 from lib.errors import UserError
 from lib.weights import export_adapter, export_model, load_model, open_adapter, open_weights
-from model import Transformer, random_init
+from model import MODELS, Transformer, random_init
 from optim import trained
+from test_model import error
+from test_shard import fill
 from test_train import FAST, train, values
 
 CASES = [
@@ -33,11 +35,8 @@ def bases(tmp_path_factory):
     """Folders of random weights by the model's name."""
     folders = {}
     for name, _ in CASES:
-        model = Transformer(parse_args(["--model", name]).model_config)
-        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        shard.fill_parameters(model, random_init(model.config, shapes, 7))
         folders[name] = tmp_path_factory.mktemp("bases") / name
-        export_model(model, folders[name])
+        export_model(fill(Transformer(MODELS[name])), folders[name])
     return folders
 
 
@@ -59,10 +58,6 @@ def reader(model: Transformer):
     return lambda name, slices: model.get_parameter(name).detach()[slices]
 
 
-def differ(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got - want).abs().max() / want.abs().max()).item()
-
-
 def peft_model(base, adapter=None):
     peft = pytest.importorskip("peft")
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -82,7 +77,7 @@ def test_peft_and_the_merged_weights_compute_the_same(bases, tmp_path, name, tar
     assert trained(model).keys() == {f"{part}.lora_{letter}" for part in lora.layers(model) for letter in "AB"}
     logits, read = model.logits(TOKENS), lora.merge(reader(plain), reader(model), config)
     shard.fill_parameters(merged, read)
-    assert differ(merged.logits(TOKENS), logits) < 1e-6 and differ(plain.logits(TOKENS), logits) > 1e-2
+    assert error(merged.logits(TOKENS), logits) < 1e-6 and error(plain.logits(TOKENS), logits) > 1e-2
     part = read("layers.1.self_attn.qkv_proj.weight", (slice(60, 110), slice(5, 40)))
     whole = merged.layers[1].self_attn.qkv_proj.weight
     assert torch.allclose(part, whole[60:110, 5:40], rtol=0, atol=1e-7)
@@ -90,7 +85,7 @@ def test_peft_and_the_merged_weights_compute_the_same(bases, tmp_path, name, tar
     export_adapter(config, reader(model), tmp_path / "adapter")
     _, theirs = peft_model(bases[name], tmp_path / "adapter")
     their_logits = theirs(TOKENS).logits
-    assert differ(logits, their_logits) < 1e-5
+    assert error(logits, their_logits) < 1e-5
     sum_of_losses(their_logits).backward()
     # Without the balancing loss of experts, as there.
     (sum_of_losses(logits) if config.model_config.n_experts else model(TOKENS[:, :-1], TOKENS[:, 1:])).backward()
@@ -98,7 +93,7 @@ def test_peft_and_the_merged_weights_compute_the_same(bases, tmp_path, name, tar
     ours = load_file(tmp_path / "gradients/adapter_model.safetensors")
     wanted = {n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if p.requires_grad}
     assert ours.keys() == wanted.keys()
-    assert max(differ(ours[n], wanted[n]) for n in wanted) < 1e-5
+    assert max(error(ours[n], wanted[n]) for n in wanted) < 1e-5
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
@@ -108,7 +103,7 @@ def test_adapters_of_peft_are_trained_on(bases, tmp_path):
     model = peft.get_peft_model(model, kind)
     model.save_pretrained(tmp_path)
     config = configure(bases["tiny-llama"], "k,down", "--lora_alpha", "7", "--lora_weights", str(tmp_path))
-    assert differ(make(config, open_adapter(tmp_path, config)).logits(TOKENS), model(TOKENS).logits) < 1e-5
+    assert error(make(config, open_adapter(tmp_path, config)).logits(TOKENS), model(TOKENS).logits) < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -134,16 +129,15 @@ def test_a_run_goes_on_and_leaves_both_the_merged_weights_and_the_adapter(run):
     assert all(".lora_" in name for name in tensors) and len(tensors) == 4 * 2 * 3 * 2
     config = checkpoint.newest(folder / "whole").config
     model = make(config, open_adapter(folder / "whole/adapter", config))
-    assert differ(load_model(folder / "whole/hf").logits(TOKENS), model.logits(TOKENS)) < 1e-6
-    assert differ(load_model(folder / "base").logits(TOKENS), model.logits(TOKENS)) > 1e-3
+    assert error(load_model(folder / "whole/hf").logits(TOKENS), model.logits(TOKENS)) < 1e-6
+    assert error(load_model(folder / "base").logits(TOKENS), model.logits(TOKENS)) > 1e-3
     more = [*flags, "--lora_weights", folder / "whole/adapter", "--steps", 5, "--lr", "1e-9", "--save_every", 0]
     train(*more, "--steps", 1, "--out", folder / "more")
     probe = checkpoint.newest(folder / "whole").manifest["probe"]
     assert checkpoint.probe_loss(model, probe["tokens"], torch.device("cpu")) == pytest.approx(probe["loss"], abs=1e-5)
     again = checkpoint.newest(folder / "more").read_weights
-    for name in trained(model):
-        everything = (slice(None), slice(None))
-        assert torch.allclose(again(name, everything), reader(model)(name, everything), atol=1e-6)
+    for name, p in trained(model).items():
+        assert torch.allclose(again(name, (slice(None), slice(None))), p, atol=1e-6)
 
 
 def test_another_base_is_refused(run):

@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,9 +69,8 @@ def naive_lane(lane, lanes, files, count, epochs):
 def run(c, steps, world_size=1, state=None):
     """-> rows of each global batch [seq_len + 1 tokens], the merged position."""
     loaders = [make_loader(c, rank, world_size) for rank in range(world_size)]
-    for loader in loaders:
-        if state:
-            loader.load_state_dict(json.loads(json.dumps(state)))
+    for loader in loaders if state else ():
+        loader.load_state_dict(json.loads(json.dumps(state)))
     iterators, out = [iter(loader) for loader in loaders], []
     for _ in range(steps):
         micros = zip(*(next(i) for i in iterators), strict=True)
@@ -153,7 +151,6 @@ def test_validation_of_a_stream(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda _: None))  # between retries
     write(tmp_path / "files", 3, 40)
     parts = enumerate(sorted((tmp_path / "files").iterdir()))
     content = {f"en/c4-train.{f:05}-of-00003.json.gz": path.read_bytes() for f, path in parts}
@@ -212,16 +209,14 @@ def test_few_files_are_kept_whole(hub, tmp_path):
     assert run(config(C4, lanes=5), 4)[0] == expected and hub.cdn.sent - sent < 2000  # only the first file's head
 
 
-FOUND = {"one/train.jsonl": 1, "c4/en/*": 4, "c4/**": 5, "c4@v1/en/c4-validation.0.json.gz": 1}
-WRONG = {"c4": "expected hf://datasets/ORG/NAME", "c4/fr": "no such file", "no/a.txt": "there is no .*org/no",
-         "c4@v9/en/*": "no such revision"}  # fmt: skip
-
-
 def test_addresses(hub):
-    for path, count in FOUND.items():
+    for path, count in (("one/train.jsonl", 1), ("c4/en/*", 4), ("c4/**", 5), ("c4@v1/en/c4-validation.0.json.gz", 1)):
         found = find_files(f"hf://datasets/org/{path}", "--data")
         assert len(found) == count and all(f"@{COMMITS['v1' if '@v1' in path else 'main']}/" in f.name for f in found)
-    for path, message in WRONG.items():
+    for path, message in (
+        ("c4", "expected hf://datasets/ORG/NAME"), ("c4/fr", "no such file"), ("no/a.txt", "there is no .*org/no"),
+        ("c4@v9/en/*", "no such revision"),
+    ):  # fmt: skip
         assert re.search(message, refused(find_files, f"hf://datasets/org/{path}", "--data"))
 
 
@@ -291,7 +286,6 @@ def documents(batches) -> list[tuple[list[int], list[int]]]:
 def test_rows_are_what_the_template_renders(tmp_path):
     """Each conversation once per epoch, whole; the targets are the assistant's words and the token that ends them.
     test_tokenizer.py has the templates."""
-    (tmp_path / "tokenizer").mkdir()
     tokenizer = _chat_tokenizer("llama3.1", tmp_path / "tokenizer")
     path = write_chats(tmp_path / "a.jsonl", conversations())
     loader = make_loader(chat_config(path, tokenizer=tmp_path / "tokenizer", seq_len=700))

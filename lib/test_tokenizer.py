@@ -1,10 +1,11 @@
 """lib/tokenizer.py. Oracles: transformers and sentencepiece, on vocabularies that are trained here."""
 
 import io
+import itertools
 import json
 import random
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from pydoc_data.topics import topics
 
 import pytest
@@ -31,90 +32,69 @@ NAMES = "<s> </s> [INST] <unk> <|endoftext|> <tool> ▁ Ġ <0x0A> 's 'LL 'ſ"
 UNICODE = "é e\u0301 日本語 नमस्ते ١٢٣ ½ Ⅳ 1234567 👩\u200d👩\u200d👧 🎈 \u200b \U0010ffff ß İ"
 
 
-def _strings(n: int, seed: int = 0) -> list[str]:
+def _strings(n: int) -> list[str]:
     """Words, white space, control characters, control tokens' names, Unicode, and mixtures of them."""
-    r = random.Random(seed)
-    words = " ".join(TEXT[:10]).split(" ")
+    r, words = random.Random(0), " ".join(TEXT[:10]).split(" ")
     odd = ["", "  ", "\r\n", *" \n\t\0\x1c\x7f\x85\xa0\u2003\u2028\u3000\ufeff"]
     odd += [*SPECIAL, *NAMES.split(), *UNICODE.split()]
+
+    def part() -> str:
+        code = r.choice((r.randrange(128), r.randrange(0x3000), r.randrange(0xE000, 0x110000)))
+        return r.choice((r.choice(words), " " + r.choice(words), r.choice(odd) * r.choice((1, 2, 5)), chr(code)))
+
     out = ["", *odd, *(c * k for c in odd for k in (2, 3, 17))]
-    while len(out) < n:
-        parts = []
-        for _ in range(r.randrange(1, 20)):
-            code = r.choice((r.randrange(128), r.randrange(0x3000), r.randrange(0xE000, 0x110000)))
-            part = (r.choice(words), " " + r.choice(words), r.choice(odd) * r.choice((1, 2, 5)), chr(code))
-            parts.append(r.choice(part))
-        out.append("".join(parts))
-    return out
+    return out + ["".join(part() for _ in range(r.randrange(1, 20))) for _ in range(n - len(out))]
 
 
 STRINGS = _strings(600)
 
 
-def _train(kind: str) -> dict:
+@cache
+def _train(kind: str) -> str:
     """-> a tokenizer.json, as the tokenizers library writes it."""
-    level = partial(pre.ByteLevel, add_prefix_space=False)
-
-    def split(expression: str):
-        pattern = pre.Split(tokenizers.Regex(expression), "isolated")
-        return pre.Sequence([pattern, level(use_regex=False)])
-
-    steps = {"qwen": split(QWEN_REGEX), "gpt2": level(), "llama3": split(LLAMA3_REGEX)}
     t = tokenizers.Tokenizer(tokenizers.models.BPE())
-    t.pre_tokenizer, t.decoder = steps[kind], tokenizers.decoders.ByteLevel()
+    t.decoder = tokenizers.decoders.ByteLevel()
+    t.pre_tokenizer = pre.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt2")
+    if kind != "gpt2":
+        pattern = tokenizers.Regex(QWEN_REGEX if kind == "qwen" else LLAMA3_REGEX)
+        t.pre_tokenizer = pre.Sequence([pre.Split(pattern, "isolated"), t.pre_tokenizer])
     t.normalizer = tokenizers.normalizers.NFC() if kind == "qwen" else None
     special = (*SPECIAL[:2], "<|im_start|>", "<|im_end|>") if kind == "qwen" else SPECIAL
     options = {"special_tokens": list(special), "initial_alphabet": pre.ByteLevel.alphabet(), "show_progress": False}
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=1500, **options)
     t.train_from_iterator(TEXT, trainer)
-    return json.loads(t.to_str())
+    return t.to_str()
 
 
-def _add_words(d: dict) -> dict:
+def _json(kind: str) -> dict:
+    """A tokenizer.json. words: of gpt2, with added tokens that are ordinary text."""
+    d = json.loads(_train("gpt2" if kind == "words" else kind))
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    for i, word in enumerate(("<tool>", "  ", "<tool><tool>", "日本", "the")):
+    for i, word in enumerate(("<tool>", "  ", "<tool><tool>", "日本", "the") if kind == "words" else ()):
         d["added_tokens"].append({"id": d["model"]["vocab"].get(word, 1500 + i), "content": word, **flags})
     return d
 
 
-JSONS = {kind: partial(_train, kind) for kind in ("gpt2", "llama3", "qwen")}
-JSONS["words"] = lambda: _add_words(_train("gpt2"))
-CACHE: dict = {}
-
-
-def _json(kind: str) -> dict:
-    if kind not in CACHE:
-        CACHE[kind] = json.dumps(JSONS[kind]())
-    return json.loads(CACHE[kind])
-
-
 def _write(folder, **files):
-    """Writes name__ext=content into the folder -> the folder as a spec."""
+    """Writes name__ext=content into the folder, which it makes -> the folder as a spec."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         path = folder / name.replace("__", ".")
         path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return str(folder)
 
 
-def _hf(d: dict) -> transformers.PreTrainedTokenizerFast:
-    library = tokenizers.Tokenizer.from_str(json.dumps(d))
-    library.no_truncation()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=library, split_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-
-
 def _stream(tokenizer, ids: list[int]) -> str:
     return "".join(map(tokenizer.decoder(), [*ids, None]))
 
 
-@pytest.mark.parametrize("kind", JSONS)
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen", "words"])
 def test_tokenizer_json_is_exact(kind, tmp_path):
     """Control tokens in a text are text. Truncation that transformers saved in the file is ignored."""
-    d = _json(kind) | {"truncation": {"max_length": 9, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}}
-    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=d))
-    oracle = _hf(d)
-    r = random.Random(2)
+    d, cut = _json(kind), {"max_length": 9, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    ours, r = T.load_tokenizer(_write(tmp_path, tokenizer__json=d | {"truncation": cut})), random.Random(2)
+    how = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
+    oracle = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(d)), **how)
     for text in STRINGS:
         ids = oracle(text, add_special_tokens=False)["input_ids"]
         assert ours.encode(text) == ids, text
@@ -155,14 +135,12 @@ MODELS = {
 }
 
 
+@cache
 def _model(kind: str) -> bytes:
-    if kind not in CACHE:
-        out = io.BytesIO()
-        sentences = iter("\n".join(TEXT).split("\n"))
-        options = {**LLAMA2, **MODELS[kind], "vocab_size": 1000, "minloglevel": 2}
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences, model_writer=out, **options)
-        CACHE[kind] = out.getvalue()
-    return CACHE[kind]
+    out, sentences = io.BytesIO(), iter("\n".join(TEXT).split("\n"))
+    options = {**LLAMA2, **MODELS[kind], "vocab_size": 1000, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences, model_writer=out, **options)
+    return out.getvalue()
 
 
 @pytest.mark.parametrize("kind", ["llama2", "unigram"])
@@ -234,20 +212,16 @@ def test_files_of_an_export(tmp_path):
 
 
 def test_fingerprint(tmp_path):
-    seen = {T.ByteTokenizer.fingerprint}
     gpt2, llama3 = ({"tokenizer__json": _json(kind)} for kind in ("gpt2", "llama3"))
     other_bos = gpt2 | {"tokenizer_config__json": {"bos_token": "<|eot_id|>"}}
-    for i, files in enumerate([gpt2, llama3, other_bos, {"tokenizer__model": _model("llama2")}]):
-        prints = []
-        for copy in "ab":
-            (tmp_path / f"{i}{copy}").mkdir()
-            prints.append(T.load_tokenizer(_write(tmp_path / f"{i}{copy}", **files)).fingerprint)
-        assert prints[0] == prints[1] and len(prints[0]) == 16
-        seen.add(prints[0])
-    assert len(seen) == 5
+    kinds, found = [gpt2, llama3, other_bos, {"tokenizer__model": _model("llama2")}], []
+    for i, files in enumerate(kinds * 2):
+        found.append(T.load_tokenizer(_write(tmp_path / str(i), **files)).fingerprint)
+    assert found[:4] == found[4:] and len({T.ByteTokenizer.fingerprint, *found}) == 5
+    assert {len(fingerprint) for fingerprint in found} == {16}
 
 
-REFUSED = [
+@pytest.mark.parametrize("files, message", [
     ({}, "tokenizer.json cannot be read"),
     ({"tokenizer__json": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"}, "LFS pointer"),
     *(({"tokenizer__json": content}, "damaged") for content in (b'{"model": ', b'{"a":' * 100_000, b"[1, 2]")),
@@ -257,10 +231,7 @@ REFUSED = [
     ({"tokenizer__json": _json("gpt2") | {"added_tokens": []}}, "name bos_token and eos_token"),
     ({"tokenizer__model": _model("llama2"),
       "tokenizer_config__json": {"added_tokens_decoder": {"1000": {"content": "<pad>"}}}}, "lacks <pad>"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("files, message", REFUSED)
+])  # fmt: skip
 def test_refusals(files, message, tmp_path):
     with pytest.raises(UserError, match=f"--tokenizer {tmp_path}") as error:
         T.load_tokenizer(_write(tmp_path, **files))
@@ -291,20 +262,17 @@ TEXTS += ["1 + 1 = 2 [INST]"]
 
 
 def _conversations() -> list[list[dict]]:
-    r = random.Random(4)
-    out = []
-    for turns in (1, 2, 3, 4, 5, 6):
-        for system in (None, "", "You are  brief.\n"):
-            roles = ("user", "assistant") * 3
-            start = [] if system is None else [{"role": "system", "content": system}]
-            out.append(start + [{"role": role, "content": r.choice(TEXTS)} for role in roles[:turns]])
+    r, out = random.Random(4), []
+    for turns, system in itertools.product(range(1, 7), (None, "", "You are  brief.\n")):
+        start = [] if system is None else [{"role": "system", "content": system}]
+        roles = (["user", "assistant"] * 3)[:turns]
+        out.append(start + [{"role": role, "content": r.choice(TEXTS)} for role in roles])
     return out
 
 
 def _llama2_json(kind: str, folder, legacy: bool = True) -> dict:
     """The tokenizer.json of Llama 2 for a sentencepiece model; transformers finds the merges. legacy: a space also
     begins the text behind a control token."""
-    folder.mkdir(exist_ok=True)
     config = {"tokenizer_class": "LlamaTokenizer"}
     spec = _write(folder, tokenizer__model=_model(kind), tokenizer_config__json=config, config__json={})
     d = json.loads(transformers.AutoTokenizer.from_pretrained(spec)._tokenizer.to_str())
@@ -315,11 +283,12 @@ def _llama2_json(kind: str, folder, legacy: bool = True) -> dict:
 
 
 def _chat_tokenizer(family: str, folder):
-    config = {"chat_template": TEMPLATES[family], "tokenizer_class": "PreTrainedTokenizerFast"}
-    kind = {"mixtral": "control", "chatml": "qwen"}.get(family, "llama3")
+    kind, bos, eos = {
+        "mixtral": ("control", "<s>", "</s>"), "chatml": ("qwen", "<|begin_of_text|>", "<|im_end|>"),
+        "llama3.1": ("llama3", "<|begin_of_text|>", "<|eot_id|>"),
+    }[family]  # fmt: skip
     d = _llama2_json(kind, folder / "model") if kind in MODELS else _json(kind)
-    ends = {"llama3": ("<|begin_of_text|>", "<|eot_id|>"), "qwen": ("<|begin_of_text|>", "<|im_end|>")}
-    config["bos_token"], config["eos_token"] = ends.get(kind, ("<s>", "</s>"))
+    config = {"chat_template": TEMPLATES[family], "bos_token": bos, "eos_token": eos}
     return T.load_tokenizer(_write(folder, tokenizer__json=d, tokenizer_config__json=config))
 
 
@@ -367,21 +336,16 @@ def test_templates_that_hide_an_answer_are_refused(tmp_path):
     thinks = """{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '<think></think>' if loop.last and m.role ==
 'assistant' }}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
     messages = [{"role": r, "content": "x"} for r in ("user", "assistant") * 2]
-    for i, (template, message) in enumerate([
-        (thinks, None), ("{% if %}", "Expected an expression"), ("{{ raise_exception('no role') }}", "no role"),
+    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("qwen"), chat_template__jinja=thinks.encode()))
+    ids, mask = T.render_chat(ours, messages, T.chat_template(ours, "llama"))
+    trained, end = [i for i, on in zip(ids, mask, strict=True) if on], ours.control["<|im_end|>"]
+    assert trained == [*ours.encode("x"), end, *ours.encode("<think></think>x"), end]
+    dated = "{{ strftime_now('%d %b %Y') + messages[0].content }}"
+    assert ours.decode(T.render_chat(ours, messages[:1], dated)[0]) == "26 Jul 2024x"
+    for template, message in (
+        ("{% if %}", "Expected an expression"), ("{{ raise_exception('no role') }}", "no role"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not put the answer before a control token"),
-    ]):  # fmt: skip
-        (tmp_path / str(i)).mkdir()
-        files = {"tokenizer__json": _json("qwen"), "chat_template__jinja": template.encode()}
-        ours = T.load_tokenizer(_write(tmp_path / str(i), **files))
-        if message is None:
-            ids, mask = T.render_chat(ours, messages, template)
-            trained = [i for i, on in zip(ids, mask, strict=True) if on]
-            end = ours.control["<|im_end|>"]
-            assert trained == [*ours.encode("x"), end, *ours.encode("<think></think>x"), end]
-            template = "{{ strftime_now('%d %b %Y') + messages[0].content }}"
-            assert ours.decode(T.render_chat(ours, messages[:1], template)[0]) == "26 Jul 2024x"
-            continue
+    ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             T.render_chat(ours, messages, template)
 
@@ -402,16 +366,14 @@ def test_wrong_conversations_are_refused(roles, message):
         T.render_chat(T.ByteTokenizer(), messages, T.chat_template(T.ByteTokenizer(), "llama"))
 
 
-TALKERS = [("bytes", "tiny-llama"), ("bytes", "tiny-gpt2"), ("gpt2", "tiny-gpt2"), ("llama2", "tiny-llama")]
-TALKERS += [("llama3.1", "tiny-llama"), ("chatml", "tiny-qwen2.5"), ("chatml", "tiny-qwen3")]
-TALKERS += [("mixtral", "tiny-mixtral"), ("mistral", "tiny-mistral"), ("control", "tiny-mistral")]
-
-
-@pytest.mark.parametrize("kind, model", TALKERS)
+@pytest.mark.parametrize("kind, model", [
+    ("bytes", "tiny-llama"), ("bytes", "tiny-gpt2"), ("gpt2", "tiny-gpt2"), ("llama2", "tiny-llama"),
+    ("llama3.1", "tiny-llama"), ("chatml", "tiny-qwen2.5"), ("chatml", "tiny-qwen3"), ("mixtral", "tiny-mixtral"),
+    ("mistral", "tiny-mistral"), ("control", "tiny-mistral"),
+])  # fmt: skip
 def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
     """Transformers gives the ids of render_chat with the folder's template and tokenizer, and ends with the turn; so do
     we when we read the folder again. gpt2: a tokenizer that has Llama 3's control tokens and cuts otherwise."""
-    (tmp_path / "own").mkdir()
     shape = replace(SHAPES["tiny-llama"], family="mistral") if model == "tiny-mistral" else SHAPES[model]
     if kind in TEMPLATES:
         ours = _chat_tokenizer(kind, tmp_path / "own")
