@@ -232,6 +232,9 @@ class Run:
             outcome = bool(vote)
         vote = torch.tensor(int(mine))
         self.pending_vote = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True), vote
+        if self.config.profile:
+            # torch may lose the events of all threads if a thread records its first while the profile ends
+            self.pending_vote[0].wait()
         return outcome
 
     def end(self, state: str, step: int) -> None:
