@@ -4,7 +4,8 @@
     torchrun --nproc-per-node N train.py ...          one process per GPU, as `bash launch.sh` starts it
 
 Every step: read this rank's micro-batches; forward and backward on each (loss = sum over its trained tokens); sum
-gradients over ranks with the last; divide by the global number of trained tokens, clip, AdamW. No step waits for a GPU.
+gradients over ranks with the last; divide by the global number of trained tokens, clip, AdamW or Muon. No step waits
+for a GPU.
 """
 
 import os

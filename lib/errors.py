@@ -1,4 +1,4 @@
-"""Error messages, exit statuses, and small helpers that several files share. Import this module before torch.
+"""Error messages, exit statuses, the check of downloads, and helpers that many files share. Import it before torch.
 
 If Python lacks the requirements, the import restarts the script with .venv's Python, or prints how to create .venv."""
 
