@@ -148,9 +148,9 @@ def keep_memory() -> None:
     """Sets up the memory allocators. Call it before the first computation. Variables that the user has set are kept.
 
     On a CPU, glibc returns large blocks to the kernel and faults them in again in every step, which takes most of the
-    training time, so glibc has to keep them. oneDNN compiles a matmul kernel for each shape, and the shapes of experts
-    change with every batch: more kernels are cached. On a GPU whose driver supports it, torch's allocator uses
-    expandable segments, which leave fewer gaps."""
+    training time, so glibc has to keep them, in one heap for all threads. oneDNN compiles a matmul kernel for each
+    shape, and the shapes of experts change with every batch: more kernels are cached. On a GPU whose driver supports
+    it, torch's allocator uses expandable segments, which leave fewer gaps."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
     with contextlib.suppress(OSError):  # no driver
         can_grow = hasattr(ctypes.CDLL("libcuda.so.1"), "cuMemAddressReserve")
@@ -158,7 +158,8 @@ def keep_memory() -> None:
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if not torch.cuda.is_available() and not any(k.startswith("MALLOC_") for k in os.environ):
         libc = ctypes.CDLL(None)
-        for parameter, value in ((-4, 0), (-1, -1), (-2, 2**28)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD (malloc.h)
+        # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX
+        for parameter, value in ((-4, 0), (-1, -1), (-2, 2**28), (-8, 1)):
             libc.mallopt(parameter, value)
 
 
