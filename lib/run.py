@@ -56,6 +56,7 @@ PATIENCE = 35.0  # seconds that a job waits for the lock
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
 STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
 TRACKERS = ("tensorboard", "wandb")
+STATUS_LOCK = threading.RLock()
 logger = logging.getLogger("flatland")
 
 
@@ -96,7 +97,8 @@ def write_status(folder: Path, state: str, step: int, exit_code: int | None = No
         "time": time.time(),
         "attempt": os.environ.get("TORCHELASTIC_RUN_ID"),  # for the launcher
     }
-    write_json(folder / "status.json", status)
+    with STATUS_LOCK:
+        write_json(folder / "status.json", status)
 
 
 class Clock:
@@ -467,7 +469,8 @@ class Watchdog:
         message = f"rank {self.ranks.rank} on {platform.node()}: {what}"
         say_error(message)
         error = PeerFailure(message) if self.run.stop_reason else Failure(message)
-        self.run.record_end(error, state, code, message)
+        if STATUS_LOCK.acquire(timeout=ANSWER):  # for good: the main thread must not write "running" again
+            self.run.record_end(error, state, code, message)
         os._exit(code)
 
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -75,6 +76,7 @@ def watched(tmp_path, monkeypatch):
     """A run with a watchdog, whose `ended` has the exit status of the process that it would have ended."""
     write_status(tmp_path, "running", 7)
     monkeypatch.setattr(guard, "LEASE", 0.9)
+    monkeypatch.setattr(guard, "STATUS_LOCK", threading.RLock())  # an ending watchdog keeps it
     before = {number: signal.getsignal(number) for number in guard.STOPS}
     run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), ALONE)
     run.lock = take_lock(tmp_path)
