@@ -3,9 +3,9 @@
     python train.py [@recipes/NAME.args ...] [--flag value ...]        one process
     torchrun --nproc-per-node N train.py ...          one process per GPU, as `bash launch.sh` starts it
 
-Every step: read this rank's micro-batches; forward and backward on each (loss = sum over its trained tokens); sum
-gradients over ranks with the last; divide by the global number of trained tokens, clip, AdamW or Muon. No step waits
-for a GPU.
+Every step: read this rank's micro-batches; forward and backward on each (loss = sum over its trained tokens), which
+sums gradients over the ranks; divide by the global number of trained tokens, clip, AdamW or Muon. Python stays at most
+one step ahead of the GPU, so the GPU always has work.
 """
 
 import os
