@@ -56,7 +56,7 @@ PATIENCE = 35.0  # seconds that a job waits for the lock
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
 STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
 TRACKERS = ("tensorboard", "wandb")
-STATUS_LOCK = threading.RLock()
+STATUS_LOCK = threading.RLock()  # whoever writes status.json has it; a watchdog that ends the process keeps it
 logger = logging.getLogger("flatland")
 
 
@@ -469,7 +469,7 @@ class Watchdog:
         message = f"rank {self.ranks.rank} on {platform.node()}: {what}"
         say_error(message)
         error = PeerFailure(message) if self.run.stop_reason else Failure(message)
-        if STATUS_LOCK.acquire(timeout=ANSWER):  # for good: the main thread must not write "running" again
+        if STATUS_LOCK.acquire(timeout=ANSWER):  # and never releases it: the main thread must not write "running" again
             self.run.record_end(error, state, code, message)
         os._exit(code)
 

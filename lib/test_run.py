@@ -23,8 +23,9 @@ from test_shard import run_ranks
 
 def test_all_ranks_suppress_the_same_update_and_stop_after_the_same_step(tmp_path):
     """A gradient that is no number on one rank: no rank's parameters change, then or later; all raise for one step. A
-    vote to stop counts one step late."""
+    vote to stop counts one step late; in a profiled run it is over when its step ends."""
     code = """
+import time
 from optim import update
 ranks = shard.init_ranks()
 model = torch.nn.Linear(4, 4)
@@ -51,6 +52,10 @@ for step in range(6):
     run.stop_reason = "SIGTERM" if step >= 2 and ranks.rank == 1 else ""
     answers.append(run.agrees_to_stop())
 assert answers == [False] * 3 + [True] * 3, answers
+run = guard.Run(guard.Config(profile=1), ranks)
+time.sleep(0.3 * ranks.rank)
+run.agrees_to_stop()
+assert run.pending_vote[0].is_completed()
 shard.leave(ranks)
 """
     assert run_ranks(2, code, str(tmp_path)).count("raised") == 2
@@ -112,11 +117,15 @@ def test_each_of_these_signals_is_a_vote_to_stop(watched, number):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, watched, ranks):
-    """Reading weights may take longer than whoever asked waits. A resumed run keeps its step."""
+    """Reading weights may take longer than whoever asked waits. A resumed run keeps its step. What the main thread
+    still writes does not count."""
     watched.watchdog.ranks = Ranks(0, ranks, ALONE.device)
     os.kill(os.getpid(), signal.SIGTERM)
     wait_until(lambda: watched.watchdog.ended)
     assert watched.watchdog.ended == [ranks - 1]  # alone it is no failure; of several, torchrun ends the others
+    late = threading.Thread(target=write_status, args=(tmp_path, "running", 8), daemon=True)
+    late.start()
+    late.join(0.2)
     status = read_json(tmp_path / "status.json")
     assert (status["state"], status["step"]) == ("stopped", 7)
 
