@@ -77,7 +77,12 @@ BUG = "Traceback\nKeyError: 'x'"
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:9] Connection reset by peer"
 CAUSES = {
     # failed ranks as (rank, exit status, error), the first one first; torchrun's status -> order, words
-    "a bug": ([(1, 1, "Error: restore, Socket, peer"), (0, -15, "")], 1, node.FAILED, "rank 1 on a failed with"),
+    "a bug": (
+        [(1, 1, "Error: restore, Socket, peer"), (0, -15, "")],
+        1,
+        node.FAILED,
+        "rank 1 on a failed with status 1",
+    ),
     "a bug, and torchrun killed a deaf one": ([(1, 1, "KeyError"), (0, -9, "")], 1, node.FAILED, "rank 1 on a failed"),
     "killed": ([(0, 1, PEER), (1, -9, "")], 1, node.KILLED, "rank 1 on a was ended by SIGKILL"),
     "a peer's end": ([(0, 1, PEER)], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
