@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lib import torch_private
+from lib import progress, torch_private
 from lib.errors import UserError, read_ahead
 from lib.machine import find_device, keep_memory, set_determinism
 from optim import is_sharded, local, part_slices, sharding
@@ -309,6 +309,7 @@ def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str) -> 
     with torch.no_grad():
         for target, values in source(named, read):
             target.copy_(values)
+            progress.advance()
             done += values.numel()
             seconds = time.perf_counter() - begin
             if begin + seconds > next_report:

@@ -460,10 +460,19 @@ SLOW_SAVE = """
 write, saves = checkpoint.write_file, itertools.count()
 def slow(path, rows):  # longer than the limit, but with progress
     for _ in range(0 if next(saves) else 30):
-        pathlib.Path(f"{path}.slow").write_bytes(bytes(200000))
+        train.progress.advance()
         time.sleep(0.3)
     write(path, rows)
 checkpoint.write_file = slow
+"""
+SLOW_START = """
+look_up = train.open_data
+def slow(*args):  # on rank 0, for which rank 1 waits
+    for _ in range(0 if RANK else 30):
+        train.progress.advance()
+        time.sleep(0.3)
+    return look_up(*args)
+train.open_data = slow
 """
 HANGS = {  # code, ranks, what the message says; empty: it is no hang
     "data": ("at_step(5, lambda: RANK == 1 and time.sleep(300))", 2, BEHIND),
@@ -472,6 +481,7 @@ HANGS = {  # code, ranks, what the message says; empty: it is no hang
     "compile": ("at_step(1, lambda: RANK or time.sleep(300))", 2, r"rank 0 on \S+ is behind: .* 0, it is in 'compile'"),
     "saves": ("checkpoint.write_file = lambda *a: time.sleep(300)", 1, r"After step 2: .* \d+ s, in phase 'saves'"),
     "a slow save": (SLOW_SAVE, 1, ""),
+    "a slow start": (SLOW_START, 2, ""),
 }
 
 

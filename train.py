@@ -30,7 +30,7 @@ import shard
 from attention import choose_backend
 from data import IGNORE, Batch, Loader, open_data, with_steps
 from generate import write_samples
-from lib import check, lora, machine
+from lib import check, lora, machine, progress
 from lib.run import GradientGuard, Run
 from log import Log, attention_kernel, describe_model, logger, profile_steps
 from model import Details, Transformer
@@ -203,6 +203,7 @@ def evaluate(model: Transformer, data: Loader, run: Run) -> float:
                 sums[1] += (batch.targets != IGNORE).sum()
                 batch = batch.to(run.ranks.device)
                 sums[0] += model(batch.tokens, batch.targets, batch.positions, batch.documents)
+                progress.advance()
         shard.reshard(model)
         model.train()
         if run.ranks.world_size > 1:

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import platform
-import re
 import signal
 import socket
 import sys
@@ -31,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import Config
-from lib import torch_private
+from lib import progress, torch_private
 from lib.errors import (
     Failure,
     UserError,
@@ -49,8 +48,8 @@ SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it giv
 TOGETHER = 2.0  # seconds within which signals are one
 EXCHANGE = 10.0  # seconds that a hanging job's watchdogs wait for each other; less than shard.WATCHDOG
 ANSWER = 20.0  # seconds that a stopping rank waits for others
+ASK = 2.0  # seconds between two questions whether other ranks progress; they delay EXCHANGE, within shard.WATCHDOG
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
-MOVING = 2**16  # bytes per second above which reading or writing counts as progress
 LEASE = 30.0  # seconds after which a lock that nobody renews is stale
 PATIENCE = 35.0  # seconds that a job waits for the lock
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
@@ -375,10 +374,10 @@ class Watchdog:
     process at a second signal or request, when the run folder's lock is lost, or when it hangs.
 
     Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
-    signal on. The process hangs when no step ends for --timeout seconds, or when another phase makes no progress for
-    LONG seconds, where bytes that this rank reads or writes are progress. Then every rank's watchdog writes its Python
-    stacks to stderr, and the ranks exchange their positions through the store. So the rank that is behind is named even
-    if all main threads are blocked."""
+    signal on. The process hangs when no step ends for --timeout seconds, or when no rank reports progress
+    (lib/progress.py) in another phase for LONG seconds: a rank that waits for one that loads is no hang. Then every
+    rank's watchdog writes its Python stacks to stderr, and the ranks exchange their positions through the store. So the
+    rank that is behind is named even if all main threads are blocked."""
 
     def __init__(self, run: Run):
         self.run, self.ranks, self.clock = run, run.ranks, run.clock
@@ -387,7 +386,8 @@ class Watchdog:
             port, timeout = int(os.environ["MASTER_PORT"]), timedelta(seconds=EXCHANGE)
             self.store = dist.TCPStore(os.environ["MASTER_ADDR"], port, timeout=timeout)
         self.stopped_at = 0.0  # when the first request to stop came
-        self.bytes, self.transferred_at = 0, 0.0  # bytes read and written by this process; when they last grew
+        # when the ranks last exchanged whether they progress; the number of their reports; when it last grew
+        self.asked_at, self.reports, self.reported_at = 0.0, 0, 0.0
         self.ended = False
         for number in STOPS:
             signal.signal(number, lambda *_: None)  # Python also writes the number to the socket
@@ -426,19 +426,26 @@ class Watchdog:
 
     def _check_progress(self) -> None:
         now, phase, timeout = time.perf_counter(), self.clock.stack[-1], self.run.config.timeout
-        counters = re.findall(r"[rw]char: (\d+)", Path("/proc/self/io").read_text())
-        before, self.bytes = self.bytes, sum(map(int, counters))
-        if self.bytes - before > MOVING:
-            self.transferred_at = now
         if self.run.stop_reason and phase in ("start", "compile"):  # nothing is to be saved
             self._end("stopped before the first step", "stopped", int(self.ranks.world_size > 1))
         since, limit = self.clock.since, timeout
         if phase not in ("steps", "data"):
-            since, limit = max(since, self.transferred_at), max(timeout, LONG)
+            self._exchange_progress(now)
+            since, limit = max(since, progress.advanced_at, self.reported_at), max(timeout, LONG)
         if now - since > limit:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             what = f"no step has ended for {now - since:.0f} s, in phase {phase!r} (--timeout {timeout})"
             self._end("; ".join([f"After step {self.clock.step}: {what}", *self._find_behind()]))
+
+    def _exchange_progress(self, now: float) -> None:
+        """Reports whether this rank has made progress since the last call, and learns whether any rank has."""
+        if self.store is None or now - self.asked_at < ASK:
+            return
+        with contextlib.suppress(RuntimeError):  # the store is gone with its machine
+            reports = self.store.add("flatland/progress", int(progress.advanced_at > self.asked_at))
+            if reports > self.reports:
+                self.reports, self.reported_at = reports, now
+        self.asked_at = now
 
     def _find_behind(self) -> list[str]:
         """Describes the ranks that do not answer within EXCHANGE seconds, or else those that are behind. A single rank

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lib import progress
 from lib import run as guard
 from lib.errors import UserError, read_json
 from lib.run import take_lock, write_status
@@ -128,6 +130,20 @@ def test_told_to_stop_before_the_first_step_a_rank_ends_at_once(tmp_path, watche
     late.join(0.2)
     status = read_json(tmp_path / "status.json")
     assert (status["state"], status["step"]) == ("stopped", 7)
+
+
+@pytest.mark.parametrize("rank", ["no", "this", "another"])
+def test_progress_of_any_rank_puts_off_the_end(watched, monkeypatch, rank):
+    """In the start, beyond the limit. Nothing else counts, such as what the kernel says of this process's files."""
+    watched.watchdog.store = store = dist.HashStore()
+    store.add("flatland/progress", int(rank == "another"))
+    monkeypatch.setattr(guard, "LONG", 60)
+    watched.config.timeout, long_ago = 60, time.perf_counter() - 90
+    monkeypatch.setattr(progress, "advanced_at", time.perf_counter() if rank == "this" else 0.0)
+    watched.clock.since = long_ago
+    watched.watchdog._check_progress()
+    assert watched.watchdog.ended == ([1] if rank == "no" else False)
+    assert store.add("flatland/progress", 0) == int(rank != "no")  # it tells the others
 
 
 @pytest.mark.parametrize("taken", [False, True])
