@@ -28,17 +28,9 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
-# Imported first: it finds the Python that has torch.
-from lib.errors import (
-    Parser,
-    UserError,
-    amount,
-    check_words,
-    local_path,
-    read_json,
-    run_script,
-    write_whole,
-)
+from lib.errors import Parser, UserError, check_words, prepare_python, run_script
+from lib.files import amount, fsync_path, read_json, write_whole
+from lib.hub import local_path
 
 # ---- the command line, parsed before torch is imported, which takes seconds
 
@@ -56,6 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    prepare_python()
     check_words(parse)
 
 import torch
@@ -64,38 +57,19 @@ from torch import Tensor, nn
 from config import Config, fields_that_resume
 from data import Loader, merge_positions
 from lib import lora
+from lib.families import family
+from lib.guards import compare_replicas
 from lib.machine import available_memory
+from lib.parts import is_sharded, local, local_slices, owns
+from lib.ranks import ALONE, Ranks, gather, on_all, on_first_rank
 from lib.rows import sample_digest
-from lib.run import ANSWER, Run, compare_replicas
+from lib.run import ANSWER, Run
 from lib.text import knows_text
 from lib.tokenizer import load_tokenizer
-from lib.weights import (
-    Read,
-    Slices,
-    TensorFile,
-    assemble,
-    export,
-    export_adapter,
-    family,
-    find_files,
-    open_weights,
-    write_file,
-)
-from optim import DTYPES, Optimizer, is_sharded, trained
+from lib.weights import Read, Slices, TensorFile, assemble, export, export_adapter, find_files, open_weights, write_file
+from optim import DTYPES, Optimizer, trained
 from shapes import ModelConfig, RopeScaling
-from shard import (
-    ALONE,
-    Ranks,
-    fill_tensors,
-    gather,
-    local,
-    local_slices,
-    on_all,
-    on_first_rank,
-    owns,
-    reshard,
-    uncompiled,
-)
+from shard import fill_tensors, reshard, uncompiled
 
 FORMAT = 3
 FILE_BYTES = 2**31  # of a file with several tensors: to write a file, its tensors are copied into the host's memory
@@ -259,22 +233,14 @@ def _write_parts(folder: Path, tensors: dict[str, Tensor], places: dict[str, dic
     return parts
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _commit(temporary: Path, folder: Path, manifest: dict, keep: int) -> None:
     """Writes the manifest and renames the folder, which completes the checkpoint. Then removes all checkpoints except
     the newest `keep`, and the damaged ones with them. Rank 0 calls this last."""
     write_whole(temporary / "manifest.json", json.dumps(manifest | {"crc32": _crc_of(manifest)}), sync=True)
-    _sync(temporary)
+    fsync_path(temporary)
     os.rename(temporary, folder)
-    _sync(folder.parent)
-    _sync(folder.parent.parent)  # the first save creates folder.parent
+    fsync_path(folder.parent)
+    fsync_path(folder.parent.parent)  # the first save creates folder.parent
     run = folder.parent.parent
     kept = folders(run)[-keep:]
     for old in set(folder.parent.glob("step-*")) - set(kept) if len(kept) == keep else ():

@@ -16,7 +16,9 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from lib.errors import ROOT, VERSION, Parser, UserError, local_path, nearest
+from lib.errors import Parser, UserError, nearest
+from lib.files import ROOT, VERSION
+from lib.hub import local_path
 from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
@@ -343,7 +345,7 @@ class Config:
         """The shape of --model, with the sizes that flags override."""
         row = MODELS.get(self.model)
         if row is None:
-            from lib.weights import read_config
+            from lib.families import read_config
 
             row = read_config(local_path(self.model, "--model"))
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")

@@ -5,7 +5,12 @@ import os
 import subprocess
 
 import pytest
-import torch
+
+from lib.errors import prepare_python
+
+prepare_python()  # before the import of torch, so that the tests run as the scripts do
+
+import torch  # isort: skip  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):

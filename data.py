@@ -24,11 +24,14 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from lib.errors import Parser, UserError, local_path, read_ahead, run_script  # first: it finds Python's torch
-
-from config import Config, check_together, parse_args, split_batch  # isort: skip
+from config import Config, check_together, parse_args, split_batch
+from lib.errors import Parser, UserError, prepare_python, run_script
+from lib.files import read_ahead
+from lib.hub import local_path
 from lib.text import main as run_prepare
 
+if __name__ == "__main__":
+    prepare_python()
 if __name__ == "__main__" and sys.argv[1:2] != ["show"]:
     run_script(lambda argv: run_prepare(argv, parse_args))  # before torch is imported, which takes seconds
 
@@ -37,11 +40,11 @@ import torch
 from torch import Tensor
 
 from lib import torch_private
+from lib.ranks import Ranks, on_first_rank
 from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, sample_digest, turns
 from lib.text import HUB, knows_text, log, split_weight
 from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
-from shard import Ranks, on_first_rank
 
 CHECKED = 2**24  # tokens of a source whose ids are checked before the run
 # Different tokenizers encode this text differently.

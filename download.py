@@ -3,7 +3,7 @@
 huggingface_hub transfers the files: HF_HOME's cache, Xet, retries, progress bars and all HF_* variables are its own.
 It compares sizes only, so each file is hashed afterwards and compared with the hub's listing: sha256 for large files,
 git's SHA-1 of a blob for the others. A damaged file is deleted and downloaded once more. A record next to the snapshot
-keeps the listing; `local_path` in lib/errors.py reads it before a run uses the folder, and refuses a folder that is
+keeps the listing; `local_path` in lib/hub.py reads it before a run uses the folder, and refuses a folder that is
 incomplete or changed. After an interruption the same command continues: complete files are not downloaded again."""
 
 import argparse
@@ -13,20 +13,9 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
-from lib.errors import (
-    Failure,
-    Parser,
-    UserError,
-    amount,
-    find_damage,
-    guard_token,
-    hub_errors,
-    read_json,
-    record_of,
-    run_script,
-    split_name,
-    write_json,
-)
+from lib.errors import Failure, Parser, UserError, prepare_python, run_script
+from lib.files import amount, read_json, write_json
+from lib.hub import find_damage, guard_token, hub_errors, record_of, split_name
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
 TEXT = "*.json *.jinja *.model *.model.v* merges.txt vocab.* LICENSE* USE_POLICY*"
@@ -114,5 +103,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    prepare_python()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that Ctrl-C also ends the transfer threads
     run_script(main)

@@ -19,14 +19,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import (  # first: it finds the Python that has torch
-    Parser,
-    UserError,
-    check_words,
-    local_path,
-    read_json,
-    run_script,
-)
+from lib.errors import Parser, UserError, check_words, prepare_python, run_script
+from lib.files import read_json
+from lib.hub import local_path
 
 # ---- the command line, understood before torch is imported, which takes seconds
 
@@ -65,6 +60,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    prepare_python()
     check_words(parse)
 
 import torch
@@ -73,10 +69,12 @@ from torch.nn.attention import sdpa_kernel
 
 from attention import WITHOUT_CUDNN
 from checkpoint import load_run_tokenizer, newest
+from lib.chat import chat_template, render_chat
+from lib.families import read_config
 from lib.machine import find_device
 from lib.run import Run
-from lib.tokenizer import chat_template, load_tokenizer, render_chat
-from lib.weights import Read, empty_model, open_weights, read_config
+from lib.tokenizer import load_tokenizer
+from lib.weights import Read, empty_model, open_weights
 from log import logger
 from model import Transformer
 from optim import DTYPES

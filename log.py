@@ -22,7 +22,11 @@ from pathlib import Path
 from statistics import median_low
 from typing import NamedTuple
 
-from lib.errors import Parser, UserError, human, read_json, run_script, write_json, write_whole  # first
+from lib.errors import Parser, UserError, prepare_python, run_script
+from lib.files import human, read_json, write_json, write_whole
+
+if __name__ == "__main__":
+    prepare_python()
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -34,11 +38,12 @@ from config import PROFILE_AFTER, Config
 from lib import torch_private
 from lib.lora import flops_per_token
 from lib.machine import describe_environment, memory_gib, peak_flops
+from lib.ranks import gather, on_first_rank
 from lib.rows import text_bytes
 from lib.run import logger, refuse_unusable, write_status
 from model import IGNORE, Transformer
 from optim import DTYPES, trained
-from shard import gather, mesh_shape, on_first_rank
+from shard import mesh_shape
 
 SLOW = 0.095  # a rank is named if it is slower than the median by this share, which is shown as 10 %
 GPU_EVERY = 8  # on GPUs only every eighth step is measured, because reading its events takes time

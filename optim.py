@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib import torch_private
+from lib.parts import is_sharded, local, local_start
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
@@ -182,7 +183,7 @@ class AdamW(Optimizer):
 def random_place(seed: int, number: int, parameter: Tensor, offset: int = 0) -> Tensor:
     """int32 [2] on the parameter's device, for random_bits: a key for the parameter of that number, and the position of
     element `offset` of this rank's part in the whole parameter."""
-    position = _local_start(parameter) + offset
+    position = local_start(parameter) + offset
     digest = hashlib.sha256(f"{seed}/{number}/{position >> 32}".encode()).digest()
     return as_int32(int.from_bytes(digest[:4], "little"), position).to(local(parameter).device)
 
@@ -226,41 +227,6 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     """fp32 -> bf16: the 16 bits that bf16 lacks are the probability of rounding away from zero. bits: the lower 16 are
     used."""
     return ((x.view(torch.int32) + (bits & 0xFFFF)) & -65536).view(torch.float32).bfloat16()
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. One process makes none, and is spared their import, which takes half a second."""
-    return hasattr(tensor, "placements")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def sharding(tensor: Tensor) -> tuple[int, int, int]:
-    """-> (dimension that is divided, number of parts, this rank's part)"""
-    if not is_sharded(tensor):
-        return 0, 1, 0
-    return tensor.placements[-1].dim, tensor.device_mesh.size(-1), tensor.device_mesh.get_coordinate()[-1]
-
-
-def part_slices(shape: torch.Size, dim: int, parts: int, part: int, rows: slice | None = None) -> tuple[slice, ...]:
-    """Where a part lies in the whole tensor, or these rows of the part. The last parts may be short, or empty."""
-    if not shape:  # a scalar
-        return ()
-    step, out = -(-shape[dim] // parts), [slice(0, n) for n in shape]
-    out[dim] = slice(min(part * step, shape[dim]), min((part + 1) * step, shape[dim]))
-    if rows is not None:
-        first = out[0]
-        out[0] = slice(min(first.start + rows.start, first.stop), min(first.start + rows.stop, first.stop))
-    return tuple(out)
-
-
-def _local_start(tensor: Tensor) -> int:
-    """The position of this rank's first element in the whole tensor."""
-    slices = part_slices(tensor.shape, *sharding(tensor))
-    return sum(s.start * math.prod(tensor.shape[d + 1 :]) for d, s in enumerate(slices))
 
 
 def update(optimizer: Optimizer | torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:

@@ -10,9 +10,7 @@ Time. FLOPs at the share of the data sheet's rate that large products reach (mac
 memory's bandwidth, transfers where they take longer than the computation that hides them, and the optimizer's traffic.
 Times are estimated for GPUs only: the speed of a CPU varies too much to predict."""
 
-from lib import errors  # first: it finds the Python that has torch
-
-import contextlib  # isort: skip
+import contextlib
 import functools
 import logging
 import math
@@ -26,7 +24,12 @@ from typing import NamedTuple
 from unittest import mock
 
 from config import DEFAULT, Config, check_batch, flags_in, parse_args, refuse_unsupported, split_batch, with_recipes
-from lib.errors import Parser, UserError, amount, free_space
+from lib import errors
+from lib.errors import Parser, UserError
+from lib.files import amount, free_space
+
+if __name__ == "__main__":
+    errors.prepare_python()
 
 import torch  # isort: skip
 import torch.nn.functional as F
@@ -38,6 +41,7 @@ import model as transformer
 import shard
 from lib import lora, machine, torch_private
 from lib.machine import GPUS, Gpu
+from lib.ranks import Ranks
 from optim import DTYPES, ROUND, matrices, state_layout
 from shard import mesh_shape, sharded_dim
 
@@ -493,7 +497,7 @@ def split(config: Config, cluster: Cluster) -> Config:
     return replace(config, micro_batch=micro_batch, batch_tokens=batch_tokens)
 
 
-def refuse_without_room(config: Config, ranks: shard.Ranks) -> None:
+def refuse_without_room(config: Config, ranks: Ranks) -> None:
     """Refuses a run that cannot fit into this machine, before anything is allocated. It counts only those
     activations that any run needs: the inputs of the blocks."""
     cluster = cluster_here(ranks.device, ranks.world_size)
@@ -510,7 +514,7 @@ def refuse_without_room(config: Config, ranks: shard.Ranks) -> None:
         log.warning("The first save will fail: it needs %s, %s has %s", amount(size), folder, amount(free))
 
 
-def predict_record(config: Config, ranks: shard.Ranks) -> dict[str, float]:
+def predict_record(config: Config, ranks: Ranks) -> dict[str, float]:
     """The prediction for a record of metrics.jsonl: `mem_gib`, allocated by torch, and `step_ms`, if the data sheet of
     the GPU is known; {} on a CPU or if the model cannot be traced."""
     if ranks.rank or ranks.device.type == "cpu":

@@ -17,13 +17,8 @@ Works on any module with `.layers`."""
 import contextlib
 import logging
 import math
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -33,58 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lib import progress, torch_private
-from lib.errors import UserError, read_ahead
-from lib.machine import find_device, keep_memory, set_determinism
-from optim import is_sharded, local, part_slices, sharding
+from lib.errors import UserError
+from lib.files import read_ahead
+from lib.parts import is_sharded, local, part_slices, sharding
+from lib.ranks import Ranks
 
 logger = logging.getLogger("flatland")
-WATCHDOG = 15  # seconds that a rank's watchdog has to find out which rank is behind
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among all. control: the gloo group for votes, messages and tensors on the host, used by the main
-    thread only (None: one process, or the imagined ranks of --check); saving: the group of the thread that writes
-    checkpoints."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    control: dist.ProcessGroup | None = None
-    saving: dist.ProcessGroup | None = None
-
-
-ALONE = Ranks(0, 1, torch.device("cpu"))
-
-
-def init_ranks(deterministic: bool = False) -> Ranks:
-    """Sets up the allocator and the device, and joins the process group that torchrun describes in the environment;
-    without one, this process is alone. deterministic: use only kernels that always give the same bits. All ranks must
-    call."""
-    keep_memory()
-    set_determinism(deterministic)
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    device = find_device(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0)))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world_size == 1:
-        return Ranks(0, 1, device)
-    # One backend for each group: when a group with two is split, gloo warns on every rank about NCCL's options.
-    options = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
-    dist.init_process_group(timeout=timedelta(minutes=30), **options)
-    return Ranks(dist.get_rank(), world_size, device, *(dist.new_group(backend="gloo") for _ in range(2)))
-
-
-def leave(ranks: Ranks) -> None:
-    """If there is a process group: ends the process with status 0 when all ranks have come this far. All ranks must
-    call. Skips the interpreter's own end, where gloo's threads can still hold tensors and abort (pytorch pull request
-    179291; without this, 1 of 10 runs aborted after destroying the group)."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if dist.is_initialized():
-        dist.barrier(ranks.control)
-        dist.destroy_process_group()
-        os._exit(0)
 
 
 def mesh_shape(shard_size: int, world_size: int) -> tuple[int, int]:
@@ -105,18 +54,6 @@ def make_mesh(shard_size: int, ranks: Ranks, offload: bool = False) -> DeviceMes
             backend = "nccl" if ranks.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def set_timeout(seconds: int, ranks: Ranks, mesh: DeviceMesh | None) -> None:
-    """Sets how long collectives wait for a rank. Their error names nobody: the watchdogs (lib/run.py), which name the
-    rank, must always come first. They set no limit to a save that makes progress, so nor do the groups that wait for
-    it."""
-    if ranks.world_size == 1:
-        return
-    for group in [None, *mesh.get_all_groups()]:
-        torch_private.set_group_timeout(group, timedelta(seconds=seconds + WATCHDOG))
-    for group in (ranks.control, ranks.saving):
-        torch_private.set_group_timeout(group, timedelta(days=30))
 
 
 # ---- activations: tensors that the forward pass keeps for the backward pass
@@ -366,19 +303,6 @@ def _rows(shape: torch.Size, dim: int, parts: int, elements: int) -> Iterator[sl
     return (slice(a, min(a + step, rows)) for a in range(0, rows, step))
 
 
-def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor."""
-    return part_slices(tensor.shape, *sharding(tensor))
-
-
-def owns(tensor: Tensor) -> bool:
-    """Whether this rank saves its part: the first of all ranks with the same part does."""
-    if not is_sharded(tensor):
-        return True
-    places = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
-    return all(coordinate == 0 for placement, coordinate in places if placement.is_replicate())
-
-
 # ---- in the loop
 
 
@@ -397,60 +321,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
-
-
-def on_first_rank(work: Callable, ranks: Ranks):
-    """Rank 0 runs `work` while the others wait; all ranks get its result, or its error. All ranks must call."""
-    result = error = None
-    if ranks.rank == 0:
-        try:
-            result = work()
-        except Exception as e:
-            error = e
-    if ranks.control is not None:
-        message = [result, error]
-        dist.broadcast_object_list(message, 0, ranks.control)
-        result, error = message
-    if error is not None:
-        raise UserError(str(error)) if isinstance(error, UserError) else error
-    return result
-
-
-def on_every_rank(work: Callable, ranks: Ranks):
-    """Each rank does it and gets its own result; or all get one error, which names the ranks and machines that had one.
-    All ranks must call."""
-    result, fault = None, ""
-    try:
-        result = work()
-    except (UserError, OSError) as e:
-        fault = f"rank {ranks.rank} on {platform.node()}: {e}"
-    faults = [f for f in gather(fault, ranks) if f]
-    if faults:
-        raise UserError("\n".join(faults))
-    return result
-
-
-def on_all(work: Callable, ranks: Ranks) -> list:
-    """Runs `work` on every rank -> all results. An error on one rank is raised, unchanged, on all. All ranks must
-    call."""
-    result = error = None
-    try:
-        result = work()
-    except (OSError, UserError) as e:
-        error = e
-    except Exception as e:  # it may hold what cannot be sent
-        error = RuntimeError(f"{type(e).__name__}: {e}")
-    answers = gather((result, error), ranks)
-    for _, error in answers:
-        if error is not None:
-            raise error
-    return [result for result, _ in answers]
-
-
-def gather(value, ranks: Ranks) -> list:
-    """One object of every rank, on all ranks. All ranks must call."""
-    if ranks.control is None:
-        return [value]
-    out = [None] * ranks.world_size
-    dist.all_gather_object(out, value, group=ranks.control)
-    return out

@@ -20,10 +20,10 @@ import checkpoint
 import plan
 from config import parse_args
 from lib.errors import UserError, describe_error
+from lib.ranks import ALONE, Ranks
 from lib.weights import load_model
 from model import Transformer
 from optim import make_optimizer, update
-from shard import ALONE, Ranks
 from test_shard import fill, run_ranks
 
 SMALL = ["--model", "tiny-llama", "--dim", "16", "--n_heads", "2", "--n_kv_heads", "1", "--n_layers", "1"]
@@ -109,7 +109,7 @@ import checkpoint, test_checkpoint
 from pathlib import Path
 from config import parse_args
 from optim import make_optimizer
-ranks = shard.init_ranks()
+ranks = init_ranks()
 run = Path(sys.argv[2])
 flags = "--model {name} --optimizer {optimizer} --dtype fp32 --compile none".split()
 config = parse_args(["--out", str(run), *flags])
@@ -128,7 +128,7 @@ try:
     test_checkpoint.save(run, 6, model, optimizer, {{}}, config, ranks, mesh, 5)
 except OSError as e:
     print(f"refused {{e.errno}}", end=" ")
-shard.leave(ranks)
+leave(ranks)
 """
 
 

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import config
 from attention import BACKENDS, PACKED
 from config import Config, check_batch, parse_args
 from lib.errors import UserError
-from lib.weights import config_json
+from lib.families import config_json
 from model import MODELS
 
 ROOT = Path(config.__file__).parent
@@ -94,7 +93,7 @@ def test_choices(field):
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "Tiny-9B").mkdir()
-    found = config_json(dataclasses.replace(MODELS["tiny-gpt2"], n_layers=3), torch.float32)
+    found = config_json(dataclasses.replace(MODELS["tiny-gpt2"], n_layers=3), "float32")
     (tmp_path / "Tiny-9B/config.json").write_text(json.dumps(found))
     return str(tmp_path / "Tiny-9B")
 
@@ -226,7 +225,7 @@ def test_what_was_forgotten_is_refused_where_tokens_are_not_bytes(tmp_path, monk
     Path("tokens.v2").mkdir()
     Path("tokens.v2/a.bin").touch()
     for vocab_size, beside in ((1024, False), (1025, False), (32000, True)):
-        found = config_json(dataclasses.replace(MODELS["tiny-gpt2"], vocab_size=vocab_size), torch.float32)
+        found = config_json(dataclasses.replace(MODELS["tiny-gpt2"], vocab_size=vocab_size), "float32")
         Path("config.json").write_text(json.dumps(found))
         Path("tokenizer.json" if beside else "other.json").touch()
         argv = ["--model", str(tmp_path), *words.split()]

@@ -16,7 +16,8 @@ from huggingface_hub import constants, snapshot_download
 
 import download
 from lib import errors
-from lib.errors import UserError, local_path
+from lib.errors import UserError
+from lib.hub import local_path
 
 TOKEN = "hf_SecretSecretSecretSecret"
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}

@@ -26,7 +26,7 @@ import model
 import train
 from lib import errors, weights
 from lib import run as guard
-from lib.errors import read_json
+from lib.files import read_json
 from lib.test_run import wait_until
 from model import Transformer
 from test_checkpoint import SMALL, make_state, replace_part, rewrite, save
@@ -435,7 +435,7 @@ FLIP = """
 def flip():
     if RANK == 1:
         made = next(o for o in __import__("gc").get_objects() if isinstance(o, train.Transformer))
-        parameter = shard.local(next(made.parameters()).detach())
+        parameter = __import__("lib.parts").parts.local(next(made.parameters()).detach())
         parameter.view(torch.int32).view(-1)[7] ^= 1
 at_step(6, flip)
 """

@@ -246,7 +246,7 @@ def test_gathered_in_fp8_equals_gathered_in_bf16(ranks):
     code = """
 import contextlib, functools, test_fp8, train, types
 from test_parity import Cell, real_steps
-ranks, step, evaluated = shard.init_ranks(), train.train_step, []
+ranks, step, evaluated = init_ranks(), train.train_step, []
 run = types.SimpleNamespace(ranks=ranks, phase=lambda name: contextlib.nullcontext())
 def step_and_evaluate(model, optimizer, batches, *args):
     result = step(model, optimizer, batches, *args)
@@ -267,7 +267,7 @@ for changes in ({}, {"checkpointing": "block"}, {"compile": "block"})[: 3 if siz
     assert all(torch.equal(a, b) for a, b in zip(half, whole, strict=True)), changes
 assert run.layer.fp8_weight.untyped_storage().size() == 0 and run.layer.fp8_local.shape == (-(-64 // size), 176)
 train.train_step = step
-alone = real_steps(replace(cell, ranks=1, accumulate=cell.parts), shard.ALONE)
+alone = real_steps(replace(cell, ranks=1, accumulate=cell.parts), ALONE)
 for a, b in zip(alone[0], whole, strict=False):
     assert test_fp8.error(b, a) < 0.004
 """

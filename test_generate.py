@@ -21,7 +21,8 @@ from torch import Tensor
 import checkpoint
 from config import parse_args
 from generate import choose, main, open_source, sample, warn_once
-from lib.errors import UserError, read_json
+from lib.errors import UserError
+from lib.files import read_json
 from lib.test_tokenizer import _json, _model
 from lib.text import write_shard
 from lib.tokenizer import ByteTokenizer

@@ -28,8 +28,10 @@ import shard
 import train
 from config import parse_args
 from data import Batch
-from lib import run as guard
-from lib.errors import ROOT
+from lib.errors import Failure
+from lib.files import ROOT
+from lib.guards import GradientGuard
+from lib.ranks import Ranks
 from model import IGNORE, cross_entropy, document_begins
 from optim import make_optimizer
 from test_model import begins, causal, compare_with_naive, cross_entropy_fp64, make_head, make_inputs, randn
@@ -67,7 +69,7 @@ def make_batch(config, length: int = 128) -> Batch:
 def make_model(flags: str, device: torch.device = CUDA, mesh: bool = False, **changes):
     """-> resolved flags, with changes; a filled model, as train.py makes it; the mesh."""
     config = parse_args(f"--model tiny-llama {TINY} {flags}".split())
-    config, ranks = replace(train.resolve(config, device, 1), **changes), shard.Ranks(0, 1, device)
+    config, ranks = replace(train.resolve(config, device, 1), **changes), Ranks(0, 1, device)
     grid = shard.make_mesh(1, ranks, offload=True) if mesh else None
     return config, fill(train.build(config, ranks, grid)), grid
 
@@ -76,11 +78,11 @@ def make_training(flags: str, mesh: bool = False):
     """-> step(): one optimizer step, as train.py makes it, returning the loss; the model; the optimizer."""
     config, model, grid = make_model(flags, mesh=mesh, compile="none")
     scales, optimizer = fp8.prepare(model, config, grid, False), make_optimizer(model, config)
-    gradients, batch = guard.GradientGuard(model, config, shard.Ranks(0, 1, CUDA), grid), make_batch(config)
+    gradients, batch = GradientGuard(model, config, Ranks(0, 1, CUDA), grid), make_batch(config)
 
     def step(number: int) -> torch.Tensor:
         loss, _, _ = train.train_step(model, optimizer, [batch, batch], 1e-3, gradients, scales, CUDA)
-        with contextlib.suppress(guard.Failure):  # over a stand-in, values are what lies in memory
+        with contextlib.suppress(Failure):  # over a stand-in, values are what lies in memory
             gradients.check(number)
         return loss
 

@@ -21,11 +21,11 @@ from matplotlib.figure import Figure
 
 import log
 from config import parse_args
-from lib import errors
+from lib import errors, files
+from lib.ranks import Ranks
 from lib.run import Clock, logger, refuse_unusable, start_logging
 from log import Log, Times, find_slow
 from model import MODELS
-from shard import Ranks
 from test_train import FAST, metrics, train
 
 PREFIX = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[\w+\.py:\d+\] "
@@ -279,11 +279,11 @@ def test_runs_are_drawn_over_each_other(tmp_path):
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, call):
-    errors.write_whole(tmp_path / "a", "old content")
-    errors.write_whole(tmp_path / "a", "new content")
+    files.write_whole(tmp_path / "a", "old content")
+    files.write_whole(tmp_path / "a", "new content")
     full = OSError(28, "No space left on device")
     with mock.patch.object(log.os, call, side_effect=full), pytest.raises(OSError, match="No space"):
-        errors.write_whole(tmp_path / "a", "newer content", sync=True)
+        files.write_whole(tmp_path / "a", "newer content", sync=True)
     assert (tmp_path / "a").read_text() == "new content" and [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
@@ -294,7 +294,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, call):
 def test_output_that_nobody_takes(reader, size, status, message):
     code = f"from lib.errors import run_script; run_script(lambda argv: print('x' * {size}))"
     command = f'{sys.executable} -c "$0" {reader}; echo ${{PIPESTATUS[0]}}'
-    done = subprocess.run(["bash", "-c", command, code], cwd=errors.ROOT, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-c", command, code], cwd=files.ROOT, capture_output=True, text=True)
     assert done.stdout.split()[-1].lstrip("x") == status
     assert done.stderr.startswith(message) and done.stderr.count("\n") == bool(message)
 

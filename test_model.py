@@ -18,7 +18,8 @@ import attention
 import model as source
 from attention import BACKENDS, PACKED, choose_backend
 from lib.errors import UserError
-from lib.weights import config_json, load_model
+from lib.families import config_json
+from lib.weights import load_model
 from model import MODELS, LossHead, ModelConfig, Transformer, document_begins, grouped_matmul, random_init
 from shapes import RopeScaling
 from test_shard import allocate, fill, run_ranks
@@ -109,7 +110,7 @@ def test_published_row(name, row):
 def make_reference(config: ModelConfig) -> nn.Module:
     """Hugging Face's model of this shape, scrambled."""
     no_ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    hf = transformers.AutoConfig.for_model(**config_json(config, torch.float32), **no_ids)
+    hf = transformers.AutoConfig.for_model(**config_json(config, "float32"), **no_ids)
     return scramble(transformers.AutoModelForCausalLM.from_config(hf, attn_implementation="eager"))
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import optim
-import shard
 import train
 from config import parse_args
+from lib.parts import local, local_slices
 from model import Transformer
-from optim import PIECE, AdamW, as_int32, learning_rate, local, make_optimizer, random_bits, update
+from optim import PIECE, AdamW, as_int32, learning_rate, make_optimizer, random_bits, update
 from test_shard import run_ranks
 from test_train import values
 
@@ -276,7 +276,7 @@ def run_muon(model: nn.Module, config, steps: int = 4):
     for n in range(steps):
         for i, p in enumerate(model.parameters()):
             p.grad = torch.zeros_like(p)
-            local(p.grad).copy_(normal(p.shape, 100 * n + i)[shard.local_slices(p)])
+            local(p.grad).copy_(normal(p.shape, 100 * n + i)[local_slices(p)])
         update(optimizer, 0.02, torch.tensor(3.0), torch.tensor(float(n == 2)))
     return optimizer
 
@@ -325,7 +325,7 @@ def test_muon_has_the_same_bits_on_every_mesh():
     """Whole parameters, shards, both, and experts that are sharded by expert or not."""
     code = """
 from test_optim import local, muon_model, run_muon
-ranks = shard.init_ranks()
+ranks = init_ranks()
 words = "--state_dtype bf16" if sys.argv[2] == "bf16" else ""
 for name, size in (("tiny-llama", 0), ("tiny-llama", 1), ("tiny-llama", 2), ("tiny-mixtral", 0), ("tiny-gpt2", 0)):
     if size > ranks.world_size:
@@ -337,7 +337,7 @@ for name, size in (("tiny-llama", 0), ("tiny-llama", 1), ("tiny-llama", 2), ("ti
     shard.shard_model(model, shard.make_mesh(size, ranks), torch.float32)
     run_muon(model, config)
     for key, p in model.named_parameters():
-        assert torch.equal(local(p.detach()), expected[key][shard.local_slices(p)]), (name, size, key)
+        assert torch.equal(local(p.detach()), expected[key][local_slices(p)]), (name, size, key)
 """
     for ranks, kind in ((2, "bf16"), (4, "fp32")):
         run_ranks(ranks, code, kind)

@@ -38,10 +38,10 @@ from config import Config, check_together
 from data import Batch
 from lib import lora
 from lib.errors import Parser, UserError, run_script
-from lib.run import GradientGuard
+from lib.guards import GradientGuard
+from lib.ranks import ALONE, Ranks, init_ranks, leave
 from model import IGNORE, MODELS, ModelConfig, Transformer, document_begins
 from optim import make_optimizer, trained
-from shard import ALONE
 from test_shard import fill, run_code
 
 TINY = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3")
@@ -228,7 +228,7 @@ class Recorder(GradientGuard):
         return mean, norm, divisor
 
 
-def real_steps(cell: Cell, ranks: shard.Ranks, text: int = 0) -> list[list[Tensor]]:
+def real_steps(cell: Cell, ranks: Ranks, text: int = 0) -> list[list[Tensor]]:
     """The same, the way train.py does it. All ranks must call."""
     torch._dynamo.reset()
     config = cell.config
@@ -275,7 +275,7 @@ def work(cells: list[str], texts: int) -> None:
     """A rank: all these cells; rank 0 prints the table. texts: the noise of a tiny model is a matter of luck; if that
     of the first text is too small to explain the cell's, it is the largest of so many texts."""
     torch.set_num_threads(1)
-    ranks = shard.init_ranks()
+    ranks = init_ranks()
     torch.set_float32_matmul_precision("highest")  # no TF32 here
     for cell in (Cell.parse(words.split()) for words in cells):
         found = real_steps(cell, ranks)
@@ -286,7 +286,7 @@ def work(cells: list[str], texts: int) -> None:
             verdict = "ok" if wrong <= allowed else "WRONG"
             print(f"{ranks.world_size} | {wrong:.1e} | {allowed:.1e} | {verdict} | {cell}", flush=True)
         gc.collect()
-    shard.leave(ranks)
+    leave(ranks)
 
 
 def compute(todo: list[Cell], plant: str = "", texts: int = 10) -> Iterator[str]:

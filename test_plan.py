@@ -19,9 +19,12 @@ import shard
 import train
 from config import parse_args
 from lib import machine
-from lib.errors import ROOT, exit_status
+from lib.errors import exit_status
+from lib.files import ROOT
+from lib.parts import local
+from lib.ranks import Ranks
 from log import compare
-from optim import local, matrices, orthogonalize
+from optim import matrices, orthogonalize
 from test_shard import run_ranks
 
 RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.args") if "each GPU: " in path.read_text())
@@ -31,7 +34,7 @@ H100 = plan.GPUS["h100-80"]
 @pytest.fixture(params=[1, 8, 64, 512])
 def fake_ranks(request):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
-    yield shard.Ranks(0, request.param, torch.device("cpu"))
+    yield Ranks(0, request.param, torch.device("cpu"))
     dist.destroy_process_group()
 
 
@@ -71,7 +74,7 @@ torch.set_num_threads(2)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h; a forked process ignores MALLOC_ variables
 assert all(ctypes.CDLL(None).mallopt(parameter, 65536) for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD))
 for words in json.loads(sys.argv[2]):
-    ranks = shard.ALONE
+    ranks = ALONE
     config = train.resolve(parse_args([*words.split(), "--compile", "none"]), ranks.device, 1)
     tokens = torch.randint(config.model_config.vocab_size, (config.micro_batch, config.seq_len))
     batch = Batch(tokens, tokens, None)
@@ -82,7 +85,7 @@ for words in json.loads(sys.argv[2]):
     for p in model.parameters():
         torch.nn.init.normal_(p, 0.0, 0.02)
     optimizer = make_optimizer(model, config)
-    gradients = guard.GradientGuard(model, config, ranks, None)
+    gradients = GradientGuard(model, config, ranks, None)
     for _ in range(2):
         train.train_step(model, optimizer, [batch], 1e-3, gradients, SimpleNamespace(refresh=int), ranks.device)
     print(test_shard.peak_rss() - before)
@@ -165,7 +168,7 @@ def test_the_guide_s_table_is_what_the_plan_says():
 
 def test_a_prediction_that_is_off_says_so(tmp_path, monkeypatch):
     words = "--seq_len 64 --micro_batch 0 --batch_tokens 128 --dtype fp32 --compile none"
-    config, ranks = parse_args(words.split()), shard.Ranks(0, 1, torch.device("cuda"))
+    config, ranks = parse_args(words.split()), Ranks(0, 1, torch.device("cuda"))
     for gpu, names in ((H100._replace(tflops=0), ["mem_gib"]), (H100, ["mem_gib", "step_ms"])):
         monkeypatch.setattr(plan, "cluster_here", lambda device, ranks, gpu=gpu: plan.Cluster(1, 1, gpu))
         predicted = plan.predict_record(config, ranks)

@@ -28,10 +28,11 @@ import plan
 import run as bench
 import test_parity
 from config import parse_args, with_recipes
-from lib.errors import ROOT
+from lib.families import config_json
+from lib.files import ROOT
 from lib.test_tokenizer import _json, _write
 from lib.tokenizer import load_tokenizer
-from lib.weights import config_json, export_model
+from lib.weights import export_model
 from model import MODELS, Transformer, flops_per_token, random_init
 from shard import fill_parameters
 from test_config import copy_sources
@@ -84,7 +85,7 @@ def trainer_words(words: list[str]) -> list[str] | None:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A small model with a tokenizer takes the place of everything that a command would look up on the hub."""
-    (tmp_path / "config.json").write_text(json.dumps(config_json(MODELS["tiny-llama"], torch.float32)))
+    (tmp_path / "config.json").write_text(json.dumps(config_json(MODELS["tiny-llama"], "float32")))
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setattr("config.local_path", lambda spec, flag: tmp_path)
     return tmp_path
@@ -295,7 +296,7 @@ assert "was good, not" in text and "number" not in text and ",0" not in text
 
 plain, linear = (rope_frequencies(MODELS[name], torch.device("cpu")) for name in ("tiny-llama", "tiny-linear"))
 assert torch.equal(plain, 4 * linear)
-Path("config.json").write_text(json.dumps(config_json(MODELS["tiny-linear"], torch.float32)))
+Path("config.json").write_text(json.dumps(config_json(MODELS["tiny-linear"], "float32")))
 assert read_config(Path()) == MODELS["tiny-linear"]
 """
 
@@ -380,14 +381,14 @@ def test_every_recipe_runs_on_two_processes(tmp_path):
 import train
 from config import parse_args
 from lib.run import Run
-ranks = shard.init_ranks()
+ranks = init_ranks()
 for words in {runs!r}:
     config = train.resolve(parse_args(words), ranks.device, ranks.world_size)
     with Run(config, ranks) as run:
         train.train(config, ranks, run)
     assert run.exit_code == 0
-    shard.gather(None, ranks)
-shard.leave(ranks)
+    gather(None, ranks)
+leave(ranks)
 """
     run_ranks(2, code, str(tmp_path))
     for recipe in EVERY:

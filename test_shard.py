@@ -21,8 +21,10 @@ import log
 import plan
 import shard
 from config import CONFLICTS, parse_args, refuse_unsupported
-from lib import check, machine
-from lib.errors import ROOT, UserError
+from lib import machine, settle
+from lib.errors import UserError
+from lib.files import ROOT
+from lib.ranks import Ranks
 from model import MODELS, Transformer, random_init
 
 # A run's processes are forked from one that has only imported what they need, which takes seconds each time.
@@ -81,9 +83,11 @@ def run_code(code: str, words: list[str], ranks: int = 1, env: dict | None = Non
 
 def run_ranks(n: int, code: str, *args: str) -> str:
     """Runs Python code on n gloo ranks, after a few imports -> what they print. Fails if one of them does."""
-    imports = "import sys, torch, shard, test_shard; from dataclasses import replace; from lib import run as guard\n"
+    imports = "import sys, torch, shard, test_shard; from dataclasses import replace\n"
+    imports += "from lib import guards, ranks as rank_module, run as guard; from lib.parts import local, local_slices\n"
+    imports += "from lib.errors import Failure; from lib.ranks import *\n"
     imports += "from model import MODELS, LossHead, Transformer, random_init\n"
-    done = run_code(f"{imports}{code}\nshard.leave(shard.ALONE)", ["worker.py", str(ROOT), *args], n)
+    done = run_code(f"{imports}{code}\nleave(ALONE)", ["worker.py", str(ROOT), *args], n)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -115,7 +119,7 @@ def peak_rss(reset: bool = False) -> int:
 def test_both_loaders_give_every_rank_its_values():
     """Bit for bit, on every mesh of four ranks, in pieces that divide nothing evenly; three experts on four ranks."""
     code = """
-ranks, shard.PIECE = shard.init_ranks(), 1000
+ranks, shard.PIECE = init_ranks(), 1000
 for name, n_experts in (("tiny-llama3.2", 0), ("tiny-mixtral", 3)):
     config = replace(MODELS[name], n_experts=n_experts, vocab_size=259, ffn_dim=136)
     whole = Transformer(config)
@@ -127,7 +131,7 @@ for name, n_experts in (("tiny-llama3.2", 0), ("tiny-mixtral", 3)):
         for load in ("direct", "rank0"):
             model = test_shard.allocate(config, shard.make_mesh(size, ranks))
             for p in model.parameters():
-                shard.local(p.detach()).fill_(float("nan"))
+                local(p.detach()).fill_(float("nan"))
             shard.fill_parameters(model, read if load == "direct" or ranks.rank == 0 else None, load)
             for (n, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
                 assert torch.equal(p.full_tensor(), q) and q.std() > 0, (size, load, n)
@@ -142,7 +146,7 @@ def test_loading_needs_the_shard_and_one_tensor():
 import ctypes, os
 os.environ["MALLOC_MMAP_THRESHOLD_"] = "set here"  # what is freed is given back, and does not hide in the heap
 ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD (malloc.h): a forked process does not read the variable
-ranks, shard.PIECE = shard.init_ranks(), 2**20
+ranks, shard.PIECE = init_ranks(), 2**20
 def read(name, slices):
     return torch.ones([s.stop - s.start for s in slices], dtype=torch.bfloat16)
 models = []  # all are kept, else memory would be used again
@@ -150,7 +154,7 @@ for dim in (64, 512):  # the first: what the first use takes
     config = replace(MODELS["tiny-llama"], dim=dim, n_layers=20, n_heads=8, n_kv_heads=8, ffn_dim=dim, vocab_size=8000)
     for load in ("direct", "rank0"):
         model = test_shard.allocate(config, shard.make_mesh(0, ranks), torch.bfloat16)
-        own, largest = sum(shard.local(p).nbytes for p in model.parameters()), model.lm_head.weight.nbytes
+        own, largest = sum(local(p).nbytes for p in model.parameters()), model.lm_head.weight.nbytes
         models.append(model)
         before = test_shard.peak_rss(reset=True)
         shard.fill_parameters(model, read, load)
@@ -165,18 +169,18 @@ def test_faults_of_ranks_are_told_to_all_and_late_ones_are_not_waited_for():
     code = """
 import os, pytest, torch.distributed as dist
 from lib.errors import UserError
-ranks = shard.init_ranks()
-assert shard.on_every_rank(lambda: ranks.rank, ranks) == ranks.rank
-assert shard.on_first_rank(lambda: [ranks.rank] * 10**5, ranks) == [0] * 10**5
+ranks = init_ranks()
+assert on_every_rank(lambda: ranks.rank, ranks) == ranks.rank
+assert on_first_rank(lambda: [ranks.rank] * 10**5, ranks) == [0] * 10**5
 with pytest.raises(ZeroDivisionError):
-    shard.on_first_rank(lambda: 1 / 0, ranks)
+    on_first_rank(lambda: 1 / 0, ranks)
 def read():
     if ranks.rank == 1:
         raise FileNotFoundError(2, "No such file", "/weights/model.safetensors")
 with pytest.raises(UserError, match="^rank 1 on .*'/weights/model.safetensors'$"):
-    shard.on_every_rank(read, ranks)
-mesh, shard.WATCHDOG = shard.make_mesh(0, ranks), 0
-shard.set_timeout(1, ranks, mesh)
+    on_every_rank(read, ranks)
+mesh, rank_module.WATCHDOG = shard.make_mesh(0, ranks), 0
+set_timeout(1, ranks, mesh)
 for group in (None, mesh.get_group("shard")) if ranks.rank == 0 else ():
     with pytest.raises(RuntimeError):
         dist.all_reduce(torch.ones(1), group=group)
@@ -193,7 +197,7 @@ def test_what_ends_before_compiling_pays_is_not_compiled(monkeypatch, words, dev
     monkeypatch.setattr("lib.machine.compiler_problem", lambda: "")
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     config = parse_args(["@recipes/default.args", "--compile=auto", *words.split()])
-    assert check._choose_compile(config, torch.device(device)) == chosen
+    assert settle._choose_compile(config, torch.device(device)) == chosen
 
 
 def test_what_does_not_work_together_is_refused():
@@ -231,7 +235,7 @@ def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, words, dev
         monkeypatch.setattr(machine, "available_memory", lambda: host * 2**30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gpu * 2**30))
         monkeypatch.setattr(machine, "known_gpu", lambda _: None)
-        plan.refuse_without_room(config, shard.Ranks(0, 4, torch.device(device)))
+        plan.refuse_without_room(config, Ranks(0, 4, torch.device(device)))
 
     with pytest.raises(UserError, match=message):
         refuse(host, gpu)
@@ -245,8 +249,8 @@ def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, words, dev
 ])  # fmt: skip
 def test_auto_is_the_dtype_that_a_cpu_is_fast_in(monkeypatch, amx, avx512, name, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": amx, "avx512_bf16": avx512})
-    monkeypatch.setattr(check, "cpu_name", lambda: name)
-    assert check.resolve(parse_args([]), torch.device("cpu"), 1).dtype == dtype
+    monkeypatch.setattr(settle, "cpu_name", lambda: name)
+    assert settle.resolve(parse_args([]), torch.device("cpu"), 1).dtype == dtype
 
 
 def test_out_of_memory_tells_what_the_memory_went_to():
@@ -271,7 +275,7 @@ def test_prefetch_gathers_units_before_their_turn():
     """The profiler's names of what FSDP2 gathers early: one unit, or two, ahead, in both directions; 0: its own way,
     backward only."""
     code = """
-ranks, units = shard.init_ranks(), ["embed_tokens", *range(4), "lm_head"]
+ranks, units = init_ranks(), ["embed_tokens", *range(4), "lm_head"]
 for depth in (0, 1, 2):
     config, mesh = replace(MODELS["tiny-llama"], n_layers=4), shard.make_mesh(0, ranks)
     model = test_shard.fill(test_shard.allocate(config, mesh, prefetch=depth, reshard="always"))
@@ -312,7 +316,7 @@ def test_only_several_replicas_make_units_keep_reduced_gradients(world_size):
     """What FSDP's groups of parameters hold while the backward pass goes on and after it, on every layout. With one
     replica it is nothing, and the parameters have their gradients after each micro-batch, not only the last one."""
     code = """
-ranks, tokens = shard.init_ranks(), torch.zeros(1, 8, dtype=torch.long)
+ranks, tokens = init_ranks(), torch.zeros(1, 8, dtype=torch.long)
 for size in (s for s in (1, 2, 4) if s <= ranks.world_size):
     for offload in (False, True)[ranks.world_size == 1 :]:
         mesh = shard.make_mesh(size, ranks, offload)

@@ -142,10 +142,10 @@ def test_a_run_in_bf16_with_all_that_saves_memory_resumes_bit_for_bit(tmp_path, 
     The stochastic rounding of a resumed run is that of the uninterrupted one. With --load direct all ranks need the
     weights, and the one without them is named."""
     code = """
-from lib import check
+from lib import settle
 if os.environ["RANK"] == "1":  # the other machine
-    find = check.open_folder
-    check.open_folder = lambda folder, model: find(folder / "elsewhere", model)
+    find = settle.open_folder
+    settle.open_folder = lambda folder, model: find(folder / "elsewhere", model)
 """
     flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 0, "--schedule", "constant", "--dtype", "bf16"]
     flags += ["--param_dtype", "bf16", "--state_dtype", "bf16", "--reduce_dtype", "bf16", "--reshard", "always"]

@@ -12,9 +12,10 @@ import os
 from dataclasses import replace
 
 from config import Config, parse_args, split_batch
-from lib import errors  # first: it finds the Python that has torch
+from lib import errors
 
 if __name__ == "__main__":
+    errors.prepare_python()
     errors.end_with_torchrun()
     errors.check_words(lambda words: parse_args(words, trains=True))
 
@@ -30,8 +31,10 @@ import shard
 from attention import choose_backend
 from data import IGNORE, Batch, Loader, open_data, with_steps
 from generate import write_samples
-from lib import check, lora, machine, progress
-from lib.run import GradientGuard, Run
+from lib import lora, machine, progress, settle
+from lib.guards import GradientGuard
+from lib.ranks import Ranks, init_ranks, leave, on_every_rank, on_first_rank
+from lib.run import Run
 from log import Log, attention_kernel, describe_model, logger, profile_steps
 from model import Details, Transformer
 from optim import DTYPES, GradientReducer, Optimizer, learning_rate, make_optimizer, update
@@ -39,8 +42,8 @@ from optim import DTYPES, GradientReducer, Optimizer, learning_rate, make_optimi
 
 def main(argv: list[str]) -> int:
     config = parse_args(argv, trains=True)
-    ranks = shard.init_ranks(config.deterministic) if config.check < 0 else check.imagine_ranks(config)
-    config = shard.on_first_rank(lambda: with_steps(config, ranks.world_size), ranks)
+    ranks = init_ranks(config.deterministic) if config.check < 0 else settle.imagine_ranks(config)
+    config = on_first_rank(lambda: with_steps(config, ranks.world_size), ranks)
     config = resolve(config, ranks.device, ranks.world_size)
     if config.check >= 0:
         return report(config, ranks)
@@ -48,21 +51,21 @@ def main(argv: list[str]) -> int:
     with Run(config, ranks) as run:
         train(config, ranks, run)
     if run.exit_code == 0:
-        shard.leave(ranks)
+        leave(ranks)
     return run.exit_code
 
 
-def report(config: Config, ranks: shard.Ranks) -> int:
+def report(config: Config, ranks: Ranks) -> int:
     """--check: everything that can be known without training; prints key=value lines for launch.sh."""
     resume_from, _ = checkpoint.find(config, checksums=False)
     if resume_from and resume_from.step >= config.steps and checkpoint.is_finished(config, resume_from.step):
         state = "finished"
-        check.say_finished(config, resume_from.step)
+        settle.say_finished(config, resume_from.step)
     else:
         plan.refuse_without_room(config, ranks)
-        check.refuse_inputs(config, resume_from is not None, ranks.world_size)
+        settle.refuse_inputs(config, resume_from is not None, ranks.world_size)
         data, _ = open_data(config, ranks)
-        check.open_weights(config, resume_from is not None)
+        settle.open_weights(config, resume_from is not None)
         data.load_state_dict(resume_from.manifest["position"] if resume_from else data.state_dict())
         state = "resume" if resume_from else "fresh"
         print(f"attention={attention_kernel(config, data, ranks.device)}")
@@ -75,24 +78,24 @@ def report(config: Config, ranks: shard.Ranks) -> int:
 
 def resolve(config: Config, device: torch.device, world_size: int) -> Config:
     """Replaces every `auto` by its value here, for flags.json; refuses settings that cannot run here."""
-    config = check.resolve(config, device, world_size)
+    config = settle.resolve(config, device, world_size)
     fp8.check_run(config, device, split_batch(config, world_size)[0])
     compiled, head_dim = config.compile != "none", config.model_config.head_dim
     attention = choose_backend(config.attention, device.type, config.dtype, compiled, config.seq_len, head_dim)
     return replace(config, attention=attention)
 
 
-def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
+def train(config: Config, ranks: Ranks, run: Run) -> None:
     """From the newest checkpoint, or from the start, to the last step. All ranks must call."""
     resume_from, skipped = checkpoint.find(config, ranks)
     start = resume_from.step if resume_from else 0
     if start >= config.steps:
         return finish(config, start, ranks, run)
     run.begin(start, skipped + config.warnings)
-    shard.on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
-    shard.on_first_rank(lambda: check.refuse_inputs(config, resume_from is not None, ranks.world_size), ranks)
+    on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
+    on_first_rank(lambda: settle.refuse_inputs(config, resume_from is not None, ranks.world_size), ranks)
     data, val_data = open_data(config, ranks)
-    weights = shard.on_every_rank(lambda: check.open_weights(config, resume_from is not None, ranks.rank), ranks)
+    weights = on_every_rank(lambda: settle.open_weights(config, resume_from is not None, ranks.rank), ranks)
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     run.add_mesh(mesh)
     model = build(config, ranks, mesh)
@@ -117,7 +120,7 @@ def train(config: Config, ranks: shard.Ranks, run: Run) -> None:
                 model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
             log.end_step(parts)
-            todo = check.after_step(config, step, run.agrees_to_stop(saver.error is not None))
+            todo = settle.after_step(config, step, run.agrees_to_stop(saver.error is not None))
             gradients.check(step, wait=todo.record)  # a non-finite loss is neither recorded nor saved
             val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
             if todo.record:
@@ -160,7 +163,7 @@ def train_step(
     return loss, grad_norm, parts
 
 
-def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
+def build(config: Config, ranks: Ranks, mesh) -> Transformer:
     """The model, ready to be filled: parameters allocated, nothing in them yet. The order is explained in shard.py."""
     logger.info("Creating Model")
     with torch.device("meta"):
@@ -180,15 +183,15 @@ def build(config: Config, ranks: shard.Ranks, mesh) -> Transformer:
     return model
 
 
-def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: shard.Ranks) -> None:
+def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: Ranks) -> None:
     """Sets parameters, moments and the position in the data from a checkpoint, weights or random values. All ranks."""
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if resume_from:
         checkpoint.restore(resume_from, model, optimizer, ranks, config, weights)
         position = resume_from.manifest["position"]
     else:
-        shard.fill_parameters(model, check.first_values(config, model, weights), config.load)
-        position = shard.on_first_rank(data.state_dict, ranks)  # all ranks must see the same data
+        shard.fill_parameters(model, settle.first_values(config, model, weights), config.load)
+        position = on_first_rank(data.state_dict, ranks)  # all ranks must see the same data
     data.load_state_dict(position)
 
 
@@ -211,7 +214,7 @@ def evaluate(model: Transformer, data: Loader, run: Run) -> float:
         return (sums[0] / sums[1]).item()
 
 
-def finish(config: Config, step: int, ranks: shard.Ranks, run: Run) -> None:
+def finish(config: Config, step: int, ranks: Ranks, run: Run) -> None:
     """Exports the last checkpoint as a Hugging Face folder, hf/, unless an earlier start did. All ranks must call."""
     trained = run.began
     if not trained and not checkpoint.is_finished(config, step):
@@ -221,7 +224,7 @@ def finish(config: Config, step: int, ranks: shard.Ranks, run: Run) -> None:
             checkpoint.export_run(config, step, ranks)
         run.end("finished", step)
     if not trained and ranks.rank == 0:
-        check.say_finished(config, step)
+        settle.say_finished(config, step)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import Failure  # first: it finds the Python that has torch
+from lib.errors import Failure
 
 import numpy as np  # isort: skip
 

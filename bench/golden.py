@@ -43,7 +43,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lib.errors import Failure, Parser, run_script  # first: it finds the Python that has torch
+from lib.errors import Failure, Parser, prepare_python, run_script
+
+if __name__ == "__main__":
+    prepare_python()
 
 import torch  # isort: skip
 from torch.multiprocessing import start_processes

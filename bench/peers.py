@@ -21,7 +21,7 @@ from pathlib import Path
 from runpy import run_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import Row, Turn, race, row, train  # first: it finds the Python that has torch
+from common import Row, Turn, race, row, train
 
 import torch  # isort: skip
 from safetensors.torch import load_file
@@ -29,8 +29,10 @@ from torch import Tensor, nn
 
 from config import DEFAULT, Config, parse_args
 from data import Batch, make_loader
-from lib.errors import ROOT, Failure
+from lib.errors import Failure
+from lib.files import ROOT
 from lib.machine import find_device, keep_memory, memory_gib
+from lib.ranks import ALONE
 
 # Further flags of ours: the settings of train_peer.
 SAME = "--dtype bf16 --compile block --lr 1e-5 --schedule constant --warmup_steps 0 --beta1 0.9 --beta2 0.95"
@@ -162,14 +164,14 @@ RATES = {  # peak learning rates, for one turn each
 
 def flatland(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]:
     import shard
-    from lib import check
+    from lib import settle
     from optim import GradientReducer, learning_rate, make_optimizer, trained
     from train import build, resolve, train_step
 
     device = find_device(1)
     config = replace(resolve(config, device, 1), lr=lr)
-    model = build(config, replace(shard.ALONE, device=device), None)
-    shard.fill_parameters(model, check.first_values(config, model, None), config.load)
+    model = build(config, replace(ALONE, device=device), None)
+    shard.fill_parameters(model, settle.first_values(config, model, None), config.load)
     optimizer = make_optimizer(model, config)
     reducer, scales = GradientReducer([*trained(model).values()], config.clip), Namespace(refresh=int)
 

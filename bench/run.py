@@ -14,12 +14,16 @@ from argparse import Namespace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from lib.errors import Failure, Parser, UserError, prepare_python, run_script
+
+if __name__ == "__main__":
+    prepare_python()
+
 import torch  # isort: skip
 
 import peers
 import suites
 from common import COLUMNS
-from lib.errors import Failure, Parser, UserError, run_script  # first: it finds the Python that has torch
 from lib.machine import describe_environment
 
 SUITES = {

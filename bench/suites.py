@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from common import Row, Turn, race  # first: it finds the Python that has torch
+from common import Row, Turn, race
 
 import torch  # isort: skip
 
 from config import parse_args
 from generate import sample
 from lib.errors import Failure
-from lib.weights import config_json, export_model
+from lib.families import config_json
+from lib.weights import export_model
 from model import Transformer
 from peers import race_training, transformers
 from shapes import MODELS, ModelConfig
@@ -88,7 +89,7 @@ def bench_gpu(args: Namespace) -> Iterator[Row]:
     for part in filter(args.parts.__contains__, GPU):
         for title, flags, names in GPU[part]:
             with tempfile.TemporaryDirectory() as folder:
-                values = config_json(parse_args(flags.split()).model_config, torch.bfloat16)
+                values = config_json(parse_args(flags.split()).model_config, "bfloat16")
                 Path(folder, "config.json").write_text(json.dumps(values))
                 yield from race_training(title, flags, names, Path(folder), 20, 5, 1, end)
 

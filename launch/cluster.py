@@ -31,7 +31,8 @@ from filelock import SoftFileLease, Timeout
 
 from config import parse_args
 from doctor import Host, ask, call, columns, problem, read_job, say, ssh_command, survey, verb_doctor
-from lib.errors import ROOT, Parser, UserError, run_script
+from lib.errors import Parser, UserError, run_script
+from lib.files import ROOT
 from node import FOLLOWED, KILLED, read, read_json, tail, write_json
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone

@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import node
-from lib.errors import ROOT, Parser, UserError, printable
+from lib.errors import Parser, UserError, printable
+from lib.files import ROOT
 from node import content_hash, last_line
 
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\])(?::\d+)?)(?:\s+slots=([1-9]\d*))?")

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lib.errors import ROOT, VERSION, RankFailure, UserError
-from optim import is_sharded, local
+from lib.errors import RankFailure, UserError
+from lib.files import ROOT, VERSION
+from lib.parts import is_sharded, local
 
 
 class Gpu(NamedTuple):

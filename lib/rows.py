@@ -29,7 +29,8 @@ import numpy as np
 
 from config import Config
 from lib import text
-from lib.errors import Failure, RankError, UserError, read_ahead
+from lib.errors import Failure, RankError, UserError
+from lib.files import read_ahead
 from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, TextFile, kind_of, open_shard, prepare, read_index
 from lib.tokenizer import load_tokenizer, token_sizes
 from model import IGNORE

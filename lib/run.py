@@ -1,5 +1,4 @@
-"""Supervises a run: its folder and lock, requests to stop, ranks that hang, non-finite gradients, replicas that differ,
-and the report of its end.
+"""Supervises a run: its folder and lock, requests to stop, ranks that hang, and the report of its end.
 
 All ranks reach the same verdict at the same step. The host never waits for the device in every step, because a step's
 flags are read one step late."""
@@ -9,7 +8,6 @@ import faulthandler
 import importlib.util
 import json
 import logging
-import math
 import os
 import platform
 import signal
@@ -18,37 +16,27 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from filelock import SoftFileLease, Timeout
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import Config
 from lib import progress, torch_private
-from lib.errors import (
-    Failure,
-    UserError,
-    describe_error,
-    printable,
-    read_json,
-    say_error,
-    write_json,
-)
-from optim import GradientReducer, local, trained
-from shard import Ranks, gather, on_every_rank, on_first_rank, set_timeout
+from lib.errors import Failure, UserError, describe_error, printable, say_error
+from lib.files import read_json, write_json
+from lib.ranks import Ranks, on_every_rank, on_first_rank, set_timeout
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it gives up
 TOGETHER = 2.0  # seconds within which signals are one
-EXCHANGE = 10.0  # seconds that a hanging job's watchdogs wait for each other; less than shard.WATCHDOG
+EXCHANGE = 10.0  # seconds that a hanging job's watchdogs wait for each other; less than ranks.WATCHDOG
 ANSWER = 20.0  # seconds that a stopping rank waits for others
-ASK = 2.0  # seconds between two questions whether other ranks progress; they delay EXCHANGE, within shard.WATCHDOG
+ASK = 2.0  # seconds between two questions whether other ranks progress; they delay EXCHANGE, within ranks.WATCHDOG
 LONG = 1800  # seconds without progress in the start, the first step, an evaluation, samples, a save or an export
 LEASE = 30.0  # seconds after which a lock that nobody renews is stale
 PATIENCE = 35.0  # seconds that a job waits for the lock
@@ -285,85 +273,7 @@ class Run:
 # ---- gradients
 
 
-class GradientGuard(GradientReducer):
-    """The reducer of train.py's loop, and the host's reaction to its flags on the device: a non-finite loss or norm
-    stops the run; with --on_nonfinite skip, only SKIPS of them in a row do."""
-
-    def __init__(
-        self, model: nn.Module, config: Config, ranks: Ranks, mesh: DeviceMesh | None,
-        where: Callable[[int], list[str]] = lambda step: [],
-    ):  # fmt: skip
-        """where(step): the places in the data of this rank's rows of a recent step."""
-        group = None
-        if ranks.world_size > 1:  # offloaded gradients are on the host, where the control group's backend works
-            group = ranks.control if config.offload == "cpu" else dist.group.WORLD
-        replicas = 1 if mesh is None else mesh["replicate"].size()
-        limit = 1 if config.on_nonfinite == "stop" else SKIPS
-        super().__init__([*trained(model).values()], config.clip, group, replicas, limit)
-        self.model, self.ranks, self.mesh, self.where = model, ranks, mesh, where
-        self.every = config.replicas_every
-        self.pending = []  # the flags of steps, on their way to the host
-
-    def check(self, step: int, wait: bool = False) -> None:
-        """Raises Failure if an update was suppressed, or warns that it was skipped: up to the step before, which
-        costs no waiting, or with `wait` up to this step; or if replicas differ. Call once a step; the outcome
-        is the same on all ranks."""
-        flags = torch.stack((self.bad_in_row, self.local_loss))
-        on_host = flags.to("cpu", non_blocking=True)  # into pinned memory
-        copied = torch.get_device_module(flags.device).Event()
-        copied.record()
-        self.pending.append((step, on_host, copied))
-        while len(self.pending) > (not wait):
-            step_read, on_host, copied = self.pending.pop(0)
-            copied.synchronize()
-            bad_in_row, local_loss = on_host.tolist()
-            if bad_in_row:
-                self._complain(step_read, local_loss, int(bad_in_row))
-        if self.every and step % self.every == 0:
-            compare_replicas(self.model, self.ranks, self.mesh, step)
-
-    def _complain(self, step: int, local_loss: float, in_row: int) -> None:
-        rank = f"rank {self.ranks.rank} on {platform.node()}, with the loss {local_loss}"
-        reports = gather((rank, math.isfinite(local_loss), self.where(step)), self.ranks)
-        bad = [report for report in reports if not report[1]]
-        lines = [f"Step {step}: {'the loss' if bad else 'the gradient norm'} is not finite. Its rows:"]
-        lines += [f"  {rank}: {place}" for rank, _, places in bad or reports for place in places][:8]
-        if in_row < self.limit:
-            lines.append(f"Its update is skipped (--on_nonfinite skip): {in_row} in a row, {self.limit} end the run")
-            return logger.warning("\n".join(lines))
-        lines.append(
-            f"Such steps in a row: {in_row}. Their updates and all later ones were suppressed, on all ranks. A smaller"
-            " --lr (with --resume_override lr), a longer --warmup_steps or --dtype fp32 usually fix it; --on_nonfinite"
-            " skip skips single steps"
-        )
-        raise Failure("\n".join(lines))
-
-
 # ---- devices that corrupt numbers
-
-
-def parameter_hash(model: nn.Module) -> int:
-    """A hash of the bits of this rank's parts of the parameters. Two flips of the same bit in one parameter cancel."""
-    parts = [local(p.detach()) for p in model.parameters()]
-    return hash(tuple(torch.hash_tensor(part).item() for part in parts if part.numel()))
-
-
-def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, step: int) -> None:
-    """Raises Failure on all ranks if copies of the parameters differ. All ranks must call."""
-    if mesh is None or mesh["replicate"].size() == 1:
-        return
-    copies = {}  # part of the parameters -> its hash -> the ranks that have it
-    mine = mesh.get_coordinate()[1], parameter_hash(model)
-    for (part, value), name in gather((mine, f"rank {ranks.rank} on {platform.node()}"), ranks):
-        copies.setdefault(part, {}).setdefault(value, []).append(name)
-    differing = [names for holders in copies.values() if len(holders) > 1 for names in holders.values()]
-    if differing:
-        listed = " | ".join(map(", ".join, sorted(differing, key=len)))
-        raise Failure(
-            f"After step {step} not all copies of the parameters are equal, the odd ones out first: {listed}. No"
-            " checkpoint was written since they were compared last. The hardware may be faulty; start again to resume"
-            " from the newest checkpoint"
-        )
 
 
 # ---- signals, and ranks that hang

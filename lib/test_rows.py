@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-import shard
 import train
 from config import parse_args
 from data import Batch, make_loader, merge_positions, open_checked, open_data
 from lib import rows
 from lib import text as text_module
+from lib.chat import render_chat
 from lib.errors import Failure
+from lib.ranks import ALONE, Ranks
 from lib.rows import permute
 from lib.test_text import refused
 from lib.test_tokenizer import _chat_tokenizer
 from lib.text import Encoder, find_files, prepare, write_shard
-from lib.tokenizer import render_chat
 from test_download import COMMITS, TOKEN, serve
 
 T = 16
@@ -230,13 +230,13 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
         hub.seen.clear(), hub.cdn.seen.clear()
         return bool(listings), len(files)
 
-    train.report(c, shard.ALONE)
+    train.report(c, ALONE)
     assert asked() == (True, 1)  # the head of the first file
     reports = []
     tell = lambda work, ranks: reports[0] if reports else reports.append(work()) or reports[0]  # noqa: E731
     monkeypatch.setattr(sys.modules["data"], "on_first_rank", tell)
     for rank in range(3):
-        loader, val_loader = open_data(c, shard.Ranks(rank, 3, torch.device("cpu")))
+        loader, val_loader = open_data(c, Ranks(rank, 3, torch.device("cpu")))
         assert loader.rank == val_loader.rank == rank and asked() == (not rank, int(not rank))
 
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lib import progress
+from lib import guards, progress
 from lib import run as guard
-from lib.errors import UserError, read_json
+from lib.errors import UserError
+from lib.files import read_json
+from lib.ranks import ALONE, Ranks
 from lib.run import take_lock, write_status
-from shard import ALONE, Ranks
 from test_shard import run_ranks
 
 # ---- non-finite steps and replicas
@@ -29,10 +30,10 @@ def test_all_ranks_suppress_the_same_update_and_stop_after_the_same_step(tmp_pat
     code = """
 import time
 from optim import update
-ranks = shard.init_ranks()
+ranks = init_ranks()
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-gradients = guard.GradientGuard(model, guard.Config(clip=1.0), ranks, None)
+gradients = guards.GradientGuard(model, guard.Config(clip=1.0), ranks, None)
 for step in range(1, 6):
     model(torch.ones(2, 4)).sum().backward()
     if step == 3 and ranks.rank == 1:
@@ -43,7 +44,7 @@ for step in range(1, 6):
     update(optimizer, 0.1, scale, gradients.suppress)
     try:
         gradients.check(step)
-    except guard.Failure as e:
+    except Failure as e:
         assert step == 4 and "Step 3" in str(e), (step, e)
         print("raised")
         break
@@ -58,7 +59,7 @@ run = guard.Run(guard.Config(profile=1), ranks)
 time.sleep(0.3 * ranks.rank)
 run.agrees_to_stop()
 assert run.pending_vote[0].is_completed()
-shard.leave(ranks)
+leave(ranks)
 """
     assert run_ranks(2, code, str(tmp_path)).count("raised") == 2
 
@@ -68,10 +69,10 @@ def test_the_hash_sees_every_bit():
     model = torch.nn.Linear(8, 5, dtype=torch.bfloat16)
     model.bias = torch.nn.Parameter(torch.empty(0))
     bits = model.weight.detach().view(torch.int16).view(-1)
-    hashes = {guard.parameter_hash(model)}
+    hashes = {guards.parameter_hash(model)}
     for bit in range(16):
         bits[13] ^= -(2**15) if bit == 15 else 2**bit
-        hashes.add(guard.parameter_hash(model))
+        hashes.add(guards.parameter_hash(model))
     assert len(hashes) == 17
 
 

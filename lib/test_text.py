@@ -13,10 +13,11 @@ import data
 from config import parse_args
 from data import open_checked
 from lib import text
+from lib.chat import chat_template, render_chat
 from lib.errors import UserError
 from lib.test_tokenizer import _chat_tokenizer
 from lib.text import BEGINS, ID, TRAINED, Encoder, TextRow, find_files, open_shard, verify
-from lib.tokenizer import chat_template, load_tokenizer, render_chat
+from lib.tokenizer import load_tokenizer
 
 BYTES = Encoder("bytes")
 ROWS = [f"row {i}: naïve 日本語 " + "word " * (i * 7 % 23) for i in range(300)]

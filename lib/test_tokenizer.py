@@ -16,8 +16,9 @@ import tokenizers.pre_tokenizers as pre
 import transformers
 
 from lib import tokenizer as T
+from lib.chat import CHAT_TEMPLATES, chat_template, render_chat
 from lib.errors import UserError
-from lib.weights import export_model
+from lib.weights import export_model, write_files
 from model import MODELS as SHAPES
 from model import Transformer
 
@@ -175,7 +176,7 @@ def test_sizes_of_tokens_add_up_to_the_bytes_of_the_text(kind, tmp_path):
 def test_bytes(tmp_path):
     """Also of the files that an export writes."""
     ours = T.load_tokenizer("bytes")
-    assert T.write_files(ours, tmp_path) == {"bos_token_id": 256, "eos_token_id": 257}
+    assert write_files(ours, tmp_path) == {"bos_token_id": 256, "eos_token_id": 257}
     theirs, again = transformers.AutoTokenizer.from_pretrained(tmp_path), T.load_tokenizer(str(tmp_path))
     for text in STRINGS:
         ids = ours.encode(text)
@@ -298,7 +299,7 @@ def test_no_message_makes_a_control_token(family, tmp_path):
     ours, control = _chat_tokenizer(family, tmp_path), set()
     for content in ("x", "".join(SPECIAL) + "</s><s>[/INST]"):
         messages = [{"role": r, "content": content} for r in ("system", "user", "assistant", "user")]
-        ids, mask = T.render_chat(ours, messages, T.chat_template(ours, "llama"))
+        ids, mask = render_chat(ours, messages, chat_template(ours, "llama"))
         assert len(mask) == len(ids)
         control.add(tuple(i for i in ids if i in ours.control.values()))
     assert len(control) == 1
@@ -311,19 +312,19 @@ def test_the_mask_is_what_a_model_would_answer(family, tmp_path):
     ours = T.ByteTokenizer() if family == "bytes" else _chat_tokenizer(kind, tmp_path)
     if kind != family:
         ours.chat_template = ""
-    template = T.chat_template(ours, "mixtral" if kind == "mixtral" else "llama")
+    template = chat_template(ours, "mixtral" if kind == "mixtral" else "llama")
     tail = [*ours.encode("\n")] if kind == "chatml" else []  # behind the token that closes a turn
     for messages in _conversations():
         # With ChatML, a line feed that begins an answer can be one token with the line feed before it.
         messages = [m | {"content": m["content"].lstrip("\n")} for m in messages]
         if messages[0]["role"] == "system" and kind == "mixtral":
             continue  # the system message moves to the last question
-        ids, mask = T.render_chat(ours, messages, template)
+        ids, mask = render_chat(ours, messages, template)
         expected = [0] * len(ids)
         for k, message in enumerate(messages):
             if message["role"] == "assistant":
-                prompt, none = T.render_chat(ours, messages[:k], template)
-                answered, _ = T.render_chat(ours, messages[: k + 1], template)
+                prompt, none = render_chat(ours, messages[:k], template)
+                answered, _ = render_chat(ours, messages[: k + 1], template)
                 assert ids[: len(answered)] == answered and answered[: len(prompt)] == prompt and none[-1] == 0
                 end = len(answered) - len(tail)
                 assert answered[end:] == tail and answered[end - 1] in ours.control.values()
@@ -338,17 +339,17 @@ def test_templates_that_hide_an_answer_are_refused(tmp_path):
 'assistant' }}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
     messages = [{"role": r, "content": "x"} for r in ("user", "assistant") * 2]
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("qwen"), chat_template__jinja=thinks.encode()))
-    ids, mask = T.render_chat(ours, messages, T.chat_template(ours, "llama"))
+    ids, mask = render_chat(ours, messages, chat_template(ours, "llama"))
     trained, end = [i for i, on in zip(ids, mask, strict=True) if on], ours.control["<|im_end|>"]
     assert trained == [*ours.encode("x"), end, *ours.encode("<think></think>x"), end]
     dated = "{{ strftime_now('%d %b %Y') + messages[0].content }}"
-    assert ours.decode(T.render_chat(ours, messages[:1], dated)[0]) == "26 Jul 2024x"
+    assert ours.decode(render_chat(ours, messages[:1], dated)[0]) == "26 Jul 2024x"
     for template, message in (
         ("{% if %}", "Expected an expression"), ("{{ raise_exception('no role') }}", "no role"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not put the answer before a control token"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
-            T.render_chat(ours, messages, template)
+            render_chat(ours, messages, template)
 
 
 @pytest.mark.parametrize("name, published", [
@@ -364,7 +365,7 @@ def test_our_templates_are_the_published_formats(name, published):
     """As the model cards of Llama 2 and 3 and Mixtral, and OpenAI's page on ChatML, print them."""
     roles = ("system", "user", "assistant", "user")
     messages = [{"role": role, "content": text} for role, text in zip(roles, "BUAV", strict=True)]
-    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(T.CHAT_TEMPLATES[name])
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(CHAT_TEMPLATES[name])
     text = template.render(messages=messages, bos_token="<s>", eos_token="</s>", add_generation_prompt=True)
     assert text == published.replace(r"\n", "\n")
 
@@ -382,7 +383,7 @@ def test_wrong_conversations_are_refused(roles, message):
     wrong = {"empty": {"role": "user", "content": " \n"}, "parts": {"role": "assistant", "content": [{"type": "text"}]}}
     messages = [wrong.get(role, {"role": role, "content": "x"}) for role in roles.split()]
     with pytest.raises(UserError, match=message):
-        T.render_chat(T.ByteTokenizer(), messages, T.chat_template(T.ByteTokenizer(), "llama"))
+        render_chat(T.ByteTokenizer(), messages, chat_template(T.ByteTokenizer(), "llama"))
 
 
 @pytest.mark.parametrize("kind, model", [
@@ -400,17 +401,17 @@ def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
         pieces = "control" if kind == "control" else "llama2"
         content = _json("gpt2") if kind == "gpt2" else _llama2_json(pieces, tmp_path / "model", kind != "mistral")
         ours = T.load_tokenizer("bytes" if kind == "bytes" else _write(tmp_path / "own", tokenizer__json=content))
-    hf, template = tmp_path / "hf", T.chat_template(ours, shape.chat_format)
+    hf, template = tmp_path / "hf", chat_template(ours, shape.chat_format)
     export_model(Transformer(replace(shape, vocab_size=ours.vocab_size)), hf, tokenizer=ours, talks=True)
     theirs, again = transformers.AutoTokenizer.from_pretrained(hf), T.load_tokenizer(str(hf))
     assert theirs.chat_template == (hf / "chat_template.jinja").read_text()
     for messages in _conversations():
         if kind in ("control", "mixtral"):  # no message holds the text of a control token
             messages = [m | {"content": m["content"].replace("[INST]", "")} for m in messages]
-        ids, mask = T.render_chat(ours, messages, template)
+        ids, mask = render_chat(ours, messages, template)
         asks = messages[-1]["role"] != "assistant"
         assert theirs.apply_chat_template(messages, return_dict=False, add_generation_prompt=asks) == ids, messages
-        assert T.render_chat(again, messages, T.chat_template(again, shape.chat_format))[0] == ids
+        assert render_chat(again, messages, chat_template(again, shape.chat_format))[0] == ids
         if not asks:
             last = [i for i, trained in zip(ids, mask, strict=True) if trained][-1]
     for name in ("config.json", "generation_config.json"):

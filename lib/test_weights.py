@@ -14,9 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lib import weights
+from lib import families, weights
 from lib.errors import UserError
-from lib.weights import config_json, dropout_note, export_model, find_files, load_model, open_weights
+from lib.families import config_json, dropout_note
+from lib.weights import export_model, find_files, load_model, open_weights
 from model import MODELS, ModelConfig, Transformer
 from test_model import FAMILY, error, make_reference, random_tokens
 from test_shard import run_code
@@ -182,7 +183,7 @@ def test_export_replaces_only_an_export(monkeypatch, tmp_path):
             export_model(other, folder, replaces=replaces)
     assert os.listdir(mine) == ["thesis.txt"]
     export_model(other, out, replaces=True)
-    assert weights.read_config(out) == FAMILY["gpt2"] and os.listdir(tmp_path / "new") == ["out"]
+    assert families.read_config(out) == FAMILY["gpt2"] and os.listdir(tmp_path / "new") == ["out"]
     assert (out / "model.safetensors").stat().st_mode & 0o777 == out.stat().st_mode & 0o666
     before = tensors_of(out)
     monkeypatch.setattr(weights, "save_file", lambda *_: (tmp_path / "none" / "x").write_text("x"))
@@ -330,7 +331,7 @@ PUBLISHED = {
 
 def read(folder: Path, values: dict) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(values, default=str))
-    return weights.read_config(folder)
+    return families.read_config(folder)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -343,7 +344,7 @@ def test_published_config(tmp_path, name):
 def test_config_round_trip(tmp_path, name):
     """In version 4's keys, and in those with which version 5 replaces them."""
     shape = MODELS.get(name) or replace(MODELS["tiny-mixtral"], router_aux_loss_coef=0.0)
-    values = config_json(shape, torch.bfloat16)
+    values = config_json(shape, "bfloat16")
     assert not {"rope_parameters", "dtype"} & set(values) and values["torch_dtype"] == "bfloat16"
     assert read(tmp_path, values) == shape
     newer = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()

@@ -41,36 +41,18 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.errors import (
-    Parser,
-    UserError,
-    guard_token,
-    hub_errors,
-    nearest,
-    printable,
-    read_ahead,
-    read_json,
-    read_object,
-    write_whole,
-)
-from lib.tokenizer import chat_template, load_tokenizer, render_chat
+from lib.chat import CHATS_KNOWN, chat_template, find_messages, render_chat
+from lib.errors import Parser, UserError, nearest, printable
+from lib.files import read_ahead, read_json, read_object, write_whole
+from lib.hub import guard_token, hub_errors
+from lib.tokenizer import load_tokenizer
 
 HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
 ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")  # ORG/NAME, revision, path
 STDIN, BUILTIN = "-", "built-in.text"  # names of text that is in no file
 TXT_PIECE = 2**24  # bytes; a longer .txt is tokenised in pieces, cut between lines
 VAL_EVERY = 20  # one document in so many, or the last 1/20 of a .txt, is held out for validation
-# Fields of conversations: a field with all messages, or a pair of fields (user, assistant) with text or messages.
-CHAT_FIELDS = (
-    ("messages",), ("conversations",), ("conversation",), ("prompt", "completion"), ("prompt", "chosen"),
-    ("instruction", "output"),
-)  # fmt: skip
-CHATS_KNOWN = f"{', '.join(' and '.join(names) for names in CHAT_FIELDS)}, or the fields that --chat_fields names"
-SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 MIXED = "documents and conversations together: separate them, and give each its weight, as in A:0.5 B:0.5"
-EMPTY = (None, "", "[]", [], {}, 1)  # values of a field that says nothing; 1 is a weight
-NOT_RENDERED = ("tool_calls", "function_call", "tool_call_id", "weight", "train")  # fields of a message
-BESIDE = ("history", "tools", "functions")  # fields next to a conversation that would have to be rendered as well
 ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
 HEADER = 1024  # bytes of a shard
 MAGICS = {20240520: (1, "<u2", 50256), 20240801: (7, "<u4", 128000)}  # version, dtype, token before a document
@@ -364,58 +346,6 @@ class Encoder(NamedTuple):
                 f" has {CHATS_KNOWN}"
             )
         return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text"
-
-
-def find_messages(row: dict, chat_fields: tuple[str, ...]) -> list[dict] | None:
-    """The messages of a row, {"role", "content": text} each; None if the row is not a conversation. chat_fields: as
-    --chat_fields names them. The first of three chat_fields, else the row's own `system`, goes before them, unless it
-    is null or empty."""
-    given = {name: value for name, value in row.items() if value is not None}
-    named = chat_fields[-2:], *CHAT_FIELDS
-    names = next((names for names in named if names and given.keys() >= set(names)), None)
-    if names is None:
-        return None
-    refuse(row, BESIDE, "the row")
-    if names == ("instruction", "output") and given.get("input"):
-        given["instruction"] = f"{given['instruction']}\n\n{given['input']}"
-    messages = []
-    for name, role in zip(names, ("user", "assistant"), strict=False):
-        field = given[name] if isinstance(given[name], list) else [{"role": role, "content": given[name]}]
-        turns = [read_message(message) for message in field]
-        is_whole = turns and turns[0]["role"] != role  # an answer that holds the whole conversation
-        messages = turns if is_whole else messages + turns
-    system = next((given[name] for name in (*chat_fields[:-2], "system") if given.get(name)), None)
-    if system:
-        messages = [read_message({"role": "system", "content": system}), *messages]
-    return messages
-
-
-def refuse(fields: dict, names: tuple[str, ...], place: str) -> None:
-    """UserError if a field with one of these names has content, which we do not render."""
-    if wrong := [name for name in names if fields.get(name) not in EMPTY]:
-        raise UserError(
-            f"{place} has {wrong[0]} {str(fields[wrong[0]])[:80]}: tools are not rendered, and answers have no weights:"
-            " move earlier turns into the messages, and remove the rest"
-        )
-
-
-def read_message(message) -> dict:
-    """A message of a row, its content text or parts of text -> {"role", "content": text}."""
-    if not isinstance(message, dict):
-        message = {"content": message}
-    refuse(message, NOT_RENDERED, "a message")
-    role = message.get("role", message.get("from"))
-    content = message.get("content", message.get("value"))
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            match part:
-                case {"type": "text", "text": str(text)}:
-                    texts.append(text)
-                case _:
-                    raise UserError(f"the content of a message has a part that is not text: {str(part)[:100]}")
-        content = "".join(texts)
-    return {"role": SPEAKERS.get(str(role), role), "content": content}
 
 
 def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str, str]]:

@@ -1,4 +1,4 @@
-"""Text <-> token ids, and conversations -> token ids with a loss mask.
+"""Text <-> token ids. lib/chat.py renders conversations.
 
 Text is always encoded as ordinary text: no document and no message can produce a control token. BOS, EOS and the tokens
 that mark a turn are added by id. There are three kinds of tokenizer: `bytes` needs no file, the tokenizers library
@@ -8,22 +8,18 @@ never read.
 A tokenizer has encode, decode, decoder (decode, id by id), bos_id, eos_id, stop_ids (the ids that end a generated text;
 including BOS, which begins the next document), vocab ({token: id}), vocab_size (largest id + 1), control
 ({text of a control token: id}), fingerprint (equal for equal ids, on every machine), files (the files that an export
-copies), names ({"bos_token": text, ...}), chat_template (from its folder, or "").
-
-A conversation is rendered by its folder's own chat template, in the environment that transformers gives to templates;
-a folder without one gets the template of its family in CHAT_TEMPLATES. These follow Llama-2-7b-chat-hf,
-Meta-Llama-3-8B-Instruct, Mixtral-8x7B-Instruct and plain ChatML."""
+copies), names ({"bos_token": text, ...}), chat_template (from its folder, or "")."""
 
 import functools
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable
-from datetime import datetime
 from pathlib import Path
 
-from lib.errors import UserError, local_path, printable, read_file, read_json, read_object, write_json
+from lib.errors import UserError, printable
+from lib.files import read_file, read_object
+from lib.hub import local_path
 
 USUAL_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<|endoftext|>"),
@@ -34,7 +30,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # vocab.j
 # If two files have the same key, the later file counts.
 SETTINGS_FILES = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
 COPIED_FILES = (*SETTINGS_FILES[1:], "merges.txt", "added_tokens.json", "chat_template.jinja")
-MARK = "\ufdd0\ufdd1"  # two codes that Unicode reserves for internal use, so no text contains them
 
 
 class Tokenizer:
@@ -224,177 +219,4 @@ def _set_ends(tokenizer: Tokenizer, names: dict[str, str], ids: int | list[int])
     tokenizer.stop_ids = {control[name] for name in (bos, eos, *STOP_NAMES) if name in control}.union(tokenizer.eos_ids)
 
 
-def write_files(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> dict:
-    """Writes a tokenizer's files into a model's folder -> bos_token_id and eos_token_id of its config.json.
-
-    The files are copied unchanged. chat_format: of a model that was trained on conversations. Their template is
-    written, the token that ends an answer also ends a text, and tokenizer_config.json makes transformers read all of
-    tokenizer.json (its class for Llama reads only the vocabulary)."""
-    for file, name in tokenizer.files.items():
-        shutil.copyfile(file, folder / name)
-    if not tokenizer.files:
-        (folder / "tokenizer.json").write_text(BYTES_JSON.replace("VOCAB", json.dumps(tokenizer.vocab)))
-    ends, config = tokenizer.eos_ids, folder / "tokenizer_config.json"
-    if (chat_format or not tokenizer.files) and (folder / "tokenizer.json").exists():
-        settings = read_json(config) or tokenizer.names | {"clean_up_tokenization_spaces": False}
-        write_json(config, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
-    if chat_format:
-        chat = chat_template(tokenizer, chat_format)
-        (folder / "chat_template.jinja").write_text(chat, "utf-8")
-        ids, mask = render_chat(tokenizer, [{"role": r, "content": "x"} for r in ("user", "assistant")], chat)
-        turn_end = [i for i, trained in zip(ids, mask, strict=True) if trained][-1]
-        ends = sorted({*ends, turn_end})
-    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
-
-
-BYTES_JSON = """{"version": "1.0", "added_tokens": [
- {"id": 256, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
-  "special": true},
- {"id": 257, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
-  "special": true}],
-"decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
-"post_processor": {"type": "TemplateProcessing",
- "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
- "pair": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
-          {"SpecialToken": {"id": "<s>", "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}],
- "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}}},
-"model": {"type": "BPE", "byte_fallback": true, "merges": [], "vocab": VOCAB}}"""
-
-
 # ---- chat
-
-
-def chat_template(tokenizer: Tokenizer, chat_format: str) -> str:
-    """The jinja template of the tokenizer's folder; if it has none, ours: by the control tokens, or else by the model's
-    chat_format. transformers renders it to the ids of render_chat, if no message holds the text of a control token."""
-    if tokenizer.chat_template:
-        return tokenizer.chat_template
-    if "<|start_header_id|>" in tokenizer.control:
-        chat_format = "llama3"
-    elif "<|im_start|>" in tokenizer.control:
-        chat_format = "chatml"
-    template = CHAT_TEMPLATES[chat_format]
-    for name in USUAL_NAMES:  # in transformers, the folder's settings may not define them
-        template = template.replace(name, repr(tokenizer.names[name]))
-    return template
-
-
-def _raise_exception(message: str) -> None:
-    raise UserError(message)
-
-
-@functools.cache
-def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
-    """-> (the template, the expression for a control token)"""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    # With today's date, ids would change overnight. Llama 3.1's template has this date, 3.2's if no clock is defined.
-    known = {"raise_exception": _raise_exception, "strftime_now": datetime(2024, 7, 26).strftime}
-    longest_first = sorted(tokenizer.control, key=len, reverse=True)
-    control = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
-    return environment.from_string(source, tokenizer.names | known), control
-
-
-def _render_parts(tokenizer: Tokenizer, source: str, messages: list[dict]) -> list[str]:
-    """-> text, control token, text, ... The text ends with the prompt for an answer if a question is last."""
-    try:
-        template, control = _compile_template(tokenizer, source)
-        # A mark breaks up the control tokens in messages.
-        broken = [m | {"content": re.sub(f"(?s)(?={control}).", rf"\g<0>{MARK}", m["content"])} for m in messages]
-        asks = messages[-1]["role"] != "assistant"
-        text = template.render(messages=broken, add_generation_prompt=asks, tools=None, documents=None)
-    except Exception as e:  # a template can raise anything
-        raise UserError(f"Chat: the chat template refuses this conversation: {e}") from None
-    return [part.replace(MARK, "") for part in re.split(f"({control})", text)]
-
-
-def render_chat(tokenizer: Tokenizer, messages: list[dict], template: str) -> tuple[list[int], list[int]]:
-    """messages [{"role", "content"}] -> (ids, mask). mask is 1 on the assistant's tokens and the control token that
-    closes them. If the last message is not the assistant's, the ids end with the prompt for an answer.
-
-    The rendered text is cut at its control tokens, and each part between them is encoded as ordinary text. An answer
-    begins behind the text that the template renders for the messages before it, and ends at the next control token."""
-    _check_messages(messages)
-    parts, prompts = _render_parts(tokenizer, template, messages), {}
-    for k, message in enumerate(messages):
-        if message["role"] == "assistant":
-            *before, prompt = _render_parts(tokenizer, template, messages[:k])
-            i = len(before)
-            if i + 1 >= len(parts) or i in prompts or not parts[i].startswith(prompt):
-                raise UserError(f"Chat message {k}: the chat template does not put the answer before a control token")
-            prompts[i] = prompt  # the part that holds the answer begins with it
-    ids, mask = [], []
-    for i, part in enumerate(parts):
-        if i % 2:
-            new, untrained = [tokenizer.control[part]], int(i - 1 not in prompts)
-        else:
-            new = tokenizer.encode(part, i == 0)
-            untrained = len(tokenizer.encode(prompts[i].rstrip(" "), i == 0)) if i in prompts else len(new)
-        ids += new
-        mask += [0] * untrained + [1] * (len(new) - untrained)
-    return ids, mask
-
-
-_SYSTEM = """
-{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none %}
-{%- set turns = messages if system is none else messages[1:] %}"""
-# The keys llama and mixtral are values of ModelConfig.chat_format. chat_template replaces bos_token and eos_token.
-CHAT_TEMPLATES = {
-    "llama": _SYSTEM + """
-{%- for m in turns %}
-{%- if m['role'] == 'user' %}
-{%- set before = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' if loop.first and system is not none else '' %}
-{{- bos_token + '[INST] ' + (before + m['content']).strip() + ' [/INST]' }}
-{%- else %}
-{{- ' ' + m['content'].strip() + ' ' + eos_token }}
-{%- endif %}
-{%- endfor %}""",
-    "llama3": _SYSTEM + """
-{{- bos_token }}
-{%- if system is not none %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' + system.strip() + '<|eot_id|>' }}
-{%- endif %}
-{%- for m in turns %}
-{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'].strip() + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}""",
-    "mixtral": _SYSTEM + """
-{{- bos_token }}
-{%- for m in turns %}
-{%- if m['role'] == 'user' %}
-{%- set before = system + '\\n\\n' if loop.first and system is not none else '' %}
-{{- '[INST] ' + before + m['content'] + ' [/INST]' }}
-{%- else %}
-{{- ' ' + m['content'] + eos_token }}
-{%- endif %}
-{%- endfor %}""",
-    "chatml": """
-{%- for m in messages %}
-{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}""",
-}  # fmt: skip
-
-
-def _check_messages(messages: list[dict]) -> None:
-    """A system message may come first, then user, assistant, user, ..."""
-    roles = [message.get("role") for message in messages]
-    expected = ["system"] * (roles[:1] == ["system"])
-    if roles == expected:
-        raise UserError("Chat: expected a user's message")
-    expected += ["user", "assistant"] * len(roles)
-    for i, message in enumerate(messages):
-        role, content = expected[i], message.get("content")
-        if roles[i] != role or not isinstance(content, str) or not (content.strip() or role == "system"):
-            raise UserError(
-                f"Chat message {i}: role {roles[i]}, expected {role} with a text (a system message may come first, then"
-                f" user and assistant in turn): {str(message)[:200]}"
-            )

@@ -1,7 +1,6 @@
 """Hugging Face folders (safetensors and config.json), read and written: GPT-2, Llama, Mistral, Mixtral and Qwen.
 
-FAMILIES describes the model families as data. For each of our parameters it names the tensors that the file stores:
-one, several fused along dim 0 (q, k, v; gate, up), or one or two per expert, which we stack. Both directions are
+FAMILIES (lib/families.py) names the tensors that the file stores for each of our parameters. Both directions are
 strict: every tensor must be present with its shape, and no other tensor may be. No value changes, so an export of an
 imported folder has the same bits. RoPE keeps Hugging Face's half-split layout, so nothing is permuted.
 
@@ -17,168 +16,33 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple
 
-# first: it finds the Python that has torch
-from lib.errors import (
-    UserError,
-    amount,
-    describe_content,
-    free_space,
-    local_path,
-    read_json,
-    read_object,
-    write_json,
-)
-
-import torch  # isort: skip
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lib import lora
+from lib.chat import chat_template, render_chat
+from lib.errors import UserError
+from lib.families import FAMILIES, config_json, family, read_config, refuse_unknown
+from lib.files import amount, describe_content, free_space, read_json, read_object, write_json
+from lib.hub import local_path
 from lib.lora import Read
 from lib.machine import allocate
-from lib.tokenizer import write_files
+from lib.ranks import ALONE, Ranks, on_all, on_first_rank
+from lib.tokenizer import Tokenizer
 from model import Transformer
-from shapes import ModelConfig, RopeScaling
-from shard import ALONE, Ranks, fill_parameters, on_all, on_first_rank
+from shapes import ModelConfig
+from shard import fill_parameters
 
-# ---- families
-
-# Our parameter | the tensor in the file | its parts, if several tensors are fused in this order. i: layer, e: expert.
-_LLAMA = """
-embed_tokens.weight                           model.embed_tokens.weight
-layers.{i}.input_layernorm.weight             model.layers.{i}.input_layernorm.weight
-layers.{i}.self_attn.qkv_proj.weight          model.layers.{i}.self_attn.{part}_proj.weight  q k v
-layers.{i}.self_attn.qkv_proj.bias            model.layers.{i}.self_attn.{part}_proj.bias   q k v
-layers.{i}.self_attn.q_norm.weight            model.layers.{i}.self_attn.q_norm.weight
-layers.{i}.self_attn.k_norm.weight            model.layers.{i}.self_attn.k_norm.weight
-layers.{i}.self_attn.o_proj.weight            model.layers.{i}.self_attn.o_proj.weight
-layers.{i}.post_attention_layernorm.weight    model.layers.{i}.post_attention_layernorm.weight
-layers.{i}.mlp.gate_up_proj.weight            model.layers.{i}.mlp.{part}_proj.weight       gate up
-layers.{i}.mlp.down_proj.weight               model.layers.{i}.mlp.down_proj.weight
-layers.{i}.mlp.gate.weight                    model.layers.{i}.block_sparse_moe.gate.weight
-layers.{i}.mlp.gate_up_proj                   model.layers.{i}.block_sparse_moe.experts.{e}.w{part}.weight  1 3
-layers.{i}.mlp.down_proj                      model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight
-norm.weight                                   model.norm.weight
-lm_head.weight                                lm_head.weight
-"""
-_GPT2 = """
-embed_tokens.weight                           transformer.wte.weight
-embed_positions.weight                        transformer.wpe.weight
-layers.{i}.input_layernorm.KIND               transformer.h.{i}.ln_1.KIND
-layers.{i}.self_attn.qkv_proj.KIND            transformer.h.{i}.attn.c_attn.KIND
-layers.{i}.self_attn.o_proj.KIND              transformer.h.{i}.attn.c_proj.KIND
-layers.{i}.post_attention_layernorm.KIND      transformer.h.{i}.ln_2.KIND
-layers.{i}.mlp.up_proj.KIND                   transformer.h.{i}.mlp.c_fc.KIND
-layers.{i}.mlp.down_proj.KIND                 transformer.h.{i}.mlp.c_proj.KIND
-norm.KIND                                     transformer.ln_f.KIND
-lm_head.weight                                lm_head.weight
-"""
-# Field of ModelConfig | key in config.json.
-_LLAMA_KEYS = """
-vocab_size              vocab_size
-dim                     hidden_size
-n_layers                num_hidden_layers
-n_heads                 num_attention_heads
-n_kv_heads              num_key_value_heads
-head_dim                head_dim
-ffn_dim                 intermediate_size
-max_seq_len             max_position_embeddings
-norm_eps                rms_norm_eps
-tied                    tie_word_embeddings
-init_std                initializer_range
-rope_theta              rope_theta
-"""
-_MIXTRAL_KEYS = """
-n_experts               num_local_experts
-top_k                   num_experts_per_tok
-router_aux_loss_coef    router_aux_loss_coef
-"""
-_GPT2_KEYS = """
-vocab_size              vocab_size
-dim                     n_embd
-n_layers                n_layer
-n_heads                 n_head
-ffn_dim                 n_inner
-max_seq_len             n_positions
-norm_eps                layer_norm_epsilon
-tied                    tie_word_embeddings
-init_std                initializer_range
-"""
-
-
-def _pairs(text):
-    return dict(re.findall(r"(\S+) +(.+)", text))
-
-
-def _values(text):
-    return {key: json.loads(f"[{values}]") for key, values in _pairs(text).items()}
-
-
-def _table(text):
-    return {ours: theirs.split() for ours, theirs in _pairs(text).items()}
-
-
-class Family(NamedTuple):
-    """shape: fields of ModelConfig; other families list only the differences from Llama's. defaults: transformers'
-    values for absent keys, where ModelConfig has another default. names: of the tensors; may include tensors that only
-    another family has. keys: of config.json."""
-
-    architecture: str
-    shape: dict
-    defaults: dict
-    names: dict = _table(_LLAMA)
-    keys: dict = _pairs(_LLAMA_KEYS)
-
-
-# model_type | the fields of Family
-_FAMILIES = """
-llama    "LlamaForCausalLM", {"norm": "rmsnorm", "positions": "rope", "mlp": "swiglu", "bias": false, \
-          "qkv_bias": false, "qk_norm": false, "family": ""}, \
-          {"hidden_act": "silu", "rope_scaling": null, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
-mistral  "MistralForCausalLM", {"family": "mistral"}, \
-          {"hidden_act": "silu", "rope_scaling": null, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, \
-          "num_key_value_heads": 8, "sliding_window": 4096}
-qwen2    "Qwen2ForCausalLM", {"qkv_bias": true}, \
-          {"hidden_act": "silu", "rope_scaling": null, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, \
-          "num_key_value_heads": 32, "use_sliding_window": false}
-qwen3    "Qwen3ForCausalLM", {"qk_norm": true}, \
-          {"hidden_act": "silu", "rope_scaling": null, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, \
-          "num_key_value_heads": 32, "use_sliding_window": false, "head_dim": 128}
-mixtral  "MixtralForCausalLM", {"mlp": "moe"}, \
-          {"hidden_act": "silu", "rope_scaling": null, "max_position_embeddings": 131072, "num_key_value_heads": 8, \
-          "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "rope_theta": 1e6}
-gpt2     "GPT2LMHeadModel", {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": true}, \
-          {"activation_function": "gelu_new", "n_inner": 0, "n_positions": 1024, "tie_word_embeddings": true, \
-          "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
-"""  # n_inner 0 means 4 * dim
-FAMILIES = {kind: Family(*row) for kind, row in _values(_FAMILIES).items()}
-FAMILIES["mixtral"] = FAMILIES["mixtral"]._replace(keys=_pairs(_LLAMA_KEYS + _MIXTRAL_KEYS))
-FAMILIES["gpt2"] = FAMILIES["gpt2"]._replace(
-    names=_table(_GPT2.replace("KIND", "weight") + _GPT2.replace("KIND", "bias")), keys=_pairs(_GPT2_KEYS)
-)
 Slices = tuple[slice, ...]
 # Masks and frequencies that older versions of transformers stored, and copies of tied embeddings.
 IGNORED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|^lm_head\.weight$")
-
-
-def family(config: ModelConfig) -> str:
-    """The model_type of a shape. UserError: no family has this shape."""
-    plain = FAMILIES["llama"].shape
-    shape = {field: getattr(config, field) for field in plain}
-    equal_heads = config.n_kv_heads == config.n_heads and config.n_heads * config.head_dim == config.dim
-    for name, row in FAMILIES.items():
-        if plain | row.shape == shape and (name != "gpt2" or equal_heads):
-            return name
-    raise UserError(
-        f"This model has no Hugging Face form: no supported family has {shape}; GPT-2 also needs n_kv_heads = n_heads"
-        " and head_dim = dim / n_heads"
-    )
 
 
 class Piece(NamedTuple):
@@ -384,16 +248,16 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
 # ---- PEFT adapters
 
 # Fields of adapter_config.json, and the values that lib/lora.py supports; others may be null, false, 0 or empty.
-ADAPTER_MEANS_OURS = _values("""
-peft_type            "LORA"
-bias                 "none"
-init_lora_weights    true, false, null, "gaussian", "eva"
-""")
+ADAPTER_MEANS_OURS = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, None, "gaussian", "eva"),
+}
 # Keys that may have any value. All others must be null, false, 0 or empty.
-ADAPTER_HARMLESS = """
-auto_mapping base_model_name_or_path revision peft_version task_type inference_mode r lora_alpha lora_dropout
-target_modules exclude_modules megatron_core qalora_group_size
-"""
+ADAPTER_HARMLESS = (
+    "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode", "r",
+    "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "megatron_core", "qalora_group_size",
+)  # fmt: skip
 
 
 def adapter_pieces(config) -> dict[str, list[Piece]]:
@@ -417,7 +281,7 @@ def open_adapter(folder: Path, config) -> Read:
     path = folder / "adapter_config.json"
     values = read_object(path)
     in_use = {key: value for key, value in values.items() if value}
-    _refuse_unknown(in_use, {*ADAPTER_HARMLESS.split()}, path, ADAPTER_MEANS_OURS)
+    refuse_unknown(in_use, {*ADAPTER_HARMLESS}, path, ADAPTER_MEANS_OURS)
     path = folder / "adapter_model.safetensors"
     targets = set(re.findall(r"(\w+)_proj\.lora_A\.weight$", "\n".join(TensorFile(path).entries), re.M))
     theirs = values.get("r"), values.get("lora_alpha"), targets
@@ -450,143 +314,6 @@ def export_adapter(config, read: Read, folder: Path) -> None:
 
 
 # ---- config.json
-
-# Keys that change the computation | the values that model.py implements. Exports write the first one.
-MEANS_OURS = _values("""
-hidden_act                         "silu", "swish"
-activation_function                "gelu_new", "gelu_pytorch_tanh", "gelu_fast"
-attention_bias                     false
-mlp_bias                           false
-use_sliding_window                 false, null
-sliding_window                     null
-router_jitter_noise                0, null
-scale_attn_weights                 true
-scale_attn_by_inverse_layer_idx    false
-add_cross_attention                false
-is_encoder_decoder                 false
-partial_rotary_factor              1, null
-rope_scaling                       null
-rope_type                          "default", "llama3", null
-type                               "default", "llama3", null
-is_causal                          true
-attn_pdrop                         0.0
-embd_pdrop                         0.0
-resid_pdrop                        0.0
-""")
-# Keys that change nothing in our forward or backward pass.
-HARMLESS = """
-model_type architectures torch_dtype dtype transformers_version use_cache pretraining_tp n_ctx n_special
-predict_special_tokens output_past bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id id2label label2id
-num_labels task_specific_params problem_type finetuning_task is_decoder gradient_checkpointing max_length
-output_router_logits reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels
-do_sample temperature top_p top_k return_dict output_hidden_states output_attentions max_sequence_length
-max_window_layers is_llama_config transformers.js_config unsloth_version unsloth_fixed
-"""
-# Keys that change nothing while they are null, false, 0 or empty.
-HARMLESS_WHEN_OFF = """
-quantization_config auto_map pruned_heads chunk_size_feed_forward cross_attention_hidden_size tie_encoder_decoder
-torchscript use_bfloat16 tf_legacy_loss use_mrope use_qk_norm rope_interleaved rope_parameters rope_scaling
-tokenizer_class prefix decoder_start_token_id min_length early_stopping diversity_penalty no_repeat_ngram_size
-encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate forced_bos_token_id
-forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-"""
-# rope_type -> RopeScaling's fields | keys in config.json
-ROPE_KEYS = {
-    "llama3": _pairs("""
-factor                factor
-low_freq_factor       low_freq_factor
-high_freq_factor      high_freq_factor
-original_seq_len      original_max_position_embeddings
-"""),
-}
-EXPECTED = {int: "a positive whole number", float: "a positive number", bool: "true or false"}
-
-
-def read_config(folder: Path) -> ModelConfig:
-    """The shape in a folder's config.json, written by transformers 4 or 5. Refuses, by name, keys that model.py does
-    not implement."""
-    path = folder / "config.json"
-    values = read_object(path)
-    kind = values.get("model_type")
-    if str(kind) not in FAMILIES:
-        raise UserError(f"{path}: model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")
-    family = FAMILIES[kind]
-    rope_kind = "" if kind == "gpt2" else _flatten_rope(values, path)
-    rope_keys = ROPE_KEYS.get(rope_kind, {})
-    known = {*family.keys.values(), *rope_keys.values()}
-    if "use_sliding_window" in family.defaults:  # it must be off, so the window's size does not matter
-        known.add("sliding_window")
-    if re.fullmatch(r"(\W*full_attention)+\W*", str(values.get("layer_types"))):
-        known.add("layer_types")
-    _refuse_unknown(family.defaults | values, known, path)
-    shape = {}
-    for field in fields(ModelConfig):
-        if key := family.keys.get(field.name):
-            default = family.defaults.get(key, field.default)
-            shape[field.name] = _read_field(values, key, field.type, default, path)
-    shape["ffn_dim"] = shape["ffn_dim"] or 4 * shape["dim"]
-    numbers = {ours: _read_field(values, key, float, MISSING, path) for ours, key in rope_keys.items()}
-    try:
-        return ModelConfig(
-            **shape, **family.shape, rope_scaling=RopeScaling(kind=rope_kind, **numbers) if numbers else None
-        )
-    except ValueError as e:
-        raise UserError(f"{path}: {e}") from None
-
-
-def _flatten_rope(values, path):
-    """Moves rope_parameters (transformers 5) or rope_scaling (4) one level up -> its rope_type."""
-    rope = values.pop("rope_parameters", None) or values.pop("rope_scaling", None) or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{path}: rope_parameters or rope_scaling is {rope!r}, expected an object")
-    values |= rope
-    return str(rope.get("rope_type") or rope.get("type"))
-
-
-def _refuse_unknown(values, known, path, supported=MEANS_OURS):
-    """Refuses keys that may change the computation. known: keys that are checked elsewhere, or harmless."""
-    known = known.union(HARMLESS.split(), (key for key in HARMLESS_WHEN_OFF.split() if not values.get(key)))
-    wrong = [
-        f"{key} is {value!r}"[:90] + f" (supported: {supported.get(key, ['none'])[0]!r})"
-        for key, value in values.items()
-        if key not in known and key[:1] != "_" and not _is_dropout(key) and value not in supported.get(key, ())
-    ]
-    if wrong:
-        raise UserError(f"{path}: {'; '.join(wrong)}. Remove keys that do not change the computation")
-
-
-def _read_field(values, key, kind, default, path):
-    value = values.get(key)
-    if value is None and default is not MISSING:
-        return default
-    least = 0 if key == "router_aux_loss_coef" else 2**-149  # 0 switches the balancing loss off
-    if type(value) not in ((int, float) if kind is float else (kind,)) or not (kind is bool or least <= value < 2**53):
-        raise UserError(f"{path}: {key} is {value!r}, expected {EXPECTED[kind]}")
-    return kind(value)
-
-
-def _is_dropout(key):
-    return re.search("dropout|_pdrop$", key)
-
-
-def dropout_note(path: Path) -> str:
-    """A sentence that names the dropout rates of a JSON file, which are not applied; empty if there are none."""
-    rates = [f"{k!r}: {v!r}" for k, v in read_object(path).items() if _is_dropout(k) and v]
-    return f"Dropout is not applied: {', '.join(rates)}" if rates else ""
-
-
-def config_json(config: ModelConfig, dtype: torch.dtype) -> dict:
-    """The config.json of a shape, with keys that transformers 4 and 5, vLLM and llama.cpp read. UserError: no family
-    has this shape."""
-    kind = family(config)
-    row = FAMILIES[kind]
-    out = {"architectures": [row.architecture], "model_type": kind, "torch_dtype": str(dtype)[6:]}
-    out |= {key: getattr(config, ours) for ours, key in row.keys.items()}
-    out |= {key: MEANS_OURS[key][0] for key in row.defaults if key in MEANS_OURS}
-    if scaling := config.rope_scaling:
-        numbers = {key: getattr(scaling, ours) for ours, key in ROPE_KEYS[scaling.kind].items()}
-        out["rope_scaling"] = {"rope_type": scaling.kind} | numbers
-    return out
 
 
 # ---- writing
@@ -622,7 +349,7 @@ def export(
             write_file(temporary / file, _shard([rows[name] for name in names], dtype, read))
 
     def finish():
-        _write_json_files(temporary, split, config_json(config, dtype), tokenizer, config.chat_format * talks)
+        _write_json_files(temporary, split, config_json(config, str(dtype)[6:]), tokenizer, config.chat_format * talks)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
 
@@ -668,3 +395,40 @@ def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, **
     """Writes an unsharded model as a Hugging Face folder, in its parameters' dtype. how: as for export."""
     dtype = next(model.parameters()).dtype
     export(model.config, lambda n, s: model.get_parameter(n).detach()[s].cpu(), Path(folder), dtype, shard_gb, **how)
+
+
+def write_files(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> dict:
+    """Writes a tokenizer's files into a model's folder -> bos_token_id and eos_token_id of its config.json.
+
+    The files are copied unchanged. chat_format: of a model that was trained on conversations. Their template is
+    written, the token that ends an answer also ends a text, and tokenizer_config.json makes transformers read all of
+    tokenizer.json (its class for Llama reads only the vocabulary)."""
+    for file, name in tokenizer.files.items():
+        shutil.copyfile(file, folder / name)
+    if not tokenizer.files:
+        (folder / "tokenizer.json").write_text(BYTES_JSON.replace("VOCAB", json.dumps(tokenizer.vocab)))
+    ends, config = tokenizer.eos_ids, folder / "tokenizer_config.json"
+    if (chat_format or not tokenizer.files) and (folder / "tokenizer.json").exists():
+        settings = read_json(config) or tokenizer.names | {"clean_up_tokenization_spaces": False}
+        write_json(config, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    if chat_format:
+        chat = chat_template(tokenizer, chat_format)
+        (folder / "chat_template.jinja").write_text(chat, "utf-8")
+        ids, mask = render_chat(tokenizer, [{"role": r, "content": "x"} for r in ("user", "assistant")], chat)
+        turn_end = [i for i, trained in zip(ids, mask, strict=True) if trained][-1]
+        ends = sorted({*ends, turn_end})
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+
+
+BYTES_JSON = """{"version": "1.0", "added_tokens": [
+ {"id": 256, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+  "special": true},
+ {"id": 257, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+  "special": true}],
+"decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+"post_processor": {"type": "TemplateProcessing",
+ "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+ "pair": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+          {"SpecialToken": {"id": "<s>", "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}],
+ "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}}},
+"model": {"type": "BPE", "byte_fallback": true, "merges": [], "vocab": VOCAB}}"""

@@ -8,16 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from lib.errors import UserError, free_space, local_path  # first: it finds the Python that has torch
-
-import torch  # isort: skip
+import torch
 
 import shard
 from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch, without
 from lib import lora, machine
+from lib.errors import UserError
+from lib.families import dropout_note
+from lib.files import free_space
+from lib.hub import local_path
 from lib.machine import cpu_name
+from lib.ranks import Ranks
 from lib.run import logger, refuse_unusable
-from lib.weights import dropout_note, open_adapter, refuse_in_the_way
+from lib.weights import open_adapter, refuse_in_the_way
 from lib.weights import open_weights as open_folder
 from model import Transformer, flops_per_token, random_init
 from shapes import MODELS
@@ -83,11 +86,11 @@ def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
     refuse_in_the_way(Path(config.out) / "hf", True)
 
 
-def imagine_ranks(config: Config) -> shard.Ranks:
+def imagine_ranks(config: Config) -> Ranks:
     """The first of the processes that --check assumes."""
     device = machine.find_device(int(os.environ.get("LOCAL_WORLD_SIZE", config.check)))  # the ranks of this machine
     processes = config.check or max(1, torch.cuda.device_count() if device.type == "cuda" else 1)
-    return shard.Ranks(0, processes, device)
+    return Ranks(0, processes, device)
 
 
 def say_finished(config: Config, step: int) -> None:

@@ -1,0 +1,122 @@
+"""Files: JSON objects, atomic writes, free space, kinds of content by their first bytes, and reading ahead. Imports no
+torch."""
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lib.errors import UserError
+
+ROOT = Path(__file__).parent.parent  # the checkout
+VERSION = "0.2.0"  # CHANGELOG.md lists its changes
+
+
+def human(n: float, units: str = " KMB") -> str:
+    """6889410560 -> 6.89 B"""
+    if n >= 999.5 and units[1:]:
+        return human(n / 1000, units[1:])
+    return f"{n:.3g} {units[0]}".strip()
+
+
+def amount(size: float) -> str:
+    """Bytes: 2.1 MB, 83 GB, 4.9 TB"""
+    return f"{human(size, ' kMGT')}B"
+
+
+def free_space(path: Path) -> tuple[int, Path]:
+    """The free bytes of the disk that holds a path, which need not exist, and the nearest folder that does."""
+    folder = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return shutil.disk_usage(folder).free, folder
+
+
+def write_whole(path: Path, text: str, sync: bool = False) -> None:
+    """Replaces a file atomically: a reader sees the old content or the new one. sync: flush it to the disk first."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{threading.get_ident()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value) -> None:
+    write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; {} if the file is missing, cannot be read, or holds something else."""
+    try:
+        return read_object(path)
+    except UserError:
+        return {}
+
+
+def describe_content(head: bytes) -> str:
+    """Names a file's content by its first bytes, if it is a pickle, a web page or a git-LFS pointer; else empty."""
+    again = "`python download.py ORG/NAME`"
+    kinds = {
+        b"version https://git-lfs": f"a git-LFS pointer, not the file: run `git lfs pull` there, or {again}",
+        rb"\s*<(!doctype|html|\?xml)": f"an HTML or XML page: the download went wrong, repeat it with {again}",
+        b"PK\3\4|\x80[\2-\5]": "a pickle, which can run code",
+    }
+    return "".join(kind for pattern, kind in kinds.items() if re.match(pattern, head, re.IGNORECASE))
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a configuration or tokenizer file. UserError if it cannot be read, or is something else."""
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from None
+    if wrong := describe_content(data[:512]):
+        raise UserError(f"{path} is {wrong}")
+    return data
+
+
+def read_object(path: Path) -> dict:
+    """The object in a JSON file. UserError if there is none."""
+    try:
+        value = json.loads(read_file(path))
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path} is damaged: it is not JSON ({e})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def read_ahead(items: Iterator, count: int) -> Iterator:
+    """The same items, computed by a thread that starts immediately and stays up to `count` + 1 items ahead. Closing the
+    iterator ends the thread."""
+    pool = ThreadPoolExecutor(1)
+    ready = deque(pool.submit(next, items) for _ in range(count + 1))
+
+    def take() -> Iterator:
+        try:
+            while True:
+                item = ready.popleft().result()
+                ready.append(pool.submit(next, items))
+                yield item
+        except StopIteration:
+            return
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    return take()
+
+
+def fsync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
