@@ -186,7 +186,7 @@ class Saver:
 def _fits(tensors: dict[str, Tensor]) -> bool:
     """Whether copies of the tensors fit into the host's memory, if each rank there makes as many."""
     size = sum(t.nbytes for t in tensors.values()) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    free = available_memory() or math.inf
+    free = available_memory()
     if size > free:
         logger.warning(f"Training waits for this save: a copy takes {amount(size)}, {amount(free)} are free")
     return size <= free

@@ -485,7 +485,7 @@ def settle(config: Config, cluster: Cluster) -> Config:
 def cluster_here(device: torch.device, ranks: int) -> Cluster:
     """The machines that this process and its peers run on."""
     gpus = min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), ranks)
-    gpu, host_gib = Gpu("CPU", *[0] * 8), machine.available_memory() / GIB or math.inf
+    gpu, host_gib = Gpu("CPU", *[0] * 8), machine.available_memory() / GIB
     if device.type == "cuda":
         size = torch.cuda.get_device_properties(device).total_memory
         gpu = (machine.known_gpu(device) or gpu._replace(name="GPU"))._replace(gib=size / GIB)

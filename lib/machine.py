@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import os
 import platform
 import re
@@ -192,16 +193,40 @@ def compiler_problem() -> str:
 # ---- memory
 
 
-def available_memory() -> int:
-    """Free bytes of the host's memory within the container's limit."""
-    free = _kib_of("MemAvailable", "/proc/meminfo") * 1024
-    with contextlib.suppress(OSError, ValueError):  # no container, or its limit is "max"
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, limit - used)
-    return free
+# The files of a control group, in version 2 and 1: the limit in bytes; the bytes in use; the fields of memory.stat with
+# the bytes that the kernel frees on demand: cached files (not those in shared memory) and its own objects.
+LIMITS = (
+    ("memory.max", "memory.current", "active_file|inactive_file|slab_reclaimable"),
+    ("memory.high", "memory.current", "active_file|inactive_file|slab_reclaimable"),  # beyond it memory is taken slowly
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file|total_inactive_file"),
+)
+# A row of /proc/self/cgroup with the path of this process's group, and the folder that it starts from, likewise.
+GROUPS = (("^0::/(.*)", "."), ("^[0-9]+:(?:.*,)?memory(?:,.*)?:/(.*)", "memory"))
 
 
-def _kib_of(name: str, path: str) -> int:
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of the host's memory that this process may still take: within the limits of its control group and of all
+    parents, as a container or Slurm sets them. Cached files count as free. root: of the kernel's files."""
+    free = [_kib_of("MemAvailable", root / "proc/meminfo") * 1024]
+    for folder, (limit, usage, cached) in itertools.product(_control_groups(root), LIMITS):
+        with contextlib.suppress(OSError, ValueError):  # a folder without this file, or its limit is "max"
+            stat = re.findall(f"^(?:{cached}) (.*)", (folder / "memory.stat").read_text(), re.M)
+            used = int((folder / usage).read_text()) - sum(map(int, stat))
+            free.append(max(int((folder / limit).read_text()) - used, 0))
+    return min(free)
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """The folders of this process's control groups and their parents. In a container whose paths are the host's, only
+    the folder where they start exists: it is the container's group."""
+    groups = root / "proc/self/cgroup"
+    for row, start in GROUPS if groups.exists() else ():
+        for path in re.findall(row, groups.read_text(), re.M):
+            folder = root / "sys/fs/cgroup" / start / path
+            yield from (folder, *folder.parents)
+
+
+def _kib_of(name: str, path: Path | str) -> int:
     """A value in kB of a file of the kernel's."""
     return int(re.search(rf"^{name}:\s*(\d+)", Path(path).read_text(), re.M)[1])
 
