@@ -4,6 +4,7 @@
     python bench/run.py cpu                              # training on a CPU, against transformers and litgpt
     python bench/run.py loss --nanogpt DIR --nanochat DIR  # validation loss after two minutes, against checkouts
     python bench/run.py gpu --parts models               # training on one GPU; without --parts, all parts
+    python bench/run.py scale                            # starting on up to 1,024 simulated ranks, 100,000 shards
 
 A row gives the median, the 10th and 90th percentile, the ratio to the first row of its case, MFU, and peak memory in
 GiB. An error becomes a row, and then the status is 1. Missing peers are reported: `bash test.sh`
@@ -22,8 +23,8 @@ if __name__ == "__main__":
 import torch  # isort: skip
 
 import peers
+import scale
 import suites
-from common import COLUMNS
 from lib.machine import describe_environment
 
 SUITES = {
@@ -31,6 +32,7 @@ SUITES = {
     "cpu": suites.bench_cpu,
     "gpu": suites.bench_gpu,
     "loss": peers.bench_loss,
+    "scale": scale.bench_scale,
 }
 
 
@@ -58,9 +60,10 @@ def main(argv: list[str]) -> None:
     args, failures = parse(argv), 0
     print(", ".join(f"{key} {value}" for key, value in describe_environment().items()))
     print(f"\n{SUITES[args.suite].__doc__}\n")
-    print_line(COLUMNS)
-    print_line(["---"] * len(COLUMNS))
-    for row in SUITES[args.suite](args):
+    for i, row in enumerate(SUITES[args.suite](args)):
+        if not i:
+            print_line(row)
+            print_line(["---"] * len(row))
         failures += row["note"].startswith("failed: ")
         print_line(row.values())
     if failures:
