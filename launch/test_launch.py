@@ -62,7 +62,8 @@ stop_requested = lambda: signals or (out / "logs" / "stop").exists()
 start = max([int(p.name[5:]) for p in out.glob("checkpoints/step-*")], default=0)
 write("running", start)
 say("arguments " + json.dumps(args))
-environment = os.environ["WORLD_SIZE"], os.environ.get("MARK"), len(os.environ.get("HF_TOKEN", ""))
+keys = [os.environ.get(name, "") for name in ("HF_TOKEN", "WANDB_API_KEY")]
+environment = os.environ["WORLD_SIZE"], os.environ.get("MARK"), len("".join(keys))
 say("environment " + json.dumps(environment))
 say(f"Began after step {start}")
 for step in range(start + 1, steps + 1):
@@ -398,13 +399,13 @@ def test_hosts_behind_ssh_start_all_or_none(checkout, sshd):
         assert re.fullmatch(r"error: 127\.0\.0\.4-9 does .*Connection refused.* ssh://127\.0\.0\.4:9 true\n", err)
     assert not (checkout.folder / "runs").exists()
 
-    checkout.environment.update(HF_TOKEN="hf_abcdefgh")
+    checkout.environment.update(HF_TOKEN="hf_abcdefgh", WANDB_API_KEY="secret")
     checkout.says("--hosts", f"{first},{second}", "--detach", "--steps", "4", "--x", "$HOME; '\"")
     log = checkout.run("default") / "log.txt"
     assert "default: finished at step 4" in checkout.says("logs")
     assert json.dumps(["--x", "$HOME; '\""])[1:-1] in log.read_text()
-    assert 'environment ["2", null, 11]' in log.read_text()
-    assert not [text for text in checkout.texts("default") if "hf_abcdefgh" in text]
+    assert 'environment ["2", null, 17]' in log.read_text()
+    assert not [text for text in checkout.texts("default") if "hf_abcdefgh" in text or "secret" in text]
 
 
 @pytest.mark.slow
@@ -486,6 +487,45 @@ def slurm(tmp_path):
     for process in reversed(processes):
         process.terminate()
         process.wait(30)
+
+
+# Stand-ins for Slurm and for the two Pythons. In a container only its own python3 runs; it plays train.py and node.py.
+FAKE_SLURM = {
+    "scontrol": 'echo "NodeName=n1 NodeAddr=127.0.0.1 x"',
+    "srun": """while [[ $1 != bash ]]; do echo "$1" >>srun.log; shift; done
+export CONTAINER=yes PATH=$PWD/image:$PATH
+exec "$@" """,
+    "image/python3": """echo "$@" >>image.log
+case $* in
+  *" --check "*) printf 'out=run\nstate=fresh\n' ;;
+  *) echo '{"attempt": "17-0", "state": "finished"}' >run/status.json ;;
+esac""",
+    ".venv/bin/python": """[[ ! ${CONTAINER-} ]] || exit 127
+echo "$@" >>host.log
+exec python3 "$@" """,
+}
+
+
+def test_a_job_in_a_container_runs_only_the_python_of_the_container(tmp_path):
+    for name, lines in FAKE_SLURM.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{lines}\n")
+        path.chmod(0o755)
+    script = (ROOT / "train.sbatch").read_text()
+    assert script.count("\n# container=(") == 1
+    (tmp_path / "job").write_text(script.replace("\n# container=(", "\ncontainer=("))
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
+    job |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "1"}
+    env = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "job", "--steps", "2"], cwd=tmp_path, env=env, check=True, timeout=LIMIT)
+    check, agent = (tmp_path / "image.log").read_text().splitlines()
+    assert check == "train.py --steps 2 --check 1"
+    assert re.match(
+        "launch/node.py agent .*/run/logs/n1/17-0 1 python3 launch/node.py torchrun .* train.py --steps 2", agent
+    )
+    assert (tmp_path / "srun.log").read_text().count("--container-image=") == 2
+    assert not re.search("train|node", (tmp_path / "host.log").read_text())
 
 
 def losses(run: Path) -> list:
