@@ -34,7 +34,7 @@ from filelock import SoftFileLease, Timeout
 from config import parse_args
 from doctor import Host, ask, call, columns, problem, read_job, say, ssh_command, survey, verb_doctor, verb_sync
 from lib.errors import Failure, Parser, UserError, printable, run_script
-from lib.files import ROOT
+from lib.files import ROOT, fill_old_lock
 from node import BACKGROUND, FOLLOWED, KILLED, SILENT, read, read_json, tail, write_json
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
@@ -77,9 +77,10 @@ def check(host: Host, job: dict, total: int) -> bool:
 def is_held(path: Path) -> bool:
     """Whether a process, on this machine or another that sees this file, holds a lock. A holder's death frees it: at
     once on the same machine, after 30 s on others."""
+    fill_old_lock(path)
     lock = SoftFileLease(path)
     try:
-        with lock.acquire(timeout=0):
+        with lock.acquire(timeout=0 if lock.owner else 3):  # filelock takes over a damaged lock after 2 s
             return False
     except Timeout:
         return True
@@ -296,7 +297,7 @@ def state_of(out: Path) -> End:
     if supervised:
         return End(launch.get("state", "starting"), step, launch.get("message", ""))
     if last.get("state") in ENDED:
-        return End(last["state"], step or last["step"], last.get("message", ""))
+        return End(last["state"], step or last.get("step", 0), last.get("message", ""))
     if is_held(out / "lock"):  # of the job, see lib/run.py
         return End("running", step, "but its launcher is gone: nobody would relaunch it" * launched)
     return End("failed", step, "dead: it ended without a message")
