@@ -1,14 +1,18 @@
 """Checkpoints: a folder per step with the weights, the optimizer's state and the position in the data.
 
     checkpoints/step-00000100/rank-00000.safetensors ...   each rank's parts of the tensors
-                              manifest.json                step, settings, data position, the offset of each part,
+                              manifest.json                step, settings, data position, how each tensor is divided,
                                                            sizes, checksums, and the loss of a probe
+                              keep                         exists if the checkpoint is kept for good
 
 The files are safetensors and JSON, so loading runs no code. A save writes into a temporary folder, calls fsync and
-renames the folder: a checkpoint is complete or absent, and never changes afterwards. Every tensor is stored in parts
-with their offsets, so any number of ranks, on any mesh, reads only the slices that it keeps. Each checkpoint stores a
-row of tokens, the probe, with its loss, and a resume computes this loss again from the loaded weights. There is no
-random state to save: initial values and the order of rows are functions of the seed, and training draws nothing else.
+renames the folder: a checkpoint is complete or absent, and never changes afterwards. A tensor is divided evenly along
+one dimension, and rank p wrote part p; so the manifest has one row per tensor and one per file, however many ranks
+there are, and any number of ranks, on any mesh, opens only the files with the slices that it keeps.
+
+Each checkpoint stores a row of tokens, the probe, with its loss, and a resume computes this loss again from the loaded
+weights. There is no random state to save: initial values and the order of rows are functions of the seed, and training
+draws nothing else.
 
 We do not use torch.distributed.checkpoint: its metadata are pickles, an interrupted save into an existing folder loads
 as a mixture of two states, it has no checksums, and with safetensors it took 1.3 to 2 times as long (torch 2.13)."""
@@ -25,11 +29,12 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import lru_cache, partial
+from itertools import count
 from pathlib import Path
 
 from lib.errors import Parser, UserError, check_words, prepare_python, run_script
-from lib.files import amount, fsync_path, read_json, write_whole
+from lib.files import MISSING_FILE, amount, fsync_path, read_json, with_retries, write_whole
 from lib.hub import local_path
 
 # ---- the command line, parsed before torch is imported, which takes seconds
@@ -56,28 +61,43 @@ from torch import Tensor, nn
 
 from config import Config, fields_that_resume
 from data import Loader, merge_positions
-from lib import lora
+from lib import lora, progress
 from lib.families import family
 from lib.guards import compare_replicas
 from lib.machine import available_memory
-from lib.parts import is_sharded, local, local_slices, owns
+from lib.parts import is_sharded, local, owns, part_slices, sharding
 from lib.ranks import ALONE, Ranks, gather, on_all, on_first_rank
 from lib.rows import sample_digest
 from lib.run import ANSWER, Run
 from lib.text import knows_text
 from lib.tokenizer import load_tokenizer
-from lib.weights import Read, Slices, TensorFile, assemble, export, export_adapter, find_files, open_weights, write_file
+from lib.weights import (
+    OPEN_FILES,
+    Read,
+    Slices,
+    TensorFile,
+    assemble,
+    close_files,
+    export,
+    export_adapter,
+    find_files,
+    open_weights,
+    write_file,
+)
 from optim import DTYPES, Optimizer, trained
 from shapes import ModelConfig, RopeScaling
 from shard import fill_tensors, reshard, uncompiled
 
-FORMAT = 3
+FORMAT = 4
 FILE_BYTES = 2**31  # of a file with several tensors: to write a file, its tensors are copied into the host's memory
 BLOCK = 2**24  # bytes per read when checksums are computed
 PROBE = 128  # tokens of the probe
 # Largest difference of the probe's loss between kernels and meshes, nats per token, by compute dtype.
 TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.03}
-STEP = re.compile(r"step-\d{8,}")
+STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
+# What a run makes in checkpoints/: checkpoints, damaged ones, saves in progress, and removals in progress.
+MADE = re.compile(rf"{STEP.pattern}(\.damaged\d*)?(\.tmp-([0-9a-f]{{32}}|old))?")
+WRITTEN = re.compile(r"rank-[-0-9of]+\.safetensors|manifest\.json(\.tmp-.*)?")  # in the folder of a checkpoint
 logger = logging.getLogger("flatland")
 
 
@@ -130,27 +150,27 @@ class Saver:
         return 1e3 * (time.perf_counter() - begin)
 
     def _start(self, step: int, row: Tensor) -> None:
-        position = merge_positions(gather(self.data.state_dict(), self.ranks))
+        positions = on_all(self.data.state_dict, self.ranks)
         compare_replicas(self.model, self.ranks, self.run.mesh, step)
-        tokens = gather(row[: PROBE + 1].tolist(), self.ranks)[0]
+        tokens = on_first_rank(row[: PROBE + 1].tolist, self.ranks)
         loss = probe_loss(self.model, tokens, self.ranks.device)
         if not math.isfinite(loss):
             raise RuntimeError(f"The model's loss after step {step} is {loss}, so its state is not saved")
         manifest = {
             "format": FORMAT,
             "step": step,
-            "position": position,
+            "position": merge_positions(positions) if positions else None,  # rank 0 writes the manifest
             "probe": {"tokens": tokens, "loss": loss, "tolerance": TOLERANCE[self.model.dtype]},
             "base": self.base,
             "config": asdict(self.config),
             "model": asdict(self.config.model_config),
         }
-        tensors, places = own_parts(self.model, self.optimizer, self.ranks)
+        tensors, layouts = own_parts(self.model, self.optimizer, self.ranks)
         may_copy = self.config.save_async and self.config.offload == "none" and step < self.config.steps
         copies = may_copy and all(gather(_fits(tensors), self.ranks))
         if copies:  # otherwise training waits: for the last save, and for an offloaded state, which fills the host
             tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
-        self.thread = threading.Thread(target=self._write, args=(manifest, tensors, places), name="checkpoint")
+        self.thread = threading.Thread(target=self._write, args=(manifest, tensors, layouts), name="checkpoint")
         self.thread.start()
         if not copies:
             self.wait()
@@ -164,22 +184,22 @@ class Saver:
         if error is not None:
             raise error
 
-    def _write(self, manifest: dict, tensors: dict[str, Tensor], places: dict[str, dict]) -> None:
+    def _write(self, manifest: dict, tensors: dict[str, Tensor], layouts: dict[str, dict]) -> None:
         """Runs in the thread: every rank writes its parts, then rank 0 writes the manifest."""
         begin = time.perf_counter()
         folder = step_folder(self.run.folder, manifest["step"])
         temporary = folder.with_name(f"{folder.name}.tmp-{self.run.nonce}")
         try:
-            write = partial(_write_parts, temporary, tensors, places, self.ranks.rank)
-            parts = sum(on_all(write, self.saving), [])
-            commit = partial(_commit, temporary, folder, manifest | {"files": parts}, self.config.keep)
-            on_first_rank(commit, self.saving)
+            write = partial(_write_parts, temporary, tensors, layouts, self.ranks.rank)
+            files = sum(on_all(write, self.saving), [])
+            manifest |= {"tensors": layouts, "files": files}
+            on_first_rank(partial(_commit, temporary, folder, manifest, self.config), self.saving)
         except Exception as error:  # of any rank
             self.error = error
             if self.ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             return
-        size = sum(part["bytes"] for part in parts)
+        size = sum(row["bytes"] for row in files)
         logger.info(f"Saved {folder.name}: {size / 1e9:.3f} GB in {time.perf_counter() - begin:.1f} s")
 
 
@@ -193,59 +213,89 @@ def _fits(tensors: dict[str, Tensor]) -> bool:
 
 
 def own_parts(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, dict]]:
-    """-> (this rank's parts of the state, by name; the offset and shape of each part in its whole tensor)"""
-    parameters, tensors, places = trained(model), {}, {}
+    """-> (this rank's parts of the state, by name; how each tensor of the state is divided, the same on all ranks)"""
+    parameters, tensors, layouts = trained(model), {}, {}
     assert not optimizer.state or all(p in optimizer.state for p in parameters.values()), "still gathered"
     for name, parameter in parameters.items():
         state = optimizer.state.get(parameter, {}).items()
         values = {"model": parameter} | {k: v for k, v in state if isinstance(v, Tensor)}
         for kind, value in values.items():
+            key, (dim, parts, part) = f"{kind}.{name}", sharding(value)
+            layouts[key] = {"shape": list(value.shape), "dtype": str(value.dtype)[6:], "dim": dim, "parts": parts}
             mine = owns(value) if is_sharded(value) else ranks.rank == 0
             if mine and local(value).numel():
-                part = tensors[f"{kind}.{name}"] = local(value.detach())
-                places[f"{kind}.{name}"] = {
-                    "start": [s.start for s in local_slices(value)],
-                    "shape": list(part.shape),
-                    "whole": list(value.shape),
-                    "dtype": str(value.dtype)[6:],
-                }
-    return tensors, places
+                assert part == ranks.rank, f"rank {ranks.rank} has part {part}"
+                tensors[key] = local(value.detach())
+    assign_files(layouts)
+    return tensors, layouts
 
 
-def _write_parts(folder: Path, tensors: dict[str, Tensor], places: dict[str, dict], rank: int) -> list[dict]:
-    """Writes the parts of a rank, and removes them from `tensors` -> a row of the manifest for each file."""
+def assign_files(layouts: dict[str, dict]) -> None:
+    """Gives each tensor the name of the files that hold its parts, where * stands for the rank. Rank 0 has the largest
+    part of a tensor."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    folder.parent.mkdir(exist_ok=True)  # fails if the run folder was removed
-    folder.mkdir(exist_ok=True)
     split = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern=f"rank-{rank:05d}{{suffix}}.safetensors",
+        layouts,
+        get_storage_size=lambda layout: math.prod(part_shape(layout, 0)) * getattr(torch, layout["dtype"]).itemsize,
+        filename_pattern="rank-*{suffix}.safetensors",
         max_shard_size=FILE_BYTES,
     )
-    parts = []
-    for name, keys in split.filename_to_tensors.items():
-        path = folder / name
+    for key, file in split.tensor_to_filename.items():
+        layouts[key]["file"] = file
+
+
+def part_shape(layout: dict, part: int) -> tuple[int, ...]:
+    slices = part_slices(layout["shape"], layout["dim"], layout["parts"], part)
+    return tuple(s.stop - s.start for s in slices)
+
+
+def _write_parts(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, dict], rank: int) -> list[dict]:
+    """Writes the parts of a rank, and removes them from `tensors` -> a row of the manifest for each file."""
+    folder.parent.mkdir(exist_ok=True)  # fails if the run folder was removed
+    folder.mkdir(exist_ok=True)
+    files, rows = {}, []
+    for key in tensors:
+        files.setdefault(layouts[key]["file"], []).append(key)
+    for file, keys in files.items():
+        path = folder / file_name(file, rank)
         write_file(path, {key: tensors.pop(key).contiguous() for key in keys})
-        stored = {key: places[key] for key in keys}
-        parts.append({"file": name, "bytes": path.stat().st_size, "crc32": _checksum(path), "tensors": stored})
-    return parts
+        rows.append({"file": file, "part": rank, "bytes": path.stat().st_size, "crc32": _checksum(path)})
+    return rows
 
 
-def _commit(temporary: Path, folder: Path, manifest: dict, keep: int) -> None:
+def file_name(file: str | list[str], part: int) -> str:
+    """The file with a part of a tensor. file: as in the manifest; a list: of a checkpoint in format 3."""
+    return file[part] if isinstance(file, list) else file.replace("*", f"{part:05d}")
+
+
+def _commit(temporary: Path, folder: Path, manifest: dict, config: Config) -> None:
     """Writes the manifest and renames the folder, which completes the checkpoint. Then removes all checkpoints except
-    the newest `keep`, and the damaged ones with them. Rank 0 calls this last."""
-    write_whole(temporary / "manifest.json", json.dumps(manifest | {"crc32": _crc_of(manifest)}), sync=True)
+    the newest --keep, and the damaged ones with them. Rank 0 calls this last."""
+    path = temporary / "manifest.json"
+    text = json.dumps(manifest | {"crc32": _crc_of(manifest)})
+    with_retries(path, partial(write_whole, path, text, sync=True))
+    if config.keep_every and manifest["step"] % (config.keep_every * config.save_every) == 0:
+        (temporary / "keep").touch()
     fsync_path(temporary)
     os.rename(temporary, folder)
     fsync_path(folder.parent)
     fsync_path(folder.parent.parent)  # the first save creates folder.parent
     run = folder.parent.parent
-    kept = folders(run)[-keep:]
-    for old in set(folder.parent.glob("step-*")) - set(kept) if len(kept) == keep else ():
-        os.rename(old, old.with_name(f"{old.name}.tmp-old"))  # an interrupted removal must not look like a checkpoint
+    kept = folders(run)[-config.keep :]
+    for old in folder.parent.iterdir() if len(kept) == config.keep else ():
+        if old not in kept and _may_remove(old):
+            os.rename(old, old.with_name(f"{old.name}.tmp-old"))  # interrupted, it must not look like a checkpoint
     clean(run)
+
+
+def _may_remove(path: Path) -> bool:
+    """Whether a run wrote this folder in checkpoints/ and all that is in it. A file of another name in it, such as
+    `keep`, keeps a complete checkpoint."""
+    if not MADE.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+        return False
+    names = {p.name for p in path.iterdir()} - ({"keep"} if ".tmp-" in path.name else set())
+    return all(map(WRITTEN.fullmatch, names))
 
 
 def _crc_of(manifest: dict) -> int:
@@ -262,69 +312,116 @@ def step_of(folder: Path) -> int:
 
 def folders(run: Path) -> list[Path]:
     """Step folders, oldest first."""
-    return sorted(p for p in (run / "checkpoints").glob("step-*") if STEP.fullmatch(p.name))
+    return sorted((p for p in (run / "checkpoints").glob("step-*") if STEP.fullmatch(p.name)), key=step_of)
 
 
 def clean(run: Path, last: float = math.inf) -> None:
     """Removes the rest of interrupted saves, and renames checkpoints after step `last`, which are damaged."""
     for torn in (run / "checkpoints").glob("*.tmp-*"):
-        shutil.rmtree(torn, ignore_errors=True)
+        if _may_remove(torn):
+            shutil.rmtree(torn, ignore_errors=True)
     for damaged in folders(run):
         if step_of(damaged) > last:
-            aside = damaged.with_name(f"{damaged.name}.damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(damaged, aside)
+            asides = (damaged.with_name(f"{damaged.name}.damaged{n or ''}") for n in count())
+            os.rename(damaged, next(aside for aside in asides if not aside.exists()))
 
 
 # ---- verifying
 
 
 def _checksum(path: Path) -> int:
-    crc = 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(BLOCK):
-            crc = zlib.crc32(block, crc)
-    return crc
+    def read() -> int:
+        crc = 0
+        with open(path, "rb", buffering=0) as file:
+            while block := file.read(BLOCK):
+                crc = zlib.crc32(block, crc)
+                progress.advance()
+        return crc
+
+    return with_retries(path, read)
 
 
 def read_manifest(folder: Path) -> dict:
-    """Raises ValueError with the reason if the manifest is damaged."""
+    """Raises ValueError with the reason if the manifest is damaged, OSError if it cannot be read."""
+    path = folder / "manifest.json"
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        if manifest["format"] != FORMAT:
+        manifest = json.loads(with_retries(path, path.read_text))
+        if manifest["format"] not in (3, FORMAT):
             raise ValueError(f"its format is {manifest['format']!r}, this version reads {FORMAT}")
         if manifest.pop("crc32") != _crc_of(manifest):
             raise ValueError("its checksum is wrong")
         if STEP.fullmatch(folder.name) and manifest["step"] != step_of(folder):
             raise ValueError(f"it belongs to step {manifest['step']}")
+        if manifest["format"] == 3:
+            manifest["tensors"] = _layouts_of_format_3(manifest["files"])
     except Exception as e:
+        if is_read_error(e):
+            raise
         raise ValueError(f"manifest.json is unreadable: {type(e).__name__}: {e}") from None
     return manifest
 
 
-def _check_file(folder: Path, checksums: bool, part: dict) -> None:
+def _layouts_of_format_3(rows: list[dict]) -> dict[str, dict]:
+    """The layouts of a checkpoint whose manifest has a row per part. Of a tensor that is not divided evenly, the number
+    of parts that are not empty gives the same parts as the number of ranks."""
+    places = {}
+    for row in rows:
+        for key, place in row["tensors"].items():
+            places.setdefault(key, []).append((place["start"], row["file"], place))
+    layouts = {}
+    for key, parts in places.items():
+        _, files, (first, *_) = zip(*sorted(parts, key=lambda part: part[0]), strict=True)
+        dims = [d for d, n in enumerate(first["whole"]) if n != first["shape"][d]]
+        layouts[key] = {"shape": first["whole"], "dtype": first["dtype"], "dim": sum(dims), "parts": len(parts)}
+        layouts[key]["file"] = list(files)
+    return layouts
+
+
+def is_read_error(error: Exception) -> bool:
+    """Whether an error says nothing about a file's content. A missing file is damage."""
+    return isinstance(error, (OSError, MemoryError)) and not isinstance(error, MISSING_FILE)
+
+
+def _stored_tensors(row: dict, layouts: dict[str, dict]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The dtype and shape of each tensor in the file of a manifest's row."""
+    if "tensors" in row:  # format 3
+        return {k: (getattr(torch, place["dtype"]), tuple(place["shape"])) for k, place in row["tensors"].items()}
+    layouts = {key: layout for key, layout in layouts.items() if layout["file"] == row["file"]}
+    shapes = {key: part_shape(layout, row["part"]) for key, layout in layouts.items() if row["part"] < layout["parts"]}
+    return {key: (getattr(torch, layouts[key]["dtype"]), shape) for key, shape in shapes.items() if math.prod(shape)}
+
+
+def _check_file(folder: Path, manifest: dict, checksums: bool, row: dict) -> None:
     """Raises an error with the reason if a file of a checkpoint is damaged."""
-    path = folder / part["file"]
-    stored = {k: (getattr(torch, place["dtype"]), tuple(place["shape"])) for k, place in part["tensors"].items()}
-    if path.stat().st_size != part["bytes"]:
-        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, expected {part['bytes']}")
+    path = folder / file_name(row["file"], row.get("part", 0))
+    stored = _stored_tensors(row, manifest["tensors"])
+    size = with_retries(path, path.stat).st_size
+    if size != row["bytes"]:
+        raise ValueError(f"{path.name} has {size} bytes, expected {row['bytes']}")
     if TensorFile(path).entries != stored:
         raise ValueError(f"{path.name} does not hold the manifest's tensors")
-    if checksums and _checksum(path) != part["crc32"]:
+    if checksums and _checksum(path) != row["crc32"]:
         raise ValueError(f"the checksum of {path.name} is wrong")
 
 
 def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
     """The first fault of a checkpoint, or "". Each rank reads its share of the files in threads; without `checksums` it
-    compares only sizes and headers. All ranks must call."""
-    fault = ""
-    try:
-        files = read_manifest(folder)["files"][ranks.rank :: ranks.world_size]
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(partial(_check_file, folder, checksums), files))
-    except Exception as e:  # whatever a damaged file leads to
-        fault = str(e) or repr(e)
-    return next(filter(None, gather(fault, ranks)), "")
+    compares only sizes and headers. Raises on all ranks the OSError of a rank that cannot read. All ranks must call."""
+
+    def examine() -> str:
+        try:
+            manifest = read_manifest(folder)
+            files = manifest["files"][ranks.rank :: ranks.world_size]
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(partial(_check_file, folder, manifest, checksums), files))
+        except Exception as e:  # whatever a damaged file leads to
+            if is_read_error(e):
+                raise
+            return str(e) or repr(e)
+        return ""
+
+    faults = on_all(examine, ranks)
+    return on_first_rank(lambda: next(filter(None, faults), ""), ranks)
 
 
 def verify(run: Path | str, checksums: bool = True) -> list[tuple[int, bool, str]]:
@@ -350,11 +447,8 @@ class Checkpoint:
         self.folder = folder
         self.manifest = read_manifest(folder)
         self.step = self.manifest["step"]
-        self.open = cache(lambda file: TensorFile(folder / file))
-        self.places: dict[str, list[tuple[str, dict]]] = {}
-        for part in self.manifest["files"]:
-            for key, place in part["tensors"].items():
-                self.places.setdefault(key, []).append((part["file"], place))
+        self.layouts = self.manifest["tensors"]
+        self.open = lru_cache(OPEN_FILES)(lambda file: TensorFile(folder / file))
 
     def check_base(self, ranks: Ranks) -> None:
         """Refuses frozen weights that differ from those at the start of the run. All ranks must call."""
@@ -393,15 +487,20 @@ class Checkpoint:
             raise UserError(f"{self.folder} was written by another version: {e}") from None
 
     def read(self, key: str, slices: Slices) -> Tensor:
-        """A slice of a tensor, assembled from the stored parts."""
-        if key not in self.places:
+        """A slice of a tensor, assembled from the stored parts. Opens only files with a part of it."""
+        if key not in self.layouts:
             raise UserError(f"{self.folder} has no tensor {key!r}; it is a checkpoint of another model")
-        first = self.places[key][0][1]
-        parts = []
-        for file, place in self.places[key]:
-            ends = zip(place["start"], place["shape"], strict=True)
-            parts.append(([slice(at, at + n) for at, n in ends], partial(self.open(file).read, key)))
-        return assemble(slices, first["whole"], getattr(torch, first["dtype"]), parts)
+        layout = self.layouts[key]
+        whole, dim, count = (layout[name] for name in ("shape", "dim", "parts"))
+        needed = range(count)
+        if whole:
+            height, wanted = -(-whole[dim] // count), range(whole[dim])[slices[dim]]
+            needed = range(wanted.start // height, -(-wanted.stop // height))
+        parts = ((part_slices(whole, dim, count, p), partial(self._read_part, key, p)) for p in needed)
+        return assemble(slices, whole, getattr(torch, layout["dtype"]), parts)
+
+    def _read_part(self, key: str, part: int, slices: Slices) -> Tensor:
+        return self.open(file_name(self.layouts[key]["file"], part)).read(key, slices)
 
     def read_weights(self, name: str, slices: Slices) -> Tensor:
         return self.read(f"model.{name}", slices)
@@ -413,8 +512,9 @@ class Checkpoint:
             shape = replace(shape, max_seq_len=self.config.trained_length(shape))
         export(shape, self.open_model(ranks), folder, dtype, ranks=ranks, talks=talks, **how)
 
-    def load(self, model: nn.Module, optimizer: Optimizer, load: str) -> None:
-        """Fills the trained parameters and the optimizer's state. All ranks must call."""
+    def load(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Fills the trained parameters and the optimizer's state. Every rank reads what it keeps. All ranks must
+        call."""
         sharded = []
         for key, target in self._make_targets(model, optimizer).items():
             if is_sharded(target):
@@ -422,7 +522,9 @@ class Checkpoint:
             else:
                 target.copy_(self.read(key, tuple(map(slice, target.shape))))
         if sharded:
-            fill_tensors(sharded, self.read, load)
+            fill_tensors(sharded, self.read)
+        self.open.cache_clear()
+        close_files()
 
     def _make_targets(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         """The tensors to fill, by name: parameters, and new tensors for the optimizer's state. A state that has its
@@ -430,14 +532,14 @@ class Checkpoint:
         named = trained(model)
         targets = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         optimizer.state.clear()
-        for key, [(_, place), *_] in self.places.items():
+        for key, layout in self.layouts.items():
             kind, _, name = key.partition(".")
             if kind != "model":
-                parameter, dtype = named[name], getattr(torch, place["dtype"])
-                if place["whole"] == list(parameter.shape):
+                parameter, dtype = named[name], getattr(torch, layout["dtype"])
+                if layout["shape"] == list(parameter.shape):
                     value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 else:
-                    value = torch.zeros(place["whole"], dtype=dtype, device=local(parameter).device)
+                    value = torch.zeros(layout["shape"], dtype=dtype, device=local(parameter).device)
                 optimizer.state[parameter][kind] = targets[key] = value
         return targets
 
@@ -518,7 +620,7 @@ def restore(
         resume_from.check_base(ranks)
         frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         fill_tensors(frozen, weights, config.load)
-    resume_from.load(model, optimizer, config.load)
+    resume_from.load(model, optimizer)
     _prove(resume_from, model, ranks)
     logger.info(f"Resumed from {resume_from.folder} after step {resume_from.step}")
     if overridden := changed(resume_from, config):

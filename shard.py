@@ -18,6 +18,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -228,17 +229,17 @@ def shard_model(
 
 # ---- filling parameters
 
-PIECE = 2**23  # elements that are read, sent and copied at a time
+PIECE = 2**25  # bytes of a rank's part that are read, sent and copied at a time: messages have at least these
 
 
 def fill_parameters(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor], load: str = "direct") -> None:
     """Gives every parameter its values: read(name, slices) returns a part of them, on the CPU, in any dtype.
     direct: every rank reads the values that it keeps; rank0: only rank 0 reads, and sends each rank its part. Both work
-    piece by piece, and read the next piece while one is sent and copied. All ranks must call."""
+    piece by piece, and read the next pieces while others are sent and copied. All ranks must call."""
     fill_tensors(list(model.named_parameters()), read, load)
 
 
-def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str) -> None:
+def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str = "direct") -> None:
     source = _sent_by_rank0 if load == "rank0" and is_sharded(named[0][1]) else _read_here
     kept = sum(local(tensor).numel() for _, tensor in named)  # by this rank
     done, begin = 0, time.perf_counter()
@@ -260,39 +261,114 @@ def _read_here(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
     """-> (piece of this rank's part of a parameter, its values)"""
 
     def pieces():
-        for name, parameter in named:
-            dim, parts, part = sharding(parameter)
-            target = local(parameter.detach())
-            for rows in _rows(parameter.shape, dim, parts, PIECE):
-                yield target[rows], read(name, part_slices(parameter.shape, dim, parts, part, rows))
+        for name, parameter, rows in _pieces(named):
+            values = read(name, part_slices(parameter.shape, *sharding(parameter), rows))
+            yield local(parameter.detach())[rows], values
 
     return read_ahead(pieces(), 1)
 
 
 def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same. Rank 0 scatters a piece over the ranks of its replica, which send it to the other replicas."""
-    mesh, first = named[0][1].device_mesh, dist.get_rank() == 0
+    """The same. Rank 0 sends a message to each rank of its replica in turn, and these ranks pass it on to the other
+    replicas. At any time a few messages are on their way, so the memory that this needs does not grow with the
+    ranks."""
+    mesh = named[0][1].device_mesh
+    group, part, parts = mesh.get_group("shard"), mesh.get_coordinate()[-1], mesh.size(-1)
+    replicas = mesh.get_group("replicate") if mesh.ndim > 1 else None
+    if parts > 1:  # NCCL connects all ranks of a group in its first collective, not between two of them
+        dist.all_reduce(torch.zeros((), device=mesh.device_type), group=group)
+    if dist.get_rank() == 0:
+        messages = _send(named, read, parts, group, mesh.device_type)
+    elif replicas is None or mesh.get_coordinate()[0] == 0:
+        messages = _receive(named, part, group, mesh.device_type)
+    else:
+        messages = ((batch, _message(batch, part, mesh.device_type)) for batch in _batches(named))
+    for batch, message in messages:
+        if replicas is not None and message.numel():
+            dist.broadcast(message, group=replicas, group_src=0)
+        start = 0
+        for _, parameter, rows in batch:
+            target = local(parameter.detach())[rows]
+            yield target, message[start : start + target.numel()].view(target.shape)
+            start += target.numel()
 
-    def pieces():
-        for name, parameter in named:
-            dim, parts, _ = sharding(parameter)
-            target = local(parameter.detach())
-            for rows in _rows(parameter.shape, dim, parts, PIECE // parts):
-                shape = parts, rows.stop - rows.start, *target.shape[1:]
-                messages = torch.zeros(shape if first else shape[1:], dtype=target.dtype)
-                for i in range(parts) if first else ():  # the last part may have fewer rows than a message
-                    values = read(name, part_slices(parameter.shape, dim, parts, i, rows))
-                    messages[i, : len(values)] = values
-                yield target[rows], messages
 
-    for target, messages in read_ahead(pieces(), 1):
-        messages = messages.to(mesh.device_type)
-        parts, buffer = ([*messages], torch.empty_like(messages[0])) if first else (None, messages)
-        if mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0:
-            dist.scatter(buffer, parts, group=mesh.get_group("shard"), group_src=0)
-        if mesh.ndim > 1:
-            dist.broadcast(buffer, group=mesh.get_group("replicate"), group_src=0)
-        yield target, buffer[: len(target)]
+def _send(named, read, parts, group, device: str) -> Iterator[tuple[list, Tensor]]:
+    """On rank 0: sends each batch of pieces to the other ranks of the group -> (batch, message for rank 0 itself)"""
+
+    def read_messages():
+        for batch in _batches(named):
+            for part in range(parts):
+                message, start = _message(batch, part, "cpu"), 0
+                for name, parameter, rows in batch:
+                    values = read(name, part_slices(parameter.shape, sharding(parameter)[0], parts, part, rows))
+                    message[start : start + values.numel()].view(values.shape).copy_(values)
+                    start += values.numel()
+                yield batch, part, message
+
+    on_their_way = deque()
+    for batch, part, message in read_ahead(read_messages(), 1):
+        message = message.to(device)
+        if part == 0:
+            yield batch, message
+        elif message.numel():
+            on_their_way.append((message, _start(dist.isend, message, group, part)))
+            progress.advance()
+        if len(on_their_way) > 2:
+            _wait(on_their_way.popleft())
+    for sent in on_their_way:
+        _wait(sent)
+
+
+def _receive(named, part, group, device: str) -> Iterator[tuple[list, Tensor]]:
+    """-> (batch of pieces, message from rank 0); the next message arrives while one is copied."""
+    coming = deque()
+    for batch in _batches(named):
+        message = _message(batch, part, device)
+        coming.append((batch, message, _start(dist.irecv, message, group, 0) if message.numel() else []))
+        if len(coming) > 1:
+            yield _wait(coming.popleft())
+    for received in coming:
+        yield _wait(received)
+
+
+def _start(operation: Callable, message: Tensor, group, peer: int) -> list:
+    return dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)])
+
+
+def _wait(transfer: tuple) -> tuple:
+    """Waits for the end of a transfer (..., its works) -> the rest of the tuple."""
+    *rest, works = transfer
+    for work in works:
+        work.wait()
+    return tuple(rest)
+
+
+def _message(batch: list, part: int, device: str) -> Tensor:
+    """An uninitialised message with a part of each piece of a batch, one after the other."""
+    shapes = (part_slices(p.shape, *sharding(p)[:2], part, rows) for _, p, rows in batch)
+    size = sum(math.prod(s.stop - s.start for s in slices) for slices in shapes)
+    return torch.empty(size, dtype=batch[0][1].dtype, device=device)
+
+
+def _batches(named: list) -> Iterator[list]:
+    """Pieces in groups of one dtype, of at least PIECE bytes."""
+    batch, size = [], 0
+    for piece in _pieces(named):
+        if batch and (size >= PIECE or batch[0][1].dtype != piece[1].dtype):
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += _message([piece], 0, "meta").nbytes
+    yield batch
+
+
+def _pieces(named: list) -> Iterator[tuple[str, Tensor, slice]]:
+    """-> (name, parameter, rows of a rank's part of it)"""
+    for name, parameter in named:
+        dim, parts, _ = sharding(parameter)
+        for rows in _rows(parameter.shape, dim, parts, PIECE // parameter.element_size()):
+            yield name, parameter, rows
 
 
 def _rows(shape: torch.Size, dim: int, parts: int, elements: int) -> Iterator[slice]:

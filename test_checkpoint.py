@@ -1,8 +1,10 @@
 """checkpoint.py: the oracle is the state that was saved, and a run that was never interrupted (test_faults.py)."""
 
+import errno
 import json
 import os
 import pickle
+import pkgutil
 import re
 import shutil
 import zlib
@@ -20,6 +22,7 @@ import checkpoint
 import plan
 from config import parse_args
 from lib.errors import UserError, describe_error
+from lib.parts import part_slices
 from lib.ranks import ALONE, Ranks
 from lib.weights import load_model
 from model import Transformer
@@ -34,7 +37,7 @@ def make_saver(model, optimizer, position: dict, config, ranks: Ranks = ALONE, m
     """Like train.py, without a loader and a run."""
     data = SimpleNamespace(state_dict=lambda: position)
     run = {"config": config, "ranks": ranks, "mesh": mesh, "folder": Path(config.out)}
-    run = SimpleNamespace(**run, nonce="nonce", phase=nullcontext)
+    run = SimpleNamespace(**run, nonce=32 * "0", phase=nullcontext)
     return checkpoint.Saver(model, optimizer, data, run, start)
 
 
@@ -106,6 +109,7 @@ def test_whatever_state_an_optimizer_has_is_kept(tmp_path):
 
 RESHARD = """
 import checkpoint, test_checkpoint
+from lib.parts import local
 from pathlib import Path
 from config import parse_args
 from optim import make_optimizer
@@ -116,7 +120,15 @@ config = parse_args(["--out", str(run), *flags])
 mesh = shard.make_mesh({size}, ranks)
 model = test_shard.allocate(config.model_config, mesh)
 optimizer = make_optimizer(model, config)
-checkpoint.restore(checkpoint.find(config)[0], model, optimizer, ranks, config)
+read, bytes_read = checkpoint.TensorFile.read, []
+def count(*args):
+    values = read(*args)
+    bytes_read.append(values.nbytes)
+    return values
+checkpoint.TensorFile.read = count
+checkpoint.restore(checkpoint.find(config)[0], model, optimizer, ranks, replace(config, load="rank0"))
+assert sum(bytes_read) == sum(local(t).nbytes for s in optimizer.state.values() for t in s.values()) + sum(
+    local(p).nbytes for p in model.parameters())
 test_checkpoint.save(run, 4, model, optimizer, {{"samples": 5}}, config, ranks, mesh)
 saved = checkpoint.find(config)[0]
 checkpoint.restore(saved, model, optimizer, ranks, config)
@@ -137,8 +149,8 @@ leave(ranks)
     [("tiny-llama", 2, 2, "muon"), ("tiny-mixtral", 0, 3, "adamw"), ("tiny-gpt2", 1, 2, "adamw")],
 )
 def test_ranks_load_save_and_export_every_bit(tmp_path, name, size, ranks, optimizer):
-    """1 rank -> several, on full, hybrid and uneven meshes -> the same -> 1 rank. They share an export. An error of one
-    in a save is an error on all."""
+    """1 rank -> several, on full, hybrid and uneven meshes -> the same -> 1 rank. Every rank reads only what it keeps,
+    whatever --load is. They share an export. An error of one in a save is an error on all."""
     script = RESHARD.format(name=name, size=size, optimizer=optimizer)
     flags = ["--model", name, "--optimizer", optimizer, "--dtype", "fp32", "--compile", "none"]
     config, model, optimizer = make_state(tmp_path, *flags)
@@ -182,7 +194,7 @@ def test_keep_does_not_count_damaged_checkpoints(tmp_path):
             (folder / "manifest.json").unlink()
     found, skipped = checkpoint.find(config)
     assert found.step == 1 and len(skipped) == 2
-    (tmp_path / "checkpoints/step-00000001.tmp-dead").mkdir()
+    (tmp_path / f"checkpoints/step-00000001.tmp-{32 * 'd'}").mkdir()
     saver, left = make_saver(model, optimizer, {}, config, start=1), {}
     for step in (2, 4, 6):
         saver.save(step, torch.arange(20))
@@ -190,6 +202,139 @@ def test_keep_does_not_count_damaged_checkpoints(tmp_path):
         assert step > 2 or checkpoint.find(config)[0].step == 2  # the later damaged checkpoint does not displace it
     assert left == {2: ["1", "2", "2.damaged", "3.damaged"], 4: ["1", "2", "4"], 6: ["2", "4", "6"]}
     assert all(ok for _, ok, _ in checkpoint.verify(tmp_path))
+
+
+def test_rotation_removes_only_what_runs_wrote(tmp_path):
+    """--keep_every 2 with --save_every 2 keeps steps 4 and 8 for good. What a user puts next to the checkpoints or into
+    one stays, whatever its name; the rest of an interrupted save goes."""
+    config, model, optimizer = make_state(tmp_path, "--keep", "2", "--save_every", "2", "--keep_every", "2")
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    mine = [
+        "step-00000002.good",
+        "step-2",
+        "step-000000002",
+        "step-00000001.tmp-mine",
+        "notes.tmp-1",
+        "step-00000002-b",
+    ]
+    for name in (*mine, elsewhere):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "manifest.json").touch()
+    (folder / "step-00000001.damaged").symlink_to(elsewhere)
+    (folder / "step-00000003").write_text("a file")
+    torn = folder / f"step-00000004.tmp-{32 * 'a'}"
+    torn.mkdir()
+    (torn / "keep").touch()
+    for step in (2, 4, 6, 8, 10, 12):
+        saved = save(tmp_path, step, model, optimizer, {}, config)
+        if step == 6:
+            (saved / "why.txt").write_text("the best one")
+    kept = [f"step-{step:08d}" for step in (4, 6, 8, 10, 12)]
+    assert {p.name for p in folder.iterdir()} == {*kept, *mine, "step-00000001.damaged", "step-00000003"}
+    assert [(folder / name / "keep").exists() for name in kept] == [True, False, True, False, True]
+    assert (elsewhere / "manifest.json").exists() and checkpoint.find(config)[0].step == 12
+    checkpoint.clean(tmp_path, 4)
+    checkpoint.clean(tmp_path, 4)
+    assert (folder / "step-00000006.damaged/why.txt").exists()
+
+
+def simulate_ranks(run: Path, tensors: dict, ranks: int) -> checkpoint.Checkpoint:
+    """A checkpoint of tensors [rows, ...] that so many ranks have saved, without their processes."""
+    config, rows = parse_args(["--out", str(run)]), []
+    layouts = {k: {"shape": [*t.shape], "dtype": "float32", "dim": 0, "parts": ranks} for k, t in tensors.items()}
+    checkpoint.assign_files(layouts)
+    run.mkdir()
+    folder = checkpoint.step_folder(run, 1)
+    for rank in range(ranks):
+        own = {k: t[part_slices(t.shape, 0, ranks, rank)] for k, t in tensors.items()}
+        own = {k: t for k, t in own.items() if t.numel()}
+        rows += checkpoint._write_parts(folder.with_name("temporary"), own, layouts, rank)
+    manifest = {"format": checkpoint.FORMAT, "step": 1, "tensors": layouts, "files": rows}
+    checkpoint._commit(folder.with_name("temporary"), folder, manifest, config)
+    assert checkpoint.verify(run) == [(1, True, "")]
+    return checkpoint.Checkpoint(folder)
+
+
+def test_metadata_and_opened_files_do_not_grow_with_ranks_times_tensors(tmp_path, monkeypatch):
+    """A row per tensor and one per file; a rank opens the files that overlap its slices, a few at a time."""
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 2**11)
+    tensors = {f"model.{i}": torch.randn(64 + i, 8) for i in range(20)}
+    for saved_by, read_by, most in ((16, 16, 1), (16, 48, 3), (48, 16, 5), (48, 1, 48)):
+        saved = simulate_ranks(tmp_path / f"{saved_by}-{read_by}", tensors, saved_by)
+        files = {layout["file"] for layout in saved.layouts.values()}
+        size = (saved.folder / "manifest.json").stat().st_size
+        assert size < 120 * (len(tensors) + saved_by * len(files)) + 200, size
+        opened, open_file = set(), saved.open
+        saved.open = lambda file, opened=opened, open_file=open_file: opened.add(file) or open_file(file)
+        for rank in range(read_by):
+            opened.clear()
+            for key, tensor in tensors.items():
+                slices = part_slices(tensor.shape, 0, read_by, rank)
+                assert torch.equal(saved.read(key, slices), tensor[slices])
+            assert len(opened) <= most * len(files), (saved_by, read_by, rank)
+    assert open_file.cache_info().maxsize <= checkpoint.OPEN_FILES < 100
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 5, 8])
+def test_a_checkpoint_in_format_3_is_read(tmp_path, ranks):
+    """Its manifest had a row for each part, also of tensors with fewer rows than ranks."""
+    tensors = {"model.a": torch.randn(3, 2), "model.b": torch.randn(10, 4), "model.c": torch.randn(9)}
+    saved = simulate_ranks(tmp_path / "run", tensors, ranks)
+
+    def make_old(manifest: dict) -> None:
+        layouts = manifest.pop("tensors")
+        manifest["format"] = 3
+        for row in manifest["files"]:
+            part, places = row.pop("part"), {}
+            for key, layout in layouts.items():
+                slices = part_slices(layout["shape"], 0, ranks, part)
+                if shape := [s.stop - s.start for s in slices if s.stop > s.start]:
+                    place = {"start": [s.start for s in slices], "shape": shape, "whole": layout["shape"]}
+                    places |= {key: place | {"dtype": "float32"}} if shape[1:] == layout["shape"][1:] else {}
+            row |= {"file": checkpoint.file_name(row["file"], part), "tensors": places}
+
+    rewrite(saved.folder, make_old)
+    assert checkpoint.verify(tmp_path / "run") == [(1, True, "")]
+    old = checkpoint.Checkpoint(saved.folder)
+    for key, tensor in tensors.items():
+        for slices in ([slice(0, n) for n in tensor.shape], [slice(1, 3), *map(slice, tensor.shape[1:])]):
+            assert torch.equal(old.read(key, tuple(slices)), tensor[tuple(slices)])
+
+
+# Where a disk can fail: a name that a module looks up, and the number of calls that a verification and a load make.
+READS = [("pathlib.Path.read_text", "manifest.json"), ("lib.weights.open", "rank-00000.safetensors"),
+         ("checkpoint.open", "rank-00000.safetensors"), ("os.preadv", "rank-00000.safetensors")]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE])
+@pytest.mark.parametrize("name, file", READS)
+def test_a_failing_read_is_tried_again_and_condemns_nothing(tmp_path, monkeypatch, caplog, code, name, file):
+    config, model, optimizer = make_state(tmp_path, *SMALL)
+    folder = save(tmp_path, 1, model, optimizer, {}, config)
+    module, _, function = name.rpartition(".")
+    works = getattr(pkgutil.resolve_name(module), function, open)
+    monkeypatch.setattr("lib.files.WAITS", (0, 0))
+    failures = []
+
+    def fail(*args, **how):
+        if failures and (name == "os.preadv" or file in str(args[0])):
+            raise failures.pop()
+        return works(*args, **how)
+
+    monkeypatch.setattr(name, fail, raising=False)
+
+    def load() -> None:
+        checkpoint.restore(checkpoint.find(config)[0], model, optimizer, ALONE, config)
+
+    failures += [OSError(code, os.strerror(code))] * 2
+    load()
+    assert not failures and caplog.text.count(f"{folder / file}: {os.strerror(code)}; trying again") == 2
+    failures += [OSError(code, os.strerror(code))] * 99
+    with pytest.raises(OSError, match=f"{os.strerror(code)}: '{folder / file}'") as error:
+        load()
+    assert describe_error(error.value)[0] == 1 and len(failures) == 96
+    failures.clear()
+    assert checkpoint.verify(tmp_path) == [(1, True, "")]
 
 
 def test_which_checkpoint_a_run_resumes_from(tmp_path):
@@ -294,19 +439,22 @@ HOSTILE = {
 WRONG = {
     "another step": lambda m: m.update(step=1),
     "no step": lambda m: m.pop("step"),
-    "another dtype": lambda m: place_of(m).update(dtype="bfloat16"),
-    "a dtype of none": lambda m: place_of(m).update(dtype="complex"),
-    "another shape": lambda m: place_of(m).update(shape=[1, 1]),
-    "a tensor more": lambda m: m["files"][0]["tensors"].update(more=place_of(m)),
+    "another dtype": lambda m: layout_of(m).update(dtype="bfloat16"),
+    "a dtype of none": lambda m: layout_of(m).update(dtype="complex"),
+    "another shape": lambda m: layout_of(m).update(shape=[1, 1]),
+    "more parts": lambda m: layout_of(m).update(parts=2),
+    "a tensor more": lambda m: m["tensors"].update(more=layout_of(m)),
     "files are a list of lists": lambda m: m.update(files=[[]]),
     "files are a number": lambda m: m.update(files=-1.5),
 }
-for key in ("file", "bytes", "crc32", "tensors"):
+for key in ("file", "part", "bytes", "crc32"):
     WRONG[f"a file's {key}"] = lambda m, key=key: m["files"][0].update({key: [None]})
+for key in ("shape", "dtype", "dim", "parts", "file"):
+    WRONG[f"a tensor's {key}"] = lambda m, key=key: layout_of(m).update({key: [None]})
 
 
-def place_of(manifest: dict) -> dict:
-    return next(iter(manifest["files"][0]["tensors"].values()))
+def layout_of(manifest: dict) -> dict:
+    return manifest["tensors"]["model.norm.weight"]
 
 
 def test_any_damage_is_named_and_the_checkpoint_before_is_used(tmp_path, capsys, monkeypatch):

@@ -1,23 +1,24 @@
 """Files: JSON objects, atomic writes, free space, kinds of content by their first bytes, and reading ahead. Imports no
 torch."""
 
-import contextlib
+import errno
 import json
+import logging
 import os
 import re
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lib.errors import UserError
 
+logger = logging.getLogger("flatland")
 ROOT = Path(__file__).parent.parent  # the checkout
 VERSION = "0.2.0"  # CHANGELOG.md lists its changes
-EMPTY = 30.0  # seconds after which nobody is about to fill an empty lock
 
 
 def human(n: float, units: str = " KMB") -> str:
@@ -54,14 +55,6 @@ def write_whole(path: Path, text: str, sync: bool = False) -> None:
 
 def write_json(path: Path, value) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
-
-
-def fill_old_lock(lock: Path) -> None:
-    """Damages a lock of filelock's that has been empty for long: filelock takes over damaged locks, but not empty ones.
-    A power failure can leave an empty one; a process that takes a lock fills it at once."""
-    with contextlib.suppress(OSError):
-        if not lock.stat().st_size and time.time() - lock.stat().st_mtime > EMPTY:
-            lock.write_text("\n")
 
 
 def read_json(path: Path) -> dict:
@@ -103,6 +96,29 @@ def read_object(path: Path) -> dict:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__}, not an object")
     return value
+
+
+# ---- errors of reading and writing
+
+MISSING_FILE = FileNotFoundError, NotADirectoryError, IsADirectoryError
+# Errors of a disk, a network file system or a full table of open files, which may pass.
+TRANSIENT = (
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO,
+    errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH,
+)  # fmt: skip
+WAITS = 1, 5, 15, 60  # seconds before a work that failed is tried again
+
+
+def with_retries(path: Path, work: Callable):
+    """Returns work(). Tries again after an error that may pass; the last error is raised. OSErrors name the path."""
+    for wait in (*WAITS, None):
+        try:
+            return work()
+        except OSError as e:
+            if e.errno not in TRANSIENT or wait is None:
+                raise OSError(e.errno, e.strerror, str(path)) from None
+            logger.warning(f"{path}: {e.strerror}; trying again in {wait} s")
+        time.sleep(wait)
 
 
 def read_ahead(items: Iterator, count: int) -> Iterator:

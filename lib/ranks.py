@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lib import torch_private
-from lib.errors import UserError
+from lib.errors import PATH_MISTAKES, Failure, Message, UserError
 from lib.machine import find_device, keep_memory, set_determinism
 
 WATCHDOG = 15  # seconds that a rank's watchdog has to find out which rank is behind
@@ -94,34 +94,39 @@ def on_first_rank(work: Callable, ranks: Ranks):
 
 
 def on_every_rank(work: Callable, ranks: Ranks):
-    """Each rank does it and gets its own result; or all get one error, which names the ranks and machines that had one.
-    All ranks must call."""
-    result, fault = None, ""
+    """Each rank does it and gets its own result; or all get one error, which names the ranks and machines that had one:
+    a UserError, unless a rank's disk or network failed. All ranks must call."""
+    result, fault = None, None
     try:
         result = work()
-    except (UserError, OSError) as e:
-        fault = f"rank {ranks.rank} on {platform.node()}: {e}"
+    except (Message, OSError) as e:
+        mistake = isinstance(e, (UserError, FileNotFoundError)) or getattr(e, "errno", 0) in PATH_MISTAKES
+        fault = f"rank {ranks.rank} on {platform.node()}: {e}", mistake
     faults = [f for f in gather(fault, ranks) if f]
     if faults:
-        raise UserError("\n".join(faults))
+        messages, mistakes = zip(*faults, strict=True)
+        raise (UserError if all(mistakes) else Failure)("\n".join(messages))
     return result
 
 
 def on_all(work: Callable, ranks: Ranks) -> list:
-    """Runs `work` on every rank -> all results. An error on one rank is raised, unchanged, on all. All ranks must
-    call."""
+    """Runs `work` on every rank -> all results on rank 0, an empty list on the others. The first error of a rank is
+    raised, unchanged, on all. All ranks must call."""
     result = error = None
     try:
         result = work()
-    except (OSError, UserError) as e:
+    except (OSError, Message) as e:
         error = e
     except Exception as e:  # it may hold what cannot be sent
         error = RuntimeError(f"{type(e).__name__}: {e}")
-    answers = gather((result, error), ranks)
-    for _, error in answers:
-        if error is not None:
-            raise error
-    return [result for result, _ in answers]
+    answers = [(result, error)]
+    if ranks.control is not None:
+        answers = [None] * ranks.world_size if ranks.rank == 0 else None
+        dist.gather_object((result, error), answers, group=ranks.control, group_dst=0)
+    error = on_first_rank(lambda: next((error for _, error in answers if error is not None), None), ranks)
+    if error is not None:
+        raise error
+    return [result for result, _ in answers or ()]
 
 
 def gather(value, ranks: Ranks) -> list:

@@ -29,7 +29,6 @@ import multiprocessing
 import os
 import platform
 import re
-import shutil
 import struct
 import sys
 import threading
@@ -123,7 +122,7 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
         if not hub:
             path = path.absolute()
             folder = next(p for p in (path, *path.parents) if p.is_dir())
-            near = nearest(path.name, {*os.listdir(folder)} - {path.name})
+            near = nearest(path.name, os.listdir(folder))
             place = f" in {folder}" + f"; did you mean {near}?" * bool(near)
         raise UserError(f"{flag} {spec}: no such file of a known format{place}; {FORMATS} are known")
     version, protocol = ("blob_id", "hf://") if hub else ("mtime", "")
@@ -473,7 +472,7 @@ def prepare(
 
     tokenizer, key = load_tokenizer(encoder.tokenizer), key_of(sources, encoder, shard_tokens, val_every)
     out.mkdir(parents=True, exist_ok=True)
-    with FileLock(out / ".lock"), _removed_if_empty(out):  # a lock is not removed while another process may wait for it
+    with FileLock(out / ".lock"):  # the file stays: removing it would let a third process in while a second one waits
         index = read_json(out / INDEX)
         if index.get("key") != key:
             if others := sorted({p.name for p in out.iterdir()} - {".lock", INDEX}):
@@ -496,17 +495,6 @@ def prepare(
         if "position" in index:
             _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad)
     return index
-
-
-@contextlib.contextmanager
-def _removed_if_empty(out):
-    """Removes the folder after an error if it holds nothing but its lock."""
-    try:
-        yield
-    except BaseException:
-        if os.listdir(out) == [".lock"]:
-            shutil.rmtree(out)
-        raise
 
 
 def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):

@@ -43,7 +43,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as e:
             raise UserError(
-                f"The text is not UTF-8: character {e.start} is a stray byte or half of a surrogate pair"
+                f"The text holds half of a surrogate pair (character {e.start}): expected whole characters"
             ) from None
         return self._encode(text, is_first)
 

@@ -4,12 +4,15 @@ FAMILIES (lib/families.py) names the tensors that the file stores for each of ou
 strict: every tensor must be present with its shape, and no other tensor may be. No value changes, so an export of an
 imported folder has the same bits. RoPE keeps Hugging Face's half-split layout, so nothing is permuted.
 
-The safetensors library checks, maps and writes the files. An import needs the memory of the model and one tensor, an
-export the memory of one shard. If a disk fails or a file is truncated during a read, SIGBUS kills the process.
+The safetensors library checks and writes the files. An import needs the memory of the model and one tensor, an export
+the memory of one shard. Values are read with plain reads, whose errors have names: a failing disk under the library's
+memory maps would kill the process with SIGBUS. The library's own plain reads (backend="pread") read a whole tensor for
+each slice of it.
 
 Sources: configuration and modelling files of transformers 4 and 5; github.com/huggingface/safetensors."""
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -17,7 +20,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +29,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lib import lora
+from lib import lora, progress
 from lib.chat import chat_template, render_chat
 from lib.errors import UserError
 from lib.families import FAMILIES, config_json, family, read_config, refuse_unknown
-from lib.files import amount, describe_content, free_space, read_json, read_object, write_json
+from lib.files import (
+    MISSING_FILE,
+    amount,
+    describe_content,
+    free_space,
+    read_json,
+    read_object,
+    with_retries,
+    write_json,
+)
 from lib.hub import local_path
 from lib.lora import Read
 from lib.machine import allocate
@@ -89,25 +101,105 @@ def _pieces_of(name, shape, kind, config):
 # ---- safetensors
 
 
+# safetensors' names
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+OPEN_FILES = 64  # that stay open for further reads
+
+
 class TensorFile:
-    """A safetensors file, checked by the library. entries: (dtype, shape) by name."""
+    """A safetensors file, checked by the library. entries: (dtype, shape) by name; an unknown dtype stays a string.
+    UserError if the file is missing or damaged, OSError if it cannot be read."""
 
     def __init__(self, path: Path):
-        self.path, head = path, b""
+        self.path, self.entries, self.starts = path, {}, {}
+        for name, row in with_retries(path, self._read_header).items():
+            self.entries[name] = DTYPES.get(row["dtype"], row["dtype"]), tuple(row["shape"])
+            self.starts[name] = row["data_offsets"][0]
+
+    def _read_header(self) -> dict:
+        head = b""
         try:
-            with open(path, "rb") as start:
-                head = start.read(512)
-            file = safe_open(path, "pt")
-            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}  # mapped, not read
-        except (OSError, SafetensorError) as e:
+            with open(self.path, "rb") as file:
+                head = file.read(512)
+                _check_with_library(self.path)
+                length = int.from_bytes(head[:8], "little")
+                file.seek(8)
+                header = json.loads(file.read(length))
+        except (*MISSING_FILE, SafetensorError) as e:
             content = describe_content(head) or "missing, damaged, cut short or not a safetensors file"
-            raise UserError(f"{path} is {content}: {str(e)[:500]}") from None
-        self.entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+            raise UserError(f"{self.path} is {content}: {str(e)[:500]}") from None
+        header.pop("__metadata__", None)
+        for row in header.values():
+            row["data_offsets"] = [8 + length + offset for offset in row["data_offsets"]]
+        return header
 
     def read(self, name: str, slices: Slices) -> Tensor:
-        """Values in the file's dtype. Copy them soon: they are pages of the file, which is mapped for each call because
-        pages that were read count as this process's memory."""
-        return safe_open(self.path, "pt").get_slice(name)[slices]
+        """Values in the file's dtype."""
+        dtype, shape = self.entries[name]
+        wanted = [range(n)[s] for s, n in zip(slices, shape, strict=True)]
+        out = torch.empty([len(span) for span in wanted], dtype=dtype)
+        if not out.numel():
+            return out
+        # The dims after `inner` are read whole, so the values lie in runs, one for each index of the dims before it.
+        inner = max((d for d, n in enumerate(shape) if len(wanted[d]) < n), default=0)
+        strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
+        runs = out.view(math.prod(out.shape[:inner]), -1).view(torch.uint8).numpy()
+        starts = itertools.product(*wanted[:inner], *(span[:1] for span in wanted[inner : inner + 1]))
+        for place, run in zip(starts, runs, strict=True):
+            offset = sum(i * stride for i, stride in zip(place, strides, strict=False))
+            with_retries(self.path, partial(self._read_run, memoryview(run), self.starts[name] + offset))
+        return out
+
+    def _read_run(self, run: memoryview, at: int) -> None:
+        while run:
+            try:
+                count = os.preadv(_opened(self).fileno(), [run], at)
+            except OSError:
+                close_files()  # a handle may be stale: the next try opens the file again
+                raise
+            if not count:
+                raise UserError(f"{self.path} is cut short")
+            run, at = run[count:], at + count
+
+
+def _check_with_library(path: Path) -> None:
+    """Raises SafetensorError if the header is wrong or does not fit the file's size."""
+    try:
+        safe_open(path, "pt", backend="pread")
+    except FileNotFoundError as e:  # the library calls every failure to open so
+        raise OSError(errno.EMFILE if path.exists() else errno.ENOENT, str(e), str(path)) from None
+    except SafetensorError as e:
+        if code := _code_of(e):
+            raise OSError(code, os.strerror(code), str(path)) from None
+        raise
+
+
+def _code_of(error: SafetensorError) -> int:
+    """The errno in an error of the library; 0 if it is not one of the system's."""
+    return int(re.search(r"os error (\d+)|$", str(error))[1] or 0)
+
+
+@lru_cache(OPEN_FILES)
+def _opened(file: TensorFile):
+    return open(file.path, "rb", buffering=0)
+
+
+def close_files() -> None:
+    """Closes the files that TensorFile keeps open. Otherwise the disk could not free the space of removed ones."""
+    _opened.cache_clear()
 
 
 def assemble(slices: Slices, whole: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple]) -> Tensor:
@@ -119,6 +211,8 @@ def assemble(slices: Slices, whole: tuple[int, ...], dtype: torch.dtype, parts: 
         common = [range(max(r.start, s.start), min(r.stop, s.stop)) for r, s in zip(wanted, place, strict=True)]
         if all(common):
             values = read(_shift(common, place))
+            if common == wanted:  # saves a copy
+                return values.to(dtype).reshape(out.shape)
             out[_shift(common, wanted)] = values
             filled += values.numel()
     assert filled == out.numel(), f"the stored parts of a tensor of shape {list(whole)} do not cover it"
@@ -133,11 +227,16 @@ def _shift(ranges, origins):
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     """Writes a safetensors file, with the permissions of its folder, and syncs it to the disk. OSError: why the disk
     refuses it, and what is needed and free."""
+    with_retries(path, partial(_write, path, tensors))
+    progress.advance()
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     size = sum(tensor.nbytes for tensor in tensors.values())
     try:
         save_file(tensors, path, {"format": "pt"})
     except SafetensorError as e:
-        code = int(re.search(r"os error (\d+)|$", str(e))[1] or errno.EIO)
+        code = _code_of(e) or errno.EIO
         path.unlink(missing_ok=True)
         room = f"it needs {amount(size)}, {amount(free_space(path)[0])} are free"
         raise OSError(code, f"{os.strerror(code)}, {room}", str(path)) from None
@@ -369,6 +468,7 @@ def _shard(rows, dtype, read):
         values = read(name, piece.place).to(dtype)
         if dtype == torch.float16 and values.isinf().any():
             raise UserError(f"{piece.name} holds values beyond float16's range: use bf16 or fp32")
+        progress.advance()
         tensors[piece.name] = (values.T if piece.transposed else values.reshape(piece.stored)).contiguous()
     return tensors
 
