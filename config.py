@@ -134,8 +134,8 @@ class Config:
     data: tuple = may_change_on_resume(
         (),
         "one or more of: token shards (a folder, .bin), .txt, .jsonl, .json, .json.gz, .parquet, globs,"
-        " hf://datasets/ORG/NAME/PATH; each may end in :WEIGHT; none = the built-in text; after a recipe, it replaces"
-        " that recipe's --val_data as well",
+        " hf://datasets/ORG/NAME/PATH, s3://, gs://, az:// and https:// addresses; each may end in :WEIGHT; none = the"
+        " built-in text; after a recipe, it replaces that recipe's --val_data as well",
         group="data",
     )
     val_data: tuple = may_change_on_resume(
@@ -168,7 +168,10 @@ class Config:
         0, "bad rows of text to log and skip before the next one ends the run; for streams, per lane"
     )
     stream: bool = _flag(
-        False, "tokenize local text during training instead of once into the cache; hf:// text is always streamed"
+        False, "tokenize local text during training instead of once into --cache; text of addresses is always streamed"
+    )
+    cache: str = may_change_on_resume(
+        "", "folder for tokenized text and downloaded shards; empty = cache/ beside train.py"
     )
     lanes: int = _flag(
         64,
@@ -568,7 +571,7 @@ def _check_flag(f: Field, values: dict) -> None:
     least, below = rules["least"], rules["below"]
     if isinstance(value, (int, float)) and not least <= value < below:
         raise UserError(f"--{f.name} {value}: it must be at least {least} and below {below} ({rules['help']})")
-    streams = f.name == "lanes" and any(d.startswith("hf://") for d in values["data"] + values["val_data"])
+    streams = f.name == "lanes" and any("://" in d for d in values["data"] + values["val_data"])
     missing = [flag for flag in rules["needs"].split() if values[flag] in ("", "off", 0)]
     if missing and value not in (f.default, 0) and not streams:
         raise UserError(f"--{f.name} has no effect without --{missing[0]}: add it, or remove --{f.name}")

@@ -42,7 +42,8 @@ from torch import Tensor
 from lib import torch_private
 from lib.ranks import Ranks, on_first_rank
 from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, sample_digest, turns
-from lib.text import HUB, knows_text, log, split_weight
+from lib.stores import HUB
+from lib.text import knows_text, log, split_weight
 from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
 

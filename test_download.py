@@ -140,15 +140,16 @@ class Handler(BaseHTTPRequestHandler):
         kind, number, headers = (*(faults.pop(0) if faults else ("",)), 0, {})[:3]
         if kind == "status":
             return self.reply(number, **headers)
-        start = int(re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "bytes=0-")[1])
+        first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "bytes=0-").groups()
+        start, end = int(first), min(len(content), int(last or len(content)) + 1)
         if kind == "flip":
             content = content[:number] + bytes([content[number] ^ 1]) + content[number + 1 :]
         self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(content) - start))
+        self.send_header("Content-Length", str(end - start))
         if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
         self.end_headers()
-        sent = content[start:][: number if kind == "cut" else None]
+        sent = content[start:end][: number if kind == "cut" else None]
         hub.sent += len(sent)
         self.wfile.write(sent)
         self.close_connection = kind == "cut"

@@ -2,8 +2,8 @@
 
 A source has `count` (rows per epoch; None for streams, which have no end), `rows(index)` -> tokens [n, T], targets
 [n, T] and begins [n, T] (a document begins here), `note` (a line for the log), and `describe()` and `paths`, which
-enter a checkpoint's fingerprint of the data. Local text is tokenised once, into shards in the cache; hf:// text, and
-all text with --stream, is streamed: tokenised while it is trained on.
+enter a checkpoint's fingerprint of the data. Local text is tokenised once, into shards in the cache; text of addresses
+(hf://, s3:// ...), and all text with --stream, is streamed: tokenised while it is trained on.
 
 The files of a stream are dealt to a fixed number of lanes, file f to lane f mod lanes; if there are fewer files than
 lanes, the rows of a file are dealt to its lanes. A lane joins its documents and cuts them into rows of seq_len tokens
@@ -99,11 +99,21 @@ def turns(index: np.ndarray, weights: list[Fraction]) -> tuple[np.ndarray, np.nd
 # ---- what entries of --data name
 
 
+def cache_of(config: Config) -> Path:
+    """The folder of --cache. UserError if it cannot be created."""
+    folder = Path(config.cache or CACHE).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"{folder}: {e.strerror}: name another folder for tokenized text with --cache DIR") from None
+    return folder
+
+
 def tokenize(sources: list[TextFile], config: Config) -> list[Path]:
     """Tokenises text into a folder of the cache, once -> its shards."""
     encoder, skip_bad = Encoder.of(config), config.skip_bad
     key = text.key_of(sources, encoder, VAL_EVERY, skip_bad)  # skip_bad changes which rows remain
-    folder = CACHE / f"{Path(sources[0].name).name.partition('.')[0]}-{key[:12]}"
+    folder = cache_of(config) / f"{Path(sources[0].name).name.partition('.')[0]}-{key[:12]}"
     prepare(sources, encoder, folder, skip_bad=skip_bad)
     return sorted(folder.glob("*.bin"))
 
@@ -154,12 +164,12 @@ class Catalog:
         self.known = {}
 
     def find(self, specs: tuple[str, ...], flag: str) -> tuple[list[TextFile], bool]:
-        """-> (the files that entries name, whether they are streamed). Text of the hub is streamed, and with --stream
-        all text. Conversations never are; the first good row decides."""
+        """-> (the files that entries name, whether they are streamed). Text of addresses is streamed, and with
+        --stream all text. Conversations never are; the first good row decides."""
         if specs not in self.known:
             config, files = self.config, [file for spec in specs for file in text.find_files(spec, flag)]
             is_text = files and all(kind_of(file.name) != SHARD for file in files)
-            is_stream = config.stream and is_text or any(file.hub for file in files)
+            is_stream = is_text and (config.stream or any(file.store for file in files))
             if is_stream:
                 jobs = ((0, file.name, [row]) for file in files for row in file.rows(0, 0))
                 with ThreadPoolExecutor(1) as pool:
@@ -183,9 +193,9 @@ class Catalog:
 
     def _open_shards(self, specs, flag):
         """-> (the parts of each split, the id before a document if the shards agree on one, is it chat). Tokenises
-        text. Text of the hub holds conversations here."""
+        text. Text of addresses holds conversations here."""
         config, parts, delimiters, kinds = self.config, {"train": [], "val": []}, set(), set()
-        files = [text.fetch_whole(file) for file in self.find(specs, flag)[0]] or [text.builtin_file()]
+        files = text.fetch_all(self.find(specs, flag)[0], cache_of(config)) or [text.builtin_file()]
         texts = [file for file in files if kind_of(file.name) != SHARD]
         found = [Path(file.name) for file in files if file not in texts]
         some_named = any(VAL_NAME.search(path.stem) for path in found)
@@ -326,12 +336,12 @@ class Stream:
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
         self.note = f"a stream of {len(files)} files for {config.lanes} lanes, {files[0].name} and others"
         if len(files) < config.lanes:  # several lanes read the same file
-            self.files = [*map(text.fetch_whole, files)]
-        self.paths = [Path(file.name) for file in self.files if not file.hub]
+            self.files = text.fetch_all(files, cache_of(config))
+        self.paths = [Path(file.name) for file in self.files if not file.store]
 
     def describe(self) -> list[dict]:
         """Names and sizes of the files, wherever they are."""
-        names = [(file.version if file.hub else Path(file.name).name, file.size) for file in self.files]
+        names = [(file.store and file.version or Path(file.name).name, file.size) for file in self.files]
         identity = [self.config.lanes, self.encoder.text_field, self.fingerprint, names]
         return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
 

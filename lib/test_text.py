@@ -1,24 +1,36 @@
 """lib/text.py. The oracle is a naive loop over what the test itself wrote: BOS and the text's bytes, row by row."""
 
+import contextlib
+import functools
 import gzip
 import io
 import json
 import os
 import re
 import sys
+import threading
+import zipfile
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from unittest import mock
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 import data
 from config import parse_args
 from data import open_checked
 from lib import text
 from lib.chat import chat_template, render_chat
-from lib.errors import UserError
+from lib.errors import Failure, UserError
 from lib.test_tokenizer import _chat_tokenizer
 from lib.text import BEGINS, ID, TRAINED, Encoder, TextRow, find_files, open_shard, verify
 from lib.tokenizer import load_tokenizer
+from test_download import serve as download_server
 
+pytestmark = pytest.mark.usefixtures("text_cache")
 BYTES = Encoder("bytes")
 ROWS = [f"row {i}: naïve 日本語 " + "word " * (i * 7 % 23) for i in range(300)]
 
@@ -72,6 +84,147 @@ def test_every_kind_gives_the_same_tokens(tmp_path, monkeypatch, name, content):
     assert [*verify(tmp_path / "out")] == []
 
 
+ASK, ANSWER = TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+
+
+def chat(messages: list) -> bytes:
+    return json.dumps({"messages": messages}).encode()
+
+
+class BucketFileSystem(LocalFileSystem):
+    """bucket://PATH: local files through a protocol, as in an object store."""
+
+    protocol = "bucket"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(str(path).removeprefix("bucket://"))
+
+
+@contextlib.contextmanager
+def serve_files(place, folder, files, tmp_path, monkeypatch):
+    """-> the address at which a file system of fsspec has the files"""
+    if place == "memory":
+        for name, content in files.items():
+            MemoryFileSystem().pipe(f"/data/{name}", content)
+        yield "memory://data"
+        MemoryFileSystem().rm("/data", recursive=True)
+    elif place == "hub":
+        with download_server(tmp_path, monkeypatch, {"datasets/org/data": files}):
+            yield "hf://datasets/org/data"
+    elif place == "web":
+        pytest.importorskip("aiohttp")
+        handler = functools.partial(SimpleHTTPRequestHandler, directory=folder)  # it gives no parts of files
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_port}"
+            server.shutdown()
+    else:
+        fsspec.register_implementation("bucket", BucketFileSystem, clobber=True)
+        yield f"{place}://{folder}"
+
+
+@pytest.mark.parametrize("place", ["memory", "bucket", "file", "hub", "web"])
+def test_every_file_system_gives_the_rows_of_local_files(tmp_path, monkeypatch, place):
+    """Every format, compressed or not, whole and after row 7; token shards with their index."""
+    folder = tmp_path / "files"
+    listed, plain = json.dumps([{"text": row} for row in ROWS]).encode(), "\n".join(ROWS).encode()
+    files = {"a.jsonl": jsonl(ROWS), "a.json": listed, "a.txt": plain, "deep/b.jsonl": jsonl(ROWS[:3])}
+    files |= {f"{name}.gz": gzip.compress(content) for name, content in files.items()}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    with contextlib.suppress(ImportError):
+        from pyarrow import parquet, table
+
+        parquet.write_table(table({"text": ROWS}), folder / "a.parquet")
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*.*")]
+    (tmp_path / "talks.jsonl").write_bytes((chat(TALK) + b"\n") * 30)
+    run([tmp_path / "talks.jsonl"], folder / "shards", 500)
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with serve_files(place, str(folder), files, tmp_path, monkeypatch) as address:
+        for name in names:
+            (there,), (here,) = (find_files(f"{base}/{name}", "") for base in (address, folder))
+            assert all([*there.rows(*how)] == [*here.rows(*how)] for how in ((0, 0), (7, 20))), name
+            assert there.size == here.size and there.version and bool(there.store) == (place != "file")
+        assert len(find_files(f"{address}/a.*", "")) == len(names) - 2 and len(find_files(f"{address}/**/b.*", "")) == 2
+        found = []
+        for base in (folder, address):
+            config = parse_args(f"--seq_len 64 --vocab_size 300 --data {base}/shards/*.bin".split())
+            sources = [source for loader in open_checked(config) for source in loader.sources]
+            found.append([(type(s), s.tokens.read(0, len(s.tokens)).tolist(), s.delimiter) for s in sources])
+        assert found[0] == found[1] and len(found[0]) == 2
+
+
+def test_a_missing_package_a_refusal_and_a_bug_of_ours(monkeypatch):
+    """The install line; a store that fails ends with status 1, a missing file with 2, and a bug keeps its traceback."""
+    MemoryFileSystem().pipe("/data/a.jsonl", jsonl(ROWS))
+    for address, message in (
+        ("s3://b/*.jsonl", "s3fs.* -m pip install s3fs"), ("gs://b/a.txt", "-m pip install gcsfs"),
+        ("az://b/a.txt", "install adlfs"), ("nfs5://b", "not known: nfs5"), ("memory://data/b.jsonl", "no such file"),
+    ):  # fmt: skip
+        assert re.search(message, refused(find_files, address, "--data"))
+    for error, kind in (
+        (TypeError("ours"), TypeError), (ConnectionResetError("reset"), Failure), (zipfile.BadZipFile("odd"), Failure),
+        (FileNotFoundError("gone"), UserError),
+    ):  # fmt: skip
+        monkeypatch.setattr(MemoryFileSystem, "_open", mock.Mock(side_effect=error))
+        with pytest.raises(kind, match=str(error)):
+            [*find_files("memory://data/a.jsonl", "")[0].rows()]
+    monkeypatch.undo()
+    MemoryFileSystem().rm("/data", recursive=True)
+
+
+def test_files_in_deeper_folders_and_empty_files_are_named(tmp_path, caplog):
+    (tmp_path / "deep/er").mkdir(parents=True)
+    (tmp_path / "deep/er/a.jsonl").write_bytes(jsonl(ROWS))
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    for spec in ("deep", "deep/", "deep/*"):
+        assert f"'{tmp_path}/deep/**'" in refused(find_files, f"{tmp_path}/{spec}", "--data")
+    run([f"{tmp_path}/deep/**", tmp_path / "b.jsonl"], tmp_path / "out")
+    assert tokens(tmp_path / "out", "train") == naive(ROWS)["train"] and "b.jsonl is empty" in caplog.text
+
+
+def test_text_that_is_stored_as_bytes(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    talk = [{"role": b"user", "content": b"Why?"}, {"role": b"assistant", "content": b"So."}]
+    image = [b"\x89PNG", b"\xff", b""]
+    for name, table in (
+        ("text", {"text": [r.encode() for r in ROWS[:3]], "image": image}),
+        ("chat", {"messages": [talk] * 3}),
+    ):
+        parquet.write_table(pyarrow.table(table), tmp_path / f"{name}.parquet")
+    run([tmp_path / "text.parquet"], tmp_path / "out", val_every=0)
+    assert tokens(tmp_path / "out", "train") == naive(ROWS[:3], 0)["train"]
+    rows = [BYTES(row) for row in find_files(str(tmp_path / "chat.parquet"), "")[0].rows()]
+    assert rows == [BYTES(TextRow(chat(TALK)))] * 3
+    assert "found: text (bytes)" in refused(BYTES, TextRow({"text": b"\xff"}))
+
+
+def test_the_cache_knows_the_code_and_its_folder(tmp_path, monkeypatch):
+    """Text is tokenised once, and again after a change of the code that does it."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
+    seen, encode = [], text.encode_rows
+    monkeypatch.setattr(text, "encode_rows", lambda *args: seen.append(1) or encode(*args))
+    for name in text.CODE:
+        (tmp_path / name).write_bytes(Path(text.__file__).with_name(name).read_bytes())
+    monkeypatch.setattr(text, "__file__", str(tmp_path / "text.py"))
+    words = ["--seq_len", "16", "--data", str(tmp_path / "a.jsonl"), "--cache", str(tmp_path / "mine")]
+    counts = []
+    for changed in ("", *text.CODE):
+        if changed:
+            with open(tmp_path / changed, "a") as file:
+                file.write("\n")
+        for _ in range(2):
+            open_checked(parse_args(words))
+            counts.append(len(seen))
+    assert counts == [1, 1, 2, 2, 3, 3, 4, 4] and len([*(tmp_path / "mine").iterdir()]) == 4
+    monkeypatch.setattr("filelock.FileLock", mock.Mock(side_effect=PermissionError))
+    open_checked(parse_args(words))  # from a cache that others have filled and that is read-only
+    (tmp_path / "file").write_text("")
+    assert "--cache DIR" in refused(open_checked, parse_args([*words[:-1], str(tmp_path / "file")]))
+
+
 @pytest.mark.parametrize("at", [1, 9, 20])
 def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch, at):
     """Interrupted at a batch, by a kill or by an error."""
@@ -121,15 +274,9 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     assert output.count("--- row") == 2 and "[[" in output
 
 
-ASK, ANSWER = TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
-
-
-def chat(messages: list) -> bytes:
-    return json.dumps({"messages": messages}).encode()
-
-
 GOOD = jsonl(["good"])
 BAD = {
+    "no bytes": ("a.json.gz", b"", r"gz: .*cut short after row 0 \(it has no bytes\)"),
     "gzip cut": ("a.json.gz", gzip.compress(jsonl(ROWS))[:-200], r"gz: .*cut short after row \d+"),
     "no gzip": ("a.json.gz", GOOD, "gzip data is damaged"),
     "json": ("a.jsonl", GOOD + b"{'text': 1}\n", r"line 2: not JSON.*--skip_bad"),

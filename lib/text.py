@@ -1,4 +1,4 @@
-"""Converts files (local, on the hub, compressed) to documents and conversations, and these to shards of token ids.
+"""Converts files (local, on the hub, in other stores) to documents and conversations, and these to shards of token ids.
 
 `TextFile.rows` yields rows without parsing them: a line of .jsonl, a row of .json (JSON lines, or a list of rows) or of
 .parquet, a piece of .txt (a file is one document); all but .parquet also as .gz. An `Encoder` turns a row into ids, in
@@ -11,8 +11,8 @@ the assistant's tokens and the token that ends each answer are trained on. A new
 Tokens of conversations are uint32 with the bits TRAINED and BEGINS. Shards hold the rows in their order, for any number
 of processes. While `prepare` runs, index.json has the position after the last shard, where an interrupted call resumes.
 
-Addresses on the hub are hf://datasets/ORG/NAME[@REVISION]/PATH; PATH is a file, or a pattern with * (within a name) and
-**. config.py imports this module, so it imports numpy only in functions, and torch never."""
+Every format can be read from every address of lib/stores.py. config.py imports this module, so it imports numpy only in
+functions, and torch never."""
 
 import contextlib
 import functools
@@ -22,6 +22,7 @@ import hashlib
 import importlib.machinery
 import importlib.metadata
 import inspect
+import io
 import itertools
 import json
 import logging
@@ -31,6 +32,7 @@ import platform
 import re
 import struct
 import sys
+import tempfile
 import threading
 import uuid
 import zlib
@@ -44,12 +46,21 @@ from typing import NamedTuple
 from lib.chat import CHATS_KNOWN, chat_template, find_messages, render_chat
 from lib.errors import Parser, UserError, nearest, printable
 from lib.files import read_ahead, read_json, read_object, write_whole
-from lib.hub import guard_token, hub_errors
+from lib.stores import HUB, bare, list_files, open_store, store_errors
 from lib.tokenizer import load_tokenizer
 
-HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
-ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")  # ORG/NAME, revision, path
 STDIN, BUILTIN = "-", "built-in.text"  # names of text that is in no file
+# Names, in the listings of file systems, of a value that changes with a file's content. The most reliable one is first.
+VERSIONS = (
+    "blob_id", "ETag", "etag", "md5Hash", "mtime",
+    "LastModified", "Last-Modified", "last_modified", "created",
+)  # fmt: skip
+# The sources in lib/ that decide how text becomes tokens.
+CODE = (
+    "text.py",
+    "chat.py",
+    "tokenizer.py",
+)
 TXT_PIECE = 2**24  # bytes; a longer .txt is tokenised in pieces, cut between lines
 VAL_EVERY = 20  # one document in so many, or the last 1/20 of a .txt, is held out for validation
 MIXED = "documents and conversations together: separate them, and give each its weight, as in A:0.5 B:0.5"
@@ -75,18 +86,18 @@ class TextRow(NamedTuple):
 
 def kind_of(name: str) -> str:
     """The suffix that tells a file's format, without .gz."""
-    return Path(name.removesuffix(".gz")).suffix
+    return Path(bare(name).removesuffix(".gz")).suffix
 
 
 def is_shards(spec: str) -> bool:
     """Whether an entry of --data names token shards, and not text."""
-    path = Path(split_weight(spec)[0]).expanduser()
-    return path.suffix == SHARD or any(path.glob(f"*{SHARD}"))
+    path, _ = split_weight(spec)
+    return kind_of(path) == SHARD or "://" not in path and any(Path(path).expanduser().glob(f"*{SHARD}"))
 
 
 def name_of(spec: str) -> str:
     """The part of the run folder's name for an entry of --data; for a pattern it includes the folder."""
-    path = Path(split_weight(spec)[0].removesuffix(".gz"))
+    path = Path(bare(split_weight(spec)[0]).removesuffix(".gz"))
     name = path.stem if path.suffix in (*SUFFIXES, SHARD) else path.name
     return f"{path.parent.name}-{name}" if glob.has_magic(path.name) else name
 
@@ -98,93 +109,105 @@ def knows_text(config) -> bool:
 
 def split_weight(spec: str) -> tuple[str, Fraction | None]:
     """An entry of --data, which may end in :NUMBER -> (path or pattern, weight in a mixture or None)."""
+    spec = spec.removeprefix("file://")
     parts = re.fullmatch(r"(.+):(-?(?:\d+\.?\d*|\.\d+))", spec)
     return (parts[1], Fraction(parts[2])) if parts and not Path(spec).exists() else (spec, None)
 
 
 def find_files(spec: str, flag: str) -> list["TextFile"]:
-    """The files that an entry names: a path, a pattern, `-`, or an address on the hub. A folder or a pattern stands for
-    its token shards or, if it has none, for its files of text."""
-    from fsspec.implementations.local import LocalFileSystem
-
+    """The files that an entry names: a path, a pattern, `-`, or an address. A folder or a pattern stands for its token
+    shards or, if it has none, for its files of text."""
     if spec == STDIN:
         return [TextFile(STDIN, sys.maxsize, uuid.uuid4().hex)]
-    if spec.startswith("hf://"):
-        hub, found = _find_on_hub(spec, flag)
-    else:
-        path = Path(spec).expanduser()
-        pattern = glob.escape(str(path)) if path.exists() else str(path)
-        hub, found = None, LocalFileSystem().glob(pattern + "/*" * path.is_dir(), detail=True)
-    texts = [info for name, info in found.items() if kind_of(name) in SUFFIXES]
-    infos = [info for name, info in found.items() if kind_of(name) == SHARD] or texts
-    if not infos:
-        place = ""
-        if not hub:
-            path = path.absolute()
-            folder = next(p for p in (path, *path.parents) if p.is_dir())
-            near = nearest(path.name, os.listdir(folder))
-            place = f" in {folder}" + f"; did you mean {near}?" * bool(near)
-        raise UserError(f"{flag} {spec}: no such file of a known format{place}; {FORMATS} are known")
-    version, protocol = ("blob_id", "hf://") if hub else ("mtime", "")
-    return [TextFile(protocol + info["name"], info["size"], str(info[version]), hub) for info in infos]
+    spec = spec.removeprefix("file://")
+    is_address = "://" in spec
+    with store_errors(spec):
+        store, path = open_store(spec, flag)
+        infos = list_files(store, path)
+    files = [info for info in infos if info["type"] != "directory"]
+    texts = [info for info in files if kind_of(info["name"]) in SUFFIXES]
+    out = []
+    for info in [info for info in files if kind_of(info["name"]) == SHARD] or texts:
+        name = store.unstrip_protocol(info["name"]) if is_address else info["name"]
+        version = next((str(info[key]) for key in VERSIONS if info.get(key)), "")
+        out.append(TextFile(name, info["size"] or 0, version, store if is_address else None))
+    if out:
+        return out
+    hint = ""
+    if len(infos) > len(files):
+        hint = f"; with the files in its folders: '{spec.removesuffix('/*').rstrip('/')}/**'"
+    elif not is_address:
+        path = Path(path).absolute()
+        folder = next(p for p in (path, *path.parents) if p.is_dir())
+        near = nearest(path.name, {*os.listdir(folder)} - {path.name})
+        hint = f" in {folder}" + f"; did you mean {near}?" * bool(near)
+    raise UserError(f"{flag} {spec}: no such file of a known format{hint}; {FORMATS} are known")
 
 
-def _find_on_hub(spec, flag):
-    """-> (the hub's file system, {path: information} at the newest commit)"""
-    from huggingface_hub import HfApi, HfFileSystem
+def fetch_all(files: list["TextFile"], cache: Path) -> list["TextFile"]:
+    """The local copies of files: those of a folder are downloaded into one of the cache, with the index.json beside
+    token shards. Several processes may call it at the same time."""
+    from filelock import FileLock
 
-    address = ADDRESS.fullmatch(spec)
-    if not address:
-        raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION]/PATH, a file or a pattern with *")
-    repo, revision, path = address.groups()
-    guard_token()
-    with hub_errors(f"datasets/{repo}"):
-        commit = HfApi().dataset_info(repo, revision=revision or "main").sha
-        hub = HfFileSystem(skip_instance_cache=True)
-        return hub, hub.glob(f"datasets/{repo}@{commit}/{path}", detail=True)
-
-
-def fetch_whole(file: "TextFile") -> "TextFile":
-    """The local copy of a file: a file of the hub is downloaded into HF_HOME's cache if it is missing there. Several
-    processes may call it at the same time."""
-    if not file.hub:
-        return file
-    from huggingface_hub import hf_hub_download
-
-    repo, commit, path = ADDRESS.fullmatch(file.name).groups()
-    with hub_errors(f"datasets/{repo}"):
-        return find_files(hf_hub_download(repo, path, repo_type="dataset", revision=commit), "--data")[0]
+    out = []
+    for parent, group in itertools.groupby(files, lambda file: os.path.dirname(bare(file.name))):
+        group = list(group)
+        store, names, folder = group[0].store, [file.name for file in group], cache / f"files-{digest(group)}"
+        if not store:
+            out += group
+            continue
+        with store_errors(parent), FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                index = f"{parent}/{INDEX}"
+                wanted = names + [index] * (any(kind_of(name) == SHARD for name in names) and store.exists(index))
+                os.makedirs(f"{folder}.part", exist_ok=True)
+                store.get(wanted, [f"{folder}.part/{Path(bare(name)).name}" for name in wanted])
+                os.replace(f"{folder}.part", folder)
+        out += [find_files(str(folder / Path(bare(name)).name), "--data")[0] for name in names]
+    return out
 
 
 # ---- files
 
 
 class TextFile(NamedTuple):
-    """A file of text. name: a path, an address hf://datasets/ORG/NAME@COMMIT/PATH, STDIN or BUILTIN. version: changes
-    with the content. hub: the file system that opens the hub's files."""
+    """A file of text. name: a path, an address (on the hub: hf://datasets/ORG/NAME@COMMIT/PATH), STDIN or BUILTIN.
+    size: in bytes, 0 if unknown. version: changes with the content, if the store tells. store: the fsspec file system
+    of an address."""
 
     name: str
     size: int
     version: str
-    hub: object = None
+    store: object = None
 
-    def _open(self):
-        if self.hub:  # the table of contents of a .parquet is at its end; others are read in sequence
-            return self.hub.open(self.name, block_size=None if kind_of(self.name) == ".parquet" else 0)
-        return sys.stdin.buffer if self.name == STDIN else open(os.devnull if self.name == BUILTIN else self.name, "rb")
+    def _open(self, in_sequence):
+        name, store = self.name, self.store
+        if not store:
+            return sys.stdin.buffer if name == STDIN else open(os.devnull if name == BUILTIN else name, "rb")
+        if name.startswith("http"):  # the server may give whole files only
+            file = tempfile.TemporaryFile()  # noqa: SIM115
+            store.get_file(name, file)
+            file.seek(0)
+            return file
+        raw = store.open(name, block_size=0 if in_sequence and name.startswith(HUB) else None)
+        return io.BufferedReader(raw, BATCH)  # some file systems' own readline gives nothing
 
     def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
         """The rows after number `first`. val_every: 0 holds no row out. UserError if the file is damaged."""
-        name, number = self.name, 0
-        repo = ADDRESS.fullmatch(name)
-        with hub_errors(f"datasets/{repo[1]}") if repo else contextlib.nullcontext(), self._open() as raw:
-            kind = kind_of(name)
+        name, number, kind = self.name, 0, kind_of(self.name)
+        # The table of contents of a .parquet is at its end, and so is what is held out of a .txt.
+        in_sequence = kind != ".parquet" and not (kind == ".txt" and val_every)
+        with store_errors(name), self._open(in_sequence) as raw:
             if name == STDIN:
                 kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
             if kind not in READERS:
                 raise UserError(f"{name} holds token ids, not text")
-            stream = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
+            stream = raw
             try:
+                if bare(name).endswith(".gz"):
+                    stream = gzip.GzipFile(fileobj=raw)
+                    if not raw.peek(1):
+                        raise EOFError("it has no bytes")
                 for number, row in enumerate(READERS[kind](self, stream, val_every), 1):
                     if number > first and row.content != b"":  # a blank line has a number, but is not a row
                         val = number % val_every == 0 if val_every and row.val is None else row.val
@@ -193,6 +216,8 @@ class TextFile(NamedTuple):
                 raise UserError(
                     f"{name}: the gzip data is damaged or cut short after row {number} ({e}): get the file again"
                 ) from None
+        if not number:
+            log.warning(f"{name} is empty")
 
 
 def builtin_file() -> TextFile:
@@ -244,8 +269,9 @@ def _read_json(file, stream, val_every):
 
 def _read_txt(file, stream, val_every):
     """A document in pieces of whole lines, whose \\r are kept. The end of a plain file is held out."""
-    size = cut = file.size if file.name.endswith(".txt") and not file.hub else sys.maxsize
-    if size < sys.maxsize and val_every:
+    size = cut = sys.maxsize
+    if val_every and bare(file.name).endswith(".txt"):
+        size = stream.seek(0, os.SEEK_END)
         cut = _last_part(stream, size, val_every)
     offset = 0
     for end, val in ((cut, False), (size, True)):
@@ -326,7 +352,7 @@ class Encoder(NamedTuple):
                 raise UserError(f"not JSON in UTF-8: {e}") from None
         elif isinstance(content, str):
             content = {self.text_field: content}
-        fields = content if isinstance(content, dict) else {}
+        fields = decode_bytes(content) if isinstance(content, dict) else {}
         text = fields.get(self.text_field)
         is_named = self.text_field != "text" and isinstance(text, str)  # --text_field names the text of this row
         messages = None if is_named else find_messages(fields, self.chat_fields)
@@ -346,6 +372,17 @@ class Encoder(NamedTuple):
                 f" has {CHATS_KNOWN}"
             )
         return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text"
+
+
+def decode_bytes(value):
+    """A value of a row, with bytes as text: parquet may hold either. Bytes that are not UTF-8 stay."""
+    if isinstance(value, dict):
+        return {name: decode_bytes(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [*map(decode_bytes, value)]
+    with contextlib.suppress(UnicodeDecodeError):
+        return value.decode() if isinstance(value, bytes) else value
+    return value
 
 
 def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str, str]]:
@@ -471,14 +508,17 @@ def prepare(
     from filelock import FileLock
 
     tokenizer, key = load_tokenizer(encoder.tokenizer), key_of(sources, encoder, shard_tokens, val_every)
+    index = read_json(out / INDEX)
+    if index.get("key") == key and "position" not in index:
+        return index  # from a folder that may be read-only
     out.mkdir(parents=True, exist_ok=True)
     with FileLock(out / ".lock"):  # the file stays: removing it would let a third process in while a second one waits
         index = read_json(out / INDEX)
         if index.get("key") != key:
             if others := sorted({p.name for p in out.iterdir()} - {".lock", INDEX}):
                 raise UserError(
-                    f"--out {out} holds {', '.join(others[:3])}, made of other input or with another tokenizer or other"
-                    " flags: name another folder, or empty it"
+                    f"--out {out} holds {', '.join(others[:3])}, made of other input or with another tokenizer, other"
+                    " flags or another version of the code: name another folder, or empty it"
                 )
             index = {
                 "key": key,
@@ -539,10 +579,15 @@ def _write_shards(out, index, tokens):
     write_whole(out / INDEX, json.dumps(index, indent=1), sync=True)
 
 
+def digest(files: list[TextFile], *made_with) -> str:
+    """A hash of the identity of files, and of what they are made into."""
+    return hashlib.sha256(json.dumps([[file[:3] for file in files], made_with]).encode()).hexdigest()[:16]
+
+
 def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
     """A hash of everything that prepared tokens depend on."""
-    made_with = [s[:3] for s in sources], encoder[1:], load_tokenizer(encoder.tokenizer).fingerprint, options
-    return hashlib.sha256(json.dumps(made_with).encode()).hexdigest()[:16]
+    code = [Path(__file__).with_name(name).read_text("utf-8") for name in CODE]
+    return digest(sources, encoder[1:], load_tokenizer(encoder.tokenizer).fingerprint, options, code)
 
 
 def verify(path: Path) -> Iterator[str]:
@@ -571,7 +616,12 @@ def main(argv: list[str], parse_args: Callable) -> None:
     verifies.add_argument("path", nargs="+", type=Path, help="folders or .bin files")
     prepares.epilog = "Flags of train.py that say how text is read: --text_field, --chat_fields, --skip_bad, --model"
     add = prepares.add_argument
-    add("--input", nargs="+", required=True, help=f"files, globs, hf:// or - (standard input): {FORMATS}")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        help=f"files, globs, addresses (hf://, s3://, ...) or - (standard input): {FORMATS}",
+    )
     add("--tokenizer", required=True, help="bytes, a file, a folder or a hub id")
     add("--out", type=Path, required=True, help="folder for the shards; the same command resumes at the last one")
     add("--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens per shard, or a few more (%(default)s)")

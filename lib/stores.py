@@ -1,0 +1,88 @@
+"""Addresses of files: hf://datasets/ORG/NAME[@REVISION]/PATH on the hub, and addresses of fsspec's other file systems,
+such as s3://BUCKET/PATH. PATH is a file, a folder, or a pattern with * (within a name) and **. Names without :// are
+local.
+
+Packages, login and account are matters of each file system: s3fs reads AWS's files and variables, for example."""
+
+import contextlib
+import glob
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lib.errors import Failure, Message, UserError
+from lib.hub import guard_token, hub_errors
+
+HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
+ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")  # ORG/NAME, revision, path
+
+
+def bare(name: str) -> str:
+    """A name without the query of a web address."""
+    return re.sub(r"(https?://[^?#]+).*", r"\1", name)
+
+
+def open_store(spec: str, flag: str) -> tuple:
+    """-> (the fsspec file system of a path or an address, the path in it; on the hub at the newest commit)"""
+    from fsspec import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
+    if "://" not in spec:
+        return LocalFileSystem(), str(Path(spec).expanduser())
+    if spec.startswith("hf://"):
+        return _open_hub(spec, flag)
+    options = {}
+    try:
+        if spec.startswith("http"):
+            from aiohttp import ClientTimeout
+
+            options["client_kwargs"] = {"timeout": ClientTimeout(sock_read=60)}  # but no limit for a whole file
+        return url_to_fs(spec, **options)
+    except (ImportError, ValueError) as e:  # a missing package; an unknown protocol, or one without an account
+        package = getattr(e.__cause__ or e, "name", "")
+        install = f": {sys.executable} -m pip install {package}" * bool(package)
+        raise UserError(f"{flag} {spec}: {e}{install}") from None
+
+
+def _open_hub(spec, flag):
+    from huggingface_hub import HfApi, HfFileSystem
+
+    address = ADDRESS.fullmatch(spec)
+    if not address:
+        raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION]/PATH, a file or a pattern with *")
+    repo, revision, path = address.groups()
+    guard_token()
+    commit = HfApi().dataset_info(repo, revision=revision or "main").sha
+    return HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}/{path}"
+
+
+def list_files(store, path: str) -> list[dict]:
+    """fsspec's entries for a file, for the matches of a pattern, or for the content of a folder."""
+    # A name may hold ? and []. On the web, `exists` would take a server that does not answer for a missing file.
+    if "*" not in path and (path.startswith("http") or store.exists(path)):
+        info = store.info(path)
+        if info["type"] != "directory":
+            return [info]
+        path = glob.escape(path) + "/*"
+    infos = store.glob(path, detail=True)
+    # A page with links tells no sizes.
+    return [store.info(name) if info["size"] is None else info for name, info in infos.items()]
+
+
+@contextlib.contextmanager
+def store_errors(address: str) -> Iterator[None]:
+    """Raises errors of an address's store as one message. Bugs, such as a TypeError, pass unchanged."""
+    repo = ADDRESS.fullmatch(address)
+    try:
+        with hub_errors(f"datasets/{repo[1]}") if repo else contextlib.nullcontext():
+            yield
+    except Exception as error:
+        is_ours = type(error).__module__ == "builtins" and not isinstance(error, OSError)
+        if is_ours or repo or "://" not in address or isinstance(error, Message):
+            raise
+        # fsspec calls a web server that does not answer a missing file.
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        is_mistake = isinstance(cause, (FileNotFoundError, PermissionError)) or "Credential" in type(cause).__name__
+        reason = f"{type(cause).__name__}: {error.__cause__ or error}"
+        raise (UserError if is_mistake else Failure)(f"{address}: {reason}; check name, login and network") from None
