@@ -37,9 +37,15 @@ def fresh_logger():
     logger.setLevel(logging.NOTSET)
 
 
+@pytest.fixture(autouse=True)
+def shared_cache(tmp_path_factory, monkeypatch):
+    """Tests do not write into the checkout's cache/."""
+    monkeypatch.setattr("lib.rows.CACHE", tmp_path_factory.getbasetemp() / "cache")
+
+
 @pytest.fixture
 def text_cache(tmp_path, monkeypatch):
-    """The cache of tokenised text."""
+    """A cache of tokenised text of the test's own."""
     monkeypatch.setattr("lib.rows.CACHE", tmp_path / "cache")
     return tmp_path / "cache"
 

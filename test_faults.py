@@ -404,6 +404,7 @@ def test_a_run_that_is_killed_again_and_again_computes_the_same(tmp_path, text):
     (tmp_path / "job.py").write_text(JOB.format(root=str(ROOT), code=SLOWER.format(0.003)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     words = [*map(str, (*torchrun, tmp_path / "job.py", *TINY, "--data", text, "--out", run, *flags))]
+    words += ["--cache", str(tmp_path / "cache")]
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     while done < 30:
         before = read_json(run / "status.json")

@@ -277,6 +277,7 @@ def test_a_compiled_model_computes_what_a_cpu_does():
 def run_train(out, words: str, status: int = 0, gpus: int = 1) -> str:
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
     line = [sys.executable, *several, "train.py", "--model", "tiny-llama", "--out", str(out), *words.split()]
+    line += ["--cache", f"{out}-cache"]
     done = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == status, done.stdout
     return done.stdout

@@ -21,7 +21,7 @@ import log
 import plan
 import shard
 from config import CONFLICTS, parse_args, refuse_unsupported
-from lib import machine, settle
+from lib import machine, rows, settle
 from lib.errors import UserError
 from lib.files import ROOT
 from lib.ranks import Ranks
@@ -38,13 +38,14 @@ def skip_plots(replace_by=setattr) -> None:
     replace_by(log.Log, "draw", lambda self: None)
 
 
-def be_rank(code: str, words: list[str], env: dict[str, str], folder: str) -> None:
+def be_rank(code: str, words: list[str], env: dict[str, str], folder: str, cache: Path) -> None:
     """Runs Python code in a process of its own: stdout and stderr go to files in the folder. Runs draw no curves but
     with PLOTS in env."""
     for number, stream in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{stream}-{env.get('RANK', 0)}", os.O_CREAT | os.O_WRONLY), number)
         setattr(sys, stream, os.fdopen(number, "w", buffering=1))
     os.environ.update(env)
+    rows.CACHE = cache
     sys.argv[:] = words
     torch.set_num_threads(1)
     if "PLOTS" not in env:
@@ -67,7 +68,7 @@ def run_code(code: str, words: list[str], ranks: int = 1, env: dict | None = Non
         started = []
         for rank in range(ranks):
             mine = env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
-            started.append(SERVER.Process(target=be_rank, args=(code, words, mine, folder)))
+            started.append(SERVER.Process(target=be_rank, args=(code, words, mine, folder, rows.CACHE)))
             started[-1].start()
         deadline, waiting = time.monotonic() + timeout, list(started)
         while waiting and not any(p.exitcode for p in started) and time.monotonic() < deadline:
