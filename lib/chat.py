@@ -4,6 +4,7 @@ A conversation is rendered by its folder's own chat template, in the environment
 a folder without one gets the template of its family in CHAT_TEMPLATES. These follow Llama-2-7b-chat-hf,
 Meta-Llama-3-8B-Instruct, Mixtral-8x7B-Instruct and plain ChatML."""
 
+import contextlib
 import functools
 import json
 import re
@@ -39,6 +40,8 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> list[dict] | None:
     if names == ("instruction", "output") and given.get("input"):
         given["instruction"] = f"{given['instruction']}\n\n{given['input']}"
     messages = []
+    if len(names) == 1 and isinstance(given[names[0]], str):
+        given[names[0]] = _parse_messages(given[names[0]], names[0])
     for name, role in zip(names, ("user", "assistant"), strict=False):
         field = given[name] if isinstance(given[name], list) else [{"role": role, "content": given[name]}]
         turns = [read_message(message) for message in field]
@@ -48,6 +51,14 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> list[dict] | None:
     if system:
         messages = [read_message({"role": "system", "content": system}), *messages]
     return messages
+
+
+def _parse_messages(text: str, name: str) -> list:
+    """The messages of a field that holds them as JSON text."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(messages := json.loads(text), list):
+            return messages
+    raise UserError(f"{name} is a text, expected a list of messages, also as JSON: {text[:80]!r}")
 
 
 def refuse(fields: dict, names: tuple[str, ...], place: str) -> None:
@@ -78,6 +89,7 @@ def read_message(message) -> dict:
     return {"role": SPEAKERS.get(str(role), role), "content": content}
 
 
+WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c not in "\x1c\x1d\x1e\x1f")  # Unicode's
 MARK = "\ufdd0\ufdd1"  # two codes that Unicode reserves for internal use, so no text contains them
 
 
@@ -96,13 +108,48 @@ def chat_template(tokenizer: Tokenizer, chat_format: str) -> str:
     return template
 
 
+@functools.cache
+def _control_pattern(tokenizer: Tokenizer) -> str:
+    """An expression for the control tokens. UserError if the library finds them in other places than _cut does."""
+    longest_first = sorted(tokenizer.control, key=len, reverse=True)
+    pattern = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
+    for token in longest_first:
+        text = f"a{token}{token} {token}\nb "
+        if len(token) > 1 and tokenizer.encode_with_control(text) not in (
+            None, _encode_parts(tokenizer, _cut(tokenizer, pattern, text))
+        ):  # fmt: skip
+            raise UserError(
+                f"Chat: tokenizer.json finds the control token {token!r} only under conditions: it is single_word or"
+                " normalized, or a longer token begins with it; remove the condition"
+            )
+    return pattern
+
+
+def _cut(tokenizer: Tokenizer, pattern: str, text: str) -> list[str]:
+    """-> text, control token, text, ... without the white space that control tokens take."""
+    parts = re.split(f"({pattern})", text)
+    for i in range(1, len(parts), 2):
+        before, after = tokenizer.strips.get(parts[i], (False, False))
+        if before:
+            parts[i - 1] = parts[i - 1].rstrip(WHITE_SPACE)
+        if after:
+            parts[i + 1] = parts[i + 1].lstrip(WHITE_SPACE)
+    return parts
+
+
+def _encode_parts(tokenizer: Tokenizer, parts: list[str]) -> list[int]:
+    ids = []
+    for i, part in enumerate(parts):
+        ids += [tokenizer.control[part]] if i % 2 else tokenizer.encode(part, i == 0)
+    return ids
+
+
 def _raise_exception(message: str) -> None:
     raise UserError(message)
 
 
 @functools.cache
-def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
-    """-> (the template, the expression for a control token)"""
+def _compile_template(tokenizer: Tokenizer, source: str):
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(
@@ -111,22 +158,21 @@ def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     # With today's date, ids would change overnight. Llama 3.1's template has this date, 3.2's if no clock is defined.
     known = {"raise_exception": _raise_exception, "strftime_now": datetime(2024, 7, 26).strftime}
-    longest_first = sorted(tokenizer.control, key=len, reverse=True)
-    control = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
-    return environment.from_string(source, tokenizer.names | known), control
+    return environment.from_string(source, tokenizer.names | known)
 
 
 def _render_parts(tokenizer: Tokenizer, source: str, messages: list[dict]) -> list[str]:
     """-> text, control token, text, ... The text ends with the prompt for an answer if a question is last."""
+    control = _control_pattern(tokenizer)
     try:
-        template, control = _compile_template(tokenizer, source)
+        template = _compile_template(tokenizer, source)
         # A mark breaks up the control tokens in messages.
         broken = [m | {"content": re.sub(f"(?s)(?={control}).", rf"\g<0>{MARK}", m["content"])} for m in messages]
         asks = messages[-1]["role"] != "assistant"
         text = template.render(messages=broken, add_generation_prompt=asks, tools=None, documents=None)
     except Exception as e:  # a template can raise anything
         raise UserError(f"Chat: the chat template refuses this conversation: {e}") from None
-    return [part.replace(MARK, "") for part in re.split(f"({control})", text)]
+    return [part.replace(MARK, "") for part in _cut(tokenizer, control, text)]
 
 
 def render_chat(tokenizer: Tokenizer, messages: list[dict], template: str) -> tuple[list[int], list[int]]:

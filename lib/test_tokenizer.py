@@ -1,5 +1,6 @@
 """lib/tokenizer.py. Oracles: transformers and sentencepiece, on vocabularies that are trained here."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -148,12 +149,14 @@ def _model(kind: str) -> bytes:
 @pytest.mark.parametrize("kind", ["llama2", "unigram"])
 def test_tokenizer_model_is_exact(kind, tmp_path):
     ours = T.load_tokenizer(_write(tmp_path, tokenizer__model=_model(kind)))
-    oracle = sentencepiece.SentencePieceProcessor(model_proto=_model(kind))
+    oracle, r = sentencepiece.SentencePieceProcessor(model_proto=_model(kind)), random.Random(2)
     for text in STRINGS:
         ids = oracle.encode(text)
         assert ours.encode(text) == ids, text
         assert ours.decode(ids) == oracle.decode(ids), text
-        assert _stream(ours, ids) == oracle.decode(ids) or kind == "unigram", text  # its normalizer removes spaces
+        assert _stream(ours, ids) == oracle.decode(ids), text
+        some = [ours.vocab[r.choice(["▁the", "▁", "t", "▁of", "</s>"])] for _ in range(9)]
+        assert _stream(ours, some) == oracle.decode([i for i in some if i > 2]), some  # several spaces
     assert (ours.bos_id, ours.eos_id, ours.vocab_size, ours.stop_ids) == (1, 2, 1000, {1, 2})
     assert ours.decode([-1, 1, *oracle.encode("a word"), 2, 1000, 99999]) == "a word"
 
@@ -233,11 +236,129 @@ def test_fingerprint(tmp_path):
     ({"tokenizer__json": _json("gpt2") | {"added_tokens": []}}, "name bos_token and eos_token"),
     ({"tokenizer__model": _model("llama2"),
       "tokenizer_config__json": {"added_tokens_decoder": {"1000": {"content": "<pad>"}}}}, "lacks <pad>"),
+    ({"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"extra_special_tokens": ["<new>"]}}, "lacks <new>"),
+    ({"tokenizer__model": _model("llama2"), "tokenizer_config__json": {"additional_special_tokens": ["▁the"]}},
+     "reads ▁the as text"),
+    ({"tokenizer__json": _json("gpt2") | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "YWJj"}}},
+     "PanicException"),
 ])  # fmt: skip
 def test_refusals(files, message, tmp_path):
     with pytest.raises(UserError, match=f"--tokenizer {tmp_path}") as error:
         T.load_tokenizer(_write(tmp_path, **files))
     assert message in str(error.value)
+
+
+# ---- traits of control tokens
+
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+DIGITS = {"type": "Split", "pattern": {"Regex": r"\d|\n"}, "behavior": "Isolated", "invert": False}
+TOOL = {"__type": "AddedToken", "content": "<tool>"}
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+
+
+def _sequence(*steps) -> dict:
+    return {"type": "Sequence", "pretokenizers": list(steps)}
+
+
+def _with_flag(flag: str) -> dict:
+    """llama3, whose control tokens have the flag."""
+    d = _json("llama3")
+    return d | {"added_tokens": [token | {flag: True} for token in d["added_tokens"]]}
+
+
+def _render(tokenizer, text: str) -> list[int]:
+    """The ids of a text that a template writes, so its control tokens count."""
+    return render_chat(tokenizer, [{"role": "user", "content": "x"}], "{{ " + json.dumps(text) + " }}")[0]
+
+
+def _same_as_theirs(ours, spec) -> None:
+    theirs, r = transformers.AutoTokenizer.from_pretrained(spec), random.Random(3)
+    words = [*ours.control, *" \n\x1c\u3000a1日", "  ", "the", " of"]
+    for _ in range(150):
+        text = "".join(r.choice(words) for _ in range(r.randrange(1, 9)))
+        ids = _render(ours, text)
+        assert ids == theirs.encode(text, add_special_tokens=False), text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == _stream(ours, ids), text
+
+
+@pytest.mark.parametrize("steps", [(DIGITS, METASPACE), (METASPACE, DIGITS), (DIGITS, _sequence(METASPACE))])
+def test_a_space_is_put_before_the_first_text_only(steps, tmp_path):
+    d = _llama2_json("control", tmp_path / "model") | {"normalizer": None, "pre_tokenizer": _sequence(*steps)}
+    spec = _write(tmp_path, tokenizer__json=d, config__json={})
+    _same_as_theirs(T.load_tokenizer(spec), spec)
+
+
+@pytest.mark.parametrize("kind", [None, "LlamaTokenizer"])
+@pytest.mark.parametrize("legacy", [None, True, False])
+def test_spaces_of_sentencepiece(kind, legacy, tmp_path):
+    """The exported folder states what an absent setting means."""
+    settings = {"tokenizer_class": kind, "legacy": legacy}
+    config = {key: value for key, value in settings.items() if value is not None}
+    spec = _write(tmp_path, tokenizer__model=_model("control"), tokenizer_config__json=config, config__json={})
+    ours, hf = T.load_tokenizer(spec), tmp_path / "hf"
+    _same_as_theirs(ours, spec)
+    _write(hf, config__json={"model_type": "llama"})
+    write_files(ours, hf)
+    _same_as_theirs(ours, hf)
+    again = T.load_tokenizer(str(hf))
+    assert all(_render(again, text) == _render(ours, text) for text in ("the</s>the", " the</s> the"))
+    assert again.fingerprint == ours.fingerprint
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("in_settings", [False, True])
+def test_flags_of_control_tokens(flag, in_settings, tmp_path):
+    added = {str(token.pop("id")): token for token in _with_flag(flag)["added_tokens"]}
+    d = _json("llama3") if in_settings else _with_flag(flag)
+    config = {"added_tokens_decoder": added} if in_settings else {}
+    spec = _write(tmp_path, tokenizer__json=d, tokenizer_config__json=config, config__json={})
+    ours = T.load_tokenizer(spec)
+    if flag == "single_word":
+        with pytest.raises(UserError, match="only under conditions: it is single_word"):
+            _render(ours, "x")
+    else:
+        _same_as_theirs(ours, spec)
+
+
+@pytest.mark.parametrize("settings", [
+    {"extra_special_tokens": ["<tool>"]}, {"extra_special_tokens": {"tool_token": "<tool>"}},
+    {"additional_special_tokens": ["<tool>"]}, {"additional_special_tokens": [TOOL]}, {"eos_token": TOOL},
+    {"model_specific_special_tokens": {"tool_token": "<tool>"}}, {"tool_token": "<tool>"}, {"pad_token": "<tool>"},
+    {"added_tokens_decoder": {"1500": {"content": "<tool>", "special": True}}},
+])  # fmt: skip
+def test_every_special_token_is_a_control_token(settings, tmp_path):
+    d, config = _json("words"), settings | {"tokenizer_class": "TokenizersBackend"}
+    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=d, tokenizer_config__json=config))
+    assert ours.control["<tool>"] == 1500 and 1500 not in ours.encode("<tool> a<tool>")
+    _write(tmp_path / "hf", config__json={"model_type": "llama"})
+    write_files(ours, tmp_path / "hf")
+    written = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    # Transformers 4 knows no TokenizersBackend, and no list of extra_special_tokens.
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not isinstance(written.get("extra_special_tokens"), list)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+
+
+def test_a_text_that_the_library_reads_as_a_control_token_is_refused(tmp_path):
+    """Unigram models read every control token in a text. A panic of the library is no crash."""
+    spec = _write(tmp_path / "unigram", tokenizer__model=_model("unigram"), config__json={})
+    transformers.AutoTokenizer.from_pretrained(spec).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="'a</s>' as a control token"):
+        T.load_tokenizer(str(tmp_path)).encode("a</s>")
+    assert T.load_tokenizer(str(tmp_path)).encode("\u0d0a")  # unknown, but no control token
+    d = _json("gpt2") | {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
+    with pytest.raises(UserError, match="cannot encode the text 'abc' .PanicException"):
+        T.load_tokenizer(_write(tmp_path / "panic", tokenizer__json=d)).encode("abc")
+
+
+def test_templates_without_a_default(tmp_path):
+    rows = [{"name": name, "template": "{{ messages[0].content }}"} for name in ("tool_use", "rag")]
+    for extra, message in (([], "tool_use, rag, but none is called default"), ([rows[0] | {"name": "default"}], "")):
+        files = {"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"chat_template": rows + extra}}
+        ours = T.load_tokenizer(_write(tmp_path / message[:4], **files))
+        with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+            render_chat(ours, [{"role": "user", "content": "x"}], chat_template(ours, "llama"))
 
 
 # ---- chat

@@ -7,14 +7,17 @@ never read.
 
 A tokenizer has encode, decode, decoder (decode, id by id), bos_id, eos_id, stop_ids (the ids that end a generated text;
 including BOS, which begins the next document), vocab ({token: id}), vocab_size (largest id + 1), control
-({text of a control token: id}), fingerprint (equal for equal ids, on every machine), files (the files that an export
-copies), names ({"bos_token": text, ...}), chat_template (from its folder, or "")."""
+({text of a control token: id}), strips ({text of a control token that takes white space: (before it, after it)}),
+reserved (ids that no text may have), is_llama and legacy (of SentencePiece), add_prefix_space (of tokenizer.json),
+pad_id (of config.json), fingerprint (equal for equal ids, on every machine), files (the files that an export copies),
+names ({"bos_token": text, ...}), chat_template (from its folder, or "")."""
 
+import contextlib
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from lib.errors import UserError, printable
@@ -30,12 +33,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # vocab.j
 # If two files have the same key, the later file counts.
 SETTINGS_FILES = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
 COPIED_FILES = (*SETTINGS_FILES[1:], "merges.txt", "added_tokens.json", "chat_template.jinja")
+SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+CONVERT = "write a tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 
 
 class Tokenizer:
     """The parts that all kinds share."""
 
-    byte_level, chat_template = False, ""
+    byte_level, chat_template, strips, reserved = False, "", {}, set()
+    is_llama, legacy, pad_id, add_prefix_space = False, True, None, None
 
     def encode(self, text: str, is_first: bool = True) -> list[int]:
         """is_first: whether the text begins a document, instead of following a control token."""
@@ -43,9 +49,16 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as e:
             raise UserError(
-                f"The text holds half of a surrogate pair (character {e.start}): expected whole characters"
+                f"The text is not UTF-8: character {e.start} is a stray byte or half of a surrogate pair"
             ) from None
-        return self._encode(text, is_first)
+        with _library_errors(f"The tokenizer cannot encode the text {text[:80]!r}"):
+            ids = self._encode(text, is_first)
+        if not self.reserved.isdisjoint(ids):
+            raise UserError(f"The tokenizer reads a part of the text {text[:80]!r} as a control token")
+        return ids
+
+    def encode_with_control(self, text: str) -> list[int] | None:
+        """Reads control tokens in the text as the library does; None if the library reads none."""
 
     def decoder(self) -> Callable[[int | None], str]:
         """-> feed(id): the whole characters that this id completes; feed(None): the rest."""
@@ -58,10 +71,24 @@ class Tokenizer:
             is_open = text.endswith("\ufffd") and i is not None  # the next id may complete this character
             if is_open or len(text) <= len(before):
                 return ""
-            ids, shown = ids[shown:], len(ids) - shown
-            return text[len(before) :]
+            new = text[len(before) :]
+            if new.strip():  # decoders remove the spaces that begin a text
+                ids = ids[shown:]
+            shown = len(ids)
+            return new
 
         return feed
+
+
+@contextlib.contextmanager
+def _library_errors(problem: str) -> Iterator[None]:
+    """UserError instead of the libraries' errors, which have no common class. A panic of tokenizers is no Exception."""
+    try:
+        yield
+    except BaseException as e:
+        if isinstance(e, UserError) or not (isinstance(e, Exception) or type(e).__name__ == "PanicException"):
+            raise
+        raise UserError(f"{problem} ({type(e).__name__}: {str(e)[:200]})") from None
 
 
 class ByteTokenizer(Tokenizer):
@@ -81,18 +108,36 @@ class ByteTokenizer(Tokenizer):
 
 
 class SentencePiece(Tokenizer):
-    """A tokenizer.model."""
+    """A tokenizer.model. Like in transformers, tokenizer_class and two settings decide whether a text gets a space
+    before it: add_prefix_space, and legacy, whether also a text that follows a control token."""
 
-    def __init__(self, model: bytes, settings: dict):
+    def __init__(self, model: bytes, settings: dict, special: list[str]):
         from sentencepiece import SentencePieceProcessor
 
-        self.processor = processor = SentencePieceProcessor(model_proto=model)
+        is_llama = settings.get("tokenizer_class", "").startswith("LlamaTokenizer")
+        self.is_llama = is_llama and settings.get("model_type") not in ("mistral", "mixtral")
+        has_space = settings.get("add_prefix_space", True) or not self.is_llama
+        self.legacy = has_space and settings.get("legacy", not self.is_llama)
+        self.adds_bos = settings.get("add_bos_token", True)
+        # Of concatenated protobuf messages the last value counts, here normalizer_spec.add_dummy_prefix = false.
+        with_space, without_space = (SentencePieceProcessor(model_proto=model + m) for m in (b"", b"\x1a\x02\x18\x00"))
+        self.processor = processor = with_space if has_space else without_space
+        self.without_space = without_space
         self.vocab = {processor.id_to_piece(i): i for i in range(processor.vocab_size())}
         self.control = {piece: i for piece, i in self.vocab.items() if processor.is_control(i)}
-        self.adds_bos = settings.get("add_bos_token", True)
+        if wrong := [piece for piece in special if piece not in self.control and self._is_text(piece)]:
+            raise UserError(
+                f"tokenizer.model reads {', '.join(wrong)} as text, but the settings call them special: {CONVERT}"
+            )
+
+    def _is_text(self, piece):
+        i, is_a = self.vocab.get(piece), self.processor
+        return i is not None and not (is_a.is_unknown(i) or is_a.is_unused(i) or is_a.is_byte(i))
 
     def _encode(self, text, is_first):
-        return self.processor.encode(text)
+        has_space = text[:1] in (" ", "▁") and (self.is_llama or not self.legacy)
+        wants_space = (is_first or self.legacy) and not has_space
+        return (self.processor if wants_space else self.without_space).encode(text)
 
     def decode(self, ids: list[int]) -> str:
         """Leaves out control tokens and ids beyond the vocabulary."""
@@ -100,27 +145,42 @@ class SentencePiece(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json. special: tokens that the settings name; if the vocabulary has them, they are also control
-    tokens."""
+    """A tokenizer.json. added: of the settings, with their flags; special: tokens that the settings name; if the
+    vocabulary has them, they are also control tokens."""
 
-    def __init__(self, content: bytes, special: Iterable[str]):
+    def __init__(self, content: bytes, added: list[dict], special: list[str]):
+        from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 
         self.backend = backend = Backend.from_buffer(content)
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True  # encode control tokens in a text as ordinary text
-        backend.add_special_tokens([token for token in special if backend.token_to_id(token) is not None])
-        self.vocab, added = backend.get_vocab(), backend.get_added_tokens_decoder()
-        self.control = {token.content: i for i, token in added.items() if token.special}
+        vocab = backend.get_vocab()
+        backend.add_tokens([AddedToken(**token) for token in added if token["content"] in vocab])
+        known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        tokens = [known.get(text) or AddedToken(text, normalized=False) for text in special if text in vocab]
+        for token in tokens:
+            token.special = True
+        backend.add_tokens(tokens)
+        self.vocab, known = backend.get_vocab(), backend.get_added_tokens_decoder().items()
+        self.control = {token.content: i for i, token in known if token.special}
+        self.strips = {t.content: (t.lstrip, t.rstrip) for _, t in known if t.special and (t.lstrip or t.rstrip)}
         self.byte_level = "ByteLevel" in repr(backend.decoder)
+        self.add_prefix_space = getattr(backend.pre_tokenizer, "add_prefix_space", None)
         self.adds_bos, self.decode = bool(backend.encode("").ids), backend.decode
-        self.spaces_first = getattr(backend.pre_tokenizer, "prepend_scheme", "") == "first"
+        # Metaspace can put a space before a text, but not behind a control token.
+        continued = re.sub(rb'("prepend_scheme":\s*)"first"', rb'\1"never"', content)
+        self.continued = backend if continued == content else JsonTokenizer(continued, added, special).backend
 
     def _encode(self, text, is_first):
-        if self.spaces_first:  # Metaspace puts a space before a text, but not behind a control token
-            self.backend.pre_tokenizer.prepend_scheme = "first" if is_first else "never"
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return (self.backend if is_first else self.continued).encode(text, add_special_tokens=False).ids
+
+    def encode_with_control(self, text):
+        self.backend.encode_special_tokens = False
+        ids = self._encode(text, True)
+        self.backend.encode_special_tokens = True
+        return ids
 
 
 def token_sizes(tokenizer: Tokenizer) -> list[int]:
@@ -161,46 +221,64 @@ def load_tokenizer(spec: str) -> Tokenizer:
 def _load(path: Path) -> Tokenizer:
     files = path, *(path / name for name in TOKENIZER_FILES)
     source = next((file for file in files if file.is_file()), files[1])
-    try:
-        return _read_tokenizer(source)
-    except UserError as e:
-        raise UserError(f"--tokenizer {path}: {e}") from None
-    except Exception as e:  # the libraries raise nothing more specific
-        raise UserError(
-            f"--tokenizer {path}: {source.name} is damaged, or neither a tokenizer.json nor sentencepiece's"
-            f" tokenizer.model ({type(e).__name__}: {str(e)[:200]}). Other formats (vocab.json, tiktoken's) are not"
-            " read: download the tokenizer.json next to config.json on the hub, or write it with transformers:"
-            " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        ) from None
+    with _library_errors(
+        f"--tokenizer {path}: {source.name} is damaged, or neither a tokenizer.json nor sentencepiece's"
+        " tokenizer.model. Other formats (vocab.json, tiktoken's) are not read: download the tokenizer.json next to"
+        f" config.json on the hub, or {CONVERT}"
+    ):
+        try:
+            return _read_tokenizer(source)
+        except UserError as e:
+            raise UserError(f"--tokenizer {path}: {e}") from None
 
 
 def _read_tokenizer(source: Path) -> Tokenizer:
     folder, data = source.parent, read_file(source)
     files = [read_object(folder / name) for name in SETTINGS_FILES if (folder / name).is_file()]
-    settings = {key: value for file in files for key, value in file.items() if value is not None}
-    names = {}
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        if token := settings.get(key):
-            names[key] = token["content"] if isinstance(token, dict) else token
-    added = settings.get("added_tokens_decoder", {}).values()
+    settings = {key: value for file in files for key, value in file.items() if value not in (None, [], {})}
+    names = {key: _content(token) for key, token in settings.items() if key.endswith("_token") and _content(token)}
+    added = [*settings.get("added_tokens_decoder", {}).values()]
+    listed = [_content(token) for key in SPECIAL_LISTS for token in _values(settings.get(key, []))]
     if is_json := data.lstrip().startswith(b"{"):
-        tokenizer = JsonTokenizer(data, names.values())
+        tokenizer = JsonTokenizer(data, added, [*names.values(), *listed])
     else:
-        tokenizer = SentencePiece(data, settings)
-    if absent := {token["content"] for token in added} - tokenizer.vocab.keys():
-        raise UserError(f"{source.name} lacks {', '.join(absent)}, which tokenizer_config.json names")
+        tokenizer = SentencePiece(data, settings, [*names.values(), *listed])
+        flags = {token["content"]: (token.get("lstrip"), token.get("rstrip")) for token in added}
+        tokenizer.strips = {text: ends for text, ends in flags.items() if any(ends)}
+    if absent := {*listed, *(token["content"] for token in added)} - tokenizer.vocab.keys():
+        raise UserError(
+            f"{source.name} lacks {', '.join(sorted(absent))}, which tokenizer_config.json names: remove them there, or"
+            f" {CONVERT}"
+        )
+    unknown = names.get("unk_token"), "<unk>", "[UNK]"
+    tokenizer.reserved = {i for text, i in tokenizer.control.items() if text not in unknown}
+    tokenizer.pad_id = settings.get("pad_token_id")
     tokenizer.vocab_size = max(tokenizer.vocab.values()) + 1
     _set_ends(tokenizer, names, settings.get("eos_token_id", []))
     template, jinja = settings.get("chat_template", ""), folder / "chat_template.jinja"
     if isinstance(template, list):
-        template = {row["name"]: row["template"] for row in template}.get("default", "")
+        templates = {row["name"]: row["template"] for row in template}
+        message = f"the folder has the templates {', '.join(templates)}, but none is called default"
+        template = templates.get("default", f"{{{{ raise_exception({message!r}) }}}}")
     tokenizer.chat_template = read_file(jinja).decode() if jinja.is_file() else template
-    rest = json.dumps([tokenizer.bos_id, tokenizer.eos_id, sorted(tokenizer.control), tokenizer.chat_template])
-    tokenizer.fingerprint = hashlib.sha256(data + rest.encode()).hexdigest()[:16]
+    rest = [tokenizer.bos_id, tokenizer.eos_id, sorted(tokenizer.control), tokenizer.chat_template]
+    traits = [tokenizer.strips, tokenizer.is_llama, tokenizer.legacy]
+    rest += traits if traits != [{}, False, True] else []
+    tokenizer.fingerprint = hashlib.sha256(data + json.dumps(rest).encode()).hexdigest()[:16]
     others = (*COPIED_FILES, *TOKENIZER_FILES) if source.name in TOKENIZER_FILES else COPIED_FILES
     tokenizer.files = {folder / name: name for name in others if (folder / name).is_file()}
     tokenizer.files[source] = "tokenizer.json" if is_json else "tokenizer.model"
     return tokenizer
+
+
+def _content(token) -> str | None:
+    """The text of a token in the settings."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _values(tokens: list | dict) -> Iterable:
+    return tokens.values() if isinstance(tokens, dict) else tokens
 
 
 def _set_ends(tokenizer: Tokenizer, names: dict[str, str], ids: int | list[int]) -> None:

@@ -498,26 +498,41 @@ def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, **
 
 
 def write_files(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> dict:
-    """Writes a tokenizer's files into a model's folder -> bos_token_id and eos_token_id of its config.json.
+    """Writes a tokenizer's files into a model's folder -> the ids of BOS, EOS and padding for its config.json.
 
-    The files are copied unchanged. chat_format: of a model that was trained on conversations. Their template is
-    written, the token that ends an answer also ends a text, and tokenizer_config.json makes transformers read all of
-    tokenizer.json (its class for Llama reads only the vocabulary)."""
+    chat_format: of a model that was trained on conversations. Their template is written, and the token that ends an
+    answer also ends a text."""
     for file, name in tokenizer.files.items():
         shutil.copyfile(file, folder / name)
     if not tokenizer.files:
         (folder / "tokenizer.json").write_text(BYTES_JSON.replace("VOCAB", json.dumps(tokenizer.vocab)))
-    ends, config = tokenizer.eos_ids, folder / "tokenizer_config.json"
-    if (chat_format or not tokenizer.files) and (folder / "tokenizer.json").exists():
-        settings = read_json(config) or tokenizer.names | {"clean_up_tokenization_spaces": False}
-        write_json(config, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    _write_settings(tokenizer, folder / "tokenizer_config.json")
+    ends = tokenizer.eos_ids
     if chat_format:
         chat = chat_template(tokenizer, chat_format)
         (folder / "chat_template.jinja").write_text(chat, "utf-8")
         ids, mask = render_chat(tokenizer, [{"role": r, "content": "x"} for r in ("user", "assistant")], chat)
         turn_end = [i for i, trained in zip(ids, mask, strict=True) if trained][-1]
         ends = sorted({*ends, turn_end})
-    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    pad = tokenizer.pad_id
+    return ids if pad is None or pad >= tokenizer.vocab_size else ids | {"pad_token_id": pad}
+
+
+def _write_settings(tokenizer, path):
+    """Writes the tokenizer_config.json with which transformers 4 and 5 give our ids."""
+    settings = tokenizer.names | (read_json(path) or {"clean_up_tokenization_spaces": False})
+    if (path.parent / "tokenizer.json").exists():
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the class for Llama reads only the vocabulary
+        if tokenizer.add_prefix_space is not None:  # transformers 4 changes tokenizer.json's to this value
+            settings["add_prefix_space"] = tokenizer.add_prefix_space
+    else:
+        settings |= {"legacy": tokenizer.legacy, "add_bos_token": tokenizer.adds_bos}
+        if not tokenizer.is_llama:
+            settings.pop("tokenizer_class", None)
+    if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 expects an object
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    write_json(path, settings)
 
 
 BYTES_JSON = """{"version": "1.0", "added_tokens": [
