@@ -15,77 +15,18 @@ from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import NamedTuple
 
 from lib.errors import Parser, UserError, nearest
 from lib.files import ROOT, VERSION
 from lib.hub import local_path
+from lib.synonyms import ELSEWHERE
 from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
 DEFAULT = ["@recipes/default.args"]  # used if the command line is empty
 BYTES_UP_TO = 1024  # --tokenizer defaults to bytes (258 ids) up to this vocabulary
 REPLACES = {"--data": "--val_data", "--epochs": "--steps", "--steps": "--epochs"}  # a flag drops a recipe's other flag
-
-# Our flags, and their names in nanoGPT, transformers, torchtitan, torchtune, axolotl and the FSDP recipes for Slurm.
-ELSEWHERE = """
-model model_type model_name model_flavor flavor model.name
-weights model_name_or_path hf_pretrained_model_name_or_dir base_model init_from initial_load_path
-dim n_embd hidden_size hidden_width hidden_dim d_model embed_dim
-n_layers n_layer num_layers num_hidden_layers
-n_heads n_head num_heads num_attention_heads
-n_kv_heads n_kv_head num_kv_heads num_key_value_heads llama_num_key_value_heads num_query_groups
-ffn_dim intermediate_size llama_intermediate_size ffn_hidden_size n_inner intermediate_dim
-data dataset datasets dataset_path dataset_name data_path data_dir data_files train_file training_dir train_data
-val_data validation_file eval_file test_dir eval_dataset validation.dataset validation.dataset_path
-tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_type hf_assets_path tokenizer.path
-text_field dataset_text_field text_column text_column_name
-documents packing sample_packing packed
-lora lora_r lora_rank lora_dim
-lora_targets lora_target_modules target_modules lora_target lora_attn_modules
-lora_weights adapter adapter_name_or_path lora_model_dir peft_path
-seq_len block_size max_seq_len max_seq_length max_length sequence_len sequence_length seq_length context_length
-seq_len max_context_width model_max_length cutoff_len
-micro_batch batch_size train_batch_size per_device_train_batch_size micro_batch_size local_batch_size device_batch_size
-batch_tokens gradient_accumulation_steps global_batch_size total_batch_size grad_accum_steps
-epochs num_epochs num_train_epochs max_epochs n_epochs epoch
-steps max_steps max_iters max_train_steps max_training_steps num_steps train_iters num_iterations
-lr learning_rate max_lr
-optimizer optim optimizer_type optimizer_name
-min_lr lr_min min_learning_rate min_lr_factor
-warmup_steps warmup warmup_iters warmup_ratio num_warmup_steps lr_warmup_steps lr_warmup_iters
-schedule lr_scheduler lr_scheduler_type lr_decay_style decay_lr decay_type
-decay_steps lr_decay_iters lr_decay_steps decay_ratio
-beta1 adam_beta1
-beta2 adam_beta2
-clip grad_clip max_grad_norm clip_grad_norm max_norm gradient_clip_val gradient_clipping clip_grad
-dtype bf16 fp16 tf32 torch_dtype precision mixed_precision mixed_precision_param
-reduce_dtype mixed_precision_reduce
-fp8 float8 enable_fp8 recipe_name
-fp8_all_gather enable_fsdp_float8_all_gather
-fp8_skip filter_fqns
-shard_size sharding_strategy data_parallel_shard_degree shard_degree fsdp
-reshard fsdp_reshard_after_forward reshard_after_forward
-prefetch forward_prefetch backward_prefetch backward_fetch_policy
-offload cpu_offload enable_cpu_offload fsdp_cpu_offload offload_params
-offload_activations activation_offloading enable_activation_offloading
-checkpointing gradient_checkpointing activation_checkpointing enable_activation_checkpointing activation_checkpoint.mode
-compile torch_compile compile_model compile.enable
-attention attn_implementation flash_attention use_flash_attn use_flash_attention
-out out_dir output_dir dump_folder checkpoint_dir save_dir checkpoint.folder
-seed random_seed
-log_every log_interval logging_steps logging_freq log_freq log_every_n_steps
-eval_every eval_interval eval_steps eval_freq validation_freq val_check_interval validation.freq
-eval_batches eval_iters validation_batches max_eval_batches limit_val_batches validation.steps
-save_every save_steps save_interval checkpoint_freq ckpt_freq checkpoint_interval checkpoint_every_n_steps
-save_every checkpoint.interval
-save_async async_mode async_save
-keep save_total_limit num_kept_checkpoints keep_latest_k
-resume resume_from_checkpoint resume_from auto_resume_from_checkpoints load_step
-deterministic full_determinism
-profile enable_profiling
-track report_to wandb wandb_log use_wandb wandb_project tensorboard tensorboard_dir logger loggers
-timeout ddp_timeout init_timeout_seconds train_timeout_seconds
-"""
 
 
 def _flag(
@@ -454,8 +395,7 @@ def _how_to_read(f: Field) -> dict:
 
 def _known_as(name: str) -> str:
     """Our flag for a name of another trainer or a misspelled one; empty if there is none."""
-    lines = map(str.split, ELSEWHERE.strip().splitlines())
-    meanings = {theirs: flag for flag, *names in lines for theirs in names}
+    meanings = {theirs: flag for flag, names in ELSEWHERE.items() for theirs in names}
     last = name.rpartition(".")[2]  # torchtitan's names are SECTION.NAME
     names = [f.name for f in fields(Config)]  # the nearest name is the name itself if it is ours
     return meanings.get(name) or meanings.get(last) or nearest(last, names)
@@ -650,28 +590,38 @@ def check_batch(c: Config, world_size: int) -> None:
         )
 
 
-# Flags that exclude each other. Each line begins with the two flags, with a value if only that one conflicts. "several
-# processes" is not a flag.
-CONFLICTS = """
---compile model with --offload cpu: parameters are fetched block by block: --compile block
---compile model with --offload_activations: activations are offloaded between blocks: --compile block
---offload_activations with --checkpointing none: it offloads the block inputs of --checkpointing block
---fp8 with --offload cpu: scales would be computed on the CPU, where the weights are; remove one
---fp8 row with --fp8_grad_dtype e5m2: row and row_gw_hp have e4m3 gradients; e5m2 is for --fp8 tensor
---fp8 row_gw_hp with --fp8_grad_dtype e5m2: row and row_gw_hp have e4m3 gradients; e5m2 is for --fp8 tensor
---fp8 row with --fp8_all_gather: it needs one scale per weight, which only --fp8 tensor has
---fp8 row_gw_hp with --fp8_all_gather: it needs one scale per weight, which only --fp8 tensor has
---decay_steps with --schedule constant: it has no decay; remove one
---optimizer muon with --lora: Muon does not fit the thin matrices of adapters: --optimizer adamw
---compile model with several processes: FSDP gathers parameters by block: --compile block
-"""
+class Conflict(NamedTuple):
+    """Two flags that exclude each other, each with its value if only that one conflicts."""
+
+    first: str
+    second: str  # a flag, or SEVERAL
+    reason: str  # and what to do
+
+    def __str__(self) -> str:
+        return f"{self.first} with {self.second}: {self.reason}"
+
+
+SEVERAL = "several processes"
+CONFLICTS = (
+    Conflict("--compile model", "--offload cpu", "parameters are fetched block by block: --compile block"),
+    Conflict("--compile model", "--offload_activations", "activations are offloaded between blocks: --compile block"),
+    Conflict("--offload_activations", "--checkpointing none", "it offloads the block inputs of --checkpointing block"),
+    Conflict("--fp8", "--offload cpu", "scales would be computed on the CPU, where the weights are; remove one"),
+    Conflict("--fp8 row", "--fp8_grad_dtype e5m2", "its gradients are e4m3; e5m2 is for --fp8 tensor"),
+    Conflict("--fp8 row_gw_hp", "--fp8_grad_dtype e5m2", "its gradients are e4m3; e5m2 is for --fp8 tensor"),
+    Conflict("--fp8 row", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
+    Conflict("--fp8 row_gw_hp", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
+    Conflict("--decay_steps", "--schedule constant", "it has no decay; remove one"),
+    Conflict("--optimizer muon", "--lora", "Muon does not fit the thin matrices of adapters: --optimizer adamw"),
+    Conflict("--compile model", SEVERAL, "FSDP gathers parameters by block: --compile block"),
+)  # fmt: skip
 
 
 def refuse_unsupported(c: Config, world_size: int) -> None:
     """Raises UserError with the first conflict between flags."""
     given = {f"--{name} {value}" for name, value in vars(c).items()}
     given |= {f"--{name}" for name, value in vars(c).items() if value not in (0, "off")}
-    given |= {"several processes"} if world_size > 1 else set()
-    for line in CONFLICTS.strip().splitlines():
-        if given.issuperset(re.match("(.*?) with (.*?): ", line).groups()):
-            raise UserError(line)
+    given |= {SEVERAL} if world_size > 1 else set()
+    for conflict in CONFLICTS:
+        if given.issuperset((conflict.first, conflict.second)):
+            raise UserError(str(conflict))

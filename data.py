@@ -43,7 +43,7 @@ from lib import torch_private
 from lib.ranks import Ranks, on_first_rank
 from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, sample_digest, turns
 from lib.stores import HUB
-from lib.text import knows_text, log, split_weight
+from lib.text import builtin_file, knows_text, log, split_weight
 from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
 
@@ -172,14 +172,21 @@ class Loader:
             "chat": self.is_chat,
             "data": self.fingerprint,
             "lanes": self.lanes,
+            "built_in": "" if self.config.data else builtin_file().version,
         }
 
     def load_state_dict(self, state: dict) -> None:
         for field, known in (("data", self.fingerprint), ("seq_len", self.config.seq_len)):
             if state.get(field) != known:
+                fix = "give the same --data and --seq_len, or a new --out"
+                if not self.config.data and state.get("built_in", "") not in ("", builtin_file().version):
+                    before, now = state["built_in"], builtin_file().version
+                    fix = (
+                        "the built-in text is the documentation of Python and torch, then of the versions"
+                        f" {before}, now {now}: use those versions, or a new --out"
+                    )
                 raise UserError(
-                    f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}):"
-                    " give the same --data and --seq_len, or a new --out"
+                    f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}): {fix}"
                 )
         self.samples, self.lanes = state["samples"], state["lanes"]
 
@@ -364,6 +371,11 @@ def check_tokenizer(config: Config) -> None:
             f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, --model {config.model} a vocabulary of"
             f" {model.vocab_size}: give the tokenizer that belongs to the model, or --vocab_size {tokenizer.vocab_size}"
         )
+    if config.prompt:
+        try:
+            tokenizer.encode(config.prompt)
+        except UserError as e:
+            raise UserError(f"--prompt: {e}") from None
     if not config.weights:
         return
     beside = holds_tokenizer(local_path(config.weights, "--weights"))

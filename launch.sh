@@ -13,18 +13,19 @@
 # bash launch.sh attach [--out DIR] [HOST]       go into its tmux session; Ctrl-B D comes back
 # bash launch.sh stop   [--out DIR] [--now]      let it save and stop; --now, or once more: at once, without saving
 # bash launch.sh doctor [--hosts A,B,C] [flags]  check every machine, and the network between them
-# bash launch.sh sync   [--hosts A,B,C]          copy code and environment to every machine's same path
+# bash launch.sh sync   [--hosts A,B,C]          copy code and environment to every machine's same path; rename other code
 # bash launch.sh top    [--out DIR]              status again and again, until Ctrl-C
 # bash launch.sh recipes                         the named runs, one line each
 # bash launch.sh setup  [flash-attn]             only make the environment, here; with that package, for --attention flash
-# Without --out: the newest run in runs/. Paths are relative to the folder of launch.sh.
+# Without --out: the newest run in runs/. Relative paths are meant from the folder where you stand, on every machine.
 # Status: 0 finished or stopped, 2 a user error, 1 anything else.
 
-# On every machine a session `flatland-RUN` holds one torchrun; a run with a single process needs no torchrun.
+# On every machine a session `flatland-RUN-HASH` holds one torchrun; a run with a single process needs no torchrun.
 # status.json has the outcome, because torchrun turns every end into status 1. launch/node.py acts on each machine;
 # launch/cluster.py and launch/doctor.py run on this one.
 # shellcheck disable=SC1091,SC2034,SC2154
 set -euo pipefail
+stand=$PWD
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
 source launch/env.sh
 
@@ -57,7 +58,9 @@ install_flash() {
 }
 
 hand_over() {  # hand_over VERB [WORD ...]
-  exec "$python" launch/cluster.py "${settings[@]}" python="$python" -- "$@"
+  local root
+  root=$(pwd -P)
+  cd -- "$stand" && exec "$python" "$root/launch/cluster.py" "${settings[@]}" python="$python" -- "$@"
 }
 
 sync_to() {  # sync_to HOST: copies files to its same path, unless it sees the file $mark of this folder
@@ -69,9 +72,8 @@ sync_to() {  # sync_to HOST: copies files to its same path, unless it sees the f
   if [[ $found == */rsync* ]] && command -v rsync >/dev/null; then  # rsync adds x, a host, to the command: it is dropped
     rsync -aRs -e "sh -c 'shift; exec ssh $ssh -- ssh://$1 \"\$@\"' sh" -- "${files[@]}" "x:$PWD/" || return
   elif [[ $found != *shared* ]]; then
-    tar -cf - -- "${files[@]}" | "${to[@]}" "tar -C $root -xf -" || return
+    tar -cf - -- "${files[@]}" | "${to[@]}" "tar -C $root -xf -"
   fi
-  echo "$1: has the files of this folder"
 }
 
 sync_all() {  # sync_all [--hosts A,B,C]: to all hosts at once
@@ -113,7 +115,7 @@ case $verb in
     echo "$("$python" -V) with torch $(torch_of "$python"): $python" ;;
   sync)
     environment run
-    sync_all "$@" ;;
+    sync_all "$@" && hand_over sync "$@" ;;
   train | doctor)
     environment run
     hand_over "$verb" "$@" ;;

@@ -8,6 +8,7 @@ Rank 0 writes. Only `Log.step` waits for a GPU, on steps that are recorded. metr
 resumed run sends all its records to the trackers again, under the same wandb id (wandb.json). The variables of wandb
 (WANDB_MODE, WANDB_PROJECT) work as usual."""
 
+import contextlib
 import gc
 import itertools
 import json
@@ -372,11 +373,22 @@ def read_records(folder: Path) -> list[dict]:
     """The records of a run. Damaged lines are left out and reported."""
     path, records = folder / "metrics.jsonl", []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
+        record = None
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+        if _is_record(record):
+            records.append(record)
+        else:
             logger.warning(f"{path}: left out a damaged line: {line[:60]}")
     return records
+
+
+def _is_record(value) -> bool:
+    """Whether it is a step's record: an object with the step, and numbers where a curve is drawn."""
+    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+        return False
+    drawn = [value.get(key) for key in ("tokens", "val_loss", *PANELS)]
+    return all(number is None or isinstance(number, int | float) for number in drawn)
 
 
 # ---- trackers

@@ -15,6 +15,7 @@ from attention import BACKENDS, PACKED
 from config import Config, check_batch, parse_args
 from lib.errors import UserError
 from lib.families import config_json
+from lib.synonyms import ELSEWHERE
 from model import MODELS
 
 ROOT = Path(config.__file__).parent
@@ -70,9 +71,8 @@ def test_a_flag_of_another_trainer_names_ours_or_none(name, ours):
 
 
 def test_the_table_of_other_trainers_maps_names_that_are_not_ours_to_flags():
-    ours, lines = {f.name for f in FIELDS}, [line.split() for line in config.ELSEWHERE.strip().splitlines()]
-    theirs = [name for _, *names in lines for name in names]
-    assert {flag for flag, *_ in lines} <= ours and not ours & {*theirs} and len({*theirs}) == len(theirs)
+    ours, theirs = {f.name for f in FIELDS}, [name for names in ELSEWHERE.values() for name in names]
+    assert ELSEWHERE.keys() <= ours and not ours & {*theirs} and len({*theirs}) == len(theirs)
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["choices"]], ids=lambda f: f.name)

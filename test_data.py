@@ -4,6 +4,7 @@ is from. The oracles are counting, slicing of the whole, and naive loops."""
 import itertools
 import json
 import os
+import platform
 import re
 from dataclasses import replace
 from fractions import Fraction
@@ -275,6 +276,17 @@ def test_a_change_in_the_middle_of_a_file_is_refused(tmp_path, name, content, fl
     changed[len(content) // 2] ^= 1
     (tmp_path / "moved" / name).write_bytes(changed)
     assert "other data" in refused(make_loader(c).load_state_dict, state)
+
+
+def test_the_built_in_text_of_other_versions_is_named(monkeypatch):
+    loader = make_loader(parse_args(["--seq_len", "64"]))
+    state = loader.state_dict() | {"built_in": "3.9.1 2.4.0"}
+    loader.load_state_dict(state)  # the text is the same
+    state["data"] = "another"
+    assert f"versions 3.9.1 2.4.0, now {platform.python_version()} {torch.__version__}" in refused(
+        loader.load_state_dict, state
+    )
+    assert "the same --data" in refused(loader.load_state_dict, state | {"built_in": ""})
 
 
 def test_a_large_file_is_compared_all_over(tmp_path, monkeypatch):

@@ -190,7 +190,8 @@ def test_resume_removes_later_records(tmp_path, passes):
         passes(10.0)
         record(run, step)
     with open(tmp_path / "metrics.jsonl", "a") as f:
-        f.write('{"step": 31, "tok')  # killed while it wrote
+        f.write('{"loss": 1.0}\n[1]\n5\n{"step": "6"}\n{"step": 7, "loss": "8"}\n' + "[" * 10**5)
+        f.write('\n{"step": 31, "tok')  # killed while it wrote
     passes(100.0)
     run = make_log(tmp_path, start=20)
     assert [r["step"] for r in metrics(tmp_path)] == [1, 10, 20]

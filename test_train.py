@@ -203,6 +203,7 @@ BAD = {  # other files' tests have more mistakes; these end in different parts o
     "something of the user's in hf/": (["--out", "{own}"], "own/hf exists already"),
     "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "trained on 300"),
     "tf32 on a CPU": (["--dtype", "tf32"], "--dtype tf32: only NVIDIA GPUs"),
+    "a prompt in Latin-1": (["--prompt", "na\udcefve"], "error: --prompt: The text is not UTF-8: character 2 "),
     "a tokenizer that is too large": (["--tokenizer", "bytes", "--vocab_size", "100"], "bytes has 258 ids"),
 }
 

@@ -15,11 +15,13 @@ The job is relaunched as a whole because torchrun reliably regroups only in simp
 
 import argparse
 import contextlib
+import hashlib
 import math
 import os
 import re
 import secrets
 import shlex
+import shutil
 import sys
 import time
 from dataclasses import asdict
@@ -30,16 +32,18 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 from filelock import SoftFileLease, Timeout
 
 from config import parse_args
-from doctor import Host, ask, call, columns, problem, read_job, say, ssh_command, survey, verb_doctor
-from lib.errors import Parser, UserError, run_script
-from lib.files import ROOT
-from node import FOLLOWED, KILLED, read, read_json, tail, write_json
+from doctor import Host, ask, call, columns, problem, read_job, say, ssh_command, survey, verb_doctor, verb_sync
+from lib.errors import Failure, Parser, UserError, printable, run_script
+from lib.files import ROOT, fill_old_lock
+from node import BACKGROUND, FOLLOWED, KILLED, SILENT, read, read_json, tail, write_json
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK, LOOK_OVER_SSH = 0.5, 3  # seconds between two looks at a state
 STOP_REASON = "launch.sh stop"  # as lib/run.py writes it into status.json
 SUPERVISOR_LOCK = "logs/supervisor.lock"
+ROOM = 2**20  # free bytes of a disk that is not full
 ENDED = ("finished", "stopped", "error", "failed")
+EXIT = {"failed": 1, "error": 2}  # statuses of states; others have 0
 
 
 class End(NamedTuple):
@@ -58,7 +62,9 @@ class End(NamedTuple):
 def check(host: Host, job: dict, total: int) -> bool:
     """Prints the output of train.py's own check on a host, and exits with its status if it refuses -> whether there is
     something left to train."""
-    done = call(host, job, "run", 1800, command=[job["python"], "train.py", *job["words"], "--check", str(total)])
+    done = call(
+        host, job, "run", 1800, command=[job["python"], f"{ROOT}/train.py", *job["words"], "--check", str(total)]
+    )
     if error := problem(host, done):
         raise UserError(error)
     say(re.sub(r"^[a-z_]+=.*\n", "", done["out"], flags=re.M), end="")
@@ -71,9 +77,10 @@ def check(host: Host, job: dict, total: int) -> bool:
 def is_held(path: Path) -> bool:
     """Whether a process, on this machine or another that sees this file, holds a lock. A holder's death frees it: at
     once on the same machine, after 30 s on others."""
+    fill_old_lock(path)
     lock = SoftFileLease(path)
     try:
-        with lock.acquire(timeout=0):
+        with lock.acquire(timeout=0 if lock.owner else 3):  # filelock takes over a damaged lock after 2 s
             return False
     except Timeout:
         return True
@@ -96,7 +103,7 @@ class Supervisor:
     """Runs the job, on all hosts or on none, to its end."""
 
     def __init__(self, job: dict, hosts: list[Host]):
-        self.job, self.hosts, self.out = job, hosts, ROOT / job["out"]
+        self.job, self.hosts, self.out = job, hosts, Path(job["out"])
         self.launch = {"out": job["out"], "ssh": job["ssh"], "hosts": [asdict(h) for h in hosts]}
 
     def save(self, words: str = "", **values) -> None:
@@ -119,7 +126,7 @@ class Supervisor:
 
     def run(self) -> None:
         job, saved, tries = self.job, last_saved(self.out), 0
-        while (end := self.attempt()).state == "failed" and not self.stop_requested():
+        while (end := self.tell(self.attempt())).state == "failed" and not self.stop_requested():
             newest = last_saved(self.out)
             if newest > saved:
                 saved, tries = newest, 0
@@ -136,11 +143,11 @@ class Supervisor:
             self.save(words, state="waiting", step=end.step, message=end.message)
             begin = time.monotonic()
             while not self.stop_requested() and time.monotonic() - begin < job["host_wait"]:
-                if time.monotonic() - begin > pause and not (self.ask("probe") and self.silent()):
+                if time.monotonic() - begin > pause and not (self.ask("look") and self.silent()):
                     break
                 time.sleep(LOOK)
             if self.stop_requested():
-                end = End("stopped", end.step, "between two tries")
+                end = self.tell(End("stopped", end.step, "between two tries"))
                 break
         self.save(end.details, state=end.state, step=end.step, message=end.message)
 
@@ -159,13 +166,14 @@ class Supervisor:
         first, self.job["id"] = "id" not in self.launch, time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.save(id=self.job["id"], state="starting")
         for host in self.hosts:  # a host that sees its new log folder shares the run folder
+            host.silence = ""
             (self.out / "logs" / host.label / self.job["id"]).mkdir(parents=True)
         more = {"nodes": len(self.hosts), "first": self.hosts[0].address}
         if problems := self.ask("start", self.job["start_limit"] + 20, **more):
             state = "error" if first and not self.silent() else "failed"
             self.ask("sweep")
             return End(state, 0, "\n".join(problems))
-        self.save(message="", place=self.hosts[0].last["place"])
+        self.save(message="", places={host.label: host.last["place"] for host in self.hosts})
         return self.watch()
 
     def status(self) -> dict:
@@ -187,14 +195,15 @@ class Supervisor:
                 failed = min(failed, now)
             if now - failed > min(GRACE, patience) or any(now - h.heard > patience + GRACE for h in self.hosts):
                 break
+        cut = self.silent()
         self.ask("sweep")
-        return self.judge()
+        return self.judge(cut)
 
-    def judge(self) -> End:
-        """How an attempt ended, and why."""
-        status, stopped, cause = self.status(), self.stop_requested(), first_cause(self.hosts)
+    def judge(self, cut: list[Host] = ()) -> End:
+        """How an attempt ended, and why. cut: the hosts that did not answer when it ended."""
+        status, stopped, cause = self.status(), self.stop_requested(), first_cause(self.hosts, cut)
         state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
-        if state in ("finished", "error") or (state == "stopped" and (stopped or cause["order"] == FOLLOWED)):
+        if state in ("finished", "error") or (state == "stopped" and (stopped or cause["order"] >= SILENT)):
             return End(state, step, message)
         words = cause.get("tail", "").rstrip()
         if cause.get("status") == 2 and not state:
@@ -202,15 +211,37 @@ class Supervisor:
         if stopped and (not state or read(self.out / "logs/stop")):
             return End("stopped", step, "without saving")
         details = f"---- the end of {cause['file']}\n{words}\n----\n" if words else ""
-        if state == "failed" and message not in details:
+        what, error = cause["what"], cause.get("error", "")
+        if error:  # the message of a rank that reported the same error is complete
+            what = message if error.partition(": ")[2] in message else f"{what}: {error}"
+        if state == "failed" and message not in details + what:
             details += message + "\n"
-        return End("failed", step, cause["what"], details)
+        if shutil.disk_usage(self.out).free < ROOM:
+            what += f"; the disk of {self.out} is full: free some space, then run the same command again"
+        return End("failed", step, what, details)
+
+    def tell(self, end: End) -> End:
+        """Makes status.json, and after a failure the last line of log.txt, say what launch.json says. Ranks that were
+        killed, or that failed because another one did, have written nothing, or something else."""
+        status = read_json(self.out / "status.json")
+        status |= {"state": end.state, "step": end.step or status.get("step", 0), "message": end.message}
+        status |= {"exit_code": EXIT.get(end.state, 0), "attempt": self.job["id"], "time": time.time()}
+        prefix = time.strftime("%Y-%m-%d %H:%M:%S E [cluster.py] ")
+        with contextlib.suppress(OSError):
+            write_json(self.out / "status.json", status)
+            if end.state == "failed":
+                with open(self.out / "log.txt", "a") as log:
+                    log.write(prefix + printable(end).replace("\n", "\n" + prefix) + "\n")
+        return end
 
 
-def first_cause(hosts: list[Host]) -> dict:
-    """The most likely first cause among the reports of the hosts; a host that does not answer is a cause itself."""
+def first_cause(hosts: list[Host], cut: list[Host] = ()) -> dict:
+    """The most likely first cause among the reports of the hosts. A host that did not answer is a cause itself, also if
+    it answers again; one that was silent earlier counts only if nothing else explains the end."""
     causes = [host.last["cause"] for host in hosts if host.last.get("cause")]
-    causes += [{"order": KILLED, "what": problem(host, host.last)} for host in hosts if "silent" in host.last]
+    for host in hosts:
+        if what := host.silence or problem(host, host.last):
+            causes.append({"order": KILLED if host in cut or "silent" in host.last else SILENT, "what": what})
     causes.append({"order": FOLLOWED, "what": "it ended, and no host can name the reason"})
     return min(causes, key=lambda cause: cause["order"])
 
@@ -250,7 +281,7 @@ class Follower:
             say(f"\n{self.name} is {end.state}. {hints(self.name)}")
             return 130
         self.show_new()
-        status = {"failed": 1, "error": 2}.get(end.state, 0)
+        status = EXIT.get(end.state, 0)
         text = f"error: {end.message}" if status == 2 else f"{self.name}: {end}"
         say(text, sys.stderr if status else sys.stdout)
         return status
@@ -266,7 +297,7 @@ def state_of(out: Path) -> End:
     if supervised:
         return End(launch.get("state", "starting"), step, launch.get("message", ""))
     if last.get("state") in ENDED:
-        return End(last["state"], step or last["step"], last.get("message", ""))
+        return End(last["state"], step or last.get("step", 0), last.get("message", ""))
     if is_held(out / "lock"):  # of the job, see lib/run.py
         return End("running", step, "but its launcher is gone: nobody would relaunch it" * launched)
     return End("failed", step, "dead: it ended without a message")
@@ -284,13 +315,13 @@ def pick_run(verb: str, words: list[str]) -> tuple:
         parser.add_argument("--now", action="store_true")
     if verb in ("logs", "attach"):
         parser.add_argument("which", nargs="?", default="")
-    flags, runs = parser.parse_args(words), sorted((ROOT / "runs").glob("*/"))
+    flags, runs = parser.parse_args(words), sorted(Path("runs").glob("*/"))
     if not flags.out and not runs:
-        raise UserError("runs/ has no run yet. Start one: bash launch.sh")
-    name = flags.out or str(max(runs, key=last_used).relative_to(ROOT))
-    if not (ROOT / name).is_dir():
-        raise UserError(f"--out {name} is not a folder; the folder runs/ has all runs")
-    return ROOT / name, name.rstrip("/"), flags
+        raise UserError(f"runs/ has no run yet in {Path.cwd()}. Start one: bash launch.sh; or give a run's --out DIR")
+    out = Path(flags.out or max(runs, key=last_used))
+    if not out.is_dir():
+        raise UserError(f"--out {out} is not a folder in {Path.cwd()}; the folder runs/ has all runs")
+    return out.absolute(), str(out), flags
 
 
 def last_used(run: Path) -> float:
@@ -308,10 +339,10 @@ def verb_train(words: list[str], settings: dict) -> int:
     survey(hosts, job)
     if not check(hosts[0], job, sum(h.slots for h in hosts)) or config.check >= 0:
         return 0
-    name, out = config.out, ROOT / config.out
-    job |= {"out": name, "timeout": float(config.timeout)}
+    name, out = config.out, Path(config.out).absolute()
+    job |= {"out": str(out), "timeout": float(config.timeout)}
     for host in hosts:
-        host.session = re.sub(r"[^\w-]", "_", f"flatland-{out.name}", flags=re.A) + f"-{host.node}" * (host.node > 0)
+        host.session = session_of(out, host.node)
     if state_of(out).state not in ENDED:
         raise UserError(f"{name} is being trained already. {hints(name)}")
     (out / "logs").mkdir(parents=True, exist_ok=True)
@@ -321,21 +352,32 @@ def verb_train(words: list[str], settings: dict) -> int:
     while (launch := read_launch(out))["state"] == "starting" and os.waitpid(pid, os.WNOHANG) == (0, 0):
         time.sleep(0.1)
     if launch["state"] == "running":
-        say(f"Started {name} on {', '.join(h.label for h in hosts)}: {launch['place']}; log in {name}/log.txt")
+        place = launch["places"][hosts[0].label]
+        say(f"Started {name} on {', '.join(h.label for h in hosts)}: {place}; log in {name}/log.txt")
         if flags.detach or (len(hosts) > 1 and not sys.stdout.isatty()):
             say(hints(name))
             return 0
     return follower.to_the_end()
 
 
+def session_of(out: Path, number: int) -> str:
+    """The tmux session of a run's n-th node. The hash of the checkout's and the run's path makes it this run's alone:
+    other checkouts have runs of the same name."""
+    path = hashlib.sha256(f"{ROOT.resolve()}\n{out.resolve()}".encode()).hexdigest()
+    name = re.sub(r"[^\w-]", "_", f"flatland-{out.name}", flags=re.A)
+    return f"{name}-{path[:6]}" + f"-{number}" * (number > 0)
+
+
 def leave_behind(supervisor: Supervisor) -> int:
     """Starts the supervisor as a separate process -> its id."""
     supervisor.save(state="starting")
+    log = open(supervisor.out / "logs/supervisor.stderr.log", "ab")  # noqa: SIM115
+    if read_launch(supervisor.out) != supervisor.launch:
+        raise Failure(f"{supervisor.out}: the disk is full: free some space, then run the same command again")
     pid = os.fork()
     if pid:
         return pid
     os.setsid()
-    log = open(supervisor.out / "logs/supervisor.stderr.log", "ab")  # noqa: SIM115
     for stream in range(3):
         os.dup2(log.fileno(), stream)
     try:
@@ -412,6 +454,11 @@ def verb_stop(out: Path, name: str, flags: argparse.Namespace) -> int:
 def verb_attach(out: Path, name: str, flags: argparse.Namespace) -> None:
     launch = read_launch(out)
     host = find_host(launch, flags.which)
+    place = launch["state"] if launch.get("state") in ENDED else launch.get("places", {}).get(host.label)
+    if place in (BACKGROUND, *ENDED):
+        raise UserError(
+            f"{name} is in no tmux session ({place}); its output: bash launch.sh logs --out {shlex.quote(name)}"
+        )
     command = ["tmux", "attach", "-t", f"={host.session}"]
     if not host.local:
         command = [*ssh_command(host, f"-t {launch['ssh']}"), shlex.join(command)]
@@ -423,7 +470,7 @@ def main(argv: list[str]) -> int | None:
     split = argv.index("--")
     pairs = (word.split("=", 1) for word in argv[:split])
     settings = {name: int(value) if value.isdigit() else value for name, value in pairs}
-    starting = {"train": verb_train, "doctor": verb_doctor}
+    starting = {"train": verb_train, "doctor": verb_doctor, "sync": verb_sync}
     watching = {"logs": verb_logs, "status": verb_status, "stop": verb_stop, "attach": verb_attach}
     verb, *words = argv[split + 1 :]
     return starting[verb](words, settings) if verb in starting else watching[verb](*pick_run(verb, words))

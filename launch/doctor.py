@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import node
 from lib.errors import Parser, UserError, printable
 from lib.files import ROOT
-from node import content_hash, last_line
+from node import last_line, own_files
 
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\])(?::\d+)?)(?:\s+slots=([1-9]\d*))?")
 LIMIT, WANTED = 60, 100  # an all-reduce: seconds that it may take, MB/s that it should reach (1 Gbit/s has 100)
@@ -44,6 +44,7 @@ class Host:
     ranks_here: int = 0  # ranks on its machine, including other nodes
     last: dict = field(default_factory=dict)  # its last answer
     heard: float = 0.0  # the time of that answer
+    silence: str = ""  # the problem when it last stopped to answer
 
     @property
     def local(self) -> bool:
@@ -84,6 +85,7 @@ def read_job(words: list[str], settings: dict) -> tuple:
     flags, words = parser.parse_known_args(words)
     hosts, patterns = read_hosts(flags.hosts), settings["forward"].split()
     job = {**settings, "words": words or shlex.split(settings["default_args"]), "nproc": flags.nproc}
+    job["cwd"] = os.getcwd()  # relative paths are meant from here, on every host
     job["env"] = {k: v for k, v in os.environ.items() if any(fnmatch.fnmatchcase(k, p) for p in patterns)}
     # Systems give clients ports from 32768 on, so a port below is hardly ever taken
     job["port"] = job["port"] or random.randrange(20000, 30000)
@@ -146,9 +148,12 @@ def on_all(function, hosts: list[Host]) -> list:
 def ask(hosts: list[Host], job: dict, operation: str, patience: float = 20, **request) -> list[str]:
     """Calls all hosts at once; each keeps its answer in `last` -> the problems."""
     answers = on_all(lambda host: call(host, job, operation, patience, **request), hosts)
-    for host, host.last in zip(hosts, answers, strict=True):
-        if "silent" not in host.last:
+    for host, answer in zip(hosts, answers, strict=True):
+        if "silent" not in answer:
             host.heard = time.monotonic()
+        elif "silent" not in host.last:
+            host.silence = problem(host, answer)
+        host.last = answer
     return [line for host in hosts if (line := problem(host, host.last))]
 
 
@@ -169,14 +174,12 @@ def problem(host: Host, answer: dict) -> str:
 def survey(hosts: list[Host], job: dict) -> None:
     """Examines all hosts at once and settles their addresses, GPUs and ranks. Raises one UserError with all
     problems."""
-    refuse(ask(hosts, job, "probe", 60))
-    code, problems = content_hash(), []
+    refuse(ask(hosts, job, "probe", 60, files=own_files()))
+    problems = []
     for host in hosts:
-        if host.last["code"] != code:
-            problems.append(
-                f"{host.label}: the files in {ROOT}, or {job['python']}, are not the ones here;"
-                f" bash launch.sh sync --hosts {host.name}"
-            )
+        if wrong := host.last.get("differ", ["launch/node.py"]):  # an older one does not list them
+            files = ", ".join(wrong[:5]) + " and others" * (len(wrong) > 5)
+            problems.append(f"{host.label}: not as here: {files}; bash launch.sh sync --hosts {host.name}")
     settle_addresses(hosts)
     for address in {host.address for host in hosts}:
         problems += share_machine([host for host in hosts if host.address == address], job["nproc"])
@@ -184,6 +187,18 @@ def survey(hosts: list[Host], job: dict) -> None:
     if without and any(h.devices for h in hosts):
         problems.append(f"{without}: no GPU, while others have some; leave it out, or set CUDA_VISIBLE_DEVICES=")
     refuse(problems)
+
+
+def verb_sync(words: list[str], settings: dict) -> int:
+    """The end of `sync`, after launch.sh has copied this folder's files: renames files that are not here."""
+    _, hosts, job = read_job(words, settings)
+    hosts = [host for host in hosts if not host.local]
+    refuse(ask(hosts, job, "set_aside", 60, files=own_files()))
+    for host in hosts:
+        for name, new in host.last["strays"].items():
+            say(f"{host.label}: {name}, which is not here, is {new} now")
+        say(f"{host.label}: has the files of this folder")
+    return 0
 
 
 def settle_addresses(hosts: list[Host]) -> None:

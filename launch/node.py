@@ -13,6 +13,7 @@ TORCHELASTIC_ERROR_FILE is below LOGS."""
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
@@ -30,12 +31,13 @@ from pathlib import Path
 
 ROOT = Path(os.path.abspath(__file__)).parents[1]
 # A cause with a smaller number is more likely to be the first cause of the job's failure.
-KILLED, FAILED, FOLLOWED = range(3)
+KILLED, FAILED, SILENT, FOLLOWED = range(4)
 # The error file of a rank that failed because another rank did (lib/run.py, torch.distributed) begins like this.
 OF_A_PEER = re.compile(
     r"(?s)(PeerFailure|Dist\w*Error): "
     r"|RuntimeError: .*(gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe)"
 )
+BACKGROUND = "background"  # the place of an agent without a tmux session
 # The variables that a tmux server gets. It keeps the environment of its start and shows it to everybody.
 PLAIN_ENVIRONMENT = "HOME LANG LOGNAME PATH SHELL TERM TMPDIR TMUX_TMPDIR USER XDG_RUNTIME_DIR"
 OWN_FILES = (
@@ -63,10 +65,19 @@ def read_json(path):
 
 
 def write_json(path, value):
-    """Replaces a file in one step: a reader sees the old content or the new content."""
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(temporary, path)
+    """Replaces a file in one step: a reader sees the old content or the new content. On a full disk the old file is
+    overwritten instead, because it has room."""
+    temporary, text = path.with_suffix(".new"), json.dumps(value, indent=1) + "\n"
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as e:
+        temporary.unlink(missing_ok=True)
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
+            raise
+        with open(path, "r+") as file:
+            file.write(text)
+            file.truncate()
 
 
 def tail(path, lines):
@@ -147,7 +158,7 @@ def rank_cause(logs, rank, local_rank, status, error):
     follows = OF_A_PEER.match(error) or status in (-signal.SIGTERM, -signal.SIGABRT)
     order = FOLLOWED if follows else KILLED if status == -signal.SIGKILL else FAILED
     file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), logs / "agent.stderr.log")
-    return cause(order, f"rank {rank} on {logs.parent.name}", status, file)
+    return cause(order, f"rank {rank} on {logs.parent.name}", status, file) | {"error": error}
 
 
 def cause(order, who, status, file):
@@ -175,12 +186,21 @@ def torchrun(logs, *words):
 # ---- operations: each takes the request and returns the answer
 
 
-def content_hash():
-    """Changes with every edit of the project's own files: code, scripts and recipes; not `hosts`, which does not affect
-    a run."""
-    files = sorted(path for pattern in OWN_FILES.split() for path in ROOT.glob(pattern))
-    contents = [(str(path), path.read_bytes()) for path in files]
-    return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
+def own_files():
+    """name -> hash of the content of the project's own files: code, scripts and recipes; not `hosts`, which does not
+    affect a run."""
+    files = sorted(path for pattern in OWN_FILES.split() for path in ROOT.glob(pattern) if path.is_file())
+    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+
+
+def set_aside(request):
+    """Renames this host's files of the project that the launching machine does not have, because an old module may be
+    imported instead of a new one -> {old name: new name}"""
+    ending = time.strftime(".%Y%m%d-%H%M%S")  # no pattern of OWN_FILES matches it
+    strays = {name: name + ending for name in sorted(own_files().keys() - request["files"])}
+    for name, new in strays.items():
+        os.rename(ROOT / name, ROOT / new)
+    return {"strays": strays}
 
 
 def query(fields):
@@ -197,8 +217,14 @@ def probe(request):
     gpus = query("index")
     if gpus and (visible := {**os.environ, **request["env"]}.get("CUDA_VISIBLE_DEVICES")) is not None:
         gpus = [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
-    code = content_hash() if os.access(request["python"], os.X_OK) else "no environment"
-    return {"connection": os.environ.get("SSH_CONNECTION", "").split(), "gpus": gpus, "code": code}
+    differ = {name for name, _ in own_files().items() ^ request["files"].items()}
+    if not os.path.isdir(request["cwd"]):
+        return {"refused": f"there is no folder {request['cwd']} there, from which relative paths are meant"}
+    return {
+        "connection": os.environ.get("SSH_CONNECTION", "").split(),
+        "gpus": gpus,
+        "differ": sorted(differ) + [request["python"]] * (not os.access(request["python"], os.X_OK)),
+    }
 
 
 def environment(request):
@@ -208,11 +234,9 @@ def environment(request):
 
 
 def run(request):
-    """Runs a command in the checkout with the run's environment -> its exit status and output."""
-    env = environment(request)
-    done = subprocess.run(
-        request["command"], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    """Runs a command with the run's environment, in the folder where the user stands -> its exit status and output."""
+    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(request["command"], cwd=request["cwd"], env=environment(request), **pipes)
     return {"exit": done.returncode, "out": done.stdout, "err": done.stderr}
 
 
@@ -233,11 +257,11 @@ def choose_interface(address):
 
 def log_folder(request):
     """The attempt's log folder on this host, as a real path: the run's processes have it in their environment."""
-    return Path(os.path.realpath(ROOT / request["out"]), "logs", request["label"], request["id"])
+    return Path(os.path.realpath(request["out"]), "logs", request["label"], request["id"])
 
 
 TORCHRUN = (
-    "{python} launch/node.py torchrun {logs} --nnodes {nodes} --node-rank {node} --nproc-per-node {slots}"
+    "{python} {root}/launch/node.py torchrun {logs} --nnodes {nodes} --node-rank {node} --nproc-per-node {slots}"
     " --max-restarts 0 --master-addr {first} --master-port {port} --rdzv-id {id} --rdzv-conf timeout={join_timeout}"
     " --local-addr {address} --redirects 3 --tee 1 --log-dir {logs}"
 )
@@ -255,15 +279,15 @@ def start(request):
         }
     kill_all(logs.parent)
     env = environment(request) | {"TORCHELASTIC_ERROR_FILE": f"{logs}/error.json"}
-    command = [sys.executable, "launch/node.py", "agent", str(logs), str(request["ranks_here"])]
-    command += [word.format(**request, logs=logs) for word in TORCHRUN.split()]
-    command += ["train.py", *request["words"]]
+    command = [sys.executable, f"{ROOT}/launch/node.py", "agent", str(logs), str(request["ranks_here"])]
+    command += [word.format(**request, logs=logs, root=ROOT) for word in TORCHRUN.split()]
+    command += [f"{ROOT}/train.py", *request["words"]]
 
     # The environment travels in a file that only its owner can read, and that is removed when it has been read. It must
     # not appear on a command line, in the run folder or in a tmux server.
     handle, parcel = tempfile.mkstemp(prefix="flatland-")
     with os.fdopen(handle, "w") as file:
-        json.dump([command, env], file)
+        json.dump([request["cwd"], command, env], file)
     place = open_session(request["session"], [sys.executable, os.path.abspath(__file__), "enter", parcel], logs)
     end = time.monotonic() + request["start_limit"]
     while not (logs / "agent.json").exists():
@@ -286,14 +310,14 @@ def open_session(session, command, logs):
     nothing = subprocess.DEVNULL
     with open(logs / "background.stderr.log", "wb") as err:
         subprocess.Popen(command, env=plain, stdin=nothing, stdout=nothing, stderr=err, start_new_session=True)
-    return "background"
+    return BACKGROUND
 
 
 def enter(parcel):
     """Becomes the command that `start` has left in a file, with its environment."""
-    command, env = json.loads(read(parcel))
+    cwd, command, env = json.loads(read(parcel))
     os.unlink(parcel)
-    os.chdir(ROOT)
+    os.chdir(cwd)
     os.execvpe(command[0], command, env)
 
 
@@ -331,7 +355,9 @@ def examine(request):
     """The rows of doctor's table for this host: name -> [value, remedy or nothing if it is right]"""
     python = request["python"]
     torch = run({**request, "command": [python, "-c", VERSIONS]})
-    check = run({**request, "command": [python, "train.py", *request["words"], "--check", str(request["total"])]})
+    check = run(
+        {**request, "command": [python, f"{ROOT}/train.py", *request["words"], "--check", str(request["total"])]}
+    )
     error = (last_line(check["err"]).removeprefix("error: ") or "it failed") if check["exit"] else ""
     return {
         "torch": [torch["out"].strip() or "no", last_line(torch["err"]) if torch["exit"] else ""],

@@ -1,6 +1,7 @@
 """How an attempt is judged, what is asked of hosts, and the list of hosts: without a launch."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -180,6 +181,25 @@ def test_a_run_of_slurm_is_known_by_its_status_and_its_lock(supervisor, state, a
     assert lock is None or lock.release() is None
 
 
+def test_a_host_that_was_cut_and_answers_the_sweep_is_still_the_cause(supervisor, monkeypatch):
+    """A cut that healed long before the end counts only if no rank knows a cause."""
+    alive, cut, bug = {"processes": 1, "cause": None}, {"silent": "timed out"}, end(node.FAILED, "a bug")
+    again, noticed = end(node.FOLLOWED, "rank 1 on b failed"), "b does not answer: timed out. .*"
+    supervisor.job["timeout"] = 0.0
+    supervisor.save(state="running")
+    monkeypatch.setattr(cluster, "LOOK_OVER_SSH", 0.001)
+    for looks, expected in (  # the last one is the sweep
+        ([(alive, cut), (bug, cut), (bug, cut), (bug, alive)], noticed),
+        ([(alive, cut), (alive, alive), (LOST, again), (LOST, again), (LOST, again)], noticed),
+        ([(alive, cut), (alive, alive), (bug, alive), (bug, alive), (bug, alive)], "a bug"),
+        ([(alive, alive), (LOST, again), (LOST, again), (LOST, again)], "rank 0 on a failed"),
+    ):
+        supervisor.hosts, answers = [Host(n, label=n, heard=math.inf) for n in "ab"], iter(looks)
+        monkeypatch.setattr(doctor, "on_all", lambda function, hosts, answers=answers: next(answers))
+        assert re.fullmatch(expected, supervisor.watch().message)
+        assert not list(answers)
+
+
 def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(supervisor, monkeypatch):
     out, ran = supervisor.out, []
     supervisor.save(hosts=[asdict(Host(f"me@{n}:22", slots=2, label=n, session="s")) for n in "ab"])
@@ -194,6 +214,35 @@ def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(supervisor,
     monkeypatch.setattr(os, "execvp", lambda _, command: ran.append(command))
     cluster.verb_attach(out, "r", SimpleNamespace(which="b"))
     assert ran == [["ssh", "-t", "--", "ssh://me@b:22", "tmux attach -t =s"]]
+    for facts, why in (({"places": {"b": node.BACKGROUND}}, "background"), ({"state": "stopped"}, "stopped")):
+        supervisor.save(**facts)
+        with pytest.raises(UserError, match=f"in no tmux session .{why}.*logs --out r"):
+            cluster.verb_attach(out, "r", SimpleNamespace(which="b"))
+
+
+def test_no_two_checkouts_and_no_two_run_folders_share_a_session(monkeypatch, tmp_path):
+    names = [cluster.session_of(tmp_path / out, 0) for out in ("runs/a", "other/a", "runs/a.b")]
+    monkeypatch.setattr(cluster, "ROOT", tmp_path)
+    names += [cluster.session_of(tmp_path / "runs/a", number) for number in (0, 1)]
+    assert len(set(names)) == 5 and all(re.fullmatch(r"flatland-a(_b)?-[0-9a-f]{6}(-1)?", name) for name in names)
+
+
+def test_differing_files_are_named_and_strays_are_set_aside(monkeypatch, tmp_path):
+    monkeypatch.setattr(node, "ROOT", tmp_path)
+    (tmp_path / "lib").mkdir()
+    for name in ("train.py", "old.py", "lib/old.py", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    files = {"train.py": "another hash", "new.py": "a hash"}
+    request = {"files": files, "env": {}, "python": sys.executable, "cwd": str(tmp_path)}
+    assert node.probe(request)["differ"] == ["lib/old.py", "new.py", "old.py", "train.py"]
+    assert node.probe(request | {"files": node.own_files(), "python": "/no"})["differ"] == ["/no"]
+    assert "no folder /no" in node.probe(request | {"cwd": "/no"})["refused"]
+    moved = node.set_aside({"files": files})["strays"]
+    assert list(moved) == ["lib/old.py", "old.py"] and all(
+        (tmp_path / new).read_text() == "old" for new in moved.values()
+    )
+    assert list(node.own_files()) == ["train.py"] and (tmp_path / "notes.txt").exists()
+    assert not node.set_aside({"files": files})["strays"]
 
 
 def test_what_an_agent_sets_for_its_ranks(tmp_path):
@@ -219,6 +268,30 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint(supervisor, monk
     assert (launch["state"], launch["message"]) == ("failed", "what 2")
     assert log.count("Relaunching from step-4 in 0 s: try 1 of 1") == 1 and log.count("Relaunching from step-7") == 1
     assert log.endswith("try 1 of 1\ndetails 2\nGave up after 1 tries without progress\n")
+
+
+@pytest.mark.parametrize("state, reported, order, error, message", [
+    ("failed", "rank 0 on a: KeyError: 'x'", node.FAILED, "KeyError: 'x'", "rank 0 on a: KeyError: 'x'"),
+    ("failed", "gone\nand done", node.FAILED, "Failure: gone\nand done", "gone\nand done"),
+    ("failed", "a peer", node.FAILED, "OSError: x", "rank 1 failed: OSError: x"),
+    ("running", "", node.KILLED, "", "rank 1 failed"), ("", "", node.FOLLOWED, "", "rank 1 failed"),
+])  # fmt: skip
+def test_a_failure_has_one_message_everywhere(supervisor, monkeypatch, capsys, state, reported, order, error, message):
+    if state:
+        status = {"state": state, "message": reported, "step": 7, "attempt": "x"}
+        node.write_json(supervisor.out / "status.json", status)
+    supervisor.hosts = [Host("a", label="a", last=end(order, "rank 1 failed", error=error))]
+    supervisor.job["retries"] = 0
+    monkeypatch.setattr(Supervisor, "attempt", Supervisor.judge)
+    supervisor.run()
+    assert cluster.state_of(supervisor.out).message == message
+    assert node.read_json(supervisor.out / "status.json")["message"] == message
+    lines = (supervisor.out / "log.txt").read_text().splitlines()
+    assert all(re.match(r"[\d-]{10} [\d:]{8} E \[cluster.py\] ", line) for line in lines)
+    assert "\n".join(line.split("] ", 1)[1] for line in lines) == str(cluster.state_of(supervisor.out))
+    assert cluster.Follower(supervisor.out, "r").to_the_end() == 1 and capsys.readouterr().err.endswith(f"{message}\n")
+    monkeypatch.setattr(cluster.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    assert "disk of" in supervisor.judge().message and "is full" in supervisor.judge().message
 
 
 @pytest.mark.parametrize("state, status, end", [("error", 2, "error: m\n"), ("failed", 1, "r: failed at step 3: m\n")])

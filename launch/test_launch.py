@@ -62,6 +62,7 @@ stop_requested = lambda: signals or (out / "logs" / "stop").exists()
 start = max([int(p.name[5:]) for p in out.glob("checkpoints/step-*")], default=0)
 write("running", start)
 say("arguments " + json.dumps(args))
+say("in " + os.getcwd())
 keys = [os.environ.get(name, "") for name in ("HF_TOKEN", "WANDB_API_KEY")]
 environment = os.environ["WORLD_SIZE"], os.environ.get("MARK"), len("".join(keys))
 say("environment " + json.dumps(environment))
@@ -92,7 +93,7 @@ class Checkout:
     def __init__(self, folder: Path, short: Path):
         self.folder, self.short = folder, short
         (folder / "lib").mkdir(parents=True)
-        for name in ("launch.sh", "requirements.txt", "hosts", "lib/errors.py"):
+        for name in ("launch.sh", "requirements.txt", "hosts", "lib/errors.py", "lib/files.py"):
             shutil.copy(ROOT / name, folder / name)
         shutil.copytree(ROOT / "launch", folder / "launch")
         (folder / "train.py").write_text(FAKE_TRAIN)
@@ -115,10 +116,10 @@ class Checkout:
         path.write_text(f"#!/bin/sh\n{line}\n")
         path.chmod(0o755)
 
-    def start(self, *words: str) -> subprocess.Popen:
+    def start(self, *words: str, cwd: Path | None = None) -> subprocess.Popen:
         command = ["bash", str(self.folder / "launch.sh"), *words]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, cwd="/", env=self.environment, start_new_session=True, **pipes)
+        return subprocess.Popen(command, cwd=cwd or self.folder, env=self.environment, start_new_session=True, **pipes)
 
     def launch(self, *words: str) -> tuple[int, str, str]:
         process = self.start(*words)
@@ -189,6 +190,20 @@ def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(
     for words in (["--steps", "4"], ["--steps", "4", "--check"]):  # by the run's own checks, and before it
         assert checkout.launch(*words) == (0, "runs/default is finished\n", "")
     assert checkout.launch("logs") == (0, log + "runs/default: finished at step 4\n", "")
+
+
+def test_relative_paths_are_meant_from_the_users_folder(checkout, tmp_path):
+    (tmp_path / "stands here").mkdir()
+    process = checkout.start("--steps", "2", cwd=tmp_path / "stands here")
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0 and f"in {tmp_path}/stands here\n" in out, out + err
+    assert (tmp_path / "stands here/runs/default/log.txt").exists() and not (checkout.folder / "runs").exists()
+    for words, cwd in (
+        (["status"], tmp_path / "stands here"),
+        (["logs", "--out", "stands here/runs/default"], tmp_path),
+    ):
+        process = checkout.start(*words, cwd=cwd)
+        assert "finished" in process.communicate(timeout=LIMIT)[0] and process.returncode == 0
 
 
 def test_a_crash_ends_with_1_and_shows_the_log_of_the_rank_that_failed(checkout):
@@ -334,7 +349,7 @@ def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):
     log = run / "log.txt"
     eventually(lambda: "Batch 12 " in node.read(log), "some batches")
     assert len(list(run.glob(f"logs/{NAME}*/**/*stderr.log"))) == 4  # an agent and a worker each
-    assert re.search(rf"{NAME}-2 +flatland-two-1 +1 of 1$", checkout.says("status"), re.M)
+    assert re.search(rf"{NAME}-2 +flatland-two-\w{{6}}-1 +1 of 1$", checkout.says("status"), re.M)
 
     os.kill(ranks(checkout, "two")["1"], signal.SIGKILL)
     eventually(lambda: log.read_text().count("Began after step") == 2, "the relaunch")
@@ -419,8 +434,12 @@ def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):
     assert "launch.sh sync" in err and err.startswith(f"error: {label}: there is no")
     assert checkout.says("sync", "--hosts", f"{here},{apart}").count("has the files of this folder") == 2
     (checkout.folder / "new_and_uncommitted.py").write_text("y = 2\n")
-    assert f"{label}: the files in" in checkout.says("--hosts", f"{here},{apart}", status=2)
+    (checkout.folder / "lib" / "gone.py").write_text("")
+    assert f"{label}: not as here: lib/gone.py; bash" in checkout.says("--hosts", f"{here},{apart}", status=2)
     checkout.says("sync", "--hosts", apart)
+    (checkout.folder / "lib" / "gone.py").unlink()
+    assert "not as here: lib/gone.py; bash" in checkout.says("--hosts", f"{here},{apart}", status=2)
+    assert "lib/gone.py, which is not here, is lib/gone.py.2" in checkout.says("sync", "--hosts", apart)
     for hosts in (f"{apart},{here}", apart):
         err = checkout.says("--hosts", hosts, "--steps", "3", status=2)
         assert f"{label}: the folder runs/default there is not the one here" in err and "--out" in err

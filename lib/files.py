@@ -1,6 +1,7 @@
 """Files: JSON objects, atomic writes, free space, kinds of content by their first bytes, and reading ahead. Imports no
 torch."""
 
+import contextlib
 import errno
 import json
 import logging
@@ -19,6 +20,7 @@ from lib.errors import UserError
 logger = logging.getLogger("flatland")
 ROOT = Path(__file__).parent.parent  # the checkout
 VERSION = "0.2.0"  # CHANGELOG.md lists its changes
+EMPTY = 30.0  # seconds after which nobody is about to fill an empty lock
 
 
 def human(n: float, units: str = " KMB") -> str:
@@ -55,6 +57,14 @@ def write_whole(path: Path, text: str, sync: bool = False) -> None:
 
 def write_json(path: Path, value) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+def fill_old_lock(lock: Path) -> None:
+    """Damages a lock of filelock's that has been empty for long: filelock takes over damaged locks, but not empty ones.
+    A power failure can leave an empty one; a process that takes a lock fills it at once."""
+    with contextlib.suppress(OSError):
+        if not lock.stat().st_size and time.time() - lock.stat().st_mtime > EMPTY:
+            lock.write_text("\n")
 
 
 def read_json(path: Path) -> dict:

@@ -42,32 +42,30 @@ class Gpu(NamedTuple):
     fp8: float
 
 
-# The fields of Gpu by the value of --gpu. The first row whose device's name is part of a device's name describes it.
-#          device's name   tflops  gib    bandwidth  link   host   watts  reach  fp8
-_GPUS = """
-b200       B200            2250    178    7.7e12     900e9  50e9   1000   0.6    1.7
-gh200      GH200           989     94.5   4.0e12     450e9  200e9  700    0.62   1.6
-h200       H200            989     139.8  4.8e12     450e9  50e9   700    0.64   1.6
-h100-pcie  H100 PCIe       756     79.1   2.0e12     50e9   50e9   350    0.55   1.6
-h100-nvl   H100 NVL        835     93.0   3.9e12     300e9  50e9   400    0.6    1.6
-h100-80    H100            989     79.1   3.35e12    450e9  50e9   700    0.6    1.6
-h800       H800            989     79.1   3.35e12    200e9  50e9   700    0.6    1.6
-a100-40    A100-SXM4-40GB  312     39.4   1.56e12    300e9  25e9   400    0.8    0
-a100-80    A100            312     79.2   2.04e12    300e9  25e9   400    0.8    0
-a800       A800            312     79.2   2.04e12    200e9  25e9   400    0.8    0
-mi300x     MI300X          1307    191.7  5.3e12     350e9  50e9   750    0.45   0
-l40s       L40S            362     44.4   0.86e12    25e9   25e9   350    0.55   1.6
-l40        L40             181     44.4   0.86e12    25e9   25e9   300    0.7    1.6
-l4         L4              121     22.0   0.3e12     25e9   25e9   72     0.5    1.6
-a10g       A10G            70      22.0   0.6e12     25e9   25e9   150    0.8    0
-a10        A10             125     22.0   0.6e12     25e9   25e9   150    0.6    0
-rtx4090    RTX 4090        165     23.5   1.01e12    25e9   25e9   450    0.85   1.6
-rtx3090    RTX 3090        71      23.5   0.94e12    12e9   25e9   350    0.85   0
-a6000      A6000           155     47.4   0.77e12    25e9   25e9   300    0.6    0
-"""
-_ROWS = (re.split(" {2,}", line) for line in _GPUS.strip().splitlines())
+# By the value of --gpu. The first row whose name is part of a device's name describes it.
+# name, tflops, gib, bandwidth, link, host, watts, reach, fp8
+GPUS = {
+    "b200": Gpu("B200", 2250, 178, 7.7e12, 900e9, 50e9, 1000, 0.6, 1.7),
+    "gh200": Gpu("GH200", 989, 94.5, 4.0e12, 450e9, 200e9, 700, 0.62, 1.6),
+    "h200": Gpu("H200", 989, 139.8, 4.8e12, 450e9, 50e9, 700, 0.64, 1.6),
+    "h100-pcie": Gpu("H100 PCIe", 756, 79.1, 2.0e12, 50e9, 50e9, 350, 0.55, 1.6),
+    "h100-nvl": Gpu("H100 NVL", 835, 93.0, 3.9e12, 300e9, 50e9, 400, 0.6, 1.6),
+    "h100-80": Gpu("H100", 989, 79.1, 3.35e12, 450e9, 50e9, 700, 0.6, 1.6),
+    "h800": Gpu("H800", 989, 79.1, 3.35e12, 200e9, 50e9, 700, 0.6, 1.6),
+    "a100-40": Gpu("A100-SXM4-40GB", 312, 39.4, 1.56e12, 300e9, 25e9, 400, 0.8, 0),
+    "a100-80": Gpu("A100", 312, 79.2, 2.04e12, 300e9, 25e9, 400, 0.8, 0),
+    "a800": Gpu("A800", 312, 79.2, 2.04e12, 200e9, 25e9, 400, 0.8, 0),
+    "mi300x": Gpu("MI300X", 1307, 191.7, 5.3e12, 350e9, 50e9, 750, 0.45, 0),
+    "l40s": Gpu("L40S", 362, 44.4, 0.86e12, 25e9, 25e9, 350, 0.55, 1.6),
+    "l40": Gpu("L40", 181, 44.4, 0.86e12, 25e9, 25e9, 300, 0.7, 1.6),
+    "l4": Gpu("L4", 121, 22.0, 0.3e12, 25e9, 25e9, 72, 0.5, 1.6),
+    "a10g": Gpu("A10G", 70, 22.0, 0.6e12, 25e9, 25e9, 150, 0.8, 0),
+    "a10": Gpu("A10", 125, 22.0, 0.6e12, 25e9, 25e9, 150, 0.6, 0),
+    "rtx4090": Gpu("RTX 4090", 165, 23.5, 1.01e12, 25e9, 25e9, 450, 0.85, 1.6),
+    "rtx3090": Gpu("RTX 3090", 71, 23.5, 0.94e12, 12e9, 25e9, 350, 0.85, 0),
+    "a6000": Gpu("A6000", 155, 47.4, 0.77e12, 25e9, 25e9, 300, 0.6, 0),
+}
 WIDTH = {"cuda": 8192, "cpu": 2048}  # of the matrices whose product measures a device
-GPUS = {key: Gpu(name, *map(float, numbers)) for key, name, *numbers in _ROWS}
 
 
 def known_gpu(device: torch.device) -> Gpu | None:

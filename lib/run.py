@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from config import Config
 from lib import progress, torch_private
 from lib.errors import Failure, UserError, describe_error, printable, say_error
-from lib.files import read_json, write_json
+from lib.files import fill_old_lock, read_json, write_json
 from lib.ranks import Ranks, on_every_rank, on_first_rank, set_timeout
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -59,8 +59,8 @@ class _PrefixEveryLine(logging.Formatter):
         return "\n".join(prefix + printable(line) for line in record.getMessage().splitlines() or [""])
 
 
-def start_logging(folder: Path | None) -> None:
-    """Sends messages to the screen (with a prefix if it is not a terminal) and to log.txt in the folder. None: this
+def start_logging(folder: Path | None, on_screen: bool = True) -> None:
+    """Sends messages to log.txt in the folder and to the screen (with a prefix if it is not a terminal). None: this
     rank is silent."""
     prefixed = _PrefixEveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] ", "%Y-%m-%d %H:%M:%S")
     logger.propagate = False
@@ -71,7 +71,7 @@ def start_logging(folder: Path | None) -> None:
         screen, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "log.txt", encoding="utf-8")
         file.setFormatter(prefixed)
         screen.setFormatter(_PrefixEveryLine() if sys.stdout.isatty() else prefixed)
-        logger.handlers = [screen, file]
+        logger.handlers = [screen, file] if on_screen else [file]
 
 
 def write_status(folder: Path, state: str, step: int, exit_code: int | None = None, message: str = "") -> None:
@@ -88,13 +88,17 @@ def write_status(folder: Path, state: str, step: int, exit_code: int | None = No
         write_json(folder / "status.json", status)
 
 
+def age_of(process: int | str) -> float:
+    """The seconds since a process of this machine started."""
+    started = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
 class Clock:
     """Wall time by part. Time inside a nested part counts only for that part, so the parts add up to the whole."""
 
     def __init__(self):
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since boot
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")  # includes imports
-        self.begin = time.perf_counter() - age
+        self.begin = time.perf_counter() - age_of("self")  # includes imports
         self.parts = Counter()  # seconds by part
         self.stack, self.since, self.step = ["start"], self.begin, 0
 
@@ -167,10 +171,20 @@ class Run:
     def __enter__(self) -> "Run":
         self.nonce = on_first_rank(self._take_folder, self.ranks)
         on_every_rank(self._check_shared, self.ranks)  # after an error the lock is released with this object
-        if "TORCHELASTIC_RUN_ID" not in os.environ:  # else the launcher has removed an old request
-            (self.folder / "logs" / "stop").unlink(missing_ok=True)
+        if self.ranks.rank == 0:
+            self._drop_old_request()
         self.watchdog = Watchdog(self)
         return self
+
+    def _drop_old_request(self) -> None:
+        """Removes a request to stop that is older than this process and its torchrun. The launcher and train.sbatch do
+        that earlier, and make the log folder of their attempt."""
+        request, attempt = self.folder / "logs" / "stop", os.environ.get("TORCHELASTIC_RUN_ID")
+        if attempt and any(self.folder.glob(f"logs/*/{attempt}")):
+            return
+        with contextlib.suppress(OSError):  # there is none, or torchrun's process is not visible here
+            if time.time() - request.stat().st_mtime > age_of(os.getppid() if attempt else "self"):
+                request.unlink()
 
     def _take_folder(self) -> str:
         try:
@@ -261,19 +275,15 @@ class Run:
             time.sleep(1)  # torchrun ends all ranks when one exits: rank 0, which reports, must be first
 
     def record_end(self, error: Exception, state: str, exit_code: int, message: str) -> None:
-        """Writes the state to status.json, unless another rank has done so or the state is empty, and the error to the
-        file that torchrun names for this rank, where launch/node.py finds the first cause."""
+        """Writes the end to status.json and log.txt, unless another rank has done so or the state is empty, and the
+        error to the file that torchrun names for this rank, where launch/node.py finds the first cause."""
         with contextlib.suppress(OSError):  # the disk is full
             status = read_json(self.folder / "status.json")
             if state and status.get("state") == "running":
-                write_status(self.folder, state, max(self.clock.step, status["step"]), exit_code, message)
+                write_status(self.folder, state, max(self.clock.step, status.get("step", 0)), exit_code, message)
+                start_logging(self.folder, on_screen=False)  # there it is `error: ...`
+                logger.error(message)
             get_error_handler().record_exception(error)
-
-
-# ---- gradients
-
-
-# ---- devices that corrupt numbers
 
 
 # ---- signals, and ranks that hang
@@ -396,10 +406,12 @@ class Watchdog:
 
 def take_lock(folder: Path) -> SoftFileLease:
     """Takes the run folder's lock, which a thread of filelock renews until it is released. The lock of a dead
-    process on this machine is taken over at once, the lock of another machine after LEASE seconds without renewal.
+    process on this machine is taken over at once, the lock of another machine after LEASE seconds without renewal, and
+    an empty one of any age above that.
     Raises UserError if another job holds the lock."""
     # thread_local=False: the watchdog reads the state of the lock
     lock = SoftFileLease(folder / "lock", lease_duration=LEASE, thread_local=False)
+    fill_old_lock(folder / "lock")
     try:
         lock.acquire(timeout=PATIENCE)
     except Timeout:

@@ -188,3 +188,34 @@ def test_a_second_job_is_refused_and_takes_over_when_the_first_is_killed(tmp_pat
     (tmp_path / "lock").touch()
     with pytest.raises(UserError, match="an unnamed process is training .*remove .*/lock if no job"):
         take_lock(tmp_path)
+    monkeypatch.setattr(guard, "PATIENCE", 10)
+    os.utime(tmp_path / "lock", (1, 1))  # since a power failure
+    take_lock(tmp_path).release()
+
+
+@pytest.mark.parametrize("attempt, age, kept", [
+    (None, 3600, False), (None, 0, True), ("plain", 3600, False), ("plain", 0, True), ("ours", 3600, True),
+])  # fmt: skip
+def test_only_an_old_request_to_stop_is_dropped(tmp_path, monkeypatch, attempt, age, kept):
+    """Under plain torchrun, too; the launcher has made a log folder of the attempt and removed older requests."""
+    monkeypatch.setattr(guard, "age_of", lambda process: 60 if process == (os.getppid() if attempt else "self") else 0)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if attempt:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", attempt)
+    (tmp_path / "logs/node1/ours").mkdir(parents=True)
+    request = tmp_path / "logs/stop"
+    request.touch()
+    os.utime(request, (time.time() - age,) * 2)
+    guard.Run(SimpleNamespace(out=str(tmp_path)), ALONE)._drop_old_request()
+    assert request.exists() == kept
+
+
+def test_an_error_is_in_status_json_and_log_txt(tmp_path, capsys):
+    run = guard.Run(SimpleNamespace(out=str(tmp_path)), Ranks(1, 2, ALONE.device))
+    write_status(tmp_path, "running", 7)
+    for message in ("the first\nhas two lines", "of another rank"):  # only the first counts
+        run.record_end(guard.Failure(message), "failed", 1, message)
+    assert read_json(tmp_path / "status.json")["message"] == "the first\nhas two lines"
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split("] ")[1] for line in lines] == ["the first", "has two lines"] and " E [run.py:" in lines[0]
+    assert not any(capsys.readouterr())

@@ -303,6 +303,14 @@ def test_bad_input_is_named(tmp_path, name, content, pattern):
     (tmp_path / name).write_bytes(content)
     message = refused(run, [tmp_path / name], tmp_path / "out")
     assert str(tmp_path / name) in message and re.search(pattern, message, re.DOTALL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_an_unknown_format_is_not_proposed_instead_of_itself(tmp_path):
+    (tmp_path / "a.dat").touch()
+    assert "did you mean" not in refused(find_files, str(tmp_path / "a.dat"), "--data")
+    (tmp_path / "b.dat").touch()
+    assert "did you mean b.dat?" in refused(find_files, str(tmp_path / "a.dat"), "--data")
 
 
 def test_skip_bad_leaves_out_so_many(tmp_path, caplog):

@@ -30,6 +30,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shutil
 import struct
 import sys
 import tempfile
@@ -512,7 +513,7 @@ def prepare(
     if index.get("key") == key and "position" not in index:
         return index  # from a folder that may be read-only
     out.mkdir(parents=True, exist_ok=True)
-    with FileLock(out / ".lock"):  # the file stays: removing it would let a third process in while a second one waits
+    with FileLock(out / ".lock"), _removed_if_empty(out):  # a lock is not removed while another process may wait for it
         index = read_json(out / INDEX)
         if index.get("key") != key:
             if others := sorted({p.name for p in out.iterdir()} - {".lock", INDEX}):
@@ -535,6 +536,17 @@ def prepare(
         if "position" in index:
             _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad)
     return index
+
+
+@contextlib.contextmanager
+def _removed_if_empty(out):
+    """Removes the folder after an error if it holds nothing but its lock."""
+    try:
+        yield
+    except BaseException:
+        if os.listdir(out) == [".lock"]:
+            shutil.rmtree(out)
+        raise
 
 
 def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
