@@ -85,7 +85,7 @@ for words in json.loads(sys.argv[2]):
     for p in model.parameters():
         torch.nn.init.normal_(p, 0.0, 0.02)
     optimizer = make_optimizer(model, config)
-    gradients = GradientGuard(model, config, ranks, None)
+    gradients = guards.GradientGuard(model, config, ranks, None)
     for _ in range(2):
         train.train_step(model, optimizer, [batch], 1e-3, gradients, SimpleNamespace(refresh=int), ranks.device)
     print(test_shard.peak_rss() - before)
