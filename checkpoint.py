@@ -84,7 +84,7 @@ from lib.weights import (
     open_weights,
     write_file,
 )
-from optim import DTYPES, Optimizer, trained
+from optim import DTYPES, Optimizer, trainable_parameters
 from shapes import ModelConfig, RopeScaling
 from shard import fill_tensors, reshard, uncompiled
 
@@ -214,7 +214,7 @@ def _fits(tensors: dict[str, Tensor]) -> bool:
 
 def own_parts(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, dict]]:
     """-> (this rank's parts of the state, by name; how each tensor of the state is divided, the same on all ranks)"""
-    parameters, tensors, layouts = trained(model), {}, {}
+    parameters, tensors, layouts = trainable_parameters(model), {}, {}
     assert not optimizer.state or all(p in optimizer.state for p in parameters.values()), "still gathered"
     for name, parameter in parameters.items():
         state = optimizer.state.get(parameter, {}).items()
@@ -529,7 +529,7 @@ class Checkpoint:
     def _make_targets(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         """The tensors to fill, by name: parameters, and new tensors for the optimizer's state. A state that has its
         parameter's shape is sharded like the parameter; every rank holds the whole of any other state."""
-        named = trained(model)
+        named = trainable_parameters(model)
         targets = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         optimizer.state.clear()
         for key, layout in self.layouts.items():

@@ -44,7 +44,7 @@ from lib.ranks import gather, on_first_rank
 from lib.rows import text_bytes
 from lib.run import logger, refuse_unusable, write_status
 from model import IGNORE, Transformer
-from optim import DTYPES, trained
+from optim import DTYPES, trainable_parameters
 from shard import mesh_shape
 
 SLOW = 0.095  # a rank is named if it is slower than the median by this share, which is shown as 10 %
@@ -61,7 +61,7 @@ def attention_kernel(config: Config, data, device: torch.device) -> str:
 
 def describe_model(model: Transformer) -> None:
     total = sum(p.numel() for p in model.parameters())
-    trainable = sum(p.numel() for p in trained(model).values())
+    trainable = sum(p.numel() for p in trainable_parameters(model).values())
     logger.info(f"Created model with total parameters: {total} ({human(total)}), trainable: {trainable}")
 
 

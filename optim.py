@@ -1,11 +1,12 @@
-"""What happens to the gradients of a step: its mean loss, the gradient norm, clipping, AdamW (arXiv 1711.05101) or Muon
-(arXiv 2502.16982); and the learning rate.
+"""What happens to the gradients of a step: their sums over the ranks, AdamW (arXiv 1711.05101) or Muon (arXiv
+2502.16982); and the learning rate.
 
 Gradients are sums over the trained tokens. One all-reduce per step adds up the loss, the squared norm and the token
-count over the ranks; the divisor (count x clip excess) and the guard against non-finite values stay on the device.
+count over the ranks. train.py's `train_step` computes the mean, the norm, the clipping and the decision to skip from
+these sums; all of them stay on the device.
 
 If parameters and moments are fp32, torch's fused AdamW does the arithmetic. Its one kernel also divides gradients by
-`grad_scale` and suppresses the update if `found_inf` is 1; both are tensors on the device. So the division by the
+`grad_scale` and skips the update if `found_inf` is 1; both are tensors on the device. So the division by the
 number of trained tokens, clipping and the guard against non-finite gradients cost neither a pass over memory nor a
 synchronisation. The kernel refuses other dtypes: bf16 moments and bf16 masters are updated by our own function in fp32
 arithmetic, on flat pieces of the parameters, compiled to one pass over memory if there is a compiler.
@@ -20,6 +21,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,47 +35,52 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
 PIECE = {"eager": 2**18, "compiled": 2**30}  # elements: temporaries that fit in a cache; 32-bit indices
 
 
-class GradientReducer:
-    """Mean loss, gradient norm and divisor of a step, without a host synchronisation. A non-finite loss or norm
-    suppresses that step's update on every rank. After `limit` such steps in a row all later updates are suppressed too,
-    so that the host, which reads the flags one step late, finds the state before them."""
+class Gradients:
+    """The gradients of a step on this rank: sums over its trained tokens. Nothing here makes the host wait."""
 
     def __init__(
-        self, parameters: list[Tensor], clip: float = 0.0, group: dist.ProcessGroup | None = None, replicas: int = 1,
+        self,
+        parameters: list[Tensor],
+        clip: float = 0.0,
+        group: dist.ProcessGroup | None = None,
+        replicas: int = 1,
         limit: int = 1,
-    ):  # fmt: skip
+    ):
         """clip: largest norm; 0 = no clipping. group: all ranks, on the gradients' device; None: one process.
-        replicas: copies of each parameter among the ranks."""
+        replicas: copies of each parameter among the ranks. limit: skipped updates in a row after which all are."""
         self.parameters, self.clip, self.group, self.replicas, self.limit = parameters, clip, group, replicas, limit
-        self.bad_in_row = torch.zeros((), device=local(parameters[0]).device)  # on the host, if they are offloaded
-        self.local_loss = self.suppress = self.bad_in_row
+        self.device = local(parameters[0]).device  # the host, if they are offloaded
+        self.skipped_in_row = torch.zeros((), device=self.device)
+        self.local_loss = self.skipped_in_row
 
     def norms(self) -> Sequence[Tensor]:
         """The norms of pieces of the parameters' gradients."""
         gradients = [local(p.grad).reshape(-1) for p in self.parameters]
         # On a CPU torch adds one value after the other; in fp32 the norm of 10 M values is then wrong by 3e-4.
-        length = 2**17 if self.bad_in_row.device.type == "cpu" else 2**30
+        length = 2**17 if self.device.type == "cpu" else 2**30
         pieces = [piece for g in gradients for piece in g.split(length)]
         return torch_private.norms(pieces, dtype=torch.float32)
 
-    def reduce(self, loss: Tensor, trained: int) -> tuple[Tensor, Tensor, Tensor]:
-        """loss: this rank's sum over its `trained` tokens, gradients likewise -> (loss per token, gradient norm,
-        divisor of the gradients), global, fp32 scalars. All ranks must call."""
-        square = torch.stack(self.norms()).square().sum() / self.replicas
-        self.local_loss = loss = loss.to(square.device)
-        sums = torch.stack((square, loss, torch.full_like(loss, trained)))
+    def global_sums(self, local_loss: Tensor, local_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """local_loss: this rank's loss, summed over its local_tokens trained tokens -> (loss, trained tokens, squared
+        norm of the gradients), summed over all ranks with one all-reduce: fp32 scalars on the gradients' device. All
+        ranks must call."""
+        self.local_loss = local_loss.to(self.device)
+        squared_norm = torch.stack(self.norms()).square().sum() / self.replicas
+        sums = torch.stack((self.local_loss, torch.full_like(self.local_loss, local_tokens), squared_norm))
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
-        square, loss, count = sums.unbind()
-        norm = square.sqrt() / count
-        bad = ~(norm.isfinite() & loss.isfinite())
-        self.bad_in_row = (self.bad_in_row + 1) * (bad | (self.bad_in_row >= self.limit))
-        self.suppress = (self.bad_in_row > 0).float()
-        excess = (norm / self.clip).clamp(min=1.0) if self.clip else torch.ones_like(norm)
-        return loss / count, norm, count * excess
+        return sums.unbind()
+
+    def skip(self, bad: Tensor) -> Tensor:
+        """bad: whether this step's loss or norm is not finite -> 1.0 if its update must be skipped, else 0.0, equal on
+        all ranks. After `limit` skipped updates in a row all later ones are skipped, too: the host, which reads the
+        count one step late, finds the state before them."""
+        self.skipped_in_row = (self.skipped_in_row + 1) * (bad | (self.skipped_in_row >= self.limit))
+        return (self.skipped_in_row > 0).float()
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are not frozen, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -82,15 +89,18 @@ def state_layout(model: nn.Module, config) -> dict[str, dict[str, tuple[torch.Si
     """The optimizer's state for each trained parameter, except its number of updates: state name -> (shape, dtype).
     A state of its parameter's shape is sharded as the parameter is. config: a Config."""
     dtype, muon = DTYPES[config.state_dtype], matrices(model) if config.optimizer == "muon" else {}
-    kinds = {name: ("momentum_buffer",) if p in muon else MOMENTS for name, p in trained(model).items()}
-    return {name: {kind: (p.shape, dtype) for kind in kinds[name]} for name, p in trained(model).items()}
+    layout = {}
+    for name, p in trainable_parameters(model).items():
+        kinds = ("momentum_buffer",) if p in muon else MOMENTS
+        layout[name] = {kind: (p.shape, dtype) for kind in kinds}
+    return layout
 
 
 def make_optimizer(model: nn.Module, config) -> "Optimizer":
     """Matrices and embeddings decay; biases and norm weights (one dimension) do not. config: a Config."""
     rows = matrices(model) if config.optimizer == "muon" else {}
-    others = [p for p in trained(model).values() if p not in rows]
-    embeddings = [p for name, p in trained(model).items() if name.startswith("embed_")]
+    others = [p for p in trainable_parameters(model).values() if p not in rows]
+    embeddings = [p for name, p in trainable_parameters(model).items() if name.startswith("embed_")]
     scale, known = (config.embed_lr or config.lr) / config.lr, {*embeddings}
     groups = [
         {"params": embeddings, "weight_decay": config.weight_decay, "scale": scale},
@@ -105,7 +115,8 @@ def make_optimizer(model: nn.Module, config) -> "Optimizer":
 
 class Optimizer:
     """What a run needs of torch.optim.Optimizer, which imports the compiler: that takes a second and 60 MB. `update`
-    sets the learning rates, grad_scale and found_inf before each `step`."""
+    sets the learning rates, then calls step(grad_divisor, skip): gradients / grad_divisor change the parameters, unless
+    skip is 1.0 (both are scalars on the device)."""
 
     def __init__(self, groups: list[dict]):
         self.param_groups, self.state = groups, defaultdict(dict)
@@ -126,14 +137,14 @@ class AdamW(Optimizer):
         self.pieces = {} if self.fused else {p: self._cut(p, number) for number, p in enumerate(parameters, 1)}
 
     def _cut(self, parameter: Tensor, number: int) -> list[tuple[slice, Tensor]]:
-        """The arguments of each call of adamw_: part of the elements, place."""
+        """The calls of adamw_ for a parameter: a slice of this rank's elements, and its place for random_bits."""
         starts = range(0, local(parameter).numel(), self.piece)
         return [(slice(a, a + self.piece), random_place(self.seed, number, parameter, a)) for a in starts]
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, grad_divisor: Tensor, skip: Tensor) -> None:
         """Updates the parameters that have gradients."""
-        counted = 1.0 - self.found_inf
+        counted = 1.0 - skip
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for p in parameters:
@@ -142,10 +153,12 @@ class AdamW(Optimizer):
                     state["step"] = torch.zeros((), device=local(p).device)
                     state |= {moment: torch.zeros_like(p, dtype=self.state_dtype) for moment in MOMENTS}
                 state["step"].add_(counted)
-            if parameters:
-                (self._update_fused if self.fused else self._update_mixed)(group, parameters)
+            if parameters and self.fused:
+                self._update_fused(group, parameters, grad_divisor, skip)
+            elif parameters:
+                self._update_mixed(group, parameters, grad_divisor, skip)
 
-    def _update_fused(self, group: dict, parameters: list[Tensor]) -> None:
+    def _update_fused(self, group: dict, parameters: list[Tensor], grad_divisor: Tensor, skip: Tensor) -> None:
         states, (beta1, beta2) = [self.state[p] for p in parameters], group["betas"]
         torch_private.fused_adamw_(
             [local(p) for p in parameters],
@@ -160,24 +173,40 @@ class AdamW(Optimizer):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
+            grad_scale=grad_divisor,
+            found_inf=skip,
         )
 
-    def _update_mixed(self, group: dict, parameters: list[Tensor]) -> None:
-        t = self.state[parameters[0]]["step"].clamp(min=1.0)
-        factors, keep = self._factors(group, t), self.found_inf > 0
+    def _update_mixed(self, group: dict, parameters: list[Tensor], grad_divisor: Tensor, skip: Tensor) -> None:
+        step = self.state[parameters[0]]["step"].clamp(min=1.0)
+        factors = adamw_factors(group, step, grad_divisor)
         for p in parameters:
-            tensors = [local(x).detach().view(-1) for x in (p, p.grad, *(self.state[p][moment] for moment in MOMENTS))]
+            moments = [self.state[p][moment] for moment in MOMENTS]
+            flat = [local(x).detach().view(-1) for x in (p, p.grad, *moments)]
             for part, place in self.pieces[p]:
-                pieces = [x[part] for x in tensors]
-                self.adamw(*pieces, factors, keep, t, place, *group["betas"], group["eps"])
+                pieces = [x[part] for x in flat]
+                self.adamw(*pieces, factors, skip > 0, step, place, *group["betas"], group["eps"])
 
-    def _factors(self, group: dict, t: Tensor) -> Tensor:
-        """What adamw_ takes and changes from step to step: a number would be compiled anew, an .item() would wait."""
-        beta1, beta2 = group["betas"]
-        decay = torch.full_like(t, 1.0 - group["lr"] * group["weight_decay"])
-        return torch.stack((1.0 / self.grad_scale, decay, group["lr"] / (1.0 - beta1**t), (1.0 - beta2**t).rsqrt()))
+
+class AdamwFactors(NamedTuple):
+    """What changes from step to step in adamw_, as scalars on the device: a number would be compiled anew, and an
+    .item() would wait."""
+
+    unscale: Tensor  # 1 / divisor of the gradients
+    decay: Tensor  # 1 - lr x weight decay
+    rate: Tensor  # lr / (1 - beta1^t)
+    root: Tensor  # 1 / sqrt(1 - beta2^t)
+
+
+def adamw_factors(group: dict, step: Tensor, grad_divisor: Tensor) -> AdamwFactors:
+    """group: of an optimizer's parameters. step: the number t of this update."""
+    beta1, beta2 = group["betas"]
+    return AdamwFactors(
+        unscale=1.0 / grad_divisor,
+        decay=torch.full_like(step, 1.0 - group["lr"] * group["weight_decay"]),
+        rate=group["lr"] / (1.0 - beta1**step),
+        root=(1.0 - beta2**step).rsqrt(),
+    )
 
 
 def random_place(seed: int, number: int, parameter: Tensor, offset: int = 0) -> Tensor:
@@ -189,22 +218,31 @@ def random_place(seed: int, number: int, parameter: Tensor, offset: int = 0) -> 
 
 
 def adamw_(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Tensor, keep: Tensor, step: Tensor, place: Tensor,
-    beta1: float, beta2: float, eps: float,
-) -> None:  # fmt: skip
-    """Update number `step` of flat pieces, in place; none if `keep`. factors: 1 / gradient scale, 1 - lr decay, lr /
-    (1 - beta1^t), 1 / sqrt(1 - beta2^t). place: see random_bits."""
-    unscale, decay, rate, root = factors.unbind()
-    g = g.float() * unscale
-    new_m = torch.lerp(m.float(), g, 1.0 - beta1)
-    new_v = torch.lerp(v.float(), g * g, 1.0 - beta2)
-    new_p = p.float() * decay - rate * new_m / (new_v.sqrt() * root + eps)
-    if torch.bfloat16 in (p.dtype, v.dtype):
+    p: Tensor,  # [n], fp32 or bf16
+    gradient: Tensor,  # [n]
+    exp_avg: Tensor,  # [n]
+    exp_avg_sq: Tensor,  # [n]
+    factors: AdamwFactors,
+    skip: Tensor,  # bool scalar
+    step: Tensor,  # scalar: the number of this update
+    place: Tensor,  # int32 [2], see random_bits
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """One update of flat pieces of a parameter and its moments, in place; none if `skip`."""
+    gradient = gradient.float() * factors.unscale
+    new_avg = torch.lerp(exp_avg.float(), gradient, 1.0 - beta1)
+    new_avg_sq = torch.lerp(exp_avg_sq.float(), gradient * gradient, 1.0 - beta2)
+    new_p = p.float() * factors.decay - factors.rate * new_avg / (new_avg_sq.sqrt() * factors.root + eps)
+    if torch.bfloat16 in (p.dtype, exp_avg_sq.dtype):
         bits = random_bits(p.numel(), place, step)
-        new_p = round_stochastically(new_p, bits) if p.dtype == torch.bfloat16 else new_p
-        new_v = round_stochastically(new_v, bits >> 16) if v.dtype == torch.bfloat16 else new_v
-    for old, new in ((m, new_m), (v, new_v), (p, new_p)):
-        old.copy_(torch.where(keep, old, new.to(old.dtype)))
+        if p.dtype == torch.bfloat16:
+            new_p = round_stochastically(new_p, bits)
+        if exp_avg_sq.dtype == torch.bfloat16:
+            new_avg_sq = round_stochastically(new_avg_sq, bits >> 16)
+    for old, new in ((exp_avg, new_avg), (exp_avg_sq, new_avg_sq), (p, new_p)):
+        old.copy_(torch.where(skip, old, new.to(old.dtype)))
 
 
 def as_int32(*numbers: int) -> Tensor:
@@ -229,18 +267,17 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     return ((x.view(torch.int32) + (bits & 0xFFFF)) & -65536).view(torch.float32).bfloat16()
 
 
-def update(optimizer: Optimizer | torch.optim.Optimizer, lr: float, divisor: Tensor, suppress: Tensor) -> None:
-    """One step with gradients / divisor, or none at all if suppress is 1 (fp32 scalars on the device); frees the
-    gradients. torch's optimizers work, too, but make the host wait."""
+def update(optimizer: Optimizer | torch.optim.Optimizer, lr: float, grad_divisor: Tensor, skip: Tensor) -> None:
+    """One step with gradients / grad_divisor, or none at all if skip is 1.0 (fp32 scalars on the device); frees the
+    gradients. torch's optimizers work, too, but make the host wait. All ranks must call."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, Optimizer):
-        optimizer.grad_scale, optimizer.found_inf = divisor, suppress
-        optimizer.step()
-    elif not suppress.item():
+        optimizer.step(grad_divisor, skip)
+    elif not skip.item():
         for p in parameters:
-            local(p.grad).div_(divisor)
+            local(p.grad).div_(grad_divisor)
         optimizer.step()
     for p in parameters:
         p.grad = None
@@ -275,7 +312,7 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     """The parameters that Muon updates: matrices and stacked experts of the blocks, without routers; and the rows of
     the matrices that are fused in each (q, k, v; gate, up)."""
     c, out = model.config, {}
-    for name, p in trained(model).items():
+    for name, p in trainable_parameters(model).items():
         if not name.startswith("layers.") or p.ndim == 1 or name.endswith(".gate.weight"):
             continue
         heads, halves = (c.n_heads, c.n_kv_heads, c.n_kv_heads), (p.shape[-2] // 2,) * 2
@@ -324,15 +361,15 @@ class Muon(Optimizer):
             self.stacks += [same[i : i + n] for i in range(0, len(same), n)]
 
     @torch.no_grad()
-    def step(self) -> None:
-        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
-        self.adamw.step()
+    def step(self, grad_divisor: Tensor, skip: Tensor) -> None:
+        self.adamw.step(grad_divisor, skip)
         for parameters in self.stacks:
-            updates = self._updates(torch.stack([self._average(p) for p in parameters]), self.rows[parameters[0]])
+            averages = torch.stack([self._average(p, grad_divisor, skip) for p in parameters])
+            updates = self._updates(averages, self.rows[parameters[0]])
             for p, update in zip(parameters, updates, strict=True):
-                self._apply(p, update)
+                self._apply(p, update, skip)
 
-    def _average(self, p: Tensor) -> Tensor:
+    def _average(self, p: Tensor, grad_divisor: Tensor, skip: Tensor) -> Tensor:
         """Updates the momentum of a parameter -> Nesterov's average of it and the gradient, in the gradient's place."""
         state = self.state[p]
         if not state:
@@ -340,9 +377,9 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(p, dtype=self.state_dtype)
         gradient, momentum = local(p.grad), local(state["momentum_buffer"])
         weight = MOMENTUM - (MOMENTUM - FIRST_MOMENTUM) * (1 - state["step"] / MOMENTUM_STEPS).clamp(min=0)
-        mean = gradient.float() / self.grad_scale
+        mean = gradient.float() / grad_divisor
         new = mean.lerp(momentum.float(), weight)
-        momentum.copy_(torch.where(self.found_inf > 0, momentum, new.to(momentum.dtype)))
+        momentum.copy_(torch.where(skip > 0, momentum, new.to(momentum.dtype)))
         gradient.copy_(mean.lerp(new, weight))
         return p.grad.to(self.dtype)
 
@@ -369,11 +406,11 @@ class Muon(Optimizer):
             updates += (self.orthogonalize(batch.flatten(0, -3)) * scale).reshape(batch.shape)
         return torch.cat(updates, -2)
 
-    def _apply(self, p: Tensor, update: Tensor) -> None:
-        group, values, steps = self.param_groups[0], local(p), self.state[p]["step"].add_(1.0 - self.found_inf)
+    def _apply(self, p: Tensor, update: Tensor, skip: Tensor) -> None:
+        group, values, steps = self.param_groups[0], local(p), self.state[p]["step"].add_(1.0 - skip)
         new = values.float() * (1.0 - group["lr"] * group["weight_decay"])
         new -= group["lr"] * update.to(new.device, torch.float32)
         if p.dtype == torch.bfloat16:
             bits = random_bits(new.numel(), self.places[p], steps)
             new = round_stochastically(new, bits.view(new.shape))
-        values.copy_(torch.where(self.found_inf > 0, values, new.to(p.dtype)))
+        values.copy_(torch.where(skip > 0, values, new.to(p.dtype)))

@@ -41,7 +41,7 @@ from lib.errors import Parser, UserError, run_script
 from lib.guards import GradientGuard
 from lib.ranks import ALONE, Ranks, init_ranks, leave
 from model import IGNORE, MODELS, ModelConfig, Transformer, document_begins
-from optim import make_optimizer, trained
+from optim import make_optimizer, trainable_parameters
 from test_shard import fill, run_code
 
 TINY = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3")
@@ -189,7 +189,7 @@ def plain_steps(cell: Cell, text: int = 0, dtype: torch.dtype = torch.float32) -
     lora.convert(model, cell.config)
     model.to(dtype)
     fill(model)
-    parameters, out = [*trained(model).values()], []
+    parameters, out = [*trainable_parameters(model).values()], []
     decay = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in parameters]
     optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.95), eps=EPS, foreach=False)
     for step, rate in enumerate(RATES):
@@ -221,11 +221,11 @@ def whole_tensor(x: Tensor) -> Tensor:
 class Recorder(GradientGuard):
     """Keeps the gradients per trained token, as whole tensors, before the update frees them."""
 
-    def reduce(self, loss: Tensor, trained: int) -> tuple[Tensor, Tensor, Tensor]:
-        mean, norm, divisor = super().reduce(loss, trained)
-        count = divisor / (norm / self.clip).clamp(min=1.0) if self.clip else divisor
-        self.seen = [mean.cpu(), norm.cpu(), *[whole_tensor(p.grad) / count.cpu() for p in self.parameters]]
-        return mean, norm, divisor
+    def global_sums(self, local_loss: Tensor, local_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        loss, tokens, squared_norm = sums = super().global_sums(local_loss, local_tokens)
+        gradients = [whole_tensor(p.grad) / tokens.cpu() for p in self.parameters]
+        self.seen = [(loss / tokens).cpu(), (squared_norm.sqrt() / tokens).cpu(), *gradients]
+        return sums
 
 
 def real_steps(cell: Cell, ranks: Ranks, text: int = 0) -> list[list[Tensor]]:
@@ -247,7 +247,7 @@ def real_steps(cell: Cell, ranks: Ranks, text: int = 0) -> list[list[Tensor]]:
         with mock.patch.dict("model.HEAD_ROWS", cpu=cell.head_rows):
             train.train_step(model, optimizer, batches, rate, gradients, weight_scales, ranks.device, config.reshard)
         out.append(gradients.seen)
-    return [*out, [whole_tensor(p) for p in trained(model).values()]]
+    return [*out, [whole_tensor(p) for p in trainable_parameters(model).values()]]
 
 
 def error(got: list[list[Tensor]], want: list[list[Tensor]]) -> float:

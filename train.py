@@ -10,6 +10,7 @@ one step ahead of the GPU, so the GPU always has work.
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 from config import Config, parse_args, split_batch
 from lib import errors
@@ -37,7 +38,7 @@ from lib.ranks import Ranks, init_ranks, leave, on_every_rank, on_first_rank
 from lib.run import Run
 from log import Log, attention_kernel, describe_model, logger, profile_steps
 from model import Details, Transformer
-from optim import DTYPES, GradientReducer, Optimizer, learning_rate, make_optimizer, update
+from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer, update
 
 
 def main(argv: list[str]) -> int:
@@ -116,11 +117,12 @@ def train(config: Config, ranks: Ranks, run: Run) -> None:
             with run.phase("data"):
                 batches = next(steps)
             lr = learning_rate(config, step - 1)
-            loss, grad_norm, parts = train_step(
+            loss, grad_norm, micro_batches = train_step(
                 model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
-            log.end_step(parts)
-            todo = settle.after_step(config, step, run.agrees_to_stop(saver.error is not None))
+            log.end_step(micro_batches)
+            stops = run.agrees_to_stop(saver.error is not None)  # all ranks vote
+            todo = actions_after(config, step, stops)
             gradients.check(step, wait=todo.record)  # a non-finite loss is neither recorded nor saved
             val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
             if todo.record:
@@ -142,25 +144,57 @@ def train(config: Config, ranks: Ranks, run: Run) -> None:
     finish(config, step, ranks, run)
 
 
+def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
+    """What the loop does after a step: true or false for each action. stops: the ranks have agreed to stop."""
+
+    def every(n, always=False):
+        return n > 0 and (always or step % n == 0)
+
+    last = step == config.steps
+    stop = stops and not last
+    evaluate = every(config.eval_every, last)
+    watch_fp8 = config.fp8 != "off" and every(config.fp8_log_every)
+    save = last or stop or every(config.save_every)
+    return SimpleNamespace(
+        stop=stop,
+        evaluate=evaluate,
+        watch_fp8=watch_fp8,
+        save=save,
+        sample=every(config.sample_every, last),
+        record=step == 1 or evaluate or watch_fp8 or save or every(config.log_every),
+    )
+
+
 def train_step(
-    model: Transformer, optimizer: Optimizer, batches: list[Batch], lr: float, gradients: GradientReducer,
-    weight_scales: fp8.WeightScales, device: torch.device, reshard: str = "auto",
-) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
+    model: Transformer,
+    optimizer: Optimizer,
+    batches: list[Batch],
+    lr: float,
+    gradients: Gradients,
+    weight_scales: fp8.WeightScales,
+    device: torch.device,
+    reshard: str = "auto",
+) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:
     """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm: of all ranks, fp32
     scalars on the device; each micro-batch with the model's Details). All ranks must call."""
     weight_scales.refresh()
-    loss, trained, parts = torch.zeros((), device=device), 0, []
+    local_loss, local_tokens, micro_batches = torch.zeros((), device=device), 0, []
     for i, batch in enumerate(batches):
         shard.sync_gradients(model, i == len(batches) - 1, reshard)
-        trained += int((batch.targets != IGNORE).sum())
+        local_tokens += int((batch.targets != IGNORE).sum())
         batch = batch.to(device)
-        part, details = model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True)
-        part.backward()
-        loss += part.detach()
-        parts.append((batch, details))
-    loss, grad_norm, divisor = gradients.reduce(loss, trained)
-    update(optimizer, lr, divisor, gradients.suppress)
-    return loss, grad_norm, parts
+        loss_sum, details = model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True)
+        loss_sum.backward()
+        local_loss += loss_sum.detach()
+        micro_batches.append((batch, details))
+
+    loss_sum, tokens, squared_norm = gradients.global_sums(local_loss, local_tokens)  # over all ranks
+    loss = loss_sum / tokens  # the mean over the trained tokens
+    grad_norm = squared_norm.sqrt() / tokens  # of the mean's gradient; the gradients themselves are still sums
+    clip_divisor = (grad_norm / gradients.clip).clamp(min=1.0) if gradients.clip else 1.0
+    skip = gradients.skip(~(loss.isfinite() & grad_norm.isfinite()))
+    update(optimizer, lr, grad_divisor=tokens * clip_divisor, skip=skip)
+    return loss, grad_norm, micro_batches
 
 
 def build(config: Config, ranks: Ranks, mesh) -> Transformer:

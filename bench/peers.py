@@ -165,7 +165,7 @@ RATES = {  # peak learning rates, for one turn each
 def flatland(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]:
     import shard
     from lib import settle
-    from optim import GradientReducer, learning_rate, make_optimizer, trained
+    from optim import Gradients, learning_rate, make_optimizer, trainable_parameters
     from train import build, resolve, train_step
 
     device = find_device(1)
@@ -173,7 +173,7 @@ def flatland(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]
     model = build(config, replace(ALONE, device=device), None)
     shard.fill_parameters(model, settle.first_values(config, model, None), config.load)
     optimizer = make_optimizer(model, config)
-    reducer, scales = GradientReducer([*trained(model).values()], config.clip), Namespace(refresh=int)
+    reducer, scales = Gradients([*trainable_parameters(model).values()], config.clip), Namespace(refresh=int)
 
     def step(tokens: Tensor, targets: Tensor, share: float) -> None:
         rate = learning_rate(config, int(share * config.steps))

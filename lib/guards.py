@@ -16,14 +16,14 @@ from config import Config
 from lib.errors import Failure
 from lib.parts import local
 from lib.ranks import Ranks, gather
-from optim import GradientReducer, trained
+from optim import Gradients, trainable_parameters
 
 logger = logging.getLogger("flatland")
 SKIPS = 10  # updates in a row that --on_nonfinite skip leaves out before it gives up
 
 
-class GradientGuard(GradientReducer):
-    """The reducer of train.py's loop, and the host's reaction to its flags on the device: a non-finite loss or norm
+class GradientGuard(Gradients):
+    """The gradients of train.py's loop, and the host's reaction to skipped updates: a non-finite loss or norm
     stops the run; with --on_nonfinite skip, only SKIPS of them in a row do."""
 
     def __init__(
@@ -36,16 +36,16 @@ class GradientGuard(GradientReducer):
             group = ranks.control if config.offload == "cpu" else dist.group.WORLD
         replicas = 1 if mesh is None else mesh["replicate"].size()
         limit = 1 if config.on_nonfinite == "stop" else SKIPS
-        super().__init__([*trained(model).values()], config.clip, group, replicas, limit)
+        super().__init__([*trainable_parameters(model).values()], config.clip, group, replicas, limit)
         self.model, self.ranks, self.mesh, self.where = model, ranks, mesh, where
         self.every = config.replicas_every
         self.pending = []  # the flags of steps, on their way to the host
 
     def check(self, step: int, wait: bool = False) -> None:
-        """Raises Failure if an update was suppressed, or warns that it was skipped: up to the step before, which
-        costs no waiting, or with `wait` up to this step; or if replicas differ. Call once a step; the outcome
-        is the same on all ranks."""
-        flags = torch.stack((self.bad_in_row, self.local_loss))
+        """Raises Failure if `limit` updates in a row were skipped, and warns about fewer: up to the step before, which
+        costs no waiting, or with `wait` up to this step; also raises it if replicas differ. Call once a step; the
+        outcome is the same on all ranks."""
+        flags = torch.stack((self.skipped_in_row, self.local_loss))
         on_host = flags.to("cpu", non_blocking=True)  # into pinned memory
         copied = torch.get_device_module(flags.device).Event()
         copied.record()
@@ -53,9 +53,9 @@ class GradientGuard(GradientReducer):
         while len(self.pending) > (not wait):
             step_read, on_host, copied = self.pending.pop(0)
             copied.synchronize()
-            bad_in_row, local_loss = on_host.tolist()
-            if bad_in_row:
-                self._complain(step_read, local_loss, int(bad_in_row))
+            skipped_in_row, local_loss = on_host.tolist()
+            if skipped_in_row:
+                self._complain(step_read, local_loss, int(skipped_in_row))
         if self.every and step % self.every == 0:
             compare_replicas(self.model, self.ranks, self.mesh, step)
 

@@ -1,12 +1,11 @@
-"""Settles a run before its first step: gives every `auto` its value, checks the inputs that flags name, opens the
-weights, and decides on the actions after a step. config.py refuses flags that exclude each other."""
+"""Settles a run before its first step: gives every `auto` its value, checks the inputs that flags name, and opens the
+weights. config.py refuses flags that exclude each other."""
 
 import os
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -138,24 +137,3 @@ def first_values(config: Config, model: Transformer, weights):
 def _say(note: str) -> None:
     if note:
         logger.info(note)
-
-
-def after_step(config: Config, step: int, stop_requested: bool) -> SimpleNamespace:
-    """The actions of the loop after a step: true or false for each."""
-
-    def every(n, always=False):
-        return n > 0 and (always or step % n == 0)
-
-    last = step == config.steps
-    stop = stop_requested and not last
-    evaluate = every(config.eval_every, last)
-    watch_fp8 = config.fp8 != "off" and every(config.fp8_log_every)
-    save = last or stop or every(config.save_every)
-    return SimpleNamespace(
-        stop=stop,
-        evaluate=evaluate,
-        watch_fp8=watch_fp8,
-        save=save,
-        sample=every(config.sample_every, last),
-        record=step == 1 or evaluate or watch_fp8 or save or every(config.log_every),
-    )

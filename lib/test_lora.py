@@ -18,7 +18,7 @@ from lib import lora
 from lib.errors import UserError
 from lib.weights import export_adapter, export_model, load_model, open_adapter, open_weights
 from model import MODELS, Transformer, random_init
-from optim import trained
+from optim import trainable_parameters
 from test_model import error
 from test_shard import fill
 from test_train import FAST, train, values
@@ -74,7 +74,9 @@ def test_peft_and_the_merged_weights_compute_the_same(bases, tmp_path, name, tar
     frozen weights of the base do not change. A slice of the merged weights equals the same part of the whole."""
     config = configure(bases[name], targets, "--lora_alpha", "5")
     model, plain, merged = make(config), load_model(bases[name]), Transformer(config.model_config)
-    assert trained(model).keys() == {f"{part}.lora_{letter}" for part in lora.layers(model) for letter in "AB"}
+    assert trainable_parameters(model).keys() == {
+        f"{part}.lora_{letter}" for part in lora.layers(model) for letter in "AB"
+    }
     logits, read = model.logits(TOKENS), lora.merge(reader(plain), reader(model), config)
     shard.fill_parameters(merged, read)
     assert error(merged.logits(TOKENS), logits) < 1e-6 and error(plain.logits(TOKENS), logits) > 1e-2
@@ -136,7 +138,7 @@ def test_a_run_goes_on_and_leaves_both_the_merged_weights_and_the_adapter(run):
     probe = checkpoint.newest(folder / "whole").manifest["probe"]
     assert checkpoint.probe_loss(model, probe["tokens"], torch.device("cpu")) == pytest.approx(probe["loss"], abs=1e-5)
     again = checkpoint.newest(folder / "more").read_weights
-    for name, p in trained(model).items():
+    for name, p in trainable_parameters(model).items():
         assert torch.allclose(again(name, (slice(None), slice(None))), p, atol=1e-6)
 
 
