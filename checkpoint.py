@@ -34,7 +34,7 @@ from itertools import count
 from pathlib import Path
 
 from lib.errors import Parser, UserError, check_words, prepare_python, run_script
-from lib.files import MISSING_FILE, amount, fsync_path, read_json, with_retries, write_whole
+from lib.files import MISSING_FILE, amount, checksum, fsync_path, read_json, with_retries, write_whole
 from lib.hub import local_path
 
 # ---- the command line, parsed before torch is imported, which takes seconds
@@ -61,7 +61,7 @@ from torch import Tensor, nn
 
 from config import Config, fields_that_resume
 from data import Loader, merge_positions
-from lib import lora, progress
+from lib import lora
 from lib.families import family
 from lib.guards import compare_replicas
 from lib.machine import available_memory
@@ -72,12 +72,10 @@ from lib.run import ANSWER, Run
 from lib.text import knows_text
 from lib.tokenizer import load_tokenizer
 from lib.weights import (
-    OPEN_FILES,
     Read,
     Slices,
     TensorFile,
     assemble,
-    close_files,
     export,
     export_adapter,
     find_files,
@@ -90,7 +88,7 @@ from shard import fill_tensors, reshard, uncompiled
 
 FORMAT = 4
 FILE_BYTES = 2**31  # of a file with several tensors: to write a file, its tensors are copied into the host's memory
-BLOCK = 2**24  # bytes per read when checksums are computed
+OPEN_FILES = 64  # of a checkpoint, at a time
 PROBE = 128  # tokens of the probe
 # Largest difference of the probe's loss between kernels and meshes, nats per token, by compute dtype.
 TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.03}
@@ -260,7 +258,7 @@ def _write_parts(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, di
     for file, keys in files.items():
         path = folder / file_name(file, rank)
         write_file(path, {key: tensors.pop(key).contiguous() for key in keys})
-        rows.append({"file": file, "part": rank, "bytes": path.stat().st_size, "crc32": _checksum(path)})
+        rows.append({"file": file, "part": rank, "bytes": path.stat().st_size, "crc32": checksum(path)})
     return rows
 
 
@@ -329,23 +327,12 @@ def clean(run: Path, last: float = math.inf) -> None:
 # ---- verifying
 
 
-def _checksum(path: Path) -> int:
-    def read() -> int:
-        crc = 0
-        with open(path, "rb", buffering=0) as file:
-            while block := file.read(BLOCK):
-                crc = zlib.crc32(block, crc)
-                progress.advance()
-        return crc
-
-    return with_retries(path, read)
-
-
 def read_manifest(folder: Path) -> dict:
     """Raises ValueError with the reason if the manifest is damaged, OSError if it cannot be read."""
     path = folder / "manifest.json"
+    text = with_retries(path, path.read_bytes)
     try:
-        manifest = json.loads(with_retries(path, path.read_text))
+        manifest = json.loads(text)
         if manifest["format"] not in (3, FORMAT):
             raise ValueError(f"its format is {manifest['format']!r}, this version reads {FORMAT}")
         if manifest.pop("crc32") != _crc_of(manifest):
@@ -355,52 +342,43 @@ def read_manifest(folder: Path) -> dict:
         if manifest["format"] == 3:
             manifest["tensors"] = _layouts_of_format_3(manifest["files"])
     except Exception as e:
-        if is_read_error(e):
-            raise
         raise ValueError(f"manifest.json is unreadable: {type(e).__name__}: {e}") from None
     return manifest
 
 
 def _layouts_of_format_3(rows: list[dict]) -> dict[str, dict]:
-    """The layouts of a checkpoint whose manifest has a row per part. Of a tensor that is not divided evenly, the number
-    of parts that are not empty gives the same parts as the number of ranks."""
-    places = {}
+    """The layouts of a checkpoint whose manifest has each part's place, in the order of ranks. Empty parts are not
+    among them, which does not change where the others lie."""
+    layouts = {}
     for row in rows:
         for key, place in row["tensors"].items():
-            places.setdefault(key, []).append((place["start"], row["file"], place))
-    layouts = {}
-    for key, parts in places.items():
-        _, files, (first, *_) = zip(*sorted(parts, key=lambda part: part[0]), strict=True)
-        dims = [d for d, n in enumerate(first["whole"]) if n != first["shape"][d]]
-        layouts[key] = {"shape": first["whole"], "dtype": first["dtype"], "dim": sum(dims), "parts": len(parts)}
-        layouts[key]["file"] = list(files)
+            first = {"shape": place["whole"], "dtype": place["dtype"], "dim": 0, "parts": 0, "file": []}
+            layout = layouts.setdefault(key, first)
+            layout["dim"] = next((dim for dim, start in enumerate(place["start"]) if start), 0)
+            layout["parts"] += 1
+            layout["file"].append(row["file"])
     return layouts
-
-
-def is_read_error(error: Exception) -> bool:
-    """Whether an error says nothing about a file's content. A missing file is damage."""
-    return isinstance(error, (OSError, MemoryError)) and not isinstance(error, MISSING_FILE)
 
 
 def _stored_tensors(row: dict, layouts: dict[str, dict]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The dtype and shape of each tensor in the file of a manifest's row."""
     if "tensors" in row:  # format 3
-        return {k: (getattr(torch, place["dtype"]), tuple(place["shape"])) for k, place in row["tensors"].items()}
-    layouts = {key: layout for key, layout in layouts.items() if layout["file"] == row["file"]}
-    shapes = {key: part_shape(layout, row["part"]) for key, layout in layouts.items() if row["part"] < layout["parts"]}
+        shapes = {key: tuple(place["shape"]) for key, place in row["tensors"].items()}
+    else:
+        here = [k for k, v in layouts.items() if v["file"] == row["file"] and row["part"] < v["parts"]]
+        shapes = {key: part_shape(layouts[key], row["part"]) for key in here}
     return {key: (getattr(torch, layouts[key]["dtype"]), shape) for key, shape in shapes.items() if math.prod(shape)}
 
 
 def _check_file(folder: Path, manifest: dict, checksums: bool, row: dict) -> None:
     """Raises an error with the reason if a file of a checkpoint is damaged."""
     path = folder / file_name(row["file"], row.get("part", 0))
-    stored = _stored_tensors(row, manifest["tensors"])
     size = with_retries(path, path.stat).st_size
     if size != row["bytes"]:
         raise ValueError(f"{path.name} has {size} bytes, expected {row['bytes']}")
-    if TensorFile(path).entries != stored:
+    if TensorFile(path).entries != _stored_tensors(row, manifest["tensors"]):
         raise ValueError(f"{path.name} does not hold the manifest's tensors")
-    if checksums and _checksum(path) != row["crc32"]:
+    if checksums and checksum(path) != row["crc32"]:
         raise ValueError(f"the checksum of {path.name} is wrong")
 
 
@@ -411,12 +389,14 @@ def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
     def examine() -> str:
         try:
             manifest = read_manifest(folder)
-            files = manifest["files"][ranks.rank :: ranks.world_size]
             with ThreadPoolExecutor() as pool:
-                list(pool.map(partial(_check_file, folder, manifest, checksums), files))
+                rows = manifest["files"][ranks.rank :: ranks.world_size]
+                list(pool.map(partial(_check_file, folder, manifest, checksums), rows))
+        except MISSING_FILE as e:
+            return str(e)
+        except (OSError, MemoryError):  # they say nothing about the content
+            raise
         except Exception as e:  # whatever a damaged file leads to
-            if is_read_error(e):
-                raise
             return str(e) or repr(e)
         return ""
 
@@ -523,8 +503,7 @@ class Checkpoint:
                 target.copy_(self.read(key, tuple(map(slice, target.shape))))
         if sharded:
             fill_tensors(sharded, self.read)
-        self.open.cache_clear()
-        close_files()
+        self.open.cache_clear()  # closes the files, so that the disk can free them
 
     def _make_targets(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         """The tensors to fill, by name: parameters, and new tensors for the optimizer's state. A state that has its

@@ -18,7 +18,6 @@ import contextlib
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -269,97 +268,56 @@ def _read_here(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same. Rank 0 sends a message to each rank of its replica in turn, and these ranks pass it on to the other
-    replicas. At any time a few messages are on their way, so the memory that this needs does not grow with the
-    ranks."""
-    mesh = named[0][1].device_mesh
-    group, part, parts = mesh.get_group("shard"), mesh.get_coordinate()[-1], mesh.size(-1)
-    replicas = mesh.get_group("replicate") if mesh.ndim > 1 else None
-    if parts > 1:  # NCCL connects all ranks of a group in its first collective, not between two of them
-        dist.all_reduce(torch.zeros((), device=mesh.device_type), group=group)
-    if dist.get_rank() == 0:
-        messages = _send(named, read, parts, group, mesh.device_type)
-    elif replicas is None or mesh.get_coordinate()[0] == 0:
-        messages = _receive(named, part, group, mesh.device_type)
-    else:
-        messages = ((batch, _message(batch, part, mesh.device_type)) for batch in _batches(named))
-    for batch, message in messages:
-        if replicas is not None and message.numel():
-            dist.broadcast(message, group=replicas, group_src=0)
-        start = 0
-        for _, parameter, rows in batch:
-            target = local(parameter.detach())[rows]
-            yield target, message[start : start + target.numel()].view(target.shape)
-            start += target.numel()
+    """The same. Rank 0 sends a message to each rank of its replica in turn, while it reads the next one; these ranks
+    pass it on to the other replicas. A message holds pieces of several small parameters. The memory that this needs
+    does not grow with the number of ranks."""
+    mesh, first = named[0][1].device_mesh, dist.get_rank() == 0
+    parts, group, device = mesh.size(-1), mesh.get_group("shard"), mesh.device_type
 
-
-def _send(named, read, parts, group, device: str) -> Iterator[tuple[list, Tensor]]:
-    """On rank 0: sends each batch of pieces to the other ranks of the group -> (batch, message for rank 0 itself)"""
-
-    def read_messages():
+    def messages():
         for batch in _batches(named):
             for part in range(parts):
-                message, start = _message(batch, part, "cpu"), 0
-                for name, parameter, rows in batch:
-                    values = read(name, part_slices(parameter.shape, sharding(parameter)[0], parts, part, rows))
-                    message[start : start + values.numel()].view(values.shape).copy_(values)
-                    start += values.numel()
-                yield batch, part, message
+                places = (part_slices(p.shape, sharding(p)[0], parts, part, rows) for _, p, rows in batch)
+                values = [read(name, place).flatten() for (name, *_), place in zip(batch, places, strict=True)]
+                yield torch.cat(values).to(batch[0][1].dtype)
 
-    on_their_way = deque()
-    for batch, part, message in read_ahead(read_messages(), 1):
-        message = message.to(device)
-        if part == 0:
-            yield batch, message
-        elif message.numel():
-            on_their_way.append((message, _start(dist.isend, message, group, part)))
-            progress.advance()
-        if len(on_their_way) > 2:
-            _wait(on_their_way.popleft())
-    for sent in on_their_way:
-        _wait(sent)
+    def transfer(operation: Callable, peer: int) -> list:
+        return dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)])
 
-
-def _receive(named, part, group, device: str) -> Iterator[tuple[list, Tensor]]:
-    """-> (batch of pieces, message from rank 0); the next message arrives while one is copied."""
-    coming = deque()
+    dist.barrier(group)  # NCCL connects a group's ranks in its first collective, not in a transfer between two
+    to_send, works = read_ahead(messages(), 1) if first else None, []
     for batch in _batches(named):
-        message = _message(batch, part, device)
-        coming.append((batch, message, _start(dist.irecv, message, group, 0) if message.numel() else []))
-        if len(coming) > 1:
-            yield _wait(coming.popleft())
-    for received in coming:
-        yield _wait(received)
-
-
-def _start(operation: Callable, message: Tensor, group, peer: int) -> list:
-    return dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)])
-
-
-def _wait(transfer: tuple) -> tuple:
-    """Waits for the end of a transfer (..., its works) -> the rest of the tuple."""
-    *rest, works = transfer
+        targets = [local(p.detach())[rows] for _, p, rows in batch]
+        sizes = [target.numel() for target in targets]
+        message = own = torch.empty(sum(sizes), dtype=targets[0].dtype, device=device)
+        for part in range(parts) if first else ():
+            message = next(to_send).to(device)
+            own = own if part else message
+            for work in works:
+                work.wait()
+            works = transfer(dist.isend, part) if part and message.numel() else []
+            progress.advance()
+        if not first and len(own) and (mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0):
+            transfer(dist.irecv, 0)[0].wait()
+        if mesh.ndim > 1 and len(own):
+            dist.broadcast(own, group=mesh.get_group("replicate"), group_src=0)
+        yield from ((t, values.view(t.shape)) for t, values in zip(targets, own.split(sizes), strict=True))
     for work in works:
         work.wait()
-    return tuple(rest)
-
-
-def _message(batch: list, part: int, device: str) -> Tensor:
-    """An uninitialised message with a part of each piece of a batch, one after the other."""
-    shapes = (part_slices(p.shape, *sharding(p)[:2], part, rows) for _, p, rows in batch)
-    size = sum(math.prod(s.stop - s.start for s in slices) for slices in shapes)
-    return torch.empty(size, dtype=batch[0][1].dtype, device=device)
 
 
 def _batches(named: list) -> Iterator[list]:
-    """Pieces in groups of one dtype, of at least PIECE bytes."""
+    """Pieces in groups of one dtype, of at least PIECE bytes for the largest part."""
     batch, size = [], 0
     for piece in _pieces(named):
-        if batch and (size >= PIECE or batch[0][1].dtype != piece[1].dtype):
+        _, parameter, rows = piece
+        if batch and (size >= PIECE or batch[0][1].dtype != parameter.dtype):
             yield batch
             batch, size = [], 0
         batch.append(piece)
-        size += _message([piece], 0, "meta").nbytes
+        dim, parts, _ = sharding(parameter)
+        slices = part_slices(parameter.shape, dim, parts, 0, rows)
+        size += math.prod(s.stop - s.start for s in slices) * parameter.element_size()
     yield batch
 
 

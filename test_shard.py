@@ -120,11 +120,11 @@ def peak_rss(reset: bool = False) -> int:
 def test_both_loaders_give_every_rank_its_values():
     """Bit for bit, on every mesh of four ranks, in pieces that divide nothing evenly; three experts on four ranks."""
     code = """
-ranks, shard.PIECE, start, sizes = init_ranks(), 4096, shard._start, []
-def record(operation, message, group, peer):
-    sizes.append(message.nbytes)
-    return start(operation, message, group, peer)
-shard._start = record
+ranks, shard.PIECE, start, sizes = init_ranks(), 4096, dist.batch_isend_irecv, []
+def record(transfers):
+    sizes.extend(transfer.tensor.nbytes for transfer in transfers)
+    return start(transfers)
+dist.batch_isend_irecv = record
 for name, n_experts in (("tiny-llama3.2", 0), ("tiny-mixtral", 3)):
     config = replace(MODELS[name], n_experts=n_experts, vocab_size=259, ffn_dim=136)
     whole = Transformer(config)

@@ -10,13 +10,16 @@ import re
 import shutil
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from lib import progress
 from lib.errors import UserError
 
+BLOCK = 2**24  # bytes per read when checksums are computed
 logger = logging.getLogger("flatland")
 ROOT = Path(__file__).parent.parent  # the checkout
 VERSION = "0.2.0"  # CHANGELOG.md lists its changes
@@ -116,7 +119,7 @@ TRANSIENT = (
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO,
     errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH,
 )  # fmt: skip
-WAITS = 1, 5, 15, 60  # seconds before a work that failed is tried again
+WAITS = 1, 5, 15, 60  # seconds before each further try
 
 
 def with_retries(path: Path, work: Callable):
@@ -129,6 +132,20 @@ def with_retries(path: Path, work: Callable):
                 raise OSError(e.errno, e.strerror, str(path)) from None
             logger.warning(f"{path}: {e.strerror}; trying again in {wait} s")
         time.sleep(wait)
+
+
+def checksum(path: Path) -> int:
+    """The CRC-32 of a file."""
+
+    def read() -> int:
+        crc = 0
+        with open(path, "rb", buffering=0) as file:
+            while block := file.read(BLOCK):
+                crc = zlib.crc32(block, crc)
+                progress.advance()
+        return crc
+
+    return with_retries(path, read)
 
 
 def read_ahead(items: Iterator, count: int) -> Iterator:

@@ -20,7 +20,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,90 +116,65 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-OPEN_FILES = 64  # that stay open for further reads
 
 
 class TensorFile:
-    """A safetensors file, checked by the library. entries: (dtype, shape) by name; an unknown dtype stays a string.
-    UserError if the file is missing or damaged, OSError if it cannot be read."""
+    """A safetensors file, checked by the library and open for reading. entries: (dtype, shape) by name. UserError if
+    the file is missing or damaged, OSError if it cannot be read."""
 
     def __init__(self, path: Path):
         self.path, self.entries, self.starts = path, {}, {}
-        for name, row in with_retries(path, self._read_header).items():
-            self.entries[name] = DTYPES.get(row["dtype"], row["dtype"]), tuple(row["shape"])
-            self.starts[name] = row["data_offsets"][0]
+        with_retries(path, self._open)
 
-    def _read_header(self) -> dict:
+    def _open(self) -> None:
         head = b""
         try:
-            with open(self.path, "rb") as file:
-                head = file.read(512)
-                _check_with_library(self.path)
-                length = int.from_bytes(head[:8], "little")
-                file.seek(8)
-                header = json.loads(file.read(length))
+            self.file = open(self.path, "rb")  # noqa: SIM115
+            head = self.file.read(512)
+            checked = safe_open(self.path, "pt", backend="pread")
         except (*MISSING_FILE, SafetensorError) as e:
+            if code := _code_of(e) or (errno.EMFILE if head and isinstance(e, OSError) else 0):
+                raise OSError(code, os.strerror(code)) from None  # the library calls it a missing file
             content = describe_content(head) or "missing, damaged, cut short or not a safetensors file"
             raise UserError(f"{self.path} is {content}: {str(e)[:500]}") from None
-        header.pop("__metadata__", None)
-        for row in header.values():
-            row["data_offsets"] = [8 + length + offset for offset in row["data_offsets"]]
-        return header
+        start = 8 + int.from_bytes(head[:8], "little")
+        for name in checked.offset_keys():
+            row = checked.get_slice(name)
+            dtype, shape = DTYPES.get(row.get_dtype()), tuple(row.get_shape())
+            if not dtype:
+                raise UserError(f"{self.path}: {name!r} has the dtype {row.get_dtype()}, which is not supported")
+            self.entries[name], self.starts[name] = (dtype, shape), start
+            start += math.prod(shape) * dtype.itemsize
 
     def read(self, name: str, slices: Slices) -> Tensor:
-        """Values in the file's dtype."""
+        """Values in the file's dtype. One thread at a time."""
         dtype, shape = self.entries[name]
         wanted = [range(n)[s] for s, n in zip(slices, shape, strict=True)]
         out = torch.empty([len(span) for span in wanted], dtype=dtype)
-        if not out.numel():
-            return out
         # The dims after `inner` are read whole, so the values lie in runs, one for each index of the dims before it.
         inner = max((d for d, n in enumerate(shape) if len(wanted[d]) < n), default=0)
         strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
-        runs = out.view(math.prod(out.shape[:inner]), -1).view(torch.uint8).numpy()
-        starts = itertools.product(*wanted[:inner], *(span[:1] for span in wanted[inner : inner + 1]))
-        for place, run in zip(starts, runs, strict=True):
-            offset = sum(i * stride for i, stride in zip(place, strides, strict=False))
-            with_retries(self.path, partial(self._read_run, memoryview(run), self.starts[name] + offset))
+        firsts = [*wanted[:inner], *(span[:1] for span in wanted[inner : inner + 1])]
+        runs = out.view(math.prod(out.shape[:inner]), -1).view(torch.uint8).numpy() if out.numel() else ()
+        for run, place in zip(runs, itertools.product(*firsts), strict=False):
+            at = self.starts[name] + sum(i * stride for i, stride in zip(place, strides, strict=False))
+            with_retries(self.path, partial(self._read_run, run, at))
         return out
 
-    def _read_run(self, run: memoryview, at: int) -> None:
-        while run:
-            try:
-                count = os.preadv(_opened(self).fileno(), [run], at)
-            except OSError:
-                close_files()  # a handle may be stale: the next try opens the file again
-                raise
-            if not count:
-                raise UserError(f"{self.path} is cut short")
-            run, at = run[count:], at + count
+    def _read_run(self, run, at: int) -> None:
+        try:
+            self.file.seek(at)
+            count = self.file.readinto(run)
+        except OSError:
+            self.file = open(self.path, "rb")  # noqa: SIM115 - the handle may be stale
+            raise
+        if count < len(run):
+            raise UserError(f"{self.path} is cut short")
 
 
-def _check_with_library(path: Path) -> None:
-    """Raises SafetensorError if the header is wrong or does not fit the file's size."""
-    try:
-        safe_open(path, "pt", backend="pread")
-    except FileNotFoundError as e:  # the library calls every failure to open so
-        raise OSError(errno.EMFILE if path.exists() else errno.ENOENT, str(e), str(path)) from None
-    except SafetensorError as e:
-        if code := _code_of(e):
-            raise OSError(code, os.strerror(code), str(path)) from None
-        raise
-
-
-def _code_of(error: SafetensorError) -> int:
+def _code_of(error: Exception) -> int:
     """The errno in an error of the library; 0 if it is not one of the system's."""
     return int(re.search(r"os error (\d+)|$", str(error))[1] or 0)
-
-
-@lru_cache(OPEN_FILES)
-def _opened(file: TensorFile):
-    return open(file.path, "rb", buffering=0)
-
-
-def close_files() -> None:
-    """Closes the files that TensorFile keeps open. Otherwise the disk could not free the space of removed ones."""
-    _opened.cache_clear()
 
 
 def assemble(slices: Slices, whole: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple]) -> Tensor:
