@@ -2,14 +2,18 @@
 
     out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(h)) v[s]      over s <= t (and, packed, s in the same document)
 
+With a window of W positions, over t - W < s <= t: a token sees W positions, its own included (as transformers counts).
+
 Causality is `is_causal`, a boolean mask, or the shape of the blocks: never an additive mask, whose dtype has to follow
 the query's through every compiler pass (where it does not, training dies with "invalid dtype for bias").
 
 Back-ends. `sdpa`: torch's fused kernels. `blocked`: plain matrix products over blocks of queries, for CPUs, where
 torch's kernel reaches a fraction of the matmul rate. A block of queries meets only the keys up to its own end, so half
-of the work is skipped. It keeps the probabilities for the backward pass ([B, H, T, T] / 2), so it suits short rows.
+of the work is skipped, and with a window only keys that one of its queries sees. It keeps the probabilities for the
+backward pass ([B, H, T, T] / 2), so it suits short rows.
 `varlen` (torch) and `flash` (the flash-attn package, which also runs plain rows) are for several documents in a row on
-a GPU: they take the offsets of the documents. The other back-ends take a boolean mask of T x T instead.
+a GPU, and for windows: they take the offsets of the documents. The other back-ends take a boolean mask of T x T
+instead.
 
 cuDNN never gets a mask: on an H100 its gradients can be NaN then (pytorch issue 196678).
 
@@ -100,23 +104,32 @@ def kernel(backend: str, separate: bool, device: torch.device, dtype: torch.dtyp
     return f"sdpa, {SDPBackend(choice).name.lower()}{masked}"
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str = "sdpa") -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str = "sdpa", window: int = 0
+) -> Tensor:
     """q [B, T, H, h], k and v [B, S, K, h] with K dividing H -> [B, T, H, h].
 
     mask: None for plain causal attention (then T == S). Boolean [B or 1, 1, T, S]: True where a query sees a key; it
     must include causality. For the back-ends in PACKED, int32 [N + 1]: the offsets of the N documents in the B T
-    tokens, padded with B T."""
-    group = q.shape[2] // k.shape[2]
+    tokens, padded with B T. window: positions that a token sees (then T == S); 0: all before it."""
+    B, T, H, _ = q.shape
+    group = H // k.shape[2]
+    window = window if window < T else 0
+    if window and mask is None and backend in PACKED:
+        mask = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)  # each row is one document
     if mask is not None and mask.dtype == torch.int32:
-        return _packed(q, k, v, mask, backend)
+        return _packed(q, k, v, mask, backend, window)
     if backend == "flash" and mask is None:
         from flash_attn import flash_attn_func
 
         return flash_attn_func(q, k, v, causal=True)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T or S, h]
     if backend == "blocked":
-        out = _blocked(q, k, v, mask, group)
+        out = _blocked(q, k, v, mask, group, window)
     else:
+        if window:
+            near = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+            mask = near if mask is None else mask & near
         shared = _shares_heads(q, group, mask)
         if group > 1 and not shared:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -134,7 +147,7 @@ def _shares_heads(q: Tensor, group: int, mask: Tensor | None) -> bool:
     return group > 1 and q.is_cuda and mask is None and q.dtype != torch.float32
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str, window: int) -> Tensor:
     """The kernels see all rows as one sequence of documents. They get T as the length of the longest document: the true
     maximum would change with the batch and recompile the code.
 
@@ -144,11 +157,11 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str) -> Te
     if backend == "flash":
         from flash_attn import flash_attn_varlen_func
 
-        attend = partial(flash_attn_varlen_func, causal=True)
+        attend = partial(flash_attn_varlen_func, causal=True, window_size=(window - 1, 0))
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        attend = partial(varlen_attn, **_varlen_words(q.shape[2] != k.shape[2]))
+        attend = partial(varlen_attn, **_varlen_words(q.shape[2] != k.shape[2], window))
     H, K = q.shape[2], k.shape[2]
     turns = [n for n in range(1, H + 1) if H % n == 0 and (K % n == 0 or n % K == 0)]
     turns = next((n for n in turns if 128 * len(begins) <= 2 * B * T * n), H)
@@ -160,18 +173,18 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str) -> Te
     return torch.cat(out, 1).view(q.shape)
 
 
-def _varlen_words(grouped: bool) -> dict:
-    """Arguments of varlen_attn for causality and shared heads; torch 2.11 and 2.13 differ."""
+def _varlen_words(grouped: bool, window: int) -> dict:
+    """Arguments of varlen_attn for causality, a window and shared heads; torch 2.11 and 2.13 differ."""
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn
 
+    words = {"window_size": (window - 1, 0), "is_causal": True, "enable_gqa": grouped}
     known = inspect.signature(varlen_attn).parameters
-    causal = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    return causal | ({"enable_gqa": grouped} if "enable_gqa" in known else {})
+    return {name: value for name, value in words.items() if name in known}
 
 
-def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: int) -> Tensor:
+def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: int, window: int) -> Tensor:
     """The query heads that share a key head are stacked as rows of one head. The softmax computes in fp32 and stores
     its result in the dtype of the products. Slices of contiguous keys and values are views."""
     B, H, T, h = q.shape
@@ -179,16 +192,17 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: int) -
     out = []
     for start in range(0, T, BLOCK):
         stop = min(start + BLOCK, T)
-        seen = stop if mask is None else k.shape[1]
+        first = max(0, start + 1 - window) if window else 0
+        last = stop if window or mask is None else k.shape[1]
         rows = q[:, :, start:stop].reshape(len(k), -1, h)  # [B K, group block, h]
-        scores = (rows @ k[:, :seen].mT).view(B, -1, group, stop - start, seen)
-        if mask is None:
-            row = torch.arange(start, stop, device=q.device)[:, None]
-            keep = torch.arange(seen, device=q.device)[None, :] <= row
-        else:
-            keep = mask[:, :, None, start:stop]
+        scores = (rows @ k[:, first:last].mT).view(B, -1, group, stop - start, last - first)
+        row = torch.arange(start, stop, device=q.device)[:, None]
+        column = torch.arange(first, last, device=q.device)[None, :]
+        keep = column <= row if mask is None else mask[:, :, None, start:stop, first:last]
+        if window:
+            keep = keep & (column > row - window)
         with torch.no_grad():  # in place, and without a backward pass: softmax's gradient is zero there anyway
             scores.masked_fill_(~keep, float("-inf"))
         weights = scores.softmax(-1)
-        out.append((weights.view(len(k), -1, seen) @ v[:, :seen]).view(B, H, stop - start, h))
+        out.append((weights.view(len(k), -1, last - first) @ v[:, first:last]).view(B, H, stop - start, h))
     return torch.cat(out, 2)

@@ -85,18 +85,21 @@ SAMPLING = {"n": 200, "temperature": 0.8, "top_p": 0.95}  # of a run's samples
 
 
 class KVCache:
-    """Keys and values of one layer for the tokens so far. `Transformer.logits` takes a list with one cache per layer.
-    The first call may add many tokens, each later call adds one."""
+    """Keys and values of one layer for the tokens so far; with a window of W positions, for the last W.
+    `Transformer.logits` takes a list with one cache per layer. The first call may add many tokens, each later call adds
+    one."""
 
-    kv, length = None, 0
+    def __init__(self, window: int = 0):
+        self.window, self.length, self.kv = window, 0, None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [B, T, K, h] of the next tokens -> keys and values of all tokens so far, [B, S, K, h]."""
+        """k, v [B, T, K, h] of the next tokens -> keys and values that these tokens may see, [B, S, K, h]."""
         assert self.kv is None or k.shape[1] == 1
         new = torch.stack((k, v)).transpose(2, 3)
-        self.kv = new if self.kv is None else torch.cat((self.kv, new), 3)  # [2, B, K, S, h]
-        self.length = self.kv.shape[3]
-        keys, values = self.kv.transpose(2, 3)
+        seen = new if self.kv is None else torch.cat((self.kv, new), 3)  # [2, B, K, S, h]
+        self.kv = seen[:, :, :, -self.window :]  # all without a window
+        self.length += k.shape[1]
+        keys, values = (seen if k.shape[1] > 1 else self.kv).transpose(2, 3)
         return keys, values
 
 
@@ -141,10 +144,11 @@ def sample(
             f"The model was trained on texts of {context} tokens: in a longer text, it sees only the last"
             f" {context // 2} to {context} tokens"
         )
-    text, cache = ids, [KVCache() for _ in model.layers]
+    windows = [block.self_attn.window for block in model.layers]
+    text, cache = ids, [KVCache(window) for window in windows]
     for _ in range(n):
         if cache[0].length + ids.shape[1] > context:
-            ids, cache = text[:, -max(1, context // 2) :], [KVCache() for _ in model.layers]
+            ids, cache = text[:, -max(1, context // 2) :], [KVCache(window) for window in windows]
         with uncompiled(), sdpa_kernel(WITHOUT_CUDNN):  # cuDNN would plan a kernel for every length
             logits = model.logits(ids.to(device), cache=cache, last=True)[:, -1]
         new = choose(logits, temperature, top_k, top_p, generator)

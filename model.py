@@ -57,30 +57,71 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
-def make_norm(config: ModelConfig) -> nn.Module:
-    return (RMSNorm if config.norm == "rmsnorm" else LayerNorm)(config.dim, eps=config.norm_eps)
+class HeadsNorm(RMSNorm):
+    """Over all heads together: x [B, T, H, h]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(2)).view(x.shape)
 
 
-def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    """Angle per position for each pair of a head's dimensions, fp32 [h/2]; computed, never stored, so no checkpoint,
-    meta device or dtype conversion can get it wrong."""
-    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
+def make_norm(config: ModelConfig, exists: bool = True) -> nn.Module:
+    kind = (RMSNorm if config.norm == "rmsnorm" else LayerNorm) if exists else nn.Identity
+    return kind(config.dim, eps=config.norm_eps)
+
+
+def rope_linear(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    """Position interpolation (arXiv 2306.15595): all frequencies are divided by the factor."""
+    return frequencies / config.rope_scaling.factor
+
+
+def rope_llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    """Llama 3.1 (arXiv 2407.21783 section 3.4): slow frequencies are divided by the factor."""
     scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    if scaling.kind != "llama3":
-        raise ValueError(f"rope_scaling of kind {scaling.kind!r}: only 'llama3' is implemented")
     turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # rotations within the original context
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)  # 1: a fast frequency stays; 0: a slow one is divided by the factor
     return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
 
 
-def rope_table(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, cos) and (-sin, sin), fp32 [B or 1, T, 1, h] each, of the angles at `positions` [B or 1, T]."""
-    angles = positions.float()[..., None, None] * rope_frequencies(config, positions.device)
-    cos, sin = angles.cos(), angles.sin()
+def rope_yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    """YaRN (arXiv 2309.00071 section 3.2): frequencies that turn less than beta_slow times within the original context
+    are divided by the factor, those that turn more than beta_fast times stay. In between, the share changes evenly with
+    the index of the frequency."""
+    scaling, h = config.rope_scaling, config.head_dim
+
+    def index(turns: float) -> float:
+        return h / 2 * math.log(scaling.original_seq_len / (2 * math.pi * turns)) / math.log(config.rope_theta)
+
+    first, last = index(scaling.beta_fast), index(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, h - 1)
+    slow = (torch.arange(h // 2, device=frequencies.device) - first) / ((last - first) or 0.001)
+    return frequencies.lerp(frequencies / scaling.factor, slow.clamp(0.0, 1.0))
+
+
+# Dynamic NTK scaling changes nothing in rows of up to max_seq_len tokens. `Transformer` refuses longer rows.
+ROPES = {"linear": rope_linear, "llama3": rope_llama3, "yarn": rope_yarn, "dynamic": lambda frequencies, _: frequencies}
+
+
+def rope_frequencies(config: ModelConfig, device: torch.device, kind: str = "full") -> tuple[Tensor, float]:
+    """Angle per position for each pair of a head's dimensions, fp32 [h/2], and the factor of cosine and sine, in layers
+    of this kind; computed, never stored, so no checkpoint, meta device or dtype conversion can get them wrong."""
+    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
+    frequencies, scaling = 1.0 / config.rope_theta**exponents, config.rope_scaling
+    if scaling is None or (kind == "window" and not scaling.in_windows):
+        return frequencies, 1.0
+    return ROPES[scaling.kind](frequencies, config), scaling.attention_factor
+
+
+def rope_table(config: ModelConfig, positions: Tensor, kind: str = "full") -> tuple[Tensor, Tensor] | None:
+    """(cos, cos) and (-sin, sin), fp32 [B or 1, T, 1, h] each, of the angles at `positions` [B or 1, T] in layers of
+    this kind; None where these do not rotate."""
+    if config.positions != "rope" or "nope" in kind:
+        return None
+    frequencies, scale = rope_frequencies(config, positions.device, kind)
+    angles = positions.float()[..., None, None] * frequencies
+    cos, sin = angles.cos() * scale, angles.sin() * scale
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
@@ -92,14 +133,18 @@ def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
-        width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        self.qkv_proj = Linear(config.dim, width, bias=config.bias or config.qkv_bias)
-        self.o_proj = Linear(config.n_heads * config.head_dim, config.dim, bias=config.bias)
+        self.n_heads, self.n_kv_heads, self.head_dim = H, K, h = config.n_heads, config.n_kv_heads, config.head_dim
+        bias = config.bias or config.attention_bias
+        self.qkv_proj = Linear(config.dim, (H + 2 * K) * h, bias=bias or config.qkv_bias)
+        self.o_proj = Linear(H * h, config.dim, bias=bias)
         norm = RMSNorm if config.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = (norm(config.head_dim, eps=config.norm_eps) for _ in "qk")
+        widths = h, h
+        if config.qk_norm_whole:
+            norm, widths = HeadsNorm, (H * h, K * h)
+        self.q_norm, self.k_norm = (norm(width, eps=config.norm_eps) for width in widths)
+        self.window = config.window if "window" in config.kind(layer) else 0
         self.backend = "sdpa"
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, cache=None) -> Tensor:
@@ -112,7 +157,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         if cache is None or T > 1:
-            out = attention(q, k, v, mask, self.backend)  # [B, T, H, h]
+            out = attention(q, k, v, mask, self.backend, self.window)  # [B, T, H, h]
         else:  # the query heads that share a key head are taken as tokens of one head, so that no key is repeated
             q = q.view(B, self.n_kv_heads, -1, self.head_dim)
             # Not `blocked`: for each length, oneDNN would build and keep new matrix products.
@@ -123,8 +168,9 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_up_proj = Linear(config.dim, 2 * config.ffn_dim, bias=config.bias)
-        self.down_proj = Linear(config.ffn_dim, config.dim, bias=config.bias)
+        bias = config.bias or config.mlp_bias
+        self.gate_up_proj = Linear(config.dim, 2 * config.ffn_dim, bias=bias)
+        self.down_proj = Linear(config.ffn_dim, config.dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)  # [B, T, F] each
@@ -170,9 +216,9 @@ class _Reorder(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """top_k of E SwiGLU experts per token, weighted by the softmax over the chosen ones (Mixtral, arXiv 2401.04088
-    section 2.1). Returns the output and, per row and expert, the tokens assigned and the sum of the router's
-    probabilities, [2, B, E]."""
+    """top_k of E SwiGLU experts per token, weighted by their probabilities, with norm_top_k divided by their sum
+    (Mixtral, arXiv 2401.04088 section 2.1). Returns the output and, per row and expert, the tokens assigned and the sum
+    of the router's probabilities, [2, B, E]."""
 
     matmul = staticmethod(grouped_matmul)  # looked up on self, so that a conversion to FP8 can replace it
     activation = staticmethod(F.silu)
@@ -180,7 +226,7 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         n, dim, ffn_dim = config.n_experts, config.dim, config.ffn_dim
-        self.top_k = config.top_k
+        self.top_k, self.norm_top_k = config.top_k, config.norm_top_k
         self.gate = Linear(dim, n, bias=False)
         self.gate_up_proj = nn.Parameter(torch.empty(n, 2 * ffn_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(n, dim, ffn_dim))
@@ -190,7 +236,8 @@ class MoE(nn.Module):
         x = x.view(B * T, D)
         probabilities = self.gate(x).float().softmax(-1)  # [N, E]
         scores, experts = probabilities.topk(self.top_k, -1)  # [N, k] each
-        scores = scores / scores.sum(-1, keepdim=True)
+        if self.norm_top_k:
+            scores = scores / scores.sum(-1, keepdim=True)
         E = self.gate.out_features
         chosen = (experts.view(B, -1, 1) == torch.arange(E, device=x.device)).sum(1)  # [B, E]
         router = torch.stack((chosen.float(), probabilities.view(B, T, E).sum(1)))
@@ -208,19 +255,24 @@ MLPS = {"swiglu": SwiGLU, "gelu": GELU, "moe": MoE}
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig):
+    """The norms are before attention and MLP, or, with norm_after, behind them (OLMo 2, arXiv 2501.00656)."""
+
+    def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
-        self.input_layernorm = make_norm(config)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = make_norm(config)
+        before, after = not config.norm_after, config.norm_after
+        self.input_layernorm = make_norm(config, before)
+        self.self_attn = Attention(config, layer)
+        self.self_attn_norm = make_norm(config, after)
+        self.post_attention_layernorm = make_norm(config, before)
         self.mlp = MLPS[config.mlp](config)
+        self.mlp_norm = make_norm(config, after)
 
     def forward(self, x: Tensor, rope=None, mask: Tensor | None = None, cache=None) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D] -> (the same, the router's statistics where there are experts)."""
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
+        x = x + self.self_attn_norm(self.self_attn(self.input_layernorm(x), rope, mask, cache))
         y = self.mlp(self.post_attention_layernorm(x))
         y, router = y if isinstance(y, tuple) else (y, None)
-        return x + y, router
+        return x + self.mlp_norm(y), router
 
 
 # The limit for the logits that exist at once. Each chunk reads and writes the weight's gradient once. This costs little
@@ -370,7 +422,7 @@ class Transformer(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.dim)
         if config.positions == "learned":
             self.embed_positions = Embedding(config.max_seq_len, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.norm = make_norm(config)
         self.lm_head = LossHead(config)
         for block in self.layers:
@@ -433,12 +485,13 @@ class Transformer(nn.Module):
         if positions is None:
             first = cache[0].length if cache else 0
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
-        rope = rope_table(self.config, positions) if self.config.positions == "rope" else None
+        ropes = {kind: rope_table(self.config, positions, kind) for kind in self.config.layer_kinds}
         x = self.embed_tokens(tokens)
         if self.config.positions == "learned":
             x = x + self.embed_positions(positions)
         x, routers = x.to(self.dtype), []
         for i, block in enumerate(self.layers):
+            rope = ropes[self.config.kind(i)]
             x, router = block(x, rope, mask, cache[i]) if cache else block(x, rope, mask)
             if router is not None:
                 routers.append(router)
@@ -499,5 +552,6 @@ def matmul_params(config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Forward and backward: 6 N + 6 L H h T, attention counted causally (half of the full square)."""
-    return 6 * matmul_params(config) + 6 * config.n_layers * config.n_heads * config.head_dim * seq_len
+    """Forward and backward: 6 N + 6 L H h T, attention counted causally (half of the full square), windows as they
+    are."""
+    return 6 * matmul_params(config) + 6 * config.n_heads * config.head_dim * config.seen(seq_len)

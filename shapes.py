@@ -7,18 +7,27 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched; kind: Hugging Face's rope_type. "llama3": Llama 3.1's, of the slow ones
-    (arXiv 2407.21783 section 3)."""
+    """How rotary frequencies are stretched; kind: Hugging Face's rope_type, a name in model.ROPES. The fields after it
+    are of "llama3" (the first two) and of "yarn"."""
 
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_seq_len: int = 8192
     kind: str = "llama3"
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # the first and the last stretched frequency are whole numbers
+    attention_factor: float = 1.0  # of cosine and sine; in YaRN's paper 0.1 ln(factor) + 1
+    in_windows: bool = True  # whether layers with a window are stretched, too
 
     def __post_init__(self):
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError("high_freq_factor must be above low_freq_factor")
+
+
+# full: a token sees all tokens before it. window: the nearest ones. nope: queries and keys carry no positions.
+KINDS = {"full", "window", "full nope", "window nope"}
 
 
 @dataclass(frozen=True)
@@ -36,27 +45,47 @@ class ModelConfig:
     mlp: str = "swiglu"  # swiglu | gelu | moe (swiglu experts)
     bias: bool = False  # of every projection
     qkv_bias: bool = False  # of queries, keys and values alone
+    attention_bias: bool = False  # of queries, keys, values and attention's output
+    mlp_bias: bool = False
     qk_norm: bool = False  # each head's queries and keys are normalised before RoPE
+    qk_norm_whole: bool = False  # all heads' queries are normalised together, and all heads' keys
+    norm_after: bool = False  # attention and MLP are followed by their norms, not preceded
     tied: bool = False
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    layer_kinds: tuple[str, ...] = ("full",)  # of the first layers; repeated up to n_layers. Names in KINDS
+    window: int = 0  # positions that a token sees in a layer with a window, its own included
     n_experts: int = 0
     top_k: int = 0
+    norm_top_k: bool = True  # the weights of a token's experts add up to 1
     router_aux_loss_coef: float = 0.0  # what load balancing of experts adds to the mean loss; see Transformer.balance
     init_std: float = 0.02
-    family: str = ""  # Hugging Face's model_type if the other fields do not determine it: mistral
+    family: str = ""  # Hugging Face's model_type if the other fields do not determine it: mistral, ministral, phi3
 
     @property
     def chat_format(self) -> str:
         """The chat format if neither the tokenizer nor its folder has one: "llama" or "mixtral"."""
-        return "mixtral" if self.n_experts or self.family == "mistral" else "llama"
+        is_mistral = self.family in ("mistral", "ministral") or (self.n_experts and not self.qk_norm)
+        return "mixtral" if is_mistral else "llama"
+
+    def kind(self, layer: int) -> str:
+        """The kind of a layer, one of KINDS."""
+        return self.layer_kinds[layer % len(self.layer_kinds)]
+
+    def seen(self, seq_len: int) -> int:
+        """Twice the positions that a token of a row sees on average, summed over layers: of T tokens a causal layer
+        sees T / 2, one with a window of W positions W - W^2 / 2 T."""
+        width = min(self.window, seq_len)
+        windows = sum("window" in self.kind(i) for i in range(self.n_layers))
+        return (self.n_layers - windows) * seq_len + windows * (2 * width - width * width // seq_len)
 
     def __post_init__(self):
         for field, value in (("n_kv_heads", self.n_heads), ("head_dim", self.dim // max(self.n_heads, 1))):
             if not getattr(self, field):
                 object.__setattr__(self, field, value)
-        for field in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "head_dim"):
+        experts = ("n_experts", "top_k") if self.mlp == "moe" else ()
+        for field in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "head_dim", *experts):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}, it must be at least 1")
         if self.n_heads % self.n_kv_heads:
@@ -72,6 +101,13 @@ class ModelConfig:
                 f"no machine holds it: {self.n_layers} layers, {self.n_experts} experts, matrices of {max(rows)} x"
                 f" {self.dim}"
             )
+        kinds = tuple(self.kind(i) for i in range(self.n_layers))
+        has_windows = "window" in " ".join(kinds)
+        if not KINDS.issuperset(kinds) or self.window < has_windows:
+            raise ValueError(f"layer_kinds is {kinds} and window {self.window}; the kinds are {sorted(KINDS)}")
+        period = next(n for n in range(1, self.n_layers + 1) if kinds[n:] == kinds[:-n])
+        object.__setattr__(self, "layer_kinds", kinds[:period])
+        object.__setattr__(self, "window", self.window * has_windows)
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim} (dim / n_heads)")
 
@@ -95,13 +131,14 @@ _MIXTRAL = replace(
 _QWEN = replace(_LLAMA2, vocab_size=151936, max_seq_len=32768, rope_theta=1e6, norm_eps=1e-6)
 _QWEN25 = replace(_QWEN, qkv_bias=True)
 _QWEN3 = replace(_QWEN, qk_norm=True, n_kv_heads=8, head_dim=128, max_seq_len=40960)
+_OLMO2 = replace(_LLAMA2, vocab_size=100352, rope_theta=5e5, norm_eps=1e-6, qk_norm_whole=True, norm_after=True)
 _TINY = ModelConfig(  # the narrower, the larger its init_std: close to 0.6 / sqrt(dim), as 0.02 is at a width of 1024
     vocab_size=258, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=176, max_seq_len=2048, rope_theta=5e5,
     init_std=0.05,
 )  # fmt: skip
 
-# The numbers come from each model's config.json on the hub (openai-community, meta-llama, mistralai, Qwen). tiny-* are
-# made for tests. mistral-7b is version 0.3: version 0.1 has a sliding window.
+# The numbers come from each model's config.json on the hub (openai-community, meta-llama, mistralai, Qwen, allenai,
+# HuggingFaceTB, microsoft). tiny-* are made for tests. mistral-7b is version 0.3, which has no window.
 MODELS: dict[str, ModelConfig] = {
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
@@ -124,6 +161,9 @@ MODELS: dict[str, ModelConfig] = {
     "mistral-7b": replace(
         _LLAMA2, vocab_size=32768, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768, rope_theta=1e6, family="mistral"
     ),
+    "mistral-7b-v0.1": replace(
+        _LLAMA2, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768, window=4096, layer_kinds=("window",), family="mistral"
+    ),
     "qwen2.5-0.5b": replace(
         _QWEN25, dim=896, n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64, ffn_dim=4864, tied=True
     ),
@@ -136,10 +176,37 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3-0.6b": replace(_QWEN3, dim=1024, n_layers=28, n_heads=16, ffn_dim=3072, tied=True),
     "qwen3-4b": replace(_QWEN3, dim=2560, n_layers=36, ffn_dim=9728, tied=True),
     "qwen3-8b": replace(_QWEN3, n_layers=36, ffn_dim=12288),
+    "qwen3-30b-a3b": replace(
+        _QWEN3, dim=2048, n_layers=48, n_kv_heads=4, ffn_dim=768, mlp="moe", n_experts=128, top_k=8,
+        router_aux_loss_coef=0.001,
+    ),
+    "olmo2-1b": replace(_OLMO2, dim=2048, n_layers=16, n_heads=16, n_kv_heads=16, ffn_dim=8192),
+    "olmo2-7b": _OLMO2,
+    "olmo3-7b": replace(
+        _OLMO2, vocab_size=100278, max_seq_len=65536, window=4096, layer_kinds=("window", "window", "window", "full"),
+        rope_scaling=RopeScaling(kind="yarn", factor=8.0, attention_factor=1.2079441541679836, in_windows=False),
+    ),
+    "smollm3-3b": replace(
+        _LLAMA3, dim=2048, n_layers=36, n_heads=16, n_kv_heads=4, head_dim=128, ffn_dim=11008, max_seq_len=65536,
+        rope_theta=5e6, norm_eps=1e-6, tied=True, layer_kinds=("full", "full", "full", "full nope"),
+    ),
+    "phi-4": replace(
+        _LLAMA2, vocab_size=100352, dim=5120, n_layers=40, n_heads=40, n_kv_heads=10, ffn_dim=17920, max_seq_len=16384,
+        rope_theta=250000.0, family="phi3",
+    ),
     "tiny-gpt2": replace(_gpt2(64, 2, 4), vocab_size=258, max_seq_len=256),
     "tiny-llama": _TINY,
     "tiny-llama3.2": replace(_TINY, rope_scaling=RopeScaling(factor=32.0, original_seq_len=64), tied=True),
     "tiny-qwen2.5": replace(_TINY, qkv_bias=True, tied=True),
     "tiny-qwen3": replace(_TINY, qk_norm=True, head_dim=32),
     "tiny-mixtral": replace(_TINY, mlp="moe", n_experts=4, top_k=2, router_aux_loss_coef=0.02),
-}
+    "tiny-olmo3": replace(
+        _TINY, n_layers=4, window=24, layer_kinds=("window", "window", "window", "full"), norm_after=True,
+        qk_norm_whole=True,
+        rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_seq_len=64, attention_factor=1.2, in_windows=False),
+    ),
+    "tiny-smollm3": replace(_TINY, n_layers=4, tied=True, layer_kinds=("full", "full", "full", "full nope")),
+    "tiny-qwen3-moe": replace(
+        _TINY, qk_norm=True, ffn_dim=48, mlp="moe", n_experts=16, top_k=4, router_aux_loss_coef=0.001
+    ),
+}  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import checkpoint
 from config import parse_args
-from generate import choose, main, open_source, sample, warn_once
+from generate import KVCache, choose, main, open_source, sample, warn_once
 from lib.errors import UserError
 from lib.files import read_json
 from lib.test_tokenizer import _json, _model
@@ -81,9 +81,12 @@ def test_choices_have_the_right_probabilities(temperature, top_k, top_p):
 # ---- sequences
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.1", "mixtral", "qwen2.5", "qwen3", "wide-heads"])
+@pytest.mark.parametrize("name", [
+    "gpt2", "llama3", "llama3.1", "mixtral", "qwen2.5", "qwen3", "wide-heads", "mistral 0.1", "qwen2 windows", "olmo3",
+    "qwen3_moe windows", "smollm3 windows", "phi3",
+])  # fmt: skip
 def test_greedy_is_transformers_generate(name):
-    """Past rope scaling's original context."""
+    """Past rope scaling's original context, and past the window."""
     ours, theirs = make_pair(name)
     prompts = random_tokens(4, 9)
     how = {"attention_mask": torch.ones_like(prompts), "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
@@ -92,7 +95,17 @@ def test_greedy_is_transformers_generate(name):
     assert len(whole.unique()) > 10  # not always the same token
 
 
-@pytest.mark.parametrize("name, length, context", [("llama3", 5, 12), ("gpt2", 5, 13), ("llama3", 30, 12)])
+def test_the_cache_of_a_window_keeps_no_more():
+    model, ids = make_model("olmo3"), random_tokens(2, 25)
+    caches = [KVCache(block.self_attn.window) for block in model.layers]
+    for part in (ids[:, :20], ids[:, 20:21], ids[:, 21:22]):
+        model.logits(part, cache=caches)
+    assert [(cache.length, cache.kv.shape[3]) for cache in caches] == [(22, 10), (22, 10), (22, 10), (22, 22)]
+
+
+@pytest.mark.parametrize("name, length, context", [
+    ("llama3", 5, 12), ("gpt2", 5, 13), ("llama3", 30, 12), ("mistral 0.1", 30, 40),
+])  # fmt: skip
 def test_a_text_longer_than_the_training_rows_slides(caplog, name, length, context):
     """When the window is full, the model sees its newer half, as if the text began there. A message says so once."""
     model, ids = make_model(name), random_tokens(2, length)

@@ -26,6 +26,7 @@ from test_shard import allocate, fill, run_ranks
 
 BASE = ModelConfig(vocab_size=97, dim=64, n_layers=2, n_heads=4, ffn_dim=48, max_seq_len=128)
 STRETCHED = RopeScaling(factor=8.0, original_seq_len=48)  # some frequencies fast, some slow, some between
+YARN = RopeScaling(kind="yarn", factor=8.0, original_seq_len=48, beta_fast=4.0, attention_factor=1.7, in_windows=False)
 FAMILY = {
     "gpt2": replace(BASE, norm="layernorm", positions="learned", mlp="gelu", bias=True, tied=True),
     "llama2": BASE,
@@ -38,7 +39,27 @@ FAMILY = {
     "mistral": replace(BASE, n_kv_heads=2, family="mistral"),
     "qwen2.5": replace(BASE, n_kv_heads=2, qkv_bias=True, tied=True),
     "qwen3": replace(BASE, n_kv_heads=2, qk_norm=True, head_dim=24),
-}
+    "llama biases": replace(BASE, attention_bias=True, mlp_bias=True),
+    "linear": replace(BASE, n_kv_heads=2, rope_scaling=RopeScaling(kind="linear", factor=3.0)),
+    "dynamic": replace(BASE, rope_scaling=RopeScaling(kind="dynamic", factor=3.0)),
+    "yarn": replace(BASE, rope_scaling=replace(YARN, truncate=False, in_windows=True), tied=True),
+    "mistral 0.1": replace(BASE, n_kv_heads=2, window=10, layer_kinds=("window",), family="mistral"),
+    "ministral": replace(BASE, window=41, layer_kinds=("full", "window"), family="ministral"),
+    "qwen2 windows": replace(BASE, n_kv_heads=2, qkv_bias=True, window=10, layer_kinds=("full", "window")),
+    "qwen3 windows": replace(BASE, qk_norm=True, attention_bias=True, window=10, layer_kinds=("window", "full")),
+    "qwen3_moe": replace(BASE, qk_norm=True, head_dim=24, mlp="moe", n_experts=16, top_k=4, norm_top_k=False),
+    "qwen3_moe windows": replace(
+        BASE, n_kv_heads=2, qk_norm=True, mlp="moe", n_experts=8, top_k=3, window=33, layer_kinds=("window",)
+    ),
+    "olmo2": replace(BASE, n_kv_heads=2, norm_after=True, qk_norm_whole=True),
+    "olmo3": replace(
+        BASE, n_layers=4, n_kv_heads=2, norm_after=True, qk_norm_whole=True, rope_theta=3e5, rope_scaling=YARN,
+        window=10, layer_kinds=("window", "window", "window", "full"),
+    ),
+    "smollm3": replace(BASE, n_layers=4, n_kv_heads=2, tied=True, layer_kinds=("full", "full", "full", "full nope")),
+    "smollm3 windows": replace(BASE, mlp_bias=True, window=10, layer_kinds=("window", "window nope")),
+    "phi3": replace(BASE, n_kv_heads=2, window=21, layer_kinds=("window",), family="phi3"),
+}  # fmt: skip
 BF16 = 2.0**-8  # largest relative error of rounding to bfloat16
 
 
@@ -93,7 +114,10 @@ def error(found: Tensor, expected: Tensor, least: float = 1e-9) -> float:
     ("llama3-70b", (70_553_706_496, 64, 8192, 5e5)), ("llama3.1-70b", (70_553_706_496, 64, 131072, 5e5)),
     ("llama3.2-3b", (3_212_749_824, 24, 131072, 5e5)), ("mixtral-8x22b", (140_620_634_112, 48, 65536, 1e6)),
     ("qwen2.5-1.5b", (1_543_714_304, 12, 131072, 1e6)), ("qwen3-0.6b", (596_049_920, 16, 40960, 1e6)),
-    ("qwen3-8b", (8_190_735_360, 32, 40960, 1e6)),
+    ("qwen3-8b", (8_190_735_360, 32, 40960, 1e6)), ("qwen3-30b-a3b", (30_532_122_624, 32, 40960, 1e6)),
+    ("mistral-7b-v0.1", (7_241_732_096, 32, 32768, 1e4)), ("olmo2-1b", (1_484_916_736, 16, 4096, 5e5)),
+    ("olmo2-7b", (7_298_617_344, 32, 4096, 5e5)), ("phi-4", (14_659_507_200, 40, 16384, 250000.0)),
+    ("smollm3-3b", (3_075_098_624, 16, 65536, 5e6)),
 ])  # fmt: skip
 def test_published_row(name, row):
     config, factor = MODELS[name], {"llama3.1-70b": 8, "llama3.2-3b": 32}.get(name)
@@ -101,7 +125,8 @@ def test_published_row(name, row):
         parameters = sum(p.numel() for p in Transformer(config).parameters())
     assert (parameters, config.n_heads, config.max_seq_len, config.rope_theta) == row
     assert config.rope_scaling == (RopeScaling(factor, 1.0, 4.0, 8192) if factor else None)
-    assert (config.norm_eps, config.head_dim) == (1e-6 if "qwen" in name else 1e-5, 64 if "gpt2" in name else 128)
+    eps = 1e-6 if re.search("qwen|olmo|smollm", name) else 1e-5
+    assert (config.norm_eps, config.head_dim) == (eps, 64 if "gpt2" in name else 128)
 
 
 # ---- parity with transformers
@@ -367,12 +392,13 @@ def test_grouped_matmul_is_a_loop(monkeypatch, dtype, dim, counts, device):
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_flops_are_those_that_torch_counts(name):
-    """One block of queries computes the full square of attention, of which the causal half is ours to count."""
+    """One block of queries computes the full square of attention, of which the causal half is ours to count; a window
+    is counted as its share of that square."""
     model, tokens, T = make_model(name, backend="blocked"), random_tokens(2, 64), 64
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
     products = 6 * source.matmul_params(FAMILY[name])
-    attention_flops = source.flops_per_token(FAMILY[name], T) - products
+    attention_flops = source.flops_per_token(replace(FAMILY[name], layer_kinds=("full",)), T) - products
     assert counter.get_total_flops() == 2 * T * (products + 2 * attention_flops)
 
 

@@ -1,12 +1,16 @@
 """Hugging Face's model families as tables, and config.json, read and written. Imports no torch.
 
 FAMILIES names for each of our parameters the tensors that the file stores: one, several fused along dim 0 (q, k, v;
-gate, up), or one or two per expert, which we stack.
+gate, up), or one or two per expert, which we stack; and for each field of ModelConfig the key of config.json.
+
+Reading is strict: a key that could change the computation is refused, unless the model computes what it asks for.
 
 Sources: configuration and modelling files of transformers 4 and 5."""
 
+import contextlib
+import math
 import re
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +18,8 @@ from lib.errors import UserError
 from lib.files import read_object
 from shapes import ModelConfig, RopeScaling
 
-# Our parameter | the tensor in the file | its parts, if several tensors are fused in this order. i: layer, e: expert.
+# Our parameter: the tensor in the file, and its parts if several tensors are fused in this order. i: layer, e: expert.
+# A family need not have every one of these parameters.
 LLAMA_TENSORS = {
     "embed_tokens.weight": ("model.embed_tokens.weight",),
     "layers.{i}.input_layernorm.weight": ("model.layers.{i}.input_layernorm.weight",),
@@ -23,37 +28,51 @@ LLAMA_TENSORS = {
     "layers.{i}.self_attn.q_norm.weight": ("model.layers.{i}.self_attn.q_norm.weight",),
     "layers.{i}.self_attn.k_norm.weight": ("model.layers.{i}.self_attn.k_norm.weight",),
     "layers.{i}.self_attn.o_proj.weight": ("model.layers.{i}.self_attn.o_proj.weight",),
+    "layers.{i}.self_attn.o_proj.bias": ("model.layers.{i}.self_attn.o_proj.bias",),
+    "layers.{i}.self_attn_norm.weight": ("model.layers.{i}.post_attention_layernorm.weight",),
     "layers.{i}.post_attention_layernorm.weight": ("model.layers.{i}.post_attention_layernorm.weight",),
     "layers.{i}.mlp.gate_up_proj.weight": ("model.layers.{i}.mlp.{part}_proj.weight", "gate", "up"),
+    "layers.{i}.mlp.gate_up_proj.bias": ("model.layers.{i}.mlp.{part}_proj.bias", "gate", "up"),
     "layers.{i}.mlp.down_proj.weight": ("model.layers.{i}.mlp.down_proj.weight",),
-    "layers.{i}.mlp.gate.weight": ("model.layers.{i}.block_sparse_moe.gate.weight",),
-    "layers.{i}.mlp.gate_up_proj": ("model.layers.{i}.block_sparse_moe.experts.{e}.w{part}.weight", "1", "3"),
-    "layers.{i}.mlp.down_proj": ("model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",),
+    "layers.{i}.mlp.down_proj.bias": ("model.layers.{i}.mlp.down_proj.bias",),
+    "layers.{i}.mlp_norm.weight": ("model.layers.{i}.post_feedforward_layernorm.weight",),
     "norm.weight": ("model.norm.weight",),
     "lm_head.weight": ("lm_head.weight",),
 }
-
+MIXTRAL_TENSORS = LLAMA_TENSORS | {
+    "layers.{i}.mlp.gate.weight": ("model.layers.{i}.block_sparse_moe.gate.weight",),
+    "layers.{i}.mlp.gate_up_proj": ("model.layers.{i}.block_sparse_moe.experts.{e}.w{part}.weight", "1", "3"),
+    "layers.{i}.mlp.down_proj": ("model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",),
+}
+QWEN3_MOE_TENSORS = LLAMA_TENSORS | {
+    "layers.{i}.mlp.gate.weight": ("model.layers.{i}.mlp.gate.weight",),
+    "layers.{i}.mlp.gate_up_proj": ("model.layers.{i}.mlp.experts.{e}.{part}_proj.weight", "gate", "up"),
+    "layers.{i}.mlp.down_proj": ("model.layers.{i}.mlp.experts.{e}.down_proj.weight",),
+}
+PHI3_TENSORS = LLAMA_TENSORS | {
+    "layers.{i}.self_attn.qkv_proj.weight": ("model.layers.{i}.self_attn.qkv_proj.weight",),
+    "layers.{i}.mlp.gate_up_proj.weight": ("model.layers.{i}.mlp.gate_up_proj.weight",),
+}
 GPT2_TENSORS = {
     "embed_tokens.weight": ("transformer.wte.weight",),
     "embed_positions.weight": ("transformer.wpe.weight",),
     "layers.{i}.input_layernorm.weight": ("transformer.h.{i}.ln_1.weight",),
-    "layers.{i}.self_attn.qkv_proj.weight": ("transformer.h.{i}.attn.c_attn.weight",),
-    "layers.{i}.self_attn.o_proj.weight": ("transformer.h.{i}.attn.c_proj.weight",),
-    "layers.{i}.post_attention_layernorm.weight": ("transformer.h.{i}.ln_2.weight",),
-    "layers.{i}.mlp.up_proj.weight": ("transformer.h.{i}.mlp.c_fc.weight",),
-    "layers.{i}.mlp.down_proj.weight": ("transformer.h.{i}.mlp.c_proj.weight",),
-    "norm.weight": ("transformer.ln_f.weight",),
-    "lm_head.weight": ("lm_head.weight",),
     "layers.{i}.input_layernorm.bias": ("transformer.h.{i}.ln_1.bias",),
+    "layers.{i}.self_attn.qkv_proj.weight": ("transformer.h.{i}.attn.c_attn.weight",),
     "layers.{i}.self_attn.qkv_proj.bias": ("transformer.h.{i}.attn.c_attn.bias",),
+    "layers.{i}.self_attn.o_proj.weight": ("transformer.h.{i}.attn.c_proj.weight",),
     "layers.{i}.self_attn.o_proj.bias": ("transformer.h.{i}.attn.c_proj.bias",),
+    "layers.{i}.post_attention_layernorm.weight": ("transformer.h.{i}.ln_2.weight",),
     "layers.{i}.post_attention_layernorm.bias": ("transformer.h.{i}.ln_2.bias",),
+    "layers.{i}.mlp.up_proj.weight": ("transformer.h.{i}.mlp.c_fc.weight",),
     "layers.{i}.mlp.up_proj.bias": ("transformer.h.{i}.mlp.c_fc.bias",),
+    "layers.{i}.mlp.down_proj.weight": ("transformer.h.{i}.mlp.c_proj.weight",),
     "layers.{i}.mlp.down_proj.bias": ("transformer.h.{i}.mlp.c_proj.bias",),
+    "norm.weight": ("transformer.ln_f.weight",),
     "norm.bias": ("transformer.ln_f.bias",),
+    "lm_head.weight": ("lm_head.weight",),
 }
-
-# Field of ModelConfig | key in config.json.
+# Field of ModelConfig: key in config.json.
 LLAMA_KEYS = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
@@ -66,15 +85,20 @@ LLAMA_KEYS = {
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
     "init_std": "initializer_range",
-    "rope_theta": "rope_theta",
 }
-
+BIAS_KEYS = {**LLAMA_KEYS, "attention_bias": "attention_bias"}
 MIXTRAL_KEYS = LLAMA_KEYS | {
     "n_experts": "num_local_experts",
     "top_k": "num_experts_per_tok",
     "router_aux_loss_coef": "router_aux_loss_coef",
 }
-
+QWEN3_MOE_KEYS = BIAS_KEYS | {
+    "ffn_dim": "moe_intermediate_size",
+    "n_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "norm_top_k": "norm_topk_prob",
+    "router_aux_loss_coef": "router_aux_loss_coef",
+}
 GPT2_KEYS = {
     "vocab_size": "vocab_size",
     "dim": "n_embd",
@@ -88,235 +112,409 @@ GPT2_KEYS = {
 }
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+ROPE = (
+    "rope_scaling",
+    "rope_parameters",
+    "rope_theta",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+)
+
+
 class Family(NamedTuple):
-    """shape: fields of ModelConfig; other families list only the differences from Llama's. defaults: transformers'
-    values for absent keys, where ModelConfig has another default. names: of the tensors; may include tensors that only
-    another family has. keys: of config.json."""
+    """architecture: the class in transformers. shape: fields of ModelConfig that have one value in the whole family,
+    if it is not ModelConfig's default. defaults: transformers' values of absent keys, where ModelConfig has another
+    default, and of keys that MEANS_OURS limits. names: of the tensors. keys: of config.json, by ModelConfig's field.
+    others: keys that are read in other ways, or that transformers' model never reads. windows: the layers with a window
+    if there are any and layer_types is absent; repeated. scales: whether transformers implements rope_scaling.
+    aliases: other names of keys."""
 
     architecture: str
     shape: dict
     defaults: dict
     names: dict = LLAMA_TENSORS
     keys: dict = LLAMA_KEYS
+    others: tuple = ROPE
+    windows: tuple = ()
+    scales: bool = True
+    aliases: dict = {}
 
 
-# model_type | the fields of Family
+# By model_type. A shape is exported as the first family that can express it.
 FAMILIES = {
     "llama": Family(
-        architecture="LlamaForCausalLM",
-        shape={
-            "norm": "rmsnorm",
-            "positions": "rope",
-            "mlp": "swiglu",
-            "bias": False,
-            "qkv_bias": False,
-            "qk_norm": False,
-            "family": "",
-        },
-        defaults={"hidden_act": "silu", "rope_scaling": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-06},
+        "LlamaForCausalLM",
+        {},
+        {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+        keys=BIAS_KEYS | {"mlp_bias": "mlp_bias"},
     ),
     "mistral": Family(
-        architecture="MistralForCausalLM",
-        shape={"family": "mistral"},
-        defaults={
-            "hidden_act": "silu",
-            "rope_scaling": None,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-06,
-            "num_key_value_heads": 8,
+        "MistralForCausalLM",
+        {"family": "mistral"},
+        {
+            "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "num_key_value_heads": 8,
             "sliding_window": 4096,
         },
+        windows=(SLIDING,),
+        others=(*ROPE, "sliding_window"),
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        {"family": "ministral"},
+        {
+            "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "num_key_value_heads": 8,
+            "sliding_window": 4096, "layer_types": None,
+        },
+        windows=(SLIDING,),
+        others=(*ROPE, "sliding_window"),
     ),
     "qwen2": Family(
-        architecture="Qwen2ForCausalLM",
-        shape={"qkv_bias": True},
-        defaults={
-            "hidden_act": "silu",
-            "rope_scaling": None,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-06,
-            "num_key_value_heads": 32,
-            "use_sliding_window": False,
+        "Qwen2ForCausalLM",
+        {"qkv_bias": True},
+        {
+            "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32,
+            "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None,
         },
+        windows=(SLIDING,),
+        others=(*ROPE, "sliding_window", "use_sliding_window", "attention_bias"),
     ),
     "qwen3": Family(
-        architecture="Qwen3ForCausalLM",
-        shape={"qk_norm": True},
-        defaults={
-            "hidden_act": "silu",
-            "rope_scaling": None,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-06,
-            "num_key_value_heads": 32,
-            "use_sliding_window": False,
-            "head_dim": 128,
+        "Qwen3ForCausalLM",
+        {"qk_norm": True},
+        {
+            "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32,
+            "head_dim": 128, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28,
+            "layer_types": None,
         },
+        keys=BIAS_KEYS,
+        windows=(SLIDING,),
+        others=(*ROPE, "sliding_window", "use_sliding_window"),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": True, "mlp": "moe"},
+        {
+            "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 4,
+            "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001, "decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": 4096,
+            "use_sliding_window": False,
+        },
+        QWEN3_MOE_TENSORS,
+        QWEN3_MOE_KEYS,
+        windows=(SLIDING,),
+        aliases={"num_local_experts": "num_experts"},
+        others=(*ROPE, "sliding_window", "use_sliding_window", "intermediate_size"),
     ),
     "mixtral": Family(
-        architecture="MixtralForCausalLM",
-        shape={"mlp": "moe"},
-        defaults={
-            "hidden_act": "silu",
-            "rope_scaling": None,
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "router_aux_loss_coef": 0.001,
-            "rope_theta": 1000000.0,
+        "MixtralForCausalLM",
+        {"mlp": "moe"},
+        {
+            "hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "num_local_experts": 8,
+            "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "rope_theta": 1e6, "sliding_window": None,
         },
-        keys=MIXTRAL_KEYS,
+        MIXTRAL_TENSORS,
+        MIXTRAL_KEYS,
+        windows=(SLIDING,),
+        others=(*ROPE, "sliding_window"),
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {"norm_after": True, "qk_norm_whole": True},
+        {"hidden_act": "silu", "max_position_embeddings": 2048},
+        keys=BIAS_KEYS,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {"norm_after": True, "qk_norm_whole": True},
+        {"hidden_act": "silu", "max_position_embeddings": 2048, "rope_theta": 5e5, "sliding_window": 4096,
+         "layer_types": None},
+        keys=BIAS_KEYS,
+        windows=(SLIDING, SLIDING, SLIDING, FULL),
+        others=(*ROPE, "sliding_window"),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {},
+        {
+            "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 4,
+            "tie_word_embeddings": True, "rope_theta": 2e6, "sliding_window": None, "use_sliding_window": False,
+            "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None,
+        },
+        keys=BIAS_KEYS | {"mlp_bias": "mlp_bias"},
+        windows=(SLIDING,),
+        others=(*ROPE, "sliding_window", "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"),
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"family": "phi3"},
+        {"hidden_act": "silu", "max_position_embeddings": 4096, "sliding_window": None},
+        PHI3_TENSORS,
+        windows=(SLIDING,),
+        scales=False,
+        others=(*ROPE, "sliding_window"),
     ),
     "gpt2": Family(
-        architecture="GPT2LMHeadModel",
-        shape={"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True},
-        defaults={
-            "activation_function": "gelu_new",
-            "n_inner": 0,
-            "n_positions": 1024,
-            "tie_word_embeddings": True,
-            "attn_pdrop": 0.1,
-            "embd_pdrop": 0.1,
-            "resid_pdrop": 0.1,
+        "GPT2LMHeadModel",
+        {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True},
+        {
+            "activation_function": "gelu_new", "n_positions": 1024, "tie_word_embeddings": True,
+            "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1,
         },
-        names=GPT2_TENSORS,
-        keys=GPT2_KEYS,
+        GPT2_TENSORS,
+        GPT2_KEYS,
+        scales=False,
+        others=(),
+        aliases={"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+                 "max_position_embeddings": "n_positions"},
     ),
-}
-
-
-def family(config: ModelConfig) -> str:
-    """The model_type of a shape. UserError: no family has this shape."""
-    plain = FAMILIES["llama"].shape
-    shape = {field: getattr(config, field) for field in plain}
-    equal_heads = config.n_kv_heads == config.n_heads and config.n_heads * config.head_dim == config.dim
-    for name, row in FAMILIES.items():
-        if plain | row.shape == shape and (name != "gpt2" or equal_heads):
-            return name
-    raise UserError(
-        f"This model has no Hugging Face form: no supported family has {shape}; GPT-2 also needs n_kv_heads = n_heads"
-        " and head_dim = dim / n_heads"
-    )
-
-
-# Keys that change the computation | the values that model.py implements. Exports write the first one.
-MEANS_OURS = {
-    "hidden_act": ("silu", "swish"),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False, None),
-    "sliding_window": (None,),
-    "router_jitter_noise": (0, None),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "is_encoder_decoder": (False,),
-    "partial_rotary_factor": (1, None),
-    "rope_scaling": (None,),
-    "rope_type": ("default", "llama3", None),
-    "type": ("default", "llama3", None),
-    "is_causal": (True,),
-    "attn_pdrop": (0.0,),
-    "embd_pdrop": (0.0,),
-    "resid_pdrop": (0.0,),
-}
-
-# Keys that change nothing in our forward or backward pass.
-HARMLESS = (
-    "model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp",
-    "n_ctx", "n_special", "predict_special_tokens", "output_past", "bos_token_id", "eos_token_id", "pad_token_id",
-    "sep_token_id", "unk_token_id", "id2label", "label2id", "num_labels", "task_specific_params", "problem_type",
-    "finetuning_task", "is_decoder", "gradient_checkpointing", "max_length", "output_router_logits",
-    "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-    "do_sample", "temperature", "top_p", "top_k", "return_dict", "output_hidden_states", "output_attentions",
-    "max_sequence_length", "max_window_layers", "is_llama_config", "transformers.js_config", "unsloth_version",
-    "unsloth_fixed",
-)  # fmt: skip
-
-# Keys that change nothing while they are null, false, 0 or empty.
-HARMLESS_WHEN_OFF = (
-    "quantization_config", "auto_map", "pruned_heads", "chunk_size_feed_forward", "cross_attention_hidden_size",
-    "tie_encoder_decoder", "torchscript", "use_bfloat16", "tf_legacy_loss", "use_mrope", "use_qk_norm",
-    "rope_interleaved", "rope_parameters", "rope_scaling", "tokenizer_class", "prefix", "decoder_start_token_id",
-    "min_length", "early_stopping", "diversity_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id",
-    "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-)  # fmt: skip
-
-# rope_type -> RopeScaling's fields | keys in config.json
+}  # fmt: skip
+# Their classes in transformers have no head_dim: exports name it only where it is not dim / n_heads.
+WITHOUT_HEAD_DIM = {"qwen2", "olmo2", "olmo3", "smollm3", "phi3"}
+# rope_type: RopeScaling's fields and their keys in config.json.
 ROPE_KEYS = {
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
         "low_freq_factor": "low_freq_factor",
         "high_freq_factor": "high_freq_factor",
         "original_seq_len": "original_max_position_embeddings",
     },
+    "yarn": {
+        "factor": "factor",
+        "original_seq_len": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "attention_factor": "attention_factor",
+    },
 }
-
+# Keys that change the computation: the values that model.py implements. Exports write the first one.
+MEANS_OURS = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "add_cross_attention": (False,),
+    "auto_map": (None,),
+    "attention_bias": (False, None),
+    "attention_multiplier": (None,),
+    "attn_pdrop": (0.0,),
+    "causal": (True,),
+    "decoder_sparse_step": (1,),
+    "do_layer_norm_before": (True,),
+    "embd_pdrop": (0.0,),
+    "embedding_multiplier": (1, None),
+    "hidden_act": ("silu", "swish"),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "lm_head_multiplier": (1, None),
+    "logit_scale": (1, None),
+    "logits_scaling": (1, None),
+    "mlp_bias": (False, None),
+    "mlp_only_layers": ([], None),
+    "norm_topk_prob": (True,),
+    "partial_rotary_factor": (1, None),
+    "residual_multiplier": (1, None),
+    "resid_pdrop": (0.0,),
+    "router_jitter_noise": (0, None),
+    "rope_type": ("default", None),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
+    "scale_depth": (None,),
+    "scale_emb": (1, None),
+    "use_rms_norm": (True,),
+    # The rest is of models that are not implemented.
+    **dict.fromkeys(
+        (
+            "activation", "alibi", "apply_residual_connection_post_layernorm", "attention_chunk_size",
+            "attention_out_bias", "attention_sink", "attn_config", "attn_logit_softcapping", "attn_temperature_tuning",
+            "bias", "clip_qkv", "compression_config", "dim_model_base", "embedding_scale", "ffn_config",
+            "final_logit_softcapping", "first_k_dense_replace", "global_attn_every_n_layers", "hidden_activation",
+            "interleave_moe_layer_step", "kv_lora_rank", "layer_norm_eps", "llama_4_scaling_beta", "lm_head_bias",
+            "logits_soft_cap", "mlp_layer_types", "moe_layers", "multi_query", "mup_enabled", "n_group",
+            "n_routed_experts", "n_shared_experts", "new_decoder_architecture", "no_bias", "norm_bias", "norm_type",
+            "num_experts", "num_kv_shared_layers", "num_local_experts", "num_nextn_predict_layers",
+            "num_shared_experts", "parallel_attn", "position_embedding_type", "pruned_heads", "q_lora_rank",
+            "qk_layernorm", "qk_nope_head_dim", "qk_rope_head_dim", "qkv_bias", "quantization_config",
+            "query_pre_attn_scalar", "rope_interleave", "rope_interleaved", "rope_local_base_freq", "rotary_dim",
+            "rotary_pct", "routed_scaling_factor", "scale_embedding", "scoring_func", "shared_expert_intermediate_size",
+            "shared_intermediate_size", "sliding_window", "sliding_window_pattern", "swiglu_limit", "text_config",
+            "topk_group", "topk_method", "use_bias", "use_bidirectional_attention", "use_mrope",
+            "use_parallel_residual", "use_post_norm", "use_qk_norm", "use_qkv_bias", "use_sliding_window", "v_head_dim",
+            "vision_config", "window_size",
+        ),
+        (None, False, 0, "", [], {}),
+    ),
+}  # fmt: skip
+# An unknown key may have one of these values.
+NEUTRAL = ("None", "False", "0", "0.0", "1.0", "''", "[]", "{}")
+# Settings of generation and bookkeeping, most of them in transformers' GenerationConfig and PretrainedConfig.
+BOOKKEEPING = {
+    "layer_types",  # which _read_layers checks
+    "architectures", "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind",
+    "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
+    "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "eos_token_id", "epsilon_cutoff", "eta_cutoff", "experts_implementation", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "guidance_scale",
+    "id2label", "internal_version", "is_decoder", "is_llama_config", "label2id", "length_penalty", "low_memory",
+    "max_length", "max_new_tokens", "max_sequence_length", "max_time", "max_window_layers", "min_length",
+    "min_new_tokens", "min_p", "model_max_length", "model_type", "n_ctx", "n_special", "name_or_path",
+    "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups", "num_beams",
+    "num_labels", "num_return_sequences", "original_max_position_embeddings", "output_attentions",
+    "output_hidden_states", "output_logits", "output_past", "output_router_logits", "output_scores", "pad_token_id",
+    "penalty_alpha", "predict_special_tokens", "prefix", "pretraining_tp", "problem_type", "prompt_lookup_num_tokens",
+    "remove_invalid_values", "renormalize_logits", "reorder_and_upcast_attn", "repetition_penalty", "return_dict",
+    "return_dict_in_generate", "sep_token_id", "stop_strings", "summary_activation", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "suppress_tokens", "target_lookbehind", "task_specific_params", "temperature",
+    "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "tokenizer_type", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed",
+    "unsloth_version", "use_bfloat16", "use_cache", "use_flash_attn",
+}  # fmt: skip
+# Keys of rope_scaling and rope_parameters. The types that do not need a key do not read it.
+READ_IN_ROPE = {
+    "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor", "long_factor",
+    "low_freq_factor", "max_position_embeddings", "mscale", "mscale_all_dim", "original_max_position_embeddings",
+    "rope_theta", "rope_type", "short_factor", "truncate",
+}  # fmt: skip
 EXPECTED = {int: "a positive whole number", float: "a positive number", bool: "true or false"}
 
 
+def family(config: ModelConfig) -> str:
+    """The model_type of a shape: the first whose config.json expresses it. UserError: none does."""
+    for kind in FAMILIES:
+        with contextlib.suppress(ValueError):
+            if _read(_write(config, kind)) == config:
+                return kind
+    raise UserError(f"This model has no Hugging Face form: no family in lib/families.py has this shape: {config}")
+
+
+# ---- reading
+
+
 def read_config(folder: Path) -> ModelConfig:
-    """The shape in a folder's config.json, written by transformers 4 or 5. Refuses, by name, keys that model.py does
-    not implement."""
+    """The shape in a folder's config.json, written by transformers 4 or 5. Refuses, by name, keys that ask for what
+    model.py does not implement."""
     path = folder / "config.json"
-    values = read_object(path)
-    kind = values.get("model_type")
-    if str(kind) not in FAMILIES:
-        raise UserError(f"{path}: model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")
-    family = FAMILIES[kind]
-    rope_kind = "" if kind == "gpt2" else _flatten_rope(values, path)
-    rope_keys = ROPE_KEYS.get(rope_kind, {})
-    known = {*family.keys.values(), *rope_keys.values()}
-    if "use_sliding_window" in family.defaults:  # it must be off, so the window's size does not matter
-        known.add("sliding_window")
-    if re.fullmatch(r"(\W*full_attention)+\W*", str(values.get("layer_types"))):
-        known.add("layer_types")
-    refuse_unknown(family.defaults | values, known, path)
-    shape = {}
-    for field in fields(ModelConfig):
-        if key := family.keys.get(field.name):
-            default = family.defaults.get(key, field.default)
-            shape[field.name] = _read_field(values, key, field.type, default, path)
-    shape["ffn_dim"] = shape["ffn_dim"] or 4 * shape["dim"]
-    numbers = {ours: _read_field(values, key, float, MISSING, path) for ours, key in rope_keys.items()}
     try:
-        return ModelConfig(
-            **shape, **family.shape, rope_scaling=RopeScaling(kind=rope_kind, **numbers) if numbers else None
-        )
-    except ValueError as e:
+        return _read(read_object(path))
+    except (AttributeError, TypeError, ValueError) as e:  # the first two: a list in the place of an object, or similar
         raise UserError(f"{path}: {e}") from None
 
 
-def _flatten_rope(values, path):
-    """Moves rope_parameters (transformers 5) or rope_scaling (4) one level up -> its rope_type."""
-    rope = values.pop("rope_parameters", None) or values.pop("rope_scaling", None) or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{path}: rope_parameters or rope_scaling is {rope!r}, expected an object")
-    values |= rope
-    return str(rope.get("rope_type") or rope.get("type"))
+def _read(given):
+    kind, shape = given.get("model_type"), {}
+    if str(kind) not in FAMILIES:
+        problem = f"model_type {kind!r} is not supported" if kind else "it has no model_type"
+        raise ValueError(f"{problem}; supported are {', '.join(FAMILIES)}")
+    row = FAMILIES[kind]
+    given = {row.aliases.get(key, key): value for key, value in given.items()}
+    if given.get("architectures") == [row.architecture]:
+        given.pop("auto_map", None)  # transformers takes its own class
+    _refuse_keys(given, BOOKKEEPING.union(row.keys.values(), row.others))
+    values = row.defaults | given
+    for field in fields(ModelConfig):
+        if key := row.keys.get(field.name):
+            shape[field.name] = _read_field(values, key, field.type, 0 if key == "n_inner" else field.default)
+    shape["ffn_dim"] = shape["ffn_dim"] or 4 * shape["dim"]
+    shape |= _read_layers(values, row, shape["n_layers"])
+    if ROPE[0] in row.others:
+        shape |= _read_rope(given, row)
+    return ModelConfig(**row.shape, **shape)
 
 
-def refuse_unknown(values, known, path, supported=MEANS_OURS):
-    """Refuses keys that may change the computation. known: keys that are checked elsewhere, or harmless."""
-    known = known.union(HARMLESS, (key for key in HARMLESS_WHEN_OFF if not values.get(key)))
-    wrong = [
-        f"{key} is {value!r}"[:90] + f" (supported: {supported.get(key, ['none'])[0]!r})"
-        for key, value in values.items()
-        if key not in known and key[:1] != "_" and not _is_dropout(key) and value not in supported.get(key, ())
+def _refuse_keys(given, known):
+    """ValueError: keys that may change the computation to one that is not implemented. known: keys that may have any
+    value here."""
+    problems, advice = [], ""
+    for key, value in given.items():
+        if key in known or key.startswith("_") or _is_dropout(key):
+            continue
+        if key in MEANS_OURS and value not in MEANS_OURS[key]:
+            problems.append(f"{key} is {value!r}"[:90] + f" (supported: {MEANS_OURS[key][0]!r})")
+        elif key not in MEANS_OURS and repr(value) not in NEUTRAL:
+            problems.append(f"unknown key {key}: {value!r}"[:90])
+            advice = ". Remove an unknown key from a copy of the file only if you know that it changes no result"
+    if problems:
+        raise ValueError("; ".join(problems) + advice)
+
+
+def _read_layers(values, row, n_layers):
+    """-> the fields layer_kinds and window."""
+    on = row.windows and values.get("use_sliding_window", True)
+    window = _read_field(values, "sliding_window", int, 0) if on else 0
+    interval = _read_field(values, "no_rope_layer_interval", int, n_layers + 1)
+    rotates = values.get("no_rope_layers") or [(i + 1) % interval for i in range(n_layers)]
+    first = _read_field(values, "max_window_layers", int) if "max_window_layers" in row.defaults else 0
+    skips = "no_rope_layers" in row.defaults  # layers with RoPE have no window
+    expected = [
+        row.windows[i % len(row.windows)] if window and i >= first and not (skips and rotates[i]) else FULL
+        for i in range(n_layers)
     ]
-    if wrong:
-        raise UserError(f"{path}: {'; '.join(wrong)}. Remove keys that do not change the computation")
+    types = values.get("layer_types") or expected
+    fits = window and "layer_types" in row.defaults and len(types) == n_layers and {SLIDING, FULL}.issuperset(types)
+    if len(rotates) < n_layers or not (fits or types == expected):
+        raise ValueError(f"layer_types is {types!r}, sliding_window is {window or None}: not implemented")
+    kinds = [("window" if types[i] == SLIDING else "full") + " nope" * (not rotates[i]) for i in range(n_layers)]
+    return {"layer_kinds": tuple(kinds), "window": window}
 
 
-def _read_field(values, key, kind, default, path):
+def _read_rope(given, row):
+    """-> the fields rope_theta and rope_scaling. Version 4 has the keys rope_theta and rope_scaling, version 5
+    rope_parameters, for Olmo 3 one for each type of layer. A file may have the keys of both, if they agree."""
+    top = {key: given.get(key) for key in ROPE[2:]}
+    old, new = (given.get(key) or {} for key in ROPE[:2])
+    plain, near = {"rope_type": "default", "rope_theta": row.defaults.get("rope_theta", 10000.0)}, None
+    if row is FAMILIES["olmo3"]:
+        near, new = plain | _merge(new.get(SLIDING) or {}), new.get(FULL) or {}
+    rope = plain | _merge(top, old, new)
+    scaling = _read_scaling(rope, row)
+    if near and near not in (rope, plain | {"rope_theta": rope["rope_theta"]}):
+        raise ValueError(f"rope_parameters of layers with a window are {near!r}, of others {rope!r}: not implemented")
+    if near and scaling:
+        scaling = replace(scaling, in_windows=near == rope)
+    return {"rope_theta": _read_field(rope, "rope_theta", float), "rope_scaling": scaling}
+
+
+def _merge(*parts):
+    """The keys of several objects that are not null. ValueError: a key has two values."""
+    out = {}
+    for part in parts:
+        if not isinstance(part, dict):
+            raise ValueError(f"rope_scaling or rope_parameters is {part!r}, expected an object")
+        for key, value in part.items():
+            key = "rope_type" if key == "type" else key
+            if value is not None and out.setdefault(key, value) not in (value,):
+                raise ValueError(f"{key} is {out[key]!r} in one place and {value!r} in another")
+    return out
+
+
+def _read_scaling(rope, row):
+    kind = rope["rope_type"]
+    if kind != "default" and not (row.scales and kind in ROPE_KEYS):
+        raise ValueError(f"rope_scaling of type {kind} is not implemented")
+    _refuse_keys(rope, READ_IN_ROPE)
+    if kind == "default":
+        return None
+    numbers = {}
+    for field, key in ROPE_KEYS[kind].items():
+        optional = kind == "yarn" and field not in ("factor", "original_seq_len")
+        default = getattr(RopeScaling, field) if optional else MISSING
+        numbers[field] = _read_field(rope, key, bool if field == "truncate" else float, default)
+    if kind == "yarn" and "attention_factor" not in rope:
+        growth = 0.1 * math.log(max(numbers["factor"], 1.0))
+        scales = rope.get("mscale"), rope.get("mscale_all_dim")
+        above, below = scales if all(scales) else (1.0, 0.0)
+        numbers["attention_factor"] = (growth * above + 1.0) / (growth * below + 1.0)
+    return RopeScaling(kind=kind, **numbers)
+
+
+def _read_field(values, key, kind, default=MISSING):
     value = values.get(key)
     if value is None and default is not MISSING:
         return default
-    least = 0 if key == "router_aux_loss_coef" else 2**-149  # 0 switches the balancing loss off
+    least = 0 if key in ("router_aux_loss_coef", "max_window_layers") else 2**-149
     if type(value) not in ((int, float) if kind is float else (kind,)) or not (kind is bool or least <= value < 2**53):
-        raise UserError(f"{path}: {key} is {value!r}, expected {EXPECTED[kind]}")
+        raise ValueError(f"{key} is {value!r}, expected {EXPECTED[kind]}")
     return kind(value)
 
 
@@ -330,15 +528,45 @@ def dropout_note(path: Path) -> str:
     return f"Dropout is not applied: {', '.join(rates)}" if rates else ""
 
 
+# ---- writing
+
+
 def config_json(config: ModelConfig, dtype: str) -> dict:
     """The config.json of a shape, with keys that transformers 4 and 5, vLLM and llama.cpp read. UserError: no family
     has this shape. dtype: torch's name, as bfloat16."""
-    kind = family(config)
-    row = FAMILIES[kind]
-    out = {"architectures": [row.architecture], "model_type": kind, "torch_dtype": dtype}
-    out |= {key: getattr(config, ours) for ours, key in row.keys.items()}
-    out |= {key: MEANS_OURS[key][0] for key in row.defaults if key in MEANS_OURS}
-    if scaling := config.rope_scaling:
-        numbers = {key: getattr(scaling, ours) for ours, key in ROPE_KEYS[scaling.kind].items()}
-        out["rope_scaling"] = {"rope_type": scaling.kind} | numbers
-    return out
+    return _write(config, family(config)) | {"torch_dtype": dtype}
+
+
+def _write(config, kind):
+    """The keys of a family for a shape. Those for what the family does not have are left out."""
+    row, layers = FAMILIES[kind], [config.kind(i) for i in range(config.n_layers)]
+    types = [SLIDING if "window" in layer else FULL for layer in layers]
+    by_layer = {
+        "sliding_window": config.window or None,
+        "use_sliding_window": config.window > 0,
+        "layer_types": types,
+        "max_window_layers": [*types, SLIDING].index(SLIDING),  # older versions read it instead of layer_types
+        "no_rope_layers": [int("nope" not in layer) for layer in layers],
+    }
+    out = {"architectures": [row.architecture], "model_type": kind}
+    for key in row.defaults:
+        if key in by_layer:
+            out[key] = by_layer[key]
+        elif key in MEANS_OURS:
+            out[key] = MEANS_OURS[key][0]
+    out |= {key: getattr(config, field) for field, key in row.keys.items()}
+    if kind in WITHOUT_HEAD_DIM and config.head_dim * config.n_heads == config.dim:
+        del out["head_dim"]
+    return out | (_write_rope(config, kind) if ROPE[0] in row.others else {})
+
+
+def _write_rope(config, kind):
+    scaling, out = config.rope_scaling, {"rope_theta": config.rope_theta}
+    plain = rope = out | {"rope_type": "default"}
+    if scaling:
+        numbers = {key: getattr(scaling, field) for field, key in ROPE_KEYS[scaling.kind].items()}
+        scaled = out["rope_scaling"] = {"rope_type": scaling.kind} | numbers
+        rope = plain | scaled
+    if kind == "olmo3":
+        rope = {FULL: rope, SLIDING: rope if scaling and scaling.in_windows else plain}
+    return out | {"rope_parameters": rope}

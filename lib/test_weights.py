@@ -195,7 +195,8 @@ def test_export_replaces_only_an_export(monkeypatch, tmp_path):
 def test_shape_without_a_family(tmp_path):
     llama, gpt2, qwen = FAMILY["llama3"], FAMILY["gpt2"], FAMILY["qwen3"]
     shapes = [replace(llama, mlp="gelu"), replace(llama, positions="learned"), replace(gpt2, n_kv_heads=2)]
-    for shape in (*shapes, replace(qwen, qkv_bias=True)):
+    shapes += [replace(FAMILY["phi3"], rope_scaling=FAMILY["yarn"].rope_scaling)]  # transformers reads it as longrope
+    for shape in (*shapes, replace(qwen, qkv_bias=True), replace(FAMILY["olmo2"], layer_kinds=("full nope",))):
         with pytest.raises(UserError, match="no Hugging Face form"):
             export_model(Transformer(shape), tmp_path / "out")
     assert not os.listdir(tmp_path)
@@ -302,7 +303,45 @@ QWEN3_FACTS = QWEN25_FACTS | {
     "max_position_embeddings": 40960, "max_window_layers": 36, "num_attention_heads": 32, "num_hidden_layers": 36,
     "num_key_value_heads": 8, "rope_theta": 1000000, "sliding_window": None,
 }  # fmt: skip
+QWEN3_MOE_FACTS = QWEN3_FACTS | {
+    "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 6144, "max_window_layers": 48,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "output_router_logits": False, "router_aux_loss_coef": 0.001, "tie_word_embeddings": False,
+}  # fmt: skip
+OLMO2_FACTS = LLAMA3_FACTS | {
+    "eos_token_id": 100257, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2",
+    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_theta": 500000,
+    "vocab_size": 100352,
+}  # fmt: skip
+OLMO2_FACTS.pop("pretraining_tp")
+YARN = {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn"}  # fmt: skip
+OLMO3_FACTS = OLMO2_FACTS | {
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8, "max_position_embeddings": 65536,
+    "model_type": "olmo3", "rope_scaling": YARN, "sliding_window": 4096, "vocab_size": 100278,
+}  # fmt: skip
+SMOLLM3_FACTS = LLAMA3_FACTS | {
+    "hidden_size": 2048, "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_window_layers": 28,
+    "max_position_embeddings": 65536, "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+    "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "sliding_window": None,
+    "tie_word_embeddings": True, "use_sliding_window": False,
+}  # fmt: skip
+PHI4_FACTS = LLAMA2_FACTS | {
+    "attention_bias": False, "attention_dropout": 0.0, "embd_pdrop": 0.0, "hidden_size": 5120,
+    "intermediate_size": 17920, "max_position_embeddings": 16384, "model_type": "phi3", "num_attention_heads": 40,
+    "num_hidden_layers": 40, "num_key_value_heads": 10, "original_max_position_embeddings": 16384, "resid_pdrop": 0.0,
+    "rope_theta": 250000, "sliding_window": None, "vocab_size": 100352,
+}  # fmt: skip
+MINISTRAL_FACTS = MISTRAL_FACTS | {"model_type": "ministral", "head_dim": 128, "sliding_window": 8, "layer_types": None}
 PUBLISHED = {
+    "mistral-7b-v0.1": MISTRAL_FACTS | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
+    "qwen3-30b-a3b": QWEN3_MOE_FACTS,
+    "olmo2-7b": OLMO2_FACTS,
+    "olmo3-7b": OLMO3_FACTS,
+    "smollm3-3b": SMOLLM3_FACTS,
+    "phi-4": PHI4_FACTS,
     "gpt2": GPT2_FACTS,
     "gpt2-large": GPT2_FACTS | {
         "n_embd": 1280, "n_head": 20, "n_layer": 36, "n_special": 0, "predict_special_tokens": True,
@@ -340,21 +379,26 @@ def test_published_config(tmp_path, name):
     assert replace(read(tmp_path, PUBLISHED[name]), init_std=MODELS[name].init_std) == MODELS[name]
 
 
-@pytest.mark.parametrize("name", [*MODELS, "no balancing loss"])
+@pytest.mark.parametrize("name", [*MODELS, *FAMILY, "no balancing loss"])
 def test_config_round_trip(tmp_path, name):
-    """In version 4's keys, and in those with which version 5 replaces them."""
-    shape = MODELS.get(name) or replace(MODELS["tiny-mixtral"], router_aux_loss_coef=0.0)
+    """Together, in version 4's keys alone, and in those with which version 5 replaces them. Every key is one of the
+    family's."""
+    shape = MODELS.get(name) or FAMILY.get(name) or replace(MODELS["tiny-mixtral"], router_aux_loss_coef=0.0)
     values = config_json(shape, "bfloat16")
-    assert not {"rope_parameters", "dtype"} & set(values) and values["torch_dtype"] == "bfloat16"
-    assert read(tmp_path, values) == shape
+    assert values["torch_dtype"] == "bfloat16" and read(tmp_path, values) == shape
     newer = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
     assert "dtype" in newer and ("rope_parameters" in newer) == (shape.positions == "rope")
     assert read(tmp_path, newer) == shape
+    their_own = {*newer, "torch_dtype", "rope_theta", "rope_scaling", "head_dim", "max_window_layers", "num_experts"}
+    assert their_own.issuperset(values) and ("head_dim" in values) <= (shape.family != "phi3")
+    if values["model_type"] != "olmo3" or shape.rope_theta == 5e5:
+        assert read(tmp_path, {k: v for k, v in values.items() if k != "rope_parameters"}) == shape
 
 
 BASE = {
     "llama": LLAMA31_FACTS, "gpt2": GPT2_FACTS, "mixtral": MIXTRAL_FACTS, "mistral": MISTRAL_FACTS,
-    "qwen2": QWEN25_FACTS, "qwen3": QWEN3_FACTS,
+    "qwen2": QWEN25_FACTS, "qwen3": QWEN3_FACTS, "qwen3_moe": QWEN3_MOE_FACTS, "olmo2": OLMO2_FACTS,
+    "olmo3": OLMO3_FACTS, "smollm3": SMOLLM3_FACTS, "phi3": PHI4_FACTS, "ministral": MINISTRAL_FACTS,
 }  # fmt: skip
 SAME = [  # a family, harmless changes
     ("llama", {"head_dim": None, "mlp_bias": False, "sliding_window": None, "partial_rotary_factor": 1.0}),
@@ -364,17 +408,38 @@ SAME = [  # a family, harmless changes
     ("gpt2", {"activation_function": "gelu_pytorch_tanh", "n_inner": 3072, "scale_attn_weights": True}),
     ("mixtral", {"router_jitter_noise": 0.0, "output_router_logits": True}),
     ("qwen2", {"layer_types": ["full_attention"] * 24, "sliding_window": 4096, "use_sliding_window": None}),
+    ("qwen2", {"attention_bias": True, "max_window_layers": 3}),
+    ("qwen3", {"use_sliding_window": True}),
+    ("llama", {"internal_version": "x", "num_beams": 4, "typical_p": 0.9, "repetition_penalty": 1.1, "min_p": 0.1}),
+    ("llama", {"x_null": None, "x_false": False, "x_zero": 0, "x_one": 1.0, "x_none": [], "alibi": False}),
+    ("llama", {"final_logit_softcapping": None, "embedding_multiplier": 1.0, "logits_scaling": 1, "bias": False}),
+    ("llama", {"rope_parameters": SCALING | {"rope_theta": 500000.0, "beta_fast": None}}),
+    ("llama", {"rope_theta": ..., "rope_scaling": ..., "rope_parameters": SCALING | {"rope_theta": 500000}}),
+    (
+        "llama",
+        {"rope_scaling": {k: v for k, v in SCALING.items() if k[0] != "o"}, "original_max_position_embeddings": 8192},
+    ),
+    ("phi3", {"architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}),
+    ("qwen3_moe", {"num_experts": ..., "num_local_experts": 128, "intermediate_size": 99, "mlp_only_layers": None}),
+    ("olmo3", {"layer_types": None}),
+    ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": ...}),
+    ("olmo3", {"rope_scaling": YARN | {"attention_factor": None, "truncate": True}}),
+    ("olmo3", {"rope_scaling": YARN | {"attention_factor": None, "mscale": 1.0, "mscale_all_dim": 0.0}}),
+    ("ministral", {"layer_types": ["sliding_attention"] * 32}),
 ]
 
 
 @pytest.mark.parametrize("kind, changes", SAME, ids=str)
 def test_harmless_fields(tmp_path, kind, changes):
-    assert read(tmp_path, BASE[kind] | changes) == read(tmp_path, BASE[kind])
+    changed = {k: v for k, v in (BASE[kind] | changes).items() if v is not ...}
+    assert read(tmp_path, changed) == read(tmp_path, BASE[kind])
 
 
+MIXED = ["sliding_attention", "full_attention"] * 12
 SHORT = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-SHORT = dict.fromkeys(BASE, SHORT) | {"gpt2": ("vocab_size", "n_embd", "n_layer", "n_head")}
-THEIRS = {"mistral": {"sliding_window": None}, "qwen2": {"hidden_size": 4096, "num_attention_heads": 32}}
+SHORT = dict.fromkeys(BASE, SHORT) | {"gpt2": ("vocab_size", "n_embd", "n_layer", "n_head"), "qwen3_moe": SHORT[:-1]}
+THEIRS = {"qwen2": {"hidden_size": 4096, "num_attention_heads": 32}, "ministral": {"head_dim": 128}}
+THEIRS["smollm3"] = {"use_sliding_window": True, "sliding_window": 8}
 
 
 @pytest.mark.parametrize("kind", BASE)
@@ -390,36 +455,54 @@ def scaling(**changes) -> dict:
 
 
 UNKNOWN = {
-    "logits_scaling": 8.0, "final_logit_softcapping": 30.0, "use_qk_norm": True, "rope_interleaved": True,
-    "auto_map": {"AutoModel": "modeling.py"}, "layer_types": ["sliding_attention"], "num_experts": 8, "": 1,
-    "attn_logit_softcapping": None, "use_rms_norm": False, "quantization_config": {"quant_method": "gptq", "bits": 4},
+    "x_factor": 3, "x_norm": True, "x_scale": 0.5, "x_kind": "post", "x_layers": [1], "": 1, "x_true": True,
 }  # fmt: skip
 UNSUPPORTED = (
     ("llama", "hidden_act", "gelu"), ("llama", "hidden_act", None), ("gpt2", "activation_function", "relu"),
-    ("mixtral", "sliding_window", 4096), ("llama", "attention_bias", True), ("llama", "mlp_bias", True),
+    ("mistral", "attention_bias", True), ("qwen2", "mlp_bias", True), ("qwen3_moe", "mlp_only_layers", [0]),
     ("mixtral", "router_jitter_noise", 0.1), ("llama", "partial_rotary_factor", 0.5), ("mixtral", "is_causal", None),
     ("gpt2", "scale_attn_by_inverse_layer_idx", True), ("gpt2", "scale_attn_weights", False),
-    ("gpt2", "add_cross_attention", True), ("qwen3", "use_sliding_window", True), ("qwen3", "attention_bias", True),
-    ("qwen2", "layer_types", ["full_attention", "sliding_attention"]), ("gpt2", "hidden_size", 0),
-    ("mistral", "sliding_window", 4096),
+    ("gpt2", "add_cross_attention", True), ("qwen3_moe", "decoder_sparse_step", 2), ("llama", "sliding_window", 4096),
+    ("llama", "logits_scaling", 8.0), ("llama", "logits_scaling", 0), ("llama", "final_logit_softcapping", 30.0),
+    ("llama", "use_qk_norm", True), ("llama", "rope_interleaved", True), ("llama", "auto_map", {"AutoModel": "m.py"}),
+    ("llama", "num_experts", 8), ("llama", "use_rms_norm", False), ("llama", "use_sliding_window", True),
+    ("llama", "quantization_config", {"quant_method": "gptq", "bits": 4}),
 )  # fmt: skip
+NEAR = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": {"rope_theta": 5e5}}
 REFUSED = [  # a family, changes of its config.json above (...: without the key), the message
     *(("llama", {"model_type": m}, f"model_type {m!r} is not supported; supported are llama, mistral, .*gpt2")
-      for m in ("qwen3_moe", "", None, {})),
-    ("llama", scaling(rope_type="longrope"), "rope_type is 'longrope' .supported: 'default'"),
-    ("llama", scaling(rope_type=..., type="yarn"), "type is 'yarn' .supported: 'default'"),
+      for m in ("gemma", {"llama": 1})),
+    *(("llama", {"model_type": m}, "it has no model_type; supported are llama") for m in ("", None, ...)),
+    ("llama", scaling(rope_type="longrope"), "rope_scaling of type longrope is not implemented$"),
+    ("phi3", scaling(rope_type="yarn", original_max_position_embeddings=...), "rope_scaling of type yarn is not"),
+    ("llama", scaling(type="yarn"), "rope_type is 'llama3' in one place and 'yarn' in another"),
+    ("llama", {"rope_parameters": SCALING | {"factor": 4.0}}, "factor is 8.0 in one place and 4.0 in another"),
+    ("llama", {"rope_parameters": SCALING | {"rope_theta": 7.0}}, "rope_theta is 500000.0 in one place and 7.0 in"),
+    ("llama", scaling(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5 .supported: 1"),
+    ("llama", scaling(llama_4_scaling_beta=0.1), "llama_4_scaling_beta is 0.1"),
     ("llama", {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "full_attention"),
+    ("olmo3", {"rope_parameters": NEAR}, "rope_parameters of layers with a window are .*: not implemented"),
     *(("llama", scaling(**{key: ...}), f"{key} is None, expected") for key in SCALING if key != "rope_type"),
     *(("llama", scaling(factor=v), "positive") for v in (0, "8", True, [8.0], float("nan"), float("inf"))),
     ("llama", scaling(low_freq_factor=4.0), "high_freq_factor must be above low_freq_factor"),
     ("llama", {"rope_theta": 10**400}, "rope_theta is 1000.*, expected a positive number"),
-    ("llama", {"rope_scaling": "llama3"}, "rope_scaling is 'llama3', expected an object"),
-    *((kind, {key: value}, f"{key} is {re.escape(repr(value))} .supported: ") for kind, key, value in UNSUPPORTED),
-    *(("llama", {key: value}, f"{key} is .*supported: 'none'") for key, value in UNKNOWN.items()),
+    ("llama", {"rope_scaling": "llama3"}, "is 'llama3', expected an object"),
+    ("olmo3", {"rope_parameters": ["yarn"]}, "rope_parameters|list"),
+    *((kind, {key: value}, f"{key} is {re.escape(repr(value))} .supported: [^.]*$")
+      for kind, key, value in UNSUPPORTED),
+    *(("llama", {key: value}, f"unknown key {key}: .*Remove an unknown key from a copy")
+      for key, value in UNKNOWN.items()),
     *((kind, {key: ...}, f"{key} is None, expected a positive") for kind, keys in SHORT.items() for key in keys),
     *(("llama", {"head_dim": v}, "head_dim is .*, expected a positive whole number") for v in ("64", True, 64.0, -1)),
     ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings is .*true or false"),
-    ("mistral", {"sliding_window": ...}, "sliding_window is 4096 .*supported: None"),
+    ("gpt2", {"hidden_size": 0}, "n_embd is 0, expected a positive"),
+    ("mistral", {"sliding_window": 0}, "sliding_window is 0, expected a positive whole number"),
+    ("qwen3_moe", {"num_experts": None}, "n_experts is 0, it must be at least 1"),
+    ("llama", {"layer_types": ["sliding_attention"]}, "layer_types is .*: not implemented"),
+    *((kind, {"layer_types": types, "sliding_window": 8}, "layer_types is .*sliding_window is .*: not implemented")
+      for kind, types in (("mistral", ["full_attention"] * 32), ("qwen2", MIXED),
+                          ("olmo3", MIXED[:5]), ("olmo3", ["chunked_attention"] * 32))),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "layer_types is"), ("smollm3", {"no_rope_layer_interval": 0}, "positive"),
     ("llama", {"vocab_size": 2**40}, "config.json: no machine holds it: .* 1099511627776 x 4096"),
     ("llama", {"num_key_value_heads": 5}, "n_heads 32 does not divide by n_kv_heads 5"),
 ]  # fmt: skip

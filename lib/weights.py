@@ -32,7 +32,7 @@ from torch import Tensor
 from lib import lora, progress
 from lib.chat import chat_template, render_chat
 from lib.errors import UserError
-from lib.families import FAMILIES, config_json, family, read_config, refuse_unknown
+from lib.families import FAMILIES, config_json, family, read_config
 from lib.files import (
     MISSING_FILE,
     amount,
@@ -328,10 +328,10 @@ ADAPTER_MEANS_OURS = {
     "init_lora_weights": (True, False, None, "gaussian", "eva"),
 }
 # Keys that may have any value. All others must be null, false, 0 or empty.
-ADAPTER_HARMLESS = (
+ADAPTER_HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode", "r",
     "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "megatron_core", "qalora_group_size",
-)  # fmt: skip
+}  # fmt: skip
 
 
 def adapter_pieces(config) -> dict[str, list[Piece]]:
@@ -354,8 +354,9 @@ def open_adapter(folder: Path, config) -> Read:
     """Checks a PEFT adapter against a run's flags -> read(name, slices) of lora.py's parameters. config: a Config."""
     path = folder / "adapter_config.json"
     values = read_object(path)
-    in_use = {key: value for key, value in values.items() if value}
-    refuse_unknown(in_use, {*ADAPTER_HARMLESS}, path, ADAPTER_MEANS_OURS)
+    for key in {key for key, value in values.items() if value} - ADAPTER_HARMLESS:
+        if values[key] not in ADAPTER_MEANS_OURS.get(key, ()):
+            raise UserError(f"{path}: {key} is {values[key]!r}"[:500] + ", which is not implemented")
     path = folder / "adapter_model.safetensors"
     targets = set(re.findall(r"(\w+)_proj\.lora_A\.weight$", "\n".join(TensorFile(path).entries), re.M))
     theirs = values.get("r"), values.get("lora_alpha"), targets
@@ -453,7 +454,7 @@ def _write_json_files(folder, split, config, tokenizer, chat_format):
     ids = write_files(tokenizer, folder, chat_format) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
     generation = folder / "generation_config.json"
     write_json(generation, read_json(generation) | ids)  # there may be one from the tokenizer's folder
-    write_json(folder / "config.json", config | ids)
+    write_json(folder / "config.json", config | ids | {"pad_token_id": None})  # its default may exceed the vocabulary
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / "model.safetensors.index.json", index)
