@@ -282,10 +282,11 @@ mlp, x = model.layers[0].mlp, torch.randn(3, 64)
 assert torch.equal(mlp(x), (x @ mlp.up_proj.weight.T).clamp(min=0) ** 2 @ mlp.down_proj.weight.T)
 
 before = {name: p.detach().clone() for name, p in model.named_parameters()}
-optimizer = make_optimizer(model, replace(config, weight_decay=0.0))
+optimizer = make_optimizer(model, replace(config, weight_decay=0.0, state_dtype="bf16"))
 for p in model.parameters():
     p.grad = torch.randn_like(p)
 optimizer.step()
+assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
 moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
 for step in moved.values():  # each weight moves by the learning rate
     assert torch.allclose(step.abs(), torch.full_like(step, config.lr), rtol=1e-2)
@@ -297,6 +298,10 @@ assert "was good, not" in text and "number" not in text and ",0" not in text
 plain, linear = (rope_frequencies(MODELS[name], torch.device("cpu")) for name in ("tiny-llama", "tiny-linear"))
 assert torch.equal(plain, 4 * linear)
 Path("config.json").write_text(json.dumps(config_json(MODELS["tiny-linear"], "float32")))
+assert read_config(Path()) == MODELS["tiny-linear"]
+values = json.loads(Path("config.json").read_text())
+values["rope_scaling"]["type"] = values["rope_scaling"].pop("rope_type")  # as older versions of transformers wrote it
+Path("config.json").write_text(json.dumps(values))
 assert read_config(Path()) == MODELS["tiny-linear"]
 """
 

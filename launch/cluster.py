@@ -212,8 +212,9 @@ class Supervisor:
             return End("stopped", step, "without saving")
         details = f"---- the end of {cause['file']}\n{words}\n----\n" if words else ""
         what, error = cause["what"], cause.get("error", "")
-        if error:  # the message of a rank that reported the same error is complete
-            what = message if error.partition(": ")[2] in message else f"{what}: {error}"
+        if error:
+            text = error.partition(": ")[2]  # without the type; of a Message, it is what the rank reported
+            what = message if text in message else text if text.startswith("rank ") else f"{what}: {error}"
         if state == "failed" and message not in details + what:
             details += message + "\n"
         if shutil.disk_usage(self.out).free < ROOM:

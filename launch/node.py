@@ -32,9 +32,10 @@ from pathlib import Path
 ROOT = Path(os.path.abspath(__file__)).parents[1]
 # A cause with a smaller number is more likely to be the first cause of the job's failure.
 KILLED, FAILED, SILENT, FOLLOWED = range(4)
-# The error file of a rank that failed because another rank did (lib/run.py, torch.distributed) begins like this.
+# The error file of a rank that failed because another rank did, or hung (lib/run.py, torch.distributed), begins so.
 OF_A_PEER = re.compile(
     r"(?s)(PeerFailure|Dist\w*Error): "
+    r"|Failure: rank .*: no step has ended for "
     r"|RuntimeError: .*(gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe)"
 )
 BACKGROUND = "background"  # the place of an agent without a tmux session

@@ -89,6 +89,12 @@ CAUSES = {
     "a peer's end": ([(0, 1, PEER)], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
     "a stop": ([(0, 1, "PeerFailure: rank 0 on a: stopped at once")], 1, node.FOLLOWED, "rank 0 on a failed"),
     "the store's end": ([(0, 1, "DistNetworkError: x")], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
+    "a hang": (
+        [(0, 1, "Failure: rank 0 on a: After step 7: no step has ended for 61 s")],
+        1,
+        node.FOLLOWED,
+        "status 1",
+    ),
     "NCCL's abort at a peer's end": ([(0, -6, "")], 1, node.FOLLOWED, "SIGABRT"),
     "a segmentation fault": ([(0, -11, "")], 1, node.FAILED, "rank 0 on a was ended by SIGSEGV"),
     "the user's mistake": ([(0, 2, "UserError: Timed out")], 1, node.FAILED, "status 2"),
@@ -274,6 +280,7 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint(supervisor, monk
     ("failed", "rank 0 on a: KeyError: 'x'", node.FAILED, "KeyError: 'x'", "rank 0 on a: KeyError: 'x'"),
     ("failed", "gone\nand done", node.FAILED, "Failure: gone\nand done", "gone\nand done"),
     ("failed", "a peer", node.FAILED, "OSError: x", "rank 1 failed: OSError: x"),
+    ("failed", "rank 0 on a: hangs", node.FOLLOWED, "Failure: rank 1 on a: hangs", "rank 1 on a: hangs"),
     ("running", "", node.KILLED, "", "rank 1 failed"), ("", "", node.FOLLOWED, "", "rank 1 failed"),
 ])  # fmt: skip
 def test_a_failure_has_one_message_everywhere(supervisor, monkeypatch, capsys, state, reported, order, error, message):

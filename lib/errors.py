@@ -74,7 +74,13 @@ def describe_error(error: Exception) -> tuple[int, str, bool]:
     if isinstance(error, OSError) and error.filename:
         return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}", False
     traceback.print_exception(error)
-    return 1, f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {type(error).__name__}: {error}", True
+    message = f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {type(error).__name__}: {error}"
+    if kernel := re.search(r"(/[^\s:'\"]+)/\w\w/c\w{51}\.", message):  # compiled, or to be compiled, by torch
+        message += (
+            "\nA run that was killed while it compiled may have left a broken file in the compiler's cache. Delete the"
+            f" cache and run the same command again: rm -r {kernel[1]}"
+        )
+    return 1, message, True
 
 
 def say_error(message: str) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lib import guards, progress
 from lib import run as guard
-from lib.errors import UserError
+from lib.errors import UserError, describe_error
 from lib.files import read_json
 from lib.ranks import ALONE, Ranks
 from lib.run import take_lock, write_status
@@ -209,6 +209,13 @@ def test_only_an_old_request_to_stop_is_dropped(tmp_path, monkeypatch, attempt, 
     os.utime(request, (time.time() - age,) * 2)
     guard.Run(SimpleNamespace(out=str(tmp_path)), ALONE)._drop_old_request()
     assert request.exists() == kept
+
+
+def test_a_broken_file_of_the_compiler_names_its_cache(capsys):
+    for name in ("main.so: file too short", "main.cpp:3: error: at::vec"):
+        error = RuntimeError(f"OSError: /tmp/own cache/x\n/tmp/torchinductor_me/ab/c{'z2' * 25}q.{name}")
+        assert describe_error(error)[1].endswith("run the same command again: rm -r /tmp/torchinductor_me")
+    assert "rm -r" not in describe_error(RuntimeError("/tmp/ab/c.so: no"))[1]
 
 
 def test_an_error_is_in_status_json_and_log_txt(tmp_path, capsys):
