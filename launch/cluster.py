@@ -21,7 +21,6 @@ import os
 import re
 import secrets
 import shlex
-import shutil
 import sys
 import time
 from dataclasses import asdict
@@ -34,14 +33,13 @@ from filelock import SoftFileLease, Timeout
 from config import parse_args
 from doctor import Host, ask, call, columns, problem, read_job, say, ssh_command, survey, verb_doctor, verb_sync
 from lib.errors import Failure, Parser, UserError, printable, run_script
-from lib.files import ROOT, fill_old_lock
+from lib.files import FULL, ROOT, fill_old_lock, free_space
 from node import BACKGROUND, FOLLOWED, KILLED, SILENT, read, read_json, tail, write_json
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK, LOOK_OVER_SSH = 0.5, 3  # seconds between two looks at a state
 STOP_REASON = "launch.sh stop"  # as lib/run.py writes it into status.json
 SUPERVISOR_LOCK = "logs/supervisor.lock"
-ROOM = 2**20  # free bytes of a disk that is not full
 ENDED = ("finished", "stopped", "error", "failed")
 EXIT = {"failed": 1, "error": 2}  # statuses of states; others have 0
 
@@ -217,7 +215,7 @@ class Supervisor:
             what = message if text in message else text if text.startswith("rank ") else f"{what}: {error}"
         if state == "failed" and message not in details + what:
             details += message + "\n"
-        if shutil.disk_usage(self.out).free < ROOM:
+        if free_space(self.out)[0] < FULL:
             what += f"; the disk of {self.out} is full: free some space, then run the same command again"
         return End("failed", step, what, details)
 

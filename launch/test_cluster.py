@@ -297,7 +297,7 @@ def test_a_failure_has_one_message_everywhere(supervisor, monkeypatch, capsys, s
     assert all(re.match(r"[\d-]{10} [\d:]{8} E \[cluster.py\] ", line) for line in lines)
     assert "\n".join(line.split("] ", 1)[1] for line in lines) == str(cluster.state_of(supervisor.out))
     assert cluster.Follower(supervisor.out, "r").to_the_end() == 1 and capsys.readouterr().err.endswith(f"{message}\n")
-    monkeypatch.setattr(cluster.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(cluster, "free_space", lambda path: (0, path))
     assert "disk of" in supervisor.judge().message and "is full" in supervisor.judge().message
 
 

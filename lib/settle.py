@@ -12,9 +12,9 @@ import torch
 import shard
 from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch, without
 from lib import lora, machine
-from lib.errors import UserError
+from lib.errors import Failure, UserError
 from lib.families import dropout_note
-from lib.files import free_space
+from lib.files import FULL, free_space
 from lib.hub import local_path
 from lib.machine import cpu_name
 from lib.ranks import Ranks
@@ -76,9 +76,11 @@ def _is_short(config: Config, device: torch.device) -> bool:
 
 def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
     """Refuses trackers, a batch or an output folder that the run could not use."""
-    _, existing = free_space(Path(config.out))
+    free, existing = free_space(Path(config.out))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--out {config.out}: {existing} is not a folder that you may write to")
+    if free < FULL:
+        raise Failure(f"--out {config.out}: the disk of {existing} is full: free some space, then run the same again")
     refuse_unusable(config.track)
     if not resumes:
         check_batch(config, world_size)
