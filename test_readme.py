@@ -1,6 +1,7 @@
 """README.md, guide/ and the other pages: their commands parse, their links and quoted messages exist, and the changes
 that guide/8 prints work. Each recipe trains a tiny model, and its header states its true size."""
 
+import ast
 import contextlib
 import gzip
 import json
@@ -12,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from pathlib import Path
 from unittest import mock
 
@@ -134,6 +136,29 @@ def test_links_exist_and_lines_are_short(page):
     assert len(sentences) == len(set(sentences))
 
 
+def import_graph() -> dict[str, set[str]]:
+    """Our files by module name, and the modules that each imports, within functions too."""
+    folders = {"": "", "lib": "lib.", "launch": "", "bench": ""}
+    files = {prefix + path.stem: path for part, prefix in folders.items() for path in (ROOT / part).glob("*.py")}
+    files = {name: path for name, path in files.items() if not re.match(r"(lib\.)?(test_|conftest)", name)}
+    graph = {}
+    for name, path in files.items():
+        nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
+        found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        graph[name] = found & files.keys() - {name}
+    return graph
+
+
+def test_imports_form_no_cycle_and_never_point_at_launch_or_bench():
+    graph = import_graph()
+    TopologicalSorter(graph).prepare()  # CycleError names a cycle
+    apart = {path.stem for part in ("launch", "bench") for path in (ROOT / part).glob("*.py")}
+    assert {name: bad for name, others in graph.items() if name not in apart and (bad := others & apart)} == {}
+
+
 def test_files_import_only_files_below_them_in_the_readme():
     readme = (ROOT / "README.md").read_text("utf-8")
     assert readme.count("\n") <= 150
@@ -143,12 +168,13 @@ def test_files_import_only_files_below_them_in_the_readme():
     sources = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py")]
     files = {path.stem: path for path in sources if not re.match("test_|conftest", path.name)}
     assert floor.keys() == files.keys()
+    graph = import_graph()
     for name, path in files.items():
-        code = re.sub(r"from lib import", "import", path.read_text("utf-8"))
-        imported = set(re.findall(r"^\s*(?:from|import) (?:lib\.)?(\w+)", code, re.M)) & files.keys()
+        module = f"lib.{name}" if path.parent.name == "lib" else name
+        imported = {other.removeprefix("lib.") for other in graph[module]}
         assert [other for other in imported if floor[other] < floor[name]] == [], name
-        if path.parent.name == "lib":
-            assert imported - {p.stem for p in ROOT.glob("lib/*.py")} <= ROOTS_OF_LIB, name
+        if module.startswith("lib."):
+            assert {other for other in graph[module] if not other.startswith("lib.")} <= ROOTS_OF_LIB, name
 
 
 def test_quoted_messages_are_in_the_sources():
