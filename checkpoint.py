@@ -59,7 +59,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor, nn
 
-from config import Config, fields_that_resume
+from config import LANES, Config, fields_that_resume
 from data import Loader, merge_positions
 from lib import lora
 from lib.families import family
@@ -549,6 +549,13 @@ def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[
     return resume_from, skipped
 
 
+def keep_lanes(config: Config) -> Config:
+    """--lanes 0 becomes the number of the checkpoint from which the run resumes, if there is one."""
+    manifests = (read_json(folder / "manifest.json") for folder in _candidates(config) if not config.lanes)
+    then = next(filter(None, manifests), {"config": {"lanes": 0}})["config"]
+    return replace(config, lanes=config.lanes or then.get("lanes", LANES))
+
+
 def _candidates(config: Config) -> list[Path]:
     """Newest first. Refuses to start before the newest checkpoint of the run folder."""
     existing = folders(Path(config.out))[::-1]
@@ -567,7 +574,7 @@ def changed(resume_from: Checkpoint, config: Config) -> dict[str, list]:
     changed settings, unless a resume may always change them."""
     free = fields_that_resume("free")
     now, default = (json.loads(json.dumps(asdict(c))) for c in (config, Config()))
-    then = default | resume_from.manifest["config"]  # flags that were added later had their default
+    then = default | {"lanes": LANES} | resume_from.manifest["config"]  # flags that were added later had their default
     differ = {k: [then[k], now[k]] for k in now if k not in free and now[k] != then[k]}
     refused = {k: v for k, v in differ.items() if k not in config.resume_override}
     if not refused:  # config.json of a --model folder may have changed

@@ -25,6 +25,7 @@ from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
 DEFAULT = ["@recipes/default.args"]  # used if the command line is empty
+LANES = 64  # of a stream, at least
 BYTES_UP_TO = 1024  # --tokenizer defaults to bytes (258 ids) up to this vocabulary
 REPLACES = {"--data": "--val_data", "--epochs": "--steps", "--steps": "--epochs"}  # a flag drops a recipe's other flag
 
@@ -115,9 +116,9 @@ class Config:
         "", "folder for tokenized text and downloaded shards; empty = cache/ beside train.py"
     )
     lanes: int = _flag(
-        64,
-        "parts that a stream is divided into; the order of rows depends on it, and a resume keeps it",
-        least=1,
+        0,
+        "parts that a stream is divided into; the order of rows depends on it. 0 = at a fresh start the first multiple"
+        " of micro_batch x ranks from 64 on, so that one rank reads each lane; a resume keeps the number",
         needs="stream",
     )
     delimiter: int = _flag(
@@ -576,6 +577,12 @@ def split_batch(c: Config, world_size: int) -> tuple[int, int]:
     """-> (micro_batch, batch_tokens), each chosen for the number of ranks if it is 0."""
     micro_batch = c.micro_batch or -(-c.batch_tokens // (c.seq_len * world_size))
     return micro_batch, c.batch_tokens or micro_batch * c.seq_len * world_size
+
+
+def choose_lanes(c: Config, world_size: int) -> int:
+    """--lanes, or for 0 a number with which one rank reads each lane."""
+    rows = split_batch(c, world_size)[0] * world_size
+    return c.lanes or rows * -(-LANES // rows)
 
 
 def check_batch(c: Config, world_size: int) -> None:

@@ -24,7 +24,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from config import Config, check_together, parse_args, split_batch
+from config import Config, check_together, choose_lanes, parse_args, split_batch
 from lib.errors import Parser, UserError, prepare_python, run_script
 from lib.files import read_ahead
 from lib.hub import local_path
@@ -48,6 +48,7 @@ from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
 
 CHECKED = 2**24  # tokens of a source whose ids are checked before the run
+SAMPLED = 256  # files; of more, only the beginning of each is compared
 # Different tokenizers encode this text differently.
 SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
 
@@ -94,7 +95,8 @@ class Loader:
     spread."""
 
     def __init__(self, config: Config, rank: int, world_size: int, split: str, catalog: Catalog):
-        self.config, self.rank, self.world_size, self.split = config, rank, world_size, split
+        self.config = config = replace(config, lanes=choose_lanes(config, world_size))
+        self.rank, self.world_size, self.split = rank, world_size, split
         self.micro_batch, batch_tokens = split_batch(config, world_size)
         self.step_rows = batch_tokens // config.seq_len  # in a step, over all ranks
         flag = "--val_data" if split == "val" and config.val_data else "--data"
@@ -126,6 +128,13 @@ class Loader:
             )
         if val and not config.eval_batches:
             raise UserError("--eval_batches 0: a streamed --val_data has no end that is known: give a number")
+        rows = self.micro_batch * self.world_size
+        readers = min(self.world_size, rows // math.gcd(rows, config.lanes))
+        if readers > 1 and not self.rank and not val:
+            log.warning(
+                f"{flag} {specs[0]}: {readers} ranks read and tokenize every row, because --lanes {config.lanes} is not"
+                f" a multiple of micro_batch x ranks = {rows}; a new run chooses one by default"
+            )
         return Stream(files, config)
 
     @property
@@ -160,8 +169,15 @@ class Loader:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the data of a checkpoint."""
-        known = [*self.describe(), sample_digest([p for s in self.sources for p in s.paths])]
+        """Identifies the data of a checkpoint: by recorded hashes, and by samples of the files without one."""
+        hashes = {path: sha256 for s in self.sources for path, sha256 in s.hashes.items()}
+        unknown = [Path(path) for path, sha256 in hashes.items() if not sha256]
+        known = [*self.describe(), *hashes.values(), sample_digest(unknown, 8 if len(unknown) <= SAMPLED else 1)]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+
+    def _old_fingerprint(self):
+        """Of version 0.2: by samples of all files."""
+        known = [*self.describe(), sample_digest([Path(path) for s in self.sources for path in s.paths()])]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
 
     def state_dict(self) -> dict:
@@ -176,7 +192,8 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        for field, known in (("data", self.fingerprint), ("seq_len", self.config.seq_len)):
+        fingerprint = self._old_fingerprint() if len(str(state.get("data"))) == 16 else self.fingerprint
+        for field, known in (("data", fingerprint), ("seq_len", self.config.seq_len)):
             if state.get(field) != known:
                 fix = "give the same --data and --seq_len, or a new --out"
                 if not self.config.data and state.get("built_in", "") not in ("", builtin_file().version):
@@ -342,7 +359,7 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
     parts = [part for tokens in opened for part in tokens.parts]
     if (config.chat_fields or config.long_chats != "truncate") and not any(loader.is_chat for loader in loaders):
         raise UserError("--chat_fields and --long_chats are for conversations, but --data has none: remove them")
-    if config.data_dtype and all(part.tokens.offset for part in parts):
+    if config.data_dtype and all(part.begin for part in parts):
         raise UserError(
             f"--data_dtype {config.data_dtype} is for headerless token files, and there are none: leave it out"
         )
@@ -351,15 +368,16 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
 
 def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
     """The loaders for training and, if the run evaluates, for validation. Rank 0 goes first: it checks the data,
-    tokenises text, and tells the others what is on the hub. All ranks must call."""
+    tokenises text, and tells the others the files, their sizes and the fingerprint. All ranks must call."""
     catalog, loaders = Catalog(config), []
 
-    def look_up() -> dict:
+    def look_up() -> tuple:
         loaders.extend(open_checked(config, ranks.world_size, catalog))
-        return catalog.known
+        return catalog.known, catalog.shards, loaders[0].fingerprint
 
-    catalog.known = on_first_rank(look_up, ranks)
+    catalog.known, catalog.first_shards, fingerprint = on_first_rank(look_up, ranks)
     data, *rest = loaders or open_loaders(config, ranks.rank, ranks.world_size, catalog)
+    data.fingerprint = fingerprint
     return data, rest[0] if rest else None
 
 

@@ -203,7 +203,7 @@ def test_what_is_just_allowed(words):
 
 
 @pytest.mark.parametrize("flags, values", [
-    ("steps seq_len timeout lanes", "0 -5"), ("check delimiter", "-2"), ("keep", "1 0"), ("beta1 beta2", "1 -0.1 nan"),
+    ("steps seq_len timeout", "0 -5"), ("check delimiter lanes", "-2"), ("keep", "1 0"), ("beta1 beta2", "1 -0.1 nan"),
     ("seed vocab_size dim n_layers micro_batch batch_tokens seq_len steps timeout eval_batches", f"{2**70}"),
     ("batch_tokens shard_size prefetch log_every eval_every save_every sample_every n_heads n_kv_heads ffn_dim", "-1"),
     ("warmup_steps decay_steps weight_decay clip min_lr", "-0.1 nan"), ("warmup_steps decay_steps", "inf"),

@@ -44,7 +44,7 @@ from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer, u
 def main(argv: list[str]) -> int:
     config = parse_args(argv, trains=True)
     ranks = init_ranks(config.deterministic) if config.check < 0 else settle.imagine_ranks(config)
-    config = on_first_rank(lambda: with_steps(config, ranks.world_size), ranks)
+    config = on_first_rank(lambda: with_steps(checkpoint.keep_lanes(config), ranks.world_size), ranks)
     config = resolve(config, ranks.device, ranks.world_size)
     if config.check >= 0:
         return report(config, ranks)
@@ -222,11 +222,16 @@ def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: Ra
     torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if resume_from:
         checkpoint.restore(resume_from, model, optimizer, ranks, config, weights)
-        position = resume_from.manifest["position"]
     else:
         shard.fill_parameters(model, settle.first_values(config, model, weights), config.load)
-        position = on_first_rank(data.state_dict, ranks)  # all ranks must see the same data
-    data.load_state_dict(position)
+
+    def set_position() -> dict:
+        """On rank 0: compares the data with the checkpoint's, and renews the fingerprint in its position."""
+        if resume_from:
+            data.load_state_dict(resume_from.manifest["position"])
+        return data.state_dict()
+
+    data.load_state_dict(on_first_rank(set_position, ranks))
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
 """Sources of rows: token shards, packed conversations and streams; the files that an entry of --data names.
 
 A source has `count` (rows per epoch; None for streams, which have no end), `rows(index)` -> tokens [n, T], targets
-[n, T] and begins [n, T] (a document begins here), `note` (a line for the log), and `describe()` and `paths`, which
-enter a checkpoint's fingerprint of the data. Local text is tokenised once, into shards in the cache; text of addresses
-(hf://, s3:// ...), and all text with --stream, is streamed: tokenised while it is trained on.
+[n, T] and begins [n, T] (a document begins here), `note` (a line for the log), and `describe()` and `hashes` ({file:
+its recorded hash, or ""}), which enter a checkpoint's fingerprint of the data. Local text is tokenised once, into
+shards in the cache; text of addresses (hf://, s3:// ...), and all text with --stream, is streamed: tokenised while it
+is trained on.
 
 The files of a stream are dealt to a fixed number of lanes, file f to lane f mod lanes; if there are fewer files than
 lanes, the rows of a file are dealt to its lanes. A lane joins its documents and cuts them into rows of seq_len tokens
@@ -14,24 +15,25 @@ out); a resume reads its current file from the beginning up to that row. A threa
 processes tokenise."""
 
 import copy
+import functools
 import hashlib
 import itertools
 import json
 import os
+import platform
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from config import Config
-from lib import text
+from lib import progress, text
 from lib.errors import Failure, RankError, UserError
 from lib.files import read_ahead
-from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, TextFile, kind_of, open_shard, prepare, read_index
+from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, Shard, TextFile, find_shard, kind_of, prepare, read_index
 from lib.tokenizer import load_tokenizer, token_sizes
 from model import IGNORE
 
@@ -39,22 +41,24 @@ VAL_NAME = re.compile(r"(?:^|[^a-z])val(?:id|idation)?(?:[^a-z]|$)", re.IGNORECA
 CACHE = Path(__file__).parent.parent / "cache"
 OPEN_ROWS = 1000  # rows that a conversation may still be packed into
 MAX_WORKERS = 8  # per rank
+OPEN_FILES = 64  # shards that a process keeps open
 LANE_BATCH = 2**16  # bytes of a lane's text that are tokenised together
 PAUSES = 10, 60, 120, 240  # seconds before a hub that failed is asked again
 BLOCK, READ = 2**16, 2**27  # bytes: of a file that are compared at a place, and of all files; see sample_digest
 
 
-def sample_digest(files: list[Path]) -> str:
+def sample_digest(files: list[Path], least: int = 8) -> str:
     """Identifies the content of files without reading all of it: evenly spaced blocks of each, at most READ bytes
-    together but at least eight blocks of each file. Of files up to READ bytes together, everything is read."""
+    together but at least `least` blocks of each file. Of files up to READ bytes together, everything is read."""
     digest, step = hashlib.sha256(), max(1, sum(path.stat().st_size for path in files) // READ) * BLOCK
     for path in files:
         size = path.stat().st_size
         digest.update(b"%d " % size)
         with open(path, "rb", buffering=0) as file:
-            for start in range(0, size, max(BLOCK, min(step, size // 8))):
+            for start in range(0, size, max(BLOCK, min(step, size // least))):
                 file.seek(start)
                 digest.update(file.read(BLOCK))
+        progress.advance()
     return digest.hexdigest()
 
 
@@ -109,29 +113,33 @@ def cache_of(config: Config) -> Path:
     return folder
 
 
-def tokenize(sources: list[TextFile], config: Config) -> list[Path]:
+def tokenize(sources: list[TextFile], config: Config) -> list[TextFile]:
     """Tokenises text into a folder of the cache, once -> its shards."""
     encoder, skip_bad = Encoder.of(config), config.skip_bad
     key = text.key_of(sources, encoder, VAL_EVERY, skip_bad)  # skip_bad changes which rows remain
     folder = cache_of(config) / f"{Path(sources[0].name).name.partition('.')[0]}-{key[:12]}"
     prepare(sources, encoder, folder, skip_bad=skip_bad)
-    return sorted(folder.glob("*.bin"))
+    return text.find_files(str(folder), "--data")
 
 
-class Part(NamedTuple):
-    """A stretch of a shard."""
+open_file = functools.lru_cache(OPEN_FILES)(functools.partial(open, mode="rb", buffering=0))
 
-    path: Path
-    tokens: np.ndarray
-    first: int  # the number of its first token in the shard
+
+def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
+    """Tokens start ... stop - 1 of a shard, without those beyond its end."""
+    width, stop = np.dtype(shard.dtype).itemsize, min(stop, shard.tokens)
+    content = os.pread(open_file(shard.path).fileno(), width * (stop - start), shard.begin + width * start)
+    if len(content) < width * (stop - start):
+        raise RankError(f"{shard.path} on {platform.node()} is shorter than rank 0 found it: copy it again")
+    return np.frombuffer(content, shard.dtype)
 
 
 class Tokens:
-    """Parts of shards as one sequence of tokens. Reading an id beyond the vocabulary raises RankError."""
+    """Stretches of shards as one sequence of tokens. Reading an id beyond the vocabulary raises RankError."""
 
-    def __init__(self, parts: list[Part], is_chat: bool, config: Config):
+    def __init__(self, parts: list[Shard], is_chat: bool, config: Config):
         self.parts, self.is_chat, self.config = parts, is_chat, config
-        self.bounds = np.cumsum([0, *(len(part.tokens) for part in parts)])  # the parts begin here; then the end
+        self.bounds = np.cumsum([0, *(part.tokens for part in parts)])  # the parts begin here; then the end
 
     def __len__(self) -> int:
         return int(self.bounds[-1])
@@ -139,7 +147,7 @@ class Tokens:
     def read(self, start: int, stop: int) -> np.ndarray:
         first, end = np.searchsorted(self.bounds, (start, stop - 1), side="right")
         pieces = zip(self.parts[first - 1 : end], self.bounds[first - 1 : end], strict=True)
-        tokens = np.concatenate([part.tokens[max(start - begin, 0) : stop - begin] for part, begin in pieces])
+        tokens = np.concatenate([read_shard(part, max(start - begin, 0), stop - begin) for part, begin in pieces])
         ids, vocab_size = tokens & ID if self.is_chat else tokens, self.config.model_config.vocab_size
         if ids.max() >= vocab_size:
             raise RankError(
@@ -151,17 +159,17 @@ class Tokens:
     def where(self, position: int) -> str:
         """The place of a token in its shard."""
         i = np.searchsorted(self.bounds, position, side="right") - 1
-        path, _, first = self.parts[i]
-        return f"{path} at token {first + position - self.bounds[i]}"
+        return f"{self.parts[i].path} at token {self.parts[i].first + position - self.bounds[i]}"
 
 
 class Catalog:
-    """The files that entries of --data and --val_data name: looked up once in a job, opened once in a process."""
+    """The files that entries of --data and --val_data name, which rank 0 looks up and opens for all ranks. Only text is
+    tokenised, and its shards are opened, in every process: a machine may have its own cache."""
 
     def __init__(self, config: Config):
-        self.config, self.shards, self.tokenizers = config, {}, {}
-        # {entries of a source: what `find` returns}, which rank 0 sends to the other ranks
-        self.known = {}
+        self.config, self.shards, self.tokenizers, self.indexes = config, {}, {}, {}
+        # {entries of a source: what `find` and `_open_shards` return on rank 0}
+        self.known, self.first_shards = {}, {}
 
     def find(self, specs: tuple[str, ...], flag: str) -> tuple[list[TextFile], bool]:
         """-> (the files that entries name, whether they are streamed). Text of addresses is streamed, and with
@@ -195,34 +203,49 @@ class Catalog:
         """-> (the parts of each split, the id before a document if the shards agree on one, is it chat). Tokenises
         text. Text of addresses holds conversations here."""
         config, parts, delimiters, kinds = self.config, {"train": [], "val": []}, set(), set()
-        files = text.fetch_all(self.find(specs, flag)[0], cache_of(config)) or [text.builtin_file()]
+        files = self.find(specs, flag)[0]
+        if specs in self.first_shards and files and all(file.name.endswith(SHARD) and not file.store for file in files):
+            return self.first_shards[specs]
+        files = text.fetch_all(files, cache_of(config)) or [text.builtin_file()]
         texts = [file for file in files if kind_of(file.name) != SHARD]
-        found = [Path(file.name) for file in files if file not in texts]
-        some_named = any(VAL_NAME.search(path.stem) for path in found)
-        for path in found + (tokenize(texts, config) if texts else []):
-            tokens, delimiter = open_shard(path, config.data_dtype)
-            index, is_val = read_index(path.parent), VAL_NAME.search(path.stem)
-            if index:
-                delimiter = index["delimiter"]
-                self.tokenizers[index["fingerprint"]] = f"{path.parent} with --tokenizer {index['tokenizer']}"
-                if config.tokenizer != "bytes":
-                    self.tokenizers[load_tokenizer(config.tokenizer).fingerprint] = f"--tokenizer {config.tokenizer}"
-                if len(self.tokenizers) > 1:
-                    raise UserError(
-                        f"The data were tokenised by several tokenizers: {'; '.join(self.tokenizers.values())}. Give"
-                        " all data one --tokenizer: name it, or prepare the text again"
-                    )
-            elif is_val and config.val_data and flag == "--data":
+        shards = [file for file in files if kind_of(file.name) == SHARD]
+        some_named = any(VAL_NAME.search(os.path.basename(file.name)) for file in shards)
+        for path, size, *_ in shards + (tokenize(texts, config) if texts else []):
+            progress.advance()
+            folder, name = os.path.split(path)
+            index, is_val = self._index(folder), VAL_NAME.search(name)
+            shard, delimiter = find_shard(path, size, config.data_dtype, index.get("files", {}).get(name))
+            if not index and is_val and config.val_data and flag == "--data":
                 continue  # the validation shards of a folder from another tool
-            delimiters.add(delimiter)
+            delimiters.add(index.get("delimiter", delimiter))
             kinds.add(index.get("kind", "text"))
-            held_out = 0 if index or some_named else len(tokens) // VAL_EVERY
-            cut = 0 if is_val else len(tokens) - held_out
-            for name, stretch, first in (("train", tokens[:cut], 0), ("val", tokens[cut:], cut)):
-                parts[name] += [Part(path, stretch, first)] * bool(len(stretch))
+            held_out = 0 if index or some_named else shard.tokens // VAL_EVERY
+            cut = 0 if is_val else shard.tokens - held_out
+            begin = shard.begin + cut * np.dtype(shard.dtype).itemsize
+            parts["train"] += [shard._replace(tokens=cut)] * bool(cut)
+            parts["val"] += [shard._replace(tokens=shard.tokens - cut, begin=begin, first=cut)] * (cut < shard.tokens)
         if len(kinds) > 1:
             raise UserError(f"{flag}: conversations and text together: give each its weight, as in A:0.5 B:0.5")
+        first = self.first_shards.get(specs, (parts,))[0]
+        if [part.sha256 for part in sum(first.values(), [])] != [part.sha256 for part in sum(parts.values(), [])]:
+            raise RankError(f"{flag} {specs[0]} on {platform.node()} differs from that of rank 0: copy it again")
         return parts, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"}
+
+    def _index(self, folder):
+        """Reads the index of a folder once. Refuses data of several tokenizers."""
+        if folder not in self.indexes:
+            index = self.indexes[folder] = read_index(Path(folder))
+            if index:
+                self.tokenizers[index["fingerprint"]] = f"{folder} with --tokenizer {index['tokenizer']}"
+                if self.config.tokenizer != "bytes":
+                    own = self.config.tokenizer
+                    self.tokenizers[load_tokenizer(own).fingerprint] = f"--tokenizer {own}"
+            if len(self.tokenizers) > 1:
+                raise UserError(
+                    f"The data were tokenised by several tokenizers: {'; '.join(self.tokenizers.values())}. Give"
+                    " all data one --tokenizer: name it, or prepare the text again"
+                )
+        return self.indexes[folder]
 
 
 class TooLittle(UserError):
@@ -259,7 +282,7 @@ class ShardRows:
         self.tokens, self.delimiter, self.config = tokens, delimiter, config
         self.count = (len(tokens) - 1) // config.seq_len
         self.begins = range(0, len(tokens), config.seq_len)  # the place of each row's first token
-        self.paths = [part.path for part in tokens.parts]
+        self.hashes = {part.path: part.sha256 for part in tokens.parts}
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         T = self.config.seq_len
@@ -275,7 +298,11 @@ class ShardRows:
 
     def describe(self) -> list[dict]:
         """Name and size of each part."""
-        return [{"file": path.name, "tokens": len(tokens)} for path, tokens, _ in self.tokens.parts]
+        return [{"file": os.path.basename(part.path), "tokens": part.tokens} for part in self.tokens.parts]
+
+    def paths(self) -> list[str]:
+        """The files that an old fingerprint samples."""
+        return [part.path for part in self.tokens.parts]
 
 
 class ChatRows(ShardRows):
@@ -284,7 +311,7 @@ class ChatRows(ShardRows):
     def __init__(self, tokens: Tokens, delimiter: int | None, config: Config, split: str):
         super().__init__(tokens, delimiter, config)
         T, parts = config.seq_len, zip(tokens.parts, tokens.bounds, strict=False)
-        starts = [begin + np.flatnonzero(part.tokens >= text.BEGINS) for part, begin in parts]
+        starts = [begin + np.flatnonzero(read_shard(part, 0, part.tokens) >= text.BEGINS) for part, begin in parts]
         starts = np.concatenate([*starts, np.zeros(0, np.int64)])  # parts may be empty
         lengths = np.diff(np.append(starts, len(tokens))) - 1
         is_long = lengths > T
@@ -335,15 +362,22 @@ class Stream:
         self.fingerprint = tokenizer.fingerprint
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
         self.note = f"a stream of {len(files)} files for {config.lanes} lanes, {files[0].name} and others"
-        if len(files) < config.lanes:  # several lanes read the same file
-            self.files = text.fetch_all(files, cache_of(config))
-        self.paths = [Path(file.name) for file in self.files if not file.store]
+        self.shares = len(files) < config.lanes  # several lanes read the same file
+        self.hashes = {file.name: file.version if file.store else "" for file in files}
 
     def describe(self) -> list[dict]:
         """Names and sizes of the files, wherever they are."""
-        names = [(file.store and file.version or Path(file.name).name, file.size) for file in self.files]
+        by_version = not self.shares
+        names = [(by_version and file.store and file.version or Path(file.name).name, file.size) for file in self.files]
         identity = [self.config.lanes, self.encoder.text_field, self.fingerprint, names]
         return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
+
+    def paths(self) -> list[str]:
+        """The files that an old fingerprint samples."""
+        return [file.name for file in (self._fetch(self.files) if self.shares else self.files) if not file.store]
+
+    def _fetch(self, files):
+        return text.fetch_all(files, cache_of(self.config))
 
     def start(self, positions: dict[str, list]) -> None:
         """The next rows are those after these positions of lanes."""
@@ -365,7 +399,7 @@ class Stream:
         """The rows of a file after number `last`. A hub that fails is asked again after each of PAUSES."""
         for seconds in (*PAUSES, 0):
             try:
-                for row in file.rows(last, 0):
+                for row in (self._fetch([file])[0] if self.shares else file).rows(last, 0):
                     last = row.number
                     yield row
                 return

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import shard
-from config import DEFAULT, Config, check_batch, refuse_unsupported, split_batch, without
+from config import DEFAULT, Config, check_batch, choose_lanes, refuse_unsupported, split_batch, without
 from lib import lora, machine
 from lib.errors import Failure, UserError
 from lib.families import dropout_note
@@ -29,12 +29,12 @@ CORE_FLOPS = 5e10  # per second, uncompiled: the default recipe's, in bf16, on a
 
 
 def resolve(config: Config, device: torch.device, world_size: int) -> Config:
-    """Replaces `auto` in dtype, compile and batch_tokens; refuses settings that do not fit the ranks."""
+    """Replaces `auto` in dtype and compile, 0 in batch_tokens and lanes; refuses settings that do not fit the ranks."""
     config = replace(config, dtype=_choose_dtype(config.dtype, device), compile=_choose_compile(config, device))
     refuse_unsupported(config, world_size)
     shard.mesh_shape(config.shard_size, world_size)  # refuses a shard size that does not divide the ranks
     _, batch_tokens = split_batch(config, world_size)
-    return replace(config, batch_tokens=batch_tokens)
+    return replace(config, batch_tokens=batch_tokens, lanes=choose_lanes(config, world_size))
 
 
 def _choose_dtype(dtype: str, device: torch.device) -> str:

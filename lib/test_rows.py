@@ -351,8 +351,8 @@ def test_prepared_conversations(tmp_path):
 def test_data_is_opened_once(tmp_path, monkeypatch):
     """Each file for both splits; and each split's conversations are packed once."""
     path, calls = write_chats(tmp_path / "a.jsonl", conversations()), []
-    for place, name in ((rows, "open_shard"), (rows, "pack"), (rows.Catalog, "_open_shards")):
+    for place, name in ((rows, "find_shard"), (rows, "pack"), (rows.Catalog, "_open_shards")):
         function = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
     loader, val_loader = open_checked(chat_config(path))
-    assert sorted(calls) == ["_open_shards", *["open_shard"] * 2, *["pack"] * 2] and loader.rows > val_loader.rows
+    assert sorted(calls) == ["_open_shards", *["find_shard"] * 2, *["pack"] * 2] and loader.rows > val_loader.rows

@@ -9,7 +9,8 @@ the assistant's tokens and the token that ends each answer are trained on. A new
 `prepare` writes a folder of shards: train-00000.bin ... and val-00000.bin ... with llm.c's header (256 int32: magic
 20240520, version 1, uint16 tokens; or magic 20240801, version 7, uint32), and index.json (sources, tokenizer, hashes).
 Tokens of conversations are uint32 with the bits TRAINED and BEGINS. Shards hold the rows in their order, for any number
-of processes. While `prepare` runs, index.json has the position after the last shard, where an interrupted call resumes.
+of processes. While `prepare` runs, it adds a line to progress.jsonl for each pair of shards: their hashes, and the
+position after them, where an interrupted call resumes.
 
 Every format can be read from every address of lib/stores.py. config.py imports this module, so it imports numpy only in
 functions, and torch never."""
@@ -38,6 +39,7 @@ import threading
 import uuid
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from fractions import Fraction
@@ -68,7 +70,7 @@ MIXED = "documents and conversations together: separate them, and give each its 
 ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
 HEADER = 1024  # bytes of a shard
 MAGICS = {20240520: (1, "<u2", 50256), 20240801: (7, "<u4", 128000)}  # version, dtype, token before a document
-INDEX, SHARD = "index.json", ".bin"
+INDEX, PROGRESS, SHARD = "index.json", "progress.jsonl", ".bin"
 SHARD_TOKENS = 100_000_000
 BATCH = 2**20  # bytes of text that a worker encodes at a time
 PARALLEL = 2**25  # bytes; several processes tokenise a longer text
@@ -87,7 +89,7 @@ class TextRow(NamedTuple):
 
 def kind_of(name: str) -> str:
     """The suffix that tells a file's format, without .gz."""
-    return Path(bare(name).removesuffix(".gz")).suffix
+    return os.path.splitext(bare(name).removesuffix(".gz"))[1]
 
 
 def is_shards(spec: str) -> bool:
@@ -466,29 +468,47 @@ def write_shard(path: Path, tokens: Sequence[int], vocab_size: int) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def open_shard(path: Path, data_dtype: str = "") -> tuple:
-    """Memory-maps a shard -> (an array of its tokens, the id that its format puts before each document or None)."""
-    import numpy as np
+class Shard(NamedTuple):
+    """A file of token ids, or a stretch of one."""
 
-    size = path.stat().st_size
-    magic, version, count = np.fromfile(path, "<i4", 3) if size >= HEADER else (0, 0, 0)
+    path: str
+    tokens: int
+    dtype: str
+    begin: int = 0  # bytes before the first token
+    sha256: str = ""  # of the file, if index.json records it
+    first: int = 0  # the number of the first token in the file
+
+
+def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None = None) -> tuple[Shard, int | None]:
+    """-> (a shard, the id that its format puts before each document or None). size: of the file in bytes. recorded: its
+    entry in index.json; without one, the header is read. UserError if they do not fit together."""
+    if recorded:
+        tokens, content = recorded["tokens"], size - HEADER
+        if content not in (2 * tokens, 4 * tokens):
+            raise UserError(
+                f"{path}: {content} bytes of tokens, but {INDEX} records {tokens} tokens: the file is damaged"
+            )
+        return Shard(path, tokens, f"<u{content // tokens}", HEADER, recorded["sha256"]), None
+    with open(path, "rb", buffering=0) as file:
+        magic, version, count = struct.unpack("<3i", file.read(12)) if size >= HEADER else (0, 0, 0)
     if magic in MAGICS:
         expected, dtype, delimiter = MAGICS[magic]
-        promised = int(count) * np.dtype(dtype).itemsize
+        promised = count * int(dtype[-1])
         if (version, size - HEADER) != (expected, promised):
             raise UserError(
                 f"{path}: version {version} and {size - HEADER} bytes of tokens, but its header (magic {magic}, {count}"
                 f" tokens) means version {expected} and {promised} bytes: the file is damaged; write it again"
             )
-        return np.memmap(path, dtype, "r", HEADER), delimiter
+        return Shard(path, count, dtype, HEADER), delimiter
     if not data_dtype:
         raise UserError(
             f"{path} has no token-shard header (magic {' or '.join(map(str, MAGICS))}); give --data_dtype for nanoGPT's"
             " files"
         )
-    if not size or size % np.dtype(data_dtype).itemsize:
+    tokens, rest = divmod(size, 2 if data_dtype == "uint16" else 4)
+    if not tokens or rest:
         raise UserError(f"{path}: {size} bytes are not a whole number of {data_dtype} tokens, at least one")
-    return np.memmap(path, data_dtype, "r"), None
+    return Shard(path, tokens, data_dtype), None
 
 
 def read_index(folder: Path) -> dict:
@@ -511,7 +531,7 @@ def prepare(
     tokenizer, key = load_tokenizer(encoder.tokenizer), key_of(sources, encoder, shard_tokens, val_every)
     index = read_json(out / INDEX)
     if index.get("key") == key and "position" not in index:
-        return index  # from a folder that may be read-only
+        return index  # also from a read-only folder; and ranks need not wait for the lock in turn
     out.mkdir(parents=True, exist_ok=True)
     with FileLock(out / ".lock"), _removed_if_empty(out):  # a lock is not removed while another process may wait for it
         index = read_json(out / INDEX)
@@ -534,7 +554,9 @@ def prepare(
                 "position": [0, 0],  # the source and its row behind the last shard; absent when all is done
             }
         if "position" in index:
+            _read_progress(out, index)
             _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad)
+        (out / PROGRESS).unlink(missing_ok=True)
     return index
 
 
@@ -549,6 +571,20 @@ def _removed_if_empty(out):
         raise
 
 
+def _read_progress(out, index):
+    """Moves into index.json what an interrupted call has finished. It may have been killed while it wrote a line."""
+    path = out / PROGRESS
+    if path.exists():
+        for record in map(json.loads, path.read_text().split("\n")[:-1]):
+            index |= record | {"files": index["files"] | record["files"]}
+        _write_index(out, index)
+        path.write_text("")
+
+
+def _write_index(out, index):
+    write_whole(out / INDEX, json.dumps(index, indent=1), sync=True)
+
+
 def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
     """Writes the shards behind the index's position."""
     from tqdm import tqdm
@@ -561,6 +597,7 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
         for rows in group_rows(source.rows(first if i == start else 0, val_every), BATCH)
     )
     tokens, size = {"train": [], "val": []}, 0
+    counts = Counter(name.partition("-")[0] for name in index["files"])
     processes = cores() if sum(source.size for source in sources) > PARALLEL else 0
     with start_workers(processes) if processes else ThreadPoolExecutor(1) as pool:
         done = encode(jobs, encoder, pool, 2 * processes, skip_bad, index["skipped"], index["kind"])
@@ -569,26 +606,36 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
             size += len(ids)
             index |= {"kind": kind, "skipped": skipped, "position": [i, row.number]}
             if size >= shard_tokens:
-                _write_shards(out, index, tokens)
+                _write_shards(out, index, tokens, counts)
                 size = 0
     if val_every and len(tokens["train"]) > 1 and not tokens["val"] and "val-00000.bin" not in index["files"]:
         tokens["val"].append(tokens["train"].pop())  # one document or conversation, of too few for val_every
     if not any(tokens.values()) and not index["files"]:
         raise UserError(f"{', '.join(index['sources'][:3])}: no rows are left, so there is nothing to prepare")
+    _write_shards(out, index, tokens, counts)
     del index["position"]
-    _write_shards(out, index, tokens)
+    _write_index(out, index)
 
 
-def _write_shards(out, index, tokens):
-    """Writes the rows of each split as its next shard, then the index."""
+def _write_shards(out, index, tokens, counts):
+    """Writes the rows of each split as its next shard, then a line of progress. counts: the shards of each split."""
+    files = {}
     for split, rows in tokens.items():
         if rows:
-            name = f"{split}-{sum(name.startswith(split) for name in index['files']):05}.bin"
+            name = f"{split}-{counts[split]:05}{SHARD}"
+            counts[split] += 1
             joined = array("I", b"".join(rows))
             digest = write_shard(out / name, joined, index["vocab_size"] if index["kind"] == "text" else 2**32)
-            index["files"][name] = {"tokens": len(joined), "sha256": digest}
+            files[name] = {"tokens": len(joined), "sha256": digest}
             rows.clear()
-    write_whole(out / INDEX, json.dumps(index, indent=1), sync=True)
+    index["files"] |= files
+    record = {name: index[name] for name in ("kind", "skipped", "position")} | {"files": files}
+    if not (out / PROGRESS).exists():
+        _write_index(out, index)
+    with open(out / PROGRESS, "a") as file:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def digest(files: list[TextFile], *made_with) -> str:
@@ -609,7 +656,7 @@ def verify(path: Path) -> Iterator[str]:
     known, found = index.get("files", {}), [Path(file.name) for file in find_files(str(path), "verify")]
     for file in dict.fromkeys(found + [folder / name for name in known if path.is_dir()]):
         try:
-            open_shard(file)
+            find_shard(str(file), file.stat().st_size)
         except (FileNotFoundError, UserError) as e:
             yield str(e)
             continue
