@@ -551,9 +551,10 @@ def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[
 
 def keep_lanes(config: Config) -> Config:
     """--lanes 0 becomes the number of the checkpoint from which the run resumes, if there is one."""
-    manifests = (read_json(folder / "manifest.json") for folder in _candidates(config) if not config.lanes)
-    then = next(filter(None, manifests), {"config": {"lanes": 0}})["config"]
-    return replace(config, lanes=config.lanes or then.get("lanes", LANES))
+    for folder in _candidates(config) if not config.lanes else ():
+        if manifest := read_json(folder / "manifest.json"):
+            return replace(config, lanes=manifest.get("config", {}).get("lanes", LANES))
+    return config
 
 
 def _candidates(config: Config) -> list[Path]:

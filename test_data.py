@@ -4,8 +4,11 @@ is from. The oracles are counting, slicing of the whole, and naive loops."""
 import itertools
 import json
 import os
+import pickle
 import platform
 import re
+import resource
+import sys
 from dataclasses import replace
 from fractions import Fraction
 
@@ -14,9 +17,11 @@ import pytest
 import torch
 
 from config import parse_args
-from data import main, make_loader, open_checked, show, with_steps
+from data import main, make_loader, open_checked, open_data, show, with_steps
 from lib import rows
 from lib import text as text_module
+from lib.errors import RankError
+from lib.ranks import Ranks
 from lib.rows import Catalog, permute, turns
 from lib.test_rows import run as run_ranks
 from lib.test_text import refused
@@ -99,6 +104,72 @@ def test_folders_globs_and_lists(tmp_path):
     assert read(config(tmp_path)) == read(config(tmp_path / "s*.bin")) == whole
     assert read(config(tmp_path / "s2.bin", tmp_path / "s[01].bin")) == whole[190:] + whole[:190]
     assert read(config(shard(tmp_path / "book[1].bin", range(100)))) == list(range(95))  # not a glob
+
+
+def prepared(folder, count):
+    """A folder of `count` shards of 100 tokens, and one for validation, with an index."""
+    folder.mkdir()
+    for i in range(count):
+        shard(folder / f"train-{i:05}.bin", range(i, i + 100))
+    shard(folder / "val-00000.bin", range(100))
+    index = {"tokenizer": "bytes", "fingerprint": "bytes", "vocab_size": 2**16, "delimiter": 256, "kind": "text"}
+    files = {path.name: {"tokens": 100, "sha256": path.name} for path in folder.iterdir()}
+    (folder / "index.json").write_text(json.dumps(index | {"files": files}))
+    return folder
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_many_shards(tmp_path, monkeypatch, has_index):
+    """Rank 0 opens the index, or each header once and its beginning for the fingerprint. Other ranks open shards when
+    they read them. Few stay open."""
+    folder, sent, opened, counts = prepared(tmp_path / "d", 300), [], [], [0]
+    sys.addaudithook(lambda event, args: event == "open" and str(args[0]).startswith(f"{folder}/") and opened.append(1))
+    monkeypatch.setattr("data.CHECKED", T)
+    monkeypatch.setattr("data.on_first_rank", lambda work, _: sent[0] if sent else sent.append(work()) or sent[0])
+    if not has_index:
+        (folder / "index.json").unlink()
+    c = config(folder)
+    for rank in (0, 2):
+        loader, _ = open_data(c, Ranks(rank, 3, torch.device("cpu")))
+        counts.append(len(opened))
+    assert counts[1] <= (3 if has_index else 2 * 301 + 2) and counts[2] == counts[1]
+    assert len(pickle.dumps(sent)) < 301 * 250
+    descriptors = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors + 70, hard))
+    try:
+        tokens = loader.sources[0].tokens.read(0, 30000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert tokens.tolist() == [t for i in range(300) for t in range(i, i + 100)]
+    assert len(os.listdir("/proc/self/fd")) - descriptors <= rows.OPEN_FILES
+    path = folder / ("index.json" if has_index else "train-00100.bin")
+    path.write_bytes(path.read_bytes().replace(b"00100.bin", b"00100.new") if has_index else bytes(1300)[:1224])
+    if not has_index:
+        shard(path, range(1, 101))
+    assert make_loader(c).fingerprint != loader.fingerprint
+    cut(folder / "train-00007.bin", 1222)
+    assert "00007.bin" in refused(make_loader, c)
+    with pytest.raises(RankError, match="00007.bin on .* is shorter than at the start"):
+        loader.sources[0].tokens.read(790, 801)
+
+
+@pytest.mark.parametrize("kind, fingerprint", [
+    ("prepared", "a3052b1127e8e720"), ("from another tool", "d0e82b24762fa689"), ("a stream", "d28e32330489b0dc"),
+])  # fmt: skip
+def test_positions_of_version_0_2(tmp_path, kind, fingerprint):
+    """Their fingerprints, which that version computed of the same files, are shorter."""
+    (tmp_path / "a.txt").write_bytes(b"one line\n" * 3000)
+    folder, more = prepared(tmp_path / "d", 3), {}
+    if kind == "a stream":
+        folder, more = tmp_path / "a.txt", {"stream": "on", "lanes": 1, "eval_every": 0}
+    if kind == "from another tool":
+        (folder / "index.json").unlink(), (folder / "val-00000.bin").unlink()
+    loader = make_loader(config(folder, **more))
+    state = loader.state_dict()
+    loader.load_state_dict(state | {"data": fingerprint})
+    assert loader.state_dict() == state and len(state["data"]) == 32
+    assert "other data" in refused(loader.load_state_dict, state | {"data": fingerprint[::-1]})
 
 
 @pytest.mark.parametrize("name, is_val", [

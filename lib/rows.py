@@ -32,7 +32,7 @@ import numpy as np
 from config import Config
 from lib import progress, text
 from lib.errors import Failure, RankError, UserError
-from lib.files import read_ahead
+from lib.files import read_ahead, with_retries
 from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, Shard, TextFile, find_shard, kind_of, prepare, read_index
 from lib.tokenizer import load_tokenizer, token_sizes
 from model import IGNORE
@@ -127,10 +127,19 @@ open_file = functools.lru_cache(OPEN_FILES)(functools.partial(open, mode="rb", b
 
 def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
     """Tokens start ... stop - 1 of a shard, without those beyond its end."""
-    width, stop = np.dtype(shard.dtype).itemsize, min(stop, shard.tokens)
-    content = os.pread(open_file(shard.path).fileno(), width * (stop - start), shard.begin + width * start)
-    if len(content) < width * (stop - start):
-        raise RankError(f"{shard.path} on {platform.node()} is shorter than rank 0 found it: copy it again")
+    width = np.dtype(shard.dtype).itemsize
+    begin, size = shard.begin + width * start, width * (min(stop, shard.tokens) - start)
+
+    def read():
+        try:
+            return os.pread(open_file(shard.path).fileno(), size, begin)
+        except OSError:
+            open_file.cache_clear()  # a stale handle of a network file system stays stale
+            raise
+
+    content = with_retries(shard.path, read)
+    if len(content) < size:
+        raise RankError(f"{shard.path} on {platform.node()} is shorter than at the start of the run: copy it again")
     return np.frombuffer(content, shard.dtype)
 
 
@@ -226,9 +235,9 @@ class Catalog:
             parts["val"] += [shard._replace(tokens=shard.tokens - cut, begin=begin, first=cut)] * (cut < shard.tokens)
         if len(kinds) > 1:
             raise UserError(f"{flag}: conversations and text together: give each its weight, as in A:0.5 B:0.5")
-        first = self.first_shards.get(specs, (parts,))[0]
-        if [part.sha256 for part in sum(first.values(), [])] != [part.sha256 for part in sum(parts.values(), [])]:
-            raise RankError(f"{flag} {specs[0]} on {platform.node()} differs from that of rank 0: copy it again")
+        expected = self.first_shards.get(specs, (parts,))[0]
+        if [part.sha256 for part in parts["train"]] != [part.sha256 for part in expected["train"]]:
+            raise RankError(f"{flag} {specs[0]} on {platform.node()} is not that of rank 0: copy it again")
         return parts, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"}
 
     def _index(self, folder):
@@ -237,9 +246,9 @@ class Catalog:
             index = self.indexes[folder] = read_index(Path(folder))
             if index:
                 self.tokenizers[index["fingerprint"]] = f"{folder} with --tokenizer {index['tokenizer']}"
-                if self.config.tokenizer != "bytes":
-                    own = self.config.tokenizer
-                    self.tokenizers[load_tokenizer(own).fingerprint] = f"--tokenizer {own}"
+            if index and self.config.tokenizer != "bytes":
+                spec = self.config.tokenizer
+                self.tokenizers[load_tokenizer(spec).fingerprint] = f"--tokenizer {spec}"
             if len(self.tokenizers) > 1:
                 raise UserError(
                     f"The data were tokenised by several tokenizers: {'; '.join(self.tokenizers.values())}. Give"

@@ -2,20 +2,24 @@
 lib/tokenizer.py renders, first-fit as a loop. A local server that cuts and refuses stands for the hub."""
 
 import gzip
+import hashlib
 import itertools
 import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import checkpoint
 import train
-from config import parse_args
+from config import choose_lanes, parse_args
 from data import Batch, make_loader, merge_positions, open_checked, open_data
-from lib import rows
+from lib import rows, settle
 from lib import text as text_module
 from lib.chat import render_chat
 from lib.errors import Failure
@@ -113,6 +117,38 @@ def test_no_rank_changes_a_row_and_a_resume_repeats_none(tmp_path, lanes, splits
     assert found == whole
 
 
+@pytest.mark.parametrize("ranks, micro_batch", [(1, 8), (1, 12), (3, 5), (16, 8), (100, 2), (1024, 1), (1024, 4)])
+def test_lanes_are_chosen_for_the_ranks(tmp_path, caplog, ranks, micro_batch):
+    """One rank reads each; the number that read one of 64 is in a warning. The oracle deals rows to ranks."""
+    c = config(write(tmp_path / "d", 1, 1), lanes=0, micro_batch=micro_batch, batch_tokens=0)
+    chosen, numbers = choose_lanes(c, ranks), np.arange(64 * ranks * micro_batch)
+    readers = {}
+    for lanes in (chosen, 64):
+        pairs = np.unique(numbers % lanes * ranks + numbers // micro_batch % ranks)
+        readers[lanes] = len(pairs) / lanes
+        caplog.clear()
+        make_loader(replace(c, lanes=lanes), 0, ranks)
+        assert readers[lanes] == 1 or f"{readers[lanes]:.0f} ranks read and tokenize every row" in caplog.text
+        assert readers[lanes] > 1 or not caplog.text
+    assert chosen >= 64 and readers[chosen] == 1 and (ranks, micro_batch, readers[64]) != (1024, 1, 1)
+
+
+def test_a_resume_keeps_the_lanes(tmp_path):
+    c = config(write(tmp_path / "d", 1, 1), lanes=0, out=tmp_path / "run")
+    folder = tmp_path / "run/checkpoints/step-00000002"
+    assert checkpoint.keep_lanes(c).lanes == 0 and settle.resolve(c, torch.device("cpu"), 16).lanes == 192
+    folder.mkdir(parents=True)
+    old = {name: value for name, value in asdict(c).items() if name != "lanes"}  # before there was such a flag
+    for then, lanes in ((old, 64), (old | {"lanes": 7}, 7)):
+        (folder / "manifest.json").write_text(json.dumps({"config": then}))
+        kept = checkpoint.keep_lanes(c)
+        saved = SimpleNamespace(
+            manifest=json.loads((folder / "manifest.json").read_text()), model_config=c.model_config
+        )
+        assert kept.lanes == lanes and checkpoint.changed(saved, kept) == {}
+    assert checkpoint.keep_lanes(replace(c, lanes=5)).lanes == 5
+
+
 def test_bad_rows(tmp_path, caplog):
     path = tmp_path / "a.jsonl"
     lines = [json.dumps({"text": text(0, r)}) + "\n" if r != 7 else "{\n" for r in range(30)]
@@ -206,7 +242,13 @@ def test_few_files_are_kept_whole(hub, tmp_path):
     expected, _ = run(config(tmp_path / "files" / "part.*.json.gz", lanes=5), 4)
     assert run(config(C4, lanes=5), 4)[0] == expected
     sent = hub.cdn.sent
-    assert run(config(C4, lanes=5), 4)[0] == expected and hub.cdn.sent - sent < 2000  # only the first file's head
+    batches, state = run(config(C4, lanes=5), 4)
+    assert batches == expected and hub.cdn.sent - sent < 2000  # only the first file's head
+    files = sorted((tmp_path / "files").iterdir())
+    names = [(f"c4-train.{i:05}-of-00003.json.gz", path.stat().st_size) for i, path in enumerate(files)]
+    identity = hashlib.sha256(json.dumps([5, "text", "bytes", names]).encode()).hexdigest()
+    known = [{"files": 3, "sha256": identity}, rows.sample_digest(files)]  # as in version 0.2
+    run(config(C4, lanes=5), 1, 2, state | {"data": hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]})
 
 
 def test_addresses(hub):

@@ -247,6 +247,8 @@ def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch,
     with pytest.raises((KeyboardInterrupt, UserError)):
         run(sources, tmp_path / "out", shard_tokens=4000)
     if at > 1:
+        with open(tmp_path / "out/progress.jsonl", "a") as file:
+            file.write('{"kind": "te')  # a kill may cut a line
         assert "not prepared to its end" in refused(open_checked, parse_args(["--data", str(tmp_path / "out")]))
     seen[:] = range(at)  # from now on there is no interruption
     assert run(sources, tmp_path / "out", shard_tokens=4000) == whole and [*verify(tmp_path / "out")] == []
@@ -255,6 +257,22 @@ def test_an_interrupted_call_resumes_after_its_last_shard(tmp_path, monkeypatch,
     assert run(sources, tmp_path / "out", shard_tokens=4000) == whole and len(seen) == count
     assert "holds train-00000.bin" in refused(run, sources, tmp_path / "out", shard_tokens=4000, val_every=7)
     assert sorted(os.listdir(tmp_path / "out")) == sorted([*whole["files"], ".lock", "index.json"])
+
+
+def test_the_index_is_not_written_for_each_shard(tmp_path, monkeypatch):
+    """But at the first one and at the end; each other adds a line of the same length."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
+    written, write, lines = [], text.write_whole, []
+
+    def spy(path, content, **how):
+        lines.extend((tmp_path / "out/progress.jsonl").read_text().splitlines() if written else [])
+        written.append(path.name)
+        write(path, content, **how)
+
+    monkeypatch.setattr(text, "write_whole", spy)
+    index = run([tmp_path / "a.jsonl"], tmp_path / "out", shard_tokens=200)
+    assert written == ["index.json"] * 2 and max(map(len, lines)) < 400
+    assert len(index["files"]) == sum(len(json.loads(line)["files"]) for line in lines) > 60
 
 
 def test_command_line(tmp_path, monkeypatch, capsys):
