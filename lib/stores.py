@@ -20,7 +20,7 @@ ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")  # ORG/NAME, re
 
 def bare(name: str) -> str:
     """A name without the query of a web address."""
-    return re.sub(r"(https?://[^?#]+).*", r"\1", name)
+    return name.partition("?")[0] if name.startswith("http") else name
 
 
 def open_store(spec: str, flag: str) -> tuple:
@@ -34,15 +34,16 @@ def open_store(spec: str, flag: str) -> tuple:
         return _open_hub(spec, flag)
     options = {}
     try:
-        if spec.startswith("http"):
+        if spec.startswith("http"):  # no limit on the time of a whole file
             from aiohttp import ClientTimeout
 
-            options["client_kwargs"] = {"timeout": ClientTimeout(sock_read=60)}  # but no limit for a whole file
+            options["client_kwargs"] = {"timeout": ClientTimeout(sock_read=60)}
         return url_to_fs(spec, **options)
     except (ImportError, ValueError) as e:  # a missing package; an unknown protocol, or one without an account
         package = getattr(e.__cause__ or e, "name", "")
-        install = f": {sys.executable} -m pip install {package}" * bool(package)
-        raise UserError(f"{flag} {spec}: {e}{install}") from None
+        raise UserError(
+            f"{flag} {spec}: {e}" + f": {sys.executable} -m pip install {package}" * bool(package)
+        ) from None
 
 
 def _open_hub(spec, flag):
@@ -82,7 +83,6 @@ def store_errors(address: str) -> Iterator[None]:
         if is_ours or repo or "://" not in address or isinstance(error, Message):
             raise
         # fsspec calls a web server that does not answer a missing file.
-        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-        is_mistake = isinstance(cause, (FileNotFoundError, PermissionError)) or "Credential" in type(cause).__name__
-        reason = f"{type(cause).__name__}: {error.__cause__ or error}"
-        raise (UserError if is_mistake else Failure)(f"{address}: {reason}; check name, login and network") from None
+        is_failure = isinstance(error.__cause__, OSError) or not isinstance(error, (FileNotFoundError, PermissionError))
+        kind = Failure if is_failure and "Credential" not in type(error).__name__ else UserError
+        raise kind(f"{address}: {error.__cause__ or error!r}") from None

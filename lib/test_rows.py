@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -180,6 +181,17 @@ def test_validation_of_a_stream(tmp_path):
             steps = zip(*loaders, strict=True)
             seen.append([t for ranks in steps for micro in zip(*ranks, strict=True) for b in micro for t in b.tokens])
     assert all(torch.equal(torch.stack(rows), torch.stack(seen[0])) for rows in seen) and len(seen[0]) == 24
+
+
+@pytest.mark.parametrize("lanes", [3, 5])
+def test_an_address_gives_what_local_files_give(tmp_path, lanes):
+    """If there are fewer files than lanes, they are downloaded first."""
+    local, memory = write(tmp_path / "d", 3), fsspec.filesystem("memory")
+    for path in (tmp_path / "d").iterdir():
+        memory.pipe(f"/c4/{path.name}", path.read_bytes())
+    address = config("memory://c4/part.*.json.gz", lanes=lanes, stream="off")
+    assert run(address, 6)[0] == run(config(local, lanes=lanes), 6)[0]
+    memory.rm("/c4", recursive=True)
 
 
 # ---- the hub

@@ -49,6 +49,7 @@ from typing import NamedTuple
 from lib.chat import CHATS_KNOWN, chat_template, find_messages, render_chat
 from lib.errors import Parser, UserError, nearest, printable
 from lib.files import read_ahead, read_json, read_object, write_whole
+from lib.progress import advance
 from lib.stores import HUB, bare, list_files, open_store, store_errors
 from lib.tokenizer import load_tokenizer
 
@@ -164,7 +165,9 @@ def fetch_all(files: list["TextFile"], cache: Path) -> list["TextFile"]:
                 index = f"{parent}/{INDEX}"
                 wanted = names + [index] * (any(kind_of(name) == SHARD for name in names) and store.exists(index))
                 os.makedirs(f"{folder}.part", exist_ok=True)
-                store.get(wanted, [f"{folder}.part/{Path(bare(name)).name}" for name in wanted])
+                for name in wanted:
+                    store.get_file(name, f"{folder}.part/{Path(bare(name)).name}")
+                    advance()
                 os.replace(f"{folder}.part", folder)
         out += [find_files(str(folder / Path(bare(name)).name), "--data")[0] for name in names]
     return out
