@@ -37,10 +37,12 @@ def fresh_logger():
     logger.setLevel(logging.NOTSET)
 
 
-@pytest.fixture(autouse=True)
-def shared_cache(tmp_path_factory, monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def shared_cache(tmp_path_factory):
     """Tests do not write into the checkout's cache/."""
-    monkeypatch.setattr("lib.rows.CACHE", tmp_path_factory.getbasetemp() / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lib.rows.CACHE", tmp_path_factory.getbasetemp() / "cache")
+        yield
 
 
 @pytest.fixture

@@ -322,7 +322,7 @@ def test_words_are_answered_without_torch(script, words, status):
 
 def test_a_launcher_s_check_loads_neither_the_compiler_nor_dtensors(tmp_path, monkeypatch, text):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    words = ["--data", text, "--compile", "none", "--out", str(tmp_path / "run"), "--check"]
+    words = ["--data", text, "--compile", "none", "--out", str(tmp_path / "run"), "--cache", str(tmp_path), "--check"]
     imported = imports("train.py", *words, status=0)
     assert "torch" in imported and not imported & {"torch._dynamo", "torch.distributed.tensor", "sympy", "matplotlib"}
 

@@ -22,6 +22,7 @@ ELSEWHERE = {
         "tokenizer_name", "tokenizer_path", "tokenizer_name_or_path", "tokenizer_type", "hf_assets_path",
         "tokenizer.path",
     ),
+    "cache": ("cache_dir", "dataset_prepared_path"),
     "text_field": ("dataset_text_field", "text_column", "text_column_name"),
     "documents": ("packing", "sample_packing", "packed"),
     "lora": ("lora_r", "lora_rank", "lora_dim"),
