@@ -18,16 +18,14 @@ import torch
 
 import data
 from config import parse_args
-from lib.errors import Failure
 from lib.ranks import Ranks
 from lib.text import HEADER, INDEX, SHARD
 
 RANKS = 1, 64, 256, 1024
 SHARDS = 100, 10_000, 100_000
 TOKENS = 150_000_000  # of a shard, which is a sparse file: 100,000 of them hold 15 T tokens
-# Llama 3's header of a shard, whose tokens are uint32.
-HEAD = b"".join(n.to_bytes(4, "little") for n in (20240801, 7, TOKENS)).ljust(HEADER, b"\0")
-SETTINGS = "--model llama3.1-405b --seq_len 8192 --micro_batch 1 --eval_every 100 --eval_batches 1 --data"
+MADE_WITH = {"tokenizer": "bytes", "fingerprint": "bytes", "vocab_size": 128256, "delimiter": 0, "kind": "text"}
+SETTINGS = "--model llama3.1-405b --seq_len 8192 --micro_batch 1 --eval_every 0 --data"
 
 
 def measure(folder: str, work: Callable, *args) -> tuple[dict, object]:
@@ -39,22 +37,20 @@ def measure(folder: str, work: Callable, *args) -> tuple[dict, object]:
 def _measured(folder, work, *args):
     opened = []
     sys.addaudithook(lambda event, a: event == "open" and str(a[0]).startswith(folder) and opened.append(1))
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     result = work(*args)
+    costs = {"seconds": time.perf_counter() - begin, "on the CPU": time.process_time() - cpu}
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {"seconds": time.perf_counter() - begin, "gib": gib, "files opened": len(opened)}, result
+    return costs | {"gib": gib, "files opened": len(opened)}, result
 
 
 def write_shards(folder: Path, count: int) -> None:
-    """A folder of `count` shards and one for validation, as `data.py prepare` leaves it."""
-    names = [f"train-{i:05}{SHARD}" for i in range(count)] + [f"val-00000{SHARD}"]
-    for name in names:
+    """A folder of shards as `data.py prepare` leaves it. All bytes are zero."""
+    files = {f"train-{i:05}{SHARD}": {"tokens": TOKENS, "sha256": f"{i:064x}"} for i in range(count)}
+    for name in files:
         with open(folder / name, "wb") as file:
-            file.write(HEAD)
             file.truncate(HEADER + 4 * TOKENS)
-    files = {name: {"tokens": TOKENS, "sha256": f"{i:064x}"} for i, name in enumerate(names)}
-    made = {"tokenizer": "bytes", "fingerprint": "bytes", "vocab_size": 128256, "delimiter": 0, "kind": "text"}
-    (folder / INDEX).write_text(json.dumps(made | {"files": files}))
+    (folder / INDEX).write_text(json.dumps(MADE_WITH | {"files": files}))
 
 
 def open_shards(folder: str, rank: int, ranks: int, message: bytes) -> bytes:
@@ -68,8 +64,7 @@ def open_shards(folder: str, rank: int, ranks: int, message: bytes) -> bytes:
 
     data.on_first_rank = on_first_rank
     loader, _ = data.open_data(parse_args([*SETTINGS.split(), folder]), Ranks(rank, ranks, torch.device("cpu")))
-    if len(loader.sources[0].tokens) % TOKENS or not next(iter(loader))[0].tokens.numel():
-        raise Failure(f"rank {rank} opened other data")
+    next(iter(loader))
     return sent[0]
 
 
