@@ -4,20 +4,24 @@ Oracles: the bytes that the hub holds, and transformers, which reads the cache."
 import contextlib
 import hashlib
 import json
+import os
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 from huggingface_hub import constants, snapshot_download
 
 import download
+import lib.hub
 from lib import errors
 from lib.errors import UserError
-from lib.hub import local_path
+from lib.hub import describe_unverified, hub_errors, local_path
+from lib.text import find_files
 
 TOKEN = "hf_SecretSecretSecretSecret"
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
@@ -92,6 +96,8 @@ class Handler(BaseHTTPRequestHandler):
         hub, path = self.server, unquote(urlsplit(self.path).path)
         hub.seen.append((self.command, self.path, self.headers.get("Range"), self.headers.get("Authorization")))
         if refusal := hub.refuse(path):
+            if isinstance(refusal, Exception):
+                raise refusal
             return self.reply(*refusal[:2], **(refusal[2] if len(refusal) > 2 else {}))
         if path.startswith("/content/"):
             return self.content(path.removeprefix("/content/"))
@@ -285,19 +291,88 @@ def test_a_file_that_changes_on_the_disk_is_refused_and_downloaded_again(hub):
     assert hub.cdn.sent - sent == 2 * len(MODEL["model-00002-of-00002.safetensors"])
 
 
-def test_a_cache_that_the_library_filled_is_verified_by_the_names_of_its_blobs(hub, monkeypatch):
-    folder = Path(snapshot_download("org/model", cache_dir=constants.HF_HUB_CACHE, revision="v1"))
-    with pytest.raises(UserError, match="no download of it"):
+def test_at_use_only_a_file_whose_time_has_changed_is_hashed(hub, monkeypatch):
+    hashed = mock.Mock(wraps=lib.hub.hash_file)
+    monkeypatch.setattr("lib.hub.hash_file", hashed)
+    assert main("org/model") == 0
+    os.utime(local_path("org/model", "--weights") / SHARD, (1, 1))
+    monkeypatch.setenv("RANK", "1")
+    local_path("org/model", "--weights")
+    assert not hashed.called  # rank 0 does it for the job
+    monkeypatch.delenv("RANK")
+    for _ in range(2):  # the first call records the new time
         local_path("org/model", "--weights")
-    assert local_path("org/model@v1", "--weights") == folder
-    hashed = []
-    monkeypatch.setattr("huggingface_hub.utils.sha.sha_fileobj", hashed.append)
-    assert local_path("org/model@v1", "--weights") == folder and not hashed  # once
-    monkeypatch.undo()
-    damaged = (folder / SHARD).resolve()
-    damaged.write_bytes(b"x" * damaged.stat().st_size)
-    with pytest.raises(UserError, match=f"damaged in .*: python download.py org/model --revision {'b' * 40}"):
-        local_path(str(folder), "--weights")
+    assert hashed.call_count == 1
+
+
+@pytest.mark.parametrize(("damaged", "at_use"), [(None, True), (BIG[1:], True), (BIG[1:] + b"x", False), (BIG, False)])
+def test_a_cache_that_the_library_filled(hub, capfd, damaged, at_use):
+    """Missing files and wrong sizes are found at use, other damage by --verify, which deletes nothing."""
+    folder = Path(snapshot_download("org/model", cache_dir=constants.HF_HUB_CACHE, revision="v1"))
+    blob, command = (folder / SHARD).resolve(), f"python download.py org/model --revision {'b' * 40}"
+    assert describe_unverified(folder).endswith(f"{command} --verify")
+    blob.write_bytes(damaged) if damaged else blob.unlink()
+    with pytest.raises(UserError, match=f"{SHARD}.*{command}$") if at_use else contextlib.nullcontext():
+        assert local_path("org/model@v1", "--weights") == folder
+    assert main(*f"{command} --verify".split()[2:]) == (damaged != BIG)
+    assert blob.exists() == bool(damaged) and not describe_unverified(folder)
+    with pytest.raises(UserError, match=f"{SHARD}.*{command}$") if damaged != BIG else contextlib.nullcontext():
+        assert local_path("org/model@v1", "--weights") == folder
+    assert main("org/model", "--verify") == 2 and "name your commit" in capfd.readouterr().err
+
+
+# ---- what leads out of the folder
+
+
+@pytest.mark.parametrize("name", [
+    "../victim.json", "/victim.json", "a/../../v.json", "a//b.json", "./a.json", "..", "", "..\\v", "C:v", "a\0b",
+])  # fmt: skip
+def test_a_listing_with_names_that_leave_the_folder_is_refused(hub, tmp_path, capfd, name):
+    hub.repos["models/org/model"][name] = b"x"
+    for args in ([], ["--out", tmp_path / "out", "--include", "*"]):
+        assert main("org/model", *args) == 2
+    assert capfd.readouterr().err.count("no path inside a folder") == 2 and not (tmp_path / "home").exists()
+
+
+def test_a_commit_that_leaves_the_folder_is_refused(hub, monkeypatch, capfd):
+    monkeypatch.setitem(COMMITS, "main", "../" * 13 + "x")
+    assert main("org/model") == 2 and "no path inside a folder" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_a_damaged_file_that_a_link_leads_to_is_not_deleted(hub, tmp_path, out):
+    args = ["--out", tmp_path / "out"] if out else []
+    assert main("org/model", *args) == 0
+    folder, victim = tmp_path / "out" if out else local_path("org/model", "--weights"), tmp_path / "victim"
+    victim.write_bytes(b"x" * len(BIG))
+    (folder / SHARD).unlink()
+    (folder / SHARD).symlink_to(victim)
+    assert main("org/model", *args) == (not out) and victim.read_bytes() == b"x" * len(BIG)
+
+
+# ---- a hub that fails
+
+
+@pytest.mark.parametrize("answer", [(429, b"", {"Retry_After": 1}), (503, b""), (ConnectionResetError,)])
+def test_a_listing_that_fails_once_is_asked_for_again(hub, answer):
+    failed = set()
+
+    def refuse(path):
+        if "/api/" not in path or path in failed:
+            return None
+        failed.add(path)
+        return answer if len(answer) > 1 else answer[0]()  # an exception resets the connection
+
+    hub.refuse = refuse
+    assert main("org/model") == 0 and content(local_path("org/model", "--weights")) == MODEL
+    assert [file.size for file in find_files("hf://datasets/org/data/en/*val*", "--data")] == [1]
+    assert len(failed) >= 4
+
+
+@pytest.mark.parametrize("kind", [TypeError, KeyError, ValueError, AttributeError, AssertionError])
+def test_programming_errors_pass(kind):
+    with pytest.raises(kind), hub_errors("org/model"):
+        raise kind("a mistake of ours")
 
 
 def test_a_full_disk(hub, mount, monkeypatch, capfd):
@@ -328,6 +403,11 @@ def refuse_files(*answer):
     (None, ["org/model", "--include", "*.nothing"], 2, "none of its 17 files"),
     (None, ["org/model", "--jobs"], 2, "--help lists all flags"),
     (refuse_files(500), [], 1, "answers 500"),
+    (refuse_files(404), [], 2, "answers 404 for (config|model|tok|a name).*org/model lists: leave it out"),
+    (refuse_files(404, b"", {"X_Error_Code": "EntryNotFound"}), [], 2, "answers 404 for .*: leave it out"),
+    (lambda p: (200, b"{}"), [], 1, "HF_ENDPOINT"),
+    (None, ["org/model", "--verify"], 2, "no .*snapshots"),
+    (None, ["org/model", "--verify", "--skip_model"], 2, "give no --include"),
     (lambda p: (200, b"<html>Log in to the airport"), [], 1, "HF_ENDPOINT"),
     (lambda p: (302, b"", {"Location": "http://127.0.0.1:9/"}), [], 1, "no answer of a hub: .*refused"),
 ])  # fmt: skip

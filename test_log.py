@@ -291,6 +291,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, call):
 @pytest.mark.parametrize(("reader", "size", "status", "message"), [
     ("| head -c 1", 10**6, "141", ""),  # the status that a shell gives for SIGPIPE
     (">/dev/full", 1, "1", "error: the disk is full"),  # which only the flush at the end notices
+    (">&-", 1, "0", ""), ("<&- >&-", 1, "0", ""),
 ])  # fmt: skip
 def test_output_that_nobody_takes(reader, size, status, message):
     code = f"from lib.errors import run_script; run_script(lambda argv: print('x' * {size}))"
@@ -298,6 +299,13 @@ def test_output_that_nobody_takes(reader, size, status, message):
     done = subprocess.run(["bash", "-c", command, code], cwd=files.ROOT, capture_output=True, text=True)
     assert done.stdout.split()[-1].lstrip("x") == status
     assert done.stderr.startswith(message) and done.stderr.count("\n") == bool(message)
+
+
+def test_output_whose_encoding_lacks_a_character():
+    code = r"from lib.errors import run_script; run_script(lambda argv: print('\xe9 \u20ac \udc80'))"
+    env = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=files.ROOT, env=env, capture_output=True, check=True)
+    assert done.stdout == b"\xe9 \\u20ac \\udc80\n"
 
 
 # ---- trackers

@@ -118,7 +118,12 @@ def check_words(parse: Callable[[list[str]], object]) -> None:
 
 def run_script(main: Callable[[list[str]], int | None]) -> None:
     """Ends the process with main's exit status, unless it is negative. Skips the interpreter's shutdown, which takes
-    seconds and may be aborted by gloo's threads (pytorch pull request 179291)."""
+    seconds and may be aborted by gloo's threads (pytorch pull request 179291). A standard stream that is closed becomes
+    an empty one, and characters that the encoding of the output lacks are printed as escapes."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115, it stays open
+    sys.stdout.reconfigure(errors="backslashreplace")
     status = exit_status(main, sys.argv[1:])
     if status < 0:
         return

@@ -1,23 +1,37 @@
 """Hub ids on this disk, the check of downloads, errors of the hub, and the guard of its token. Imports no torch."""
 
 import contextlib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import json
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
+from urllib.parse import unquote
 
 from lib.errors import Failure, Message, UserError
 from lib.files import read_json, write_json
 
+LIBRARIES = "huggingface_hub", "httpx", "httpx2"  # whose errors come from the hub or the network
+BAD_NAMES = (
+    r"(^|[/\\])\.{0,2}([/\\]|$)",  # a part that is empty, . or ..
+    r"(^|[/\\])[a-zA-Z]:",  # a drive of Windows
+    r"[\0-\x1f\x7f]",
+)
+
 
 def local_path(spec: str, flag: str) -> Path:
     """The folder or file that a flag names: a path, or ORG/NAME, NAME or either with @REVISION for a snapshot in
-    HF_HOME's cache. UserError with the command to run, if there is none, or if files are missing or damaged."""
+    HF_HOME's cache. UserError with the command to run, if there is none, or if files are missing or damaged; only the
+    first process of a job looks for damage."""
     path = Path(spec).expanduser()
     if not path.exists():
-        path = _find_snapshot(spec, flag)
-    if damaged := find_damage(path):
-        name = path.parents[1].name.replace("models--", "").replace("--", "/")
-        command = read_json(record_of(path)).get("command", f"python download.py {name} --revision {path.name}")
+        path = find_snapshot(spec, flag)
+    is_first = os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None
+    damaged = find_damage(path) if is_first else []
+    if damaged:
+        command = read_json(record_of(path)).get("command") or f"python download.py {_describe_snapshot(path)}"
         raise UserError(
             f"{flag} {spec}: {len(damaged)} files are missing or damaged in {path} ({damaged[0]} ...): the download is"
             f" incomplete; continue it with: {command}"
@@ -25,7 +39,9 @@ def local_path(spec: str, flag: str) -> Path:
     return path
 
 
-def _find_snapshot(spec: str, flag: str) -> Path:
+def find_snapshot(spec: str, flag: str) -> Path:
+    """The snapshot of HF_HOME's cache for ORG/NAME or ORG/NAME@REVISION. UserError with the command to run, if there is
+    none."""
     from huggingface_hub import constants, errors, snapshot_download
 
     name, _, revision = spec.partition("@")
@@ -51,55 +67,110 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def record_of(folder: Path) -> Path:
-    """The file that records what download.py put into a folder, and which of it was verified."""
+    """The file that records what download.py put into a folder: the hashes of the hub, and size, time of change and
+    hash of each file that was verified."""
     if folder.parent.name == "snapshots":
         return folder.parents[1] / "verified" / f"{folder.name}.json"
     return folder / ".cache" / "huggingface" / "verified.json"
 
 
+def _describe_snapshot(snapshot: Path) -> str:
+    """ORG/NAME --revision COMMIT of a snapshot in HF_HOME's cache."""
+    return f"{snapshot.parents[1].name.replace('models--', '').replace('--', '/')} --revision {snapshot.name}"
+
+
+def describe_unverified(folder: Path) -> str:
+    """A note for the log if the files of a snapshot were never compared with the hub's hashes; else empty."""
+    if folder.parent.name != "snapshots" or read_json(record_of(folder)):
+        return ""
+    verify = f"python download.py {_describe_snapshot(folder)} --verify"
+    return f"{folder}: its files exist with the right sizes, but were not verified: {verify}"
+
+
 def find_damage(folder: Path) -> list[str]:
-    """Names of a downloaded folder's files that are missing, or differ from the hub's. A file is hashed unless its hash
-    was right before and its size and time of change are the same. The expected hashes come from download.py's record,
-    and in a cache that other programs filled from the names of its blobs: sha256, or git's SHA-1 of a blob."""
-    place = record_of(folder)
-    record = read_json(place)
+    """Names of a downloaded folder's files that are missing or damaged. A verified file is hashed again if its size or
+    time of change is another one. Without download.py's record, the files that a snapshot links to must exist, with the
+    sizes of the hub's listing if huggingface_hub has kept that."""
+    record, damaged = read_json(record_of(folder)), []
+    if not record and folder.parent.name == "snapshots":
+        return _find_missing(folder)
     verified = record.get("verified", {})
-    links = [p for p in folder.rglob("*") if p.is_symlink()] if folder.parent.name == "snapshots" else []
-    blobs = {str(p.relative_to(folder)): p.readlink().name for p in links}
-    hashes = {name: blob for name, blob in blobs.items() if len(blob) in (40, 64)} | record.get("hashes", {})
+    found = dict(verified)
+    for name, expected in record.get("hashes", {}).items():
+        state = state_of(folder / name, expected)
+        if state and verified.get(name) and (state == verified[name] or hash_file(folder / name, *state) == expected):
+            found[name] = state
+        else:
+            damaged.append(name)
+    if found != verified:
+        with contextlib.suppress(OSError):  # a cache that only others may write
+            write_json(record_of(folder), record | {"verified": found})
+    return damaged
 
-    def verify(name: str) -> list | None:
-        """-> size, time of the last change and hash, if the file is right"""
-        path, expected = folder / name, hashes[name]
-        if not path.is_file():
-            return None
-        state = [path.stat().st_size, path.stat().st_mtime_ns, expected]
-        if verified.get(name) == state:
-            return state
-        from huggingface_hub.utils import sha  # only here: other folders need not wait for this import
 
-        with open(path, "rb") as file:
-            found = sha.sha_fileobj(file).hex() if len(expected) == 64 else sha.git_hash(file.read())
-        return state if found == expected else None
+def _find_missing(snapshot: Path) -> list[str]:
+    from huggingface_hub import errors, get_cached_repo_tree
 
-    with ThreadPoolExecutor() as pool:
-        states = dict(zip(hashes, pool.map(verify, hashes), strict=True))
-    if states != verified:
-        with contextlib.suppress(OSError):  # a cache that only others may write: it is verified each time
-            place.parent.mkdir(exist_ok=True)
-            write_json(place, record | {"verified": states})
-    return [name for name, state in states.items() if state is None]
+    kind, repo = split_name(_describe_snapshot(snapshot).split()[0])
+    files = {str(path.relative_to(snapshot)): path for path in snapshot.rglob("*") if not path.is_dir()}
+    sizes = {name: path.stat().st_size if path.exists() else -1 for name, path in files.items()}
+    listing = {}
+    with contextlib.suppress(errors.CachedRepoTreeNotFoundError):
+        tree = get_cached_repo_tree(repo, repo_type=kind, revision=snapshot.name, cache_dir=snapshot.parents[2])
+        listing = {file.path: file.size for file in tree}
+    return [name for name, size in sizes.items() if size != listing.get(name, max(size, 0))]
+
+
+def state_of(path: Path, expected: str) -> list | None:
+    """-> size, time of the last change and expected hash of a file; None if it is missing"""
+    return [path.stat().st_size, path.stat().st_mtime_ns, expected] if path.is_file() else None
+
+
+@cache  # once per process, also if the record cannot be written
+def hash_file(path: Path, size: int, changed: int, expected: str) -> str:
+    """sha256, or git's SHA-1 of a blob if the expected hash is shorter."""
+    from huggingface_hub.utils import sha
+
+    with open(path, "rb") as file:
+        return sha.sha_fileobj(file).hex() if len(expected) == 64 else sha.git_hash(file.read())
+
+
+# ---- the hub
+
+
+def ask_hub(ask: Callable):
+    """What ask() returns. If the hub is busy or the network fails, huggingface_hub repeats the request as it does for
+    files, and ask is called again."""
+    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.utils import http_backoff
+
+    try:
+        return ask()
+    except HTTPError as error:
+        request = getattr(error, "response", error).request
+        http_backoff(request.method, str(request.url), headers=request.headers)
+        return ask()
+
+
+def refuse_names(names: Iterable[str], repo: str) -> None:
+    """UserError if a listing has a name that could lead out of the folder of a download."""
+    for name in names:
+        if any(re.search(pattern, name) for pattern in BAD_NAMES):
+            raise UserError(f"{repo} lists a file {name!r}, which is no path inside a folder: nothing is downloaded")
 
 
 @contextlib.contextmanager
 def hub_errors(repo: str) -> Iterator[None]:
-    """Raises errors of huggingface_hub as one message. repo: ORG/NAME or datasets/ORG/NAME."""
+    """Raises errors of huggingface_hub as one message. repo: ORG/NAME or datasets/ORG/NAME. Errors of the disk,
+    which have an errno, and bugs of ours pass unchanged."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, Message) or getattr(error, "errno", None):
+        library = type(error).__module__.partition(".")[0]
+        from_hub = library in LIBRARIES or isinstance(error, (OSError, json.JSONDecodeError))
+        if getattr(error, "errno", None) or not from_hub:
             raise
-        raise _describe_hub_error(error, repo) from None
+        raise _describe_hub_error(error, repo) from error
 
 
 def _describe_hub_error(error: Exception, repo: str) -> Message:
@@ -109,7 +180,8 @@ def _describe_hub_error(error: Exception, repo: str) -> Message:
     if isinstance(error, FileNotFoundError):
         error = error.__cause__ or error
     log_in = "log in (`hf auth login`, or set HF_TOKEN) as a user who may read it"
-    page, status = f"{constants.ENDPOINT}/{repo}", getattr(getattr(error, "response", None), "status_code", 0)
+    response = getattr(error, "response", None)
+    page, status = f"{constants.ENDPOINT}/{repo}", getattr(response, "status_code", 0)
     messages = {
         errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set, so nothing can be downloaded: unset it",
         errors.HFValidationError: f"{repo}: not the name of a repository; expected ORG/NAME or datasets/ORG/NAME",
@@ -120,9 +192,12 @@ def _describe_hub_error(error: Exception, repo: str) -> Message:
     for kind, message in messages.items():
         if isinstance(error, kind):
             return UserError(message)
-    if status in (401, 403, 404):
+    if status in (401, 403):
         return UserError(f"the hub answers {status} for {repo}: its token (HF_TOKEN or the login) is refused; {log_in}")
-    reason = f"the hub answers {status} {error.response.reason_phrase}" if status else f"no answer of a hub: {error}"
+    if status == 404:
+        file = unquote(response.url.path.partition("/resolve/")[2].partition("/")[2]) or "a file"
+        return UserError(f"the hub answers 404 for {file}, which {page} lists: leave it out, or name another revision")
+    reason = f"the hub answers {status} {response.reason_phrase}" if status else f"no answer of a hub: {error}"
     return Failure(f"{page}: {reason}; check the network and HF_ENDPOINT, or try later: the same command resumes")
 
 

@@ -15,7 +15,7 @@ from lib import lora, machine
 from lib.errors import Failure, UserError
 from lib.families import dropout_note
 from lib.files import FULL, free_space
-from lib.hub import local_path
+from lib.hub import describe_unverified, local_path
 from lib.machine import cpu_name
 from lib.ranks import Ranks
 from lib.run import logger, refuse_unusable
@@ -75,7 +75,7 @@ def _is_short(config: Config, device: torch.device) -> bool:
 
 
 def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
-    """Refuses trackers, a batch or an output folder that the run could not use."""
+    """Refuses trackers, a batch or an output folder that the run could not use. Logs which downloads are unverified."""
     free, existing = free_space(Path(config.out))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--out {config.out}: {existing} is not a folder that you may write to")
@@ -85,6 +85,9 @@ def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
     if not resumes:
         check_batch(config, world_size)
     refuse_in_the_way(Path(config.out) / "hf", True)
+    named = {config.weights, config.lora_weights, config.model, config.tokenizer} - {"", "bytes", *MODELS}
+    for folder in {local_path(spec, "") for spec in named}:
+        _say(describe_unverified(folder))
 
 
 def imagine_ranks(config: Config) -> Ranks:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lib.errors import Failure, Message, UserError
-from lib.hub import guard_token, hub_errors
+from lib.hub import ask_hub, guard_token, hub_errors
 
 HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
 ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")  # ORG/NAME, revision, path
@@ -54,8 +54,10 @@ def _open_hub(spec, flag):
         raise UserError(f"{flag} {spec}: expected {HUB}ORG/NAME[@REVISION]/PATH, a file or a pattern with *")
     repo, revision, path = address.groups()
     guard_token()
-    commit = HfApi().dataset_info(repo, revision=revision or "main").sha
-    return HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}/{path}"
+    commit = ask_hub(lambda: HfApi().dataset_info(repo, revision=revision or "main").sha)
+    store, path = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}/{path}"
+    ask_hub(lambda: store.resolve_path(path))  # the store remembers the answer, and repeats other requests itself
+    return store, path
 
 
 def list_files(store, path: str) -> list[dict]:
