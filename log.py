@@ -210,7 +210,7 @@ class Log:
     """The step record. All ranks must hold one and make the same calls, because a record gathers values of all ranks.
 
     A value that arrives after its step (a save's duration, a sample) gets a separate record with the step's number.
-    `with log:` closes the trackers at the end."""
+    `with log:` opens the trackers and closes them at the end."""
 
     def __init__(self, run, model: Transformer, start: int, sources: list[str] = ()):
         """run: a lib.run.Run. start: the last finished step. sources: names of the entries of a mixture."""
@@ -232,13 +232,11 @@ class Log:
         self.trackers = {}
         self.last = start, 0.0, 0.0  # the last record's step, and seconds of steps and of their data until then
         if self.ranks.rank == 0:
-            records = read_records(run.folder)
-            if records and not start:  # somebody removed the checkpoints
-                aside = self.file.rename(run.folder / time.strftime("metrics-before-%Y%m%d-%H%M%S.jsonl"))
-                logger.warning(f"{run.folder} has records but no checkpoint; the old records are in {aside.name}")
-            write_whole(self.file, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= start))
+            keep_records(self.file, start)
 
     def __enter__(self) -> "Log":
+        if self.ranks.rank == 0:
+            self.trackers = {name: open_tracker(name, self.run.folder) for name in self.config.track}
         return self
 
     def __exit__(self, *error) -> None:
@@ -246,7 +244,7 @@ class Log:
             tracker.finish()
 
     def describe_run(self, data, val_data, predicted: dict[str, float]) -> None:
-        """Writes flags.json, env.json and the head of the log, and opens the trackers. data, val_data: the Loaders.
+        """Writes flags.json, env.json and the head of the log. data, val_data: the Loaders.
         predicted: plan.record, to be compared with measured values."""
         if self.ranks.rank:
             return
@@ -264,7 +262,6 @@ class Log:
         }
         write_json(folder / "flags.json", asdict(config))
         write_json(folder / "env.json", env)
-        self.trackers = {name: open_tracker(name, folder) for name in config.track}
         logger.info(
             f"Run folder: {folder}; torch {torch.__version__} on {env['devices'][0]} x {size}, {config.dtype},"
             f" compile {config.compile}, attention {attention}"
@@ -306,36 +303,51 @@ class Log:
     def step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, val_loss: float | None = None) -> None:
         """Records a step. Reading the loss is the only wait for the device. All ranks must call."""
         loss, grad_norm = loss.item(), grad_norm.item()
-        speed = self._speed(step)
-        times = Times(platform.node(), speed["step_ms"], speed["data_ms"], self.timer.take())
-        figures = times, memory_gib(self.ranks.device), self.by_source.cpu(), self.router_sums.double().cpu()
-        times, memory, by_source, router_sums = zip(*gather(figures, self.ranks), strict=True)
-        slow, before = find_slow(times), self.suspect
-        self.suspect = slow and slow[0]
         tokens = step * self.config.batch_tokens
         record = {"step": step, "tokens": tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
-        sources = zip(self.sources, *sum(by_source).tolist(), strict=True)
-        record |= speed | {"mem_gib": max(memory)} | {f"loss_{name}": part / n for name, part, n in sources if n}
-        record |= router_figures(sum(router_sums))
-        self.by_source.zero_()
-        self.router_sums = torch.zeros(())
-        if slow and slow[0] == before:  # in this record and in the one before
-            record["slowest"] = slow[1]
+        record |= self._speed(step)
+        record |= self._gather(record["step_ms"], record["data_ms"])
         if val_loss is not None:
-            record["val_loss"] = val_loss
-            if self.val_bytes:
-                record["val_bpb"] = val_loss * self.val_tokens / math.log(2) / self.val_bytes
+            record |= self._validation(val_loss)
         on_first_rank(lambda: self._write(record), self.ranks)
-        more = {"val_loss": ", val loss {:.5f}", "val_bpb": ", {:.4f} bits per byte", "slowest": ", slowest {}"}
-        logger.info(
-            f"Batch {step} Loss: {loss:.5f}, Speed: {record['samples_per_s']:.2f} samples/sec, lr: {lr:.6f},"
-            f" {record['tok_per_s']:.0f} tok/s, mfu {record['mfu']:.1%}, grad norm {grad_norm:.3f},"
-            f" mem {record['mem_gib']:.2f} GiB"
-            + "".join(text.format(record[name]) for name, text in more.items() if name in record)
-        )
+        self._print(record)
         self._warn_if_slow(record["samples_per_s"])
         if self.predicted and step == self.config.steps:
             logger.info(compare(self.predicted, record, self.run.folder))
+
+    def _gather(self, step_ms: float, data_ms: float) -> dict[str, float | str]:
+        """The figures that need every rank: memory, losses by source, experts and the slow rank. All ranks must
+        call."""
+        times = Times(platform.node(), step_ms, data_ms, self.timer.take())
+        local = times, memory_gib(self.ranks.device), self.by_source.cpu(), self.router_sums.double().cpu()
+        times, memory, by_source, router_sums = zip(*gather(local, self.ranks), strict=True)
+        figures = {"mem_gib": max(memory)}
+        for name, loss, tokens in zip(self.sources, *sum(by_source).tolist(), strict=True):
+            if tokens:
+                figures[f"loss_{name}"] = loss / tokens
+        figures |= router_figures(sum(router_sums))
+        self.by_source.zero_()
+        self.router_sums = torch.zeros(())
+        slow, before = find_slow(times), self.suspect
+        self.suspect = slow and slow[0]
+        if slow and slow[0] == before:  # in this record and in the one before
+            figures["slowest"] = slow[1]
+        return figures
+
+    def _validation(self, val_loss: float) -> dict[str, float]:
+        if not self.val_bytes:
+            return {"val_loss": val_loss}
+        bits = val_loss * self.val_tokens / math.log(2)
+        return {"val_loss": val_loss, "val_bpb": bits / self.val_bytes}
+
+    def _print(self, record: dict[str, float | str]) -> None:
+        more = {"val_loss": ", val loss {:.5f}", "val_bpb": ", {:.4f} bits per byte", "slowest": ", slowest {}"}
+        logger.info(
+            f"Batch {record['step']} Loss: {record['loss']:.5f}, Speed: {record['samples_per_s']:.2f} samples/sec,"
+            f" lr: {record['lr']:.6f}, {record['tok_per_s']:.0f} tok/s, mfu {record['mfu']:.1%},"
+            f" grad norm {record['grad_norm']:.3f}, mem {record['mem_gib']:.2f} GiB"
+            + "".join(text.format(record[name]) for name, text in more.items() if name in record)
+        )
 
     def _warn_if_slow(self, speed: float) -> None:
         if speed < self.fastest / 10 < math.inf:
@@ -367,6 +379,16 @@ class Log:
         if self.ranks.rank == 0:
             with self.run.phase("plots"):
                 draw_runs([self.run.folder], self.run.folder / "curves.png")
+
+
+def keep_records(file: Path, start: int) -> None:
+    """Removes the records after step `start`, which a resumed run writes again. Without a checkpoint (start 0) the old
+    records are kept in a file of their own."""
+    records = read_records(file.parent)
+    if records and not start:
+        aside = file.rename(file.with_name(time.strftime("metrics-before-%Y%m%d-%H%M%S.jsonl")))
+        logger.warning(f"{file.parent} has records but no checkpoint; the old records are in {aside.name}")
+    write_whole(file, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= start))
 
 
 def read_records(folder: Path) -> list[dict]:
