@@ -488,9 +488,7 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
     if recorded:
         tokens, content = recorded["tokens"], size - HEADER
         if content not in (2 * tokens, 4 * tokens):
-            raise UserError(
-                f"{path}: {content} bytes of tokens, but {INDEX} records {tokens} tokens: the file is damaged"
-            )
+            raise UserError(f"{path}: {content} bytes of tokens, but {INDEX} records {tokens} tokens: get it again")
         return Shard(path, tokens, f"<u{content // tokens}", HEADER, recorded["sha256"]), None
     with open(path, "rb", buffering=0) as file:
         magic, version, count = struct.unpack("<3i", file.read(12)) if size >= HEADER else (0, 0, 0)
@@ -504,10 +502,8 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
             )
         return Shard(path, count, dtype, HEADER), delimiter
     if not data_dtype:
-        raise UserError(
-            f"{path} has no token-shard header (magic {' or '.join(map(str, MAGICS))}); give --data_dtype for nanoGPT's"
-            " files"
-        )
+        magics = " or ".join(map(str, MAGICS))
+        raise UserError(f"{path} has no token-shard header (magic {magics}); give --data_dtype for nanoGPT's files")
     tokens, rest = divmod(size, 2 if data_dtype == "uint16" else 4)
     if not tokens or rest:
         raise UserError(f"{path}: {size} bytes are not a whole number of {data_dtype} tokens, at least one")
@@ -576,16 +572,16 @@ def _removed_if_empty(out):
 
 def _read_progress(out, index):
     """Moves into index.json what an interrupted call has finished. It may have been killed while it wrote a line."""
-    path = out / PROGRESS
-    if path.exists():
-        for record in map(json.loads, path.read_text().split("\n")[:-1]):
-            index |= record | {"files": index["files"] | record["files"]}
+    if (out / PROGRESS).exists():
+        for record in map(json.loads, (out / PROGRESS).read_text().split("\n")[:-1]):
+            index["files"] |= record.pop("files")
+            index |= record
         _write_index(out, index)
-        path.write_text("")
 
 
 def _write_index(out, index):
     write_whole(out / INDEX, json.dumps(index, indent=1), sync=True)
+    (out / PROGRESS).write_text("")
 
 
 def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
@@ -632,9 +628,9 @@ def _write_shards(out, index, tokens, counts):
             files[name] = {"tokens": len(joined), "sha256": digest}
             rows.clear()
     index["files"] |= files
-    record = {name: index[name] for name in ("kind", "skipped", "position")} | {"files": files}
     if not (out / PROGRESS).exists():
-        _write_index(out, index)
+        return _write_index(out, index)
+    record = {name: index[name] for name in ("kind", "skipped", "position")} | {"files": files}
     with open(out / PROGRESS, "a") as file:
         file.write(json.dumps(record) + "\n")
         file.flush()
