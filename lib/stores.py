@@ -6,8 +6,10 @@ Packages, login and account are matters of each file system: s3fs reads AWS's fi
 
 import contextlib
 import glob
+import io
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,12 @@ from lib.hub import ask_hub, guard_token, hub_errors
 
 HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
 ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")  # ORG/NAME, revision, path
+BUFFER = 2**20  # bytes that are read together
+# Names, in entries of file systems, of a value that changes with a file's content. The most reliable one is first.
+VERSIONS = (
+    "blob_id", "ETag", "etag", "md5Hash", "mtime",
+    "LastModified", "Last-Modified", "last_modified", "created",
+)  # fmt: skip
 
 
 def bare(name: str) -> str:
@@ -71,6 +79,22 @@ def list_files(store, path: str) -> list[dict]:
     infos = store.glob(path, detail=True)
     # A page with links tells no sizes.
     return [store.info(name) if info["size"] is None else info for name, info in infos.items()]
+
+
+def version_of(info: dict) -> str:
+    """A value that changes with a file's content; empty if the file system tells none. info: from list_files."""
+    return next((str(info[key]) for key in VERSIONS if info.get(key)), "")
+
+
+def open_remote(store, name: str, in_sequence: bool) -> io.BufferedIOBase:
+    """Opens a file for reading, on the hub as one stream if it is read in sequence."""
+    if name.startswith("http"):  # the server may give whole files only
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+        store.get_file(name, file)
+        file.seek(0)
+        return file
+    raw = store.open(name, block_size=0 if in_sequence and name.startswith(HUB) else None)
+    return io.BufferedReader(raw, BUFFER)  # the readline of some file systems gives nothing
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ import hashlib
 import importlib.machinery
 import importlib.metadata
 import inspect
-import io
 import itertools
 import json
 import logging
@@ -34,7 +33,6 @@ import re
 import shutil
 import struct
 import sys
-import tempfile
 import threading
 import uuid
 import zlib
@@ -50,15 +48,10 @@ from lib.chat import CHATS_KNOWN, chat_template, find_messages, render_chat
 from lib.errors import Parser, UserError, nearest, printable
 from lib.files import read_ahead, read_json, read_object, write_whole
 from lib.progress import advance
-from lib.stores import HUB, bare, list_files, open_store, store_errors
+from lib.stores import bare, list_files, open_remote, open_store, store_errors, version_of
 from lib.tokenizer import load_tokenizer
 
 STDIN, BUILTIN = "-", "built-in.text"  # names of text that is in no file
-# Names, in the listings of file systems, of a value that changes with a file's content. The most reliable one is first.
-VERSIONS = (
-    "blob_id", "ETag", "etag", "md5Hash", "mtime",
-    "LastModified", "Last-Modified", "last_modified", "created",
-)  # fmt: skip
 # The sources in lib/ that decide how text becomes tokens.
 CODE = (
     "text.py",
@@ -133,8 +126,7 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
     out = []
     for info in [info for info in files if kind_of(info["name"]) == SHARD] or texts:
         name = store.unstrip_protocol(info["name"]) if is_address else info["name"]
-        version = next((str(info[key]) for key in VERSIONS if info.get(key)), "")
-        out.append(TextFile(name, info["size"] or 0, version, store if is_address else None))
+        out.append(TextFile(name, info["size"] or 0, version_of(info), store if is_address else None))
     if out:
         return out
     hint = ""
@@ -187,16 +179,10 @@ class TextFile(NamedTuple):
     store: object = None
 
     def _open(self, in_sequence):
-        name, store = self.name, self.store
-        if not store:
-            return sys.stdin.buffer if name == STDIN else open(os.devnull if name == BUILTIN else name, "rb")
-        if name.startswith("http"):  # the server may give whole files only
-            file = tempfile.TemporaryFile()  # noqa: SIM115
-            store.get_file(name, file)
-            file.seek(0)
-            return file
-        raw = store.open(name, block_size=0 if in_sequence and name.startswith(HUB) else None)
-        return io.BufferedReader(raw, BATCH)  # some file systems' own readline gives nothing
+        if self.store:
+            return open_remote(self.store, self.name, in_sequence)
+        path = os.devnull if self.name == BUILTIN else self.name
+        return sys.stdin.buffer if path == STDIN else open(path, "rb")
 
     def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
         """The rows after number `first`. val_every: 0 holds no row out. UserError if the file is damaged."""
