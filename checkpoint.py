@@ -444,7 +444,7 @@ class Checkpoint:
         if not self.config.lora:
             return self.read_weights
         self.check_base(ranks)
-        base = open_weights(local_path(self.config.weights, "--weights"), self.config.model_config)
+        base = open_weights(local_path(self.config.weights, "--weights"), self.config.model_config, False)
         return lora.merge(base, self.read_weights, self.config)
 
     @property

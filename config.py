@@ -322,14 +322,21 @@ class Config:
 
     @property
     def warnings(self) -> list[str]:
-        """Parts of the schedule that do not fit into --steps."""
-        rest = self.steps - self.warmup
+        """Rows longer than those of the weights' training, or parts of the schedule that do not fit into --steps."""
+        found, rest, length = [], self.steps - self.warmup, self.model_config.max_seq_len
+        if self.weights and self.seq_len > length:
+            found.append(
+                f"--seq_len {self.seq_len}: {self.weights} was trained on rows of up to {length} tokens, so it has to"
+                " learn the positions after them; the export names the longer length"
+            )
         if rest < 0:
-            return [f"--warmup_steps {self.warmup}: the run has {self.steps} steps, so it never reaches --lr {self.lr}"]
-        if self.schedule == "wsd" and self.decay_steps > rest:
+            found.append(
+                f"--warmup_steps {self.warmup}: the run has {self.steps} steps, so it never reaches --lr {self.lr}"
+            )
+        elif self.schedule == "wsd" and self.decay_steps > rest:
             decay = f"--decay_steps {self.decay_steps:.0f}"
-            return [f"{decay}: {rest} steps follow the warm-up, so the decay is that short"]
-        return []
+            found.append(f"{decay}: {rest} steps follow the warm-up, so the decay is that short")
+        return found
 
 
 def fields_that_resume(kind: str) -> list[str]:

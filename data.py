@@ -384,10 +384,12 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
 def check_tokenizer(config: Config) -> None:
     """Whether a tokenizer, the model and the weights belong together."""
     tokenizer, model = load_tokenizer(config.tokenizer), config.model_config
-    if tokenizer.vocab_size > model.vocab_size:
+    ids = tokenizer.vocab_size
+    if ids > model.vocab_size:
+        grow = f"enlarge the weights with transformers: model.resize_token_embeddings({ids}), then save_pretrained"
         raise UserError(
-            f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, --model {config.model} a vocabulary of"
-            f" {model.vocab_size}: give the tokenizer that belongs to the model, or --vocab_size {tokenizer.vocab_size}"
+            f"--tokenizer {config.tokenizer} has {ids} ids, --model {config.model} a vocabulary of {model.vocab_size}:"
+            f" give the tokenizer that belongs to the model, or {grow if config.weights else f'--vocab_size {ids}'}"
         )
     if config.prompt:
         try:

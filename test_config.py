@@ -139,10 +139,12 @@ def test_flags_after_a_recipe_replace_what_belongs_to_them(recipe):
 @pytest.mark.parametrize("words, warns", [
     ("--steps 10 --warmup_steps 11", "--warmup_steps 11"), ("--steps 10 --warmup_steps 10", ""), ("--steps 1", ""),
     ("--steps 10 --warmup_steps 0 --schedule wsd --decay_steps 50", "--decay_steps 50"),
-    ("--steps 10 --warmup_steps 0 --schedule wsd --decay_steps 10", ""),
+    ("--steps 10 --warmup_steps 0 --schedule wsd --decay_steps 10", ""), ("--seq_len 3000", ""),
+    ("--weights FOLDER --seq_len 2048", ""), ("--weights FOLDER --seq_len 2049", "on rows of up to 2048 tokens"),
 ])  # fmt: skip
-def test_a_schedule_longer_than_the_run_is_reported(words, warns):
-    warnings = parse_args(words.split()).warnings
+def test_a_schedule_and_rows_that_are_too_long_are_reported(words, warns, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_json(MODELS["tiny-llama"], "float32")))
+    warnings = parse_args(words.replace("FOLDER", str(tmp_path)).split()).warnings
     assert len(warnings) == bool(warns) and all(warns in warning for warning in warnings)
 
 

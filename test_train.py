@@ -202,6 +202,10 @@ BAD = {  # other files' tests have more mistakes; these end in different parts o
     "weights of another shape": (["--weights", "{hf}", "--dim", "32"], "the model, which has {'dim': 32"),
     "something of the user's in hf/": (["--out", "{own}"], "own/hf exists already"),
     "bytes for weights with a larger vocabulary": (["--weights", "{near}", "--tokenizer", "bytes"], "trained on 300"),
+    "a tokenizer larger than the weights": (
+        ["--weights", "{less}", "--tokenizer", "bytes"],
+        "ze_token_embeddings(258)",
+    ),
     "tf32 on a CPU": (["--dtype", "tf32"], "--dtype tf32: only NVIDIA GPUs"),
     "a prompt in Latin-1": (["--prompt", "na\udcefve"], "error: --prompt: The text is not UTF-8: character 2 "),
     "a tokenizer that is too large": (["--tokenizer", "bytes", "--vocab_size", "100"], "bytes has 258 ids"),
@@ -212,9 +216,10 @@ BAD = {  # other files' tests have more mistakes; these end in different parts o
 def old_run(tmp_path_factory, text):
     run = tmp_path_factory.mktemp("old") / "run"
     train(*FAST, "--data", text, "--steps", 1, "--eval_every", 0, "--out", run)
-    near = run.parent / "near"
-    shutil.copytree(run / "hf", near, ignore=lambda *_: ["tokenizer.json"])
-    (near / "config.json").write_text(json.dumps(json.loads((near / "config.json").read_text()) | {"vocab_size": 300}))
+    for name, size in (("near", 300), ("less", 200)):
+        shutil.copytree(run / "hf", run.parent / name, ignore=lambda *_: ["tokenizer.json"])
+        config = json.loads((run / "hf/config.json").read_text()) | {"vocab_size": size}
+        (run.parent / name / "config.json").write_text(json.dumps(config))
     (run.parent / "own/hf").mkdir(parents=True)
     (run.parent / "own/hf/mine.txt").touch()
     return run
@@ -242,7 +247,7 @@ def test_an_export_is_the_last_checkpoint_and_training_starts_from_it(tmp_path, 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_mistake_gets_one_message_and_status_2(tmp_path, text, old_run, kind, capsys, monkeypatch):
     extra, message = BAD[kind]
-    places = {"old": old_run, "hf": old_run / "hf", "near": old_run.parent / "near", "own": old_run.parent / "own"}
+    places = {"old": old_run, "hf": old_run / "hf"} | {name: old_run.parent / name for name in ("near", "less", "own")}
     flags = [*FAST, "--data", text, "--steps", "2", "--out", str(tmp_path / "new/run")]
     args = flags + [word.format(**places) for word in extra]
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay

@@ -89,7 +89,6 @@ def read_message(message) -> dict:
     return {"role": SPEAKERS.get(str(role), role), "content": content}
 
 
-WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c not in "\x1c\x1d\x1e\x1f")  # Unicode's
 MARK = "\ufdd0\ufdd1"  # two codes that Unicode reserves for internal use, so no text contains them
 
 
@@ -108,40 +107,13 @@ def chat_template(tokenizer: Tokenizer, chat_format: str) -> str:
     return template
 
 
-@functools.cache
-def _control_pattern(tokenizer: Tokenizer) -> str:
-    """An expression for the control tokens. UserError if the library finds them in other places than _cut does."""
-    longest_first = sorted(tokenizer.control, key=len, reverse=True)
-    pattern = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
-    for token in longest_first:
-        text = f"a{token}{token} {token}\nb "
-        if len(token) > 1 and tokenizer.encode_with_control(text) not in (
-            None, _encode_parts(tokenizer, _cut(tokenizer, pattern, text))
-        ):  # fmt: skip
-            raise UserError(
-                f"Chat: tokenizer.json finds the control token {token!r} only under conditions: it is single_word or"
-                " normalized, or a longer token begins with it; remove the condition"
-            )
-    return pattern
-
-
 def _cut(tokenizer: Tokenizer, pattern: str, text: str) -> list[str]:
     """-> text, control token, text, ... without the white space that control tokens take."""
     parts = re.split(f"({pattern})", text)
     for i in range(1, len(parts), 2):
-        before, after = tokenizer.strips.get(parts[i], (False, False))
-        if before:
-            parts[i - 1] = parts[i - 1].rstrip(WHITE_SPACE)
-        if after:
-            parts[i + 1] = parts[i + 1].lstrip(WHITE_SPACE)
+        before, after = tokenizer.strips.get(parts[i], ("", ""))
+        parts[i - 1 : i + 2] = parts[i - 1].rstrip(before), parts[i], parts[i + 1].lstrip(after)
     return parts
-
-
-def _encode_parts(tokenizer: Tokenizer, parts: list[str]) -> list[int]:
-    ids = []
-    for i, part in enumerate(parts):
-        ids += [tokenizer.control[part]] if i % 2 else tokenizer.encode(part, i == 0)
-    return ids
 
 
 def _raise_exception(message: str) -> None:
@@ -149,7 +121,8 @@ def _raise_exception(message: str) -> None:
 
 
 @functools.cache
-def _compile_template(tokenizer: Tokenizer, source: str):
+def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
+    """-> (the template, the expression for a control token)"""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(
@@ -158,14 +131,15 @@ def _compile_template(tokenizer: Tokenizer, source: str):
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     # With today's date, ids would change overnight. Llama 3.1's template has this date, 3.2's if no clock is defined.
     known = {"raise_exception": _raise_exception, "strftime_now": datetime(2024, 7, 26).strftime}
-    return environment.from_string(source, tokenizer.names | known)
+    longest_first = sorted(tokenizer.control, key=len, reverse=True)
+    control = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
+    return environment.from_string(source, tokenizer.names | known), control
 
 
 def _render_parts(tokenizer: Tokenizer, source: str, messages: list[dict]) -> list[str]:
     """-> text, control token, text, ... The text ends with the prompt for an answer if a question is last."""
-    control = _control_pattern(tokenizer)
     try:
-        template = _compile_template(tokenizer, source)
+        template, control = _compile_template(tokenizer, source)
         # A mark breaks up the control tokens in messages.
         broken = [m | {"content": re.sub(f"(?s)(?={control}).", rf"\g<0>{MARK}", m["content"])} for m in messages]
         asks = messages[-1]["role"] != "assistant"
@@ -182,6 +156,11 @@ def render_chat(tokenizer: Tokenizer, messages: list[dict], template: str) -> tu
     The rendered text is cut at its control tokens, and each part between them is encoded as ordinary text. An answer
     begins behind the text that the template renders for the messages before it, and ends at the next control token."""
     _check_messages(messages)
+    if tokenizer.conditional:
+        raise UserError(
+            f"Chat: the control tokens {', '.join(tokenizer.conditional)} count only under conditions: set single_word"
+            " and normalized to false in tokenizer.json"
+        )
     parts, prompts = _render_parts(tokenizer, template, messages), {}
     for k, message in enumerate(messages):
         if message["role"] == "assistant":

@@ -161,7 +161,7 @@ class Tokens:
         if ids.max() >= vocab_size:
             raise RankError(
                 f"{self.where(start + ids.argmax())}: id {ids.max()}, but the model's vocab_size is {vocab_size};"
-                " tokenizer and --model (or --vocab_size) must match"
+                " tokenizer and --model (or, without --weights, --vocab_size) must match"
             )
         return tokens
 

@@ -117,7 +117,7 @@ def open_weights(config: Config, resumes: bool, rank: int = 0):
     base again. Call it before anything is allocated, because a machine may lack the files."""
     if not config.weights or (resumes and not config.lora) or (rank and config.load == "rank0"):
         return None
-    read = open_folder(local_path(config.weights, "--weights"), config.model_config)
+    read = open_folder(local_path(config.weights, "--weights"), config.model_config, reads_head=rank == 0)
     if config.lora_weights and not resumes:
         return lora.join(read, open_adapter(local_path(config.lora_weights, "--lora_weights"), config))
     return read

@@ -304,6 +304,7 @@ BAD = {
     "call": ("a.jsonl", chat([TALK[0], TALK[1] | {"content": None, "tool_calls": [{}]}]), "message has tool_calls"),
     "history": ("a.jsonl", b'{"instruction": "a", "output": "b", "history": [["c", "d"]]}', "line 1: the row has hist"),
     "image": ("a.jsonl", chat([TALK[0] | {"content": [{"type": "image_url"}]}]), "line 1: .* not text: .*image_url"),
+    "text": ("a.jsonl", b'{"messages": "Why?"}', "line 1: messages is a text, expected a list of messages"),
     "no message": ("a.jsonl", b'{"conversations": ["Why?"]}', "line 1: .*message 0: role None, expected user"),
     "question": ("a.jsonl", b'{"question": "Why?", "answer": "So."}', "question .str., .* messages, .*--chat_fields"),
     "both kinds": ("a.jsonl", GOOD + chat(TALK), "line 2: documents and conv"),
@@ -382,6 +383,7 @@ SAME = {  # rows that are the same conversation
     "chosen whole": {"prompt": "Why?", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]},
     "Alpaca": {"instruction": "Why?", "input": "", "output": "So.", "text": "### Instruction: Why?"},
     "an empty hint": {"hint": "", "ask": "Why?", "say": "So."},
+    "JSON text": {"messages": json.dumps([ASK, ANSWER])},
     "weights": {"messages": [ASK | {"weight": None}, ANSWER | {"weight": 1, "train": True}]},
 }
 BRIEF = {"role": "system", "content": "Be brief."}

@@ -314,7 +314,7 @@ def test_flags_of_control_tokens(flag, in_settings, tmp_path):
     spec = _write(tmp_path, tokenizer__json=d, tokenizer_config__json=config, config__json={})
     ours = T.load_tokenizer(spec)
     if flag == "single_word":
-        with pytest.raises(UserError, match="only under conditions: it is single_word"):
+        with pytest.raises(UserError, match="set single_word and normalized to false"):
             _render(ours, "x")
     else:
         _same_as_theirs(ours, spec)

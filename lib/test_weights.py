@@ -90,9 +90,27 @@ def test_names_of_older_files(tmp_path, name):
         buffers = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.rand(8)}
     tensors = load_file(folder / "model.safetensors") | buffers
     bare = {n.removeprefix("model.").removeprefix("transformer."): t for n, t in tensors.items()}
-    for stored in (bare, tensors | {"lm_head.weight": theirs.get_output_embeddings().weight.detach().clone()}):
+    head = theirs.get_output_embeddings().weight.detach().clone()
+    for stored in (bare, tensors | {"lm_head.weight": head}):
         save_file(stored, folder / "model.safetensors")
         assert error(load_model(folder).logits(TOKENS), theirs(TOKENS).logits) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3.2"])
+def test_a_tied_model_with_another_head(tmp_path, name):
+    """It is refused; with the setting that the message names, the head is used. Only its last row differs."""
+    folder = save(tmp_path, name)
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    head = reference(name).get_output_embeddings().weight.detach().clone()
+    for wrong in (torch.cat((head[:-1], head[-1:] + 1)), head[:-1].clone()):
+        save_file(load_file(path) | {"lm_head.weight": wrong}, path)
+        with pytest.raises(UserError, match="set its tie_word_embeddings to false"):
+            load_model(folder)
+        open_weights(folder, FAMILY[name], reads_head=False)  # as all ranks but the first
+    save_file(load_file(path) | {"lm_head.weight": -head}, path)
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    logits = load_theirs(folder, torch.float32)[0](TOKENS).logits
+    assert error(load_model(folder).logits(TOKENS), logits) < 1e-5 < error(logits, reference(name)(TOKENS).logits)
 
 
 # ---- slices and memory

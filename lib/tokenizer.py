@@ -7,17 +7,18 @@ never read.
 
 A tokenizer has encode, decode, decoder (decode, id by id), bos_id, eos_id, stop_ids (the ids that end a generated text;
 including BOS, which begins the next document), vocab ({token: id}), vocab_size (largest id + 1), control
-({text of a control token: id}), strips ({text of a control token that takes white space: (before it, after it)}),
-reserved (ids that no text may have), is_llama and legacy (of SentencePiece), add_prefix_space (of tokenizer.json),
-pad_id (of config.json), fingerprint (equal for equal ids, on every machine), files (the files that an export copies),
-names ({"bos_token": text, ...}), chat_template (from its folder, or "")."""
+({text of a control token: id}), strips ({text of a control token: the characters that it takes [before, after] it}),
+conditional (control tokens that the library finds only as whole words, or behind a space), reserved (ids that no text
+may have), is_llama and legacy (of SentencePiece), pad_id (of config.json), fingerprint (equal for equal ids, on every
+machine), files (the files that an export copies), names ({"bos_token": text, ...}), chat_template (from its folder, or
+"")."""
 
 import contextlib
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lib.errors import UserError, printable
@@ -34,14 +35,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # vocab.j
 SETTINGS_FILES = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
 COPIED_FILES = (*SETTINGS_FILES[1:], "merges.txt", "added_tokens.json", "chat_template.jinja")
 SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c not in "\x1c\x1d\x1e\x1f")  # Unicode's
 CONVERT = "write a tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 
 
 class Tokenizer:
     """The parts that all kinds share."""
 
-    byte_level, chat_template, strips, reserved = False, "", {}, set()
-    is_llama, legacy, pad_id, add_prefix_space = False, True, None, None
+    byte_level, chat_template, is_llama, legacy, pad_id = False, "", False, True, None
+    strips, reserved, conditional = {}, set(), []
 
     def encode(self, text: str, is_first: bool = True) -> list[int]:
         """is_first: whether the text begins a document, instead of following a control token."""
@@ -56,9 +58,6 @@ class Tokenizer:
         if not self.reserved.isdisjoint(ids):
             raise UserError(f"The tokenizer reads a part of the text {text[:80]!r} as a control token")
         return ids
-
-    def encode_with_control(self, text: str) -> list[int] | None:
-        """Reads control tokens in the text as the library does; None if the library reads none."""
 
     def decoder(self) -> Callable[[int | None], str]:
         """-> feed(id): the whole characters that this id completes; feed(None): the rest."""
@@ -125,14 +124,9 @@ class SentencePiece(Tokenizer):
         self.without_space = without_space
         self.vocab = {processor.id_to_piece(i): i for i in range(processor.vocab_size())}
         self.control = {piece: i for piece, i in self.vocab.items() if processor.is_control(i)}
-        if wrong := [piece for piece in special if piece not in self.control and self._is_text(piece)]:
-            raise UserError(
-                f"tokenizer.model reads {', '.join(wrong)} as text, but the settings call them special: {CONVERT}"
-            )
-
-    def _is_text(self, piece):
-        i, is_a = self.vocab.get(piece), self.processor
-        return i is not None and not (is_a.is_unknown(i) or is_a.is_unused(i) or is_a.is_byte(i))
+        known = {piece for piece in special if piece in self.vocab and not processor.is_unknown(self.vocab[piece])}
+        if wrong := ", ".join(known - self.control.keys()):
+            raise UserError(f"tokenizer.model reads {wrong} as text, but the settings call it special: {CONVERT}")
 
     def _encode(self, text, is_first):
         has_space = text[:1] in (" ", "▁") and (self.is_llama or not self.legacy)
@@ -158,16 +152,14 @@ class JsonTokenizer(Tokenizer):
         backend.encode_special_tokens = True  # encode control tokens in a text as ordinary text
         vocab = backend.get_vocab()
         backend.add_tokens([AddedToken(**token) for token in added if token["content"] in vocab])
-        known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-        tokens = [known.get(text) or AddedToken(text, normalized=False) for text in special if text in vocab]
-        for token in tokens:
-            token.special = True
-        backend.add_tokens(tokens)
+        known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        backend.add_special_tokens([text for text in special if text in vocab and text not in known])
         self.vocab, known = backend.get_vocab(), backend.get_added_tokens_decoder().items()
         self.control = {token.content: i for i, token in known if token.special}
-        self.strips = {t.content: (t.lstrip, t.rstrip) for _, t in known if t.special and (t.lstrip or t.rstrip)}
+        self.flags = [token.__getstate__() for _, token in known if token.special]
+        prepends = "Prepend" in repr(backend.normalizer)
+        self.conditional = [t["content"] for t in self.flags if t["single_word"] or (t["normalized"] and prepends)]
         self.byte_level = "ByteLevel" in repr(backend.decoder)
-        self.add_prefix_space = getattr(backend.pre_tokenizer, "add_prefix_space", None)
         self.adds_bos, self.decode = bool(backend.encode("").ids), backend.decode
         # Metaspace can put a space before a text, but not behind a control token.
         continued = re.sub(rb'("prepend_scheme":\s*)"first"', rb'\1"never"', content)
@@ -175,12 +167,6 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text, is_first):
         return (self.backend if is_first else self.continued).encode(text, add_special_tokens=False).ids
-
-    def encode_with_control(self, text):
-        self.backend.encode_special_tokens = False
-        ids = self._encode(text, True)
-        self.backend.encode_special_tokens = True
-        return ids
 
 
 def token_sizes(tokenizer: Tokenizer) -> list[int]:
@@ -236,20 +222,23 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     folder, data = source.parent, read_file(source)
     files = [read_object(folder / name) for name in SETTINGS_FILES if (folder / name).is_file()]
     settings = {key: value for file in files for key, value in file.items() if value not in (None, [], {})}
-    names = {key: _content(token) for key, token in settings.items() if key.endswith("_token") and _content(token)}
+    texts = {key: _content(token) for key, token in settings.items() if key.endswith("_token")}
+    names = {key: text for key, text in texts.items() if isinstance(text, str)}
     added = [*settings.get("added_tokens_decoder", {}).values()]
-    listed = [_content(token) for key in SPECIAL_LISTS for token in _values(settings.get(key, []))]
+    lists = [settings.get(key, []) for key in SPECIAL_LISTS]
+    listed = [_content(t) for tokens in lists for t in (tokens.values() if isinstance(tokens, dict) else tokens)]
     if is_json := data.lstrip().startswith(b"{"):
         tokenizer = JsonTokenizer(data, added, [*names.values(), *listed])
     else:
         tokenizer = SentencePiece(data, settings, [*names.values(), *listed])
-        flags = {token["content"]: (token.get("lstrip"), token.get("rstrip")) for token in added}
-        tokenizer.strips = {text: ends for text, ends in flags.items() if any(ends)}
+        tokenizer.flags = added
     if absent := {*listed, *(token["content"] for token in added)} - tokenizer.vocab.keys():
         raise UserError(
             f"{source.name} lacks {', '.join(sorted(absent))}, which tokenizer_config.json names: remove them there, or"
             f" {CONVERT}"
         )
+    strips = {t["content"]: [WHITE_SPACE * t.get(end, False) for end in ("lstrip", "rstrip")] for t in tokenizer.flags}
+    tokenizer.strips = {text: ends for text, ends in strips.items() if any(ends)}
     unknown = names.get("unk_token"), "<unk>", "[UNK]"
     tokenizer.reserved = {i for text, i in tokenizer.control.items() if text not in unknown}
     tokenizer.pad_id = settings.get("pad_token_id")
@@ -271,14 +260,8 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     return tokenizer
 
 
-def _content(token) -> str | None:
-    """The text of a token in the settings."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
-
-
-def _values(tokens: list | dict) -> Iterable:
-    return tokens.values() if isinstance(tokens, dict) else tokens
+def _content(token: str | dict) -> str:
+    return token["content"] if isinstance(token, dict) else token
 
 
 def _set_ends(tokenizer: Tokenizer, names: dict[str, str], ids: int | list[int]) -> None:

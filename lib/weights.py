@@ -13,7 +13,6 @@ Sources: configuration and modelling files of transformers 4 and 5; github.com/h
 
 import errno
 import itertools
-import json
 import math
 import os
 import re
@@ -55,6 +54,7 @@ from shard import fill_parameters
 Slices = tuple[slice, ...]
 # Masks and frequencies that older versions of transformers stored, and copies of tied embeddings.
 IGNORED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|^lm_head\.weight$")
+HEAD = "lm_head.weight"
 
 
 class Piece(NamedTuple):
@@ -244,22 +244,37 @@ def find_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def open_weights(folder: Path, config: ModelConfig) -> Read:
+def open_weights(folder: Path, config: ModelConfig, reads_head: bool = True) -> Read:
     """Checks names, shapes and dtypes of a folder's weights against the model -> read(name, slices) of our parameters,
-    in the files' dtype (the widest dtype of a fused parameter's tensors)."""
+    in the files' dtype (the widest dtype of a fused parameter's tensors). reads_head: also compare the head that a tied
+    model's files may hold with the embedding; one rank of a job is enough."""
     _check_config(folder, config)
-    return _reader(folder, pieces(config), find_files(folder))
+    return _reader(folder, pieces(config), find_files(folder), reads_head)
 
 
-def _reader(folder, plan, paths):
+def _refuse_other_head(file, embedding, read):
+    """Refuses a tied model's file whose head differs from the embedding, a Piece. Reads both, in blocks of rows."""
+    rows, dim = embedding.stored
+    blocks = [(slice(i, i + 4096), slice(0, dim)) for i in range(0, rows, 4096)]
+    if file.entries[HEAD][1] != embedding.stored or not all(
+        torch.equal(file.read(HEAD, b).float(), read("embed_tokens.weight", b).float()) for b in blocks
+    ):
+        raise UserError(
+            f"{file.path}: {HEAD} differs from the embedding, but config.json ties them: set its tie_word_embeddings to"
+            " false to use this head, like transformers, or remove the tensor to use the embedding"
+        )
+
+
+def _reader(folder, plan, paths, reads_head=False):
     """Checks the tensors of a folder's files against the plan -> read(name, slices) of the plan's parameters."""
     expected = {piece.name: piece.stored for row in plan.values() for piece in row}
-    dtypes, reads = {}, {}
+    dtypes, reads, head = {}, {}, None
     for file in map(TensorFile, paths):
         for name, (dtype, shape) in file.entries.items():
             # Files that were saved without the head lack the names' first part.
             full = next((n for n in (f"model.{name}", f"transformer.{name}") if n in expected), name)
             if full not in expected and IGNORED.search(name):
+                head = file if name == HEAD else head
                 continue
             if full in reads:
                 raise UserError(f"{file.path}: {full!r} is stored a second time")
@@ -287,6 +302,8 @@ def _reader(folder, plan, paths):
         parts = ((piece.place, partial(read_piece, piece)) for piece in row)
         return assemble(slices, [s.stop for s in row[-1].place], dtype, parts)
 
+    if head and reads_head:
+        _refuse_other_head(head, *plan["embed_tokens.weight"], read)
     return read
 
 
@@ -481,7 +498,8 @@ def write_files(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> di
     for file, name in tokenizer.files.items():
         shutil.copyfile(file, folder / name)
     if not tokenizer.files:
-        (folder / "tokenizer.json").write_text(BYTES_JSON.replace("VOCAB", json.dumps(tokenizer.vocab)))
+        model = BYTES_JSON["model"] | {"vocab": tokenizer.vocab}
+        write_json(folder / "tokenizer.json", BYTES_JSON | {"model": model})
     _write_settings(tokenizer, folder / "tokenizer_config.json")
     ends = tokenizer.eos_ids
     if chat_format:
@@ -500,8 +518,6 @@ def _write_settings(tokenizer, path):
     settings = tokenizer.names | (read_json(path) or {"clean_up_tokenization_spaces": False})
     if (path.parent / "tokenizer.json").exists():
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the class for Llama reads only the vocabulary
-        if tokenizer.add_prefix_space is not None:  # transformers 4 changes tokenizer.json's to this value
-            settings["add_prefix_space"] = tokenizer.add_prefix_space
     else:
         settings |= {"legacy": tokenizer.legacy, "add_bos_token": tokenizer.adds_bos}
         if not tokenizer.is_llama:
@@ -511,15 +527,38 @@ def _write_settings(tokenizer, path):
     write_json(path, settings)
 
 
-BYTES_JSON = """{"version": "1.0", "added_tokens": [
- {"id": 256, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
-  "special": true},
- {"id": 257, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
-  "special": true}],
-"decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
-"post_processor": {"type": "TemplateProcessing",
- "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
- "pair": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
-          {"SpecialToken": {"id": "<s>", "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}],
- "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}}},
-"model": {"type": "BPE", "byte_fallback": true, "merges": [], "vocab": VOCAB}}"""
+# The tokenizer.json of `bytes`, without its vocabulary.
+BYTES_JSON = {
+    "version": "1.0",
+    "added_tokens": [
+        {
+            "id": 256,
+            "content": "<s>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        },
+        {
+            "id": 257,
+            "content": "</s>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        },
+    ],
+    "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [
+            {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "<s>", "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}},
+        ],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}},
+    },
+    "model": {"type": "BPE", "byte_fallback": True, "merges": []},
+}  # fmt: skip
