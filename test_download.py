@@ -18,7 +18,7 @@ from huggingface_hub import constants, snapshot_download
 
 import download
 import lib.hub
-from lib import errors
+from lib import errors, settle
 from lib.errors import UserError
 from lib.hub import describe_unverified, hub_errors, local_path
 from lib.text import find_files
@@ -319,6 +319,14 @@ def test_a_cache_that_the_library_filled(hub, capfd, damaged, at_use):
     with pytest.raises(UserError, match=f"{SHARD}.*{command}$") if damaged != BIG else contextlib.nullcontext():
         assert local_path("org/model@v1", "--weights") == folder
     assert main("org/model", "--verify") == 2 and "name your commit" in capfd.readouterr().err
+
+
+def test_a_run_logs_once_which_download_is_unverified(hub, tmp_path, caplog):
+    snapshot_download("org/model", cache_dir=constants.HF_HUB_CACHE)
+    named = {"model": "org/model", "weights": "org/model", "lora_weights": "", "tokenizer": "bytes"}
+    with caplog.at_level("INFO"):
+        settle.refuse_inputs(SimpleNamespace(out=str(tmp_path / "run"), track=(), **named), True, 1)
+    assert caplog.text.count("python download.py org/model --revision " + "a" * 40 + " --verify") == 1
 
 
 # ---- what leads out of the folder
