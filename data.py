@@ -196,11 +196,10 @@ class Loader:
         for field, known in (("data", fingerprint), ("seq_len", self.config.seq_len)):
             if state.get(field) != known:
                 fix = "give the same --data and --seq_len, or a new --out"
-                if not self.config.data and state.get("built_in", "") not in ("", builtin_file().version):
-                    before, now = state["built_in"], builtin_file().version
+                if not self.config.data and state.get("built_in") not in (None, "", here := builtin_file().version):
                     fix = (
-                        "the built-in text is the documentation of Python and torch, then of the versions"
-                        f" {before}, now {now}: use those versions, or a new --out"
+                        "the built-in text is that of Python and torch in the versions"
+                        f" {state['built_in']}, now {here}: use those, or a new --out"
                     )
                 raise UserError(
                     f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}): {fix}"

@@ -294,7 +294,7 @@ base = "--compile none --dtype fp32 --seq_len 32 --micro_batch 2 --eval_every 0 
 base += " --warmup_steps 0 --data rows.csv --text_field review --model tiny-relu2 --optimizer lion"
 for run in ("--steps 4 --out whole", "--steps 2 --out parts", "--steps 4 --out parts"):
     assert train.main([*base.split(), *run.split()]) == 0, run
-rope = base.replace("relu2", "linear").replace("lion", "adamw")
+rope = base.replace("relu2", "ntk").replace("lion", "adamw")
 assert train.main([*rope.split(), "--steps", "1", "--out", "rope"]) == 0
 
 for words in json.loads(sys.argv[1]):  # the page's commands
@@ -321,14 +321,16 @@ ids = next(iter(make_loader(config)))[0].tokens.flatten().tolist()
 text = load_tokenizer("bytes").decode(ids)
 assert "was good, not" in text and "number" not in text and ",0" not in text
 
-plain, linear = (rope_frequencies(MODELS[name], torch.device("cpu")) for name in ("tiny-llama", "tiny-linear"))
-assert torch.equal(plain, 4 * linear)
-Path("config.json").write_text(json.dumps(config_json(MODELS["tiny-linear"], "float32")))
-assert read_config(Path()) == MODELS["tiny-linear"]
+plain, ntk = (rope_frequencies(MODELS[name], torch.device("cpu"))[0] for name in ("tiny-llama", "tiny-ntk"))
+tiny = MODELS["tiny-llama"]
+wider = replace(tiny, rope_theta=tiny.rope_theta * 4 ** (tiny.head_dim / (tiny.head_dim - 2)))  # the paper's form
+assert torch.allclose(ntk, rope_frequencies(wider, torch.device("cpu"))[0])
+Path("config.json").write_text(json.dumps(config_json(MODELS["tiny-ntk"], "float32")))
+assert read_config(Path()) == MODELS["tiny-ntk"]
 values = json.loads(Path("config.json").read_text())
 values["rope_scaling"]["type"] = values["rope_scaling"].pop("rope_type")  # as older versions of transformers wrote it
 Path("config.json").write_text(json.dumps(values))
-assert read_config(Path()) == MODELS["tiny-linear"]
+assert read_config(Path()) == MODELS["tiny-ntk"]
 """
 
 

@@ -32,7 +32,7 @@ from filelock import SoftFileLease, Timeout
 
 from config import parse_args
 from doctor import Host, ask, call, columns, problem, read_job, say, ssh_command, survey, verb_doctor, verb_sync
-from lib.errors import Failure, Parser, UserError, printable, run_script
+from lib.errors import Parser, UserError, printable, run_script
 from lib.files import FULL, ROOT, fill_old_lock, free_space
 from node import BACKGROUND, FOLLOWED, KILLED, SILENT, read, read_json, tail, write_json
 
@@ -371,8 +371,6 @@ def leave_behind(supervisor: Supervisor) -> int:
     """Starts the supervisor as a separate process -> its id."""
     supervisor.save(state="starting")
     log = open(supervisor.out / "logs/supervisor.stderr.log", "ab")  # noqa: SIM115
-    if read_launch(supervisor.out) != supervisor.launch:
-        raise Failure(f"{supervisor.out}: the disk is full: free some space, then run the same command again")
     pid = os.fork()
     if pid:
         return pid

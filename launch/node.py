@@ -274,9 +274,8 @@ def start(request):
     logs = log_folder(request)
     if not logs.is_dir():
         return {
-            "refused": f"the folder {request['out']} there is not the one here. Hosts that do not share the folder keep"
-            " a part of each checkpoint, and no launch can resume from it. Give --out a folder that all hosts and this"
-            " machine see, or launch from a machine that sees it"
+            "refused": f"the folder {request['out']} there is not the one here: give --out one that all hosts and this"
+            " machine see, because each checkpoint has parts of all hosts"
         }
     kill_all(logs.parent)
     env = environment(request) | {"TORCHELASTIC_ERROR_FILE": f"{logs}/error.json"}

@@ -92,10 +92,10 @@ write("finished", step)
 class Checkout:
     def __init__(self, folder: Path, short: Path):
         self.folder, self.short = folder, short
-        (folder / "lib").mkdir(parents=True)
-        for name in ("launch.sh", "requirements.txt", "hosts", "lib/errors.py", "lib/files.py"):
+        for name in ("lib", "launch"):
+            shutil.copytree(ROOT / name, folder / name)
+        for name in ("launch.sh", "requirements.txt", "hosts"):
             shutil.copy(ROOT / name, folder / name)
-        shutil.copytree(ROOT / "launch", folder / "launch")
         (folder / "train.py").write_text(FAKE_TRAIN)
         (folder / "config.py").write_text(FAKE_CONFIG)
         for name in ("bin", "tmp"):
@@ -435,14 +435,16 @@ def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):
     assert checkout.says("sync", "--hosts", f"{here},{apart}").count("has the files of this folder") == 2
     (checkout.folder / "new_and_uncommitted.py").write_text("y = 2\n")
     (checkout.folder / "lib" / "gone.py").write_text("")
-    assert f"{label}: not as here: lib/gone.py; bash" in checkout.says("--hosts", f"{here},{apart}", status=2)
+    assert f"{label}: not as here: lib/gone.py, new_and_uncommitted.py; bash" in checkout.says(
+        "--hosts", f"{here},{apart}", status=2
+    )
     checkout.says("sync", "--hosts", apart)
     (checkout.folder / "lib" / "gone.py").unlink()
     assert "not as here: lib/gone.py; bash" in checkout.says("--hosts", f"{here},{apart}", status=2)
     assert "lib/gone.py, which is not here, is lib/gone.py.2" in checkout.says("sync", "--hosts", apart)
     for hosts in (f"{apart},{here}", apart):
         err = checkout.says("--hosts", hosts, "--steps", "3", status=2)
-        assert f"{label}: the folder runs/default there is not the one here" in err and "--out" in err
+        assert f"{label}: the folder {checkout.folder}/runs/default there is not the one here" in err and "--out" in err
 
 
 @pytest.mark.slow
