@@ -63,35 +63,6 @@ hand_over() {  # hand_over VERB [WORD ...]
   cd -- "$stand" && exec "$python" "$root/launch/cluster.py" "${settings[@]}" python="$python" -- "$@"
 }
 
-sync_to() {  # sync_to HOST: copies files to its same path, unless it sees the file $mark of this folder
-  [[ $1 =~ ^[][a-zA-Z0-9@._:-]+$ ]] || complain 2 "'$1' is not a host; expected host, user@host or host:port"
-  # shellcheck disable=SC2206
-  local to=(ssh $ssh -- "ssh://$1") root found
-  root=$(printf %q "$PWD")
-  found=$("${to[@]}" "mkdir -p $root && cd $root && if [ -e $mark ]; then echo shared; else command -v rsync; fi; true") || return
-  if [[ $found == */rsync* ]] && command -v rsync >/dev/null; then  # rsync adds x, a host, to the command: it is dropped
-    rsync -aRs -e "sh -c 'shift; exec ssh $ssh -- ssh://$1 \"\$@\"' sh" -- "${files[@]}" "x:$PWD/" || return
-  elif [[ $found != *shared* ]]; then
-    tar -cf - -- "${files[@]}" | "${to[@]}" "tar -C $root -xf -"
-  fi
-}
-
-sync_all() {  # sync_all [--hosts A,B,C]: to all hosts at once
-  local names name mark=.seen-by-$$ files=() jobs=() job status=0
-  [[ $# == 0 || ($# == 2 && $1 == --hosts) ]] || complain 2 "sync takes --hosts A,B,C or nothing, not $*"
-  mapfile -t names < <(tr , '\n' <<<"${2-$(<hosts)}" | sed 's/#.*//; s/\r$//' | awk '$1 && $1 != "localhost" { print $1 }')
-  for name in *.py *.sh *.sbatch *.toml *.md requirements.txt hosts recipes lib launch bench .venv; do
-    [[ ! -e $name ]] || files+=("$name")
-  done
-  : >"$mark"
-  for name in "${names[@]}"; do
-    sync_to "$name" & jobs+=($!)
-  done
-  for job in "${jobs[@]}"; do wait "$job" || status=1; done
-  rm -f "$mark"
-  return "$status"
-}
-
 verb=train
 verbs=(train setup recipes status logs attach stop doctor sync top)
 case ${1-@} in
@@ -113,10 +84,7 @@ case $verb in
     environment run
     [[ ! $* ]] || install_flash
     echo "$("$python" -V) with torch $(torch_of "$python"): $python" ;;
-  sync)
-    environment run
-    sync_all "$@" && hand_over sync "$@" ;;
-  train | doctor)
+  train | doctor | sync)
     environment run
     hand_over "$verb" "$@" ;;
   *)

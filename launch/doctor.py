@@ -16,7 +16,9 @@ import platform
 import random
 import re
 import shlex
+import shutil
 import subprocess
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ from lib.files import ROOT
 from node import last_line, own_files
 
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\])(?::\d+)?)(?:\s+slots=([1-9]\d*))?")
+COPIED = "*.py *.sh *.sbatch *.toml *.md requirements.txt hosts recipes lib launch bench .venv"  # by sync
 LIMIT, WANTED = 60, 100  # an all-reduce: seconds that it may take, MB/s that it should reach (1 Gbit/s has 100)
 
 
@@ -189,16 +192,42 @@ def survey(hosts: list[Host], job: dict) -> None:
     refuse(problems)
 
 
-def verb_sync(words: list[str], settings: dict) -> int:
-    """The end of `sync`, after launch.sh has copied this folder's files: renames files that are not here."""
-    _, hosts, job = read_job(words, settings)
-    hosts = [host for host in hosts if not host.local]
-    refuse(ask(hosts, job, "set_aside", 60, files=own_files()))
+def verb_sync(words: list[str], settings: dict) -> None:
+    """Copies code and environment to all hosts at once, and renames code files there that are not here."""
+    parser = Parser(prog="launch.sh sync", add_help=False, allow_abbrev=False)
+    parser.add_argument("--hosts", default="")
+    hosts = [host for host in read_hosts(parser.parse_args(words).hosts) if not host.local]
+    with tempfile.NamedTemporaryFile(dir=ROOT, prefix=".seen-") as mark:
+        failed = on_all(lambda host: copy_files(host, settings["ssh"], os.path.basename(mark.name)), hosts)
+    refuse(
+        [
+            f"{host.label}: the copy failed with status {status}"
+            for host, status in zip(hosts, failed, strict=True)
+            if status
+        ]
+    )
+    refuse(ask(hosts, settings, "set_aside", 60, files=own_files()))
     for host in hosts:
         for name, new in host.last["strays"].items():
             say(f"{host.label}: {name}, which is not here, is {new} now")
         say(f"{host.label}: has the files of this folder")
-    return 0
+
+
+def copy_files(host: Host, options: str, mark: str) -> int:
+    """Copies files to the host's same path, unless it sees the file `mark` of this folder -> the status."""
+    ssh, root = ssh_command(host, options), shlex.quote(str(ROOT))
+    files = [path.name for pattern in COPIED.split() for path in ROOT.glob(pattern)]
+    look = f"mkdir -p {root} && cd {root} && if [ -e {mark} ]; then echo shared; else command -v rsync; fi; true"
+    found = subprocess.run([*ssh, look], stdout=subprocess.PIPE, text=True)
+    if found.returncode or "shared" in found.stdout:
+        return found.returncode
+    if shutil.which("rsync") and "/rsync" in found.stdout:  # rsync adds x, a host, to the command: it is dropped
+        shell = f"sh -c 'shift; exec ssh {options} -- ssh://{host.name} \"$@\"' sh"
+        command = ["rsync", "-aRs", "-e", shell, "--", *files, f"x:{ROOT}/"]
+    else:
+        copy = f"tar -cf - {shlex.join(files)} | {shlex.join([*ssh, f'tar -C {root} -xf -'])}"
+        command = ["bash", "-o", "pipefail", "-c", copy]
+    return subprocess.run(command, cwd=ROOT).returncode
 
 
 def settle_addresses(hosts: list[Host]) -> None:
