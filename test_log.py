@@ -53,7 +53,7 @@ def passes(monkeypatch):
 
 def make_log(folder: Path, start=0, part="steps", sources=(), rank=0, world_size=1) -> Log:
     """A Log without a model, whose clock counts for `part`."""
-    sizes = {"batch_tokens": TOKENS, "seq_len": SEQ_LEN, "steps": 0, "lora": 0, "shard_size": 0}
+    sizes = {"batch_tokens": TOKENS, "seq_len": SEQ_LEN, "steps": 0, "lora": 0, "shard_size": 0, "track": ()}
     config = SimpleNamespace(**sizes, model_config=MODELS["tiny-llama"])
     clock, ranks = Clock(), Ranks(rank, world_size, torch.device("cpu"))
     clock.switch(part)
@@ -320,7 +320,8 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for first, last in ((0, 10), (6, 14)):
         run = make_log(tmp_path, first)
-        run.trackers = {name: log.open_tracker(name, tmp_path) for name in ("tensorboard", "wandb")}
+        run.config.track = "tensorboard", "wandb"
+        run.__enter__()
         for step in range(first + 1, last + 1):
             passes(1.0)
             record(run, step, 10.0 - step, save_ms=7.0)
@@ -329,9 +330,9 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
         run.trackers["tensorboard"].writer.flush()  # a thread that outlived the kill would write into the new folder
     start_logging(tmp_path)
     run.trackers["other"] = mock.Mock(log=mock.Mock(side_effect=ConnectionError("no route")))
-    with run:
-        passes(2.0)
-        record(run, 15, -5.0, save_ms=7.0)
+    passes(2.0)
+    record(run, 15, -5.0, save_ms=7.0)
+    run.__exit__()
     warning = "--track other fails; the run continues without it: ConnectionError: no route"
     assert (tmp_path / "log.txt").read_text().count(warning) == 1
     log.main(["track", str(tmp_path)])  # sends all records to TensorBoard again
