@@ -328,10 +328,11 @@ def test_flags_of_control_tokens(flag, in_settings, tmp_path):
 ])  # fmt: skip
 def test_every_special_token_is_a_control_token(settings, tmp_path):
     d, config = _json("words"), settings | {"tokenizer_class": "TokenizersBackend"}
-    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=d, tokenizer_config__json=config))
+    files = {"tokenizer_config__json": config, "config__json": {"pad_token_id": 3}}
+    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=d, **files))
     assert ours.control["<tool>"] == 1500 and 1500 not in ours.encode("<tool> a<tool>")
     _write(tmp_path / "hf", config__json={"model_type": "llama"})
-    write_files(ours, tmp_path / "hf")
+    assert write_files(ours, tmp_path / "hf")["pad_token_id"] == 3
     written = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
     # Transformers 4 knows no TokenizersBackend, and no list of extra_special_tokens.
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
