@@ -520,7 +520,8 @@ class Checkpoint:
                 else:
                     value = torch.zeros(layout["shape"], dtype=dtype, device=local(parameter).device)
                 optimizer.state[parameter][kind] = targets[key] = value
-        return targets
+        in_file_order = {key: targets.pop(key) for key in self.layouts if key in targets}
+        return in_file_order | targets
 
 
 def _newest_intact(

@@ -556,6 +556,10 @@ def summary(plan: Plan, cluster: Cluster) -> str:
     kwh = hours * cluster.ranks * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
     price = f", {hours * cluster.ranks * cluster.price:,.0f} at {cluster.price:g} an hour" * (cluster.price > 0)
     saved = checkpoint_bytes(config)
+    for_good = ""
+    if config.keep_every:
+        kept = config.steps // (config.save_every * config.keep_every)
+        for_good = f", {amount(kept * saved)} for the {kept} of --keep_every {config.keep_every}"
     rate = config.batch_tokens / plan.seconds / cluster.ranks
     mfu = rate * lora.flops_per_token(config) / (gpu.tflops * 1e12)
     return (
@@ -564,7 +568,7 @@ def summary(plan: Plan, cluster: Cluster) -> str:
         f"  each GPU: {gib(plan.gpu)} of {gpu.gib:g} GiB\n"
         f"  each host: {gib(plan.host)}\n"
         f"  disk: {amount(saved)} a checkpoint, {amount((config.keep + 1) * saved)} for --keep {config.keep} and the"
-        " one being written\n"
+        f" one being written{for_good}\n"
         f"  speed: {rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%} ({times})\n"
         f"  time: {hours:,.2f} hours for {config.steps * config.batch_tokens / 1e9:,.3g} B tokens"
         f" ({config.steps:,} steps), about {kwh:,.0f} kWh{price}"

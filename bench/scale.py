@@ -11,15 +11,21 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
+import checkpoint
 import data
 from config import parse_args
+from lib.parts import part_slices
 from lib.ranks import Ranks
 from lib.text import HEADER, INDEX, SHARD
+from model import Transformer
+from optim import MOMENTS
+from shard import sharded_dim
 
 RANKS = 1, 64, 256, 1024
 SHARDS = 100, 10_000, 100_000
@@ -68,8 +74,46 @@ def open_shards(folder: str, rank: int, ranks: int, message: bytes) -> bytes:
     return sent[0]
 
 
+def write_manifest(run: Path, ranks: int) -> None:
+    """The manifest of a run of Llama 3.1 405B on so many ranks, without the files that it lists."""
+    config = parse_args([*SETTINGS.split(), "bytes", "--out", str(run)])
+    with torch.device("meta"):
+        parameters = dict(Transformer(config.model_config).named_parameters())
+    layouts, rows = {}, []
+    for name, p in parameters.items():
+        divided = {"shape": [*p.shape], "dtype": "float32", "dim": sharded_dim(p, ranks), "parts": ranks}
+        layouts |= {f"{kind}.{name}": dict(divided) for kind in ("model", *MOMENTS)}
+        layouts[f"step.{name}"] = {"shape": [], "dtype": "float32", "dim": 0, "parts": 1}
+    checkpoint.assign_files(layouts)
+    for file in sorted({layout["file"] for layout in layouts.values()}):
+        rows += [{"file": file, "part": rank, "bytes": 2**31, "crc32": 2**31} for rank in range(ranks)]
+    about = {"format": checkpoint.FORMAT, "step": 1, "config": asdict(config), "model": asdict(config.model_config)}
+    temporary, folder = run / "temporary", checkpoint.step_folder(run, 1)
+    temporary.mkdir()
+    folder.parent.mkdir()
+    checkpoint._commit(temporary, folder, about | {"tensors": layouts, "files": rows}, config)
+
+
+def read_manifest(run: str, rank: int, ranks: int) -> int:
+    """Reads a manifest -> how many files a rank of so many opens to read its parts of all tensors."""
+    saved, opened = checkpoint.Checkpoint(checkpoint.step_folder(Path(run), 1)), set()
+    saved.open = lambda file: opened.add(file) or Namespace(read=lambda *_: None)
+    checkpoint.assemble = lambda *args: [read(()) for _, read in args[-1]]
+    for key, layout in saved.layouts.items():
+        saved.read(key, part_slices(layout["shape"], layout["dim"], ranks, rank))
+    return len(opened)
+
+
 def bench_scale(args: Namespace) -> Iterator[dict]:
-    """Starting on many ranks and shards; metadata: bytes that rank 0 sends to every other rank."""
+    """Resuming and starting on many ranks and shards; metadata: bytes of the manifest, which every rank reads, or that
+    rank 0 sends to every other rank."""
+    for saved_by, ranks in (*((n, n) for n in RANKS), (64, 1024), (1024, 64)):
+        with tempfile.TemporaryDirectory() as run:
+            write_manifest(Path(run), saved_by)
+            costs, files = measure(run, read_manifest, run, ranks - 1, ranks)
+            size = (checkpoint.step_folder(Path(run), 1) / "manifest.json").stat().st_size
+            place = {"what": "read a manifest", "ranks": ranks, "rank": ranks - 1, "shards": None}
+            yield place | costs | {"files opened": files, "metadata": size, "note": f"saved by {saved_by}"}
     for shards in SHARDS:
         with tempfile.TemporaryDirectory() as folder:
             write_shards(Path(folder), shards)
