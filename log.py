@@ -8,14 +8,14 @@ Rank 0 writes. Only `Log.step` waits for a GPU, on steps that are recorded. metr
 resumed run sends all its records to the trackers again, under the same wandb id (wandb.json). The variables of wandb
 (WANDB_MODE, WANDB_PROJECT) work as usual."""
 
-import contextlib
-import gc
 import itertools
 import json
 import math
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,7 +24,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from lib.errors import Parser, UserError, prepare_python, run_script
-from lib.files import human, read_json, write_json, write_whole
+from lib.files import ROOT, human, read_json, write_json, write_whole
 
 if __name__ == "__main__":
     prepare_python()
@@ -36,7 +36,8 @@ from torch.profiler import ProfilerAction, profile, schedule
 
 from attention import kernel
 from config import PROFILE_AFTER, Config
-from lib import torch_private
+from lib import curves, torch_private
+from lib.curves import draw_runs, read_records
 from lib.lora import flops_per_token
 from lib.machine import describe_environment, memory_gib, peak_flops
 from lib.ranks import gather, on_first_rank
@@ -48,21 +49,7 @@ from shard import mesh_shape
 
 SLOW = 0.095  # a rank is named if it is slower than the median by this share, which is shown as 10 %
 GPU_EVERY = 8  # on GPUs only every eighth step is measured, because reading its events takes time
-PANELS = {  # of curves.png: fields of metrics.jsonl, and their labels
-    "loss": "loss (nats per token)",
-    "val_bpb": "validation (bits per byte)",
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
-    "tok_per_s": "tokens per second",
-    "mem_gib": "memory (GiB)",
-}
-DOTS = {"marker": "o", "ls": "--"}
-STYLES = {  # of curves.png: the name in the legend and the style of fields
-    "loss": ("training", {"alpha": 0.35}),
-    "mean_loss": ("training, running mean", {}),
-    "val_loss": ("validation", DOTS),
-    "val_bpb": ("", DOTS),
-}
+DRAW_EVERY = 60  # seconds between two drawings of curves.png
 
 
 def attention_kernel(config: Config, data, device: torch.device) -> str:
@@ -230,6 +217,7 @@ class Log:
         self.suspect = None  # the slowest rank of the last record, if it was slow
         self.fastest = 0.0  # samples/s of the fastest record; infinite after the warning that the speed fell
         self.trackers = {}
+        self.drawing, self.next_drawing = None, 0.0  # the process that draws; when the next one may start
         self.last = start, 0.0, 0.0  # the last record's step, and seconds of steps and of their data until then
         if self.ranks.rank == 0:
             keep_records(self.file, start)
@@ -239,7 +227,15 @@ class Log:
             self.trackers = {name: open_tracker(name, self.run.folder) for name in self.config.track}
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, kind: type | None, *error) -> None:
+        if kind is None:
+            with self.run.phase("plots"):
+                if self.drawing:
+                    self.drawing.kill()  # its picture lacks the last records
+                self.drawing, self.next_drawing = None, 0.0
+                self.draw()
+                if self.drawing and self.drawing.wait():
+                    logger.warning(f"curves.png was not drawn; `python log.py plot {self.run.folder}` says why")
         for tracker in self.trackers.values():
             tracker.finish()
 
@@ -375,10 +371,12 @@ class Log:
                 logger.warning(f"--track {name} fails; the run continues without it: {type(e).__name__}: {e}")
 
     def draw(self) -> None:
-        """Writes curves.png from metrics.jsonl."""
-        if self.ranks.rank == 0:
-            with self.run.phase("plots"):
-                draw_runs([self.run.folder], self.run.folder / "curves.png")
+        """Starts a process that draws curves.png from metrics.jsonl, at most one in DRAW_EVERY seconds."""
+        now, draws = time.perf_counter(), self.drawing and self.drawing.poll() is None
+        if self.ranks.rank == 0 and now >= self.next_drawing and not draws:
+            self.next_drawing = now + DRAW_EVERY
+            command = sys.executable, "-m", curves.__name__, str(self.run.folder.absolute())
+            self.drawing = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
 
 
 def keep_records(file: Path, start: int) -> None:
@@ -389,28 +387,6 @@ def keep_records(file: Path, start: int) -> None:
         aside = file.rename(file.with_name(time.strftime("metrics-before-%Y%m%d-%H%M%S.jsonl")))
         logger.warning(f"{file.parent} has records but no checkpoint; the old records are in {aside.name}")
     write_whole(file, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= start))
-
-
-def read_records(folder: Path) -> list[dict]:
-    """The records of a run. Damaged lines are left out and reported."""
-    path, records = folder / "metrics.jsonl", []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        record = None
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
-        if _is_record(record):
-            records.append(record)
-        else:
-            logger.warning(f"{path}: left out a damaged line: {line[:60]}")
-    return records
-
-
-def _is_record(value) -> bool:
-    """Whether it is a step's record: an object with the step, and numbers where a curve is drawn."""
-    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
-        return False
-    drawn = [value.get(key) for key in ("tokens", "val_loss", *PANELS)]
-    return all(number is None or isinstance(number, int | float) for number in drawn)
 
 
 # ---- trackers
@@ -462,46 +438,6 @@ def _start_wandb(folder: Path, fresh: bool):
     )
     write_json(file, {"id": run.id})
     return run
-
-
-# ---- curves
-
-
-def draw_runs(folders: list[Path], out: Path) -> None:
-    """Draws the curves of runs into one picture."""
-    from matplotlib.figure import Figure
-
-    x = "step" if len(folders) == 1 else "tokens"
-    figure = Figure(figsize=(10, 9), layout="constrained")
-    panels = dict(zip(PANELS, figure.subplots(3, 2, sharex=True).flat, strict=True))
-    for number, folder in enumerate(folders):
-        records = _read_steps(folder)
-        for key in (*PANELS, "mean_loss", "val_loss"):
-            name, style = STYLES.get(key, ("", {}))
-            rows = [(r[x], r[key]) for r in records if r.get(key) is not None]
-            if rows:
-                axis, label = panels.get(key, panels["loss"]), f"{folder.name}: {name}"
-                axis.plot(*zip(*rows, strict=True), color=f"C{number}", label=label, **style)
-    for key, axis in panels.items():
-        axis.set(ylabel=PANELS[key], xlabel=x)
-        axis.grid(alpha=0.3)
-    panels["grad_norm"].set_yscale("log")
-    panels["loss"].legend(fontsize=8)
-    try:
-        figure.savefig(out, dpi=100)
-    except ValueError as e:  # matplotlib does not know the suffix
-        raise UserError(f"-o {out}: {e}") from None
-    gc.collect()  # a figure is full of cycles and would keep its memory
-
-
-def _read_steps(folder: Path) -> list[dict]:
-    """The records of steps with a finite loss, and a running mean of their losses."""
-    records = [r for r in read_records(folder) if r.get("loss") is not None]
-    size, mean = max(1, len(records) // 50), records[0]["loss"] if records else 0.0
-    for record in records:
-        mean += (record["loss"] - mean) / size
-        record["mean_loss"] = mean
-    return records
 
 
 def main(argv: list[str]) -> None:

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 import log
 from config import parse_args
-from lib import errors, files
+from lib import curves, errors, files
 from lib.ranks import Ranks
 from lib.run import Clock, logger, refuse_unusable, start_logging
 from log import Log, Times, find_slow
@@ -240,7 +240,7 @@ def write_run(folder: Path, losses: list[float], step_tokens: int) -> str:
 
 def drawn_lines(save: mock.Mock) -> dict[str, list]:
     """The lines of the figure that is saved, by panel."""
-    names = {label: name for name, label in log.PANELS.items()}
+    names = {label: name for name, label in curves.PANELS.items()}
     axes = save.call_args.args[0].axes
     return {names[axis.get_ylabel()]: [line.get_xydata() for line in axis.get_lines()] for axis in axes}
 
@@ -252,12 +252,45 @@ def test_curves(tmp_path, passes):
         passes(float(i))
         record(run, i, 5 / i, **({"val_loss": 6 / i} if i % 10 in (0, 1) else {}))
     with mock.patch.object(Figure, "savefig", autospec=True, side_effect=Figure.savefig) as save:
-        run.draw()
-    assert {p.name for p in tmp_path.iterdir()} == {"curves.png", "metrics.jsonl", "status.json"}
+        curves.draw_runs([tmp_path], tmp_path / "a.png")
     written, lines = metrics(tmp_path), drawn_lines(save)
-    for key in log.PANELS:
+    for key in curves.PANELS:
         assert np.array_equal(lines[key][0], [(r["step"], r[key]) for r in written if key in r])
     assert len(lines["loss"]) == 3 and len(lines["val_bpb"]) == 1
+
+
+def test_training_never_waits_for_a_picture(tmp_path, passes):
+    """One process at a time draws, at most one a minute, and one at the end, which is waited for."""
+    run, counts = make_log(tmp_path), []
+    write_run(tmp_path, [3.0, 2.0], 1)
+    with mock.patch.object(log.subprocess, "Popen") as start:
+        process = start.return_value
+        for seconds, status in ((0, None), (100, None), (0, 0), (59, 0), (2, 0)):
+            passes(seconds)
+            process.poll.return_value = status
+            run.draw()
+            counts.append(start.call_count)
+    assert counts == [1, 1, 2, 2, 3] and not process.wait.called
+    with run:
+        pass
+    assert process.kill.called
+    assert (tmp_path / "curves.png").stat().st_size > 10_000 and not (tmp_path / "curves.tmp.png").exists()
+
+
+def test_a_long_run_costs_a_bounded_number_of_points(tmp_path, monkeypatch):
+    """From the first record on, with a stride that is a power of two; validations have their own stride."""
+    monkeypatch.setattr(curves, "POINTS", 10)
+    records = [{"step": i, "tokens": i, "loss": 1.0} for i in range(1000)]
+    for record_of_validation in records[::25]:
+        record_of_validation["val_loss"] = 2.0
+    lines = [line for r in records for line in (json.dumps(r), json.dumps({"step": r["step"], "save_ms": 1.0}))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    with mock.patch.object(curves.json, "loads", wraps=json.loads) as loads:
+        sample = curves._sample(tmp_path / "metrics.jsonl")
+    steps, validated = ([r["step"] for r in sample if (key in r)] for key in ("loss", "val_loss"))
+    assert loads.call_count == len(sample) <= 40
+    assert steps == sorted(steps) and steps[0] == 0 and max(np.diff(steps)) < 70
+    assert validated == [*range(0, 1000, 50)]
 
 
 def test_runs_are_drawn_over_each_other(tmp_path):
@@ -332,7 +365,7 @@ def test_a_run_that_is_killed_and_resumed_is_one_curve(tmp_path, passes, monkeyp
     run.trackers["other"] = mock.Mock(log=mock.Mock(side_effect=ConnectionError("no route")))
     passes(2.0)
     record(run, 15, -5.0, save_ms=7.0)
-    run.__exit__()
+    run.__exit__(None)
     warning = "--track other fails; the run continues without it: ConnectionError: no route"
     assert (tmp_path / "log.txt").read_text().count(warning) == 1
     log.main(["track", str(tmp_path)])  # sends all records to TensorBoard again

@@ -1,0 +1,123 @@
+"""The records of a run in metrics.jsonl, and their curves.
+
+    python -m lib.curves RUN        draws RUN/curves.png
+
+A run draws in another process, which needs no torch, while it trains on. A picture shows at most 2 POINTS records of
+steps and as many with a validation, evenly spaced, so a million records cost little more than a thousand: a pass over
+the file, which parses only the records that are drawn."""
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+from lib.errors import UserError
+
+PANELS = {  # fields of metrics.jsonl, and their labels
+    "loss": "loss (nats per token)",
+    "val_bpb": "validation (bits per byte)",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "tok_per_s": "tokens per second",
+    "mem_gib": "memory (GiB)",
+}
+DOTS = {"marker": "o", "ls": "--"}
+STYLES = {  # the name in the legend and the style of fields
+    "loss": ("training", {"alpha": 0.35}),
+    "mean_loss": ("training, running mean", {}),
+    "val_loss": ("validation", DOTS),
+    "val_bpb": ("", DOTS),
+}
+POINTS = 1000
+logger = logging.getLogger("flatland")
+
+
+def read_records(folder: Path) -> list[dict]:
+    """The records of a run. Damaged lines are left out and reported."""
+    path = folder / "metrics.jsonl"
+    return _parse(path, path.read_text(errors="replace").splitlines() if path.exists() else [])
+
+
+def _parse(path: Path, lines: list[str]) -> list[dict]:
+    records = []
+    for line in lines:
+        record = None
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+        if _is_record(record):
+            records.append(record)
+        else:
+            logger.warning(f"{path}: left out a damaged line: {line[:60]}")
+    return records
+
+
+def _is_record(value) -> bool:
+    """Whether it is a step's record: an object with the step, and numbers where a curve is drawn."""
+    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+        return False
+    drawn = [value.get(key) for key in ("tokens", "val_loss", *PANELS)]
+    return all(number is None or isinstance(number, int | float) for number in drawn)
+
+
+def _sample(path: Path) -> list[dict]:
+    """The records of steps with a finite loss, evenly spaced; those with a validation are spaced apart."""
+    kept, strides, counts = ({}, {}), [1, 1], [0, 0]  # line by number; one in so many is kept; lines so far
+    with open(path, errors="replace") as file:
+        for number, line in enumerate(file):
+            if '"loss": ' not in line or '"loss": null' in line:
+                continue
+            kind = '"val_loss": ' in line
+            lines = kept[kind]
+            if counts[kind] % strides[kind] == 0:
+                lines[number] = line
+            counts[kind] += 1
+            if len(lines) > 2 * POINTS:
+                strides[kind] *= 2
+                for other in [*lines][1::2]:
+                    del lines[other]
+    records = _parse(path, [line for _, line in sorted((kept[0] | kept[1]).items())])
+    return [record for record in records if record.get("loss") is not None]
+
+
+def draw_runs(folders: list[Path], out: Path) -> None:
+    """Draws the curves of runs into one picture."""
+    from matplotlib.figure import Figure
+
+    x = "step" if len(folders) == 1 else "tokens"
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    panels = dict(zip(PANELS, figure.subplots(3, 2, sharex=True).flat, strict=True))
+    for number, folder in enumerate(folders):
+        records = _sample(folder / "metrics.jsonl")
+        _add_running_mean(records)
+        for key in (*PANELS, "mean_loss", "val_loss"):
+            name, style = STYLES.get(key, ("", {}))
+            rows = [(r[x], r[key]) for r in records if r.get(key) is not None]
+            if rows:
+                axis, label = panels.get(key, panels["loss"]), f"{folder.name}: {name}"
+                axis.plot(*zip(*rows, strict=True), color=f"C{number}", label=label, **style)
+    for key, axis in panels.items():
+        axis.set(ylabel=PANELS[key], xlabel=x)
+        axis.grid(alpha=0.3)
+    panels["grad_norm"].set_yscale("log")
+    panels["loss"].legend(fontsize=8)
+    try:
+        figure.savefig(out, dpi=100)
+    except ValueError as e:  # matplotlib does not know the suffix
+        raise UserError(f"-o {out}: {e}") from None
+    gc.collect()  # a figure is full of cycles and would keep its memory
+
+
+def _add_running_mean(records: list[dict]) -> None:
+    size, mean = max(1, len(records) // 50), records[0]["loss"] if records else 0.0
+    for record in records:
+        mean += (record["loss"] - mean) / size
+        record["mean_loss"] = mean
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    draw_runs([folder], folder / "curves.tmp.png")
+    os.replace(folder / "curves.tmp.png", folder / "curves.png")
