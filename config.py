@@ -574,6 +574,11 @@ def check_together(c: Config) -> None:
         from lib.lora import check_flags
 
         check_flags(c)
+    if "dynamic" in str(model.rope_scaling) and c.seq_len > model.max_seq_len:
+        raise UserError(
+            f"--seq_len {c.seq_len}: rope_scaling of type dynamic beyond {model.max_seq_len:,} positions is not"
+            " implemented"
+        )
     if model.positions == "learned" and c.seq_len > model.max_seq_len:
         raise UserError(
             f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"

@@ -1,5 +1,5 @@
-"""GPT-2, Llama 2/3/3.1/3.2, Mistral 7B, Mixtral, Qwen2.5 and Qwen3 (dense) as one `Transformer`, built from the choice
-fields of `ModelConfig` (shapes.py).
+"""GPT-2, Llama 2 and 3, Mistral, Mixtral, Qwen2.5, Qwen3 (also with experts), OLMo 2 and 3, SmolLM3 and Phi-4 as one
+`Transformer`, built from the choice fields of `ModelConfig` (shapes.py).
 
     x = embed(tokens) (+ learned positions)
     for each layer:  x = x + attention(norm(x));  x = x + mlp(norm(x))
@@ -13,8 +13,8 @@ Letters: B batch, T tokens, S keys, D dim, H heads, K key/value heads, h head_di
 layers.
 
 Sources: GPT-2 (Radford et al. 2019); Llama 2 (arXiv 2307.09288); Llama 3 (2407.21783); Mixtral (2401.04088); Qwen2.5
-(2412.15115); Qwen3 (2505.09388); RoPE (2104.09864); grouped-query attention (2305.13245); SwiGLU (2002.05202); RMSNorm
-(1910.07467). Names follow Hugging Face's Llama, with q, k, v and gate, up fused."""
+(2412.15115); Qwen3 (2505.09388); OLMo 2 (2501.00656); RoPE (2104.09864); grouped-query attention (2305.13245); SwiGLU
+(2002.05202); RMSNorm (1910.07467). Names follow Hugging Face's Llama, with q, k, v and gate, up fused."""
 
 import hashlib
 import math
@@ -100,7 +100,7 @@ def rope_yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
     return frequencies.lerp(frequencies / scaling.factor, slow.clamp(0.0, 1.0))
 
 
-# Dynamic NTK scaling changes nothing in rows of up to max_seq_len tokens. `Transformer` refuses longer rows.
+# Dynamic NTK scaling changes nothing in rows of up to max_seq_len tokens. rope_table refuses longer rows.
 ROPES = {"linear": rope_linear, "llama3": rope_llama3, "yarn": rope_yarn, "dynamic": lambda frequencies, _: frequencies}
 
 
@@ -119,6 +119,8 @@ def rope_table(config: ModelConfig, positions: Tensor, kind: str = "full") -> tu
     this kind; None where these do not rotate."""
     if config.positions != "rope" or "nope" in kind:
         return None
+    if "dynamic" in str(config.rope_scaling) and positions.shape[1] > config.max_seq_len:
+        raise ValueError(f"rope_scaling of type dynamic beyond {config.max_seq_len:,} positions is not implemented")
     frequencies, scale = rope_frequencies(config, positions.device, kind)
     angles = positions.float()[..., None, None] * frequencies
     cos, sin = angles.cos() * scale, angles.sin() * scale

@@ -201,11 +201,11 @@ MODELS: dict[str, ModelConfig] = {
     "tiny-qwen3": replace(_TINY, qk_norm=True, head_dim=32),
     "tiny-mixtral": replace(_TINY, mlp="moe", n_experts=4, top_k=2, router_aux_loss_coef=0.02),
     "tiny-olmo3": replace(
-        _TINY, n_layers=4, window=24, layer_kinds=("window", "window", "window", "full"), norm_after=True,
-        qk_norm_whole=True,
+        _TINY, window=8, layer_kinds=("window", "full"), norm_after=True, qk_norm_whole=True,
         rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_seq_len=64, attention_factor=1.2, in_windows=False),
     ),
-    "tiny-smollm3": replace(_TINY, n_layers=4, tied=True, layer_kinds=("full", "full", "full", "full nope")),
+    "tiny-smollm3": replace(_TINY, tied=True, layer_kinds=("full", "full nope")),
+    "tiny-phi3": replace(_TINY, window=24, layer_kinds=("window",), family="phi3"),
     "tiny-qwen3-moe": replace(
         _TINY, qk_norm=True, ffn_dim=48, mlp="moe", n_experts=16, top_k=4, router_aux_loss_coef=0.001
     ),

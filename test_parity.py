@@ -45,6 +45,7 @@ from optim import make_optimizer, trainable_parameters
 from test_shard import fill, run_code
 
 TINY = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral", "tiny-qwen2.5", "tiny-qwen3")
+TINY += ("tiny-olmo3", "tiny-smollm3", "tiny-phi3", "tiny-qwen3-moe")
 KEPT = (32, 3, 17, 0, 1, 32, 9, 30)  # trained tokens of the rows, over and over: very uneven masks
 RATES = (1e-3, 2e-3, 1.5e-3)  # learning rates of the steps
 EPS = 1e-3
@@ -148,6 +149,8 @@ SHORT = [  # what few of the fuzzer's cells have, on two ranks; the first is rec
     replace(PADDED, lora=3),
     replace(PADDED, shard_size=1),
     replace(PADDED, model="tiny-gpt2"),
+    Cell(ranks=2, model="tiny-olmo3", packed=True, attention="blocked", checkpointing="selective"),
+    Cell(ranks=2, model="tiny-qwen3-moe", n_experts=16, dtype="bf16", fp8="tensor", checkpointing="block"),
 ]
 
 

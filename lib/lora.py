@@ -25,6 +25,7 @@ from optim import DTYPES
 from shapes import ModelConfig
 
 PARTS = {"qkv_proj": ("q", "k", "v"), "o_proj": ("o",), "gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+FUSED_PARTS = {"qkv_proj": ("qkv",), "o_proj": ("o",), "gate_up_proj": ("gate_up",), "down_proj": ("down",)}  # phi3
 Read = Callable[[str, tuple[slice, ...]], Tensor]  # read(name, slices) -> those values of a parameter
 
 
@@ -35,6 +36,8 @@ def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
         return {}
     D, H, K = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     out = {"q": (H, D), "k": (K, D), "v": (K, D), "o": (D, H)}
+    if shape.family == "phi3":  # the file has fused tensors, each with one adapter for PEFT
+        return {"qkv": (H + 2 * K, D), "o": (D, H), "gate_up": (2 * shape.ffn_dim, D), "down": (D, shape.ffn_dim)}
     if shape.mlp == "swiglu":
         out |= {"gate": (shape.ffn_dim, D), "up": (shape.ffn_dim, D), "down": (D, shape.ffn_dim)}
     return out
@@ -102,9 +105,10 @@ def convert(model: Transformer, config) -> None:
 
 def _add_adapters(model: Transformer, config) -> None:
     known = sizes(model.config)
+    by_layer = FUSED_PARTS if "qkv" in known else PARTS
     model.requires_grad_(False)
     for name, m in model.named_modules():
-        parts = PARTS.get(name.rpartition(".")[2], ())
+        parts = by_layer.get(name.rpartition(".")[2], ())
         blocks = tuple((known[part][0], config.lora * (part in config.lora_targets)) for part in parts)
         heights = [rows for rows, rank in blocks if rank]
         if heights:

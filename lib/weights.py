@@ -1,4 +1,4 @@
-"""Hugging Face folders (safetensors and config.json), read and written: GPT-2, Llama, Mistral, Mixtral and Qwen.
+"""Hugging Face folders (safetensors and config.json) of the model types in lib/families.py, read and written.
 
 FAMILIES (lib/families.py) names the tensors that the file stores for each of our parameters. Both directions are
 strict: every tensor must be present with its shape, and no other tensor may be. No value changes, so an export of an
