@@ -82,9 +82,15 @@ def _has_fa3() -> bool:
     return known and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-def kernel(backend: str, separate: bool, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> str:
-    """The kernel that training runs, for env.json and the log. separate: rows hold several documents. heads: H, K,
-    h."""
+def kernel(
+    backend: str, separate: bool, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int],
+    windows: bool = False,
+) -> str:  # fmt: skip
+    """The kernel that training runs, for env.json and the log. separate: rows hold several documents. heads: H, K, h.
+    windows: layers with a window, which run the same kernel as documents, except with `blocked`."""
+    if windows and not separate and backend != "blocked":
+        layers = kernel(backend, True, device, dtype, heads)
+        return f"{kernel(backend, False, device, dtype, heads)}; windows: {layers}"
     if backend == "flash":
         from importlib.metadata import version
 

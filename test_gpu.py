@@ -34,7 +34,7 @@ from lib.guards import GradientGuard
 from lib.ranks import Ranks
 from model import IGNORE, cross_entropy, document_begins
 from optim import make_optimizer
-from test_model import begins, causal, compare_with_naive, cross_entropy_fp64, make_head, make_inputs, randn
+from test_model import begins, causal, compare_with_naive, cross_entropy_fp64, in_window, make_head, make_inputs, randn
 from test_shard import fill
 from test_train import values
 
@@ -220,19 +220,21 @@ def test_loss_head_against_fp64(monkeypatch, size, compiled):
     assert not x.grad[0, ::7].any()
 
 
+@pytest.mark.parametrize("window", [0, 200])
 @pytest.mark.parametrize("documents", [0, 1, 33, 513])
 @pytest.mark.parametrize("heads, h", [((4, 4), 64), ((8, 2), 64), ((8, 2), 128), ((8, 2), 256)], ids=str)
 @pytest.mark.parametrize("backend", ["sdpa", *attention.PACKED])
-def test_attention_kernels_against_fp64(backend, heads, h, documents):
+def test_attention_kernels_against_fp64(backend, heads, h, documents, window):
     """Plain rows (0), or documents: one call of a packed kernel for all heads, or for a few at a time."""
     if backend == "flash":
         pytest.importorskip("flash_attn", reason=attention.INSTALL_FLASH)
     T = 1026
     document = torch.arange(T) // -(-T // max(documents, 1))
     mask = causal(T) & (document[:, None] == document)
+    allowed = mask & in_window(T, window)
     given = None if not documents else mask.to(CUDA) if backend == "sdpa" else begins(mask).to(CUDA)
     inputs = [t.to(CUDA) for t in make_inputs(1, T, heads, torch.bfloat16, h)]
-    compare_with_naive(inputs, mask, lambda q, k, v: attention.attention(q, k, v, given, backend), 2.0**-6)
+    compare_with_naive(inputs, allowed, lambda q, k, v: attention.attention(q, k, v, given, backend, window), 2.0**-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "bf16 states"])

@@ -467,27 +467,62 @@ def begins(mask: Tensor) -> Tensor:
     return document_begins(mask[:, 0].sum(-1) - 1)
 
 
+def in_window(T: int, window: int) -> Tensor:
+    """A token sees `window` positions, its own included; 0: all before it."""
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    return causal(T) & (distance < (window or T))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain rows", "documents"])
+@pytest.mark.parametrize("window", [0, 7, 101])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=str)  # of queries and of keys
-def test_packed_kernels_get_the_documents(monkeypatch, heads):
-    """The kernel's place is taken by a loop over documents, as its own documentation describes it."""
+def test_packed_kernels_get_the_documents(monkeypatch, heads, window, packed):
+    """The kernel's place is taken by a loop over documents, as its own documentation describes it. Plain rows go to it
+    if a window is narrower than they are."""
     import torch.nn.attention.varlen as varlen
 
+    calls = []
+
     def loop(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False):
-        assert torch.equal(cu_q, cu_k) and (max_q, max_k) == (101, 101) and window_size == (-1, 0)
+        calls.append(window_size)
+        assert torch.equal(cu_q, cu_k) and (max_q, max_k) == (101, 101) and window_size[1] == 0
         assert enable_gqa == (heads[0] != heads[1]) and cu_q[-1] == len(q)
-        assert cu_q.dtype == torch.int32 and len(cu_q) % 64 == 0
+        assert cu_q.dtype == torch.int32 and (len(cu_q) % 64 == 0) == packed
         out = torch.empty_like(q)
         for a, z in zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False):
             if z > a:
-                out[a:z] = naive(q[None, a:z], k[None, a:z], v[None, a:z], causal(z - a))[0]
+                allowed = in_window(z - a, window_size[0] + 1)
+                out[a:z] = naive(q[None, a:z], k[None, a:z], v[None, a:z], allowed)[0]
         return out
 
     monkeypatch.setattr(varlen, "varlen_attn", loop)
-    document = (torch.rand(2, 101, generator=seeded(5)) < 0.1).cumsum(1)  # of random lengths
+    document = (torch.rand(2, 101, generator=seeded(5)) < 0.1 * packed).cumsum(1)  # of random lengths
     mask = (document[:, :, None] == document[:, None, :])[:, None] & causal(101)
     q, k, v, _ = make_inputs(2, 101, heads)
-    found = attention.attention(q, k, v, begins(mask), "varlen")
-    torch.testing.assert_close(found, naive(q, k, v, mask), rtol=1e-5, atol=1e-5)
+    found = attention.attention(q, k, v, begins(mask) if packed else None, "varlen", window)
+    torch.testing.assert_close(found, naive(q, k, v, mask & in_window(101, window)), rtol=1e-5, atol=1e-5)
+    narrow = 0 < window < 101
+    assert set(calls) == ({(window - 1 if narrow else -1, 0)} if packed or narrow else set())
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain rows", "documents"])
+@pytest.mark.parametrize("window", [2, 5, 16, 23, 60])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_windows_against_fp64(monkeypatch, backend, window, packed):
+    """With gradients. Blocks of 16 queries multiply only keys that one of their queries sees."""
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    document = (torch.rand(2, 53, generator=seeded(5)) < 0.1 * packed).cumsum(1)
+    mask = (document[:, :, None] == document[:, None, :])[:, None] & causal(53)
+    given = mask if packed else None
+    inputs = make_inputs(2, 53, (6, 2))
+    allowed = mask & in_window(53, window)
+    compare_with_naive(inputs, allowed, lambda q, k, v: attention.attention(q, k, v, given, backend, window), 1e-6)
+    with FlopCounterMode(display=False) as counter:
+        attention.attention(*inputs[:3], given, "blocked", window)
+    blocks = [(a, min(a + 16, 53)) for a in range(0, 53, 16)]
+    if window < 53:
+        pairs = sum((z - a) * (z - max(0, a + 1 - window)) for a, z in blocks)
+        assert counter.get_total_flops() == 2 * 2 * pairs * 24 * 6 * 2
 
 
 def test_cudnn_never_gets_a_mask(monkeypatch):
