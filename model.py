@@ -556,4 +556,4 @@ def matmul_params(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Forward and backward: 6 N + 6 L H h T, attention counted causally (half of the full square), windows as they
     are."""
-    return 6 * matmul_params(config) + 6 * config.n_heads * config.head_dim * config.seen(seq_len)
+    return 6 * matmul_params(config) + 6 * config.n_heads * config.head_dim * config.seen(seq_len) // seq_len

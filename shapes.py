@@ -74,11 +74,11 @@ class ModelConfig:
         return self.layer_kinds[layer % len(self.layer_kinds)]
 
     def seen(self, seq_len: int) -> int:
-        """Twice the positions that a token of a row sees on average, summed over layers: of T tokens a causal layer
-        sees T / 2, one with a window of W positions W - W^2 / 2 T."""
+        """Twice the pairs of a token and a position that it sees in a row of T tokens, summed over layers: T^2 for a
+        causal layer, 2 W T - W^2 with a window of W positions."""
         width = min(self.window, seq_len)
         windows = sum("window" in self.kind(i) for i in range(self.n_layers))
-        return (self.n_layers - windows) * seq_len + windows * (2 * width - width * width // seq_len)
+        return (self.n_layers - windows) * seq_len**2 + windows * width * (2 * seq_len - width)
 
     def __post_init__(self):
         for field, value in (("n_kv_heads", self.n_heads), ("head_dim", self.dim // max(self.n_heads, 1))):

@@ -463,14 +463,17 @@ def _read_rope(given, row):
     rope_parameters, for Olmo 3 one for each type of layer. A file may have the keys of both, if they agree."""
     top = {key: given.get(key) for key in ROPE[2:]}
     old, new = (given.get(key) or {} for key in ROPE[:2])
-    plain, near = {"rope_type": "default", "rope_theta": row.defaults.get("rope_theta", 10000.0)}, None
+    plain = {"rope_type": "default", "rope_theta": row.defaults.get("rope_theta", 10000.0)}
     if row is FAMILIES["olmo3"]:
-        near, new = plain | _merge(new.get(SLIDING) or {}), new.get(FULL) or {}
-    rope = plain | _merge(top, old, new)
+        rope, near = plain | _merge(top, old, new.get(FULL) or {}), plain | _merge(new.get(SLIDING) or {})
+        fits = near in (rope, plain | {"rope_theta": rope["rope_theta"]})
+    else:
+        near = rope = plain | _merge(top, old or new)  # version 5 reads nothing else
+        fits = not new or rope == plain | _merge(top, new)
+    if not fits:
+        raise ValueError(f"rope_scaling is {old!r}, rope_parameters is {new!r}: they differ, which is not implemented")
     scaling = _read_scaling(rope, row)
-    if near and near not in (rope, plain | {"rope_theta": rope["rope_theta"]}):
-        raise ValueError(f"rope_parameters of layers with a window are {near!r}, of others {rope!r}: not implemented")
-    if near and scaling:
+    if scaling:
         scaling = replace(scaling, in_windows=near == rope)
     return {"rope_theta": _read_field(rope, "rope_theta", float), "rope_scaling": scaling}
 
