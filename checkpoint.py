@@ -609,6 +609,7 @@ def restore(
         frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         fill_tensors(frozen, weights, config.load)
     resume_from.load(model, optimizer)
+    gather(None, ranks)  # wait here, where no limit is set, for ranks that read slowly
     _prove(resume_from, model, ranks)
     logger.info(f"Resumed from {resume_from.folder} after step {resume_from.step}")
     if overridden := changed(resume_from, config):

@@ -10,6 +10,7 @@ one step ahead of the GPU, so the GPU always has work.
 
 import os
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 from config import Config, parse_args, split_batch
@@ -34,7 +35,7 @@ from data import IGNORE, Batch, Loader, open_data, with_steps
 from generate import write_samples
 from lib import lora, machine, progress, settle
 from lib.guards import GradientGuard
-from lib.ranks import Ranks, init_ranks, leave, on_every_rank, on_first_rank
+from lib.ranks import Ranks, gather, init_ranks, leave, on_every_rank, on_first_rank
 from lib.run import Run
 from log import Log, attention_kernel, describe_model, logger, profile_steps
 from model import Details, Transformer
@@ -42,15 +43,16 @@ from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer, u
 
 
 def main(argv: list[str]) -> int:
-    config = parse_args(argv, trains=True)
-    ranks = init_ranks(config.deterministic) if config.check < 0 else settle.imagine_ranks(config)
-    config = on_first_rank(lambda: with_steps(checkpoint.keep_lanes(config), ranks.world_size), ranks)
-    config = resolve(config, ranks.device, ranks.world_size)
+    asked = parse_args(argv, trains=True)
+    ranks = init_ranks(asked.deterministic) if asked.check < 0 else settle.imagine_ranks(asked)
+    asked = on_first_rank(partial(checkpoint.keep_lanes, asked), ranks)
+    config = resolve(asked, ranks.device, ranks.world_size)
     if config.check >= 0:
-        return report(config, ranks)
+        return report(count_steps(asked, config, ranks), ranks)
     machine.set_products(config.dtype)
     with Run(config, ranks) as run:
-        train(config, ranks, run)
+        run.config = count_steps(asked, config, ranks)
+        train(run.config, ranks, run)
     if run.exit_code == 0:
         leave(ranks)
     return run.exit_code
@@ -84,6 +86,14 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
     compiled, head_dim = config.compile != "none", config.model_config.head_dim
     attention = choose_backend(config.attention, device.type, config.dtype, compiled, config.seq_len, head_dim)
     return replace(config, attention=attention)
+
+
+def count_steps(asked: Config, config: Config, ranks: Ranks) -> Config:
+    """Replaces --epochs by steps, which may take hours of tokenizing; the watchdog waits as long as there is progress.
+    asked: config with its `auto`, because a short run is not compiled. All ranks must call."""
+    if not asked.epochs:
+        return config
+    return resolve(on_first_rank(lambda: with_steps(asked, ranks.world_size), ranks), ranks.device, ranks.world_size)
 
 
 def train(config: Config, ranks: Ranks, run: Run) -> None:
@@ -224,6 +234,7 @@ def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: Ra
         checkpoint.restore(resume_from, model, optimizer, ranks, config, weights)
     else:
         shard.fill_parameters(model, settle.first_values(config, model, weights), config.load)
+        gather(None, ranks)  # wait here, where no limit is set, for ranks that read slowly
 
     def set_position() -> dict:
         """On rank 0: compares the data with the checkpoint's, and renews the fingerprint in its position."""

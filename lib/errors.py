@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import re
+import resource
 import signal
 import sys
 import traceback
@@ -140,8 +141,11 @@ def run_script(main: Callable[[list[str]], int | None]) -> None:
 
 def prepare_python() -> None:
     """Each script calls this before it imports torch. Restarts the script with .venv's Python if this one lacks the
-    requirements, and keeps OpenMP threads from spinning."""
+    requirements, raises the limit of open files, and keeps OpenMP threads from spinning."""
     _use_venv()
+    # A rank of N has about 2 N sockets, and files of data and checkpoints.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # OpenMP threads that wait for work spin and keep their cores. If another process needs these cores, training
     # becomes 10 to 50 times slower, so they spin only briefly. libgomp reads this when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:

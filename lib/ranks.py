@@ -49,7 +49,10 @@ def init_ranks(deterministic: bool = False) -> Ranks:
     # One backend for each group: when a group with two is split, gloo warns on every rank about NCCL's options.
     options = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
     dist.init_process_group(timeout=timedelta(minutes=30), **options)
-    return Ranks(dist.get_rank(), world_size, device, *(dist.new_group(backend="gloo") for _ in range(2)))
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    for group in groups:  # they wait for work that may take days; a watchdog ends it if it makes no progress
+        torch_private.set_group_timeout(group, timedelta(days=30))
+    return Ranks(dist.get_rank(), world_size, device, *groups)
 
 
 def leave(ranks: Ranks) -> None:
@@ -65,15 +68,12 @@ def leave(ranks: Ranks) -> None:
 
 
 def set_timeout(seconds: int, ranks: Ranks, mesh: DeviceMesh | None) -> None:
-    """Sets how long collectives wait for a rank. Their error names nobody: the watchdogs (lib/run.py), which name the
-    rank, must always come first. They set no limit to a save that makes progress, so nor do the groups that wait for
-    it."""
+    """Sets how long collectives of the model and the loss wait for a rank. Their error names nobody: the watchdogs
+    (lib/run.py), which name the rank, must always come first."""
     if ranks.world_size == 1:
         return
     for group in [None, *mesh.get_all_groups()]:
         torch_private.set_group_timeout(group, timedelta(seconds=seconds + WATCHDOG))
-    for group in (ranks.control, ranks.saving):
-        torch_private.set_group_timeout(group, timedelta(days=30))
 
 
 def on_first_rank(work: Callable, ranks: Ranks):

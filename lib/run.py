@@ -263,6 +263,9 @@ class Run:
         self.watchdog.ended = True
         if self.lock:
             self.lock.release()
+            if not self.began:
+                with contextlib.suppress(OSError):  # it was there before, with files
+                    self.folder.rmdir()
         return isinstance(error, Exception)
 
     def _report(self, error: Exception) -> None:
@@ -380,16 +383,22 @@ class Watchdog:
             f"rank {self.ranks.rank} on {platform.node()} is behind: its last step was {self.clock.step},"
             f" it is in {self.clock.stack[-1]!r}"
         )
-        keys, answers = [f"flatland/watch/{rank}" for rank in range(self.ranks.world_size)], []
-        with contextlib.suppress(RuntimeError):  # the store is gone with its machine
-            self.store.set(keys[self.ranks.rank], json.dumps([self.clock.step, started, text]))
-            with contextlib.suppress(RuntimeError):  # not all have answered
-                self.store.wait(keys)
-            for rank, key in enumerate(keys):
-                silent = [-1, 0, f"rank {rank} does not answer: stopped, gone, or cut off"]
-                answers.append(json.loads(self.store.get(key)) if self.store.check([key]) else silent)
+        answers = self._exchange_answers([self.clock.step, started, text])
         places = [place for *place, _ in answers]
         return [text for *place, text in answers if place == min(places) < max(places)]
+
+    def _exchange_answers(self, answer: list) -> list[list]:
+        """The answers of all ranks, in five requests to the store, however many ranks there are."""
+        key, world_size, answers = f"flatland/{self.run.nonce}/", self.ranks.world_size, {}
+        with contextlib.suppress(RuntimeError):  # the store is gone with its machine
+            self.store.append(f"{key}answers", json.dumps([self.ranks.rank, answer]) + "\n")
+            if self.store.add(f"{key}count", 1) == world_size:
+                self.store.set(f"{key}complete", "")
+            with contextlib.suppress(RuntimeError):  # not all have answered
+                self.store.wait([f"{key}complete"])
+            answers = dict(map(json.loads, self.store.get(f"{key}answers").splitlines()))
+        silent = "rank {} does not answer: stopped, gone, or cut off"
+        return [answers.get(rank, [-1, 0, silent.format(rank)]) for rank in range(world_size if answers else 0)]
 
     def _end(self, what: str, state: str = "failed", code: int = 1) -> None:
         """Ends this process. state: for status.json; empty: the run folder is another job's by now."""

@@ -1,7 +1,10 @@
-"""lib/machine.py: the memory that a process may still take, on a made-up tree of control groups."""
+"""The memory that a process may still take, on a made-up tree of control groups, and its open files."""
+
+import resource
 
 import pytest
 
+from lib.errors import prepare_python
 from lib.machine import available_memory
 
 GIB = 2**30
@@ -40,3 +43,12 @@ def test_free_memory_is_what_every_control_group_leaves(tmp_path, kind):
         for file, value in files.items():
             (folder / file).write_text(f"{value}\n")
     assert available_memory(tmp_path) == free * GIB
+
+
+def test_a_script_may_open_as_many_files_as_the_system_lets_it(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    prepare_python()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -7,7 +7,9 @@ import re
 import signal
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -147,6 +149,33 @@ def test_progress_of_any_rank_puts_off_the_end(watched, monkeypatch, rank):
     watched.watchdog._check_progress()
     assert watched.watchdog.ended == ([1] if rank == "no" else False)
     assert store.add("flatland/progress", 0) == int(rank != "no")  # it tells the others
+
+
+@pytest.mark.parametrize(("ranks", "silent"), [(1, []), (3, []), (12, []), (12, [4])])
+def test_hanging_ranks_name_the_one_behind_in_few_requests(ranks, silent):
+    """Rank 2 of 3 or more is a step behind. The requests of a rank do not grow with the ranks."""
+    limit = timedelta(seconds=1 if silent else 60)
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = {rank: dist.TCPStore("127.0.0.1", host.port, timeout=limit) for rank in {*range(ranks)} - {*silent}}
+    told, stores = {}, {rank: mock.Mock(wraps=client) for rank, client in clients.items()}
+
+    def tell(rank: int) -> None:
+        clock = SimpleNamespace(step=6 if rank == 2 else 7, stack=["saves"])
+        run = SimpleNamespace(ranks=Ranks(rank, ranks, ALONE.device), clock=clock, mesh=None, nonce="7")
+        watchdog = SimpleNamespace(run=run, ranks=run.ranks, clock=clock, store=stores[rank])
+        watchdog._exchange_answers = lambda answer: guard.Watchdog._exchange_answers(watchdog, answer)
+        with mock.patch.object(guard.torch_private, "count_collectives", lambda group: 5):
+            told[rank] = guard.Watchdog._find_behind(watchdog)
+
+    threads = [threading.Thread(target=tell, args=(rank,)) for rank in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = [] if ranks == 1 else ["rank 4 does not answer"] if silent else ["rank 2 on .* its last step was 6"]
+    for rank, requests in stores.items():
+        assert len(told[rank]) == len(expected) and all(map(re.match, expected, told[rank]))
+        assert len(requests.method_calls) <= 5
 
 
 @pytest.mark.parametrize("taken", [False, True])
