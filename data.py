@@ -172,13 +172,14 @@ class Loader:
         """Identifies the data of a checkpoint: by recorded hashes, and by samples of the files without one."""
         hashes = {path: sha256 for s in self.sources for path, sha256 in s.hashes.items()}
         unknown = [Path(path) for path, sha256 in hashes.items() if not sha256]
-        known = [*self.describe(), *hashes.values(), sample_digest(unknown, 8 if len(unknown) <= SAMPLED else 1)]
-        return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+        return self._hash(*hashes.values(), sample_digest(unknown, 8 if len(unknown) <= SAMPLED else 1))[:32]
 
     def _old_fingerprint(self):
         """Of version 0.2: by samples of all files."""
-        known = [*self.describe(), sample_digest([Path(path) for s in self.sources for path in s.paths()])]
-        return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+        return self._hash(sample_digest([Path(path) for s in self.sources for path in s.paths()]))[:16]
+
+    def _hash(self, *content):
+        return hashlib.sha256(json.dumps([*self.describe(), *content]).encode()).hexdigest()
 
     def state_dict(self) -> dict:
         """The position after the last batch that the caller received. It has the lanes that this rank reads."""

@@ -237,7 +237,7 @@ class Catalog:
             raise UserError(f"{flag}: conversations and text together: give each its weight, as in A:0.5 B:0.5")
         expected = self.first_shards.get(specs, (parts,))[0]
         if [part.sha256 for part in parts["train"]] != [part.sha256 for part in expected["train"]]:
-            raise RankError(f"{flag} {specs[0]} on {platform.node()} is not that of rank 0: copy it again")
+            raise RankError(f"{flag} {specs[0]} on {platform.node()} differs from rank 0's: copy it again")
         return parts, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"}
 
     def _index(self, folder):
@@ -372,12 +372,13 @@ class Stream:
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
         self.note = f"a stream of {len(files)} files for {config.lanes} lanes, {files[0].name} and others"
         self.shares = len(files) < config.lanes  # several lanes read the same file
-        self.hashes = {file.name: file.version if file.store else "" for file in files}
+        self.hashes = {file.name: f"{file.size} {file.version}" if file.store else "" for file in files}
 
     def describe(self) -> list[dict]:
         """Names and sizes of the files, wherever they are."""
-        by_version = not self.shares
-        names = [(by_version and file.store and file.version or Path(file.name).name, file.size) for file in self.files]
+        names = [
+            (not self.shares and file.store and file.version or Path(file.name).name, file.size) for file in self.files
+        ]
         identity = [self.config.lanes, self.encoder.text_field, self.fingerprint, names]
         return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
 

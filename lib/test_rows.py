@@ -25,7 +25,7 @@ from lib import text as text_module
 from lib.chat import render_chat
 from lib.errors import Failure
 from lib.ranks import ALONE, Ranks
-from lib.rows import permute
+from lib.rows import Catalog, permute
 from lib.test_text import refused
 from lib.test_tokenizer import _chat_tokenizer
 from lib.text import Encoder, find_files, prepare, write_shard
@@ -159,6 +159,15 @@ def test_bad_rows(tmp_path, caplog):
     expected = [t for r in range(30) if r != 7 for t in (256, *text(0, r).encode())]
     assert found == [tuple(expected[i * T : i * T + T + 1]) for i in range(24)]
     assert re.search("skipped: .* line 8: ", caplog.text)
+
+
+def test_a_store_that_tells_no_version(monkeypatch):
+    """The fingerprint then has names and sizes; no address is taken for a local file to sample."""
+    stores = [text_module.TextFile("https://a/b.jsonl", size, "", object()) for size in (5, 6)]
+    monkeypatch.setattr(Catalog, "find", lambda *_: (stores[:1], True))
+    first = make_loader(config("https://a/b.jsonl", lanes=1)).fingerprint
+    stores.pop(0)
+    assert make_loader(config("https://a/b.jsonl", lanes=1)).fingerprint != first
 
 
 def test_what_cannot_be_streamed(tmp_path):

@@ -557,7 +557,7 @@ def _removed_if_empty(out):
 
 
 def _read_progress(out, index):
-    """Moves into index.json what an interrupted call has finished. It may have been killed while it wrote a line."""
+    """Moves the shards of an interrupted call into index.json. A kill may have cut the last line."""
     if (out / PROGRESS).exists():
         for record in map(json.loads, (out / PROGRESS).read_text().split("\n")[:-1]):
             index["files"] |= record.pop("files")
