@@ -22,6 +22,7 @@ import checkpoint
 import plan
 from config import parse_args
 from lib.errors import UserError, describe_error
+from lib.files import read_object
 from lib.parts import part_slices
 from lib.ranks import ALONE, Ranks
 from lib.weights import load_model
@@ -337,6 +338,10 @@ def test_a_failing_read_is_tried_again_and_condemns_nothing(tmp_path, monkeypatc
     assert describe_error(error.value)[0] == 1 and len(failures) == 96
     failures.clear()
     assert checkpoint.verify(tmp_path) == [(1, True, "")]
+    if "read_bytes" in name:  # like config.json
+        failures += [OSError(code, os.strerror(code))] * 9
+        with pytest.raises(OSError, match=os.strerror(code)):
+            read_object(folder / "manifest.json")
 
 
 def test_which_checkpoint_a_run_resumes_from(tmp_path):

@@ -93,8 +93,10 @@ def describe_content(head: bytes) -> str:
 def read_file(path: Path) -> bytes:
     """The content of a configuration or tokenizer file. UserError if it cannot be read, or is something else."""
     try:
-        data = path.read_bytes()
+        data = with_retries(path, path.read_bytes)
     except OSError as e:
+        if e.errno in TRANSIENT:
+            raise
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
     if wrong := describe_content(data[:512]):
         raise UserError(f"{path} is {wrong}")

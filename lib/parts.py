@@ -43,11 +43,6 @@ def local_start(tensor: Tensor) -> int:
     return sum(s.start * math.prod(tensor.shape[d + 1 :]) for d, s in enumerate(slices))
 
 
-def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor."""
-    return part_slices(tensor.shape, *sharding(tensor))
-
-
 def owns(tensor: Tensor) -> bool:
     """Whether this rank saves its part: the first of all ranks with the same part does."""
     if not is_sharded(tensor):
