@@ -438,7 +438,7 @@ class Checkpoint:
                 " run began; restore the weights of that time"
             )
 
-    def open_model(self, ranks: Ranks = ALONE) -> Read:
+    def model_reader(self, ranks: Ranks = ALONE) -> Read:
         """read(name, slices) of the whole model's weights, with adapters merged. Refuses adapters whose frozen weights
         have changed. All ranks must call."""
         if not self.config.lora:
@@ -490,7 +490,7 @@ class Checkpoint:
         talks, shape = self.manifest["position"].get("chat", False), self.model_config
         if shape.positions == "rope":  # GPT-2's table of learned positions keeps its size
             shape = replace(shape, max_seq_len=self.config.trained_length(shape))
-        export(shape, self.open_model(ranks), folder, dtype, ranks=ranks, talks=talks, **how)
+        export(shape, self.model_reader(ranks), folder, dtype, ranks=ranks, talks=talks, **how)
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Fills the trained parameters and the optimizer's state. Every rank reads what it keeps. All ranks must

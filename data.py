@@ -324,7 +324,7 @@ def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -
                 log.warning(f"{e}. This run skips evaluation")
 
 
-def with_steps(config: Config, world_size: int) -> Config:
+def epochs_as_steps(config: Config, world_size: int) -> Config:
     """Replaces --epochs by the number of steps that it means; the last step may reach into the next epoch. Tokenizes
     text that is not in the cache."""
     if not config.epochs:

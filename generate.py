@@ -221,7 +221,7 @@ def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
     if (folder / "checkpoints").is_dir():
         source = open_run(folder, tokenizer)
     elif (folder / "config.json").is_file():
-        source = open_folder(folder, tokenizer, chat)
+        source = open_hf_folder(folder, tokenizer, chat)
     else:
         raise UserError(
             f"--run {spec} holds neither checkpoints, as a run folder does, nor config.json, as a model's folder does"
@@ -245,10 +245,10 @@ def open_run(run: Path, tokenizer: str | None) -> Source:
     shape, dtype = found.model_config, DTYPES.get(found.config.dtype, torch.float32)
     chats = bool(tokens.chat_template or found.manifest["position"].get("chat"))
     context = found.config.trained_length(shape)
-    return Source(shape, found.open_model(), dtype, tokens, context, True, tokens.stop_ids, chats)
+    return Source(shape, found.model_reader(), dtype, tokens, context, True, tokens.stop_ids, chats)
 
 
-def open_folder(folder: Path, tokenizer: str | None, chat: bool) -> Source:
+def open_hf_folder(folder: Path, tokenizer: str | None, chat: bool) -> Source:
     """In the dtype that config.json names; float16 is computed in fp32. Like with transformers, a text ends at the
     eos_token_id of generation_config.json, or else of config.json."""
     shape, values = read_config(folder), read_json(folder / "config.json")

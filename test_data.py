@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from config import parse_args
-from data import main, make_loader, open_checked, open_data, show, with_steps
+from data import epochs_as_steps, main, make_loader, open_checked, open_data, show
 from lib import rows
 from lib import text as text_module
 from lib.errors import RankError
@@ -314,9 +314,9 @@ def test_epochs_give_the_number_of_steps(tmp_path):
     numbered(tmp_path / "d", 48)
     c = config(tmp_path / "d", micro_batch=2)
     for epochs, world_size, steps in ((1, 1, 24), (2.5, 3, 20), (0.01, 1, 1), (0, 1, c.steps)):
-        assert with_steps(replace(c, epochs=epochs), world_size).steps == steps
+        assert epochs_as_steps(replace(c, epochs=epochs), world_size).steps == steps
     mixed = config(f"{tmp_path / 'd'}:1", f"{tmp_path / 'd'}:2", epochs=1)
-    assert "--epochs needs one source" in refused(with_steps, mixed, 1)
+    assert "--epochs needs one source" in refused(epochs_as_steps, mixed, 1)
 
 
 @pytest.mark.parametrize("world_size, micro_batch", [(1, 1), (1, 5), (2, 6), (3, 2), (4, 3), (5, 2), (8, 1), (7, 12)])

@@ -36,7 +36,7 @@ import shard
 import train
 from config import Config, check_together
 from data import Batch
-from lib import lora
+from lib import lora, machine
 from lib.errors import Parser, UserError, run_script
 from lib.guards import GradientGuard
 from lib.ranks import ALONE, Ranks, init_ranks, leave
@@ -278,6 +278,7 @@ def work(cells: list[str], texts: int) -> None:
     """A rank: all these cells; rank 0 prints the table. texts: the noise of a tiny model is a matter of luck; if that
     of the first text is too small to explain the cell's, it is the largest of so many texts."""
     torch.set_num_threads(1)
+    machine.set_allocators()
     ranks = init_ranks()
     torch.set_float32_matmul_precision("highest")  # no TF32 here
     for cell in (Cell.parse(words.split()) for words in cells):

@@ -85,7 +85,8 @@ def run_code(code: str, words: list[str], ranks: int = 1, env: dict | None = Non
 def run_ranks(n: int, code: str, *args: str) -> str:
     """Runs Python code on n gloo ranks, after a few imports -> what they print. Fails if one of them does."""
     imports = "import sys, torch, shard, test_shard; from dataclasses import replace\n"
-    imports += "from lib import guards, ranks as rank_module, run as guard; from lib.parts import *\n"
+    imports += "from lib import guards, machine, ranks as rank_module, run as guard; from lib.parts import *\n"
+    imports += "machine.set_allocators()\n"
     imports += "from lib.errors import Failure; from lib.ranks import *\n"
     imports += "from model import MODELS, LossHead, Transformer, random_init\n"
     done = run_code(f"{imports}{code}\nleave(ALONE)", ["worker.py", str(ROOT), *args], n)
@@ -262,7 +263,7 @@ def test_a_run_without_room_is_refused_with_both_numbers(monkeypatch, words, dev
 def test_auto_is_the_dtype_that_a_cpu_is_fast_in(monkeypatch, amx, avx512, name, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": amx, "avx512_bf16": avx512})
     monkeypatch.setattr(settle, "cpu_name", lambda: name)
-    assert settle.resolve(parse_args([]), torch.device("cpu"), 1).dtype == dtype
+    assert settle.choose_defaults(parse_args([]), torch.device("cpu"), 1).dtype == dtype
 
 
 def test_out_of_memory_tells_what_the_memory_went_to():

@@ -144,8 +144,8 @@ def test_a_run_in_bf16_with_all_that_saves_memory_resumes_bit_for_bit(tmp_path, 
     code = """
 from lib import settle
 if os.environ["RANK"] == "1":  # the other machine
-    find = settle.open_folder
-    settle.open_folder = lambda folder, model: find(folder / "elsewhere", model)
+    find = settle.open_weights
+    settle.open_weights = lambda folder, *words, **how: find(folder / "elsewhere", *words, **how)
 """
     flags = [*FAST, "--data", text, "--log_every", 1, "--eval_every", 0, "--schedule", "constant", "--dtype", "bf16"]
     flags += ["--param_dtype", "bf16", "--state_dtype", "bf16", "--reduce_dtype", "bf16", "--reshard", "always"]
@@ -267,13 +267,13 @@ def test_fp32_is_not_multiplied_as_tf32(tmp_path, monkeypatch):
     products = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with monkeypatch.context() as m:
-        m.setattr(machine, "set_products", products.append)
+        m.setattr(machine, "set_matmul_precision", products.append)
         words = ["--dtype", "fp32", "--data", "nowhere.txt", "--out", str(tmp_path / "run")]
         assert exit_status(train_main, words) == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", products.append)
     for dtype in ("fp32", "tf32", "bf16"):
-        machine.set_products(dtype)
+        machine.set_matmul_precision(dtype)
     assert products == ["fp32", "highest", "high", "high"]
 
 

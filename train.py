@@ -31,11 +31,11 @@ import fp8
 import plan
 import shard
 from attention import choose_backend
-from data import IGNORE, Batch, Loader, open_data, with_steps
+from data import IGNORE, Batch, Loader, epochs_as_steps, open_data
 from generate import write_samples
 from lib import lora, machine, progress, settle
 from lib.guards import GradientGuard
-from lib.ranks import Ranks, gather, init_ranks, leave, on_every_rank, on_first_rank
+from lib.ranks import Ranks, gather, init_ranks, leave, on_every_rank, on_first_rank, set_timeout
 from lib.run import Run
 from log import Log, attention_kernel, describe_model, logger, profile_steps
 from model import Details, Transformer
@@ -44,12 +44,15 @@ from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer, u
 
 def main(argv: list[str]) -> int:
     asked = parse_args(argv, trains=True)
-    ranks = init_ranks(asked.deterministic) if asked.check < 0 else settle.imagine_ranks(asked)
+    if asked.check < 0:
+        machine.set_allocators()
+        machine.set_determinism(asked.deterministic)
+    ranks = init_ranks() if asked.check < 0 else settle.imagine_ranks(asked)
     asked = on_first_rank(partial(checkpoint.keep_lanes, asked), ranks)
     config = resolve(asked, ranks.device, ranks.world_size)
     if config.check >= 0:
         return report(count_steps(asked, config, ranks), ranks)
-    machine.set_products(config.dtype)
+    machine.set_matmul_precision(config.dtype)
     with Run(config, ranks) as run:
         run.config = count_steps(asked, config, ranks)
         train(run.config, ranks, run)
@@ -68,7 +71,7 @@ def report(config: Config, ranks: Ranks) -> int:
         plan.refuse_without_room(config, ranks)
         settle.refuse_inputs(config, resume_from is not None, ranks.world_size)
         data, _ = open_data(config, ranks)
-        settle.open_weights(config, resume_from is not None)
+        settle.open_initial_weights(config, resume_from is not None)
         data.load_state_dict(resume_from.manifest["position"] if resume_from else data.state_dict())
         state = "resume" if resume_from else "fresh"
         print(f"attention={attention_kernel(config, data, ranks.device)}")
@@ -81,7 +84,7 @@ def report(config: Config, ranks: Ranks) -> int:
 
 def resolve(config: Config, device: torch.device, world_size: int) -> Config:
     """Replaces every `auto` by its value here, for flags.json; refuses settings that cannot run here."""
-    config = settle.resolve(config, device, world_size)
+    config = settle.choose_defaults(config, device, world_size)
     fp8.check_run(config, device, split_batch(config, world_size)[0])
     compiled, head_dim = config.compile != "none", config.model_config.head_dim
     attention = choose_backend(config.attention, device.type, config.dtype, compiled, config.seq_len, head_dim)
@@ -93,7 +96,9 @@ def count_steps(asked: Config, config: Config, ranks: Ranks) -> Config:
     asked: config with its `auto`, because a short run is not compiled. All ranks must call."""
     if not asked.epochs:
         return config
-    return resolve(on_first_rank(lambda: with_steps(asked, ranks.world_size), ranks), ranks.device, ranks.world_size)
+    return resolve(
+        on_first_rank(lambda: epochs_as_steps(asked, ranks.world_size), ranks), ranks.device, ranks.world_size
+    )
 
 
 def train(config: Config, ranks: Ranks, run: Run) -> None:
@@ -106,9 +111,9 @@ def train(config: Config, ranks: Ranks, run: Run) -> None:
     on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
     on_first_rank(lambda: settle.refuse_inputs(config, resume_from is not None, ranks.world_size), ranks)
     data, val_data = open_data(config, ranks)
-    weights = on_every_rank(lambda: settle.open_weights(config, resume_from is not None, ranks.rank), ranks)
-    mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
-    run.add_mesh(mesh)
+    weights = on_every_rank(lambda: settle.open_initial_weights(config, resume_from is not None, ranks.rank), ranks)
+    run.mesh = mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
+    set_timeout(run.hang_limit, ranks, mesh)
     model = build(config, ranks, mesh)
     with machine.reported_memory(config, model):
         weight_scales = fp8.prepare(model, config, mesh, data.step_rows > data.micro_batch * ranks.world_size)

@@ -31,7 +31,7 @@ from config import DEFAULT, Config, parse_args
 from data import Batch, make_loader
 from lib.errors import Failure
 from lib.files import ROOT
-from lib.machine import find_device, keep_memory, memory_gib
+from lib.machine import find_device, memory_gib, set_allocators
 from lib.ranks import ALONE
 
 # Further flags of ours: the settings of train_peer.
@@ -125,7 +125,7 @@ def race_training(
 def train_peer(name: str, folder: Path, out: Path, steps: int, every: int, flags: list[str]) -> None:
     """Trains in this process and writes records like train.py's. name: PEER, PRECISION[, compiled]; precision: mixed
     (autocast, fp32 masters), bf16 or fp32."""
-    keep_memory()  # all contenders get the allocator that train.py sets up
+    set_allocators()  # all contenders get the allocator that train.py sets up
     peer, precision, *compiled = name.split(", ")
     device = find_device(1)
     with device:  # random values for 3 B parameters take a CPU minutes
@@ -228,7 +228,7 @@ def nanochat(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]
 def train_for(name: str, checkout: Path, out: Path, seconds: float) -> None:
     """Trains for `seconds`, with compilation, on the rows of the default recipe, and writes a record after each tenth
     of the time, which evaluations do not use up. name: CONTENDER, LR."""
-    keep_memory()
+    set_allocators()
     contender, rate = name.split(", ")
     make = {"nanoGPT": nanogpt, "nanochat": nanochat}.get(contender, flatland)
     adamw = "--optimizer adamw --embed_lr 0 --weight_decay 0.1 --beta1 0.9" * contender.endswith("adamw")

@@ -144,7 +144,7 @@ def find_device(processes: int, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def keep_memory() -> None:
+def set_allocators() -> None:
     """Sets up the memory allocators. Call it before the first computation. Variables that the user has set are kept.
 
     On a CPU, glibc returns large blocks to the kernel and faults them in again in every step, which takes most of the
@@ -171,7 +171,7 @@ def set_determinism(on: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every new tensor twice
 
 
-def set_products(dtype: str) -> None:
+def set_matmul_precision(dtype: str) -> None:
     """Lets a GPU multiply fp32 matrices in TF32, unless --dtype is fp32. Call it before the first compilation."""
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")

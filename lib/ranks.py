@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lib import torch_private
 from lib.errors import PATH_MISTAKES, Failure, Message, UserError
-from lib.machine import find_device, keep_memory, set_determinism
+from lib.machine import find_device
 
 WATCHDOG = 15  # seconds that a rank's watchdog has to find out which rank is behind
 
@@ -34,12 +34,9 @@ class Ranks:
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def init_ranks(deterministic: bool = False) -> Ranks:
-    """Sets up the allocator and the device, and joins the process group that torchrun describes in the environment;
-    without one, this process is alone. deterministic: use only kernels that always give the same bits. All ranks must
-    call."""
-    keep_memory()
-    set_determinism(deterministic)
+def init_ranks() -> Ranks:
+    """Joins the process group that torchrun describes in the environment; without one, this process is alone. Its
+    device becomes torch's current one. All ranks must call."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     device = find_device(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":

@@ -30,7 +30,7 @@ from config import Config
 from lib import progress, torch_private
 from lib.errors import Failure, UserError, describe_error, printable, say_error
 from lib.files import fill_old_lock, read_json, write_json
-from lib.ranks import Ranks, on_every_rank, on_first_rank, set_timeout
+from lib.ranks import Ranks, on_every_rank, on_first_rank
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 TOGETHER = 2.0  # seconds within which signals are one
@@ -160,10 +160,11 @@ class Run:
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks, self.folder, self.clock = config, ranks, Path(config.out), Clock()
-        self.lock = self.mesh = None  # rank 0 has the lock
+        self.lock = None  # on rank 0
+        self.mesh: DeviceMesh | None = None  # the watchdog counts the collectives of its groups
         # with run.phase(NAME): time inside belongs to NAME. The watchdog allows --timeout in "data" and "steps", and in
-        # any other phase at least LONG without progress.
-        self.phase = self.clock.part
+        # any other phase hang_limit without progress.
+        self.phase, self.hang_limit = self.clock.part, max(config.timeout, LONG)
         self.began, self.exit_code = False, 1
         self.stop_reason = ""  # why this rank wants to stop; the watchdog sets it
         self.pending_vote = None
@@ -215,11 +216,6 @@ class Run:
         start_logging(self.folder if self.ranks.rank == 0 else None)
         for message in warnings:
             logger.warning(message)
-
-    def add_mesh(self, mesh: DeviceMesh | None) -> None:
-        """The watchdog counts the collectives of the mesh's groups as a measure of a rank's progress."""
-        self.mesh = mesh
-        set_timeout(max(self.config.timeout, LONG), self.ranks, mesh)
 
     def agrees_to_stop(self, failed: bool = False) -> bool:
         """Casts this step's vote and returns the outcome of the step before, so nobody waits for the answer. A request
@@ -354,7 +350,7 @@ class Watchdog:
         since, limit = self.clock.since, timeout
         if phase not in ("steps", "data"):
             self._exchange_progress(now)
-            since, limit = max(since, progress.advanced_at, self.reported_at), max(timeout, LONG)
+            since, limit = max(since, progress.advanced_at, self.reported_at), self.run.hang_limit
         if now - since > limit:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             what = f"no step has ended for {now - since:.0f} s, in phase {phase!r} (--timeout {timeout})"

@@ -19,8 +19,7 @@ from lib.hub import describe_unverified, local_path
 from lib.machine import cpu_name
 from lib.ranks import Ranks
 from lib.run import logger, refuse_unusable
-from lib.weights import open_adapter, refuse_in_the_way
-from lib.weights import open_weights as open_folder
+from lib.weights import open_adapter, open_weights, refuse_in_the_way
 from model import Transformer, flops_per_token, random_init
 from shapes import MODELS
 
@@ -28,7 +27,7 @@ SHORT_SECONDS = 300  # compiled steps are faster by a tenth to a third
 CORE_FLOPS = 5e10  # per second, uncompiled: the default recipe's, in bf16, on a Xeon; wider models reach more
 
 
-def resolve(config: Config, device: torch.device, world_size: int) -> Config:
+def choose_defaults(config: Config, device: torch.device, world_size: int) -> Config:
     """Replaces `auto` in dtype and compile, 0 in batch_tokens and lanes; refuses settings that do not fit the ranks."""
     config = replace(config, dtype=_choose_dtype(config.dtype, device), compile=_choose_compile(config, device))
     refuse_unsupported(config, world_size)
@@ -112,12 +111,12 @@ def say_finished(config: Config, step: int) -> None:
     )
 
 
-def open_weights(config: Config, resumes: bool, rank: int = 0):
+def open_initial_weights(config: Config, resumes: bool, rank: int = 0):
     """read(name, slices) of --weights; None for a rank that reads none. A resumed run with adapters needs its frozen
     base again. Call it before anything is allocated, because a machine may lack the files."""
     if not config.weights or (resumes and not config.lora) or (rank and config.load == "rank0"):
         return None
-    read = open_folder(local_path(config.weights, "--weights"), config.model_config, reads_head=rank == 0)
+    read = open_weights(local_path(config.weights, "--weights"), config.model_config, reads_head=rank == 0)
     if config.lora_weights and not resumes:
         return lora.join(read, open_adapter(local_path(config.lora_weights, "--lora_weights"), config))
     return read

@@ -155,7 +155,7 @@ def test_another_base_is_refused(run):
         done = train(*flags, "--steps", 6, "--out", folder / "whole", status=2)
         assert "holds adapters of other weights" in done.stderr
         with pytest.raises(UserError, match="holds adapters of other weights"):
-            checkpoint.newest(folder / "whole").open_model()
+            checkpoint.newest(folder / "whole").model_reader()
     finally:
         base.write_bytes(before)
 

@@ -137,7 +137,7 @@ def test_lanes_are_chosen_for_the_ranks(tmp_path, caplog, ranks, micro_batch):
 def test_a_resume_keeps_the_lanes(tmp_path):
     c = config(write(tmp_path / "d", 1, 1), lanes=0, out=tmp_path / "run")
     folder = tmp_path / "run/checkpoints/step-00000002"
-    assert checkpoint.keep_lanes(c).lanes == 0 and settle.resolve(c, torch.device("cpu"), 16).lanes == 192
+    assert checkpoint.keep_lanes(c).lanes == 0 and settle.choose_defaults(c, torch.device("cpu"), 16).lanes == 192
     folder.mkdir(parents=True)
     old = {name: value for name, value in asdict(c).items() if name != "lanes"}  # before there was such a flag
     for then, lanes in ((old, 64), (old | {"lanes": 7}, 7)):

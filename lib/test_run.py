@@ -142,8 +142,7 @@ def test_progress_of_any_rank_puts_off_the_end(watched, monkeypatch, rank):
     watched.watchdog.store = store = dist.HashStore()
     watched.watchdog._find_behind = list
     store.add("flatland/progress", int(rank == "another"))
-    monkeypatch.setattr(guard, "LONG", 60)
-    watched.config.timeout, long_ago = 60, time.perf_counter() - 90
+    watched.hang_limit, long_ago = 60, time.perf_counter() - 90
     monkeypatch.setattr(progress, "advanced_at", time.perf_counter() if rank == "this" else 0.0)
     watched.clock.since = long_ago
     watched.watchdog._check_progress()
@@ -236,7 +235,7 @@ def test_only_an_old_request_to_stop_is_dropped(tmp_path, monkeypatch, attempt, 
     request = tmp_path / "logs/stop"
     request.touch()
     os.utime(request, (time.time() - age,) * 2)
-    guard.Run(SimpleNamespace(out=str(tmp_path)), ALONE)._drop_old_request()
+    guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), ALONE)._drop_old_request()
     assert request.exists() == kept
 
 
@@ -248,7 +247,7 @@ def test_a_broken_file_of_the_compiler_names_its_cache(capsys):
 
 
 def test_an_error_is_in_status_json_and_log_txt(tmp_path, capsys):
-    run = guard.Run(SimpleNamespace(out=str(tmp_path)), Ranks(1, 2, ALONE.device))
+    run = guard.Run(SimpleNamespace(out=str(tmp_path), timeout=600), Ranks(1, 2, ALONE.device))
     write_status(tmp_path, "running", 7)
     for message in ("the first\nhas two lines", "of another rank"):  # only the first counts
         run.record_end(guard.Failure(message), "failed", 1, message)
