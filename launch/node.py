@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -125,6 +126,9 @@ def agent(logs, ranks, *command):
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, request_stop)
     choose_interface(command[command.index("--local-addr") + 1])
+    # The first machine's torchrun keeps two connections to each rank.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if ranks > 1:  # torchrun would give each rank one thread, also for AdamW on the CPU
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     with open(logs / "agent.stderr.log", "ab") as stderr:

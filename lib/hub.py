@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 from lib.errors import Failure, Message, UserError
 from lib.files import read_json, write_json
+from lib.progress import advance
 
 LIBRARIES = "huggingface_hub", "httpx", "httpx2"  # whose errors come from the hub or the network
 BAD_NAMES = (
@@ -131,6 +132,7 @@ def hash_file(path: Path, size: int, changed: int, expected: str) -> str:
     """sha256, or git's SHA-1 of a blob if the expected hash is shorter."""
     from huggingface_hub.utils import sha
 
+    advance()
     with open(path, "rb") as file:
         return sha.sha_fileobj(file).hex() if len(expected) == 64 else sha.git_hash(file.read())
 

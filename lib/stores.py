@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lib.errors import Failure, Message, UserError
 from lib.hub import ask_hub, guard_token, hub_errors
+from lib.progress import advance
 
 HUB = "hf://datasets/"  # the address of a data set on the hub begins with it
 ADDRESS = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")  # ORG/NAME, revision, path
@@ -86,11 +87,18 @@ def version_of(info: dict) -> str:
     return next((str(info[key]) for key in VERSIONS if info.get(key)), "")
 
 
+def fetch(store, name: str, target) -> None:
+    """Copies a file to a path, or into an open file."""
+    from fsspec.callbacks import Callback
+
+    store.get_file(name, target, callback=Callback(hooks={"progress": lambda *_, **__: advance()}))
+
+
 def open_remote(store, name: str, in_sequence: bool) -> io.BufferedIOBase:
     """Opens a file for reading, on the hub as one stream if it is read in sequence."""
     if name.startswith("http"):  # the server may give whole files only
         file = tempfile.TemporaryFile()  # noqa: SIM115
-        store.get_file(name, file)
+        fetch(store, name, file)
         file.seek(0)
         return file
     raw = store.open(name, block_size=0 if in_sequence and name.startswith(HUB) else None)

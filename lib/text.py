@@ -48,7 +48,7 @@ from lib.chat import CHATS_KNOWN, chat_template, find_messages, render_chat
 from lib.errors import Parser, UserError, nearest, printable
 from lib.files import read_ahead, read_json, read_object, write_whole
 from lib.progress import advance
-from lib.stores import bare, list_files, open_remote, open_store, store_errors, version_of
+from lib.stores import bare, fetch, list_files, open_remote, open_store, store_errors, version_of
 from lib.tokenizer import load_tokenizer
 
 STDIN, BUILTIN = "-", "built-in.text"  # names of text that is in no file
@@ -158,8 +158,7 @@ def fetch_all(files: list["TextFile"], cache: Path) -> list["TextFile"]:
                 wanted = names + [index] * (any(kind_of(name) == SHARD for name in names) and store.exists(index))
                 os.makedirs(f"{folder}.part", exist_ok=True)
                 for name in wanted:
-                    store.get_file(name, f"{folder}.part/{Path(bare(name)).name}")
-                    advance()
+                    fetch(store, name, f"{folder}.part/{Path(bare(name)).name}")
                 os.replace(f"{folder}.part", folder)
         out += [find_files(str(folder / Path(bare(name)).name), "--data")[0] for name in names]
     return out
@@ -397,6 +396,7 @@ def encode(
     of another kind than the first."""
     submitted = ((job, pool.submit(encode_rows, encoder, job[2])) for job in jobs)
     for (label, name, rows), future in read_ahead(submitted, ahead):
+        advance()
         for row, (tokens, its_kind) in zip(rows, future.result(), strict=True):
             kind = kind or its_kind
             if its_kind and its_kind == kind:
