@@ -111,8 +111,7 @@ def test_several_processes_train_like_one(tmp_path, text):
 
 def saved_parts(run: Path) -> set[tuple[str, str]]:
     """(name, dtype) of the tensors' parts in the newest checkpoint."""
-    files = checkpoint.newest(run).manifest["files"]
-    return {(name, place["dtype"]) for file in files for name, place in file["tensors"].items()}
+    return {(name, layout["dtype"]) for name, layout in checkpoint.newest(run).layouts.items()}
 
 
 def test_ranks_save_their_masters_after_an_evaluation(tmp_path, text):
