@@ -24,7 +24,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -433,10 +433,24 @@ def watched(model: nn.Module) -> dict[str, float | None]:
     return out
 
 
-# ---- in a run: config is a Config, model a Transformer
+# ---- in a run, where model is a Transformer
 
 
-def check_run(config, device: torch.device, micro_batch: int) -> None:
+class Settings(Protocol):
+    """The fields of config.Config that are read here. This file does not import Config."""
+
+    model_config: object  # shapes.ModelConfig
+    seq_len: int
+    dtype: str
+    compile: str
+    fp8: str
+    fp8_grad_dtype: str
+    fp8_all_gather: bool
+    fp8_skip: tuple[str, ...]
+    fp8_log_every: int
+
+
+def check_run(config: Settings, device: torch.device, micro_batch: int) -> None:
     """Refuses a number of tokens that the kernel of the weight gradient cannot sum over, and a GPU without FP8."""
     if config.fp8 == "off":
         return
@@ -457,7 +471,7 @@ def check_run(config, device: torch.device, micro_batch: int) -> None:
         raise UserError(f"{flag}: {name}, FP8 needs 8.9 (Ada, Hopper or later); --fp8 off trains in bf16 here")
 
 
-def convert(model: nn.Module, config, device: torch.device) -> str:
+def convert(model: nn.Module, config: Settings, device: torch.device) -> str:
     """Converts the model according to the flags -> a table of the layers. If every layer is too small to become faster,
     as in a model for tests, all are converted. Refuses names to skip that match no layer, and a model without any layer
     that can be converted."""
@@ -473,7 +487,7 @@ def convert(model: nn.Module, config, device: torch.device) -> str:
     raise UserError(f"--fp8 {config.fp8}: no layer would be in FP8 ({rows[0][0]}: {rows[0][2]}, ...); --fp8 off")
 
 
-def prepare(model: nn.Module, config, mesh: DeviceMesh | None, accumulates: bool) -> WeightScales:
+def prepare(model: nn.Module, config: Settings, mesh: DeviceMesh | None, accumulates: bool) -> WeightScales:
     """Sets up the work that FP8 does once per step. Call it once the parameters are allocated. accumulates: steps have
     several micro-batches."""
     blocks = [list(layers(block)) for block in model.layers]

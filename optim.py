@@ -21,7 +21,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,26 @@ from lib.parts import is_sharded, local, local_start
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
 PIECE = {"eager": 2**18, "compiled": 2**30}  # elements: temporaries that fit in a cache; 32-bit indices
+
+
+class Settings(Protocol):
+    """The fields of config.Config that the optimizers read. This file does not import Config."""
+
+    optimizer: str
+    dtype: str
+    state_dtype: str
+    compile: str
+    seed: int
+    lr: float
+    min_lr: float
+    embed_lr: float
+    warmup: int  # steps
+    steps: int
+    schedule: str
+    decay_steps: float  # below 1: a share of the steps
+    weight_decay: float
+    beta1: float
+    beta2: float
 
 
 class Gradients:
@@ -85,9 +105,9 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def state_layout(model: nn.Module, config) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
+def state_layout(model: nn.Module, config: Settings) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
     """The optimizer's state for each trained parameter, except its number of updates: state name -> (shape, dtype).
-    A state of its parameter's shape is sharded as the parameter is. config: a Config."""
+    A state of its parameter's shape is sharded as the parameter is."""
     dtype, muon = DTYPES[config.state_dtype], matrices(model) if config.optimizer == "muon" else {}
     layout = {}
     for name, p in trainable_parameters(model).items():
@@ -96,8 +116,8 @@ def state_layout(model: nn.Module, config) -> dict[str, dict[str, tuple[torch.Si
     return layout
 
 
-def make_optimizer(model: nn.Module, config) -> "Optimizer":
-    """Matrices and embeddings decay; biases and norm weights (one dimension) do not. config: a Config."""
+def make_optimizer(model: nn.Module, config: Settings) -> "Optimizer":
+    """Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
     rows = matrices(model) if config.optimizer == "muon" else {}
     others = [p for p in trainable_parameters(model).values() if p not in rows]
     embeddings = [p for name, p in trainable_parameters(model).items() if name.startswith("embed_")]
@@ -126,8 +146,8 @@ class AdamW(Optimizer):
     """AdamW for parameters and moments of any dtypes. It names its state like torch's: exp_avg and exp_avg_sq, in
     --state_dtype, and step."""
 
-    def __init__(self, groups: list[dict], config):
-        """groups: with params, lr, betas, eps and weight_decay. config: a Config."""
+    def __init__(self, groups: list[dict], config: Settings):
+        """groups: with params, lr, betas, eps and weight_decay."""
         super().__init__(groups)
         self.state_dtype, self.seed, compiled = DTYPES[config.state_dtype], config.seed, config.compile != "none"
         parameters = [p for group in groups for p in group["params"]]
@@ -283,7 +303,7 @@ def update(optimizer: Optimizer | torch.optim.Optimizer, lr: float, grad_divisor
         p.grad = None
 
 
-def learning_rate(config, step: int) -> float:
+def learning_rate(config: Settings, step: int) -> float:
     """The rate of update number `step`, counted from 0; a pure function, so that a resumed run needs no scheduler
     state."""
     warmup, steps = config.warmup, config.steps
@@ -346,8 +366,8 @@ class Muon(Optimizer):
     of every parameter to whole parameters, a part of them on each rank, and back. This only copies, so the update has
     the same bits on any mesh. Experts that are sharded by expert stay where they are."""
 
-    def __init__(self, rows: dict[nn.Parameter, tuple[int, ...]], adamw: AdamW, config):
-        """rows: see `matrices`. adamw: updates the other parameters. config: a Config."""
+    def __init__(self, rows: dict[nn.Parameter, tuple[int, ...]], adamw: AdamW, config: Settings):
+        """rows: see `matrices`. adamw: updates the other parameters."""
         super().__init__([{"params": [*rows], "weight_decay": config.weight_decay}, *adamw.param_groups])
         self.adamw, adamw.state, self.rows = adamw, self.state, rows
         self.dtype, self.state_dtype = DTYPES[config.dtype], DTYPES[config.state_dtype]
