@@ -189,7 +189,7 @@ FAMILIES = {
         },
         keys=BIAS_KEYS,
         windows=(SLIDING,),
-        others=(*ROPE, "sliding_window", "use_sliding_window"),
+        others=(*ROPE, "sliding_window", "use_sliding_window", "use_qk_norm"),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -204,7 +204,7 @@ FAMILIES = {
         QWEN3_MOE_KEYS,
         windows=(SLIDING,),
         aliases={"num_local_experts": "num_experts"},
-        others=(*ROPE, "sliding_window", "use_sliding_window", "intermediate_size"),
+        others=(*ROPE, "sliding_window", "use_sliding_window", "intermediate_size", "use_qk_norm"),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -303,7 +303,9 @@ MEANS_OURS = {
     "do_layer_norm_before": (True,),
     "embd_pdrop": (0.0,),
     "embedding_multiplier": (1, None),
+    "full_attn_mod": (1, None),
     "hidden_act": ("silu", "swish"),
+    "interpolate_factor": (1, None),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "lm_head_multiplier": (1, None),
@@ -452,8 +454,10 @@ def _read_layers(values, row, n_layers):
     ]
     types = values.get("layer_types") or expected
     fits = window and "layer_types" in row.defaults and len(types) == n_layers and {SLIDING, FULL}.issuperset(types)
-    if len(rotates) < n_layers or not (fits or types == expected):
-        raise ValueError(f"layer_types is {types!r}, sliding_window is {window or None}: not implemented")
+    if len(rotates) < n_layers:
+        raise ValueError(f"no_rope_layers has {len(rotates)} entries, expected {n_layers}")
+    if not (fits or types == expected):
+        raise ValueError(f"layer_types is {str(types)[:90]}, sliding_window is {window or None}: not implemented")
     kinds = [("window" if types[i] == SLIDING else "full") + " nope" * (not rotates[i]) for i in range(n_layers)]
     return {"layer_kinds": tuple(kinds), "window": window}
 
@@ -493,7 +497,7 @@ def _merge(*parts):
 
 def _read_scaling(rope, row):
     kind = rope["rope_type"]
-    if kind != "default" and not (row.scales and kind in ROPE_KEYS):
+    if kind != "default" and not (row.scales and str(kind) in ROPE_KEYS):
         raise ValueError(f"rope_scaling of type {kind} is not implemented")
     _refuse_keys(rope, READ_IN_ROPE)
     if kind == "default":

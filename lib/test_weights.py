@@ -26,6 +26,7 @@ transformers.utils.logging.disable_progress_bar()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENS = random_tokens(2, 96)  # twice as long as rope scaling's original context
 INDEX = "model.safetensors.index.json"
+OLDER = ("gpt2", "llama3", "llama3.2", "mixtral", "wide-heads", "mistral", "qwen2.5")  # exported as one file, too
 
 
 @cache
@@ -170,7 +171,9 @@ def test_peak_memory_is_not_twice_the_model(tmp_path):
 # ---- export
 
 
-@pytest.mark.parametrize("name, dtype", [*((n, d) for n in FAMILY for d in ("fp32", "bf16")), ("mixtral", "fp16")])
+@pytest.mark.parametrize("name, dtype", [
+    *((n, d) for n in FAMILY for d in ("bf16", "fp32")[: 1 + (n in OLDER)]), ("mixtral", "fp16"),
+])  # fmt: skip
 def test_import_export_import(tmp_path, name, dtype):
     """We compute transformers' logits. An export has the same names with the same bits; transformers finds every key,
     no other, and computes equal logits."""
@@ -428,6 +431,7 @@ SAME = [  # a family, harmless changes
     ("qwen2", {"layer_types": ["full_attention"] * 24, "sliding_window": 4096, "use_sliding_window": None}),
     ("qwen2", {"attention_bias": True, "max_window_layers": 3}),
     ("qwen3", {"use_sliding_window": True}),
+    ("qwen3_moe", {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}),
     ("llama", {"internal_version": "x", "num_beams": 4, "typical_p": 0.9, "repetition_penalty": 1.1, "min_p": 0.1}),
     ("llama", {"x_null": None, "x_false": False, "x_zero": 0, "x_one": 1.0, "x_none": [], "alibi": False}),
     ("llama", {"final_logit_softcapping": None, "embedding_multiplier": 1.0, "logits_scaling": 1, "bias": False}),
@@ -521,7 +525,8 @@ REFUSED = [  # a family, changes of its config.json above (...: without the key)
     *((kind, {"layer_types": types, "sliding_window": 8}, "layer_types is .*sliding_window is .*: not implemented")
       for kind, types in (("mistral", ["full_attention"] * 32), ("qwen2", MIXED),
                           ("olmo3", MIXED[:5]), ("olmo3", ["chunked_attention"] * 32))),
-    ("smollm3", {"no_rope_layers": [1, 0]}, "layer_types is"), ("smollm3", {"no_rope_layer_interval": 0}, "positive"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries, expected 36"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "positive"),
     ("llama", {"vocab_size": 2**40}, "config.json: no machine holds it: .* 1099511627776 x 4096"),
     ("llama", {"num_key_value_heads": 5}, "n_heads 32 does not divide by n_kv_heads 5"),
 ]  # fmt: skip
