@@ -278,7 +278,7 @@ def test_training_never_waits_for_a_picture(tmp_path, passes):
 
 
 def test_a_long_run_costs_a_bounded_number_of_points(tmp_path, monkeypatch):
-    """From the first record on, with a stride that is a power of two; validations have their own stride."""
+    """Every record from the first on, with a stride; validations have their own stride."""
     monkeypatch.setattr(curves, "POINTS", 10)
     records = [{"step": i, "tokens": i, "loss": 1.0} for i in range(1000)]
     for record_of_validation in records[::25]:
@@ -288,9 +288,9 @@ def test_a_long_run_costs_a_bounded_number_of_points(tmp_path, monkeypatch):
     with mock.patch.object(curves.json, "loads", wraps=json.loads) as loads:
         sample = curves._sample(tmp_path / "metrics.jsonl")
     steps, validated = ([r["step"] for r in sample if (key in r)] for key in ("loss", "val_loss"))
-    assert loads.call_count == len(sample) <= 40
-    assert steps == sorted(steps) and steps[0] == 0 and max(np.diff(steps)) < 70
-    assert validated == [*range(0, 1000, 50)]
+    assert loads.call_count == len(sample) <= 20
+    assert steps == sorted(steps) and steps[0] == 0 and max(np.diff(steps)) <= 101
+    assert validated == [*range(0, 1000, 125)]
 
 
 def test_runs_are_drawn_over_each_other(tmp_path):
