@@ -18,9 +18,9 @@ instead.
 cuDNN never gets a mask: on an H100 its gradients can be NaN then (pytorch issue 196678).
 
 `varlen` runs FlashAttention 2. On an H100 with the flash_attn_interface package it runs FlashAttention 3, which torch
-activates through public functions, at about twice the rate. `auto` never takes `flash`: flash-attn 2 has the same
-kernels as torch, and for plain rows on an H100 torch prefers cuDNN's (published: 1.7 to 2.3 times as fast). The log and
-env.json name the kernel that runs.
+activates through public functions, at about twice the rate; torch 2.15 would otherwise prefer cuDNN to both. `auto`
+never takes `flash`: flash-attn 2 has the same kernels as torch, and for plain rows on an H100 torch prefers cuDNN's
+(published: 1.7 to 2.3 times as fast). The log and env.json name the kernel that runs.
 
 Letters: B batch, T tokens (queries), S keys, H heads, K key/value heads, h head_dim.
 """
@@ -124,7 +124,8 @@ def attention(
     if window and mask is None and backend in PACKED:
         mask = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)  # each row is one document
     if mask is not None and mask.dtype == torch.int32:
-        return _packed(q, k, v, mask, backend, window)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # the one that `kernel` names, with every torch
+            return _packed(q, k, v, mask, backend, window)
     if backend == "flash" and mask is None:
         from flash_attn import flash_attn_func
 
@@ -180,7 +181,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str, windo
 
 
 def _varlen_words(grouped: bool, window: int) -> dict:
-    """Arguments of varlen_attn for causality, a window and shared heads; torch 2.11 and 2.13 differ."""
+    """Arguments of varlen_attn for causality, a window and shared heads; torch 2.11 and later ones differ."""
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn

@@ -56,7 +56,8 @@ def attention_kernel(config: Config, data, device: torch.device) -> str:
     """The kernel that computes attention on the rows of a Loader."""
     shape = config.model_config
     heads = shape.n_heads, shape.n_kv_heads, shape.head_dim
-    return kernel(config.attention, data.separate, device, DTYPES[config.dtype], heads, shape.window > 0)
+    windows = 0 < shape.window < config.seq_len
+    return kernel(config.attention, data.separate, device, DTYPES[config.dtype], heads, windows)
 
 
 def describe_model(model: Transformer) -> None:

@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.adamw import adamw as torch_adamw
 
 from lib import torch_private
 from lib.parts import is_sharded, local, local_start
@@ -164,7 +165,6 @@ class AdamW(Optimizer):
     @torch.no_grad()
     def step(self, grad_divisor: Tensor, skip: Tensor) -> None:
         """Updates the parameters that have gradients."""
-        counted = 1.0 - skip
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for p in parameters:
@@ -172,7 +172,6 @@ class AdamW(Optimizer):
                 if not state:
                     state["step"] = torch.zeros((), device=local(p).device)
                     state |= {moment: torch.zeros_like(p, dtype=self.state_dtype) for moment in MOMENTS}
-                state["step"].add_(counted)
             if parameters and self.fused:
                 self._update_fused(group, parameters, grad_divisor, skip)
             elif parameters:
@@ -180,12 +179,13 @@ class AdamW(Optimizer):
 
     def _update_fused(self, group: dict, parameters: list[Tensor], grad_divisor: Tensor, skip: Tensor) -> None:
         states, (beta1, beta2) = [self.state[p] for p in parameters], group["betas"]
-        torch_private.fused_adamw_(
+        torch_adamw(  # also adds 1 - skip to each step
             [local(p) for p in parameters],
             [local(p.grad) for p in parameters],
             *([local(state[moment]) for state in states] for moment in MOMENTS),
             [],
             [state["step"] for state in states],
+            fused=True,
             lr=group["lr"],
             beta1=beta1,
             beta2=beta2,
@@ -198,6 +198,8 @@ class AdamW(Optimizer):
         )
 
     def _update_mixed(self, group: dict, parameters: list[Tensor], grad_divisor: Tensor, skip: Tensor) -> None:
+        for p in parameters:
+            self.state[p]["step"].add_(1.0 - skip)
         step = self.state[parameters[0]]["step"].clamp(min=1.0)
         factors = adamw_factors(group, step, grad_divisor)
         for p in parameters:

@@ -492,6 +492,7 @@ def test_packed_kernels_get_the_documents(monkeypatch, heads, window, packed):
     def loop(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False):
         calls.append(window_size)
         assert torch.equal(cu_q, cu_k) and (max_q, max_k) == (101, 101) and window_size[1] == 0
+        assert torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
         assert enable_gqa == (heads[0] != heads[1]) and cu_q[-1] == len(q)
         assert cu_q.dtype == torch.int32 and (len(cu_q) % 64 == 0) == packed
         out = torch.empty_like(q)

@@ -181,12 +181,15 @@ def test_a_prediction_that_is_off_says_so(tmp_path, monkeypatch):
     assert content["step"] == 40 and content["measured"] == content["predicted"] == predicted
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_measured_peak(monkeypatch, dtype):
+@pytest.mark.parametrize("dtype, long, width", [(torch.float32, 10.0, 256), (torch.bfloat16, 0.0, 64)])
+def test_a_measured_peak(monkeypatch, dtype, long, width):
+    """The first width whose product is long, else the last one."""
     state = torch.get_rng_state()
-    monkeypatch.setitem(machine.WIDTH, "cpu", 256)
+    monkeypatch.setattr(machine, "WIDTHS", (64, 256))
+    monkeypatch.setattr(machine, "LONG", long)
     flops, source = machine.peak_flops(torch.device("cpu"), dtype)
-    assert flops > 1e7 and " x " in source and str(dtype)[6:] in source and f"{flops / 1e12:.3f}" in source
+    assert flops > 1e7
+    assert f"{width} x {width} products in {str(dtype)[6:]}, {flops / 1e12:.3f} TFLOP/s" in source
     assert torch.equal(torch.get_rng_state(), state)
 
 

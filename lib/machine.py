@@ -65,7 +65,7 @@ GPUS = {
     "rtx3090": Gpu("RTX 3090", 71, 23.5, 0.94e12, 12e9, 25e9, 350, 0.85, 0),
     "a6000": Gpu("A6000", 155, 47.4, 0.77e12, 25e9, 25e9, 300, 0.6, 0),
 }
-WIDTH = {"cuda": 8192, "cpu": 2048}  # of the matrices whose product measures a device
+WIDTHS, LONG = (2048, 4096, 8192), 0.005  # of matrices whose product measures a device: the first that takes so many s
 
 
 def known_gpu(device: torch.device) -> Gpu | None:
@@ -105,12 +105,15 @@ def cpu_name() -> str:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(peak FLOP/s of a device, its source): the data sheet's value for bf16 on a known GPU, else the fastest of six
-    matmuls. Measuring resets the peak memory of a GPU."""
+    matmuls, as large as it takes to be long. Measuring resets the peak memory of a GPU."""
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
         return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops:g} TFLOP/s"
-    n = WIDTH[device.type]
-    a = torch.linspace(-1, 1, n * n, device=device).view(n, n).to(dtype)
-    flops = 2 * n**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))
+    for n in WIDTHS:
+        a = torch.linspace(-1, 1, n * n, device=device).view(n, n).to(dtype)
+        seconds = min(timeit.repeat(lambda a=a: (a @ a)[0, 0].item(), number=1, repeat=6))
+        if seconds >= LONG:
+            break
+    flops = 2 * n**3 / seconds
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     return flops, f"the fastest of six {n} x {n} products in {str(dtype)[6:]}, {flops / 1e12:.3f} TFLOP/s"

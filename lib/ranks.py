@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lib import torch_private
 from lib.errors import PATH_MISTAKES, Failure, Message, UserError
 from lib.machine import find_device
 
@@ -48,7 +47,7 @@ def init_ranks() -> Ranks:
     dist.init_process_group(timeout=timedelta(minutes=30), **options)
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
     for group in groups:  # they wait for work that may take days; a watchdog ends it if it makes no progress
-        torch_private.set_group_timeout(group, timedelta(days=30))
+        group.set_timeout(timedelta(days=30))
     return Ranks(dist.get_rank(), world_size, device, *groups)
 
 
@@ -69,8 +68,8 @@ def set_timeout(seconds: int, ranks: Ranks, mesh: DeviceMesh | None) -> None:
     (lib/run.py), which name the rank, must always come first."""
     if ranks.world_size == 1:
         return
-    for group in [None, *mesh.get_all_groups()]:
-        torch_private.set_group_timeout(group, timedelta(seconds=seconds + WATCHDOG))
+    for group in (dist.group.WORLD, *mesh.get_all_groups()):
+        group.set_timeout(timedelta(seconds=seconds + WATCHDOG))
 
 
 def on_first_rank(work: Callable, ranks: Ranks):

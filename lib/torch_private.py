@@ -1,9 +1,8 @@
 """Every private name of torch that the project uses. Each has a docstring or comment that states its purpose and the
-public API that would replace it. If torch lacks a name, importing this module fails. Tested with torch 2.11 to 2.13."""
+public API that would replace it. If torch lacks a name, importing this module fails. Tested with torch 2.11 to 2.15."""
 
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import reduce
 from importlib import import_module
 
@@ -18,28 +17,20 @@ def _find(path: str):
     except AttributeError:
         raise RuntimeError(
             f"torch {torch.__version__} has no torch.{path}, which lib/torch_private.py needs: install a torch from"
-            " 2.11 to 2.13 (requirements.txt)"
+            " 2.11 to 2.15 (requirements.txt)"
         ) from None
 
 
-_set_timeout = _find("distributed.distributed_c10d._set_pg_timeout")
 _count_collectives = _find("distributed.ProcessGroup._get_sequence_number_for_group")
 _foreach_norm = _find("_foreach_norm")
-# The kernel of torch.optim.AdamW. The class takes `grad_scale` and `found_inf` only as undocumented attributes.
-fused_adamw_ = _find("_fused_adamw_")
 DispatchMode = _find("utils._python_dispatch.TorchDispatchMode")  # shown every operator; waits for a public name
 _choose_sdpa = _find("_fused_sdp_choice")
-# FP8 products of matrices, and of groups of rows. They wait for public versions that every supported torch compiles.
+# FP8 products of matrices, and of groups of rows. torch 2.11 does not compile F.scaled_mm and F.scaled_grouped_mm, and
+# until 2.13 the latter: they replace these names when the oldest supported torch does.
 scaled_mm, scaled_grouped_mm = _find("_scaled_mm"), _find("_scaled_grouped_mm")
 
 
 # ---- distributed
-
-
-def set_group_timeout(group, limit: timedelta) -> None:
-    """Sets the limit of a process group's later collectives; group None: the default group. Waits for a public function
-    that changes the timeout of an existing group."""
-    _set_timeout(limit, group)
 
 
 def count_collectives(group) -> int:
@@ -57,8 +48,8 @@ def held_tensor(parameter: Tensor) -> Tensor:
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
-    """The norm of each tensor, computed in `dtype`, in one launch. Waits for a public name:
-    torch.nn.utils.get_total_norm returns only the total."""
+    """The norm of each tensor, computed in `dtype`, in one launch. Waits for torch.foreach.norm, which begins with
+    torch 2.15; torch.nn.utils.get_total_norm returns only the total."""
     return _foreach_norm(tensors, order, dtype=dtype) if tensors else ()
 
 
