@@ -2,12 +2,19 @@
 
 A conversation is rendered by its folder's own chat template, in the environment that transformers gives to templates;
 a folder without one gets the template of its family in CHAT_TEMPLATES. These follow Llama-2-7b-chat-hf,
-Meta-Llama-3-8B-Instruct, Mixtral-8x7B-Instruct and plain ChatML."""
+Meta-Llama-3-8B-Instruct, Mixtral-8x7B-Instruct and plain ChatML.
+
+The whole conversation is rendered once and encoded once. Before it is encoded, it is decided which characters of this
+text are trained on: those between `{% generation %}` and `{% endgeneration %}`, or else each answer from the end of the
+prompt for it to the control token that closes it. A token with a trained character is trained on, even if it also holds
+the last characters of the prompt: transformers has the same rule."""
 
 import contextlib
 import functools
 import json
 import re
+from bisect import bisect, bisect_left
+from collections.abc import Callable
 from datetime import datetime
 
 from lib.errors import UserError
@@ -21,82 +28,163 @@ CHAT_FIELDS = (
 
 
 CHATS_KNOWN = f"{', '.join(' and '.join(names) for names in CHAT_FIELDS)}, or the fields that --chat_fields names"
-SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+}
+# The roles that may follow a role; None: the beginning.
+FOLLOWS = {
+    None: ("system", "developer", "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
 EMPTY = (None, "", "[]", [], {}, 1)  # values of a field that says nothing; 1 is a weight
-NOT_RENDERED = ("tool_calls", "function_call", "tool_call_id", "weight", "train")  # fields of a message
-BESIDE = ("history", "tools", "functions")  # fields next to a conversation that would have to be rendered as well
+INPUTS = ("tools", "documents", "chat_template_kwargs")  # fields of a row that a template can read
+WEIGHTS = ("weight", "train", "trainable", "loss")  # fields of a message: 0 or false leaves it out of the loss
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first two
+# Fields that would change what is trained on, but that nothing here can honour.
+REFUSED = ("history", "functions", "mask", "masks", "loss_mask", "loss_weight", "train_mask", "labels")
+# Fields of a message that must not be lost if the template does not render them.
+TOLD = ("tool_calls", "function_call", "reasoning_content", "name", "tools", "documents")
+# Fields of a row or a message that are no part of a conversation.
+BOOKKEEPING = (
+    "category", "cluster", "conversation_hash", "country", "created", "dataset", "date", "detoxify_moderation",
+    "difficulty", "domain", "hash", "hashed_ip", "header", "id", "idx", "index", "key", "lang", "language", "license",
+    "meta", "metadata", "model", "openai_moderation", "quality", "redacted", "rejected", "score", "scores", "source",
+    "split", "state", "subset", "tags", "task", "text", "timestamp", "topic", "toxic", "turn", "turns", "type", "url",
+    "uuid",
+)  # fmt: skip
+BOOKKEEPING_ENDS = ("_id", "_ids", "_score", "_scores", "_hash", "_date", "_at", "_url", "_tokens", "_count", "_lang")
+
+Notes = list[tuple[str, str]]  # for the log: what of a conversation is not trained as it is written, an example
 
 
-def find_messages(row: dict, chat_fields: tuple[str, ...]) -> list[dict] | None:
-    """The messages of a row, {"role", "content": text} each; None if the row is not a conversation. chat_fields: as
-    --chat_fields names them. The first of three chat_fields, else the row's own `system`, goes before them, unless it
-    is null or empty."""
-    given = {name: value for name, value in row.items() if value is not None}
+def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], dict, Notes] | None:
+    """-> (the messages of a row, {"role", "content": text} and more fields each; other inputs of its template; notes on
+    fields that nothing reads); None if the row is not a conversation. chat_fields: as --chat_fields names them. The
+    first of three chat_fields, else the row's own `system`, goes before the messages, unless it is null or empty."""
+    given = {name: value for name, value in row.items() if value not in EMPTY}
     named = chat_fields[-2:], *CHAT_FIELDS
-    names = next((names for names in named if names and given.keys() >= set(names)), None)
+    names = next((names for names in named if names and all(row.get(n) is not None for n in names)), None)
     if names is None:
         return None
-    refuse(row, BESIDE, "the row")
-    if names == ("instruction", "output") and given.get("input"):
-        given["instruction"] = f"{given['instruction']}\n\n{given['input']}"
+    _refuse(row, "the row")
+    fields = {name: row[name] for name in names}
+    extra = given.pop("input", None) if names == ("instruction", "output") else None
+    if extra is not None:
+        if not isinstance(extra, str):
+            raise UserError(f"input is {str(extra)[:80]}, expected a text")
+        fields["instruction"] = f"{row['instruction']}\n\n{extra}"
     messages = []
-    if len(names) == 1 and isinstance(given[names[0]], str):
-        given[names[0]] = _parse_messages(given[names[0]], names[0])
     for name, role in zip(names, ("user", "assistant"), strict=False):
-        field = given[name] if isinstance(given[name], list) else [{"role": role, "content": given[name]}]
-        turns = [read_message(message) for message in field]
-        is_whole = turns and turns[0]["role"] != role  # an answer that holds the whole conversation
+        field = fields[name]
+        if len(names) == 1:
+            field = _parse(field, name)
+        turns = [_read_message(m) for m in (field if isinstance(field, list) else [{"role": role, "content": field}])]
+        is_whole = turns and turns[0].get("role") != role  # an answer that holds the whole conversation
         messages = turns if is_whole else messages + turns
-    system = next((given[name] for name in (*chat_fields[:-2], "system") if given.get(name)), None)
+    system = next((name for name in (*chat_fields[:-2], "system") if name in given), None)
     if system:
-        messages = [read_message({"role": "system", "content": system}), *messages]
-    return messages
+        messages = [_read_message({"role": "system", "content": given[system]}), *messages]
+    inputs = {name: _parse(given[name], name, dict if "kwargs" in name else list) for name in INPUTS if name in given}
+    inputs |= inputs.pop("chat_template_kwargs", {})
+    rest = {name: value for name, value in given.items() if name not in (*names, *chat_fields, system, *INPUTS)}
+    said = "\n".join(str(m.get("content")) for m in messages)
+    notes = [
+        (f"nothing reads the field {name} of the row", str(value))
+        for name, value in rest.items()
+        if not _is_bookkeeping(name) and str(value).strip() not in said
+    ]
+    return messages, inputs, notes
 
 
-def _parse_messages(text: str, name: str) -> list:
-    """The messages of a field that holds them as JSON text."""
+def _is_bookkeeping(name):
+    return name.lower() in BOOKKEEPING or name.lower().endswith(BOOKKEEPING_ENDS)
+
+
+def _parse(value, name: str, kind: type = list):
+    """A list or dict, which may be JSON text."""
+    parsed = value
     with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(messages := json.loads(text), list):
-            return messages
-    raise UserError(f"{name} is a text, expected a list of messages, also as JSON: {text[:80]!r}")
+        parsed = json.loads(value) if isinstance(value, str) else value
+    if isinstance(parsed, kind):
+        return parsed
+    form = "text" if isinstance(value, str) else type(value).__name__
+    raise UserError(f"{name} is a {form}, expected a {kind.__name__}, also as JSON: {value!r:.80}")
 
 
-def refuse(fields: dict, names: tuple[str, ...], place: str) -> None:
-    """UserError if a field with one of these names has content, which we do not render."""
-    if wrong := [name for name in names if fields.get(name) not in EMPTY]:
+def _refuse(fields: dict, place: str) -> None:
+    """UserError if a field with content would change what is trained on."""
+    if wrong := [name for name in REFUSED if fields.get(name) not in EMPTY[:-1]]:
         raise UserError(
-            f"{place} has {wrong[0]} {str(fields[wrong[0]])[:80]}: tools are not rendered, and answers have no weights:"
-            " move earlier turns into the messages, and remove the rest"
+            f"{place} has {wrong[0]} {str(fields[wrong[0]])[:80]}, which is not read: move earlier turns into the"
+            ' messages, functions into `tools`, and give a message that is not trained on "weight": 0'
         )
 
 
-def read_message(message) -> dict:
-    """A message of a row, its content text or parts of text -> {"role", "content": text}."""
+def _read_message(message) -> dict:
+    """A message of a row -> {"role", "content": text, ...}, and "weight": 0 if it is not trained on. Arguments of tool
+    calls that are JSON text become objects, as vLLM gives them to templates."""
     if not isinstance(message, dict):
         message = {"content": message}
-    refuse(message, NOT_RENDERED, "a message")
+    _refuse(message, "a message")
     role = message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            match part:
-                case {"type": "text", "text": str(text)}:
-                    texts.append(text)
-                case _:
-                    raise UserError(f"the content of a message has a part that is not text: {str(part)[:100]}")
-        content = "".join(texts)
-    return {"role": SPEAKERS.get(str(role), role), "content": content}
+    out = {"role": SPEAKERS.get(str(role), role)}
+    if content is not None:
+        out["content"] = content if not isinstance(content, list) else "".join(map(_read_part, content))
+    for name, value in message.items():
+        if name in ("role", "from", "content", "value") or value in EMPTY:
+            continue
+        if name not in WEIGHTS:
+            out[name] = value
+        elif value == 0:
+            out["weight"] = 0
+        else:
+            raise UserError(f"a message has {name} {value!r:.80}, expected 0 or 1")
+    if "tool_calls" in out:
+        out["tool_calls"] = [_read_call(call) for call in _parse(out["tool_calls"], "tool_calls")]
+    return out
 
 
-MARK = "\ufdd0\ufdd1"  # two codes that Unicode reserves for internal use, so no text contains them
+def _read_part(part) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+    raise UserError(f"the content of a message has a part that is not text: {str(part)[:100]}")
 
 
-def chat_template(tokenizer: Tokenizer, chat_format: str) -> str:
-    """The jinja template of the tokenizer's folder; if it has none, ours: by the control tokens, or else by the model's
-    chat_format. transformers renders it to the ids of render_chat, if no message holds the text of a control token."""
-    if tokenizer.chat_template:
-        return tokenizer.chat_template
+def _read_call(call):
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        if isinstance(arguments := json.loads(function["arguments"]), dict):
+            read = function | {"arguments": arguments}
+            return call | {"function": read} if "function" in call else read
+    return call
+
+
+# Codes that Unicode reserves for internal use, so no text contains them.
+MARK = "\ufdd0\ufdd1"  # breaks up the control tokens in messages
+OPEN, CLOSE = "\ufdd2", "\ufdd3"  # around what a template calls generated
+OTHER = "\ufdd4"  # another answer
+
+
+def chat_template(tokenizer: Tokenizer, chat_format: str, tools: list | None = None) -> str:
+    """The jinja template of the tokenizer's folder, for tools its `tool_use` if it has one; else ours: by the control
+    tokens, or else by the model's chat_format. transformers renders it to the ids of render_chat, if no message holds
+    the text of a control token."""
+    if own := (tools and tokenizer.templates.get("tool_use")) or tokenizer.chat_template:
+        return own
     if "<|start_header_id|>" in tokenizer.control:
         chat_format = "llama3"
     elif "<|im_start|>" in tokenizer.control:
@@ -107,78 +195,224 @@ def chat_template(tokenizer: Tokenizer, chat_format: str) -> str:
     return template
 
 
-def _cut(tokenizer: Tokenizer, pattern: str, text: str) -> list[str]:
-    """-> text, control token, text, ... without the white space that control tokens take."""
-    parts = re.split(f"({pattern})", text)
-    for i in range(1, len(parts), 2):
-        before, after = tokenizer.strips.get(parts[i], ("", ""))
-        parts[i - 1 : i + 2] = parts[i - 1].rstrip(before), parts[i], parts[i + 1].lstrip(after)
-    return parts
-
-
 def _raise_exception(message: str) -> None:
     raise UserError(message)
+
+
+@contextlib.contextmanager
+def _template_errors():
+    """UserError instead of the errors of templates, which can be any."""
+    try:
+        yield
+    except Exception as e:
+        raise UserError(f"Chat: the chat template refuses this conversation: {e}") from None
 
 
 @functools.cache
 def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
     """-> (the template, the expression for a control token)"""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %}: puts OPEN and CLOSE around its text."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            next(parser.stream)
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
+            return nodes.Scope([begin, *body, end])
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     # With today's date, ids would change overnight. Llama 3.1's template has this date, 3.2's if no clock is defined.
     known = {"raise_exception": _raise_exception, "strftime_now": datetime(2024, 7, 26).strftime}
     longest_first = sorted(tokenizer.control, key=len, reverse=True)
     control = "|".join(re.escape(token) for token in longest_first if len(token) > 1)
-    return environment.from_string(source, tokenizer.names | known), control
+    with _template_errors():
+        return environment.from_string(source, tokenizer.names | known), re.compile(control)
 
 
-def _render_parts(tokenizer: Tokenizer, source: str, messages: list[dict]) -> list[str]:
-    """-> text, control token, text, ... The text ends with the prompt for an answer if a question is last."""
-    try:
-        template, control = _compile_template(tokenizer, source)
-        # A mark breaks up the control tokens in messages.
-        broken = [m | {"content": re.sub(f"(?s)(?={control}).", rf"\g<0>{MARK}", m["content"])} for m in messages]
-        asks = messages[-1]["role"] != "assistant"
-        text = template.render(messages=broken, add_generation_prompt=asks, tools=None, documents=None)
-    except Exception as e:  # a template can raise anything
-        raise UserError(f"Chat: the chat template refuses this conversation: {e}") from None
-    return [part.replace(MARK, "") for part in _cut(tokenizer, control, text)]
+def _break_up(value, control: re.Pattern):
+    """A value of a conversation whose texts hold no control token."""
+    if isinstance(value, str):
+        return re.sub(f"(?s)(?={control.pattern}).", rf"\g<0>{MARK}", value)
+    if isinstance(value, dict):
+        return {_break_up(name, control): _break_up(part, control) for name, part in value.items()}
+    return [_break_up(part, control) for part in value] if isinstance(value, list) else value
 
 
-def render_chat(tokenizer: Tokenizer, messages: list[dict], template: str) -> tuple[list[int], list[int]]:
-    """messages [{"role", "content"}] -> (ids, mask). mask is 1 on the assistant's tokens and the control token that
-    closes them. If the last message is not the assistant's, the ids end with the prompt for an answer.
+Render = Callable[..., str]  # (messages, asks: whether the text ends with the prompt for an answer, inputs) -> text
 
-    The rendered text is cut at its control tokens, and each part between them is encoded as ordinary text. An answer
-    begins behind the text that the template renders for the messages before it, and ends at the next control token."""
+
+def _renderer(template, inputs: dict) -> Render:
+    def render(messages, asks=False, inputs=inputs):
+        with _template_errors():
+            known = {"tools": None, "documents": None} | inputs
+            return template.render(messages=messages, add_generation_prompt=asks, **known)
+
+    return render
+
+
+def render_chat(
+    tokenizer: Tokenizer, messages: list[dict], template: str, inputs: dict | None = None, notes: Notes | None = None
+) -> tuple[list[int], list[int]]:
+    """messages [{"role", "content", ...}] -> (ids, mask). mask is 1 on the assistant's tokens and the token that closes
+    them. If the last message is not the assistant's, the ids end with the prompt for an answer. inputs: `tools`
+    and whatever else the template reads. notes: gets what the template changes or leaves out. UserError if it leaves
+    out a field of TOLD."""
     _check_messages(messages)
     if tokenizer.conditional:
         raise UserError(
             f"Chat: the control tokens {', '.join(tokenizer.conditional)} count only under conditions: set single_word"
             " and normalized to false in tokenizer.json"
         )
-    parts, prompts = _render_parts(tokenizer, template, messages), {}
-    for k, message in enumerate(messages):
-        if message["role"] == "assistant":
-            *before, prompt = _render_parts(tokenizer, template, messages[:k])
-            i = len(before)
-            if i + 1 >= len(parts) or i in prompts or not parts[i].startswith(prompt):
-                raise UserError(f"Chat message {k}: the chat template does not put the answer before a control token")
-            prompts[i] = prompt  # the part that holds the answer begins with it
-    ids, mask = [], []
+    compiled, control = _compile_template(tokenizer, template)
+    messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    for message in messages:
+        reasoning = [message.pop(name) for name in REASONING if name in message]
+        message.update({name: text for text in reasoning[:1] for name in REASONING[:2]})
+    inputs, messages = _break_up([inputs or {}, messages], control)
+    render = _renderer(compiled, inputs)
+    text = render(messages, messages[-1]["role"] != "assistant")
+    spans, text = _generated(text, messages) if OPEN in text else (_answers(render, messages, text, control), text)
+    if notes is not None:
+        notes += _losses(render, messages, inputs, text)
+    trained = bytearray(len(text))
+    for begin, end in spans:
+        trained[begin:end] = b"\1" * (end - begin)
+    return _encode(tokenizer, text, trained, control)
+
+
+def _generated(text, messages):
+    """-> (the places of the generated texts that are trained on, the text without OPEN and CLOSE)"""
+    spans, parts, at = [], re.split(f"[{OPEN}{CLOSE}]", text), 0
     for i, part in enumerate(parts):
-        if i % 2:
-            new, untrained = [tokenizer.control[part]], int(i - 1 not in prompts)
-        else:
-            new = tokenizer.encode(part, i == 0)
-            untrained = len(tokenizer.encode(prompts[i].rstrip(" "), i == 0)) if i in prompts else len(new)
+        spans += [(at, at + len(part))] * (i % 2)
+        at += len(part)
+    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    if 0 in weights and len(weights) != len(spans):
+        raise UserError(
+            f"Chat: answers have weights, but the template marks {len(spans)} texts of {len(weights)} answers"
+        )
+    return [span for i, span in enumerate(spans) if 0 not in weights[i : i + 1]], "".join(parts)
+
+
+def _answers(render: Render, messages: list[dict], text: str, control: re.Pattern) -> list[tuple[int, int]]:
+    """The place of each answer that is trained on in the rendered text, with the control token that closes it.
+
+    It begins where the prompt for it ends. If the text does not begin with this prompt, because the template renders
+    earlier messages otherwise before a later one, the answer begins behind the last copy of the prompt's end. The place
+    of its words is what changes if the conversation has another answer here."""
+    ends, spans, last = [match.end() for match in control.finditer(text)], [], 0
+    asks = messages[-1]["role"] != "assistant"
+    for k, message in enumerate(messages):
+        if message["role"] != "assistant" or message.get("weight") == 0:
+            continue
+        others = [{"role": "assistant", "content": OTHER}]
+        others.append(others[0] | {"tool_calls": [_rename(call) for call in message.get("tool_calls", [])]})
+        try:
+            other = render([*messages[:k], others[0], *messages[k + 1 :]], asks)
+        except UserError:  # a tool's answer needs the call
+            other = render([*messages[:k], others[1], *messages[k + 1 :]], asks)
+        if OTHER not in other:
+            continue  # the template leaves it out
+        first, behind = _shared(text, other), len(text) - _shared(text[::-1], other[::-1])
+        closed = text if k == len(messages) - 1 else render(messages[: k + 1])
+        end = next(iter(ends[bisect(ends, behind) :]), 0)
+        if not end or not re.search(rf"({control.pattern})\s*\Z", closed):
+            raise UserError(f"Chat message {k}: the chat template does not put the answer before a control token")
+        prompt = render(messages[:k], True)
+        words = [word for word in re.split(rf"\s|({control.pattern})", prompt) if word]
+        header = prompt[_shared(prompt, render(messages[:k])) :] or words[-1]
+        found = text.rfind(header, last, first)
+        begin = found + len(header) if found >= 0 else first
+        begin = len(prompt) if text.startswith(prompt) else begin
+        spans.append((min(begin, end), end))
+        last = end
+    return spans
+
+
+def _rename(call):
+    return call | {"function": call.get("function", {}) | {"name": OTHER}}
+
+
+def _shared(a: str, b: str) -> int:
+    """The length of the beginning that two texts share."""
+    return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[: i + 1] != b[: i + 1])
+
+
+def _losses(render: Render, messages: list[dict], inputs: dict, text: str) -> Notes:
+    """What the template changes or leaves out. UserError for a field of TOLD that makes no difference."""
+    notes = []
+    for message in messages:
+        for field in ("content", "reasoning_content"):
+            if (written := message.get(field, "").strip()) not in text:
+                notes.append((f"the chat template changes or leaves out text of the {message['role']}", written))
+    for name in {name: 1 for message in messages for name in message if name not in ("role", "content", "weight")}:
+        k = max(i for i, message in enumerate(messages) if name in message)
+        names = REASONING if name in REASONING else (name,)
+        without = [{n: v for n, v in message.items() if n not in names} for message in messages[: k + 1]]
+        if _differ(render, (messages[: k + 1],), (without,)):
+            continue
+        if name in TOLD and messages[k]["role"] != "tool":
+            raise UserError(
+                f"Chat message {k}: the chat template does not render its {name}: {messages[k][name]!r:.80}"
+            )
+        if not _is_bookkeeping(name) and str(messages[k][name]) not in text:
+            notes.append((f"the chat template does not render the field {name} of a message", str(messages[k][name])))
+    for name, value in inputs.items():
+        rest = {n: v for n, v in inputs.items() if n != name}
+        if value not in EMPTY and not _differ(render, (messages,), (messages, False, rest)):
+            if name in TOLD:
+                raise UserError(f"Chat: the chat template does not render {name}: {value!r:.80}")
+            notes.append((f"{name} changes nothing in the chat template", str(value)))
+    return [(what, example.replace(MARK, "")) for what, example in notes]
+
+
+def _differ(render, these, those):
+    """Whether two renderings differ, or the second is refused."""
+    try:
+        return render(*these) != render(*those)
+    except UserError:
+        return True
+
+
+def _encode(tokenizer: Tokenizer, text: str, trained: bytearray, control: re.Pattern) -> tuple[list[int], list[int]]:
+    """-> (ids, mask). The text between two control tokens is encoded as ordinary text, without the white space that
+    control tokens take. trained: 1 for each character that is trained on."""
+    ids, mask, at, after = [], [], 0, ""
+    for match in (*control.finditer(text), None):
+        before, next_after = tokenizer.strips.get(match and match[0], ("", ""))
+        part = text[at : match and match.start()].rstrip(before)
+        start = at + len(part) - len(part.lstrip(after))
+        part, marks = text[start : at + len(part)], trained[start : at + len(part)]
+        for mark in [*re.finditer(MARK, part)][::-1]:
+            del marks[mark.start() : mark.end()]
+        new, offsets = tokenizer.encode_with_offsets(part.replace(MARK, ""), at == 0)
         ids += new
-        mask += [0] * untrained + [1] * (len(new) - untrained)
+        mask += _mask(offsets(), marks) if any(marks) else [0] * len(new)
+        if match:
+            ids.append(tokenizer.control[match[0]])
+            mask.append(trained[match.start()])
+            at, after = match.end(), next_after
     return ids, mask
+
+
+def _mask(offsets: list[tuple[int, int]], trained: bytearray) -> list[int]:
+    """1 for each token with a trained character. Some tokenizers leave white space out of a token's place, and bytes of
+    one character may have places without a character."""
+    mask, last = [], 0
+    for begin, end in offsets:
+        begin = min(begin, last)
+        mask.append(int(any(trained[begin : max(end, begin + 1)])))
+        last = max(last, end)
+    return mask
 
 
 _SYSTEM = """
@@ -229,16 +463,18 @@ CHAT_TEMPLATES = {
 
 
 def _check_messages(messages: list[dict]) -> None:
-    """A system message may come first, then user, assistant, user, ..."""
-    roles = [message.get("role") for message in messages]
-    expected = ["system"] * (roles[:1] == ["system"])
-    if roles == expected:
-        raise UserError("Chat: expected a user's message")
-    expected += ["user", "assistant"] * len(roles)
+    """The roles must follow each other as in FOLLOWS, and each message needs a text. A system message and a tool's
+    answer may be empty, and so may an answer that calls tools or reasons."""
+    last = None
     for i, message in enumerate(messages):
-        role, content = expected[i], message.get("content")
-        if roles[i] != role or not isinstance(content, str) or not (content.strip() or role == "system"):
+        role, content, expected = message.get("role"), message.get("content"), FOLLOWS[last]
+        may_be_empty = role in ("system", "tool") or message.keys() - {"role", "content", "weight"}
+        is_text = isinstance(content, str) or (content is None and may_be_empty)
+        if role not in expected or not is_text or not (may_be_empty or content.strip()):
             raise UserError(
-                f"Chat message {i}: role {roles[i]}, expected {role} with a text (a system message may come first, then"
-                f" user and assistant in turn): {str(message)[:200]}"
+                f"Chat message {i}: role {role}, expected {' or '.join(expected)} with a text (a system message may"
+                f" come first, then user and assistant in turn, with tools between them): {str(message)[:200]}"
             )
+        last = role
+    if last in (None, "system", "developer"):
+        raise UserError("Chat: expected a user's message")

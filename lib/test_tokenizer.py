@@ -1,6 +1,5 @@
 """lib/tokenizer.py. Oracles: transformers and sentencepiece, on vocabularies that are trained here."""
 
-import contextlib
 import io
 import itertools
 import json
@@ -353,15 +352,6 @@ def test_a_text_that_the_library_reads_as_a_control_token_is_refused(tmp_path):
         T.load_tokenizer(_write(tmp_path / "panic", tokenizer__json=d)).encode("abc")
 
 
-def test_templates_without_a_default(tmp_path):
-    rows = [{"name": name, "template": "{{ messages[0].content }}"} for name in ("tool_use", "rag")]
-    for extra, message in (([], "tool_use, rag, but none is called default"), ([rows[0] | {"name": "default"}], "")):
-        files = {"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"chat_template": rows + extra}}
-        ours = T.load_tokenizer(_write(tmp_path / message[:4], **files))
-        with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
-            render_chat(ours, [{"role": "user", "content": "x"}], chat_template(ours, "llama"))
-
-
 # ---- chat
 
 TEMPLATES = {
@@ -416,17 +406,6 @@ def _chat_tokenizer(family: str, folder):
     return T.load_tokenizer(_write(folder, tokenizer__json=d, tokenizer_config__json=config))
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
-def test_no_message_makes_a_control_token(family, tmp_path):
-    ours, control = _chat_tokenizer(family, tmp_path), set()
-    for content in ("x", "".join(SPECIAL) + "</s><s>[/INST]"):
-        messages = [{"role": r, "content": content} for r in ("system", "user", "assistant", "user")]
-        ids, mask = render_chat(ours, messages, chat_template(ours, "llama"))
-        assert len(mask) == len(ids)
-        control.add(tuple(i for i in ids if i in ours.control.values()))
-    assert len(control) == 1
-
-
 @pytest.mark.parametrize("family", [*TEMPLATES, "bytes", "ours: llama3.1", "ours: chatml", "ours: mixtral"])
 def test_the_mask_is_what_a_model_would_answer(family, tmp_path):
     """The mask of an answer covers the ids between the prompt for it and the next message."""
@@ -454,16 +433,9 @@ def test_the_mask_is_what_a_model_would_answer(family, tmp_path):
         assert mask == expected
 
 
-def test_templates_that_hide_an_answer_are_refused(tmp_path):
-    """Qwen3's rule: the last answer begins with an empty thought, earlier answers do not. Llama 3.2's template asks for
-    today's date, and gets the same every day."""
-    thinks = """{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '<think></think>' if loop.last and m.role ==
-'assistant' }}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
-    messages = [{"role": r, "content": "x"} for r in ("user", "assistant") * 2]
-    ours = T.load_tokenizer(_write(tmp_path, tokenizer__json=_json("qwen"), chat_template__jinja=thinks.encode()))
-    ids, mask = render_chat(ours, messages, chat_template(ours, "llama"))
-    trained, end = [i for i, on in zip(ids, mask, strict=True) if on], ours.control["<|im_end|>"]
-    assert trained == [*ours.encode("x"), end, *ours.encode("<think></think>x"), end]
+def test_templates_that_fail_are_refused():
+    """Llama 3.2's template asks for today's date, and gets the same every day."""
+    ours, messages = T.ByteTokenizer(), [{"role": r, "content": "x"} for r in ("user", "assistant") * 2]
     dated = "{{ strftime_now('%d %b %Y') + messages[0].content }}"
     assert ours.decode(render_chat(ours, messages[:1], dated)[0]) == "26 Jul 2024x"
     for template, message in (
@@ -495,10 +467,10 @@ def test_our_templates_are_the_published_formats(name, published):
 @pytest.mark.parametrize("roles, message", [
     ("", "expected a user's message"),
     ("system", "expected a user's message"),
-    ("assistant", "message 0: role assistant, expected user"),
+    ("assistant", "message 0: role assistant, expected system or developer or user"),
     ("user system", "message 1: role system, expected assistant"),
     ("system user assistant assistant", "message 3: role assistant, expected user"),
-    ("user assistant empty", "message 2: role user, expected user with a text"),
+    ("user assistant empty", "message 2: role user, expected user or tool with a text"),
     ("user parts", "message 1: role assistant, expected assistant with a text"),
 ])  # fmt: skip
 def test_wrong_conversations_are_refused(roles, message):

@@ -44,7 +44,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.chat import CHATS_KNOWN, chat_template, find_messages, render_chat
+from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, render_chat
 from lib.errors import Parser, UserError, nearest, printable
 from lib.files import read_ahead, read_json, read_object, write_whole
 from lib.progress import advance
@@ -332,9 +332,9 @@ class Encoder(NamedTuple):
     def of(cls, config) -> "Encoder":
         return cls(config.tokenizer, config.text_field, config.model_config.chat_format, config.chat_fields)
 
-    def __call__(self, row: TextRow) -> tuple[list[int], str]:
-        """A row -> (its tokens, its kind: text or chat, whose tokens carry TRAINED and BEGINS). UserError if it is a
-        bad row."""
+    def __call__(self, row: TextRow, notes: Notes | None = None) -> tuple[list[int], str]:
+        """A row -> (its tokens, its kind: text or chat, whose tokens carry TRAINED and BEGINS). notes: gets what of a
+        conversation is changed or left out. UserError if it is a bad row."""
         content, tokenizer = row.content, _tokenizer(self.tokenizer)
         if isinstance(content, bytes):
             try:
@@ -346,11 +346,15 @@ class Encoder(NamedTuple):
         fields = decode_bytes(content) if isinstance(content, dict) else {}
         text = fields.get(self.text_field)
         is_named = self.text_field != "text" and isinstance(text, str)  # --text_field names the text of this row
-        messages = None if is_named else find_messages(fields, self.chat_fields)
-        if messages is not None:
-            ids, mask = render_chat(tokenizer, messages, chat_template(tokenizer, self.chat))
+        chat = None if is_named else find_messages(fields, self.chat_fields)
+        if chat is not None:
+            messages, inputs, unread = chat
+            template = chat_template(tokenizer, self.chat, inputs.get("tools"))
+            notes = [] if notes is None else notes
+            ids, mask = render_chat(tokenizer, messages, template, inputs, notes)
+            notes += unread
             if not any(mask):
-                raise UserError("a conversation without an assistant's turn, so nothing in it is trained on")
+                raise UserError("a conversation without an assistant's turn that has a weight: nothing is trained on")
             ids = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
             ids[0] |= BEGINS
             return ids, "chat"
@@ -377,14 +381,14 @@ def decode_bytes(value):
 
 
 def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str, str]]:
-    """(tokens, kind) of each row; for a bad row (the reason, "")."""
+    """(tokens, kind, notes) of each row; for a bad row (the reason, "", [])."""
     out = []
     for row in rows:
         try:
-            tokens, kind = encoder(row)
-            out.append((array("I", tokens), kind))
+            tokens, kind = encoder(row, notes := [])
+            out.append((array("I", tokens), kind, notes))
         except UserError as e:
-            out.append((str(e), ""))
+            out.append((str(e), "", []))
     return out
 
 
@@ -393,21 +397,27 @@ def encode(
 ) -> Iterator[tuple]:
     """jobs: (label, name of a file, rows of it). -> (label, row, tokens, kind, bad rows so far) of each good row, in
     their order. The pool is up to `ahead` + 1 jobs ahead. UserError after more than skip_bad bad rows, including rows
-    of another kind than the first."""
+    of another kind than the first. At the end the log counts the notes on rows, with the first of each kind."""
+    examples, counts = {}, Counter()
     submitted = ((job, pool.submit(encode_rows, encoder, job[2])) for job in jobs)
     for (label, name, rows), future in read_ahead(submitted, ahead):
         advance()
-        for row, (tokens, its_kind) in zip(rows, future.result(), strict=True):
+        for row, (tokens, its_kind, notes) in zip(rows, future.result(), strict=True):
             kind = kind or its_kind
+            unit = "line" if isinstance(row.content, bytes) else "row"
             if its_kind and its_kind == kind:
+                counts.update(dict(notes).keys())
+                for what, example in notes:
+                    examples.setdefault(what, f"{name} {unit} {row.number}: {example[:80]!r}")
                 yield label, row, tokens, kind, skipped
                 continue
-            unit = "line" if isinstance(row.content, bytes) else "row"
             message = f"{name} {unit} {row.number}: {MIXED if its_kind else tokens}"
             skipped += 1
             if skipped > skip_bad:
                 raise UserError(f"{message} (bad row {skipped}; --skip_bad N skips up to N of them)")
             log.warning(f"skipped: {printable(message)}")
+    for what, example in examples.items():
+        log.warning(f"{counts[what]} rows: {what}, first in {printable(example)}")
 
 
 def cores() -> int:
@@ -630,8 +640,11 @@ def digest(files: list[TextFile], *made_with) -> str:
 
 def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
     """A hash of everything that prepared tokens depend on."""
-    code = [Path(__file__).with_name(name).read_text("utf-8") for name in CODE]
-    return digest(sources, encoder[1:], load_tokenizer(encoder.tokenizer).fingerprint, options, code)
+    code, tokenizer = (
+        [Path(__file__).with_name(name).read_text("utf-8") for name in CODE],
+        load_tokenizer(encoder.tokenizer),
+    )
+    return digest(sources, encoder[1:], tokenizer.fingerprint, tokenizer.templates, options, code)
 
 
 def verify(path: Path) -> Iterator[str]:

@@ -10,8 +10,8 @@ including BOS, which begins the next document), vocab ({token: id}), vocab_size 
 ({text of a control token: id}), strips ({text of a control token: the characters that it takes [before, after] it}),
 conditional (control tokens that the library finds only as whole words, or behind a space), reserved (ids that no text
 may have), is_llama and legacy (of SentencePiece), pad_id (of config.json), fingerprint (equal for equal ids, on every
-machine), files (the files that an export copies), names ({"bos_token": text, ...}), chat_template (from its folder, or
-"")."""
+machine), files (the files that an export copies), names ({"bos_token": text, ...}),
+templates (its folder's chat templates, by name), chat_template (the default one, or "")."""
 
 import contextlib
 import functools
@@ -34,6 +34,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # vocab.j
 # If two files have the same key, the later file counts.
 SETTINGS_FILES = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
 COPIED_FILES = (*SETTINGS_FILES[1:], "merges.txt", "added_tokens.json", "chat_template.jinja")
+NAMED_TEMPLATES = "additional_chat_templates"  # a folder
 SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 WHITE_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c not in "\x1c\x1d\x1e\x1f")  # Unicode's
 CONVERT = "write a tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -43,10 +44,14 @@ class Tokenizer:
     """The parts that all kinds share."""
 
     byte_level, chat_template, is_llama, legacy, pad_id = False, "", False, True, None
-    strips, reserved, conditional = {}, set(), []
+    strips, reserved, conditional, templates = {}, set(), [], {}
 
     def encode(self, text: str, is_first: bool = True) -> list[int]:
         """is_first: whether the text begins a document, instead of following a control token."""
+        return self.encode_with_offsets(text, is_first)[0]
+
+    def encode_with_offsets(self, text: str, is_first: bool) -> tuple[list[int], Callable[[], list[tuple[int, int]]]]:
+        """-> (ids, a function that gives the place of each of them in the text, in characters)"""
         try:
             text.encode()
         except UnicodeEncodeError as e:
@@ -54,10 +59,10 @@ class Tokenizer:
                 f"The text is not UTF-8: character {e.start} is a stray byte or half of a surrogate pair"
             ) from None
         with _library_errors(f"The tokenizer cannot encode the text {text[:80]!r}"):
-            ids = self._encode(text, is_first)
+            ids, offsets = self._encode(text, is_first)
         if not self.reserved.isdisjoint(ids):
             raise UserError(f"The tokenizer reads a part of the text {text[:80]!r} as a control token")
-        return ids
+        return ids, offsets
 
     def decoder(self) -> Callable[[int | None], str]:
         """-> feed(id): the whole characters that this id completes; feed(None): the rest."""
@@ -99,7 +104,7 @@ class ByteTokenizer(Tokenizer):
     fingerprint, files, adds_bos = "bytes", {}, True
 
     def _encode(self, text, is_first):
-        return list(text.encode())
+        return list(text.encode()), lambda: [(i, i + 1) for i, c in enumerate(text) for _ in c.encode()]
 
     def decode(self, ids: list[int]) -> str:
         """Leaves out control tokens and ids beyond the vocabulary; invalid UTF-8 becomes U+FFFD."""
@@ -131,7 +136,8 @@ class SentencePiece(Tokenizer):
     def _encode(self, text, is_first):
         has_space = text[:1] in (" ", "▁") and (self.is_llama or not self.legacy)
         wants_space = (is_first or self.legacy) and not has_space
-        return (self.processor if wants_space else self.without_space).encode(text)
+        processor = self.processor if wants_space else self.without_space
+        return processor.encode(text), lambda: processor.encode_as_offset_mapping(text)["offsets"]
 
     def decode(self, ids: list[int]) -> str:
         """Leaves out control tokens and ids beyond the vocabulary."""
@@ -166,7 +172,8 @@ class JsonTokenizer(Tokenizer):
         self.continued = backend if continued == content else JsonTokenizer(continued, added, special).backend
 
     def _encode(self, text, is_first):
-        return (self.backend if is_first else self.continued).encode(text, add_special_tokens=False).ids
+        encoding = (self.backend if is_first else self.continued).encode(text, add_special_tokens=False)
+        return encoding.ids, lambda: encoding.offsets
 
 
 def token_sizes(tokenizer: Tokenizer) -> list[int]:
@@ -244,20 +251,30 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     tokenizer.pad_id = settings.get("pad_token_id")
     tokenizer.vocab_size = max(tokenizer.vocab.values()) + 1
     _set_ends(tokenizer, names, settings.get("eos_token_id", []))
-    template, jinja = settings.get("chat_template", ""), folder / "chat_template.jinja"
-    if isinstance(template, list):
-        templates = {row["name"]: row["template"] for row in template}
-        message = f"the folder has the templates {', '.join(templates)}, but none is called default"
-        template = templates.get("default", f"{{{{ raise_exception({message!r}) }}}}")
-    tokenizer.chat_template = read_file(jinja).decode() if jinja.is_file() else template
+    tokenizer.templates = templates = _read_templates(folder, settings.get("chat_template", {}))
+    message = f"the folder has the templates {', '.join(templates)}, but none is called default"
+    tokenizer.chat_template = templates.get("default", f"{{{{ raise_exception({message!r}) }}}}" if templates else "")
     rest = [tokenizer.bos_id, tokenizer.eos_id, sorted(tokenizer.control), tokenizer.chat_template]
     traits = [tokenizer.strips, tokenizer.is_llama, tokenizer.legacy]
     rest += traits if traits != [{}, False, True] else []
     tokenizer.fingerprint = hashlib.sha256(data + json.dumps(rest).encode()).hexdigest()[:16]
     others = (*COPIED_FILES, *TOKENIZER_FILES) if source.name in TOKENIZER_FILES else COPIED_FILES
+    others += tuple(f"{NAMED_TEMPLATES}/{name}.jinja" for name in templates)
     tokenizer.files = {folder / name: name for name in others if (folder / name).is_file()}
     tokenizer.files[source] = "tokenizer.json" if is_json else "tokenizer.model"
     return tokenizer
+
+
+def _read_templates(folder: Path, setting: str | list | dict) -> dict[str, str]:
+    """The chat templates of a folder by name: its .jinja files, or else the setting of tokenizer_config.json."""
+    paths = {path.stem: path for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        paths["default"] = folder / "chat_template.jinja"
+    if paths:
+        return {name: read_file(path).decode() for name, path in paths.items()}
+    if isinstance(setting, list):
+        return {row["name"]: row["template"] for row in setting}
+    return {"default": setting} if isinstance(setting, str) else setting
 
 
 def _content(token: str | dict) -> str:

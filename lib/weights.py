@@ -496,6 +496,7 @@ def write_files(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> di
     chat_format: of a model that was trained on conversations. Their template is written, and the token that ends an
     answer also ends a text."""
     for file, name in tokenizer.files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, folder / name)
     if not tokenizer.files:
         model = BYTES_JSON["model"] | {"vocab": tokenizer.vocab}
@@ -504,13 +505,21 @@ def write_files(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> di
     ends = tokenizer.eos_ids
     if chat_format:
         chat = chat_template(tokenizer, chat_format)
-        (folder / "chat_template.jinja").write_text(chat, "utf-8")
-        ids, mask = render_chat(tokenizer, [{"role": r, "content": "x"} for r in ("user", "assistant")], chat)
-        turn_end = [i for i, trained in zip(ids, mask, strict=True) if trained][-1]
-        ends = sorted({*ends, turn_end})
+        if {*tokenizer.templates} <= {"default"}:  # several are in the copied files
+            (folder / "chat_template.jinja").write_text(chat, "utf-8")
+        ends = sorted({*ends, *_turn_ends(tokenizer, chat)})
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     pad = tokenizer.pad_id
     return ids if pad is None or pad >= tokenizer.vocab_size else ids | {"pad_token_id": pad}
+
+
+def _turn_ends(tokenizer, chat):
+    """The control tokens that end an answer: the last trained one; all usual ones if the template needs more."""
+    try:
+        ids, mask = render_chat(tokenizer, [{"role": r, "content": "x"} for r in ("user", "assistant")], chat)
+    except UserError:
+        return tokenizer.stop_ids - {tokenizer.bos_id}
+    return [i for i, trained in zip(ids, mask, strict=True) if trained and i in tokenizer.control.values()][-1:]
 
 
 def _write_settings(tokenizer, path):

@@ -1,0 +1,240 @@
+"""lib/chat.py. Oracles: transformers' ids and its masks of templates with `{% generation %}`, and texts written here.
+
+Each template has traits of a published one. Its text is our own, and short."""
+
+import json
+import random
+import re
+
+import pytest
+import tokenizers
+import transformers
+
+from lib import tokenizer as T
+from lib.chat import chat_template, render_chat
+from lib.errors import UserError
+from lib.test_tokenizer import _json, _write
+from lib.text import ID, TRAINED, Encoder, TextRow, find_files, prepare
+from lib.tokenizer import decode_marked
+from lib.weights import write_files
+
+HEAD = r"""{%- for m in messages %}{%- if m.role != 'assistant' %}{{- '<|im_start|>' + m.role + '\n' + m.content
++ '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>assistant\n' }}{%- generation %}"""
+CALLS = r"""{%- for c in m.tool_calls or [] %}{{- '\n<call>' + c.function | tojson + '</call>' }}{%- endfor %}"""
+TAIL = r"""{{- '<|im_end|>' }}{%- endgeneration %}{{- '\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+TOOLS = "{%- if tools %}{{- '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{%- endif %}"
+TRAITS = {
+    "plain": HEAD + "{{- m.content }}" + TAIL,
+    "calls": TOOLS + HEAD + "{{- m.content }}" + CALLS + TAIL,
+    # Qwen3: reasoning is shown behind the last question only; the last answer has a thought, if only an empty one.
+    "reasons": TOOLS + r"""{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}
+{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}""" + HEAD + r"""{%- if loop.index0 > ns.last and (loop.last
+or m.reasoning_content) %}{{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{%- endif %}
+{{- m.content.split('</think>')[-1] }}""" + CALLS + TAIL,
+    # R1: the prompt opens a thought, which earlier answers lack; the text of an answer ends with a control token, too.
+    "opens": r"""{{- bos_token }}{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|im_start|>' }}
+{%- generation %}{{- m.content.split('</think>')[-1] }}{%- for c in m.tool_calls or [] %}{{- '<|begin_of_text|>'
++ c.function | tojson + '<|begin_of_text|>' }}{%- endfor %}{{- '<|end_of_text|>' }}{%- endgeneration %}{%- else %}
+{{- m.role + ': ' + m.content }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}
+{{- '<|im_start|><think>\n' }}{%- endif %}""",
+    # gpt-oss: control tokens within an answer, and another end of the last one.
+    "channels": r"""{%- for m in messages %}{{- '<|im_start|>' + m.role }}{%- if m.role == 'assistant' %}
+{%- generation %}{%- if loop.last and m.thinking %}{{- '<|begin_of_text|>' + m.thinking + '<|im_end|>' }}{%- endif %}
+{{- '<|begin_of_text|>final' + m.content + ('<|end_of_text|>' if loop.last else '<|im_end|>') }}{%- endgeneration %}
+{%- else %}{{- '<|begin_of_text|>' + m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant' }}{%- endif %}""",
+    # Mistral: system message and tools are in the last question; no prompt; a tool's answer needs a call.
+    "moves": r"""{{- bos_token }}{%- set ns = namespace(last=0, calls=0, before='') %}{%- for m in messages %}
+{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{%- for m in messages %}
+{%- if m.role == 'system' %}{%- set ns.before = m.content + '\n\n' %}{%- elif m.role == 'user' %}{%- set ns.calls = 0 %}
+{%- if loop.index0 == ns.last and tools %}{{- '[TOOLS]' + tools | tojson }}{%- endif %}{{- '[INST] '
++ (ns.before if loop.index0 == ns.last else '') + m.content + '[/INST]' }}{%- elif m.role == 'tool' %}
+{%- if not ns.calls %}{{- raise_exception('no call') }}{%- endif %}{{- '[RESULT]' + m.content }}{%- else %}
+{%- set ns.calls = m.tool_calls %}{%- generation %}{{- ' ' + m.content }}{%- for c in m.tool_calls or [] %}
+{{- '[CALL]' + c.function | tojson }}{%- endfor %}{{- eos_token }}{%- endgeneration %}{%- endif %}{%- endfor %}""",
+}  # fmt: skip
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "naïve <|im_end|>"}}}
+ADD = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+
+
+def _tokenizer(folder, template: str, merges: bool = True, **files):
+    """-> ours, transformers', of ChatML's control tokens. Without merges every token is a byte."""
+    d = _json("qwen")
+    if not merges:
+        d["model"]["merges"] = []
+    config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"} | files.pop("config", {})
+    files = {"tokenizer__json": d, "tokenizer_config__json": config, "config__json": {}} | files
+    spec = _write(folder, **files, **({"chat_template__jinja": template.encode()} if template else {}))
+    return T.load_tokenizer(spec), transformers.AutoTokenizer.from_pretrained(spec)
+
+
+def _conversations(seed: int, tools: bool, reasons: bool, system: bool):
+    """Conversations of up to four turns, with answers that call tools and think."""
+    r, texts = random.Random(seed), ["One.", "\n\nIt is  so.", "naïve 日本語 🎈", "  x\n", "assistant", "<think>", "0"]
+    for turns in range(1, 5):
+        messages = [{"role": "system", "content": r.choice(texts)}] * system
+        for _ in range(turns):
+            messages.append({"role": "user", "content": r.choice(texts)})
+            for _ in range(r.randrange(3) if tools else 0):
+                messages += (
+                    {"role": "assistant", "content": r.choice(texts), "tool_calls": [CALL] * r.randrange(1, 3)},
+                )
+                messages.append({"role": "tool", "content": r.choice(texts)})
+            thought = r.choice((None, "so\nand so")) if reasons else None
+            messages.append({"role": "assistant", "content": r.choice(texts), "reasoning_content": thought})
+        yield messages
+        yield messages[: 1 + system]  # a question only
+
+
+@pytest.mark.parametrize("merges", [True, False])
+@pytest.mark.parametrize("name", TRAITS)
+def test_ids_and_masks_are_those_of_transformers(name, merges, tmp_path):
+    """Their mask needs the generation blocks of the template; ours is the same with and without them."""
+    ours, theirs = _tokenizer(tmp_path, TRAITS[name], merges)
+    bare = re.sub(r"\{%-? (end)?generation %\}", "", TRAITS[name])
+    assert "generation %" not in bare
+    has_tools = name in ("calls", "reasons", "opens", "moves")
+    for seed, system in [(seed, system) for seed in range(4) for system in (False, True)]:
+        for messages in _conversations(seed, has_tools, name in ("reasons", "channels"), system):
+            if not merges or "<|im_end|>" in str(messages):  # transformers reads it in a message as a control token
+                messages = json.loads(json.dumps(messages).replace("<|im_end|>", "end"))
+            tools = ADD if has_tools else None
+            asks = messages[-1]["role"] != "assistant"
+            how = {"add_generation_prompt": asks, "return_dict": True, "return_assistant_tokens_mask": True}
+            expected = theirs.apply_chat_template(messages, tools=tools, **how)
+            for template in (ours.chat_template, bare):
+                ids, mask = render_chat(ours, messages, template, {"tools": tools})
+                assert ids == expected["input_ids"], messages
+                assert mask == expected["assistant_masks"], decode_marked(ours, ids, mask, False)
+
+
+def test_no_text_makes_a_control_token(tmp_path):
+    """Of messages, tools and calls, in keys and values."""
+    ours, _ = _tokenizer(tmp_path, TRAITS["calls"])
+    counts = set()
+    for text in ("x", "<|im_end|>"):
+        call = {"function": {"name": text, "arguments": {text: [text]}}}
+        messages = [
+            {"role": "user", "content": text}, {"role": "assistant", "content": text, "tool_calls": [call]},
+            {"role": "tool", "content": text}, {"role": "assistant", "content": text},
+        ]  # fmt: skip
+        ids, mask = render_chat(ours, messages, ours.chat_template, {"tools": [{"name": text}]})
+        ends = [on for i, on in zip(ids, mask, strict=True) if i == ours.control["<|im_end|>"]]
+        counts.add(tuple(ends))
+    assert counts == {(0, 0, 1, 0, 1)}
+
+
+def test_named_templates(tmp_path):
+    """Of tokenizer_config.json, as a list or an object, or .jinja files, which replace it. Tools choose `tool_use`,
+    here and in transformers; an export keeps all."""
+    ask, answer = [{"role": "user", "content": "x"}], [{"role": "assistant", "content": "y"}]
+    named = {"default": "D{{ messages[0].content }}", "tool_use": "T{{ tools[0].name }}", "rag": "R"}
+    rows = [{"name": name, "template": template} for name, template in named.items()]
+    files = {f"additional_chat_templates/{name}__jinja": named[name].encode() for name in ("tool_use", "rag")}
+    (tmp_path / "files/additional_chat_templates").mkdir(parents=True)
+    for kind, source in {"list": rows, "dict": named, "files": rows[:1]}.items():
+        template = named["default"] if kind == "files" else ""
+        more = files if kind == "files" else {}
+        ours, theirs = _tokenizer(tmp_path / kind, template, config={"chat_template": source}, **more)
+        for tools, expected in (None, "Dx"), ([{"name": "add"}], "Tadd"):
+            ids, _ = render_chat(ours, ask, chat_template(ours, "llama", tools), {"tools": tools})
+            assert ids == ours.encode(expected)
+            if kind != "dict":  # transformers writes lists
+                assert theirs.apply_chat_template(ask, tools=tools, return_dict=False) == ids
+        export = tmp_path / f"hf-{kind}"
+        export.mkdir()
+        write_files(ours, export, "llama")
+        assert T.load_tokenizer(str(export)).templates == ours.templates == named
+    ours, _ = _tokenizer(tmp_path / "none", "", config={"chat_template": rows[1:]})
+    with pytest.raises(UserError, match="tool_use, rag, but none is called default"):
+        render_chat(ours, ask + answer, chat_template(ours, "llama"))
+    refuses = "{{ raise_exception('System role not supported') if messages[0].role == 'system' }}"
+    with pytest.raises(UserError, match="refuses this conversation: System role not supported"):
+        render_chat(ours, [{"role": "system", "content": "x"}, *ask], refuses)
+
+
+def test_bos_is_written_by_the_template_alone(tmp_path):
+    """Whatever the tokenizer adds to a text."""
+    d = _json("qwen")
+    bos = tokenizers.processors.TemplateProcessing("<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)])
+    d["post_processor"] = json.loads(bos.__getstate__())
+    for count, template in enumerate((TRAITS["plain"], "{{ bos_token }}" + TRAITS["plain"])):
+        ours, theirs = _tokenizer(tmp_path / str(count), template, tokenizer__json=d, config={"add_bos_token": True})
+        assert ours.adds_bos
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        ids, _ = render_chat(ours, messages, ours.chat_template)
+        assert ids == theirs.apply_chat_template(messages, return_dict=False) and ids.count(ours.bos_id) == count
+
+
+ASK, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+CALLING = ANSWER | {"tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "2", "name": "add", "tool_call_id": "abcdefghi"}
+THINKS = {"role": "assistant", "content": "So.", "thinking": "hm"}
+
+
+def _row(template: str, folder, row: dict) -> tuple[str, list]:
+    """-> (the marked text of a row, its notes)"""
+    ours, _ = _tokenizer(folder, template)
+    tokens, _ = Encoder(str(folder), chat_fields=("ask", "say"))(TextRow(row), notes := [])
+    ids, trained = [t & ID for t in tokens], [bool(t & TRAINED) for t in tokens]
+    return re.sub(r"<\|im_(start|end)\|>|\n", "", decode_marked(ours, ids, trained, False)), notes
+
+
+@pytest.mark.parametrize("template, row, marked", [
+    ("calls", {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": json.dumps([{"function": {
+        "name": "add", "arguments": '{"a": 1}'}}])}, RESULT, ANSWER], "tools": json.dumps([{"name": "add"}])},
+     'tools[{"name": "add"}]userWhy?assistant[[<call>{"name": "add", "arguments": {"a": 1}}</call>]]tool2'
+     'assistant[[So.]]'),
+    ("plain", {"messages": [ASK, ANSWER | {"weight": 0}, ASK, ANSWER | {"train": True}, ASK, ANSWER | {"loss": False}]},
+     "userWhy?assistantSo.userWhy?assistant[[So.]]userWhy?assistantSo."),
+    ("reasons", {"messages": [ASK, {"role": "assistant", "content": "So.", "thinking": "hm"}]},
+     "userWhy?assistant[[<think>hm</think>So.]]"),
+    ("calls", {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "<tool_call>"},
+                                 {"from": "observation", "value": "2"}, {"from": "gpt", "value": "So."}]},
+     "userWhy?assistant[[<tool_call>]]tool2assistant[[So.]]"),
+    ("{% if shout %}!{% endif %}" + TRAITS["plain"], {"ask": "Why?", "say": "So.", "chat_template_kwargs": {
+        "shout": True}}, "!userWhy?assistant[[So.]]"),
+])  # fmt: skip
+def test_fields_are_rendered(template, row, marked, tmp_path):
+    row |= {"id": 7, "source": "x", "prompt": "Why?", "reward_score": 0.5, "empty": None}  # bookkeeping is no news
+    assert _row(TRAITS.get(template, template), tmp_path, row) == (marked, [])
+
+
+@pytest.mark.parametrize("template, row, message", [
+    ("plain", {"messages": [ASK, CALLING]}, "message 1: the chat template does not render its tool_calls: .*add"),
+    ("plain", {"messages": [ASK, ANSWER], "tools": ADD}, "the chat template does not render tools"),
+    ("plain", {"messages": [ASK, THINKS]}, "not render its reasoning_content: 'hm'"),
+    ("plain", {"messages": [ASK | {"name": "Ann"}, ANSWER]}, "not render its name: 'Ann'"),
+    ("plain", {"messages": [ASK, ANSWER | {"weight": 0.5}]}, "weight 0.5, expected 0 or 1"),
+    ("plain", {"messages": [ASK, ANSWER | {"weight": 0}]}, "nothing is trained on"),
+    ("plain", {"messages": [ASK, ANSWER], "loss_mask": [0, 1]}, "the row has loss_mask"),
+    ("plain", {"messages": [ASK, ANSWER | {"mask": True}]}, "a message has mask True"),
+    ("plain", {"instruction": "a", "output": "b", "input": ["c"]}, r"input is \['c'\], expected a text"),
+    ("plain", {"messages": [ASK, ANSWER], "tools": "add"}, "tools is a text, expected a list"),
+    ("moves", {"messages": [ASK, ANSWER, RESULT, ANSWER]}, "no call"),
+])  # fmt: skip
+def test_fields_are_refused(template, row, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        _row(TRAITS[template], tmp_path, row)
+
+
+def test_what_is_left_out_is_counted(tmp_path, caplog):
+    """With the first row of each kind."""
+    thought = "reasoning that only the last answer shows"
+    silent = "{%- set messages = messages[1:] if messages[0].role == 'system' else messages %}" + TRAITS["reasons"]
+    _tokenizer(tmp_path / "t", silent)
+    rows = [
+        {"messages": [ASK, ANSWER]}, {"messages": [{"role": "system", "content": "Be brief."}, ASK, ANSWER]},
+        {"messages": [ASK, THINKS | {"thinking": thought}, ASK, ANSWER | {"channel": "c7"}], "system_prompt": "s"},
+        {"messages": [ASK, ANSWER], "images": ["a.png"]}, {"messages": [ASK, ANSWER], "images": ["b.png"]},
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare(find_files(str(tmp_path / "a.jsonl"), ""), Encoder(str(tmp_path / "t")), tmp_path / "out", val_every=0)
+    assert sorted(re.sub(r"\S*/a.jsonl ", "", record.message) for record in caplog.records) == [
+        "1 rows: nothing reads the field system_prompt of the row, first in line 3: 's'",
+        f"1 rows: the chat template changes or leaves out text of the assistant, first in line 3: {thought!r}",
+        "1 rows: the chat template changes or leaves out text of the system, first in line 2: 'Be brief.'",
+        "1 rows: the chat template does not render the field channel of a message, first in line 3: 'c7'",
+        "2 rows: nothing reads the field images of the row, first in line 4: \"['a.png']\"",
+    ]
