@@ -38,10 +38,13 @@ def fake_ranks(request):
     dist.destroy_process_group()
 
 
+NEW = ("qwen3-30b-a3b", "olmo3-7b", "phi-4")  # experts in 64 parts, norms behind, a fused file
+
+
 def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks):
     ranks = fake_ranks.world_size
     lora = "--model llama3.2-1b --lora 8 --lora_targets q,down --dtype bf16"
-    models = [f"--model {m}" for m in ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral")]
+    models = [f"--model {m}" for m in ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral", *NEW)]
     for words, size in itertools.product((*models, lora), {0, 8 if ranks > 8 else 1}):
         fixed = ["--n_layers=2", "--state_dtype=bf16", "--compile=none", f"--shard_size={size}", "--dtype=fp32"]
         config = parse_args([*fixed, *words.split()])
