@@ -85,8 +85,8 @@ def rope_llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
 
 def rope_yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
     """YaRN (arXiv 2309.00071 section 3.2): frequencies that turn less than beta_slow times within the original context
-    are divided by the factor, those that turn more than beta_fast times stay. In between, the share changes evenly with
-    the index of the frequency."""
+    are divided by the factor, and frequencies that turn more than beta_fast times stay. In between, the share changes
+    evenly with the index of the frequency."""
     scaling, h = config.rope_scaling, config.head_dim
 
     def index(turns: float) -> float:

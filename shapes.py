@@ -19,7 +19,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True  # the first and the last stretched frequency are whole numbers
     attention_factor: float = 1.0  # of cosine and sine; in YaRN's paper 0.1 ln(factor) + 1
-    in_windows: bool = True  # whether layers with a window are stretched, too
+    in_windows: bool = True  # whether layers with a window are stretched
 
     def __post_init__(self):
         if self.high_freq_factor <= self.low_freq_factor:
@@ -70,7 +70,7 @@ class ModelConfig:
         return "mixtral" if is_mistral else "llama"
 
     def kind(self, layer: int) -> str:
-        """The kind of a layer, one of KINDS."""
+        """The kind of a layer, as in KINDS."""
         return self.layer_kinds[layer % len(self.layer_kinds)]
 
     def seen(self, seq_len: int) -> int:

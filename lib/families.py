@@ -347,7 +347,7 @@ MEANS_OURS = {
         (None, False, 0, "", [], {}),
     ),
 }  # fmt: skip
-# An unknown key may have one of these values.
+# Values of an unknown key that change nothing.
 NEUTRAL = ("None", "False", "0", "0.0", "1.0", "''", "[]", "{}")
 # Settings of generation and bookkeeping, most of them in transformers' GenerationConfig and PretrainedConfig.
 BOOKKEEPING = {
@@ -418,15 +418,13 @@ def _read(given):
         if key := row.keys.get(field.name):
             shape[field.name] = _read_field(values, key, field.type, 0 if key == "n_inner" else field.default)
     shape["ffn_dim"] = shape["ffn_dim"] or 4 * shape["dim"]
-    shape |= _read_layers(values, row, shape["n_layers"])
-    if ROPE[0] in row.others:
-        shape |= _read_rope(given, row)
-    return ModelConfig(**row.shape, **shape)
+    config = ModelConfig(**row.shape, **shape)  # refuses absurd sizes
+    more = _read_layers(values, row, config.n_layers) | (_read_rope(given, row) if ROPE[0] in row.others else {})
+    return replace(config, **more)
 
 
 def _refuse_keys(given, known):
-    """ValueError: keys that may change the computation to one that is not implemented. known: keys that may have any
-    value here."""
+    """ValueError: keys that may ask for a computation that is not implemented. known: keys that may have any value."""
     problems, advice = [], ""
     for key, value in given.items():
         if key in known or key.startswith("_") or _is_dropout(key):
@@ -464,7 +462,7 @@ def _read_layers(values, row, n_layers):
 
 def _read_rope(given, row):
     """-> the fields rope_theta and rope_scaling. Version 4 has the keys rope_theta and rope_scaling, version 5
-    rope_parameters, for Olmo 3 one for each type of layer. A file may have the keys of both, if they agree."""
+    rope_parameters, which Olmo 3 has for each type of layer. A file may have the keys of both, if they agree."""
     top = {key: given.get(key) for key in ROPE[2:]}
     old, new = (given.get(key) or {} for key in ROPE[:2])
     plain = {"rope_type": "default", "rope_theta": row.defaults.get("rope_theta", 10000.0)}
@@ -545,7 +543,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict:
 
 
 def _write(config, kind):
-    """The keys of a family for a shape. Those for what the family does not have are left out."""
+    """The keys of a family for a shape; features that the family lacks are left out."""
     row, layers = FAMILIES[kind], [config.kind(i) for i in range(config.n_layers)]
     types = [SLIDING if "window" in layer else FULL for layer in layers]
     by_layer = {

@@ -528,6 +528,7 @@ REFUSED = [  # a family, changes of its config.json above (...: without the key)
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries, expected 36"),
     ("smollm3", {"no_rope_layer_interval": 0}, "positive"),
     ("llama", {"vocab_size": 2**40}, "config.json: no machine holds it: .* 1099511627776 x 4096"),
+    ("smollm3", {"num_hidden_layers": 2**40}, "config.json: no machine holds it"),
     ("llama", {"num_key_value_heads": 5}, "n_heads 32 does not divide by n_kv_heads 5"),
 ]  # fmt: skip
 
