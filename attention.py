@@ -22,13 +22,19 @@ activates through public functions, at about twice the rate; torch 2.15 would ot
 never takes `flash`: flash-attn 2 has the same kernels as torch, and for plain rows on an H100 torch prefers cuDNN's
 (published: 1.7 to 2.3 times as fast). The log and env.json name the kernel that runs.
 
+Rows may be shared (context parallelism): `attention_of_part` exchanges heads for tokens around `attention`, so the
+back-ends see whole rows.
+
 Letters: B batch, T tokens (queries), S keys, H heads, K key/value heads, h head_dim.
 """
 
 import importlib.util
+import math
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -143,6 +149,44 @@ def attention(
         with _kernels_for(mask):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shared)
     return out.transpose(1, 2)
+
+
+class RowPart(NamedTuple):
+    """The part of each row that a model computes, one of `count` equal ones. exchange(x [count, ...]) sends x[i] to the
+    model with part i and returns what the models have sent here, in the order of their parts. It is differentiable.
+    Every model of the row must call it."""
+
+    index: int = 0
+    count: int = 1
+    exchange: Callable[[Tensor], Tensor] | None = None
+
+    def total(self, x: Tensor) -> Tensor:
+        """x, summed over the parts."""
+        return x if self.count == 1 else self.exchange(x.expand(self.count, *x.shape)).sum(0)
+
+
+WHOLE = RowPart()
+
+
+def attention_of_part(
+    q: Tensor, k: Tensor, v: Tensor, part: RowPart, mask: Tensor | None, backend: str, window: int
+) -> Tensor:
+    """`attention` for a part of each row, of t = T / N tokens (DeepSpeed-Ulysses, arXiv 2309.14509): q [B, t, H, h], k
+    and v [B, t, K, h] -> [B, t, H, h]. mask: of whole rows. N must divide H.
+
+    An exchange gives each of the N models H / N heads of all T tokens; after attention another one gives it all heads
+    of its own tokens. Key/value heads are repeated until N divides them."""
+    if part.count == 1:
+        return attention(q, k, v, mask, backend, window)
+    N, repeats = part.count, part.count // math.gcd(part.count, k.shape[2])
+    k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+    by_part = [x.unflatten(2, (N, -1)) for x in (q, k, v)]  # [B, t, N, H / N or K / N, h]
+    heads = [x.shape[3] for x in by_part]
+    qkv = part.exchange(torch.cat(by_part, 3).movedim(2, 0))  # [N, B, t, (H + 2K) / N, h]
+    q, k, v = qkv.movedim(0, 1).flatten(1, 2).split(heads, 2)  # [B, T, H / N or K / N, h]
+    out = attention(q, k, v, mask, backend, window)
+    out = part.exchange(out.unflatten(1, (N, -1)).movedim(1, 0))  # [N, B, t, H / N, h]
+    return out.movedim(0, 2).flatten(2, 3)
 
 
 def _kernels_for(mask: Tensor | None):

@@ -84,7 +84,7 @@ from lib.weights import (
 )
 from optim import DTYPES, Optimizer, trainable_parameters
 from shapes import ModelConfig, RopeScaling
-from shard import fill_tensors, reshard, uncompiled
+from shard import fill_tensors, reshard, uncompiled, whole_rows
 
 FORMAT = 4
 FILE_BYTES = 2**31  # of a file with several tensors: to write a file, its tensors are copied into the host's memory
@@ -108,7 +108,7 @@ def probe_loss(model: nn.Module, tokens: list[int], device: torch.device) -> flo
     call."""
     ids = torch.tensor([tokens], device=device)
     model.eval()
-    with uncompiled():
+    with uncompiled(), whole_rows(model):
         loss = model(ids[:, :-1], ids[:, 1:]).item() / (len(tokens) - 1)
     reshard(model)
     model.train()

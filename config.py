@@ -198,6 +198,9 @@ class Config:
     shard_size: int = may_change_on_resume(
         0, "ranks over which one copy of the parameters is sharded; 0 = all, 1 = every rank holds all parameters"
     )
+    context_parallel: int = may_change_on_resume(
+        1, "ranks that share each row, for rows too long for one device: each computes an N-th of its tokens", least=1
+    )
     reshard: str = may_change_on_resume(
         "auto",
         "free gathered parameters after the forward pass; auto = except the last block's, which are needed next",
@@ -582,32 +585,44 @@ def check_together(c: Config) -> None:
             f"--seq_len {c.seq_len}: rope_scaling of type dynamic beyond {model.max_seq_len:,} positions is not"
             " implemented"
         )
+    if model.n_heads % c.context_parallel or c.seq_len % c.context_parallel:
+        raise UserError(
+            f"--context_parallel {c.context_parallel} must divide the {model.n_heads} heads of {c.model} and --seq_len"
+            f" {c.seq_len}"
+        )
     if model.positions == "learned" and c.seq_len > model.max_seq_len:
         raise UserError(
             f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"
         )
 
 
+def row_groups(c: Config, world_size: int) -> int:
+    """Groups of ranks that share rows (--context_parallel)."""
+    return max(1, world_size // c.context_parallel)
+
+
 def split_batch(c: Config, world_size: int) -> tuple[int, int]:
     """-> (micro_batch, batch_tokens), each chosen for the number of ranks if it is 0."""
-    micro_batch = c.micro_batch or -(-c.batch_tokens // (c.seq_len * world_size))
-    return micro_batch, c.batch_tokens or micro_batch * c.seq_len * world_size
+    groups = row_groups(c, world_size)
+    micro_batch = c.micro_batch or -(-c.batch_tokens // (c.seq_len * groups))
+    return micro_batch, c.batch_tokens or micro_batch * c.seq_len * groups
 
 
 def choose_lanes(c: Config, world_size: int) -> int:
     """--lanes, or for 0 a number with which one rank reads each lane."""
-    rows = split_batch(c, world_size)[0] * world_size
+    rows = split_batch(c, world_size)[0] * row_groups(c, world_size)
     return c.lanes or rows * -(-LANES // rows)
 
 
 def check_batch(c: Config, world_size: int) -> None:
     """If both are given, --batch_tokens must be a multiple of --micro_batch x --seq_len x ranks."""
-    unit = c.micro_batch * c.seq_len * world_size
+    groups = row_groups(c, world_size)
+    unit = c.micro_batch * c.seq_len * groups
     if unit and c.batch_tokens % unit:
         near = max(unit, round(c.batch_tokens / unit) * unit)
         raise UserError(
             f"--batch_tokens {c.batch_tokens} does not divide by micro_batch x seq_len x ranks"
-            f" = {c.micro_batch} x {c.seq_len} x {world_size} = {unit}"
+            f"{' / context_parallel' * (c.context_parallel > 1)} = {c.micro_batch} x {c.seq_len} x {groups} = {unit}"
             f" (quotient {c.batch_tokens / unit:.2f}); the nearest multiple is --batch_tokens {near}"
         )
 
@@ -644,6 +659,8 @@ def refuse_unsupported(c: Config, world_size: int) -> None:
     given = {f"--{name} {value}" for name, value in vars(c).items()}
     given |= {f"--{name}" for name, value in vars(c).items() if value not in (0, "off")}
     given |= {SEVERAL} if world_size > 1 else set()
+    if world_size % c.context_parallel:
+        raise UserError(f"--context_parallel {c.context_parallel} does not divide the {world_size} ranks")
     for conflict in CONFLICTS:
         if given.issuperset((conflict.first, conflict.second)):
             raise UserError(str(conflict))

@@ -24,7 +24,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from config import Config, check_together, choose_lanes, parse_args, split_batch
+from config import Config, check_together, choose_lanes, parse_args, row_groups, split_batch
 from lib.errors import Parser, UserError, prepare_python, run_script
 from lib.files import read_ahead
 from lib.hub import local_path
@@ -57,8 +57,9 @@ SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s><
 class Batch:
     """One micro-batch: tokens and targets [B, T] int64, target -100 = not trained on; positions [B, T] int64, 0 at the
     beginning of each document, or None: one sequence per row. documents, with positions: int32, where each document
-    begins in the flattened tokens (model.document_begins). sources [B] int64, in a
-    mixture: the entry of --data that a row is from."""
+    begins in the flattened rows (model.document_begins). sources [B] int64, in a
+    mixture: the entry of --data that a row is from. Ranks that share rows have parts of the tokens and targets, and
+    the positions and documents of the whole rows."""
 
     tokens: Tensor
     targets: Tensor
@@ -96,7 +97,10 @@ class Loader:
 
     def __init__(self, config: Config, rank: int, world_size: int, split: str, catalog: Catalog):
         self.config = config = replace(config, lanes=choose_lanes(config, world_size))
-        self.rank, self.world_size, self.split = rank, world_size, split
+        self.split, self.groups = split, row_groups(config, world_size)
+        sharing = world_size // self.groups  # ranks
+        self.group, start = rank // sharing, rank % sharing * config.seq_len // sharing
+        self.tokens_read = slice(start, start + config.seq_len // sharing)  # this rank's part of each row
         self.micro_batch, batch_tokens = split_batch(config, world_size)
         self.step_rows = batch_tokens // config.seq_len  # in a step, over all ranks
         flag = "--val_data" if split == "val" and config.val_data else "--data"
@@ -128,9 +132,9 @@ class Loader:
             )
         if val and not config.eval_batches:
             raise UserError("--eval_batches 0: a streamed --val_data has no end that is known: give a number")
-        rows = self.micro_batch * self.world_size
-        readers = min(self.world_size, rows // math.gcd(rows, config.lanes))
-        if readers > 1 and not self.rank and not val:
+        rows = self.micro_batch * self.groups
+        readers = min(self.groups, rows // math.gcd(rows, config.lanes))
+        if readers > 1 and not self.group and not self.tokens_read.start and not val:
             log.warning(
                 f"{flag} {specs[0]}: {readers} ranks read and tokenize every row, because --lanes {config.lanes} is not"
                 f" a multiple of micro_batch x ranks = {rows}; a new run chooses one by default"
@@ -271,9 +275,9 @@ class Loader:
         return source, row
 
     def _my_places(self, count):
-        """Which of a step's rows are this rank's: row m * ranks * micro_batch + rank * micro_batch + i is row i of its
-        micro-batch m. Where they do not divide, the last micro-batch reaches beyond `count`."""
-        starts = np.arange(0, count, self.micro_batch * self.world_size) + self.rank * self.micro_batch
+        """Which of a step's rows are this rank's: row (m * groups + group) * micro_batch + i is row i of micro-batch m.
+        Where they do not divide, the last micro-batch reaches beyond `count`."""
+        starts = np.arange(0, count, self.micro_batch * self.groups) + self.group * self.micro_batch
         return (starts[:, None] + np.arange(self.micro_batch)).ravel()
 
     def _batches(self, source, row):
@@ -288,6 +292,7 @@ class Loader:
         for i, s in enumerate(self.sources):
             ours = real[source == i]
             tokens[ours], targets[ours], begins[ours] = s.rows(row[source == i])
+        tokens, targets = tokens[:, self.tokens_read], targets[:, self.tokens_read]
         tokens, targets, owners = map(torch.from_numpy, (tokens, targets, owners))
         out = []
         for first in range(0, len(places), self.micro_batch):

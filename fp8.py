@@ -454,11 +454,12 @@ def check_run(config: Settings, device: torch.device, micro_batch: int) -> None:
     """Refuses a number of tokens that the kernel of the weight gradient cannot sum over, and a GPU without FP8."""
     if config.fp8 == "off":
         return
-    flag, tokens = f"--fp8 {config.fp8}", micro_batch * config.seq_len
+    flag, parts = f"--fp8 {config.fp8}", config.context_parallel
+    tokens = micro_batch * config.seq_len // parts
     if tokens % MULTIPLE:
         raise UserError(
-            f"{flag}: micro_batch x seq_len = {micro_batch} x {config.seq_len} = {tokens} tokens do not divide by"
-            f" {MULTIPLE}: give a --seq_len that divides by {MULTIPLE}"
+            f"{flag}: micro_batch x seq_len / context_parallel = {micro_batch} x {config.seq_len} / {parts} = {tokens}"
+            f" tokens do not divide by {MULTIPLE}: give a --seq_len that divides by {MULTIPLE * parts}"
         )
     if device.type == "cpu":
         return

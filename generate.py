@@ -79,7 +79,7 @@ from log import logger
 from model import Transformer
 from optim import DTYPES
 from shapes import ModelConfig
-from shard import fill_parameters, reshard, uncompiled
+from shard import fill_parameters, reshard, uncompiled, whole_rows
 
 SAMPLING = {"n": 200, "temperature": 0.8, "top_p": 0.95}  # of a run's samples
 
@@ -183,7 +183,8 @@ def write_samples(model: Transformer, run: Run, step: int) -> str:
         how = SAMPLING | {"context": config.trained_length(model.config), "seed": config.seed + step}
         model.eval()
         # Without `stop`, because all ranks must sample the same number of tokens.
-        text = config.prompt + "".join(write(model, tokenizer, ids, True, **how))
+        with whole_rows(model):
+            text = config.prompt + "".join(write(model, tokenizer, ids, True, **how))
         reshard(model)
         model.train()
         if run.ranks.rank == 0:

@@ -54,8 +54,8 @@ DRAW_EVERY = 60  # seconds between two drawings of curves.png
 
 def attention_kernel(config: Config, data, device: torch.device) -> str:
     """The kernel that computes attention on the rows of a Loader."""
-    shape = config.model_config
-    heads = shape.n_heads, shape.n_kv_heads, shape.head_dim
+    shape, N = config.model_config, config.context_parallel
+    heads = shape.n_heads // N, math.lcm(shape.n_kv_heads, N) // N, shape.head_dim
     windows = 0 < shape.window < config.seq_len
     return kernel(config.attention, data.separate, device, DTYPES[config.dtype], heads, windows)
 
@@ -265,7 +265,7 @@ class Log:
         )
         for line in data.summary(val_data):
             logger.info(line)
-        if data.step_rows % (data.micro_batch * size):
+        if data.step_rows % (data.micro_batch * data.groups):
             logger.info("A step does not divide by the ranks: its last micro-batch is filled with untrained rows")
         logger.info(f"mfu counts causal attention; its peak per device is {self.peak_source}")
         logger.info(f"Training from step {self.last[0] + 1} to {config.steps}")

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import PACKED, attention
+from attention import PACKED, WHOLE, attention_of_part
 from shapes import MODELS as MODELS  # so that `from model import MODELS` works
 from shapes import ModelConfig
 
@@ -147,7 +147,7 @@ class Attention(nn.Module):
             norm, widths = HeadsNorm, (H * h, K * h)
         self.q_norm, self.k_norm = (norm(width, eps=config.norm_eps) for width in widths)
         self.window = config.window if "window" in config.kind(layer) else 0
-        self.backend = "sdpa"
+        self.backend, self.part = "sdpa", WHOLE
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, cache=None) -> Tensor:
         B, T, _ = x.shape
@@ -159,7 +159,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         if cache is None or T > 1:
-            out = attention(q, k, v, mask, self.backend, self.window)  # [B, T, H, h]
+            out = attention_of_part(q, k, v, self.part, mask, self.backend, self.window)  # [B, T, H, h]
         else:  # the query heads that share a key head are taken as tokens of one head, so that no key is repeated
             q = q.view(B, self.n_kv_heads, -1, self.head_dim)
             # Not `blocked`: for each length, oneDNN would build and keep new matrix products.
@@ -416,11 +416,12 @@ class Transformer(nn.Module):
 
     dtype: of activations and matrix products. positions None: one causal sequence per row; else documents, each
     beginning where the position is 0, that never attend to each other. documents: the same as int32 [N] for the packed
-    back-ends (attention.py); left out, it is computed."""
+    back-ends (attention.py); left out, it is computed. With a `part` of several, tokens and targets are that part of
+    each row, positions and documents those of whole rows, and the loss is the part's."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, attention_backend: str = "sdpa"):
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.part = config, dtype, WHOLE
         self.embed_tokens = Embedding(config.vocab_size, config.dim)
         if config.positions == "learned":
             self.embed_positions = Embedding(config.max_seq_len, config.dim)
@@ -461,15 +462,17 @@ class Transformer(nn.Module):
             E sum_e (assignments to e / N L) (router probability of e / N L)        summed over all layers and tokens
 
         routers [L, 2, B, E] -> (loss, Details.router_sums). Rows without a trained token only fill up a micro-batch:
-        they do not count."""
+        they do not count. Of N parts of the rows, each returns an N-th of both."""
         L, _, _, E = routers.shape
-        trained = targets != IGNORE
-        rows = trained.any(1)
-        assignments, probabilities = (routers * rows[:, None]).sum(2).unbind(1)  # [L, E] each
-        count = rows.sum().clamp(min=1) * targets.shape[1] * L
+        N = self.part.count
+        trained = self.part.total((targets != IGNORE).sum(1).float())  # tokens of each row
+        rows = trained > 0
+        assignments, probabilities = (self.part.total(routers) * rows[:, None]).sum(2).unbind(1)  # [L, E] each
+        count = rows.sum().clamp(min=1) * targets.shape[1] * N * L
         loss = E * (assignments.sum(0) * probabilities.sum(0)).sum() / count.float().square()
-        sums = torch.cat((assignments, loss * trained.sum().expand(1, E), trained.sum().expand(1, E))).detach()
-        return self.config.router_aux_loss_coef * loss * trained.sum(), sums
+        trained = trained.sum()
+        sums = torch.cat((assignments, loss * trained.expand(1, E), trained.expand(1, E))).detach()
+        return self.config.router_aux_loss_coef * loss * trained / N, sums / N
 
     def _mask(self, positions: Tensor | None, documents: Tensor | None) -> Tensor | None:
         """The documents in the form that the attention back-end takes."""
@@ -485,8 +488,10 @@ class Transformer(nn.Module):
         assert positions is None or cache is None, "a cache counts the positions itself"
         mask = self._mask(positions, documents)
         if positions is None:
-            first = cache[0].length if cache else 0
+            first = cache[0].length if cache else self.part.index * tokens.shape[1]
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
+        else:
+            positions = positions.chunk(self.part.count, 1)[self.part.index]
         ropes = {kind: rope_table(self.config, positions, kind) for kind in self.config.layer_kinds}
         x = self.embed_tokens(tokens)
         if self.config.positions == "learned":

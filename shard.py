@@ -2,7 +2,8 @@
 
 The order is fixed, each step one call, in train.py's `build`:
 
-    meta device -> checkpointing -> compile each block -> activation offload -> fully_shard -> to_empty -> fill
+    meta device -> share rows -> checkpointing -> compile each block -> activation offload -> fully_shard -> to_empty
+    -> fill
 
 Checkpointing comes first, because the compiler must see it. Compilation comes before sharding, so that a compiled graph
 holds the computation without the gathering, and before activation offload, which the compiler must not see. Memory is
@@ -12,7 +13,10 @@ or renames a module, so parameters keep the model's names.
 Replication, full sharding and hybrids use one 2-D mesh (replicate, shard): --shard_size 1 replicates, 0 shards over all
 ranks. A model with one replica is sharded on the mesh's 1-D part `shard`: on a 2-D mesh FSDP2 would keep the reduced
 gradients of all units until the backward pass ends. One rank alone is not wrapped, unless its parameters are offloaded.
-Works on any module with `.layers`."""
+Works on any module with `.layers`.
+
+With --context_parallel N, consecutive ranks share a row: each computes an N-th of its tokens (attention.RowPart). They
+form groups of their own. The mesh does not change, because losses and gradients are sums over tokens."""
 
 import contextlib
 import logging
@@ -27,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from attention import WHOLE, RowPart
 from lib import progress, torch_private
 from lib.errors import UserError
 from lib.files import read_ahead
@@ -54,6 +59,56 @@ def make_mesh(shard_size: int, ranks: Ranks, offload: bool = False) -> DeviceMes
             backend = "nccl" if ranks.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+# ---- rows that ranks share
+
+
+def make_row_group(size: int, ranks: Ranks) -> dist.ProcessGroup | None:
+    """The group of this rank and the others that share its rows; None for size 1. All ranks must call."""
+    if size == 1:
+        return None
+    shape = ranks.world_size // size, size
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("rows", "context")).get_group("context")
+
+
+def groups_of(mesh: DeviceMesh | None, row_group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    """The groups of the model's collectives."""
+    return [*(mesh.get_all_groups() if mesh else []), *([row_group] if row_group else [])]
+
+
+class _Exchange(torch.autograd.Function):
+    """x [N, ...]: part i goes to rank i of the group. The backward pass is the same exchange of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return torch_private.all_to_all(x, group_name, len(x))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return torch_private.all_to_all(grad, ctx.group_name, len(grad)), None
+
+
+def share_rows(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Makes the model compute this rank's part of each row that its group shares."""
+    if group is not None:
+        name = group.group_name
+        _set_part(model, RowPart(group.rank(), group.size(), lambda x: _Exchange.apply(x, name)))
+
+
+def _set_part(model: nn.Module, part: RowPart) -> None:
+    for module in (model, *(block.self_attn for block in model.layers)):
+        module.part = part
+
+
+@contextlib.contextmanager
+def whole_rows(model: nn.Module) -> Iterator[None]:
+    """Within it, every rank computes whole rows, as for the checkpoint's probe and for samples."""
+    part = model.part
+    _set_part(model, WHOLE)
+    yield
+    _set_part(model, part)
 
 
 # ---- activations: tensors that the forward pass keeps for the backward pass

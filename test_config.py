@@ -12,7 +12,7 @@ import pytest
 
 import config
 from attention import BACKENDS, PACKED
-from config import Config, check_batch, parse_args
+from config import Config, check_batch, parse_args, refuse_unsupported
 from lib.errors import UserError
 from lib.families import config_json
 from lib.synonyms import ELSEWHERE
@@ -259,6 +259,17 @@ def test_batch_arithmetic(batch_tokens, share, near):
     with pytest.raises(UserError, match=f"{batch_tokens} .*4 x 16 x 2 = 128.*{share}.*--batch_tokens {near}"):
         check_batch(c, 2)
     check_batch(dataclasses.replace(c, batch_tokens=near), 2)
+    check_batch(dataclasses.replace(c, batch_tokens=near, context_parallel=4), 8)
+
+
+@pytest.mark.parametrize("words, ranks, message", [
+    ("--context_parallel 3", 3, "must divide the 32 heads"),
+    ("--context_parallel 4 --seq_len 4098", 4, "--seq_len 4098$"),
+    ("--context_parallel 4", 6, "--context_parallel 4 does not divide the 6 ranks"),
+])  # fmt: skip
+def test_rows_that_do_not_divide_are_refused(words, ranks, message):
+    with pytest.raises(UserError, match=message):
+        refuse_unsupported(parse_args(["--model", "llama3-8b", *words.split()]), ranks)
 
 
 # ---- the run folder

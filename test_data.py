@@ -319,14 +319,18 @@ def test_epochs_give_the_number_of_steps(tmp_path):
     assert "--epochs needs one source" in refused(epochs_as_steps, mixed, 1)
 
 
-@pytest.mark.parametrize("world_size, micro_batch", [(1, 1), (1, 5), (2, 6), (3, 2), (4, 3), (5, 2), (8, 1), (7, 12)])
-def test_neither_ranks_nor_a_resume_change_the_order(tmp_path, world_size, micro_batch):
+@pytest.mark.parametrize("world_size, micro_batch, sharing", [
+    (1, 1, 1), (1, 5, 1), (2, 6, 1), (3, 2, 1), (4, 3, 1), (5, 2, 1), (8, 1, 1), (7, 12, 1),
+    (2, 3, 2), (4, 5, 2), (4, 12, 4),
+])  # fmt: skip
+def test_neither_ranks_nor_a_resume_change_the_order(tmp_path, world_size, micro_batch, sharing):
     """Also where they do not divide the 12 rows: the last micro-step is filled with rows that are not trained on."""
     path = numbered(tmp_path / "d", 37, shards=5)  # a shard ends within most rows
     whole, _ = run(config(path, micro_batch=12), 10)
     for k in (0, 4):
         first, state = run(config(path, micro_batch=3, batch_tokens=12 * T), k, 2)
-        rest, end = run(config(path, micro_batch=micro_batch, batch_tokens=12 * T), 10 - k, world_size, state)
+        more = {"micro_batch": micro_batch, "batch_tokens": 12 * T, "context_parallel": sharing}
+        rest, end = run(config(path, **more), 10 - k, world_size, state)
         assert first + rest == whole and end["samples"] == 120
 
 

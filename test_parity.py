@@ -55,7 +55,7 @@ TOGETHER = 32  # cells that are drawn at a time; those of a number of ranks shar
 PATIENCE = 900  # seconds for a cell that compiles
 # Fields that divide and store the same computation in another way.
 DIVISION = ("ranks", "reduce_dtype", "fp8_all_gather", "shard_size", "reshard", "prefetch", "checkpointing", "compile")
-DIVISION += ("attention", "offload", "offload_activations", "head_rows")
+DIVISION += ("context_parallel", "attention", "offload", "offload_activations", "head_rows")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Cell(Config):
     @property
     def parts(self) -> int:
         """Micro-batches of a step, of all ranks."""
-        return self.ranks * self.accumulate
+        return self.ranks // self.context_parallel * self.accumulate
 
 
 def combine(**choices: list) -> list[Cell]:
@@ -133,6 +133,10 @@ def cells(world_size: int) -> list[Cell]:
     more += combine(offload_activations=[True], checkpointing=modes[1:], compile=compiled)
     if world_size > 1:
         more += combine(model=TINY, reshard=["always", "never"], prefetch=[0, 1, 2], accumulate=[1, 2])
+        sharing = [2, 4][: world_size // 2]
+        out += combine(context_parallel=sharing, model=TINY, shard_size=sizes, accumulate=[1, 2], packed=both)
+        out += combine(context_parallel=sharing, compile=compiled, checkpointing=modes, dtype=dtypes, packed=both)
+        more += combine(context_parallel=sharing, offload=["none", "cpu"], dtype=dtypes, accumulate=[2])
     out += more + [replace(c, model="tiny-mixtral") for c in more if c.dtype == "fp32"]
     adapted = combine(shard_size=sizes, dtype=dtypes, checkpointing=modes, compile=compiled, packed=both)
     out += [replace(c, lora=3, accumulate=2) for c in adapted]
@@ -151,6 +155,13 @@ SHORT = [  # what few of the fuzzer's cells have, on two ranks; the first is rec
     replace(PADDED, model="tiny-gpt2"),
     Cell(ranks=2, model="tiny-olmo3", packed=True, attention="blocked", checkpointing="selective"),
     Cell(ranks=2, model="tiny-qwen3-moe", n_experts=16, dtype="bf16", fp8="tensor", checkpointing="block"),
+    Cell(ranks=2, context_parallel=2, compile="block", checkpointing="selective", packed=True, accumulate=2),
+    Cell(ranks=2, context_parallel=2, model="tiny-olmo3", attention="blocked", offload="cpu", masks="empty-parts"),
+]
+SHARED = [  # rows of four ranks, which repeat the two key/value heads, and of two
+    Cell(ranks=4, context_parallel=4, model="tiny-mixtral", packed=True, shard_size=2, accumulate=2),
+    Cell(ranks=4, context_parallel=4, model="tiny-gpt2", n_kv_heads=4, dtype="bf16", fp8="tensor", masks="one-token"),
+    Cell(ranks=4, context_parallel=2, model="tiny-mixtral", shard_size=1, lora=3, checkpointing="block"),
 ]
 
 
@@ -178,8 +189,8 @@ def rows_of(cell: Cell, step: int, text: int = 0) -> Batch:
     return Batch(tokens, targets, index - torch.where(ends, index, 0).cummax(1).values)
 
 
-def part_of(batch: Batch, rows: slice) -> Batch:
-    tokens, targets = batch.tokens[rows], batch.targets[rows]
+def part_of(batch: Batch, rows: slice, columns: slice = slice(None)) -> Batch:
+    tokens, targets = batch.tokens[rows, columns], batch.targets[rows, columns]
     if batch.positions is None:
         return Batch(tokens, targets)
     return Batch(tokens, targets, batch.positions[rows], document_begins(batch.positions[rows]))
@@ -236,17 +247,20 @@ def real_steps(cell: Cell, ranks: Ranks, text: int = 0) -> list[list[Tensor]]:
     torch._dynamo.reset()
     config = cell.config
     mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
-    model = train.build(config, ranks, mesh)
+    model = train.build(config, ranks, mesh, shard.make_row_group(config.context_parallel, ranks))
     weight_scales = fp8.prepare(model, config, mesh, cell.accumulate > 1)
     optimizer, out = make_optimizer(model, config), []
     for group in optimizer.param_groups:
         group["eps"] = EPS
     fill(model)
     gradients, size = Recorder(model, config, ranks, mesh), cell.micro_batch
-    starts = [(m * ranks.world_size + ranks.rank) * size for m in range(cell.accumulate)]
+    groups, sharing = ranks.world_size // cell.context_parallel, cell.context_parallel
+    starts = [(m * groups + ranks.rank // sharing) * size for m in range(cell.accumulate)]
+    part = ranks.rank % sharing * cell.seq_len // sharing
+    columns = slice(part, part + cell.seq_len // sharing)
     for step, rate in enumerate(RATES):
         whole = rows_of(cell, step, text)
-        batches = [part_of(whole, slice(a, a + size)) for a in starts]
+        batches = [part_of(whole, slice(a, a + size), columns) for a in starts]
         with mock.patch.dict("model.HEAD_ROWS", cpu=cell.head_rows):
             train.train_step(model, optimizer, batches, rate, gradients, weight_scales, ranks.device, config.reshard)
         out.append(gradients.seen)
@@ -347,6 +361,7 @@ def draw(seed: int, number: int) -> Cell:
         formats_and_sizes = _draw_formats_and_sizes(rng)
         shards = [0, *(n for n in range(1, cell.ranks + 1) if cell.ranks % n == 0)]
         cell = replace(cell, shard_size=rng.choice(shards), **formats_and_sizes, lora=rng.choice((0, 0, 0, 1, 5)))
+        cell = replace(cell, context_parallel=some(1, 2, 3, 4))
         with contextlib.suppress(UserError, ValueError):  # train.py refuses the cell
             check_together(cell.config)
             train.resolve(cell.config, ALONE.device, cell.ranks)
@@ -394,7 +409,7 @@ def check_rows(rows: Iterator[str], count: int) -> None:
     assert not wrong and len(rows) == count, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("table", [SHORT, *(pytest.param(cells(n), marks=pytest.mark.slow) for n in (1, 2, 4))])
+@pytest.mark.parametrize("table", [SHORT, SHARED, *(pytest.param(cells(n), marks=pytest.mark.slow) for n in (1, 2, 4))])
 def test_the_table(table):
     check_rows(compute(table, texts=1), len(table))
 

@@ -194,7 +194,7 @@ for code in (errno.ENOENT, errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, 
     with pytest.raises(OSError, match=os.strerror(code)):
         on_all(lambda: read(code), ranks)
 mesh, rank_module.WATCHDOG = shard.make_mesh(0, ranks), 0
-set_timeout(1, ranks, mesh)
+set_timeout(1, ranks, shard.groups_of(mesh, None))
 for group in (None, mesh.get_group("shard")) if ranks.rank == 0 else ():
     with pytest.raises(RuntimeError):
         dist.all_reduce(torch.ones(1), group=group)

@@ -109,6 +109,25 @@ def test_several_processes_train_like_one(tmp_path, text):
     assert (tmp_path / "many/samples.txt").exists()
 
 
+def test_rows_that_ranks_share_train_like_whole_rows(tmp_path, text):
+    """One run of one process; another that goes on with two and four ranks for each row, then with one process again:
+    evaluation, losses of a mixture's sources, and the balancing loss."""
+    (tmp_path / "b.txt").write_text("shared rows " * 3000)
+    flags = [*FAST, "--model", "tiny-mixtral", "--data", f"{text}:2", f"{tmp_path / 'b.txt'}:1", "--log_every", 1]
+    flags += ["--eval_every", 2, "--batch_tokens", 512, "--documents", "separate", "--schedule", "constant"]
+    train(*flags, "--steps", 2, "--out", tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "shared")
+    train(*flags, "--steps", 8, "--out", tmp_path / "one")
+    for steps, ranks in ((4, 2), (6, 4), (8, 1)):
+        more = ["--steps", steps, "--context_parallel", ranks, "--sample_every", steps]
+        train(*flags, *more, "--out", tmp_path / "shared", ranks=ranks)
+    kept = ("loss", "grad_norm", "val_loss", "router_aux_loss", "loss_numbers.txt", "loss_b.txt", "expert_load_0")
+    one, shared = ([[r.get(name) for name in kept] for r in records(tmp_path / name)] for name in ("one", "shared"))
+    assert len(one) == len(shared) == 8 and None not in one[7]
+    for ours, theirs in zip(shared, one, strict=True):
+        assert all(a == b or a == pytest.approx(b, rel=2e-5) for a, b in zip(ours, theirs, strict=True))
+
+
 def saved_parts(run: Path) -> set[tuple[str, str]]:
     """(name, dtype) of the tensors' parts in the newest checkpoint."""
     return {(name, layout["dtype"]) for name, layout in checkpoint.newest(run).layouts.items()}

@@ -113,10 +113,12 @@ def train(config: Config, ranks: Ranks, run: Run) -> None:
     data, val_data = open_data(config, ranks)
     weights = on_every_rank(lambda: settle.open_initial_weights(config, resume_from is not None, ranks.rank), ranks)
     run.mesh = mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
-    set_timeout(run.hang_limit, ranks, mesh)
-    model = build(config, ranks, mesh)
+    row_group = shard.make_row_group(config.context_parallel, ranks)
+    run.groups = shard.groups_of(mesh, row_group)
+    set_timeout(run.hang_limit, ranks, run.groups)
+    model = build(config, ranks, mesh, row_group)
     with machine.reported_memory(config, model):
-        weight_scales = fp8.prepare(model, config, mesh, data.step_rows > data.micro_batch * ranks.world_size)
+        weight_scales = fp8.prepare(model, config, mesh, data.step_rows > data.micro_batch * data.groups)
         optimizer = make_optimizer(model, config)
         logger.info("Created optimizer")
         fill(model, optimizer, data, resume_from, weights, config, ranks)
@@ -212,7 +214,7 @@ def train_step(
     return loss, grad_norm, micro_batches
 
 
-def build(config: Config, ranks: Ranks, mesh) -> Transformer:
+def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
     """The model, ready to be filled: parameters allocated, nothing in them yet. The order is explained in shard.py."""
     logger.info("Creating Model")
     with torch.device("meta"):
@@ -222,6 +224,7 @@ def build(config: Config, ranks: Ranks, mesh) -> Transformer:
     lora.convert(model, config)
     describe_model(model)
     offload = config.offload == "cpu"
+    shard.share_rows(model, row_group)
     shard.checkpoint_activations(model, config.checkpointing)
     shard.compile_model(model, config.compile)
     shard.offload_activations(model, config.offload_activations, ranks.device)

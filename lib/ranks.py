@@ -9,7 +9,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from lib.errors import PATH_MISTAKES, Failure, Message, UserError
 from lib.machine import find_device
@@ -63,12 +62,12 @@ def leave(ranks: Ranks) -> None:
         os._exit(0)
 
 
-def set_timeout(seconds: int, ranks: Ranks, mesh: DeviceMesh | None) -> None:
+def set_timeout(seconds: int, ranks: Ranks, groups: list[dist.ProcessGroup]) -> None:
     """Sets how long collectives of the model and the loss wait for a rank. Their error names nobody: the watchdogs
     (lib/run.py), which name the rank, must always come first."""
     if ranks.world_size == 1:
         return
-    for group in (dist.group.WORLD, *mesh.get_all_groups()):
+    for group in (dist.group.WORLD, *groups):
         group.set_timeout(timedelta(seconds=seconds + WATCHDOG))
 
 

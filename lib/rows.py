@@ -485,7 +485,7 @@ def text_bytes(loader) -> tuple[int, int]:
     if loader.streams or not text.knows_text(loader.config):
         return 0, 0
     all_ranks, counts = copy.copy(loader), np.zeros(loader.config.model_config.vocab_size, np.int64)
-    all_ranks.rank, all_ranks.world_size = 0, 1
+    all_ranks.group, all_ranks.groups, all_ranks.tokens_read = 0, 1, slice(None)
     for batch in itertools.chain.from_iterable(all_ranks):
         counts += np.bincount(batch.targets[batch.targets != IGNORE], minlength=len(counts))
     sizes = token_sizes(load_tokenizer(loader.config.tokenizer))

@@ -161,7 +161,8 @@ class Run:
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks, self.folder, self.clock = config, ranks, Path(config.out), Clock()
         self.lock = None  # on rank 0
-        self.mesh: DeviceMesh | None = None  # the watchdog counts the collectives of its groups
+        self.mesh: DeviceMesh | None = None
+        self.groups: list[dist.ProcessGroup] = []  # of the model; the watchdog counts their collectives
         # with run.phase(NAME): time inside belongs to NAME. The watchdog allows --timeout in "data" and "steps", and in
         # any other phase hang_limit without progress.
         self.phase, self.hang_limit = self.clock.part, max(config.timeout, LONG)
@@ -372,7 +373,7 @@ class Watchdog:
         if self.store is None:
             return []
         started = 0
-        for group in [None, self.ranks.control, *(self.run.mesh.get_all_groups() if self.run.mesh else [])]:
+        for group in [None, self.ranks.control, *self.run.groups]:
             with contextlib.suppress(RuntimeError):
                 started += torch_private.count_collectives(group)
         text = (

@@ -79,7 +79,9 @@ def run(c, steps, world_size=1, state=None):
     iterators, out = [iter(loader) for loader in loaders], []
     for _ in range(steps):
         micros = zip(*(next(i) for i in iterators), strict=True)
-        batch = [b for ranks in micros for b in ranks]
+        parts, n = [part for ranks in micros for part in ranks], c.context_parallel  # n of them are a batch
+        columns = [[(p.tokens, p.targets) for p in parts[i : i + n]] for i in range(0, len(parts), n)]
+        batch = [Batch(*(torch.cat(tensors, 1) for tensors in zip(*pairs, strict=True))) for pairs in columns]
         shape, dtype = (c.micro_batch, c.seq_len), torch.int64
         assert all(t.shape == shape and t.dtype == dtype for b in batch for t in (b.tokens, b.targets))
         pairs = [(x, y) for b in batch for x, y in zip(b.tokens.tolist(), b.targets.tolist(), strict=True)]
@@ -300,7 +302,7 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["data"], "on_first_rank", tell)
     for rank in range(3):
         loader, val_loader = open_data(c, Ranks(rank, 3, torch.device("cpu")))
-        assert loader.rank == val_loader.rank == rank and asked() == (not rank, int(not rank))
+        assert loader.group == val_loader.group == rank and asked() == (not rank, int(not rank))
 
 
 # ---- packed conversations

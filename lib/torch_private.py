@@ -21,6 +21,8 @@ def _find(path: str):
         ) from None
 
 
+_all_to_all = _find("ops._c10d_functional.all_to_all_single")
+_wait = _find("ops._c10d_functional.wait_tensor")
 _count_collectives = _find("distributed.ProcessGroup._get_sequence_number_for_group")
 _foreach_norm = _find("_foreach_norm")
 DispatchMode = _find("utils._python_dispatch.TorchDispatchMode")  # shown every operator; waits for a public name
@@ -36,6 +38,13 @@ scaled_mm, scaled_grouped_mm = _find("_scaled_mm"), _find("_scaled_grouped_mm")
 def count_collectives(group) -> int:
     """How many collectives this rank has started in a group; None: the default group. Waits for a public counter."""
     return _count_collectives(group or torch.distributed.group.WORLD)
+
+
+def all_to_all(x: Tensor, group_name: str, size: int) -> Tensor:
+    """Sends the `size` equal parts of x, along dimension 0, to the ranks of a group, and returns theirs. The compiler
+    traces it; on a GPU the host does not wait. Waits for the collectives that the compiler traces to be public."""
+    lengths = [len(x) // size] * size
+    return _wait(_all_to_all(x.contiguous(), lengths, lengths, group_name))
 
 
 def held_tensor(parameter: Tensor) -> Tensor:
