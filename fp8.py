@@ -441,6 +441,7 @@ class Settings(Protocol):
 
     model_config: object  # shapes.ModelConfig
     seq_len: int
+    context_parallel: int
     dtype: str
     compile: str
     fp8: str
