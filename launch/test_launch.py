@@ -295,20 +295,33 @@ esac"""
 DRIVER = '[ "$1" = -L ] && echo "GPU 0: X" || echo "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: {}  |"'
 
 
-@pytest.mark.parametrize("smi, pip_says, reports, error", [
-    ("exit 1", "ERROR: none", "/whl/cpu has no torch==2.13.0+cpu for Python 3.", "Installing the requirements: "),
-    (DRIVER.format("12.4"), "ERROR: none", "for CUDA 12", "/whl/cu126 has no torch==2.13.0+cu126 for Python 3"),
-    (DRIVER.format("11.8"), "", "for CUDA 11", "torch needs an NVIDIA driver for CUDA 12 or newer"),
-    (DRIVER.format("13.0"), "", "Installing torch", "Installing the requirements: ERROR: no more"),
+@pytest.mark.parametrize("torch, smi, pip_says, reports, error", [
+    ("", "exit 1", "ERROR: none", "/whl/cpu has no torch==2.13.0+cpu for Python 3.", "Installing the requirements: "),
+    ("", DRIVER.format("12.4"), "ERROR: none", "for CUDA 12", "/whl/cu126 has no torch==2.13.0+cu126 for Python 3"),
+    ("", DRIVER.format("11.8"), "", "for CUDA 11", "torch needs an NVIDIA driver for CUDA 12 or newer"),
+    ("", DRIVER.format("13.0"), "", "Installing torch", "Installing the requirements: ERROR: no more"),
+    ("2.10.1", "exit 1", "ERROR: none", "has torch 2.10.1; supported: 2.11 to 2.15\n", "no more"),
+    ("2.11.0", "exit 1", "", "Installing numpy", "Installing the requirements: "),
+    ("2.15.0", DRIVER.format("13.0"), "", "Installing numpy", "Installing the requirements: "),
+    ("2.15.0", DRIVER.format("12.4"), "ERROR: none", "2.11 to 2.15, CUDA 12 or older\n", "no torch==2.13.0+cu126"),
+    ("2.16.0", DRIVER.format("13.0"), "", "2.11 to 2.15, CUDA 13 or older\n", "Installing the requirements: "),
 ])  # fmt: skip
-def test_torch_is_chosen_by_the_driver_and_why_not_is_said(checkout, smi, pip_says, reports, error):
+def test_torch_is_chosen_by_the_driver_and_why_not_is_said(checkout, torch, smi, pip_says, reports, error):
+    """torch: the version that python3 has, for CUDA 13; empty: none."""
+    if torch:
+        info = checkout.short / "packages" / f"torch-{torch}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: torch\nVersion: {torch}\n")
+        (info.parent / "torch.py").write_text(f"__version__ = '{torch}'\nclass version: cuda = '13.0'\n")
+        checkout.environment["PYTHONPATH"] = str(info.parent)
     shutil.rmtree(checkout.folder / ".venv")
     checkout.script(checkout.short / "bin" / "python3", BARE_PYTHON.format(python=sys.executable))
     checkout.script(checkout.short / "bin" / "nvidia-smi", smi)
     checkout.environment["PIP_SAYS"] = pip_says
     status, out, err = checkout.launch()
     assert status == 2 and reports in out and error in err
-    assert ("CUDA, some GB" in out) == (smi == "exit 1") and ("driver here" in out) == ("CUDA 1" in reports)
+    assert ("with CUDA, some GB" in out) == ("none" in pip_says and smi == "exit 1")
+    assert ("NVIDIA driver is for CUDA" in out) == ("12.4" in smi or "11.8" in smi)
     assert (checkout.folder / ".venv" / "flatland-incomplete").exists()
 
 
