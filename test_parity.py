@@ -10,7 +10,8 @@ and stored.
 A cell builds the model as train.py does and takes three steps of `train_step`. The oracle is the plain model: one
 process, fp32, nothing sharded, compiled or checkpointed, all rows in one forward pass, torch's plain AdamW. Compared
 are losses, gradient norms, every gradient and, at the end, every parameter. AdamW's eps is large here: with the usual
-1e-8 the first steps are g / |g|, full steps of the rounding noise where a gradient is zero in theory.
+1e-8 the first steps are g / |g|, full steps of the rounding noise where a gradient is zero in theory. FP8's noise,
+2 % of a gradient, has to stay below it.
 
 fp32 must agree to 1e-5, or, where large parts of a gradient cancel, to 1.5 times what the oracle itself differs from
 fp64. bf16 and FP8 have no such number: their error depends on the model. So the error of a cell, against the fp32
@@ -48,7 +49,7 @@ TINY = ("tiny-llama", "tiny-llama3.2", "tiny-gpt2", "tiny-mixtral", "tiny-qwen2.
 TINY += ("tiny-olmo3", "tiny-smollm3", "tiny-phi3", "tiny-qwen3-moe")
 KEPT = (32, 3, 17, 0, 1, 32, 9, 30)  # trained tokens of the rows, over and over: very uneven masks
 RATES = (1e-3, 2e-3, 1.5e-3)  # learning rates of the steps
-EPS = 1e-3
+EPS = 1e-2
 TOLERANCE = 1e-5  # of fp32, relative
 NOISE = 1.5  # of lower precision: a multiple of the plain model's error
 TOGETHER = 32  # cells that are drawn at a time; those of a number of ranks share their processes
@@ -163,6 +164,13 @@ SHARED = [  # rows of four ranks, which repeat the two key/value heads, and of t
     Cell(ranks=4, context_parallel=4, model="tiny-gpt2", n_kv_heads=4, dtype="bf16", fp8="tensor", masks="one-token"),
     Cell(ranks=4, context_parallel=2, model="tiny-mixtral", shard_size=1, lora=3, checkpointing="block"),
 ]
+# With an eps of 1e-3 its parameters were off by 0.41, those of the plain model by 0.19: the gradients of both are off
+# by 2 %, and one element's is close to zero. AdamW in fp64 makes the same parameters of the cell's own gradients.
+NEARLY_ZERO = Cell(
+    model="tiny-gpt2", dim=16, n_layers=2, n_heads=2, n_kv_heads=1, seq_len=16, micro_batch=1, dtype="bf16",
+    param_dtype="bf16", reduce_dtype="bf16", fp8="tensor", fp8_grad_dtype="e4m3", fp8_all_gather=True,
+    offload_activations=True, checkpointing="block", attention="blocked", ranks=3, packed=True,
+)  # fmt: skip
 
 
 # ---- one cell
@@ -409,7 +417,9 @@ def check_rows(rows: Iterator[str], count: int) -> None:
     assert not wrong and len(rows) == count, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("table", [SHORT, SHARED, *(pytest.param(cells(n), marks=pytest.mark.slow) for n in (1, 2, 4))])
+@pytest.mark.parametrize(
+    "table", [SHORT, SHARED, [NEARLY_ZERO], *(pytest.param(cells(n), marks=pytest.mark.slow) for n in (1, 2, 4))]
+)
 def test_the_table(table):
     check_rows(compute(table, texts=1), len(table))
 
