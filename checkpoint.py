@@ -84,7 +84,7 @@ from lib.weights import (
 )
 from optim import DTYPES, Optimizer, trainable_parameters
 from shapes import ModelConfig, RopeScaling
-from shard import fill_tensors, reshard, uncompiled, whole_rows
+from shard import fill_quantized, fill_tensors, reshard, uncompiled, whole_rows
 
 FORMAT = 4
 FILE_BYTES = 2**31  # of a file with several tensors: to write a file, its tensors are copied into the host's memory
@@ -608,6 +608,7 @@ def restore(
         resume_from.check_base(ranks)
         frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         fill_tensors(frozen, weights, config.load)
+        fill_quantized(model, weights, config.load)
     resume_from.load(model, optimizer)
     gather(None, ranks)  # wait here, where no limit is set, for ranks that read slowly
     _prove(resume_from, model, ranks)

@@ -69,10 +69,16 @@ class Config:
     lora_alpha: float = _flag(0.0, "LoRA output is scaled by lora_alpha / rank; 0 = 2 * rank", needs="lora")
     lora_targets: tuple = _flag(
         ("q", "k", "v", "o", "gate", "up", "down"),
-        "the projections that get adapters, separated by commas",
+        "the projections that get adapters, separated by commas; all = every one that can have an adapter",
         needs="lora",
     )
-    lora_weights: str = _flag("", "the folder of a PEFT adapter of --weights to start from", needs="lora weights")
+    quantize: str = _flag(
+        "none",
+        "nf4 = keep the frozen projections of the blocks in four bits (QLoRA), whole on every rank",
+        ("none", "nf4"),
+        needs="lora",
+    )
+    lora_weights: str = _flag("", "the folder of a PEFT adapter of --weights to start from", needs="weights lora")
     data: tuple = may_change_on_resume(
         (),
         "one or more of: token shards (a folder, .bin), .txt, .jsonl, .json, .json.gz, .parquet, globs,"
@@ -431,6 +437,10 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     if not out.isprintable():  # launch.sh and train.sbatch read it as a line
         raise UserError(f"--out {out!r}: a run folder's name must be printable")
     config = Config(**values)
+    if config.lora_targets in (("all",), ("all-linear",)):
+        from lib.lora import sizes
+
+        config = replace(config, lora_targets=tuple(sizes(config.model_config)))
     check_together(config)
     if trains and config.lora and not config.weights:
         raise UserError(f"--lora {config.lora} without --weights would freeze random weights: name --weights")
@@ -475,6 +485,11 @@ def _read_values(words: list[str]) -> dict:
     values["fp8"] = {"0": "off", "1": "tensor"}.get(values["fp8"], values["fp8"])
     for flag in ("resume_override", "lora_targets", "track", "chat_fields"):
         values[flag] = tuple(name for word in values[flag] for name in word.split(",") if name)
+    if values["lora_weights"] and values["weights"] and "--lora" not in flags_in(words):
+        from lib.weights import adapter_flags
+
+        theirs = adapter_flags(local_path(values["lora_weights"], "--lora_weights"))
+        values |= {flag: value for flag, value in theirs.items() if f"--{flag}" not in flags_in(words)}
     if len(values["chat_fields"]) not in (0, 2, 3):
         raise UserError(f"--chat_fields {','.join(values['chat_fields'])}: expected two or three names")
     return values
@@ -649,6 +664,8 @@ CONFLICTS = (
     Conflict("--fp8 row", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
     Conflict("--fp8 row_gw_hp", "--fp8_all_gather", "it needs one scale per weight, which only --fp8 tensor has"),
     Conflict("--decay_steps", "--schedule constant", "it has no decay; remove one"),
+    Conflict("--quantize nf4", "--fp8", "weights are in four bits or multiplied in FP8; remove one"),
+    Conflict("--quantize nf4", "--offload cpu", "weights in four bits stay on the GPU; remove one"),
     Conflict("--optimizer muon", "--lora", "Muon does not fit the thin matrices of adapters: --optimizer adamw"),
     Conflict("--compile model", SEVERAL, "FSDP gathers parameters by block: --compile block"),
 )  # fmt: skip

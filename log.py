@@ -62,6 +62,7 @@ def attention_kernel(config: Config, data, device: torch.device) -> str:
 
 def describe_model(model: Transformer) -> None:
     total = sum(p.numel() for p in model.parameters())
+    total += sum(2 * b.numel() for b in model.buffers() if b.dtype == torch.uint8)  # of two values each (nf4.py)
     trainable = sum(p.numel() for p in trainable_parameters(model).values())
     logger.info(f"Created model with total parameters: {total} ({human(total)}), trainable: {trainable}")
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import nf4
 from attention import WHOLE, RowPart
 from lib import progress, torch_private
 from lib.errors import UserError
@@ -291,6 +292,22 @@ def fill_parameters(model: nn.Module, read: Callable[[str, tuple[slice, ...]], T
     direct: every rank reads the values that it keeps; rank0: only rank 0 reads, and sends each rank its part. Both work
     piece by piece, and read the next pieces while others are sent and copied. All ranks must call."""
     fill_tensors(list(model.named_parameters()), read, load)
+    fill_quantized(model, read, load)
+
+
+@torch.no_grad()
+def fill_quantized(model: nn.Module, read: Callable, load: str = "direct") -> None:
+    """Quantizes the weights of layers in NF4, which every rank holds. rank0: rank 0 does, and sends the others the
+    result. All ranks must call."""
+    sends = load == "rank0" and dist.is_initialized() and dist.get_world_size() > 1
+    for name, layer in nf4.layers(model).items():
+        shape = layer.out_features, layer.in_features
+        for rows in _rows(shape, 0, 1, PIECE // 2) if not (sends and dist.get_rank()) else ():
+            layer.fill(rows, read(f"{name}.weight", (rows, slice(0, shape[1]))))
+            progress.advance()
+        for buffer in layer.buffers() if sends else ():
+            dist.broadcast(buffer, 0)
+            progress.advance()
 
 
 def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str = "direct") -> None:

@@ -80,6 +80,7 @@ def test_choices(field):
     assert field.default in field.metadata["choices"]
     assert field.name != "attention" or field.metadata["choices"] == ("auto", *BACKENDS, *PACKED)
     needed = {"fp8": ["--fp8=tensor"], "weights": ["--weights", str(ROOT), "--model=tiny-llama"]}
+    needed["lora"] = ["--lora=4", "--ffn_dim=192"]
     for choice in field.metadata["choices"]:
         words = [f"--{field.name}={choice}", *needed.get(field.metadata["needs"], [])]
         assert getattr(parse_args(words), field.name) == choice

@@ -77,8 +77,9 @@ class GradientGuard(Gradients):
 
 
 def parameter_hash(model: nn.Module) -> int:
-    """A hash of the bits of this rank's parts of the parameters. Two flips of the same bit in one parameter cancel."""
-    parts = [local(p.detach()) for p in model.parameters()]
+    """A hash of the bits of this rank's parts of the parameters, and of the buffers. Two flips of the same bit in one
+    tensor cancel."""
+    parts = [local(p.detach()) for p in (*model.parameters(), *model.buffers())]
     return hash(tuple(torch.hash_tensor(part).item() for part in parts if part.numel()))
 
 

@@ -5,7 +5,9 @@
 A fused projection (q, k, v; gate, up) has an A and a B for each part that --lora_targets names. They are stored as two
 parameters: lora_A [n rank, in] stacks the As of the n parts, and lora_B stacks the rows of their Bs. Frozen weights
 are kept in the compute dtype. A and B are kept in --param_dtype and cast in the forward pass, like all masters.
-Embeddings, norms, the loss head and stacked experts have no adapters. Dropout is not implemented.
+Embeddings, norms, the loss head and stacked experts have no adapters. Dropout is not implemented. With --quantize nf4
+(QLoRA, arXiv 2305.14314) the weights of all projections of the blocks, with or without adapters, are kept in four bits
+(nf4.py).
 
 Sources: LoRA (arXiv 2106.09685). The names of the parts, the scale and A's initial variance follow PEFT
 (github.com/huggingface/peft); lib/weights.py reads and writes PEFT's folders."""
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import model as transformer
+import nf4
 from lib.errors import UserError
 from model import Transformer, initial_std, random_init
 from optim import DTYPES
@@ -55,6 +58,10 @@ def check_flags(config) -> None:
     limit = min(min(known[target]) for target in config.lora_targets)
     if config.lora > limit:
         raise UserError(f"--lora {config.lora}: the smallest weight of the --lora_targets allows at most {limit}")
+    experts, odd = config.model_config.n_experts, max(width % nf4.BLOCK and width for _, width in known.values())
+    if config.quantize == "nf4" and (experts or odd):
+        reason = f"rows of {odd} values do not divide by {nf4.BLOCK}" if odd else "stacked experts are not quantized"
+        raise UserError(f"--quantize nf4: {config.model} is not possible: {reason}; remove the flag")
 
 
 def flops_per_token(config) -> int:
@@ -94,9 +101,9 @@ def layers(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def convert(model: Transformer, config) -> None:
-    """Adds the adapters of --lora, freezes all other parameters, and sets the dtype of the parameters: frozen ones get
-    the compute dtype. In place, before the parameters have values, and after a conversion to FP8, which applies to the
-    frozen weights. config: a Config."""
+    """Adds the adapters of --lora, freezes all other parameters, quantizes those of --quantize, and sets the dtype of
+    the others: frozen ones get the compute dtype. In place, before the parameters have values, and after a conversion
+    to FP8, which applies to the frozen weights. config: a Config."""
     if config.lora:
         _add_adapters(model, config)
     for p in model.parameters():
@@ -112,9 +119,12 @@ def _add_adapters(model: Transformer, config) -> None:
         blocks = tuple((known[part][0], config.lora * (part in config.lora_targets)) for part in parts)
         heights = [rows for rows, rank in blocks if rank]
         if heights:
-            m.__class__, m.lora_blocks, m.lora_scale = _adapted(m.__class__), blocks, config.lora_alpha / config.lora
             m.lora_A = nn.Parameter(m.weight.new_empty(len(heights) * config.lora, m.in_features))
             m.lora_B = nn.Parameter(m.weight.new_empty(sum(heights), config.lora))
+        if parts and config.quantize == "nf4":
+            nf4.convert(m)
+        if heights:  # last: an adapter adds to the output of the class below it
+            m.__class__, m.lora_blocks, m.lora_scale = _adapted(m.__class__), blocks, config.lora_alpha / config.lora
 
 
 def meta_model(config) -> Transformer:

@@ -233,14 +233,16 @@ def _kib_of(name: str, path: Path | str) -> int:
 
 
 def allocate(model: nn.Module, device: torch.device | str) -> None:
-    """Gives parameters on the meta device memory with undefined values, and separates tied ones. This is torch's
-    `to_empty`, which imports sympy (20 MB, a third of a second) and is left to sharded parameters."""
+    """Gives parameters and buffers on the meta device memory with undefined values, and separates tied ones. This is
+    torch's `to_empty`, which imports sympy (20 MB, a third of a second) and is left to sharded parameters."""
     if any(map(is_sharded, model.parameters())):
         return model.to_empty(device=device)
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             values = torch.empty(p.shape, dtype=p.dtype, device=device)
             setattr(module, name, nn.Parameter(values, p.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def lower_memory(config, on_gpu: bool = True) -> str:
@@ -276,7 +278,7 @@ def describe_out_of_memory(model: nn.Module, optimizer, config, allocated: int, 
     """A message with the uses of a GPU's memory and the flags that lower them. allocated: bytes at the peak."""
     parameters = [*model.parameters()]
     tensors = {
-        "parameters": parameters,
+        "parameters": [*parameters, *model.buffers()],
         "gradients": [p.grad for p in parameters if p.grad is not None],
         "optimizer state": [t for state in optimizer.state.values() for t in state.values()] if optimizer else [],
     }

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "documents": ("packing", "sample_packing", "packed"),
     "lora": ("lora_r", "lora_rank", "lora_dim"),
     "lora_targets": ("lora_target_modules", "target_modules", "lora_target", "lora_attn_modules"),
+    "quantize": ("load_in_4bit", "bnb_4bit_quant_type", "quantization", "quantizer", "use_4bit", "qlora"),
     "lora_weights": ("adapter", "adapter_name_or_path", "lora_model_dir", "peft_path"),
     "seq_len": (
         "block_size", "max_seq_len", "max_seq_length", "max_length", "sequence_len", "sequence_length",

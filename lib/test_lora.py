@@ -100,13 +100,27 @@ def test_peft_and_the_merged_weights_compute_the_same(bases, tmp_path, name, tar
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
-def test_adapters_of_peft_are_trained_on(bases, tmp_path):
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_of_peft_are_trained_on(bases, tmp_path, rslora):
+    """Their rank, scale and targets are those of the run; other flags are refused."""
     peft, model = peft_model(bases["tiny-llama"])
-    kind = peft.LoraConfig(r=3, lora_alpha=7, target_modules=["k_proj", "down_proj"], init_lora_weights=False)
+    targets = ["k_proj", "down_proj"]
+    kind = peft.LoraConfig(r=3, lora_alpha=7, target_modules=targets, init_lora_weights=False, use_rslora=rslora)
     model = peft.get_peft_model(model, kind)
     model.save_pretrained(tmp_path)
-    config = configure(bases["tiny-llama"], "k,down", "--lora_alpha", "7", "--lora_weights", str(tmp_path))
-    assert error(make(config, open_adapter(tmp_path, config)).logits(TOKENS), model(TOKENS).logits) < 1e-5
+    flags = ["--weights", str(bases["tiny-llama"]), "--lora_weights", str(tmp_path), "--dtype", "fp32"]
+    config = parse_args(flags)
+    assert (config.lora, config.lora_targets) == (3, ("down", "k"))
+    logits = make(config, open_adapter(tmp_path, config)).logits(TOKENS)
+    assert error(logits, model(TOKENS).logits) < 1e-5
+    open_adapter(
+        tmp_path, parse_args([*flags, "--lora=3", f"--lora_alpha={config.lora_alpha}", "--lora_targets=k,down"])
+    )
+    with pytest.raises(UserError, match="give --lora 3 --lora_alpha"):
+        open_adapter(tmp_path, parse_args([*flags, "--lora_alpha", "5"]))
+    export_adapter(config, open_adapter(tmp_path, config), tmp_path / "ours")
+    _, again = peft_model(bases["tiny-llama"], tmp_path / "ours")
+    assert error(again(TOKENS).logits, logits) < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +181,7 @@ def test_another_base_is_refused(run):
     ("--lora 4 --lora_targets ,", "--lora_targets : tiny-llama can have"),
     ("--lora 4 --model tiny-mixtral", "gate,up,down: tiny-mixtral can have adapters for q,k,v,o; stacked experts"),
     ("--lora 4 --model tiny-gpt2", "tiny-gpt2 can have adapters for no projection; .* and GPT-2 cannot"),
-    ("--lora_weights x", "--lora_weights has no effect without --lora"),
+    ("--lora_weights x", "--lora_weights has no effect without --weights"),
     ("--lora_weights x --lora 4", "--lora_weights has no effect without --weights"),
 ])  # fmt: skip
 def test_flags_that_ask_for_no_adapter_are_refused(flags, message):
@@ -182,9 +196,10 @@ def test_adapters_of_another_kind_are_refused(bases, tmp_path):
     values = json.loads(path.read_text())
     for change, message in (
         ({"r": 5}, "give --lora 5 --lora_alpha 6.0 --lora_targets o,q"),
-        ({"use_dora": True}, "use_dora is True"),
+        ({"use_dora": True}, "use_dora is True; DoRA's magnitudes .* merge_and_unload"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]; whole modules were trained"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
-        ({"bias": "all"}, "bias is 'all'"),
+        ({"bias": "all"}, "bias is 'all'; biases were trained"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
     ):
         path.write_text(json.dumps(values | change))

@@ -338,6 +338,12 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
 
 # ---- PEFT adapters
 
+# Fields of adapter_config.json that mean more than low-rank products.
+ADAPTER_MEANS_MORE = {
+    "use_dora": "DoRA's magnitudes are not implemented",
+    "modules_to_save": "whole modules were trained beside the adapter",
+    "bias": "biases were trained beside the adapter",
+}
 # Fields of adapter_config.json, and the values that lib/lora.py supports; others may be null, false, 0 or empty.
 ADAPTER_MEANS_OURS = {
     "peft_type": ("LORA",),
@@ -347,7 +353,8 @@ ADAPTER_MEANS_OURS = {
 # Keys that may have any value. All others must be null, false, 0 or empty.
 ADAPTER_HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode", "r",
-    "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "megatron_core", "qalora_group_size",
+    "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules", "megatron_core",
+    "qalora_group_size",
 }  # fmt: skip
 
 
@@ -367,22 +374,35 @@ def adapter_pieces(config) -> dict[str, list[Piece]]:
     return out
 
 
-def open_adapter(folder: Path, config) -> Read:
-    """Checks a PEFT adapter against a run's flags -> read(name, slices) of lora.py's parameters. config: a Config."""
+def adapter_flags(folder: Path) -> dict:
+    """The values of --lora, --lora_alpha and --lora_targets for a PEFT adapter. The scale of rsLoRA (arXiv 2312.03732),
+    alpha / sqrt(rank), becomes a larger alpha. Refuses adapters of other kinds."""
     path = folder / "adapter_config.json"
     values = read_object(path)
     for key in {key for key, value in values.items() if value} - ADAPTER_HARMLESS:
         if values[key] not in ADAPTER_MEANS_OURS.get(key, ()):
-            raise UserError(f"{path}: {key} is {values[key]!r}"[:500] + ", which is not implemented")
-    path = folder / "adapter_model.safetensors"
-    targets = set(re.findall(r"(\w+)_proj\.lora_A\.weight$", "\n".join(TensorFile(path).entries), re.M))
-    theirs = values.get("r"), values.get("lora_alpha"), targets
-    if theirs != (config.lora, config.lora_alpha, set(config.lora_targets)):
+            reason = ADAPTER_MEANS_MORE.get(key, "this is not implemented")
+            raise UserError(
+                f"{path}: {key} is {values[key]!r}"[:500] + f"; {reason}. Merge the adapter with PEFT's"
+                " merge_and_unload(), and give the merged folder as --weights"
+            )
+    rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)  # PEFT's defaults
+    if values.get("use_rslora"):
+        alpha *= math.sqrt(rank)
+    names = "\n".join(TensorFile(folder / "adapter_model.safetensors").entries)
+    targets = set(re.findall(r"(\w+)_proj\.lora_A\.weight$", names, re.M))
+    return {"lora": rank, "lora_alpha": alpha, "lora_targets": tuple(sorted(targets))}
+
+
+def open_adapter(folder: Path, config) -> Read:
+    """Checks a PEFT adapter against a run's flags -> read(name, slices) of lora.py's parameters. config: a Config."""
+    rank, alpha, targets = adapter_flags(folder).values()
+    if (rank, alpha, {*targets}) != (config.lora, config.lora_alpha, {*config.lora_targets}):
         raise UserError(
-            f"--lora_weights {folder}: the adapter does not match the flags; give --lora {theirs[0]} --lora_alpha"
-            f" {theirs[1]} --lora_targets {','.join(sorted(targets))}"
+            f"--lora_weights {folder}: the adapter does not match the flags; give --lora {rank} --lora_alpha {alpha}"
+            f" --lora_targets {','.join(targets)}, or none of the three"
         )
-    return _reader(folder, adapter_pieces(config), [path])
+    return _reader(folder, adapter_pieces(config), [folder / "adapter_model.safetensors"])
 
 
 def export_adapter(config, read: Read, folder: Path) -> None:
