@@ -22,7 +22,7 @@ from lib.errors import UserError
 BLOCK = 2**24  # bytes per read when checksums are computed
 logger = logging.getLogger("flatland")
 ROOT = Path(__file__).parent.parent  # the checkout
-VERSION = "0.2.0"  # CHANGELOG.md lists its changes
+VERSION = "0.3.0"  # CHANGELOG.md lists its changes
 FULL = 2**20  # free bytes below which a disk counts as full
 EMPTY = 30.0  # seconds after which nobody is about to fill an empty lock
 
