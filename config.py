@@ -81,7 +81,7 @@ class Config:
     lora_weights: str = _flag("", "the folder of a PEFT adapter of --weights to start from", needs="weights lora")
     data: tuple = may_change_on_resume(
         (),
-        "one or more of: token shards (a folder, .bin), .txt, .jsonl, .json, .json.gz, .parquet, globs,"
+        "one or more of: token shards (a folder, .bin), .txt, .md, .jsonl, .json, .csv, .parquet, globs,"
         " hf://datasets/ORG/NAME/PATH, s3://, gs://, az:// and https:// addresses; each may end in :WEIGHT; none = the"
         " built-in text; after a recipe, it replaces that recipe's --val_data as well",
         group="data",
@@ -94,7 +94,11 @@ class Config:
         "bytes, or a tokenizer.json, a tokenizer.model, a folder or the hub id of one; default: that of --weights or"
         f" --model if it has one, else bytes (text for a vocabulary above {BYTES_UP_TO} must name a tokenizer)",
     )
-    text_field: str = _flag("text", "the field (.jsonl) or column (.parquet) that holds the text")
+    text_field: str = may_change_on_resume(  # the data's fingerprint tells if it makes a difference
+        "",
+        "the field of a row that holds the text: a row that has it is a document, even if it has the fields of a"
+        " conversation; empty = text, for rows that are no conversation",
+    )
     chat_fields: tuple = _flag(
         (),
         "the fields with the user's and the assistant's text, separated by commas, as in question,answer; an"

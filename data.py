@@ -6,7 +6,7 @@ it is needed, and never stored. Let R = batch_tokens / seq_len. Step s of a run 
 of that order. Ranks, micro-batches and resumes do not change this, so the position is one integer. A stream adds a few
 integers per lane. In a mixture, `turns` decides which source gives the next row. lib/rows.py reads the rows.
 
-    python data.py prepare --input FILES --tokenizer T --out DIR        text -> token shards
+    python data.py prepare --data FILES --tokenizer T --out DIR         text -> token shards
     python data.py verify DIR|FILE ...                                  checks headers and checksums
     python data.py show --data FILES --n 3 [any flag of train.py]       decoded rows; trained tokens are green"""
 

@@ -22,10 +22,11 @@ from lib import rows
 from lib import text as text_module
 from lib.errors import RankError
 from lib.ranks import Ranks
+from lib.readers import builtin_documents
 from lib.rows import Catalog, permute, turns
 from lib.test_rows import run as run_ranks
 from lib.test_text import refused
-from lib.text import builtin_documents, find_files
+from lib.text import find_files
 from lib.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("text_cache")
@@ -226,7 +227,7 @@ def test_wrong_flags(tmp_path):
 @pytest.mark.parametrize("piece", [500, 2**24])
 def test_txt(tmp_path, monkeypatch, piece):
     """Several files, in pieces of whole lines; and one with a single long line, which is split, too."""
-    monkeypatch.setattr(text_module, "TXT_PIECE", piece)
+    monkeypatch.setattr("lib.readers.TXT_PIECE", piece)
     for name, n in (("a", 300), ("b", 1000)):
         (tmp_path / f"{name}.txt").write_text(f"line of {name}: naïve 日本語 <s>\t\x0b\u2028 \r\n" * n, newline="")
     pieces = [row.content for row in find_files(str(tmp_path / "a.txt"), "")[0].rows()]
@@ -263,7 +264,7 @@ def test_built_in_text(monkeypatch):
     documents = list(builtin_documents())
     assert min(map(len, documents)) >= 200 and len(set(documents)) == len(documents)
     assert sum(len(d.encode()) for d in documents) > 5e6
-    monkeypatch.setattr("lib.text.builtin_documents", lambda: documents[:399])  # all would take seconds
+    monkeypatch.setattr("lib.readers.builtin_documents", lambda: documents[:399])  # all would take seconds
     train, val = read(config()), read(config(), "val")
     expected = [[256, *d.encode()] for d in documents[:399]]
     assert val == sum(expected[19::20], []) and train == sum((d for i, d in enumerate(expected, 1) if i % 20), [])

@@ -272,7 +272,8 @@ def verb_doctor(words: list[str], settings: dict) -> int:
     for host in hosts:
         checks = host.last | {"all-reduce": [f"{speed:.0f} MB/s", advice * (host in suspects)]}
         checks["torch"][1] += f"others have {usual}; bash launch.sh sync" * (checks["torch"][0] != usual)
-        table.append([host.label, *(f"{'✗' if remedy else '✓'} {value}" for value, remedy in checks.values())])
+        marked = (f"{'✗' if remedy else '✓'} {value}" if value else "not checked" for value, remedy in checks.values())
+        table.append([host.label, *marked])
         red += [f"{host.label}: {name}: {remedy}" for name, (_, remedy) in checks.items() if remedy]
     say("\n".join([columns([*zip(["", *checks], *table, strict=True)]), "", *red]).rstrip())
     return int(bool(red))

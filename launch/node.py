@@ -366,7 +366,7 @@ def examine(request):
     return {
         "torch": [torch["out"].strip() or "no", last_line(torch["err"]) if torch["exit"] else ""],
         "data, weights": ["no" if error else "there", error],
-        "attention": ["".join(re.findall("^attention=(.*)", check["out"], re.M)) or "unknown", ""],
+        "attention": ["".join(re.findall("^attention=(.*)", check["out"], re.M)), ""],
     }
 
 

@@ -379,7 +379,7 @@ class Stream:
         names = [
             (not self.shares and file.store and file.version or Path(file.name).name, file.size) for file in self.files
         ]
-        identity = [self.config.lanes, self.encoder.text_field, self.fingerprint, names]
+        identity = [self.config.lanes, self.encoder.text_field or "text", self.fingerprint, names]
         return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
 
     def paths(self) -> list[str]:

@@ -213,7 +213,8 @@ def hub(tmp_path, monkeypatch):
     write(tmp_path / "files", 3, 40)
     parts = enumerate(sorted((tmp_path / "files").iterdir()))
     content = {f"en/c4-train.{f:05}-of-00003.json.gz": path.read_bytes() for f, path in parts}
-    content |= {"en/c4-validation.0.json.gz": gzip.compress(b'{"text": "val"}\n'), "de/train.json.gz": b"", "a.md": b""}
+    content |= {"en/c4-validation.0.json.gz": gzip.compress(b'{"text": "val"}\n')}
+    content |= {"de/train.json.gz": b"", "README.md": b""}
     repos = {"datasets/org/c4": content, "datasets/org/one": {"train.jsonl": b'{"text": "x"}\n'}}
     with serve(tmp_path, monkeypatch, repos) as server:
         yield server

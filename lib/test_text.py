@@ -1,6 +1,7 @@
 """lib/text.py. The oracle is a naive loop over what the test itself wrote: BOS and the text's bytes, row by row."""
 
 import contextlib
+import csv
 import functools
 import gzip
 import io
@@ -33,11 +34,18 @@ from test_download import serve as download_server
 
 pytestmark = pytest.mark.usefixtures("text_cache")
 BYTES = Encoder("bytes")
-ROWS = [f"row {i}: naïve 日本語 " + "word " * (i * 7 % 23) for i in range(300)]
+ROWS = [f'row "{i}": naïve,\r\n日本語\n\n' + "word " * (i * 7 % 23) for i in range(300)]
 
 
 def jsonl(rows, field="text") -> bytes:
     return b"".join(json.dumps({"id": i, field: row}).encode() + b"\n" for i, row in enumerate(rows))
+
+
+def as_csv(rows) -> bytes:
+    """As Excel writes it: with a BOM, and quotes where they are needed."""
+    file = io.StringIO(newline="")
+    csv.writer(file).writerows([("id", "text"), *enumerate(rows)])
+    return file.getvalue().encode("utf-8-sig")
 
 
 def naive(rows, val_every=20) -> dict[str, list[int]]:
@@ -65,8 +73,9 @@ def refused(call, *args, **kwargs) -> str:
 
 @pytest.mark.parametrize("name, content", [
     ("a.jsonl", jsonl(ROWS)), ("a.json.gz", gzip.compress(jsonl(ROWS, "body"))), ("a.parquet", b""),
+    ("a.csv", as_csv(ROWS)), ("a.csv.gz", gzip.compress(as_csv(ROWS))),
     ("a.jsonl.gz", gzip.compress(jsonl(ROWS[:99])) + gzip.compress(jsonl(ROWS[99:]))),
-], ids=["jsonl", "gz", "parquet", "two gz"])  # fmt: skip
+], ids=["jsonl", "gz", "parquet", "csv", "csv gz", "two gz"])  # fmt: skip
 def test_every_kind_gives_the_same_tokens(tmp_path, monkeypatch, name, content):
     """In one process, and (one kind) in several."""
     (tmp_path / name).write_bytes(content)
@@ -132,6 +141,7 @@ def test_every_file_system_gives_the_rows_of_local_files(tmp_path, monkeypatch, 
     folder = tmp_path / "files"
     listed, plain = json.dumps([{"text": row} for row in ROWS]).encode(), "\n".join(ROWS).encode()
     files = {"a.jsonl": jsonl(ROWS), "a.json": listed, "a.txt": plain, "deep/b.jsonl": jsonl(ROWS[:3])}
+    files |= {"a.csv": as_csv(ROWS), "a.md": plain}
     files |= {f"{name}.gz": gzip.compress(content) for name, content in files.items()}
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +223,8 @@ def test_the_cache_knows_the_code_and_its_folder(tmp_path, monkeypatch):
         for _ in range(2):
             open_checked(parse_args(words))
             counts.append(len(seen))
-    assert counts == [1, 1, 2, 2, 3, 3, 4, 4] and len([*(tmp_path / "mine").iterdir()]) == 4
+    assert counts == [n for n in range(1, len(text.CODE) + 2) for _ in range(2)]
+    assert len([*(tmp_path / "mine").iterdir()]) == len(text.CODE) + 1
     monkeypatch.setattr("filelock.FileLock", mock.Mock(side_effect=PermissionError))
     open_checked(parse_args(words))  # from a cache that others have filled and that is read-only
     (tmp_path / "file").write_text("")
@@ -312,6 +323,19 @@ BAD = {
     "no message": ("a.jsonl", b'{"conversations": ["Why?"]}', "line 1: .*message 0: role None, expected .* user"),
     "question": ("a.jsonl", b'{"question": "Why?", "answer": "So."}', "question .str., .* messages, .*--chat_fields"),
     "both kinds": ("a.jsonl", GOOD + chat(TALK), "line 2: documents and conv"),
+    "CSV row": (
+        "a.csv",
+        b"text,n\na,1\n\na, b,1\n",
+        "row 3: 3 fields up to line 4, but .* names 2: .*quotes.*--skip_bad",
+    ),
+    "CSV quote": ("a.csv", b'text\n"a', "line 2: not CSV: unexpected end"),
+    "CSV field": (
+        "a.csv",
+        as_csv(ROWS).replace(b"text", b"body"),
+        r"row 1: .*'text' \(found: id .str., body .str.*_field",
+    ),
+    "CSV names": ("a.csv", b"text,text\na,b\n", "name the fields, each once"),
+    "CSV Latin-1": ("a.csv.gz", gzip.compress("text\nna\xefve\n".encode("latin-1")), "not UTF-8 after line 1 .*iconv"),
     "parquet": ("a.parquet", b"PAR1", "not a parquet file|needs pyarrow: .* -m pip install pyarrow"),
 }
 
@@ -326,7 +350,8 @@ def test_bad_input_is_named(tmp_path, name, content, pattern):
 
 def test_a_file_of_an_unknown_format_is_not_proposed_instead_of_itself(tmp_path):
     (tmp_path / "a.dat").touch()
-    assert "did you mean" not in refused(find_files, str(tmp_path / "a.dat"), "--data")
+    message = refused(find_files, str(tmp_path / "a.dat"), "--data")
+    assert "did you mean" not in message and "a.dat: the format is not known" in message
     (tmp_path / "b.dat").touch()
     assert "did you mean b.dat?" in refused(find_files, str(tmp_path / "a.dat"), "--data")
 
@@ -362,6 +387,40 @@ def test_data_of_several_tokenizers_are_refused(tmp_path, text_cache, monkeypatc
     for words in ("a b", "b --val_data a", "b:1 a.jsonl:2", "b --tokenizer llama3 --vocab_size 4096"):
         message = refused(open_checked, parse_args(f"--seq_len 16 --data {words}".split()))
         assert "tokenised by several tokenizers: " in message and "b with --tokenizer other" in message
+
+
+@pytest.mark.parametrize("count, whole", [(20, True), (45, True), (19, False), (1, False)])
+def test_documents_are_held_out_whole_where_there_are_enough(tmp_path, monkeypatch, count, whole):
+    """Also in pieces, and after an interruption."""
+    monkeypatch.setattr("lib.readers.TXT_PIECE", 40)
+    texts = [f"text {i}\n".encode() * 40 for i in range(count)]
+    for i, content in enumerate(texts):
+        (tmp_path / f"{i:02}{('.txt', '.md')[i % 2]}").write_bytes(content)
+    sources = [tmp_path / "[0-9]*"]
+    run(sources, tmp_path / "out")
+    last = [len(content) * 19 // 20 for content in texts]  # a line begins there
+    expected = {"train": [], "val": []}
+    for i, content in enumerate(texts):
+        is_val = whole and (i + 1) % 20 == 0
+        expected["val" if is_val else "train"] += [256, *content[: None if whole else last[i]]]
+        expected["val"] += [] if whole else [256, *content[last[i] :]]
+    assert all(tokens(tmp_path / "out", split) == expected[split] for split in expected)
+    encode, calls = text.encode_rows, []
+    monkeypatch.setattr(text, "BATCH", 100)
+    monkeypatch.setattr(text, "encode_rows", lambda *a: calls.append(1) or (encode(*a) if len(calls) != 3 else 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        run(sources, tmp_path / "parts", shard_tokens=99)
+    run(sources, tmp_path / "parts", shard_tokens=99)
+    assert all(tokens(tmp_path / "parts", split) == expected[split] for split in expected)
+
+
+def test_a_readme_beside_data_is_no_data(tmp_path):
+    for name in ("README.md", "a.md"):
+        (tmp_path / name).write_text("x")
+    found = [[Path(file.name).name for file in find_files(str(tmp_path / name), "")] for name in ("", "README.md")]
+    assert [*map(sorted, found)] == [["README.md", "a.md"], ["README.md"]]
+    (tmp_path / "b.csv").write_text("text\nx")
+    assert [Path(file.name).name for file in find_files(f"{tmp_path}/*", "")] == ["a.md", "b.csv"]
 
 
 @pytest.mark.parametrize("row", [chat(TALK), b'{"text": "Why? So."}'])
@@ -417,5 +476,9 @@ def test_rows_that_are_conversations(tmp_path):
     row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
     tokens, _ = encode(TextRow(row))
     assert "[INST] Add.\n\n1, 2 [/INST] 3" in tokenizer.decode([t & ID for t in tokens])
-    named = Encoder("bytes", "body")(TextRow({"body": "x", "messages": [ASK, ANSWER]}))
-    assert named == ([256, *b"x"], "text")  # a text field that was named counts first
+    for name in ("body", "text", ""):  # a text field that was named counts first
+        ids, kind = Encoder("bytes", name)(TextRow({name or "text": "x", "prompt": "Why?", "completion": "So."}))
+        assert (ids, kind) == ([256, *b"x"], "text") if name else kind == "chat"
+    assert Encoder("bytes", "text")(TextRow({"messages": [ASK, ANSWER]}))[1] == "chat"  # this row has no such field
+    for words, expected in (("", ""), ("--text_field text", "text")):
+        assert Encoder.of(parse_args(words.split())).text_field == expected

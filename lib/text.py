@@ -1,10 +1,10 @@
 """Converts files (local, on the hub, in other stores) to documents and conversations, and these to shards of token ids.
 
-`TextFile.rows` yields rows without parsing them: a line of .jsonl, a row of .json (JSON lines, or a list of rows) or of
-.parquet, a piece of .txt (a file is one document); all but .parquet also as .gz. An `Encoder` turns a row into ids, in
-worker processes, because that takes 20 times as long as reading. A row with --text_field is a document: BOS, then its
-text. A row with the fields of CHAT_FIELDS or --chat_fields is a conversation, even if it also has a field named text:
-the assistant's tokens and the token that ends each answer are trained on. A new format needs a reader in READERS.
+`TextFile.rows` yields the rows that lib/readers.py reads. An `Encoder` turns a row into ids, in worker processes,
+because that takes 20 times as long as reading. A row with the field that --text_field names is a document: BOS, then
+its text. Without that flag, a row with the fields of CHAT_FIELDS or --chat_fields is a conversation, and another one
+with a field named text is a document. Of conversations the assistant's tokens and the token that ends each answer are
+trained on.
 
 `prepare` writes a folder of shards: train-00000.bin ... and val-00000.bin ... with llm.c's header (256 int32: magic
 20240520, version 1, uint16 tokens; or magic 20240801, version 7, uint32), and index.json (sources, tokenizer, hashes).
@@ -22,7 +22,6 @@ import gzip
 import hashlib
 import importlib.machinery
 import importlib.metadata
-import inspect
 import itertools
 import json
 import logging
@@ -48,42 +47,36 @@ from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, render_ch
 from lib.errors import Parser, UserError, nearest, printable
 from lib.files import read_ahead, read_json, read_object, write_whole
 from lib.progress import advance
+from lib.readers import BUILTIN, FORMATS, READERS, SUFFIXES, TextRow, kind_of, read_txt
 from lib.stores import bare, fetch, list_files, open_remote, open_store, store_errors, version_of
 from lib.tokenizer import load_tokenizer
 
-STDIN, BUILTIN = "-", "built-in.text"  # names of text that is in no file
+STDIN = "-"  # the name of standard input
 # The sources in lib/ that decide how text becomes tokens.
 CODE = (
     "text.py",
+    "readers.py",
     "chat.py",
     "tokenizer.py",
 )
-TXT_PIECE = 2**24  # bytes; a longer .txt is tokenised in pieces, cut between lines
-VAL_EVERY = 20  # one document in so many, or the last 1/20 of a .txt, is held out for validation
+VAL_EVERY = 20  # one document in so many is held out for validation; of fewer files of text, the last 1/20 of each
 MIXED = "documents and conversations together: separate them, and give each its weight, as in A:0.5 B:0.5"
 ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
 HEADER = 1024  # bytes of a shard
 MAGICS = {20240520: (1, "<u2", 50256), 20240801: (7, "<u4", 128000)}  # version, dtype, token before a document
 INDEX, PROGRESS, SHARD = "index.json", "progress.jsonl", ".bin"
 SHARD_TOKENS = 100_000_000
+VERBS = {
+    "prepare": "tokenizes text into a folder of shards, once and on all cores: prepare --help",
+    "verify": "compares shards with their headers and checksums: verify DIR|FILE ...",
+    "show": "prints --n rows (3) as the model sees them: show --data FILES [any flag of train.py]",
+}
 BATCH = 2**20  # bytes of text that a worker encodes at a time
 PARALLEL = 2**25  # bytes; several processes tokenise a longer text
 log = logging.getLogger("flatland")
 
 
-class TextRow(NamedTuple):
-    content: bytes | str | dict  # a line of JSON, a document or a piece of one, or fields
-    val: bool | None = None  # held out for validation; None: decided by its number
-    begins: bool = True  # False: it continues the document of the row before
-    number: int = 0  # in its file, from 1
-
-
 # ---- entries of --data
-
-
-def kind_of(name: str) -> str:
-    """The suffix that tells a file's format, without .gz."""
-    return os.path.splitext(bare(name).removesuffix(".gz"))[1]
 
 
 def is_shards(spec: str) -> bool:
@@ -113,7 +106,7 @@ def split_weight(spec: str) -> tuple[str, Fraction | None]:
 
 def find_files(spec: str, flag: str) -> list["TextFile"]:
     """The files that an entry names: a path, a pattern, `-`, or an address. A folder or a pattern stands for its token
-    shards or, if it has none, for its files of text."""
+    shards or, if it has none, for its files of text, without a README.md that describes files of other formats."""
     if spec == STDIN:
         return [TextFile(STDIN, sys.maxsize, uuid.uuid4().hex)]
     spec = spec.removeprefix("file://")
@@ -123,6 +116,8 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
         infos = list_files(store, path)
     files = [info for info in infos if info["type"] != "directory"]
     texts = [info for info in files if kind_of(info["name"]) in SUFFIXES]
+    if any(kind_of(info["name"]) != ".md" for info in texts):
+        texts = [info for info in texts if os.path.basename(info["name"]) != "README.md"]
     out = []
     for info in [info for info in files if kind_of(info["name"]) == SHARD] or texts:
         name = store.unstrip_protocol(info["name"]) if is_address else info["name"]
@@ -137,7 +132,8 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
         folder = next(p for p in (path, *path.parents) if p.is_dir())
         near = nearest(path.name, {*os.listdir(folder)} - {path.name})
         hint = f" in {folder}" + f"; did you mean {near}?" * bool(near)
-    raise UserError(f"{flag} {spec}: no such file of a known format{hint}; {FORMATS} are known")
+    problem = "the format is not known" if files else "no such file of a known format"
+    raise UserError(f"{flag} {spec}: {problem}{hint}; {FORMATS} are known")
 
 
 def fetch_all(files: list["TextFile"], cache: Path) -> list["TextFile"]:
@@ -177,6 +173,11 @@ class TextFile(NamedTuple):
     version: str
     store: object = None
 
+    @property
+    def is_document(self) -> bool:
+        """Whether the file is one document, and not rows."""
+        return READERS.get(kind_of(self.name)) is read_txt
+
     def _open(self, in_sequence):
         if self.store:
             return open_remote(self.store, self.name, in_sequence)
@@ -186,8 +187,8 @@ class TextFile(NamedTuple):
     def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
         """The rows after number `first`. val_every: 0 holds no row out. UserError if the file is damaged."""
         name, number, kind = self.name, 0, kind_of(self.name)
-        # The table of contents of a .parquet is at its end, and so is what is held out of a .txt.
-        in_sequence = kind != ".parquet" and not (kind == ".txt" and val_every)
+        # The table of contents of a .parquet is at its end, and so is what is held out of a file of text.
+        in_sequence = kind != ".parquet" and not (self.is_document and val_every)
         with store_errors(name), self._open(in_sequence) as raw:
             if name == STDIN:
                 kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
@@ -215,103 +216,6 @@ def builtin_file() -> TextFile:
     return TextFile(BUILTIN, 0, f"{platform.python_version()} {importlib.metadata.version('torch')}")
 
 
-def builtin_documents() -> list[str]:
-    """English text that every machine has: Python's reference topics and the docstrings of the standard library and of
-    torch, each of 200 characters or more, once. It changes with their versions."""
-    import importlib.util
-    import pydoc_data.topics
-    import sysconfig
-
-    texts = [text for _, text in sorted(pydoc_data.topics.topics.items())]
-    docstring = re.compile(r'(?:\A|:\n|,\n)\s*r?"""(.*?)"""', re.DOTALL)
-    excluded = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"}
-    for root in (Path(sysconfig.get_paths()["stdlib"]), Path(importlib.util.find_spec("torch").origin).parent):
-        for path in sorted(root.rglob("*.py")):
-            if excluded.isdisjoint(path.relative_to(root).parts):
-                texts += map(inspect.cleandoc, docstring.findall(path.read_text("utf-8", "replace")))
-    return [text for text in dict.fromkeys(texts) if len(text) >= 200]
-
-
-# ---- readers: (file, stream, val_every) -> rows
-
-
-def _read_builtin(file, stream, val_every):
-    return map(TextRow, builtin_documents())
-
-
-def _read_lines(file, stream, val_every):
-    for line in stream:
-        yield TextRow(line.strip())
-
-
-def _read_json(file, stream, val_every):
-    """JSON lines, or one list of rows, which is read as a whole."""
-    begin = stream.readline()
-    lines = itertools.chain([begin], stream)
-    if begin.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":  # before it a BOM
-        yield from _read_lines(file, lines, val_every)
-        return
-    try:
-        rows = json.loads(b"".join(lines))
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{file.name} begins with [ but is not a JSON list of rows: {e}") from None
-    yield from map(TextRow, rows)
-
-
-def _read_txt(file, stream, val_every):
-    """A document in pieces of whole lines, whose \\r are kept. The end of a plain file is held out."""
-    size = cut = sys.maxsize
-    if val_every and bare(file.name).endswith(".txt"):
-        size = stream.seek(0, os.SEEK_END)
-        cut = _last_part(stream, size, val_every)
-    offset = 0
-    for end, val in ((cut, False), (size, True)):
-        begins = True
-        while offset < end and (piece := stream.read(min(TXT_PIECE, end - offset))):
-            piece += stream.readline(end - offset - len(piece))
-            try:
-                text = piece.decode("utf-8" if offset else "utf-8-sig")  # Windows begins files with a BOM
-            except UnicodeDecodeError as e:
-                raise UserError(
-                    f"{file.name}: not UTF-8 at byte {offset + e.start}; convert the file, e.g. with iconv"
-                ) from None
-            yield TextRow(text, val, begins)
-            offset, begins = offset + len(piece), False
-
-
-def _last_part(stream, size, val_every):
-    """Where the last 1/val_every begins: with a line, or, if the last one is longer, with a character."""
-    cut = size * (val_every - 1) // val_every
-    stream.seek(max(cut - 1, 0))
-    stream.readline()
-    begin = stream.tell()
-    if begin >= size:
-        begin = cut
-        while stream.seek(begin) and stream.read(1)[0] & 0xC0 == 0x80:
-            begin -= 1
-    stream.seek(0)
-    return begin
-
-
-def _read_parquet(file, stream, val_every):
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f"{file.name}: parquet needs pyarrow: {sys.executable} -m pip install pyarrow") from None
-    try:
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(256):
-            for row in batch.to_pylist():
-                yield TextRow(row)
-    except pyarrow.ArrowException as e:
-        raise UserError(f"{file.name} is not a parquet file, or it is damaged: {e}") from None
-
-
-READERS = {".txt": _read_txt, ".jsonl": _read_lines, ".json": _read_json, ".parquet": _read_parquet}
-SUFFIXES = tuple(READERS)
-READERS[kind_of(BUILTIN)] = _read_builtin
-FORMATS = f"{', '.join(SUFFIXES)} (also as .gz, but for .parquet) and .bin (token shards)"
-
-
 # ---- encoding
 
 
@@ -320,11 +224,11 @@ _tokenizer = functools.lru_cache(maxsize=4)(load_tokenizer)
 
 
 class Encoder(NamedTuple):
-    """Rows -> token ids. tokenizer: as --tokenizer names it; text_field: the field of a document's text; chat: the chat
-    format's family, llama or mixtral, where the tokenizer does not say it; chat_fields: as --chat_fields names them."""
+    """Rows -> token ids. tokenizer, text_field, chat_fields: as the flags name them. chat: the chat format's family,
+    llama or mixtral, where the tokenizer does not say it."""
 
     tokenizer: str
-    text_field: str = "text"
+    text_field: str = ""
     chat: str = "llama"
     chat_fields: tuple[str, ...] = ()
 
@@ -335,17 +239,19 @@ class Encoder(NamedTuple):
     def __call__(self, row: TextRow, notes: Notes | None = None) -> tuple[list[int], str]:
         """A row -> (its tokens, its kind: text or chat, whose tokens carry TRAINED and BEGINS). notes: gets what of a
         conversation is changed or left out. UserError if it is a bad row."""
-        content, tokenizer = row.content, _tokenizer(self.tokenizer)
+        content, tokenizer, name = row.content, _tokenizer(self.tokenizer), self.text_field or "text"
+        if isinstance(content, UserError):
+            raise content
         if isinstance(content, bytes):
             try:
                 content = json.loads(content.decode("utf-8-sig"))  # Windows begins files with a BOM
             except (ValueError, RecursionError) as e:
                 raise UserError(f"not JSON in UTF-8: {e}") from None
         elif isinstance(content, str):
-            content = {self.text_field: content}
+            content = {name: content}
         fields = decode_bytes(content) if isinstance(content, dict) else {}
-        text = fields.get(self.text_field)
-        is_named = self.text_field != "text" and isinstance(text, str)  # --text_field names the text of this row
+        text = fields.get(name)
+        is_named = self.text_field and isinstance(text, str)
         chat = None if is_named else find_messages(fields, self.chat_fields)
         if chat is not None:
             messages, inputs, unread = chat
@@ -363,7 +269,7 @@ class Encoder(NamedTuple):
                 ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items()) or type(content).__name__
             )
             raise UserError(
-                f"no text in field '{self.text_field}' (found: {found[:300]}); --text_field names it. A conversation"
+                f"no text in field '{name}' (found: {found[:300]}); --text_field names it. A conversation"
                 f" has {CHATS_KNOWN}"
             )
         return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text"
@@ -586,11 +492,17 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
 
     start, first = index["position"]
     rest = tqdm(list(enumerate(sources))[start:], unit=" files", disable=None, leave=False)
-    jobs = (
-        (i, source.name, rows)
-        for i, source in rest
-        for rows in group_rows(source.rows(first if i == start else 0, val_every), BATCH)
-    )
+    documents, whole = [i for i, source in enumerate(sources) if source.is_document], {}
+    if 0 < val_every <= len(documents):
+        whole = {i: number % val_every == 0 for number, i in enumerate(documents, 1)}
+
+    def rows_of(i, source):
+        passed = first if i == start else 0
+        if i not in whole:
+            return source.rows(passed, val_every)
+        return (row._replace(val=whole[i]) for row in source.rows(passed, 0))
+
+    jobs = ((i, source.name, rows) for i, source in rest for rows in group_rows(rows_of(i, source), BATCH))
     tokens, size = {"train": [], "val": []}, 0
     counts = Counter(name.partition("-")[0] for name in index["files"])
     processes = cores() if sum(source.size for source in sources) > PARALLEL else 0
@@ -668,12 +580,13 @@ def verify(path: Path) -> Iterator[str]:
 def main(argv: list[str], parse_args: Callable) -> None:
     """argv: prepare or verify, and its flags. parse_args: config.parse_args, for the flags that describe the text."""
     parser = Parser(prog="data.py", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="prepare|verify|show")
-    prepares, verifies = (commands.add_parser(name, allow_abbrev=False) for name in ("prepare", "verify"))
+    commands = parser.add_subparsers(required=True, metavar="VERB")
+    prepares, verifies, _ = (commands.add_parser(verb, help=VERBS[verb], allow_abbrev=False) for verb in VERBS)
     verifies.add_argument("path", nargs="+", type=Path, help="folders or .bin files")
     prepares.epilog = "Flags of train.py that say how text is read: --text_field, --chat_fields, --skip_bad, --model"
     add = prepares.add_argument
     add(
+        "--data",
         "--input",
         nargs="+",
         required=True,
@@ -689,8 +602,8 @@ def main(argv: list[str], parse_args: Callable) -> None:
             raise UserError("\n".join(wrong))
         print(f"{', '.join(map(str, args.path))}: all is as it should be")
         return
-    config = parse_args([*flags, "--tokenizer", args.tokenizer, "--data", *args.input])
-    sources = [file for spec in args.input for file in find_files(spec, "--input")]
+    config = parse_args([*flags, "--tokenizer", args.tokenizer, "--data", *args.data])
+    sources = [file for spec in args.data for file in find_files(spec, "--data")]
     if args.shard_tokens < 1 or args.val_every < 0:
         raise UserError("--shard_tokens must be at least 1, and --val_every at least 0")
     files = prepare(sources, Encoder.of(config), args.out, args.shard_tokens, args.val_every, config.skip_bad)["files"]
