@@ -140,7 +140,9 @@ class Config:
     )
     batch_tokens: int = _flag(0, "tokens per optimizer step over all ranks; 0 = one micro-batch per rank")
     steps: int = may_change_on_resume(1000, "optimizer steps", least=1)
-    epochs: float = may_change_on_resume(0.0, "passes over --data, instead of --steps; 0 = --steps")
+    epochs: float = may_change_on_resume(
+        0.0, "passes over --data, instead of --steps, each row trained on once in each; 0 = --steps"
+    )
     optimizer: str = _flag(
         "adamw",
         "muon updates the matrices of the blocks with Muon and the rest with AdamW",

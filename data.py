@@ -147,6 +147,11 @@ class Loader:
         return sum(s.count or 0 for s in self.sources)
 
     @property
+    def end(self) -> float:
+        """The number of rows that --epochs means."""
+        return math.ceil(self.config.epochs * self.rows) if self.config.epochs else math.inf
+
+    @property
     def tokens(self) -> list:
         return [s.tokens for s in self.sources if s.count]
 
@@ -158,7 +163,7 @@ class Loader:
             sizes.append(" and ".join([f"{stored} tokens"] * bool(stored) + ["a stream"] * bool(loader.streams)))
         plan = f"{c.steps} steps of {c.batch_tokens} tokens"
         if len(self.sources) == 1 and self.rows:
-            plan += f" are {c.steps * self.step_rows / self.rows:.2f} epochs"
+            plan += f" are {min(c.steps * self.step_rows, self.end) / self.rows:.2f} epochs"
         out = [f"Data: {', '.join(sizes)}{' for validation' if val else ''}; {plan}"]
         out += [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
         if len(self.sources) > 1:
@@ -193,6 +198,7 @@ class Loader:
             "chat": self.is_chat,
             "data": self.fingerprint,
             "lanes": self.lanes,
+            "end": self.end if self.config.epochs else None,
             "built_in": "" if self.config.data else builtin_file().version,
         }
 
@@ -210,11 +216,15 @@ class Loader:
                     f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}): {fix}"
                 )
         self.samples, self.lanes = state["samples"], state["lanes"]
+        left_out = self.samples - (state.get("end") or self.samples)
+        if left_out > 0 and self.end > state["end"] and not self.rank:
+            log.warning(f"{left_out} rows of the next epoch are left out: they had filled up the last step of --epochs")
 
     def where(self, step: int) -> list[str]:
         """The places in the data of this rank's rows of a step. A stream gives its current place instead."""
-        places = self._my_places(self.step_rows)
-        source, row = self._pick((step - 1) * self.step_rows + places[places < self.step_rows])
+        rows = self._rows_of_step((step - 1) * self.step_rows)
+        places = self._my_places(len(rows))
+        source, row = self._pick(rows[places[places < len(rows)]])
         return [self.sources[s].where(r) for s, r in zip(source, row, strict=True)]
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -236,11 +246,16 @@ class Loader:
             stream.start(self.lanes.get(i, {}))
         try:
             while True:
-                batches = self._batches(*self._pick(np.arange(samples, samples + self.step_rows)))
+                batches = self._batches(*self._pick(self._rows_of_step(samples)))
                 samples += self.step_rows
                 yield batches, samples, {i: dict(s.positions) for i, s in self.streams.items()}
         finally:
             self._close()
+
+    def _rows_of_step(self, samples):
+        """The rows of the step behind so many: those of the last step of --epochs do not reach into the next epoch."""
+        stop = samples + self.step_rows
+        return np.arange(samples, min(stop, self.end) if samples < self.end else stop)
 
     def _close(self):
         for stream in self.streams.values():
@@ -330,8 +345,7 @@ def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -
 
 
 def epochs_as_steps(config: Config, world_size: int) -> Config:
-    """Replaces --epochs by the number of steps that it means; the last step may reach into the next epoch. Tokenizes
-    text that is not in the cache."""
+    """Replaces --epochs by the number of steps that it means. Tokenizes text that is not in the cache."""
     if not config.epochs:
         return config
     loader = make_loader(config, 0, world_size)

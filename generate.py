@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.errors import Parser, UserError, check_words, prepare_python, run_script
-from lib.files import read_json
+from lib.files import read_file, read_json
 from lib.hub import local_path
 
 # ---- the command line, understood before torch is imported, which takes seconds
@@ -38,6 +38,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--prompt", nargs="+", metavar="TEXT", help="beginnings of texts; with --chat: messages of one conversation")
     add("--chat", action="store_true", help="a conversation; without --prompt, each line of the input is a message")
     add("--system", metavar="TEXT", help="with --chat: the system message")
+    add("--tools", metavar="FILE", help="with --chat: a JSON list of tools that the model may call; none is run")
     add("--tokens", default=300, type=int, help="how many new tokens at most (default: %(default)s)")
     add("--temperature", default=0.8, type=float, help="0 = always the most probable token (default: %(default)s)")
     add("--top_k", default=0, type=int, help="choose among the k most probable tokens; 0 = all (default: %(default)s)")
@@ -54,8 +55,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not (0 <= args.temperature < math.inf and 0 < args.top_p <= 1 and args.top_k >= 0 and args.tokens >= 1):
         raise UserError("--temperature must be >= 0, --top_p in (0, 1], --top_k >= 0, --tokens >= 1")
-    if args.system is not None and not args.chat:
-        raise UserError("--system is the beginning of a conversation: give --chat too")
+    if (args.system is not None or args.tools) and not args.chat:
+        raise UserError("--system and --tools are the beginning of a conversation: give --chat too")
     return args
 
 
@@ -69,7 +70,7 @@ from torch.nn.attention import sdpa_kernel
 
 from attention import WITHOUT_CUDNN
 from checkpoint import load_run_tokenizer, newest
-from lib.chat import chat_template, render_chat
+from lib.chat import chat_template, parse_field, render_chat
 from lib.families import read_config
 from lib.machine import find_device
 from lib.run import Run
@@ -279,14 +280,17 @@ def typed_lines() -> Iterator[str]:
             yield line
 
 
-def converse(model: Transformer, source: Source, template: str, args: argparse.Namespace, **how) -> None:
+def converse(model: Transformer, source: Source, tools: list, args: argparse.Namespace, **how) -> None:
     """Answers the messages of --prompt, or else each line of standard input."""
+    template = chat_template(source.tokenizer, source.config.chat_format, tools)
     messages = [] if args.system is None else [{"role": "system", "content": args.system}]
     for message in args.prompt or typed_lines():
         if args.prompt and len(args.prompt) > 1:
             print(">", message)
         messages.append({"role": "user", "content": message})
-        ids, _ = render_chat(source.tokenizer, messages, template)
+        ids, _ = render_chat(source.tokenizer, messages, template, {"tools": tools or None}, notes := [])
+        for note in notes:
+            warn_once(": ".join(note))
         pieces = []
         try:
             for piece in write(model, source.tokenizer, ids, False, **how, seed=args.seed + len(messages)):
@@ -308,7 +312,7 @@ def converse(model: Transformer, source: Source, template: str, args: argparse.N
 def main(argv: list[str]) -> None:
     args = parse(argv)
     source = open_source(args.run, args.tokenizer, args.chat)
-    template = chat_template(source.tokenizer, source.config.chat_format) if args.chat else ""
+    tools = parse_field(read_file(Path(args.tools)), f"--tools {args.tools}") if args.tools else []
     if args.chat and not source.chats:
         warn_once(
             f"--chat: {args.run} has no chat template and was not trained on conversations, so expect no useful"
@@ -318,7 +322,7 @@ def main(argv: list[str]) -> None:
     how = {"n": args.tokens, "context": source.context, "stop": source.stop}
     how |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     if args.chat:
-        return converse(model, source, template, args, **how)
+        return converse(model, source, tools, args, **how)
     texts = args.prompt or [""]
     for i, text in enumerate(texts, 1):
         if len(texts) > 1:

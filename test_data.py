@@ -311,11 +311,25 @@ def test_each_row_once_per_epoch(tmp_path):
     assert all(sorted(epoch) == [*range(5)] for epoch in np.reshape(sum(batches, []), (12, 5)))
 
 
-def test_epochs_give_the_number_of_steps(tmp_path):
+def test_epochs_give_the_number_of_steps(tmp_path, caplog):
     numbered(tmp_path / "d", 48)
     c = config(tmp_path / "d", micro_batch=2)
     for epochs, world_size, steps in ((1, 1, 24), (2.5, 3, 20), (0.01, 1, 1), (0, 1, c.steps)):
         assert epochs_as_steps(replace(c, epochs=epochs), world_size).steps == steps
+    # 74 rows: the last step trains on 4 of its 10, once each, on any number of ranks; more epochs leave the others out.
+    c = config(numbered(tmp_path / "e", 37), micro_batch=1, batch_tokens=10 * T, epochs=2)
+    for world_size in (1, 2, 5):
+        loaders = [make_loader(c, rank, world_size) for rank in range(world_size)]
+        steps = [[*itertools.islice(loader, 8)] for loader in loaders]
+        rows = [[t[0].item() // T for s in steps for b in s[k] for t in b.targets if t[0] >= 0] for k in range(8)]
+        assert [len(step) for step in rows] == [10] * 7 + [4] and {len(s[7]) for s in steps} == {-(-4 // world_size)}
+        assert sorted(sum(rows, [])) == sorted([*range(37)] * 2) and "are 2.00 epochs" in "".join(
+            make_loader(replace(c, steps=8)).summary(None)
+        )
+        assert sum(len(loader.where(8)) for loader in loaders) == 4
+    more = make_loader(replace(c, epochs=3))
+    more.load_state_dict(loaders[0].state_dict())
+    assert "6 rows of the next epoch are left out" in caplog.text
     mixed = config(f"{tmp_path / 'd'}:1", f"{tmp_path / 'd'}:2", epochs=1)
     assert "--epochs needs one source" in refused(epochs_as_steps, mixed, 1)
 

@@ -295,6 +295,26 @@ def test_chat_says_why_answers_are_poor_or_cut(hub, tmp_path, capsys, monkeypatc
         main(["--run", str(folder), "--chat", "--prompt", ""])
 
 
+def test_chat_with_tools(hub, tmp_path, monkeypatch):
+    """The template gets them, as in transformers. Tools that it does not render are refused."""
+    folder, tools = shutil.copytree(hub("llama3")[0], tmp_path / "model"), [{"name": "add", "parameters": {"a": "int"}}]
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    words = ["--run", str(folder), "--chat", "--prompt", "Why?", "--system", "Be brief.", "--tools"]
+    with pytest.raises(UserError, match="does not render tools"):
+        main([words[0], str(hub("llama3")[0]), *words[2:], str(tmp_path / "tools.json")])
+    (folder / "chat_template.jinja").write_text(TEMPLATE + "{{ tools | tojson if tools }}{{ '!' if not tools }}")
+    prompts = []
+    monkeypatch.setattr("generate.write", lambda model, tokenizer, ids, *_, **how: prompts.append(ids) or iter(["So."]))
+    main([*words, str(tmp_path / "tools.json")])
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    how = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
+    assert prompts == [transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, **how)]
+    for text in ("{}", "[", "add"):
+        (tmp_path / "tools.json").write_text(text)
+        with pytest.raises(UserError, match=r"--tools \S+ is a text, expected a list, also as JSON"):
+            main([*words, str(tmp_path / "tools.json")])
+
+
 @pytest.mark.parametrize("words, output", [([], "A list of words"), (["--chat"], "list of words")])
 def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, monkeypatch, words, output):
     """Sentencepiece writes the space before a word in its token, and shows none before the first of a text."""
@@ -304,17 +324,22 @@ def test_a_text_goes_on_with_a_space_and_an_answer_begins_without(hub, capsys, m
 
 
 def test_a_folder_says_where_its_texts_end(hub, tmp_path):
-    """generation_config.json, else config.json, as for transformers; and an export says it again."""
+    """generation_config.json, else config.json, as for transformers; and an export says it again. A model that was
+    trained on text also ends where the next document would begin: with BOS."""
     folder = hub("llama3")[0]
-    for file, ends, stop in (("config.json", [5, 7], {5, 7}), ("generation_config.json", 6, {6})):
+    for file, ends, ids in (("config.json", [5, 7], [5, 7]), ("generation_config.json", 6, [6])):
         folder = shutil.copytree(folder, tmp_path / f"for {file}")
         (folder / "generation_config.json").unlink(missing_ok=True)
         (folder / file).write_text(json.dumps(read_json(folder / file) | {"eos_token_id": ends}))
         source = open_source(str(folder), None)
-        assert set(source.stop) == stop
+        assert source.stop == ids
         export_model(source.load(torch.device("cpu")), tmp_path / file, tokenizer=source.tokenizer)
-        for name in ("config.json", "generation_config.json"):
-            assert json.loads((tmp_path / file / name).read_text())["eos_token_id"] == ends
+        written = [read_json(tmp_path / file / name) for name in ("config.json", "generation_config.json")]
+        assert written[0]["eos_token_id"] == ends and open_source(str(tmp_path / file), None).stop == [*ids, 0]
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / file)
+        assert theirs.generation_config.eos_token_id == written[1]["eos_token_id"] == [*ids, 0]
+        theirs.lm_head.weight.data[0] = 1e3 * theirs.model(torch.tensor([[3, 4]]))[0][0, -1]  # the next token is BOS
+        assert theirs.generate(torch.tensor([[3, 4]]), max_new_tokens=9).tolist() == [[3, 4, 0]]
 
 
 @pytest.mark.parametrize("stored, flag, dtype", [
@@ -402,7 +427,7 @@ def test_what_another_version_wrote_is_refused(tmp_path):
 @pytest.mark.parametrize("words, message", [
     *((words, "--temperature must be >= 0") for words in (
         "--temperature -1", "--temperature nan", "--top_p 0", "--top_p 1.1", "--top_k -1", "--tokens 0")),
-    ("--system x", "give --chat too"),
+    *((words, "give --chat too") for words in ("--system x", "--tools x")),
     ("--run {empty}", "neither checkpoints.* nor config.json"),
     ("--run {empty}/nothing", "no such folder"),
     ("--run {run} --tokenizer {llama3}", "the tokenizer has 1500 ids, the model a vocabulary of 258"),

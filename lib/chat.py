@@ -89,14 +89,16 @@ def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], 
     for name, role in zip(names, ("user", "assistant"), strict=False):
         field = fields[name]
         if len(names) == 1:
-            field = _parse(field, name)
+            field = parse_field(field, name)
         turns = [_read_message(m) for m in (field if isinstance(field, list) else [{"role": role, "content": field}])]
         is_whole = turns and turns[0].get("role") != role  # an answer that holds the whole conversation
         messages = turns if is_whole else messages + turns
     system = next((name for name in (*chat_fields[:-2], "system") if name in given), None)
     if system:
         messages = [_read_message({"role": "system", "content": given[system]}), *messages]
-    inputs = {name: _parse(given[name], name, dict if "kwargs" in name else list) for name in INPUTS if name in given}
+    inputs = {
+        name: parse_field(given[name], name, dict if "kwargs" in name else list) for name in INPUTS if name in given
+    }
     inputs |= inputs.pop("chat_template_kwargs", {})
     rest = {name: value for name, value in given.items() if name not in (*names, *chat_fields, system, *INPUTS)}
     said = "\n".join(str(m.get("content")) for m in messages)
@@ -112,14 +114,14 @@ def _is_bookkeeping(name):
     return name.lower() in BOOKKEEPING or name.lower().endswith(BOOKKEEPING_ENDS)
 
 
-def _parse(value, name: str, kind: type = list):
+def parse_field(value, name: str, kind: type = list):
     """A list or dict, which may be JSON text."""
     parsed = value
     with contextlib.suppress(ValueError, RecursionError):
-        parsed = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(value) if isinstance(value, (str, bytes)) else value
     if isinstance(parsed, kind):
         return parsed
-    form = "text" if isinstance(value, str) else type(value).__name__
+    form = "text" if isinstance(value, (str, bytes)) else type(value).__name__
     raise UserError(f"{name} is a {form}, expected a {kind.__name__}, also as JSON: {value!r:.80}")
 
 
@@ -153,7 +155,7 @@ def _read_message(message) -> dict:
         else:
             raise UserError(f"a message has {name} {value!r:.80}, expected 0 or 1")
     if "tool_calls" in out:
-        out["tool_calls"] = [_read_call(call) for call in _parse(out["tool_calls"], "tool_calls")]
+        out["tool_calls"] = [_read_call(call) for call in parse_field(out["tool_calls"], "tool_calls")]
     return out
 
 

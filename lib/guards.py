@@ -61,9 +61,12 @@ class GradientGuard(Gradients):
 
     def _complain(self, step: int, local_loss: float, in_row: int) -> None:
         rank = f"rank {self.ranks.rank} on {platform.node()}, with the loss {local_loss}"
-        reports = gather((rank, math.isfinite(local_loss), self.where(step)), self.ranks)
-        bad = [report for report in reports if not report[1]]
-        lines = [f"Step {step}: {'the loss' if bad else 'the gradient norm'} is not finite. Its rows:"]
+        reports = gather((rank, local_loss, self.where(step)), self.ranks)
+        bad = [report for report in reports if not math.isfinite(report[1])]
+        what = f"{'the loss' if bad else 'the gradient norm'} is not finite"
+        if not any(loss for _, loss, _ in reports):
+            what = "no token of any rank is trained on"
+        lines = [f"Step {step}: {what}. Its rows:"]
         lines += [f"  {rank}: {place}" for rank, _, places in bad or reports for place in places][:8]
         if in_row < self.limit:
             lines.append(f"Its update is skipped (--on_nonfinite skip): {in_row} in a row, {self.limit} end the run")

@@ -326,6 +326,7 @@ class ChatRows(ShardRows):
         is_long = lengths > T
         lengths = np.minimum(lengths, T)
         kept = ~is_long | (config.long_chats != "drop")
+        longer = (~kept).sum()
         for i in np.flatnonzero(is_long & kept):  # the rest may contain no trained token
             kept[i] = (tokens.read(starts[i] + 1, starts[i] + 1 + T) & TRAINED).any()
         self.starts, self.lengths = starts[kept], lengths[kept]
@@ -339,8 +340,9 @@ class ChatRows(ShardRows):
         self.contents = np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
         self.begins = [self.starts[documents[0]] for documents in self.contents]
         self.note = (
-            f"{total} conversations, {(is_long & kept).sum()} truncated to --seq_len {T} and {total - count} dropped,"
-            f" packed into {self.count} rows that are {self.lengths.sum() / (self.count * T):.1%} full"
+            f"{total} conversations, {(is_long & kept).sum()} truncated to --seq_len {T} and {total - count} dropped"
+            f" ({total - count - longer} of them because no trained token would be left), packed into {self.count} rows"
+            f" that are {self.lengths.sum() / (self.count * T):.1%} full"
         )
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lib import guards, progress
 from lib import run as guard
-from lib.errors import UserError, describe_error
+from lib.errors import Failure, UserError, describe_error
 from lib.files import read_json
 from lib.ranks import ALONE, Ranks
 from lib.run import take_lock, write_status
@@ -65,6 +65,16 @@ assert run.pending_vote[0].is_completed()
 leave(ranks)
 """
     assert run_ranks(2, code, str(tmp_path)).count("raised") == 2
+
+
+def test_a_step_without_a_trained_token_is_named():
+    model = torch.nn.Linear(2, 2)
+    gradients = guards.GradientGuard(model, guard.Config(), ALONE, None)
+    (0 * model(torch.ones(1, 2)).sum()).backward()
+    loss_sum, tokens, _ = gradients.global_sums(torch.zeros(()), 0)
+    gradients.skip(~(loss_sum / tokens).isfinite())
+    with pytest.raises(Failure, match="Step 7: no token of any rank is trained on"):
+        gradients.check(7, wait=True)
 
 
 def test_the_hash_sees_every_bit():

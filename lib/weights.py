@@ -489,8 +489,10 @@ def _shard(rows, dtype, read):
 def _write_json_files(folder, split, config, tokenizer, chat_format):
     """Writes the tokenizer's files, the index, config.json and generation_config.json."""
     ids = write_files(tokenizer, folder, chat_format) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
-    generation = folder / "generation_config.json"
-    write_json(generation, read_json(generation) | ids)  # there may be one from the tokenizer's folder
+    generation, ends = folder / "generation_config.json", {}
+    if tokenizer and not chat_format and tokenizer.bos_id not in tokenizer.eos_ids:
+        ends = {"eos_token_id": [*tokenizer.eos_ids, tokenizer.bos_id]}  # a document ends where the next one begins
+    write_json(generation, read_json(generation) | ids | ends)  # there may be one from the tokenizer's folder
     write_json(folder / "config.json", config | ids | {"pad_token_id": None})  # its default may exceed the vocabulary
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
