@@ -133,10 +133,7 @@ def run_script(main: Callable[[list[str]], int | None]) -> None:
     os._exit(status)
 
 
-# ---- files that the user or the hub provides
-
-
-# ---- downloads
+# ---- the start of a script
 
 
 def prepare_python() -> None:
