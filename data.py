@@ -217,7 +217,7 @@ class Loader:
                 )
         self.samples, self.lanes = state["samples"], state["lanes"]
         left_out = self.samples - (state.get("end") or self.samples)
-        if left_out > 0 and self.end > state["end"] and not self.rank:
+        if left_out > 0 and self.end > state["end"]:
             log.warning(f"{left_out} rows of the next epoch are left out: they had filled up the last step of --epochs")
 
     def where(self, step: int) -> list[str]:
