@@ -195,7 +195,7 @@ def _kernels_for(mask: Tensor | None):
 
 def _shares_heads(q: Tensor, group: int, mask: Tensor | None) -> bool:
     """Whether a fused kernel takes fewer key than query heads: the GPU's causal ones do, in 16 bits."""
-    return group > 1 and q.is_cuda and mask is None and q.dtype != torch.float32
+    return group > 1 and q.device.type != "cpu" and mask is None and q.dtype != torch.float32
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str, window: int) -> Tensor:

@@ -310,7 +310,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Adds a b to `total`, which is fp32; a GPU's kernel does both, but the compiler cannot trace it."""
-    if not a.is_cuda:
+    if a.device.type == "cpu":
         total.add_(a @ b)
     elif torch.compiler.is_compiling():
         total.add_(torch.mm(a, b, out_dtype=torch.float32))
@@ -318,7 +318,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
-HEAD_ROWS = {"cuda": 64}  # a GPU's fastest kernels refuse logits whose rows are not multiples of 16 bytes
+HEAD_ROWS = {"cuda": 64, "meta": 64}  # a GPU's fastest kernels refuse logits whose rows are not multiples of 16 bytes
 
 
 def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:

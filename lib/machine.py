@@ -245,19 +245,22 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
+# Flags that lower the memory of a run, the cheapest first.
+LOWER_MEMORY = {
+    "micro_batch": 1,
+    "state_dtype": "bf16",
+    "checkpointing": "block",
+    "offload_activations": True,
+    "param_dtype": "bf16",
+    "offload": "cpu",
+}
+
+
 def lower_memory(config, on_gpu: bool = True) -> str:
-    """The flags that lower the memory of a run, cheapest first, without those that it has."""
-    lowest = {
-        "micro_batch": 1,
-        "state_dtype": "bf16",
-        "checkpointing": "block",
-        "offload_activations": True,
-        "param_dtype": "bf16",
-        "offload": "cpu",
-    }
+    """The flags of LOWER_MEMORY that a run does not have."""
     flags = [
         f"--{name} {value}"
-        for name, value in lowest.items()
+        for name, value in LOWER_MEMORY.items()
         if getattr(config, name) != value and (on_gpu or "offload" not in name)
     ]
     return "; ".join([*flags, "more GPUs or machines; a smaller model"])

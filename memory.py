@@ -1,0 +1,396 @@
+"""The memory that a run needs on each GPU and each host, without a GPU, weights or data.
+
+The model is built on the meta device, where tensors have shapes and no values, with two layers. A forward and a
+backward pass run while every allocation is counted. Each further layer adds as much as the second one. Formulas add
+FSDP2's buffers for gathering and reducing, CUDA's own memory and the tensors that a compiler saves."""
+
+import functools
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import fp8
+import shard
+from config import Config
+from lib import lora, torch_private
+from lib.machine import Gpu
+from model import Transformer
+from optim import DTYPES, ROUND, matrices, state_layout
+from shard import mesh_shape, sharded_dim
+
+GIB, META = 2**30, torch.device("meta")
+CUDA_BYTES = int(1.44 * GIB)  # CUDA's own and NCCL's buffers, outside torch's allocator
+CUBLAS_BYTES = 2**26  # workspaces of the forward and of the backward thread, from torch's allocator
+STACKS = 4.5  # multiples of a stack that Muon needs at once, as torch's allocator measured it
+LOOSE = 0.04  # share of allocated memory that torch reserves in blocks too small for the next request
+PROCESS_BYTES = {True: 3 * GIB, False: int(0.335 * GIB)}  # of a host's process with or without a GPU: Python, torch
+
+
+class Cluster(NamedTuple):
+    """`nodes` machines of `gpus` devices each. network: GB per second from each GPU to other nodes. price: dollars for
+    an hour of a GPU. host_gib: memory of a node."""
+
+    nodes: int
+    gpus: int
+    gpu: Gpu
+    network: float = 50.0
+    price: float = 0.0
+    host_gib: float = math.inf
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus
+
+    @property
+    def cuda(self) -> bool:
+        return self.gpu.name != "CPU"
+
+
+def micro_batches(config: Config, cluster: Cluster) -> float:
+    """Micro-batches of a step on each rank."""
+    return config.batch_tokens / (_tokens(config) * cluster.ranks)
+
+
+def _tokens(config: Config) -> int:
+    """Tokens of a micro-batch that a rank computes."""
+    return config.micro_batch * config.seq_len // config.context_parallel
+
+
+# ---- activations: a step on the meta device
+
+
+class _Live(torch_private.DispatchMode):
+    """Counts the bytes of existing tensors, now and at the peak since the last mark, and of all tensors ever made.
+    known: tensors that are not counted."""
+
+    def __init__(self, known: list[Tensor]):
+        super().__init__()
+        self.peak = self.made = 0
+        self.sizes = weakref.WeakKeyDictionary((tensor.untyped_storage(), 0) for tensor in known)
+        self.marks: list[tuple[int, int, int]] = []
+
+    @property
+    def now(self) -> int:
+        return sum(self.sizes.values())
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        if op is torch.ops.aten.logsumexp.default:  # its kernel holds the exponentials
+            self.peak = max(self.peak, self.now + args[0].nbytes)
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self.sizes:
+                self.sizes[storage] = storage.nbytes()
+                self.made += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def mark(self) -> None:
+        self.marks.append((self.now, self.made, self.peak))
+        self.peak = self.now
+
+
+class _Kernels(TorchFunctionMode):
+    """Replaces functions of torch by others with the same arguments."""
+
+    def __init__(self, replacements: dict[Callable, Callable]):
+        super().__init__()
+        self.replacements = replacements
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return self.replacements.get(function, function)(*args, **(kwargs or {}))
+
+
+def _with_kernels(forward: Callable, replacements: dict[Callable, Callable]) -> Callable:
+    """Entered in each module, because torch leaves a mode during a backward pass, where checkpoints compute again."""
+
+    def run(*args):
+        with _Kernels(replacements):
+            return forward(*args)
+
+    return run
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal=False, enable_gqa=False, cuda=True) -> Tensor:
+    if enable_gqa and not cuda:  # a CPU's kernel does not share keys among heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    bias = None if attn_mask is None else attn_mask.to(q.dtype)  # kept for the backward pass
+    return torch_private.flash_attention(q, k, v, bias, is_causal, cuda and bias is None)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, **_) -> Tensor:
+    return total.add_(a @ b)
+
+
+def _first(x: Tensor, *_, **__) -> Tensor:
+    return x
+
+
+def _even_parts(rows: int, sizes: Tensor) -> list[int]:
+    return [len(range(i, rows, len(sizes))) for i in range(len(sizes))]
+
+
+# On the meta device the model takes the branches for a GPU, and torch chooses unfused attention and norms. These
+# allocate what the kernels of a GPU or a CPU do. A GPU adds a product in place; a CPU does not pad the head's weight.
+GPU_KERNELS = {
+    F.scaled_dot_product_attention: _attend,
+    F.rms_norm: F.layer_norm,  # fused on the meta device, as both are on a GPU
+    torch.addmm: _first,
+}
+CPU_KERNELS = {
+    F.scaled_dot_product_attention: functools.partial(_attend, cuda=False),
+    torch.addmm: _add_product,
+    F.pad: _first,
+}
+
+
+def _build(config: Config, cluster: Cluster, sharded: bool) -> Transformer:
+    """The model as train.build makes it, on the meta device; neither compiled nor sharded."""
+    dtype = DTYPES[config.dtype]
+    with META:
+        model = Transformer(config.model_config, dtype, config.attention)
+    if config.fp8 != "off":
+        fp8.convert(model, config, META)
+    lora.convert(model, config)
+    if sharded:
+        model.to(dtype)
+    even = functools.partial(_even_parts, _tokens(config) * model.config.top_k)
+    kernels = (GPU_KERNELS if cluster.cuda else CPU_KERNELS) | {Tensor.tolist: even}
+    for module in (*model.layers, model.norm, model.lm_head):
+        module.forward = _with_kernels(module.forward, kernels)
+    if (size := config.context_parallel) > 1:
+        shard.share_rows(model, SimpleNamespace(group_name="", rank=lambda: 0, size=lambda: size))
+    mode = config.checkpointing
+    if config.compile != "none":  # a compiler keeps products and attention, and computes the rest again
+        mode = {"none": "selective"}.get(mode, mode)
+        model.lm_head.cross_entropy = lambda logits, targets, grads: logits.new_empty(len(logits), dtype=torch.float32)
+    shard.checkpoint_activations(model, mode)
+    return model
+
+
+def _is_wrapped(config: Config, cluster: Cluster) -> bool:
+    """Whether FSDP2 wraps the model. Then gradients leave as soon as they are complete, and parameters are gathered in
+    the compute dtype."""
+    return cluster.ranks > 1 or (cluster.cuda and config.offload == "cpu")
+
+
+@functools.lru_cache
+def trace(config: Config, cluster: Cluster) -> list[int]:
+    """A forward and a backward pass of the model -> peak bytes in addition to parameters and optimizer state: until the
+    loss, in the last block's backward pass, in the first block's, and in the rest; and the bytes of all tensors made.
+    Two blocks run. Each further block would add as much as the second."""
+    wrapped = _is_wrapped(config, cluster)
+    passes = 1 if wrapped else 1 + (micro_batches(config, cluster) > 1)
+    positions = torch.empty(config.micro_batch, config.seq_len, dtype=torch.int64, device=META)
+    tokens = positions.chunk(config.context_parallel, 1)[0]
+    documents = (positions, positions[0, :64].int()) if config.documents == "separate" else ()
+    model = _build(replace(config, n_layers=2), cluster, wrapped)
+    live = _Live([tokens, *documents, *model.parameters()])
+
+    def mark_both_passes(unit, args) -> None:
+        """Marks the beginning of a unit's forward pass and the end of its backward pass, when the gradient of its input
+        exists."""
+        live.mark()
+
+        def end(_) -> None:
+            if wrapped:
+                model.zero_grad()  # FSDP2 takes the gradients of a unit together
+            live.mark()
+
+        if args[0].requires_grad:
+            args[0].register_hook(end)
+
+    for unit in (*model.layers, model.norm):
+        unit.register_forward_pre_hook(mark_both_passes)
+    with live:
+        fp8.WeightScales(model, model.dtype, None, passes > 1, False)
+        fp8_copies = live.now // 2
+        for _ in range(passes):
+            live.marks.clear()
+            live.mark()
+            loss = model(tokens, tokens, *documents)
+            live.mark()
+            loss.backward()
+            live.mark()
+    now, made, peaks = zip(*live.marks, strict=True)  # begin, blocks, norm, loss; norm, blocks backwards, end
+    gradients = 0 if wrapped else sum(p.nbytes for p in model.layers[1].parameters() if p.requires_grad)
+    inputs, later = _kept_inputs(config), fp8_copies + gradients
+    kept = now[3] - now[2] + fp8_copies + gradients * (passes > 1) + inputs
+    # Memory changes evenly from block to block, so no block in between needs most.
+    until_loss, last_block = (max(part) + 2 * inputs for part in (peaks[1:5], peaks[5:7]))
+    two = [until_loss, last_block, peaks[7] + inputs, peaks[-1], made[-1] - made[0]]
+    more = [kept, kept, later, later, made[3] - made[2] + made[6] - made[5]]
+    return [a + (config.model_config.n_layers - 2) * b for a, b in zip(two, more, strict=True)]
+
+
+def _kept_inputs(config: Config) -> int:
+    """Bytes of the inputs of a block's products: the outputs of its norms and of its activation. A compiler that need
+    not save memory keeps them, unless they are cast to FP8. `_build` computes them again."""
+    if config.compile == "none" or config.checkpointing != "none" or config.fp8 != "off":
+        return 0
+    shape = config.model_config
+    width = 2 * shape.dim + shape.ffn_dim * max(shape.top_k, 1)
+    return _tokens(config) * width * DTYPES[config.dtype].itemsize
+
+
+# ---- parameters and what belongs to them
+
+
+class Kept(NamedTuple):
+    """What rank 0, whose parts are the largest, keeps of a parameter: elements, their bytes, and bytes of optimizer
+    state."""
+
+    elements: int
+    size: int
+    trains: bool
+    state: int
+
+
+@functools.lru_cache
+def kept(config: Config, shards: int) -> list[Kept]:
+    """One row for each parameter. FSDP2 cuts a parameter into parts of equal size; the last part may be short. For
+    experts see shard.sharded_dim."""
+    model = _one_block(config)
+    layout, rows = state_layout(model, config), []
+    for name, p in model.named_parameters():
+        length = p.shape[sharded_dim(p, shards)]
+        part = -(-length // shards) * (p.numel() // length)
+        state = part * sum(dtype.itemsize for _, dtype in layout.get(name, {}).values())
+        dtype = config.param_dtype if p.requires_grad else config.dtype
+        row = Kept(part, part * DTYPES[dtype].itemsize, p.requires_grad, state)
+        rows += [row] * (config.model_config.n_layers if name.startswith("layers.") else 1)
+    return rows
+
+
+def _one_block(config: Config) -> Transformer:
+    return lora.meta_model(replace(config, n_layers=1))
+
+
+def elements(config: Config, shards: int) -> tuple[int, int]:
+    """Elements that rank 0 keeps of trained and of frozen parameters."""
+    trained, frozen = (sum(row.elements for row in kept(config, shards) if row.trains == t) for t in (True, False))
+    return trained, frozen
+
+
+def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
+    """Bytes of a rank's parameters, gradients and optimizer state. pinned: the first two are in pinned memory, where
+    torch rounds tensors up to a power of two."""
+    rows = kept(config, shards)
+    sizes = [(1 << (row.size - 1).bit_length() if pinned else row.size, row.trains) for row in rows]
+    return {
+        "parameters": sum(size for size, _ in sizes),
+        "gradients": sum(size for size, trains in sizes if trains),
+        "optimizer state": sum(row.state for row in rows),
+    }
+
+
+# ---- all of it
+
+
+def memory(config: Config, cluster: Cluster, least: bool = False) -> dict[str, dict[str, int]]:
+    """Bytes at the peak by part, on each "GPU" and each "host". Without GPUs all is on the host. least: only the
+    tensors that every run with these flags needs, known without a trace."""
+    _, shards = mesh_shape(config.shard_size, cluster.ranks)
+    offload = cluster.cuda and config.offload == "cpu"
+    shape, held = config.model_config, state(config, shards, offload)
+    inputs = shape.n_layers * shape.dim * DTYPES[config.dtype].itemsize * _tokens(config)
+    parked = inputs * (config.offload_activations and cluster.cuda)
+    host = {"processes": PROCESS_BYTES[cluster.cuda], "tokens of a step": 16 * config.batch_tokens // cluster.ranks}
+    if cluster.cuda and config.save_async and not offload and not least:
+        host["copies for saves"] = checkpoint_bytes(config, shards)
+    gradients = held.pop("gradients")
+    if offload:
+        host, held, gradients = host | held | {"gradients": gradients}, {}, 0
+    if least:  # after a step of one micro-batch, the last gradients come when the activations are gone
+        parts = held | {"gradients or activations": max(gradients, inputs - parked)}
+    else:
+        parts = held | _working(config, cluster, gradients, parked)
+        host["block inputs"] = parked
+    if not cluster.cuda:
+        host, parts = host | parts, {}
+    elif not least:
+        parts["cuBLAS"] = CUBLAS_BYTES
+        parts["loose in torch's allocator"] = int(LOOSE * sum(parts.values()))
+        parts["CUDA and NCCL"] = CUDA_BYTES
+    return {"GPU": parts, "host": {name: cluster.gpus * size for name, size in host.items()}}
+
+
+def _working(config: Config, cluster: Cluster, gradients: int, parked: int) -> dict[str, int]:
+    """Bytes of a step in addition to parameters and optimizer state, at the moment that needs most (see trace).
+    gradients: bytes of all gradients on the device. parked: bytes of activations in the host's memory."""
+    until_loss, last_block, *later = trace(config, cluster)[:4]
+    peaks = [until_loss - parked, last_block - parked, *later]
+    before = gradients * (micro_batches(config, cluster) > 1)  # from earlier micro-batches
+    if _is_wrapped(config, cluster):
+        moments = _fsdp_moments(config, cluster, peaks, gradients, before)
+    else:  # the trace has counted the gradients
+        held = [before, before, gradients, gradients]
+        moments = [{"gradients": size, "activations": peak - size} for size, peak in zip(held, peaks, strict=True)]
+    moments.append({"gradients": gradients, "Muon's stacks": _stacks(config, cluster)})
+    return max(moments, key=lambda moment: sum(moment.values()))
+
+
+def _stacks(config: Config, cluster: Cluster) -> int:
+    """Bytes of optim.Muon's temporary tensors while a stack of matrices is orthogonalized."""
+    if config.optimizer != "muon":
+        return 0
+    part = -(-config.model_config.n_layers // cluster.ranks)  # matrices of a kind that a rank takes
+    sizes = [p.numel() for p in matrices(_one_block(config))]
+    return int(STACKS * DTYPES[config.dtype].itemsize * max(size * min(max(1, ROUND // size), part) for size in sizes))
+
+
+def _fsdp_moments(
+    config: Config, cluster: Cluster, peaks: list[int], gradients: int, before: int
+) -> list[dict[str, int]]:
+    """Bytes by part at each peak of the trace and while the embedding's gradient is reduced. From
+    torch.distributed.fsdp, _fsdp_param_group.py and _fsdp_collectives.py: all gradients of a unit exist before they are
+    copied to the buffer that is reduced, and this buffer exists until the next unit's is needed. A unit is gathered in
+    a buffer and copied out; a single rank copies its own part only."""
+    shape = config.model_config
+    total, end = sum(elements(config, 1)), shape.vocab_size * shape.dim  # of the embedding
+    head = 0 if shape.tied else end
+    block = (total - end - head) // shape.n_layers
+    compute, reduce = (DTYPES[name].itemsize for name in (config.dtype, config.reduce_dtype))
+    (replicas, shards), offload = mesh_shape(config.shard_size, cluster.ranks), config.offload == "cpu"
+    buffer = shards > 1
+    stays = config.reshard == "never" or not buffer and not offload
+    last = end if stays or not head else 0  # a tied embedding stays gathered until its gradient is reduced
+    forward, backward = (total, total) if stays else (end + block, block * (1 + buffer * config.prefetch) + last)
+    gathered = [forward + buffer * (head or block), backward, block + last, last]
+    if before and config.reshard == "never":
+        gathered = gathered[:1] * 4
+    if config.lora:  # adapters only; the ends have none
+        block, end, head = elements(config, 1)[0] // shape.n_layers, 0, 0
+    converts = offload or config.param_dtype != config.reduce_dtype  # a copy of the reduced part is the gradient
+
+    def unit(n: int) -> int:
+        return n * reduce + max(n * compute, converts * n * reduce // shards)
+
+    trained = elements(config, shards)[0]
+    part = gradients // trained  # bytes per element
+    held = [before, max(before, head // shards * part), gradients, gradients, gradients]
+    if not before:
+        held[3] -= end // shards * part
+    # Meanwhile the gradients of the block after it are reduced; if there is none, its own are, when it is freed.
+    after_block = block * (reduce if shape.n_layers > 2 else reduce - compute)
+    last_block = max(head * reduce, after_block, unit(head) - head * compute)
+    reduced = [0, last_block, block * reduce, block * reduce, unit(end)]
+    if replicas > 1 and converts:  # the reduced parts of all units stay until the backward pass ends
+        reduced = [0, *(size + trained * reduce for size in reduced[1:])]
+    gathered = [compute * n for n in (*gathered, 0)]
+    moments = zip(held, (*peaks, 0), gathered, reduced, strict=True)
+    parts = ("gradients", "activations", "gathered parameters", "gradients being reduced")
+    return [dict(zip(parts, moment, strict=True)) for moment in moments]
+
+
+def checkpoint_bytes(config: Config, shards: int = 1) -> int:
+    """Bytes of a rank's part of a checkpoint: the masters and the optimizer state."""
+    held = state(config, shards)
+    return held["gradients"] + held["optimizer state"]  # a gradient is as large as its master
