@@ -50,13 +50,34 @@ FOLLOWS = {
 }
 EMPTY = (None, "", "[]", [], {}, 1)  # values of a field that says nothing; 1 is a weight
 INPUTS = ("tools", "documents", "chat_template_kwargs")  # fields of a row that a template can read
-WEIGHTS = ("weight", "train", "trainable", "loss")  # fields of a message: 0 or false leaves it out of the loss
+WEIGHTS = (
+    "weight",
+    "train",
+    "trainable",
+    "loss",
+)  # fields of a message: 0 or false leaves it out of the loss
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first two
-# Fields that would change what is trained on, but that nothing here can honour.
-REFUSED = ("history", "functions", "mask", "masks", "loss_mask", "loss_weight", "train_mask", "labels")
+# Fields that would change the trained tokens, but that nothing here can honour.
+REFUSED = (
+    "history",
+    "functions",
+    "mask",
+    "masks",
+    "loss_mask",
+    "loss_weight",
+    "train_mask",
+    "labels",
+)
 # Fields of a message that must not be lost if the template does not render them.
-TOLD = ("tool_calls", "function_call", "reasoning_content", "name", "tools", "documents")
-# Fields of a row or a message that are no part of a conversation.
+TOLD = (
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "name",
+    "tools",
+    "documents",
+)
+# Fields of a row or a message that do not belong to the conversation.
 BOOKKEEPING = (
     "category", "cluster", "conversation_hash", "country", "created", "dataset", "date", "detoxify_moderation",
     "difficulty", "domain", "hash", "hashed_ip", "header", "id", "idx", "index", "key", "lang", "language", "license",
@@ -64,9 +85,21 @@ BOOKKEEPING = (
     "split", "state", "subset", "tags", "task", "text", "timestamp", "topic", "toxic", "turn", "turns", "type", "url",
     "uuid",
 )  # fmt: skip
-BOOKKEEPING_ENDS = ("_id", "_ids", "_score", "_scores", "_hash", "_date", "_at", "_url", "_tokens", "_count", "_lang")
+BOOKKEEPING_ENDS = (
+    "_id",
+    "_ids",
+    "_score",
+    "_scores",
+    "_hash",
+    "_date",
+    "_at",
+    "_url",
+    "_tokens",
+    "_count",
+    "_lang",
+)
 
-Notes = list[tuple[str, str]]  # for the log: what of a conversation is not trained as it is written, an example
+Notes = list[tuple[str, str]]  # for the log: (a difference between a row and its training, an example)
 
 
 def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], dict, Notes] | None:
@@ -126,7 +159,7 @@ def parse_field(value, name: str, kind: type = list):
 
 
 def _refuse(fields: dict, place: str) -> None:
-    """UserError if a field with content would change what is trained on."""
+    """UserError if a field of REFUSED has content."""
     if wrong := [name for name in REFUSED if fields.get(name) not in EMPTY[:-1]]:
         raise UserError(
             f"{place} has {wrong[0]} {str(fields[wrong[0]])[:80]}, which is not read: move earlier turns into the"
@@ -167,7 +200,9 @@ def _read_part(part) -> str:
 
 
 def _read_call(call):
-    function = call.get("function", call) if isinstance(call, dict) else {}
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise UserError(f"a tool call is {call!r:.80}, expected an object with a name and arguments")
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         if isinstance(arguments := json.loads(function["arguments"]), dict):
             read = function | {"arguments": arguments}
@@ -177,7 +212,7 @@ def _read_call(call):
 
 # Codes that Unicode reserves for internal use, so no text contains them.
 MARK = "\ufdd0\ufdd1"  # breaks up the control tokens in messages
-OPEN, CLOSE = "\ufdd2", "\ufdd3"  # around what a template calls generated
+OPEN, CLOSE = "\ufdd2", "\ufdd3"  # around the texts that a template calls generated
 OTHER = "\ufdd4"  # another answer
 
 
@@ -266,8 +301,8 @@ def render_chat(
 ) -> tuple[list[int], list[int]]:
     """messages [{"role", "content", ...}] -> (ids, mask). mask is 1 on the assistant's tokens and the token that closes
     them. If the last message is not the assistant's, the ids end with the prompt for an answer. inputs: `tools`
-    and whatever else the template reads. notes: gets what the template changes or leaves out. UserError if it leaves
-    out a field of TOLD."""
+    and other variables of the template. notes: a list for the texts and fields that the template changes or leaves out;
+    UserError if it leaves out a field of TOLD."""
     _check_messages(messages)
     if tokenizer.conditional:
         raise UserError(
@@ -350,11 +385,11 @@ def _shared(a: str, b: str) -> int:
 
 
 def _losses(render: Render, messages: list[dict], inputs: dict, text: str) -> Notes:
-    """What the template changes or leaves out. UserError for a field of TOLD that makes no difference."""
+    """Texts and fields that the template changes or leaves out. UserError for a field of TOLD."""
     notes = []
     for message in messages:
         for field in ("content", "reasoning_content"):
-            if (written := message.get(field, "").strip()) not in text:
+            if (written := str(message.get(field, "")).strip()) not in text:
                 notes.append((f"the chat template changes or leaves out text of the {message['role']}", written))
     for name in {name: 1 for message in messages for name in message if name not in ("role", "content", "weight")}:
         k = max(i for i, message in enumerate(messages) if name in message)

@@ -5,9 +5,11 @@ Each template has traits of a published one. Its text is our own, and short."""
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import tokenizers
+import torch
 import transformers
 
 from lib import tokenizer as T
@@ -16,7 +18,9 @@ from lib.errors import UserError
 from lib.test_tokenizer import _json, _write
 from lib.text import ID, TRAINED, Encoder, TextRow, find_files, prepare
 from lib.tokenizer import decode_marked
-from lib.weights import write_files
+from lib.weights import export_model, write_files
+from model import MODELS as SHAPES
+from model import Transformer
 
 HEAD = r"""{%- for m in messages %}{%- if m.role != 'assistant' %}{{- '<|im_start|>' + m.role + '\n' + m.content
 + '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>assistant\n' }}{%- generation %}"""
@@ -154,6 +158,30 @@ def test_named_templates(tmp_path):
         render_chat(ours, [{"role": "system", "content": "x"}, *ask], refuses)
 
 
+def test_the_end_of_an_answer_is_trained_on_even_if_it_pads(tmp_path):
+    """An export of a model that was trained on tool calls continues the same conversation in transformers, which stops
+    at that token. The list of the source's ends is kept."""
+    generation = {"eos_token_id": [3, 7], "pad_token_id": 3}
+    tokens = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    ours, _ = _tokenizer(tmp_path / "own", TRAITS["calls"], config=tokens, generation_config__json=generation)
+    messages = [ASK, CALLING, RESULT, ANSWER, ASK]
+    ids, mask = render_chat(ours, messages, ours.chat_template, {"tools": ADD})
+    assert [i for i, on in zip(ids, mask, strict=True) if on].count(
+        ours.eos_id
+    ) == 2 and ours.eos_id == ours.pad_id == 3
+    model = Transformer(replace(SHAPES["tiny-llama"], vocab_size=ours.vocab_size))
+    export_model(model, tmp_path / "hf", tokenizer=ours, talks=True)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    how = {"tools": ADD, "add_generation_prompt": True, "return_dict": False}
+    plain = json.loads(json.dumps(messages).replace("<|im_end|>", "end"))
+    expected, _ = render_chat(ours, plain, ours.chat_template, {"tools": ADD})
+    assert theirs.apply_chat_template(plain, **how) == expected
+    reader = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert reader.generation_config.eos_token_id == [3, 7] == reader.config.eos_token_id and theirs.eos_token_id == 3
+    reader.lm_head.weight.data[3] = 1e3 * reader.model(torch.tensor([expected]))[0][0, -1]
+    assert reader.generate(torch.tensor([expected]), max_new_tokens=9).tolist() == [[*expected, 3]]
+
+
 def test_bos_is_written_by_the_template_alone(tmp_path):
     """Whatever the tokenizer adds to a text."""
     d = _json("qwen")
@@ -212,6 +240,7 @@ def test_fields_are_rendered(template, row, marked, tmp_path):
     ("plain", {"messages": [ASK, ANSWER | {"mask": True}]}, "a message has mask True"),
     ("plain", {"instruction": "a", "output": "b", "input": ["c"]}, r"input is \['c'\], expected a text"),
     ("plain", {"messages": [ASK, ANSWER], "tools": "add"}, "tools is a text, expected a list"),
+    ("calls", {"messages": [ASK, ANSWER | {"tool_calls": ["add"]}]}, "a tool call is 'add', expected an object"),
     ("moves", {"messages": [ASK, ANSWER, RESULT, ANSWER]}, "no call"),
 ])  # fmt: skip
 def test_fields_are_refused(template, row, message, tmp_path):
