@@ -11,7 +11,7 @@ import their libraries themselves."""
 import argparse
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from lib.errors import Parser, UserError, nearest
 from lib.files import ROOT, VERSION
 from lib.hub import local_path
-from lib.synonyms import ELSEWHERE
+from lib.synonyms import describe_unknown
 from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
@@ -112,9 +112,7 @@ class Config:
         ("joined", "separate"),
     )
     long_chats: str = _flag(
-        "truncate",
-        "cut conversations longer than --seq_len, or drop them; the log counts them",
-        ("truncate", "drop"),
+        "truncate", "cut conversations longer than --seq_len, or drop them; the log counts them", ("truncate", "drop")
     )
     skip_bad: int = may_change_on_resume(
         0, "bad rows of text to log and skip before the next one ends the run; for streams, per lane"
@@ -152,16 +150,14 @@ class Config:
     lr: float = _tunable(3e-4, "peak learning rate", least=1e-12)
     embed_lr: float = _tunable(0.0, "peak learning rate of the embeddings, with the schedule of --lr; 0 = --lr")
     min_lr: float = _tunable(0.0, "learning rate at the end of the decay")
-    warmup_steps: float = _tunable(0.02, "steps of linear warm-up; below 1 = share of the steps")
+    warmup_steps: float = _tunable(0.02, "linear warm-up: its number of steps, or below 1 its share of --steps")
     schedule: str = _tunable(
-        "cosine",
-        "after the warm-up; wsd = constant, then linear decay",
-        ("cosine", "linear", "constant", "wsd"),
+        "cosine", "after the warm-up; wsd = constant, then linear decay", ("cosine", "linear", "constant", "wsd")
     )
     decay_steps: float = _tunable(
         0.0,
-        "the last step of the decay (0 = --steps); for wsd its length (0 = a fifth of the steps);"
-        " below 1 = share of the steps",
+        "the step at which the decay ends (0 = --steps), for wsd its number of steps (0 = a fifth of --steps); or below"
+        " 1 the same as a share of --steps",
     )
     weight_decay: float = _tunable(0.1, "decoupled weight decay of matrices and embeddings")
     beta1: float = _tunable(0.9, "AdamW's first beta", below=1)
@@ -198,14 +194,10 @@ class Config:
         False, "gather sharded weights as FP8 (--fp8 tensor): half the bytes", needs="fp8"
     )
     fp8_skip: tuple = may_change_on_resume(
-        (),
-        "layers that stay in bf16: their names, or parts of the names between dots, as in down_proj",
-        needs="fp8",
+        (), "layers that stay in bf16: their names, or parts of the names between dots, as in down_proj", needs="fp8"
     )
     fp8_log_every: int = may_change_on_resume(
-        100,
-        "steps between records of a few layers' FP8 statistics in metrics.jsonl; 0 = never",
-        needs="fp8",
+        100, "steps between records of a few layers' FP8 statistics in metrics.jsonl; 0 = never", needs="fp8"
     )
     shard_size: int = may_change_on_resume(
         0, "ranks over which one copy of the parameters is sharded; 0 = all, 1 = every rank holds all parameters"
@@ -281,8 +273,7 @@ class Config:
         ("stop", "skip"),
     )
     replicas_every: int = may_change_on_resume(
-        100,
-        "steps between comparisons of the replicas' parameters by hash; 0 = at saves only",
+        100, "steps between comparisons of the replicas' parameters by hash; 0 = at saves only"
     )
     deterministic: bool = may_change_on_resume(
         False, "use only kernels that give the same bits each time; slower on GPUs"
@@ -302,9 +293,7 @@ class Config:
         least=1,
     )
     check: int = may_change_on_resume(
-        -1,
-        "check everything that needs no training, for N processes (default: one per GPU, or 1), and exit",
-        least=-1,
+        -1, "check everything that needs no training, for N processes (default: one per GPU, or 1), and exit", least=-1
     )
 
     @cached_property
@@ -373,11 +362,23 @@ def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
     if path.resolve() in inside:
         raise UserError(f"@{name}: the recipe names itself")
     try:
-        words = shlex.split(path.read_text("utf-8"), comments=True)
+        content = path.read_text("utf-8")
+        words = shlex.split(content, comments=True)
     except ValueError as e:  # no UTF-8, or an open quote
         raise UserError(f"{path}: {e}") from None
     if words and words[0][:1] not in "-@":
         raise UserError(f"@{name} is not a recipe: it begins with {words[0][:40]!r}, but must begin with a flag")
+
+    def place(word: str) -> str:
+        before = re.search(rf"(?m)^[^#\n]*?{re.escape(word)}", content)
+        return f"{path} line {content.count(chr(10), 0, before.end()) + 1}: " if before else f"{path}: "
+
+    words = _spelt_as_ours(words, place)
+    try:
+        make_parser().parse_args([word for word in words if not word.startswith("@")])
+    except UserError as e:
+        flag = re.search(r"--\w+|$", str(e))[0]
+        raise UserError(f"{place(flag)}{e}") from None
     inside = *inside, path.resolve()
     return [word for w in words for word in (_read_recipe(w[1:], inside) if w.startswith("@") else [w])]
 
@@ -419,14 +420,6 @@ def _how_to_read(f: Field) -> dict:
     return {"type": type(f.default), "metavar": type(f.default).__name__}
 
 
-def _known_as(name: str) -> str:
-    """Our flag for a name of another trainer or a misspelled one; empty if there is none."""
-    meanings = {theirs: flag for flag, names in ELSEWHERE.items() for theirs in names}
-    last = name.rpartition(".")[2]  # torchtitan's names are SECTION.NAME
-    names = [f.name for f in fields(Config)]  # the nearest name is the name itself if it is ours
-    return meanings.get(name) or meanings.get(last) or nearest(last, names)
-
-
 def parse_args(argv: list[str], trains: bool = False) -> Config:
     """Command-line words -> Config. Raises UserError for mistakes that can be found without data or devices.
     trains: an empty command line means the default recipe; also refuses missing data and tokenizers."""
@@ -434,8 +427,8 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
         argv = argv or DEFAULT
     recipes = [Path(word[1:]).stem for word in argv if word.startswith("@")]
     values = _read_values(with_recipes(argv))
-    for f in fields(Config):
-        _check_flag(f, values)
+    if wrong := [message for f in fields(Config) for message in _mistakes(f, values)]:
+        raise UserError("\n".join(wrong))
     values["lora_alpha"] = values["lora_alpha"] or 2.0 * values["lora"]
     chose_bytes = values["tokenizer"] == "bytes"
     _settle_model(values)
@@ -459,12 +452,11 @@ def with_recipes(words: list[str]) -> list[str]:
     """The words in our spelling, with each @NAME replaced by the words of that recipe. A later --data also replaces a
     recipe's --val_data, and --epochs and --steps replace each other. Raises UserError for an unknown flag."""
     out = []
-    for word in reversed(words):
+    for word in reversed(_spelt_as_ours(words)):
         if word.startswith("@"):
-            recipe = map(_spelt_as_ours, _read_recipe(word[1:]))
-            out = without(recipe, {REPLACES[flag] for flag in flags_in(out) & REPLACES.keys()}) + out
+            out = without(_read_recipe(word[1:]), {REPLACES[flag] for flag in flags_in(out) & REPLACES.keys()}) + out
         else:
-            out = [_spelt_as_ours(word), *out]
+            out = [word, *out]
     return out
 
 
@@ -513,43 +505,59 @@ def _settle_model(values: dict) -> None:
         try:
             folders[model] = local_path(model, "--model")
         except UserError as e:
-            raise UserError(f"--model {model}: unknown. Choose from {', '.join(MODELS)}. As a folder: {e}") from None
+            plain = {re.sub("[-_]", "", name): name for name in MODELS}
+            near = plain.get(nearest(re.sub("[-_]", "", model.rpartition("/")[2].lower()), plain))
+            meant = f"Did you mean {near}? " if near else ""
+            known = f"{meant}Choose from {', '.join(MODELS)}"
+            raise UserError(f"--model {model}: unknown. {known}. As a folder: {e}") from None
     beside = [spec for spec, folder in folders.items() if holds_tokenizer(folder)]
     values["tokenizer"] = values["tokenizer"] or (*beside, "bytes")[0]
 
 
-def _spelt_as_ours(word: str) -> str:
-    """--some-flag[=value] -> --some_flag[=value]; other words stay. Raises UserError for an unknown flag."""
-    if not word.startswith("--"):
-        return word
-    typed, equals, value = word[2:].partition("=")
-    name = typed.replace("-", "_")
-    known = _known_as(name)
-    if name not in (known, "help", "version"):
-        nearest = f"the nearest one is --{known}; " if known else ""
-        raise UserError(f"unknown flag --{typed}; {nearest}--help lists all")
-    return f"--{name}{equals}{value}"
+def _spelt_as_ours(words: list[str], place: Callable[[str], str] = lambda word: "") -> list[str]:
+    """--some-flag[=value] -> --some_flag[=value]; other words stay. Raises UserError with all unknown flags, and with
+    recipes without @. place: -> where a word is."""
+    helps, out, wrong = {f.name: f.metadata["help"] for f in fields(Config)}, [], []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            out.append(word)
+            if (
+                word.endswith(".args")
+                and not word.startswith("@")
+                and any((p / word).is_file() for p in (Path(), ROOT))
+            ):
+                wrong.append(f"{place(word)}{word} is a recipe: name it with an @, as in @{word}")
+        else:
+            out.append(flag.replace("-", "_").replace("__", "--", 1) + equals + value)
+            if flag[2:].replace("-", "_") not in (*helps, "help", "version"):
+                wrong.append(place(flag) + describe_unknown(flag[2:], helps))
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return out
 
 
 def _default_out(values: dict, recipes: list[str]) -> str:
     from lib.text import name_of
 
-    names = [*(recipes or [Path(values["model"]).name]), *map(name_of, values["data"])]
+    model = Path(values["model"])
+    model = f"{model.parent.name}-hf" if model.name == "hf" else model.name  # runs/NAME/hf
+    names = [*(recipes or [model]), *map(name_of, values["data"])]
     return "runs/" + "-".join(re.sub(r"[^\w.-]+", "-", name).strip("-.") or "data" for name in names)
 
 
-def _check_flag(f: Field, values: dict) -> None:
-    """Checks a flag's value against its field: choices, range, and the flags that it needs."""
+def _mistakes(f: Field, values: dict) -> Iterator[str]:
+    """What is wrong with a flag's value, by its field: choices, range, and the flags that it needs."""
     value, rules = values[f.name], f.metadata
     if rules["choices"] and value not in rules["choices"]:
-        raise UserError(f"--{f.name} {value}: unknown. Choose from {', '.join(filter(None, rules['choices']))}")
+        yield (f"--{f.name} {value}: unknown. Choose from {', '.join(filter(None, rules['choices']))}")
     least, below = rules["least"], rules["below"]
     if isinstance(value, (int, float)) and not least <= value < below:
-        raise UserError(f"--{f.name} {value}: it must be at least {least} and below {below} ({rules['help']})")
+        yield (f"--{f.name} {value}: it must be at least {least} and below {below} ({rules['help']})")
     streams = f.name == "lanes" and any("://" in d for d in values["data"] + values["val_data"])
     missing = [flag for flag in rules["needs"].split() if values[flag] in ("", "off", 0)]
     if missing and value not in (f.default, 0) and not streams:
-        raise UserError(f"--{f.name} has no effect without --{missing[0]}: add it, or remove --{f.name}")
+        yield (f"--{f.name} has no effect without --{missing[0]}: add it, or remove --{f.name}")
 
 
 def _check_data(c: Config, trains: bool) -> None:

@@ -23,6 +23,9 @@ from lib.errors import Parser, UserError, check_words, prepare_python, run_scrip
 from lib.files import read_file, read_json
 from lib.hub import local_path
 
+RANGES = (("temperature", 0, math.inf), ("top_k", 0, 2**53), ("tokens", 1, 2**53))
+
+
 # ---- the command line, understood before torch is imported, which takes seconds
 
 
@@ -53,8 +56,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="auto = the run's or the weights' (default: auto)",
     )
     args = parser.parse_args(argv)
-    if not (0 <= args.temperature < math.inf and 0 < args.top_p <= 1 and args.top_k >= 0 and args.tokens >= 1):
-        raise UserError("--temperature must be >= 0, --top_p in (0, 1], --top_k >= 0, --tokens >= 1")
+    for name, least, below in RANGES:
+        if not least <= getattr(args, name) < below:
+            raise UserError(f"--{name} {getattr(args, name)}: it must be at least {least:g} and below {below}")
+    if not 0 < args.top_p <= 1:
+        raise UserError(f"--top_p {args.top_p}: it must be above 0 and at most 1")
     if (args.system is not None or args.tools) and not args.chat:
         raise UserError("--system and --tools are the beginning of a conversation: give --chat too")
     return args
@@ -270,10 +276,13 @@ def typed_lines() -> Iterator[str]:
         line = ""
         try:
             line = input("> " if sys.stdin.isatty() else "")
+            line.encode()  # in some locales, bytes that are not UTF-8 become surrogates
         except EOFError:
             return
-        except UnicodeDecodeError as e:
-            raise UserError(f"Standard input: {e}") from None
+        except UnicodeError as e:
+            raise UserError(
+                f"Standard input is not UTF-8 at position {e.start} of a line: set the terminal to it, or convert it"
+            ) from None
         except KeyboardInterrupt:
             print()
         if line.strip():

@@ -435,6 +435,7 @@ def test_offline(hub, capfd, monkeypatch):
 
 @pytest.mark.parametrize(("spec", "words"), [
     ("org/none", "--w org/none: no such folder or file, and no download of it in .*hub: python download.py org/none$"),
+    ("runs/none", "--w runs/none: no such folder or file; runs has "),
     ("gpt2@v1", "python download.py gpt2 --revision v1$"), ("./x.bin", "no such folder or file, and not the name"),
 ])  # fmt: skip
 def test_a_name_without_a_download(hub, spec, words):

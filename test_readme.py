@@ -45,7 +45,8 @@ PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG",
 PAGES += sorted((ROOT / "guide").glob("*.md"))
 CHANGED = ROOT / "guide" / "8-change-it.md"  # test_the_five_changes_work_together runs its commands
 VERBS = re.findall(r"\w+", re.search(r"^  (train \| .*)\) verb=", (ROOT / "launch.sh").read_text(), re.M)[1])
-OTHERS = "cat cd export nano pip scancel squeue srun ssh ssh-copy-id tail tmux torchrun .venv/bin/python .venv/bin/hf"
+OTHERS = "cat cd export lm_eval nano pip scancel squeue srun ssh ssh-copy-id tail tmux torchrun"
+OTHERS += " .venv/bin/python .venv/bin/hf"
 ROOTS_OF_LIB = {"config", "model", "optim", "shapes", "shard"}  # files of the root that lib/ may import
 
 

@@ -52,7 +52,10 @@ class Parser(argparse.ArgumentParser):
     """Raises UserError instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; --help lists all flags")
+        words = message.partition("unrecognized arguments: ")[2].split()
+        near = [nearest(word.partition("=")[0], self._option_string_actions) for word in words if word[:2] == "--"]
+        meant = f"; did you mean {', '.join(filter(None, near))}?" if any(near) else ""
+        raise UserError(f"{message}{meant}; --help lists all flags")
 
 
 # The errors that a user's mistake in a path raises.

@@ -57,8 +57,12 @@ def find_snapshot(spec: str, flag: str) -> Path:
         raise UserError(f"{flag} {spec}: no such folder or file, and not the name of a repository") from None
     except errors.LocalEntryNotFoundError:
         command = f"python download.py {name}" + f" --revision {revision}" * bool(revision)
-        missing = f"no such folder or file, and no download of it in {constants.HF_HUB_CACHE}"
-        raise UserError(f"{flag} {spec}: {missing}: {command}") from None
+        missing = f"no such folder or file, and no download of it in {constants.HF_HUB_CACHE}: {command}"
+        folder = Path(spec).expanduser().parent
+        if folder.name == "runs" or "/" in spec and folder.is_dir():
+            beside = sorted(path.name for path in folder.glob("*"))
+            missing = f"no such folder or file; {folder} has {', '.join(beside[:20]) or 'none'}"
+        raise UserError(f"{flag} {spec}: {missing}") from None
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -1,5 +1,7 @@
 """The names that other trainers use for our flags. Imports no torch."""
 
+from lib.errors import nearest
+
 # Our flag, and its names in nanoGPT, transformers, torchtitan, torchtune, axolotl and the FSDP recipes for Slurm.
 ELSEWHERE = {
     "model": ("model_type", "model_name", "model_flavor", "flavor", "model.name"),
@@ -37,7 +39,7 @@ ELSEWHERE = {
         "batch_size", "train_batch_size", "per_device_train_batch_size", "micro_batch_size", "local_batch_size",
         "device_batch_size",
     ),
-    "batch_tokens": ("gradient_accumulation_steps", "global_batch_size", "total_batch_size", "grad_accum_steps"),
+    "batch_tokens": ("total_batch_size",),
     "epochs": ("num_epochs", "num_train_epochs", "max_epochs", "n_epochs", "epoch"),
     "steps": (
         "max_steps", "max_iters", "max_train_steps", "max_training_steps", "num_steps", "train_iters",
@@ -45,7 +47,7 @@ ELSEWHERE = {
     ),
     "lr": ("learning_rate", "max_lr"),
     "optimizer": ("optim", "optimizer_type", "optimizer_name"),
-    "min_lr": ("lr_min", "min_learning_rate", "min_lr_factor"),
+    "min_lr": ("lr_min", "min_learning_rate"),
     "warmup_steps": (
         "warmup", "warmup_iters", "warmup_ratio", "num_warmup_steps", "lr_warmup_steps", "lr_warmup_iters",
     ),
@@ -95,3 +97,43 @@ ELSEWHERE = {
     ),
     "timeout": ("ddp_timeout", "init_timeout_seconds", "train_timeout_seconds"),
 }  # fmt: skip
+
+_PARALLEL = (
+    "tensors, layers and experts are not divided; --shard_size shards all over ranks, --context_parallel divides rows"
+)
+_PROCESSES = "there is one process per visible GPU; bash launch.sh --nproc N starts another number of them"
+_ACCUMULATION = "--batch_tokens is it in tokens: that number x --micro_batch x --seq_len x ranks"
+_DEVICE = (
+    "visible GPUs are used, else the CPU; CUDA_VISIBLE_DEVICES=0 or CUDA_VISIBLE_DEVICES= before the command chooses"
+)
+_DEEPSPEED = (
+    "ZeRO's sharding is --shard_size, its offload --offload cpu; batch, learning rate and dtype have their own flags"
+)
+# What to do instead of a flag whose meaning or unit no flag of ours has.
+INSTEAD = {
+    "deepspeed": _DEEPSPEED, "deepspeed_config": _DEEPSPEED, "zero_stage": _DEEPSPEED,
+    "tensor_parallel_size": _PARALLEL, "tensor_model_parallel_size": _PARALLEL, "tensor_parallel_degree": _PARALLEL,
+    "tensor_parallel": _PARALLEL, "tp_size": _PARALLEL, "tp": _PARALLEL, "pipeline_parallel_degree": _PARALLEL,
+    "pipeline_model_parallel_size": _PARALLEL, "pipeline_parallel_size": _PARALLEL, "pp_size": _PARALLEL,
+    "expert_parallel_size": _PARALLEL, "expert_parallel_degree": _PARALLEL, "expert_model_parallel_size": _PARALLEL,
+    "device": _DEVICE, "use_cpu": _DEVICE, "no_cuda": _DEVICE, "device_map": _DEVICE, "accelerator": _DEVICE,
+    "num_gpus": _PROCESSES, "n_gpus": _PROCESSES, "gpus": _PROCESSES, "num_processes": _PROCESSES,
+    "nproc_per_node": _PROCESSES, "devices": _PROCESSES, "ngpu": _PROCESSES, "num_machines":
+    "the machines are those in the file hosts, or of bash launch.sh --hosts A,B",
+    "gradient_accumulation_steps": _ACCUMULATION, "grad_accum_steps": _ACCUMULATION, "grad_accum": _ACCUMULATION,
+    "accumulate_grad_batches": _ACCUMULATION,
+    "global_batch_size": "--batch_tokens is it in tokens: rows x --seq_len",
+    "min_lr_factor": "--min_lr is it as a rate: the factor x --lr",
+}  # fmt: skip
+
+
+def describe_unknown(typed: str, helps: dict[str, str]) -> str:
+    """What to use instead of a flag of another trainer or a misspelled one. helps: of our flags."""
+    meanings = {theirs: flag for flag, names in ELSEWHERE.items() for theirs in names}
+    name = typed.replace("-", "_")
+    last = name.rpartition(".")[2]  # torchtitan's names are SECTION.NAME
+    if last in INSTEAD:
+        return f"unknown flag --{typed}: {INSTEAD[last]}"
+    known = meanings.get(name) or meanings.get(last) or nearest(last, helps)
+    near = f"the nearest one is --{known} ({helps[known]}); " if known else ""
+    return f"unknown flag --{typed}; {near}--help lists all"
