@@ -192,7 +192,7 @@ def trace(config: Config, cluster: Cluster) -> list[int]:
     tokens = positions.chunk(config.context_parallel, 1)[0]
     documents = (positions, positions[0, :64].int()) if config.documents == "separate" else ()
     model = _build(replace(config, n_layers=2), cluster, wrapped)
-    live = _Live([tokens, *documents, *model.parameters()])
+    live = _Live([tokens, *documents, *model.parameters(), *model.buffers()])
 
     def mark_both_passes(unit, args) -> None:
         """Marks the beginning of a unit's forward pass and the end of its backward pass, when the gradient of its input
@@ -284,8 +284,9 @@ def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
     torch rounds tensors up to a power of two."""
     rows = kept(config, shards)
     sizes = [(1 << (row.size - 1).bit_length() if pinned else row.size, row.trains) for row in rows]
+    in_four_bits = sum(b.nbytes for b in _one_block(config).buffers()) * config.model_config.n_layers  # see nf4.py
     return {
-        "parameters": sum(size for size, _ in sizes),
+        "parameters": sum(size for size, _ in sizes) + in_four_bits,
         "gradients": sum(size for size, trains in sizes if trains),
         "optimizer state": sum(row.state for row in rows),
     }

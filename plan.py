@@ -223,6 +223,7 @@ def summary(plan: Plan) -> str:
     times = ", ".join(f"{name} {part / plan.seconds:.0%}" for part, name in slow)
     kwh = hours * cluster.ranks * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
     price = f", ${hours * cluster.ranks * cluster.price:,.0f} at ${cluster.price:g} per GPU-hour"
+    parameters = sum(elements(replace(config, quantize="none"), 1))
     saved = checkpoint_bytes(config)
     for_good = ""
     if config.keep_every:
@@ -235,7 +236,7 @@ def summary(plan: Plan) -> str:
     verdict = f"it does not fit: {others}{needs}" if needs else "it fits"
     assumed = " (assumed; --host_gib)" * (cluster.host_gib == HOST_GIB)
     return (
-        f"{config.model}, {sum(elements(config, 1)) / 1e9:.3g} B parameters, rows of {config.seq_len:,} tokens,"
+        f"{config.model}, {parameters / 1e9:.3g} B parameters, rows of {config.seq_len:,} tokens,"
         f" {config.micro_batch} at a time, on {cluster.nodes} x {cluster.gpus} {gpu.name}: {verdict}.\n"
         f"  each GPU: {gib(plan.bytes['GPU'])} of {gpu.gib:g} GiB\n"
         f"  each host: {gib(plan.bytes['host'])} of {cluster.host_gib:,.0f} GiB{assumed}\n"
@@ -274,6 +275,7 @@ LOWER_MEMORY = {
     **machine.LOWER_MEMORY,
     "context_parallel": 2,
     "lora": 16,
+    "quantize": "nf4",
     "save_async": False,
 }
 

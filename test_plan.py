@@ -46,7 +46,7 @@ def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks):
     ranks = fake_ranks.world_size
     lora = "--model llama3.2-1b --lora 8 --lora_targets q,down --dtype bf16"
     models = [f"--model {m}" for m in ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral", *NEW)]
-    for words, size in itertools.product((*models, lora), {0, 8 if ranks > 8 else 1}):
+    for words, size in itertools.product((*models, lora, f"{lora} --quantize nf4"), {0, 8 if ranks > 8 else 1}):
         fixed = ["--n_layers=2", "--state_dtype=bf16", "--compile=none", f"--shard_size={size}", "--dtype=fp32"]
         config = parse_args([*fixed, *words.split()])
         mesh = shard.make_mesh(size, fake_ranks)
@@ -54,7 +54,7 @@ def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks):
         _, shards = shard.mesh_shape(size, ranks)
         held = sorted((local(p).numel(), p.requires_grad) for p in built.parameters())
         assert sorted((row.elements, row.trains) for row in memory.kept(config, shards)) == held, (words, size)
-        parameters = sum(local(p).nbytes for p in built.parameters())
+        parameters = sum(local(t).nbytes for t in (*built.parameters(), *built.buffers()))
         gradients = sum(local(p).nbytes for p in built.parameters() if p.requires_grad)
         expected = {"parameters": parameters, "gradients": gradients, "optimizer state": gradients}
         assert memory.state(config, shards) == expected and gradients > 0
