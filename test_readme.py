@@ -395,6 +395,7 @@ def shorten(recipe: str, folder: Path) -> list[str]:
     folder.mkdir()
     tiny = next((tiny for tiny in ("gpt", "mixtral", "qwen3") if tiny in recipe), "llama").replace("gpt", "gpt2")
     out = [f"@recipes/{recipe}", *FRESH, "--model", f"tiny-{tiny}", *SHORT.split(), "--out", str(folder / "run")]
+    out += ["--context_parallel=2"] * (recipe.endswith("k.args"))  # ranks
     if "lora" in recipe:
         model = Transformer(MODELS[f"tiny-{tiny}"])
         for parameter in model.parameters():

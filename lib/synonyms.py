@@ -59,6 +59,9 @@ ELSEWHERE = {
         "grad_clip", "max_grad_norm", "clip_grad_norm", "max_norm", "gradient_clip_val", "gradient_clipping",
         "clip_grad",
     ),
+    "context_parallel": (
+        "cp_size", "context_parallel_degree", "context_parallel_size", "sequence_parallel_size", "ulysses_degree", "sp",
+    ),
     "dtype": ("bf16", "fp16", "tf32", "torch_dtype", "precision", "mixed_precision", "mixed_precision_param"),
     "reduce_dtype": ("mixed_precision_reduce",),
     "fp8": ("float8", "enable_fp8", "recipe_name"),
