@@ -72,6 +72,7 @@ def seconds(config: Config, cluster: Cluster) -> dict[str, float]:
     }
     transfers = _transfers(config, cluster)
     parts["transfers that no computation hides"] = max(transfers - HIDDEN * sum(parts.values()), 0.05 * transfers)
+    parts["exchanges within rows"] = _exchanges(config, cluster)
     if config.optimizer == "muon":
         parts["Newton-Schulz"] = newton_schulz_flops(config) / cluster.ranks / peak
     held = state(config, mesh_shape(config.shard_size, cluster.ranks)[1])
@@ -89,9 +90,19 @@ def newton_schulz_flops(config: Config) -> int:
     return flops * config.model_config.n_layers
 
 
+def _exchanges(config: Config, cluster: Cluster) -> float:
+    """Seconds of a step's all-to-alls around attention, which no computation hides: of queries, keys, values and
+    outputs, forward, backward and in what is computed again."""
+    shape, N = config.model_config, config.context_parallel
+    width = 2 * (shape.n_heads + math.lcm(shape.n_kv_heads, N)) * shape.head_dim * DTYPES[config.dtype].itemsize
+    sent = config.batch_tokens / cluster.ranks * width * (N - 1) / N
+    link = cluster.gpu.link if cluster.gpus >= N else cluster.network * 1e9
+    return shape.n_layers * (2 + (config.checkpointing != "none")) * sent / link
+
+
 def _transfers(config: Config, cluster: Cluster) -> float:
     """Seconds that a step's slowest link works: parameters are gathered twice for each micro-batch, gradients reduced
-    once, replicas summed once a step. The exchanges of --context_parallel, which are short, are not counted."""
+    once, replicas summed once a step."""
     replicas, shards = mesh_shape(config.shard_size, cluster.ranks)
     (held, frozen), (gradients, others) = elements(config, shards), elements(config, 1)
     compute, reduce, masters = (DTYPES[n].itemsize for n in (config.dtype, config.reduce_dtype, config.param_dtype))
@@ -252,7 +263,7 @@ def advice(argv: list[str], plan: Plan) -> str:
     """The flags that lower the memory where it is lacking, and what each saves alone, the most first."""
     place, *_ = plan.lacking()
     saved = {}
-    for name, value in LOWER_MEMORY.items():
+    for name, value in (LOWER_MEMORY | {"context_parallel": plan.cluster.gpus}).items():
         flags = f"--{name}={value}", f"--batch_tokens={plan.config.batch_tokens}"
         with contextlib.suppress(UserError):  # of flags that exclude each other
             saved[f"--{name} {value}"] = plan.needs(place) - predict(*parse([*argv, *flags])).needs(place)
@@ -273,7 +284,6 @@ PLAN_FLAGS = {  # the fields of Cluster: default, least value, meaning
 }
 LOWER_MEMORY = {
     **machine.LOWER_MEMORY,
-    "context_parallel": 2,
     "lora": 16,
     "quantize": "nf4",
     "save_async": False,

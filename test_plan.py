@@ -155,6 +155,16 @@ def test_shared_rows_take_the_activations_of_their_part():
     assert all(0.99 < b / a < 1.15 for a, b in zip(whole, part, strict=True))
 
 
+@pytest.mark.parametrize("where, rate", [("--gpus 8", 450e9), ("--gpus 2 --nodes 4", 50e9)])
+def test_exchanges_of_shared_rows_take_the_time_of_their_bytes(where, rate):
+    """16 layers; 32 heads of queries and of outputs, 8 of keys and of values, 64 wide; forward, backward and again."""
+    words = f"--model llama3.2-1b --seq_len 8192 --micro_batch 1 --batch_tokens 8192 {where} --checkpointing block"
+    config, cluster = plan.parse(f"{words} --context_parallel 8".split())
+    sent = 1024 * 16 * (2 * 32 + 2 * 8) * 64 * 2 * 7 / 8
+    assert plan.seconds(config, cluster)["exchanges within rows"] == pytest.approx(3 * sent / rate)
+    assert plan.seconds(*plan.parse(words.replace(" --batch_tokens 8192", "").split()))["exchanges within rows"] == 0
+
+
 def test_newton_schulz_is_counted_as_torch_counts_it():
     config = parse_args(["--model", "tiny-mixtral", "--optimizer", "muon"])
     model = plan.lora.meta_model(config)
