@@ -1,9 +1,12 @@
 """What decides whether a GPU trains right: waits, kernels, graphs, memory, values, whole runs. More of it, against fp64
 or a CPU, is in test_model.py, test_fp8.py, test_shard.py and test_optim.py.
 
-    python -m pytest -m gpu        on a GPU
-    python -m pytest -m host       of these, what is true of the host's side alone: torch's CUDA build over a stand-in
-                                   for the driver, whose kernels compute nothing, decides it, too"""
+    python -m pytest -m gpu                              on a GPU
+    python -m pytest -m host                             of these, what is true of the host's side alone: torch's CUDA
+                                                         build over a stand-in for the driver, whose kernels compute
+                                                         nothing, decides it, too
+    python -m pytest -m "gpu and not host and not real"  of these, what values decide: a stand-in that computes them on
+                                                         the CPU will do"""
 
 import contextlib
 import gzip
@@ -39,7 +42,7 @@ from test_shard import fill
 from test_train import values
 
 pytestmark = pytest.mark.gpu
-host = pytest.mark.host
+host, real = pytest.mark.host, pytest.mark.real
 CUDA = torch.device("cuda", 0)
 TINY = "--dim 256 --n_heads 4 --ffn_dim 512 --n_layers 2 --vocab_size 8192 --seq_len 512 --micro_batch 16"
 KINDS = {
@@ -169,6 +172,20 @@ def test_a_model_is_a_graph_for_its_blocks_and_one_for_its_loss(mode, flags, mon
     assert not counters["graph_break"] and graphs <= (4 if mode == "block" else 2) + ("separate" in flags)
 
 
+@host
+@pytest.mark.parametrize("heads, window", [((8, 8), 0), ((8, 2), 0), ((8, 2), 16)], ids=str)
+def test_varlen_runs_the_kernel_that_the_log_names(heads, window):
+    """torch 2.15 would choose cuDNN without a window."""
+    q, k, v = (
+        torch.zeros(1, 256, n, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for n in heads + heads[1:]
+    )
+    begins = torch.tensor([0, 128, 256], dtype=torch.int32, device=CUDA)
+    with torch.profiler.profile() as profile:
+        attention.attention(q, k, v, begins, "varlen", window).sum().backward()
+    kernels = {event.key for event in profile.key_averages() if re.search("_attention_(forward|backward)$", event.key)}
+    assert kernels == {"aten::_flash_attention_forward", "aten::_flash_attention_backward"}
+
+
 def peak_of(run) -> int:
     """Bytes beyond what was allocated before."""
     torch.cuda.synchronize()
@@ -293,6 +310,7 @@ def test_resumed_runs_repeat_the_bits_of_an_uninterrupted_one(tmp_path):
     assert values(tmp_path / "halves") == values(tmp_path / "whole")
 
 
+@real
 @pytest.mark.parametrize("words", [
     "--model llama3-8b --n_layers 1 --vocab_size 16384 --seq_len 4096 --micro_batch 2",
     "--model gpt2 --vocab_size 50304 --seq_len 1024 --micro_batch 32",
@@ -310,6 +328,7 @@ def test_no_eager_kernel_takes_a_hundredth_of_a_step(tmp_path, words):
     assert [name for name, time in eager.items() if time > times.total() / 100] == []
 
 
+@real
 def test_what_does_not_fit_is_explained(tmp_path):
     """The inputs of the blocks take half of the memory, so that the run starts, and the rest does not fit."""
     row_bytes = 2048 * 2 * 64 * 2  # tokens, layers, dim, bf16

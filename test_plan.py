@@ -256,7 +256,8 @@ def test_a_prediction_that_is_off_says_so(tmp_path, monkeypatch):
 def test_a_measured_peak(monkeypatch, dtype, long, width):
     """The first width whose product is long, else the last one."""
     state = torch.get_rng_state()
-    monkeypatch.setattr(machine, "WIDTHS", (64, 256))
+    monkeypatch.setitem(machine.WIDTH, "cpu", 256)
+    monkeypatch.setattr(machine, "NARROW", 64)
     monkeypatch.setattr(machine, "LONG", long)
     flops, source = machine.peak_flops(torch.device("cpu"), dtype)
     assert flops > 1e7

@@ -65,7 +65,8 @@ GPUS = {
     "rtx3090": Gpu("RTX 3090", 71, 23.5, 0.94e12, 12e9, 25e9, 350, 0.85, 0),
     "a6000": Gpu("A6000", 155, 47.4, 0.77e12, 25e9, 25e9, 300, 0.6, 0),
 }
-WIDTHS, LONG = (2048, 4096, 8192), 0.005  # of matrices whose product measures a device: the first that takes so many s
+WIDTH = {"cuda": 8192, "cpu": 2048}  # of the largest matrices whose product measures a device
+NARROW, LONG = 2048, 0.005  # it begins with smaller ones, and ends with a product that takes so many seconds
 
 
 def known_gpu(device: torch.device) -> Gpu | None:
@@ -108,12 +109,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     matmuls, as large as it takes to be long. Measuring resets the peak memory of a GPU."""
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
         return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops:g} TFLOP/s"
-    for n in WIDTHS:
+
+    def seconds(n: int) -> float:
         a = torch.linspace(-1, 1, n * n, device=device).view(n, n).to(dtype)
-        seconds = min(timeit.repeat(lambda a=a: (a @ a)[0, 0].item(), number=1, repeat=6))
-        if seconds >= LONG:
-            break
-    flops = 2 * n**3 / seconds
+        return min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))
+
+    n = min(NARROW, WIDTH[device.type])
+    while (time := seconds(n)) < LONG and n < WIDTH[device.type]:
+        n *= 2
+    flops = 2 * n**3 / time
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     return flops, f"the fastest of six {n} x {n} products in {str(dtype)[6:]}, {flops / 1e12:.3f} TFLOP/s"
