@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerAction, profile, schedule
 
+import nf4
 from attention import kernel
 from config import PROFILE_AFTER, Config
 from lib import curves, torch_private
@@ -61,8 +62,7 @@ def attention_kernel(config: Config, data, device: torch.device) -> str:
 
 
 def describe_model(model: Transformer) -> None:
-    total = sum(p.numel() for p in model.parameters())
-    total += sum(2 * b.numel() for b in model.buffers() if b.dtype == torch.uint8)  # of two values each (nf4.py)
+    total = sum(p.numel() for p in model.parameters()) + nf4.elements(model)
     trainable = sum(p.numel() for p in trainable_parameters(model).values())
     logger.info(f"Created model with total parameters: {total} ({human(total)}), trainable: {trainable}")
 

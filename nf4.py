@@ -14,6 +14,8 @@ makes its whole block non-finite, so that a damaged weight shows in the loss.
 Sources: QLoRA (arXiv 2305.14314) section 3 and appendix E; the levels, the blocks and the order in a byte are those of
 bitsandbytes, which gives the same bits."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -54,21 +56,24 @@ class _Linear(torch.autograd.Function):
     """x [..., in] -> [..., out]"""
 
     @staticmethod
-    def forward(ctx, x: Tensor, codes: Tensor, scales: Tensor, pairs: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, codes: Tensor, scales: Tensor, pairs: Tensor, dequantize: Callable) -> Tensor:
         ctx.save_for_backward(codes, scales, pairs)
+        ctx.dequantize = dequantize
         return nn.functional.linear(x, dequantize(codes, scales, pairs, x.dtype))
 
     @staticmethod
     def backward(ctx, g: Tensor):
         # Another type of index: the compiler would recognise the same computation, and save the first one's result.
-        return g @ dequantize(*ctx.saved_tensors, g.dtype, torch.int64), None, None, None
+        return g @ ctx.dequantize(*ctx.saved_tensors, g.dtype, torch.int64), None, None, None, None
 
 
 class Nf4Linear(nn.Linear):
     """Has three buffers in place of the weight: codes, scales and pairs, as dequantize takes them."""
 
+    dequantize = staticmethod(dequantize)  # looked up on self, so that plan.py can count it as one kernel
+
     def forward(self, x: Tensor) -> Tensor:
-        y = _Linear.apply(x, self.codes, self.scales, self.pairs)
+        y = _Linear.apply(x, self.codes, self.scales, self.pairs, self.dequantize)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def fill(self, rows: slice, values: Tensor) -> None:
@@ -90,3 +95,8 @@ def convert(layer: nn.Linear) -> None:
 def layers(model: nn.Module) -> dict[str, Nf4Linear]:
     """The converted layers by name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, Nf4Linear)}
+
+
+def elements(model: nn.Module) -> int:
+    """Values of the quantized weights."""
+    return sum(layer.in_features * layer.out_features for layer in layers(model).values())
