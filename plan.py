@@ -32,6 +32,7 @@ import torch  # isort: skip
 import attention
 import fp8
 import model as transformer
+import nf4
 from lib import lora, machine
 from lib.machine import GPUS, Gpu
 from lib.ranks import Ranks
@@ -241,6 +242,7 @@ def summary(plan: Plan) -> str:
         kept = config.steps // (config.save_every * config.keep_every)
         for_good = f", {amount(kept * saved)} for the {kept} of --keep_every {config.keep_every}"
     rate = config.batch_tokens / plan.seconds / cluster.ranks
+    parameters = sum(elements(config, 1)) + nf4.elements(lora.meta_model(config))
     mfu = rate * lora.flops_per_token(config) / (gpu.tflops * 1e12)
     needs = ", ".join(f"each {place} needs {plan.needs(place):,.0f} GiB" for place in plan.lacking())
     others = "the GPUs do; " * ("GPU" not in plan.lacking())

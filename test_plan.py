@@ -222,7 +222,7 @@ def test_the_guides_figures_are_what_the_plan_says():
 
     pages = {path.name: path.read_text("utf-8") for path in (ROOT / "guide").glob("*.md")}
     rows = re.findall(r"\| `(@recipes/\S+)` \| (\d) x \d+ GB \| ([\d.]+) \|", pages["2-fine-tune.md"])
-    assert len(rows) == 4
+    assert len(rows) == 6
     for recipe, gpus, size in rows:
         assert size == f"{planned(f'{recipe} --gpus {gpus}').needs('GPU'):.1f}", recipe
     sizes = [

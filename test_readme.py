@@ -397,11 +397,11 @@ def shorten(recipe: str, folder: Path) -> list[str]:
     out = [f"@recipes/{recipe}", *FRESH, "--model", f"tiny-{tiny}", *SHORT.split(), "--out", str(folder / "run")]
     out += ["--context_parallel=2"] * (recipe.endswith("k.args"))  # ranks
     if "lora" in recipe:
-        model = Transformer(MODELS[f"tiny-{tiny}"])
+        model = Transformer(replace(MODELS[f"tiny-{tiny}"], ffn_dim=192))  # blocks of NF4 divide it
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, 0, 0.02)
         export_model(model, folder / "base")
-        out += ["--weights", str(folder / "base")]
+        out += ["--ffn_dim=192", "--weights", str(folder / "base")]
     if recipe in RECIPES:
         (folder / "text.txt").write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
         return [*out, "--data", str(folder / "text.txt")]
