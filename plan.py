@@ -309,7 +309,10 @@ def parse(argv: list[str]) -> tuple[Config, Cluster]:
         here = exist and machine.known_gpu(torch.device("cuda", 0)) == cluster.gpu
         cluster = cluster._replace(host_gib=machine.available_memory() / GIB if here else HOST_GIB)
     words = words or DEFAULT
-    if "--model" in flags_in(with_recipes(words)):
+    given = flags_in(with_recipes(words))
+    if "--model" in given:
+        if "--lora_weights" in given and "--lora" not in given:
+            raise UserError("--lora_weights: with --model no files are read; give the adapter's --lora as well")
         words = [*words, "--weights=", "--load=direct", "--lora_weights="]
     config = parse_args(words)
     if config.epochs:

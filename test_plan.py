@@ -184,6 +184,7 @@ def test_newton_schulz_is_counted_as_torch_counts_it():
     ("--gpu a100-80 --fp8 tensor", "has no FP8"), ("--fp8 tensor --compile none", "--fp8 tensor: uncompiled"),
     ("--attention varlen --dtype fp32", "--attention varlen: its kernels are for GPUs"),
     ("--epochs 2", "plan.py reads no data; give --steps"),
+    ("--model llama3-8b --weights x --lora_weights y", "no files are read; give the adapter's --lora as well"),
 ])  # fmt: skip
 def test_mistakes_are_refused_in_the_words_of_training(capsys, words, message):
     status, _, err = answer(capsys, words)
