@@ -189,9 +189,9 @@ def test_steps_that_are_skipped_leave_no_trace_and_ten_in_a_row_end_the_run(tmp_
     with monkeypatch.context() as m:  # the oracle: those updates left out of an optimizer that knows of no guard
         left_out, update, count = {3, 4, 10, 20}, train.update, itertools.count(1)
 
-        def update_others(optimizer, *args) -> None:
+        def update_others(optimizer, *args, **how) -> None:
             if next(count) not in left_out:
-                return update(optimizer, *args)
+                return update(optimizer, *args, **how)
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 p.grad = None
 

@@ -391,7 +391,7 @@ def test_runs_are_recorded_and_resumed(tmp_path, text):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--fp8=1 --seq_len 50 --micro_batch 3", "3 x 50 = 150 .* not divide by 16: give a --seq_len"),
+    ("--fp8=1 --seq_len 50 --micro_batch 3", "3 x 50 / 1 = 150 .* not divide by 16: give a --seq_len"),
     ("--fp8 row --dim 72", "no layer would be in FP8 .*144 and 72 must divide by 16"),
     ("--fp8 tensor --fp8_skip o_proj proj", "--fp8_skip: no layer is called proj; .*o_proj"),  # parts are whole
 ])  # fmt: skip

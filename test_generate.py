@@ -284,7 +284,7 @@ def test_ctrl_c_stops_an_answer(hub, capsys, monkeypatch):
 def test_chat_says_why_answers_are_poor_or_cut(hub, tmp_path, capsys, monkeypatch, caplog):
     folder = shutil.copytree(hub("mixtral")[0], tmp_path / "base")
     type_lines(monkeypatch, "One", UnicodeDecodeError("utf-8", b"so\xff", 2, 3, "invalid start byte"))
-    with pytest.raises(UserError, match="Standard input: 'utf-8' codec can't decode byte 0xff in position 2"):
+    with pytest.raises(UserError, match="Standard input is not UTF-8 at position 2 of a line"):
         main(["--run", str(folder), "--chat", "--tokens", "1"])
     assert "(stopped after --tokens 1)" in capsys.readouterr().err
     for _ in range(2):  # without and with a template

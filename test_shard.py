@@ -86,7 +86,6 @@ def run_ranks(n: int, code: str, *args: str) -> str:
     """Runs Python code on n gloo ranks, after a few imports -> what they print. Fails if one of them does."""
     imports = "import sys, torch, shard, test_shard; from dataclasses import replace\n"
     imports += "from lib import guards, machine, ranks as rank_module, run as guard; from lib.parts import *\n"
-    imports += "machine.set_allocators()\n"
     imports += "from lib.errors import Failure; from lib.ranks import *\n"
     imports += "from model import MODELS, LossHead, Transformer, random_init\n"
     done = run_code(f"{imports}{code}\nleave(ALONE)", ["worker.py", str(ROOT), *args], n)
@@ -220,7 +219,9 @@ def test_what_does_not_work_together_is_refused():
         ("--offload_activations --compile none", 1), ("--fp8 tensor --offload cpu --compile none", 2),
         ("--fp8 row --fp8_grad_dtype e5m2", 1), ("--fp8 row_gw_hp --fp8_grad_dtype e5m2", 1),
         ("--fp8 row --fp8_all_gather", 1), ("--fp8 row_gw_hp --fp8_all_gather", 1),
-        ("--decay_steps 100 --schedule constant", 1), ("--optimizer muon --lora 8", 1), ("--compile model", 2),
+        ("--decay_steps 100 --schedule constant", 1), ("--quantize nf4 --lora 8 --ffn_dim 192 --fp8 tensor", 1),
+        ("--quantize nf4 --lora 8 --ffn_dim 192 --offload cpu --compile none", 1), ("--optimizer muon --lora 8", 1),
+        ("--compile model", 2),
     ]  # fmt: skip
     messages = []
     for words, ranks in cases:
