@@ -204,9 +204,12 @@ def part_of(batch: Batch, rows: slice, columns: slice = slice(None)) -> Batch:
     return Batch(tokens, targets, batch.positions[rows], document_begins(batch.positions[rows]))
 
 
-def plain_steps(cell: Cell, text: int = 0, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+def plain_steps(
+    cell: Cell, text: int = 0, dtype: torch.dtype = torch.float32, reduces: bool = False
+) -> list[list[Tensor]]:
     """The oracle: three steps of the plain model in fp32 -> loss, norm and gradients of each, then the parameters. In
-    as many forward passes as the cell has where there are experts: their auxiliary loss is one of a forward pass."""
+    as many forward passes as the cell has where there are experts: their auxiliary loss is one of a forward pass.
+    reduces: in as many, whose gradients are rounded to bf16, as their sum is: what --reduce_dtype bf16 does."""
     model = Transformer(cell.model_config, dtype)
     lora.convert(model, cell.config)
     model.to(dtype)
@@ -216,11 +219,17 @@ def plain_steps(cell: Cell, text: int = 0, dtype: torch.dtype = torch.float32) -
     optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.95), eps=EPS, foreach=False)
     for step, rate in enumerate(RATES):
         whole, loss = rows_of(cell, step, text), 0.0
-        for rows in torch.arange(len(whole.tokens)).chunk(cell.parts if cell.model_config.n_experts else 1):
+        sums = [torch.zeros_like(p) for p in parameters]
+        for rows in torch.arange(len(whole.tokens)).chunk(cell.parts if reduces or cell.model_config.n_experts else 1):
             batch = part_of(whole, slice(rows[0], rows[-1] + 1))
             part = model(batch.tokens, batch.targets, batch.positions)
             part.backward()
             loss += part.item()
+            for p, total in zip(parameters, sums, strict=True) if reduces else ():
+                total += p.grad.bfloat16()
+                p.grad = None
+        for p, total in zip(parameters, sums, strict=True) if reduces else ():
+            p.grad = total.bfloat16().to(dtype)
         count = int((whole.targets != IGNORE).sum())
         for p in parameters:
             p.grad /= count
@@ -292,8 +301,10 @@ def bound(cell: Cell, text: int = 0) -> float:
             exact = plain_steps(cell, text, torch.float64)
         return max(TOLERANCE, NOISE * error(plain_steps(cell, text), exact))
     plain = replace(cell, accumulate=cell.parts, **{name: getattr(Cell, name) for name in DIVISION})
-    reduced = 2**-8 if cell.reduce_dtype == "bf16" else 0.0
-    return NOISE * error(real_steps(plain, ALONE, text), plain_steps(plain, text)) + 2 * reduced + TOLERANCE
+    exact, noise = plain_steps(plain, text), 0.0
+    if cell.reduce_dtype == "bf16":  # parts that cancel leave more than the rounding of a sum
+        noise = error(plain_steps(cell, text, reduces=True), plain_steps(cell, text))
+    return NOISE * (error(real_steps(plain, ALONE, text), exact) + noise) + TOLERANCE
 
 
 def work(cells: list[str], texts: int) -> None:
