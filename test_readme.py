@@ -47,7 +47,7 @@ CHANGED = ROOT / "guide" / "8-change-it.md"  # test_the_five_changes_work_togeth
 VERBS = re.findall(r"\w+", re.search(r"^  (train \| .*)\) verb=", (ROOT / "launch.sh").read_text(), re.M)[1])
 OTHERS = "cat cd export lm_eval nano pip scancel squeue srun ssh ssh-copy-id tail tmux torchrun"
 OTHERS += " .venv/bin/python .venv/bin/hf"
-ROOTS_OF_LIB = {"config", "model", "optim", "shapes", "shard"}  # files of the root that lib/ may import
+ROOTS_OF_LIB = {"config", "model", "nf4", "optim", "shapes", "shard"}  # files of the root that lib/ may import
 
 
 # ---- pages
