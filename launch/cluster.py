@@ -105,12 +105,13 @@ class Supervisor:
         self.launch = {"out": job["out"], "ssh": job["ssh"], "hosts": [asdict(h) for h in hosts]}
 
     def save(self, words: str = "", **values) -> None:
-        """Writes launch.json, and appends words to launch.log. If the disk is full, the next call tries again."""
+        """Appends words to launch.log, then writes launch.json, so that a reader of the end finds the words. If the
+        disk is full, the next call tries again."""
         self.launch |= values | {"time": time.time()}
+        with contextlib.suppress(OSError), open(self.out / "logs/launch.log", "a") as log:
+            log.write(words)
         with contextlib.suppress(OSError):
             write_json(self.out / "logs/launch.json", self.launch)
-            with open(self.out / "logs/launch.log", "a") as log:
-                log.write(words)
 
     def stop_requested(self) -> bool:
         return (self.out / "logs/stop").exists() or STOP_REASON in self.status().get("message", "")
