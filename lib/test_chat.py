@@ -21,6 +21,7 @@ from lib.tokenizer import decode_marked
 from lib.weights import export_model, write_files
 from model import MODELS as SHAPES
 from model import Transformer
+from test_model import scramble
 
 HEAD = r"""{%- for m in messages %}{%- if m.role != 'assistant' %}{{- '<|im_start|>' + m.role + '\n' + m.content
 + '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>assistant\n' }}{%- generation %}"""
@@ -169,7 +170,7 @@ def test_the_end_of_an_answer_is_trained_on_even_if_it_pads(tmp_path):
     assert [i for i, on in zip(ids, mask, strict=True) if on].count(
         ours.eos_id
     ) == 2 and ours.eos_id == ours.pad_id == 3
-    model = Transformer(replace(SHAPES["tiny-llama"], vocab_size=ours.vocab_size))
+    model = scramble(Transformer(replace(SHAPES["tiny-llama"], vocab_size=ours.vocab_size)))
     export_model(model, tmp_path / "hf", tokenizer=ours, talks=True)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     how = {"tools": ADD, "add_generation_prompt": True, "return_dict": False}

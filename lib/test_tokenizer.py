@@ -21,6 +21,7 @@ from lib.errors import UserError
 from lib.weights import export_model, write_files
 from model import MODELS as SHAPES
 from model import Transformer
+from test_model import scramble
 
 TEXT = [text for _, text in sorted(topics.items())][:40]
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -496,7 +497,8 @@ def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
         content = _json("gpt2") if kind == "gpt2" else _llama2_json(pieces, tmp_path / "model", kind != "mistral")
         ours = T.load_tokenizer("bytes" if kind == "bytes" else _write(tmp_path / "own", tokenizer__json=content))
     hf, template = tmp_path / "hf", chat_template(ours, shape.chat_format)
-    export_model(Transformer(replace(shape, vocab_size=ours.vocab_size)), hf, tokenizer=ours, talks=True)
+    model = scramble(Transformer(replace(shape, vocab_size=ours.vocab_size)))
+    export_model(model, hf, tokenizer=ours, talks=True)
     theirs, again = transformers.AutoTokenizer.from_pretrained(hf), T.load_tokenizer(str(hf))
     assert theirs.chat_template == (hf / "chat_template.jinja").read_text()
     for messages in _conversations():
