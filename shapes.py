@@ -2,7 +2,7 @@
 
 Nothing here imports torch: the command line looks shapes up before torch is loaded, which takes seconds."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,21 @@ class ModelConfig:
             raise ValueError(f"n_heads {self.n_heads} does not divide by n_kv_heads {self.n_kv_heads}")
         if self.dim % self.n_heads and self.head_dim == self.dim // self.n_heads:
             raise ValueError(f"dim {self.dim} does not divide by n_heads {self.n_heads}")
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim} (dim / n_heads)")
         if self.top_k > self.n_experts:
             raise ValueError(f"top_k is {self.top_k}, but there are {self.n_experts} experts")
-        rows = [self.vocab_size, 2 * self.ffn_dim, (self.n_heads + 2 * self.n_kv_heads) * self.head_dim]
-        rows += [self.max_seq_len] * (self.positions == "learned")
-        if max(rows) * self.dim * max(self.n_experts, 1) >= 2**50 or max(self.n_layers, self.n_experts) > 10_000:
+        rows = self.max_seq_len if self.positions == "learned" else 2 * self.ffn_dim
+        width = max(self.vocab_size, rows, (self.n_heads + 2 * self.n_kv_heads) * self.head_dim)
+        if width * self.dim * max(self.n_experts, 1) >= 2**50 or max(self.n_layers, self.n_experts) > 10_000:
             raise ValueError(
-                f"no machine holds it: {self.n_layers} layers, {self.n_experts} experts, matrices of {max(rows)} x"
+                f"no machine holds it: {self.n_layers} layers, {self.n_experts} experts, matrices of {width} x"
                 f" {self.dim}"
             )
+        self._shorten_kinds()
+
+    def _shorten_kinds(self) -> None:
+        """layer_kinds becomes its shortest form, and window 0 if no layer has one: equal models compare equal."""
         kinds = tuple(self.kind(i) for i in range(self.n_layers))
         has_windows = "window" in " ".join(kinds)
         if not KINDS.issuperset(kinds) or self.window < has_windows:
@@ -108,105 +114,182 @@ class ModelConfig:
         period = next(n for n in range(1, self.n_layers + 1) if kinds[n:] == kinds[:-n])
         object.__setattr__(self, "layer_kinds", kinds[:period])
         object.__setattr__(self, "window", self.window * has_windows)
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim} (dim / n_heads)")
 
 
-def _gpt2(dim: int, n_layers: int, n_heads: int) -> ModelConfig:
-    return ModelConfig(vocab_size=50257, dim=dim, n_layers=n_layers, n_heads=n_heads, ffn_dim=4 * dim, max_seq_len=1024,
-                       norm="layernorm", positions="learned", mlp="gelu", bias=True, tied=True)  # fmt: skip
+# What the models of a family share. The numbers come from each model's config.json on the hub (openai-community,
+# meta-llama, mistralai, Qwen, allenai, HuggingFaceTB, microsoft).
+GPT2 = {
+    "vocab_size": 50257,
+    "max_seq_len": 1024,
+    "norm": "layernorm",
+    "positions": "learned",
+    "mlp": "gelu",
+    "bias": True,
+    "tied": True,
+}
+LLAMA2 = {
+    "vocab_size": 32000,
+    "dim": 4096,
+    "n_layers": 32,
+    "n_heads": 32,
+    "ffn_dim": 11008,
+    "max_seq_len": 4096,
+}
+LLAMA3 = LLAMA2 | {
+    "vocab_size": 128256,
+    "n_kv_heads": 8,
+    "ffn_dim": 14336,
+    "max_seq_len": 8192,
+    "rope_theta": 5e5,
+}
+LLAMA3_70B = LLAMA3 | {
+    "dim": 8192,
+    "n_layers": 80,
+    "n_heads": 64,
+    "ffn_dim": 28672,
+}
+LLAMA31 = {
+    "max_seq_len": 131072,
+    "rope_scaling": RopeScaling(factor=8.0),
+}
+LLAMA32 = LLAMA3 | {
+    "max_seq_len": 131072,
+    "rope_scaling": RopeScaling(factor=32.0),
+    "tied": True,
+    "ffn_dim": 8192,
+}
+MISTRAL = LLAMA2 | {
+    "n_kv_heads": 8,
+    "ffn_dim": 14336,
+    "max_seq_len": 32768,
+    "family": "mistral",
+}
+MIXTRAL = LLAMA2 | {
+    "n_kv_heads": 8,
+    "ffn_dim": 14336,
+    "max_seq_len": 32768,
+    "mlp": "moe",
+    "n_experts": 8,
+    "top_k": 2,
+    "rope_theta": 1e6,
+    "router_aux_loss_coef": 0.02,
+}
+QWEN = LLAMA2 | {
+    "vocab_size": 151936,
+    "max_seq_len": 32768,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-6,
+}
+QWEN25 = QWEN | {
+    "qkv_bias": True,
+    "tied": True,
+    "max_seq_len": 131072,
+}
+QWEN3 = QWEN | {
+    "qk_norm": True,
+    "n_kv_heads": 8,
+    "head_dim": 128,
+    "max_seq_len": 40960,
+}
+OLMO2 = LLAMA2 | {
+    "vocab_size": 100352,
+    "rope_theta": 5e5,
+    "norm_eps": 1e-6,
+    "qk_norm_whole": True,
+    "norm_after": True,
+}
+TINY = {
+    "vocab_size": 258,
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 176,
+    "max_seq_len": 2048,
+    "rope_theta": 5e5,
+    "init_std": 0.05,  # the narrower, the larger: close to 0.6 / sqrt(dim), as 0.02 is at a width of 1024
+}
 
-
-_LLAMA2 = ModelConfig(vocab_size=32000, dim=4096, n_layers=32, n_heads=32, ffn_dim=11008, max_seq_len=4096)
-_LLAMA3 = ModelConfig(
-    vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, max_seq_len=8192, rope_theta=5e5
-)
-_LLAMA3_70B = replace(_LLAMA3, dim=8192, n_layers=80, n_heads=64, ffn_dim=28672, head_dim=128)
-_LLAMA31 = dict(max_seq_len=131072, rope_scaling=RopeScaling(factor=8.0))
-_LLAMA32 = dict(max_seq_len=131072, rope_scaling=RopeScaling(factor=32.0), tied=True)
-_MIXTRAL = replace(
-    _LLAMA2, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768, mlp="moe", n_experts=8, top_k=2, rope_theta=1e6,
-    router_aux_loss_coef=0.02,
-)  # fmt: skip
-_QWEN = replace(_LLAMA2, vocab_size=151936, max_seq_len=32768, rope_theta=1e6, norm_eps=1e-6)
-_QWEN25 = replace(_QWEN, qkv_bias=True)
-_QWEN3 = replace(_QWEN, qk_norm=True, n_kv_heads=8, head_dim=128, max_seq_len=40960)
-_OLMO2 = replace(_LLAMA2, vocab_size=100352, rope_theta=5e5, norm_eps=1e-6, qk_norm_whole=True, norm_after=True)
-_TINY = ModelConfig(  # the narrower, the larger its init_std: close to 0.6 / sqrt(dim), as 0.02 is at a width of 1024
-    vocab_size=258, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=176, max_seq_len=2048, rope_theta=5e5,
-    init_std=0.05,
-)  # fmt: skip
-
-# The numbers come from each model's config.json on the hub (openai-community, meta-llama, mistralai, Qwen, allenai,
-# HuggingFaceTB, microsoft). tiny-* are made for tests. mistral-7b is version 0.3, which has no window.
+# tiny-* are made for tests. mistral-7b is version 0.3, which has no window.
 MODELS: dict[str, ModelConfig] = {
-    "gpt2": _gpt2(768, 12, 12),
-    "gpt2-medium": _gpt2(1024, 24, 16),
-    "gpt2-large": _gpt2(1280, 36, 20),
-    "gpt2-xl": _gpt2(1600, 48, 25),
-    "llama2-7b": _LLAMA2,
-    "llama2-13b": replace(_LLAMA2, dim=5120, n_layers=40, n_heads=40, n_kv_heads=0, ffn_dim=13824),
-    "llama2-70b": replace(_LLAMA2, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672, head_dim=128),
-    "llama3-8b": _LLAMA3,
-    "llama3-70b": _LLAMA3_70B,
-    "llama3.1-8b": replace(_LLAMA3, **_LLAMA31),
-    "llama3.1-70b": replace(_LLAMA3_70B, **_LLAMA31),
-    "llama3.1-405b": replace(_LLAMA3, dim=16384, n_layers=126, n_heads=128, ffn_dim=53248, head_dim=128, **_LLAMA31),
-    "llama3.2-1b": replace(_LLAMA3, dim=2048, n_layers=16, n_heads=32, ffn_dim=8192, head_dim=64, **_LLAMA32),
-    "llama3.2-3b": replace(_LLAMA3, dim=3072, n_layers=28, n_heads=24, ffn_dim=8192, head_dim=128, **_LLAMA32),
-    "mixtral-8x7b": _MIXTRAL,
-    "mixtral-8x22b": replace(
-        _MIXTRAL, dim=6144, n_layers=56, n_heads=48, ffn_dim=16384, max_seq_len=65536, router_aux_loss_coef=0.001
+    "gpt2": ModelConfig(**GPT2, dim=768, n_layers=12, n_heads=12, ffn_dim=3072),
+    "gpt2-medium": ModelConfig(**GPT2, dim=1024, n_layers=24, n_heads=16, ffn_dim=4096),
+    "gpt2-large": ModelConfig(**GPT2, dim=1280, n_layers=36, n_heads=20, ffn_dim=5120),
+    "gpt2-xl": ModelConfig(**GPT2, dim=1600, n_layers=48, n_heads=25, ffn_dim=6400),
+    "llama2-7b": ModelConfig(**LLAMA2),
+    "llama2-13b": ModelConfig(**LLAMA2 | dict(dim=5120, n_layers=40, n_heads=40, ffn_dim=13824)),
+    "llama2-70b": ModelConfig(**LLAMA3_70B | dict(vocab_size=32000, max_seq_len=4096, rope_theta=10000.0)),
+    "llama3-8b": ModelConfig(**LLAMA3),
+    "llama3-70b": ModelConfig(**LLAMA3_70B),
+    "llama3.1-8b": ModelConfig(**LLAMA3 | LLAMA31),
+    "llama3.1-70b": ModelConfig(**LLAMA3_70B | LLAMA31),
+    "llama3.1-405b": ModelConfig(**LLAMA3 | LLAMA31 | dict(dim=16384, n_layers=126, n_heads=128, ffn_dim=53248)),
+    "llama3.2-1b": ModelConfig(**LLAMA32 | dict(dim=2048, n_layers=16)),
+    "llama3.2-3b": ModelConfig(**LLAMA32 | dict(dim=3072, n_layers=28, n_heads=24)),
+    "mixtral-8x7b": ModelConfig(**MIXTRAL),
+    "mixtral-8x22b": ModelConfig(
+        **MIXTRAL
+        | dict(dim=6144, n_layers=56, n_heads=48, ffn_dim=16384, max_seq_len=65536, router_aux_loss_coef=0.001)
     ),
-    "mistral-7b": replace(
-        _LLAMA2, vocab_size=32768, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768, rope_theta=1e6, family="mistral"
+    "mistral-7b": ModelConfig(**MISTRAL | dict(vocab_size=32768, rope_theta=1e6)),
+    "mistral-7b-v0.1": ModelConfig(**MISTRAL, window=4096, layer_kinds=("window",)),
+    "qwen2.5-0.5b": ModelConfig(
+        **QWEN25 | dict(dim=896, n_layers=24, n_heads=14, n_kv_heads=2, ffn_dim=4864, max_seq_len=32768)
     ),
-    "mistral-7b-v0.1": replace(
-        _LLAMA2, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768, window=4096, layer_kinds=("window",), family="mistral"
+    "qwen2.5-1.5b": ModelConfig(**QWEN25 | dict(dim=1536, n_layers=28, n_heads=12, n_kv_heads=2, ffn_dim=8960)),
+    "qwen2.5-7b": ModelConfig(
+        **QWEN25 | dict(vocab_size=152064, dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, ffn_dim=18944, tied=False)
     ),
-    "qwen2.5-0.5b": replace(
-        _QWEN25, dim=896, n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64, ffn_dim=4864, tied=True
-    ),
-    "qwen2.5-1.5b": replace(
-        _QWEN25, dim=1536, n_layers=28, n_heads=12, n_kv_heads=2, ffn_dim=8960, max_seq_len=131072, tied=True
-    ),
-    "qwen2.5-7b": replace(
-        _QWEN25, vocab_size=152064, dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, ffn_dim=18944, max_seq_len=131072
-    ),
-    "qwen3-0.6b": replace(_QWEN3, dim=1024, n_layers=28, n_heads=16, ffn_dim=3072, tied=True),
-    "qwen3-4b": replace(_QWEN3, dim=2560, n_layers=36, ffn_dim=9728, tied=True),
-    "qwen3-8b": replace(_QWEN3, n_layers=36, ffn_dim=12288),
-    "qwen3-30b-a3b": replace(
-        _QWEN3, dim=2048, n_layers=48, n_kv_heads=4, ffn_dim=768, mlp="moe", n_experts=128, top_k=8,
+    "qwen3-0.6b": ModelConfig(**QWEN3 | dict(dim=1024, n_layers=28, n_heads=16, ffn_dim=3072, tied=True)),
+    "qwen3-4b": ModelConfig(**QWEN3 | dict(dim=2560, n_layers=36, ffn_dim=9728, tied=True)),
+    "qwen3-8b": ModelConfig(**QWEN3 | dict(n_layers=36, ffn_dim=12288)),
+    "qwen3-30b-a3b": ModelConfig(
+        **QWEN3 | dict(dim=2048, n_layers=48, n_kv_heads=4, ffn_dim=768),
+        mlp="moe",
+        n_experts=128,
+        top_k=8,
         router_aux_loss_coef=0.001,
     ),
-    "olmo2-1b": replace(_OLMO2, dim=2048, n_layers=16, n_heads=16, n_kv_heads=16, ffn_dim=8192),
-    "olmo2-7b": _OLMO2,
-    "olmo3-7b": replace(
-        _OLMO2, vocab_size=100278, max_seq_len=65536, window=4096, layer_kinds=("window", "window", "window", "full"),
+    "olmo2-1b": ModelConfig(**OLMO2 | dict(dim=2048, n_layers=16, n_heads=16, ffn_dim=8192)),
+    "olmo2-7b": ModelConfig(**OLMO2),
+    "olmo3-7b": ModelConfig(
+        **OLMO2 | dict(vocab_size=100278, max_seq_len=65536),
+        window=4096,
+        layer_kinds=("window", "window", "window", "full"),
         rope_scaling=RopeScaling(kind="yarn", factor=8.0, attention_factor=1.2079441541679836, in_windows=False),
     ),
-    "smollm3-3b": replace(
-        _LLAMA3, dim=2048, n_layers=36, n_heads=16, n_kv_heads=4, head_dim=128, ffn_dim=11008, max_seq_len=65536,
-        rope_theta=5e6, norm_eps=1e-6, tied=True, layer_kinds=("full", "full", "full", "full nope"),
+    "smollm3-3b": ModelConfig(
+        **LLAMA3
+        | dict(dim=2048, n_layers=36, n_heads=16, n_kv_heads=4, ffn_dim=11008, max_seq_len=65536, rope_theta=5e6),
+        norm_eps=1e-6,
+        tied=True,
+        layer_kinds=("full", "full", "full", "full nope"),
     ),
-    "phi-4": replace(
-        _LLAMA2, vocab_size=100352, dim=5120, n_layers=40, n_heads=40, n_kv_heads=10, ffn_dim=17920, max_seq_len=16384,
-        rope_theta=250000.0, family="phi3",
+    "phi-4": ModelConfig(
+        **LLAMA2 | dict(vocab_size=100352, dim=5120, n_layers=40, n_heads=40, ffn_dim=17920, max_seq_len=16384),
+        n_kv_heads=10,
+        rope_theta=250000.0,
+        family="phi3",
     ),
-    "tiny-gpt2": replace(_gpt2(64, 2, 4), vocab_size=258, max_seq_len=256),
-    "tiny-llama": _TINY,
-    "tiny-llama3.2": replace(_TINY, rope_scaling=RopeScaling(factor=32.0, original_seq_len=64), tied=True),
-    "tiny-qwen2.5": replace(_TINY, qkv_bias=True, tied=True),
-    "tiny-qwen3": replace(_TINY, qk_norm=True, head_dim=32),
-    "tiny-mixtral": replace(_TINY, mlp="moe", n_experts=4, top_k=2, router_aux_loss_coef=0.02),
-    "tiny-olmo3": replace(
-        _TINY, window=8, layer_kinds=("window", "full"), norm_after=True, qk_norm_whole=True,
+    "tiny-gpt2": ModelConfig(
+        **GPT2 | dict(vocab_size=258, max_seq_len=256), dim=64, n_layers=2, n_heads=4, ffn_dim=256
+    ),
+    "tiny-llama": ModelConfig(**TINY),
+    "tiny-llama3.2": ModelConfig(**TINY, rope_scaling=RopeScaling(factor=32.0, original_seq_len=64), tied=True),
+    "tiny-qwen2.5": ModelConfig(**TINY, qkv_bias=True, tied=True),
+    "tiny-qwen3": ModelConfig(**TINY, qk_norm=True, head_dim=32),
+    "tiny-mixtral": ModelConfig(**TINY, mlp="moe", n_experts=4, top_k=2, router_aux_loss_coef=0.02),
+    "tiny-olmo3": ModelConfig(
+        **TINY,
+        window=8,
+        layer_kinds=("window", "full"),
+        norm_after=True,
+        qk_norm_whole=True,
         rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_seq_len=64, attention_factor=1.2, in_windows=False),
     ),
-    "tiny-smollm3": replace(_TINY, tied=True, layer_kinds=("full", "full nope")),
-    "tiny-phi3": replace(_TINY, window=24, layer_kinds=("window",), family="phi3"),
-    "tiny-qwen3-moe": replace(
-        _TINY, qk_norm=True, ffn_dim=48, mlp="moe", n_experts=16, top_k=4, router_aux_loss_coef=0.001
+    "tiny-smollm3": ModelConfig(**TINY, tied=True, layer_kinds=("full", "full nope")),
+    "tiny-phi3": ModelConfig(**TINY, window=24, layer_kinds=("window",), family="phi3"),
+    "tiny-qwen3-moe": ModelConfig(
+        **TINY | dict(ffn_dim=48), qk_norm=True, mlp="moe", n_experts=16, top_k=4, router_aux_loss_coef=0.001
     ),
-}  # fmt: skip
+}
