@@ -10,7 +10,6 @@ integers per lane. In a mixture, `turns` decides which source gives the next row
     python data.py verify DIR|FILE ...                                  checks headers and checksums
     python data.py show --data FILES --n 3 [any flag of train.py]       decoded rows; trained tokens are green"""
 
-import contextlib
 import copy
 import hashlib
 import itertools
@@ -42,13 +41,11 @@ from torch import Tensor
 from lib import torch_private
 from lib.ranks import Ranks, on_first_rank
 from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, sample_digest, turns
-from lib.stores import HUB
 from lib.text import builtin_file, knows_text, log, split_weight
 from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
 from model import IGNORE, document_begins
 
 CHECKED = 2**24  # tokens of a source whose ids are checked before the run
-SAMPLED = 256  # files; of more, only the beginning of each is compared
 # Different tokenizers encode this text differently.
 SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
 
@@ -84,7 +81,7 @@ def split_mixture(entries: list[str], flag: str) -> tuple[list[tuple[str, ...]],
     if not weights:
         return [tuple(entries)], [Fraction(1)]
     if len(weights) < len(parsed):
-        raise UserError(f"{flag}: a weight for some entries and not for others; give each one, as in A:0.7 B:0.3")
+        raise UserError(f"{flag}: a weight for some entries only; give each one, as in A:0.7 B:0.3")
     if min(weights) < 0 or not sum(weights):
         raise UserError(f"{flag} {' '.join(entries)}: weights must not be negative, nor sum to nothing")
     return [(spec,) for spec, _ in parsed], weights
@@ -99,19 +96,23 @@ class Loader:
         self.config = config = replace(config, lanes=choose_lanes(config, world_size))
         self.split, self.groups = split, row_groups(config, world_size)
         sharing = world_size // self.groups  # ranks
-        self.group, start = rank // sharing, rank % sharing * config.seq_len // sharing
-        self.tokens_read = slice(start, start + config.seq_len // sharing)  # this rank's part of each row
+        self.group, place = divmod(rank, sharing)
+        width = config.seq_len // sharing
+        self.tokens_read = slice(place * width, (place + 1) * width)  # this rank's part of each row
         self.micro_batch, batch_tokens = split_batch(config, world_size)
         self.step_rows = batch_tokens // config.seq_len  # in a step, over all ranks
         flag = "--val_data" if split == "val" and config.val_data else "--data"
-        groups, self.weights = split_mixture(config.val_data if flag == "--val_data" else config.data, flag)
-        self.names = [re.sub(r"[^\w.*-]+", "-", Path(g[0]).name if g else "built-in") for g in groups]
+        groups, self.weights = split_mixture(getattr(config, flag[2:]), flag)
+        self.names = [re.sub(r"[^\w.*-]+", "-", Path(*group[:1]).name) for group in groups]  # "": the built-in text
         if len(set(self.names)) < len(groups):
             self.names = [f"{i}-{name}" for i, name in enumerate(self.names)]
+        self.mixture = [f"{name}:{weight}" for name, weight in zip(self.names, self.weights, strict=True)]
         self.sources = [self._open(group, flag, catalog) for group in groups]
         self.streams = {str(i): s for i, s in enumerate(self.sources) if s.count is None}
         self.is_chat = any(isinstance(s, ChatRows) for s in self.sources)
         self.separate = config.documents == "separate" or self.is_chat
+        self.rows = sum(s.count or 0 for s in self.sources)  # per epoch, of the sources that are not streamed
+        self.end = math.ceil(config.epochs * self.rows)  # the number of rows that --epochs means; 0: no end
         self.samples = 0  # rows handed out so far, over all ranks
         self.lanes = {}  # by source: the positions of its lanes
         if split == "val":
@@ -127,68 +128,51 @@ class Loader:
             return ShardRows(tokens, delimiter, config)
         if val and flag == "--data":
             raise UserError(
-                f"--data {specs[0]} is streamed, so none of it can be held out: name a --val_data (for C4:"
-                f" {HUB}allenai/c4/en/c4-validation.*.json.gz), or turn evaluation off with --eval_every 0"
+                f"--data {specs[0]} is streamed, so none of it can be held out: name a --val_data, or turn evaluation"
+                " off with --eval_every 0"
             )
         if val and not config.eval_batches:
-            raise UserError("--eval_batches 0: a streamed --val_data has no end that is known: give a number")
+            raise UserError("--eval_batches 0: a streamed --val_data has no known end: give a number")
         rows = self.micro_batch * self.groups
         readers = min(self.groups, rows // math.gcd(rows, config.lanes))
-        if readers > 1 and not self.group and not self.tokens_read.start and not val:
+        if readers > 1 and not val:
             log.warning(
                 f"{flag} {specs[0]}: {readers} ranks read and tokenize every row, because --lanes {config.lanes} is not"
-                f" a multiple of micro_batch x ranks = {rows}; a new run chooses one by default"
+                f" a multiple of micro_batch x ranks = {rows}, as a new run would choose it"
             )
         return Stream(files, config)
-
-    @property
-    def rows(self) -> int:
-        """Rows per epoch of the sources that are not streamed."""
-        return sum(s.count or 0 for s in self.sources)
-
-    @property
-    def end(self) -> float:
-        """The number of rows that --epochs means."""
-        return math.ceil(self.config.epochs * self.rows) if self.config.epochs else math.inf
 
     @property
     def tokens(self) -> list:
         return [s.tokens for s in self.sources if s.count]
 
+    def _size(self):
+        stored = sum(map(len, self.tokens))
+        return " and ".join([f"{stored} tokens"] * bool(stored) + ["a stream"] * bool(self.streams))
+
     def summary(self, val: "Loader | None") -> list[str]:
         """Lines for the head of the log."""
-        c, sizes = self.config, []
-        for loader in (self, val) if val else (self,):
-            stored = sum(map(len, loader.tokens))
-            sizes.append(" and ".join([f"{stored} tokens"] * bool(stored) + ["a stream"] * bool(loader.streams)))
+        c, rows = self.config, self.config.steps * self.step_rows
+        held_out = f" and {val._size()} for validation" if val else ""
         plan = f"{c.steps} steps of {c.batch_tokens} tokens"
         if len(self.sources) == 1 and self.rows:
-            plan += f" are {min(c.steps * self.step_rows, self.end) / self.rows:.2f} epochs"
-        out = [f"Data: {', '.join(sizes)}{' for validation' if val else ''}; {plan}"]
-        out += [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
-        if len(self.sources) > 1:
-            out.append(f"A mixture of {', '.join(self.describe()[-1]['mixture'])}")
-        return out
+            plan += f" are {min(rows, self.end or rows) / self.rows:.2f} epochs"
+        notes = [f"{name}: {s.note}" for name, s in zip(self.names, self.sources, strict=True) if s.note]
+        mixture = [f"A mixture of {', '.join(self.mixture)}"] if len(self.mixture) > 1 else []
+        return [f"Data: {self._size()}{held_out}; {plan}", *notes, *mixture]
 
     def describe(self) -> list[dict]:
         """What identifies the data, for the run folder and for a checkpoint."""
-        out = [row for s in self.sources for row in s.describe()]
-        weights = [f"{name}:{w}" for name, w in zip(self.names, self.weights, strict=True)]
-        return out + [{"mixture": weights}] * (len(weights) > 1)
+        parts = [row for s in self.sources for row in s.describe()]
+        return parts + [{"mixture": self.mixture}] * (len(self.mixture) > 1)
 
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the data of a checkpoint: by recorded hashes, and by samples of the files without one."""
         hashes = {path: sha256 for s in self.sources for path, sha256 in s.hashes.items()}
         unknown = [Path(path) for path, sha256 in hashes.items() if not sha256]
-        return self._hash(*hashes.values(), sample_digest(unknown, 8 if len(unknown) <= SAMPLED else 1))[:32]
-
-    def _old_fingerprint(self):
-        """Of version 0.2: by samples of all files."""
-        return self._hash(sample_digest([Path(path) for s in self.sources for path in s.paths()]))[:16]
-
-    def _hash(self, *content):
-        return hashlib.sha256(json.dumps([*self.describe(), *content]).encode()).hexdigest()
+        content = [*self.describe(), *hashes.values(), sample_digest(unknown)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
     def state_dict(self) -> dict:
         """The position after the last batch that the caller received. It has the lanes that this rank reads."""
@@ -198,27 +182,29 @@ class Loader:
             "chat": self.is_chat,
             "data": self.fingerprint,
             "lanes": self.lanes,
-            "end": self.end if self.config.epochs else None,
+            "end": self.end,
             "built_in": "" if self.config.data else builtin_file().version,
         }
 
     def load_state_dict(self, state: dict) -> None:
-        fingerprint = self._old_fingerprint() if len(str(state.get("data"))) == 16 else self.fingerprint
-        for field, known in (("data", fingerprint), ("seq_len", self.config.seq_len)):
+        if len(str(state.get("data"))) == 16:
+            log.warning("The checkpoint is of version 0.2: whether its data are the same is not known")
+            state = state | {"data": self.fingerprint}
+        for field, known in (("data", self.fingerprint), ("seq_len", self.config.seq_len)):
             if state.get(field) != known:
                 fix = "give the same --data and --seq_len, or a new --out"
-                if not self.config.data and state.get("built_in") not in (None, "", here := builtin_file().version):
-                    fix = (
-                        "the built-in text is that of Python and torch in the versions"
-                        f" {state['built_in']}, now {here}: use those, or a new --out"
+                if not self.config.data:
+                    fix += (
+                        "; the built-in text was that of Python and torch in the versions"
+                        f" {state.get('built_in')}, now {builtin_file().version}"
                     )
                 raise UserError(
                     f"The checkpoint was trained on other data ({field} {state.get(field)}, now {known}): {fix}"
                 )
         self.samples, self.lanes = state["samples"], state["lanes"]
         left_out = self.samples - (state.get("end") or self.samples)
-        if left_out > 0 and self.end > state["end"]:
-            log.warning(f"{left_out} rows of the next epoch are left out: they had filled up the last step of --epochs")
+        if left_out > 0 and self.end != state["end"]:
+            log.warning(f"{left_out} rows of the next epoch are left out: they filled up the last step of --epochs")
 
     def where(self, step: int) -> list[str]:
         """The places in the data of this rank's rows of a step. A stream gives its current place instead."""
@@ -265,14 +251,12 @@ class Loader:
         """Places in the run -> (source, row of it)."""
         source, row = turns(places, self.weights)
         for i, s in enumerate(self.sources):
-            if s.count is None:
-                continue
-            ours = np.flatnonzero(source == i)
-            epochs = row[ours] // s.count
-            for epoch in np.unique(epochs):
-                now = ours[epochs == epoch]
-                key = f"{self.config.seed}/{epoch}" + (f"/{i}" if i else "")
-                row[now] = permute(row[now] % s.count, s.count, key)
+            if s.count:
+                epochs, places = np.divmod(row, s.count)
+                for epoch in np.unique(epochs[source == i]):
+                    now = (source == i) & (epochs == epoch)
+                    key = f"{self.config.seed}/{epoch}" + f"/{i}" * (i > 0)
+                    row[now] = permute(places[now], s.count, key)
         return source, row
 
     def _validation_rows(self):
@@ -286,7 +270,7 @@ class Loader:
                 kept = (source != i) | (row < n)
                 source, row = source[kept], row[kept]
                 ours = source == i
-                row[ours] = row[ours] * n // max(1, ours.sum())
+                row[ours] = row[ours] * n // ours.sum()
         return source, row
 
     def _my_places(self, count):
@@ -299,29 +283,27 @@ class Loader:
         """This rank's micro-batches of a step, whose rows are given for all ranks. Where the last one reaches beyond
         the step, it is filled with rows that are not trained on."""
         places = self._my_places(len(row))
-        real = np.flatnonzero(places < len(row))
-        source, row, shape = source[places[real]], row[places[real]], (len(places), self.config.seq_len)
-        tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
-        begins, owners = np.zeros(shape, bool), np.zeros(len(places), np.int64)
-        owners[real] = source
+        real = places < len(row)
+        source, row = (column[np.where(real, places, 0)] for column in (source, row))
+        shape = len(places), self.config.seq_len
+        tokens, targets, begins = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64), np.zeros(shape, bool)
         for i, s in enumerate(self.sources):
-            ours = real[source == i]
-            tokens[ours], targets[ours], begins[ours] = s.rows(row[source == i])
-        tokens, targets = tokens[:, self.tokens_read], targets[:, self.tokens_read]
-        tokens, targets, owners = map(torch.from_numpy, (tokens, targets, owners))
+            ours = real & (source == i)
+            tokens[ours], targets[ours], begins[ours] = s.rows(row[ours])
+        columns = tokens[:, self.tokens_read], targets[:, self.tokens_read], begins, source
+        micro_batches = zip(*(torch.from_numpy(column).split(self.micro_batch) for column in columns), strict=True)
         out = []
-        for first in range(0, len(places), self.micro_batch):
-            part = slice(first, first + self.micro_batch)
-            documents = _documents(begins[part]) if self.separate else (None, None)
-            out.append(Batch(tokens[part], targets[part], *documents, owners[part] if len(self.sources) > 1 else None))
+        for tokens, targets, begins, owners in micro_batches:
+            documents = _documents(begins) if self.separate else (None, None)
+            out.append(Batch(tokens, targets, *documents, owners if len(self.sources) > 1 else None))
         return out
 
 
 def _documents(begins):
     """begins [B, T] -> positions [B, T], and where documents begin in the flattened rows."""
     begins[:, 0] = True
-    index = np.arange(begins.shape[1])
-    positions = torch.from_numpy(index - np.maximum.accumulate(np.where(begins, index, 0), 1))
+    index = torch.arange(begins.shape[1])
+    positions = index - torch.where(begins, index, 0).cummax(1).values
     return positions, document_begins(positions)
 
 
@@ -332,7 +314,7 @@ def make_loader(config: Config, rank: int = 0, world_size: int = 1, split: str =
 
 def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -> Iterator[Loader]:
     """For training, and for validation if the run evaluates. A run whose --data is too short for a validation row skips
-    evaluation; rank 0 warns."""
+    evaluation, with a warning."""
     yield Loader(config, rank, world_size, "train", catalog)
     if config.eval_every:
         try:
@@ -340,18 +322,15 @@ def open_loaders(config: Config, rank: int, world_size: int, catalog: Catalog) -
         except TooLittle as e:
             if config.val_data:
                 raise
-            if not rank:
-                log.warning(f"{e}. This run skips evaluation")
+            log.warning(f"{e}. This run skips evaluation")
 
 
 def epochs_as_steps(config: Config, world_size: int) -> Config:
     """Replaces --epochs by the number of steps that it means. Tokenizes text that is not in the cache."""
-    if not config.epochs:
-        return config
     loader = make_loader(config, 0, world_size)
     if loader.streams or len(loader.sources) > 1:
-        raise UserError("--epochs needs one source whose rows can be counted, not a stream or a mixture: give --steps")
-    config = replace(config, steps=max(1, math.ceil(config.epochs * loader.rows / loader.step_rows)))
+        raise UserError("--epochs needs one source of known length, not a stream or a mixture: give --steps")
+    config = replace(config, steps=-(-loader.end // loader.step_rows))
     check_together(config)
     return config
 
@@ -372,16 +351,14 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
     if knows_text(config):
         check_tokenizer(config)
     loaders = list(open_loaders(config, 0, world_size, catalog or Catalog(config)))
-    opened = [tokens for loader in loaders for tokens in loader.tokens]
-    for tokens in opened:
+    parts = []
+    for tokens in itertools.chain.from_iterable(loader.tokens for loader in loaders):
         tokens.read(0, min(len(tokens), CHECKED))
-    parts = [part for tokens in opened for part in tokens.parts]
+        parts += tokens.parts
     if (config.chat_fields or config.long_chats != "truncate") and not any(loader.is_chat for loader in loaders):
-        raise UserError("--chat_fields and --long_chats are for conversations, but --data has none: remove them")
+        raise UserError("--chat_fields and --long_chats are for conversations, and --data has none: leave them out")
     if config.data_dtype and all(part.begin for part in parts):
-        raise UserError(
-            f"--data_dtype {config.data_dtype} is for headerless token files, and there are none: leave it out"
-        )
+        raise UserError(f"--data_dtype {config.data_dtype} is for headerless files, and there are none: leave it out")
     return loaders
 
 
@@ -403,12 +380,13 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
 def check_tokenizer(config: Config) -> None:
     """Whether a tokenizer, the model and the weights belong together."""
     tokenizer, model = load_tokenizer(config.tokenizer), config.model_config
-    ids = tokenizer.vocab_size
-    if ids > model.vocab_size:
-        grow = f"enlarge the weights with transformers: model.resize_token_embeddings({ids}), then save_pretrained"
+    given = f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids"
+    if tokenizer.vocab_size > model.vocab_size:
+        fix = f"--vocab_size {tokenizer.vocab_size}"
+        if config.weights:
+            fix = f"enlarge the weights: transformers' model.resize_token_embeddings({tokenizer.vocab_size})"
         raise UserError(
-            f"--tokenizer {config.tokenizer} has {ids} ids, --model {config.model} a vocabulary of {model.vocab_size}:"
-            f" give the tokenizer that belongs to the model, or {grow if config.weights else f'--vocab_size {ids}'}"
+            f"{given}, --model {config.model} a vocabulary of {model.vocab_size}: give the model's tokenizer, or {fix}"
         )
     if config.prompt:
         try:
@@ -423,8 +401,7 @@ def check_tokenizer(config: Config) -> None:
     padding = 1 if config.tokenizer == "bytes" else 512  # vocabularies are padded to multiples of at most 512
     if not beside and model.vocab_size - tokenizer.vocab_size >= padding:
         raise UserError(
-            f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, --weights {config.weights} were trained on"
-            f" {model.vocab_size}: name the tokenizer that they were trained with"
+            f"{given}, --weights {config.weights} have {model.vocab_size}: name the tokenizer of the weights"
         )
 
 
@@ -435,8 +412,8 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
     """Up to n rows of the first epoch as the model sees them, decoded, document by document. Trained tokens are
     marked. The last line explains which conversations are held out for validation."""
     loader, tokenizer = make_loader(config), load_tokenizer(config.tokenizer)
-    batches, count = itertools.chain.from_iterable(loader), min(n, loader.rows or n)
-    rows = ((batch, i) for batch in batches for i in range(len(batch.tokens)))
+    count = min(n, loader.rows or n)
+    rows = ((batch, i) for batches in loader for batch in batches for i in range(len(batch.tokens)))
     for number, (batch, i) in enumerate(itertools.islice(rows, count), 1):
         starts = [0] if batch.positions is None else (batch.positions[i] == 0).nonzero().flatten().tolist()
         out = [f"--- row {number}"]
@@ -446,16 +423,16 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
             if not any(trained):
                 out.append(f"--- {stop - start} places filled up, not trained on")
                 continue
+            out += ["--- document"] * (len(starts) > 1)
             tokens += targets[-1:] * trained[-1]  # a document's last token may be a target alone
-            title = "--- document\n" * (len(starts) > 1)
-            out.append(title + decode_marked(tokenizer, tokens, [False, *trained], colour))
+            out.append(decode_marked(tokenizer, tokens, [False, *trained], colour))
         yield "\n".join(out)
     if count < n:
         yield f"--- these are all rows: {count}"
     if loader.is_chat and not config.val_data:
         yield (
-            "--- not shown: every 20th conversation (in a prepared folder, every --val_every-th), but at least 1 of 2"
-            " or more, is held out for validation; with --val_data FILE, all of them are trained on"
+            "--- not shown: every 20th conversation (--val_every-th in a prepared folder), at least 1 of 2 or more, is"
+            " held out for validation; with --val_data FILE, all are trained on"
         )
 
 
@@ -467,9 +444,8 @@ def main(argv: list[str]) -> None:
     args, flags = parser.parse_known_args(argv[1:])
     if args.n < 1:
         raise UserError(f"--n {args.n}: it must be at least 1")
-    with contextlib.suppress(BrokenPipeError):  # `show | head` reads no further
-        for text in show(parse_args(flags), args.n, sys.stdout.isatty()):
-            print(text, flush=True)
+    for text in show(parse_args(flags), args.n, sys.stdout.isatty()):
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -162,10 +162,10 @@ def profile_steps(run, start: int) -> profile:
             order = f"self_{device.type}_time_total"
             table = profiler.key_averages().table(order, row_limit=30, max_name_column_width=60)
             (folder / "table.txt").write_text(table)
-            logger.info(f"Profile of rank 0: {folder}/table.txt and a trace for https://ui.perfetto.dev")
+            logger.info(f"Profile of rank 0: {folder}, table.txt and a trace for https://ui.perfetto.dev")
 
     torch_private.name_cpu_kernels()
-    logger.info(f"Profiling {steps} steps after step {start + PROFILE_AFTER}: they and their records are slower")
+    logger.info(f"Profiling {steps} steps after step {start + PROFILE_AFTER}, which slows them")
     active = schedule(wait=PROFILE_AFTER - 1, warmup=1, active=steps, repeat=1)
     return profile(schedule=active, on_trace_ready=write, record_shapes=True)
 
@@ -213,11 +213,9 @@ class Log:
         self.router_sums = torch.zeros(())
         self.val_bytes = self.val_tokens = 0  # of the validation text, if its bytes are known
         self.predicted = {}
-        replicas, shards = mesh_shape(config.shard_size, self.ranks.world_size)
-        self.mesh = {"replicate": replicas, "shard": shards}
-        self.timer = CollectiveTimer(model, self.ranks.device, replicas, self.clock)
+        self.mesh = mesh_shape(config.shard_size, self.ranks.world_size)  # replicas, shards
+        self.timer = CollectiveTimer(model, self.ranks.device, self.mesh[0], self.clock)
         self.suspect = None  # the slowest rank of the last record, if it was slow
-        self.fastest = 0.0  # samples/s of the fastest record; infinite after the warning that the speed fell
         self.trackers = {}
         self.drawing, self.next_drawing = None, 0.0  # the process that draws; when the next one may start
         self.last = start, 0.0, 0.0  # the last record's step, and seconds of steps and of their data until then
@@ -234,7 +232,7 @@ class Log:
             with self.run.phase("plots"):
                 if self.drawing:
                     self.drawing.kill()  # its picture lacks the last records
-                self.drawing, self.next_drawing = None, 0.0
+                self.next_drawing = 0.0
                 self.draw()
                 if self.drawing and self.drawing.wait():
                     logger.warning(f"curves.png was not drawn; `python log.py plot {self.run.folder}` says why")
@@ -253,7 +251,7 @@ class Log:
         attention = attention_kernel(config, data, self.ranks.device)
         env = describe_environment() | {
             "world_size": size,
-            "mesh": self.mesh,
+            "mesh": {"replicate": self.mesh[0], "shard": self.mesh[1]},
             "attention": attention,
             "peak": self.peak_source,
             "data": {"train": data.describe(), "val": val_data.describe() if val_data else []},
@@ -267,7 +265,7 @@ class Log:
         for line in data.summary(val_data):
             logger.info(line)
         if data.step_rows % (data.micro_batch * data.groups):
-            logger.info("A step does not divide by the ranks: its last micro-batch is filled with untrained rows")
+            logger.info("A step does not divide by the ranks: untrained rows fill its last micro-batch")
         logger.info(f"mfu counts causal attention; its peak per device is {self.peak_source}")
         logger.info(f"Training from step {self.last[0] + 1} to {config.steps}")
 
@@ -284,7 +282,7 @@ class Log:
 
     def _speed(self, step: int) -> dict[str, float]:
         """Averages since the last record."""
-        now = step, sum(map(self.clock.seconds, ("data", "compile", "steps"))), self.clock.seconds("data")
+        now = step, self.clock.seconds("data", "compile", "steps"), self.clock.seconds("data")
         steps, seconds, data_seconds = (after - before for after, before in zip(now, self.last, strict=True))
         self.last = now
         tokens_per_s = steps * self.config.batch_tokens / seconds
@@ -306,10 +304,11 @@ class Log:
         record |= self._speed(step)
         record |= self._gather(record["step_ms"], record["data_ms"])
         if val_loss is not None:
-            record |= self._validation(val_loss)
+            record["val_loss"] = val_loss
+            if self.val_bytes:
+                record["val_bpb"] = val_loss * self.val_tokens / math.log(2) / self.val_bytes
         on_first_rank(lambda: self._write(record), self.ranks)
         self._print(record)
-        self._warn_if_slow(record["samples_per_s"])
         if self.predicted and step == self.config.steps:
             logger.info(compare(self.predicted, record, self.run.folder))
 
@@ -332,12 +331,6 @@ class Log:
             figures["slowest"] = slow[1]
         return figures
 
-    def _validation(self, val_loss: float) -> dict[str, float]:
-        if not self.val_bytes:
-            return {"val_loss": val_loss}
-        bits = val_loss * self.val_tokens / math.log(2)
-        return {"val_loss": val_loss, "val_bpb": bits / self.val_bytes}
-
     def _print(self, record: dict[str, float | str]) -> None:
         more = {"val_loss": ", val loss {:.5f}", "val_bpb": ", {:.4f} bits per byte", "slowest": ", slowest {}"}
         logger.info(
@@ -346,13 +339,6 @@ class Log:
             f" grad norm {record['grad_norm']:.3f}, mem {record['mem_gib']:.2f} GiB"
             + "".join(text.format(record[name]) for name, text in more.items() if name in record)
         )
-
-    def _warn_if_slow(self, speed: float) -> None:
-        if speed < self.fastest / 10 < math.inf:
-            change = f"from {self.fastest:.1f} to {speed:.1f} samples/s"
-            logger.warning(f"The speed fell {change}: does another process use this machine?")
-            speed = math.inf
-        self.fastest = max(self.fastest, speed)
 
     def add(self, step: int, **values: float | str) -> None:
         """A separate record for values that arrived after the step. All ranks must call."""
@@ -374,8 +360,8 @@ class Log:
 
     def draw(self) -> None:
         """Starts a process that draws curves.png from metrics.jsonl, at most one in DRAW_EVERY seconds."""
-        now, draws = time.perf_counter(), self.drawing and self.drawing.poll() is None
-        if self.ranks.rank == 0 and now >= self.next_drawing and not draws:
+        now = time.perf_counter()
+        if self.ranks.rank == 0 and now >= self.next_drawing:
             self.next_drawing = now + DRAW_EVERY
             command = sys.executable, "-m", curves.__name__, str(self.run.folder.absolute())
             self.drawing = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -446,12 +432,12 @@ def main(argv: list[str]) -> None:
     parser = Parser(prog="log.py", allow_abbrev=False)
     parser.add_argument("command", choices=["plot", "track"])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    parser.add_argument("-o", dest="out", type=Path, default="curves.png", metavar="FILE", help=".png, .pdf or .svg")
-    parser.add_argument("--to", default="tensorboard", metavar="NAMES", help="track: tensorboard,wandb")
+    parser.add_argument("-o", dest="out", type=Path, default="curves.png", help="plot: a .png, .pdf or .svg file")
+    parser.add_argument("--to", default="tensorboard", help="track: tensorboard,wandb")
     args = parser.parse_args(argv)
     for folder in args.runs:
         if not read_records(folder):
-            raise UserError(f"{folder}: no step is recorded in its metrics.jsonl; give the folder of a run")
+            raise UserError(f"{folder}: its metrics.jsonl has no step; give the folder of a run")
     if args.command == "plot":
         return draw_runs(args.runs, args.out)
     names = args.to.split(",")

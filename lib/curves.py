@@ -7,7 +7,6 @@ steps and as many with a validation, evenly spaced, so a million records cost li
 the file, and only the records that are drawn are parsed."""
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -47,19 +46,11 @@ def _parse(path: Path, lines: list[str]) -> list[dict]:
         record = None
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-        if _is_record(record):
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
         else:
             logger.warning(f"{path}: left out a damaged line: {line[:60]}")
     return records
-
-
-def _is_record(value) -> bool:
-    """Whether it is a step's record: an object with the step, and numbers where a curve is drawn."""
-    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
-        return False
-    drawn = [value.get(key) for key in ("tokens", "val_loss", *PANELS)]
-    return all(number is None or isinstance(number, int | float) for number in drawn)
 
 
 def _sample(path: Path) -> list[dict]:
@@ -96,7 +87,6 @@ def draw_runs(folders: list[Path], out: Path) -> None:
         figure.savefig(out, dpi=100)
     except ValueError as e:  # matplotlib does not know the suffix
         raise UserError(f"-o {out}: {e}") from None
-    gc.collect()  # a figure is full of cycles and would keep its memory
 
 
 def _add_running_mean(records: list[dict]) -> None:

@@ -45,14 +45,16 @@ OPEN_FILES = 64  # shards that a process keeps open
 LANE_BATCH = 2**16  # bytes of a lane's text that are tokenised together
 PAUSES = 10, 60, 120, 240  # seconds before a hub that failed is asked again
 BLOCK, READ = 2**16, 2**27  # bytes: of a file that are compared at a place, and of all files; see sample_digest
+MANY = 256  # files; of more, one block of each may do
 
 
-def sample_digest(files: list[Path], least: int = 8) -> str:
+def sample_digest(files: list[Path]) -> str:
     """Identifies the content of files without reading all of it: evenly spaced blocks of each, at most READ bytes
-    together but at least `least` blocks of each file. Of files up to READ bytes together, everything is read."""
-    digest, step = hashlib.sha256(), max(1, sum(path.stat().st_size for path in files) // READ) * BLOCK
-    for path in files:
-        size = path.stat().st_size
+    together but at least 8 blocks of each file, or 1 of more than MANY. Of files up to READ bytes together, everything
+    is read."""
+    sizes = [path.stat().st_size for path in files]
+    digest, step, least = hashlib.sha256(), max(1, sum(sizes) // READ) * BLOCK, 8 if len(files) <= MANY else 1
+    for path, size in zip(files, sizes, strict=True):
         digest.update(b"%d " % size)
         with open(path, "rb", buffering=0) as file:
             for start in range(0, size, max(BLOCK, min(step, size // least))):
@@ -109,16 +111,16 @@ def cache_of(config: Config) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise UserError(f"{folder}: {e.strerror}: name another folder for tokenized text with --cache DIR") from None
+        raise UserError(f"{folder}: {e.strerror}: name another folder with --cache DIR") from None
     return folder
 
 
 def tokenize(sources: list[TextFile], config: Config) -> list[TextFile]:
     """Tokenises text into a folder of the cache, once -> its shards."""
-    encoder, skip_bad = Encoder.of(config), config.skip_bad
-    key = text.key_of(sources, encoder, VAL_EVERY, skip_bad)  # skip_bad changes which rows remain
+    encoder = Encoder.of(config)
+    key = text.key_of(sources, encoder, VAL_EVERY, config.skip_bad)  # skip_bad changes which rows remain
     folder = cache_of(config) / f"{Path(sources[0].name).name.partition('.')[0]}-{key[:12]}"
-    prepare(sources, encoder, folder, skip_bad=skip_bad)
+    prepare(sources, encoder, folder, skip_bad=config.skip_bad)
     return text.find_files(str(folder), "--data")
 
 
@@ -139,7 +141,7 @@ def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
 
     content = with_retries(shard.path, read)
     if len(content) < size:
-        raise RankError(f"{shard.path} on {platform.node()} is shorter than at the start of the run: copy it again")
+        raise RankError(f"{shard.path} on {platform.node()} is shorter than at the start: copy it again")
     return np.frombuffer(content, shard.dtype)
 
 
@@ -160,8 +162,8 @@ class Tokens:
         ids, vocab_size = tokens & ID if self.is_chat else tokens, self.config.model_config.vocab_size
         if ids.max() >= vocab_size:
             raise RankError(
-                f"{self.where(start + ids.argmax())}: id {ids.max()}, but the model's vocab_size is {vocab_size};"
-                " tokenizer and --model (or, without --weights, --vocab_size) must match"
+                f"{self.where(start + ids.argmax())}: id {ids.max()}, but the model's vocab_size is {vocab_size}:"
+                " tokenizer and --model (or --vocab_size) must match"
             )
         return tokens
 
@@ -185,8 +187,8 @@ class Catalog:
         --stream all text. Conversations never are; the first good row decides."""
         if specs not in self.known:
             config, files = self.config, [file for spec in specs for file in text.find_files(spec, flag)]
-            is_text = files and all(kind_of(file.name) != SHARD for file in files)
-            is_stream = is_text and (config.stream or any(file.store for file in files))
+            is_text = all(kind_of(file.name) != SHARD for file in files)
+            is_stream = is_text and any(config.stream or file.store for file in files)
             if is_stream:
                 jobs = ((0, file.name, [row]) for file in files for row in file.rows(0, 0))
                 with ThreadPoolExecutor(1) as pool:
@@ -213,8 +215,9 @@ class Catalog:
         text. Text of addresses holds conversations here."""
         config, parts, delimiters, kinds = self.config, {"train": [], "val": []}, set(), set()
         files = self.find(specs, flag)[0]
-        if specs in self.first_shards and files and all(file.name.endswith(SHARD) and not file.store for file in files):
-            return self.first_shards[specs]
+        expected = self.first_shards.get(specs)
+        if expected and files and all(file.name.endswith(SHARD) and not file.store for file in files):
+            return expected
         files = text.fetch_all(files, cache_of(config)) or [text.builtin_file()]
         texts = [file for file in files if kind_of(file.name) != SHARD]
         shards = [file for file in files if kind_of(file.name) == SHARD]
@@ -235,24 +238,23 @@ class Catalog:
             parts["val"] += [shard._replace(tokens=shard.tokens - cut, begin=begin, first=cut)] * (cut < shard.tokens)
         if len(kinds) > 1:
             raise UserError(f"{flag}: conversations and text together: give each its weight, as in A:0.5 B:0.5")
-        expected = self.first_shards.get(specs, (parts,))[0]
-        if [part.sha256 for part in parts["train"]] != [part.sha256 for part in expected["train"]]:
+        if expected and [p.sha256 for p in parts["train"]] != [p.sha256 for p in expected[0]["train"]]:
             raise RankError(f"{flag} {specs[0]} on {platform.node()} differs from rank 0's: copy it again")
         return parts, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"}
 
     def _index(self, folder):
         """Reads the index of a folder once. Refuses data of several tokenizers."""
         if folder not in self.indexes:
-            index = self.indexes[folder] = read_index(Path(folder))
+            index, spec = read_index(Path(folder)), self.config.tokenizer
+            self.indexes[folder] = index
             if index:
                 self.tokenizers[index["fingerprint"]] = f"{folder} with --tokenizer {index['tokenizer']}"
-            if index and self.config.tokenizer != "bytes":
-                spec = self.config.tokenizer
-                self.tokenizers[load_tokenizer(spec).fingerprint] = f"--tokenizer {spec}"
+                if spec != "bytes":
+                    self.tokenizers[load_tokenizer(spec).fingerprint] = f"--tokenizer {spec}"
             if len(self.tokenizers) > 1:
                 raise UserError(
-                    f"The data were tokenised by several tokenizers: {'; '.join(self.tokenizers.values())}. Give"
-                    " all data one --tokenizer: name it, or prepare the text again"
+                    f"The data were tokenised by several tokenizers: {'; '.join(self.tokenizers.values())}. Name the"
+                    " right --tokenizer, or prepare the text again"
                 )
         return self.indexes[folder]
 
@@ -262,8 +264,8 @@ class TooLittle(UserError):
 
 
 def _too_little(split: str, what: str, change: str) -> TooLittle:
-    name = "training data" if split == "train" else "validation split"
-    more = "" if split == "train" else ", name a --val_data, or turn evaluation off with --eval_every 0"
+    name = {"train": "training data", "val": "validation split"}[split]
+    more = ", name a --val_data, or turn evaluation off with --eval_every 0" * (split == "val")
     return TooLittle(f"The {name} has {what}: give more text or a {change} --seq_len{more}")
 
 
@@ -285,8 +287,7 @@ class ShardRows:
     def __init__(self, tokens: Tokens, delimiter: int | None, config: Config):
         if config.documents == "separate" and delimiter is None:
             raise UserError(
-                "--documents separate needs the id of the token that begins a document,"
-                " which these shards do not say: give --delimiter ID"
+                "--documents separate: these shards do not say which id begins a document: give --delimiter ID"
             )
         self.tokens, self.delimiter, self.config = tokens, delimiter, config
         self.count = (len(tokens) - 1) // config.seq_len
@@ -300,18 +301,14 @@ class ShardRows:
     def where(self, row: int) -> str:
         """The place of a row, and its first characters, if it is known what its tokens mean."""
         where = self.tokens.where(self.begins[row])
-        if not text.knows_text(self.config):
-            return where
-        ids = self.rows(np.array([row]))[0][0, :400].tolist()
-        return f"{where}: {load_tokenizer(self.config.tokenizer).decode(ids)[:80]!r}"
+        if text.knows_text(self.config):
+            ids = self.rows(np.array([row]))[0][0, :400].tolist()
+            where += f": {load_tokenizer(self.config.tokenizer).decode(ids)[:80]!r}"
+        return where
 
     def describe(self) -> list[dict]:
         """Name and size of each part."""
         return [{"file": os.path.basename(part.path), "tokens": part.tokens} for part in self.tokens.parts]
-
-    def paths(self) -> list[str]:
-        """The files that an old fingerprint samples."""
-        return [part.path for part in self.tokens.parts]
 
 
 class ChatRows(ShardRows):
@@ -321,15 +318,14 @@ class ChatRows(ShardRows):
         super().__init__(tokens, delimiter, config)
         T, parts = config.seq_len, zip(tokens.parts, tokens.bounds, strict=False)
         starts = [begin + np.flatnonzero(read_shard(part, 0, part.tokens) >= text.BEGINS) for part, begin in parts]
-        starts = np.concatenate([*starts, np.zeros(0, np.int64)])  # parts may be empty
+        starts = np.concatenate([*starts, np.zeros(0, np.int64)])  # there may be no part
         lengths = np.diff(np.append(starts, len(tokens))) - 1
         is_long = lengths > T
-        lengths = np.minimum(lengths, T)
         kept = ~is_long | (config.long_chats != "drop")
-        longer = (~kept).sum()
+        too_long = (~kept).sum()
         for i in np.flatnonzero(is_long & kept):  # the rest may contain no trained token
             kept[i] = (tokens.read(starts[i] + 1, starts[i] + 1 + T) & TRAINED).any()
-        self.starts, self.lengths = starts[kept], lengths[kept]
+        self.starts, self.lengths = starts[kept], np.minimum(lengths, T)[kept]
         total, count = len(kept), len(self.starts)
         if not count:
             what = f"{total} conversations, and none is left ({total} are longer than --seq_len {T})"
@@ -341,8 +337,8 @@ class ChatRows(ShardRows):
         self.begins = [self.starts[documents[0]] for documents in self.contents]
         self.note = (
             f"{total} conversations, {(is_long & kept).sum()} truncated to --seq_len {T} and {total - count} dropped"
-            f" ({total - count - longer} of them because no trained token would be left), packed into {self.count} rows"
-            f" that are {self.lengths.sum() / (self.count * T):.1%} full"
+            f" ({total - count - too_long} of them because no trained token would be left), packed into {self.count}"
+            f" rows that are {self.lengths.sum() / (self.count * T):.1%} full"
         )
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -352,9 +348,9 @@ class ChatRows(ShardRows):
             at = 0
             for document in self.contents[row]:
                 start, n = self.starts[document], self.lengths[document]
-                ids = self.tokens.read(start, start + n + 1).astype(np.int64)
-                tokens[i, at : at + n] = ids[:-1] & ID
-                targets[i, at : at + n] = np.where(ids[1:] & TRAINED, ids[1:] & ID, IGNORE)
+                ids, places = self.tokens.read(start, start + n + 1).astype(np.int64), np.s_[i, at : at + n]
+                tokens[places] = ids[:-1] & ID
+                targets[places] = np.where(ids[1:] & TRAINED, ids[1:] & ID, IGNORE)
                 begins[i, at] = True
                 at += n
             begins[i, at : at + 1] = True
@@ -378,18 +374,11 @@ class Stream:
 
     def describe(self) -> list[dict]:
         """Names and sizes of the files, wherever they are."""
-        names = [
-            (not self.shares and file.store and file.version or Path(file.name).name, file.size) for file in self.files
-        ]
+        names = []
+        for file in self.files:
+            names.append((not self.shares and file.store and file.version or Path(file.name).name, file.size))
         identity = [self.config.lanes, self.encoder.text_field or "text", self.fingerprint, names]
         return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
-
-    def paths(self) -> list[str]:
-        """The files that an old fingerprint samples."""
-        return [file.name for file in (self._fetch(self.files) if self.shares else self.files) if not file.store]
-
-    def _fetch(self, files):
-        return text.fetch_all(files, cache_of(self.config))
 
     def start(self, positions: dict[str, list]) -> None:
         """The next rows are those after these positions of lanes."""
@@ -411,7 +400,8 @@ class Stream:
         """The rows of a file after number `last`. A hub that fails is asked again after each of PAUSES."""
         for seconds in (*PAUSES, 0):
             try:
-                for row in (self._fetch([file])[0] if self.shares else file).rows(last, 0):
+                local = text.fetch_all([file], cache_of(self.config))[0] if self.shares else file
+                for row in local.rows(last, 0):
                     last = row.number
                     yield row
                 return
@@ -434,9 +424,9 @@ class Stream:
                     yield (epoch, k), file.name, group
                 first = 0
             if not has_rows:
+                names = ", ".join(file.name for file in self.files[:3])
                 raise UserError(
-                    f"Lane {lane} has no rows: {', '.join(file.name for file in self.files[:3])} hold fewer rows than"
-                    f" lanes; give a smaller --lanes than {lanes}, or leave out --stream"
+                    f"{names} hold fewer rows than lanes; give a smaller --lanes than {lanes}, or no --stream"
                 )
             epoch, at = epoch + 1, 0
 

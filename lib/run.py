@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from filelock import SoftFileLease, Timeout
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import Config
@@ -62,15 +61,14 @@ class _PrefixEveryLine(logging.Formatter):
 def start_logging(folder: Path | None, on_screen: bool = True) -> None:
     """Sends messages to log.txt in the folder and to the screen (with a prefix if it is not a terminal). None: this
     rank is silent."""
-    prefixed = _PrefixEveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] ", "%Y-%m-%d %H:%M:%S")
-    logger.propagate = False
-    logging.raiseExceptions = False  # a full disk is reported once, by the writer of metrics.jsonl
+    logger.propagate = logging.raiseExceptions = False  # the writer of metrics.jsonl reports a full disk
     logger.setLevel(logging.INFO if folder else logging.CRITICAL + 1)
     logger.handlers = []
     if folder:
+        prefixed = _PrefixEveryLine("%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] ", "%Y-%m-%d %H:%M:%S")
         screen, file = logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "log.txt", encoding="utf-8")
-        file.setFormatter(prefixed)
         screen.setFormatter(_PrefixEveryLine() if sys.stdout.isatty() else prefixed)
+        file.setFormatter(prefixed)
         logger.handlers = [screen, file] if on_screen else [file]
 
 
@@ -123,9 +121,9 @@ class Clock:
             self._lap()
             self.stack.pop()
 
-    def seconds(self, name: str) -> float:
+    def seconds(self, *names: str) -> float:
         self._lap()
-        return self.parts[name]
+        return sum(self.parts[name] for name in names)
 
     def report(self) -> str:
         self._lap()
@@ -137,10 +135,8 @@ def refuse_unusable(names: tuple[str, ...]) -> None:
     """Refuses trackers that are unknown or not installed."""
     for name in names:
         if name not in TRACKERS or importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"--track {name}: expected {' or '.join(TRACKERS)},"
-                f" installed with {sys.executable} -m pip install {name}"
-            )
+            install = f"installed with {sys.executable} -m pip install {name}"
+            raise UserError(f"--track {name}: expected {' or '.join(TRACKERS)}, {install}")
 
 
 # ---- the run
@@ -161,7 +157,7 @@ class Run:
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks, self.folder, self.clock = config, ranks, Path(config.out), Clock()
         self.lock = None  # on rank 0
-        self.mesh: DeviceMesh | None = None
+        self.mesh = None
         self.groups: list[dist.ProcessGroup] = []  # of the model; the watchdog counts their collectives
         # with run.phase(NAME): time inside belongs to NAME. The watchdog allows --timeout in "data" and "steps", and in
         # any other phase hang_limit without progress.
@@ -204,15 +200,14 @@ class Run:
                     return
             time.sleep(0.2)
         raise UserError(
-            f"--out {self.folder} is not the folder there that it is on rank 0's machine: checkpoints need one that all"
-            " machines see; give an --out on a shared disk"
+            f"--out {self.folder} is not the folder there that it is on rank 0's machine: give an --out on a disk that"
+            " all machines see"
         )
 
     def begin(self, step: int, warnings: list[str] = ()) -> None:
         """From now on status.json and log.txt are this job's; `step` is the last finished step. All ranks must
         call."""
-        self.began = True
-        self.clock.step = step
+        self.began, self.clock.step = True, step
         on_first_rank(lambda: write_status(self.folder, "running", step), self.ranks)
         start_logging(self.folder if self.ranks.rank == 0 else None)
         for message in warnings:
@@ -243,7 +238,7 @@ class Run:
         message = ""
         if state == "stopped":
             message = f"by {self.stop_reason or 'another rank'}"
-            logger.info("Stopped %s after step %d; the same command resumes from there", message, step)
+            logger.info(f"Stopped {message} after step {step}; the same command resumes from there")
 
         def record() -> None:
             write_status(self.folder, state, step, 0, message)
@@ -303,8 +298,8 @@ class Watchdog:
         self.run, self.ranks, self.clock = run, run.ranks, run.clock
         self.store = None
         if self.ranks.world_size > 1:  # its own connection to the store where the ranks met
-            port, timeout = int(os.environ["MASTER_PORT"]), timedelta(seconds=EXCHANGE)
-            self.store = dist.TCPStore(os.environ["MASTER_ADDR"], port, timeout=timeout)
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self.store = dist.TCPStore(address, port, timeout=timedelta(seconds=EXCHANGE))
         self.stopped_at = 0.0  # when the first request to stop came
         # when the ranks last exchanged whether they progress; the number of their reports; when it last grew
         self.asked_at, self.reports, self.reported_at = 0.0, 0, 0.0
@@ -337,11 +332,10 @@ class Watchdog:
                 requests += STOP_REASON, (self.run.folder / "logs" / "stop").read_text()
         if not requests:
             return
-        now = time.perf_counter()
+        now, reason = time.perf_counter(), requests[0]
         if not self.run.stop_reason:
-            self.run.stop_reason, self.stopped_at = requests[0], now
-        again = requests[0] != STOP_REASON and now - self.stopped_at > TOGETHER
-        if again or "now" in requests:
+            self.run.stop_reason, self.stopped_at = reason, now
+        if "now" in requests or (reason != STOP_REASON and now - self.stopped_at > TOGETHER):
             self._end("stopped at once, without saving", "stopped")
 
     def _check_progress(self) -> None:
@@ -354,8 +348,8 @@ class Watchdog:
             since, limit = max(since, progress.advanced_at, self.reported_at), self.run.hang_limit
         if now - since > limit:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
-            what = f"no step has ended for {now - since:.0f} s, in phase {phase!r} (--timeout {timeout})"
-            self._end("; ".join([f"After step {self.clock.step}: {what}", *self._find_behind()]))
+            what = f"After step {self.clock.step}: no step has ended for {now - since:.0f} s, in phase {phase!r}"
+            self._end("; ".join([f"{what} (--timeout {timeout})", *self._find_behind()]))
 
     def _exchange_progress(self, now: float) -> None:
         """Reports whether this rank has made progress since the last call, and learns whether any rank has."""
@@ -368,34 +362,28 @@ class Watchdog:
         self.asked_at = now
 
     def _find_behind(self) -> list[str]:
-        """Describes the ranks that do not answer within EXCHANGE seconds, or else those that are behind. A single rank
-        is never behind."""
+        """Describes the ranks that do not answer within EXCHANGE seconds, or else those that are behind: in five
+        requests to the store, however many ranks there are. A single rank is never behind."""
         if self.store is None:
             return []
-        started = 0
+        started, answers = 0, {}  # collectives; {rank: (step, collectives), and a description}
         for group in [None, self.ranks.control, *self.run.groups]:
             with contextlib.suppress(RuntimeError):
                 started += torch_private.count_collectives(group)
-        text = (
-            f"rank {self.ranks.rank} on {platform.node()} is behind: its last step was {self.clock.step},"
-            f" it is in {self.clock.stack[-1]!r}"
-        )
-        answers = self._exchange_answers([self.clock.step, started, text])
-        places = [place for *place, _ in answers]
-        return [text for *place, text in answers if place == min(places) < max(places)]
-
-    def _exchange_answers(self, answer: list) -> list[list]:
-        """The answers of all ranks, in five requests to the store, however many ranks there are."""
-        key, world_size, answers = f"flatland/{self.run.nonce}/", self.ranks.world_size, {}
+        rank, ranks, step = self.ranks.rank, range(self.ranks.world_size), self.clock.step
+        phase = self.clock.stack[-1]
+        text = f"rank {rank} on {platform.node()} is behind: its last step was {step}, it is in {phase!r}"
+        key = f"flatland/{self.run.nonce}/"
         with contextlib.suppress(RuntimeError):  # the store is gone with its machine
-            self.store.append(f"{key}answers", json.dumps([self.ranks.rank, answer]) + "\n")
-            if self.store.add(f"{key}count", 1) == world_size:
+            self.store.append(f"{key}answers", json.dumps([rank, [[step, started], text]]) + "\n")
+            if self.store.add(f"{key}count", 1) == len(ranks):
                 self.store.set(f"{key}complete", "")
             with contextlib.suppress(RuntimeError):  # not all have answered
                 self.store.wait([f"{key}complete"])
             answers = dict(map(json.loads, self.store.get(f"{key}answers").splitlines()))
-        silent = "rank {} does not answer: stopped, gone, or cut off"
-        return [answers.get(rank, [-1, 0, silent.format(rank)]) for rank in range(world_size if answers else 0)]
+        places = [place for place, _ in answers.values()]
+        silent = [f"rank {r} does not answer: stopped, gone, or cut off" for r in ranks if answers and r not in answers]
+        return silent or [text for place, text in answers.values() if place == min(places) < max(places)]
 
     def _end(self, what: str, state: str = "failed", code: int = 1) -> None:
         """Ends this process. state: for status.json; empty: the run folder is another job's by now."""
@@ -424,7 +412,7 @@ def take_lock(folder: Path) -> SoftFileLease:
         owner = lock.owner  # None: it died before it wrote its name
         who = f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "an unnamed process"
         raise UserError(
-            f"--out {folder}: {who} is training there; wait for it, stop it with `bash launch.sh stop`, give another"
-            f" --out, or remove {folder}/lock if no job is training there"
+            f"--out {folder}: {who} is training there; wait, stop it with `bash launch.sh stop`, give another --out, or"
+            f" remove {folder}/lock if no job is training there"
         ) from None
     return lock

@@ -174,7 +174,6 @@ def test_hanging_ranks_name_the_one_behind_in_few_requests(ranks, silent):
         clock = SimpleNamespace(step=6 if rank == 2 else 7, stack=["saves"])
         run = SimpleNamespace(ranks=Ranks(rank, ranks, ALONE.device), clock=clock, groups=(), nonce="7")
         watchdog = SimpleNamespace(run=run, ranks=run.ranks, clock=clock, store=stores[rank])
-        watchdog._exchange_answers = lambda answer: guard.Watchdog._exchange_answers(watchdog, answer)
         with mock.patch.object(guard.torch_private, "count_collectives", lambda group: 5):
             told[rank] = guard.Watchdog._find_behind(watchdog)
 
