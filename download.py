@@ -1,14 +1,13 @@
 """Downloads models, tokenizers and datasets from the Hugging Face hub and verifies every byte.
 
 huggingface_hub transfers the files: HF_HOME's cache, Xet, retries, progress bars and all HF_* variables are its own. It
-compares sizes while it downloads, so afterwards its verify_repo_checksums hashes each file and compares the hash with
-the hub's listing: sha256 for large files, git's SHA-1 of a blob for the others. A damaged file is deleted and
-downloaded once more. A record next to the snapshot keeps the hashes; `local_path` in lib/hub.py reads it before a run
-uses the folder, and refuses a folder that is incomplete or changed. After an interruption the same command continues:
-complete files are not downloaded again."""
+compares only sizes while it downloads, so afterwards each file is hashed and compared with the hub's listing: sha256
+for large files, git's SHA-1 of a blob for the others. A damaged file is downloaded once more, and deleted if it is
+damaged again. A record next to the snapshot keeps the hashes; `local_path` in lib/hub.py reads it before a run uses the
+folder, and refuses a folder that is incomplete or changed. After an interruption the same command continues: complete
+files are not downloaded again."""
 
 import argparse
-import contextlib
 import os
 import shlex
 import signal
@@ -17,22 +16,28 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from lib.errors import Failure, Parser, UserError, prepare_python, run_script
-from lib.files import amount, read_json, write_json, write_whole
-from lib.hub import ask_hub, guard_token, hub_errors, record_of, refuse_names, split_name, state_of
+from lib.files import amount, read_json, write_whole
+from lib.hub import ask_hub, find_damage, guard_token, hub_errors, record_of, refuse_names, split_name, write_record
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
-TEXT = "*.json *.jinja *.model *.model.v* merges.txt vocab.* LICENSE* USE_POLICY*"
-WEIGHTS = "model.safetensors model-*.safetensors adapter_model.safetensors"  # the names that lib/weights.py reads
-PICKLES = "*.pth *.pt *.ckpt *.pkl"
+CONFIGURATION = [
+    "*.json", "*.jinja", "*.model", "*.model.v*", "merges.txt", "vocab.*",
+    "LICENSE*", "USE_POLICY*",
+]  # fmt: skip
+WEIGHTS = [  # the names that lib/weights.py reads
+    "model.safetensors",
+    "model-*.safetensors",
+    "adapter_model.safetensors",
+]
+PICKLES = ["*.pth", "*.pt", "*.ckpt", "*.pkl"]
 
 
 def list_files(name: str, revision: str) -> tuple[str, dict]:
     """-> (commit, {file: (bytes, hash)}) of a repository on the hub"""
     from huggingface_hub import HfApi
 
-    kind, repo = split_name(name)
     try:
-        info = ask_hub(lambda: HfApi().repo_info(repo, repo_type=kind, revision=revision, files_metadata=True))
+        info = ask_hub(lambda: HfApi().repo_info(**split_name(name), revision=revision, files_metadata=True))
         files = {f.rfilename: (int(f.size), f.lfs.sha256 if f.lfs else str(f.blob_id)) for f in info.siblings}
         refuse_names([info.sha, *files], name)  # the commit is the name of a folder
     except (KeyError, TypeError) as e:
@@ -45,94 +50,77 @@ def download(args: argparse.Namespace, command: str) -> None:
     nothing."""
     from huggingface_hub import constants, hf_hub_download
 
-    kind, repo = split_name(args.repo)
     commit, files = list_files(args.repo, args.revision)
-    cache = Path(constants.HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}"
-    folder = Path(args.out).expanduser() if args.out else cache / "snapshots" / commit
-    source = {"repo_id": repo, "repo_type": kind, "revision": commit}
-    target = {"local_dir": folder if args.out else None}
+    source = split_name(args.repo) | {"revision": commit}
+    cache = Path(constants.HF_HUB_CACHE) / f"{source['repo_type']}s--{source['repo_id'].replace('/', '--')}"
+    root = Path(args.out).expanduser() if args.out else cache
+    folder = root if args.out else cache / "snapshots" / commit
     if not args.verify:
-        fetch(args, command, files, folder, source | target)
+        fetch(args, command, files, folder, source)
     elif not folder.is_dir():
         raise UserError(f"{args.revision} is {commit}, and there is no {folder}: name your commit as --revision")
-    for again in (True, False):
-        damaged = compare(folder, files, source)
-        if not damaged:
-            print(f"Done: verified, in {folder}\nRevision {commit}")
-            return
-        if args.verify:
-            break
+    damaged = compare(folder, files)
+    if damaged and not args.verify:
         for name in damaged:
-            path = (folder / name).resolve()
-            if again:
-                hf_hub_download(filename=name, force_download=True, **source, **target)
-            elif path.is_relative_to((folder if args.out else cache).resolve()):  # else a link led there
+            hf_hub_download(filename=name, force_download=True, local_dir=folder if args.out else None, **source)
+        damaged = compare(folder, files)
+        for path in ((folder / name).resolve() for name in damaged):
+            if path.is_relative_to(root.resolve()):  # else a link led there
                 path.unlink(missing_ok=True)
-    raise Failure(
-        f"{len(damaged)} files are missing or damaged in {folder} ({damaged[0]} ...): their hashes are not the hub's;"
-        " download them again"
-    )
+    if damaged:
+        raise Failure(
+            f"{len(damaged)} files are missing or damaged in {folder} ({damaged[0]} ...): their hashes are not the"
+            " hub's; download them again"
+        )
+    print(f"Done: verified, in {folder}\nRevision {commit}")
 
 
-def fetch(args: argparse.Namespace, command: str, files: dict, folder: Path, where: dict) -> None:
+def fetch(args: argparse.Namespace, command: str, files: dict, folder: Path, source: dict) -> None:
     """Downloads the files that the command line selects, and records which these are."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import filter_repo_objects
 
-    allow, ignore = choose_patterns(args, where["repo_type"], [*files])
+    allow, ignore = choose_patterns(args, source["repo_type"], [*files])
     selected = [*filter_repo_objects(files, allow_patterns=allow, ignore_patterns=ignore)]
     if not selected:
         raise UserError(f"{args.repo}: none of its {len(files)} files is selected: {', '.join([*files][:8])}")
-    record, source = read_json(record_of(folder)), f"{args.repo}@{args.revision}"
-    if args.out and folder.exists() and any(folder.iterdir()) and record.get("source") != source:
-        raise UserError(f"--out {args.out} is not empty and holds no download of {source}: name a new folder")
-    print(f"{source}: {len(selected)} files, {amount(sum(files[name][0] for name in selected))}", flush=True)
-    hashes = {name: files[name][1] for name in selected}
-    write_record(folder, record | {"source": source, "command": command, "hashes": hashes})
-    if not args.out and args.revision != where["revision"]:
+    record, name = read_json(record_of(folder)), f"{args.repo}@{args.revision}"
+    if args.out and folder.exists() and any(folder.iterdir()) and record.get("source") != name:
+        raise UserError(f"--out {args.out} is not empty and holds no download of {name}: name a new folder")
+    print(f"{name}: {len(selected)} files, {amount(sum(files[file][0] for file in selected))}", flush=True)
+    hashes = {file: files[file][1] for file in selected}
+    write_record(folder, record | {"source": name, "command": command, "hashes": hashes})
+    if not args.out and args.revision != source["revision"]:
         # huggingface_hub writes this file only if it looks up the commit itself.
         reference = folder.parents[1] / "refs" / args.revision
         reference.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(reference, where["revision"])
-    snapshot_download(allow_patterns=allow, ignore_patterns=ignore, **where)
+        write_whole(reference, source["revision"])
+    local_dir = folder if args.out else None
+    snapshot_download(allow_patterns=allow, ignore_patterns=ignore, local_dir=local_dir, **source)
 
 
-def compare(folder: Path, files: dict, source: dict) -> list[str]:
+def compare(folder: Path, files: dict) -> list[str]:
     """Hashes a folder's files, and records the right ones -> names of the files that are missing or not the hub's"""
-    from huggingface_hub import HfApi
-
     record = read_json(record_of(folder))
     known = record.get("hashes", {})
     hashes = {name: files[name][1] for name in files if name in known or os.path.lexists(folder / name)}
-    states = {name: state_of(folder / name, value) for name, value in hashes.items()}
-    result = HfApi().verify_repo_checksums(**source, local_dir=folder)
-    wrong = {*result.missing_paths, *(mismatch["path"] for mismatch in result.mismatches)} & hashes.keys()
-    verified = {name: states[name] for name in hashes.keys() - wrong}
-    with contextlib.suppress(OSError):  # a cache that only others may write
-        write_record(folder, record | {"hashes": hashes, "verified": verified})
-    return sorted(wrong)
-
-
-def write_record(folder: Path, record: dict) -> None:
-    record_of(folder).parent.mkdir(parents=True, exist_ok=True)
-    write_json(record_of(folder), record)
+    return find_damage(folder, record | {"hashes": hashes, "verified": {}})
 
 
 def choose_patterns(args: argparse.Namespace, kind: str, names: list[str]) -> tuple[list[str] | None, list[str]]:
     """-> (patterns of the files to download, or None for all; patterns of the files to leave out)"""
-    pickles, weights = PICKLES.split(), WEIGHTS.split()
-    ignore = [".cache/*", *args.exclude, *(["*.safetensors*", "*.bin", *pickles] if args.skip_model else ())]
+    ignore = [".cache/*", *args.exclude, *(["*.safetensors*", "*.bin", *PICKLES] if args.skip_model else ())]
     if args.include:
         return args.include, ignore
     if kind == "dataset":
-        return None, [*pickles, ".git*", "*.md", "*.py", *ignore]
+        return None, [*PICKLES, ".git*", "*.md", "*.py", *ignore]
     others = [name for name in names if Path(name).suffix in (".safetensors", ".bin", ".pth", ".pt")]
-    if others and not args.skip_model and not any(fnmatch(name, pattern) for name in names for pattern in weights):
+    if others and not args.skip_model and not any(fnmatch(name, pattern) for name in names for pattern in WEIGHTS):
         raise UserError(
-            f"{args.repo} has weights only as {others[0]} and the like; {WEIGHTS} can be loaded, and pickles could run"
-            " code: --skip_model downloads the other files"
+            f"{args.repo} has weights only as {others[0]} and the like, but {', '.join(WEIGHTS)} can be loaded:"
+            " --skip_model downloads the other files"
         )
-    return [*TEXT.split(), *weights], ["*/*", *ignore]
+    return CONFIGURATION + WEIGHTS, ["*/*", *ignore]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -143,9 +131,9 @@ def make_parser() -> argparse.ArgumentParser:
         " HF_TOKEN. HF_HOME sets the place of the cache, HF_ENDPOINT the hub.",
     )
     flag = parser.add_argument
-    flag("repo", nargs="?", default=DEFAULT, metavar="REPO", help=f"ORG/NAME or datasets/ORG/NAME (default: {DEFAULT})")
-    flag("--revision", default="main", metavar="R", help="branch, tag or commit (default: main)")
-    flag("--skip_model", "--skip-model", action="store_true", help="configuration and tokenizer only, no weights")
+    flag("repo", nargs="?", default=DEFAULT, metavar="REPO", help="ORG/NAME or datasets/ORG/NAME (%(default)s)")
+    flag("--revision", default="main", metavar="R", help="branch, tag or commit (%(default)s)")
+    flag("--skip_model", "--skip-model", action="store_true", help="configuration and tokenizer only")
     several = {"action": "append", "default": [], "metavar": "PATTERN"}
     flag("--include", **several, help="only files whose path matches (* is anything); may be repeated")
     flag("--exclude", **several, help="leave these files out; may be repeated")
@@ -159,7 +147,7 @@ def main(argv: list[str]) -> None:
     from huggingface_hub.utils import disable_progress_bars
 
     if args.verify and (args.include or args.exclude or args.skip_model):
-        raise UserError("--verify hashes all files of a download: give no --include, --exclude or --skip_model with it")
+        raise UserError("--verify hashes all files: give no --include, --exclude or --skip_model with it")
     if not sys.stderr.isatty():
         disable_progress_bars()
     guard_token()

@@ -30,9 +30,9 @@ def local_path(spec: str, flag: str) -> Path:
     if not path.exists():
         path = find_snapshot(spec, flag)
     is_first = os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None
-    damaged = find_damage(path) if is_first else []
-    if damaged:
-        command = read_json(record_of(path)).get("command") or f"python download.py {_describe_snapshot(path)}"
+    record = read_json(record_of(path))
+    if is_first and (damaged := find_damage(path, record)):
+        command = record.get("command") or f"python download.py {_describe_snapshot(path)}"
         raise UserError(
             f"{flag} {spec}: {len(damaged)} files are missing or damaged in {path} ({damaged[0]} ...): the download is"
             f" incomplete; continue it with: {command}"
@@ -46,29 +46,26 @@ def find_snapshot(spec: str, flag: str) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
     name, _, revision = spec.partition("@")
-    kind, repo = split_name(name)
+    where = split_name(name) | {"revision": revision or None}
     try:
         # No patterns: find_damage decides whether the snapshot is complete.
-        folder = snapshot_download(
-            repo, repo_type=kind, revision=revision or None, local_files_only=True, allow_patterns=[]
-        )
-        return Path(folder)
+        return Path(snapshot_download(**where, local_files_only=True, allow_patterns=[]))
     except errors.HFValidationError:
-        raise UserError(f"{flag} {spec}: no such folder or file, and not the name of a repository") from None
+        reason = ", and not the name of a repository"
     except errors.LocalEntryNotFoundError:
         command = f"python download.py {name}" + f" --revision {revision}" * bool(revision)
-        missing = f"no such folder or file, and no download of it in {constants.HF_HUB_CACHE}: {command}"
+        reason = f", and no download of it in {constants.HF_HUB_CACHE}: {command}"
         folder = Path(spec).expanduser().parent
         if folder.name == "runs" or "/" in spec and folder.is_dir():
             beside = sorted(path.name for path in folder.glob("*"))
-            missing = f"no such folder or file; {folder} has {', '.join(beside[:20]) or 'none'}"
-        raise UserError(f"{flag} {spec}: {missing}") from None
+            reason = f"; {folder} has {', '.join(beside[:20]) or 'none'}"
+    raise UserError(f"{flag} {spec}: no such folder or file{reason}")
 
 
-def split_name(name: str) -> tuple[str, str]:
-    """ORG/NAME or datasets/ORG/NAME -> (model or dataset, ORG/NAME)"""
+def split_name(name: str) -> dict[str, str]:
+    """ORG/NAME or datasets/ORG/NAME -> huggingface_hub's arguments for it"""
     repo = name.removeprefix("datasets/")
-    return "model" if repo == name else "dataset", repo
+    return {"repo_id": repo, "repo_type": "model" if repo == name else "dataset"}
 
 
 def record_of(folder: Path) -> Path:
@@ -77,6 +74,11 @@ def record_of(folder: Path) -> Path:
     if folder.parent.name == "snapshots":
         return folder.parents[1] / "verified" / f"{folder.name}.json"
     return folder / ".cache" / "huggingface" / "verified.json"
+
+
+def write_record(folder: Path, record: dict) -> None:
+    record_of(folder).parent.mkdir(parents=True, exist_ok=True)
+    write_json(record_of(folder), record)
 
 
 def _describe_snapshot(snapshot: Path) -> str:
@@ -92,43 +94,23 @@ def describe_unverified(folder: Path) -> str:
     return f"{folder}: its files exist with the right sizes, but were not verified: {verify}"
 
 
-def find_damage(folder: Path) -> list[str]:
-    """Names of a downloaded folder's files that are missing or damaged. A verified file is hashed again if its size or
-    time of change is another one. Without download.py's record, the files that a snapshot links to must exist, with the
-    sizes of the hub's listing if huggingface_hub has kept that."""
-    record, damaged = read_json(record_of(folder)), []
-    if not record and folder.parent.name == "snapshots":
-        return _find_missing(folder)
-    verified = record.get("verified", {})
-    found = dict(verified)
-    for name, expected in record.get("hashes", {}).items():
-        state = state_of(folder / name, expected)
-        if state and verified.get(name) and (state == verified[name] or hash_file(folder / name, *state) == expected):
-            found[name] = state
-        else:
-            damaged.append(name)
-    if found != verified:
+def find_damage(folder: Path, record: dict) -> list[str]:
+    """Names of a downloaded folder's files that are missing or damaged. A file is hashed unless its size and time of
+    change are those in download.py's record, which then gets the new ones. Without a record, the files that a snapshot
+    links to must exist, with the sizes of the hub's listing if huggingface_hub has kept that."""
+    if not record:
+        return _find_missing(folder) if folder.parent.name == "snapshots" else []
+    verified, known = {}, record.get("verified", {})
+    for name, expected in record["hashes"].items():
+        path = folder / name
+        if path.is_file():
+            state = [path.stat().st_size, path.stat().st_mtime_ns, expected]
+            if state == known.get(name) or hash_file(path, *state) == expected:
+                verified[name] = state
+    if verified != known:
         with contextlib.suppress(OSError):  # a cache that only others may write
-            write_json(record_of(folder), record | {"verified": found})
-    return damaged
-
-
-def _find_missing(snapshot: Path) -> list[str]:
-    from huggingface_hub import errors, get_cached_repo_tree
-
-    kind, repo = split_name(_describe_snapshot(snapshot).split()[0])
-    files = {str(path.relative_to(snapshot)): path for path in snapshot.rglob("*") if not path.is_dir()}
-    sizes = {name: path.stat().st_size if path.exists() else -1 for name, path in files.items()}
-    listing = {}
-    with contextlib.suppress(errors.CachedRepoTreeNotFoundError):
-        tree = get_cached_repo_tree(repo, repo_type=kind, revision=snapshot.name, cache_dir=snapshot.parents[2])
-        listing = {file.path: file.size for file in tree}
-    return [name for name, size in sizes.items() if size != listing.get(name, max(size, 0))]
-
-
-def state_of(path: Path, expected: str) -> list | None:
-    """-> size, time of the last change and expected hash of a file; None if it is missing"""
-    return [path.stat().st_size, path.stat().st_mtime_ns, expected] if path.is_file() else None
+            write_record(folder, record | {"verified": verified})
+    return sorted(record["hashes"].keys() - verified.keys())
 
 
 @cache  # once per process, also if the record cannot be written
@@ -139,6 +121,20 @@ def hash_file(path: Path, size: int, changed: int, expected: str) -> str:
     advance()
     with open(path, "rb") as file:
         return sha.sha_fileobj(file).hex() if len(expected) == 64 else sha.git_hash(file.read())
+
+
+def _find_missing(snapshot: Path) -> list[str]:
+    from huggingface_hub import errors, get_cached_repo_tree
+
+    where, sizes = split_name(_describe_snapshot(snapshot).split()[0]), {}
+    with contextlib.suppress(errors.CachedRepoTreeNotFoundError):
+        tree = get_cached_repo_tree(**where, revision=snapshot.name, cache_dir=snapshot.parents[2])
+        sizes = {snapshot / file.path: file.size for file in tree}
+    return [
+        str(path.relative_to(snapshot))
+        for path in snapshot.rglob("*")
+        if not path.exists() or path in sizes and path.stat().st_size != sizes[path]
+    ]
 
 
 # ---- the hub
@@ -186,24 +182,26 @@ def _describe_hub_error(error: Exception, repo: str) -> Message:
     if isinstance(error, FileNotFoundError):
         error = error.__cause__ or error
     log_in = "log in (`hf auth login`, or set HF_TOKEN) as a user who may read it"
-    response = getattr(error, "response", None)
-    page, status = f"{constants.ENDPOINT}/{repo}", getattr(response, "status_code", 0)
+    response, page = getattr(error, "response", None), f"{constants.ENDPOINT}/{repo}"
     messages = {
-        errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set, so nothing can be downloaded: unset it",
+        errors.OfflineModeIsEnabled: "nothing can be downloaded while HF_HUB_OFFLINE is set: unset it",
         errors.HFValidationError: f"{repo}: not the name of a repository; expected ORG/NAME or datasets/ORG/NAME",
         errors.GatedRepoError: f"{repo} is gated: accept its licence at {page}, then {log_in}",
-        errors.RevisionNotFoundError: f"{repo} has no such revision: its branches and tags are at {page}/tree/main",
+        errors.RevisionNotFoundError: f"no such revision: {page}/tree/main has the branches and tags",
         errors.RepositoryNotFoundError: f"there is no {page}, or it is private: check the spelling, or {log_in}",
     }
     for kind, message in messages.items():
         if isinstance(error, kind):
             return UserError(message)
-    if status in (401, 403):
-        return UserError(f"the hub answers {status} for {repo}: its token (HF_TOKEN or the login) is refused; {log_in}")
-    if status == 404:
+    if response is None:
+        reason = f"no answer of a hub: {error}"
+    elif response.status_code == 404:
         file = unquote(response.url.path.partition("/resolve/")[2].partition("/")[2]) or "a file"
         return UserError(f"the hub answers 404 for {file}, which {page} lists: leave it out, or name another revision")
-    reason = f"the hub answers {status} {response.reason_phrase}" if status else f"no answer of a hub: {error}"
+    elif response.status_code in (401, 403):
+        return UserError(f"the hub answers {response.status_code} for {repo}: {log_in}")
+    else:
+        reason = f"the hub answers {response.status_code} {response.reason_phrase}"
     return Failure(f"{page}: {reason}; check the network and HF_ENDPOINT, or try later: the same command resumes")
 
 
