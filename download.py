@@ -69,8 +69,7 @@ def download(args: argparse.Namespace, command: str) -> None:
                 path.unlink(missing_ok=True)
     if damaged:
         raise Failure(
-            f"{len(damaged)} files are missing or damaged in {folder} ({damaged[0]} ...): their hashes are not the"
-            " hub's; download them again"
+            f"{len(damaged)} files are missing or damaged in {folder} ({damaged[0]} ...): download them again"
         )
     print(f"Done: verified, in {folder}\nRevision {commit}")
 

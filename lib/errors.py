@@ -57,6 +57,12 @@ class Parser(argparse.ArgumentParser):
         meant = f"; did you mean {', '.join(filter(None, near))}?" if any(near) else ""
         raise UserError(f"{message}{meant}; --help lists all flags")
 
+    def refuse_typos(self, words: list[str]) -> None:
+        """UserError if words that are meant for another parser look like flags of this one."""
+        flags = [word.partition("=")[0] for word in words if word[:2] == "--"]
+        if typos := [flag for flag in flags if nearest(flag, self._option_string_actions)]:
+            self.error(f"unrecognized arguments: {' '.join(typos)}")
+
 
 # The errors that a user's mistake in a path raises.
 PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG

@@ -24,6 +24,11 @@ logger = logging.getLogger("flatland")
 ROOT = Path(__file__).parent.parent  # the checkout
 VERSION = "0.3.0"  # CHANGELOG.md lists its changes
 FULL = 2**20  # free bytes below which a disk counts as full
+KINDS = {  # the first bytes of files that are not what they should be
+    b"version https://git-lfs": "a git-LFS pointer, not the file: run `git lfs pull` there",
+    rb"\s*<(!doctype|html|\?xml)": "an HTML or XML page: repeat the download with `python download.py ORG/NAME`",
+    b"PK\3\4|\x80[\2-\5]": "a pickle, which can run code",
+}
 EMPTY = 30.0  # seconds after which nobody is about to fill an empty lock
 
 
@@ -81,13 +86,7 @@ def read_json(path: Path) -> dict:
 
 def describe_content(head: bytes) -> str:
     """Names a file's content by its first bytes, if it is a pickle, a web page or a git-LFS pointer; else empty."""
-    again = "`python download.py ORG/NAME`"
-    kinds = {
-        b"version https://git-lfs": f"a git-LFS pointer, not the file: run `git lfs pull` there, or {again}",
-        rb"\s*<(!doctype|html|\?xml)": f"an HTML or XML page: the download went wrong, repeat it with {again}",
-        b"PK\3\4|\x80[\2-\5]": "a pickle, which can run code",
-    }
-    return "".join(kind for pattern, kind in kinds.items() if re.match(pattern, head, re.IGNORECASE))
+    return "".join(kind for pattern, kind in KINDS.items() if re.match(pattern, head, re.IGNORECASE))
 
 
 def read_file(path: Path) -> bytes:

@@ -158,7 +158,7 @@ def refuse_names(names: Iterable[str], repo: str) -> None:
     """UserError if a listing has a name that could lead out of the folder of a download."""
     for name in names:
         if any(re.search(pattern, name) for pattern in BAD_NAMES):
-            raise UserError(f"{repo} lists a file {name!r}, which is no path inside a folder: nothing is downloaded")
+            raise UserError(f"{repo} lists a file {name!r}, which is no path inside a folder")
 
 
 @contextlib.contextmanager
@@ -202,7 +202,7 @@ def _describe_hub_error(error: Exception, repo: str) -> Message:
         return UserError(f"the hub answers {response.status_code} for {repo}: {log_in}")
     else:
         reason = f"the hub answers {response.status_code} {response.reason_phrase}"
-    return Failure(f"{page}: {reason}; check the network and HF_ENDPOINT, or try later: the same command resumes")
+    return Failure(f"{page}: {reason}; check the network and HF_ENDPOINT, or repeat the command later")
 
 
 def guard_token() -> None:

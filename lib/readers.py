@@ -91,9 +91,7 @@ def read_txt(file, stream, val_every):
             try:
                 text = piece.decode("utf-8" if offset else "utf-8-sig")  # Windows begins files with a BOM
             except UnicodeDecodeError as e:
-                raise UserError(
-                    f"{file.name}: not UTF-8 at byte {offset + e.start}; convert the file, e.g. with iconv"
-                ) from None
+                raise UserError(f"{file.name}: not UTF-8 at byte {offset + e.start}; convert it with iconv") from None
             yield TextRow(text, val, begins)
             offset, begins = offset + len(piece), False
 
@@ -115,27 +113,22 @@ def _last_part(stream, size, val_every):
 def _read_csv(file, stream, val_every):
     """The first line names the fields."""
     csv.field_size_limit(2**31 - 1)  # the default refuses fields above 128 KiB
-    rows = csv.reader(codecs.iterdecode(stream, "utf-8-sig"), strict=True)
+    rows = csv.DictReader(codecs.iterdecode(stream, "utf-8-sig"), strict=True)
     try:
-        names = next(rows, [])
+        names = rows.fieldnames or []
         if len({*names}) < len(names):
             raise UserError(f"{file.name}: the first line must name the fields, each once, but is {names}")
         for row in rows:
-            if row and len(row) != len(names):
-                quote = "put a field that contains commas or line breaks in double quotes"
-                yield TextRow(
-                    UserError(
-                        f"{len(row)} fields up to line {rows.line_num}, but the first line names {len(names)}: {quote}"
-                    )
-                )
-            else:
-                yield TextRow(dict(zip(names, row, strict=False)) or b"")
+            if None in (*row, *row.values()):  # more or fewer fields than names
+                problem = f"the fields up to line {rows.line_num} are not the {len(names)} that the first line names"
+                row = UserError(f"{problem}: put a field with commas or line breaks in double quotes")
+            yield TextRow(row)
     except UnicodeDecodeError as e:
         raise UserError(
-            f"{file.name}: not UTF-8 after line {rows.line_num} ({e.reason}); convert it, e.g. with iconv"
+            f"{file.name}: not UTF-8 after line {rows.reader.line_num} ({e.reason}); convert it with iconv"
         ) from None
     except csv.Error as e:
-        raise UserError(f"{file.name} line {rows.line_num}: not CSV: {e}") from None
+        raise UserError(f"{file.name} line {rows.reader.line_num}: not CSV: {e}") from None
 
 
 def _read_parquet(file, stream, val_every):
@@ -148,7 +141,7 @@ def _read_parquet(file, stream, val_every):
             for row in batch.to_pylist():
                 yield TextRow(row)
     except pyarrow.ArrowException as e:
-        raise UserError(f"{file.name} is not a parquet file, or it is damaged: {e}") from None
+        raise UserError(f"{file.name} is not a parquet file, or damaged: {e}") from None
 
 
 READERS = {

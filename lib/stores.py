@@ -32,15 +32,32 @@ def bare(name: str) -> str:
     return name.partition("?")[0] if name.startswith("http") else name
 
 
-def open_store(spec: str, flag: str) -> tuple:
-    """-> (the fsspec file system of a path or an address, the path in it; on the hub at the newest commit)"""
-    from fsspec import url_to_fs
+def list_files(spec: str, flag: str) -> tuple[object, list[dict]]:
+    """-> (the fsspec file system of an address, None for a path; its entries for a file, for the matches of a pattern,
+    or for the content of a folder)"""
     from fsspec.implementations.local import LocalFileSystem
 
     if "://" not in spec:
-        return LocalFileSystem(), str(Path(spec).expanduser())
-    if spec.startswith("hf://"):
-        return _open_hub(spec, flag)
+        return None, _list(LocalFileSystem(), str(Path(spec).expanduser()))
+    store, path = _open_hub(spec, flag) if spec.startswith("hf://") else _open_store(spec, flag)
+    return store, [entry | {"name": store.unstrip_protocol(entry["name"])} for entry in _list(store, path)]
+
+
+def _list(store, path):
+    # A name may hold ? and []. On the web, `exists` would take a server that does not answer for a missing file.
+    if "*" not in path and (path.startswith("http") or store.exists(path)):
+        info = store.info(path)
+        if info["type"] != "directory":
+            return [info]
+        path = glob.escape(path) + "/*"
+    infos = store.glob(path, detail=True)
+    # A page with links tells no sizes.
+    return [store.info(name) if info["size"] is None else info for name, info in infos.items()]
+
+
+def _open_store(spec, flag):
+    from fsspec import url_to_fs
+
     options = {}
     try:
         if spec.startswith("http"):  # no limit on the time of a whole file
@@ -50,12 +67,12 @@ def open_store(spec: str, flag: str) -> tuple:
         return url_to_fs(spec, **options)
     except (ImportError, ValueError) as e:  # a missing package; an unknown protocol, or one without an account
         package = getattr(e.__cause__ or e, "name", "")
-        raise UserError(
-            f"{flag} {spec}: {e}" + f": {sys.executable} -m pip install {package}" * bool(package)
-        ) from None
+        install = f": {sys.executable} -m pip install {package}" * bool(package)
+        raise UserError(f"{flag} {spec}: {e}{install}") from None
 
 
 def _open_hub(spec, flag):
+    """The newest commit of the data set, or that of the revision."""
     from huggingface_hub import HfApi, HfFileSystem
 
     address = ADDRESS.fullmatch(spec)
@@ -67,19 +84,6 @@ def _open_hub(spec, flag):
     store, path = HfFileSystem(skip_instance_cache=True), f"datasets/{repo}@{commit}/{path}"
     ask_hub(lambda: store.resolve_path(path))  # the store remembers the answer, and repeats other requests itself
     return store, path
-
-
-def list_files(store, path: str) -> list[dict]:
-    """fsspec's entries for a file, for the matches of a pattern, or for the content of a folder."""
-    # A name may hold ? and []. On the web, `exists` would take a server that does not answer for a missing file.
-    if "*" not in path and (path.startswith("http") or store.exists(path)):
-        info = store.info(path)
-        if info["type"] != "directory":
-            return [info]
-        path = glob.escape(path) + "/*"
-    infos = store.glob(path, detail=True)
-    # A page with links tells no sizes.
-    return [store.info(name) if info["size"] is None else info for name, info in infos.items()]
 
 
 def version_of(info: dict) -> str:

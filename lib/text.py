@@ -48,7 +48,7 @@ from lib.errors import Parser, UserError, nearest, printable
 from lib.files import read_ahead, read_json, read_object, write_whole
 from lib.progress import advance
 from lib.readers import BUILTIN, FORMATS, READERS, SUFFIXES, TextRow, kind_of, read_txt
-from lib.stores import bare, fetch, list_files, open_remote, open_store, store_errors, version_of
+from lib.stores import bare, fetch, list_files, open_remote, store_errors, version_of
 from lib.tokenizer import load_tokenizer
 
 STDIN = "-"  # the name of standard input
@@ -60,17 +60,22 @@ CODE = (
     "tokenizer.py",
 )
 VAL_EVERY = 20  # one document in so many is held out for validation; of fewer files of text, the last 1/20 of each
-MIXED = "documents and conversations together: separate them, and give each its weight, as in A:0.5 B:0.5"
+MIXED = "documents and conversations together: give each its own weight, as in A:0.5 B:0.5"
 ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
 HEADER = 1024  # bytes of a shard
-MAGICS = {20240520: (1, "<u2", 50256), 20240801: (7, "<u4", 128000)}  # version, dtype, token before a document
+MAGICS = {  # of llm.c's headers -> version, dtype, token before a document
+    20240520: (1, "<u2", 50256),  # GPT-2
+    20240801: (7, "<u4", 128000),  # Llama 3
+}
 INDEX, PROGRESS, SHARD = "index.json", "progress.jsonl", ".bin"
+CHANGING = "key", "kind", "skipped", "position"  # the fields of the index that a line of progress repeats
 SHARD_TOKENS = 100_000_000
 VERBS = {
     "prepare": "tokenizes text into a folder of shards, once and on all cores: prepare --help",
     "verify": "compares shards with their headers and checksums: verify DIR|FILE ...",
     "show": "prints --n rows (3) as the model sees them: show --data FILES [any flag of train.py]",
 }
+NEEDED = "--data", "--tokenizer", "--out"  # flags of `prepare` that have no default
 BATCH = 2**20  # bytes of text that a worker encodes at a time
 PARALLEL = 2**25  # bytes; several processes tokenise a longer text
 log = logging.getLogger("flatland")
@@ -110,28 +115,26 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
     if spec == STDIN:
         return [TextFile(STDIN, sys.maxsize, uuid.uuid4().hex)]
     spec = spec.removeprefix("file://")
-    is_address = "://" in spec
     with store_errors(spec):
-        store, path = open_store(spec, flag)
-        infos = list_files(store, path)
-    files = [info for info in infos if info["type"] != "directory"]
-    texts = [info for info in files if kind_of(info["name"]) in SUFFIXES]
-    if any(kind_of(info["name"]) != ".md" for info in texts):
-        texts = [info for info in texts if os.path.basename(info["name"]) != "README.md"]
-    out = []
-    for info in [info for info in files if kind_of(info["name"]) == SHARD] or texts:
-        name = store.unstrip_protocol(info["name"]) if is_address else info["name"]
-        out.append(TextFile(name, info["size"] or 0, version_of(info), store if is_address else None))
-    if out:
-        return out
+        store, entries = list_files(spec, flag)
+    files = [
+        TextFile(entry["name"], entry["size"] or 0, version_of(entry), store)
+        for entry in entries
+        if entry["type"] != "directory"
+    ]
+    shards = [file for file in files if file.kind == SHARD]
+    texts = [file for file in files if file.kind in SUFFIXES]
+    if any(file.kind != ".md" for file in texts):
+        texts = [file for file in texts if os.path.basename(file.name) != "README.md"]
+    if shards or texts:
+        return shards or texts
     hint = ""
-    if len(infos) > len(files):
+    if len(entries) > len(files):
         hint = f"; with the files in its folders: '{spec.removesuffix('/*').rstrip('/')}/**'"
-    elif not is_address:
-        path = Path(path).absolute()
-        folder = next(p for p in (path, *path.parents) if p.is_dir())
-        near = nearest(path.name, {*os.listdir(folder)} - {path.name})
-        hint = f" in {folder}" + f"; did you mean {near}?" * bool(near)
+    elif not store:
+        path = Path(spec).expanduser().absolute()
+        near = nearest(path.name, {beside.name for beside in path.parent.glob("*")} - {path.name})
+        hint = f" in {path.parent}" + f"; did you mean {near}?" * bool(near)
     problem = "the format is not known" if files else "no such file of a known format"
     raise UserError(f"{flag} {spec}: {problem}{hint}; {FORMATS} are known")
 
@@ -143,7 +146,7 @@ def fetch_all(files: list["TextFile"], cache: Path) -> list["TextFile"]:
 
     out = []
     for parent, group in itertools.groupby(files, lambda file: os.path.dirname(bare(file.name))):
-        group = list(group)
+        group = [*group]
         store, names, folder = group[0].store, [file.name for file in group], cache / f"files-{digest(group)}"
         if not store:
             out += group
@@ -151,9 +154,9 @@ def fetch_all(files: list["TextFile"], cache: Path) -> list["TextFile"]:
         with store_errors(parent), FileLock(f"{folder}.lock"):
             if not folder.exists():
                 index = f"{parent}/{INDEX}"
-                wanted = names + [index] * (any(kind_of(name) == SHARD for name in names) and store.exists(index))
+                beside = [index] if group[0].kind == SHARD and store.exists(index) else []
                 os.makedirs(f"{folder}.part", exist_ok=True)
-                for name in wanted:
+                for name in names + beside:
                     fetch(store, name, f"{folder}.part/{Path(bare(name)).name}")
                 os.replace(f"{folder}.part", folder)
         out += [find_files(str(folder / Path(bare(name)).name), "--data")[0] for name in names]
@@ -174,9 +177,13 @@ class TextFile(NamedTuple):
     store: object = None
 
     @property
+    def kind(self) -> str:
+        return kind_of(self.name)
+
+    @property
     def is_document(self) -> bool:
         """Whether the file is one document, and not rows."""
-        return READERS.get(kind_of(self.name)) is read_txt
+        return READERS.get(self.kind) is read_txt
 
     def _open(self, in_sequence):
         if self.store:
@@ -186,7 +193,7 @@ class TextFile(NamedTuple):
 
     def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
         """The rows after number `first`. val_every: 0 holds no row out. UserError if the file is damaged."""
-        name, number, kind = self.name, 0, kind_of(self.name)
+        name, number, kind = self.name, 0, self.kind
         # The table of contents of a .parquet is at its end, and so is what is held out of a file of text.
         in_sequence = kind != ".parquet" and not (self.is_document and val_every)
         with store_errors(name), self._open(in_sequence) as raw:
@@ -194,19 +201,15 @@ class TextFile(NamedTuple):
                 kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
             if kind not in READERS:
                 raise UserError(f"{name} holds token ids, not text")
-            stream = raw
+            stream = gzip.GzipFile(fileobj=raw) if bare(name).endswith(".gz") else raw
             try:
-                if bare(name).endswith(".gz"):
-                    stream = gzip.GzipFile(fileobj=raw)
-                    if not raw.peek(1):
-                        raise EOFError("it has no bytes")
                 for number, row in enumerate(READERS[kind](self, stream, val_every), 1):
                     if number > first and row.content != b"":  # a blank line has a number, but is not a row
                         val = number % val_every == 0 if val_every and row.val is None else row.val
                         yield row._replace(number=number, val=val)
             except (EOFError, zlib.error, gzip.BadGzipFile) as e:
                 raise UserError(
-                    f"{name}: the gzip data is damaged or cut short after row {number} ({e}): get the file again"
+                    f"{name}: its gzip data is damaged or cut short after row {number} ({e}): get it again"
                 ) from None
         if not number:
             log.warning(f"{name} is empty")
@@ -247,13 +250,10 @@ class Encoder(NamedTuple):
                 content = json.loads(content.decode("utf-8-sig"))  # Windows begins files with a BOM
             except (ValueError, RecursionError) as e:
                 raise UserError(f"not JSON in UTF-8: {e}") from None
-        elif isinstance(content, str):
-            content = {name: content}
         fields = decode_bytes(content) if isinstance(content, dict) else {}
-        text = fields.get(name)
+        text = content if isinstance(content, str) else fields.get(name)
         is_named = self.text_field and isinstance(text, str)
-        chat = None if is_named else find_messages(fields, self.chat_fields)
-        if chat is not None:
+        if not is_named and (chat := find_messages(fields, self.chat_fields)):
             messages, inputs, unread = chat
             template = chat_template(tokenizer, self.chat, inputs.get("tools"))
             notes = [] if notes is None else notes
@@ -265,12 +265,10 @@ class Encoder(NamedTuple):
             ids[0] |= BEGINS
             return ids, "chat"
         if not isinstance(text, str):
-            found = (
-                ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items()) or type(content).__name__
-            )
+            found = ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items())
+            found = found[:300] or type(content).__name__
             raise UserError(
-                f"no text in field '{name}' (found: {found[:300]}); --text_field names it. A conversation"
-                f" has {CHATS_KNOWN}"
+                f"no text in field '{name}' (found: {found}); --text_field names it. A conversation has {CHATS_KNOWN}"
             )
         return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text"
 
@@ -281,8 +279,9 @@ def decode_bytes(value):
         return {name: decode_bytes(part) for name, part in value.items()}
     if isinstance(value, list):
         return [*map(decode_bytes, value)]
-    with contextlib.suppress(UnicodeDecodeError):
-        return value.decode() if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode()
     return value
 
 
@@ -304,20 +303,20 @@ def encode(
     """jobs: (label, name of a file, rows of it). -> (label, row, tokens, kind, bad rows so far) of each good row, in
     their order. The pool is up to `ahead` + 1 jobs ahead. UserError after more than skip_bad bad rows, including rows
     of another kind than the first. At the end the log counts the notes on rows, with the first of each kind."""
-    examples, counts = {}, Counter()
+    counts, examples = Counter(), {}
     submitted = ((job, pool.submit(encode_rows, encoder, job[2])) for job in jobs)
     for (label, name, rows), future in read_ahead(submitted, ahead):
         advance()
         for row, (tokens, its_kind, notes) in zip(rows, future.result(), strict=True):
             kind = kind or its_kind
-            unit = "line" if isinstance(row.content, bytes) else "row"
+            where = f"{name} {'line' if isinstance(row.content, bytes) else 'row'} {row.number}"
             if its_kind and its_kind == kind:
                 counts.update(dict(notes).keys())
                 for what, example in notes:
-                    examples.setdefault(what, f"{name} {unit} {row.number}: {example[:80]!r}")
+                    examples.setdefault(what, f"{where}: {example[:80]!r}")
                 yield label, row, tokens, kind, skipped
                 continue
-            message = f"{name} {unit} {row.number}: {MIXED if its_kind else tokens}"
+            message = f"{where}: {MIXED if its_kind else tokens}"
             skipped += 1
             if skipped > skip_bad:
                 raise UserError(f"{message} (bad row {skipped}; --skip_bad N skips up to N of them)")
@@ -387,25 +386,25 @@ class Shard(NamedTuple):
 def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None = None) -> tuple[Shard, int | None]:
     """-> (a shard, the id that its format puts before each document or None). size: of the file in bytes. recorded: its
     entry in index.json; without one, the header is read. UserError if they do not fit together."""
+    content = size - HEADER
     if recorded:
-        tokens, content = recorded["tokens"], size - HEADER
+        tokens = recorded["tokens"]
         if content not in (2 * tokens, 4 * tokens):
             raise UserError(f"{path}: {content} bytes of tokens, but {INDEX} records {tokens} tokens: get it again")
         return Shard(path, tokens, f"<u{content // tokens}", HEADER, recorded["sha256"]), None
     with open(path, "rb", buffering=0) as file:
-        magic, version, count = struct.unpack("<3i", file.read(12)) if size >= HEADER else (0, 0, 0)
+        magic, version, count = struct.unpack("<3i", file.read(12)) if content >= 0 else (0, 0, 0)
     if magic in MAGICS:
         expected, dtype, delimiter = MAGICS[magic]
         promised = count * int(dtype[-1])
-        if (version, size - HEADER) != (expected, promised):
+        if (version, content) != (expected, promised):
             raise UserError(
-                f"{path}: version {version} and {size - HEADER} bytes of tokens, but its header (magic {magic}, {count}"
-                f" tokens) means version {expected} and {promised} bytes: the file is damaged; write it again"
+                f"{path}: version {version}, {content} bytes of tokens, but its header (magic {magic}, {count} tokens)"
+                f" means version {expected}, {promised} bytes: it is damaged"
             )
         return Shard(path, count, dtype, HEADER), delimiter
     if not data_dtype:
-        magics = " or ".join(map(str, MAGICS))
-        raise UserError(f"{path} has no token-shard header (magic {magics}); give --data_dtype for nanoGPT's files")
+        raise UserError(f"{path} has no token-shard header of llm.c; give --data_dtype for nanoGPT's files")
     tokens, rest = divmod(size, 2 if data_dtype == "uint16" else 4)
     if not tokens or rest:
         raise UserError(f"{path}: {size} bytes are not a whole number of {data_dtype} tokens, at least one")
@@ -414,10 +413,9 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
 
 def read_index(folder: Path) -> dict:
     """index.json of a folder that `prepare` made; {} for shards from other tools."""
-    path = folder / INDEX
-    index = read_object(path) if path.exists() else {}
-    if "position" in index:
+    if (folder / PROGRESS).exists():
         raise UserError(f"{folder} is not prepared to its end: run its `python data.py prepare` again")
+    index = read_object(folder / INDEX) if (folder / INDEX).exists() else {}
     return index if "fingerprint" in index else {}
 
 
@@ -430,18 +428,13 @@ def prepare(
     from filelock import FileLock
 
     tokenizer, key = load_tokenizer(encoder.tokenizer), key_of(sources, encoder, shard_tokens, val_every)
-    index = read_json(out / INDEX)
-    if index.get("key") == key and "position" not in index:
+    index, progress = read_json(out / INDEX), out / PROGRESS
+    if index.get("key") == key and not progress.exists():
         return index  # also from a read-only folder; and ranks need not wait for the lock in turn
     out.mkdir(parents=True, exist_ok=True)
     with FileLock(out / ".lock"), _removed_if_empty(out):  # a lock is not removed while another process may wait for it
         index = read_json(out / INDEX)
         if index.get("key") != key:
-            if others := sorted({p.name for p in out.iterdir()} - {".lock", INDEX}):
-                raise UserError(
-                    f"--out {out} holds {', '.join(others[:3])}, made of other input or with another tokenizer, other"
-                    " flags or another version of the code: name another folder, or empty it"
-                )
             index = {
                 "key": key,
                 "tokenizer": encoder.tokenizer,
@@ -454,10 +447,15 @@ def prepare(
                 "skipped": 0,
                 "position": [0, 0],  # the source and its row behind the last shard; absent when all is done
             }
-        if "position" in index:
-            _read_progress(out, index)
+            _read_progress(progress, index)
+            others = sorted({path.name for path in out.iterdir()} - {".lock", INDEX})
+            if others and not index["files"]:
+                raise UserError(
+                    f"--out {out} holds {', '.join(others[:3])}, made of other input, or with other flags or code: name"
+                    " another folder, or empty it"
+                )
             _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad)
-        (out / PROGRESS).unlink(missing_ok=True)
+        progress.unlink(missing_ok=True)
     return index
 
 
@@ -472,37 +470,31 @@ def _removed_if_empty(out):
         raise
 
 
-def _read_progress(out, index):
-    """Moves the shards of an interrupted call into index.json. A kill may have cut the last line."""
-    if (out / PROGRESS).exists():
-        for record in map(json.loads, (out / PROGRESS).read_text().split("\n")[:-1]):
-            index["files"] |= record.pop("files")
-            index |= record
-        _write_index(out, index)
-
-
-def _write_index(out, index):
-    write_whole(out / INDEX, json.dumps(index, indent=1), sync=True)
-    (out / PROGRESS).write_text("")
+def _read_progress(path, index):
+    """Adds the shards of an interrupted call with the same key to an index."""
+    for line in path.read_text().split("\n") if path.exists() else ():
+        with contextlib.suppress(ValueError):  # a kill may have cut a line
+            record = json.loads(line)
+            if record.get("key") == index["key"]:
+                index["files"] |= record.pop("files")
+                index |= record
 
 
 def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
-    """Writes the shards behind the index's position."""
+    """Writes the shards behind the index's position, and then the index."""
     from tqdm import tqdm
 
     start, first = index["position"]
-    rest = tqdm(list(enumerate(sources))[start:], unit=" files", disable=None, leave=False)
     documents, whole = [i for i, source in enumerate(sources) if source.is_document], {}
     if 0 < val_every <= len(documents):
         whole = {i: number % val_every == 0 for number, i in enumerate(documents, 1)}
 
-    def rows_of(i, source):
-        passed = first if i == start else 0
-        if i not in whole:
-            return source.rows(passed, val_every)
-        return (row._replace(val=whole[i]) for row in source.rows(passed, 0))
+    def read_rows(i, source):
+        for row in source.rows(first if i == start else 0, 0 if i in whole else val_every):
+            yield row._replace(val=whole.get(i, row.val))
 
-    jobs = ((i, source.name, rows) for i, source in rest for rows in group_rows(rows_of(i, source), BATCH))
+    rest = tqdm([*enumerate(sources)][start:], unit=" files", disable=None, leave=False)
+    jobs = ((i, source.name, rows) for i, source in rest for rows in group_rows(read_rows(i, source), BATCH))
     tokens, size = {"train": [], "val": []}, 0
     counts = Counter(name.partition("-")[0] for name in index["files"])
     processes = cores() if sum(source.size for source in sources) > PARALLEL else 0
@@ -515,13 +507,13 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
             if size >= shard_tokens:
                 _write_shards(out, index, tokens, counts)
                 size = 0
-    if val_every and len(tokens["train"]) > 1 and not tokens["val"] and "val-00000.bin" not in index["files"]:
+    if val_every and len(tokens["train"]) > 1 and not tokens["val"] and not counts["val"]:
         tokens["val"].append(tokens["train"].pop())  # one document or conversation, of too few for val_every
     if not any(tokens.values()) and not index["files"]:
-        raise UserError(f"{', '.join(index['sources'][:3])}: no rows are left, so there is nothing to prepare")
+        raise UserError(f"{', '.join(index['sources'][:3])}: no rows are left")
     _write_shards(out, index, tokens, counts)
     del index["position"]
-    _write_index(out, index)
+    write_whole(out / INDEX, json.dumps(index, indent=1), sync=True)
 
 
 def _write_shards(out, index, tokens, counts):
@@ -529,20 +521,14 @@ def _write_shards(out, index, tokens, counts):
     files = {}
     for split, rows in tokens.items():
         if rows:
-            name = f"{split}-{counts[split]:05}{SHARD}"
+            name, joined = f"{split}-{counts[split]:05}{SHARD}", array("I", b"".join(rows))
+            sha256 = write_shard(out / name, joined, index["vocab_size"] if index["kind"] == "text" else 2**32)
+            files[name] = {"tokens": len(joined), "sha256": sha256}
             counts[split] += 1
-            joined = array("I", b"".join(rows))
-            digest = write_shard(out / name, joined, index["vocab_size"] if index["kind"] == "text" else 2**32)
-            files[name] = {"tokens": len(joined), "sha256": digest}
             rows.clear()
     index["files"] |= files
-    if not (out / PROGRESS).exists():
-        return _write_index(out, index)
-    record = {name: index[name] for name in ("kind", "skipped", "position")} | {"files": files}
     with open(out / PROGRESS, "a") as file:
-        file.write(json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+        file.write("\n" + json.dumps({name: index[name] for name in CHANGING} | {"files": files}))
 
 
 def digest(files: list[TextFile], *made_with) -> str:
@@ -552,26 +538,23 @@ def digest(files: list[TextFile], *made_with) -> str:
 
 def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
     """A hash of everything that prepared tokens depend on."""
-    code, tokenizer = (
-        [Path(__file__).with_name(name).read_text("utf-8") for name in CODE],
-        load_tokenizer(encoder.tokenizer),
-    )
+    code = [Path(__file__).with_name(name).read_text("utf-8") for name in CODE]
+    tokenizer = load_tokenizer(encoder.tokenizer)
     return digest(sources, encoder[1:], tokenizer.fingerprint, tokenizer.templates, options, code)
 
 
 def verify(path: Path) -> Iterator[str]:
     """Yields a message for each defect of a shard, or of a folder of shards: headers, and checksums if it has them."""
     folder = path if path.is_dir() else path.parent
-    index = read_index(folder)
-    known, found = index.get("files", {}), [Path(file.name) for file in find_files(str(path), "verify")]
-    for file in dict.fromkeys(found + [folder / name for name in known if path.is_dir()]):
+    known, files = read_index(folder).get("files", {}), [Path(file.name) for file in find_files(str(path), "verify")]
+    for file in dict.fromkeys(files + [folder / name for name in known if path.is_dir()]):
         try:
             find_shard(str(file), file.stat().st_size)
+            digest = known and hashlib.sha256(file.read_bytes()).hexdigest()
+            if known and known.get(file.name, {}).get("sha256") != digest:
+                yield f"{file} has changed since it was prepared (sha256): prepare the text again"
         except (FileNotFoundError, UserError) as e:
             yield str(e)
-            continue
-        if index and hashlib.sha256(file.read_bytes()).hexdigest() != known.get(file.name, {}).get("sha256"):
-            yield f"{file} has changed since it was prepared (sha256): prepare the text again"
 
 
 # ---- the command line
@@ -583,29 +566,28 @@ def main(argv: list[str], parse_args: Callable) -> None:
     commands = parser.add_subparsers(required=True, metavar="VERB")
     prepares, verifies, _ = (commands.add_parser(verb, help=VERBS[verb], allow_abbrev=False) for verb in VERBS)
     verifies.add_argument("path", nargs="+", type=Path, help="folders or .bin files")
-    prepares.epilog = "Flags of train.py that say how text is read: --text_field, --chat_fields, --skip_bad, --model"
-    add = prepares.add_argument
-    add(
-        "--data",
-        "--input",
-        nargs="+",
-        required=True,
-        help=f"files, globs, addresses (hf://, s3://, ...) or - (standard input): {FORMATS}",
+    prepares.epilog = (
+        f"Flags of train.py: {', '.join(NEEDED)} (the folder for the shards) are needed; --text_field, --chat_fields,"
+        " --skip_bad and --model say how text is read. --data - is standard input."
     )
-    add("--tokenizer", required=True, help="bytes, a file, a folder or a hub id")
-    add("--out", type=Path, required=True, help="folder for the shards; the same command resumes at the last one")
+    add = prepares.add_argument
+    add("--input", nargs="+", default=(), help="another name for --data")
     add("--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens per shard, or a few more (%(default)s)")
     add("--val_every", type=int, default=100, help="one document in N is held out; 0 = none (%(default)s)")
     args, flags = parser.parse_known_args(argv)
     if "path" in args:
-        if wrong := [line for path in args.path for line in verify(path)] + flags:
+        parser.parse_args(argv)  # refuses other flags
+        if wrong := [line for path in args.path for line in verify(path)]:
             raise UserError("\n".join(wrong))
-        print(f"{', '.join(map(str, args.path))}: all is as it should be")
-        return
-    config = parse_args([*flags, "--tokenizer", args.tokenizer, "--data", *args.data])
-    sources = [file for spec in args.data for file in find_files(spec, "--data")]
+        return print(f"{', '.join(map(str, args.path))}: all is as it should be")
+    prepares.refuse_typos(flags)
+    flags += ["--data", *args.input] if args.input else []
+    config = parse_args(flags)
+    if missing := [flag for flag in NEEDED if flag not in {word.partition("=")[0] for word in flags}]:
+        raise UserError(f"prepare needs {', '.join(missing)}")
     if args.shard_tokens < 1 or args.val_every < 0:
         raise UserError("--shard_tokens must be at least 1, and --val_every at least 0")
-    files = prepare(sources, Encoder.of(config), args.out, args.shard_tokens, args.val_every, config.skip_bad)["files"]
-    print(f"{args.out}: {sum(file['tokens'] for file in files.values())} tokens in {len(files)} shards")
-    print(f"Use it: --data {args.out} --tokenizer {args.tokenizer}")
+    sources, out = [file for spec in config.data for file in find_files(spec, "--data")], Path(config.out)
+    files = prepare(sources, Encoder.of(config), out, args.shard_tokens, args.val_every, config.skip_bad)["files"]
+    print(f"{out}: {sum(file['tokens'] for file in files.values())} tokens in {len(files)} shards")
+    print(f"Use it: --data {out} --tokenizer {config.tokenizer}")
