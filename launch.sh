@@ -13,10 +13,10 @@
 # bash launch.sh attach [--out DIR] [HOST]       go into its tmux session; Ctrl-B D comes back
 # bash launch.sh stop   [--out DIR] [--now]      let it save and stop; --now, or once more: at once, without saving
 # bash launch.sh doctor [--hosts A,B,C] [flags]  check every machine, and the network between them
-# bash launch.sh sync   [--hosts A,B,C]          copy code and environment to every machine's same path; rename other code
+# bash launch.sh sync   [--hosts A,B,C]          copy code and environment to every machine's same path
 # bash launch.sh top    [--out DIR]              status again and again, until Ctrl-C
 # bash launch.sh recipes                         the named runs, one line each
-# bash launch.sh setup  [flash-attn]             only make the environment, here; with that package, for --attention flash
+# bash launch.sh setup                           only make the environment, here
 # Without --out: the newest run in runs/. Relative paths are meant from the folder where you stand, on every machine.
 # Status: 0 finished or stopped, 2 a user error, 1 anything else.
 
@@ -49,29 +49,20 @@ for name in default_args ssh forward port retries retry_pause host_wait start_li
   settings+=("$name=${!name}")
 done
 
-install_flash() {
-  [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]] || complain 2 'flash-attn needs an NVIDIA GPU, an A100 or newer: there is none here.'
-  echo 'Where flash-attn has a wheel for this torch, its installer takes that. Else it compiles: that takes nvcc of the CUDA'
-  echo "toolkit$(command -v nvcc >/dev/null || echo ' (not here)'), 10 to 60 minutes, and 3 GB of memory for each of MAX_JOBS (${MAX_JOBS:-all cores}) at a time."
-  must_run 'Installing what builds flash-attn' "$python" -m pip install packaging ninja wheel
-  must_run 'Installing flash-attn' "$python" -m pip install --no-build-isolation flash-attn
-}
-
 hand_over() {  # hand_over VERB [WORD ...]
   local root
   root=$(pwd -P)
   cd -- "$stand" && exec "$python" "$root/launch/cluster.py" "${settings[@]}" python="$python" -- "$@"
 }
 
+verbs='train setup recipes status logs attach stop doctor sync top'
 verb=train
-verbs=(train setup recipes status logs attach stop doctor sync top)
 case ${1-@} in
-  train | setup | recipes | status | logs | attach | stop | doctor | sync | top) verb=$1 && shift ;;
   help | -h | --help) verb=help ;;
   @* | -*) ;;
   *)
-    near=$(python3 -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))' "$1" "${verbs[@]}") || true
-    complain 2 "'$1' is not a verb${near:+ (did you mean $near?)}. The verbs are ${verbs[*]}; without a verb, it is train." ;;
+    [[ " $verbs " == *" $1 "* ]] || complain 2 "'$1' is not a verb: $verbs. A recipe begins with @, a flag with --."
+    verb=$1 && shift ;;
 esac
 [[ ${1-} != -h && ${1-} != --help ]] || verb=help
 case $verb in
@@ -80,9 +71,8 @@ case $verb in
   recipes)
     for file in recipes/*.args; do printf '@%-32s %s\n' "$file" "$(sed '/^#/!Q; s/^# //' "$file" | tr '\n' ' ' | sed 's/\. .*/./')"; done ;;
   setup)
-    [[ $* == @(|flash-attn) ]] || complain 2 "setup takes flash-attn or nothing, not $*"
+    [[ ! $* ]] || complain 2 "setup takes no arguments, not $*"
     environment run
-    [[ ! $* ]] || install_flash
     echo "$("$python" -V) with torch $(torch_of "$python"): $python" ;;
   train | doctor | sync)
     environment run

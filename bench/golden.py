@@ -41,6 +41,7 @@ import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
+from itertools import product, zip_longest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,7 +50,8 @@ from lib.errors import Failure, Parser, prepare_python, run_script
 if __name__ == "__main__":
     prepare_python()
 
-import torch  # isort: skip
+import numpy as np  # isort: skip
+import torch
 from torch.multiprocessing import start_processes
 
 import log
@@ -74,10 +76,20 @@ SETS = {
     "avx2": ("avx2", "AVX2", "avx2", "fp32"),
     "default": ("default", "DEFAULT", "", "fp32"),
 }
-COMMON = (
-    f"--steps {STEPS} --log_every 1 --eval_every {STEPS} --eval_batches 2 --compile none --deterministic"
-    " --seq_len 32 --micro_batch 0 --batch_tokens 128 --lr 5e-3 --min_lr 1e-4 --warmup_steps 6 --seed 7 --reshard never"
-)
+COMMON = [
+    "--log_every=1",
+    "--eval_batches=2",
+    "--compile=none",
+    "--deterministic",
+    "--seq_len=32",
+    "--micro_batch=0",
+    "--batch_tokens=128",
+    "--lr=5e-3",
+    "--min_lr=1e-4",
+    "--warmup_steps=6",
+    "--seed=7",
+    "--reshard=never",
+]
 # FP8 scales experts per row, other layers per tensor.
 RECIPES = {
     "llama": "--data a.txt --model tiny-llama --dtype {dtype}",
@@ -129,12 +141,15 @@ def write_data(folder: Path) -> None:
     (folder / "chat.jsonl").write_text("".join(rows))
 
 
+def flags_of(recipe: str, dtype: str) -> list[str]:
+    return [*COMMON, f"--steps={STEPS}", f"--eval_every={STEPS}", *RECIPES[recipe].format(dtype=dtype).split()]
+
+
 def train_rank(index: int, recipe: str, dtype: str) -> None:
     """One of the three processes that train a recipe: process 0 alone, processes 1 and 2 as two ranks."""
     ranks, rank = (2, index - 1) if index else (1, 0)
     os.environ.update(WORLD_SIZE=str(ranks), RANK=str(rank))
-    words = f"{COMMON} {RECIPES[recipe]} --out {recipe}-{ranks}".format(dtype=dtype)
-    sys.exit(train.main(words.split()))
+    sys.exit(train.main([*flags_of(recipe, dtype), f"--out={recipe}-{ranks}"]))
 
 
 def train_all(dtype: str) -> None:
@@ -180,17 +195,7 @@ def measure(instructions: str) -> dict[str, Figures]:
         return runs
 
 
-def in_order(runs: dict[str, Figures]) -> dict[tuple[str, int, str], float]:
-    """(run, step, kind) -> figure, in the order of training."""
-    ordered = {}
-    for name, run in runs.items():
-        for step, (loss, norm) in enumerate(zip(run["loss"], run["grad_norm"], strict=True), 1):
-            ordered |= {(name, step, "loss"): loss, (name, step, "grad_norm"): norm}
-        ordered[name, STEPS, "val_loss"] = run["val_loss"]
-    return ordered
-
-
-def tolerance(run: str, step: int, kind: str, dtype: str) -> float:
+def tolerance(run: str, kind: str, step: int, dtype: str) -> float:
     """How much another machine's figure may differ from the record, relative to it."""
     if step > FIRST:
         return LATE[kind]
@@ -199,15 +204,18 @@ def tolerance(run: str, step: int, kind: str, dtype: str) -> float:
 
 
 def differences(expected: dict[str, Figures], measured: dict[str, Figures], dtype: str = "") -> list[str]:
-    """One line per run that differs, with its first differing figure. dtype: of the instruction set, to compare within
-    tolerances; empty: bit for bit."""
-    old, new, lines = in_order(expected), in_order(measured), {}
-    for key in old | new:
-        (run, step, kind), was, now = key, old.get(key, math.nan), new.get(key, math.nan)
-        limit = tolerance(*key, dtype) if dtype else 0.0
-        if not abs(now - was) <= limit * abs(was):  # also if one is missing
-            lines.setdefault(run, f"{run}: {kind} of step {step} is {now}, recorded {was}; earlier figures agree")
-    return list(lines.values())
+    """The first differing figure of each kind and run. dtype: of the instruction set, to compare within tolerances;
+    empty: bit for bit."""
+    lines = []
+    for run, kind in product(expected | measured, LATE):
+        old, new = (np.atleast_1d(runs.get(run, {}).get(kind, [])) for runs in (expected, measured))
+        pairs = zip_longest(old, new, fillvalue=math.nan)
+        for step, (was, now) in enumerate(pairs, STEPS if kind == "val_loss" else 1):
+            limit = tolerance(run, kind, step, dtype) if dtype else 0.0
+            if not abs(now - was) <= limit * abs(was):  # also if one is missing
+                lines.append(f"{run}: {kind} of step {step} is {now}, recorded {was}")
+                break
+    return lines
 
 
 def compare(instructions: str, measured: dict[str, Figures]) -> tuple[list[str], str]:

@@ -35,8 +35,21 @@ from lib.machine import find_device, memory_gib, set_allocators
 from lib.ranks import ALONE
 
 # Further flags of ours: the settings of train_peer.
-SAME = "--dtype bf16 --compile block --lr 1e-5 --schedule constant --warmup_steps 0 --beta1 0.9 --beta2 0.95"
-SAME += " --weight_decay 0 --clip 1 --tokenizer bytes --eval_every 0 --save_every 0 --sample_every 0"
+SAME = [
+    "--dtype=bf16",
+    "--compile=block",
+    "--lr=1e-5",
+    "--schedule=constant",
+    "--warmup_steps=0",
+    "--beta1=0.9",
+    "--beta2=0.95",
+    "--weight_decay=0",
+    "--clip=1",
+    "--tokenizer=bytes",
+    "--eval_every=0",
+    "--save_every=0",
+    "--sample_every=0",
+]
 SAME_STEP = 1e-4  # largest relative difference of loss and gradient norm of the first step in fp32
 
 
@@ -98,7 +111,7 @@ def race_training(
         with tempfile.TemporaryDirectory() as temporary:
             out = Path(temporary, "run")
             if ours == "flatland":
-                command = [ROOT / "train.py", *flags, *SAME.split(), *weights, *more.split()]
+                command = [ROOT / "train.py", *flags, *SAME, *weights, *more.split()]
                 command += ["--steps", 10 * steps, "--log_every", every, "--out", out]
             else:
                 command = [__file__, name, folder, out, steps, every, *flags]
@@ -154,12 +167,6 @@ def train_peer(name: str, folder: Path, out: Path, steps: int, every: int, flags
 # ---- the race in time to loss: (config, checkout of the peer, peak learning rate) -> (mean loss, one step)
 
 Step = Callable[[Tensor, Tensor, float], None]  # tokens, targets, and the share of the time that has passed
-RATES = {  # peak learning rates, for one turn each
-    "flatland adamw": (6e-3, 3e-3, 1.5e-3),
-    "flatland muon": (9e-3, 6e-3, 1.2e-2),
-    "nanoGPT": (1e-3, 2e-3, 6e-3),
-    "nanochat": (0.02, 0.03, 0.04),
-}
 
 
 def flatland(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]:
@@ -225,26 +232,34 @@ def nanochat(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]
     return model, step
 
 
+CONTENDERS = {"flatland adamw": flatland, "flatland muon": flatland, "nanoGPT": nanogpt, "nanochat": nanochat}
+RATES = {  # peak learning rates, for one turn each
+    "flatland adamw": (6e-3, 3e-3, 1.5e-3),
+    "flatland muon": (9e-3, 6e-3, 1.2e-2),
+    "nanoGPT": (1e-3, 2e-3, 6e-3),
+    "nanochat": (0.02, 0.03, 0.04),
+}
+
+
 def train_for(name: str, checkout: Path, out: Path, seconds: float) -> None:
     """Trains for `seconds`, with compilation, on the rows of the default recipe, and writes a record after each tenth
     of the time, which evaluations do not use up. name: CONTENDER, LR."""
     set_allocators()
     contender, rate = name.split(", ")
-    make = {"nanoGPT": nanogpt, "nanochat": nanochat}.get(contender, flatland)
     adamw = "--optimizer adamw --embed_lr 0 --weight_decay 0.1 --beta1 0.9" * contender.endswith("adamw")
     config, device = parse_args([*DEFAULT, *adamw.split()]), find_device(1)
-    batches, validation = iter(make_loader(config)), [b for part in make_loader(config, split="val") for b in part]
+    batches = (b.to(device) for (b,) in make_loader(config))
+    validation = [b.to(device) for part in make_loader(config, split="val") for b in part]
     begin, tokens, records = time.perf_counter(), 0, []
-    loss_of, step = make(config, checkout, float(rate))
+    loss_of, step = CONTENDERS[contender](config, checkout, float(rate))
     while len(records) < 10:
-        passed = time.perf_counter() - begin
-        (batch,) = next(batches)
-        step(batch.tokens.to(device), batch.targets.to(device), min(passed / seconds, 1.0))
+        batch = next(batches)
+        step(batch.tokens, batch.targets, min((time.perf_counter() - begin) / seconds, 1.0))
         tokens += batch.tokens.numel()
         stop = time.perf_counter()
         if stop - begin >= (len(records) + 1) * seconds / 10:
             with torch.no_grad():
-                losses = [loss_of(b.tokens.to(device), b.targets.to(device)).item() for b in validation]
+                losses = [loss_of(b.tokens, b.targets).item() for b in validation]
             records.append({"seconds": stop - begin, "tokens": tokens, "val_loss": sum(losses) / len(losses)})
             begin += time.perf_counter() - stop
     out.write_text(json.dumps(records))
@@ -252,32 +267,26 @@ def train_for(name: str, checkout: Path, out: Path, seconds: float) -> None:
 
 def bench_loss(args: Namespace) -> Iterator[Row]:
     """Validation loss after a fixed time of training, compilation included: same bytes, same rows, same machine."""
-    import matplotlib.pyplot as plt
-
-    seconds, folder = args.seconds or (300 if torch.cuda.is_available() else 120), Path(tempfile.mkdtemp())
+    seconds = args.seconds or (300 if torch.cuda.is_available() else 120)
     checkouts = {"nanoGPT": args.nanogpt, "nanochat": args.nanochat}
     for turn in range(3):  # contenders take turns
         for contender, rates in RATES.items():
-            name, checkout = f"{contender}, {rates[turn]:g}", checkouts.get(contender, ROOT)
-            if not checkout:
-                yield row("loss", name, f"not available: name a checkout with --{contender.lower()}")
-                continue
-            out = folder / f"{name}.json"
-            command = [sys.executable, __file__, name, str(checkout), out, str(seconds)]
-            compiles_anew = os.environ | {"TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp(dir=folder)}
-            done = subprocess.run(command, capture_output=True, text=True, env=compiles_anew)
-            if done.returncode:
-                yield row("loss", name, f"failed: {done.stderr[-400:]}")
-                continue
-            records = json.loads(out.read_text())
-            bits = [record["val_loss"] / math.log(2) for record in records]
-            plt.plot([record["seconds"] for record in records], bits, label=name)
-            last = records[-1]
-            note = f"{last['val_loss']:.3f} nats, {last['tokens']:,} tokens in {last['seconds']:.0f} s"
-            yield row("loss", name, note, median=bits[-1], unit="bits per byte")
-    plt.xlabel("seconds of training"), plt.ylabel("validation loss, bits per byte"), plt.legend()
-    plt.savefig(folder / "loss.png")
-    print(f"The curves are in {folder}")
+            if checkout := checkouts.get(contender, ROOT):
+                yield race_turn(f"{contender}, {rates[turn]:g}", checkout, seconds)
+
+
+def race_turn(name: str, checkout: Path, seconds: float) -> Row:
+    """One contender with one learning rate, in a new process that compiles anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, compiles_anew = Path(folder, "records.json"), os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
+        command = [sys.executable, __file__, name, str(checkout), out, str(seconds)]
+        done = subprocess.run(command, capture_output=True, text=True, env=compiles_anew)
+        if done.returncode:
+            return row("loss", name, f"failed: {done.stderr[-400:]}")
+        records = json.loads(out.read_text())
+        bits = [f"{record['val_loss'] / math.log(2):.3f}" for record in records]
+        note = f"{records[-1]['tokens']:,} tokens; after each tenth of {seconds:.0f} s: {' '.join(bits)}"
+        return row("loss", name, note, median=float(bits[-1]), unit="bits per byte")
 
 
 if __name__ == "__main__":

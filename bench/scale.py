@@ -50,13 +50,13 @@ def _measured(folder, work, *args):
     return costs | {"gib": gib, "files opened": len(opened)}, result
 
 
-def write_shards(folder: Path, count: int) -> None:
+def write_shards(folder: str, count: int) -> None:
     """A folder of shards as `data.py prepare` leaves it. All bytes are zero."""
     files = {f"train-{i:05}{SHARD}": {"tokens": TOKENS, "sha256": f"{i:064x}"} for i in range(count)}
     for name in files:
-        with open(folder / name, "wb") as file:
+        with open(f"{folder}/{name}", "wb") as file:
             file.truncate(HEADER + 4 * TOKENS)
-    (folder / INDEX).write_text(json.dumps(MADE_WITH | {"files": files}))
+    Path(folder, INDEX).write_text(json.dumps(MADE_WITH | {"files": files}))
 
 
 def open_shards(folder: str, rank: int, ranks: int, message: bytes) -> bytes:
@@ -74,24 +74,26 @@ def open_shards(folder: str, rank: int, ranks: int, message: bytes) -> bytes:
     return sent[0]
 
 
-def write_manifest(run: Path, ranks: int) -> None:
-    """The manifest of a run of Llama 3.1 405B on so many ranks, without the files that it lists."""
-    config = parse_args([*SETTINGS.split(), "bytes", "--out", str(run)])
+def write_manifest(run: str, ranks: int) -> int:
+    """Writes the manifest of a run on so many ranks, without the files that it lists -> its bytes."""
+    config = parse_args([*SETTINGS.split(), "bytes"])
     with torch.device("meta"):
-        parameters = dict(Transformer(config.model_config).named_parameters())
+        parameters = Transformer(config.model_config).named_parameters()
     layouts, rows = {}, []
-    for name, p in parameters.items():
-        divided = {"shape": [*p.shape], "dtype": "float32", "dim": sharded_dim(p, ranks), "parts": ranks}
-        layouts |= {f"{kind}.{name}": dict(divided) for kind in ("model", *MOMENTS)}
+    for name, p in parameters:
+        for kind in ("model", *MOMENTS):
+            dim = sharded_dim(p, ranks)
+            layouts[f"{kind}.{name}"] = {"shape": [*p.shape], "dtype": "float32", "dim": dim, "parts": ranks}
         layouts[f"step.{name}"] = {"shape": [], "dtype": "float32", "dim": 0, "parts": 1}
     checkpoint.assign_files(layouts)
     for file in sorted({layout["file"] for layout in layouts.values()}):
         rows += [{"file": file, "part": rank, "bytes": 2**31, "crc32": 2**31} for rank in range(ranks)]
-    about = {"format": checkpoint.FORMAT, "step": 1, "config": asdict(config), "model": asdict(config.model_config)}
-    temporary, folder = run / "temporary", checkpoint.step_folder(run, 1)
-    temporary.mkdir()
-    folder.parent.mkdir()
-    checkpoint._commit(temporary, folder, about | {"tensors": layouts, "files": rows}, config)
+    manifest = {"format": checkpoint.FORMAT, "step": 1, "config": asdict(config), "model": asdict(config.model_config)}
+    manifest |= {"tensors": layouts, "files": rows}
+    folder = checkpoint.step_folder(Path(run), 1)
+    folder.mkdir(parents=True)
+    text = json.dumps(manifest | {"crc32": checkpoint._crc_of(manifest)})
+    return (folder / "manifest.json").write_text(text)
 
 
 def read_manifest(run: str, rank: int, ranks: int) -> int:
@@ -105,21 +107,19 @@ def read_manifest(run: str, rank: int, ranks: int) -> int:
 
 
 def bench_scale(args: Namespace) -> Iterator[dict]:
-    """Resuming and starting on many ranks and shards; metadata: bytes of the manifest, which every rank reads, or that
-    rank 0 sends to every other rank."""
+    """Resuming and starting on many ranks and shards, measured on the last rank; metadata: bytes of the manifest, which
+    every rank reads, or that rank 0 sends to every other rank."""
     for saved_by, ranks in (*((n, n) for n in RANKS), (64, 1024), (1024, 64)):
         with tempfile.TemporaryDirectory() as run:
-            write_manifest(Path(run), saved_by)
+            size = write_manifest(run, saved_by)
             costs, files = measure(run, read_manifest, run, ranks - 1, ranks)
-            size = (checkpoint.step_folder(Path(run), 1) / "manifest.json").stat().st_size
-            place = {"what": "read a manifest", "ranks": ranks, "rank": ranks - 1, "shards": None}
-            yield place | costs | {"files opened": files, "metadata": size, "note": f"saved by {saved_by}"}
+            work = {"what": "read a manifest", "ranks": ranks, "shards": None}
+            yield work | costs | {"files opened": files, "metadata": size, "note": f"saved by {saved_by}"}
     for shards in SHARDS:
         with tempfile.TemporaryDirectory() as folder:
-            write_shards(Path(folder), shards)
+            write_shards(folder, shards)
             message = b""
             for ranks in RANKS:
-                costs, result = measure(folder, open_shards, folder, ranks - 1, ranks, message)
-                message = message or result
-                place = {"what": "open shards", "ranks": ranks, "rank": ranks - 1, "shards": shards}
-                yield place | costs | {"metadata": len(result), "note": ""}
+                costs, message = measure(folder, open_shards, folder, ranks - 1, ranks, message)
+                work = {"what": "open shards", "ranks": ranks, "shards": shards}
+                yield work | costs | {"metadata": len(message), "note": ""}

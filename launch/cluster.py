@@ -6,10 +6,11 @@ supervisor behind, which is a separate process, and follows the run's log. The s
 and asks the hosts for their state every few seconds. It decides when the job has failed, ends it everywhere, and
 relaunches it from the newest checkpoint under a new id.
 
-A run's state is in two files. Rank 0 writes `runs/NAME/status.json`: state, step and message of the training. The
-supervisor writes `logs/launch.json`: hosts, the attempt's id, and how the launch ended; `logs/launch.log` has the
-failures. The file `logs/stop` is a request to stop: rank 0 reads it, and the ranks vote. A `localhost` line is a node
-on this machine, which works in the same way without ssh. For all verbs except train, launch.json is the job.
+Rank 0 writes `runs/NAME/status.json`: state, step and message of the run. At the end of an attempt, the supervisor
+writes it, too. `logs/launch.json` has the hosts and the attempt's id, and the state while the supervisor lives, which
+holds `logs/supervisor.lock`; `logs/launch.log` has the failures. The file `logs/stop` is a request to stop: rank 0
+reads it, and the ranks vote. A `localhost` line is a node on this machine, which works in the same way without ssh. For
+all verbs except train, launch.json is the job.
 
 The job is relaunched as a whole because torchrun reliably regroups only in simple cases."""
 
@@ -21,6 +22,7 @@ import os
 import re
 import secrets
 import shlex
+import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -31,10 +33,23 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 from filelock import SoftFileLease, Timeout
 
 from config import parse_args
-from doctor import Host, ask, call, columns, problem, read_job, say, ssh_command, survey, verb_doctor, verb_sync
+from doctor import (
+    Host,
+    ask,
+    call,
+    check_command,
+    columns,
+    problem,
+    read_job,
+    say,
+    ssh_command,
+    survey,
+    verb_doctor,
+    verb_sync,
+)
 from lib.errors import Parser, UserError, printable, run_script
 from lib.files import FULL, ROOT, fill_old_lock, free_space
-from node import BACKGROUND, FOLLOWED, KILLED, SILENT, read, read_json, tail, write_json
+from node import FOLLOWED, KILLED, SILENT, read, read_json, tail, write_json
 
 GRACE = 20  # seconds that the others have to end by themselves once a part of the job is gone
 LOOK, LOOK_OVER_SSH = 0.5, 3  # seconds between two looks at a state
@@ -50,7 +65,6 @@ class End(NamedTuple):
     state: str
     step: int
     message: str
-    details: str = ""  # of a failure, for launch.log
 
     def __str__(self) -> str:
         step = f" at step {self.step}" if self.step else ""
@@ -60,9 +74,7 @@ class End(NamedTuple):
 def check(host: Host, job: dict, total: int) -> bool:
     """Prints the output of train.py's own check on a host, and exits with its status if it refuses -> whether there is
     something left to train."""
-    done = call(
-        host, job, "run", 1800, command=[job["python"], f"{ROOT}/train.py", *job["words"], "--check", str(total)]
-    )
+    done = call(host, job, "run", 1800, command=check_command(job, total))
     if error := problem(host, done):
         raise UserError(error)
     say(re.sub(r"^[a-z_]+=.*\n", "", done["out"], flags=re.M), end="")
@@ -104,14 +116,16 @@ class Supervisor:
         self.job, self.hosts, self.out = job, hosts, Path(job["out"])
         self.launch = {"out": job["out"], "ssh": job["ssh"], "hosts": [asdict(h) for h in hosts]}
 
-    def save(self, words: str = "", **values) -> None:
-        """Appends words to launch.log, then writes launch.json, so that a reader of the end finds the words. If the
-        disk is full, the next call tries again."""
+    def save(self, **values) -> None:
+        """Writes launch.json. If the disk is full, the next call tries again."""
         self.launch |= values | {"time": time.time()}
-        with contextlib.suppress(OSError), open(self.out / "logs/launch.log", "a") as log:
-            log.write(words)
         with contextlib.suppress(OSError):
             write_json(self.out / "logs/launch.json", self.launch)
+
+    def report(self, words: str) -> None:
+        """Appends to launch.log."""
+        with contextlib.suppress(OSError), open(self.out / "logs/launch.log", "a") as log:
+            log.write(words)
 
     def stop_requested(self) -> bool:
         return (self.out / "logs/stop").exists() or STOP_REASON in self.status().get("message", "")
@@ -125,45 +139,42 @@ class Supervisor:
 
     def run(self) -> None:
         job, saved, tries = self.job, last_saved(self.out), 0
-        while (end := self.tell(self.attempt())).state == "failed" and not self.stop_requested():
+        while (end := self.attempt()).state == "failed" and not self.stop_requested():
             newest = last_saved(self.out)
             if newest > saved:
                 saved, tries = newest, 0
             if tries == job["retries"]:
-                gave_up = f"Gave up after {tries} tries without progress\n" * bool(tries)
-                end = end._replace(details=end.details + gave_up + self.without(self.silent()))
+                self.report(
+                    f"Gave up after {tries} tries without progress\n" * bool(tries) + self.without(self.silent())
+                )
                 break
             pause = job["retry_pause"] * 2**tries
             tries += 1
-            words = (
-                f"{end.details}{end}\nRelaunching from {newest or 'the start'} in {pause} s: try {tries} of"
-                f" {job['retries']}\n"
-            )
-            self.save(words, state="waiting", step=end.step, message=end.message)
+            start = newest or "the start"
+            self.report(f"{end}\nRelaunching from {start} in {pause} s: try {tries} of {job['retries']}\n")
+            self.save(state="waiting", message=end.message)
             begin = time.monotonic()
             while not self.stop_requested() and time.monotonic() - begin < job["host_wait"]:
                 if time.monotonic() - begin > pause and not (self.ask("look") and self.silent()):
                     break
                 time.sleep(LOOK)
-            if self.stop_requested():
-                end = self.tell(End("stopped", end.step, "between two tries"))
-                break
-        self.save(end.details, state=end.state, step=end.step, message=end.message)
 
     def without(self, silent: list) -> str:
         """The command that continues without these hosts."""
-        others = [h for h in self.hosts if h not in silent]
+        others = ",".join(h.name for h in self.hosts if h not in silent)
         if not silent or not others:
             return ""
-        words = ["--hosts", ",".join(h.name for h in others), *self.job["words"], "--out", self.job["out"]]
-        words += ["--batch_tokens", str(read_json(self.out / "flags.json").get("batch_tokens", 0))]
-        names, command = ", ".join(h.label for h in silent), shlex.join(["bash", "launch.sh", *words])
-        return f"{names} did not come back. To continue from the newest checkpoint with the others:\n  {command}\n"
+        batch_tokens = read_json(self.out / "flags.json").get("batch_tokens", 0)
+        words = ["--hosts", others, *self.job["words"], "--out", self.job["out"], "--batch_tokens", str(batch_tokens)]
+        names = ", ".join(h.label for h in silent)
+        return f"{names} did not come back. To continue with the others:\n  bash launch.sh {shlex.join(words)}\n"
 
     def attempt(self) -> End:
         """One launch, to its end. A host that refuses the first attempt is the user's mistake."""
+        if self.stop_requested():
+            return self.tell(End("stopped", 0, "between two tries"))
         first, self.job["id"] = "id" not in self.launch, time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-        self.save(id=self.job["id"], state="starting")
+        self.save(id=self.job["id"], state="starting", message="")
         for host in self.hosts:  # a host that sees its new log folder shares the run folder
             host.silence = ""
             (self.out / "logs" / host.label / self.job["id"]).mkdir(parents=True)
@@ -171,9 +182,8 @@ class Supervisor:
         if problems := self.ask("start", self.job["start_limit"] + 20, **more):
             state = "error" if first and not self.silent() else "failed"
             self.ask("sweep")
-            return End(state, 0, "\n".join(problems))
-        self.save(message="", places={host.label: host.last["place"] for host in self.hosts})
-        return self.watch()
+            return self.tell(End(state, 0, "\n".join(problems)))
+        return self.tell(self.watch())
 
     def status(self) -> dict:
         """What rank 0 of this attempt has written."""
@@ -199,7 +209,7 @@ class Supervisor:
         return self.judge(cut)
 
     def judge(self, cut: list[Host] = ()) -> End:
-        """How an attempt ended, and why. cut: the hosts that did not answer when it ended."""
+        """How an attempt ended, and why; launch.log gets details. cut: the hosts that did not answer when it ended."""
         status, stopped, cause = self.status(), self.stop_requested(), first_cause(self.hosts, cut)
         state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
         if state in ("finished", "error") or (state == "stopped" and (stopped or cause["order"] >= SILENT)):
@@ -218,14 +228,15 @@ class Supervisor:
             details += message + "\n"
         if free_space(self.out)[0] < FULL:
             what += f"; the disk of {self.out} is full: free some space, then run the same command again"
-        return End("failed", step, what, details)
+        self.report(details)
+        return End("failed", step, what)
 
     def tell(self, end: End) -> End:
-        """Makes status.json, and after a failure the last line of log.txt, say what launch.json says. Ranks that were
-        killed, or that failed because another one did, have written nothing, or something else."""
+        """Writes an attempt's end into status.json, and a failure into log.txt: ranks that were killed, or that failed
+        because another one did, have written nothing, or something else."""
         status = read_json(self.out / "status.json")
         status |= {"state": end.state, "step": end.step or status.get("step", 0), "message": end.message}
-        status |= {"exit_code": EXIT.get(end.state, 0), "attempt": self.job["id"], "time": time.time()}
+        status |= {"exit_code": EXIT.get(end.state, 0), "attempt": self.job.get("id"), "time": time.time()}
         prefix = time.strftime("%Y-%m-%d %H:%M:%S E [cluster.py] ")
         with contextlib.suppress(OSError):
             write_json(self.out / "status.json", status)
@@ -257,8 +268,8 @@ def last_saved(out: Path) -> str:
 class Follower:
     """Shows new lines of log.txt and launch.log."""
 
-    def __init__(self, out: Path, name: str):
-        self.name, self.out, self.files = name, out, {out / "log.txt": sys.stdout, out / "logs/launch.log": sys.stderr}
+    def __init__(self, out: Path):
+        self.out, self.files = out, {out / "log.txt": sys.stdout, out / "logs/launch.log": sys.stderr}
         self.offsets = {path: path.stat().st_size if path.exists() else 0 for path in self.files}
 
     def show_new(self) -> None:
@@ -278,27 +289,26 @@ class Follower:
                 self.show_new()
                 time.sleep(LOOK)
         except KeyboardInterrupt:
-            say(f"\n{self.name} is {end.state}. {hints(self.name)}")
+            say(f"\n{self.out} is {end.state}. {hints(self.out)}")
             return 130
         self.show_new()
         status = EXIT.get(end.state, 0)
-        text = f"error: {end.message}" if status == 2 else f"{self.name}: {end}"
+        text = f"error: {end.message}" if status == 2 else f"{self.out}: {end}"
         say(text, sys.stderr if status else sys.stdout)
         return status
 
 
 def state_of(out: Path) -> End:
-    """The state of a run that a launcher, train.sbatch or the user's own torchrun started: the newer file counts, and
-    for an attempt of a launcher the launcher's."""
-    supervised = is_held(out / SUPERVISOR_LOCK)  # first: a supervisor's last act is launch.json
+    """The state of a run that a launcher, train.sbatch or the user's own torchrun started."""
+    supervised = is_held(out / SUPERVISOR_LOCK)  # first: a supervisor writes status.json, then it ends
     launch, status = read_launch(out), read_json(out / "status.json")
-    launched = launch.get("time", 0) > status.get("time", 0) or launch.get("id", "") == status.get("attempt")
-    last, step = launch if launched and launch["state"] in ENDED else status, status.get("step") or 0
+    step = status.get("step") or 0
     if supervised:
         return End(launch.get("state", "starting"), step, launch.get("message", ""))
-    if last.get("state") in ENDED:
-        return End(last["state"], step or last.get("step", 0), last.get("message", ""))
+    if status.get("state") in ENDED:
+        return End(status["state"], step, status.get("message", ""))
     if is_held(out / "lock"):  # of the job, see lib/run.py
+        launched = launch.get("id", "") == status.get("attempt")
         return End("running", step, "but its launcher is gone: nobody would relaunch it" * launched)
     return End("failed", step, "dead: it ended without a message")
 
@@ -306,30 +316,27 @@ def state_of(out: Path) -> End:
 # ---- the verbs
 
 
-def pick_run(verb: str, words: list[str]) -> tuple:
-    """The run of --out DIR; without it the run that was last launched or last wrote its status -> (folder, its name as
-    typed, the flags)"""
+def pick_run(verb: str, words: list[str]) -> tuple[Path, argparse.Namespace]:
+    """The run of --out DIR; without it the run that was last launched or last wrote its status -> (folder, flags)"""
     parser = Parser(prog=f"launch.sh {verb}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--out", metavar="DIR")
+    parser.add_argument("--out", metavar="DIR", type=Path)
     if verb == "stop":
         parser.add_argument("--now", action="store_true")
     if verb in ("logs", "attach"):
         parser.add_argument("which", nargs="?", default="")
-    flags, runs = parser.parse_args(words), sorted(Path("runs").glob("*/"))
-    if not flags.out and not runs:
-        raise UserError(f"runs/ has no run yet in {Path.cwd()}. Start one: bash launch.sh; or give a run's --out DIR")
-    out = Path(flags.out or max(runs, key=last_used))
-    if not out.is_dir():
-        raise UserError(f"--out {out} is not a folder in {Path.cwd()}; the folder runs/ has all runs")
-    return out.absolute(), str(out), flags
+    flags = parser.parse_args(words)
+    out = flags.out or max(Path("runs").glob("*/"), key=last_used, default=None)
+    if not out or not out.is_dir():
+        raise UserError(f"{out or 'runs/*'} is no run in {Path.cwd()}. Give --out DIR, or start one: bash launch.sh")
+    return out, flags
 
 
 def last_used(run: Path) -> float:
     return max(read_launch(run).get("time", 0.0), read_json(run / "status.json").get("time", 0.0))
 
 
-def hints(name: str) -> str:
-    run = shlex.quote(name)
+def hints(out: Path) -> str:
+    run = shlex.quote(str(out))
     return f"Watch it: bash launch.sh logs --out {run}   Stop it: bash launch.sh stop --out {run}"
 
 
@@ -339,23 +346,22 @@ def verb_train(words: list[str], settings: dict) -> int:
     survey(hosts, job)
     if not check(hosts[0], job, sum(h.slots for h in hosts)) or config.check >= 0:
         return 0
-    name, out = config.out, Path(config.out).absolute()
-    job |= {"out": str(out), "timeout": float(config.timeout)}
+    out = Path(config.out)
+    job |= {"out": str(out.absolute()), "timeout": float(config.timeout)}
     for host in hosts:
         host.session = session_of(out, host.node)
     if state_of(out).state not in ENDED:
-        raise UserError(f"{name} is being trained already. {hints(name)}")
+        raise UserError(f"{out} is being trained already. {hints(out)}")
     (out / "logs").mkdir(parents=True, exist_ok=True)
     (out / "logs/stop").unlink(missing_ok=True)
-    follower = Follower(out, name)
+    follower = Follower(out)
     pid = leave_behind(Supervisor(job, hosts))
-    while (launch := read_launch(out))["state"] == "starting" and os.waitpid(pid, os.WNOHANG) == (0, 0):
+    while (state := read_launch(out)["state"]) == "starting" and os.waitpid(pid, os.WNOHANG) == (0, 0):
         time.sleep(0.1)
-    if launch["state"] == "running":
-        place = launch["places"][hosts[0].label]
-        say(f"Started {name} on {', '.join(h.label for h in hosts)}: {place}; log in {name}/log.txt")
+    if state == "running":
+        say(f"Started {out} on {', '.join(h.label for h in hosts)}; log in {out}/log.txt")
         if flags.detach or (len(hosts) > 1 and not sys.stdout.isatty()):
-            say(hints(name))
+            say(hints(out))
             return 0
     return follower.to_the_end()
 
@@ -382,17 +388,18 @@ def leave_behind(supervisor: Supervisor) -> int:
         with SoftFileLease(supervisor.out / SUPERVISOR_LOCK).acquire(timeout=60):
             supervisor.run()
     except Exception as e:
-        supervisor.save(state="failed", message=f"the launcher failed: {e!r}")
+        supervisor.tell(End("failed", 0, f"the launcher failed: {e!r}"))
     os._exit(0)
 
 
-def verb_logs(out: Path, name: str, flags: argparse.Namespace) -> int:
+def verb_logs(out: Path, flags: argparse.Namespace) -> int:
     if flags.which:
         follow = [] if state_of(out).state in ENDED else ["-F"]
         os.execvp("tail", ["tail", "-n", "20", *follow, "--", *map(str, output_files(out, flags.which))])
-    say(tail(out / "log.txt", 50), end="")
-    say(tail(out / "logs/launch.log", 50), sys.stderr, end="")
-    return Follower(out, name).to_the_end()
+    follower = Follower(out)
+    for path, stream in follower.files.items():
+        say(tail(path, 50), stream, end="")
+    return follower.to_the_end()
 
 
 def find_host(launch: dict, label: str) -> Host:
@@ -413,11 +420,11 @@ def output_files(out: Path, which: str) -> list[Path]:
     return sorted((out / "logs" / host.label / launch["id"]).glob(pattern))
 
 
-def verb_status(out: Path, name: str, flags: argparse.Namespace) -> None:
+def verb_status(out: Path, flags: argparse.Namespace) -> None:
     launch, end = read_launch(out), state_of(out)
     batches = re.findall(r"Batch \d+ Loss.*", tail(out / "log.txt", 200))
-    rows = [("run", name), ("state", end.state), ("step", str(end.step)), ("message", end.message)]
-    say(columns([*rows, ("last batch", "".join(batches[-1:]))]))
+    rows = {"run": str(out), "state": end.state, "step": str(end.step), "message": end.message}
+    say(columns([*rows.items(), ("last batch", "".join(batches[-1:]))]))
     if hosts := hosts_of(launch):
         ask(hosts, launch, "look", gpus=True)
         say(columns([("host", "session", "ranks", "load in %, memory in MiB of each GPU"), *map(host_row, hosts)]))
@@ -432,15 +439,15 @@ def host_row(host: Host) -> tuple:
     return host.label, host.session, ranks, "; ".join(answer["gpus"])
 
 
-def verb_stop(out: Path, name: str, flags: argparse.Namespace) -> int:
+def verb_stop(out: Path, flags: argparse.Namespace) -> int:
     launch, end, request_file = read_launch(out), state_of(out), out / "logs/stop"
     if end.state in ENDED:
-        say(f"{name} is not running: {end.state}")
+        say(f"{out} is not running: {end.state}")
         return 0
     now = flags.now or request_file.exists()
     how = " at once, without saving" if now else ": it ends its step and saves. The same once more stops it at once."
-    say(f"Stopping {name}{how}")
-    follower = Follower(out, name)
+    say(f"Stopping {out}{how}")
+    follower = Follower(out)
     with contextlib.suppress(OSError):  # a full disk takes no text; the processes are killed below
         request_file.parent.mkdir(exist_ok=True)
         request_file.write_text("now" * now)
@@ -449,18 +456,16 @@ def verb_stop(out: Path, name: str, flags: argparse.Namespace) -> int:
     return follower.to_the_end()
 
 
-def verb_attach(out: Path, name: str, flags: argparse.Namespace) -> None:
+def verb_attach(out: Path, flags: argparse.Namespace) -> None:
     launch = read_launch(out)
     host = find_host(launch, flags.which)
-    place = launch["state"] if launch.get("state") in ENDED else launch.get("places", {}).get(host.label)
-    if place in (BACKGROUND, *ENDED):
-        raise UserError(
-            f"{name} is in no tmux session ({place}); its output: bash launch.sh logs --out {shlex.quote(name)}"
-        )
-    command = ["tmux", "attach", "-t", f"={host.session}"]
+    command = f"tmux attach -t ={host.session}"
     if not host.local:
-        command = [*ssh_command(host, f"-t {launch['ssh']}"), shlex.join(command)]
-    os.execvp(command[0], command)
+        command = shlex.join([*ssh_command(host, f"-t {launch['ssh']}"), command])
+    if state_of(out).state in ENDED or subprocess.call(command, shell=True):
+        raise UserError(
+            f"{out} has no tmux session there; its output: bash launch.sh logs --out {shlex.quote(str(out))}"
+        )
 
 
 def main(argv: list[str]) -> int | None:

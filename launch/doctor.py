@@ -29,8 +29,8 @@ from lib.files import ROOT
 from node import last_line, own_files
 
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\])(?::\d+)?)(?:\s+slots=([1-9]\d*))?")
-COPIED = "*.py *.sh *.sbatch *.toml *.md requirements.txt hosts recipes lib launch bench .venv"  # by sync
 LIMIT, WANTED = 60, 100  # an all-reduce: seconds that it may take, MB/s that it should reach (1 Gbit/s has 100)
+VERSIONS = "import platform, torch; print(torch.__version__, 'python', platform.python_version())"
 
 
 @dataclass
@@ -193,41 +193,32 @@ def survey(hosts: list[Host], job: dict) -> None:
 
 
 def verb_sync(words: list[str], settings: dict) -> None:
-    """Copies code and environment to all hosts at once, and renames code files there that are not here."""
+    """Copies code and environment to all hosts at once."""
     parser = Parser(prog="launch.sh sync", add_help=False, allow_abbrev=False)
     parser.add_argument("--hosts", default="")
     hosts = [host for host in read_hosts(parser.parse_args(words).hosts) if not host.local]
     with tempfile.NamedTemporaryFile(dir=ROOT, prefix=".seen-") as mark:
-        failed = on_all(lambda host: copy_files(host, settings["ssh"], os.path.basename(mark.name)), hosts)
-    refuse(
-        [
-            f"{host.label}: the copy failed with status {status}"
-            for host, status in zip(hosts, failed, strict=True)
-            if status
-        ]
-    )
-    refuse(ask(hosts, settings, "set_aside", 60, files=own_files()))
-    for host in hosts:
-        for name, new in host.last["strays"].items():
-            say(f"{host.label}: {name}, which is not here, is {new} now")
-        say(f"{host.label}: has the files of this folder")
+        problems = on_all(lambda host: copy_files(host, settings["ssh"], os.path.basename(mark.name)), hosts)
+    refuse(list(filter(None, problems)))
 
 
-def copy_files(host: Host, options: str, mark: str) -> int:
-    """Copies files to the host's same path, unless it sees the file `mark` of this folder -> the status."""
-    ssh, root = ssh_command(host, options), shlex.quote(str(ROOT))
-    files = [path.name for pattern in COPIED.split() for path in ROOT.glob(pattern)]
+def copy_files(host: Host, options: str, mark: str) -> str:
+    """Copies files to the host's same path, unless it sees the file `mark` of this folder -> the problem, if any."""
+    ssh, root, files = ssh_command(host, options), shlex.quote(str(ROOT)), [*own_files(), ".venv"]
     look = f"mkdir -p {root} && cd {root} && if [ -e {mark} ]; then echo shared; else command -v rsync; fi; true"
-    found = subprocess.run([*ssh, look], stdout=subprocess.PIPE, text=True)
-    if found.returncode or "shared" in found.stdout:
-        return found.returncode
-    if shutil.which("rsync") and "/rsync" in found.stdout:  # rsync adds x, a host, to the command: it is dropped
-        shell = f"sh -c 'shift; exec ssh {options} -- ssh://{host.name} \"$@\"' sh"
-        command = ["rsync", "-aRs", "-e", shell, "--", *files, f"x:{ROOT}/"]
-    else:
-        copy = f"tar -cf - {shlex.join(files)} | {shlex.join([*ssh, f'tar -C {root} -xf -'])}"
-        command = ["bash", "-o", "pipefail", "-c", copy]
-    return subprocess.run(command, cwd=ROOT).returncode
+    done = subprocess.run([*ssh, look], stdout=subprocess.PIPE, text=True)
+    if done.returncode == 0 and "shared" not in done.stdout:
+        if shutil.which("rsync") and "/rsync" in done.stdout:  # rsync adds x, a host, to the command: it is dropped
+            shell = f"sh -c 'shift; exec ssh {options} -- ssh://{host.name} \"$@\"' sh"
+            command = ["rsync", "-aRs", "-e", shell, "--", *files, f"x:{ROOT}/"]
+        else:
+            copy = f"tar -cf - {shlex.join(files)} | {shlex.join([*ssh, f'tar -C {root} -xf -'])}"
+            command = ["bash", "-o", "pipefail", "-c", copy]
+        done = subprocess.run(command, cwd=ROOT)
+    if done.returncode:
+        return f"{host.label}: the copy failed with status {done.returncode}"
+    say(f"{host.label}: has the files of this folder")
+    return ""
 
 
 def settle_addresses(hosts: list[Host]) -> None:
@@ -264,13 +255,13 @@ def share_machine(together: list[Host], nproc: int) -> list[str]:
 def verb_doctor(words: list[str], settings: dict) -> int:
     _, hosts, job = read_job(words, settings)
     survey(hosts, job)
-    refuse(ask(hosts, job, "examine", 1800, total=sum(h.slots for h in hosts)))
+    examined = on_all(lambda host: examine(host, job, sum(h.slots for h in hosts)), hosts)
     speed, error, suspects = find_slow(hosts, job)
     advice = f"{error or 'slow'}; see cable, firewall and the errors that `ip -s link` counts"
-    versions = [host.last["torch"][0] for host in hosts]
+    versions = [checks["torch"][0] for checks in examined]
     usual, table, red = max(versions, key=versions.count), [], []
-    for host in hosts:
-        checks = host.last | {"all-reduce": [f"{speed:.0f} MB/s", advice * (host in suspects)]}
+    for host, checks in zip(hosts, examined, strict=True):
+        checks["all-reduce"] = [f"{speed:.0f} MB/s", advice * (host in suspects)]
         checks["torch"][1] += f"others have {usual}; bash launch.sh sync" * (checks["torch"][0] != usual)
         marked = (f"{'✗' if remedy else '✓'} {value}" if value else "not checked" for value, remedy in checks.values())
         table.append([host.label, *marked])
@@ -279,18 +270,38 @@ def verb_doctor(words: list[str], settings: dict) -> int:
     return int(bool(red))
 
 
-# ---- the network
+def examine(host: Host, job: dict, total: int) -> dict[str, list[str]]:
+    """A host's part of the table: name -> [value, remedy or nothing if it is right]"""
+    versions, problem = run(host, job, 60, [job["python"], "-c", VERSIONS])
+    output, mistake = run(host, job, 1800, check_command(job, total))
+    return {
+        "torch": [versions.strip() or "no", problem],
+        "data, weights": ["no" if mistake else "there", mistake],
+        "attention": ["".join(re.findall("^attention=(.*)", output, re.M)), ""],
+    }
+
+
+def check_command(job: dict, total: int) -> list[str]:
+    """train.py's own check for a run on so many ranks."""
+    return [job["python"], f"{ROOT}/train.py", *job["words"], "--check", str(total)]
+
+
+def run(host: Host, job: dict, patience: float, command: list[str], **env: str) -> tuple[str, str]:
+    """Runs a command on the host -> (its output, the reason if it failed)"""
+    done = call(host, job, "run", patience, command=command, env=job["env"] | env)
+    if error := problem(host, done):
+        return "", error
+    return done["out"], (last_line(done["err"]).removeprefix("error: ") or "it failed") if done["exit"] else ""
 
 
 def measure(hosts: list[Host], job: dict) -> tuple[float, str]:
     """(MB/s of an all-reduce over these hosts, the reason if it failed)"""
-    env = job["env"] | {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(job["port"]), "WORLD_SIZE": str(len(hosts))}
+    env = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(job["port"]), "WORLD_SIZE": str(len(hosts))}
 
     def take_part(host: Host) -> tuple[float, str]:
-        command = [job["python"], "launch/node.py", "all_reduce", host.address]
-        done = call(host, job, "run", LIMIT, command=command, env=env | {"RANK": str(hosts.index(host))})
-        error = problem(host, done) or done["exit"] and last_line(done["err"])
-        return (0.0, error) if error else (float(last_line(done["out"])), "")
+        command = [job["python"], f"{ROOT}/launch/node.py", "all_reduce", host.address]
+        output, error = run(host, job, LIMIT, command, **env, RANK=str(hosts.index(host)))
+        return (0.0, error) if error else (float(last_line(output)), "")
 
     return min(on_all(take_part, hosts))
 

@@ -39,7 +39,6 @@ OF_A_PEER = re.compile(
     r"|Failure: rank .*: no step has ended for "
     r"|RuntimeError: .*(gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe)"
 )
-BACKGROUND = "background"  # the place of an agent without a tmux session
 # The variables that a tmux server gets. It keeps the environment of its start and shows it to everybody.
 PLAIN_ENVIRONMENT = "HOME LANG LOGNAME PATH SHELL TERM TMPDIR TMUX_TMPDIR USER XDG_RUNTIME_DIR"
 OWN_FILES = (
@@ -150,25 +149,22 @@ def first_cause(logs, status):
     """The first cause of a failure on this host, where the agent's command ended with this status; None: no failure."""
     if not status:
         return None
-    causes = [rank_cause(logs, *failure) for failure in read_json(logs / "failures.json")]
-    who, file = f"the run on {logs.parent.name}", logs / "agent.stderr.log"
-    causes.append(cause(KILLED if status < 0 else FOLLOWED, who, status, file))
-    # torchrun also kills ranks that do not exit after another rank's failure, so a kill does not count more here
-    return min(causes, key=lambda cause: cause["order"] or FAILED)
+    causes, host = [], logs.parent.name
+    for rank, local_rank, code, error in read_json(logs / "failures.json"):
+        # torchrun ends ranks with SIGTERM, and NCCL aborts a rank whose peers do not answer. torchrun also kills ranks
+        # that do not exit after another rank's failure, so a kill counts no more than a failure here
+        follows = OF_A_PEER.match(error) or code in (-signal.SIGTERM, -signal.SIGABRT)
+        file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), logs / "agent.stderr.log")
+        order = FOLLOWED if follows else KILLED if code == -signal.SIGKILL else FAILED
+        causes.append(cause(order, f"rank {rank} on {host}", code, file, error))
+    causes.append(cause(KILLED if status < 0 else FOLLOWED, f"the run on {host}", status, logs / "agent.stderr.log"))
+    return min(causes, key=lambda cause: max(cause["order"], FAILED))
 
 
-def rank_cause(logs, rank, local_rank, status, error):
-    """A failed rank as a cause, judged by its exit status and its error file."""
-    # torchrun ends ranks with SIGTERM, and NCCL aborts a rank whose peers do not answer
-    follows = OF_A_PEER.match(error) or status in (-signal.SIGTERM, -signal.SIGABRT)
-    order = FOLLOWED if follows else KILLED if status == -signal.SIGKILL else FAILED
-    file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), logs / "agent.stderr.log")
-    return cause(order, f"rank {rank} on {logs.parent.name}", status, file) | {"error": error}
-
-
-def cause(order, who, status, file):
+def cause(order, who, status, file, error=""):
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
-    return {"order": order, "what": f"{who} {how}", "status": status, "file": str(file), "tail": tail(file, 30)}
+    about = {"status": status, "error": error, "file": str(file), "tail": tail(file, 30)}
+    return {"order": order, "what": f"{who} {how}", **about}
 
 
 def torchrun(logs, *words):
@@ -198,16 +194,6 @@ def own_files():
     return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
 
 
-def set_aside(request):
-    """Renames this host's files of the project that the launching machine does not have, because an old module may be
-    imported instead of a new one -> {old name: new name}"""
-    ending = time.strftime(".%Y%m%d-%H%M%S")  # no pattern of OWN_FILES matches it
-    strays = {name: name + ending for name in sorted(own_files().keys() - request["files"])}
-    for name, new in strays.items():
-        os.rename(ROOT / name, ROOT / new)
-    return {"strays": strays}
-
-
 def query(fields):
     """What nvidia-smi says of each GPU, in a line; [] if it is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
@@ -222,14 +208,11 @@ def probe(request):
     gpus = query("index")
     if gpus and (visible := {**os.environ, **request["env"]}.get("CUDA_VISIBLE_DEVICES")) is not None:
         gpus = [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
-    differ = {name for name, _ in own_files().items() ^ request["files"].items()}
     if not os.path.isdir(request["cwd"]):
         return {"refused": f"there is no folder {request['cwd']} there, from which relative paths are meant"}
-    return {
-        "connection": os.environ.get("SSH_CONNECTION", "").split(),
-        "gpus": gpus,
-        "differ": sorted(differ) + [request["python"]] * (not os.access(request["python"], os.X_OK)),
-    }
+    differ = [name for name, _ in sorted(request["files"].items() - own_files().items())]
+    differ += [request["python"]] * (not os.access(request["python"], os.X_OK))
+    return {"connection": os.environ.get("SSH_CONNECTION", "").split(), "gpus": gpus, "differ": differ}
 
 
 def environment(request):
@@ -273,13 +256,13 @@ TORCHRUN = (
 
 
 def start(request):
-    """Starts the agent, in a tmux session if tmux works, otherwise in the background -> its place. Kills the
-    processes of earlier attempts. Refuses if this host does not see the run folder."""
+    """Starts the agent, in a tmux session if tmux works, otherwise in the background. Kills the processes of earlier
+    attempts. Refuses if this host does not see the run folder."""
     logs = log_folder(request)
     if not logs.is_dir():
         return {
-            "refused": f"the folder {request['out']} there is not the one here: give --out one that all hosts and this"
-            " machine see, because each checkpoint has parts of all hosts"
+            "refused": f"the folder {request['out']} there is not the one here: each checkpoint has parts of all hosts,"
+            " so --out must be a folder that all hosts and this machine see"
         }
     kill_all(logs.parent)
     env = environment(request) | {"TORCHELASTIC_ERROR_FILE": f"{logs}/error.json"}
@@ -292,29 +275,27 @@ def start(request):
     handle, parcel = tempfile.mkstemp(prefix="flatland-")
     with os.fdopen(handle, "w") as file:
         json.dump([request["cwd"], command, env], file)
-    place = open_session(request["session"], [sys.executable, os.path.abspath(__file__), "enter", parcel], logs)
+    open_session(request["session"], [sys.executable, os.path.abspath(__file__), "enter", parcel], logs)
     end = time.monotonic() + request["start_limit"]
     while not (logs / "agent.json").exists():
         if time.monotonic() > end:
             kill_all(logs)
             with contextlib.suppress(OSError):
                 os.unlink(parcel)
-            return {"refused": f"the agent did not start in {request['start_limit']} s ({place})"}
+            return {"refused": f"the agent did not start in {request['start_limit']} s"}
         time.sleep(0.05)
-    return {"place": place}
+    return {}
 
 
 def open_session(session, command, logs):
-    """Starts a command that outlives this process, in tmux if that works -> its place."""
+    """Starts a command that outlives this process, in tmux if that works."""
     plain = {key: os.environ[key] for key in PLAIN_ENVIRONMENT.split() if key in os.environ}
-    if shutil.which("tmux"):
-        tmux = ["tmux", "new-session", "-d", "-s", session, *command]
-        if subprocess.run(tmux, env=plain, capture_output=True).returncode == 0:
-            return f"tmux session {session}"
+    tmux = ["tmux", "new-session", "-d", "-s", session, *command]
+    if shutil.which("tmux") and not subprocess.run(tmux, env=plain, capture_output=True).returncode:
+        return
     nothing = subprocess.DEVNULL
     with open(logs / "background.stderr.log", "wb") as err:
         subprocess.Popen(command, env=plain, stdin=nothing, stdout=nothing, stderr=err, start_new_session=True)
-    return BACKGROUND
 
 
 def enter(parcel):
@@ -346,28 +327,6 @@ def sweep(request):
     state = look(request)
     kill_all(log_folder(request))
     return state
-
-
-# ---- for doctor
-
-VERSIONS = """import platform, torch
-print(torch.__version__, "python", platform.python_version(), "cuda", torch.version.cuda,
-*("nccl", *torch.cuda.nccl.version()) if torch.cuda.is_available() else ())"""
-
-
-def examine(request):
-    """The rows of doctor's table for this host: name -> [value, remedy or nothing if it is right]"""
-    python = request["python"]
-    torch = run({**request, "command": [python, "-c", VERSIONS]})
-    check = run(
-        {**request, "command": [python, f"{ROOT}/train.py", *request["words"], "--check", str(request["total"])]}
-    )
-    error = (last_line(check["err"]).removeprefix("error: ") or "it failed") if check["exit"] else ""
-    return {
-        "torch": [torch["out"].strip() or "no", last_line(torch["err"]) if torch["exit"] else ""],
-        "data, weights": ["no" if error else "there", error],
-        "attention": ["".join(re.findall("^attention=(.*)", check["out"], re.M)), ""],
-    }
 
 
 def all_reduce(address):

@@ -1,16 +1,17 @@
 """How an attempt is judged, what is asked of hosts, and the list of hosts: without a launch."""
 
+import contextlib
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
+from filelock import SoftFileLease
 
 import cluster
 import doctor
@@ -18,7 +19,6 @@ import node
 from cluster import Supervisor
 from doctor import Host, read_hosts, settle_addresses, share_machine
 from lib.errors import UserError
-from lib.run import take_lock
 
 LIMIT = 120  # seconds; nothing here takes long, but machines may be busy
 NAME = os.uname().nodename
@@ -78,30 +78,20 @@ BUG = "Traceback\nKeyError: 'x'"
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:9] Connection reset by peer"
 CAUSES = {
     # failed ranks as (rank, exit status, error), the first one first; torchrun's status -> order, words
-    "a bug": (
-        [(1, 1, "Error: restore, Socket, peer"), (0, -15, "")],
-        1,
-        node.FAILED,
-        "rank 1 on a failed with status 1",
-    ),
+    "a bug": ([(1, 1, "Error: restore, Socket, peer"), (0, -15, "")], 1, node.FAILED, "rank 1 on a failed"),
     "a bug, and torchrun killed a deaf one": ([(1, 1, "KeyError"), (0, -9, "")], 1, node.FAILED, "rank 1 on a failed"),
     "killed": ([(0, 1, PEER), (1, -9, "")], 1, node.KILLED, "rank 1 on a was ended by SIGKILL"),
     "a peer's end": ([(0, 1, PEER)], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
     "a stop": ([(0, 1, "PeerFailure: rank 0 on a: stopped at once")], 1, node.FOLLOWED, "rank 0 on a failed"),
     "the store's end": ([(0, 1, "DistNetworkError: x")], 1, node.FOLLOWED, "rank 0 on a failed with status 1"),
-    "a hang": (
-        [(0, 1, "Failure: rank 0 on a: After step 7: no step has ended for 61 s")],
-        1,
-        node.FOLLOWED,
-        "status 1",
-    ),
+    "a hang": ([(0, 1, "Failure: rank 0 on a: no step has ended for 61 s")], 1, node.FOLLOWED, "status 1"),
     "NCCL's abort at a peer's end": ([(0, -6, "")], 1, node.FOLLOWED, "SIGABRT"),
     "a segmentation fault": ([(0, -11, "")], 1, node.FAILED, "rank 0 on a was ended by SIGSEGV"),
     "the user's mistake": ([(0, 2, "UserError: Timed out")], 1, node.FAILED, "status 2"),
     "ended from outside": ([(0, -15, "")], 1, node.FOLLOWED, "SIGTERM"),
     "torchrun was killed": ([], -9, node.KILLED, "the run on a was ended by SIGKILL"),
     "torchrun failed": ([], 1, node.FOLLOWED, "the run on a failed"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("failed, status, order, words", CAUSES.values(), ids=CAUSES)
@@ -155,6 +145,10 @@ def supervisor(tmp_path):
     return supervisor
 
 
+def launch_log(supervisor) -> str:
+    return node.read(supervisor.out / "logs/launch.log")
+
+
 @pytest.mark.parametrize("status, asked, results, state, output", JUDGEMENTS.values(), ids=JUDGEMENTS)
 def test_how_an_attempt_is_judged(supervisor, status, asked, results, state, output):
     if asked:
@@ -166,25 +160,23 @@ def test_how_an_attempt_is_judged(supervisor, status, asked, results, state, out
     found = supervisor.judge()
     assert (found.state, output in found.message) == (state, True)
     if output == "b failed":
-        assert BUG in found.details and "---- the end of f" in found.details
+        assert f"---- the end of f\n{BUG}" in launch_log(supervisor)
 
 
-@pytest.mark.parametrize("state, attempt, age, locked, expected", [
-    ("running", "7-0", 0, True, ("running", "")),  # Slurm's
-    ("running", "7-0", 0, False, ("failed", "dead: it ended without a message")),
-    ("stopped", "7-0", 0, False, ("stopped", "m")),
-    ("stopped", "old", 9, False, ("failed", "ours")),  # our launch came later, and never began
-    ("finished", "x", 0, False, ("failed", "ours")),  # our attempt's: the supervisor knows better
+@pytest.mark.parametrize("state, attempt, lock, expected", [
+    ("running", "7-0", "lock", ("running", "")),  # Slurm's
+    ("running", "x", "lock", ("running", "but its launcher is gone: nobody would relaunch it")),
+    ("running", "7-0", "", ("failed", "dead: it ended without a message")),
+    ("stopped", "7-0", "", ("stopped", "m")),
+    ("finished", "x", cluster.SUPERVISOR_LOCK, ("waiting", "ours")),  # the supervisor knows better
 ])  # fmt: skip
-def test_a_run_of_slurm_is_known_by_its_status_and_its_lock(supervisor, state, attempt, age, locked, expected):
-    out = supervisor.out
-    supervisor.save(state="failed", message="ours")
-    status = {"state": state, "step": 7, "message": "m" if state == "stopped" else "", "attempt": attempt}
-    node.write_json(out / "status.json", status | {"time": time.time() - age})
-    lock = take_lock(out) if locked else None
-    end = cluster.state_of(out)
+def test_the_state_of_a_run_follows_from_its_status_and_its_locks(supervisor, state, attempt, lock, expected):
+    supervisor.save(state="waiting", message="ours")
+    status = {"state": state, "step": 7, "message": "m", "attempt": attempt}
+    node.write_json(supervisor.out / "status.json", status)
+    with SoftFileLease(supervisor.out / lock).acquire() if lock else contextlib.nullcontext():
+        end = cluster.state_of(supervisor.out)
     assert (end.state, end.message) == expected
-    assert lock is None or lock.release() is None
 
 
 def test_a_host_that_was_cut_and_answers_the_sweep_is_still_the_cause(supervisor, monkeypatch):
@@ -217,13 +209,12 @@ def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(supervisor,
     assert cluster.output_files(out, "b") == files[2:]
     with pytest.raises(UserError, match="no host '4'"):
         cluster.output_files(out, "4")
-    monkeypatch.setattr(os, "execvp", lambda _, command: ran.append(command))
-    cluster.verb_attach(out, "r", SimpleNamespace(which="b"))
-    assert ran == [["ssh", "-t", "--", "ssh://me@b:22", "tmux attach -t =s"]]
-    for facts, why in (({"places": {"b": node.BACKGROUND}}, "background"), ({"state": "stopped"}, "stopped")):
-        supervisor.save(**facts)
-        with pytest.raises(UserError, match=f"in no tmux session .{why}.*logs --out r"):
-            cluster.verb_attach(out, "r", SimpleNamespace(which="b"))
+    monkeypatch.setattr(subprocess, "call", lambda command, shell: ran.append(command) or len(ran) - 1)
+    monkeypatch.setattr(cluster, "state_of", lambda out: cluster.End("running", 1, ""))
+    cluster.verb_attach(out, SimpleNamespace(which="b"))
+    assert ran == ["ssh -t -- ssh://me@b:22 'tmux attach -t =s'"]
+    with pytest.raises(UserError, match="no tmux session there; .*logs --out"):
+        cluster.verb_attach(out, SimpleNamespace(which="b"))
 
 
 def test_no_two_checkouts_and_no_two_run_folders_share_a_session(monkeypatch, tmp_path):
@@ -233,22 +224,15 @@ def test_no_two_checkouts_and_no_two_run_folders_share_a_session(monkeypatch, tm
     assert len(set(names)) == 5 and all(re.fullmatch(r"flatland-a(_b)?-[0-9a-f]{6}(-1)?", name) for name in names)
 
 
-def test_differing_files_are_named_and_strays_are_set_aside(monkeypatch, tmp_path):
+def test_differing_files_are_named_and_further_ones_are_ignored(monkeypatch, tmp_path):
     monkeypatch.setattr(node, "ROOT", tmp_path)
-    (tmp_path / "lib").mkdir()
-    for name in ("train.py", "old.py", "lib/old.py", "notes.txt"):
+    for name in ("train.py", "old.py", "notes.txt"):
         (tmp_path / name).write_text("old")
-    files = {"train.py": "another hash", "new.py": "a hash"}
-    request = {"files": files, "env": {}, "python": sys.executable, "cwd": str(tmp_path)}
-    assert node.probe(request)["differ"] == ["lib/old.py", "new.py", "old.py", "train.py"]
+    request = {"files": {"train.py": "another hash", "new.py": "a hash"}, "env": {}, "cwd": str(tmp_path)}
+    request["python"] = sys.executable
+    assert node.probe(request)["differ"] == ["new.py", "train.py"]
     assert node.probe(request | {"files": node.own_files(), "python": "/no"})["differ"] == ["/no"]
     assert "no folder /no" in node.probe(request | {"cwd": "/no"})["refused"]
-    moved = node.set_aside({"files": files})["strays"]
-    assert list(moved) == ["lib/old.py", "old.py"] and all(
-        (tmp_path / new).read_text() == "old" for new in moved.values()
-    )
-    assert list(node.own_files()) == ["train.py"] and (tmp_path / "notes.txt").exists()
-    assert not node.set_aside({"files": files})["strays"]
 
 
 def test_what_an_agent_sets_for_its_ranks(tmp_path):
@@ -264,16 +248,15 @@ def test_what_an_agent_sets_for_its_ranks(tmp_path):
 
 def test_it_gives_up_after_its_tries_without_a_newer_checkpoint(supervisor, monkeypatch):
     supervisor.job |= {"retries": 1, "retry_pause": 0, "host_wait": 0}
-    ends = iter([cluster.End("failed", n, f"what {n}", f"details {n}\n") for n in range(9)])
+    ends = iter([cluster.End("failed", n, f"what {n}") for n in range(9)])
     saved = iter(["", "step-4", "step-7", "step-7"])
     monkeypatch.setattr(Supervisor, "attempt", lambda self: next(ends))
     monkeypatch.setattr(Supervisor, "ask", lambda *_, **__: [])
     monkeypatch.setattr(cluster, "last_saved", lambda out: next(saved))
     supervisor.run()
-    launch, log = cluster.read_launch(supervisor.out), (supervisor.out / "logs" / "launch.log").read_text()
-    assert (launch["state"], launch["message"]) == ("failed", "what 2")
-    assert log.count("Relaunching from step-4 in 0 s: try 1 of 1") == 1 and log.count("Relaunching from step-7") == 1
-    assert log.endswith("try 1 of 1\ndetails 2\nGave up after 1 tries without progress\n")
+    relaunches = "failed{}: what {}\nRelaunching from {} in 0 s: try 1 of 1\n"
+    expected = relaunches.format("", 0, "step-4") + relaunches.format(" at step 1", 1, "step-7")
+    assert launch_log(supervisor) == expected + "Gave up after 1 tries without progress\n"
 
 
 @pytest.mark.parametrize("state, reported, order, error, message", [
@@ -289,26 +272,29 @@ def test_a_failure_has_one_message_everywhere(supervisor, monkeypatch, capsys, s
         node.write_json(supervisor.out / "status.json", status)
     supervisor.hosts = [Host("a", label="a", last=end(order, "rank 1 failed", error=error))]
     supervisor.job["retries"] = 0
-    monkeypatch.setattr(Supervisor, "attempt", Supervisor.judge)
+    monkeypatch.setattr(Supervisor, "attempt", lambda self: self.tell(self.judge()))
     supervisor.run()
     assert cluster.state_of(supervisor.out).message == message
     assert node.read_json(supervisor.out / "status.json")["message"] == message
     lines = (supervisor.out / "log.txt").read_text().splitlines()
     assert all(re.match(r"[\d-]{10} [\d:]{8} E \[cluster.py\] ", line) for line in lines)
     assert "\n".join(line.split("] ", 1)[1] for line in lines) == str(cluster.state_of(supervisor.out))
-    assert cluster.Follower(supervisor.out, "r").to_the_end() == 1 and capsys.readouterr().err.endswith(f"{message}\n")
+    assert cluster.Follower(supervisor.out).to_the_end() == 1 and capsys.readouterr().err.endswith(f"{message}\n")
     monkeypatch.setattr(cluster, "free_space", lambda path: (0, path))
     assert "disk of" in supervisor.judge().message and "is full" in supervisor.judge().message
 
 
-@pytest.mark.parametrize("state, status, end", [("error", 2, "error: m\n"), ("failed", 1, "r: failed at step 3: m\n")])
+@pytest.mark.parametrize("state, status, end", [
+    ("error", 2, "error: m\n"), ("failed", 1, "{}: failed at step 3: m\n"),
+])  # fmt: skip
 def test_how_a_run_ended_is_told(supervisor, capsys, monkeypatch, state, status, end):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # no prefix there
-    follower = cluster.Follower(supervisor.out, "r")
+    follower = cluster.Follower(supervisor.out)
     (supervisor.out / "log.txt").write_text("2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184\nno prefix\n")
-    supervisor.save("details\n", state=state, step=3, message="m")
+    supervisor.report("details\n")
+    node.write_json(supervisor.out / "status.json", {"state": state, "step": 3, "message": "m"})
     assert follower.to_the_end() == status
-    assert capsys.readouterr() == ("Batch 20 Loss: 8.42184\nno prefix\n", "details\n" + end)
+    assert capsys.readouterr() == ("Batch 20 Loss: 8.42184\nno prefix\n", "details\n" + end.format(supervisor.out))
 
 
 def test_the_command_that_goes_on_with_the_others(supervisor):

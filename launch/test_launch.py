@@ -226,7 +226,8 @@ def test_an_interrupted_launcher_leaves_the_run_which_can_be_watched_and_stopped
         assert launcher.poll() is None
     os.killpg(launcher.pid, signal.SIGINT)
     out += launcher.communicate(timeout=LIMIT)[0]
-    assert launcher.returncode == 130 and "tmux session flatland-long_x" in out
+    assert launcher.returncode == 130
+    assert "flatland-long_x-" in subprocess.check_output(["tmux", "ls"], env=checkout.environment, text=True)
     assert "launch.sh logs --out runs/long.x" in out and "launch.sh stop --out runs/long.x" in out
     assert 'environment ["1", "marked", 11]' in (run / "log.txt").read_text()
     assert not [text for text in checkout.texts("long.x") if "hf_abcdefgh" in text]
@@ -245,7 +246,7 @@ def test_an_interrupted_launcher_leaves_the_run_which_can_be_watched_and_stopped
 
 def test_a_deaf_run_without_tmux_ends_at_the_second_stop(checkout):
     checkout.script(checkout.short / "bin" / "tmux", "exit 1")
-    assert "background" in checkout.says("--detach", "--end", "deaf", "--steps", "1")
+    checkout.says("--detach", "--end", "deaf", "--steps", "1")
     log = checkout.run("default") / "log.txt"
     eventually(lambda: "Batch 1 " in node.read(log), "the first batch")
     first = checkout.start("stop")
@@ -255,16 +256,17 @@ def test_a_deaf_run_without_tmux_ends_at_the_second_stop(checkout):
     out, err = first.communicate(timeout=LIMIT)
     assert first.returncode == 130 and "runs/default is running" in out and checkout.agent_lives("default")
     assert "at once" in checkout.says("stop")
-    assert "without saving" in (checkout.run("default") / "logs" / "launch.json").read_text()
+    assert "without saving" in (checkout.run("default") / "status.json").read_text()
     assert not checkout.agent_lives("default")
 
 
 def test_mistakes_end_with_2_and_one_message_and_help_with_0(checkout):
     for words, message in (
-        (["recipe"], "'recipe' is not a verb (did you mean recipes?). The verbs are train setup recipes"),
-        (["status", "--out", "runs/absent"], "runs/absent"),
+        (["recipe"], "'recipe' is not a verb: train setup recipes"),
+        (["recipes/default.args"], "A recipe begins with @"),
+        (["status", "--out", "runs/absent"], "runs/absent is no run"),
         (["logs", "--nproc", "1"], "--nproc"),
-        (["logs"], "runs/ has no run yet"),
+        (["logs"], "runs/* is no run"),
         (["--end", "mistake"], "error: found a mistake"),
     ):
         status, out, err = checkout.launch(*words)
@@ -274,11 +276,9 @@ def test_mistakes_end_with_2_and_one_message_and_help_with_0(checkout):
     assert not (checkout.folder / "runs").exists()
 
 
-def test_setup_takes_the_python_that_has_everything_and_refuses_one_without_wheels_of_torch(checkout):
-    assert ".venv" in checkout.says("setup")  # complete
+def test_setup_reports_a_complete_environment_and_refuses_a_python_without_wheels_of_torch(checkout):
+    assert f"torch {version('torch')}: {checkout.folder}/.venv" in checkout.says("setup")
     shutil.rmtree(checkout.folder / ".venv")
-    out = checkout.says("setup")
-    assert f"torch {version('torch')}" in out and str(checkout.folder) not in out
     checkout.script(checkout.short / "bin" / "python3", "echo 3.9")
     assert re.search("3.9.*3.10, 3.11, 3.12", checkout.says("setup", status=2))
     assert not (checkout.folder / ".venv").exists()
@@ -286,27 +286,27 @@ def test_setup_takes_the_python_that_has_everything_and_refuses_one_without_whee
 
 # A Python without packages, whose `-m venv` makes an environment whose pip finds no torch for CPUs.
 BARE_PYTHON = """case "$*" in
-  *'-m venv'*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
-  *'-m pip'*+c*) echo "$PIP_SAYS"; exit 1 ;;
+  *'-m venv'*) mkdir -p .venv/bin .venv/lib/python{version}/site-packages; cp "$0" .venv/bin/python ;;
   *'-m pip --version') ;;
-  *'-m pip'*) echo 'ERROR: no more'; exit 1 ;;
+  *'-m pip'*) echo "$*"; exit 1 ;;
   *) exec "{python}" -S "$@" ;;
 esac"""
+PYTHON = "{}.{}".format(*sys.version_info)
 DRIVER = '[ "$1" = -L ] && echo "GPU 0: X" || echo "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: {}  |"'
 
 
-@pytest.mark.parametrize("torch, smi, pip_says, reports, error", [
-    ("", "exit 1", "ERROR: none", "/whl/cpu has no torch==2.13.0+cpu for Python 3.", "Installing the requirements: "),
-    ("", DRIVER.format("12.4"), "ERROR: none", "for CUDA 12", "/whl/cu126 has no torch==2.13.0+cu126 for Python 3"),
-    ("", DRIVER.format("11.8"), "", "for CUDA 11", "torch needs an NVIDIA driver for CUDA 12 or newer"),
-    ("", DRIVER.format("13.0"), "", "Installing torch", "Installing the requirements: ERROR: no more"),
-    ("2.10.1", "exit 1", "ERROR: none", "has torch 2.10.1; supported: 2.11 to 2.15\n", "no more"),
-    ("2.11.0", "exit 1", "", "Installing numpy", "Installing the requirements: "),
-    ("2.15.0", DRIVER.format("13.0"), "", "Installing numpy", "Installing the requirements: "),
-    ("2.15.0", DRIVER.format("12.4"), "ERROR: none", "2.11 to 2.15, CUDA 12 or older\n", "no torch==2.13.0+cu126"),
-    ("2.16.0", DRIVER.format("13.0"), "", "2.11 to 2.15, CUDA 13 or older\n", "Installing the requirements: "),
+@pytest.mark.parametrize("torch, smi, reports, error", [
+    ("", "exit 1", "cannot get torch==2.13.0+cpu from https://", "Installing the requirements failed, see above"),
+    ("", DRIVER.format("12.4"), "for CUDA 12", "pip cannot get torch==2.13.0+cu126 from https://"),
+    ("", DRIVER.format("11.8"), "for CUDA 11", "torch needs an NVIDIA driver for CUDA 12 or newer"),
+    ("", DRIVER.format("13.0"), "check torch==2.13.0 numpy", "Installing the requirements failed"),
+    ("2.10.1", "exit 1", "has torch 2.10.1; supported: 2.11 to 2.15\n", "Installing the requirements failed"),
+    ("2.11.0", "exit 1", "check torch==2.11.0 numpy", "Installing the requirements failed"),
+    ("2.15.0", DRIVER.format("13.0"), "check torch==2.15.0 numpy", "Installing the requirements failed"),
+    ("2.15.0", DRIVER.format("12.4"), "2.11 to 2.15, CUDA 12 or older\n", "cannot get torch==2.13.0+cu126"),
+    ("2.16.0", DRIVER.format("13.0"), "2.11 to 2.15, CUDA 13 or older\n", "Installing the requirements failed"),
 ])  # fmt: skip
-def test_torch_is_chosen_by_the_driver_and_why_not_is_said(checkout, torch, smi, pip_says, reports, error):
+def test_torch_is_chosen_by_the_driver_and_why_not_is_said(checkout, torch, smi, reports, error):
     """torch: the version that python3 has, for CUDA 13; empty: none."""
     if torch:
         info = checkout.short / "packages" / f"torch-{torch}.dist-info"
@@ -315,14 +315,15 @@ def test_torch_is_chosen_by_the_driver_and_why_not_is_said(checkout, torch, smi,
         (info.parent / "torch.py").write_text(f"__version__ = '{torch}'\nclass version: cuda = '13.0'\n")
         checkout.environment["PYTHONPATH"] = str(info.parent)
     shutil.rmtree(checkout.folder / ".venv")
-    checkout.script(checkout.short / "bin" / "python3", BARE_PYTHON.format(python=sys.executable))
+    checkout.script(checkout.short / "bin" / "python3", BARE_PYTHON.format(python=sys.executable, version=PYTHON))
     checkout.script(checkout.short / "bin" / "nvidia-smi", smi)
-    checkout.environment["PIP_SAYS"] = pip_says
     status, out, err = checkout.launch()
     assert status == 2 and reports in out and error in err
-    assert ("with CUDA, some GB" in out) == ("none" in pip_says and smi == "exit 1")
+    assert ("with CUDA, some GB" in out) == (smi == "exit 1" and torch != "2.11.0")
     assert ("NVIDIA driver is for CUDA" in out) == ("12.4" in smi or "11.8" in smi)
-    assert (checkout.folder / ".venv" / "flatland-incomplete").exists()
+    assert (checkout.folder / ".venv/flatland-incomplete").exists()
+    inherits = any((checkout.folder / ".venv").rglob("outer-environment.pth"))
+    assert inherits == (reports == f"check torch=={torch} numpy")
 
 
 def test_a_rank_ends_with_its_torchrun():
@@ -358,7 +359,7 @@ def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):
     status, out, err = checkout.launch("--out", "runs/two", "--steps", "5000", "--save_every", "1")
     run = checkout.run("two")
     assert (status, err) == (0, "a line for the user\n"), err  # it returns, because this is not a terminal
-    assert f"Started runs/two on {NAME}, {NAME}-2: " in out
+    assert f"Started runs/two on {NAME}, {NAME}-2; log in" in out
     log = run / "log.txt"
     eventually(lambda: "Batch 12 " in node.read(log), "some batches")
     assert len(list(run.glob(f"logs/{NAME}*/**/*stderr.log"))) == 4  # an agent and a worker each
@@ -452,9 +453,7 @@ def test_sync_makes_a_host_that_shares_nothing_the_same(checkout, sshd):
         "--hosts", f"{here},{apart}", status=2
     )
     checkout.says("sync", "--hosts", apart)
-    (checkout.folder / "lib" / "gone.py").unlink()
-    assert "not as here: lib/gone.py; bash" in checkout.says("--hosts", f"{here},{apart}", status=2)
-    assert "lib/gone.py, which is not here, is lib/gone.py.2" in checkout.says("sync", "--hosts", apart)
+    (checkout.folder / "lib" / "gone.py").unlink()  # a further file there does no harm
     for hosts in (f"{apart},{here}", apart):
         err = checkout.says("--hosts", hosts, "--steps", "3", status=2)
         assert f"{label}: the folder {checkout.folder}/runs/default there is not the one here" in err and "--out" in err
@@ -521,45 +520,6 @@ def slurm(tmp_path):
     for process in reversed(processes):
         process.terminate()
         process.wait(30)
-
-
-# Stand-ins for Slurm and for the two Pythons. In a container only its own python3 runs; it plays train.py and node.py.
-FAKE_SLURM = {
-    "scontrol": 'echo "NodeName=n1 NodeAddr=127.0.0.1 x"',
-    "srun": """while [[ $1 != bash ]]; do echo "$1" >>srun.log; shift; done
-export CONTAINER=yes PATH=$PWD/image:$PATH
-exec "$@" """,
-    "image/python3": """echo "$@" >>image.log
-case $* in
-  *" --check "*) printf 'out=run\nstate=fresh\n' ;;
-  *) echo '{"attempt": "17-0", "state": "finished"}' >run/status.json ;;
-esac""",
-    ".venv/bin/python": """[[ ! ${CONTAINER-} ]] || exit 127
-echo "$@" >>host.log
-exec python3 "$@" """,
-}
-
-
-def test_a_job_in_a_container_runs_only_the_python_of_the_container(tmp_path):
-    for name, lines in FAKE_SLURM.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/bash\n{lines}\n")
-        path.chmod(0o755)
-    script = (ROOT / "train.sbatch").read_text()
-    assert script.count("\n# container=(") == 1
-    (tmp_path / "job").write_text(script.replace("\n# container=(", "\ncontainer=("))
-    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
-    job |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "1"}
-    env = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "job", "--steps", "2"], cwd=tmp_path, env=env, check=True, timeout=LIMIT)
-    check, agent = (tmp_path / "image.log").read_text().splitlines()
-    assert check == "train.py --steps 2 --check 1"
-    assert re.match(
-        "launch/node.py agent .*/run/logs/n1/17-0 1 python3 launch/node.py torchrun .* train.py --steps 2", agent
-    )
-    assert (tmp_path / "srun.log").read_text().count("--container-image=") == 2
-    assert not re.search("train|node", (tmp_path / "host.log").read_text())
 
 
 def losses(run: Path) -> list:
