@@ -44,7 +44,7 @@ from test_shard import run_ranks
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "BENCHMARKS")]
 PAGES += sorted((ROOT / "guide").glob("*.md"))
 CHANGED = ROOT / "guide" / "8-change-it.md"  # test_the_five_changes_work_together runs its commands
-VERBS = re.findall(r"\w+", re.search(r"^  (train \| .*)\) verb=", (ROOT / "launch.sh").read_text(), re.M)[1])
+VERBS = re.search("^verbs='(.*)'$", (ROOT / "launch.sh").read_text(), re.M)[1].split()
 OTHERS = "cat cd export lm_eval nano pip scancel squeue srun ssh ssh-copy-id tail tmux torchrun"
 OTHERS += " .venv/bin/python .venv/bin/hf"
 ROOTS_OF_LIB = {"config", "model", "nf4", "optim", "shapes", "shard"}  # files of the root that lib/ may import
