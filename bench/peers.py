@@ -1,7 +1,7 @@
 """Races against other trainers' models, trained as their scripts and manuals say: training steps, and time to loss.
 
-    python bench/peers.py NAME FOLDER OUT STEPS EVERY FLAGS          one peer, see train_peer
-    python bench/peers.py NAME CHECKOUT OUT SECONDS                  one contender, see train_for
+    python bench/peers.py NAME FOLDER OUT STEPS EVERY FLAGS     one peer, see train_peer
+    python bench/peers.py NAME CHECKOUT OUT SECONDS             one contender, see train_for
 
 Memory, the allocator and the compiler belong to a process, so every turn of a contender is a new process. Ours is
 train.py. Peers use autocast or pure bf16, torch.compile of the whole model, fused AdamW, and gradients clipped to 1."""
@@ -50,11 +50,32 @@ SAME = [
     "--save_every=0",
     "--sample_every=0",
 ]
+LITGPT = {  # litgpt's names of sizes -> those of config.json
+    "block_size": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "padded_vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_query_groups": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "rope_base": "rope_theta",
+}
 SAME_STEP = 1e-4  # largest relative difference of loss and gradient norm of the first step in fp32
 
 
 # ---- models of a Hugging Face folder, with its weights if it has some -> (model, loss_of(model, tokens [B, T],
 # targets [B, T]) -> mean loss)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    """Backward pass, clipping to 1 and the optimizer's step -> the gradient norm."""
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
@@ -77,14 +98,9 @@ def litgpt(folder: Path) -> tuple[nn.Module, Callable]:
     from litgpt.utils import chunked_cross_entropy
 
     values = json.loads((folder / "config.json").read_text())
-    vocab = values["vocab_size"]
-    config = Config(
-        name="bench", block_size=values["max_position_embeddings"], vocab_size=vocab, padded_vocab_size=vocab,
-        n_layer=values["num_hidden_layers"], n_embd=values["hidden_size"], n_head=values["num_attention_heads"],
-        n_query_groups=values["num_key_value_heads"], intermediate_size=values["intermediate_size"],
-        norm_class_name="RMSNorm", norm_eps=values["rms_norm_eps"], mlp_class_name="LLaMAMLP", bias=False,
-        parallel_residual=False, rotary_percentage=1.0, rope_base=int(values["rope_theta"]),
-    )  # fmt: skip
+    sizes = {key: values[theirs] for key, theirs in LITGPT.items()}
+    kinds = {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "bias": False, "parallel_residual": False}
+    config = Config(name="bench", rotary_percentage=1.0, **sizes, **kinds)
     model, state = GPT(config), {}
     copy_weights_hf_llama(config, {}, state, load_weights(folder))
     model.load_state_dict(state)
@@ -152,10 +168,7 @@ def train_peer(name: str, folder: Path, out: Path, steps: int, every: int, flags
         (batch,) = next(batches)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "mixed"):
             loss = loss_of(call, batch.tokens.to(device), batch.targets.to(device))
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        norm = update(model, optimizer, loss)
         if step == 1 or step % every == 0:
             record = {"step": step, "loss": loss.item(), "grad_norm": norm.item()}  # waits for the device
             record |= {"step_ms": 1e3 * (time.perf_counter() - begin) / (step - last), "mem_gib": memory_gib(device)}
@@ -199,10 +212,7 @@ def nanogpt(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]:
     def step(tokens: Tensor, targets: Tensor, share: float) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr * min(share / 0.02 + 1e-3, 0.55 + 0.45 * math.cos(math.pi * share))
-        call(tokens, targets)[1].backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(model, optimizer, call(tokens, targets)[1])
 
     return lambda tokens, targets: model(tokens, targets)[1], step
 
@@ -267,7 +277,7 @@ def train_for(name: str, checkout: Path, out: Path, seconds: float) -> None:
 
 def bench_loss(args: Namespace) -> Iterator[Row]:
     """Validation loss after a fixed time of training, compilation included: same bytes, same rows, same machine."""
-    seconds = args.seconds or (300 if torch.cuda.is_available() else 120)
+    seconds = 300 if torch.cuda.is_available() else 120
     checkouts = {"nanoGPT": args.nanogpt, "nanochat": args.nanochat}
     for turn in range(3):  # contenders take turns
         for contender, rates in RATES.items():

@@ -41,8 +41,7 @@ def parse(argv: list[str]) -> Namespace:
     parts = [*(suites.CPU | suites.GPU)]
     parser.add_argument("suite", choices=SUITES, help="what to measure")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="of cpu and gpu (default: all)")
-    parser.add_argument("--repeats", type=int, default=5, help="cpu, generate: turns of each contender (default 5)")
-    parser.add_argument("--seconds", type=float, default=0, help="loss: time of each (default 120, GPU: 300)")
+    parser.add_argument("--repeats", type=int, default=5, help="cpu, generate: turns of each (default 5)")
     for peer in ("nanogpt", "nanochat"):
         parser.add_argument(f"--{peer}", type=Path, help="loss: folder of a checkout")
     args = parser.parse_args(argv)
@@ -67,7 +66,7 @@ def main(argv: list[str]) -> None:
         failures += row["note"].startswith("failed: ")
         print_line(row.values())
     if failures:
-        raise Failure(f"{failures} contenders failed, or computed something else: see the rows above")
+        raise Failure(f"{failures} contenders failed: see the rows above")
 
 
 if __name__ == "__main__":

@@ -100,15 +100,11 @@ def read_job(words: list[str], settings: dict) -> tuple:
 def read_hosts(listed: str) -> list[Host]:
     """The hosts after --hosts, else the lines of the file `hosts`, else this machine alone."""
     path = ROOT / "hosts"
-    if listed:
-        lines = listed.split(",")
-    else:
-        lines = path.read_text(encoding="utf-8-sig").splitlines() if path.exists() else ["localhost"]
+    text = listed.replace(",", "\n") or (path.read_text(encoding="utf-8-sig") if path.exists() else "localhost")
     hosts, labels = [], []
-    for line in filter(None, (line.split("#")[0].strip() for line in lines)):
+    for line in filter(None, (line.split("#")[0].strip() for line in text.splitlines())):
         if not (match := HOST.fullmatch(line)):
-            form = "expected host, user@host or host:port, then nothing or slots=N with N above 0"
-            raise UserError(f"{'--hosts' if listed else 'hosts'}: '{line}' is not a host; {form}")
+            raise UserError(f"'{line}' is not a host: expected host, user@host or host:port, and perhaps slots=N")
         host = Host(match[1], int(match[2] or 0), node=len(hosts))
         label = re.sub(r"[^\w.-]", "-", platform.node() if host.local else host.name.split("@")[-1])
         labels.append(label)
@@ -180,9 +176,8 @@ def survey(hosts: list[Host], job: dict) -> None:
     refuse(ask(hosts, job, "probe", 60, files=own_files()))
     problems = []
     for host in hosts:
-        if wrong := host.last.get("differ", ["launch/node.py"]):  # an older one does not list them
-            files = ", ".join(wrong[:5]) + " and others" * (len(wrong) > 5)
-            problems.append(f"{host.label}: not as here: {files}; bash launch.sh sync --hosts {host.name}")
+        if wrong := ", ".join(host.last["differ"][:5]):
+            problems.append(f"{host.label}: missing or not as here: {wrong}; bash launch.sh sync --hosts {host.name}")
     settle_addresses(hosts)
     for address in {host.address for host in hosts}:
         problems += share_machine([host for host in hosts if host.address == address], job["nproc"])
@@ -241,8 +236,7 @@ def share_machine(together: list[Host], nproc: int) -> list[str]:
         host.devices = visible[i * share :][: host.slots] if visible else None
         if visible and host.slots > share:
             problems.append(
-                f"{host.label}: {host.slots} processes, but {share} visible GPUs for them; start one process per GPU"
-                " (--nproc, or slots=N in hosts)"
+                f"{host.label}: {host.slots} processes for {share} visible GPUs (--nproc, or slots=N in hosts)"
             )
     for host in together:
         host.ranks_here = sum(h.slots for h in together)
@@ -255,29 +249,33 @@ def share_machine(together: list[Host], nproc: int) -> list[str]:
 def verb_doctor(words: list[str], settings: dict) -> int:
     _, hosts, job = read_job(words, settings)
     survey(hosts, job)
-    examined = on_all(lambda host: examine(host, job, sum(h.slots for h in hosts)), hosts)
+    total = sum(host.slots for host in hosts)
+    examined = on_all(lambda host: examine(host, job, total), hosts)
     speed, error, suspects = find_slow(hosts, job)
     advice = f"{error or 'slow'}; see cable, firewall and the errors that `ip -s link` counts"
     versions = [checks["torch"][0] for checks in examined]
     usual, table, red = max(versions, key=versions.count), [], []
     for host, checks in zip(hosts, examined, strict=True):
-        checks["all-reduce"] = [f"{speed:.0f} MB/s", advice * (host in suspects)]
-        checks["torch"][1] += f"others have {usual}; bash launch.sh sync" * (checks["torch"][0] != usual)
+        checks["all-reduce"] = f"{speed:.0f} MB/s", advice * (host in suspects)
+        if checks["torch"][0] != usual:
+            checks["torch"] = checks["torch"][0], f"others have {usual}; bash launch.sh sync"
         marked = (f"{'✗' if remedy else '✓'} {value}" if value else "not checked" for value, remedy in checks.values())
         table.append([host.label, *marked])
         red += [f"{host.label}: {name}: {remedy}" for name, (_, remedy) in checks.items() if remedy]
     say("\n".join([columns([*zip(["", *checks], *table, strict=True)]), "", *red]).rstrip())
-    return int(bool(red))
+    return bool(red)
 
 
-def examine(host: Host, job: dict, total: int) -> dict[str, list[str]]:
-    """A host's part of the table: name -> [value, remedy or nothing if it is right]"""
+def examine(host: Host, job: dict, total: int) -> dict[str, tuple[str, str]]:
+    """A host's part of the table: name -> (value, remedy or nothing if it is right)"""
     versions, problem = run(host, job, 60, [job["python"], "-c", VERSIONS])
     output, mistake = run(host, job, 1800, check_command(job, total))
+    attention = "".join(re.findall("^attention=(.*)", output, re.M))
+    data = "no" if mistake else "there"
     return {
-        "torch": [versions.strip() or "no", problem],
-        "data, weights": ["no" if mistake else "there", mistake],
-        "attention": ["".join(re.findall("^attention=(.*)", output, re.M)), ""],
+        "torch": (versions.strip() or "no", problem),
+        "data, weights": (data, mistake),
+        "attention": (attention, ""),
     }
 
 

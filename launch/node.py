@@ -5,11 +5,11 @@ request is a line of JSON on stdin, so that no secret is on a command line: the 
 host, and the job. The answer is a line of JSON. This file uses only the standard library, so a host can be asked before
 it has an environment; `torchrun` and `all_reduce` run in the environment's Python.
 
-`python3 launch/node.py agent LOGS RANKS COMMAND...` runs COMMAND in its tmux session or under srun, on a machine with
-RANKS ranks in all. When COMMAND ends, the agent ends the remaining processes of the run. COMMAND is `node.py torchrun`.
-LOGS is `runs/NAME/logs/HOST/ID`. There the agent writes agent.stderr.log, and agent.json: {} until the end, then
-COMMAND's exit status and the first cause of a failure on this host. A process belongs to the run if its variable
-TORCHELASTIC_ERROR_FILE is below LOGS."""
+`python3 launch/node.py agent LOGS RANKS ADDRESS COMMAND...` runs COMMAND in its tmux session or under srun. The machine
+has RANKS ranks in all and this address. When COMMAND ends, the agent ends the remaining processes of the run. COMMAND
+is `node.py torchrun`. LOGS is `runs/NAME/logs/HOST/ID`. There the agent writes agent.stderr.log, and agent.json: {}
+until the end, then COMMAND's exit status and the first cause of a failure on this host. A process belongs to the run if
+its variable TORCHELASTIC_ERROR_FILE is below LOGS."""
 
 import contextlib
 import ctypes
@@ -40,10 +40,45 @@ OF_A_PEER = re.compile(
     r"|RuntimeError: .*(gloo|NCCL|[Tt]imed out|onnection (reset|closed|refused)|Broken pipe)"
 )
 # The variables that a tmux server gets. It keeps the environment of its start and shows it to everybody.
-PLAIN_ENVIRONMENT = "HOME LANG LOGNAME PATH SHELL TERM TMPDIR TMUX_TMPDIR USER XDG_RUNTIME_DIR"
-OWN_FILES = (
-    "*.py *.sh *.sbatch *.toml requirements.txt recipes/*.args lib/*.py launch/*.py launch/*.sh bench/*.py bench/*.json"
-)
+PLAIN_ENVIRONMENT = [
+    "HOME",
+    "LANG",
+    "LOGNAME",
+    "PATH",
+    "SHELL",
+    "TERM",
+    "TMPDIR",
+    "TMUX_TMPDIR",
+    "USER",
+    "XDG_RUNTIME_DIR",
+]
+OWN_FILES = [
+    "*.py",
+    "*.sh",
+    "*.sbatch",
+    "*.toml",
+    "requirements.txt",
+    "recipes/*.args",
+    "lib/*.py",
+    "launch/*.py",
+    "launch/*.sh",
+    "bench/*.py",
+    "bench/*.json",
+]
+TORCHRUN = [  # its flags, with the fields of a request
+    "--nnodes={nodes}",
+    "--node-rank={node}",
+    "--nproc-per-node={slots}",
+    "--max-restarts=0",
+    "--master-addr={first}",
+    "--master-port={port}",
+    "--rdzv-id={id}",
+    "--rdzv-conf=timeout={join_timeout}",
+    "--local-addr={address}",
+    "--redirects=3",
+    "--tee=1",
+    "--log-dir={logs}",
+]
 
 
 # ---- files and processes
@@ -113,7 +148,7 @@ def kill_all(logs):
 # ---- the agent of a torchrun
 
 
-def agent(logs, ranks, *command):
+def agent(logs, ranks, address, *command):
     """Runs the command, then ends the processes that it has left -> its exit status. A signal becomes a request to
     stop, as from `launch.sh stop`. torchrun gets no signal, because it would report a failure."""
     logs, ranks = Path(logs), int(ranks)
@@ -124,7 +159,7 @@ def agent(logs, ranks, *command):
 
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, request_stop)
-    choose_interface(command[command.index("--local-addr") + 1])
+    choose_interface(address)
     # The first machine's torchrun keeps two connections to each rank.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -190,7 +225,7 @@ def torchrun(logs, *words):
 def own_files():
     """name -> hash of the content of the project's own files: code, scripts and recipes; not `hosts`, which does not
     affect a run."""
-    files = sorted(path for pattern in OWN_FILES.split() for path in ROOT.glob(pattern) if path.is_file())
+    files = sorted(path for pattern in OWN_FILES for path in ROOT.glob(pattern) if path.is_file())
     return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
 
 
@@ -248,13 +283,6 @@ def log_folder(request):
     return Path(os.path.realpath(request["out"]), "logs", request["label"], request["id"])
 
 
-TORCHRUN = (
-    "{python} {root}/launch/node.py torchrun {logs} --nnodes {nodes} --node-rank {node} --nproc-per-node {slots}"
-    " --max-restarts 0 --master-addr {first} --master-port {port} --rdzv-id {id} --rdzv-conf timeout={join_timeout}"
-    " --local-addr {address} --redirects 3 --tee 1 --log-dir {logs}"
-)
-
-
 def start(request):
     """Starts the agent, in a tmux session if tmux works, otherwise in the background. Kills the processes of earlier
     attempts. Refuses if this host does not see the run folder."""
@@ -266,8 +294,10 @@ def start(request):
         }
     kill_all(logs.parent)
     env = environment(request) | {"TORCHELASTIC_ERROR_FILE": f"{logs}/error.json"}
-    command = [sys.executable, f"{ROOT}/launch/node.py", "agent", str(logs), str(request["ranks_here"])]
-    command += [word.format(**request, logs=logs, root=ROOT) for word in TORCHRUN.split()]
+    this_file = os.path.abspath(__file__)
+    command = [sys.executable, this_file, "agent", str(logs), str(request["ranks_here"]), request["address"]]
+    command += [request["python"], this_file, "torchrun", str(logs)]
+    command += [flag.format(**request, logs=logs) for flag in TORCHRUN]
     command += [f"{ROOT}/train.py", *request["words"]]
 
     # The environment travels in a file that only its owner can read, and that is removed when it has been read. It must
@@ -275,7 +305,7 @@ def start(request):
     handle, parcel = tempfile.mkstemp(prefix="flatland-")
     with os.fdopen(handle, "w") as file:
         json.dump([request["cwd"], command, env], file)
-    open_session(request["session"], [sys.executable, os.path.abspath(__file__), "enter", parcel], logs)
+    open_session(request["session"], [sys.executable, this_file, "enter", parcel], logs)
     end = time.monotonic() + request["start_limit"]
     while not (logs / "agent.json").exists():
         if time.monotonic() > end:
@@ -289,7 +319,7 @@ def start(request):
 
 def open_session(session, command, logs):
     """Starts a command that outlives this process, in tmux if that works."""
-    plain = {key: os.environ[key] for key in PLAIN_ENVIRONMENT.split() if key in os.environ}
+    plain = {key: os.environ[key] for key in PLAIN_ENVIRONMENT if key in os.environ}
     tmux = ["tmux", "new-session", "-d", "-s", session, *command]
     if shutil.which("tmux") and not subprocess.run(tmux, env=plain, capture_output=True).returncode:
         return

@@ -62,8 +62,8 @@ def test_a_machines_gpus_are_divided_among_its_nodes():
         ("0 1 2 3", [0], 0, [(4, ["0", "1", "2", "3"])]),
         ("4 5 6 7", [0, 0], 0, [(2, ["4", "5"]), (2, ["6", "7"])]),
         ("0 1 2 3", [0, 0], 1, [(1, ["0"]), (1, ["2"])]),
-        ("0", [0, 0], 0, "h0: 1 processes, but 0 visible GPUs"),
-        ("0 1", [4], 0, "h0: 4 processes, but 2 visible GPUs"),
+        ("0", [0, 0], 0, "h0: 1 processes for 0 visible GPUs"),
+        ("0 1", [4], 0, "h0: 4 processes for 2 visible GPUs"),
     ):
         hosts = [Host("localhost", slots=n, label=f"h{i}", last={"gpus": gpus.split()}) for i, n in enumerate(slots)]
         problems = share_machine(hosts, nproc)
@@ -241,8 +241,8 @@ def test_what_an_agent_sets_for_its_ranks(tmp_path):
     logs.mkdir(parents=True)
     clean = {k: v for k, v in os.environ.items() if "_NUM_THREADS" not in k and "SOCKET" not in k}
     for ranks, given, threads in (("1", {}, "None"), ("2", {}, share), ("2", {"OMP_NUM_THREADS": "7"}, "7")):
-        command = [sys.executable, cluster.ROOT / "launch" / "node.py", "agent", logs, ranks, sys.executable, "-c"]
-        command += [f"import os; print(*map(os.environ.get, [{names}]))", "--local-addr", "127.0.0.1"]
+        command = [sys.executable, cluster.ROOT / "launch" / "node.py", "agent", logs, ranks, "127.0.0.1"]
+        command += [sys.executable, "-c", f"import os; print(*map(os.environ.get, [{names}]))"]
         assert subprocess.check_output(command, env=clean | given, timeout=LIMIT, text=True) == f"{threads} =lo lo\n"
 
 
