@@ -172,7 +172,7 @@ class Supervisor:
     def attempt(self) -> End:
         """One launch, to its end. A host that refuses the first attempt is the user's mistake."""
         if self.stop_requested():
-            return self.tell(End("stopped", 0, "between two tries"))
+            return self.end("stopped", "between two tries")
         first, self.job["id"] = "id" not in self.launch, time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.save(id=self.job["id"], state="starting", message="")
         for host in self.hosts:  # a host that sees its new log folder shares the run folder
@@ -182,15 +182,15 @@ class Supervisor:
         if problems := self.ask("start", self.job["start_limit"] + 20, **more):
             state = "error" if first and not self.silent() else "failed"
             self.ask("sweep")
-            return self.tell(End(state, 0, "\n".join(problems)))
-        return self.tell(self.watch())
+            return self.end(state, "\n".join(problems))
+        return self.end(*self.watch())
 
     def status(self) -> dict:
         """What rank 0 of this attempt has written."""
         status = read_json(self.out / "status.json")
         return status if status.get("attempt") == self.launch.get("id") else {}
 
-    def watch(self) -> End:
+    def watch(self) -> tuple[str, str]:
         """Waits until the attempt ended everywhere, a part of it failed, or a host does not answer."""
         failed, patience = math.inf, self.job["timeout"]
         pause = LOOK if all(h.local for h in self.hosts) else LOOK_OVER_SSH
@@ -208,17 +208,17 @@ class Supervisor:
         self.ask("sweep")
         return self.judge(cut)
 
-    def judge(self, cut: list[Host] = ()) -> End:
-        """How an attempt ended, and why; launch.log gets details. cut: the hosts that did not answer when it ended."""
+    def judge(self, cut: list[Host] = ()) -> tuple[str, str]:
+        """How an attempt ended: its state and message; launch.log gets details. cut: the hosts that did not answer."""
         status, stopped, cause = self.status(), self.stop_requested(), first_cause(self.hosts, cut)
-        state, step, message = status.get("state"), status.get("step") or 0, status.get("message") or ""
+        state, message = status.get("state"), status.get("message") or ""
         if state in ("finished", "error") or (state == "stopped" and (stopped or cause["order"] >= SILENT)):
-            return End(state, step, message)
+            return state, message
         words = cause.get("tail", "").rstrip()
         if cause.get("status") == 2 and not state:
-            return End("error", 0, words.rpartition("error: ")[2])
+            return "error", words.rpartition("error: ")[2]
         if stopped and (not state or read(self.out / "logs/stop")):
-            return End("stopped", step, "without saving")
+            return "stopped", "without saving"
         details = f"---- the end of {cause['file']}\n{words}\n----\n" if words else ""
         what, error = cause["what"], cause.get("error", "")
         if error:
@@ -229,18 +229,18 @@ class Supervisor:
         if free_space(self.out)[0] < FULL:
             what += f"; the disk of {self.out} is full: free some space, then run the same command again"
         self.report(details)
-        return End("failed", step, what)
+        return "failed", what
 
-    def tell(self, end: End) -> End:
+    def end(self, state: str, message: str) -> End:
         """Writes an attempt's end into status.json, and a failure into log.txt: ranks that were killed, or that failed
         because another one did, have written nothing, or something else."""
         status = read_json(self.out / "status.json")
-        status |= {"state": end.state, "step": end.step or status.get("step", 0), "message": end.message}
-        status |= {"exit_code": EXIT.get(end.state, 0), "attempt": self.job.get("id"), "time": time.time()}
+        end = End(state, status.get("step", 0), message)
+        status |= end._asdict() | {"exit_code": EXIT.get(state, 0), "attempt": self.job.get("id"), "time": time.time()}
         prefix = time.strftime("%Y-%m-%d %H:%M:%S E [cluster.py] ")
         with contextlib.suppress(OSError):
             write_json(self.out / "status.json", status)
-            if end.state == "failed":
+            if state == "failed":
                 with open(self.out / "log.txt", "a") as log:
                     log.write(prefix + printable(end).replace("\n", "\n" + prefix) + "\n")
         return end
@@ -388,7 +388,7 @@ def leave_behind(supervisor: Supervisor) -> int:
         with SoftFileLease(supervisor.out / SUPERVISOR_LOCK).acquire(timeout=60):
             supervisor.run()
     except Exception as e:
-        supervisor.tell(End("failed", 0, f"the launcher failed: {e!r}"))
+        supervisor.end("failed", f"the launcher failed: {e!r}")
     os._exit(0)
 
 
@@ -463,9 +463,18 @@ def verb_attach(out: Path, flags: argparse.Namespace) -> None:
     if not host.local:
         command = shlex.join([*ssh_command(host, f"-t {launch['ssh']}"), command])
     if state_of(out).state in ENDED or subprocess.call(command, shell=True):
-        raise UserError(
-            f"{out} has no tmux session there; its output: bash launch.sh logs --out {shlex.quote(str(out))}"
-        )
+        raise UserError(f"{out} has no tmux session there. {hints(out)}")
+
+
+VERBS = {
+    "train": verb_train,
+    "doctor": verb_doctor,
+    "sync": verb_sync,
+    "logs": verb_logs,
+    "status": verb_status,
+    "stop": verb_stop,
+    "attach": verb_attach,
+}
 
 
 def main(argv: list[str]) -> int | None:
@@ -473,10 +482,10 @@ def main(argv: list[str]) -> int | None:
     split = argv.index("--")
     pairs = (word.split("=", 1) for word in argv[:split])
     settings = {name: int(value) if value.isdigit() else value for name, value in pairs}
-    starting = {"train": verb_train, "doctor": verb_doctor, "sync": verb_sync}
-    watching = {"logs": verb_logs, "status": verb_status, "stop": verb_stop, "attach": verb_attach}
     verb, *words = argv[split + 1 :]
-    return starting[verb](words, settings) if verb in starting else watching[verb](*pick_run(verb, words))
+    if verb in ("train", "doctor", "sync"):
+        return VERBS[verb](words, settings)
+    return VERBS[verb](*pick_run(verb, words))
 
 
 if __name__ == "__main__":

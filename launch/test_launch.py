@@ -121,8 +121,8 @@ class Checkout:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, cwd=cwd or self.folder, env=self.environment, start_new_session=True, **pipes)
 
-    def launch(self, *words: str) -> tuple[int, str, str]:
-        process = self.start(*words)
+    def launch(self, *words: str, cwd: Path | None = None) -> tuple[int, str, str]:
+        process = self.start(*words, cwd=cwd)
         out, err = process.communicate(timeout=LIMIT)
         return process.returncode, out, err
 
@@ -180,30 +180,22 @@ def program(name: str, package: str) -> str:
 def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(checkout):
     odd = ["two words", '"q"', "it's", "$HOME", ";", "a;", "*", "", "\\", '{"a": [1, 2]}', "\n", "{logs}", "--x={logs}"]
     typed = ["--steps", "4", "--x", *odd]
-    status, out, err = checkout.launch("--nproc", "1", *typed)
+    stands = checkout.folder / "stands here"  # relative paths are meant from here
+    stands.mkdir()
+    status, out, err = checkout.launch("--nproc", "1", *typed, cwd=stands)
     assert (status, err) == (0, "a line for the user\n")
-    log = (checkout.run("default") / "log.txt").read_text()
+    log = (stands / "runs/default/log.txt").read_text()
     assert f"arguments {json.dumps(typed)}\n" in log
+    assert f"in {stands}\n" in log
     assert out.startswith("Started runs/default") and out.endswith("runs/default: finished at step 4\n")
-    assert log in out and "device=" not in out  # every line, with its prefix, because this is not a terminal
+    assert log in out  # every line, with its prefix, because this is not a terminal
+    assert "device=" not in out
 
     for words in (["--steps", "4"], ["--steps", "4", "--check"]):  # by the run's own checks, and before it
-        assert checkout.launch(*words) == (0, "runs/default is finished\n", "")
-    assert checkout.launch("logs") == (0, log + "runs/default: finished at step 4\n", "")
-
-
-def test_relative_paths_are_meant_from_the_users_folder(checkout, tmp_path):
-    (tmp_path / "stands here").mkdir()
-    process = checkout.start("--steps", "2", cwd=tmp_path / "stands here")
-    out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0 and f"in {tmp_path}/stands here\n" in out, out + err
-    assert (tmp_path / "stands here/runs/default/log.txt").exists() and not (checkout.folder / "runs").exists()
-    for words, cwd in (
-        (["status"], tmp_path / "stands here"),
-        (["logs", "--out", "stands here/runs/default"], tmp_path),
-    ):
-        process = checkout.start(*words, cwd=cwd)
-        assert "finished" in process.communicate(timeout=LIMIT)[0] and process.returncode == 0
+        assert checkout.launch(*words, cwd=stands) == (0, "runs/default is finished\n", "")
+    assert checkout.launch("logs", cwd=stands) == (0, log + "runs/default: finished at step 4\n", "")
+    assert "finished" in checkout.says("status", "--out", "stands here/runs/default")
+    assert not (checkout.folder / "runs").exists()
 
 
 def test_a_crash_ends_with_1_and_shows_the_log_of_the_rank_that_failed(checkout):
@@ -227,18 +219,22 @@ def test_an_interrupted_launcher_leaves_the_run_which_can_be_watched_and_stopped
     os.killpg(launcher.pid, signal.SIGINT)
     out += launcher.communicate(timeout=LIMIT)[0]
     assert launcher.returncode == 130
+    assert "launch.sh logs --out runs/long.x" in out
+    assert "launch.sh stop --out runs/long.x" in out
     assert "flatland-long_x-" in subprocess.check_output(["tmux", "ls"], env=checkout.environment, text=True)
-    assert "launch.sh logs --out runs/long.x" in out and "launch.sh stop --out runs/long.x" in out
     assert 'environment ["1", "marked", 11]' in (run / "log.txt").read_text()
     assert not [text for text in checkout.texts("long.x") if "hf_abcdefgh" in text]
     assert list((checkout.short / "tmp").iterdir()) == []
 
-    assert "being trained already" in checkout.says(*name, status=2) and checkout.agent_lives("long.x")
+    assert "being trained already" in checkout.says(*name, status=2)
+    assert checkout.agent_lives("long.x")
     assert re.search("(?s)running.*Loss: 8.42184", checkout.says("status", *name))
     watcher = checkout.start("logs", *name)
-    assert "long.x: stopped at step" in checkout.says("stop", *name) and not checkout.agent_lives("long.x")
+    assert "long.x: stopped at step" in checkout.says("stop", *name)
+    assert not checkout.agent_lives("long.x")
     out, err = watcher.communicate(timeout=LIMIT)
-    assert watcher.returncode == 0 and "long.x: stopped at step" in out
+    assert watcher.returncode == 0
+    assert "long.x: stopped at step" in out
     assert (run / "log.txt").read_text().splitlines()[-1] in out
     assert checkout.launch("stop", *name) == (0, "runs/long.x is not running: stopped\n", "")
     assert "a line for the user" in checkout.says("logs", "0", *name)
@@ -260,20 +256,21 @@ def test_a_deaf_run_without_tmux_ends_at_the_second_stop(checkout):
     assert not checkout.agent_lives("default")
 
 
-def test_mistakes_end_with_2_and_one_message_and_help_with_0(checkout):
-    for words, message in (
-        (["recipe"], "'recipe' is not a verb: train setup recipes"),
-        (["recipes/default.args"], "A recipe begins with @"),
-        (["status", "--out", "runs/absent"], "runs/absent is no run"),
-        (["logs", "--nproc", "1"], "--nproc"),
-        (["logs"], "runs/* is no run"),
-        (["--end", "mistake"], "error: found a mistake"),
-    ):
-        status, out, err = checkout.launch(*words)
-        assert (status, out, len(err.splitlines())) == (2, "", 1) and message in err
-    for words in (["--help"], ["help"], ["train", "-h"]):
-        assert "--nproc N" in checkout.says(*words)
+@pytest.mark.parametrize("words, message", [
+    (["recipe"], "'recipe' is not a verb: train setup recipes"), (["recipes/default.args"], "A recipe begins with @"),
+    (["status", "--out", "runs/absent"], "runs/absent is no run"), (["logs", "--nproc", "1"], "--nproc"),
+    (["logs"], "runs/* is no run"), (["--end", "mistake"], "error: found a mistake"),
+])  # fmt: skip
+def test_mistakes_end_with_2_and_one_message(checkout, words, message):
+    status, out, err = checkout.launch(*words)
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert message in err
     assert not (checkout.folder / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["help"], ["train", "-h"]])
+def test_help(checkout, words):
+    assert "--nproc N" in checkout.says(*words)
 
 
 def test_setup_reports_a_complete_environment_and_refuses_a_python_without_wheels_of_torch(checkout):
