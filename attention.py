@@ -28,12 +28,14 @@ back-ends see whole rows.
 Letters: B batch, T tokens (queries), S keys, H heads, K key/value heads, h head_dim.
 """
 
-import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -70,22 +72,18 @@ def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_
     fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256 and not old
     if name in PACKED and not fits:
         raise UserError(
-            f"--attention {name}: its kernels are for GPUs from the A100 on, bf16 and heads of up to 256 dimensions by"
-            f" 8, not for {device_type}, {dtype}, {head_dim}: give --attention auto"
+            f"--attention {name}: its kernels are for GPUs from the A100 on, bf16 and heads of 8, 16, ... 256"
+            f" dimensions, not for {device_type}, {dtype}, {head_dim}: give --attention auto"
         )
-    if name == "flash" and importlib.util.find_spec("flash_attn") is None:
+    if name == "flash" and not find_spec("flash_attn"):
         raise UserError(f"--attention flash: the package flash-attn is not installed: {INSTALL_FLASH}")
     if name == "auto":
         blocked = device_type == "cpu" and dtype == "bf16" and seq_len <= BLOCKED_MAX_TOKENS[compiled]
         name = "varlen" if fits else "blocked" if blocked else "sdpa"
-    if name == "varlen" and _has_fa3():
+    has_fa3 = "FA3" in list_flash_attention_impls() and find_spec(FA3)
+    if name == "varlen" and has_fa3 and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         activate_flash_attention_impl("FA3")
     return name
-
-
-def _has_fa3() -> bool:
-    known = "FA3" in list_flash_attention_impls() and importlib.util.find_spec(FA3) is not None
-    return known and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def kernel(
@@ -98,8 +96,6 @@ def kernel(
         layers = kernel(backend, True, device, dtype, heads)
         return f"{kernel(backend, False, device, dtype, heads)}; windows: {layers}"
     if backend == "flash":
-        from importlib.metadata import version
-
         return f"flash-attn {version('flash-attn')}" + (", varlen" if separate else "")
     if backend == "varlen" and separate:
         return f"varlen, {current_flash_attention_impl() or 'FA2'}"
@@ -109,10 +105,7 @@ def kernel(
     H, K, h = heads
     q, k = (torch.empty(1, n, BLOCK, h, device=device, dtype=dtype, requires_grad=True) for n in (H, K))
     mask = torch.ones(1, 1, BLOCK, BLOCK, dtype=torch.bool, device=device) if separate else None
-    shared = _shares_heads(q, H // K, mask)
-    k = k if shared else q
-    with _kernels_for(mask):
-        choice = torch_private.choose_sdpa(q, k, k, mask, shared)
+    choice = _fused(torch_private.choose_sdpa, q, k, k, mask)
     return f"sdpa, {SDPBackend(choice).name.lower()}{masked}"
 
 
@@ -124,8 +117,7 @@ def attention(
     mask: None for plain causal attention (then T == S). Boolean [B or 1, 1, T, S]: True where a query sees a key; it
     must include causality. For the back-ends in PACKED, int32 [N + 1]: the offsets of the N documents in the B T
     tokens, padded with B T. window: positions that a token sees (then T == S); 0: all before it."""
-    B, T, H, _ = q.shape
-    group = H // k.shape[2]
+    B, T = q.shape[:2]
     window = window if window < T else 0
     if window and mask is None and backend in PACKED:
         mask = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)  # each row is one document
@@ -138,17 +130,22 @@ def attention(
         return flash_attn_func(q, k, v, causal=True)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T or S, h]
     if backend == "blocked":
-        out = _blocked(q, k, v, mask, group, window)
-    else:
-        if window:
-            near = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-            mask = near if mask is None else mask & near
-        shared = _shares_heads(q, group, mask)
-        if group > 1 and not shared:
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        with _kernels_for(mask):
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shared)
-    return out.transpose(1, 2)
+        return _blocked(q, k, v, mask, window).transpose(1, 2)
+    if window:
+        near = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        mask = near if mask is None else mask & near
+    return _fused(F.scaled_dot_product_attention, q, k, v, mask).transpose(1, 2)
+
+
+def _fused(function: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None):
+    """function: torch's fused attention, or its choice of a kernel. q [B, H, T, h], k and v [B, K, S, h]."""
+    group = q.shape[1] // k.shape[1]
+    # A GPU's causal kernels take fewer key than query heads, in 16 bits.
+    shared = group > 1 and q.device.type != "cpu" and mask is None and q.dtype != torch.float32
+    if group > 1 and not shared:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    with nullcontext() if mask is None else sdpa_kernel(WITHOUT_CUDNN):
+        return function(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shared)
 
 
 class RowPart(NamedTuple):
@@ -189,22 +186,13 @@ def attention_of_part(
     return out.movedim(0, 2).flatten(2, 3)
 
 
-def _kernels_for(mask: Tensor | None):
-    return nullcontext() if mask is None else sdpa_kernel(WITHOUT_CUDNN)
-
-
-def _shares_heads(q: Tensor, group: int, mask: Tensor | None) -> bool:
-    """Whether a fused kernel takes fewer key than query heads: the GPU's causal ones do, in 16 bits."""
-    return group > 1 and q.device.type != "cpu" and mask is None and q.dtype != torch.float32
-
-
 def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str, window: int) -> Tensor:
     """The kernels see all rows as one sequence of documents. They get T as the length of the longest document: the true
     maximum would change with the batch and recompile the code.
 
     The backward pass keeps fp32 sums of 128 rows per entry of `begins` and head, in addition to the tokens' sums. With
     many entries, a few heads are computed at a time."""
-    B, T = q.shape[:2]
+    (B, T, H, _), K = q.shape, k.shape[2]
     if backend == "flash":
         from flash_attn import flash_attn_varlen_func
 
@@ -212,33 +200,22 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, backend: str, windo
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        attend = partial(varlen_attn, **_varlen_words(q.shape[2] != k.shape[2], window))
-    H, K = q.shape[2], k.shape[2]
+        how = {"window_size": (window - 1, 0), "is_causal": True, "enable_gqa": H != K}
+        known = inspect.signature(varlen_attn).parameters  # torch 2.11 and later ones differ
+        attend = partial(varlen_attn, **{name: value for name, value in how.items() if name in known})
     turns = [n for n in range(1, H + 1) if H % n == 0 and (K % n == 0 or n % K == 0)]
     turns = next((n for n in turns if 128 * len(begins) <= 2 * B * T * n), H)
-    if turns == 1:
-        return attend(*(t.flatten(0, 1) for t in (q, k, v)), begins, begins, T, T).view(q.shape)
     qs, ks, vs = (t.flatten(0, 1).chunk(turns, 1) for t in (q, k, v))  # [B T, heads, h] each
     at = [i * len(ks) // turns for i in range(turns)]  # heads of one group may go in several turns
     out = [attend(part, ks[j], vs[j], begins, begins, T, T) for part, j in zip(qs, at, strict=True)]
-    return torch.cat(out, 1).view(q.shape)
+    return (out[0] if turns == 1 else torch.cat(out, 1)).view(q.shape)
 
 
-def _varlen_words(grouped: bool, window: int) -> dict:
-    """Arguments of varlen_attn for causality, a window and shared heads; torch 2.11 and later ones differ."""
-    import inspect
-
-    from torch.nn.attention.varlen import varlen_attn
-
-    words = {"window_size": (window - 1, 0), "is_causal": True, "enable_gqa": grouped}
-    known = inspect.signature(varlen_attn).parameters
-    return {name: value for name, value in words.items() if name in known}
-
-
-def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: int, window: int) -> Tensor:
+def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int) -> Tensor:
     """The query heads that share a key head are stacked as rows of one head. The softmax computes in fp32 and stores
     its result in the dtype of the products. Slices of contiguous keys and values are views."""
     B, H, T, h = q.shape
+    group = H // k.shape[1]
     q, k, v = q * h**-0.5, k.flatten(0, 1), v.flatten(0, 1)  # k, v [B K, S, h]
     out = []
     for start in range(0, T, BLOCK):

@@ -23,8 +23,8 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -105,20 +105,15 @@ def _expert_of_row(x: Tensor, ends: Tensor) -> Tensor:
 # ---- the layers
 
 
-class Recipe(NamedTuple):
-    name: str
-    grad_dtype: torch.dtype
-
-
 class _Linear(torch.autograd.Function):
     """x [M, K] and weight [N, K] -> [M, N]. quantized and scale: the weight in FP8 and its scale, or None if the layer
     must compute them. watch [3, 5] receives its figures as a gradient, which compiler, checkpointing and accumulation
     support without further code."""
 
     @staticmethod
-    def forward(ctx, x, weight, quantized, scale, watch, recipe):
-        ctx.recipe, ctx.dtype = recipe, weight.dtype
-        dim = None if recipe.name == "tensor" else 1
+    def forward(ctx, x, weight, quantized, scale, watch, recipe, grad_dtype):
+        ctx.recipe, ctx.grad_dtype, ctx.dtype = recipe, grad_dtype, weight.dtype
+        dim = None if recipe == "tensor" else 1
         xq, sx = quantize(x, E4M3, dim)
         wq, sw = quantize(weight.to(x.dtype), E4M3, dim, scale) if quantized is None else (quantized, scale)
         seen = None if watch is None else figures(x, E4M3, sx)
@@ -130,11 +125,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        recipe, (x, weight, seen, *scales) = ctx.recipe, ctx.saved_tensors
+        x, weight, seen, *scales = ctx.saved_tensors
         g = g.contiguous()
-        if recipe.name == "tensor":
+        if ctx.recipe == "tensor":
             sx, sw = scales
-            gq, sg = quantize(g, recipe.grad_dtype)
+            gq, sg = quantize(g, ctx.grad_dtype)
             wq = weight if weight.dtype == E4M3 else quantize(weight.to(g.dtype), E4M3, scale=sw)[0]
             dx = scaled_mm(gq, column_major(wq), sg, sw, g.dtype, False)
             dw = scaled_mm(gq.t().contiguous(), column_major(x), sg, sx, g.dtype, False)
@@ -142,14 +137,14 @@ class _Linear(torch.autograd.Function):
             gq, sg = quantize(g, E4M3, 1)
             wq, sw = quantize(weight.to(g.dtype), E4M3, 0)
             dx = scaled_mm(gq, column_major(wq), sg, sw, g.dtype, True)
-            if recipe.name == "row":
+            if ctx.recipe == "row":
                 (gt, st), (xq, sx) = quantize(g, E4M3, 0), quantize(x, E4M3, 0)
                 dw = scaled_mm(gt.t().contiguous(), column_major(xq), st.t(), sx, g.dtype, True)
             else:
                 dw = g.t() @ x
         if seen is not None:
             seen = torch.stack((torch.ones_like(seen), seen, figures(g, gq.dtype, sg)))
-        return dx, dw.to(ctx.dtype), None, None, seen, None
+        return dx, dw.to(ctx.dtype), None, None, seen, None, None
 
 
 class _Experts(torch.autograd.Function):
@@ -178,7 +173,8 @@ class _Experts(torch.autograd.Function):
 class Fp8Linear:
     """Added to the class of a converted nn.Linear."""
 
-    fp8_recipe: Recipe
+    fp8_recipe: str
+    fp8_grad_dtype: torch.dtype  # of recipe tensor
     fp8_weight = fp8_scale = None  # the quantized weight and its scale, if WeightScales computes them
     fp8_local = None  # this rank's part of the quantized weight, if WeightScales writes it
     fp8_watch = None  # collects figures as its gradient (see watch)
@@ -187,7 +183,8 @@ class Fp8Linear:
         if not self.training:
             return super().forward(x)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y = _Linear.apply(rows, self.weight, self.fp8_weight, self.fp8_scale, self.fp8_watch, self.fp8_recipe)
+        weight = self.weight, self.fp8_weight, self.fp8_scale
+        y = _Linear.apply(rows, *weight, self.fp8_watch, self.fp8_recipe, self.fp8_grad_dtype)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -223,46 +220,32 @@ def convert_linears(
     for an unknown recipe or gradient dtype, and for a name in `skip` that matches no layer."""
     if recipe not in RECIPES or grad_dtype not in GRAD_DTYPES:
         raise ValueError(f"{recipe}, {grad_dtype}: known are {', '.join(RECIPES)} and {', '.join(GRAD_DTYPES)}")
-    multiplying = list(_multiplying_weights(module))
-    _refuse_unmatched(skip, [name for _, weights in multiplying for name in weights])
-    rows = []
-    for m, weights in multiplying:
-        reason = _reason_against(m, weights, recipe, (*SKIP, *skip), small)
+    rows, unmatched, skip = [], {*skip} - {*SKIP}, {*SKIP, *skip}
+    for name, m in module.named_modules():
+        mixin, ndim = (Fp8Experts, 3) if hasattr(m, "matmul") else (Fp8Linear, 2)
+        parameters = [(k, p) for k, p in m.named_parameters(recurse=False) if p.ndim == ndim]
+        weights = {f"{name}.{k}" if ndim == 3 else name: p for k, p in parameters}
+        if not weights or isinstance(m, nn.Embedding):
+            continue
+        skipping = {part for part in skip for weight in weights if f".{part}." in f".{weight}."}
+        unmatched -= skipping
+        reason = "skipped by name" if skipping else _reason_against(m, weights, recipe, small)
         if not reason:
-            mixin = Fp8Experts if hasattr(m, "matmul") else Fp8Linear
             if not isinstance(m, mixin):
                 m.__class__ = _mixed(mixin, m.__class__)
-            m.fp8_recipe = Recipe(recipe, GRAD_DTYPES[grad_dtype] if recipe == "tensor" else E4M3)
+            m.fp8_recipe, m.fp8_grad_dtype = recipe, GRAD_DTYPES[grad_dtype]
         verdict = f"bf16: {reason}" if reason else "fp8"  # the experts of a module go together
         rows += [(name, tuple(p.shape), verdict) for name, p in weights.items()]
+    if unmatched:
+        parts = sorted({part for name, *_ in rows for part in name.split(".") if not part.isdigit()})
+        unmatched = ", ".join(sorted(unmatched))
+        raise ValueError(f"no layer is called {unmatched}; their names are made of {', '.join(parts)}")
     return rows
 
 
-def _multiplying_weights(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
-    """Every module with weights that multiply, and these by name: a layer's [N, K], or stacked experts [E, N, K]."""
-    for name, m in module.named_modules():
-        experts = hasattr(m, "matmul")
-        parameters = [(k, p) for k, p in m.named_parameters(recurse=False) if p.ndim == (3 if experts else 2)]
-        if parameters and not isinstance(m, nn.Embedding):
-            yield m, {f"{name}.{k}" if experts else name: p for k, p in parameters}
-
-
-def _matches(part: str, name: str) -> bool:
-    return f".{part}." in f".{name}."
-
-
-def _refuse_unmatched(skip: Sequence[str], names: list[str]) -> None:
-    unmatched = [s for s in skip if s not in SKIP and not any(_matches(s, name) for name in names)]
-    if unmatched:
-        parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
-        raise ValueError(f"no layer is called {', '.join(unmatched)}; their names are made of {', '.join(parts)}")
-
-
-def _reason_against(m: nn.Module, weights: dict[str, Tensor], recipe: str, skip, small: bool | None) -> str:
+def _reason_against(m: nn.Module, weights: dict[str, Tensor], recipe: str, small: bool | None) -> str:
     """Why a module's weights [N, K] or [E, N, K] are not multiplied in FP8; empty if they are. Below the limits for N
     and K, casting takes longer on a Hopper GPU than FP8 products save, according to published measurements."""
-    if any(_matches(s, name) for s in skip for name in weights):
-        return "skipped by name"
     experts = hasattr(m, "matmul")
     if not (experts or isinstance(m, nn.Linear)):
         return "not a linear layer"
@@ -316,7 +299,7 @@ class WeightScales:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None, reuse: bool, fuse: bool):
         """dtype: the compute dtype. fuse: compile the quantization."""
-        self.modules = [m for m in layers(model).values() if m.fp8_recipe.name == "tensor"]
+        self.modules = [m for m in layers(model).values() if m.fp8_recipe == "tensor"]
         self.watched = [m for m in layers(model).values() if m.fp8_watch is not None]
         self.dtype, self.group = dtype, group
         self.quantize = torch.compile(_quantize_into, dynamic=True) if fuse else _quantize_into
@@ -422,13 +405,13 @@ def watched(model: nn.Module) -> dict[str, float | None]:
             continue
         count, x, g = m.fp8_watch.grad
         operands = {"x": x / count, "g": g / count}
-        w, dim = held_tensor(m.weight.detach()), None if m.fp8_recipe.name == "tensor" else 1
+        w, dim = held_tensor(m.weight.detach()), None if m.fp8_recipe == "tensor" else 1
         if w.numel():
             operands["w"] = figures(w, E4M3, quantize(w, E4M3, dim, m.fp8_scale)[1])
         for operand, values in operands.items():
-            amax, saturated, flushed, signal, error = values.tolist()
+            *shares, signal, error = values.tolist()
             snr = 10 * math.log10(signal / error) if error > 0 and signal > 0 else None
-            for figure, value in zip(FIGURES, (amax, saturated, flushed, snr), strict=True):
+            for figure, value in zip(FIGURES, (*shares, snr), strict=True):
                 out[f"fp8/{name}/{operand}_{figure}"] = value
     return out
 
@@ -465,9 +448,9 @@ def check_run(config: Settings, device: torch.device, micro_batch: int) -> None:
     if device.type == "cpu":
         return
     if config.compile == "none":
-        raise UserError(f"{flag}: uncompiled, FP8 is several times slower than bf16; --compile block, or --fp8 off")
+        raise UserError(f"{flag}: uncompiled, FP8 is slower than bf16; --compile block, or --fp8 off")
     if config.dtype != "bf16":
-        raise UserError(f"{flag}: on a GPU the other layers compute in bf16; --dtype bf16, or --fp8 off")
+        raise UserError(f"{flag} on a GPU needs --dtype bf16, not {config.dtype}; or --fp8 off")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         name = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
         raise UserError(f"{flag}: {name}, FP8 needs 8.9 (Ada, Hopper or later); --fp8 off trains in bf16 here")

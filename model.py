@@ -13,8 +13,8 @@ Letters: B batch, T tokens, S keys, D dim, H heads, K key/value heads, h head_di
 layers.
 
 Sources: GPT-2 (Radford et al. 2019); Llama 2 (arXiv 2307.09288); Llama 3 (2407.21783); Mixtral (2401.04088); Qwen2.5
-(2412.15115); Qwen3 (2505.09388); OLMo 2 (2501.00656); RoPE (2104.09864); grouped-query attention (2305.13245); SwiGLU
-(2002.05202); RMSNorm (1910.07467). Names follow Hugging Face's Llama, with q, k, v and gate, up fused."""
+(2412.15115); Qwen3 (2505.09388); OLMo 2 (2501.00656); grouped-query attention (2305.13245); SwiGLU (2002.05202);
+RMSNorm (1910.07467). Names follow Hugging Face's Llama, with q, k, v and gate, up fused."""
 
 import hashlib
 import math
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import PACKED, WHOLE, attention_of_part
+from rope import apply_rope, rope_table
 from shapes import MODELS as MODELS  # so that `from model import MODELS` works
 from shapes import ModelConfig
 
@@ -64,74 +65,7 @@ class HeadsNorm(RMSNorm):
         return super().forward(x.flatten(2)).view(x.shape)
 
 
-def make_norm(config: ModelConfig, exists: bool = True) -> nn.Module:
-    kind = (RMSNorm if config.norm == "rmsnorm" else LayerNorm) if exists else nn.Identity
-    return kind(config.dim, eps=config.norm_eps)
-
-
-def rope_linear(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Position interpolation (arXiv 2306.15595): all frequencies are divided by the factor."""
-    return frequencies / config.rope_scaling.factor
-
-
-def rope_llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Llama 3.1 (arXiv 2407.21783 section 3.4): slow frequencies are divided by the factor."""
-    scaling = config.rope_scaling
-    turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # rotations within the original context
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0.0, 1.0)  # 1: a fast frequency stays; 0: a slow one is divided by the factor
-    return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
-
-
-def rope_yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """YaRN (arXiv 2309.00071 section 3.2): frequencies that turn less than beta_slow times within the original context
-    are divided by the factor, and frequencies that turn more than beta_fast times stay. In between, the share changes
-    evenly with the index of the frequency."""
-    scaling, h = config.rope_scaling, config.head_dim
-
-    def index(turns: float) -> float:
-        return h / 2 * math.log(scaling.original_seq_len / (2 * math.pi * turns)) / math.log(config.rope_theta)
-
-    first, last = index(scaling.beta_fast), index(scaling.beta_slow)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, h - 1)
-    slow = (torch.arange(h // 2, device=frequencies.device) - first) / ((last - first) or 0.001)
-    return frequencies.lerp(frequencies / scaling.factor, slow.clamp(0.0, 1.0))
-
-
-# Dynamic NTK scaling changes nothing in rows of up to max_seq_len tokens. rope_table refuses longer rows.
-ROPES = {"linear": rope_linear, "llama3": rope_llama3, "yarn": rope_yarn, "dynamic": lambda frequencies, _: frequencies}
-
-
-def rope_frequencies(config: ModelConfig, device: torch.device, kind: str = "full") -> tuple[Tensor, float]:
-    """Angle per position for each pair of a head's dimensions, fp32 [h/2], and the factor of cosine and sine, in layers
-    of this kind; computed, never stored, so no checkpoint, meta device or dtype conversion can get them wrong."""
-    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
-    frequencies, scaling = 1.0 / config.rope_theta**exponents, config.rope_scaling
-    if scaling is None or (kind == "window" and not scaling.in_windows):
-        return frequencies, 1.0
-    return ROPES[scaling.kind](frequencies, config), scaling.attention_factor
-
-
-def rope_table(config: ModelConfig, positions: Tensor, kind: str = "full") -> tuple[Tensor, Tensor] | None:
-    """(cos, cos) and (-sin, sin), fp32 [B or 1, T, 1, h] each, of the angles at `positions` [B or 1, T] in layers of
-    this kind; None where these do not rotate."""
-    if config.positions != "rope" or "nope" in kind:
-        return None
-    if "dynamic" in str(config.rope_scaling) and positions.shape[1] > config.max_seq_len:
-        raise ValueError(f"rope_scaling of type dynamic beyond {config.max_seq_len:,} positions is not implemented")
-    frequencies, scale = rope_frequencies(config, positions.device, kind)
-    angles = positions.float()[..., None, None] * frequencies
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-
-
-def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates the pairs (x[i], x[i + h/2]) of x [B, T, H, h]: Hugging Face's half-split layout."""
-    cos, sin = rope
-    pairs = x.float()
-    return (pairs * cos + pairs.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 
 
 class Attention(nn.Module):
@@ -223,7 +157,6 @@ class MoE(nn.Module):
     of the router's probabilities, [2, B, E]."""
 
     matmul = staticmethod(grouped_matmul)  # looked up on self, so that a conversion to FP8 can replace it
-    activation = staticmethod(F.silu)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -248,7 +181,7 @@ class MoE(nn.Module):
         ends = (experts[:, None] <= torch.arange(E, device=x.device)).sum(0, dtype=torch.int32)  # [E]
         x = _Reorder.apply(x, order // self.top_k, back)  # [N k, D], by expert
         gate, up = self.matmul(x, self.gate_up_proj, ends).chunk(2, -1)  # [N k, F] each
-        y = self.matmul(self.activation(gate) * up, self.down_proj, ends)
+        y = self.matmul(F.silu(gate) * up, self.down_proj, ends)
         y = _Reorder.apply(y, back, order).view(B * T, self.top_k, D)
         return (y * scores[..., None].to(y.dtype)).sum(1).view(B, T, D), router
 
@@ -261,13 +194,15 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
-        before, after = not config.norm_after, config.norm_after
-        self.input_layernorm = make_norm(config, before)
+        before, after = NORMS[config.norm], nn.Identity
+        if config.norm_after:
+            before, after = after, before
+        self.input_layernorm = before(config.dim, config.norm_eps)
         self.self_attn = Attention(config, layer)
-        self.self_attn_norm = make_norm(config, after)
-        self.post_attention_layernorm = make_norm(config, before)
+        self.self_attn_norm = after(config.dim, config.norm_eps)
+        self.post_attention_layernorm = before(config.dim, config.norm_eps)
         self.mlp = MLPS[config.mlp](config)
-        self.mlp_norm = make_norm(config, after)
+        self.mlp_norm = after(config.dim, config.norm_eps)
 
     def forward(self, x: Tensor, rope=None, mask: Tensor | None = None, cache=None) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D] -> (the same, the router's statistics where there are experts)."""
@@ -426,7 +361,7 @@ class Transformer(nn.Module):
         if config.positions == "learned":
             self.embed_positions = Embedding(config.max_seq_len, config.dim)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
-        self.norm = make_norm(config)
+        self.norm = NORMS[config.norm](config.dim, config.norm_eps)
         self.lm_head = LossHead(config)
         for block in self.layers:
             block.self_attn.backend = attention_backend
@@ -474,23 +409,19 @@ class Transformer(nn.Module):
         sums = torch.cat((assignments, loss * trained.expand(1, E), trained.expand(1, E))).detach()
         return self.config.router_aux_loss_coef * loss * trained / N, sums / N
 
-    def _mask(self, positions: Tensor | None, documents: Tensor | None) -> Tensor | None:
-        """The documents in the form that the attention back-end takes."""
-        if positions is None:
-            return None
-        if self.layers[0].self_attn.backend not in PACKED:
-            return document_mask(positions)
-        return document_begins(positions) if documents is None else documents
-
     def _hidden(
         self, tokens: Tensor, positions: Tensor | None, cache, documents: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         assert positions is None or cache is None, "a cache counts the positions itself"
-        mask = self._mask(positions, documents)
+        mask = None
         if positions is None:
             first = cache[0].length if cache else self.part.index * tokens.shape[1]
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
-        else:
+        else:  # the documents in the form that the attention back-end takes
+            if self.layers[0].self_attn.backend not in PACKED:
+                mask = document_mask(positions)
+            else:
+                mask = document_begins(positions) if documents is None else documents
             positions = positions.chunk(self.part.count, 1)[self.part.index]
         ropes = {kind: rope_table(self.config, positions, kind) for kind in self.config.layer_kinds}
         x = self.embed_tokens(tokens)
@@ -500,8 +431,7 @@ class Transformer(nn.Module):
         for i, block in enumerate(self.layers):
             rope = ropes[self.config.kind(i)]
             x, router = block(x, rope, mask, cache[i]) if cache else block(x, rope, mask)
-            if router is not None:
-                routers.append(router)
+            routers += [] if router is None else [router]
         return self.norm(x), routers
 
 
@@ -538,10 +468,10 @@ def random_init(
         for start in range(begin - begin % INIT_CHUNK, end, INIT_CHUNK) if std else ():
             key = hashlib.sha256(f"{seed}/{name}/{start // INIT_CHUNK}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
-            stop = min(start + INIT_CHUNK, math.prod(shape))
-            values = torch.empty(stop - start).normal_(0.0, std, generator=generator)
-            a, b = max(begin, start), min(end, stop)
-            out[a - begin : b - begin] = values[a - start : b - start]
+            values = torch.empty(min(INIT_CHUNK, math.prod(shape) - start)).normal_(0.0, std, generator=generator)
+            a = max(begin, start)
+            part = values[a - start : end - start]
+            out[a - begin : a - begin + len(part)] = part
         return out.view(-1, *shape[1:])[(slice(None), *slices[1:])]
 
     return read
@@ -552,9 +482,8 @@ def matmul_params(config: ModelConfig) -> int:
     biases. Counted on a block of the real model, so that another kind of layer needs no formula here."""
     with torch.device("meta"):
         block = Block(config)
-    per_block = sum(p.numel() for p in block.parameters() if p.ndim == 2)
-    experts = sum(p.numel() for p in block.parameters() if p.ndim == 3)
-    per_block += experts * config.top_k // max(config.n_experts, 1)
+    dense, stacked = (sum(p.numel() for p in block.parameters() if p.ndim == ndim) for ndim in (2, 3))
+    per_block = dense + stacked * config.top_k // max(config.n_experts, 1)
     return config.n_layers * per_block + config.vocab_size * config.dim
 
 

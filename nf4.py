@@ -84,12 +84,12 @@ class Nf4Linear(nn.Linear):
 
 def convert(layer: nn.Linear) -> None:
     """Replaces the weight of a layer by buffers without values, in place."""
-    (N, K), device = layer.weight.shape, layer.weight.device
+    empty, (N, K) = layer.weight.new_empty, layer.weight.shape
     del layer.weight
     layer.__class__ = Nf4Linear
-    layer.codes = nn.Buffer(torch.empty(N, K // 2, dtype=torch.uint8, device=device))
-    layer.scales = nn.Buffer(torch.empty(N, K // BLOCK, device=device))
-    layer.pairs = nn.Buffer(torch.empty(256, 2, device=device))
+    layer.codes = nn.Buffer(empty(N, K // 2, dtype=torch.uint8))
+    layer.scales = nn.Buffer(empty(N, K // BLOCK, dtype=torch.float32))
+    layer.pairs = nn.Buffer(empty(256, 2, dtype=torch.float32))
 
 
 def layers(model: nn.Module) -> dict[str, Nf4Linear]:
@@ -99,4 +99,4 @@ def layers(model: nn.Module) -> dict[str, Nf4Linear]:
 
 def elements(model: nn.Module) -> int:
     """Values of the quantized weights."""
-    return sum(layer.in_features * layer.out_features for layer in layers(model).values())
+    return sum(2 * layer.codes.numel() for layer in layers(model).values())

@@ -460,7 +460,7 @@ def test_choose_backend(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(attention, "activate_flash_attention_impl", active.append)
     for module in (None, "a spec"):
-        monkeypatch.setattr(attention.importlib.util, "find_spec", {attention.FA3: module}.get)
+        monkeypatch.setattr(attention, "find_spec", {attention.FA3: module}.get)
         assert choose_backend("auto", *gpu, 2048, 128) == "varlen"
         assert choose_backend("sdpa", *gpu, 2048, 128) == "sdpa"
     assert active == ["FA3"]

@@ -290,6 +290,12 @@ ROPE_KEYS = {
         "attention_factor": "attention_factor",
     },
 }
+OPTIONAL_IN_YARN = {
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "attention_factor",
+}
 # Keys that change the computation: the values that model.py implements. Exports write the first one.
 MEANS_OURS = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
@@ -378,7 +384,11 @@ READ_IN_ROPE = {
     "low_freq_factor", "max_position_embeddings", "mscale", "mscale_all_dim", "original_max_position_embeddings",
     "rope_theta", "rope_type", "short_factor", "truncate",
 }  # fmt: skip
-EXPECTED = {int: "a positive whole number", float: "a positive number", bool: "true or false"}
+EXPECTED = {
+    int: "a positive whole number",
+    float: "a positive number",
+    bool: "true or false",
+}
 
 
 def family(config: ModelConfig) -> str:
@@ -387,7 +397,7 @@ def family(config: ModelConfig) -> str:
         with contextlib.suppress(ValueError):
             if _read(_write(config, kind)) == config:
                 return kind
-    raise UserError(f"This model has no Hugging Face form: no family in lib/families.py has this shape: {config}")
+    raise UserError(f"This model has no Hugging Face form: no family in lib/families.py has its shape, {config}")
 
 
 # ---- reading
@@ -419,8 +429,8 @@ def _read(given):
             shape[field.name] = _read_field(values, key, field.type, 0 if key == "n_inner" else field.default)
     shape["ffn_dim"] = shape["ffn_dim"] or 4 * shape["dim"]
     config = ModelConfig(**row.shape, **shape)  # refuses absurd sizes
-    more = _read_layers(values, row, config.n_layers) | (_read_rope(given, row) if ROPE[0] in row.others else {})
-    return replace(config, **more)
+    rope = _read_rope(given, row) if "rope_theta" in row.others else {}
+    return replace(config, **_read_layers(values, row, config.n_layers), **rope)
 
 
 def _refuse_keys(given, known):
@@ -444,12 +454,12 @@ def _read_layers(values, row, n_layers):
     window = _read_field(values, "sliding_window", int, 0) if on else 0
     interval = _read_field(values, "no_rope_layer_interval", int, n_layers + 1)
     rotates = values.get("no_rope_layers") or [(i + 1) % interval for i in range(n_layers)]
-    first = _read_field(values, "max_window_layers", int) if "max_window_layers" in row.defaults else 0
-    skips = "no_rope_layers" in row.defaults  # layers with RoPE have no window
-    expected = [
-        row.windows[i % len(row.windows)] if window and i >= first and not (skips and rotates[i]) else FULL
-        for i in range(n_layers)
-    ]
+    expected = [row.windows[i % len(row.windows)] if window else FULL for i in range(n_layers)]
+    if "max_window_layers" in row.defaults:
+        first = _read_field(values, "max_window_layers", int)
+        expected[:first] = [FULL] * len(expected[:first])
+    if "no_rope_layers" in row.defaults:  # layers with RoPE have no window
+        expected = [FULL if turns else kind for kind, turns in zip(expected, rotates, strict=False)]
     types = values.get("layer_types") or expected
     fits = window and "layer_types" in row.defaults and len(types) == n_layers and {SLIDING, FULL}.issuperset(types)
     if len(rotates) < n_layers:
@@ -502,8 +512,7 @@ def _read_scaling(rope, row):
         return None
     numbers = {}
     for field, key in ROPE_KEYS[kind].items():
-        optional = kind == "yarn" and field not in ("factor", "original_seq_len")
-        default = getattr(RopeScaling, field) if optional else MISSING
+        default = getattr(RopeScaling, field) if field in OPTIONAL_IN_YARN else MISSING
         numbers[field] = _read_field(rope, key, bool if field == "truncate" else float, default)
     if kind == "yarn" and "attention_factor" not in rope:
         growth = 0.1 * math.log(max(numbers["factor"], 1.0))
@@ -553,16 +562,13 @@ def _write(config, kind):
         "max_window_layers": [*types, SLIDING].index(SLIDING),  # older versions read it instead of layer_types
         "no_rope_layers": [int("nope" not in layer) for layer in layers],
     }
+    values = {key: value for key, (value, *_) in MEANS_OURS.items()} | by_layer
     out = {"architectures": [row.architecture], "model_type": kind}
-    for key in row.defaults:
-        if key in by_layer:
-            out[key] = by_layer[key]
-        elif key in MEANS_OURS:
-            out[key] = MEANS_OURS[key][0]
+    out |= {key: values[key] for key in row.defaults if key in values}
     out |= {key: getattr(config, field) for field, key in row.keys.items()}
     if kind in WITHOUT_HEAD_DIM and config.head_dim * config.n_heads == config.dim:
         del out["head_dim"]
-    return out | (_write_rope(config, kind) if ROPE[0] in row.others else {})
+    return out | (_write_rope(config, kind) if "rope_theta" in row.others else {})
 
 
 def _write_rope(config, kind):
@@ -570,8 +576,8 @@ def _write_rope(config, kind):
     plain = rope = out | {"rope_type": "default"}
     if scaling:
         numbers = {key: getattr(scaling, field) for field, key in ROPE_KEYS[scaling.kind].items()}
-        scaled = out["rope_scaling"] = {"rope_type": scaling.kind} | numbers
-        rope = plain | scaled
+        out["rope_scaling"] = {"rope_type": scaling.kind} | numbers
+        rope = plain | out["rope_scaling"]
     if kind == "olmo3":
         rope = {FULL: rope, SLIDING: rope if scaling and scaling.in_windows else plain}
     return out | {"rope_parameters": rope}

@@ -15,6 +15,7 @@ Sources: LoRA (arXiv 2106.09685). The names of the parts, the scale and A's init
 import functools
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,28 @@ from model import Transformer, initial_std, random_init
 from optim import DTYPES
 from shapes import ModelConfig
 
-PARTS = {"qkv_proj": ("q", "k", "v"), "o_proj": ("o",), "gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
-FUSED_PARTS = {"qkv_proj": ("qkv",), "o_proj": ("o",), "gate_up_proj": ("gate_up",), "down_proj": ("down",)}  # phi3
+PARTS = {
+    "qkv_proj": ("q", "k", "v"),
+    "o_proj": ("o",),
+    "gate_up_proj": ("gate", "up"),
+    "down_proj": ("down",),
+}
 Read = Callable[[str, tuple[slice, ...]], Tensor]  # read(name, slices) -> those values of a parameter
+
+
+class Settings(Protocol):
+    """The fields of config.Config that adapters need. This file does not import Config."""
+
+    model: str
+    model_config: ModelConfig
+    weights: str
+    lora: int  # rank; 0: no adapters
+    lora_alpha: float
+    lora_targets: tuple[str, ...]
+    quantize: str
+    param_dtype: str
+    seq_len: int
+    seed: int
 
 
 def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -37,17 +57,15 @@ def sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
     with one adapter for PEFT (c_attn)."""
     if shape.mlp == "gelu":
         return {}
-    D, H, K = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    out = {"q": (H, D), "k": (K, D), "v": (K, D), "o": (D, H)}
+    D, F, H, K = shape.dim, shape.ffn_dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     if shape.family == "phi3":  # the file has fused tensors, each with one adapter for PEFT
-        return {"qkv": (H + 2 * K, D), "o": (D, H), "gate_up": (2 * shape.ffn_dim, D), "down": (D, shape.ffn_dim)}
-    if shape.mlp == "swiglu":
-        out |= {"gate": (shape.ffn_dim, D), "up": (shape.ffn_dim, D), "down": (D, shape.ffn_dim)}
-    return out
+        return {"qkv": (H + 2 * K, D), "o": (D, H), "gate_up": (2 * F, D), "down": (D, F)}
+    mlp = {"gate": (F, D), "up": (F, D), "down": (D, F)} if shape.mlp == "swiglu" else {}
+    return {"q": (H, D), "k": (K, D), "v": (K, D), "o": (D, H)} | mlp
 
 
-def check_flags(config) -> None:
-    """Refuses impossible flags, before any file is read. config: a Config."""
+def check_flags(config: Settings) -> None:
+    """Refuses impossible flags, before any file is read."""
     known = sizes(config.model_config)
     unknown = [target for target in config.lora_targets if target not in known]
     if unknown or not config.lora_targets:
@@ -58,13 +76,13 @@ def check_flags(config) -> None:
     limit = min(min(known[target]) for target in config.lora_targets)
     if config.lora > limit:
         raise UserError(f"--lora {config.lora}: the smallest weight of the --lora_targets allows at most {limit}")
-    experts, odd = config.model_config.n_experts, max(width % nf4.BLOCK and width for _, width in known.values())
-    if config.quantize == "nf4" and (experts or odd):
-        reason = f"rows of {odd} values do not divide by {nf4.BLOCK}" if odd else "stacked experts are not quantized"
+    odd = [width for _, width in known.values() if width % nf4.BLOCK]
+    if config.quantize == "nf4" and (config.model_config.n_experts or odd):
+        reason = f"rows of {odd[0]} values do not divide by {nf4.BLOCK}" if odd else "stacked experts are not quantized"
         raise UserError(f"--quantize nf4: {config.model} is not possible: {reason}; remove the flag")
 
 
-def flops_per_token(config) -> int:
+def flops_per_token(config: Settings) -> int:
     """Forward and backward. Frozen weights have no gradient, which saves a third of the work of their products. The
     small work of the adapters is not counted."""
     shape = config.model_config
@@ -100,22 +118,24 @@ def layers(model: nn.Module) -> dict[str, LoraLinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
 
 
-def convert(model: Transformer, config) -> None:
+def convert(model: Transformer, config: Settings) -> None:
     """Adds the adapters of --lora, freezes all other parameters, quantizes those of --quantize, and sets the dtype of
     the others: frozen ones get the compute dtype. In place, before the parameters have values, and after a conversion
-    to FP8, which applies to the frozen weights. config: a Config."""
+    to FP8, which applies to the frozen weights."""
     if config.lora:
         _add_adapters(model, config)
     for p in model.parameters():
         p.data = p.data.to(DTYPES[config.param_dtype] if p.requires_grad else model.dtype)
 
 
-def _add_adapters(model: Transformer, config) -> None:
+def _add_adapters(model: Transformer, config: Settings) -> None:
     known = sizes(model.config)
-    by_layer = FUSED_PARTS if "qkv" in known else PARTS
     model.requires_grad_(False)
     for name, m in model.named_modules():
-        parts = by_layer.get(name.rpartition(".")[2], ())
+        layer = name.rpartition(".")[2]
+        parts = PARTS.get(layer, ())
+        if (fused := layer.removesuffix("_proj")) in known:  # phi3
+            parts = (fused,)
         blocks = tuple((known[part][0], config.lora * (part in config.lora_targets)) for part in parts)
         heights = [rows for rows, rank in blocks if rank]
         if heights:
@@ -127,7 +147,7 @@ def _add_adapters(model: Transformer, config) -> None:
             m.__class__, m.lora_blocks, m.lora_scale = _adapted(m.__class__), blocks, config.lora_alpha / config.lora
 
 
-def meta_model(config) -> Transformer:
+def meta_model(config: Settings) -> Transformer:
     """The model with its adapters on the meta device: shapes and no values."""
     with torch.device("meta"):
         model = Transformer(config.model_config)
@@ -138,7 +158,7 @@ def meta_model(config) -> Transformer:
 # ---- values
 
 
-def first_values(config, shapes: dict[str, tuple[int, ...]]) -> Read:
+def first_values(config: Settings, shapes: dict[str, tuple[int, ...]]) -> Read:
     """read(name, slices) of new adapters. A is a function of (seed, name, position), like all initial values, and has
     PEFT's variance, 1 / (3 in). B is 0. shapes: of all parameters."""
     random = random_init(config.model_config, shapes, config.seed)
@@ -155,7 +175,7 @@ def join(base: Read, adapters: Read) -> Read:
     return lambda name, slices: (adapters if ".lora_" in name else base)(name, slices)
 
 
-def merge(base: Read, adapters: Read, config) -> Read:
+def merge(base: Read, adapters: Read, config: Settings) -> Read:
     """read(name, slices) of a model without adapters: its weights plus the adapters' scale B A, in fp32."""
     adapted = layers(meta_model(config))
 

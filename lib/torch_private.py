@@ -16,8 +16,7 @@ def _find(path: str):
         return reduce(getattr, path.split("."), torch)
     except AttributeError:
         raise RuntimeError(
-            f"torch {torch.__version__} has no torch.{path}, which lib/torch_private.py needs: install a torch from"
-            " 2.11 to 2.15 (requirements.txt)"
+            f"torch {torch.__version__} has no torch.{path}: install a torch from 2.11 to 2.15 (requirements.txt)"
         ) from None
 
 
@@ -26,7 +25,8 @@ _wait = _find("ops._c10d_functional.wait_tensor")
 _count_collectives = _find("distributed.ProcessGroup._get_sequence_number_for_group")
 _foreach_norm = _find("_foreach_norm")
 DispatchMode = _find("utils._python_dispatch.TorchDispatchMode")  # shown every operator; waits for a public name
-_choose_sdpa = _find("_fused_sdp_choice")
+# The value of the SDPBackend that scaled_dot_product_attention would choose. Waits for a public query.
+choose_sdpa = _find("_fused_sdp_choice")
 # FP8 products of matrices, and of groups of rows. torch 2.11 does not compile F.scaled_mm and F.scaled_grouped_mm, and
 # until 2.13 the latter: they replace these names when the oldest supported torch does.
 scaled_mm, scaled_grouped_mm = _find("_scaled_mm"), _find("_scaled_grouped_mm")
@@ -65,16 +65,19 @@ def norms(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None
 # ---- operators and the compiler
 
 
+EXPENSIVE = (
+    "aten.mm", "aten.addmm", "aten._scaled_mm", "aten._grouped_mm", "aten._scaled_grouped_mm",
+    "aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_fused_attention_overrideable", "aten._flash_attention_forward",
+    "torch_attn._varlen_attn",
+)  # fmt: skip
+
+
 def expensive_operators() -> list:
     """Matrix products and attention: what selective checkpointing keeps. Waits for public names of these operators."""
     import_module("torch.nn.attention.varlen")  # registers its operator; takes seconds
-    names = (
-        "mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
-        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward",
-    )  # fmt: skip
-    return [_find(f"ops.aten.{name}").default for name in names] + [_find("ops.torch_attn._varlen_attn").default]
+    return [_find(f"ops.{name}").default for name in EXPENSIVE]
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, cuda: bool) -> Tensor:
@@ -83,11 +86,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal
     if cuda:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)[0]
-
-
-def choose_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool) -> int:
-    """The value of the SDPBackend that scaled_dot_product_attention would choose. Waits for a public query."""
-    return _choose_sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 def is_compiler_loaded() -> bool:

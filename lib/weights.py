@@ -12,7 +12,6 @@ each slice of it.
 Sources: configuration and modelling files of transformers 4 and 5; github.com/huggingface/safetensors."""
 
 import errno
-import itertools
 import math
 import os
 import re
@@ -43,7 +42,7 @@ from lib.files import (
     write_json,
 )
 from lib.hub import local_path
-from lib.lora import Read
+from lib.lora import Read, Settings
 from lib.machine import allocate
 from lib.ranks import ALONE, Ranks, on_all, on_first_rank
 from lib.tokenizer import Tokenizer
@@ -149,26 +148,21 @@ class TensorFile:
     def read(self, name: str, slices: Slices) -> Tensor:
         """Values in the file's dtype. One thread at a time."""
         dtype, shape = self.entries[name]
-        wanted = [range(n)[s] for s, n in zip(slices, shape, strict=True)]
-        out = torch.empty([len(span) for span in wanted], dtype=dtype)
-        # The dims after `inner` are read whole, so the values lie in runs, one for each index of the dims before it.
-        inner = max((d for d, n in enumerate(shape) if len(wanted[d]) < n), default=0)
-        strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
-        firsts = [*wanted[:inner], *(span[:1] for span in wanted[inner : inner + 1])]
-        runs = out.view(math.prod(out.shape[:inner]), -1).view(torch.uint8).numpy() if out.numel() else ()
-        for run, place in zip(runs, itertools.product(*firsts), strict=False):
-            at = self.starts[name] + sum(i * stride for i, stride in zip(place, strides, strict=False))
-            with_retries(self.path, partial(self._read_run, run, at))
-        return out
+        rows = range(*slices[0].indices(shape[0])) if shape else range(1)
+        out = torch.empty(len(rows), *shape[1:], dtype=dtype)  # whole rows, which lie together
+        start = self.starts[name] + rows.start * math.prod(shape[1:]) * dtype.itemsize
+        if out.numel():
+            with_retries(self.path, partial(self._read_bytes, out.view(-1).view(torch.uint8).numpy(), start))
+        return out[(slice(None), *slices[1:])] if shape else out[0]
 
-    def _read_run(self, run, at: int) -> None:
+    def _read_bytes(self, out, start: int) -> None:
         try:
-            self.file.seek(at)
-            count = self.file.readinto(run)
+            self.file.seek(start)
+            count = self.file.readinto(out)
         except OSError:
             self.file = open(self.path, "rb")  # noqa: SIM115 - the handle may be stale
             raise
-        if count < len(run):
+        if count < len(out):
             raise UserError(f"{self.path} is cut short")
 
 
@@ -230,10 +224,10 @@ def find_files(folder: Path) -> list[Path]:
         return [single]
     if not index.exists():
         raise UserError(
-            f"{folder} holds neither model.safetensors nor its index (if --skip_model left them out, `python"
-            " download.py ORG/NAME` adds them): only safetensors are loaded, as pickles can run code. If you trust its"
-            " source, convert it in Python: from transformers import AutoModelForCausalLM as M;"
-            " M.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW)"
+            f"{folder} holds neither model.safetensors nor its index (`python download.py ORG/NAME` adds what"
+            " --skip_model left out). Pickles are not loaded: they can run code. If you trust its source, convert it in"
+            " Python: from transformers import AutoModelForCausalLM as M; M.from_pretrained(FOLDER, dtype='auto')"
+            ".save_pretrained(NEW)"
         )
     table = read_object(index).get("weight_map")
     if not isinstance(table, dict):
@@ -261,7 +255,7 @@ def _refuse_other_head(file, embedding, read):
     ):
         raise UserError(
             f"{file.path}: {HEAD} differs from the embedding, but config.json ties them: set its tie_word_embeddings to"
-            " false to use this head, like transformers, or remove the tensor to use the embedding"
+            " false to use this head, as transformers does, or remove the tensor"
         )
 
 
@@ -338,6 +332,12 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
 
 # ---- PEFT adapters
 
+# The same in every adapter that we write.
+ADAPTER_CONFIG = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "inference_mode": True,
+}
 # Fields of adapter_config.json that mean more than low-rank products.
 ADAPTER_MEANS_MORE = {
     "use_dora": "DoRA's magnitudes are not implemented",
@@ -358,8 +358,8 @@ ADAPTER_HARMLESS = {
 }  # fmt: skip
 
 
-def adapter_pieces(config) -> dict[str, list[Piece]]:
-    """The tensors in PEFT's file for each parameter of the adapters. config: a Config."""
+def adapter_pieces(config: Settings) -> dict[str, list[Piece]]:
+    """The tensors in PEFT's file for each parameter of the adapters."""
     out, base = {}, pieces(config.model_config)
     for name, layer in lora.layers(lora.meta_model(config)).items():
         a, b = out[f"{name}.lora_A"], out[f"{name}.lora_B"] = [], []
@@ -394,8 +394,8 @@ def adapter_flags(folder: Path) -> dict:
     return {"lora": rank, "lora_alpha": alpha, "lora_targets": tuple(sorted(targets))}
 
 
-def open_adapter(folder: Path, config) -> Read:
-    """Checks a PEFT adapter against a run's flags -> read(name, slices) of lora.py's parameters. config: a Config."""
+def open_adapter(folder: Path, config: Settings) -> Read:
+    """Checks a PEFT adapter against a run's flags -> read(name, slices) of lora.py's parameters."""
     rank, alpha, targets = adapter_flags(folder).values()
     if (rank, alpha, {*targets}) != (config.lora, config.lora_alpha, {*config.lora_targets}):
         raise UserError(
@@ -405,27 +405,17 @@ def open_adapter(folder: Path, config) -> Read:
     return _reader(folder, adapter_pieces(config), [folder / "adapter_model.safetensors"])
 
 
-def export_adapter(config, read: Read, folder: Path) -> None:
-    """Writes the folder that PEFT loads: adapter_config.json and adapter_model.safetensors, in fp32. config: a Config;
-    read: of lib/lora.py's parameters."""
+def export_adapter(config: Settings, read: Read, folder: Path) -> None:
+    """Writes the folder that PEFT loads: adapter_config.json and adapter_model.safetensors, in fp32. read: of
+    lib/lora.py's parameters."""
     rows = [(piece, name) for name, row in adapter_pieces(config).items() for piece in row]
     temporary = folder / "adapter_model.safetensors.tmp"
     folder.mkdir(exist_ok=True)
     write_file(temporary, _shard(rows, torch.float32, read))
     temporary.rename(folder / "adapter_model.safetensors")
-    content = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.weights or None,
-        "r": config.lora,
-        "lora_alpha": config.lora_alpha,
-        "target_modules": [f"{target}_proj" for target in config.lora_targets],
-        "inference_mode": True,
-    }
-    write_json(folder / "adapter_config.json", content)
-
-
-# ---- config.json
+    how = {"base_model_name_or_path": config.weights or None, "r": config.lora, "lora_alpha": config.lora_alpha}
+    targets = [f"{target}_proj" for target in config.lora_targets]
+    write_json(folder / "adapter_config.json", ADAPTER_CONFIG | how | {"target_modules": targets})
 
 
 # ---- writing
