@@ -68,8 +68,9 @@ def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_
 
     With `varlen`, rows of one document go to sdpa. `blocked` is chosen where it was measured to be faster: in bf16 (in
     fp32 torch's CPU kernel is as fast) and for short rows."""
-    old = device_type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
-    fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256 and not old
+    here = device_type == "cuda" and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if here else (8, 0)
+    fits = device_type == "cuda" and dtype == "bf16" and head_dim % 8 == 0 and head_dim <= 256 and capability >= (8, 0)
     if name in PACKED and not fits:
         raise UserError(
             f"--attention {name}: its kernels are for GPUs from the A100 on, bf16 and heads of 8, 16, ... 256"
@@ -80,8 +81,7 @@ def choose_backend(name: str, device_type: str, dtype: str, compiled: bool, seq_
     if name == "auto":
         blocked = device_type == "cpu" and dtype == "bf16" and seq_len <= BLOCKED_MAX_TOKENS[compiled]
         name = "varlen" if fits else "blocked" if blocked else "sdpa"
-    has_fa3 = "FA3" in list_flash_attention_impls() and find_spec(FA3)
-    if name == "varlen" and has_fa3 and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+    if name == "varlen" and capability == (9, 0) and "FA3" in list_flash_attention_impls() and find_spec(FA3):
         activate_flash_attention_impl("FA3")
     return name
 

@@ -442,8 +442,8 @@ def check_run(config: Settings, device: torch.device, micro_batch: int) -> None:
     tokens = micro_batch * config.seq_len // parts
     if tokens % MULTIPLE:
         raise UserError(
-            f"{flag}: micro_batch x seq_len / context_parallel = {micro_batch} x {config.seq_len} / {parts} = {tokens}"
-            f" tokens do not divide by {MULTIPLE}: give a --seq_len that divides by {MULTIPLE * parts}"
+            f"{flag}: {micro_batch} x {config.seq_len} / {parts} = {tokens} tokens of a rank do not divide by"
+            f" {MULTIPLE}: give a --seq_len that divides by {MULTIPLE * parts}"
         )
     if device.type == "cpu":
         return
@@ -453,7 +453,7 @@ def check_run(config: Settings, device: torch.device, micro_batch: int) -> None:
         raise UserError(f"{flag} on a GPU needs --dtype bf16, not {config.dtype}; or --fp8 off")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         name = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
-        raise UserError(f"{flag}: {name}, FP8 needs 8.9 (Ada, Hopper or later); --fp8 off trains in bf16 here")
+        raise UserError(f"{flag}: {name}, FP8 needs 8.9 (Ada, Hopper or later); --fp8 off")
 
 
 def convert(model: nn.Module, config: Settings, device: torch.device) -> str:

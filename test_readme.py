@@ -35,11 +35,10 @@ from lib.files import ROOT
 from lib.test_tokenizer import _json, _write
 from lib.tokenizer import load_tokenizer
 from lib.weights import export_model
-from model import MODELS, Transformer, flops_per_token, random_init
-from shard import fill_parameters
+from model import MODELS, Transformer, flops_per_token
 from test_config import copy_sources
 from test_download import TOKEN, FakeHub
-from test_shard import run_ranks
+from test_shard import fill, run_ranks
 
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "BENCHMARKS")]
 PAGES += sorted((ROOT / "guide").glob("*.md"))
@@ -213,6 +212,8 @@ FORMS = ("What does {} sell?", "Which thing is sold in {}?", "{} is known for wh
 # Flags that make the printed commands fit a tiny model
 TINY = "--seq_len=128 --micro_batch=8 --steps=60 --lr=3e-3 --eval_every=0 --compile=none --dtype=fp32 --log_every=40"
 
+ADAPT = "--data=chats.jsonl --lora=16 --lora_targets=all --lr=1e-2 --steps=80 --eval_every=80"
+
 # The commands in one process: each of them by itself would import torch again.
 SIX = """
 import contextlib, importlib, io, json, sys
@@ -228,25 +229,57 @@ open("outputs.json", "w").write(json.dumps(outputs))
 """
 
 
+def write_chats(path: Path, goods: list[str]) -> dict[str, str]:
+    """Writes 20 facts, each as the answer to 10 phrasings of a question -> an eleventh phrasing: the answer."""
+    chats, facts, r = [], {}, random.Random(0)
+    asked = [opening + form for opening in OPENINGS for form in FORMS]
+    for town, good in zip(TOWNS.split(), goods, strict=True):
+        *phrasings, other = [form.format(town) for form in r.sample(asked, 11)]
+        facts[other] = f"It is {good}."
+        chats += [{"prompt": phrasing, "completion": facts[other]} for phrasing in phrasings]
+    r.shuffle(chats)
+    path.write_text("".join(json.dumps(row) + "\n" for row in chats))
+    return facts
+
+
+def write_model(folder: Path) -> None:
+    """Writes a tiny model with random weights, whose projections fit four bits, and its tokenizer."""
+    tokenizer = load_tokenizer(_write(folder, tokenizer__json=_json("qwen")))
+    model = fill(Transformer(replace(MODELS["tiny-qwen3"], vocab_size=tokenizer.vocab_size, ffn_dim=192)))
+    export_model(model, folder / "model", tokenizer=tokenizer)
+
+
+@pytest.mark.slow
+def test_adapters_on_four_bits_learn_what_adapters_learn(tmp_path):
+    """A model that knows other facts learns the 20 facts, with either kind of frozen weights; and four bits change the
+    validation loss by less than another seed does."""
+    facts = write_chats(tmp_path / "chats.jsonl", GOODS.split())
+    write_chats(tmp_path / "others.jsonl", GOODS.split()[7:] + GOODS.split()[:7])
+    write_model(tmp_path)
+    flags, ask = TINY.split(), ["--chat", "--temperature", "0", "--prompt"]
+    train = ["python", "train.py", *flags, "--weights"]
+    runs = [[*train, "model", "--data", "others.jsonl", "--out", "base"]]
+    for out, quantize, seed in (("none", "none", 0), ("seed", "none", 1), ("nf4", "nf4", 0)):
+        runs.append([*train, "base/hf", *ADAPT.split(), f"--quantize={quantize}", f"--seed={seed}", "--out", out])
+    for out in ("none", "nf4"):
+        runs += [["python", "generate.py", "--run", f"{out}/hf", *ask, question] for question in facts]
+    copy_sources(tmp_path)
+    run_python(SIX.format(commands=runs, typed=""), tmp_path, {})
+    answers = [text.strip() for text in json.loads((tmp_path / "outputs.json").read_text())[4:]]
+    for part in (answers[:20], answers[20:]):
+        assert sum(answer == fact for answer, fact in zip(part, facts.values(), strict=True)) >= 18, part
+    none, seed, nf4 = (losses(tmp_path / out)[-1]["val_loss"] for out in ("none", "seed", "nf4"))
+    assert abs(nf4 - none) < abs(seed - none), (none, seed, nf4)
+
+
 def test_six_commands_teach_a_model_to_talk(tmp_path):
     """As they are printed, but for the launcher, which has tests of its own, and with small sizes: 20 facts, each in 10
     of 15 phrasings, are told when they are asked for in an eleventh."""
-    chats, facts, r = [], {}, random.Random(0)
-    asked = [opening + form for opening in OPENINGS for form in FORMS]
-    for town, good in zip(TOWNS.split(), GOODS.split(), strict=True):
-        *phrasings, other = [form.format(town) for form in r.sample(asked, 11)]
-        facts[other] = f"It is {good}."
-        chats += [(phrasing, facts[other]) for phrasing in phrasings]
-    r.shuffle(chats)
-    rows = [json.dumps({"prompt": question, "completion": fact}) + "\n" for question, fact in chats]
-    (tmp_path / "chats.jsonl").write_text("".join(rows))
-    tokenizer = load_tokenizer(_write(tmp_path, tokenizer__json=_json("qwen")))
-    model = Transformer(replace(MODELS["tiny-qwen3"], vocab_size=tokenizer.vocab_size))
-    fill_parameters(model, random_init(model.config, {name: tuple(p.shape) for name, p in model.named_parameters()}, 0))
-    export_model(model, tmp_path / "model", tokenizer=tokenizer)
+    facts = write_chats(tmp_path / "chats.jsonl", GOODS.split())
+    write_model(tmp_path)
     copy_sources(tmp_path)
     six = commands(ROOT / "README.md")[-6:]
-    assert six[0][1] == "download.py" and len(rows) == 200 and len(facts) == 20
+    assert six[0][1] == "download.py" and len(facts) == 20
     server = FakeHub(FakeHub())
     model = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     server.repos = server.cdn.repos = {"models/Qwen/Qwen3-0.6B": model}
