@@ -61,7 +61,6 @@ from torch import Tensor, nn
 
 from config import LANES, Config, fields_that_resume
 from data import Loader, merge_positions
-from lib import lora
 from lib.families import family
 from lib.guards import compare_replicas
 from lib.machine import available_memory
@@ -79,7 +78,7 @@ from lib.weights import (
     export,
     export_adapter,
     find_files,
-    open_weights,
+    open_merged,
     write_file,
 )
 from optim import DTYPES, Optimizer, trainable_parameters
@@ -444,8 +443,7 @@ class Checkpoint:
         if not self.config.lora:
             return self.read_weights
         self.check_base(ranks)
-        base = open_weights(local_path(self.config.weights, "--weights"), self.config.model_config, False)
-        return lora.merge(base, self.read_weights, self.config)
+        return open_merged(self.config, self.read_weights)
 
     @property
     def config(self) -> Config:

@@ -166,7 +166,7 @@ def gradient_error(ours: Transformer, theirs: nn.Module) -> float:
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_parity_with_transformers(monkeypatch, name):
-    """Logits, loss, every gradient, then the losses of 20 AdamW steps, whose eps is above the rounding of a gradient
+    """Logits, loss, every gradient, then the losses of 10 AdamW steps, whose eps is above the rounding of a gradient
     that is 0; longer than rope scaling's original context, and than two blocks of `blocked` attention."""
     monkeypatch.setattr(attention, "BLOCK", 40)
     ours, theirs = make_pair(name)
@@ -174,7 +174,7 @@ def test_parity_with_transformers(monkeypatch, name):
     tokens, targets = random_tokens(3, 96), uneven_targets(96, 5, 40, length=96)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=2e-3, eps=1e-3) for m in (ours, theirs)]
     losses = []
-    for step in range(20):
+    for step in range(10):
         logits = theirs(tokens).logits
         expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         loss = ours(tokens, targets)
@@ -189,7 +189,7 @@ def test_parity_with_transformers(monkeypatch, name):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.95 * losses[0]
 
 
 @pytest.mark.parametrize("name, backend", [("gpt2", "blocked"), ("llama3", "blocked"), ("mixtral", "sdpa")])
@@ -274,14 +274,14 @@ def test_loss_head_is_cross_entropy(monkeypatch, mask, chunk_bytes, head_rows, d
 
 
 def test_peak_memory_does_not_hold_the_logits():
-    """2048 tokens x 65536 words: the fp32 logits alone are 512 MiB; the weight's gradient is 16 MiB."""
+    """1024 tokens x 65536 words: the fp32 logits alone are 256 MiB; the weight's gradient is 16 MiB."""
     code = """
-head, x = LossHead(replace(MODELS["tiny-llama"], vocab_size=65536)), torch.zeros(8, 256, 64, requires_grad=True)
+head, x = LossHead(replace(MODELS["tiny-llama"], vocab_size=65536)), torch.zeros(4, 256, 64, requires_grad=True)
 before = test_shard.peak_rss(reset=True)
-head(x, torch.zeros(8, 256, dtype=torch.long))[0].backward()
+head(x, torch.zeros(4, 256, dtype=torch.long))[0].backward()
 print((test_shard.peak_rss() - before) / 2**20)
 """
-    assert float(run_ranks(1, code)) < 256
+    assert float(run_ranks(1, code)) < 192
 
 
 # ---- documents, causality, cache

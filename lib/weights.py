@@ -152,10 +152,10 @@ class TensorFile:
         out = torch.empty(len(rows), *shape[1:], dtype=dtype)  # whole rows, which lie together
         start = self.starts[name] + rows.start * math.prod(shape[1:]) * dtype.itemsize
         if out.numel():
-            with_retries(self.path, partial(self._read_bytes, out.view(-1).view(torch.uint8).numpy(), start))
+            with_retries(self.path, partial(self._read_run, out.view(-1).view(torch.uint8).numpy(), start))
         return out[(slice(None), *slices[1:])] if shape else out[0]
 
-    def _read_bytes(self, out, start: int) -> None:
+    def _read_run(self, out, start: int) -> None:
         try:
             self.file.seek(start)
             count = self.file.readinto(out)
@@ -403,6 +403,12 @@ def open_adapter(folder: Path, config: Settings) -> Read:
             f" --lora_targets {','.join(targets)}, or none of the three"
         )
     return _reader(folder, adapter_pieces(config), [folder / "adapter_model.safetensors"])
+
+
+def open_merged(config: Settings, adapters: Read) -> Read:
+    """read(name, slices) of the model of --weights with adapters merged into it."""
+    base = open_weights(local_path(config.weights, "--weights"), config.model_config, reads_head=False)
+    return lora.merge(base, adapters, config)
 
 
 def export_adapter(config: Settings, read: Read, folder: Path) -> None:
