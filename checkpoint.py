@@ -1,17 +1,17 @@
 """Checkpoints: a folder per step with the weights, the optimizer's state and the position in the data.
 
-    checkpoints/step-00000100/rank-00000.safetensors ...   each rank's parts of the tensors
+    checkpoints/step-00000100/rank-00000.safetensors ...   each rank's shards of the tensors
                               manifest.json                step, settings, data position, how each tensor is divided,
                                                            sizes, checksums, and the loss of a probe
                               keep                         exists if the checkpoint is kept for good
 
 The files are safetensors and JSON, so loading runs no code. A save writes into a temporary folder, calls fsync and
 renames the folder: a checkpoint is complete or absent, and never changes afterwards. A tensor is divided evenly along
-one dimension, and rank p wrote part p; so the manifest has one row per tensor and one per file, however many ranks
-there are, and any number of ranks, on any mesh, opens only the files with the slices that it keeps.
+one dimension, and rank n wrote shard n; so the manifest has one row per tensor and one per file, for any number of
+ranks. A resume on any number of ranks and any mesh opens only the files with the values that a rank keeps.
 
 Each checkpoint stores a row of tokens, the probe, with its loss, and a resume computes this loss again from the loaded
-weights. There is no random state to save: initial values and the order of rows are functions of the seed, and training
+weights. Random states are not saved: initial values and the order of rows are functions of the seed, and training
 draws nothing else.
 
 We do not use torch.distributed.checkpoint: its metadata are pickles, an interrupted save into an existing folder loads
@@ -43,8 +43,8 @@ from lib.hub import local_path
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="checkpoint.py", description="Lists, verifies or exports a run's checkpoints.")
     add = parser.add_argument
-    verbs = "list: steps, and whether their files have the right sizes; verify: also every checksum; export: the newest"
-    add("verb", choices=("list", "verify", "export"), help=f"{verbs} intact checkpoint as a Hugging Face folder")
+    verbs = "list: compares sizes; verify: also checksums; export: writes the newest intact one for Hugging Face"
+    add("verb", choices=("list", "verify", "export"), help=verbs)
     add("run", type=Path, help="run folder")
     add("out", type=Path, nargs="?", help="export: output folder")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="export: fp32 (default) is exact")
@@ -64,7 +64,7 @@ from data import Loader, merge_positions
 from lib.families import family
 from lib.guards import compare_replicas
 from lib.machine import available_memory
-from lib.parts import is_sharded, local, owns, part_slices, sharding
+from lib.parts import local, shard_slices, sharding
 from lib.ranks import ALONE, Ranks, gather, on_all, on_first_rank
 from lib.rows import sample_digest
 from lib.run import ANSWER, Run
@@ -86,15 +86,15 @@ from shapes import ModelConfig, RopeScaling
 from shard import fill_quantized, fill_tensors, reshard, uncompiled, whole_rows
 
 FORMAT = 4
-FILE_BYTES = 2**31  # of a file with several tensors: to write a file, its tensors are copied into the host's memory
+FILE_BYTES = 2**31  # of a file, and at most one tensor more: they are copied into the host's memory to be written
 OPEN_FILES = 64  # of a checkpoint, at a time
 PROBE = 128  # tokens of the probe
 # Largest difference of the probe's loss between kernels and meshes, nats per token, by compute dtype.
 TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.03}
 STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
-# What a run makes in checkpoints/: checkpoints, damaged ones, saves in progress, and removals in progress.
+# Folders that a run makes in checkpoints/: checkpoints, damaged ones, saves in progress, and removals in progress.
 MADE = re.compile(rf"{STEP.pattern}(\.damaged\d*)?(\.tmp-([0-9a-f]{{32}}|old))?")
-WRITTEN = re.compile(r"rank-[-0-9of]+\.safetensors|manifest\.json(\.tmp-.*)?")  # in the folder of a checkpoint
+WRITTEN = re.compile(r"rank-[-0-9of]+\.safetensors|manifest\.json(\.tmp-.*)?")  # the files in them
 logger = logging.getLogger("flatland")
 
 
@@ -115,12 +115,12 @@ def probe_loss(model: nn.Module, tokens: list[int], device: torch.device) -> flo
 
 
 class Saver:
-    """Writes checkpoints in the background: `save` computes the probe's loss and copies this rank's parts into the
+    """Writes checkpoints in the background: `save` computes the probe's loss and copies this rank's shards into the
     host's memory, and a thread writes them. Each save waits for the previous save. If an error ends the loop, the
     context manager waits for the save in progress. All ranks must make one."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, data: Loader, run: Run, start: int):
-        """start: the step of the checkpoint from which the run resumes; 0: none."""
+        """start: the step at which the run began."""
         self.model, self.optimizer, self.data, self.run = model, optimizer, data, run
         self.config, self.ranks = run.config, run.ranks
         self.saving = replace(self.ranks, control=self.ranks.saving)  # for the thread
@@ -162,7 +162,7 @@ class Saver:
             "config": asdict(self.config),
             "model": asdict(self.config.model_config),
         }
-        tensors, layouts = own_parts(self.model, self.optimizer, self.ranks)
+        tensors, layouts = own_shards(self.model, self.optimizer, self.ranks)
         may_copy = self.config.save_async and self.config.offload == "none" and step < self.config.steps
         copies = may_copy and all(gather(_fits(tensors), self.ranks))
         if copies:  # otherwise training waits: for the last save, and for an offloaded state, which fills the host
@@ -182,12 +182,12 @@ class Saver:
             raise error
 
     def _write(self, manifest: dict, tensors: dict[str, Tensor], layouts: dict[str, dict]) -> None:
-        """Runs in the thread: every rank writes its parts, then rank 0 writes the manifest."""
+        """Runs in the thread: every rank writes its shards, then rank 0 writes the manifest."""
         begin = time.perf_counter()
         folder = step_folder(self.run.folder, manifest["step"])
         temporary = folder.with_name(f"{folder.name}.tmp-{self.run.nonce}")
         try:
-            write = partial(_write_parts, temporary, tensors, layouts, self.ranks.rank)
+            write = partial(_write_shards, temporary, tensors, layouts, self.ranks.rank)
             files = sum(on_all(write, self.saving), [])
             manifest |= {"tensors": layouts, "files": files}
             on_first_rank(partial(_commit, temporary, folder, manifest, self.config), self.saving)
@@ -209,46 +209,40 @@ def _fits(tensors: dict[str, Tensor]) -> bool:
     return size <= free
 
 
-def own_parts(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, dict]]:
-    """-> (this rank's parts of the state, by name; how each tensor of the state is divided, the same on all ranks)"""
+def own_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, dict]]:
+    """-> (the shards of the state that this rank writes, by name; how each tensor of the state is divided, the same on
+    all ranks)"""
     parameters, tensors, layouts = trainable_parameters(model), {}, {}
     assert not optimizer.state or all(p in optimizer.state for p in parameters.values()), "still gathered"
     for name, parameter in parameters.items():
         state = optimizer.state.get(parameter, {}).items()
         values = {"model": parameter} | {k: v for k, v in state if isinstance(v, Tensor)}
         for kind, value in values.items():
-            key, (dim, parts, part) = f"{kind}.{name}", sharding(value)
-            layouts[key] = {"shape": list(value.shape), "dtype": str(value.dtype)[6:], "dim": dim, "parts": parts}
-            mine = owns(value) if is_sharded(value) else ranks.rank == 0
-            if mine and local(value).numel():
-                assert part == ranks.rank, f"rank {ranks.rank} has part {part}"
+            key, (dim, shards, index) = f"{kind}.{name}", sharding(value)
+            layouts[key] = {"shape": list(value.shape), "dtype": str(value.dtype)[6:], "dim": dim, "parts": shards}
+            if index == ranks.rank and local(value).numel():  # not another replica's rank
                 tensors[key] = local(value.detach())
     assign_files(layouts)
     return tensors, layouts
 
 
 def assign_files(layouts: dict[str, dict]) -> None:
-    """Gives each tensor the name of the files that hold its parts, where * stands for the rank. Rank 0 has the largest
-    part of a tensor."""
-    from huggingface_hub import split_state_dict_into_shards_factory
-
-    split = split_state_dict_into_shards_factory(
-        layouts,
-        get_storage_size=lambda layout: math.prod(part_shape(layout, 0)) * getattr(torch, layout["dtype"]).itemsize,
-        filename_pattern="rank-*{suffix}.safetensors",
-        max_shard_size=FILE_BYTES,
-    )
-    for key, file in split.tensor_to_filename.items():
-        layouts[key]["file"] = file
+    """Gives each tensor the name of the files with its shards, where * stands for the rank. Sizes are those of rank 0,
+    whose shards are the largest."""
+    size = 0
+    for layout in layouts.values():
+        number = size // FILE_BYTES
+        layout["file"] = f"rank-*-{number}.safetensors" if number else "rank-*.safetensors"
+        size += math.prod(shard_shape(layout, 0)) * getattr(torch, layout["dtype"]).itemsize
 
 
-def part_shape(layout: dict, part: int) -> tuple[int, ...]:
-    slices = part_slices(layout["shape"], layout["dim"], layout["parts"], part)
+def shard_shape(layout: dict, index: int) -> tuple[int, ...]:
+    slices = shard_slices(layout["shape"], layout["dim"], layout["parts"], index)
     return tuple(s.stop - s.start for s in slices)
 
 
-def _write_parts(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, dict], rank: int) -> list[dict]:
-    """Writes the parts of a rank, and removes them from `tensors` -> a row of the manifest for each file."""
+def _write_shards(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, dict], rank: int) -> list[dict]:
+    """Writes the shards of a rank, and removes them from `tensors` -> a row of the manifest for each file."""
     folder.parent.mkdir(exist_ok=True)  # fails if the run folder was removed
     folder.mkdir(exist_ok=True)
     files, rows = {}, []
@@ -261,9 +255,9 @@ def _write_parts(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, di
     return rows
 
 
-def file_name(file: str | list[str], part: int) -> str:
-    """The file with a part of a tensor. file: as in the manifest; a list: of a checkpoint in format 3."""
-    return file[part] if isinstance(file, list) else file.replace("*", f"{part:05d}")
+def file_name(file: str | list[str], rank: int) -> str:
+    """The file that a rank wrote. file: as in the manifest; a list: of a checkpoint in format 3."""
+    return file[rank] if isinstance(file, list) else file.replace("*", f"{rank:05d}")
 
 
 def _commit(temporary: Path, folder: Path, manifest: dict, config: Config) -> None:
@@ -287,8 +281,8 @@ def _commit(temporary: Path, folder: Path, manifest: dict, config: Config) -> No
 
 
 def _may_remove(path: Path) -> bool:
-    """Whether a run wrote this folder in checkpoints/ and all that is in it. A file of another name in it, such as
-    `keep`, keeps a complete checkpoint."""
+    """Whether a run wrote this folder in checkpoints/ and everything in it. A file of another name, like `keep`, keeps
+    a complete checkpoint."""
     if not MADE.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     names = {p.name for p in path.iterdir()} - ({"keep"} if ".tmp-" in path.name else set())
@@ -346,11 +340,12 @@ def read_manifest(folder: Path) -> dict:
 
 
 def _layouts_of_format_3(rows: list[dict]) -> dict[str, dict]:
-    """The layouts of a checkpoint whose manifest has each part's place, in the order of ranks. Empty parts are not
-    among them, which does not change where the others lie."""
+    """Converts a manifest that had each shard's place in its file's row, in the order of ranks. Empty shards were left
+    out, which does not change where the others lie."""
     layouts = {}
     for row in rows:
-        for key, place in row["tensors"].items():
+        row["part"] = int(row["file"][5:10])
+        for key, place in row.pop("tensors").items():
             first = {"shape": place["whole"], "dtype": place["dtype"], "dim": 0, "parts": 0, "file": []}
             layout = layouts.setdefault(key, first)
             layout["dim"] = next((dim for dim, start in enumerate(place["start"]) if start), 0)
@@ -359,23 +354,15 @@ def _layouts_of_format_3(rows: list[dict]) -> dict[str, dict]:
     return layouts
 
 
-def _stored_tensors(row: dict, layouts: dict[str, dict]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The dtype and shape of each tensor in the file of a manifest's row."""
-    if "tensors" in row:  # format 3
-        shapes = {key: tuple(place["shape"]) for key, place in row["tensors"].items()}
-    else:
-        here = [k for k, v in layouts.items() if v["file"] == row["file"] and row["part"] < v["parts"]]
-        shapes = {key: part_shape(layouts[key], row["part"]) for key in here}
-    return {key: (getattr(torch, layouts[key]["dtype"]), shape) for key, shape in shapes.items() if math.prod(shape)}
-
-
-def _check_file(folder: Path, manifest: dict, checksums: bool, row: dict) -> None:
+def _check_file(folder: Path, layouts: dict[str, dict], checksums: bool, row: dict) -> None:
     """Raises an error with the reason if a file of a checkpoint is damaged."""
-    path = folder / file_name(row["file"], row.get("part", 0))
+    path = folder / file_name(row["file"], row["part"])
     size = with_retries(path, path.stat).st_size
     if size != row["bytes"]:
         raise ValueError(f"{path.name} has {size} bytes, expected {row['bytes']}")
-    if TensorFile(path).entries != _stored_tensors(row, manifest["tensors"]):
+    here = {k: v for k, v in layouts.items() if row["file"] in v["file"] and row["part"] < v["parts"]}
+    expected = {k: (getattr(torch, v["dtype"]), shard_shape(v, row["part"])) for k, v in here.items()}
+    if TensorFile(path).entries != {k: v for k, v in expected.items() if math.prod(v[1])}:
         raise ValueError(f"{path.name} does not hold the manifest's tensors")
     if checksums and checksum(path) != row["crc32"]:
         raise ValueError(f"the checksum of {path.name} is wrong")
@@ -390,12 +377,10 @@ def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
             manifest = read_manifest(folder)
             with ThreadPoolExecutor() as pool:
                 rows = manifest["files"][ranks.rank :: ranks.world_size]
-                list(pool.map(partial(_check_file, folder, manifest, checksums), rows))
-        except MISSING_FILE as e:
-            return str(e)
-        except (OSError, MemoryError):  # they say nothing about the content
-            raise
-        except Exception as e:  # whatever a damaged file leads to
+                list(pool.map(partial(_check_file, folder, manifest["tensors"], checksums), rows))
+        except Exception as e:  # a damaged file leads to any kind
+            if isinstance(e, (OSError, MemoryError)) and not isinstance(e, MISSING_FILE):
+                raise  # it says nothing about the content
             return str(e) or repr(e)
         return ""
 
@@ -465,20 +450,20 @@ class Checkpoint:
             raise UserError(f"{self.folder} was written by another version: {e}") from None
 
     def read(self, key: str, slices: Slices) -> Tensor:
-        """A slice of a tensor, assembled from the stored parts. Opens only files with a part of it."""
+        """A slice of a tensor, assembled from the stored shards. Opens only files with a part of it."""
         if key not in self.layouts:
             raise UserError(f"{self.folder} has no tensor {key!r}; it is a checkpoint of another model")
         layout = self.layouts[key]
-        whole, dim, count = (layout[name] for name in ("shape", "dim", "parts"))
-        needed = range(count)
-        if whole:
-            height, wanted = -(-whole[dim] // count), range(whole[dim])[slices[dim]]
+        shape, dim, shards = (layout[name] for name in ("shape", "dim", "parts"))
+        needed = range(shards)
+        if shape:
+            height, wanted = -(-shape[dim] // shards), range(shape[dim])[slices[dim]]
             needed = range(wanted.start // height, -(-wanted.stop // height))
-        parts = ((part_slices(whole, dim, count, p), partial(self._read_part, key, p)) for p in needed)
-        return assemble(slices, whole, getattr(torch, layout["dtype"]), parts)
+        sources = ((shard_slices(shape, dim, shards, i), partial(self._read_shard, key, i)) for i in needed)
+        return assemble(slices, shape, getattr(torch, layout["dtype"]), sources)
 
-    def _read_part(self, key: str, part: int, slices: Slices) -> Tensor:
-        return self.open(file_name(self.layouts[key]["file"], part)).read(key, slices)
+    def _read_shard(self, key: str, index: int, slices: Slices) -> Tensor:
+        return self.open(file_name(self.layouts[key]["file"], index)).read(key, slices)
 
     def read_weights(self, name: str, slices: Slices) -> Tensor:
         return self.read(f"model.{name}", slices)
@@ -491,16 +476,13 @@ class Checkpoint:
         export(shape, self.model_reader(ranks), folder, dtype, ranks=ranks, talks=talks, **how)
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Fills the trained parameters and the optimizer's state. Every rank reads what it keeps. All ranks must
+        """Fills the trained parameters and the optimizer's state. Every rank reads only its shards. All ranks must
         call."""
-        sharded = []
-        for key, target in self._make_targets(model, optimizer).items():
-            if is_sharded(target):
-                sharded.append((key, target))
-            else:
-                target.copy_(self.read(key, tuple(map(slice, target.shape))))
-        if sharded:
-            fill_tensors(sharded, self.read)
+        targets = self._make_targets(model, optimizer)
+        for key, target in targets.items():
+            if not target.ndim:
+                target.copy_(self.read(key, ()))
+        fill_tensors([(key, target) for key, target in targets.items() if target.ndim], self.read)
         self.open.cache_clear()  # closes the files, so that the disk can free them
 
     def _make_targets(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -518,8 +500,7 @@ class Checkpoint:
                 else:
                     value = torch.zeros(layout["shape"], dtype=dtype, device=local(parameter).device)
                 optimizer.state[parameter][kind] = targets[key] = value
-        in_file_order = {key: targets.pop(key) for key in self.layouts if key in targets}
-        return in_file_order | targets
+        return targets
 
 
 def _newest_intact(
@@ -539,13 +520,10 @@ def _newest_intact(
 
 def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to resume from (None: a fresh start), and a message for each damaged checkpoint that was skipped.
-    Refuses a run folder whose checkpoints are all damaged, and a checkpoint with other settings. Without `checksums`,
-    damage inside a file is not found. All ranks must call."""
+    Refuses a run folder whose checkpoints are all damaged. Without `checksums`, damage inside a file is not found. All
+    ranks must call."""
     candidates = on_first_rank(lambda: _candidates(config), ranks)
-    resume_from, skipped = _newest_intact(candidates, ranks, checksums)
-    if resume_from:
-        changed(resume_from, config)
-    return resume_from, skipped
+    return _newest_intact(candidates, ranks, checksums)
 
 
 def keep_lanes(config: Config) -> Config:
@@ -569,27 +547,29 @@ def _candidates(config: Config) -> list[Path]:
     return chosen
 
 
-def changed(resume_from: Checkpoint, config: Config) -> dict[str, list]:
-    """Settings that differ from the checkpoint's and that --resume_override names: {name: [old, new]}. Refuses other
-    changed settings, unless a resume may always change them."""
+def changes(resume_from: Checkpoint, config: Config) -> dict[str, list]:
+    """The settings that differ from the checkpoint's: {name: [old, new]}, without those that may always change."""
     free = fields_that_resume("free")
-    now, default = (json.loads(json.dumps(asdict(c))) for c in (config, Config()))
-    then = default | {"lanes": LANES} | resume_from.manifest["config"]  # flags that were added later had their default
-    differ = {k: [then[k], now[k]] for k in now if k not in free and now[k] != then[k]}
-    refused = {k: v for k, v in differ.items() if k not in config.resume_override}
+    new, default = (json.loads(json.dumps(asdict(c))) for c in (config, Config()))
+    old = default | {"lanes": LANES} | resume_from.manifest["config"]  # flags that were added later had their default
+    return {k: [old[k], new[k]] for k in new if k not in free and new[k] != old[k]}
+
+
+def refuse_changes(resume_from: Checkpoint | None, config: Config) -> None:
+    """Refuses to resume with other settings, except those that --resume_override names. None: a fresh start."""
+    if resume_from is None:
+        return
+    refused = {k: v for k, v in changes(resume_from, config).items() if k not in config.resume_override}
     if not refused:  # config.json of a --model folder may have changed
-        now, then = asdict(config.model_config), asdict(resume_from.model_config)
-        refused = {f"model's {k}": [then[k], now[k]] for k in now if now[k] != then[k]}
+        new, old = asdict(config.model_config), asdict(resume_from.model_config)
+        refused = {f"model's {k}": [old[k], new[k]] for k in new if new[k] != old[k]}
     if refused:
-        lines = [f"--{k} was {old!r}, is {new!r}" for k, (old, new) in refused.items()]
+        lines = [f"  --{k} was {old!r}, is {new!r}" for k, (old, new) in refused.items()]
         tunable = set(refused) <= set(fields_that_resume("override"))
         hint = f"; --resume_override {','.join(refused)} accepts the new values" if tunable else ""
-        raise UserError(
-            f"{resume_from.folder} was trained with other settings:\n  "
-            + "\n  ".join(lines)
-            + f"\nGive the old values to resume{hint}; or a new --out to start another run"
-        )
-    return differ
+        first = f"{resume_from.folder} was trained with other settings:"
+        last = f"Give the old values to resume{hint}; or a new --out to start another run"
+        raise UserError("\n".join([first, *lines, last]))
 
 
 def restore(
@@ -611,7 +591,7 @@ def restore(
     gather(None, ranks)  # wait here, where no limit is set, for ranks that read slowly
     _prove(resume_from, model, ranks)
     logger.info(f"Resumed from {resume_from.folder} after step {resume_from.step}")
-    if overridden := changed(resume_from, config):
+    if overridden := changes(resume_from, config):
         logger.info(f"Continuing with other settings, [old, new]: {overridden}")
         if ranks.rank == 0:
             with open(Path(config.out) / "overrides.jsonl", "a") as f:
@@ -636,10 +616,16 @@ def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
 
 def newest(run: Path) -> Checkpoint:
     """A run's newest intact checkpoint."""
-    checkpoint, _ = _newest_intact(folders(run)[::-1])
-    if not checkpoint:
-        raise UserError(f"{run}: the folder has no checkpoints (a run folder is runs/NAME)")
+    checkpoint, _ = _newest_intact(_existing(run)[::-1])
     return checkpoint
+
+
+def _existing(run: Path) -> list[Path]:
+    """Its step folders, oldest first. UserError if there are none."""
+    existing = folders(run)
+    if not existing:
+        raise UserError(f"{run}: the folder has no checkpoints (a run folder is runs/NAME)")
+    return existing
 
 
 def load_run_tokenizer(checkpoint: Checkpoint, spec: str | None = None):
@@ -680,9 +666,8 @@ def main(argv: list[str]) -> int | None:
     args = parse(argv)
     if args.verb == "export":
         return _export(args)
+    _existing(args.run)
     rows = verify(args.run, checksums=args.verb == "verify")
-    if not rows:
-        raise UserError(f"{args.run}: the folder has no checkpoints (a run folder is runs/NAME)")
     print(*(f"step {step}: {fault or 'intact'}" for step, _, fault in rows), sep="\n")
     return int(not all(intact for _, intact, _ in rows))
 

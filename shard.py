@@ -36,7 +36,7 @@ from attention import WHOLE, RowPart
 from lib import progress, torch_private
 from lib.errors import UserError
 from lib.files import read_ahead
-from lib.parts import is_sharded, local, part_slices, sharding
+from lib.parts import is_sharded, local, shard_slices, sharding
 from lib.ranks import Ranks
 
 logger = logging.getLogger("flatland")
@@ -333,7 +333,7 @@ def _read_here(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
 
     def pieces():
         for name, parameter, rows in _pieces(named):
-            values = read(name, part_slices(parameter.shape, *sharding(parameter), rows))
+            values = read(name, shard_slices(parameter.shape, *sharding(parameter), rows))
             yield local(parameter.detach())[rows], values
 
     return read_ahead(pieces(), 1)
@@ -349,7 +349,7 @@ def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor
     def messages():
         for batch in _batches(named):
             for part in range(parts):
-                places = (part_slices(p.shape, sharding(p)[0], parts, part, rows) for _, p, rows in batch)
+                places = (shard_slices(p.shape, sharding(p)[0], parts, part, rows) for _, p, rows in batch)
                 values = [read(name, place).flatten() for (name, *_), place in zip(batch, places, strict=True)]
                 yield torch.cat(values).to(batch[0][1].dtype)
 
@@ -388,7 +388,7 @@ def _batches(named: list) -> Iterator[list]:
             batch, size = [], 0
         batch.append(piece)
         dim, parts, _ = sharding(parameter)
-        slices = part_slices(parameter.shape, dim, parts, 0, rows)
+        slices = shard_slices(parameter.shape, dim, parts, 0, rows)
         size += math.prod(s.stop - s.start for s in slices) * parameter.element_size()
     yield batch
 

@@ -23,7 +23,7 @@ import plan
 from config import parse_args
 from lib.errors import UserError, describe_error
 from lib.files import read_object
-from lib.parts import part_slices
+from lib.parts import shard_slices
 from lib.ranks import ALONE, Ranks
 from lib.weights import load_model
 from model import Transformer
@@ -102,10 +102,10 @@ def test_whatever_state_an_optimizer_has_is_kept(tmp_path):
     checkpoint.restore(checkpoint.find(config)[0], model, other, ALONE, config)
     assert_equal(model, optimizer, model, other)
     rewrite(folder, lambda m: (m["model"]["rope_scaling"].pop("low_freq_factor"), m["model"].pop("n_experts")))
-    assert checkpoint.find(config)[0].step == 3
+    checkpoint.refuse_changes(checkpoint.find(config)[0], config)
     rewrite(folder, lambda m: m["model"].pop("tied"))
     with pytest.raises(UserError, match="model's tied was False, is True"):
-        checkpoint.find(config)
+        checkpoint.refuse_changes(checkpoint.find(config)[0], config)
 
 
 RESHARD = """
@@ -136,7 +136,7 @@ checkpoint.restore(saved, model, optimizer, ranks, config)
 test_checkpoint.save(run, 5, model, optimizer, {{"samples": 5}}, config, ranks, mesh, 4)
 saved.export(run / "hf", torch.float32, ranks, shard_gb=1e-4)
 if ranks.rank == 1:
-    checkpoint._write_parts = lambda *args: open("/no/such/folder")
+    checkpoint._write_shards = lambda *args: open("/no/such/folder")
 try:
     test_checkpoint.save(run, 6, model, optimizer, {{}}, config, ranks, mesh, 5)
 except OSError as e:
@@ -247,9 +247,9 @@ def simulate_ranks(run: Path, tensors: dict, ranks: int) -> checkpoint.Checkpoin
     run.mkdir()
     folder = checkpoint.step_folder(run, 1)
     for rank in range(ranks):
-        own = {k: t[part_slices(t.shape, 0, ranks, rank)] for k, t in tensors.items()}
+        own = {k: t[shard_slices(t.shape, 0, ranks, rank)] for k, t in tensors.items()}
         own = {k: t for k, t in own.items() if t.numel()}
-        rows += checkpoint._write_parts(folder.with_name("temporary"), own, layouts, rank)
+        rows += checkpoint._write_shards(folder.with_name("temporary"), own, layouts, rank)
     manifest = {"format": checkpoint.FORMAT, "step": 1, "tensors": layouts, "files": rows}
     checkpoint._commit(folder.with_name("temporary"), folder, manifest, config)
     assert checkpoint.verify(run) == [(1, True, "")]
@@ -270,7 +270,7 @@ def test_metadata_and_opened_files_do_not_grow_with_ranks_times_tensors(tmp_path
         for rank in range(read_by):
             opened.clear()
             for key, tensor in tensors.items():
-                slices = part_slices(tensor.shape, 0, read_by, rank)
+                slices = shard_slices(tensor.shape, 0, read_by, rank)
                 assert torch.equal(saved.read(key, slices), tensor[slices])
             assert len(opened) == sources * len(files), (saved_by, read_by, rank)
     assert open_file.cache_info().maxsize <= checkpoint.OPEN_FILES < 100
@@ -288,7 +288,7 @@ def test_a_checkpoint_in_format_3_is_read(tmp_path, ranks):
         for row in manifest["files"]:
             part, places = row.pop("part"), {}
             for key, layout in layouts.items():
-                slices = part_slices(layout["shape"], 0, ranks, part)
+                slices = shard_slices(layout["shape"], 0, ranks, part)
                 if shape := [s.stop - s.start for s in slices if s.stop > s.start]:
                     place = {"start": [s.start for s in slices], "shape": shape, "whole": layout["shape"]}
                     places |= {key: place | {"dtype": "float32"}} if shape[1:] == layout["shape"][1:] else {}
@@ -362,7 +362,7 @@ def test_which_checkpoint_a_run_resumes_from(tmp_path):
 @pytest.mark.parametrize("room, waits", [(-1, True), (0, False)])
 def test_without_room_for_a_copy_of_the_state_training_waits_for_the_save(tmp_path, monkeypatch, caplog, room, waits):
     config, model, optimizer = make_state(tmp_path)
-    size = sum(t.nbytes for t in checkpoint.own_parts(model, optimizer, ALONE)[0].values())
+    size = sum(t.nbytes for t in checkpoint.own_shards(model, optimizer, ALONE)[0].values())
     monkeypatch.setattr(checkpoint, "available_memory", lambda: size + room)
     saver = make_saver(model, optimizer, {}, config)
     saver.save(1, torch.arange(20))

@@ -11,7 +11,7 @@ from torch import nn
 import optim
 import train
 from config import parse_args
-from lib.parts import local, part_slices, sharding
+from lib.parts import local, shard_slices, sharding
 from model import Transformer
 from optim import PIECE, AdamW, as_int32, learning_rate, make_optimizer, random_bits, update
 from test_shard import run_ranks
@@ -276,7 +276,7 @@ def run_muon(model: nn.Module, config, steps: int = 4):
     for n in range(steps):
         for i, p in enumerate(model.parameters()):
             p.grad = torch.zeros_like(p)
-            local(p.grad).copy_(normal(p.shape, 100 * n + i)[part_slices(p.shape, *sharding(p))])
+            local(p.grad).copy_(normal(p.shape, 100 * n + i)[shard_slices(p.shape, *sharding(p))])
         update(optimizer, 0.02, torch.tensor(3.0), torch.tensor(float(n == 2)))
     return optimizer
 
@@ -338,7 +338,7 @@ for name, size in (("tiny-llama", 0), ("tiny-llama", 1), ("tiny-llama", 2), ("ti
     shard.shard_model(model, shard.make_mesh(size, ranks), torch.float32)
     run_muon(model, config)
     for key, p in model.named_parameters():
-        assert torch.equal(local(p.detach()), expected[key][part_slices(p.shape, *sharding(p))]), (name, size, key)
+        assert torch.equal(local(p.detach()), expected[key][shard_slices(p.shape, *sharding(p))]), (name, size, key)
 """
     for ranks, kind in ((2, "bf16"), (4, "fp32")):
         run_ranks(ranks, code, kind)

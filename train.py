@@ -64,6 +64,7 @@ def main(argv: list[str]) -> int:
 def report(config: Config, ranks: Ranks) -> int:
     """--check: everything that can be known without training; prints key=value lines for launch.sh."""
     resume_from, _ = checkpoint.find(config, checksums=False)
+    checkpoint.refuse_changes(resume_from, config)
     if resume_from and resume_from.step >= config.steps and checkpoint.is_finished(config, resume_from.step):
         state = "finished"
         settle.say_finished(config, resume_from.step)
@@ -104,6 +105,7 @@ def count_steps(asked: Config, config: Config, ranks: Ranks) -> Config:
 def train(config: Config, ranks: Ranks, run: Run) -> None:
     """From the newest checkpoint, or from the start, to the last step. All ranks must call."""
     resume_from, skipped = checkpoint.find(config, ranks)
+    checkpoint.refuse_changes(resume_from, config)
     start = resume_from.step if resume_from else 0
     if start >= config.steps:
         return finish(config, start, ranks, run)

@@ -20,7 +20,7 @@ import torch
 import checkpoint
 import data
 from config import parse_args
-from lib.parts import part_slices
+from lib.parts import shard_slices
 from lib.ranks import Ranks
 from lib.text import HEADER, INDEX, SHARD
 from model import Transformer
@@ -102,7 +102,7 @@ def read_manifest(run: str, rank: int, ranks: int) -> int:
     saved.open = lambda file: opened.add(file) or Namespace(read=lambda *_: None)
     checkpoint.assemble = lambda *args: [read(()) for _, read in args[-1]]
     for key, layout in saved.layouts.items():
-        saved.read(key, part_slices(layout["shape"], layout["dim"], ranks, rank))
+        saved.read(key, shard_slices(layout["shape"], layout["dim"], ranks, rank))
     return len(opened)
 
 

@@ -147,7 +147,7 @@ def test_a_resume_keeps_the_lanes(tmp_path):
         saved = SimpleNamespace(
             manifest=json.loads((folder / "manifest.json").read_text()), model_config=c.model_config
         )
-        assert kept.lanes == lanes and checkpoint.changed(saved, kept) == {}
+        assert kept.lanes == lanes and checkpoint.changes(saved, kept) == {}
     assert checkpoint.keep_lanes(replace(c, lanes=5)).lanes == 5
 
 
