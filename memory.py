@@ -119,15 +119,9 @@ def _with_kernels(forward: Callable, replacements: dict[Callable, Callable]) -> 
     return run
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal=False, enable_gqa=False, cuda=True) -> Tensor:
-    if enable_gqa and not cuda:  # a CPU's kernel does not share keys among heads
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+def _attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_) -> Tensor:
     bias = None if attn_mask is None else attn_mask.to(q.dtype)  # kept for the backward pass
-    return torch_private.flash_attention(q, k, v, bias, is_causal, cuda and bias is None)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, **_) -> Tensor:
-    return total.add_(a @ b)
+    return torch_private.flash_attention(q, k, v, bias)
 
 
 def _first(x: Tensor, *_, **__) -> Tensor:
@@ -139,17 +133,11 @@ def _even_parts(rows: int, sizes: Tensor) -> list[int]:
 
 
 # On the meta device the model takes the branches for a GPU, and torch chooses unfused attention and norms. These
-# allocate what the kernels of a GPU or a CPU do. A GPU adds a product in place; a CPU does not pad the head's weight.
-GPU_KERNELS = {
-    F.scaled_dot_product_attention: _attend,
-    F.rms_norm: F.layer_norm,  # fused on the meta device, as both are on a GPU
-    torch.addmm: _first,
-}
-CPU_KERNELS = {
-    F.scaled_dot_product_attention: functools.partial(_attend, cuda=False),
-    torch.addmm: _add_product,
-    F.pad: _first,
-}
+# functions allocate as much as the real kernels: products are added in place, a GPU's norms are fused (as layer_norm is
+# here), and a CPU does not pad the head's weight.
+KERNELS = {F.scaled_dot_product_attention: _attend, torch.addmm: _first}
+GPU_KERNELS = KERNELS | {F.rms_norm: F.layer_norm}
+CPU_KERNELS = KERNELS | {F.pad: _first}
 
 
 def _build(config: Config, cluster: Cluster, sharded: bool) -> Transformer:

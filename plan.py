@@ -186,8 +186,8 @@ def refuse_without_room(config: Config, ranks: Ranks) -> None:
     names = {"GPU": ranks.device, "host": f"{platform.node()} ({plan.cluster.gpus} processes)"}
     for place, room in plan.lacking().items():
         raise UserError(
-            f"This run needs more than {gib(plan.bytes[place])} on {names[place]}, which has {room:.1f} GiB. What"
-            f" lowers it, the cheapest first: {machine.lower_memory(config, plan.cluster.cuda)}"
+            f"This run needs more than {gib(plan.bytes[place])} on {names[place]}, which has {room:.1f} GiB."
+            f" {machine.lower_memory(config, plan.cluster.cuda)}"
         )
     size, (free, folder) = checkpoint_bytes(config), free_space(Path(config.out))
     if size > free:
@@ -235,12 +235,10 @@ def summary(plan: Plan) -> str:
     times = ", ".join(f"{name} {part / plan.seconds:.0%}" for part, name in slow)
     kwh = hours * cluster.ranks * gpu.watts * 1.3 / 1000  # a node's other parts draw about a third as much
     price = f", ${hours * cluster.ranks * cluster.price:,.0f} at ${cluster.price:g} per GPU-hour"
-    parameters = sum(elements(replace(config, quantize="none"), 1))
-    saved = checkpoint_bytes(config)
-    for_good = ""
+    saved, kept, flags = checkpoint_bytes(config), config.keep + 1, f"--keep {config.keep}"
     if config.keep_every:
-        kept = config.steps // (config.save_every * config.keep_every)
-        for_good = f", {amount(kept * saved)} for the {kept} of --keep_every {config.keep_every}"
+        kept += config.steps // (config.save_every * config.keep_every)
+        flags += f", --keep_every {config.keep_every}"
     rate = config.batch_tokens / plan.seconds / cluster.ranks
     parameters = sum(elements(config, 1)) + nf4.elements(lora.meta_model(config))
     mfu = rate * lora.flops_per_token(config) / (gpu.tflops * 1e12)
@@ -253,8 +251,7 @@ def summary(plan: Plan) -> str:
         f" {config.micro_batch} at a time, on {cluster.nodes} x {cluster.gpus} {gpu.name}: {verdict}.\n"
         f"  each GPU: {gib(plan.bytes['GPU'])} of {gpu.gib:g} GiB\n"
         f"  each host: {gib(plan.bytes['host'])} of {cluster.host_gib:,.0f} GiB{assumed}\n"
-        f"  disk: {amount(saved)} a checkpoint, {amount((config.keep + 1) * saved)} for --keep {config.keep} and the"
-        f" one being written{for_good}\n"
+        f"  disk: {amount(saved)} a checkpoint, {amount(kept * saved)} for {flags} and the one being written\n"
         f"  speed: {rate:,.0f} tokens/s per GPU, {plan.seconds:.3g} s a step, MFU {mfu:.0%} ({times})\n"
         f"  time: {hours:,.2f} hours for {config.steps * config.batch_tokens / 1e9:,.3g} B tokens"
         f" ({config.steps:,} steps), about {kwh:,.0f} kWh{price * (cluster.price > 0)}"
@@ -264,7 +261,7 @@ def summary(plan: Plan) -> str:
 def advice(argv: list[str], plan: Plan) -> str:
     """The flags that lower the memory where it is lacking, and what each saves alone, the most first."""
     place, *_ = plan.lacking()
-    saved = {}
+    saved = {}  # GiB by flag
     for name, value in (LOWER_MEMORY | {"context_parallel": plan.cluster.gpus}).items():
         flags = f"--{name}={value}", f"--batch_tokens={plan.config.batch_tokens}"
         with contextlib.suppress(UserError):  # of flags that exclude each other

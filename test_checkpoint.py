@@ -72,22 +72,21 @@ def assert_equal(model, optimizer, other, other_optimizer) -> None:
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-llama3.2", "tiny-mixtral", "tiny-gpt2"])
 def test_round_trip_is_bit_exact(tmp_path, monkeypatch, name):
-    """A rank's tensors need several files here."""
+    """A rank's tensors need several files here. A copy of the run folder is as good: it holds no absolute path."""
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)
-    config, model, optimizer = make_state(tmp_path, "--model", name)
-    folder = save(tmp_path, 3, model, optimizer, {"samples": 5}, config)
+    config, model, optimizer = make_state(tmp_path / "run", "--model", name)
+    folder = save(tmp_path / "run", 3, model, optimizer, {"samples": 5}, config)
     assert len(list(folder.glob("rank-00000-*.safetensors"))) > 5
-    _, other, other_optimizer = make_state(tmp_path, "--model", name, steps=0)
-    found, skipped = checkpoint.find(config)
+    assert {p.suffix for p in folder.iterdir()} == {".safetensors", ".json"}  # no pickle
+    _, other, other_optimizer = make_state(tmp_path / "run", "--model", name, steps=0)
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    found, skipped = checkpoint.find(replace(config, out=str(tmp_path / "moved")))
     checkpoint.restore(found, other, other_optimizer, ALONE, config)
     assert_equal(model, optimizer, other, other_optimizer)
-    assert found.manifest["position"] == {"samples": 5} and found.step == 3 and not skipped
-    shutil.copytree(tmp_path, copy := tmp_path.with_name(f"{tmp_path.name}-copy"))  # it contains no absolute path
-    assert checkpoint.find(replace(config, out=str(copy)))[0].step == 3 and checkpoint.verify(copy) == [(3, True, "")]
+    assert (found.step, found.manifest["position"], skipped) == (3, {"samples": 5}, [])
     whole = model.embed_tokens.weight.detach()
     for slices in ((slice(0, 258), slice(0, 64)), (slice(5, 9), slice(60, 64)), (slice(3, 3), slice(0, 64))):
         assert torch.equal(found.read_weights("embed_tokens.weight", slices), whole[slices])
-    assert {p.suffix for p in found.folder.iterdir()} == {".safetensors", ".json"}  # no pickle
 
 
 def test_whatever_state_an_optimizer_has_is_kept(tmp_path):
@@ -110,7 +109,6 @@ def test_whatever_state_an_optimizer_has_is_kept(tmp_path):
 
 RESHARD = """
 import checkpoint, test_checkpoint
-from lib.parts import local
 from pathlib import Path
 from config import parse_args
 from optim import make_optimizer
@@ -128,8 +126,8 @@ def count(*args):
     return values
 checkpoint.TensorFile.read = count
 checkpoint.restore(checkpoint.find(config)[0], model, optimizer, ranks, replace(config, load="rank0"))
-assert sum(bytes_read) == sum(local(t).nbytes for s in optimizer.state.values() for t in s.values()) + sum(
-    local(p).nbytes for p in model.parameters())
+state = [t for tensors in optimizer.state.values() for t in tensors.values()]
+assert sum(bytes_read) == sum(local(t).nbytes for t in (*state, *model.parameters()))
 test_checkpoint.save(run, 4, model, optimizer, {{"samples": 5}}, config, ranks, mesh)
 saved = checkpoint.find(config)[0]
 checkpoint.restore(saved, model, optimizer, ranks, config)
@@ -163,26 +161,30 @@ def test_ranks_load_save_and_export_every_bit(tmp_path, name, size, ranks, optim
     assert found.step == 5
     checkpoint.restore(found, other, other_optimizer, ALONE, config)
     assert_equal(model, optimizer, other, other_optimizer)
-    exported = load_model(tmp_path / "hf").parameters()
-    assert all(torch.equal(a, b) for a, b in zip(exported, model.parameters(), strict=True))
+    assert_same_weights(load_model(tmp_path / "hf"), model)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
+
+
+def assert_same_weights(exported, model, dtype=torch.float32) -> None:
+    pairs = zip(exported.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(a, b.to(dtype)) for a, b in pairs)
 
 
 def test_the_command_line_exports_the_saved_values(tmp_path, capsys):
     config, model, optimizer = make_state(tmp_path, "--model", "tiny-mixtral")
     save(tmp_path, 3, model, optimizer, {}, config)
     words = ["export", str(tmp_path), str(tmp_path / "one")]
-    assert not checkpoint.main(words) and "step 3" in capsys.readouterr().out
-    read = load_model(tmp_path / "one")
-    assert read.config == replace(model.config, max_seq_len=config.seq_len)
-    assert all(torch.equal(a, b) for a, b in zip(read.parameters(), model.parameters(), strict=True))
+    assert not checkpoint.main(words)
+    assert "step 3" in capsys.readouterr().out
+    exported = load_model(tmp_path / "one")
+    assert exported.config == replace(model.config, max_seq_len=config.seq_len)
+    assert_same_weights(exported, model)
     with pytest.raises(UserError, match="exists already"):
         checkpoint.main(words)
     with pytest.raises(UserError, match="export RUN OUT"):
         checkpoint.main(words[:2])
     checkpoint.main(["export", str(tmp_path), str(tmp_path / "half"), "--dtype", "bf16"])
-    half = load_model(tmp_path / "half", torch.bfloat16)
-    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(half.parameters(), model.parameters(), strict=True))
+    assert_same_weights(load_model(tmp_path / "half", torch.bfloat16), model, torch.bfloat16)
     assert (tmp_path / "half/tokenizer.json").exists()
 
 
@@ -194,7 +196,7 @@ def test_keep_does_not_count_damaged_checkpoints(tmp_path):
         if step > 1:
             (folder / "manifest.json").unlink()
     found, skipped = checkpoint.find(config)
-    assert found.step == 1 and len(skipped) == 2
+    assert (found.step, len(skipped)) == (1, 2)
     (tmp_path / f"checkpoints/step-00000001.tmp-{32 * 'd'}").mkdir()
     saver, left = make_saver(model, optimizer, {}, config, start=1), {}
     for step in (2, 4, 6):
@@ -210,14 +212,7 @@ def test_rotation_removes_only_what_runs_wrote(tmp_path):
     one stays, whatever its name; the rest of an interrupted save goes."""
     config, model, optimizer = make_state(tmp_path, "--keep", "2", "--save_every", "2", "--keep_every", "2")
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
-    mine = [
-        "step-00000002.good",
-        "step-2",
-        "step-000000002",
-        "step-00000001.tmp-mine",
-        "notes.tmp-1",
-        "step-00000002-b",
-    ]
+    mine = ["step-00000002.good", "step-2", "step-000000002", "step-00000001.tmp-x", "notes.tmp-1", "step-00000002-b"]
     for name in (*mine, elsewhere):
         (folder / name).mkdir(parents=True)
         (folder / name / "manifest.json").touch()
@@ -233,7 +228,8 @@ def test_rotation_removes_only_what_runs_wrote(tmp_path):
     kept = [f"step-{step:08d}" for step in (4, 6, 8, 10, 12)]
     assert {p.name for p in folder.iterdir()} == {*kept, *mine, "step-00000001.damaged", "step-00000003"}
     assert [(folder / name / "keep").exists() for name in kept] == [True, False, True, False, True]
-    assert (elsewhere / "manifest.json").exists() and checkpoint.find(config)[0].step == 12
+    assert (elsewhere / "manifest.json").exists()
+    assert checkpoint.find(config)[0].step == 12
     checkpoint.clean(tmp_path, 4)
     checkpoint.clean(tmp_path, 4)
     assert (folder / "step-00000006.damaged/why.txt").exists()
@@ -302,10 +298,9 @@ def test_a_checkpoint_in_format_3_is_read(tmp_path, ranks):
             assert torch.equal(old.read(key, tuple(slices)), tensor[tuple(slices)])
 
 
-PART = "rank-00000.safetensors"
 READS = [  # functions that read a file in a verification and a load
-    ("pathlib.Path.read_bytes", "manifest.json"), ("lib.weights.open", PART), ("lib.files.open", PART),
-    ("lib.weights.TensorFile._read_run", PART),
+    ("pathlib.Path.read_bytes", "manifest.json"), ("lib.weights.open", "rank-00000.safetensors"),
+    ("lib.files.open", "rank-00000.safetensors"), ("lib.weights.TensorFile._read_run", "rank-00000.safetensors"),
 ]  # fmt: skip
 
 
@@ -366,7 +361,8 @@ def test_without_room_for_a_copy_of_the_state_training_waits_for_the_save(tmp_pa
     monkeypatch.setattr(checkpoint, "available_memory", lambda: size + room)
     saver = make_saver(model, optimizer, {}, config)
     saver.save(1, torch.arange(20))
-    assert (saver.thread is None) == ("Training waits for this save" in caplog.text) == waits
+    assert (saver.thread is None) == waits
+    assert ("Training waits for this save" in caplog.text) == waits
     saver.wait()
     assert checkpoint.verify(tmp_path) == [(1, True, "")]
 
@@ -388,35 +384,13 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_one(mount, caplog):
 
 # ---- damage
 
+SHARD = "rank-00000.safetensors"
+
 
 def spoil(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
-
-
-DAMAGE = {
-    "a bit in the header": lambda p: spoil(p, 40),
-    "a bit in a tensor": lambda p: spoil(p, p.stat().st_size // 2),
-    "zeros at its end": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2].ljust(p.stat().st_size, b"\0")),
-    "cut short": lambda p: os.truncate(p, p.stat().st_size - 1),
-    "empty": lambda p: os.truncate(p, 0),
-    "longer": lambda p: p.write_bytes(p.read_bytes() + b"\0"),
-    "deleted": lambda p: p.unlink(),
-    "a folder in its place": lambda p: (p.unlink(), p.mkdir()),
-}
-
-
-def falls_back(config, folder: Path, capsys) -> str:
-    """Asserts that the fault of step 2 is reported everywhere, and that step 1 is used -> the fault."""
-    run = Path(config.out)
-    before, skipped = checkpoint.find(config)
-    fault = checkpoint.fault_of(folder)
-    assert before.step == 1 and skipped == [f"Skipped the damaged checkpoint {folder}: {fault}"]
-    assert checkpoint.main(["verify", str(run)]) == 1 and checkpoint.newest(run).step == 1
-    assert checkpoint.main(["list", str(run)]) == (not fault.startswith("the checksum of"))
-    assert f"step 1: intact\nstep 2: {fault}\n" in capsys.readouterr().out
-    return fault
 
 
 def rewrite(folder: Path, change) -> None:
@@ -428,9 +402,13 @@ def rewrite(folder: Path, change) -> None:
     path.write_text(json.dumps(manifest | {"crc32": zlib.crc32(json.dumps(manifest).encode())}))
 
 
-def replace_part(folder: Path, data: bytes) -> None:
-    (folder / "rank-00000.safetensors").write_bytes(data)
+def replace_shard(folder: Path, data: bytes) -> None:
+    (folder / SHARD).write_bytes(data)
     rewrite(folder, lambda m: m["files"][0].update(bytes=len(data), crc32=zlib.crc32(data)))
+
+
+def layout_of(manifest: dict) -> dict:
+    return manifest["tensors"]["model.norm.weight"]
 
 
 class Evil:
@@ -438,16 +416,26 @@ class Evil:
         return os.system, ("touch evil",)
 
 
-HOSTILE = {
+DAMAGE = {  # of a file
+    "a bit in the header": lambda p: spoil(p, 40),
+    "a bit in the middle": lambda p: spoil(p, p.stat().st_size // 2),
+    "zeros at its end": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2].ljust(p.stat().st_size, b"\0")),
+    "cut short": lambda p: os.truncate(p, p.stat().st_size - 1),
+    "empty": lambda p: os.truncate(p, 0),
+    "longer": lambda p: p.write_bytes(p.read_bytes() + b"\0"),
+    "deleted": lambda p: p.unlink(),
+    "a folder in its place": lambda p: (p.unlink(), p.mkdir()),
+}
+HOSTILE = {  # contents of a file with a right checksum
     "a pickle": pickle.dumps(Evil()),
     "a huge header": (2**62).to_bytes(8, "little") + b"{}" + bytes(99),
     "other tensors": safetensors.torch.save({"a": torch.zeros(2)}),
 }
-WRONG = {
+WRONG = {  # changes of a manifest with a right checksum
     "another step": lambda m: m.update(step=1),
     "no step": lambda m: m.pop("step"),
     "another dtype": lambda m: layout_of(m).update(dtype="bfloat16"),
-    "a dtype of none": lambda m: layout_of(m).update(dtype="complex"),
+    "an unknown dtype": lambda m: layout_of(m).update(dtype="complex"),
     "another shape": lambda m: layout_of(m).update(shape=[1, 1]),
     "more parts": lambda m: layout_of(m).update(parts=2),
     "a tensor more": lambda m: m["tensors"].update(more=layout_of(m)),
@@ -458,41 +446,57 @@ for key in ("file", "part", "bytes", "crc32"):
     WRONG[f"a file's {key}"] = lambda m, key=key: m["files"][0].update({key: [None]})
 for key in ("shape", "dtype", "dim", "parts", "file"):
     WRONG[f"a tensor's {key}"] = lambda m, key=key: layout_of(m).update({key: [None]})
+NOT_JSON = {"no text": "", "a list": "[]", "nested lists": "[" * 100_000, "no UTF-8": "\xff"}
 
 
-def layout_of(manifest: dict) -> dict:
-    return manifest["tensors"]["model.norm.weight"]
+def damages():
+    """(name that the message must hold, damage of a checkpoint folder)"""
+    for file in ("manifest.json", SHARD):
+        for kind, damage in DAMAGE.items():
+            yield pytest.param(file, lambda p, file=file, damage=damage: damage(p / file), id=f"{kind} of {file}")
+    for kind, data in HOSTILE.items():
+        yield pytest.param(SHARD, partial(replace_shard, data=data), id=kind)
+    for kind, change in WRONG.items():
+        yield pytest.param("", partial(rewrite, change=change), id=kind)
+    for kind, text in NOT_JSON.items():
+        yield pytest.param(
+            "manifest.json", lambda p, text=text: (p / "manifest.json").write_text(text, "latin1"), id=kind
+        )
+    yield pytest.param("", lambda p: (shutil.rmtree(p), p.write_text("a file")), id="a file in the folder's place")
 
 
-def test_any_damage_is_named_and_the_checkpoint_before_is_used(tmp_path, capsys, monkeypatch):
-    """No file's content runs code. A wrong manifest has a right checksum."""
-    monkeypatch.chdir(tmp_path)
-    config, model, optimizer = make_state(tmp_path, *SMALL)
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """A run with checkpoints of steps 1 and 2."""
+    run = tmp_path_factory.mktemp("two")
+    config, model, optimizer = make_state(run, *SMALL)
     for step in (1, 2):
-        folder = save(tmp_path, step, model, optimizer, {}, config)
-    assert checkpoint.main(["list", str(tmp_path)]) == 0 and checkpoint.main(["verify", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "step 1: intact\nstep 2: intact\n" * 2
+        save(run, step, model, optimizer, {}, config)
+    return run
+
+
+def test_intact_checkpoints_are_listed_and_verified(two_steps, tmp_path, capsys):
+    for verb in ("list", "verify"):
+        assert checkpoint.main([verb, str(two_steps)]) == 0
+        assert capsys.readouterr().out == "step 1: intact\nstep 2: intact\n"
     with pytest.raises(UserError, match="no checkpoints"):
         checkpoint.main(["list", str(tmp_path / "nowhere")])
-    manifest, part = folder / "manifest.json", folder / "rank-00000.safetensors"
-    kept = {path: path.read_bytes() for path in (manifest, part)}
-    cases = [(kind, path, partial(damage, path)) for kind, damage in DAMAGE.items() for path in kept]
-    cases += [(kind, part, partial(replace_part, folder, data)) for kind, data in HOSTILE.items()]
-    cases += [(kind, folder, partial(rewrite, folder, change)) for kind, change in WRONG.items()]
-    for text in ("", "[]", "[" * 100_000, "\xff"):
-        cases.append((f"the manifest {text:.9}", manifest, partial(manifest.write_text, text, encoding="latin1")))
-    for kind, path, damage in cases:
-        damage()
-        fault = falls_back(config, folder, capsys)
-        assert fault and (path.name in fault or path == folder), (kind, fault)
-        for path, content in kept.items():
-            if path.is_dir():
-                path.rmdir()
-            path.write_bytes(content)
-    assert checkpoint.find(config)[0].step == 2 and not Path("evil").exists()
-    shutil.rmtree(folder)
-    folder.write_text("a file in the place of a folder")
-    falls_back(config, folder, capsys)
-    _, other, other_optimizer = make_state(tmp_path, *SMALL, steps=0)
-    checkpoint.restore(checkpoint.find(config)[0], other, other_optimizer, ALONE, config)
-    assert_equal(model, optimizer, other, other_optimizer)
+
+
+@pytest.mark.parametrize("file, damage", [*damages()])
+def test_damage_is_named_and_the_checkpoint_before_is_used(two_steps, tmp_path, capsys, monkeypatch, file, damage):
+    """No file's content runs code."""
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(two_steps, tmp_path / "run")
+    folder = checkpoint.step_folder(run, 2)
+    damage(folder)
+    before, skipped = checkpoint.find(parse_args(["--out", str(run)]))
+    fault = checkpoint.fault_of(folder)
+    assert fault
+    assert file in fault
+    assert (before.step, checkpoint.newest(run).step) == (1, 1)
+    assert skipped == [f"Skipped the damaged checkpoint {folder}: {fault}"]
+    for verb, status in (("verify", 1), ("list", int(not fault.startswith("the checksum of")))):
+        assert checkpoint.main([verb, str(run)]) == status
+    assert f"step 1: intact\nstep 2: {fault}\n" in capsys.readouterr().out
+    assert not Path("evil").exists()

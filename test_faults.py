@@ -29,7 +29,7 @@ from lib import run as guard
 from lib.files import read_json
 from lib.test_run import wait_until
 from model import Transformer
-from test_checkpoint import SMALL, make_state, replace_part, rewrite, save
+from test_checkpoint import SMALL, make_state, replace_shard, rewrite, save
 from test_shard import ROOT, run_code, skip_plots
 from test_train import metrics, values
 
@@ -248,7 +248,7 @@ def test_what_is_loaded_must_have_the_loss_that_was_saved(tmp_path, run_here, mo
     folder = checkpoint.step_folder(tmp_path / "swapped", 20)
     path, (a, b) = folder / "rank-00000.safetensors", (f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1))
     tensors = safetensors.torch.load_file(path)
-    replace_part(folder, safetensors.torch.save(tensors | {a: tensors[b], b: tensors[a]}))
+    replace_shard(folder, safetensors.torch.save(tensors | {a: tensors[b], b: tensors[a]}))
     assert checkpoint.fault_of(folder) == ""
     refused(tmp_path / "swapped")
     with monkeypatch.context() as m:

@@ -32,7 +32,7 @@ RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.args") if "eac
 H100 = plan.GPUS["h100-80"]
 
 
-@pytest.fixture(params=[1, 8, 64, 512])
+@pytest.fixture(params=[1, 64, 512])
 def fake_ranks(request):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
     yield Ranks(0, request.param, torch.device("cpu"))
@@ -46,7 +46,7 @@ def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks):
     ranks = fake_ranks.world_size
     lora = "--model llama3.2-1b --lora 8 --lora_targets q,down --dtype bf16"
     models = [f"--model {m}" for m in ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral", *NEW)]
-    for words, size in itertools.product((*models, lora, f"{lora} --quantize nf4"), {0, 8 if ranks > 8 else 1}):
+    for words, size in itertools.product((*models, lora, f"{lora} --quantize nf4"), {0, min(8, ranks)}):
         fixed = ["--n_layers=2", "--state_dtype=bf16", "--compile=none", f"--shard_size={size}", "--dtype=fp32"]
         config = parse_args([*fixed, *words.split()])
         mesh = shard.make_mesh(size, fake_ranks)
@@ -111,47 +111,53 @@ def answer(capsys, words: str) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
+def planned(words: str) -> plan.Plan:
+    return plan.predict(*plan.parse(words.split()))
+
+
 def test_a_newcomer_learns_whether_8b_fits_on_one_card_and_how(capsys):
     words = "--model llama3.1-8b --seq_len 4096 --micro_batch 1"
     status, out, _ = answer(capsys, f"{words} --gpu h100-80")
-    assert (
-        status == 0
-        and ", rows of 4,096 tokens, 1 at a time, on 1 x 1 H100: it does not fit: each GPU needs 126 GiB" in out
-    )
+    assert status == 0
+    assert ", rows of 4,096 tokens, 1 at a time, on 1 x 1 H100: it does not fit: each GPU needs 126 GiB" in out
     advice = re.findall(r"(--\w+ \w+) \(([\d.]+) GiB\)", out)
     assert sorted(advice, key=lambda row: -float(row[1])) == advice
     assert {"--lora 16", "--offload cpu", "--state_dtype bf16"} < {flag for flag, _ in advice}
     needs = float(re.search("each GPU: ([0-9.]+) GiB", out)[1])
-    for flag, saved in advice:
-        status, out, _ = answer(capsys, f"{words} {flag} --batch_tokens 4096")
-        assert float(re.search("each GPU: ([0-9.]+) GiB", out)[1]) == pytest.approx(needs - float(saved), abs=0.11), (
-            flag
-        )
+    for flag, saved in advice[::3]:
+        alone = planned(f"{words} {flag} --batch_tokens 4096").needs("GPU")
+        assert alone == pytest.approx(needs - float(saved), abs=0.11), flag
     status, out, _ = answer(capsys, f"{words} --param_dtype bf16 --state_dtype bf16 --price 2")
-    assert status == 0 and "it fits" in out and " at $2 per GPU-hour" in out and "What lowers" not in out
+    assert status == 0
+    assert "it fits" in out
+    assert " at $2 per GPU-hour" in out
+    assert "What lowers" not in out
 
 
 def test_gpus_and_hosts_are_judged_apart(capsys, monkeypatch):
     words = "@recipes/llama3.1-405b.args --gpus 8"
     _, out, _ = answer(capsys, words)
     assert "it does not fit: the GPUs do; each host needs 6,860 GiB.\n" in out
-    assert "of 2,048 GiB (assumed; --host_gib)" in out and re.search(r"on each host.*: --lora 16 \(5,8", out)
+    assert "of 2,048 GiB (assumed; --host_gib)" in out
+    assert re.search(r"on each host.*: --lora 16 \(5,8", out)
     _, out, _ = answer(capsys, f"{words} --host_gib 7000")
-    assert "it fits" in out and "of 7,000 GiB\n" in out
-    _, out, _ = answer(capsys, f"{words} --offload none")
-    assert re.search("each GPU needs 8.. GiB, each host needs 4,560 GiB", out)
+    assert "it fits" in out
+    assert "of 7,000 GiB\n" in out
+    assert re.search(
+        "each GPU needs 8.. GiB, each host needs 4,560 GiB", plan.summary(planned(f"{words} --offload none"))
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(machine, "available_memory", lambda: 2**40)
-    for flags, room in (("", "of 1,024 GiB\n"), (" --gpu h200", "(assumed;"), (" --nodes 2", "(assumed;")):
-        assert room in answer(capsys, words + flags)[1]
+    rooms = [plan.parse(f"{words}{flags}".split())[1].host_gib for flags in ("", " --gpu h200", " --nodes 2")]
+    assert rooms == [1024, plan.HOST_GIB, plan.HOST_GIB]
 
 
 def test_shared_rows_take_the_activations_of_their_part():
     """Fewer by what the exchange lets go of, more by what it makes."""
     words = "--model llama3.2-1b --gpus 4 --micro_batch 1 --compile none --seq_len"
-    whole = memory.trace(*plan.parse(f"{words} 1024".split()))
-    part = memory.trace(*plan.parse(f"{words} 4096 --context_parallel 4".split()))
+    whole = memory.trace(*plan.parse(f"{words} 256".split()))
+    part = memory.trace(*plan.parse(f"{words} 1024 --context_parallel 4".split()))
     assert all(0.99 < b / a < 1.15 for a, b in zip(whole, part, strict=True))
 
 
@@ -211,26 +217,22 @@ def test_the_guide_s_table_is_what_the_plan_says():
         model, flags = name.strip() or model, re.findall("`(.*)`", setting)
         words = f"--model {model} --seq_len 4096 --micro_batch 1 {' '.join(flags)}".split()
         for cell, (nodes, gpus) in zip(cells, ((1, 1), (1, 8), (8, 8)), strict=True):
-            cluster = plan.Cluster(nodes, gpus, H100)
-            size = plan.predict(plan.settle(parse_args(words), cluster), cluster).needs("GPU")
-            output = f"{size:,.0f}" if size >= 100 else f"{size:.1f}"
-            assert cell.strip() in ("", output + " (too much)" * (size > 79.1)), (words, gpus)
+            if cell := cell.strip():
+                cluster = plan.Cluster(nodes, gpus, H100)
+                size = plan.predict(plan.settle(parse_args(words), cluster), cluster).needs("GPU")
+                output = f"{size:,.0f}" if size >= 100 else f"{size:.1f}"
+                assert cell == output + " (too much)" * (size > 79.1), (words, gpus)
 
 
 def test_the_guides_figures_are_what_the_plan_says():
-    def planned(words: str) -> plan.Plan:
-        return plan.predict(*plan.parse(words.split()))
-
     pages = {path.name: path.read_text("utf-8") for path in (ROOT / "guide").glob("*.md")}
     rows = re.findall(r"\| `(@recipes/\S+)` \| (\d) x \d+ GB \| ([\d.]+) \|", pages["2-fine-tune.md"])
     assert len(rows) == 6
     for recipe, gpus, size in rows:
         assert size == f"{planned(f'{recipe} --gpus {gpus}').needs('GPU'):.1f}", recipe
-    sizes = [
-        f"{planned(f'@recipes/llama3.1-405b.args --nodes 8 --gpus 8 --prefetch {n}').needs('GPU'):.1f}"
-        for n in range(3)
-    ]
-    expected = "predicts {} GiB per GPU with 0, {} with 1 and {} with 2".format(*sizes)
+    words = "@recipes/llama3.1-405b.args --nodes 8 --gpus 8 --prefetch "
+    sizes = [planned(f"{words}{n}").needs("GPU") for n in range(3)]
+    expected = "predicts {:.1f} GiB per GPU with 0, {:.1f} with 1 and {:.1f} with 2".format(*sizes)
     assert expected in " ".join(pages["4-405b-on-8-machines.md"].split())
     flags = "--checkpointing block --param_dtype bf16 --state_dtype bf16"
     run = planned(f"--model llama3.1-8b --seq_len 4096 --micro_batch 1 {flags}")
@@ -257,8 +259,7 @@ def test_a_prediction_that_is_off_says_so(tmp_path, monkeypatch):
 def test_a_measured_peak(monkeypatch, dtype, long, width):
     """The first width whose product is long, else the last one."""
     state = torch.get_rng_state()
-    monkeypatch.setitem(machine.WIDTH, "cpu", 256)
-    monkeypatch.setattr(machine, "NARROW", 64)
+    monkeypatch.setitem(machine.WIDTHS, "cpu", (64, 128, 256))
     monkeypatch.setattr(machine, "LONG", long)
     flops, source = machine.peak_flops(torch.device("cpu"), dtype)
     assert flops > 1e7

@@ -65,8 +65,8 @@ GPUS = {
     "rtx3090": Gpu("RTX 3090", 71, 23.5, 0.94e12, 12e9, 25e9, 350, 0.85, 0),
     "a6000": Gpu("A6000", 155, 47.4, 0.77e12, 25e9, 25e9, 300, 0.6, 0),
 }
-WIDTH = {"cuda": 8192, "cpu": 2048}  # of the largest matrices whose product measures a device
-NARROW, LONG = 2048, 0.005  # it begins with smaller ones, and ends with a product that takes so many seconds
+# Widths of the matrices whose product measures a device. The first product that takes LONG seconds counts, or the last.
+WIDTHS, LONG = {"cuda": (2048, 4096, 8192), "cpu": (2048,)}, 0.005
 
 
 def known_gpu(device: torch.device) -> Gpu | None:
@@ -77,7 +77,7 @@ def known_gpu(device: torch.device) -> Gpu | None:
 
 def describe_environment() -> dict:
     """Code, versions and hardware, for env.json."""
-    git = _output("git", "-C", ROOT, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty").strip()
+    git = _output("git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty").strip()
     return {
         "version": VERSION,
         "git": git.removesuffix("-dirty") or None,
@@ -92,16 +92,14 @@ def describe_environment() -> dict:
     }
 
 
-def _output(*command: str | Path) -> str:
+def _output(*command: str) -> str:
     """The output of a program; empty if it is not installed."""
-    if not shutil.which(command[0]):
-        return ""
-    return subprocess.run(command, capture_output=True, text=True).stdout
+    return subprocess.run(command, capture_output=True, text=True).stdout if shutil.which(command[0]) else ""
 
 
 def cpu_name() -> str:
-    names = re.findall("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return names[0] if names else platform.processor()
+    name = re.search("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return name[1] if name else platform.processor()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
@@ -110,13 +108,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cuda" and dtype == torch.bfloat16 and (gpu := known_gpu(device)):
         return gpu.tflops * 1e12, f"{gpu.name} data sheet, {gpu.tflops:g} TFLOP/s"
 
-    def seconds(n: int) -> float:
+    for n in WIDTHS[device.type]:
         a = torch.linspace(-1, 1, n * n, device=device).view(n, n).to(dtype)
-        return min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))
-
-    n = min(NARROW, WIDTH[device.type])
-    while (time := seconds(n)) < LONG and n < WIDTH[device.type]:
-        n *= 2
+        time = min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=6))  # noqa: B023
+        if time >= LONG:
+            break
     flops = 2 * n**3 / time
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -131,24 +127,25 @@ def memory_gib(device: torch.device) -> float:
 
 
 def find_device(processes: int, local_rank: int = 0) -> torch.device:
-    """The device of a rank when `processes` ranks run on this machine; refuses too few GPUs, and GPUs that torch cannot
-    use."""
+    """The device of a rank when `processes` ranks run on this machine. Refuses too few GPUs, and GPUs that torch cannot
+    use, unless CUDA_VISIBLE_DEVICES hides them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not torch.cuda.is_available():
-        gpus = "" if visible in ("", "-1") else _output("nvidia-smi", "-L")
-        if "GPU 0" in gpus:
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if processes > count:
             raise UserError(
-                f"nvidia-smi shows GPUs ({gpus.splitlines()[0]}), but torch {torch.__version__} (CUDA"
-                f" {torch.version.cuda}) cannot use them: update the driver, install a torch that suits it, or set"
-                " CUDA_VISIBLE_DEVICES= to train on the CPU"
+                f"{processes} processes on this machine, but {count} visible GPUs (CUDA_VISIBLE_DEVICES is {visible}):"
+                " start one process per visible GPU"
             )
-        return torch.device("cpu")
-    if processes > torch.cuda.device_count():
+        return torch.device("cuda", local_rank)
+    gpus = "" if visible in ("", "-1") else _output("nvidia-smi", "-L")
+    if "GPU 0" in gpus:
         raise UserError(
-            f"{processes} processes on this machine, but {torch.cuda.device_count()} visible GPUs"
-            f" (CUDA_VISIBLE_DEVICES is {visible}): start one process per visible GPU"
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs that nvidia-smi shows"
+            f" ({gpus.splitlines()[0]}): update the driver, install a torch that suits it, or set"
+            " CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cpu")
 
 
 def set_allocators() -> None:
@@ -192,7 +189,7 @@ def compiler_problem() -> str:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if shutil.which(compiler.split()[0]) and header.exists():
         return ""
-    return f"{compiler} or {header} was not found, which are needed to compile: sudo apt install g++ python3-dev"
+    return f"{compiler} or {header} was not found: sudo apt install g++ python3-dev"
 
 
 # ---- memory
@@ -261,13 +258,10 @@ LOWER_MEMORY = {
 
 
 def lower_memory(config, on_gpu: bool = True) -> str:
-    """The flags of LOWER_MEMORY that a run does not have."""
-    flags = [
-        f"--{name} {value}"
-        for name, value in LOWER_MEMORY.items()
-        if getattr(config, name) != value and (on_gpu or "offload" not in name)
-    ]
-    return "; ".join([*flags, "more GPUs or machines; a smaller model"])
+    """A sentence with the flags of LOWER_MEMORY that a run does not have."""
+    missing = {name: value for name, value in LOWER_MEMORY.items() if getattr(config, name) != value}
+    flags = [f"--{name} {value}" for name, value in missing.items() if on_gpu or "offload" not in name]
+    return f"These flags lower it, cheapest first: {'; '.join([*flags, 'more GPUs or machines; a smaller model'])}"
 
 
 @contextlib.contextmanager
@@ -283,16 +277,14 @@ def reported_memory(config, model: nn.Module, optimizer=None) -> Iterator[None]:
 
 def describe_out_of_memory(model: nn.Module, optimizer, config, allocated: int, device: torch.device) -> str:
     """A message with the uses of a GPU's memory and the flags that lower them. allocated: bytes at the peak."""
-    parameters = [*model.parameters()]
+    parameters, states = [*model.parameters()], optimizer.state.values() if optimizer else ()
     tensors = {
         "parameters": [*parameters, *model.buffers()],
         "gradients": [p.grad for p in parameters if p.grad is not None],
-        "optimizer state": [t for state in optimizer.state.values() for t in state.values()] if optimizer else [],
+        "optimizer state": [tensor for state in states for tensor in state.values()],
     }
     sizes = {part: sum(local(t).nbytes for t in kept if t.device.type == device.type) for part, kept in tensors.items()}
     sizes["activations, logits and gathered layers"] = max(allocated - sum(sizes.values()), 0)
-    return (
-        f"out of memory on {device}: {allocated / 2**30:.2f} GiB were allocated at the peak"
-        f" ({', '.join(f'{part} {size / 2**30:.2f}' for part, size in sizes.items())})."
-        f" These flags lower it, cheapest first: {lower_memory(config)}"
-    )
+    shown = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in sizes.items())
+    peak = f"{allocated / 2**30:.2f} GiB were allocated at the peak ({shown})"
+    return f"out of memory on {device}: {peak}. {lower_memory(config)}"

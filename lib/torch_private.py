@@ -80,12 +80,12 @@ def expensive_operators() -> list:
     return [_find(f"ops.{name}").default for name in EXPENSIVE]
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, cuda: bool) -> Tensor:
-    """The fused kernel of a GPU (always causal) or a CPU, also on the meta device, where
-    scaled_dot_product_attention takes the unfused one. Waits for a way to choose the kernel there."""
-    if cuda:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """A fused kernel, also on the meta device, where scaled_dot_product_attention takes the unfused one: a GPU's, which
+    is causal, or with a mask a CPU's. Waits for a way to choose the kernel there."""
+    if mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)[0]
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)[0]
 
 
 def is_compiler_loaded() -> bool:
