@@ -141,9 +141,9 @@ def find_device(processes: int, local_rank: int = 0) -> torch.device:
     gpus = "" if visible in ("", "-1") else _output("nvidia-smi", "-L")
     if "GPU 0" in gpus:
         raise UserError(
-            f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs that nvidia-smi shows"
-            f" ({gpus.splitlines()[0]}): update the driver, install a torch that suits it, or set"
-            " CUDA_VISIBLE_DEVICES= to train on the CPU"
+            f"nvidia-smi shows GPUs ({gpus.splitlines()[0]}), but torch {torch.__version__} (CUDA {torch.version.cuda})"
+            " cannot use them: update the driver, install a torch that suits it, or set CUDA_VISIBLE_DEVICES= to train"
+            " on the CPU"
         )
     return torch.device("cpu")
 
