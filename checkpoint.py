@@ -48,7 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("run", type=Path, help="run folder")
     add("out", type=Path, nargs="?", help="export: output folder")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="export: fp32 (default) is exact")
-    add("--tokenizer", help="export: tokenizer whose files are added (default: the run's)")
+    add("--tokenizer", default="", help="export: tokenizer whose files are added (default: the run's)")
     return parser.parse_args(argv)
 
 
@@ -418,8 +418,8 @@ class Checkpoint:
         """Refuses frozen weights that differ from those at the start of the run. All ranks must call."""
         if self.manifest["base"] != base_fingerprint(self.config, ranks):
             raise UserError(
-                f"{self.folder} holds adapters of other weights: --weights {self.config.weights} has changed since the"
-                " run began; restore the weights of that time"
+                f"{self.folder} holds adapters of other weights: --weights {self.config.weights} has changed since"
+                " the run began; restore it"
             )
 
     def model_reader(self, ranks: Ranks = ALONE) -> Read:
@@ -468,12 +468,14 @@ class Checkpoint:
     def read_weights(self, name: str, slices: Slices) -> Tensor:
         return self.read(f"model.{name}", slices)
 
-    def export(self, folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, **how) -> None:
-        """Writes a Hugging Face folder. how: arguments of weights.export. All ranks must call."""
-        talks, shape = self.manifest["position"].get("chat", False), self.model_config
+    def export(self, folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, tokenizer: str = "", **how) -> None:
+        """Writes a Hugging Face folder. tokenizer: see load_run_tokenizer. how: arguments of weights.export. All ranks
+        must call."""
+        how |= {"talks": self.manifest["position"].get("chat", False), "tokenizer": load_run_tokenizer(self, tokenizer)}
+        shape = self.model_config
         if shape.positions == "rope":  # GPT-2's table of learned positions keeps its size
             shape = replace(shape, max_seq_len=self.config.trained_length(shape))
-        export(shape, self.model_reader(ranks), folder, dtype, ranks=ranks, talks=talks, **how)
+        export(shape, self.model_reader(ranks), folder, dtype, ranks=ranks, **how)
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Fills the trained parameters and the optimizer's state. Every rank reads only its shards. All ranks must
@@ -591,11 +593,11 @@ def restore(
     gather(None, ranks)  # wait here, where no limit is set, for ranks that read slowly
     _prove(resume_from, model, ranks)
     logger.info(f"Resumed from {resume_from.folder} after step {resume_from.step}")
-    if overridden := changes(resume_from, config):
+    overridden = changes(resume_from, config)
+    if overridden and ranks.rank == 0:
         logger.info(f"Continuing with other settings, [old, new]: {overridden}")
-        if ranks.rank == 0:
-            with open(Path(config.out) / "overrides.jsonl", "a") as f:
-                f.write(json.dumps({"step": resume_from.step} | overridden) + "\n")
+        with open(Path(config.out) / "overrides.jsonl", "a") as file:
+            file.write(json.dumps({"step": resume_from.step} | overridden) + "\n")
 
 
 def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
@@ -604,9 +606,9 @@ def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
     wrong = [loss for loss in losses if not abs(loss - probe["loss"]) <= probe["tolerance"]]
     if wrong:
         raise UserError(
-            f"{resume_from.folder}: the loss of its probe was {probe['loss']:.6f} at the save and is"
-            f" {wrong[0]:.6f} now; the difference may be {probe['tolerance']}. Either the code computes something else"
-            " now (rope, ties, dtypes, names?), or values were changed: resume with the code that saved it"
+            f"{resume_from.folder}: the loss of its probe was {probe['loss']:.6f} at the save and is {wrong[0]:.6f}"
+            f" now; the difference may be {probe['tolerance']}. Values were changed, or the code computes something"
+            " else (rope, ties, dtypes, names?): resume with the code that saved it"
         )
     logger.info(f"Loss of the checkpoint's probe: {losses[0]:.6f}, at the save: {probe['loss']:.6f}")
 
@@ -628,7 +630,7 @@ def _existing(run: Path) -> list[Path]:
     return existing
 
 
-def load_run_tokenizer(checkpoint: Checkpoint, spec: str | None = None):
+def load_run_tokenizer(checkpoint: Checkpoint, spec: str = ""):
     """The tokenizer `spec`, or the run's; None if the run was trained on token ids without text."""
     return load_tokenizer(spec or checkpoint.config.tokenizer) if spec or knows_text(checkpoint.config) else None
 
@@ -646,7 +648,7 @@ def export_run(config: Config, step: int, ranks: Ranks) -> None:
     except UserError as e:
         return logger.warning(f"No export to hf/: {e}")
     saved, folder = Checkpoint(step_folder(Path(config.out), step)), Path(config.out) / "hf"
-    saved.export(folder, torch.float32, ranks, tokenizer=load_run_tokenizer(saved), replaces=True)
+    saved.export(folder, torch.float32, ranks, replaces=True)
     if config.lora:
         on_first_rank(lambda: export_adapter(config, saved.read_weights, folder.with_name("adapter")), ranks)
 
@@ -654,18 +656,15 @@ def export_run(config: Config, step: int, ranks: Ranks) -> None:
 # ---- the command line
 
 
-def _export(args: argparse.Namespace) -> None:
-    if args.out is None:
-        raise UserError("OUT is missing: export RUN OUT")
-    checkpoint, dtypes = newest(args.run), DTYPES | {"fp16": torch.float16}
-    checkpoint.export(args.out, dtypes[args.dtype], tokenizer=load_run_tokenizer(checkpoint, args.tokenizer))
-    print(f"{args.out}: step {checkpoint.step} of {args.run} in {args.dtype}")
-
-
-def main(argv: list[str]) -> int | None:
+def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.verb == "export":
-        return _export(args)
+        if args.out is None:
+            raise UserError("OUT is missing: export RUN OUT")
+        checkpoint, dtypes = newest(args.run), DTYPES | {"fp16": torch.float16}
+        checkpoint.export(args.out, dtypes[args.dtype], tokenizer=args.tokenizer)
+        print(f"{args.out}: step {checkpoint.step} of {args.run} in {args.dtype}")
+        return 0
     _existing(args.run)
     rows = verify(args.run, checksums=args.verb == "verify")
     print(*(f"step {step}: {fault or 'intact'}" for step, _, fault in rows), sep="\n")
