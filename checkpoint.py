@@ -524,8 +524,7 @@ def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[
     """The checkpoint to resume from (None: a fresh start), and a message for each damaged checkpoint that was skipped.
     Refuses a run folder whose checkpoints are all damaged. Without `checksums`, damage inside a file is not found. All
     ranks must call."""
-    candidates = on_first_rank(lambda: _candidates(config), ranks)
-    return _newest_intact(candidates, ranks, checksums)
+    return _newest_intact(on_first_rank(lambda: _candidates(config), ranks), ranks, checksums)
 
 
 def keep_lanes(config: Config) -> Config:
@@ -617,9 +616,8 @@ def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
 
 
 def newest(run: Path) -> Checkpoint:
-    """A run's newest intact checkpoint."""
-    checkpoint, _ = _newest_intact(_existing(run)[::-1])
-    return checkpoint
+    """A run's newest intact checkpoint. UserError if there is none."""
+    return _newest_intact(_existing(run)[::-1])[0]
 
 
 def _existing(run: Path) -> list[Path]:

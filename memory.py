@@ -69,8 +69,8 @@ def _tokens(config: Config) -> int:
 
 
 class _Live(torch_private.DispatchMode):
-    """Counts the bytes of existing tensors, now and at the peak since the last mark, and of all tensors ever made.
-    known: tensors that are not counted."""
+    """Counts the bytes of existing tensors, now and at the peak since the last mark, and of all tensors ever made,
+    except `known` ones."""
 
     def __init__(self, known: list[Tensor]):
         super().__init__()
@@ -166,7 +166,7 @@ def _build(config: Config, cluster: Cluster, sharded: bool) -> Transformer:
     return model
 
 
-def _dequantize(codes: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype, index=None) -> Tensor:
+def _dequantize(codes: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype, *_) -> Tensor:
     """nf4.dequantize in one kernel."""
     return codes.new_empty(len(codes), 2 * codes.shape[1], dtype=dtype)
 
@@ -240,7 +240,7 @@ def _kept_inputs(config: Config) -> int:
 
 
 class Kept(NamedTuple):
-    """What rank 0, whose parts are the largest, keeps of a parameter: elements, their bytes, and bytes of optimizer
+    """What rank 0, whose shards are the largest, keeps of a parameter: elements, their bytes, and bytes of optimizer
     state."""
 
     elements: int
@@ -251,16 +251,16 @@ class Kept(NamedTuple):
 
 @functools.lru_cache
 def kept(config: Config, shards: int) -> list[Kept]:
-    """One row for each parameter. FSDP2 cuts a parameter into parts of equal size; the last part may be short. For
-    experts see shard.sharded_dim."""
+    """One row for each parameter. FSDP2 cuts a parameter into shards of equal size; the last may be short. For experts
+    see shard.sharded_dim."""
     model = _one_block(config)
     layout, rows = state_layout(model, config), []
     for name, p in model.named_parameters():
         length = p.shape[sharded_dim(p, shards)]
-        part = -(-length // shards) * (p.numel() // length)
-        state = part * sum(dtype.itemsize for _, dtype in layout.get(name, {}).values())
+        size = -(-length // shards) * (p.numel() // length)
+        state = size * sum(dtype.itemsize for _, dtype in layout.get(name, {}).values())
         dtype = config.param_dtype if p.requires_grad else config.dtype
-        row = Kept(part, part * DTYPES[dtype].itemsize, p.requires_grad, state)
+        row = Kept(size, size * DTYPES[dtype].itemsize, p.requires_grad, state)
         rows += [row] * (config.model_config.n_layers if name.startswith("layers.") else 1)
     return rows
 
@@ -271,8 +271,8 @@ def _one_block(config: Config) -> Transformer:
 
 def elements(config: Config, shards: int) -> tuple[int, int]:
     """Elements that rank 0 keeps of trained and of frozen parameters."""
-    trained, frozen = (sum(row.elements for row in kept(config, shards) if row.trains == t) for t in (True, False))
-    return trained, frozen
+    rows = kept(config, shards)
+    return tuple(sum(row.elements for row in rows if row.trains == trains) for trains in (True, False))
 
 
 def state(config: Config, shards: int, pinned: bool = False) -> dict[str, int]:
