@@ -90,7 +90,10 @@ FILE_BYTES = 2**31  # of a file, and at most one tensor more: they are copied in
 OPEN_FILES = 64  # of a checkpoint, at a time
 PROBE = 128  # tokens of the probe
 # Largest difference of the probe's loss between kernels and meshes, nats per token, by compute dtype.
-TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.03}
+TOLERANCE = {
+    torch.float32: 0.002,
+    torch.bfloat16: 0.03,
+}
 STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 # Folders that a run makes in checkpoints/: checkpoints, damaged ones, saves in progress, and removals in progress.
 MADE = re.compile(rf"{STEP.pattern}(\.damaged\d*)?(\.tmp-([0-9a-f]{{32}}|old))?")

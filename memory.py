@@ -135,9 +135,16 @@ def _even_parts(rows: int, sizes: Tensor) -> list[int]:
 # On the meta device the model takes the branches for a GPU, and torch chooses unfused attention and norms. These
 # functions allocate as much as the real kernels: products are added in place, a GPU's norms are fused (as layer_norm is
 # here), and a CPU does not pad the head's weight.
-KERNELS = {F.scaled_dot_product_attention: _attend, torch.addmm: _first}
-GPU_KERNELS = KERNELS | {F.rms_norm: F.layer_norm}
-CPU_KERNELS = KERNELS | {F.pad: _first}
+GPU_KERNELS = {
+    F.scaled_dot_product_attention: _attend,
+    F.rms_norm: F.layer_norm,
+    torch.addmm: _first,
+}
+CPU_KERNELS = {
+    F.scaled_dot_product_attention: _attend,
+    F.pad: _first,
+    torch.addmm: _first,
+}
 
 
 def _build(config: Config, cluster: Cluster, sharded: bool) -> Transformer:

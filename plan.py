@@ -42,7 +42,11 @@ from shard import mesh_shape
 
 log = logging.getLogger("flatland")
 FUSED = 3  # a compiled block moves an elementwise result about a third as often
-RATES = {"bf16": 1.0, "tf32": 0.5, "fp32": 0.07}  # multiples of the rate in bf16
+RATES = {  # multiples of the rate in bf16
+    "bf16": 1.0,
+    "tf32": 0.5,
+    "fp32": 0.07,
+}
 NARROW = 200  # columns: matrices of this width reach half of the rate of very wide ones
 ATTENTION = 0.6  # of the rate of large products
 HIDDEN = 0.9  # of the computation can overlap with transfers

@@ -203,7 +203,10 @@ LIMITS = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file|total_inactive_file"),
 )
 # A row of /proc/self/cgroup with the path of this process's group, and the folder that it starts from, likewise.
-GROUPS = (("^0::/(.*)", "."), ("^[0-9]+:(?:.*,)?memory(?:,.*)?:/(.*)", "memory"))
+GROUPS = (
+    ("^0::/(.*)", "."),
+    ("^[0-9]+:(?:.*,)?memory(?:,.*)?:/(.*)", "memory"),
+)
 
 
 def available_memory(root: Path = Path("/")) -> int:
