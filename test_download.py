@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +21,7 @@ import download
 import lib.hub
 from lib import errors, settle
 from lib.errors import UserError
-from lib.hub import describe_unverified, hub_errors, local_path
+from lib.hub import describe_unverified, hub_errors, local_path, refuse_names
 from lib.text import find_files
 
 TOKEN = "hf_SecretSecretSecretSecret"
@@ -38,8 +39,9 @@ NEVER = """original/consolidated.00.pth original/params.json pytorch_model.bin m
 consolidated.safetensors model.fp16.safetensors .gitattributes model.gguf train.py"""
 DATA = {"README.md": b"words", "en/c4-train.0.json.gz": BIG[:5000], "en/c4-val.json.gz": b"v", "de/x.json.gz": b"d"}
 UNWANTED = {name: b"x" + name.encode() for name in NEVER.split()}
-REPOS = {"models/org/model": MODEL | UNWANTED, "models/solo": {"config.json": b"{}"}, "datasets/org/data": DATA,
-         "models/org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickle"}}  # fmt: skip
+SOLO = {"config.json": b"{}"}
+REPOS = {"models/org/model": MODEL | UNWANTED, "models/solo": SOLO, "datasets/org/data": DATA,
+         "models/org/pickled": SOLO | {"pytorch_model.bin": b"pickle"}}  # fmt: skip
 
 
 def is_large(path):
@@ -59,16 +61,15 @@ def describe(path, content):
 
 
 class FakeHub(ThreadingHTTPServer):
-    """`faults[path]` befall the next requests for a file's content: cut or flip at N bytes, or a status with
-    headers. `refuse(path)` may answer any request in the hub's place."""
+    """`flips[path]`: a bit at this byte is wrong in each of the next requests for a file's content. `refuse(path)` may
+    answer any request in the hub's place."""
 
     daemon_threads = True
 
     def __init__(self, cdn=None):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url, self.cdn = f"http://{'127.0.0.1' if cdn else 'localhost'}:{self.server_port}", cdn
-        self.repos = {}
-        self.faults, self.refuse, self.seen, self.sent = {}, lambda path: None, [], 0
+        self.repos, self.flips, self.refuse, self.seen, self.sent = {}, {}, lambda path: None, [], 0
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def handle_error(self, *_):
@@ -89,12 +90,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def do_HEAD(self):
-        self.do_GET()
-
     def do_GET(self):
         hub, path = self.server, unquote(urlsplit(self.path).path)
-        hub.seen.append((self.command, self.path, self.headers.get("Range"), self.headers.get("Authorization")))
+        hub.seen.append((self.path, self.headers.get("Authorization")))
         if refusal := hub.refuse(path):
             if isinstance(refusal, Exception):
                 raise refusal
@@ -112,6 +110,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(404, X_Error_Code="RevisionNotFound")
         siblings = [describe(*file) for file in hub.repos[repo].items()]
         self.reply(200, json.dumps({"id": name, "sha": sha, "siblings": siblings}).encode())
+
+    do_HEAD = do_GET
 
     def tree(self, repo, folder):
         """Two pages; the address of the second names another origin, as a mirror's may."""
@@ -142,23 +142,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def content(self, name):
         hub, (repo, path) = self.server, name.split("//")
-        content, faults = hub.repos[repo][path], hub.faults.get(path, [])
-        kind, number, headers = (*(faults.pop(0) if faults else ("",)), 0, {})[:3]
-        if kind == "status":
-            return self.reply(number, **headers)
+        content, flips = hub.repos[repo][path], hub.flips.get(path)
         first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "bytes=0-").groups()
         start, end = int(first), min(len(content), int(last or len(content)) + 1)
-        if kind == "flip":
-            content = content[:number] + bytes([content[number] ^ 1]) + content[number + 1 :]
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(end - start))
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
-        self.end_headers()
-        sent = content[start:end][: number if kind == "cut" else None]
-        hub.sent += len(sent)
-        self.wfile.write(sent)
-        self.close_connection = kind == "cut"
+        if flips:
+            at = flips.pop()
+            content = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        hub.sent += end - start
+        headers = {"Content_Range": f"bytes {start}-{end - 1}/{len(content)}"} if start else {}
+        self.reply(206 if start else 200, content[start:end], **headers)
 
 
 @contextlib.contextmanager
@@ -168,13 +160,14 @@ def serve(tmp_path, monkeypatch, repos):
     cdn = FakeHub()
     server = FakeHub(cdn)
     server.repos = cdn.repos = repos
-    cdn.faults = server.faults
+    cdn.flips = server.flips
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 300)
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **__: None)  # slow, and there is no https
     for name in ("HF_TOKEN", "HTTP_PROXY", "http_proxy", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -201,14 +194,14 @@ def content(folder: Path) -> dict:
     return {str(p.relative_to(folder)): p.read_bytes() for p in paths}
 
 
-SHARD = "model-00001-of-00002.safetensors"
+SHARD, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 # ---- what arrives
 
 
 @pytest.mark.parametrize(("name", "files"), [
-    ("org/model", MODEL), ("solo", {"config.json": b"{}"}), ("datasets/org/data", dict([*DATA.items()][1:])),
+    ("org/model", MODEL), ("solo", SOLO), ("datasets/org/data", dict([*DATA.items()][1:])),
 ])  # fmt: skip
 def test_the_cache_is_found_by_every_name_of_the_revision(hub, name, files):
     assert main(name) == 0
@@ -252,8 +245,8 @@ def test_out_belongs_to_one_revision_of_one_repository(hub, tmp_path, capfd):
 def test_the_token_goes_to_the_hub_alone_and_is_kept_nowhere(hub, tmp_path, capfd):
     """The listing names another origin for its second page, and large files are on another origin."""
     assert main("org/model") == 0
-    assert {auth for _, path, _, auth in hub.seen if "org/model" in path} == {f"Bearer {TOKEN}"}
-    assert {auth for *_, auth in hub.cdn.seen} == {None} and len(hub.cdn.seen) >= 3
+    assert {auth for path, auth in hub.seen if "org/model" in path} == {f"Bearer {TOKEN}"}
+    assert {auth for _, auth in hub.cdn.seen} == {None} and len(hub.cdn.seen) >= 3
     for status in (403, 401):
         hub.refuse = lambda path, status=status: (status, b"", {"X_Error_Message": f"what a token: {TOKEN}"})
         assert main("org/model") == 2
@@ -267,26 +260,24 @@ def test_the_token_goes_to_the_hub_alone_and_is_kept_nowhere(hub, tmp_path, capf
 
 
 def test_a_damaged_file_is_downloaded_once_more_and_never_used(hub, capfd):
-    hub.faults[SHARD] = [("flip", 7)] * 2
-    assert main("org/model") == 1 and not hub.faults[SHARD]
+    hub.flips[SHARD] = [7, 7]
+    assert main("org/model") == 1 and not hub.flips[SHARD]
     assert capfd.readouterr().err.count("error: ") == 1
     with pytest.raises(UserError, match="continue it with: python download.py org/model$"):
         local_path("org/model", "--weights")
-    hub.faults[SHARD] = [("flip", 1_500_000)]
-    assert main("org/model") == 0 and not hub.faults[SHARD]
+    hub.flips[SHARD] = [1_500_000]
+    assert main("org/model") == 0 and not hub.flips[SHARD]
     assert content(local_path("org/model", "--weights")) == MODEL
 
 
 def test_a_file_that_changes_on_the_disk_is_refused_and_downloaded_again(hub):
     assert main("org/model") == 0
-    folder, sent = local_path("org/model", "--weights"), hub.cdn.sent
-    assert main("org/model") == 0 and hub.cdn.sent == sent  # nothing again
-    for damage in (b"x" * len(MODEL["model-00002-of-00002.safetensors"]), b"short"):
-        (folder / "model-00002-of-00002.safetensors").resolve().write_bytes(damage)
-        with pytest.raises(UserError, match="1 files are missing or damaged .*: python download.py org/model$"):
-            local_path("org/model", "--weights")
-        assert main("org/model") == 0 and content(folder) == MODEL
-    assert hub.cdn.sent - sent == 2 * len(MODEL["model-00002-of-00002.safetensors"])
+    folder, sent, size = local_path("org/model", "--weights"), hub.cdn.sent, len(MODEL[SECOND])
+    (folder / SECOND).resolve().write_bytes(b"x" * size)
+    with pytest.raises(UserError, match="1 files are missing or damaged .*: python download.py org/model$"):
+        local_path("org/model", "--weights")
+    assert main("org/model") == 0 and content(folder) == MODEL
+    assert hub.cdn.sent - sent == size  # the other files not again
 
 
 def test_at_use_only_a_file_whose_time_has_changed_is_hashed(hub, monkeypatch):
@@ -305,7 +296,7 @@ def test_at_use_only_a_file_whose_time_has_changed_is_hashed(hub, monkeypatch):
 
 
 @pytest.mark.parametrize(("damaged", "at_use"), [(None, True), (BIG[1:], True), (BIG[1:] + b"x", False), (BIG, False)])
-def test_a_cache_that_the_library_filled(hub, capfd, damaged, at_use):
+def test_a_cache_that_the_library_filled(hub, damaged, at_use):
     """Missing files and wrong sizes are found at use, other damage by --verify, which deletes nothing."""
     folder = Path(snapshot_download("org/model", cache_dir=constants.HF_HUB_CACHE, revision="v1"))
     blob, command = (folder / SHARD).resolve(), f"python download.py org/model --revision {'b' * 40}"
@@ -317,7 +308,6 @@ def test_a_cache_that_the_library_filled(hub, capfd, damaged, at_use):
     assert blob.exists() == bool(damaged) and not describe_unverified(folder)
     with pytest.raises(UserError, match=f"{SHARD}.*{command}$") if damaged != BIG else contextlib.nullcontext():
         assert local_path("org/model@v1", "--weights") == folder
-    assert main("org/model", "--verify") == 2 and "name your commit" in capfd.readouterr().err
 
 
 def test_a_run_logs_once_which_download_is_unverified(hub, tmp_path, caplog):
@@ -334,16 +324,18 @@ def test_a_run_logs_once_which_download_is_unverified(hub, tmp_path, caplog):
 @pytest.mark.parametrize("name", [
     "../victim.json", "/victim.json", "a/../../v.json", "a//b.json", "./a.json", "..", "", "..\\v", "C:v", "a\0b",
 ])  # fmt: skip
-def test_a_listing_with_names_that_leave_the_folder_is_refused(hub, tmp_path, capfd, name):
-    hub.repos["models/org/model"][name] = b"x"
-    for args in ([], ["--out", tmp_path / "out", "--include", "*"]):
-        assert main("org/model", *args) == 2
-    assert capfd.readouterr().err.count("no path inside a folder") == 2 and not (tmp_path / "home").exists()
+def test_names_that_leave_the_folder_are_refused(name):
+    with pytest.raises(UserError, match="no path inside a folder"):
+        refuse_names(["a.json", name], "org/model")
 
 
-def test_a_commit_that_leaves_the_folder_is_refused(hub, monkeypatch, capfd):
-    monkeypatch.setitem(COMMITS, "main", "../" * 13 + "x")
-    assert main("org/model") == 2 and "no path inside a folder" in capfd.readouterr().err
+@pytest.mark.parametrize("commit", ["a" * 40, "../" * 13 + "x"])
+def test_nothing_is_downloaded_of_such_a_listing(hub, tmp_path, monkeypatch, capfd, commit):
+    monkeypatch.setitem(COMMITS, "main", commit)
+    hub.repos["models/org/model"]["../victim.json"] = b"x"
+    assert main("org/model", "--out", tmp_path / "out", "--include", "*.json") == 2
+    assert "no path inside a folder" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists() and not (tmp_path / "home").exists()
 
 
 @pytest.mark.parametrize("out", [True, False])
@@ -376,7 +368,7 @@ def test_a_listing_that_fails_once_is_asked_for_again(hub, answer):
     assert len(failed) >= 4
 
 
-@pytest.mark.parametrize("kind", [TypeError, KeyError, ValueError, AttributeError, AssertionError])
+@pytest.mark.parametrize("kind", [TypeError, KeyError, ValueError])
 def test_programming_errors_pass(kind):
     with pytest.raises(kind), hub_errors("org/model"):
         raise kind("a mistake of ours")
@@ -402,7 +394,7 @@ def refuse_files(*answer):
 @pytest.mark.parametrize(("refuse", "args", "status", "words"), [
     (refuse_files(403, b"", {"X_Error_Code": "GatedRepo"}), [], 2, "gated: accept its licence at http.*org/model"),
     (lambda p: (401, b"", {"X_Error_Message": "Invalid credentials in Authorization header"}), [], 2, "HF_TOKEN"),
-    (lambda p: (403, b"", {"X_Error_Message": "no right"}), [], 2, "answers 403"),
+    (lambda p: (403, b""), [], 2, "answers 403"),
     (None, ["org/other"], 2, "no http.*/org/other, or it is private"),
     (None, ["org/model", "--revision", "v9"], 2, "no such revision"),
     (None, ["../model"], 2, "not the name"),
@@ -412,8 +404,8 @@ def refuse_files(*answer):
     (refuse_files(500), [], 1, "answers 500"),
     (refuse_files(404), [], 2, "answers 404 for (config|model|tok|a name).*org/model lists: leave it out"),
     (refuse_files(404, b"", {"X_Error_Code": "EntryNotFound"}), [], 2, "answers 404 for .*: leave it out"),
-    (lambda p: (200, b"{}"), [], 1, "HF_ENDPOINT"),
-    (None, ["org/model", "--verify"], 2, "no .*snapshots"),
+    (lambda p: (200, b"{}"), [], 1, "HF_ENDPOINT does not answer as a hub does"),
+    (None, ["org/model", "--verify"], 2, "no .*snapshots.*name your commit"),
     (None, ["org/model", "--verify", "--skip_model"], 2, "give no --include"),
     (lambda p: (200, b"<html>Log in to the airport"), [], 1, "HF_ENDPOINT"),
     (lambda p: (302, b"", {"Location": "http://127.0.0.1:9/"}), [], 1, "no answer of a hub: .*refused"),
