@@ -53,8 +53,8 @@ def download(args: argparse.Namespace, command: str) -> None:
     commit, files = list_files(args.repo, args.revision)
     source = split_name(args.repo) | {"revision": commit}
     cache = Path(constants.HF_HUB_CACHE) / f"{source['repo_type']}s--{source['repo_id'].replace('/', '--')}"
-    root = Path(args.out).expanduser() if args.out else cache
-    folder = root if args.out else cache / "snapshots" / commit
+    folder = Path(args.out).expanduser() if args.out else cache / "snapshots" / commit
+    source["local_dir"] = folder if args.out else None
     if not args.verify:
         fetch(args, command, files, folder, source)
     elif not folder.is_dir():
@@ -62,10 +62,10 @@ def download(args: argparse.Namespace, command: str) -> None:
     damaged = compare(folder, files)
     if damaged and not args.verify:
         for name in damaged:
-            hf_hub_download(filename=name, force_download=True, local_dir=folder if args.out else None, **source)
+            hf_hub_download(filename=name, force_download=True, **source)
         damaged = compare(folder, files)
         for path in ((folder / name).resolve() for name in damaged):
-            if path.is_relative_to(root.resolve()):  # else a link led there
+            if path.is_relative_to((source["local_dir"] or cache).resolve()):  # else a link led there
                 path.unlink(missing_ok=True)
     if damaged:
         raise Failure(
@@ -80,22 +80,21 @@ def fetch(args: argparse.Namespace, command: str, files: dict, folder: Path, sou
     from huggingface_hub.utils import filter_repo_objects
 
     allow, ignore = choose_patterns(args, source["repo_type"], [*files])
-    selected = [*filter_repo_objects(files, allow_patterns=allow, ignore_patterns=ignore)]
+    selected = {name: files[name] for name in filter_repo_objects(files, allow_patterns=allow, ignore_patterns=ignore)}
     if not selected:
         raise UserError(f"{args.repo}: none of its {len(files)} files is selected: {', '.join([*files][:8])}")
     record, name = read_json(record_of(folder)), f"{args.repo}@{args.revision}"
     if args.out and folder.exists() and any(folder.iterdir()) and record.get("source") != name:
         raise UserError(f"--out {args.out} is not empty and holds no download of {name}: name a new folder")
-    print(f"{name}: {len(selected)} files, {amount(sum(files[file][0] for file in selected))}", flush=True)
-    hashes = {file: files[file][1] for file in selected}
+    print(f"{name}: {len(selected)} files, {amount(sum(size for size, _ in selected.values()))}", flush=True)
+    hashes = {file: value for file, (_, value) in selected.items()}
     write_record(folder, record | {"source": name, "command": command, "hashes": hashes})
     if not args.out and args.revision != source["revision"]:
         # huggingface_hub writes this file only if it looks up the commit itself.
         reference = folder.parents[1] / "refs" / args.revision
         reference.parent.mkdir(parents=True, exist_ok=True)
         write_whole(reference, source["revision"])
-    local_dir = folder if args.out else None
-    snapshot_download(allow_patterns=allow, ignore_patterns=ignore, local_dir=local_dir, **source)
+    snapshot_download(allow_patterns=allow, ignore_patterns=ignore, **source)
 
 
 def compare(folder: Path, files: dict) -> list[str]:

@@ -61,15 +61,15 @@ def describe(path, content):
 
 
 class FakeHub(ThreadingHTTPServer):
-    """`flips[path]`: a bit at this byte is wrong in each of the next requests for a file's content. `refuse(path)` may
-    answer any request in the hub's place."""
+    """`faults[path]` befall the next requests for a file's content: cut or flip at N bytes, or a status with
+    headers. `refuse(path)` may answer any request in the hub's place."""
 
     daemon_threads = True
 
     def __init__(self, cdn=None):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url, self.cdn = f"http://{'127.0.0.1' if cdn else 'localhost'}:{self.server_port}", cdn
-        self.repos, self.flips, self.refuse, self.seen, self.sent = {}, {}, lambda path: None, [], 0
+        self.repos, self.faults, self.refuse, self.seen, self.sent = {}, {}, lambda path: None, [], 0
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def handle_error(self, *_):
@@ -92,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub, path = self.server, unquote(urlsplit(self.path).path)
-        hub.seen.append((self.path, self.headers.get("Authorization")))
+        hub.seen.append((self.command, self.path, self.headers.get("Authorization")))
         if refusal := hub.refuse(path):
             if isinstance(refusal, Exception):
                 raise refusal
@@ -142,15 +142,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def content(self, name):
         hub, (repo, path) = self.server, name.split("//")
-        content, flips = hub.repos[repo][path], hub.flips.get(path)
+        content, faults = hub.repos[repo][path], hub.faults.get(path, [])
+        kind, number, headers = (*(faults.pop(0) if faults else ("",)), 0, {})[:3]
+        if kind == "status":
+            return self.reply(number, **headers)
         first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "bytes=0-").groups()
         start, end = int(first), min(len(content), int(last or len(content)) + 1)
-        if flips:
-            at = flips.pop()
-            content = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-        hub.sent += end - start
-        headers = {"Content_Range": f"bytes {start}-{end - 1}/{len(content)}"} if start else {}
-        self.reply(206 if start else 200, content[start:end], **headers)
+        if kind == "flip":
+            content = content[:number] + bytes([content[number] ^ 1]) + content[number + 1 :]
+        about = {"Content_Range": f"bytes {start}-{end - 1}/{len(content)}"} if start else {}
+        sent = content[start:end][: number if kind == "cut" else None]
+        hub.sent += len(sent)
+        self.reply(206 if start else 200, sent, **about | {"Content_Length": end - start})
+        self.close_connection = kind == "cut"
 
 
 @contextlib.contextmanager
@@ -160,7 +164,7 @@ def serve(tmp_path, monkeypatch, repos):
     cdn = FakeHub()
     server = FakeHub(cdn)
     server.repos = cdn.repos = repos
-    cdn.flips = server.flips
+    cdn.faults = server.faults
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -245,8 +249,8 @@ def test_out_belongs_to_one_revision_of_one_repository(hub, tmp_path, capfd):
 def test_the_token_goes_to_the_hub_alone_and_is_kept_nowhere(hub, tmp_path, capfd):
     """The listing names another origin for its second page, and large files are on another origin."""
     assert main("org/model") == 0
-    assert {auth for path, auth in hub.seen if "org/model" in path} == {f"Bearer {TOKEN}"}
-    assert {auth for _, auth in hub.cdn.seen} == {None} and len(hub.cdn.seen) >= 3
+    assert {auth for _, path, auth in hub.seen if "org/model" in path} == {f"Bearer {TOKEN}"}
+    assert {auth for *_, auth in hub.cdn.seen} == {None} and len(hub.cdn.seen) >= 3
     for status in (403, 401):
         hub.refuse = lambda path, status=status: (status, b"", {"X_Error_Message": f"what a token: {TOKEN}"})
         assert main("org/model") == 2
@@ -260,13 +264,13 @@ def test_the_token_goes_to_the_hub_alone_and_is_kept_nowhere(hub, tmp_path, capf
 
 
 def test_a_damaged_file_is_downloaded_once_more_and_never_used(hub, capfd):
-    hub.flips[SHARD] = [7, 7]
-    assert main("org/model") == 1 and not hub.flips[SHARD]
+    hub.faults[SHARD] = [("flip", 7)] * 2
+    assert main("org/model") == 1 and not hub.faults[SHARD]
     assert capfd.readouterr().err.count("error: ") == 1
     with pytest.raises(UserError, match="continue it with: python download.py org/model$"):
         local_path("org/model", "--weights")
-    hub.flips[SHARD] = [1_500_000]
-    assert main("org/model") == 0 and not hub.flips[SHARD]
+    hub.faults[SHARD] = [("flip", 1_500_000)]
+    assert main("org/model") == 0 and not hub.faults[SHARD]
     assert content(local_path("org/model", "--weights")) == MODEL
 
 
@@ -280,19 +284,20 @@ def test_a_file_that_changes_on_the_disk_is_refused_and_downloaded_again(hub):
     assert hub.cdn.sent - sent == size  # the other files not again
 
 
-def test_at_use_only_a_file_whose_time_has_changed_is_hashed(hub, monkeypatch):
+def test_at_use_only_files_that_changed_or_were_never_hashed_are_hashed(hub, monkeypatch):
     hashed = mock.Mock(wraps=lib.hub.hash_file)
     monkeypatch.setattr("lib.hub.hash_file", hashed)
-    assert main("org/model") == 0
-    hashed.reset_mock()
-    os.utime(local_path("org/model", "--weights") / SHARD, (1, 1))
+    monkeypatch.setattr(download, "compare", mock.Mock(side_effect=KeyboardInterrupt))
+    assert main("org/model") == 130
     monkeypatch.setenv("RANK", "1")
-    local_path("org/model", "--weights")
+    folder = local_path("org/model", "--weights")
     assert not hashed.called  # rank 0 does it for the job
     monkeypatch.delenv("RANK")
-    for _ in range(2):  # the first call records the new time
-        local_path("org/model", "--weights")
-    assert hashed.call_count == 1
+    for count in (len(MODEL), len(MODEL) + 1):
+        for _ in range(2):  # the first call records the times
+            local_path("org/model", "--weights")
+        assert hashed.call_count == count
+        os.utime(folder / SHARD, (1, 1))
 
 
 @pytest.mark.parametrize(("damaged", "at_use"), [(None, True), (BIG[1:], True), (BIG[1:] + b"x", False), (BIG, False)])
@@ -302,12 +307,11 @@ def test_a_cache_that_the_library_filled(hub, damaged, at_use):
     blob, command = (folder / SHARD).resolve(), f"python download.py org/model --revision {'b' * 40}"
     assert describe_unverified(folder).endswith(f"{command} --verify")
     blob.write_bytes(damaged) if damaged else blob.unlink()
-    with pytest.raises(UserError, match=f"{SHARD}.*{command}$") if at_use else contextlib.nullcontext():
-        assert local_path("org/model@v1", "--weights") == folder
-    assert main(*f"{command} --verify".split()[2:]) == (damaged != BIG)
-    assert blob.exists() == bool(damaged) and not describe_unverified(folder)
-    with pytest.raises(UserError, match=f"{SHARD}.*{command}$") if damaged != BIG else contextlib.nullcontext():
-        assert local_path("org/model@v1", "--weights") == folder
+    for is_refused in (at_use, damaged != BIG):
+        with pytest.raises(UserError, match=f"{SHARD}.*{command}$") if is_refused else contextlib.nullcontext():
+            assert local_path("org/model@v1", "--weights") == folder
+        assert main(*f"{command} --verify".split()[2:]) == (damaged != BIG)
+        assert blob.exists() == bool(damaged) and not describe_unverified(folder)
 
 
 def test_a_run_logs_once_which_download_is_unverified(hub, tmp_path, caplog):
@@ -329,10 +333,10 @@ def test_names_that_leave_the_folder_are_refused(name):
         refuse_names(["a.json", name], "org/model")
 
 
-@pytest.mark.parametrize("commit", ["a" * 40, "../" * 13 + "x"])
-def test_nothing_is_downloaded_of_such_a_listing(hub, tmp_path, monkeypatch, capfd, commit):
+@pytest.mark.parametrize(("commit", "name"), [("a" * 40, "../victim.json"), ("../" * 13 + "x", "fine.json")])
+def test_nothing_is_downloaded_of_such_a_listing(hub, tmp_path, monkeypatch, capfd, commit, name):
     monkeypatch.setitem(COMMITS, "main", commit)
-    hub.repos["models/org/model"]["../victim.json"] = b"x"
+    hub.repos["models/org/model"][name] = b"x"
     assert main("org/model", "--out", tmp_path / "out", "--include", "*.json") == 2
     assert "no path inside a folder" in capfd.readouterr().err
     assert not (tmp_path / "out").exists() and not (tmp_path / "home").exists()

@@ -32,10 +32,9 @@ def local_path(spec: str, flag: str) -> Path:
     is_first = os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None
     record = read_json(record_of(path))
     if is_first and (damaged := find_damage(path, record)):
-        command = record.get("command") or f"python download.py {_describe_snapshot(path)}"
         raise UserError(
             f"{flag} {spec}: {len(damaged)} files are missing or damaged in {path} ({damaged[0]} ...): the download is"
-            f" incomplete; continue it with: {command}"
+            f" incomplete; continue it with: {record.get('command') or _command_for(path)}"
         )
     return path
 
@@ -53,8 +52,8 @@ def find_snapshot(spec: str, flag: str) -> Path:
     except errors.HFValidationError:
         reason = ", and not the name of a repository"
     except errors.LocalEntryNotFoundError:
-        command = f"python download.py {name}" + f" --revision {revision}" * bool(revision)
-        reason = f", and no download of it in {constants.HF_HUB_CACHE}: {command}"
+        reason = f", and no download of it in {constants.HF_HUB_CACHE}: python download.py {name}"
+        reason += f" --revision {revision}" * bool(revision)
         folder = Path(spec).expanduser().parent
         if folder.name == "runs" or "/" in spec and folder.is_dir():
             beside = sorted(path.name for path in folder.glob("*"))
@@ -81,17 +80,20 @@ def write_record(folder: Path, record: dict) -> None:
     write_json(record_of(folder), record)
 
 
-def _describe_snapshot(snapshot: Path) -> str:
-    """ORG/NAME --revision COMMIT of a snapshot in HF_HOME's cache."""
-    return f"{snapshot.parents[1].name.replace('models--', '').replace('--', '/')} --revision {snapshot.name}"
+def _repo_of(snapshot: Path) -> str:
+    """models--ORG--NAME/snapshots/COMMIT -> ORG/NAME"""
+    return snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
+
+
+def _command_for(snapshot: Path) -> str:
+    return f"python download.py {_repo_of(snapshot)} --revision {snapshot.name}"
 
 
 def describe_unverified(folder: Path) -> str:
     """A note for the log if the files of a snapshot were never compared with the hub's hashes; else empty."""
     if folder.parent.name != "snapshots" or read_json(record_of(folder)):
         return ""
-    verify = f"python download.py {_describe_snapshot(folder)} --verify"
-    return f"{folder}: its files exist with the right sizes, but were not verified: {verify}"
+    return f"{folder}: its files exist with the right sizes, but were not verified: {_command_for(folder)} --verify"
 
 
 def find_damage(folder: Path, record: dict) -> list[str]:
@@ -126,9 +128,9 @@ def hash_file(path: Path, size: int, changed: int, expected: str) -> str:
 def _find_missing(snapshot: Path) -> list[str]:
     from huggingface_hub import errors, get_cached_repo_tree
 
-    where, sizes = split_name(_describe_snapshot(snapshot).split()[0]), {}
+    repo, sizes = split_name(_repo_of(snapshot)), {}
     with contextlib.suppress(errors.CachedRepoTreeNotFoundError):
-        tree = get_cached_repo_tree(**where, revision=snapshot.name, cache_dir=snapshot.parents[2])
+        tree = get_cached_repo_tree(**repo, revision=snapshot.name, cache_dir=snapshot.parents[2])
         sizes = {snapshot / file.path: file.size for file in tree}
     return [
         str(path.relative_to(snapshot))
