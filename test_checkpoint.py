@@ -255,8 +255,8 @@ def simulate_ranks(run: Path, tensors: dict, ranks: int) -> checkpoint.Checkpoin
 def test_metadata_and_opened_files_do_not_grow_with_ranks_times_tensors(tmp_path, monkeypatch):
     """A row per tensor and one per file; a rank opens the files that overlap its slices, a few at a time."""
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 2**11)
-    tensors = {f"model.{i}": torch.randn(96, 4 + i) for i in range(20)}
-    for saved_by, read_by, sources in ((16, 16, 1), (16, 48, 1), (48, 16, 3), (48, 1, 48)):
+    tensors = {f"model.{i}": torch.randn(90, 4 + i) for i in range(20)}
+    for saved_by, read_by, sources in ((6, 6, 1), (6, 18, 1), (18, 6, 3), (18, 1, 18)):
         saved = simulate_ranks(tmp_path / f"{saved_by}-{read_by}", tensors, saved_by)
         files = {layout["file"] for layout in saved.layouts.values()}
         size = (saved.folder / "manifest.json").stat().st_size
