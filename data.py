@@ -26,7 +26,6 @@ from pathlib import Path
 from config import Config, check_together, choose_lanes, parse_args, row_groups, split_batch
 from lib.errors import Parser, UserError, prepare_python, run_script
 from lib.files import read_ahead
-from lib.hub import local_path
 from lib.text import main as run_prepare
 
 if __name__ == "__main__":
@@ -41,13 +40,12 @@ from torch import Tensor
 from lib import torch_private
 from lib.ranks import Ranks, on_first_rank
 from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, sample_digest, turns
+from lib.settle import check_tokenizer
 from lib.text import builtin_file, knows_text, log, split_weight
-from lib.tokenizer import decode_marked, holds_tokenizer, load_tokenizer
+from lib.tokenizer import decode_marked, load_tokenizer
 from model import IGNORE, document_begins
 
 CHECKED = 2**24  # tokens of a source whose ids are checked before the run
-# Different tokenizers encode this text differently.
-SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
 
 
 @dataclass
@@ -138,7 +136,7 @@ class Loader:
         if readers > 1 and not val:
             log.warning(
                 f"{flag} {specs[0]}: {readers} ranks read and tokenize every row, because --lanes {config.lanes} is not"
-                f" a multiple of micro_batch x ranks = {rows}, as a new run would choose it"
+                f" a multiple of micro_batch x ranks = {rows}; a new run chooses one that is"
             )
         return Stream(files, config)
 
@@ -228,8 +226,9 @@ class Loader:
 
     def _steps(self, samples):
         """(micro-batches, the position behind them) without end."""
+        self._close()
         for i, stream in self.streams.items():
-            stream.start(self.lanes.get(i, {}))
+            stream.positions = dict(self.lanes.get(i, {}))
         try:
             while True:
                 batches = self._batches(*self._pick(self._rows_of_step(samples)))
@@ -377,34 +376,6 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
     return data, rest[0] if rest else None
 
 
-def check_tokenizer(config: Config) -> None:
-    """Whether a tokenizer, the model and the weights belong together."""
-    tokenizer, model = load_tokenizer(config.tokenizer), config.model_config
-    given = f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids"
-    if tokenizer.vocab_size > model.vocab_size:
-        fix = f"--vocab_size {tokenizer.vocab_size}"
-        if config.weights:
-            fix = f"enlarge the weights: transformers' model.resize_token_embeddings({tokenizer.vocab_size})"
-        raise UserError(
-            f"{given}, --model {config.model} a vocabulary of {model.vocab_size}: give the model's tokenizer, or {fix}"
-        )
-    if config.prompt:
-        try:
-            tokenizer.encode(config.prompt)
-        except UserError as e:
-            raise UserError(f"--prompt: {e}") from None
-    if not config.weights:
-        return
-    beside = holds_tokenizer(local_path(config.weights, "--weights"))
-    if beside and load_tokenizer(config.weights).encode(SAMPLE) != tokenizer.encode(SAMPLE):
-        raise UserError(f"--tokenizer {config.tokenizer} differs from the tokenizer of --weights {config.weights}")
-    padding = 1 if config.tokenizer == "bytes" else 512  # vocabularies are padded to multiples of at most 512
-    if not beside and model.vocab_size - tokenizer.vocab_size >= padding:
-        raise UserError(
-            f"{given}, --weights {config.weights} have {model.vocab_size}: name the tokenizer of the weights"
-        )
-
-
 # ---- the command line
 
 
@@ -431,8 +402,8 @@ def show(config: Config, n: int, colour: bool) -> Iterator[str]:
         yield f"--- these are all rows: {count}"
     if loader.is_chat and not config.val_data:
         yield (
-            "--- not shown: every 20th conversation (--val_every-th in a prepared folder), at least 1 of 2 or more, is"
-            " held out for validation; with --val_data FILE, all are trained on"
+            "--- not shown: every 20th conversation (--val_every-th in a prepared folder) is held out for validation;"
+            " with --val_data FILE, all are trained on"
         )
 
 

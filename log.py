@@ -51,6 +51,15 @@ from shard import mesh_shape
 SLOW = 0.095  # a rank is named if it is slower than the median by this share, which is shown as 10 %
 GPU_EVERY = 8  # on GPUs only every eighth step is measured, because reading its events takes time
 DRAW_EVERY = 60  # seconds between two drawings of curves.png
+LINE = (  # of a record on the screen, which other programs parse
+    "Batch {step} Loss: {loss:.5f}, Speed: {samples_per_s:.2f} samples/sec, lr: {lr:.6f}, {tok_per_s:.0f} tok/s,"
+    " mfu {mfu:.1%}, grad norm {grad_norm:.3f}, mem {mem_gib:.2f} GiB"
+)
+MORE = {  # of what a record has or has not
+    "val_loss": ", val loss {val_loss:.5f}",
+    "val_bpb": ", {val_bpb:.4f} bits per byte",
+    "slowest": ", slowest {slowest}",
+}
 
 
 def attention_kernel(config: Config, data, device: torch.device) -> str:
@@ -160,11 +169,12 @@ def profile_steps(run, start: int) -> profile:
             folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(folder / "rank-00000.trace.json.gz"))
             order = f"self_{device.type}_time_total"
-            table = profiler.key_averages().table(order, row_limit=30, max_name_column_width=60)
+            table = profiler.key_averages().table(order, row_limit=30)
             (folder / "table.txt").write_text(table)
             logger.info(f"Profile of rank 0: {folder}, table.txt and a trace for https://ui.perfetto.dev")
 
-    torch_private.name_cpu_kernels()
+    if run.config.compile != "none":
+        torch_private.name_cpu_kernels()
     logger.info(f"Profiling {steps} steps after step {start + PROFILE_AFTER}, which slows them")
     active = schedule(wait=PROFILE_AFTER - 1, warmup=1, active=steps, repeat=1)
     return profile(schedule=active, on_trace_ready=write, record_shapes=True)
@@ -258,16 +268,16 @@ class Log:
         }
         write_json(folder / "flags.json", asdict(config))
         write_json(folder / "env.json", env)
-        logger.info(
+        lines = [
             f"Run folder: {folder}; torch {torch.__version__} on {env['devices'][0]} x {size}, {config.dtype},"
-            f" compile {config.compile}, attention {attention}"
-        )
-        for line in data.summary(val_data):
-            logger.info(line)
+            f" compile {config.compile}, attention {attention}",
+            *data.summary(val_data),
+            f"mfu counts causal attention; its peak per device is {self.peak_source}",
+            f"Training from step {self.last[0] + 1} to {config.steps}",
+        ]
         if data.step_rows % (data.micro_batch * data.groups):
-            logger.info("A step does not divide by the ranks: untrained rows fill its last micro-batch")
-        logger.info(f"mfu counts causal attention; its peak per device is {self.peak_source}")
-        logger.info(f"Training from step {self.last[0] + 1} to {config.steps}")
+            lines.append("A step does not divide by the ranks: untrained rows fill its last micro-batch")
+        logger.info("\n".join(lines))
 
     def end_step(self, parts: list[tuple]) -> None:
         """The update has been launched. parts: (Batch, model.Details) of each micro-batch, whose losses by source and
@@ -307,8 +317,9 @@ class Log:
             record["val_loss"] = val_loss
             if self.val_bytes:
                 record["val_bpb"] = val_loss * self.val_tokens / math.log(2) / self.val_bytes
-        on_first_rank(lambda: self._write(record), self.ranks)
-        self._print(record)
+        self.add(**record)
+        more = [text.format_map(record) for name, text in MORE.items() if name in record]
+        logger.info(LINE.format_map(record) + "".join(more))
         if self.predicted and step == self.config.steps:
             logger.info(compare(self.predicted, record, self.run.folder))
 
@@ -331,17 +342,8 @@ class Log:
             figures["slowest"] = slow[1]
         return figures
 
-    def _print(self, record: dict[str, float | str]) -> None:
-        more = {"val_loss": ", val loss {:.5f}", "val_bpb": ", {:.4f} bits per byte", "slowest": ", slowest {}"}
-        logger.info(
-            f"Batch {record['step']} Loss: {record['loss']:.5f}, Speed: {record['samples_per_s']:.2f} samples/sec,"
-            f" lr: {record['lr']:.6f}, {record['tok_per_s']:.0f} tok/s, mfu {record['mfu']:.1%},"
-            f" grad norm {record['grad_norm']:.3f}, mem {record['mem_gib']:.2f} GiB"
-            + "".join(text.format(record[name]) for name, text in more.items() if name in record)
-        )
-
     def add(self, step: int, **values: float | str) -> None:
-        """A separate record for values that arrived after the step. All ranks must call."""
+        """Adds a record: a step's own, or a separate one of values that arrived later. All ranks must call."""
         if values:
             on_first_rank(lambda: self._write({"step": step} | values), self.ranks)
 
@@ -422,7 +424,7 @@ def _start_wandb(folder: Path, fresh: bool):
         resume="allow",
         dir=str(folder),
         config=read_json(folder / "flags.json"),
-        settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+        settings=wandb.Settings(console="off", silent=True),
     )
     write_json(file, {"id": run.id})
     return run

@@ -4,7 +4,6 @@ The host never waits for the device in every step, because a step's flags are re
 
 import logging
 import math
-import platform
 from collections.abc import Callable
 
 import torch
@@ -31,9 +30,8 @@ class GradientGuard(Gradients):
         where: Callable[[int], list[str]] = lambda step: [],
     ):  # fmt: skip
         """where(step): the places in the data of this rank's rows of a recent step."""
-        group = None
-        if ranks.world_size > 1:  # offloaded gradients are on the host, where the control group's backend works
-            group = ranks.control if config.offload == "cpu" else dist.group.WORLD
+        # Offloaded gradients are on the host, where the control group's backend works. One rank has no group.
+        group = ranks.control if config.offload == "cpu" else dist.group.WORLD
         replicas = 1 if mesh is None else mesh["replicate"].size()
         limit = 1 if config.on_nonfinite == "stop" else SKIPS
         super().__init__([*trainable_parameters(model).values()], config.clip, group, replicas, limit)
@@ -60,7 +58,7 @@ class GradientGuard(Gradients):
             compare_replicas(self.model, self.ranks, self.mesh, step)
 
     def _complain(self, step: int, local_loss: float, in_row: int) -> None:
-        rank = f"rank {self.ranks.rank} on {platform.node()}, with the loss {local_loss}"
+        rank = f"{self.ranks.name}, with the loss {local_loss}"
         reports = gather((rank, local_loss, self.where(step)), self.ranks)
         bad = [report for report in reports if not math.isfinite(report[1])]
         what = f"{'the loss' if bad else 'the gradient norm'} is not finite"
@@ -72,9 +70,8 @@ class GradientGuard(Gradients):
             lines.append(f"Its update is skipped (--on_nonfinite skip): {in_row} in a row, {self.limit} end the run")
             return logger.warning("\n".join(lines))
         lines.append(
-            f"Such steps in a row: {in_row}. Their updates and all later ones were suppressed, on all ranks. A smaller"
-            " --lr (with --resume_override lr), a longer --warmup_steps or --dtype fp32 usually fix it; --on_nonfinite"
-            " skip skips single steps"
+            f"Such steps in a row: {in_row}. Their updates were not applied. A smaller --lr (--resume_override lr), a"
+            " longer --warmup_steps or --dtype fp32 usually helps; --on_nonfinite skip skips single steps"
         )
         raise Failure("\n".join(lines))
 
@@ -92,13 +89,12 @@ def compare_replicas(model: nn.Module, ranks: Ranks, mesh: DeviceMesh | None, st
         return
     copies = {}  # part of the parameters -> its hash -> the ranks that have it
     mine = mesh.get_coordinate()[1], parameter_hash(model)
-    for (part, value), name in gather((mine, f"rank {ranks.rank} on {platform.node()}"), ranks):
+    for (part, value), name in gather((mine, ranks.name), ranks):
         copies.setdefault(part, {}).setdefault(value, []).append(name)
     differing = [names for holders in copies.values() if len(holders) > 1 for names in holders.values()]
     if differing:
         listed = " | ".join(map(", ".join, sorted(differing, key=len)))
         raise Failure(
-            f"After step {step} not all copies of the parameters are equal, the odd ones out first: {listed}. No"
-            " checkpoint was written since they were compared last. The hardware may be faulty; start again to resume"
-            " from the newest checkpoint"
+            f"After step {step} not all copies of the parameters are equal, the odd ones out first: {listed}. The"
+            " hardware may be faulty; the same command resumes from the newest checkpoint, in which they were equal"
         )

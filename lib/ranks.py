@@ -28,6 +28,11 @@ class Ranks:
     control: dist.ProcessGroup | None = None
     saving: dist.ProcessGroup | None = None
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"rank {self.rank} on {platform.node()}"
+
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -96,7 +101,7 @@ def on_every_rank(work: Callable, ranks: Ranks):
         result = work()
     except (Message, OSError) as e:
         mistake = isinstance(e, (UserError, FileNotFoundError)) or getattr(e, "errno", 0) in PATH_MISTAKES
-        fault = f"rank {ranks.rank} on {platform.node()}: {e}", mistake
+        fault = f"{ranks.name}: {e}", mistake
     faults = [f for f in gather(fault, ranks) if f]
     if faults:
         messages, mistakes = zip(*faults, strict=True)

@@ -364,11 +364,12 @@ class Stream:
 
     def __init__(self, files: list[TextFile], config: Config):
         self.files, self.config, self.encoder = files, config, Encoder.of(config)
-        self.lanes, self.positions, self.workers = {}, {}, None  # lanes: the rows to come of each
+        self.lanes, self.workers = {}, None  # lanes: the rows to come of each
+        self.positions = {}  # of lanes, after which their next rows are
         tokenizer = load_tokenizer(config.tokenizer)
         self.fingerprint = tokenizer.fingerprint
         self.delimiter = tokenizer.bos_id if config.delimiter < 0 else config.delimiter
-        self.note = f"a stream of {len(files)} files for {config.lanes} lanes, {files[0].name} and others"
+        self.note = f"a stream of {len(files)} files, {files[0].name} and others, for {config.lanes} lanes"
         self.shares = len(files) < config.lanes  # several lanes read the same file
         self.hashes = {file.name: f"{file.size} {file.version}" if file.store else "" for file in files}
 
@@ -379,11 +380,6 @@ class Stream:
             names.append((not self.shares and file.store and file.version or Path(file.name).name, file.size))
         identity = [self.config.lanes, self.encoder.text_field or "text", self.fingerprint, names]
         return [{"files": len(names), "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest()}]
-
-    def start(self, positions: dict[str, list]) -> None:
-        """The next rows are those after these positions of lanes."""
-        self.close()
-        self.positions = dict(positions)
 
     def close(self) -> None:
         self.lanes.clear()

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import logging
 import os
-import platform
 import signal
 import socket
 import sys
@@ -370,12 +369,11 @@ class Watchdog:
         for group in [None, self.ranks.control, *self.run.groups]:
             with contextlib.suppress(RuntimeError):
                 started += torch_private.count_collectives(group)
-        rank, ranks, step = self.ranks.rank, range(self.ranks.world_size), self.clock.step
-        phase = self.clock.stack[-1]
-        text = f"rank {rank} on {platform.node()} is behind: its last step was {step}, it is in {phase!r}"
+        ranks, step = range(self.ranks.world_size), self.clock.step
+        text = f"{self.ranks.name} is behind: its last step was {step}, it is in {self.clock.stack[-1]!r}"
         key = f"flatland/{self.run.nonce}/"
         with contextlib.suppress(RuntimeError):  # the store is gone with its machine
-            self.store.append(f"{key}answers", json.dumps([rank, [[step, started], text]]) + "\n")
+            self.store.append(f"{key}answers", json.dumps([self.ranks.rank, [[step, started], text]]) + "\n")
             if self.store.add(f"{key}count", 1) == len(ranks):
                 self.store.set(f"{key}complete", "")
             with contextlib.suppress(RuntimeError):  # not all have answered
@@ -387,7 +385,7 @@ class Watchdog:
 
     def _end(self, what: str, state: str = "failed", code: int = 1) -> None:
         """Ends this process. state: for status.json; empty: the run folder is another job's by now."""
-        message = f"rank {self.ranks.rank} on {platform.node()}: {what}"
+        message = f"{self.ranks.name}: {what}"
         say_error(message)
         error = PeerFailure(message) if self.run.stop_reason else Failure(message)
         if STATUS_LOCK.acquire(timeout=ANSWER):  # and never releases it: the main thread must not write "running" again

@@ -19,12 +19,15 @@ from lib.hub import describe_unverified, local_path
 from lib.machine import cpu_name
 from lib.ranks import Ranks
 from lib.run import logger, refuse_unusable
+from lib.tokenizer import holds_tokenizer, load_tokenizer
 from lib.weights import open_adapter, open_weights, refuse_in_the_way
 from model import Transformer, flops_per_token, random_init
 from shapes import MODELS
 
 SHORT_SECONDS = 300  # compiled steps are faster by a tenth to a third
 CORE_FLOPS = 5e10  # per second, uncompiled: the default recipe's, in bf16, on a Xeon; wider models reach more
+# Different tokenizers encode this text differently.
+SAMPLE = "The 12 quick brown foxes' (naïve) jumps\n\n\tover 日本語 🎈 <s></s><|endoftext|> \x00"
 
 
 def choose_defaults(config: Config, device: torch.device, world_size: int) -> Config:
@@ -87,6 +90,34 @@ def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
     named = {config.weights, config.lora_weights, config.model, config.tokenizer} - {"", "bytes", *MODELS}
     for folder in {local_path(spec, "") for spec in named}:
         _say(describe_unverified(folder))
+
+
+def check_tokenizer(config: Config) -> None:
+    """Whether a tokenizer, the model and the weights belong together."""
+    tokenizer, model = load_tokenizer(config.tokenizer), config.model_config
+    given = f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids"
+    if tokenizer.vocab_size > model.vocab_size:
+        fix = f"--vocab_size {tokenizer.vocab_size}"
+        if config.weights:
+            fix = f"enlarge the weights: transformers' model.resize_token_embeddings({tokenizer.vocab_size})"
+        raise UserError(
+            f"{given}, --model {config.model} a vocabulary of {model.vocab_size}: give the model's tokenizer, or {fix}"
+        )
+    if config.prompt:
+        try:
+            tokenizer.encode(config.prompt)
+        except UserError as e:
+            raise UserError(f"--prompt: {e}") from None
+    if not config.weights:
+        return
+    beside = holds_tokenizer(local_path(config.weights, "--weights"))
+    if beside and load_tokenizer(config.weights).encode(SAMPLE) != tokenizer.encode(SAMPLE):
+        raise UserError(f"--tokenizer {config.tokenizer} differs from the tokenizer of --weights {config.weights}")
+    padding = 1 if config.tokenizer == "bytes" else 512  # vocabularies are padded to multiples of at most 512
+    if not beside and model.vocab_size - tokenizer.vocab_size >= padding:
+        raise UserError(
+            f"{given}, --weights {config.weights} have {model.vocab_size}: name the tokenizer of the weights"
+        )
 
 
 def imagine_ranks(config: Config) -> Ranks:
