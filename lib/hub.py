@@ -184,7 +184,8 @@ def _describe_hub_error(error: Exception, repo: str) -> Message:
     if isinstance(error, FileNotFoundError):
         error = error.__cause__ or error
     log_in = "log in (`hf auth login`, or set HF_TOKEN) as a user who may read it"
-    response, page = getattr(error, "response", None), f"{constants.ENDPOINT}/{repo}"
+    page, response = f"{constants.ENDPOINT}/{repo}", getattr(error, "response", None)
+    status = getattr(response, "status_code", 0)
     messages = {
         errors.OfflineModeIsEnabled: "nothing can be downloaded while HF_HUB_OFFLINE is set: unset it",
         errors.HFValidationError: f"{repo}: not the name of a repository; expected ORG/NAME or datasets/ORG/NAME",
@@ -195,15 +196,12 @@ def _describe_hub_error(error: Exception, repo: str) -> Message:
     for kind, message in messages.items():
         if isinstance(error, kind):
             return UserError(message)
-    if response is None:
-        reason = f"no answer of a hub: {error}"
-    elif response.status_code == 404:
+    if status in (401, 403):
+        return UserError(f"the hub answers {status} for {repo}: {log_in}")
+    if status == 404:
         file = unquote(response.url.path.partition("/resolve/")[2].partition("/")[2]) or "a file"
         return UserError(f"the hub answers 404 for {file}, which {page} lists: leave it out, or name another revision")
-    elif response.status_code in (401, 403):
-        return UserError(f"the hub answers {response.status_code} for {repo}: {log_in}")
-    else:
-        reason = f"the hub answers {response.status_code} {response.reason_phrase}"
+    reason = f"the hub answers {status} {response.reason_phrase}" if status else f"no answer of a hub: {error}"
     return Failure(f"{page}: {reason}; check the network and HF_ENDPOINT, or repeat the command later")
 
 

@@ -33,7 +33,6 @@ import shutil
 import struct
 import sys
 import threading
-import uuid
 import zlib
 from array import array
 from collections import Counter
@@ -113,7 +112,7 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
     """The files that an entry names: a path, a pattern, `-`, or an address. A folder or a pattern stands for its token
     shards or, if it has none, for its files of text, without a README.md that describes files of other formats."""
     if spec == STDIN:
-        return [TextFile(STDIN, sys.maxsize, uuid.uuid4().hex)]
+        return [TextFile(STDIN, sys.maxsize, os.urandom(16).hex())]
     spec = spec.removeprefix("file://")
     with store_errors(spec):
         store, entries = list_files(spec, flag)
@@ -485,13 +484,13 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
     from tqdm import tqdm
 
     start, first = index["position"]
-    documents, whole = [i for i, source in enumerate(sources) if source.is_document], {}
-    if 0 < val_every <= len(documents):
-        whole = {i: number % val_every == 0 for number, i in enumerate(documents, 1)}
+    documents = [i for i, source in enumerate(sources) if source.is_document]
+    held_out = set(documents[val_every - 1 :: val_every]) if val_every else ()  # empty if there are too few
 
     def read_rows(i, source):
-        for row in source.rows(first if i == start else 0, 0 if i in whole else val_every):
-            yield row._replace(val=whole.get(i, row.val))
+        is_whole = held_out and source.is_document
+        for row in source.rows(first if i == start else 0, 0 if is_whole else val_every):
+            yield row._replace(val=i in held_out) if is_whole else row
 
     rest = tqdm([*enumerate(sources)][start:], unit=" files", disable=None, leave=False)
     jobs = ((i, source.name, rows) for i, source in rest for rows in group_rows(read_rows(i, source), BATCH))
