@@ -8,10 +8,9 @@ no environment variables.
 Nothing here imports torch, which takes seconds, so --help and error messages appear at once. Functions that open files
 import their libraries themselves."""
 
-import argparse
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,11 +26,15 @@ PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, 
 DEFAULT = ["@recipes/default.args"]  # used if the command line is empty
 LANES = 64  # of a stream, at least
 BYTES_UP_TO = 1024  # --tokenizer defaults to bytes (258 ids) up to this vocabulary
+LARGEST = 2**53
+ON_OFF = {"on": True, "true": True, "off": False, "false": False}
+ALIASES = {("fp8", "0"): "off", ("fp8", "1"): "tensor"}
+KINDS = {bool: "[on|off]", int: "integer", float: "number", str: "text", tuple: "values"}
 REPLACES = {"--data": "--val_data", "--epochs": "--steps", "--steps": "--epochs"}  # a flag drops a recipe's other flag
 
 
 def _flag(
-    default, help: str, choices: tuple = (), least: float = 0, below: float = 2**53, needs: str = "",
+    default, help: str, choices: tuple = (), least: float = 0, below: float = LARGEST, needs: str = "",
     group: str = "", resume: str = "same",
 ):  # fmt: skip
     """least, below: a number's range, without `below`. needs: the flags without which this one has no effect.
@@ -49,115 +52,70 @@ _tunable = partial(_flag, resume="override")
 class Config:
     model: str = _flag(
         "",
-        f"{' '.join(MODELS)}; or a Hugging Face folder, or the hub id of a downloaded one; empty = the model of"
-        " --weights, else tiny-llama",
+        f"{' '.join(MODELS)}; or a Hugging Face folder or hub id; empty = that of --weights, else tiny-llama",
         group="model",
     )
-    weights: str = _flag(
-        "", "safetensors to start from: a folder, or the hub id of a downloaded one; empty = random values"
-    )
-    vocab_size: int = _flag(0, "overrides the model's vocabulary size; 0 = do not")
-    dim: int = _flag(0, "overrides the model's width")
-    n_layers: int = _flag(0, "overrides the model's number of layers")
-    n_heads: int = _flag(0, "overrides the model's number of attention heads")
-    n_kv_heads: int = _flag(0, "overrides the model's number of key/value heads")
-    ffn_dim: int = _flag(0, "overrides the model's feed-forward width")
-    router_aux_loss_coef: float = _flag(
-        -1.0, "weight of the loss that balances experts; below 0 = the model's", least=-1
-    )
-    lora: int = _flag(0, "train adapters of this rank (LoRA) and freeze the weights; 0 = train all weights")
-    lora_alpha: float = _flag(0.0, "LoRA output is scaled by lora_alpha / rank; 0 = 2 * rank", needs="lora")
+    weights: str = _flag("", "safetensors to start from: a folder or hub id; empty = random values")
+    vocab_size: int = _flag(0, "vocabulary; 0, as for the next five: the model's own")
+    dim: int = _flag(0, "width")
+    n_layers: int = _flag(0, "layers")
+    n_heads: int = _flag(0, "attention heads")
+    n_kv_heads: int = _flag(0, "key/value heads")
+    ffn_dim: int = _flag(0, "feed-forward width")
+    router_aux_loss_coef: float = _flag(-1.0, "weight of the loss that balances experts; < 0 = the model's", least=-1)
+    lora: int = _flag(0, "rank of the adapters (LoRA) of frozen weights; 0 = train all weights")
+    lora_alpha: float = _flag(0.0, "adapters are scaled by lora_alpha / rank; 0 = 2 * rank", needs="lora")
     lora_targets: tuple = _flag(
-        ("q", "k", "v", "o", "gate", "up", "down"),
-        "the projections that get adapters, separated by commas; all = every one that can have an adapter",
-        needs="lora",
+        ("q", "k", "v", "o", "gate", "up", "down"), "projections with adapters; all = every possible one", needs="lora"
     )
-    quantize: str = _flag(
-        "none",
-        "nf4 = keep the frozen projections of the blocks in four bits (QLoRA), whole on every rank",
-        ("none", "nf4"),
-        needs="lora",
-    )
-    lora_weights: str = _flag("", "the folder of a PEFT adapter of --weights to start from", needs="weights lora")
+    quantize: str = _flag("none", "nf4 = frozen projections in four bits (QLoRA)", ("none", "nf4"), needs="lora")
+    lora_weights: str = _flag("", "folder of a PEFT adapter of --weights to start from", needs="weights lora")
     data: tuple = may_change_on_resume(
         (),
-        "one or more of: token shards (a folder, .bin), .txt, .md, .jsonl, .json, .csv, .parquet, globs,"
-        " hf://datasets/ORG/NAME/PATH, s3://, gs://, az:// and https:// addresses; each may end in :WEIGHT; none = the"
-        " built-in text; after a recipe, it replaces that recipe's --val_data as well",
+        "token shards (a folder, .bin), .txt, .md, .jsonl, .json, .csv, .parquet, globs, hf://datasets/ORG/NAME/PATH,"
+        " s3://, gs://, az:// or https://, each with an optional :WEIGHT; none = the built-in text. It also replaces a"
+        " recipe's --val_data",
         group="data",
     )
-    val_data: tuple = may_change_on_resume(
-        (), "the same for validation; none = shards named *val*, else a held-out 1/20"
-    )
+    val_data: tuple = may_change_on_resume((), "for validation; none = shards named *val*, else a held-out 1/20")
     tokenizer: str = _flag(
         "",
-        "bytes, or a tokenizer.json, a tokenizer.model, a folder or the hub id of one; default: that of --weights or"
-        f" --model if it has one, else bytes (text for a vocabulary above {BYTES_UP_TO} must name a tokenizer)",
+        "bytes, a tokenizer.json or tokenizer.model, a folder or hub id; empty = --weights' or --model's, or bytes",
     )
     text_field: str = may_change_on_resume(  # the data's fingerprint tells if it makes a difference
-        "",
-        "the field of a row that holds the text: a row that has it is a document, even if it has the fields of a"
-        " conversation; empty = text, for rows that are no conversation",
+        "", "field of a document's text, even in rows with a conversation's fields; empty = text, in others"
     )
     chat_fields: tuple = _flag(
-        (),
-        "the fields with the user's and the assistant's text, separated by commas, as in question,answer; an"
-        " optional first one holds the system message. Known without it: messages, conversations, prompt and completion"
-        " or chosen, instruction and output",
+        (), "fields of a conversation: user,assistant or system,user,assistant; none = the usual names"
     )
     data_dtype: str = _flag("", "dtype of headerless token files", ("", "uint16", "uint32"))
-    documents: str = _flag(
-        "joined",
-        "separate: documents never attend to each other; joined: a row is one sequence",
-        ("joined", "separate"),
-    )
-    long_chats: str = _flag(
-        "truncate", "cut conversations longer than --seq_len, or drop them; the log counts them", ("truncate", "drop")
-    )
-    skip_bad: int = may_change_on_resume(
-        0, "bad rows of text to log and skip before the next one ends the run; for streams, per lane"
-    )
-    stream: bool = _flag(
-        False, "tokenize local text during training instead of once into --cache; text of addresses is always streamed"
-    )
-    cache: str = may_change_on_resume(
-        "", "folder for tokenized text and downloaded shards; empty = cache/ beside train.py"
-    )
-    lanes: int = _flag(
-        0,
-        "parts that a stream is divided into; the order of rows depends on it. 0 = at a fresh start the first multiple"
-        " of micro_batch x ranks from 64 on, so that one rank reads each lane; a resume keeps the number",
-        needs="stream",
-    )
-    delimiter: int = _flag(
-        -1, "id of the token that begins a document; -1 = defined by the tokenizer or the shard format", least=-1
-    )
+    documents: str = _flag("joined", "separate = they never attend to each other", ("joined", "separate"))
+    long_chats: str = _flag("truncate", "conversations longer than --seq_len", ("truncate", "drop"))
+    skip_bad: int = may_change_on_resume(0, "bad rows of text to skip and log; of a stream per lane")
+    stream: bool = _flag(False, "tokenize local text while training, not once into --cache")
+    cache: str = may_change_on_resume("", "folder of tokenized text and shards; empty = cache/ beside train.py")
+    lanes: int = _flag(0, "parts of a stream, which decide its order; 0 = chosen at the start", needs="stream")
+    delimiter: int = _flag(-1, "token id that begins a document; -1 = the tokenizer's or the shards'", least=-1)
     seq_len: int = _flag(256, "tokens per row", least=1, group="batch and length")
-    micro_batch: int = may_change_on_resume(
-        8, "rows per rank per forward pass; 0 = the rank's whole share of --batch_tokens"
-    )
-    batch_tokens: int = _flag(0, "tokens per optimizer step over all ranks; 0 = one micro-batch per rank")
+    micro_batch: int = may_change_on_resume(8, "rows per rank per forward pass; 0 = its share of --batch_tokens")
+    batch_tokens: int = _flag(0, "tokens per optimizer step, of all ranks; 0 = one micro-batch each")
     steps: int = may_change_on_resume(1000, "optimizer steps", least=1)
-    epochs: float = may_change_on_resume(
-        0.0, "passes over --data, instead of --steps, each row trained on once in each; 0 = --steps"
-    )
+    epochs: float = may_change_on_resume(0.0, "passes over --data; 0 = --steps")
     optimizer: str = _flag(
         "adamw",
-        "muon updates the matrices of the blocks with Muon and the rest with AdamW",
+        "muon = Muon for the matrices of blocks, AdamW for the rest",
         ("adamw", "muon"),
         group="optimizer",
     )
     lr: float = _tunable(3e-4, "peak learning rate", least=1e-12)
-    embed_lr: float = _tunable(0.0, "peak learning rate of the embeddings, with the schedule of --lr; 0 = --lr")
+    embed_lr: float = _tunable(0.0, "peak learning rate of embeddings; 0 = --lr")
     min_lr: float = _tunable(0.0, "learning rate at the end of the decay")
-    warmup_steps: float = _tunable(0.02, "linear warm-up: its number of steps, or below 1 its share of --steps")
+    warmup_steps: float = _tunable(0.02, "steps of linear warm-up; below 1 = a share of --steps")
     schedule: str = _tunable(
         "cosine", "after the warm-up; wsd = constant, then linear decay", ("cosine", "linear", "constant", "wsd")
     )
     decay_steps: float = _tunable(
-        0.0,
-        "the step at which the decay ends (0 = --steps), for wsd its number of steps (0 = a fifth of --steps); or below"
-        " 1 the same as a share of --steps",
+        0.0, "last step of the decay (0 = --steps), for wsd its length (0 = a fifth); below 1 = a share of --steps"
     )
     weight_decay: float = _tunable(0.1, "decoupled weight decay of matrices and embeddings")
     beta1: float = _tunable(0.9, "AdamW's first beta", below=1)
@@ -165,136 +123,76 @@ class Config:
     clip: float = _tunable(1.0, "largest global gradient norm; 0 = no clipping")
     dtype: str = _flag(
         "auto",
-        "dtype of activations and matrix products (weights stay fp32); tf32 = fp32 with TF32 products on a GPU; auto ="
-        " bf16 if the hardware is faster in it, else fp32",
+        "dtype of activations and matrix products; tf32 = fp32 with TF32 products; auto = bf16 if faster, else fp32",
         ("auto", "bf16", "tf32", "fp32"),
         group="precision, memory and speed",
     )
     param_dtype: str = _flag(
         "fp32",
-        "dtype of the master weights and gradients; bf16 rounds updates stochastically, and the sum of 8 micro-batches"
-        " is off by 0.003 of itself, of 64 by 0.008",
+        "dtype of masters and gradients; bf16 rounds stochastically, off by 0.003 (8 micro-batches) to 0.008 (64)",
         ("fp32", "bf16"),
     )
-    state_dtype: str = _flag("fp32", "dtype of AdamW's two moments and Muon's momentum", ("fp32", "bf16"))
-    reduce_dtype: str = _flag("fp32", "dtype of gradient reductions over ranks", ("fp32", "bf16"))
+    state_dtype: str = _flag("fp32", "dtype of the optimizer's moments", ("fp32", "bf16"))
+    reduce_dtype: str = _flag("fp32", "dtype of gradient sums over ranks", ("fp32", "bf16"))
     fp8: str = may_change_on_resume(
         "off",
-        "FP8 matrix products: one scale per tensor, per row and column, or that with weight gradients in bf16;"
-        " 0 = off, 1 = tensor",
+        "FP8 products, scaled by tensor, or by row and column; gw_hp = weight gradients in bf16; 0 = off, 1 = tensor",
         ("off", "tensor", "row", "row_gw_hp"),
     )
     fp8_grad_dtype: str = may_change_on_resume(
-        "auto",
-        "FP8 format of gradients; auto = e5m2 (range) with --fp8 tensor, e4m3 (precision) with the others",
-        ("auto", "e5m2", "e4m3"),
-        needs="fp8",
+        "auto", "FP8 format of gradients; auto = e5m2 with tensor, else e4m3", ("auto", "e5m2", "e4m3"), needs="fp8"
     )
-    fp8_all_gather: bool = may_change_on_resume(
-        False, "gather sharded weights as FP8 (--fp8 tensor): half the bytes", needs="fp8"
-    )
-    fp8_skip: tuple = may_change_on_resume(
-        (), "layers that stay in bf16: their names, or parts of the names between dots, as in down_proj", needs="fp8"
-    )
-    fp8_log_every: int = may_change_on_resume(
-        100, "steps between records of a few layers' FP8 statistics in metrics.jsonl; 0 = never", needs="fp8"
-    )
-    shard_size: int = may_change_on_resume(
-        0, "ranks over which one copy of the parameters is sharded; 0 = all, 1 = every rank holds all parameters"
-    )
-    context_parallel: int = may_change_on_resume(
-        1, "ranks that share each row, for rows too long for one device: each computes an N-th of its tokens", least=1
-    )
+    fp8_all_gather: bool = may_change_on_resume(False, "gather sharded weights as FP8, half the bytes", needs="fp8")
+    fp8_skip: tuple = may_change_on_resume((), "layers in bf16: names, or their parts, as down_proj", needs="fp8")
+    fp8_log_every: int = may_change_on_resume(100, "steps between FP8 statistics; 0 = never", needs="fp8")
+    shard_size: int = may_change_on_resume(0, "ranks that share one copy of the parameters; 0 = all, 1 = no sharding")
+    context_parallel: int = may_change_on_resume(1, "ranks that share each row", least=1)
     reshard: str = may_change_on_resume(
         "auto",
-        "free gathered parameters after the forward pass; auto = except the last block's, which are needed next",
+        "free gathered parameters after the forward pass; auto = all but the last block's",
         ("auto", "always", "never"),
     )
-    prefetch: int = may_change_on_resume(
-        1, "units gathered before they are used, forward and backward; 0 = FSDP2's order"
-    )
-    offload: str = may_change_on_resume(
-        "none", "cpu = keep and update parameters, gradients and optimizer state on the CPU", ("none", "cpu")
-    )
-    offload_activations: bool = may_change_on_resume(
-        False, "keep the block inputs of checkpointing in the host's memory"
-    )
+    prefetch: int = may_change_on_resume(1, "units gathered ahead; 0 = FSDP2's order")
+    offload: str = may_change_on_resume("none", "parameters, gradients and optimizer on the host", ("none", "cpu"))
+    offload_activations: bool = may_change_on_resume(False, "keep inputs of checkpointed blocks on the host")
     checkpointing: str = may_change_on_resume(
         "none",
-        "recompute activations in the backward pass: block = all except each block's input; selective = also keeps"
-        " matrix products and attention",
+        "recompute activations: block = all but block inputs; selective = also keeps matrix products and attention",
         ("none", "block", "selective"),
     )
     compile: str = may_change_on_resume(
-        "auto",
-        "torch.compile each block or the whole model; auto = block if there is a compiler; on a CPU only for runs of"
-        " more than a few minutes",
-        ("auto", "none", "block", "model"),
+        "auto", "torch.compile; auto = block, if it pays and there is a compiler", ("auto", "none", "block", "model")
     )
     attention: str = may_change_on_resume(
-        "auto",
-        "attention backend; auto = torch's varlen on a GPU in bf16 with separate documents; blocked on a CPU in bf16"
-        " for rows of up to 512 (compiled: 1024); else sdpa; flash = the flash-attn package",
-        ("auto", "sdpa", "blocked", "varlen", "flash"),
+        "auto", "backend; flash = the flash-attn package", ("auto", "sdpa", "blocked", "varlen", "flash")
     )
-    out: str = may_change_on_resume("", "run folder; default runs/ + recipe and data names", group="the run")
-    seed: int = _flag(0, "seed of initialization, data order and samples", least=-(2**63), below=2**63)
+    out: str = may_change_on_resume("", "run folder; empty = runs/ + recipe and data names", group="the run")
+    seed: int = _flag(0, "of initialization, data order and samples", least=-(2**63), below=2**63)
     log_every: int = may_change_on_resume(10, "steps between records; 0 = the first and the last only")
     eval_every: int = may_change_on_resume(100, "steps between evaluations; 0 = never")
-    eval_batches: int = may_change_on_resume(
-        10, "global batches per evaluation; 0 = the whole validation split", below=2**20
-    )
+    eval_batches: int = may_change_on_resume(10, "batches per evaluation; 0 = all validation data", below=2**20)
     save_every: int = may_change_on_resume(1000, "steps between checkpoints; 0 = at the end only")
-    save_async: bool = may_change_on_resume(
-        True, "write checkpoints in the background, from a copy in the host's memory; not with --offload cpu"
-    )
-    keep: int = may_change_on_resume(
-        2, "checkpoints to keep; at least 2, because a damaged one is replaced by the one before it", least=2
-    )
-    keep_every: int = may_change_on_resume(
-        0, "every N-th checkpoint (step N x save_every, ...) is kept for good; 0 = none", needs="save_every"
-    )
+    save_async: bool = may_change_on_resume(True, "write checkpoints in the background, from a copy in host memory")
+    keep: int = may_change_on_resume(2, "newest checkpoints to keep", least=2)
+    keep_every: int = may_change_on_resume(0, "keep every N-th checkpoint for good; 0 = none", needs="save_every")
     load: str = may_change_on_resume(
-        "direct",
-        "how --weights are read: direct = every rank reads its part; rank0 = rank 0 reads and sends each rank its part;"
-        " a resume reads the checkpoint on every rank",
-        ("direct", "rank0"),
-        needs="weights",
+        "direct", "who reads --weights: every rank its part, or rank 0 for all", ("direct", "rank0"), needs="weights"
     )
-    resume: str = may_change_on_resume(
-        "auto", "auto = the run folder's newest checkpoint; never; or a checkpoint folder"
-    )
-    resume_override: tuple = may_change_on_resume(
-        (), "optimizer settings that may change on resume, separated by commas, as in lr,warmup_steps"
-    )
+    resume: str = may_change_on_resume("auto", "auto = the run's newest checkpoint; never; or a checkpoint folder")
+    resume_override: tuple = may_change_on_resume((), "optimizer flags that may change on resume: lr,warmup_steps")
     on_nonfinite: str = may_change_on_resume(
-        "stop",
-        "on a non-finite loss or gradient norm, before the update: stop the run, or skip the update",
-        ("stop", "skip"),
+        "stop", "stop the run or skip the update if its loss or gradient norm is not finite", ("stop", "skip")
     )
-    replicas_every: int = may_change_on_resume(
-        100, "steps between comparisons of the replicas' parameters by hash; 0 = at saves only"
-    )
-    deterministic: bool = may_change_on_resume(
-        False, "use only kernels that give the same bits each time; slower on GPUs"
-    )
+    replicas_every: int = may_change_on_resume(100, "steps between comparisons of replicas; 0 = at saves only")
+    deterministic: bool = may_change_on_resume(False, "only kernels that repeat their bits; slower on GPUs")
     sample_every: int = may_change_on_resume(0, "steps between text samples; 0 = never")
-    prompt: str = may_change_on_resume("", "the start of samples")
-    track: tuple = may_change_on_resume(
-        (), "trackers that receive the records, separated by commas: tensorboard, wandb"
-    )
-    profile: int = may_change_on_resume(
-        0, "steps to profile with torch's profiler, which writes a trace and a table to profile/; 0 = none"
-    )
+    prompt: str = may_change_on_resume("", "start of samples")
+    track: tuple = may_change_on_resume((), "trackers: tensorboard, wandb")
+    profile: int = may_change_on_resume(0, "steps to profile with torch's profiler, into profile/; 0 = none")
     timeout: int = may_change_on_resume(
-        600,
-        "abort if no step finishes within this many seconds, and report where each rank hangs. The start, the first"
-        " step, an evaluation, a save and samples may take 30 minutes without reading or writing a byte",
-        least=1,
+        600, "seconds without a step, or 1800 without a byte between steps, until the run ends", least=1
     )
-    check: int = may_change_on_resume(
-        -1, "check everything that needs no training, for N processes (default: one per GPU, or 1), and exit", least=-1
-    )
+    check: int = may_change_on_resume(-1, "check a start of N processes (0 = those here) without training", least=-1)
 
     @cached_property
     def model_config(self) -> ModelConfig:
@@ -305,7 +203,7 @@ class Config:
 
             row = read_config(local_path(self.model, "--model"))
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")
-        changes = {f: value for f in sizes if (value := getattr(self, f))}
+        changes = {name: value for name in sizes if (value := getattr(self, name))}
         if self.router_aux_loss_coef >= 0:
             changes["router_aux_loss_coef"] = self.router_aux_loss_coef
         if "dim" in changes or "n_heads" in changes:
@@ -315,9 +213,8 @@ class Config:
         try:
             return replace(row, **changes)
         except ValueError as e:
-            raise UserError(
-                f"--model {self.model} with {', '.join(f'--{k} {v}' for k, v in changes.items() if v)}: {e}"
-            ) from None
+            given = ", ".join(f"--{name} {value}" for name, value in changes.items() if value)
+            raise UserError(f"--model {self.model} with {given}: {e}") from None
 
     def trained_length(self, shape: ModelConfig) -> int:
         """Tokens of the longest text that the model has been trained on: a row, or for --weights their own length."""
@@ -330,19 +227,16 @@ class Config:
     @property
     def warnings(self) -> list[str]:
         """Rows longer than those of the weights' training, or parts of the schedule that do not fit into --steps."""
-        found, rest, length = [], self.steps - self.warmup, self.model_config.max_seq_len
-        if self.weights and self.seq_len > length:
+        found, rest, longest = [], self.steps - self.warmup, self.model_config.max_seq_len
+        if self.weights and self.seq_len > longest:
             found.append(
-                f"--seq_len {self.seq_len}: {self.weights} was trained on rows of up to {length} tokens, so it has to"
-                " learn the positions after them; the export names the longer length"
+                f"--seq_len {self.seq_len}: {self.weights} was trained on rows of up to {longest} tokens and has to"
+                " learn the positions after them"
             )
         if rest < 0:
-            found.append(
-                f"--warmup_steps {self.warmup}: the run has {self.steps} steps, so it never reaches --lr {self.lr}"
-            )
+            found.append(f"--warmup_steps {self.warmup} of {self.steps} steps: the run never reaches --lr {self.lr}")
         elif self.schedule == "wsd" and self.decay_steps > rest:
-            decay = f"--decay_steps {self.decay_steps:.0f}"
-            found.append(f"{decay}: {rest} steps follow the warm-up, so the decay is that short")
+            found.append(f"--decay_steps {self.decay_steps:.0f}: the {rest} steps after the warm-up are the decay")
         return found
 
 
@@ -351,84 +245,119 @@ def fields_that_resume(kind: str) -> list[str]:
     return [f.name for f in fields(Config) if f.metadata["resume"] == kind]
 
 
-def _read_recipe(name: str, inside: tuple[Path, ...] = ()) -> list[str]:
-    """The words of a recipe file, with each @NAME in it replaced by the words of that recipe."""
-    path = next((p for p in (Path(name), ROOT / name) if p.is_file()), None)
-    if path is None:
-        others = {p.stem: f"@recipes/{p.name}" for p in sorted((ROOT / "recipes").glob("*.args"))}
-        near = nearest(Path(name).stem, others)
-        known = f"did you mean {others[near]}?" if near else f"there are {', '.join(others.values())}"
-        raise UserError(f"@{name}: this recipe does not exist; {known}")
-    if path.resolve() in inside:
-        raise UserError(f"@{name}: the recipe names itself")
+class Setting(NamedTuple):
+    """A flag in our spelling with its values, and where a recipe has it."""
+
+    words: list[str]
+    recipe: str = ""
+    place: str = ""  # recipe and line
+
+
+def with_recipes(argv: list[str]) -> dict[str, Setting]:
+    """{flag: its setting}, with the flags of each @NAME's recipe. Of equal flags the last one counts; one in REPLACES
+    also removes the other flag of another recipe. Raises UserError for unknown flags and for recipes without @."""
+    helps, settings, wrong, flag = {f.name: f.metadata["help"] for f in fields(Config)}, {}, [], ""
+    for word, *where in _expand((word, "", "") for word in argv):
+        setting = Setting([word], *where)
+        if not word.startswith("--"):
+            settings.setdefault(flag, Setting([])).words.append(word)
+            if word.endswith(".args"):
+                wrong.append(f"{setting.place}{word} is a recipe: name it with an @, as in @{word}")
+            continue
+        typed, equals, value = word[2:].partition("=")
+        flag = "--" + typed.replace("-", "_")
+        if flag[2:] not in helps:
+            wrong.append(setting.place + describe_unknown(typed, helps))
+        if settings.get(REPLACES.get(flag), setting).recipe != setting.recipe:
+            del settings[REPLACES[flag]]
+        settings[flag] = setting._replace(words=[flag + equals + value])
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return settings
+
+
+def _expand(words: Iterable[tuple[str, str, str]], inside: tuple = ()) -> Iterator[tuple[str, str, str]]:
+    """(word, recipe, place), with each @NAME replaced by the words of that recipe."""
+    for word, *where in words:
+        if not word.startswith("@"):
+            yield word, *where
+            continue
+        path = _find_recipe(word)
+        if path.resolve() in inside:
+            raise UserError(f"{word}: the recipe names itself")
+        yield from _expand(_read_recipe(path), (*inside, path.resolve()))
+
+
+def _find_recipe(word: str) -> Path:
+    for path in (Path(word[1:]), ROOT / word[1:]):
+        if path.is_file():
+            return path
+    others = {path.stem: f"@recipes/{path.name}" for path in sorted((ROOT / "recipes").glob("*.args"))}
+    near = nearest(Path(word[1:]).stem, others)
+    known = f"did you mean {others[near]}?" if near else f"there are {', '.join(others.values())}"
+    raise UserError(f"{word}: this recipe does not exist; {known}")
+
+
+def _read_recipe(path: Path) -> list[tuple[str, str, str]]:
+    words, place = [], f"{path}: "
     try:
-        content = path.read_text("utf-8")
-        words = shlex.split(content, comments=True)
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            place = f"{path} line {number}: "
+            words += [(word, str(path), place) for word in shlex.split(line, comments=True)]
     except ValueError as e:  # no UTF-8, or an open quote
-        raise UserError(f"{path}: {e}") from None
-    if words and words[0][:1] not in "-@":
-        raise UserError(f"@{name} is not a recipe: it begins with {words[0][:40]!r}, but must begin with a flag")
-
-    def place(word: str) -> str:
-        before = re.search(rf"(?m)^[^#\n]*?{re.escape(word)}", content)
-        return f"{path} line {content.count(chr(10), 0, before.end()) + 1}: " if before else f"{path}: "
-
-    words = _spelt_as_ours(words, place)
-    try:
-        make_parser().parse_args([word for word in words if not word.startswith("@")])
-    except UserError as e:
-        flag = re.search(r"--\w+|$", str(e))[0]
-        raise UserError(f"{place(flag)}{e}") from None
-    inside = *inside, path.resolve()
-    return [word for w in words for word in (_read_recipe(w[1:], inside) if w.startswith("@") else [w])]
+        raise UserError(f"{place}{e}") from None
+    if words and words[0][0][0] not in "-@":
+        raise UserError(f"{path} is not a recipe: it begins with {words[0][0][:40]!r}, but must begin with a flag")
+    return words
 
 
-def _on_off(word: str) -> bool:
-    if word.lower() not in ("on", "off", "true", "false"):
-        raise argparse.ArgumentTypeError(f"expected on or off, not {word!r}")
-    return word.lower() in ("on", "true")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Flags from Config's fields: types from the defaults, everything else from the metadata."""
+def make_parser() -> Parser:
+    """Prints --help and --version. Everything in --help is from Config's fields."""
     parser = Parser(
         prog="train.py",
-        description="Trains a Llama or GPT model. @FILE reads flags from a file, a recipe: `bash launch.sh recipes`"
-        " lists them. The last value of a repeated flag counts.",
+        description="Trains a Llama or GPT model. @FILE reads flags from a recipe: `bash launch.sh recipes` lists them."
+        " The last value of a repeated flag counts. Commas separate the names in a list, spaces --data's.",
         usage="python train.py [@recipes/NAME.args ...] [--flag value ...]",
     )
     parser.add_argument("--version", action="version", version=f"flatland {VERSION}")
     for f in fields(Config):
-        if f.metadata["group"]:
-            group = parser.add_argument_group(f.metadata["group"])
-        help, choices = f.metadata["help"], " ".join(filter(None, f.metadata["choices"]))
-        shown = {"": "empty", "()": "none", "True": "on", "False": "off"}.get(str(f.default), f.default)
-        shown = ",".join(shown) if isinstance(shown, tuple) else shown
-        help += f" (default: {shown}; choices: {choices})" if choices else f" (default: {shown})"
-        group.add_argument(f"--{f.name}", default=f.default, help=help, **_how_to_read(f))
+        rules, kind = f.metadata, type(f.default)
+        if rules["group"]:
+            group = parser.add_argument_group(rules["group"])
+        default = "none" if f.default == () else f.default
+        if kind is bool:
+            default = "on" if default else "off"
+        elif isinstance(default, tuple):
+            default = ",".join(default)
+        limits = {"choices": " ".join(rules["choices"]), "at least": rules["least"], "below": rules["below"]}
+        known = [f"; {name}: {value}" for name, value in limits.items() if value not in ("", 0, LARGEST)]
+        shown = f"default: {'empty' if default == '' else default}{''.join(known)}"
+        group.add_argument(f"--{f.name}", help=f"{rules['help']} ({shown})", metavar=KINDS[kind])
     return parser
-
-
-def _how_to_read(f: Field) -> dict:
-    """argparse's options for the values of a flag."""
-    if f.name == "check":
-        return {"nargs": "?", "const": 0, "type": int, "metavar": "N"}
-    if isinstance(f.default, tuple):
-        return {"nargs": "+"}
-    if isinstance(f.default, bool):
-        return {"nargs": "?", "const": True, "type": _on_off, "metavar": "on|off"}
-    return {"type": type(f.default), "metavar": type(f.default).__name__}
 
 
 def parse_args(argv: list[str], trains: bool = False) -> Config:
     """Command-line words -> Config. Raises UserError for mistakes that can be found without data or devices.
     trains: an empty command line means the default recipe; also refuses missing data and tokenizers."""
+    if asked := {"-h", "--help", "--version"} & {*argv}:
+        make_parser().parse_args([*asked])  # prints, and ends the process
     if trains:
         argv = argv or DEFAULT
-    recipes = [Path(word[1:]).stem for word in argv if word.startswith("@")]
-    values = _read_values(with_recipes(argv))
-    if wrong := [message for f in fields(Config) for message in _mistakes(f, values)]:
-        raise UserError("\n".join(wrong))
+    settings = with_recipes(argv)
+    try:
+        return _make_config(settings, [Path(word[1:]).stem for word in argv if word.startswith("@")], trains)
+    except UserError as e:
+        raise UserError("\n".join(_locate(line, settings) for line in str(e).split("\n"))) from None
+
+
+def _locate(message: str, settings: dict[str, Setting]) -> str:
+    """Adds the recipe and the line, if the first flag in a message is from one."""
+    flag = re.search(r"--\w+|$", message)[0]
+    return settings.get(flag, Setting([])).place + message
+
+
+def _make_config(settings: dict[str, Setting], recipes: list[str], trains: bool) -> Config:
+    values = _read_values(settings)
     values["lora_alpha"] = values["lora_alpha"] or 2.0 * values["lora"]
     chose_bytes = values["tokenizer"] == "bytes"
     _settle_model(values)
@@ -448,49 +377,56 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
     return config
 
 
-def with_recipes(words: list[str]) -> list[str]:
-    """The words in our spelling, with each @NAME replaced by the words of that recipe. A later --data also replaces a
-    recipe's --val_data, and --epochs and --steps replace each other. Raises UserError for an unknown flag."""
-    out = []
-    for word in reversed(_spelt_as_ours(words)):
-        if word.startswith("@"):
-            out = without(_read_recipe(word[1:]), {REPLACES[flag] for flag in flags_in(out) & REPLACES.keys()}) + out
-        else:
-            out = [word, *out]
-    return out
-
-
-def flags_in(words: Iterable[str]) -> set[str]:
-    return {word.partition("=")[0] for word in words}
-
-
-def without(words: Iterable[str], flags: Iterable[str]) -> list[str]:
-    """The words without these flags and their values."""
-    kept, drops = [], False
-    for word in words:
-        if word.startswith("--"):
-            drops = word.partition("=")[0] in flags
-        kept += [] if drops else [word]
-    return kept
-
-
-def _read_values(words: list[str]) -> dict:
-    """{flag: value}, including defaults."""
-    if {"--steps", "--epochs"} <= flags_in(words):
-        raise UserError("--steps and --epochs exclude each other: remove one")
-    parsed = vars(make_parser().parse_args(words))
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()}
-    values["fp8"] = {"0": "off", "1": "tensor"}.get(values["fp8"], values["fp8"])
-    for flag in ("resume_override", "lora_targets", "track", "chat_fields"):
-        values[flag] = tuple(name for word in values[flag] for name in word.split(",") if name)
-    if values["lora_weights"] and values["weights"] and "--lora" not in flags_in(words):
+def _read_values(settings: dict[str, Setting]) -> dict:
+    """{field: value}, including defaults."""
+    values, wrong = {f.name: f.default for f in fields(Config)}, []
+    if "" in settings:
+        wrong.append(f"{' '.join(settings[''].words)}: expected a flag")
+    for f in fields(Config):
+        try:
+            if f"--{f.name}" in settings:
+                values[f.name] = _read_value(f, settings[f"--{f.name}"].words)
+        except UserError as e:
+            wrong.append(str(e))
+    if {"--steps", "--epochs"} <= settings.keys():
+        wrong.append("--steps and --epochs exclude each other: remove one")
+    if values["lora_weights"] and values["weights"] and "--lora" not in settings:
         from lib.weights import adapter_flags
 
         theirs = adapter_flags(local_path(values["lora_weights"], "--lora_weights"))
-        values |= {flag: value for flag, value in theirs.items() if f"--{flag}" not in flags_in(words)}
+        values |= {name: value for name, value in theirs.items() if f"--{name}" not in settings}
     if len(values["chat_fields"]) not in (0, 2, 3):
-        raise UserError(f"--chat_fields {','.join(values['chat_fields'])}: expected two or three names")
+        wrong.append(f"--chat_fields {','.join(values['chat_fields'])}: expected two or three names")
+    streams = any("://" in entry for entry in values["data"] + values["val_data"])
+    for f in fields(Config):
+        missing = [flag for flag in f.metadata["needs"].split() if values[flag] in ("", "off", 0)]
+        if missing and values[f.name] not in (f.default, 0) and not (streams and f.name == "lanes"):
+            wrong.append(f"--{f.name} has no effect without --{missing[0]}: add it, or remove --{f.name}")
+    if wrong:
+        raise UserError("\n".join(wrong))
     return values
+
+
+def _read_value(f: Field, words: list[str]):
+    """The value of a flag. words: itself and its values."""
+    kind, rules, (flag, equals, first) = type(f.default), f.metadata, words[0].partition("=")
+    given = [first] * bool(equals) + words[1:]
+    typed = " ".join([flag, *given])
+    if not given and (kind is bool or f.name == "check"):
+        return kind(kind is bool)
+    if kind is tuple and given:
+        return tuple(given if f.name in ("data", "val_data") else filter(None, ",".join(given).split(",")))
+    try:
+        (word,) = given
+        word = ALIASES.get((f.name, word), word)
+        value = ON_OFF[word.lower()] if kind is bool else kind(word)
+    except (KeyError, ValueError):
+        raise UserError(f"{typed}: expected {KINDS[kind]}") from None
+    if rules["choices"] and value not in rules["choices"]:
+        raise UserError(f"{typed}: unknown. Choose from {', '.join(filter(None, rules['choices']))}")
+    if kind in (int, float) and not rules["least"] <= value < rules["below"]:
+        raise UserError(f"{typed}: it must be at least {rules['least']} and below {rules['below']}")
+    return value
 
 
 def _settle_model(values: dict) -> None:
@@ -505,36 +441,13 @@ def _settle_model(values: dict) -> None:
         try:
             folders[model] = local_path(model, "--model")
         except UserError as e:
-            plain = {re.sub("[-_]", "", name): name for name in MODELS}
-            near = plain.get(nearest(re.sub("[-_]", "", model.rpartition("/")[2].lower()), plain))
+            near = nearest(Path(model).name.lower(), MODELS)
             meant = f"Did you mean {near}? " if near else ""
-            known = f"{meant}Choose from {', '.join(MODELS)}"
-            raise UserError(f"--model {model}: unknown. {known}. As a folder: {e}") from None
+            raise UserError(
+                f"--model {model}: unknown. {meant}Choose from {', '.join(MODELS)}. As a folder: {e}"
+            ) from None
     beside = [spec for spec, folder in folders.items() if holds_tokenizer(folder)]
     values["tokenizer"] = values["tokenizer"] or (*beside, "bytes")[0]
-
-
-def _spelt_as_ours(words: list[str], place: Callable[[str], str] = lambda word: "") -> list[str]:
-    """--some-flag[=value] -> --some_flag[=value]; other words stay. Raises UserError with all unknown flags, and with
-    recipes without @. place: -> where a word is."""
-    helps, out, wrong = {f.name: f.metadata["help"] for f in fields(Config)}, [], []
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if not word.startswith("--"):
-            out.append(word)
-            if (
-                word.endswith(".args")
-                and not word.startswith("@")
-                and any((p / word).is_file() for p in (Path(), ROOT))
-            ):
-                wrong.append(f"{place(word)}{word} is a recipe: name it with an @, as in @{word}")
-        else:
-            out.append(flag.replace("-", "_").replace("__", "--", 1) + equals + value)
-            if flag[2:].replace("-", "_") not in (*helps, "help", "version"):
-                wrong.append(place(flag) + describe_unknown(flag[2:], helps))
-    if wrong:
-        raise UserError("\n".join(wrong))
-    return out
 
 
 def _default_out(values: dict, recipes: list[str]) -> str:
@@ -546,20 +459,6 @@ def _default_out(values: dict, recipes: list[str]) -> str:
     return "runs/" + "-".join(re.sub(r"[^\w.-]+", "-", name).strip("-.") or "data" for name in names)
 
 
-def _mistakes(f: Field, values: dict) -> Iterator[str]:
-    """What is wrong with a flag's value, by its field: choices, range, and the flags that it needs."""
-    value, rules = values[f.name], f.metadata
-    if rules["choices"] and value not in rules["choices"]:
-        yield (f"--{f.name} {value}: unknown. Choose from {', '.join(filter(None, rules['choices']))}")
-    least, below = rules["least"], rules["below"]
-    if isinstance(value, (int, float)) and not least <= value < below:
-        yield (f"--{f.name} {value}: it must be at least {least} and below {below} ({rules['help']})")
-    streams = f.name == "lanes" and any("://" in d for d in values["data"] + values["val_data"])
-    missing = [flag for flag in rules["needs"].split() if values[flag] in ("", "off", 0)]
-    if missing and value not in (f.default, 0) and not streams:
-        yield (f"--{f.name} has no effect without --{missing[0]}: add it, or remove --{f.name}")
-
-
 def _check_data(c: Config, trains: bool) -> None:
     """Refuses likely mistakes, unless the user names --tokenizer bytes: samples of unknown tokens and, if it trains,
     the built-in text for a real model, and bytes in a vocabulary of words."""
@@ -567,62 +466,50 @@ def _check_data(c: Config, trains: bool) -> None:
 
     size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
     text = [entry for entry in (*c.data, *c.val_data) if not is_shards(entry)]
-    large = trains and size > BYTES_UP_TO
+    large, found = trains and size > BYTES_UP_TO, f"--model {c.model} has a vocabulary of {size}, but"
     if large and not c.data and (as_bytes or not c.model.startswith("tiny-")):
         raise UserError(
-            f"--model {c.model} has a vocabulary of {size}, but no --data: name it and, for text, --tokenizer (to try"
-            " the model on the built-in text, add --tokenizer bytes)"
+            f"{found} no --data: name it and, for text, --tokenizer; `--tokenizer bytes` tries the built-in text"
         )
     if large and text and as_bytes:
         raise UserError(
-            f"--model {c.model} has a vocabulary of {size}, but {text[0]} has no --tokenizer: name the model's"
-            f" (`python download.py ORG/NAME --skip_model` fetches it); --tokenizer bytes uses 258 of the {size} ids"
+            f"{found} {text[0]} has no --tokenizer: name the model's (`python download.py ORG/NAME --skip_model`"
+            f" fetches it); --tokenizer bytes uses 258 of the {size} ids"
         )
     if c.sample_every and as_bytes and any(map(is_shards, c.data)):
-        raise UserError(
-            "--sample_every needs a --tokenizer to decode these token shards: name it, or give --sample_every 0"
-        )
+        raise UserError("--sample_every needs a --tokenizer to decode these shards: name it, or give --sample_every 0")
 
 
 def check_together(c: Config) -> None:
     """Refuses flags that contradict each other."""
-    tunable = fields_that_resume("override")
+    tunable, model = fields_that_resume("override"), c.model_config
     if wrong := {*c.resume_override} - {*tunable}:
         raise UserError(
             f"--resume_override {min(wrong)}: expected {', '.join(tunable)}; other changes need a new --out"
         )
     if c.profile and c.steps < PROFILE_AFTER + c.profile:
         raise UserError(
-            f"--profile {c.profile} needs at least --steps {PROFILE_AFTER + c.profile}, not {c.steps}: {PROFILE_AFTER}"
-            " steps come before the profiled ones"
+            f"--profile {c.profile} needs --steps {PROFILE_AFTER + c.profile}, not {c.steps}: the first {PROFILE_AFTER}"
+            " are not profiled"
         )
     if c.min_lr > c.lr:
         raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
     if not c.micro_batch and (not c.batch_tokens or c.batch_tokens % c.seq_len):
-        raise UserError(
-            f"--micro_batch 0 needs --batch_tokens that divide by --seq_len {c.seq_len}, not {c.batch_tokens}"
-        )
-    model = c.model_config
+        raise UserError(f"--micro_batch 0 needs --batch_tokens in a multiple of --seq_len {c.seq_len}")
     if c.router_aux_loss_coef >= 0 and not model.n_experts:
         raise UserError(f"--router_aux_loss_coef {c.router_aux_loss_coef}: {c.model} has no experts; remove the flag")
     if c.lora:
         from lib.lora import check_flags
 
         check_flags(c)
-    if "dynamic" in str(model.rope_scaling) and c.seq_len > model.max_seq_len:
-        raise UserError(
-            f"--seq_len {c.seq_len}: rope_scaling of type dynamic beyond {model.max_seq_len:,} positions is not"
-            " implemented"
-        )
     if model.n_heads % c.context_parallel or c.seq_len % c.context_parallel:
         raise UserError(
             f"--context_parallel {c.context_parallel} must divide the {model.n_heads} heads of {c.model} and --seq_len"
             f" {c.seq_len}"
         )
-    if model.positions == "learned" and c.seq_len > model.max_seq_len:
-        raise UserError(
-            f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} learned positions; give at most that many"
-        )
+    positions = "dynamic" if "dynamic" in str(model.rope_scaling) else model.positions
+    if positions in ("dynamic", "learned") and c.seq_len > model.max_seq_len:
+        raise UserError(f"--seq_len {c.seq_len}: {c.model} has {model.max_seq_len} {positions} positions")
 
 
 def row_groups(c: Config, world_size: int) -> int:

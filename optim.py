@@ -20,7 +20,6 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
@@ -110,28 +109,29 @@ def state_layout(model: nn.Module, config: Settings) -> dict[str, dict[str, tupl
     """The optimizer's state for each trained parameter, except its number of updates: state name -> (shape, dtype).
     A state of its parameter's shape is sharded as the parameter is."""
     dtype, muon = DTYPES[config.state_dtype], matrices(model) if config.optimizer == "muon" else {}
-    layout = {}
-    for name, p in trainable_parameters(model).items():
-        kinds = ("momentum_buffer",) if p in muon else MOMENTS
-        layout[name] = {kind: (p.shape, dtype) for kind in kinds}
-    return layout
+    return {
+        name: {kind: (p.shape, dtype) for kind in (("momentum_buffer",) if p in muon else MOMENTS)}
+        for name, p in trainable_parameters(model).items()
+    }
 
 
 def make_optimizer(model: nn.Module, config: Settings) -> "Optimizer":
     """Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
-    rows = matrices(model) if config.optimizer == "muon" else {}
-    others = [p for p in trainable_parameters(model).values() if p not in rows]
-    embeddings = [p for name, p in trainable_parameters(model).items() if name.startswith("embed_")]
-    scale, known = (config.embed_lr or config.lr) / config.lr, {*embeddings}
-    groups = [
-        {"params": embeddings, "weight_decay": config.weight_decay, "scale": scale},
-        {"params": [p for p in others if p.ndim >= 2 and p not in known], "weight_decay": config.weight_decay},
-        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    muon = matrices(model) if config.optimizer == "muon" else {}
     assert config.optimizer in ("adamw", "muon"), config.optimizer
+    decay, scale = config.weight_decay, (config.embed_lr or config.lr) / config.lr
+    embeddings, others, vectors = groups = [
+        {"params": [], "weight_decay": decay, "scale": scale},
+        {"params": [], "weight_decay": decay},
+        {"params": [], "weight_decay": 0.0},
+    ]
+    for name, p in trainable_parameters(model).items():
+        group = embeddings if name.startswith("embed_") else others if p.ndim >= 2 else vectors
+        if p not in muon:
+            group["params"].append(p)
     options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": 1e-8}
     adamw = AdamW([options | group for group in groups], config)
-    return Muon(rows, adamw, config) if rows else adamw
+    return Muon(muon, adamw, config) if muon else adamw
 
 
 class Optimizer:
@@ -150,17 +150,14 @@ class AdamW(Optimizer):
     def __init__(self, groups: list[dict], config: Settings):
         """groups: with params, lr, betas, eps and weight_decay."""
         super().__init__(groups)
-        self.state_dtype, self.seed, compiled = DTYPES[config.state_dtype], config.seed, config.compile != "none"
+        self.state_dtype, compiled = DTYPES[config.state_dtype], config.compile != "none"
         parameters = [p for group in groups for p in group["params"]]
-        self.fused = all(dtype == torch.float32 for dtype in (self.state_dtype, *(p.dtype for p in parameters)))
-        self.piece = PIECE["compiled" if compiled else "eager"]
+        self.fused = {self.state_dtype, *(p.dtype for p in parameters)} <= {torch.float32}
         self.adamw = torch.compile(adamw_, dynamic=True) if compiled else adamw_
-        self.pieces = {} if self.fused else {p: self._cut(p, number) for number, p in enumerate(parameters, 1)}
-
-    def _cut(self, parameter: Tensor, number: int) -> list[tuple[slice, Tensor]]:
-        """The calls of adamw_ for a parameter: a slice of this rank's elements, and its place for random_bits."""
-        starts = range(0, local(parameter).numel(), self.piece)
-        return [(slice(a, a + self.piece), random_place(self.seed, number, parameter, a)) for a in starts]
+        size, self.pieces = PIECE["compiled" if compiled else "eager"], {}  # the calls of adamw_ for each parameter
+        for number, p in enumerate(() if self.fused else parameters, 1):
+            starts = range(0, local(p).numel(), size)
+            self.pieces[p] = [(slice(a, a + size), random_place(config.seed, number, p, a)) for a in starts]
 
     @torch.no_grad()
     def step(self, grad_divisor: Tensor, skip: Tensor) -> None:
@@ -168,14 +165,12 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for p in parameters:
-                state = self.state[p]
-                if not state:
-                    state["step"] = torch.zeros((), device=local(p).device)
-                    state |= {moment: torch.zeros_like(p, dtype=self.state_dtype) for moment in MOMENTS}
-            if parameters and self.fused:
-                self._update_fused(group, parameters, grad_divisor, skip)
-            elif parameters:
-                self._update_mixed(group, parameters, grad_divisor, skip)
+                if not self.state[p]:
+                    self.state[p]["step"] = torch.zeros((), device=local(p).device)
+                    self.state[p] |= {moment: torch.zeros_like(p, dtype=self.state_dtype) for moment in MOMENTS}
+            if parameters:
+                update = self._update_fused if self.fused else self._update_mixed
+                update(group, parameters, grad_divisor, skip)
 
     def _update_fused(self, group: dict, parameters: list[Tensor], grad_divisor: Tensor, skip: Tensor) -> None:
         states, (beta1, beta2) = [self.state[p] for p in parameters], group["betas"]
@@ -257,14 +252,10 @@ def adamw_(
     new_avg = torch.lerp(exp_avg.float(), gradient, 1.0 - beta1)
     new_avg_sq = torch.lerp(exp_avg_sq.float(), gradient * gradient, 1.0 - beta2)
     new_p = p.float() * factors.decay - factors.rate * new_avg / (new_avg_sq.sqrt() * factors.root + eps)
-    if torch.bfloat16 in (p.dtype, exp_avg_sq.dtype):
-        bits = random_bits(p.numel(), place, step)
-        if p.dtype == torch.bfloat16:
-            new_p = round_stochastically(new_p, bits)
-        if exp_avg_sq.dtype == torch.bfloat16:
-            new_avg_sq = round_stochastically(new_avg_sq, bits >> 16)
-    for old, new in ((exp_avg, new_avg), (exp_avg_sq, new_avg_sq), (p, new_p)):
-        old.copy_(torch.where(skip, old, new.to(old.dtype)))
+    bits = random_bits(p.numel(), place, step)
+    new_p, new_avg_sq = rounded(new_p, p.dtype, bits), rounded(new_avg_sq, exp_avg_sq.dtype, bits >> 16)
+    for old, new in ((exp_avg, new_avg.to(exp_avg.dtype)), (exp_avg_sq, new_avg_sq), (p, new_p)):
+        old.copy_(torch.where(skip, old, new))
 
 
 def as_int32(*numbers: int) -> Tensor:
@@ -283,9 +274,11 @@ def random_bits(n: int, place: Tensor, step: Tensor) -> Tensor:
     return h
 
 
-def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 -> bf16: the 16 bits that bf16 lacks are the probability of rounding away from zero. bits: the lower 16 are
-    used."""
+def rounded(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """fp32 -> dtype, stochastically if it is bf16: the 16 bits that it lacks are the probability of rounding away from
+    zero. bits: the lower 16 are used."""
+    if dtype != torch.bfloat16:
+        return x.to(dtype)
     return ((x.view(torch.int32) + (bits & 0xFFFF)) & -65536).view(torch.float32).bfloat16()
 
 
@@ -334,12 +327,12 @@ def matrices(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     """The parameters that Muon updates: matrices and stacked experts of the blocks, without routers; and the rows of
     the matrices that are fused in each (q, k, v; gate, up)."""
     c, out = model.config, {}
+    qkv = tuple(n * c.head_dim for n in (c.n_heads, c.n_kv_heads, c.n_kv_heads))
     for name, p in trainable_parameters(model).items():
         if not name.startswith("layers.") or p.ndim == 1 or name.endswith(".gate.weight"):
             continue
-        heads, halves = (c.n_heads, c.n_kv_heads, c.n_kv_heads), (p.shape[-2] // 2,) * 2
-        fused = tuple(n * c.head_dim for n in heads) if "qkv_proj" in name else halves if "gate_up" in name else ()
-        out[p] = fused or p.shape[-2:-1]
+        rows = p.shape[-2]
+        out[p] = qkv if "qkv_proj" in name else (rows // 2, rows // 2) if "gate_up" in name else (rows,)
     return out
 
 
@@ -375,9 +368,9 @@ class Muon(Optimizer):
         self.dtype, self.state_dtype = DTYPES[config.dtype], DTYPES[config.state_dtype]
         self.orthogonalize = torch.compile(orthogonalize, dynamic=True) if config.compile != "none" else orthogonalize
         self.places = {p: random_place(config.seed, -i, p) for i, p in enumerate(rows)}
-        alike, self.stacks = {}, []
+        alike, self.stacks = defaultdict(list), []
         for p in rows:
-            alike.setdefault((p.shape, rows[p]), []).append(p)
+            alike[p.shape, rows[p]].append(p)
         for same in alike.values():
             n = max(1, ROUND // same[0].numel()) * (same[0].device_mesh.size() if is_sharded(same[0]) else 1)
             self.stacks += [same[i : i + n] for i in range(0, len(same), n)]
@@ -420,19 +413,16 @@ class Muon(Optimizer):
         return updates.redistribute(placements=shards).to_local()
 
     def _orthogonalized(self, stack: Tensor, rows: tuple[int, ...]) -> Tensor:
-        """The fused matrices are split; those of equal size are orthogonalized in one batch."""
+        """Of each of the fused matrices by itself."""
         updates = []
-        for size, alike in groupby(stack.split(rows, -2), key=lambda part: part.shape[-2]):
-            batch = torch.stack([*alike])
-            scale = 0.2 * max(size, stack.shape[-1]) ** 0.5
-            updates += (self.orthogonalize(batch.flatten(0, -3)) * scale).reshape(batch.shape)
+        for part in stack.split(rows, -2):
+            scale = 0.2 * max(part.shape[-2:]) ** 0.5
+            updates.append((self.orthogonalize(part.flatten(0, -3)) * scale).reshape(part.shape))
         return torch.cat(updates, -2)
 
     def _apply(self, p: Tensor, update: Tensor, skip: Tensor) -> None:
         group, values, steps = self.param_groups[0], local(p), self.state[p]["step"].add_(1.0 - skip)
         new = values.float() * (1.0 - group["lr"] * group["weight_decay"])
         new -= group["lr"] * update.to(new.device, torch.float32)
-        if p.dtype == torch.bfloat16:
-            bits = random_bits(new.numel(), self.places[p], steps)
-            new = round_stochastically(new, bits.view(new.shape))
-        values.copy_(torch.where(skip > 0, values, new.to(p.dtype)))
+        bits = random_bits(new.numel(), self.places[p], steps).view(new.shape) if p.dtype == torch.bfloat16 else None
+        values.copy_(torch.where(skip > 0, values, rounded(new, p.dtype, bits)))

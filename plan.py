@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from config import DEFAULT, Config, check_batch, flags_in, parse_args, refuse_unsupported, split_batch, with_recipes
+from config import DEFAULT, Config, check_batch, parse_args, refuse_unsupported, split_batch, with_recipes
 from lib import errors
 from lib.errors import Parser, UserError
 from lib.files import amount, free_space
@@ -310,7 +310,7 @@ def parse(argv: list[str]) -> tuple[Config, Cluster]:
         here = exist and machine.known_gpu(torch.device("cuda", 0)) == cluster.gpu
         cluster = cluster._replace(host_gib=machine.available_memory() / GIB if here else HOST_GIB)
     words = words or DEFAULT
-    given = flags_in(with_recipes(words))
+    given = with_recipes(words)
     if "--model" in given:
         if "--lora_weights" in given and "--lora" not in given:
             raise UserError("--lora_weights: with --model no files are read; give the adapter's --lora as well")

@@ -53,12 +53,11 @@ def mesh_shape(shard_size: int, world_size: int) -> tuple[int, int]:
 def make_mesh(shard_size: int, ranks: Ranks, offload: bool = False) -> DeviceMesh | None:
     """The (replicate, shard) mesh; None for one rank, unless it offloads. All ranks must call."""
     shape = mesh_shape(shard_size, ranks.world_size)
-    if ranks.world_size == 1:
-        if not offload:
-            return None
-        if not dist.is_initialized():
-            backend = "nccl" if ranks.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if ranks.world_size == 1 and not offload:
+        return None
+    if not dist.is_initialized():  # one rank that offloads
+        backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
@@ -313,19 +312,18 @@ def fill_quantized(model: nn.Module, read: Callable, load: str = "direct") -> No
 def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str = "direct") -> None:
     source = _sent_by_rank0 if load == "rank0" and is_sharded(named[0][1]) else _read_here
     kept = sum(local(tensor).numel() for _, tensor in named)  # by this rank
-    done, begin = 0, time.perf_counter()
-    next_report = begin + 10
+    done, seconds, reported, begin = 0, 0.0, 0.0, time.perf_counter()
     with torch.no_grad():
         for target, values in source(named, read):
             target.copy_(values)
             progress.advance()
             done += values.numel()
             seconds = time.perf_counter() - begin
-            if begin + seconds > next_report:
-                next_report += 10
+            if seconds > reported + 10:
+                reported = seconds
                 logger.info("Loading: %.0f %%, %.0f s left", 100 * done / kept, seconds * (kept / done - 1))
-    seconds, size = time.perf_counter() - begin, sum(tensor.nbytes for _, tensor in named) / 1e9
-    logger.info("Filled %d tensors: %.3f GB in %.1f s, %.2f GB/s", len(named), size, seconds, size / seconds)
+    size = sum(tensor.nbytes for _, tensor in named) / 1e9
+    logger.info("Filled %d tensors: %.3f GB in %.1f s", len(named), size, seconds)
 
 
 def _read_here(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
@@ -353,24 +351,27 @@ def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor
                 values = [read(name, place).flatten() for (name, *_), place in zip(batch, places, strict=True)]
                 yield torch.cat(values).to(batch[0][1].dtype)
 
-    def transfer(operation: Callable, peer: int) -> list:
-        return dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)])
+    def transfer(operation: Callable, message: Tensor, peer: int) -> list:
+        transfers = [dist.P2POp(operation, message, group=group, group_peer=peer)]
+        return dist.batch_isend_irecv(transfers) if message.numel() else []
 
     dist.barrier(group)  # NCCL connects a group's ranks in its first collective, not in a transfer between two
     to_send, works = read_ahead(messages(), 1) if first else None, []
     for batch in _batches(named):
         targets = [local(p.detach())[rows] for _, p, rows in batch]
         sizes = [target.numel() for target in targets]
-        message = own = torch.empty(sum(sizes), dtype=targets[0].dtype, device=device)
-        for part in range(parts) if first else ():
-            message = next(to_send).to(device)
-            own = own if part else message
-            for work in works:
+        own = torch.empty(sum(sizes), dtype=targets[0].dtype, device=device)
+        if first:
+            own = next(to_send).to(device)
+            for part in range(1, parts):
+                message = next(to_send).to(device)
+                for work in works:
+                    work.wait()
+                works = transfer(dist.isend, message, part)
+                progress.advance()
+        elif mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0:
+            for work in transfer(dist.irecv, own, 0):
                 work.wait()
-            works = transfer(dist.isend, part) if part and message.numel() else []
-            progress.advance()
-        if not first and len(own) and (mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0):
-            transfer(dist.irecv, 0)[0].wait()
         if mesh.ndim > 1 and len(own):
             dist.broadcast(own, group=mesh.get_group("replicate"), group_src=0)
         yield from ((t, values.view(t.shape)) for t, values in zip(targets, own.split(sizes), strict=True))

@@ -47,16 +47,21 @@ def recipe(tmp_path, monkeypatch):
 # ---- words
 
 
-def test_spellings_and_types_and_later_wins():
-    for words in ("--seq_len 64", "--seq_len=64", "--seq-len 64", "--seq-len=64", "--seq_len 8 --seq-len=64"):
-        assert parse_args(words.split()) == dataclasses.replace(parse_args([]), seq_len=64)
-    c = parse_args(["--steps", "7", "--lr", "1", "--data", "my-own text.txt", "b.bin", "--prompt=--a-b=c d"])
-    assert (c.steps, c.lr, c.data, c.prompt, type(c.lr)) == (7, 1.0, ("my-own text.txt", "b.bin"), "--a-b=c d", float)
-    assert parse_args(["--check"]).check == 0 and parse_args(["--check", "4"]).check == 4 and parse_args([]).check < 0
-    assert parse_args(["--delimiter", "-1"]).delimiter == -1
-    for words, value in {"": True, "=on": True, "=off": False, " true": True, " FALSE": False}.items():
-        assert parse_args(f"--offload_activations{words} --steps 7".split()).offload_activations is value
-    assert "--offload_activations" in refused("--offload_activations", "maybe")
+@pytest.mark.parametrize("words, changes", [
+    ("--seq_len 64", {"seq_len": 64}), ("--seq_len=64", {"seq_len": 64}), ("--seq-len 64", {"seq_len": 64}),
+    ("--seq-len=64", {"seq_len": 64}), ("--seq_len 8 --seq-len=64", {"seq_len": 64}), ("--lr 1", {"lr": 1.0}),
+    ("--check", {"check": 0}), ("--check 4", {"check": 4}), ("", {"check": -1}), ("--delimiter -1", {"delimiter": -1}),
+    ("--prompt=--a-b=c", {"prompt": "--a-b=c"}), ("--track wandb,tensorboard", {"track": ("wandb", "tensorboard")}),
+    *((f"--offload_activations{word} --steps 7", {"offload_activations": value, "steps": 7})
+      for word, value in {"": True, "=on": True, "=off": False, " true": True, " FALSE": False}.items()),
+])  # fmt: skip
+def test_spellings_and_types_and_later_wins(words, changes):
+    assert parse_args(words.split()) == dataclasses.replace(parse_args([]), **changes)
+
+
+def test_values_may_hold_spaces():
+    c = parse_args(["--data", "my-own text.txt", "b.bin", "--prompt=--a-b=c d", "--lr", "1"])
+    assert (c.data, c.prompt, type(c.lr)) == (("my-own text.txt", "b.bin"), "--a-b=c d", float)
 
 
 @pytest.mark.parametrize("name, ours", [
@@ -118,16 +123,20 @@ def test_a_folder_brings_its_model_and_tokenizer(folder):
 # ---- recipes
 
 
-def test_recipes_hold_comments_quotes_and_other_recipes_and_later_wins(recipe):
+def test_recipes_hold_comments_quotes_and_other_recipes(recipe):
     recipe("base", "--steps 5   # five\n\n# --steps 6\n--lr=1e-3 --prompt 'to be # or \"not\"'\n")
-    c = parse_args([recipe("own", '@recipes/base.args --data "a b.txt" c.bin\n--steps 7\n')])
+    c = parse_args([recipe("own", '@recipes/base.args --data "a b.txt"\n c.bin\n--steps 7\n')])
     assert (c.steps, c.lr, c.prompt, c.data) == (7, 1e-3, 'to be # or "not"', ("a b.txt", "c.bin"))
-    a, b = recipe("a", "--steps 1 --lr 1e-3"), recipe("b", "--steps 2")
-    Path("own.args").write_text("--steps 9")
-    for words, steps in (([a, "--steps", "3"], 3), (["--steps", "3", a], 1), ([a, b], 2), ([b, a, b], 2)):
-        c = parse_args(words)
-        assert (c.steps, c.lr) == (steps, 1e-3), words
-    assert parse_args(["@own.args"]).steps == 9
+
+
+@pytest.mark.parametrize("words, steps", [
+    ("A --steps 3", 3), ("--steps 3 A", 1), ("A B", 2), ("B A B", 2), ("A @here.args", 9), ("--epochs 2 A", 1),
+])  # fmt: skip
+def test_later_flags_and_recipes_win(recipe, words, steps):
+    places = {"A": recipe("a", "--steps 1 --lr 1e-3"), "B": recipe("b", "--steps 2")}
+    Path("here.args").write_text("--steps 9")
+    c = parse_args([places.get(word, word) for word in words.split()])
+    assert (c.steps, c.lr, c.epochs) == (steps, 1e-3, 0)
 
 
 def test_flags_after_a_recipe_replace_what_belongs_to_them(recipe):
@@ -164,9 +173,11 @@ def test_recipes_that_do_not_exist_or_name_themselves(recipe):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("--steps 1\n--prompt 'abc\n", "own.args: No closing quotation"), ("--stepps 3", "own.args line 1: .*--steps"),
-    ("# --lrr\n--steps 3  # --lrr\n--dim 64 --lrr 1", "own.args line 3: .*--lrr"),
-    ("\n--lr x", "own.args line 2: .*--lr: inv"),
+    ("--steps 1\n--prompt 'abc\n", "own.args line 2: No closing quotation"),
+    ("--stepps 3", "own.args line 1: .*--steps"), ("# --lrr\n--steps 3  # --lrr\n--dim 64 --lrr 1", "line 3: .*--lrr"),
+    ("\n--lr x", "own.args line 2: --lr x: expected number"), ("--dim 64\n--steps 0", "line 2: --steps 0: it must "),
+    ("--lr 1\n--min_lr 2", "own.args line 2: --min_lr 2.0 is above --lr 1.0"),
+    ("--steps 5\n stray", "own.args line 1: --steps 5 stray: expected integer"),
     ("root:x:0 secret\nsecret:x:1", "not a recipe: it begins with 'root:x:0'"), ("k" * 999, "begins with 'kkk"),
 ])  # fmt: skip
 def test_mistakes_in_a_recipe_are_named(recipe, text, message):
@@ -178,7 +189,8 @@ def test_mistakes_in_a_recipe_are_named(recipe, text, message):
 
 
 @pytest.mark.parametrize("words, message", [
-    ("--steps 1.5", "--steps.*'1.5'"), ("--steps", "--steps"), ("--steps 5 stray", "stray"), ("-x", "-x"),
+    ("--steps 1.5", "--steps 1.5: expected integer"), ("--steps", "--steps: expected"), ("--steps 5 stray", "5 stray"),
+    ("-x", "-x: expected a flag"), ("--offload_activations maybe", "--offload_activations maybe: expected"),
     ("--stpes 5", "flag --stpes; .* --steps "), ("--sequ-len", "unknown flag --sequ-len; .* --seq_len "),
     ("--data a.bin --sample_every 5", "--sample_every needs a --tokenizer"),
     ("--model lama2-7b", f"unknown. Did you mean llama2-7b\\? Choose from {', '.join(MODELS)}"),
@@ -217,17 +229,15 @@ def test_what_is_just_allowed(words):
     assert str(getattr(parse_args(words.split()), name)) == value
 
 
-@pytest.mark.parametrize("flags, values", [
+@pytest.mark.parametrize("flag, value", [(flag, value) for flags, values in [
     ("steps seq_len timeout", "0 -5"), ("check delimiter lanes", "-2"), ("keep", "1 0"), ("beta1 beta2", "1 -0.1 nan"),
     ("seed vocab_size dim n_layers micro_batch batch_tokens seq_len steps timeout eval_batches", f"{2**70}"),
     ("batch_tokens shard_size prefetch log_every eval_every save_every sample_every n_heads n_kv_heads ffn_dim", "-1"),
     ("warmup_steps decay_steps weight_decay clip min_lr", "-0.1 nan"), ("warmup_steps decay_steps", "inf"),
     ("lr", "0 -1 nan inf"),
-])  # fmt: skip
-def test_ranges(flags, values):
-    for flag in flags.split():
-        for value in values.split():
-            assert re.search(f"--{flag} {value}.* must ", refused(f"--{flag}={value}"))
+] for flag in flags.split() for value in values.split()])  # fmt: skip
+def test_ranges(flag, value):
+    assert refused(f"--{flag}={value}").startswith(f"--{flag} {value}: it must be at least ")
 
 
 @pytest.mark.parametrize("words, missing", [
@@ -288,26 +298,28 @@ def test_rows_that_do_not_divide_are_refused(words, ranks, message):
 # ---- the run folder
 
 
-def test_out_is_named_after_recipe_and_data(recipe, folder, monkeypatch):
+@pytest.mark.parametrize("words, out", [
+    ("--model tiny-gpt2", "runs/tiny-gpt2"), ("RECIPE --data /far/away/my_book.txt", "runs/default-my_book"),
+    ("RECIPE --data a.txt b/", "runs/default-a-b"), ("RECIPE --data a.txt --out mine", "mine"),
+    ("RECIPE --data fineweb-1.5 v2.1/c4.en.json.gz:0.3 x.y.bin", "runs/default-fineweb-1.5-c4.en-x.y"),
+    *((f"--{flag} {model} --data a.txt", f"runs/{name}-a") for flag in ("weights", "model") for model, name in {
+        "runs/talks/hf": "talks-hf", "meta-llama/Llama-3.1-8B": "Llama-3.1-8B", "x/a.gz": "a.gz"}.items()),
+])  # fmt: skip
+def test_out_is_named_after_recipe_or_model_and_data(recipe, folder, monkeypatch, words, out):
     name = recipe("default", "--steps 5")
-    for words, out in [
-        (["--model", "tiny-gpt2"], "runs/tiny-gpt2"),
-        ([name, "--data", "/far/away/my book.txt"], "runs/default-my-book"),
-        ([name, "--data", "a.txt", "b/"], "runs/default-a-b"),
-        ([name, "--data", "a.txt", "--out", "mine"], "mine"),
-        ([name, "--data", "fineweb-1.5", "v2.1/c4.en.json.gz:0.3", "x.y.bin"], "runs/default-fineweb-1.5-c4.en-x.y"),
-    ]:
-        assert Path(parse_args(words).out) == Path(out)
-    outs = [parse_args([name, "--data", data]).out for data in ("books/*.txt", "papers/*.txt", "papers/a*.txt", ".")]
-    assert len({*outs, "runs/default"}) == 5 and all(re.fullmatch(r"runs/default-\w[\w.-]*\w", out) for out in outs)
     monkeypatch.setattr("config.local_path", lambda spec, flag: Path(folder))
-    for model in ("Llama-3.1-8B", "Llama-3.2-1B", "a.gz"):  # the dots stay
-        for flag in ("--weights", "--model"):
-            assert parse_args([flag, "runs/talks/hf", "--data", "a.txt"]).out == "runs/talks-hf-a"
-            assert parse_args([flag, f"meta-llama/{model}", "--data", "mytext.txt"]).out == f"runs/{model}-mytext"
-    for name in ("a\nb", "a\x1b[31mb", "a\u2028b"):  # a name is one line
-        assert repr(f"runs/{name}") in refused("--out", f"runs/{name}")
-        assert re.fullmatch(r"runs/a-[\w-]*b", parse_args([recipe(name, "--lr 1")]).out)
+    assert Path(parse_args(words.replace("RECIPE", name).split()).out) == Path(out)
+
+
+def test_globs_give_different_run_folders():
+    outs = {parse_args(["--data", data]).out for data in ("books/*.txt", "papers/*.txt", "papers/a*.txt", ".")}
+    assert len(outs) == 4 and all(re.fullmatch(r"runs/tiny-llama-\w[\w.-]*\w", out) for out in outs)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31mb", "a\u2028b"])
+def test_a_run_folder_s_name_is_one_line(recipe, name):
+    assert repr(f"runs/{name}") in refused("--out", f"runs/{name}")
+    assert re.fullmatch(r"runs/a-[\w-]*b", parse_args([recipe(name, "--lr 1")]).out)
 
 
 # ---- the table of flags

@@ -461,7 +461,7 @@ ranks = init_ranks()
 for words in {runs!r}:
     config = train.resolve(parse_args(words), ranks.device, ranks.world_size)
     with Run(config, ranks) as run:
-        train.train(config, ranks, run)
+        train.train(run)
     assert run.exit_code == 0
     gather(None, ranks)
 leave(ranks)

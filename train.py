@@ -10,7 +10,6 @@ one step ahead of the GPU, so the GPU always has work.
 
 import os
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 from config import Config, parse_args, split_batch
@@ -22,7 +21,6 @@ if __name__ == "__main__":
     errors.check_words(lambda words: parse_args(words, trains=True))
 
 import torch  # isort: skip
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -48,14 +46,14 @@ def main(argv: list[str]) -> int:
         machine.set_allocators()
         machine.set_determinism(asked.deterministic)
     ranks = init_ranks() if asked.check < 0 else settle.imagine_ranks(asked)
-    asked = on_first_rank(partial(checkpoint.keep_lanes, asked), ranks)
+    asked = on_first_rank(lambda: checkpoint.keep_lanes(asked), ranks)
     config = resolve(asked, ranks.device, ranks.world_size)
     if config.check >= 0:
         return report(count_steps(asked, config, ranks), ranks)
     machine.set_matmul_precision(config.dtype)
     with Run(config, ranks) as run:
         run.config = count_steps(asked, config, ranks)
-        train(run.config, ranks, run)
+        train(run)
     if run.exit_code == 0:
         leave(ranks)
     return run.exit_code
@@ -65,6 +63,7 @@ def report(config: Config, ranks: Ranks) -> int:
     """--check: everything that can be known without training; prints key=value lines for launch.sh."""
     resume_from, _ = checkpoint.find(config, checksums=False)
     checkpoint.refuse_changes(resume_from, config)
+    state = "resume" if resume_from else "fresh"
     if resume_from and resume_from.step >= config.steps and checkpoint.is_finished(config, resume_from.step):
         state = "finished"
         settle.say_finished(config, resume_from.step)
@@ -74,7 +73,6 @@ def report(config: Config, ranks: Ranks) -> int:
         data, _ = open_data(config, ranks)
         settle.open_initial_weights(config, resume_from is not None)
         data.load_state_dict(resume_from.manifest["position"] if resume_from else data.state_dict())
-        state = "resume" if resume_from else "fresh"
         print(f"attention={attention_kernel(config, data, ranks.device)}")
     print(f"out={config.out}\ndevice={ranks.device.type}\nprocesses={ranks.world_size}")
     print(f"state={state}\ntimeout={config.timeout}")
@@ -97,18 +95,18 @@ def count_steps(asked: Config, config: Config, ranks: Ranks) -> Config:
     asked: config with its `auto`, because a short run is not compiled. All ranks must call."""
     if not asked.epochs:
         return config
-    return resolve(
-        on_first_rank(lambda: epochs_as_steps(asked, ranks.world_size), ranks), ranks.device, ranks.world_size
-    )
+    asked = on_first_rank(lambda: epochs_as_steps(asked, ranks.world_size), ranks)
+    return resolve(asked, ranks.device, ranks.world_size)
 
 
-def train(config: Config, ranks: Ranks, run: Run) -> None:
+def train(run: Run) -> None:
     """From the newest checkpoint, or from the start, to the last step. All ranks must call."""
+    config, ranks = run.config, run.ranks
     resume_from, skipped = checkpoint.find(config, ranks)
     checkpoint.refuse_changes(resume_from, config)
     start = resume_from.step if resume_from else 0
     if start >= config.steps:
-        return finish(config, start, ranks, run)
+        return finish(run, start)
     run.begin(start, skipped + config.warnings)
     on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
     on_first_rank(lambda: settle.refuse_inputs(config, resume_from is not None, ranks.world_size), ranks)
@@ -160,40 +158,29 @@ def train(config: Config, ranks: Ranks, run: Run) -> None:
         saver.wait()
     if todo.stop:
         return run.end("stopped", step)
-    finish(config, step, ranks, run)
+    finish(run, step)
 
 
 def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
     """What the loop does after a step: true or false for each action. stops: the ranks have agreed to stop."""
 
-    def every(n, always=False):
-        return n > 0 and (always or step % n == 0)
+    def due(every: int, always: bool = False) -> bool:
+        return every > 0 and (always or step % every == 0)
 
     last = step == config.steps
-    stop = stops and not last
-    evaluate = every(config.eval_every, last)
-    watch_fp8 = config.fp8 != "off" and every(config.fp8_log_every)
-    save = last or stop or every(config.save_every)
+    evaluate, sample = due(config.eval_every, last), due(config.sample_every, last)
+    watch_fp8 = config.fp8 != "off" and due(config.fp8_log_every)
+    save = last or stops or due(config.save_every)
+    record = step == 1 or evaluate or watch_fp8 or save or due(config.log_every)
     return SimpleNamespace(
-        stop=stop,
-        evaluate=evaluate,
-        watch_fp8=watch_fp8,
-        save=save,
-        sample=every(config.sample_every, last),
-        record=step == 1 or evaluate or watch_fp8 or save or every(config.log_every),
+        evaluate=evaluate, record=record, watch_fp8=watch_fp8, save=save, sample=sample, stop=stops and not last
     )
 
 
 def train_step(
-    model: Transformer,
-    optimizer: Optimizer,
-    batches: list[Batch],
-    lr: float,
-    gradients: Gradients,
-    weight_scales: fp8.WeightScales,
-    device: torch.device,
-    reshard: str = "auto",
-) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:
+    model: Transformer, optimizer: Optimizer, batches: list[Batch], lr: float, gradients: Gradients,
+    weight_scales: fp8.WeightScales, device: torch.device, reshard: str = "auto",
+) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
     """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm: of all ranks, fp32
     scalars on the device; each micro-batch with the model's Details). All ranks must call."""
     weight_scales.refresh()
@@ -239,20 +226,14 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
 
 def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: Ranks) -> None:
     """Sets parameters, moments and the position in the data from a checkpoint, weights or random values. All ranks."""
-    torch.manual_seed(config.seed + ranks.rank)  # nothing here draws from it; a dropout of your own would
     if resume_from:
         checkpoint.restore(resume_from, model, optimizer, ranks, config, weights)
     else:
         shard.fill_parameters(model, settle.first_values(config, model, weights), config.load)
         gather(None, ranks)  # wait here, where no limit is set, for ranks that read slowly
-
-    def set_position() -> dict:
-        """On rank 0: compares the data with the checkpoint's, and renews the fingerprint in its position."""
-        if resume_from:
-            data.load_state_dict(resume_from.manifest["position"])
-        return data.state_dict()
-
-    data.load_state_dict(on_first_rank(set_position, ranks))
+    if resume_from:  # rank 0 compares the data with the checkpoint's, and renews the fingerprint
+        on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)
+    data.load_state_dict(on_first_rank(data.state_dict, ranks))
 
 
 @torch.no_grad()
@@ -270,21 +251,21 @@ def evaluate(model: Transformer, data: Loader, run: Run) -> float:
         shard.reshard(model)
         model.train()
         if run.ranks.world_size > 1:
-            dist.all_reduce(sums)
+            torch.distributed.all_reduce(sums)
         return (sums[0] / sums[1]).item()
 
 
-def finish(config: Config, step: int, ranks: Ranks, run: Run) -> None:
+def finish(run: Run, step: int) -> None:
     """Exports the last checkpoint as a Hugging Face folder, hf/, unless an earlier start did. All ranks must call."""
     trained = run.began
-    if not trained and not checkpoint.is_finished(config, step):
+    if not trained and not checkpoint.is_finished(run.config, step):
         run.begin(step)
     if run.began:
         with run.phase("export"):
-            checkpoint.export_run(config, step, ranks)
+            checkpoint.export_run(run.config, step, run.ranks)
         run.end("finished", step)
-    if not trained and ranks.rank == 0:
-        settle.say_finished(config, step)
+    if not trained and run.ranks.rank == 0:
+        settle.say_finished(run.config, step)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import shard
-from config import DEFAULT, Config, check_batch, choose_lanes, refuse_unsupported, split_batch, without
+from config import DEFAULT, Config, check_batch, choose_lanes, refuse_unsupported, split_batch
 from lib import lora, machine
 from lib.errors import Failure, UserError
 from lib.families import dropout_note
@@ -42,7 +42,7 @@ def choose_defaults(config: Config, device: torch.device, world_size: int) -> Co
 def _choose_dtype(dtype: str, device: torch.device) -> str:
     cuda = device.type == "cuda"
     if dtype == "tf32" and not (cuda and torch.cuda.get_device_capability(device) >= (8, 0)):
-        raise UserError(f"--dtype tf32: only NVIDIA GPUs from Ampere on have it, {device.type} here; --dtype fp32")
+        raise UserError(f"--dtype tf32: only NVIDIA GPUs from Ampere on have it, not this {device.type}; --dtype fp32")
     if dtype != "auto":
         return dtype
     if cuda:
@@ -50,30 +50,24 @@ def _choose_dtype(dtype: str, device: torch.device) -> str:
     else:
         # AMX is 2 times as fast in bf16, AMD's AVX-512 1 to 2 times; Intel's without AMX 1.4 to 1.6 times slower.
         cpu = torch.cpu.get_capabilities()
-        fast_avx512 = cpu.get("avx512_bf16") and "Intel" not in cpu_name()
-        has_bf16 = fast_avx512 or cpu.get("amx_tile")
+        has_bf16 = cpu.get("amx_tile") or cpu.get("avx512_bf16") and "Intel" not in cpu_name()
     return "bf16" if has_bf16 else "fp32"
 
 
 def _choose_compile(config: Config, device: torch.device) -> str:
+    """auto: block, unless a run on a CPU ends before compiling, which takes half a minute, has paid for itself."""
     mode = config.compile
-    if mode == "none":
-        return mode
-    problem = machine.compiler_problem()
+    problem = machine.compiler_problem() if mode != "none" else ""
     if problem and mode != "auto":
         raise UserError(f"--compile {mode}: {problem}")
     if problem and int(os.environ.get("RANK", 0)) == 0:
         print(f"Training without torch.compile: {problem}", file=sys.stderr)
-    if mode == "auto":
-        return "none" if problem or _is_short(config, device) else "block"
-    return mode
-
-
-def _is_short(config: Config, device: torch.device) -> bool:
-    """Whether a run on a CPU ends before compiling, which takes half a minute, has paid for itself."""
+    if mode != "auto":
+        return mode
     tokens = config.steps * (config.batch_tokens or config.micro_batch * config.seq_len)
     flops = tokens * flops_per_token(config.model_config, config.seq_len)
-    return device.type == "cpu" and flops < SHORT_SECONDS * CORE_FLOPS * torch.get_num_threads()
+    short = device.type == "cpu" and flops < SHORT_SECONDS * CORE_FLOPS * torch.get_num_threads()
+    return "none" if problem or short else "block"
 
 
 def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
@@ -82,7 +76,7 @@ def refuse_inputs(config: Config, resumes: bool, world_size: int) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"--out {config.out}: {existing} is not a folder that you may write to")
     if free < FULL:
-        raise Failure(f"--out {config.out}: the disk of {existing} is full: free some space, then run the same again")
+        raise Failure(f"--out {config.out}: the disk of {existing} is full: free some space, then run it again")
     refuse_unusable(config.track)
     if not resumes:
         check_batch(config, world_size)
@@ -128,14 +122,16 @@ def imagine_ranks(config: Config) -> Ranks:
 
 
 def say_finished(config: Config, step: int) -> None:
-    words = sys.argv[1:] or DEFAULT
-    if "--check" in words:  # launch.sh's last words
-        words = words[: words.index("--check")] or DEFAULT
-    again = f"bash launch.sh {shlex.join(without(words, ('--steps', '--epochs')))}"
-    weights = f"  its weights:   {config.out}/hf, a Hugging Face folder, for transformers and others\n"
+    kept, keeps = [], True
+    for word in sys.argv[1:]:
+        if word.startswith(("--", "@")):
+            keeps = word.partition("=")[0] not in ("--steps", "--epochs", "--check")
+        kept += [word] * keeps
+    again, folder = f"bash launch.sh {shlex.join(kept or DEFAULT)}", Path(config.out) / "hf"
+    weights = f"  its weights:   {folder}, a Hugging Face folder, for transformers and others\n"
     print(
         f"{config.out} is finished: {step} of {config.steps} steps are done.\n"
-        f"{weights * (Path(config.out) / 'hf').exists()}"
+        f"{weights * folder.exists()}"
         f"  sample:        python generate.py --run {shlex.quote(config.out)} --prompt 'The'\n"
         f"  continue:      {again} --steps {2 * step}\n"
         f"  start afresh:  {again} --out {shlex.quote(config.out + '-2')}"
