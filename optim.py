@@ -118,7 +118,6 @@ def state_layout(model: nn.Module, config: Settings) -> dict[str, dict[str, tupl
 def make_optimizer(model: nn.Module, config: Settings) -> "Optimizer":
     """Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
     muon = matrices(model) if config.optimizer == "muon" else {}
-    assert config.optimizer in ("adamw", "muon"), config.optimizer
     decay, scale = config.weight_decay, (config.embed_lr or config.lr) / config.lr
     embeddings, others, vectors = groups = [
         {"params": [], "weight_decay": decay, "scale": scale},
@@ -129,6 +128,7 @@ def make_optimizer(model: nn.Module, config: Settings) -> "Optimizer":
         group = embeddings if name.startswith("embed_") else others if p.ndim >= 2 else vectors
         if p not in muon:
             group["params"].append(p)
+    assert config.optimizer in ("adamw", "muon"), config.optimizer
     options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": 1e-8}
     adamw = AdamW([options | group for group in groups], config)
     return Muon(muon, adamw, config) if muon else adamw
@@ -139,8 +139,16 @@ class Optimizer:
     sets the learning rates, then calls step(grad_divisor, skip): gradients / grad_divisor change the parameters, unless
     skip is 1.0 (both are scalars on the device)."""
 
-    def __init__(self, groups: list[dict]):
-        self.param_groups, self.state = groups, defaultdict(dict)
+    def __init__(self, groups: list[dict], state_dtype: torch.dtype):
+        self.param_groups, self.state, self.state_dtype = groups, defaultdict(dict), state_dtype
+
+    def state_of(self, p: Tensor, *kinds: str) -> dict[str, Tensor]:
+        """The state of a parameter, zeros before its first update."""
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=local(p).device)
+            state |= {kind: torch.zeros_like(p, dtype=self.state_dtype) for kind in kinds}
+        return state
 
 
 class AdamW(Optimizer):
@@ -149,8 +157,8 @@ class AdamW(Optimizer):
 
     def __init__(self, groups: list[dict], config: Settings):
         """groups: with params, lr, betas, eps and weight_decay."""
-        super().__init__(groups)
-        self.state_dtype, compiled = DTYPES[config.state_dtype], config.compile != "none"
+        super().__init__(groups, DTYPES[config.state_dtype])
+        compiled = config.compile != "none"
         parameters = [p for group in groups for p in group["params"]]
         self.fused = {self.state_dtype, *(p.dtype for p in parameters)} <= {torch.float32}
         self.adamw = torch.compile(adamw_, dynamic=True) if compiled else adamw_
@@ -164,16 +172,13 @@ class AdamW(Optimizer):
         """Updates the parameters that have gradients."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            for p in parameters:
-                if not self.state[p]:
-                    self.state[p]["step"] = torch.zeros((), device=local(p).device)
-                    self.state[p] |= {moment: torch.zeros_like(p, dtype=self.state_dtype) for moment in MOMENTS}
+            states = [self.state_of(p, *MOMENTS) for p in parameters]
             if parameters:
                 update = self._update_fused if self.fused else self._update_mixed
-                update(group, parameters, grad_divisor, skip)
+                update(group, parameters, states, grad_divisor, skip)
 
-    def _update_fused(self, group: dict, parameters: list[Tensor], grad_divisor: Tensor, skip: Tensor) -> None:
-        states, (beta1, beta2) = [self.state[p] for p in parameters], group["betas"]
+    def _update_fused(self, group: dict, parameters: list, states: list, grad_divisor: Tensor, skip: Tensor) -> None:
+        beta1, beta2 = group["betas"]
         torch_adamw(  # also adds 1 - skip to each step
             [local(p) for p in parameters],
             [local(p.grad) for p in parameters],
@@ -192,14 +197,13 @@ class AdamW(Optimizer):
             found_inf=skip,
         )
 
-    def _update_mixed(self, group: dict, parameters: list[Tensor], grad_divisor: Tensor, skip: Tensor) -> None:
-        for p in parameters:
-            self.state[p]["step"].add_(1.0 - skip)
-        step = self.state[parameters[0]]["step"].clamp(min=1.0)
+    def _update_mixed(self, group: dict, parameters: list, states: list, grad_divisor: Tensor, skip: Tensor) -> None:
+        for state in states:
+            state["step"].add_(1.0 - skip)
+        step = states[0]["step"].clamp(min=1.0)
         factors = adamw_factors(group, step, grad_divisor)
-        for p in parameters:
-            moments = [self.state[p][moment] for moment in MOMENTS]
-            flat = [local(x).detach().view(-1) for x in (p, p.grad, *moments)]
+        for p, state in zip(parameters, states, strict=True):
+            flat = [local(x).detach().view(-1) for x in (p, p.grad, *(state[moment] for moment in MOMENTS))]
             for part, place in self.pieces[p]:
                 pieces = [x[part] for x in flat]
                 self.adamw(*pieces, factors, skip > 0, step, place, *group["betas"], group["eps"])
@@ -363,9 +367,9 @@ class Muon(Optimizer):
 
     def __init__(self, rows: dict[nn.Parameter, tuple[int, ...]], adamw: AdamW, config: Settings):
         """rows: see `matrices`. adamw: updates the other parameters."""
-        super().__init__([{"params": [*rows], "weight_decay": config.weight_decay}, *adamw.param_groups])
-        self.adamw, adamw.state, self.rows = adamw, self.state, rows
-        self.dtype, self.state_dtype = DTYPES[config.dtype], DTYPES[config.state_dtype]
+        groups = [{"params": [*rows], "weight_decay": config.weight_decay}, *adamw.param_groups]
+        super().__init__(groups, adamw.state_dtype)
+        self.adamw, adamw.state, self.rows, self.dtype = adamw, self.state, rows, DTYPES[config.dtype]
         self.orthogonalize = torch.compile(orthogonalize, dynamic=True) if config.compile != "none" else orthogonalize
         self.places = {p: random_place(config.seed, -i, p) for i, p in enumerate(rows)}
         alike, self.stacks = defaultdict(list), []
@@ -386,10 +390,7 @@ class Muon(Optimizer):
 
     def _average(self, p: Tensor, grad_divisor: Tensor, skip: Tensor) -> Tensor:
         """Updates the momentum of a parameter -> Nesterov's average of it and the gradient, in the gradient's place."""
-        state = self.state[p]
-        if not state:
-            state["step"] = torch.zeros((), device=local(p).device)
-            state["momentum_buffer"] = torch.zeros_like(p, dtype=self.state_dtype)
+        state = self.state_of(p, "momentum_buffer")
         gradient, momentum = local(p.grad), local(state["momentum_buffer"])
         weight = MOMENTUM - (MOMENTUM - FIRST_MOMENTUM) * (1 - state["step"] / MOMENTUM_STEPS).clamp(min=0)
         mean = gradient.float() / grad_divisor
