@@ -322,7 +322,8 @@ def test_embeddings_have_their_own_learning_rate(name):
         torch.testing.assert_close(before[name] - p, torch.full_like(p, 0.05 if "embed_" in name else 0.01))
 
 
-def test_muon_has_the_same_bits_on_every_mesh():
+@pytest.mark.parametrize("ranks, kind", [(2, "bf16"), (4, "fp32")])
+def test_muon_has_the_same_bits_on_every_mesh(ranks, kind):
     """Whole parameters, shards, both, and experts that are sharded by expert or not."""
     code = """
 from test_optim import local, muon_model, run_muon
@@ -340,8 +341,7 @@ for name, size in (("tiny-llama", 0), ("tiny-llama", 1), ("tiny-llama", 2), ("ti
     for key, p in model.named_parameters():
         assert torch.equal(local(p.detach()), expected[key][shard_slices(p.shape, *sharding(p))]), (name, size, key)
 """
-    for ranks, kind in ((2, "bf16"), (4, "fp32")):
-        run_ranks(ranks, code, kind)
+    run_ranks(ranks, code, kind)
 
 
 RUN = "--optimizer muon --seq_len 32 --compile none --eval_every 0 --sample_every 0 --log_every 1"
