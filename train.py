@@ -172,9 +172,8 @@ def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
     watch_fp8 = config.fp8 != "off" and due(config.fp8_log_every)
     save = last or stops or due(config.save_every)
     record = step == 1 or evaluate or watch_fp8 or save or due(config.log_every)
-    return SimpleNamespace(
-        evaluate=evaluate, record=record, watch_fp8=watch_fp8, save=save, sample=sample, stop=stops and not last
-    )
+    stop = stops and not last
+    return SimpleNamespace(evaluate=evaluate, record=record, watch_fp8=watch_fp8, save=save, sample=sample, stop=stop)
 
 
 def train_step(
@@ -228,11 +227,10 @@ def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: Ra
     """Sets parameters, moments and the position in the data from a checkpoint, weights or random values. All ranks."""
     if resume_from:
         checkpoint.restore(resume_from, model, optimizer, ranks, config, weights)
+        on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)  # compares the data
     else:
         shard.fill_parameters(model, settle.first_values(config, model, weights), config.load)
         gather(None, ranks)  # wait here, where no limit is set, for ranks that read slowly
-    if resume_from:  # rank 0 compares the data with the checkpoint's, and renews the fingerprint
-        on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)
     data.load_state_dict(on_first_rank(data.state_dict, ranks))
 
 
