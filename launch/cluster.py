@@ -34,6 +34,7 @@ from filelock import SoftFileLease, Timeout
 
 from config import parse_args
 from doctor import (
+    PATIENCE,
     Host,
     ask,
     call,
@@ -74,7 +75,7 @@ class End(NamedTuple):
 def check(host: Host, job: dict, total: int) -> bool:
     """Prints the output of train.py's own check on a host, and exits with its status if it refuses -> whether there is
     something left to train."""
-    done = call(host, job, "run", 1800, command=check_command(job, total))
+    done = call(host, job, "run", PATIENCE, command=check_command(job, total))
     if error := problem(host, done):
         raise UserError(error)
     say(re.sub(r"^[a-z_]+=.*\n", "", done["out"], flags=re.M), end="")

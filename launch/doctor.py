@@ -30,6 +30,7 @@ from node import last_line, own_files
 
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\])(?::\d+)?)(?:\s+slots=([1-9]\d*))?")
 LIMIT, WANTED = 60, 100  # an all-reduce: seconds that it may take, MB/s that it should reach (1 Gbit/s has 100)
+PATIENCE = 1800  # seconds for a host to read data and weights
 VERSIONS = "import platform, torch; print(torch.__version__, 'python', platform.python_version())"
 
 
@@ -268,8 +269,8 @@ def verb_doctor(words: list[str], settings: dict) -> int:
 
 def examine(host: Host, job: dict, total: int) -> dict[str, tuple[str, str]]:
     """A host's part of the table: name -> (value, remedy or nothing if it is right)"""
-    versions, problem = run(host, job, 60, [job["python"], "-c", VERSIONS])
-    output, mistake = run(host, job, 1800, check_command(job, total))
+    versions, problem = run(host, job, PATIENCE, [job["python"], "-c", VERSIONS])
+    output, mistake = run(host, job, PATIENCE, check_command(job, total))
     attention = "".join(re.findall("^attention=(.*)", output, re.M))
     data = "no" if mistake else "there"
     return {
