@@ -291,7 +291,7 @@ def test_chat_says_why_answers_are_poor_or_cut(hub, tmp_path, capsys, monkeypatc
         main(["--run", str(folder), "--chat", "--tokens", "1", "--prompt", "a", "b"])
         (folder / "chat_template.jinja").write_text("[INST] {{ messages[-1].content }}</s>")
         assert ["has no chat template and was not trained" in r.message for r in caplog.records] == [True]
-    with pytest.raises(UserError, match="message 0: role user, expected .*user with a text"):
+    with pytest.raises(UserError, match="message 0: expected .*user with a text"):
         main(["--run", str(folder), "--chat", "--prompt", ""])
 
 
@@ -311,7 +311,7 @@ def test_chat_with_tools(hub, tmp_path, monkeypatch):
     assert prompts == [transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, **how)]
     for text in ("{}", "[", "add"):
         (tmp_path / "tools.json").write_text(text)
-        with pytest.raises(UserError, match=r"--tools \S+ is a text, expected a list, also as JSON"):
+        with pytest.raises(UserError, match=r"--tools \S+ is .*, expected a list, also as JSON"):
             main([*words, str(tmp_path / "tools.json")])
 
 

@@ -60,6 +60,7 @@ OWN_FILES = [
     "requirements.txt",
     "recipes/*.args",
     "lib/*.py",
+    "lib/templates/*.jinja",
     "launch/*.py",
     "launch/*.sh",
     "bench/*.py",

@@ -1,7 +1,7 @@
 """Conversations: the fields of a row, chat templates, rendering, and the mask of trained tokens. Imports no torch.
 
 A conversation is rendered by its folder's own chat template, in the environment that transformers gives to templates;
-a folder without one gets the template of its family in CHAT_TEMPLATES. These follow Llama-2-7b-chat-hf,
+a folder without one gets the template of its family in lib/templates. These follow Llama-2-7b-chat-hf,
 Meta-Llama-3-8B-Instruct, Mixtral-8x7B-Instruct and plain ChatML.
 
 The whole conversation is rendered once and encoded once. Before it is encoded, it is decided which characters of this
@@ -16,6 +16,9 @@ import re
 from bisect import bisect, bisect_left
 from collections.abc import Callable
 from datetime import datetime
+from itertools import accumulate
+from os.path import commonprefix
+from pathlib import Path
 
 from lib.errors import UserError
 from lib.tokenizer import USUAL_NAMES, Tokenizer
@@ -25,8 +28,6 @@ CHAT_FIELDS = (
     ("messages",), ("conversations",), ("conversation",), ("prompt", "completion"), ("prompt", "chosen"),
     ("instruction", "output"),
 )  # fmt: skip
-
-
 CHATS_KNOWN = f"{', '.join(' and '.join(names) for names in CHAT_FIELDS)}, or the fields that --chat_fields names"
 SPEAKERS = {
     "human": "user",
@@ -34,6 +35,7 @@ SPEAKERS = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
+    "function_call": "assistant",
     "observation": "tool",
     "function": "tool",
     "function_response": "tool",
@@ -48,14 +50,20 @@ FOLLOWS = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
-EMPTY = (None, "", "[]", [], {}, 1)  # values of a field that says nothing; 1 is a weight
-INPUTS = ("tools", "documents", "chat_template_kwargs")  # fields of a row that a template can read
+EMPTY = (None, "", "[]", [], {})  # values of a field that says nothing
+# Fields of a row that a template can read.
+INPUTS = {
+    "tools": list,
+    "documents": list,
+    "chat_template_kwargs": dict,
+}
+# Fields of a message: 0 or false leaves an answer out of the loss.
 WEIGHTS = (
     "weight",
     "train",
     "trainable",
     "loss",
-)  # fields of a message: 0 or false leaves it out of the loss
+)
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first two
 # Fields that would change the trained tokens, but that nothing here can honour.
 REFUSED = (
@@ -68,7 +76,7 @@ REFUSED = (
     "train_mask",
     "labels",
 )
-# Fields of a message that must not be lost if the template does not render them.
+# Fields that must not be lost if the template does not render them.
 TOLD = (
     "tool_calls",
     "function_call",
@@ -98,47 +106,49 @@ BOOKKEEPING_ENDS = (
     "_count",
     "_lang",
 )
+# By name; llama and mixtral are values of ModelConfig.chat_format.
+CHAT_TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("templates/*.jinja")}
 
 Notes = list[tuple[str, str]]  # for the log: (a difference between a row and its training, an example)
+
+
+# ---- the fields of a row
 
 
 def find_messages(row: dict, chat_fields: tuple[str, ...]) -> tuple[list[dict], dict, Notes] | None:
     """-> (the messages of a row, {"role", "content": text} and more fields each; other inputs of its template; notes on
     fields that nothing reads); None if the row is not a conversation. chat_fields: as --chat_fields names them. The
     first of three chat_fields, else the row's own `system`, goes before the messages, unless it is null or empty."""
-    given = {name: value for name, value in row.items() if value not in EMPTY}
     named = chat_fields[-2:], *CHAT_FIELDS
     names = next((names for names in named if names and all(row.get(n) is not None for n in names)), None)
     if names is None:
         return None
     _refuse(row, "the row")
-    fields = {name: row[name] for name in names}
-    extra = given.pop("input", None) if names == ("instruction", "output") else None
-    if extra is not None:
+    given = {name: value for name, value in row.items() if value not in EMPTY}
+    fields = [row[name] for name in names]
+    if names == ("instruction", "output") and (extra := given.pop("input", "")):
         if not isinstance(extra, str):
-            raise UserError(f"input is {str(extra)[:80]}, expected a text")
-        fields["instruction"] = f"{row['instruction']}\n\n{extra}"
+            raise UserError(f"input is {extra!r:.80}, expected a text")
+        fields[0] = f"{fields[0]}\n\n{extra}"
+    if len(names) == 1:
+        fields[0] = parse_field(fields[0], names[0])
     messages = []
-    for name, role in zip(names, ("user", "assistant"), strict=False):
-        field = fields[name]
-        if len(names) == 1:
-            field = parse_field(field, name)
+    for field, role in zip(fields, ("user", "assistant"), strict=False):
         turns = [_read_message(m) for m in (field if isinstance(field, list) else [{"role": role, "content": field}])]
         is_whole = turns and turns[0].get("role") != role  # an answer that holds the whole conversation
         messages = turns if is_whole else messages + turns
     system = next((name for name in (*chat_fields[:-2], "system") if name in given), None)
     if system:
         messages = [_read_message({"role": "system", "content": given[system]}), *messages]
-    inputs = {
-        name: parse_field(given[name], name, dict if "kwargs" in name else list) for name in INPUTS if name in given
-    }
+    inputs = {name: parse_field(given[name], name, kind) for name, kind in INPUTS.items() if name in given}
     inputs |= inputs.pop("chat_template_kwargs", {})
-    rest = {name: value for name, value in given.items() if name not in (*names, *chat_fields, system, *INPUTS)}
     said = "\n".join(str(m.get("content")) for m in messages)
     notes = [
         (f"nothing reads the field {name} of the row", str(value))
-        for name, value in rest.items()
-        if not _is_bookkeeping(name) and str(value).strip() not in said
+        for name, value in given.items()
+        if name not in (*names, *chat_fields, system, *INPUTS)
+        and not _is_bookkeeping(name)
+        and str(value).strip() not in said
     ]
     return messages, inputs, notes
 
@@ -154,17 +164,17 @@ def parse_field(value, name: str, kind: type = list):
         parsed = json.loads(value) if isinstance(value, (str, bytes)) else value
     if isinstance(parsed, kind):
         return parsed
-    form = "text" if isinstance(value, (str, bytes)) else type(value).__name__
-    raise UserError(f"{name} is a {form}, expected a {kind.__name__}, also as JSON: {value!r:.80}")
+    raise UserError(f"{name} is {value!r:.80}, expected a {kind.__name__}, also as JSON")
 
 
 def _refuse(fields: dict, place: str) -> None:
     """UserError if a field of REFUSED has content."""
-    if wrong := [name for name in REFUSED if fields.get(name) not in EMPTY[:-1]]:
-        raise UserError(
-            f"{place} has {wrong[0]} {str(fields[wrong[0]])[:80]}, which is not read: move earlier turns into the"
-            ' messages, functions into `tools`, and give a message that is not trained on "weight": 0'
-        )
+    for name in REFUSED:
+        if fields.get(name) not in EMPTY:
+            raise UserError(
+                f"{place} has {name} {fields[name]!r:.80}, which is not read: move earlier turns into the messages,"
+                ' functions into `tools`, and give a message that is not trained on "weight": 0'
+            )
 
 
 def _read_message(message) -> dict:
@@ -173,30 +183,30 @@ def _read_message(message) -> dict:
     if not isinstance(message, dict):
         message = {"content": message}
     _refuse(message, "a message")
-    role = message.get("role", message.get("from"))
-    content = message.get("content", message.get("value"))
-    out = {"role": SPEAKERS.get(str(role), role)}
-    if content is not None:
-        out["content"] = content if not isinstance(content, list) else "".join(map(_read_part, content))
-    for name, value in message.items():
-        if name in ("role", "from", "content", "value") or value in EMPTY:
-            continue
-        if name not in WEIGHTS:
-            out[name] = value
-        elif value == 0:
+    speaker, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    role = SPEAKERS.get(str(speaker), speaker)
+    out = {name: value for name, value in message.items() if value not in EMPTY and name not in ("from", "value")}
+    if isinstance(content, list):
+        content = "".join(map(_read_part, content))
+    if speaker == "function_call":
+        out["tool_calls"] = [{"type": "function", "function": parse_field(content, "function_call", dict)}]
+        content = None
+    for name in WEIGHTS:
+        weight = out.pop(name, None)
+        if weight not in (None, 0, 1) or (weight == 1 and role != "assistant"):
+            raise UserError(f"a message of the {role} has {name} {weight!r:.80}, expected 0, or 1 for an answer")
+        if weight == 0:
             out["weight"] = 0
-        else:
-            raise UserError(f"a message has {name} {value!r:.80}, expected 0 or 1")
     if "tool_calls" in out:
         out["tool_calls"] = [_read_call(call) for call in parse_field(out["tool_calls"], "tool_calls")]
-    return out
+    return out | {"role": role} | ({} if content is None else {"content": content})
 
 
 def _read_part(part) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
-    raise UserError(f"the content of a message has a part that is not text: {str(part)[:100]}")
+    raise UserError(f"the content of a message has a part that is not text: {part!r:.100}")
 
 
 def _read_call(call):
@@ -210,8 +220,10 @@ def _read_call(call):
     return call
 
 
+# ---- templates
+
 # Codes that Unicode reserves for internal use, so no text contains them.
-MARK = "\ufdd0\ufdd1"  # breaks up the control tokens in messages
+MARK = "\ufdd0"  # breaks up the control tokens in messages
 OPEN, CLOSE = "\ufdd2", "\ufdd3"  # around the texts that a template calls generated
 OTHER = "\ufdd4"  # another answer
 
@@ -284,16 +296,9 @@ def _break_up(value, control: re.Pattern):
     return [_break_up(part, control) for part in value] if isinstance(value, list) else value
 
 
+# ---- rendering
+
 Render = Callable[..., str]  # (messages, asks: whether the text ends with the prompt for an answer, inputs) -> text
-
-
-def _renderer(template, inputs: dict) -> Render:
-    def render(messages, asks=False, inputs=inputs):
-        with _template_errors():
-            known = {"tools": None, "documents": None} | inputs
-            return template.render(messages=messages, add_generation_prompt=asks, **known)
-
-    return render
 
 
 def render_chat(
@@ -303,19 +308,22 @@ def render_chat(
     them. If the last message is not the assistant's, the ids end with the prompt for an answer. inputs: `tools`
     and other variables of the template. notes: a list for the texts and fields that the template changes or leaves out;
     UserError if it leaves out a field of TOLD."""
-    _check_messages(messages)
     if tokenizer.conditional:
-        raise UserError(
-            f"Chat: the control tokens {', '.join(tokenizer.conditional)} count only under conditions: set single_word"
-            " and normalized to false in tokenizer.json"
-        )
+        names = ", ".join(tokenizer.conditional)
+        raise UserError(f"Chat: set single_word and normalized to false in tokenizer.json for the tokens {names}")
     compiled, control = _compile_template(tokenizer, template)
     messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    _check_messages(messages)
     for message in messages:
         reasoning = [message.pop(name) for name in REASONING if name in message]
         message.update({name: text for text in reasoning[:1] for name in REASONING[:2]})
     inputs, messages = _break_up([inputs or {}, messages], control)
-    render = _renderer(compiled, inputs)
+
+    def render(messages, asks=False, inputs=inputs):
+        with _template_errors():
+            known = {"tools": None, "documents": None} | inputs
+            return compiled.render(messages=messages, add_generation_prompt=asks, **known)
+
     text = render(messages, messages[-1]["role"] != "assistant")
     spans, text = _generated(text, messages) if OPEN in text else (_answers(render, messages, text, control), text)
     if notes is not None:
@@ -326,7 +334,21 @@ def render_chat(
     return _encode(tokenizer, text, trained, control)
 
 
-def _generated(text, messages):
+def _check_messages(messages: list[dict]) -> None:
+    """The roles must follow each other as in FOLLOWS, and each message needs a text. A system message and a tool's
+    answer may be empty, and so may an answer that calls tools or reasons."""
+    last = None
+    for i, message in enumerate(messages):
+        role, content, expected = message.get("role"), message.get("content", ""), FOLLOWS[last]
+        may_be_empty = role in ("system", "tool") or message.keys() - {"role", "content", "weight"}
+        if role not in expected or not isinstance(content, str) or not (may_be_empty or content.strip()):
+            raise UserError(f"Chat message {i}: expected {' or '.join(expected)} with a text: {message!r:.200}")
+        last = role
+    if last in (None, "system", "developer"):
+        raise UserError("Chat: expected a user's message")
+
+
+def _generated(text: str, messages: list[dict]) -> tuple[list[tuple[int, int]], str]:
     """-> (the places of the generated texts that are trained on, the text without OPEN and CLOSE)"""
     spans, parts, at = [], re.split(f"[{OPEN}{CLOSE}]", text), 0
     for i, part in enumerate(parts):
@@ -341,83 +363,77 @@ def _generated(text, messages):
 
 
 def _answers(render: Render, messages: list[dict], text: str, control: re.Pattern) -> list[tuple[int, int]]:
-    """The place of each answer that is trained on in the rendered text, with the control token that closes it.
-
-    It begins where the prompt for it ends. If the text does not begin with this prompt, because the template renders
-    earlier messages otherwise before a later one, the answer begins behind the last copy of the prompt's end. The place
-    of its words is what changes if the conversation has another answer here."""
-    ends, spans, last = [match.end() for match in control.finditer(text)], [], 0
-    asks = messages[-1]["role"] != "assistant"
+    """The place of each answer that is trained on in the rendered text: from the end of the prompt for it to the end of
+    the control token that closes it."""
+    spans = []
     for k, message in enumerate(messages):
         if message["role"] != "assistant" or message.get("weight") == 0:
             continue
-        others = [{"role": "assistant", "content": OTHER}]
-        others.append(others[0] | {"tool_calls": [_rename(call) for call in message.get("tool_calls", [])]})
-        try:
-            other = render([*messages[:k], others[0], *messages[k + 1 :]], asks)
-        except UserError:  # a tool's answer needs the call
-            other = render([*messages[:k], others[1], *messages[k + 1 :]], asks)
-        if OTHER not in other:
-            continue  # the template leaves it out
-        first, behind = _shared(text, other), len(text) - _shared(text[::-1], other[::-1])
-        closed = text if k == len(messages) - 1 else render(messages[: k + 1])
-        end = next(iter(ends[bisect(ends, behind) :]), 0)
-        if not end or not re.search(rf"({control.pattern})\s*\Z", closed):
-            raise UserError(f"Chat message {k}: the chat template does not put the answer before a control token")
         prompt = render(messages[:k], True)
-        words = [word for word in re.split(rf"\s|({control.pattern})", prompt) if word]
-        header = prompt[_shared(prompt, render(messages[:k])) :] or words[-1]
-        found = text.rfind(header, last, first)
-        begin = found + len(header) if found >= 0 else first
-        begin = len(prompt) if text.startswith(prompt) else begin
-        spans.append((min(begin, end), end))
-        last = end
+        until = text if k == len(messages) - 1 else render(messages[: k + 1])
+        end = max((match.end() for match in control.finditer(until)), default=0)
+        place = len(prompt), end
+        if not until.startswith(prompt) or not text.startswith(until):
+            last = spans[-1][1] if spans else 0
+            place = _find_answer(render, messages, k, text, control, prompt, last)
+        if place and (not end or until[end:].strip()):
+            raise UserError(f"Chat message {k}: the chat template does not put the answer before a control token")
+        spans += [place] if place else []
     return spans
 
 
-def _rename(call):
-    return call | {"function": call.get("function", {}) | {"name": OTHER}}
+def _find_answer(render, messages, k, text, control, prompt, last) -> tuple[int, int] | None:
+    """The place of message k in a text that shows earlier messages otherwise than before this answer; None if the
+    template leaves it out. last: the end of the answer before it.
+
+    The place of its words is what changes if the conversation has another answer here. It begins behind the last copy
+    of the prompt's end, from its last control token on, and ends with the next control token."""
+    other = {"role": "assistant", "content": OTHER}
+    calls = [call | {"function": {"name": OTHER, "arguments": {}}} for call in messages[k].get("tool_calls", [])]
+    asks = messages[-1]["role"] != "assistant"
+    try:
+        changed = render([*messages[:k], other, *messages[k + 1 :]], asks)
+    except UserError:  # a tool's answer needs the call
+        changed = render([*messages[:k], other | {"tool_calls": calls}, *messages[k + 1 :]], asks)
+    if OTHER not in changed:
+        return None
+    first, behind = _shared(text, changed), len(text) - _shared(text[::-1], changed[::-1])
+    end = next((match.end() for match in control.finditer(text) if match.end() > behind), len(text))
+    header = prompt[max((match.start() for match in control.finditer(prompt)), default=0) :]
+    found = text.rfind(header, last, first)
+    begin = found + len(header) if found >= 0 else len(text[:first].rstrip(" "))
+    return min(begin, end), end
 
 
-def _shared(a: str, b: str) -> int:
-    """The length of the beginning that two texts share."""
-    return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[: i + 1] != b[: i + 1])
+def _shared(*texts: str) -> int:
+    """The length of the beginning that texts share."""
+    return len(commonprefix(texts))
 
 
 def _losses(render: Render, messages: list[dict], inputs: dict, text: str) -> Notes:
     """Texts and fields that the template changes or leaves out. UserError for a field of TOLD."""
-    notes = []
-    for message in messages:
-        for field in ("content", "reasoning_content"):
-            if (written := str(message.get(field, "")).strip()) not in text:
+    notes, fields = [], {}  # name: (its last message, its value, a rendering's arguments with and without it)
+    for k, message in enumerate(messages):
+        for name in ("content", "reasoning_content"):
+            if (written := str(message.get(name, "")).strip()) not in text:
                 notes.append((f"the chat template changes or leaves out text of the {message['role']}", written))
-    for name in {name: 1 for message in messages for name in message if name not in ("role", "content", "weight")}:
-        k = max(i for i, message in enumerate(messages) if name in message)
-        names = REASONING if name in REASONING else (name,)
-        without = [{n: v for n, v in message.items() if n not in names} for message in messages[: k + 1]]
-        if _differ(render, (messages[: k + 1],), (without,)):
-            continue
-        if name in TOLD and messages[k]["role"] != "tool":
-            raise UserError(
-                f"Chat message {k}: the chat template does not render its {name}: {messages[k][name]!r:.80}"
-            )
-        if not _is_bookkeeping(name) and str(messages[k][name]) not in text:
-            notes.append((f"the chat template does not render the field {name} of a message", str(messages[k][name])))
+        for name in message.keys() - {"role", "content", "weight"}:
+            names = REASONING if name in REASONING else (name,)
+            without = [{n: v for n, v in m.items() if n not in names} for m in messages[: k + 1]]
+            fields[name] = message["role"], message[name], (messages[: k + 1],), (without,)
     for name, value in inputs.items():
         rest = {n: v for n, v in inputs.items() if n != name}
-        if value not in EMPTY and not _differ(render, (messages,), (messages, False, rest)):
-            if name in TOLD:
-                raise UserError(f"Chat: the chat template does not render {name}: {value!r:.80}")
-            notes.append((f"{name} changes nothing in the chat template", str(value)))
+        fields[name] = "", value, (messages,), (messages, False, rest)
+    for name, (role, value, these, those) in fields.items():
+        try:
+            is_lost = value not in EMPTY and render(*these) == render(*those)
+        except UserError:
+            continue  # the template needs it
+        if is_lost and name in TOLD and role != "tool":
+            raise UserError(f"Chat: the chat template does not render {name}: {value!r:.80}")
+        if is_lost and not _is_bookkeeping(name) and str(value) not in text:
+            notes.append((f"the chat template does not render {name}", str(value)))
     return [(what, example.replace(MARK, "")) for what, example in notes]
-
-
-def _differ(render, these, those):
-    """Whether two renderings differ, or the second is refused."""
-    try:
-        return render(*these) != render(*those)
-    except UserError:
-        return True
 
 
 def _encode(tokenizer: Tokenizer, text: str, trained: bytearray, control: re.Pattern) -> tuple[list[int], list[int]]:
@@ -429,8 +445,8 @@ def _encode(tokenizer: Tokenizer, text: str, trained: bytearray, control: re.Pat
         part = text[at : match and match.start()].rstrip(before)
         start = at + len(part) - len(part.lstrip(after))
         part, marks = text[start : at + len(part)], trained[start : at + len(part)]
-        for mark in [*re.finditer(MARK, part)][::-1]:
-            del marks[mark.start() : mark.end()]
+        if MARK in part:
+            marks = bytes(on for c, on in zip(part, marks, strict=True) if c != MARK)
         new, offsets = tokenizer.encode_with_offsets(part.replace(MARK, ""), at == 0)
         ids += new
         mask += _mask(offsets(), marks) if any(marks) else [0] * len(new)
@@ -441,77 +457,13 @@ def _encode(tokenizer: Tokenizer, text: str, trained: bytearray, control: re.Pat
     return ids, mask
 
 
-def _mask(offsets: list[tuple[int, int]], trained: bytearray) -> list[int]:
+def _mask(offsets: list[tuple[int, int]], trained: bytes) -> list[int]:
     """1 for each token with a trained character. Some tokenizers leave white space out of a token's place, and bytes of
-    one character may have places without a character."""
-    mask, last = [], 0
-    for begin, end in offsets:
-        begin = min(begin, last)
-        mask.append(int(any(trained[begin : max(end, begin + 1)])))
-        last = max(last, end)
+    one character may have places without a character, so a token begins where the one before it ends."""
+    ends = [*accumulate((max(begin + 1, end) for begin, end in offsets), max)]
+    mask = [0] * len(ends)
+    for run in re.finditer(b"\1+", trained):
+        first, last = bisect(ends, run.start()), bisect_left(ends, run.end())
+        behind = max(last + 1, bisect(ends, run.end()))  # several tokens may end with the same character
+        mask[first:behind] = [1] * (behind - first)
     return mask
-
-
-_SYSTEM = """
-{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none %}
-{%- set turns = messages if system is none else messages[1:] %}"""
-
-
-# The keys llama and mixtral are values of ModelConfig.chat_format. chat_template replaces bos_token and eos_token.
-CHAT_TEMPLATES = {
-    "llama": _SYSTEM + """
-{%- for m in turns %}
-{%- if m['role'] == 'user' %}
-{%- set before = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' if loop.first and system is not none else '' %}
-{{- bos_token + '[INST] ' + (before + m['content']).strip() + ' [/INST]' }}
-{%- else %}
-{{- ' ' + m['content'].strip() + ' ' + eos_token }}
-{%- endif %}
-{%- endfor %}""",
-    "llama3": _SYSTEM + """
-{{- bos_token }}
-{%- if system is not none %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' + system.strip() + '<|eot_id|>' }}
-{%- endif %}
-{%- for m in turns %}
-{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'].strip() + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}""",
-    "mixtral": _SYSTEM + """
-{{- bos_token }}
-{%- for m in turns %}
-{%- if m['role'] == 'user' %}
-{%- set before = system + '\\n\\n' if loop.first and system is not none else '' %}
-{{- '[INST] ' + before + m['content'] + ' [/INST]' }}
-{%- else %}
-{{- ' ' + m['content'] + eos_token }}
-{%- endif %}
-{%- endfor %}""",
-    "chatml": """
-{%- for m in messages %}
-{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}""",
-}  # fmt: skip
-
-
-def _check_messages(messages: list[dict]) -> None:
-    """The roles must follow each other as in FOLLOWS, and each message needs a text. A system message and a tool's
-    answer may be empty, and so may an answer that calls tools or reasons."""
-    last = None
-    for i, message in enumerate(messages):
-        role, content, expected = message.get("role"), message.get("content"), FOLLOWS[last]
-        may_be_empty = role in ("system", "tool") or message.keys() - {"role", "content", "weight"}
-        is_text = isinstance(content, str) or (content is None and may_be_empty)
-        if role not in expected or not is_text or not (may_be_empty or content.strip()):
-            raise UserError(
-                f"Chat message {i}: role {role}, expected {' or '.join(expected)} with a text (a system message may"
-                f" come first, then user and assistant in turn, with tools between them): {str(message)[:200]}"
-            )
-        last = role
-    if last in (None, "system", "developer"):
-        raise UserError("Chat: expected a user's message")

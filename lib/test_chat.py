@@ -231,16 +231,16 @@ def test_fields_are_rendered(template, row, marked, tmp_path):
 
 
 @pytest.mark.parametrize("template, row, message", [
-    ("plain", {"messages": [ASK, CALLING]}, "message 1: the chat template does not render its tool_calls: .*add"),
+    ("plain", {"messages": [ASK, CALLING]}, "the chat template does not render tool_calls: .*add"),
     ("plain", {"messages": [ASK, ANSWER], "tools": ADD}, "the chat template does not render tools"),
-    ("plain", {"messages": [ASK, THINKS]}, "not render its reasoning_content: 'hm'"),
-    ("plain", {"messages": [ASK | {"name": "Ann"}, ANSWER]}, "not render its name: 'Ann'"),
-    ("plain", {"messages": [ASK, ANSWER | {"weight": 0.5}]}, "weight 0.5, expected 0 or 1"),
+    ("plain", {"messages": [ASK, THINKS]}, "not render reasoning_content: 'hm'"),
+    ("plain", {"messages": [ASK | {"name": "Ann"}, ANSWER]}, "not render name: 'Ann'"),
+    ("plain", {"messages": [ASK, ANSWER | {"weight": 0.5}]}, "weight 0.5, expected 0, or 1 for an answer"),
     ("plain", {"messages": [ASK, ANSWER | {"weight": 0}]}, "nothing is trained on"),
     ("plain", {"messages": [ASK, ANSWER], "loss_mask": [0, 1]}, "the row has loss_mask"),
     ("plain", {"messages": [ASK, ANSWER | {"mask": True}]}, "a message has mask True"),
     ("plain", {"instruction": "a", "output": "b", "input": ["c"]}, r"input is \['c'\], expected a text"),
-    ("plain", {"messages": [ASK, ANSWER], "tools": "add"}, "tools is a text, expected a list"),
+    ("plain", {"messages": [ASK, ANSWER], "tools": "add"}, "tools is 'add', expected a list"),
     ("calls", {"messages": [ASK, ANSWER | {"tool_calls": ["add"]}]}, "a tool call is 'add', expected an object"),
     ("moves", {"messages": [ASK, ANSWER, RESULT, ANSWER]}, "no call"),
 ])  # fmt: skip
@@ -265,6 +265,6 @@ def test_what_is_left_out_is_counted(tmp_path, caplog):
         "1 rows: nothing reads the field system_prompt of the row, first in line 3: 's'",
         f"1 rows: the chat template changes or leaves out text of the assistant, first in line 3: {thought!r}",
         "1 rows: the chat template changes or leaves out text of the system, first in line 2: 'Be brief.'",
-        "1 rows: the chat template does not render the field channel of a message, first in line 3: 'c7'",
+        "1 rows: the chat template does not render channel, first in line 3: 'c7'",
         "2 rows: nothing reads the field images of the row, first in line 4: \"['a.png']\"",
     ]

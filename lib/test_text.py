@@ -308,7 +308,7 @@ BAD = {
     "call": ("a.jsonl", chat([TALK[0], TALK[1] | {"tool_calls": [{"name": "x"}]}]), "not render its tool_calls"),
     "history": ("a.jsonl", b'{"instruction": "a", "output": "b", "history": [["c", "d"]]}', "line 1: the row has hist"),
     "image": ("a.jsonl", chat([TALK[0] | {"content": [{"type": "image_url"}]}]), "line 1: .* not text: .*image_url"),
-    "text": ("a.jsonl", b'{"messages": "Why?"}', "line 1: messages is a text, expected a list, also as JSON"),
+    "text": ("a.jsonl", b'{"messages": "Why?"}', "line 1: messages is .Why?., expected a list, also as JSON"),
     "no message": ("a.jsonl", b'{"conversations": ["Why?"]}', "line 1: .*message 0: role None, expected .* user"),
     "question": ("a.jsonl", b'{"question": "Why?", "answer": "So."}', "question .str., .* messages, .*--chat_fields"),
     "both kinds": ("a.jsonl", GOOD + chat(TALK), "line 2: documents and conv"),

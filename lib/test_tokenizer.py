@@ -468,11 +468,11 @@ def test_our_templates_are_the_published_formats(name, published):
 @pytest.mark.parametrize("roles, message", [
     ("", "expected a user's message"),
     ("system", "expected a user's message"),
-    ("assistant", "message 0: role assistant, expected system or developer or user"),
-    ("user system", "message 1: role system, expected assistant"),
-    ("system user assistant assistant", "message 3: role assistant, expected user"),
-    ("user assistant empty", "message 2: role user, expected user or tool with a text"),
-    ("user parts", "message 1: role assistant, expected assistant with a text"),
+    ("assistant", "message 0: expected system or developer or user"),
+    ("user system", "message 1: expected assistant"),
+    ("system user assistant assistant", "message 3: expected user"),
+    ("user assistant empty", "message 2: expected user or tool with a text"),
+    ("user parts", "message 1: expected assistant with a text"),
 ])  # fmt: skip
 def test_wrong_conversations_are_refused(roles, message):
     wrong = {"empty": {"role": "user", "content": " \n"}, "parts": {"role": "assistant", "content": [{"type": "text"}]}}

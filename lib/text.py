@@ -57,6 +57,10 @@ CODE = (
     "readers.py",
     "chat.py",
     "tokenizer.py",
+    "templates/chatml.jinja",
+    "templates/llama.jinja",
+    "templates/llama3.jinja",
+    "templates/mixtral.jinja",
 )
 VAL_EVERY = 20  # one document in so many is held out for validation; of fewer files of text, the last 1/20 of each
 MIXED = "documents and conversations together: give each its own weight, as in A:0.5 B:0.5"
@@ -537,7 +541,7 @@ def digest(files: list[TextFile], *made_with) -> str:
 
 def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
     """A hash of everything that prepared tokens depend on."""
-    code = [Path(__file__).with_name(name).read_text("utf-8") for name in CODE]
+    code = [Path(__file__).parent.joinpath(name).read_text("utf-8") for name in CODE]
     tokenizer = load_tokenizer(encoder.tokenizer)
     return digest(sources, encoder[1:], tokenizer.fingerprint, tokenizer.templates, options, code)
 
