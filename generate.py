@@ -13,7 +13,6 @@ training: when it is full, the model reads its newer half again, and continues f
 import argparse
 import functools
 import itertools
-import math
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,46 +22,38 @@ from lib.errors import Parser, UserError, check_words, prepare_python, run_scrip
 from lib.files import read_file, read_json
 from lib.hub import local_path
 
-RANGES = (("temperature", 0, math.inf), ("top_k", 0, 2**53), ("tokens", 1, 2**53))
+RANGES = (
+    ("temperature", 0, 2**53),
+    ("top_k", 0, 2**53),
+    ("top_p", 1e-9, 1),
+    ("tokens", 1, 2**53),
+)
 
 
 # ---- the command line, understood before torch is imported, which takes seconds
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="generate.py",
-        description=__doc__.splitlines()[0],
-        formatter_class=functools.partial(argparse.HelpFormatter, width=100),
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="generate.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--run", required=True, metavar="NAME", help="run folder, Hugging Face folder, or hub id that is downloaded")
+    add("--run", required=True, metavar="NAME", help="run folder, Hugging Face folder, or hub id")
     add("--prompt", nargs="+", metavar="TEXT", help="beginnings of texts; with --chat: messages of one conversation")
     add("--chat", action="store_true", help="a conversation; without --prompt, each line of the input is a message")
     add("--system", metavar="TEXT", help="with --chat: the system message")
-    add("--tools", metavar="FILE", help="with --chat: a JSON list of tools that the model may call; none is run")
-    add("--tokens", default=300, type=int, help="how many new tokens at most (default: %(default)s)")
-    add("--temperature", default=0.8, type=float, help="0 = always the most probable token (default: %(default)s)")
-    add("--top_k", default=0, type=int, help="choose among the k most probable tokens; 0 = all (default: %(default)s)")
-    top_p = "choose among the most probable that together have this probability (default: %(default)s)"
-    add("--top_p", default=0.95, type=float, help=top_p)
-    add("--seed", default=0, type=int, help="of the choices (default: %(default)s)")
-    add("--tokenizer", metavar="NAME", help="as for train.py; default: the run's or the folder's own")
-    add(
-        "--dtype",
-        default="auto",
-        choices=("auto", "bf16", "tf32", "fp32"),
-        help="auto = the run's or the weights' (default: auto)",
-    )
+    add("--tools", metavar="FILE", help="with --chat: a JSON list of tools; none is run")
+    add("--tokens", default=300, type=int, help="new tokens at most (%(default)s)")
+    add("--temperature", default=0.8, type=float, help="0 = always the most probable token (%(default)s)")
+    add("--top_k", default=0, type=int, help="choose among the k most probable tokens (0 = all)")
+    add("--top_p", default=0.95, type=float, help="among those that together are this probable (%(default)s)")
+    add("--seed", default=0, type=int, help="of the choices (%(default)s)")
+    add("--tokenizer", metavar="NAME", help="as for train.py, instead of the model's own")
+    add("--dtype", default="auto", choices=("auto", "bf16", "tf32", "fp32"), help="auto = as trained or stored")
     args = parser.parse_args(argv)
-    for name, least, below in RANGES:
-        if not least <= getattr(args, name) < below:
-            raise UserError(f"--{name} {getattr(args, name)}: it must be at least {least:g} and below {below}")
-    if not 0 < args.top_p <= 1:
-        raise UserError(f"--top_p {args.top_p}: it must be above 0 and at most 1")
+    for name, least, most in RANGES:
+        if not least <= getattr(args, name) <= most:
+            raise UserError(f"--{name} {getattr(args, name)}: it must be from {least:g} to {most:g}")
     if (args.system is not None or args.tools) and not args.chat:
-        raise UserError("--system and --tools are the beginning of a conversation: give --chat too")
+        raise UserError("--system and --tools are parts of a conversation: give --chat too")
     return args
 
 
@@ -147,10 +138,7 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     if ids.shape[1] + n > context:
-        warn_once(
-            f"The model was trained on texts of {context} tokens: in a longer text, it sees only the last"
-            f" {context // 2} to {context} tokens"
-        )
+        warn_once(f"After {context} tokens, as in training, it sees only the last {context // 2} to {context} tokens")
     windows = [block.self_attn.window for block in model.layers]
     text, cache = ids, [KVCache(window) for window in windows]
     for _ in range(n):
@@ -231,14 +219,12 @@ def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
     elif (folder / "config.json").is_file():
         source = open_hf_folder(folder, tokenizer, chat)
     else:
-        raise UserError(
-            f"--run {spec} holds neither checkpoints, as a run folder does, nor config.json, as a model's folder does"
-        )
+        raise UserError(f"--run {spec} holds neither the checkpoints of a run nor a model's config.json")
     ids, room = source.tokenizer.vocab_size, source.config.vocab_size
     if ids > room:
         raise UserError(
-            f"--run {spec}: the tokenizer has {ids} ids, the model a vocabulary of {room}; name the --tokenizer that"
-            " the model was trained with"
+            f"--run {spec}: the tokenizer has {ids} ids, the model a vocabulary of {room}: name the --tokenizer that it"
+            " was trained with"
         )
     return source
 
@@ -250,10 +236,16 @@ def open_run(run: Path, tokenizer: str | None) -> Source:
     if tokens is None:
         raise UserError(f"--run {run} was trained on token shards: name the --tokenizer that made them")
     print(f"{run}, step {found.step}", file=sys.stderr)
-    shape, dtype = found.model_config, DTYPES.get(found.config.dtype, torch.float32)
-    chats = bool(tokens.chat_template or found.manifest["position"].get("chat"))
-    context = found.config.trained_length(shape)
-    return Source(shape, found.model_reader(), dtype, tokens, context, True, tokens.stop_ids, chats)
+    return Source(
+        config=found.model_config,
+        read=found.model_reader(),
+        dtype=DTYPES.get(found.config.dtype, torch.float32),
+        tokenizer=tokens,
+        context=found.config.trained_length(found.model_config),
+        bos=True,
+        stop=tokens.stop_ids,
+        chats=bool(tokens.chat_template or found.manifest["position"].get("chat")),
+    )
 
 
 def open_hf_folder(folder: Path, tokenizer: str | None, chat: bool) -> Source:
@@ -261,10 +253,16 @@ def open_hf_folder(folder: Path, tokenizer: str | None, chat: bool) -> Source:
     eos_token_id of generation_config.json, or else of config.json."""
     shape, values = read_config(folder), read_json(folder / "config.json")
     tokens = load_tokenizer(tokenizer or str(folder))
-    half = "bfloat16" in (values.get("dtype"), values.get("torch_dtype"))
-    dtype = torch.bfloat16 if half else torch.float32
-    stop, chats = tokens.stop_ids if chat else tokens.eos_ids, bool(tokens.chat_template)
-    return Source(shape, open_weights(folder, shape), dtype, tokens, shape.max_seq_len, tokens.adds_bos, stop, chats)
+    return Source(
+        config=shape,
+        read=open_weights(folder, shape),
+        dtype=torch.bfloat16 if "bfloat16" in (values.get("dtype"), values.get("torch_dtype")) else torch.float32,
+        tokenizer=tokens,
+        context=shape.max_seq_len,
+        bos=tokens.adds_bos,
+        stop=tokens.stop_ids if chat else tokens.eos_ids,
+        chats=bool(tokens.chat_template),
+    )
 
 
 # ---- the command line
@@ -280,9 +278,7 @@ def typed_lines() -> Iterator[str]:
         except EOFError:
             return
         except UnicodeError as e:
-            raise UserError(
-                f"Standard input is not UTF-8 at position {e.start} of a line: set the terminal to it, or convert it"
-            ) from None
+            raise UserError(f"Standard input is not UTF-8 at position {e.start} of a line: convert it") from None
         except KeyboardInterrupt:
             print()
         if line.strip():
@@ -324,8 +320,8 @@ def main(argv: list[str]) -> None:
     tools = parse_field(read_file(Path(args.tools)), f"--tools {args.tools}") if args.tools else []
     if args.chat and not source.chats:
         warn_once(
-            f"--chat: {args.run} has no chat template and was not trained on conversations, so expect no useful"
-            " answers. Leave out --chat to continue a text"
+            f"--chat: {args.run} has no chat template and was not trained on conversations: leave out --chat to"
+            " continue a text"
         )
     model = source.load(find_device(1), DTYPES.get(args.dtype))
     how = {"n": args.tokens, "context": source.context, "stop": source.stop}

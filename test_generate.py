@@ -429,7 +429,7 @@ def test_what_another_version_wrote_is_refused(tmp_path):
         "--temperature -1", "--temperature nan", "--top_p 0", "--top_p 1.1", "--top_k -1", "--tokens 0")),
     *((words, "give --chat too") for words in ("--system x", "--tools x")),
     ("--promt x", "did you mean --prompt"), ("--run {empty} --promt x --tokns 3", "did you mean --prompt, --tokens"),
-    ("--run {empty}", "neither checkpoints.* nor config.json"),
+    ("--run {empty}", "neither the checkpoints.* nor .*config.json"),
     ("--run {empty}/nothing", "no such folder"),
     ("--run {run} --tokenizer {llama3}", "the tokenizer has 1500 ids, the model a vocabulary of 258"),
 ])  # fmt: skip

@@ -50,6 +50,7 @@ FOLLOWS = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
+TURN = ("role", "from", "content", "value")  # fields of a message: who speaks, and the text
 EMPTY = (None, "", "[]", [], {})  # values of a field that says nothing
 # Fields of a row that a template can read.
 INPUTS = {
@@ -185,7 +186,7 @@ def _read_message(message) -> dict:
     _refuse(message, "a message")
     speaker, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
     role = SPEAKERS.get(str(speaker), speaker)
-    out = {name: value for name, value in message.items() if value not in EMPTY and name not in ("from", "value")}
+    out = {name: value for name, value in message.items() if value not in EMPTY and name not in TURN}
     if isinstance(content, list):
         content = "".join(map(_read_part, content))
     if speaker == "function_call":
@@ -350,16 +351,13 @@ def _check_messages(messages: list[dict]) -> None:
 
 def _generated(text: str, messages: list[dict]) -> tuple[list[tuple[int, int]], str]:
     """-> (the places of the generated texts that are trained on, the text without OPEN and CLOSE)"""
-    spans, parts, at = [], re.split(f"[{OPEN}{CLOSE}]", text), 0
-    for i, part in enumerate(parts):
-        spans += [(at, at + len(part))] * (i % 2)
-        at += len(part)
+    parts = re.split(f"[{OPEN}{CLOSE}]", text)
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
-    if 0 in weights and len(weights) != len(spans):
-        raise UserError(
-            f"Chat: answers have weights, but the template marks {len(spans)} texts of {len(weights)} answers"
-        )
-    return [span for i, span in enumerate(spans) if 0 not in weights[i : i + 1]], "".join(parts)
+    if 0 in weights and len(parts) != 2 * len(weights) + 1:
+        raise UserError(f"Chat: {len(weights)} answers have weights, but the template marks {len(parts) // 2} texts")
+    ends, count = [*accumulate(map(len, parts))], len(parts) // 2
+    spans = [(ends[2 * i], ends[2 * i + 1]) for i in range(count) if 0 not in weights[i : i + 1]]
+    return spans, "".join(parts)
 
 
 def _answers(render: Render, messages: list[dict], text: str, control: re.Pattern) -> list[tuple[int, int]]:

@@ -64,6 +64,16 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(typos)}")
 
 
+REQUIRED = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "huggingface_hub",
+    "tokenizers",
+    "sentencepiece",
+    "jinja2",
+    "matplotlib",
+)
 # The errors that a user's mistake in a path raises.
 PATH_MISTAKES = errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
 FULL_DISK = errno.ENOSPC, errno.EDQUOT
@@ -80,16 +90,13 @@ def describe_error(error: Exception) -> tuple[int, str, bool]:
     if isinstance(error, Message):
         return 2 if isinstance(error, UserError) else 1, str(error), isinstance(error, (RankError, RankFailure))
     if isinstance(error, OSError) and error.errno in FULL_DISK:
-        return 1, f"the disk is full: free some space, then run the same command again: {error}", False
+        return 1, f"the disk is full: free some space, then try again: {error}", False
     if isinstance(error, OSError) and error.filename:
         return 2 if error.errno in PATH_MISTAKES else 1, f"a file or folder cannot be used: {error}", False
     traceback.print_exception(error)
     message = f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {type(error).__name__}: {error}"
     if kernel := re.search(r"(/[^\s:'\"]+)/\w\w/c\w{51}\.", message):  # compiled, or to be compiled, by torch
-        message += (
-            "\nA run that was killed while it compiled may have left a broken file in the compiler's cache. Delete the"
-            f" cache and run the same command again: rm -r {kernel[1]}"
-        )
+        message += f"\nThe compiler's cache may hold a broken file. Delete it and try again: rm -r {kernel[1]}"
     return 1, message, True
 
 
@@ -159,12 +166,11 @@ def prepare_python() -> None:
 
 
 def _use_venv() -> None:
-    required = "torch numpy safetensors huggingface_hub tokenizers sentencepiece jinja2 matplotlib"
-    missing = [name for name in required.split() if importlib.util.find_spec(name) is None]
+    missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
     if not missing:
         return
     venv = Path(__file__).parents[1] / ".venv"
-    python = venv / "bin" / "python"
+    python = venv / "bin/python"
     if python.exists() and Path(sys.prefix).resolve() != venv.resolve():
         os.execv(python, [str(python), *sys.argv])
     say_error(f"This Python ({sys.executable}) lacks {', '.join(missing)}: run `bash launch.sh setup` first")

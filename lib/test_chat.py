@@ -2,26 +2,24 @@
 
 Each template has traits of a published one. Its text is our own, and short."""
 
+import functools
 import json
 import random
 import re
-from dataclasses import replace
 
 import pytest
 import tokenizers
 import torch
 import transformers
 
+import train
 from lib import tokenizer as T
-from lib.chat import chat_template, render_chat
+from lib.chat import chat_template, find_messages, render_chat
 from lib.errors import UserError
 from lib.test_tokenizer import _json, _write
 from lib.text import ID, TRAINED, Encoder, TextRow, find_files, prepare
 from lib.tokenizer import decode_marked
-from lib.weights import export_model, write_files
-from model import MODELS as SHAPES
-from model import Transformer
-from test_model import scramble
+from lib.weights import write_files
 
 HEAD = r"""{%- for m in messages %}{%- if m.role != 'assistant' %}{{- '<|im_start|>' + m.role + '\n' + m.content
 + '<|im_end|>\n' }}{%- else %}{{- '<|im_start|>assistant\n' }}{%- generation %}"""
@@ -60,6 +58,7 @@ or m.reasoning_content) %}{{- '<think>\n' + (m.reasoning_content or '') + '\n</t
 {{- '[CALL]' + c.function | tojson }}{%- endfor %}{{- eos_token }}{%- endgeneration %}{%- endif %}{%- endfor %}""",
 }  # fmt: skip
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "naïve <|im_end|>"}}}
+GENERATION = r"\{%-? (end)?generation %\}"
 ADD = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 
 
@@ -97,8 +96,7 @@ def _conversations(seed: int, tools: bool, reasons: bool, system: bool):
 def test_ids_and_masks_are_those_of_transformers(name, merges, tmp_path):
     """Their mask needs the generation blocks of the template; ours is the same with and without them."""
     ours, theirs = _tokenizer(tmp_path, TRAITS[name], merges)
-    bare = re.sub(r"\{%-? (end)?generation %\}", "", TRAITS[name])
-    assert "generation %" not in bare
+    bare = re.sub(GENERATION, "", TRAITS[name])
     has_tools = name in ("calls", "reasons", "opens", "moves")
     for seed, system in [(seed, system) for seed in range(4) for system in (False, True)]:
         for messages in _conversations(seed, has_tools, name in ("reasons", "channels"), system):
@@ -159,28 +157,28 @@ def test_named_templates(tmp_path):
         render_chat(ours, [{"role": "system", "content": "x"}, *ask], refuses)
 
 
-def test_the_end_of_an_answer_is_trained_on_even_if_it_pads(tmp_path):
-    """An export of a model that was trained on tool calls continues the same conversation in transformers, which stops
-    at that token. The list of the source's ends is kept."""
+def test_a_run_on_tool_calls_ends_in_a_folder_that_transformers_continues(tmp_path):
+    """It renders the same ids, answers as in the trained conversation, and stops at the end of each answer, which was
+    trained on although it is also the padding. The list of the source's ends is kept."""
     generation = {"eos_token_id": [3, 7], "pad_token_id": 3}
     tokens = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
     ours, _ = _tokenizer(tmp_path / "own", TRAITS["calls"], config=tokens, generation_config__json=generation)
-    messages = [ASK, CALLING, RESULT, ANSWER, ASK]
-    ids, mask = render_chat(ours, messages, ours.chat_template, {"tools": ADD})
-    assert [i for i, on in zip(ids, mask, strict=True) if on].count(
-        ours.eos_id
-    ) == 2 and ours.eos_id == ours.pad_id == 3
-    model = scramble(Transformer(replace(SHAPES["tiny-llama"], vocab_size=ours.vocab_size)))
-    export_model(model, tmp_path / "hf", tokenizer=ours, talks=True)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    how = {"tools": ADD, "add_generation_prompt": True, "return_dict": False}
-    plain = json.loads(json.dumps(messages).replace("<|im_end|>", "end"))
-    expected, _ = render_chat(ours, plain, ours.chat_template, {"tools": ADD})
-    assert theirs.apply_chat_template(plain, **how) == expected
-    reader = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert reader.generation_config.eos_token_id == [3, 7] == reader.config.eos_token_id and theirs.eos_token_id == 3
-    reader.lm_head.weight.data[3] = 1e3 * reader.model(torch.tensor([expected]))[0][0, -1]
-    assert reader.generate(torch.tensor([expected]), max_new_tokens=9).tolist() == [[*expected, 3]]
+    messages = [ASK, ANSWER | {"tool_calls": [SUM]}, RESULT, {"role": "assistant", "content": "It is 2."}]
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": messages, "tools": ADD}) + "\n") * 8)
+    flags = "--model tiny-llama --seq_len 128 --micro_batch 4 --batch_tokens 512 --steps 40 --lr 5e-3 --compile none"
+    flags += f" --dtype fp32 --eval_every 0 --vocab_size {ours.vocab_size} --tokenizer {tmp_path}/own"
+    assert train.main([*flags.split(), "--data", f"{tmp_path}/rows.jsonl", "--out", f"{tmp_path}/run"]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf")
+    assert model.generation_config.eos_token_id == [3, 7] == model.config.eos_token_id
+    assert ours.eos_id == ours.pad_id == theirs.eos_token_id == 3
+    for k in (1, 3):
+        how = {"tools": ADD, "return_dict": False}
+        prompt = theirs.apply_chat_template(messages[:k], add_generation_prompt=True, **how)
+        assert prompt == render_chat(ours, messages[:k], ours.chat_template, {"tools": ADD})[0]
+        text = model.generate(torch.tensor([prompt]), max_new_tokens=64)[0].tolist()
+        whole = theirs.apply_chat_template(messages[: k + 1], **how)
+        assert text == whole[: len(text)] and text[-1] == 3 and len(text) > len(prompt) + 1
 
 
 def test_bos_is_written_by_the_template_alone(tmp_path):
@@ -200,34 +198,127 @@ ASK, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "conten
 CALLING = ANSWER | {"tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "2", "name": "add", "tool_call_id": "abcdefghi"}
 THINKS = {"role": "assistant", "content": "So.", "thinking": "hm"}
+SUM = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
-def _row(template: str, folder, row: dict) -> tuple[str, list]:
-    """-> (the marked text of a row, its notes)"""
-    ours, _ = _tokenizer(folder, template)
-    tokens, _ = Encoder(str(folder), chat_fields=("ask", "say"))(TextRow(row), notes := [])
-    ids, trained = [t & ID for t in tokens], [bool(t & TRAINED) for t in tokens]
-    return re.sub(r"<\|im_(start|end)\|>|\n", "", decode_marked(ours, ids, trained, False)), notes
+@pytest.fixture(scope="module")
+def tokenizers_of(tmp_path_factory):
+    """tokenizers_of(template) -> its folder, our tokenizer, transformers'"""
+
+    @functools.cache
+    def make(template):
+        folder = tmp_path_factory.mktemp("tokenizer")
+        return str(folder), *_tokenizer(folder, template)
+
+    return make
 
 
-@pytest.mark.parametrize("template, row, marked", [
+FIELDS = ("sys", "ask", "say")  # of --chat_fields
+
+
+def _two(question="Why?", answer="So."):
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+
+
+# Shapes of rows in public data sets, a template, and the rendered text: [[trained]], « and » for <|im_start|> and
+# <|im_end|>, without line feeds.
+ROWS = [
+    ("plain", {"messages": [ASK, ANSWER]}, "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"messages": [{"role": "system", "content": "Be brief."}, ASK, ANSWER, ASK, ANSWER]},
+     "«systemBe brief.»«userWhy?»«assistant[[So.»]]«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"messages": json.dumps([ASK, ANSWER])}, "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"messages": [ASK | {"content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]},
+                            ANSWER]}, "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"messages": [ASK, ANSWER, ASK]}, "«userWhy?»«assistant[[So.»]]«userWhy?»«assistant"),
+    ("plain", {"messages": [{"role": "developer", "content": "Be brief."}, ASK, ANSWER]},
+     "«developerBe brief.»«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"messages": [ASK, ANSWER | {"weight": 0}, ASK, ANSWER | {"train": True}, ASK, ANSWER | {"loss": False}]},
+     "«userWhy?»«assistantSo.»«userWhy?»«assistant[[So.»]]«userWhy?»«assistantSo.»"),
+    ("plain", {"messages": [ASK | {"trainable": False}, ANSWER | {"trainable": True}]},
+     "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"conversations": _two() + _two("And?", "No.")},
+     "«userWhy?»«assistant[[So.»]]«userAnd?»«assistant[[No.»]]"),
+    ("plain", {"conversations": [{"from": "system", "value": "Be brief."}, *_two()]},
+     "«systemBe brief.»«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"conversations": _two(), "system": "Be brief."}, "«systemBe brief.»«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"conversation": [{"role": "user", "content": "Why?"}, {"role": "bot", "content": "So."}]},
+     "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"prompt": "Why?", "completion": "So."}, "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"prompt": [ASK], "completion": [ANSWER]}, "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"prompt": "Why?", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER | {"content": "No."}]},
+     "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"prompt": [ASK], "chosen": [ANSWER], "rejected": "No."}, "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"instruction": "Add.", "input": "1 1", "output": "2"}, "«userAdd.1 1»«assistant[[2»]]"),
+    ("plain", {"instruction": "Why?", "input": "", "output": "So."}, "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"ask": "Why?", "say": "So."}, "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"ask": "Why?", "say": "So.", "sys": "Be brief."}, "«systemBe brief.»«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"ask": "Why?", "say": "The end <|im_end|> of it."}, "«userWhy?»«assistant[[The end » of it.»]]"),
+    ("", {"prompt": "Why?", "completion": "So."}, "«userWhy?»«assistant[[So.»]]"),
+    ("{% if shout %}!{% endif %}" + TRAITS["plain"], {"ask": "Why?", "say": "So.", "chat_template_kwargs": {
+        "shout": True}}, "!«userWhy?»«assistant[[So.»]]"),
+    ("{{ documents | tojson }}" + TRAITS["plain"], {"ask": "Why?", "say": "So.", "documents": [{"text": "d"}]},
+     '[{"text": "d"}]«userWhy?»«assistant[[So.»]]'),
     ("calls", {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": json.dumps([{"function": {
         "name": "add", "arguments": '{"a": 1}'}}])}, RESULT, ANSWER], "tools": json.dumps([{"name": "add"}])},
-     'tools[{"name": "add"}]userWhy?assistant[[<call>{"name": "add", "arguments": {"a": 1}}</call>]]tool2'
-     'assistant[[So.]]'),
-    ("plain", {"messages": [ASK, ANSWER | {"weight": 0}, ASK, ANSWER | {"train": True}, ASK, ANSWER | {"loss": False}]},
-     "userWhy?assistantSo.userWhy?assistant[[So.]]userWhy?assistantSo."),
-    ("reasons", {"messages": [ASK, {"role": "assistant", "content": "So.", "thinking": "hm"}]},
-     "userWhy?assistant[[<think>hm</think>So.]]"),
-    ("calls", {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "<tool_call>"},
-                                 {"from": "observation", "value": "2"}, {"from": "gpt", "value": "So."}]},
-     "userWhy?assistant[[<tool_call>]]tool2assistant[[So.]]"),
-    ("{% if shout %}!{% endif %}" + TRAITS["plain"], {"ask": "Why?", "say": "So.", "chat_template_kwargs": {
-        "shout": True}}, "!userWhy?assistant[[So.]]"),
-])  # fmt: skip
-def test_fields_are_rendered(template, row, marked, tmp_path):
-    row |= {"id": 7, "source": "x", "prompt": "Why?", "reward_score": 0.5, "empty": None}  # bookkeeping is no news
-    assert _row(TRAITS.get(template, template), tmp_path, row) == (marked, [])
+     '«tools[{"name": "add"}]»«userWhy?»«assistant[[<call>{"name": "add", "arguments": {"a": 1}}</call>»'
+     ']]«tool2»«assistant[[So.»]]'),
+    ("calls", {"messages": [ASK, ANSWER | {"tool_calls": [SUM, SUM]}, RESULT, RESULT, ANSWER]},
+     '«userWhy?»'
+     '«assistant[[So.<call>{"name": "add", "arguments": {"a": 1}}</call>'
+     '<call>{"name": "add", "arguments": {"a": 1}}</call>»]]«tool2»«tool2»«assistant[[So.»]]'),
+    ("calls", {"messages": [ASK, ANSWER | {"tool_calls": [SUM]}, RESULT, ANSWER | {"tool_calls": [SUM]}, RESULT, ANSWER,
+                            ASK]},
+     '«userWhy?»«assistant[[So.<call>{"name": "add", "arguments": {"a": 1}}</call>»]]«tool2»«assistant[[So.'
+     '<call>{"name": "add", "arguments": {"a": 1}}</call>»]]«tool2»«assistant[[So.»]]«userWhy?»«assistant'),
+    ("calls", {"conversations": [
+        *_two(answer="One moment."), {"from": "human", "value": "And?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "2"}, {"from": "gpt", "value": "So."}], "tools": '[{"name": "add"}]'},
+     '«tools[{"name": "add"}]»«userWhy?»«assistant[[One moment.»]]«userAnd?»'
+     '«assistant[[<call>{"name": "add", "arguments": {"a": 1}}</call>»]]«tool2»«assistant[[So.»]]'),
+    ("calls", {"conversations": [*_two(answer="<tool_call>"), {"from": "tool", "value": "2"},
+                                 {"from": "gpt", "value": "So."}]},
+     "«userWhy?»«assistant[[<tool_call>»]]«tool2»«assistant[[So.»]]"),
+    ("reasons", {"messages": [ASK, THINKS]}, "«userWhy?»«assistant[[<think>hm</think>So.»]]"),
+    ("reasons", {"messages": [ASK, ANSWER | {"reasoning_content": "hm"}]},
+     "«userWhy?»«assistant[[<think>hm</think>So.»]]"),
+    ("reasons", {"messages": [ASK, ANSWER, ASK, ANSWER]},
+     "«userWhy?»«assistant[[So.»]]«userWhy?»«assistant[[<think></think>So.»]]"),
+    ("channels", {"messages": [ASK, ANSWER, ASK, THINKS]},
+     "«user<|begin_of_text|>Why?»«assistant[[<|begin_of_text|>finalSo.»]]«user<|begin_of_text|>Why?»"
+     "«assistant[[<|begin_of_text|>hm»<|begin_of_text|>finalSo.<|end_of_text|>]]"),
+    ("opens", {"messages": [ASK, ANSWER, ASK, ANSWER]},
+     "<|begin_of_text|>user: Why?«[[So.<|end_of_text|>]]user: Why?«[[So.<|end_of_text|>]]"),
+    ("moves", {"messages": [{"role": "system", "content": "Be brief."}, ASK, ANSWER, ASK, ANSWER]},
+     "<|begin_of_text|>[INST] Why?[/INST][[ So.<|end_of_text|>]][INST] Be brief.Why?[/INST][[ So.<|end_of_text|>]]"),
+    ("moves", {"messages": [ASK, ANSWER | {"tool_calls": [SUM]}, RESULT, ANSWER], "tools": [{"name": "add"}]},
+     '<|begin_of_text|>[TOOLS][{"name": "add"}][INST] Why?[/INST][[ So.'
+     '[CALL]{"name": "add", "arguments": {"a": 1}}<|end_of_text|>]][RESULT]2[[ So.<|end_of_text|>]]'),
+]  # fmt: skip
+
+
+def _read(folder, row: dict) -> tuple[list[int], list[int], list]:
+    """-> (ids, mask, notes) of a row"""
+    tokens, _ = Encoder(folder, chat_fields=FIELDS)(TextRow(row), notes := [])
+    return [t & ID for t in tokens], [int(t & TRAINED > 0) for t in tokens], notes
+
+
+@pytest.mark.parametrize("template, row, marked", ROWS)
+def test_rows_are_rendered(template, row, marked, tokenizers_of):
+    """With and without generation blocks, of which transformers knows the mask."""
+    template = TRAITS.get(template, template)
+    folder, ours, theirs = tokenizers_of(template)
+    bookkeeping = {"id": 7, "source": "x", "reward_score": 0.5, "empty": None}
+    ids, mask, notes = _read(folder, row | bookkeeping)
+    text = decode_marked(ours, ids, mask, False).replace("<|im_start|>", "«").replace("<|im_end|>", "»")
+    assert text.replace("\n", "") == marked and not notes
+    assert _read(tokenizers_of(re.sub(GENERATION, "", template))[0], row)[:2] == (ids, mask)
+    messages, inputs, _ = find_messages(row, FIELDS)
+    if template and "<|im_end|>" not in str(messages):  # which transformers reads as a control token
+        how = {"add_generation_prompt": messages[-1]["role"] != "assistant", "return_assistant_tokens_mask": True}
+        expected = theirs.apply_chat_template(messages, return_dict=True, **how, **inputs)
+        assert ids == expected["input_ids"]
+        assert mask == expected["assistant_masks"] or any("weight" in message for message in messages)
 
 
 @pytest.mark.parametrize("template, row, message", [
@@ -236,7 +327,9 @@ def test_fields_are_rendered(template, row, marked, tmp_path):
     ("plain", {"messages": [ASK, THINKS]}, "not render reasoning_content: 'hm'"),
     ("plain", {"messages": [ASK | {"name": "Ann"}, ANSWER]}, "not render name: 'Ann'"),
     ("plain", {"messages": [ASK, ANSWER | {"weight": 0.5}]}, "weight 0.5, expected 0, or 1 for an answer"),
+    ("plain", {"messages": [ASK | {"train": True}, ANSWER]}, "a message of the user has train True, expected 0, or 1"),
     ("plain", {"messages": [ASK, ANSWER | {"weight": 0}]}, "nothing is trained on"),
+    ("calls", {"conversations": [*_two()[:1], {"from": "function_call", "value": "add"}]}, "function_call is 'add'"),
     ("plain", {"messages": [ASK, ANSWER], "loss_mask": [0, 1]}, "the row has loss_mask"),
     ("plain", {"messages": [ASK, ANSWER | {"mask": True}]}, "a message has mask True"),
     ("plain", {"instruction": "a", "output": "b", "input": ["c"]}, r"input is \['c'\], expected a text"),
@@ -244,9 +337,9 @@ def test_fields_are_rendered(template, row, marked, tmp_path):
     ("calls", {"messages": [ASK, ANSWER | {"tool_calls": ["add"]}]}, "a tool call is 'add', expected an object"),
     ("moves", {"messages": [ASK, ANSWER, RESULT, ANSWER]}, "no call"),
 ])  # fmt: skip
-def test_fields_are_refused(template, row, message, tmp_path):
+def test_fields_are_refused(template, row, message, tokenizers_of):
     with pytest.raises(UserError, match=message):
-        _row(TRAITS[template], tmp_path, row)
+        _read(tokenizers_of(TRAITS[template])[0], row)
 
 
 def test_what_is_left_out_is_counted(tmp_path, caplog):

@@ -115,7 +115,7 @@ def test_a_stream_holds_whole_characters(tmp_path):
         pieces = [feed(i) for i in ours.encode(text)]
         assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
         assert feed(None) == "" and feed(ours.encode("\u65e5")[-1]) == "" and feed(None) == "\ufffd"
-        with pytest.raises(UserError, match="surrogate"):
+        with pytest.raises(UserError, match="surrogates not allowed"):
             ours.encode("a\ud800b")
 
 
@@ -231,9 +231,9 @@ def test_fingerprint(tmp_path):
     ({"tokenizer__json": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"}, "LFS pointer"),
     *(({"tokenizer__json": content}, "damaged") for content in (b'{"model": ', b'{"a":' * 100_000, b"[1, 2]")),
     ({"tokenizer__model": b"\x80\x02}q\x00."}, "a pickle, which can run code"),
-    ({"vocab__json": {"a": 0}}, "Other formats (vocab.json"),
+    ({"vocab__json": {"a": 0}}, "vocab.json is damaged, or no tokenizer.json"),
     ({"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"bos_token": "<nope>"}}, "BOS '<nope>'"),
-    ({"tokenizer__json": _json("gpt2") | {"added_tokens": []}}, "name bos_token and eos_token"),
+    ({"tokenizer__json": _json("gpt2") | {"added_tokens": []}}, "name them in its folder's tokenizer_config.json"),
     ({"tokenizer__model": _model("llama2"),
       "tokenizer_config__json": {"added_tokens_decoder": {"1000": {"content": "<pad>"}}}}, "lacks <pad>"),
     ({"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"extra_special_tokens": ["<new>"]}}, "lacks <new>"),
@@ -405,33 +405,6 @@ def _chat_tokenizer(family: str, folder):
     d = _llama2_json(kind, folder / "model") if kind in MODELS else _json(kind)
     config = {"chat_template": TEMPLATES[family], "bos_token": bos, "eos_token": eos}
     return T.load_tokenizer(_write(folder, tokenizer__json=d, tokenizer_config__json=config))
-
-
-@pytest.mark.parametrize("family", [*TEMPLATES, "bytes", "ours: llama3.1", "ours: chatml", "ours: mixtral"])
-def test_the_mask_is_what_a_model_would_answer(family, tmp_path):
-    """The mask of an answer covers the ids between the prompt for it and the next message."""
-    kind = family.removeprefix("ours: ")
-    ours = T.ByteTokenizer() if family == "bytes" else _chat_tokenizer(kind, tmp_path)
-    if kind != family:
-        ours.chat_template = ""
-    template = chat_template(ours, "mixtral" if kind == "mixtral" else "llama")
-    tail = [*ours.encode("\n")] if kind == "chatml" else []  # behind the token that closes a turn
-    for messages in _conversations():
-        # With ChatML, a line feed that begins an answer can be one token with the line feed before it.
-        messages = [m | {"content": m["content"].lstrip("\n")} for m in messages]
-        if messages[0]["role"] == "system" and kind == "mixtral":
-            continue  # the system message moves to the last question
-        ids, mask = render_chat(ours, messages, template)
-        expected = [0] * len(ids)
-        for k, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt, none = render_chat(ours, messages[:k], template)
-                answered, _ = render_chat(ours, messages[: k + 1], template)
-                assert ids[: len(answered)] == answered and answered[: len(prompt)] == prompt and none[-1] == 0
-                end = len(answered) - len(tail)
-                assert answered[end:] == tail and answered[end - 1] in ours.control.values()
-                expected[len(prompt) : end] = [1] * (end - len(prompt))
-        assert mask == expected
 
 
 def test_templates_that_fail_are_refused():

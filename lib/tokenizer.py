@@ -52,16 +52,11 @@ class Tokenizer:
 
     def encode_with_offsets(self, text: str, is_first: bool) -> tuple[list[int], Callable[[], list[tuple[int, int]]]]:
         """-> (ids, a function that gives the place of each of them in the text, in characters)"""
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise UserError(
-                f"The text is not UTF-8: character {e.start} is a stray byte or half of a surrogate pair"
-            ) from None
         with _library_errors(f"The tokenizer cannot encode the text {text[:80]!r}"):
+            text.encode()  # not every library refuses half of a surrogate pair
             ids, offsets = self._encode(text, is_first)
         if not self.reserved.isdisjoint(ids):
-            raise UserError(f"The tokenizer reads a part of the text {text[:80]!r} as a control token")
+            raise UserError(f"The tokenizer reads a part of the text {text!r:.80} as a control token")
         return ids, offsets
 
     def decoder(self) -> Callable[[int | None], str]:
@@ -215,9 +210,7 @@ def _load(path: Path) -> Tokenizer:
     files = path, *(path / name for name in TOKENIZER_FILES)
     source = next((file for file in files if file.is_file()), files[1])
     with _library_errors(
-        f"--tokenizer {path}: {source.name} is damaged, or neither a tokenizer.json nor sentencepiece's"
-        " tokenizer.model. Other formats (vocab.json, tiktoken's) are not read: download the tokenizer.json next to"
-        f" config.json on the hub, or {CONVERT}"
+        f"--tokenizer {path}: {source.name} is damaged, or no tokenizer.json or tokenizer.model: {CONVERT}"
     ):
         try:
             return _read_tokenizer(source)
@@ -229,8 +222,8 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     folder, data = source.parent, read_file(source)
     files = [read_object(folder / name) for name in SETTINGS_FILES if (folder / name).is_file()]
     settings = {key: value for file in files for key, value in file.items() if value not in (None, [], {})}
-    texts = {key: _content(token) for key, token in settings.items() if key.endswith("_token")}
-    names = {key: text for key, text in texts.items() if isinstance(text, str)}
+    named = {key: value for key, value in settings.items() if key.endswith("_token") and isinstance(value, (str, dict))}
+    names = {key: _content(token) for key, token in named.items()}
     added = [*settings.get("added_tokens_decoder", {}).values()]
     lists = [settings.get(key, []) for key in SPECIAL_LISTS]
     listed = [_content(t) for tokens in lists for t in (tokens.values() if isinstance(tokens, dict) else tokens)]
@@ -241,8 +234,7 @@ def _read_tokenizer(source: Path) -> Tokenizer:
         tokenizer.flags = added
     if absent := {*listed, *(token["content"] for token in added)} - tokenizer.vocab.keys():
         raise UserError(
-            f"{source.name} lacks {', '.join(sorted(absent))}, which tokenizer_config.json names: remove them there, or"
-            f" {CONVERT}"
+            f"{source.name} lacks {', '.join(sorted(absent))}, which tokenizer_config.json names: {CONVERT}"
         )
     strips = {t["content"]: [WHITE_SPACE * t.get(end, False) for end in ("lstrip", "rstrip")] for t in tokenizer.flags}
     tokenizer.strips = {text: ends for text, ends in strips.items() if any(ends)}
@@ -289,8 +281,7 @@ def _set_ends(tokenizer: Tokenizer, names: dict[str, str], ids: int | list[int])
     bos, eos = names["bos_token"], names["eos_token"]
     if not {bos, eos} <= control.keys():
         raise UserError(
-            f"its BOS {bos!r} or EOS {eos!r} is not a control token: name bos_token and eos_token in a"
-            " tokenizer_config.json in its folder"
+            f"BOS {bos!r} or EOS {eos!r} is no control token: name them in its folder's tokenizer_config.json"
         )
     tokenizer.names, tokenizer.bos_id, tokenizer.eos_id = names, control[bos], control[eos]
     tokenizer.eos_ids = (ids if isinstance(ids, list) else [ids]) or [control[eos]]
