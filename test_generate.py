@@ -88,10 +88,10 @@ def test_choices_have_the_right_probabilities(temperature, top_k, top_p):
 def test_greedy_is_transformers_generate(name):
     """Past rope scaling's original context, and past the window."""
     ours, theirs = make_pair(name)
-    prompts = random_tokens(4, 9)
+    prompts = random_tokens(4, 41)
     how = {"attention_mask": torch.ones_like(prompts), "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
-    whole = theirs.generate(prompts, max_new_tokens=50, **how)[:, 9:]
-    assert torch.equal(run(ours, prompts, 50, temperature=0), whole)
+    whole = theirs.generate(prompts, max_new_tokens=18, **how)[:, 41:]
+    assert torch.equal(run(ours, prompts, 18, temperature=0), whole)
     assert len(whole.unique()) > 10  # not always the same token
 
 
@@ -161,7 +161,7 @@ TEMPLATE = (
 PROMPTS = ["The function returns", "A naïve 日本語 list", "x"]
 STOP = {"gpt2": [0], "llama3": [1, 4], "mixtral": [2]}  # end of text, and of a turn
 VOCAB = 1500
-GREEDY = ["--temperature", "0", "--tokens", "24"]
+GREEDY = ["--temperature", "0", "--tokens", "16"]
 
 
 def save_tokenizer(name: str, folder: Path):
@@ -201,7 +201,7 @@ def hub(tmp_path_factory):
 def their_ids(model, ids: list[int], stop: list[int]) -> list[int]:
     """All ids, including the prompt."""
     ids = torch.tensor([ids])
-    how = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": stop, "pad_token_id": 0}
+    how = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": stop, "pad_token_id": 0}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0].tolist()
 
 
@@ -232,7 +232,8 @@ def type_lines(monkeypatch, *lines) -> None:
     monkeypatch.setattr("builtins.input", Mock(side_effect=[*lines, EOFError]))
 
 
-def answers(hub, questions: list[str], system: str | None, first: int = 24) -> list[str]:
+@cache
+def answers(hub, questions: tuple[str, ...], system: str | None, first: int = 16) -> list[str]:
     """The answers of transformers, greedy, each to the whole conversation. first: tokens of the first answer."""
     folder, theirs, _, decode = hub("llama3")
     template = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template
@@ -241,7 +242,7 @@ def answers(hub, questions: list[str], system: str | None, first: int = 24) -> l
         messages.append({"role": "user", "content": question})
         prompt = template(messages, return_dict=False)
         ids = their_ids(theirs, prompt, STOP["llama3"])[len(prompt) :][: None if texts else first]
-        texts.append(decode(ids).rstrip("\ufffd" * (first < 24)))  # half a character is not shown
+        texts.append(decode(ids).rstrip("\ufffd" * (first < 16)))  # half a character is not shown
         messages.append({"role": "assistant", "content": texts[-1]})
     assert all(texts)
     return texts
@@ -252,7 +253,7 @@ def answers(hub, questions: list[str], system: str | None, first: int = 24) -> l
 def test_a_conversation(hub, capsys, monkeypatch, system, typed):
     """Each answer is to the whole conversation. Empty lines and Ctrl-C between the lines change nothing."""
     words = ["--run", hub("llama3")[0], "--chat", *GREEDY] + ["--system", system] * (system is not None)
-    questions = ["One", "Two", "Three"]
+    questions = "One", "Two", "Three"
     expected = answers(hub, questions, system)
     if typed:
         type_lines(monkeypatch, "One", "", KeyboardInterrupt, "Two", "Three")
@@ -265,7 +266,7 @@ def test_a_conversation(hub, capsys, monkeypatch, system, typed):
 
 def test_ctrl_c_stops_an_answer(hub, capsys, monkeypatch):
     """The next message continues after the text that was shown. An answer to --prompt ends the program."""
-    forward, calls, texts = Transformer.logits, itertools.count(1), answers(hub, ["One", "Two"], None, first=5)
+    forward, calls, texts = Transformer.logits, itertools.count(1), answers(hub, ("One", "Two"), None, first=5)
 
     def logits(*args, **how):
         if next(calls) == 6:
@@ -405,7 +406,7 @@ def test_a_run_on_token_shards_needs_a_tokenizer(tmp_path, hub, capsys):
     with pytest.raises(UserError, match="trained on token shards: name the --tokenizer"):
         main(["--run", str(tmp_path / "unknown")])
     ids = torch.tensor([[0, *encode("A list")]])
-    expected = decode([*ids[0].tolist(), *run(model, ids, 24, temperature=0)[0].tolist()])
+    expected = decode([*ids[0].tolist(), *run(model, ids, 16, temperature=0)[0].tolist()])
     for name, words in (("unknown", ["--tokenizer", folder]), ("known", [])):
         assert say(capsys, "--run", tmp_path / name, "--prompt", "A list", *GREEDY, *words) == expected + "\n"
 

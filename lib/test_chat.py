@@ -98,7 +98,7 @@ def test_ids_and_masks_are_those_of_transformers(name, merges, tmp_path):
     ours, theirs = _tokenizer(tmp_path, TRAITS[name], merges)
     bare = re.sub(GENERATION, "", TRAITS[name])
     has_tools = name in ("calls", "reasons", "opens", "moves")
-    for seed, system in [(seed, system) for seed in range(4) for system in (False, True)]:
+    for seed, system in [(seed, system) for seed in range(2) for system in (False, True)]:
         for messages in _conversations(seed, has_tools, name in ("reasons", "channels"), system):
             if not merges or "<|im_end|>" in str(messages):  # transformers reads it in a message as a control token
                 messages = json.loads(json.dumps(messages).replace("<|im_end|>", "end"))
