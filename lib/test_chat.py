@@ -157,7 +157,7 @@ def test_named_templates(tmp_path):
         render_chat(ours, [{"role": "system", "content": "x"}, *ask], refuses)
 
 
-def test_a_run_on_tool_calls_ends_in_a_folder_that_transformers_continues(tmp_path):
+def test_a_run_on_tool_calls_ends_in_a_folder_that_transformers_continues(tmp_path, monkeypatch):
     """It renders the same ids, answers as in the trained conversation, and stops at the end of each answer, which was
     trained on although it is also the padding. The list of the source's ends is kept."""
     generation = {"eos_token_id": [3, 7], "pad_token_id": 3}
@@ -167,6 +167,8 @@ def test_a_run_on_tool_calls_ends_in_a_folder_that_transformers_continues(tmp_pa
     (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": messages, "tools": ADD}) + "\n") * 8)
     flags = "--model tiny-llama --seq_len 128 --micro_batch 4 --batch_tokens 512 --steps 40 --lr 5e-3 --compile none"
     flags += f" --dtype fp32 --eval_every 0 --vocab_size {ours.vocab_size} --tokenizer {tmp_path}/own"
+    monkeypatch.setattr("log.Log.draw", lambda _: None)  # these take seconds
+    monkeypatch.setattr("log.peak_flops", lambda *_: (1e12, "not measured"))
     assert train.main([*flags.split(), "--data", f"{tmp_path}/rows.jsonl", "--out", f"{tmp_path}/run"]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf")
