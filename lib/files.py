@@ -24,7 +24,7 @@ logger = logging.getLogger("flatland")
 ROOT = Path(__file__).parent.parent  # the checkout
 VERSION = "0.3.0"  # CHANGELOG.md lists its changes
 FULL = 2**20  # free bytes below which a disk counts as full
-KINDS = {  # the first bytes of files that are not what they should be
+KINDS = {  # first bytes -> a content that is neither configuration nor weights
     b"version https://git-lfs": "a git-LFS pointer, not the file: run `git lfs pull` there",
     rb"\s*<(!doctype|html|\?xml)": "an HTML or XML page: repeat the download with `python download.py ORG/NAME`",
     b"PK\3\4|\x80[\2-\5]": "a pickle, which can run code",

@@ -72,7 +72,7 @@ def _open_store(spec, flag):
 
 
 def _open_hub(spec, flag):
-    """The newest commit of the data set, or that of the revision."""
+    """The path names the data set's newest commit, or the commit of the revision."""
     from huggingface_hub import HfApi, HfFileSystem
 
     address = ADDRESS.fullmatch(spec)

@@ -243,8 +243,8 @@ class Encoder(NamedTuple):
         return cls(config.tokenizer, config.text_field, config.model_config.chat_format, config.chat_fields)
 
     def __call__(self, row: TextRow, notes: Notes | None = None) -> tuple[list[int], str]:
-        """A row -> (its tokens, its kind: text or chat, whose tokens carry TRAINED and BEGINS). notes: gets what of a
-        conversation is changed or left out. UserError if it is a bad row."""
+        """A row -> (its tokens, its kind: text or chat, whose tokens carry TRAINED and BEGINS). notes: receives the
+        changes and omissions in a conversation. UserError if it is a bad row."""
         content, tokenizer, name = row.content, _tokenizer(self.tokenizer), self.text_field or "text"
         if isinstance(content, UserError):
             raise content
@@ -535,7 +535,7 @@ def _write_shards(out, index, tokens, counts):
 
 
 def digest(files: list[TextFile], *made_with) -> str:
-    """A hash of the identity of files, and of what they are made into."""
+    """A hash of the identity of files, and of the settings for their product."""
     return hashlib.sha256(json.dumps([[file[:3] for file in files], made_with]).encode()).hexdigest()[:16]
 
 
