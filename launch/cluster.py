@@ -223,7 +223,7 @@ class Supervisor:
         details = f"---- the end of {cause['file']}\n{words}\n----\n" if words else ""
         what, error = cause["what"], cause.get("error", "")
         if error:
-            text = error.partition(": ")[2]  # without the type; of a Message, it is what the rank reported
+            text = error.partition(": ")[2]  # without the type; a rank's report, if it is a Message
             what = message if text in message else text if text.startswith("rank ") else f"{what}: {error}"
         if state == "failed" and message not in details + what:
             details += message + "\n"
@@ -249,7 +249,7 @@ class Supervisor:
 
 def first_cause(hosts: list[Host], cut: list[Host] = ()) -> dict:
     """The most likely first cause among the reports of the hosts. A host that did not answer is a cause itself, also if
-    it answers again; one that was silent earlier counts only if nothing else explains the end."""
+    it answers again; an earlier silence counts only if nothing else explains the end."""
     causes = [host.last["cause"] for host in hosts if host.last.get("cause")]
     for host in hosts:
         if what := host.silence or problem(host, host.last):
@@ -328,7 +328,7 @@ def pick_run(verb: str, words: list[str]) -> tuple[Path, argparse.Namespace]:
     flags = parser.parse_args(words)
     out = flags.out or max(Path("runs").glob("*/"), key=last_used, default=None)
     if not out or not out.is_dir():
-        raise UserError(f"{out or 'runs/*'} is no run in {Path.cwd()}. Give --out DIR, or start one: bash launch.sh")
+        raise UserError(f"{Path.cwd()} has no run {out or 'runs/*'}. Give --out DIR, or start one: bash launch.sh")
     return out, flags
 
 

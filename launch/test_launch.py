@@ -258,8 +258,8 @@ def test_a_deaf_run_without_tmux_ends_at_the_second_stop(checkout):
 
 @pytest.mark.parametrize("words, message", [
     (["recipe"], "'recipe' is not a verb: train setup recipes"), (["recipes/default.args"], "A recipe begins with @"),
-    (["status", "--out", "runs/absent"], "runs/absent is no run"), (["logs", "--nproc", "1"], "--nproc"),
-    (["logs"], "runs/* is no run"), (["--end", "mistake"], "error: found a mistake"),
+    (["status", "--out", "runs/absent"], "has no run runs/absent"), (["logs", "--nproc", "1"], "--nproc"),
+    (["logs"], "has no run runs/*"), (["--end", "mistake"], "error: found a mistake"),
 ])  # fmt: skip
 def test_mistakes_end_with_2_and_one_message(checkout, words, message):
     status, out, err = checkout.launch(*words)
