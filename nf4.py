@@ -49,7 +49,7 @@ def dequantize(
 ) -> Tensor:
     """The weight [out, in] in `dtype`, from quantize's two tensors and level_pairs."""
     values = nn.functional.embedding(codes.to(index), pairs).view(*scales.shape, BLOCK)
-    return (values * scales[..., None]).to(dtype).flatten(1)
+    return values.mul_(scales[..., None]).to(dtype).flatten(1)
 
 
 class _Linear(torch.autograd.Function):
