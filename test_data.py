@@ -6,12 +6,14 @@ import json
 import os
 import pickle
 import platform
+import pydoc_data.topics
 import re
 import resource
 import sys
 from dataclasses import replace
 from fractions import Fraction
 from importlib import metadata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -245,14 +247,32 @@ def test_text_is_tokenised_again_when_it_changes(tmp_path, text_cache):
     assert bytes(read(config(path))[1:11]) == b"other line"
 
 
-def test_built_in_text(monkeypatch):
-    documents = list(builtin_documents())
-    assert min(map(len, documents)) >= 200 and len(set(documents)) == len(documents)
-    assert sum(len(d.encode()) for d in documents) > 5e6
-    monkeypatch.setattr("lib.readers.builtin_documents", lambda: documents[:399])  # all would take seconds
+def test_built_in_text(tmp_path, monkeypatch):
+    """Python's topics, then docstrings, each once and if it is long; none of tests. Every 20th is held out."""
+    docstrings = [f"Docstring {i} says {' '.join(['something'] * 20)}" for i in range(40)]
+    for folder, own in (
+        ("stdlib", docstrings[:25]),
+        ("torch", docstrings[15:]),
+        ("torch/testing", ["Not this. " * 30]),
+    ):
+        (tmp_path / folder).mkdir()
+        code = "".join(f'def f():\n    """{text}"""\n' for text in [*own, "Too short."])
+        (tmp_path / folder / "a.py").write_text(code)
+    with monkeypatch.context() as m:
+        m.setattr(pydoc_data.topics, "topics", {"b": "Topic b. " * 30, "a": "Topic a. " * 30})
+        m.setattr("sysconfig.get_paths", lambda: {"stdlib": tmp_path / "stdlib"})
+        m.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(origin=tmp_path / "torch/__init__.py"))
+        documents = list(builtin_documents())
+    assert documents == ["Topic a. " * 30, "Topic b. " * 30, *docstrings]
+    monkeypatch.setattr("lib.readers.builtin_documents", lambda: documents)
     train, val = read(config()), read(config(), "val")
-    expected = [[256, *d.encode()] for d in documents[:399]]
+    expected = [[256, *d.encode()] for d in documents]
     assert val == sum(expected[19::20], []) and train == sum((d for i, d in enumerate(expected, 1) if i % 20), [])
+
+
+@pytest.mark.slow
+def test_the_built_in_text_of_this_machine_is_long():
+    assert sum(len(d.encode()) for d in builtin_documents()) > 5e6
 
 
 def test_permute_is_a_permutation():

@@ -59,7 +59,9 @@ def _sample(path: Path) -> list[dict]:
         lines = [line for line in file if '"loss": ' in line and '"loss": null' not in line]
     validated = [i for i, line in enumerate(lines) if '"val_loss": ' in line]
     chosen = {*range(0, len(lines), 1 + len(lines) // POINTS), *validated[:: 1 + len(validated) // POINTS]}
-    return [record for record in _parse(path, [lines[i] for i in sorted(chosen)]) if record.get("loss") is not None]
+    return [
+        record for record in _parse(path, [lines[i] for i in sorted(chosen)]) if isinstance(record.get("loss"), float)
+    ]
 
 
 def draw_runs(folders: list[Path], out: Path) -> None:
