@@ -231,9 +231,9 @@ def own_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> tuple[di
 
 def assign_files(layouts: dict[str, dict]) -> None:
     """Gives each tensor the name of the files with its shards, where * stands for the rank. Sizes are those of rank 0,
-    whose shards are the largest."""
+    whose shards are the largest. It has all scalars, which every rank reads, so they come first, in one file."""
     size = 0
-    for layout in layouts.values():
+    for layout in sorted(layouts.values(), key=lambda layout: len(layout["shape"]) > 0):
         number = size // FILE_BYTES
         layout["file"] = f"rank-*-{number}.safetensors" if number else "rank-*.safetensors"
         size += math.prod(shard_shape(layout, 0)) * getattr(torch, layout["dtype"]).itemsize

@@ -84,6 +84,7 @@ def test_round_trip_is_bit_exact(tmp_path, monkeypatch, name):
     checkpoint.restore(found, other, other_optimizer, ALONE, config)
     assert_equal(model, optimizer, other, other_optimizer)
     assert (found.step, found.manifest["position"], skipped) == (3, {"samples": 5}, [])
+    assert {v["file"] for k, v in found.layouts.items() if k.startswith("step.")} == {"rank-*.safetensors"}
     whole = model.embed_tokens.weight.detach()
     for slices in ((slice(0, 258), slice(0, 64)), (slice(5, 9), slice(60, 64)), (slice(3, 3), slice(0, 64))):
         assert torch.equal(found.read_weights("embed_tokens.weight", slices), whole[slices])
