@@ -37,7 +37,7 @@ from lib import progress, torch_private
 from lib.errors import UserError
 from lib.files import read_ahead
 from lib.parts import is_sharded, local, shard_slices, sharding
-from lib.ranks import Ranks
+from lib.ranks import ALONE, Ranks, on_first_rank
 
 logger = logging.getLogger("flatland")
 
@@ -300,13 +300,22 @@ def fill_quantized(model: nn.Module, read: Callable, load: str = "direct") -> No
     result. All ranks must call."""
     sends = load == "rank0" and dist.is_initialized() and dist.get_world_size() > 1
     for name, layer in nf4.layers(model).items():
-        shape = layer.out_features, layer.in_features
-        for rows in _rows(shape, 0, 1, PIECE // 2) if not (sends and dist.get_rank()) else ():
-            layer.fill(rows, read(f"{name}.weight", (rows, slice(0, shape[1]))))
-            progress.advance()
+        on_first_rank(partial(_quantize, name, layer, read), _everyone() if sends else ALONE)
         for buffer in layer.buffers() if sends else ():
             dist.broadcast(buffer, 0)
             progress.advance()
+
+
+def _quantize(name: str, layer: nf4.Nf4Linear, read: Callable) -> None:
+    shape = layer.out_features, layer.in_features
+    for rows in _rows(shape, 0, 1, PIECE // 2):
+        layer.fill(rows, read(f"{name}.weight", (rows, slice(0, shape[1]))))
+        progress.advance()
+
+
+def _everyone() -> Ranks:
+    """All ranks, for messages in the default group."""
+    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.group.WORLD)
 
 
 def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str = "direct") -> None:
@@ -340,15 +349,29 @@ def _read_here(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
 def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
     """The same. Rank 0 sends a message to each rank of its replica in turn, while it reads the next one; these ranks
     pass it on to the other replicas. A message holds pieces of several small parameters. The memory that this needs
-    does not grow with the number of ranks."""
+    does not grow with the number of ranks. After an error in reading, the messages are sent without values, and all
+    ranks raise it."""
     mesh, first = named[0][1].device_mesh, dist.get_rank() == 0
     parts, group, device = mesh.size(-1), mesh.get_group("shard"), mesh.device_type
+    errors = []
+
+    def try_to_read(name: str, place: tuple[slice, ...]) -> Tensor:
+        try:
+            if not errors:
+                return read(name, place)
+        except Exception as error:
+            errors.append(error)
+        return torch.empty([s.stop - s.start for s in place])
+
+    def raise_error() -> None:
+        if errors:
+            raise errors[0]
 
     def messages():
         for batch in _batches(named):
             for part in range(parts):
                 places = (shard_slices(p.shape, sharding(p)[0], parts, part, rows) for _, p, rows in batch)
-                values = [read(name, place).flatten() for (name, *_), place in zip(batch, places, strict=True)]
+                values = [try_to_read(name, place).flatten() for (name, *_), place in zip(batch, places, strict=True)]
                 yield torch.cat(values).to(batch[0][1].dtype)
 
     def transfer(operation: Callable, message: Tensor, peer: int) -> list:
@@ -374,6 +397,7 @@ def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor
                 work.wait()
         if mesh.ndim > 1 and len(own):
             dist.broadcast(own, group=mesh.get_group("replicate"), group_src=0)
+        on_first_rank(raise_error, _everyone())
         yield from ((t, values.view(t.shape)) for t, values in zip(targets, own.split(sizes), strict=True))
     for work in works:
         work.wait()

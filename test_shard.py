@@ -149,6 +149,27 @@ for name, n_experts in (("tiny-llama3.2", 0), ("tiny-mixtral", 3)):
     run_ranks(4, code)
 
 
+def test_an_error_of_rank_0_while_it_sends_weights_is_raised_on_all():
+    code = """
+import nf4, pytest
+ranks, shard.PIECE = init_ranks(), 4096
+def read(name, slices):
+    if name.startswith("layers.1."):
+        raise OSError(5, "Input/output error", name)
+    return torch.ones([s.stop - s.start for s in slices])
+read = None if ranks.rank else read
+for size in (1, 2):
+    model = test_shard.allocate(MODELS["tiny-llama"], shard.make_mesh(size, ranks))
+    with pytest.raises(OSError, match="Input/output error: 'layers.1."):
+        shard.fill_parameters(model, read, "rank0")
+model = Transformer(MODELS["tiny-llama"])
+nf4.convert(model.layers[1].self_attn.o_proj)
+with pytest.raises(OSError, match="Input/output error: 'layers.1."):
+    shard.fill_quantized(model, read, "rank0")
+"""
+    run_ranks(2, code)
+
+
 def test_loading_needs_the_shard_and_one_tensor():
     """Peak memory of every rank, beyond what it had, for 58 MB in bf16, the largest tensor 8 MB of it, on two ranks."""
     code = """
