@@ -34,12 +34,12 @@ REPLACES = {"--data": "--val_data", "--epochs": "--steps", "--steps": "--epochs"
 
 
 def _flag(
-    default, help: str, choices: tuple = (), least: float = 0, below: float = LARGEST, needs: str = "",
+    default, help: str, choices: tuple = (), least: float = 0, below: float = LARGEST,
     group: str = "", resume: str = "same",
 ):  # fmt: skip
-    """least, below: a number's range, without `below`. needs: the flags without which this one has no effect.
-    group: the heading in --help of this flag and those after it. resume: on resume, the value must be the same, may
-    change ("free"), or may change if --resume_override names the flag ("override")."""
+    """least, below: a number's range, without `below`. group: the heading in --help of this flag and those after it.
+    resume: on resume, the value must be the same, may change ("free"), or may change if --resume_override names the
+    flag ("override")."""
     return field(default=default, metadata=locals())  # the arguments by name
 
 
@@ -64,12 +64,12 @@ class Config:
     ffn_dim: int = _flag(0, "feed-forward width")
     router_aux_loss_coef: float = _flag(-1.0, "weight of the loss that balances experts; < 0 = the model's", least=-1)
     lora: int = _flag(0, "rank of the adapters (LoRA) of frozen weights; 0 = train all weights")
-    lora_alpha: float = _flag(0.0, "adapters are scaled by lora_alpha / rank; 0 = 2 * rank", needs="lora")
+    lora_alpha: float = _flag(0.0, "adapters are scaled by lora_alpha / rank; 0 = 2 * rank")
     lora_targets: tuple = _flag(
-        ("q", "k", "v", "o", "gate", "up", "down"), "projections with adapters; all = every possible one", needs="lora"
+        ("q", "k", "v", "o", "gate", "up", "down"), "projections with adapters; all = every possible one"
     )
-    quantize: str = _flag("none", "nf4 = frozen projections in four bits (QLoRA)", ("none", "nf4"), needs="lora")
-    lora_weights: str = _flag("", "folder of a PEFT adapter of --weights to start from", needs="weights lora")
+    quantize: str = _flag("none", "nf4 = frozen projections in four bits (QLoRA)", ("none", "nf4"))
+    lora_weights: str = _flag("", "folder of a PEFT adapter of --weights to start from")
     data: tuple = may_change_on_resume(
         (),
         "token shards (a folder, .bin), .txt, .md, .jsonl, .json, .csv, .parquet, globs, hf://datasets/ORG/NAME/PATH,"
@@ -94,7 +94,7 @@ class Config:
     skip_bad: int = may_change_on_resume(0, "bad rows of text to skip and log; of a stream per lane")
     stream: bool = _flag(False, "tokenize local text while training, not once into --cache")
     cache: str = may_change_on_resume("", "folder of tokenized text and shards; empty = cache/ beside train.py")
-    lanes: int = _flag(0, "parts of a stream, which decide its order; 0 = chosen at the start", needs="stream")
+    lanes: int = _flag(0, "parts of a stream, which decide its order; 0 = chosen at the start")
     delimiter: int = _flag(-1, "token id that begins a document; -1 = the tokenizer's or the shards'", least=-1)
     seq_len: int = _flag(256, "tokens per row", least=1, group="batch and length")
     micro_batch: int = may_change_on_resume(8, "rows per rank per forward pass; 0 = its share of --batch_tokens")
@@ -140,11 +140,11 @@ class Config:
         ("off", "tensor", "row", "row_gw_hp"),
     )
     fp8_grad_dtype: str = may_change_on_resume(
-        "auto", "FP8 format of gradients; auto = e5m2 with tensor, else e4m3", ("auto", "e5m2", "e4m3"), needs="fp8"
+        "auto", "FP8 format of gradients; auto = e5m2 with tensor, else e4m3", ("auto", "e5m2", "e4m3")
     )
-    fp8_all_gather: bool = may_change_on_resume(False, "gather sharded weights as FP8, half the bytes", needs="fp8")
-    fp8_skip: tuple = may_change_on_resume((), "layers in bf16: names, or their parts, as down_proj", needs="fp8")
-    fp8_log_every: int = may_change_on_resume(100, "steps between FP8 statistics; 0 = never", needs="fp8")
+    fp8_all_gather: bool = may_change_on_resume(False, "gather sharded weights as FP8, half the bytes")
+    fp8_skip: tuple = may_change_on_resume((), "layers in bf16: names, or their parts, as down_proj")
+    fp8_log_every: int = may_change_on_resume(100, "steps between FP8 statistics; 0 = never")
     shard_size: int = may_change_on_resume(0, "ranks that share one copy of the parameters; 0 = all, 1 = no sharding")
     context_parallel: int = may_change_on_resume(1, "ranks that share each row", least=1)
     reshard: str = may_change_on_resume(
@@ -174,9 +174,9 @@ class Config:
     save_every: int = may_change_on_resume(1000, "steps between checkpoints; 0 = at the end only")
     save_async: bool = may_change_on_resume(True, "write checkpoints in the background, from a copy in host memory")
     keep: int = may_change_on_resume(2, "newest checkpoints to keep", least=2)
-    keep_every: int = may_change_on_resume(0, "keep every N-th checkpoint for good; 0 = none", needs="save_every")
+    keep_every: int = may_change_on_resume(0, "keep every N-th checkpoint for good; 0 = none")
     load: str = may_change_on_resume(
-        "direct", "who reads --weights: every rank its part, or rank 0 for all", ("direct", "rank0"), needs="weights"
+        "direct", "who reads --weights: every rank its part, or rank 0 for all", ("direct", "rank0")
     )
     resume: str = may_change_on_resume("auto", "auto = the run's newest checkpoint; never; or a checkpoint folder")
     resume_override: tuple = may_change_on_resume((), "optimizer flags that may change on resume: lr,warmup_steps")
@@ -306,7 +306,7 @@ def _read_recipe(path: Path) -> list[tuple[str, str, str]]:
             words += [(word, str(path), place) for word in shlex.split(line, comments=True)]
     except ValueError as e:  # no UTF-8, or an open quote
         raise UserError(f"{place}{e}") from None
-    if words and words[0][0][0] not in "-@":
+    if words and words[0][0][:1] not in "-@":
         raise UserError(f"{path} is not a recipe: it begins with {words[0][0][:40]!r}, but must begin with a flag")
     return words
 
@@ -398,10 +398,10 @@ def _read_values(settings: dict[str, Setting]) -> dict:
     if len(values["chat_fields"]) not in (0, 2, 3):
         wrong.append(f"--chat_fields {','.join(values['chat_fields'])}: expected two or three names")
     streams = any("://" in entry for entry in values["data"] + values["val_data"])
-    for f in fields(Config):
-        missing = [flag for flag in f.metadata["needs"].split() if values[flag] in ("", "off", 0)]
-        if missing and values[f.name] not in (f.default, 0) and not (streams and f.name == "lanes"):
-            wrong.append(f"--{f.name} has no effect without --{missing[0]}: add it, or remove --{f.name}")
+    for name, needed in NEEDS.items():
+        missing = [flag for flag in needed if values[flag] in ("", "off", 0)]
+        if missing and values[name] not in (getattr(Config, name), 0) and not (streams and name == "lanes"):
+            wrong.append(f"--{name} has no effect without --{missing[0]}: add it, or remove --{name}")
     if wrong:
         raise UserError("\n".join(wrong))
     return values
@@ -541,6 +541,21 @@ def check_batch(c: Config, world_size: int) -> None:
             f"{' / context_parallel' * (c.context_parallel > 1)} = {c.micro_batch} x {c.seq_len} x {groups} = {unit}"
             f" (quotient {c.batch_tokens / unit:.2f}); the nearest multiple is --batch_tokens {near}"
         )
+
+
+NEEDS = {  # the flags without which a flag has no effect
+    "lora_alpha": ("lora",),
+    "lora_targets": ("lora",),
+    "quantize": ("lora",),
+    "lora_weights": ("weights", "lora"),
+    "lanes": ("stream",),
+    "fp8_grad_dtype": ("fp8",),
+    "fp8_all_gather": ("fp8",),
+    "fp8_skip": ("fp8",),
+    "fp8_log_every": ("fp8",),
+    "keep_every": ("save_every",),
+    "load": ("weights",),
+}
 
 
 class Conflict(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 
 import config
 from attention import BACKENDS, PACKED
-from config import Config, check_batch, parse_args, refuse_unsupported
+from config import NEEDS, Config, check_batch, parse_args, refuse_unsupported
 from lib.errors import UserError
 from lib.families import config_json
 from lib.synonyms import ELSEWHERE, INSTEAD
@@ -90,7 +90,7 @@ def test_choices(field):
     needed = {"fp8": ["--fp8=tensor"], "weights": ["--weights", str(ROOT), "--model=tiny-llama"]}
     needed["lora"] = ["--lora=4", "--ffn_dim=192"]
     for choice in field.metadata["choices"]:
-        words = [f"--{field.name}={choice}", *needed.get(field.metadata["needs"], [])]
+        words = [f"--{field.name}={choice}", *needed.get(NEEDS.get(field.name, ("",))[0], [])]
         assert getattr(parse_args(words), field.name) == choice
     message = refused(f"--{field.name}=nonsense")
     assert f"--{field.name} nonsense" in message and all(choice in message for choice in field.metadata["choices"])

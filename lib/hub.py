@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -26,10 +25,12 @@ def local_path(spec: str, flag: str) -> Path:
     """The folder or file that a flag names: a path, or ORG/NAME, NAME or either with @REVISION for a snapshot in
     HF_HOME's cache. UserError with the command to run, if there is none, or if files are missing or damaged; only the
     first process of a job looks for damage."""
+    from multiprocessing import parent_process  # here, because it would double the time of --help
+
     path = Path(spec).expanduser()
     if not path.exists():
         path = find_snapshot(spec, flag)
-    is_first = os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None
+    is_first = os.environ.get("RANK", "0") == "0" and parent_process() is None
     record = read_json(record_of(path))
     if is_first and (damaged := find_damage(path, record)):
         raise UserError(
