@@ -161,8 +161,8 @@ def _is_bookkeeping(name):
 def parse_field(value, name: str, kind: type = list):
     """A list or dict, which may be JSON text."""
     parsed = value
-    with contextlib.suppress(ValueError, RecursionError):
-        parsed = json.loads(value) if isinstance(value, (str, bytes)) else value
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        parsed = json.loads(value)
     if isinstance(parsed, kind):
         return parsed
     raise UserError(f"{name} is {value!r:.80}, expected a {kind.__name__}, also as JSON")
@@ -172,10 +172,8 @@ def _refuse(fields: dict, place: str) -> None:
     """UserError if a field of REFUSED has content."""
     for name in REFUSED:
         if fields.get(name) not in EMPTY:
-            raise UserError(
-                f"{place} has {name} {fields[name]!r:.80}, which is not read: move earlier turns into the messages,"
-                ' functions into `tools`, and give a message that is not trained on "weight": 0'
-            )
+            fix = 'put turns into the messages, functions into `tools`, and "weight": 0 into messages without training'
+            raise UserError(f"{place} has {name} {fields[name]!r:.80}, which nothing reads: {fix}")
 
 
 def _read_message(message) -> dict:
@@ -387,16 +385,16 @@ def _find_answer(render, messages, k, text, control, prompt, last) -> tuple[int,
     The place of its words is what changes if the conversation has another answer here. It begins behind the last copy
     of the prompt's end, from its last control token on, and ends with the next control token."""
     other = {"role": "assistant", "content": OTHER}
-    calls = [call | {"function": {"name": OTHER, "arguments": {}}} for call in messages[k].get("tool_calls", [])]
-    asks = messages[-1]["role"] != "assistant"
+    before, behind, asks = messages[:k], messages[k + 1 :], messages[-1]["role"] != "assistant"
     try:
-        changed = render([*messages[:k], other, *messages[k + 1 :]], asks)
+        changed = render([*before, other, *behind], asks)
     except UserError:  # a tool's answer needs the call
-        changed = render([*messages[:k], other | {"tool_calls": calls}, *messages[k + 1 :]], asks)
+        calls = [call | {"function": {"name": OTHER, "arguments": {}}} for call in messages[k].get("tool_calls", [])]
+        changed = render([*before, other | {"tool_calls": calls}, *behind], asks)
     if OTHER not in changed:
         return None
-    first, behind = _shared(text, changed), len(text) - _shared(text[::-1], changed[::-1])
-    end = next((match.end() for match in control.finditer(text) if match.end() > behind), len(text))
+    first, last_word = _shared(text, changed), len(text) - _shared(text[::-1], changed[::-1])
+    end = next((match.end() for match in control.finditer(text) if match.end() > last_word), len(text))
     header = prompt[max((match.start() for match in control.finditer(prompt)), default=0) :]
     found = text.rfind(header, last, first)
     begin = found + len(header) if found >= 0 else len(text[:first].rstrip(" "))

@@ -222,8 +222,8 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     folder, data = source.parent, read_file(source)
     files = [read_object(folder / name) for name in SETTINGS_FILES if (folder / name).is_file()]
     settings = {key: value for file in files for key, value in file.items() if value not in (None, [], {})}
-    named = {key: value for key, value in settings.items() if key.endswith("_token") and isinstance(value, (str, dict))}
-    names = {key: _content(token) for key, token in named.items()}
+    texts = {key: _content(token) for key, token in settings.items() if key.endswith("_token")}
+    names = {key: text for key, text in texts.items() if isinstance(text, str)}
     added = [*settings.get("added_tokens_decoder", {}).values()]
     lists = [settings.get(key, []) for key in SPECIAL_LISTS]
     listed = [_content(t) for tokens in lists for t in (tokens.values() if isinstance(tokens, dict) else tokens)]
