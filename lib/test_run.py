@@ -268,7 +268,7 @@ def test_only_an_old_request_to_stop_is_dropped(tmp_path, monkeypatch, attempt, 
 def test_a_broken_file_of_the_compiler_names_its_cache(capsys):
     for name in ("main.so: file too short", "main.cpp:3: error: at::vec"):
         error = RuntimeError(f"OSError: /tmp/own cache/x\n/tmp/torchinductor_me/ab/c{'z2' * 25}q.{name}")
-        assert describe_error(error)[1].endswith("run the same command again: rm -r /tmp/torchinductor_me")
+        assert describe_error(error)[1].endswith("try again: rm -r /tmp/torchinductor_me")
     assert "rm -r" not in describe_error(RuntimeError("/tmp/ab/c.so: no"))[1]
 
 
