@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 BLOCK = 64  # values that share a scale
+AT_ONCE = 2**20  # bytes of codes that are dequantized together, uncompiled
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -47,7 +48,14 @@ def level_pairs(device: torch.device) -> Tensor:
 def dequantize(
     codes: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype, index: torch.dtype = torch.int32
 ) -> Tensor:
-    """The weight [out, in] in `dtype`, from quantize's two tensors and level_pairs."""
+    """The weight [out, in] in `dtype`, from quantize's two tensors and level_pairs. Uncompiled, a few rows at a time,
+    because the fp32 values of a whole weight take more memory than the result."""
+    rows, width = codes.shape
+    if not torch.compiler.is_compiling() and (few := max(1, AT_ONCE // width)) < rows:
+        out = codes.new_empty(rows, 2 * width, dtype=dtype)
+        for part, *quantized in zip(out.split(few), codes.split(few), scales.split(few), strict=True):
+            part.copy_(dequantize(*quantized, pairs, dtype, index))
+        return out
     values = nn.functional.embedding(codes.to(index), pairs).view(*scales.shape, BLOCK)
     return values.mul_(scales[..., None]).to(dtype).flatten(1)
 
