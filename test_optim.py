@@ -66,7 +66,7 @@ def test_update_is_adamw(fused):
     model, beta1, beta2 = small_model(), 0.8, 0.9
     optimizer = mixed(model, "fp32", "fp32")
     if not fused:
-        optimizer = AdamW(optimizer.param_groups, parse_args(["--state_dtype", "bf16"]))
+        optimizer = AdamW(optimizer.param_groups, parse_args(["--state_dtype=bf16", "--compile=none"]))
         optimizer.state_dtype = torch.float32
     reference = {name: p.detach().double() for name, p in model.named_parameters()}
     m, v = ({name: torch.zeros_like(p) for name, p in reference.items()} for _ in range(2))
