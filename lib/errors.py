@@ -96,7 +96,7 @@ def describe_error(error: Exception) -> tuple[int, str, bool]:
     traceback.print_exception(error)
     message = f"rank {os.environ.get('RANK', 0)} on {platform.node()}: {type(error).__name__}: {error}"
     if kernel := re.search(r"(/[^\s:'\"]+)/\w\w/c\w{51}\.", message):  # compiled, or to be compiled, by torch
-        message += f"\nThe compiler's cache may be broken: delete it and run the same command again: rm -r {kernel[1]}"
+        message += f"\nThe compiler's cache may be broken: delete it and try again: rm -r {kernel[1]}"
     return 1, message, True
 
 
