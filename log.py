@@ -276,7 +276,7 @@ class Log:
             f"Training from step {self.last[0] + 1} to {config.steps}",
         ]
         if data.step_rows % (data.micro_batch * data.groups):
-            lines.append("A step does not divide by the ranks: untrained rows fill its last micro-batch")
+            lines.append("A step does not divide by the ranks: its last micro-batch is filled with untrained rows")
         logger.info("\n".join(lines))
 
     def end_step(self, parts: list[tuple]) -> None:
