@@ -323,6 +323,16 @@ def test_rows_are_rendered(template, row, marked, tokenizers_of):
         assert mask == expected["assistant_masks"] or any("weight" in message for message in messages)
 
 
+@pytest.mark.parametrize("family, marked", [
+    ("llama", "<s>[INST] Why? [/INST][[ So. </s>]]<s>[INST] Why? [/INST]"),
+    ("mixtral", "<s>[INST] Why? [/INST][[ So.</s>]][INST] Why? [/INST]"),
+])  # fmt: skip
+def test_our_templates_train_on_answers(family, marked):
+    ours = T.load_tokenizer("bytes")
+    ids, mask = render_chat(ours, [ASK, ANSWER, ASK], chat_template(ours, family))
+    assert decode_marked(ours, ids, mask, False) == marked
+
+
 @pytest.mark.parametrize("template, row, message", [
     ("plain", {"messages": [ASK, CALLING]}, "the chat template does not render tool_calls: .*add"),
     ("plain", {"messages": [ASK, ANSWER], "tools": ADD}, "the chat template does not render tools"),
