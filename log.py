@@ -424,7 +424,7 @@ def _start_wandb(folder: Path, fresh: bool):
         resume="allow",
         dir=str(folder),
         config=read_json(folder / "flags.json"),
-        settings=wandb.Settings(console="off", silent=True),
+        settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
     )
     write_json(file, {"id": run.id})
     return run
