@@ -2,8 +2,8 @@
 
 A row is seq_len tokens and their successors. The shards of a split are one long sequence of tokens; row i begins at
 token i * seq_len. Rows are visited in a random order that is a pure function of (seed, epoch, i). It is computed when
-it is needed, and never stored. Let R = batch_tokens / seq_len. Step s of a run trains on rows s * R ... (s + 1) * R - 1
-of that order. Ranks, micro-batches and resumes do not change this, so the position is one integer. A stream adds a few
+it is needed, and never stored. Let R = batch_tokens / seq_len. Step s, from 1, trains on rows (s - 1) R ... s R - 1 of
+that order. Ranks, micro-batches and resumes do not change this, so the position is one integer. A stream adds a few
 integers per lane. In a mixture, `turns` decides which source gives the next row. lib/rows.py reads the rows.
 
     python data.py prepare --data FILES --tokenizer T --out DIR         text -> token shards
@@ -202,7 +202,7 @@ class Loader:
         self.samples, self.lanes = state["samples"], state["lanes"]
         left_out = self.samples - (state.get("end") or self.samples)
         if left_out > 0 and self.end != state["end"]:
-            log.warning(f"{left_out} rows of the next epoch are left out: they filled up the last step of --epochs")
+            log.warning(f"{left_out} rows of the next epoch are never used: the last step of --epochs counted as full")
 
     def where(self, step: int) -> list[str]:
         """The places in the data of this rank's rows of a step. A stream gives its current place instead."""
@@ -225,7 +225,7 @@ class Loader:
             yield from steps
 
     def _steps(self, samples):
-        """(micro-batches, the position behind them) without end."""
+        """(micro-batches, the position after them) without end."""
         self._close()
         for i, stream in self.streams.items():
             stream.positions = dict(self.lanes.get(i, {}))
@@ -238,7 +238,8 @@ class Loader:
             self._close()
 
     def _rows_of_step(self, samples):
-        """The rows of the step behind so many: those of the last step of --epochs do not reach into the next epoch."""
+        """The places in the run of the rows of the step after `samples` rows. The last step of --epochs ends with its
+        epoch."""
         stop = samples + self.step_rows
         return np.arange(samples, min(stop, self.end) if samples < self.end else stop)
 

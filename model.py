@@ -5,12 +5,13 @@
     for each layer:  x = x + attention(norm(x));  x = x + mlp(norm(x))
     loss = sum over trained tokens of -log softmax(lm_head(norm(x)))[target]
 
-The model is plain torch: it knows nothing of ranks, compilation, activation checkpointing or environment variables.
+The model is plain torch: it starts no process group, compiles nothing and reads no environment variable; shard.py does
+that around it. A few products have another form where the compiler traces them.
 Weights are kept in any dtype (fp32 masters by default) and cast to the compute dtype where they are used; no autocast.
 Normalisation, rotary embedding and softmax compute in fp32. The model has no dropout.
 
-Letters: B batch, T tokens, S keys, D dim, H heads, K key/value heads, h head_dim, F ffn, E experts, V vocab, N = B T, L
-layers.
+Letters: B batch, T tokens, S keys, D dim, H heads, K key/value heads, h head_dim, F ffn, E experts, V vocab, N = B T, k
+experts of a token, L layers.
 
 Sources: GPT-2 (Radford et al. 2019); Llama 2 (arXiv 2307.09288); Llama 3 (2407.21783); Mixtral (2401.04088); Qwen2.5
 (2412.15115); Qwen3 (2505.09388); OLMo 2 (2501.00656); grouped-query attention (2305.13245); SwiGLU (2002.05202);
@@ -75,7 +76,7 @@ class Attention(nn.Module):
         bias = config.bias or config.attention_bias
         self.qkv_proj = Linear(config.dim, (H + 2 * K) * h, bias=bias or config.qkv_bias)
         self.o_proj = Linear(H * h, config.dim, bias=bias)
-        norm = RMSNorm if config.qk_norm else nn.Identity
+        norm = RMSNorm if config.qk_norm else nn.Identity  # which ignores its arguments
         widths = h, h
         if config.qk_norm_whole:
             norm, widths = HeadsNorm, (H * h, K * h)
@@ -194,7 +195,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
-        before, after = NORMS[config.norm], nn.Identity
+        before, after = NORMS[config.norm], nn.Identity  # which ignores its arguments
         if config.norm_after:
             before, after = after, before
         self.input_layernorm = before(config.dim, config.norm_eps)
@@ -213,7 +214,7 @@ class Block(nn.Module):
 
 
 # The limit for the logits that exist at once. Each chunk reads and writes the weight's gradient once. This costs little
-# if the logits are 5 times as large as the gradient; a fifth of the limit may always be used.
+# if the logits are 5 times as large as the gradient (fp32), which takes at most a fifth of the limit.
 CHUNK_BYTES = 2**29
 
 
@@ -350,7 +351,7 @@ class Transformer(nn.Module):
     -100, fp32 scalar; with details=True, (loss, Details).
 
     dtype: of activations and matrix products. positions None: one causal sequence per row; else documents, each
-    beginning where the position is 0, that never attend to each other. documents: the same as int32 [N] for the packed
+    beginning where the position is 0, that never attend to each other. documents: their starts, int32, for the packed
     back-ends (attention.py); left out, it is computed. With a `part` of several, tokens and targets are that part of
     each row, positions and documents those of whole rows, and the loss is the part's."""
 
@@ -397,17 +398,17 @@ class Transformer(nn.Module):
             E sum_e (assignments to e / N L) (router probability of e / N L)        summed over all layers and tokens
 
         routers [L, 2, B, E] -> (loss, Details.router_sums). Rows without a trained token only fill up a micro-batch:
-        they do not count. Of N parts of the rows, each returns an N-th of both."""
+        they do not count. Where ranks share the rows, each of n returns an n-th of both."""
         L, _, _, E = routers.shape
-        N = self.part.count
+        n = self.part.count
         trained = self.part.total((targets != IGNORE).sum(1).float())  # tokens of each row
         rows = trained > 0
         assignments, probabilities = (self.part.total(routers) * rows[:, None]).sum(2).unbind(1)  # [L, E] each
-        count = rows.sum().clamp(min=1) * targets.shape[1] * N * L
+        count = rows.sum().clamp(min=1) * targets.shape[1] * n * L
         loss = E * (assignments.sum(0) * probabilities.sum(0)).sum() / count.float().square()
         trained = trained.sum()
         sums = torch.cat((assignments, loss * trained.expand(1, E), trained.expand(1, E))).detach()
-        return self.config.router_aux_loss_coef * loss * trained / N, sums / N
+        return self.config.router_aux_loss_coef * loss * trained / n, sums / n
 
     def _hidden(
         self, tokens: Tensor, positions: Tensor | None, cache, documents: Tensor | None = None
@@ -488,6 +489,6 @@ def matmul_params(config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Forward and backward: 6 N + 6 L H h T, attention counted causally (half of the full square), windows as they
-    are."""
+    """Forward and backward: 6 x parameters + 6 L H h T, attention counted causally (half of the full square), windows
+    as they are."""
     return 6 * matmul_params(config) + 6 * config.n_heads * config.head_dim * config.seen(seq_len) // seq_len

@@ -7,9 +7,9 @@ these sums; all of them stay on the device.
 
 If parameters and moments are fp32, torch's fused AdamW does the arithmetic. Its one kernel also divides gradients by
 `grad_scale` and skips the update if `found_inf` is 1; both are tensors on the device. So the division by the
-number of trained tokens, clipping and the guard against non-finite gradients cost neither a pass over memory nor a
-synchronisation. The kernel refuses other dtypes: bf16 moments and bf16 masters are updated by our own function in fp32
-arithmetic, on flat pieces of the parameters, compiled to one pass over memory if there is a compiler.
+number of trained tokens, clipping and the guard against non-finite gradients cost no pass over memory, except for the
+norm, and no synchronisation. The kernel refuses other dtypes: bf16 moments and bf16 masters are updated by our own
+function in fp32 arithmetic, on flat pieces of the parameters, compiled to one pass over memory if there is a compiler.
 
 An update is often smaller than half of bf16's spacing at the parameter, so rounding to nearest would lose it
 in every step; the second moment would be lost the same way if beta2 is close to 1. Both are rounded stochastically: up
@@ -67,7 +67,8 @@ class Gradients:
         limit: int = 1,
     ):
         """clip: largest norm; 0 = no clipping. group: all ranks, on the gradients' device; None: one process.
-        replicas: copies of each parameter among the ranks. limit: skipped updates in a row after which all are."""
+        replicas: copies of each parameter among the ranks. limit: after so many skipped updates in a row, all later
+        ones are skipped."""
         self.parameters, self.clip, self.group, self.replicas, self.limit = parameters, clip, group, replicas, limit
         self.device = local(parameters[0]).device  # the host, if they are offloaded
         self.skipped_in_row = torch.zeros((), device=self.device)
@@ -96,8 +97,9 @@ class Gradients:
         """bad: whether this step's loss or norm is not finite -> 1.0 if its update must be skipped, else 0.0, equal on
         all ranks. After `limit` skipped updates in a row all later ones are skipped, too: the host, which reads the
         count one step late, finds the state before them."""
-        self.skipped_in_row = (self.skipped_in_row + 1) * (bad | (self.skipped_in_row >= self.limit))
-        return (self.skipped_in_row > 0).float()
+        skips = bad | (self.skipped_in_row >= self.limit)
+        self.skipped_in_row = (self.skipped_in_row + 1) * skips
+        return skips.float()
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -116,7 +118,8 @@ def state_layout(model: nn.Module, config: Settings) -> dict[str, dict[str, tupl
 
 
 def make_optimizer(model: nn.Module, config: Settings) -> "Optimizer":
-    """Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
+    """AdamW, or, with --optimizer muon, Muon for the blocks' matrices and AdamW for the rest. Embeddings may have a
+    rate of their own. Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
     muon = matrices(model) if config.optimizer == "muon" else {}
     decay, scale = config.weight_decay, (config.embed_lr or config.lr) / config.lr
     embeddings, others, vectors = groups = [
@@ -161,7 +164,7 @@ class AdamW(Optimizer):
         compiled = config.compile != "none"
         parameters = [p for group in groups for p in group["params"]]
         self.fused = {self.state_dtype, *(p.dtype for p in parameters)} <= {torch.float32}
-        self.adamw = torch.compile(adamw_, dynamic=True) if compiled else adamw_
+        self.update_piece = torch.compile(adamw_, dynamic=True) if compiled else adamw_
         size, self.pieces = PIECE["compiled" if compiled else "eager"], {}  # the calls of adamw_ for each parameter
         for number, p in enumerate(() if self.fused else parameters, 1):
             starts = range(0, local(p).numel(), size)
@@ -174,8 +177,8 @@ class AdamW(Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self.state_of(p, *MOMENTS) for p in parameters]
             if parameters:
-                update = self._update_fused if self.fused else self._update_mixed
-                update(group, parameters, states, grad_divisor, skip)
+                change = self._update_fused if self.fused else self._update_mixed
+                change(group, parameters, states, grad_divisor, skip)
 
     def _update_fused(self, group: dict, parameters: list, states: list, grad_divisor: Tensor, skip: Tensor) -> None:
         beta1, beta2 = group["betas"]
@@ -200,13 +203,13 @@ class AdamW(Optimizer):
     def _update_mixed(self, group: dict, parameters: list, states: list, grad_divisor: Tensor, skip: Tensor) -> None:
         for state in states:
             state["step"].add_(1.0 - skip)
-        step = states[0]["step"].clamp(min=1.0)
+        step = states[0]["step"].clamp(min=1.0)  # the same for all; 0 while every update was skipped
         factors = adamw_factors(group, step, grad_divisor)
         for p, state in zip(parameters, states, strict=True):
             flat = [local(x).detach().view(-1) for x in (p, p.grad, *(state[moment] for moment in MOMENTS))]
             for part, place in self.pieces[p]:
                 pieces = [x[part] for x in flat]
-                self.adamw(*pieces, factors, skip > 0, step, place, *group["betas"], group["eps"])
+                self.update_piece(*pieces, factors, skip > 0, step, place, *group["betas"], group["eps"])
 
 
 class AdamwFactors(NamedTuple):
@@ -308,12 +311,11 @@ def learning_rate(config: Settings, step: int) -> float:
     warmup, steps = config.warmup, config.steps
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    length = config.decay_steps * steps if config.decay_steps < 1 else config.decay_steps
-    if config.schedule == "wsd":
-        length = min(length or 0.2 * steps, steps - warmup)
-        begin, end = steps - length, steps
+    decay_steps = config.decay_steps * steps if config.decay_steps < 1 else config.decay_steps
+    if config.schedule == "wsd":  # falls in the last steps
+        begin, end = steps - min(decay_steps or 0.2 * steps, steps - warmup), steps
     else:
-        begin, end = warmup, length or steps
+        begin, end = warmup, decay_steps or steps
     progress = min(max((step - begin) / max(end - begin, 1), 0.0), 1.0)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     share = {"constant": 1.0, "cosine": cosine, "linear": 1 - progress, "wsd": 1 - progress}[config.schedule]
@@ -369,9 +371,10 @@ class Muon(Optimizer):
         """rows: see `matrices`. adamw: updates the other parameters."""
         groups = [{"params": [*rows], "weight_decay": config.weight_decay}, *adamw.param_groups]
         super().__init__(groups, adamw.state_dtype)
-        self.adamw, adamw.state, self.rows, self.dtype = adamw, self.state, rows, DTYPES[config.dtype]
+        self.adamw, self.rows, self.dtype = adamw, rows, DTYPES[config.dtype]
+        adamw.state = self.state  # one dictionary holds the state of both, for checkpoints
         self.orthogonalize = torch.compile(orthogonalize, dynamic=True) if config.compile != "none" else orthogonalize
-        self.places = {p: random_place(config.seed, -i, p) for i, p in enumerate(rows)}
+        self.places = {p: random_place(config.seed, -i, p) for i, p in enumerate(rows)}  # AdamW's numbers are from 1
         alike, self.stacks = defaultdict(list), []
         for p in rows:
             alike[p.shape, rows[p]].append(p)
@@ -385,8 +388,8 @@ class Muon(Optimizer):
         for parameters in self.stacks:
             averages = torch.stack([self._average(p, grad_divisor, skip) for p in parameters])
             updates = self._updates(averages, self.rows[parameters[0]])
-            for p, update in zip(parameters, updates, strict=True):
-                self._apply(p, update, skip)
+            for p, change in zip(parameters, updates, strict=True):
+                self._apply(p, change, skip)
 
     def _average(self, p: Tensor, grad_divisor: Tensor, skip: Tensor) -> Tensor:
         """Updates the momentum of a parameter -> Nesterov's average of it and the gradient, in the gradient's place."""
@@ -421,9 +424,10 @@ class Muon(Optimizer):
             updates.append((self.orthogonalize(part.flatten(0, -3)) * scale).reshape(part.shape))
         return torch.cat(updates, -2)
 
-    def _apply(self, p: Tensor, update: Tensor, skip: Tensor) -> None:
-        group, values, steps = self.param_groups[0], local(p), self.state[p]["step"].add_(1.0 - skip)
+    def _apply(self, p: Tensor, change: Tensor, skip: Tensor) -> None:
+        group, values, step = self.param_groups[0], local(p), self.state[p]["step"]
+        step.add_(1.0 - skip)
         new = values.float() * (1.0 - group["lr"] * group["weight_decay"])
-        new -= group["lr"] * update.to(new.device, torch.float32)
-        bits = random_bits(new.numel(), self.places[p], steps).view(new.shape) if p.dtype == torch.bfloat16 else None
+        new -= group["lr"] * change.to(new.device, torch.float32)
+        bits = random_bits(new.numel(), self.places[p], step).view(new.shape) if p.dtype == torch.bfloat16 else None
         values.copy_(torch.where(skip > 0, values, rounded(new, p.dtype, bits)))

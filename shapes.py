@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched; kind: Hugging Face's rope_type, a name in model.ROPES. The fields after it
-    are of "llama3" (the first two) and of "yarn"."""
+    """How rotary frequencies are stretched; kind: Hugging Face's rope_type, a name in rope.ROPES. low_freq_factor and
+    high_freq_factor are of "llama3"; beta_fast, beta_slow and truncate are of "yarn"."""
 
     factor: float
     low_freq_factor: float = 1.0

@@ -7,13 +7,13 @@ The order is fixed, each step one call, in train.py's `build`:
 
 Checkpointing comes first, because the compiler must see it. Compilation comes before sharding, so that a compiled graph
 holds the computation without the gathering, and before activation offload, which the compiler must not see. Memory is
-allocated last, when every rank knows its part. Each step rebinds a block's `forward` to a plain function. No step wraps
-or renames a module, so parameters keep the model's names.
+allocated last, when every rank knows its part. Checkpointing, compilation and offload rebind a block's `forward`; FSDP
+changes the class of a module. No step wraps or renames a module, so parameters keep the model's names. Before the first
+of these steps, `build` replaces linear layers for FP8 and LoRA.
 
 Replication, full sharding and hybrids use one 2-D mesh (replicate, shard): --shard_size 1 replicates, 0 shards over all
 ranks. A model with one replica is sharded on the mesh's 1-D part `shard`: on a 2-D mesh FSDP2 would keep the reduced
-gradients of all units until the backward pass ends. One rank alone is not wrapped, unless its parameters are offloaded.
-Works on any module with `.layers`.
+gradients of all units until the backward pass ends. One rank alone is not sharded, unless its parameters are offloaded.
 
 With --context_parallel N, consecutive ranks share a row: each computes an N-th of its tokens (attention.RowPart). They
 form groups of their own. The mesh does not change, because losses and gradients are sums over tokens."""
@@ -131,7 +131,7 @@ def _checkpointed(forward: Callable, options: dict) -> Callable:
     return run
 
 
-def _identity(x: Tensor) -> tuple:
+def _key_of(x: Tensor) -> tuple:
     return x.data_ptr(), x.shape, x.dtype
 
 
@@ -148,10 +148,10 @@ class ActivationOffload:
 
     def wrap(self, forward: Callable) -> Callable:
         def run(x: Tensor, *args):
-            key = _identity(x)  # not x: autograd keeps the hook, which would keep x
+            key = _key_of(x)  # not x: autograd keeps the hook, which would keep x
 
             def save(saved: Tensor):  # autograd passes every tensor that it saves for the backward pass
-                return self._save(saved) if _identity(saved) == key else saved
+                return self._save(saved) if _key_of(saved) == key else saved
 
             with torch.autograd.graph.saved_tensors_hooks(save, self._restore):
                 return forward(x, *args)
@@ -207,8 +207,8 @@ def compile_model(model: nn.Module, mode: str) -> None:
         model.compile(dynamic=False)
     elif mode == "block":
         model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy, dynamic=False)
-    for block in model.layers if mode == "block" else []:
-        block.forward = torch.compile(block.forward, dynamic=False)
+        for block in model.layers:
+            block.forward = torch.compile(block.forward, dynamic=False)
 
 
 def uncompiled():
@@ -273,7 +273,7 @@ def shard_model(
             unit.set_gradient_divide_factor(1.0)  # sums: the step divides by the number of trained tokens later
             unit.set_force_sum_reduction_for_comms(True)  # plain sums: gloo has no scaled ones
         unit.set_unshard_in_backward(unit not in ends)
-    in_order = [model, *units[:-1]]
+    in_order = [model, *units[:-1]]  # the rest of the model is gathered first
     for i, unit in enumerate(in_order if prefetch else []):
         unit.set_modules_to_forward_prefetch(in_order[i + 1 : i + 1 + prefetch])
         unit.set_modules_to_backward_prefetch(in_order[max(1, i - prefetch) : i][::-1])
@@ -283,7 +283,7 @@ def shard_model(
 
 # ---- filling parameters
 
-PIECE = 2**25  # bytes of a rank's part that are read, sent and copied at a time: messages have at least these
+PIECE_BYTES = 2**25  # of a rank's part, read, sent and copied at a time; small parameters share a message of this size
 
 
 def fill_parameters(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor], load: str = "direct") -> None:
@@ -308,7 +308,7 @@ def fill_quantized(model: nn.Module, read: Callable, load: str = "direct") -> No
 
 def _quantize(name: str, layer: nf4.Nf4Linear, read: Callable) -> None:
     shape = layer.out_features, layer.in_features
-    for rows in _rows(shape, 0, 1, PIECE // 2):
+    for rows in _rows(shape, 0, 1, PIECE_BYTES // 2):
         layer.fill(rows, read(f"{name}.weight", (rows, slice(0, shape[1]))))
         progress.advance()
 
@@ -347,11 +347,11 @@ def _read_here(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same. Rank 0 sends a message to each rank of its replica in turn, while it reads the next one; these ranks
-    pass it on to the other replicas. A message holds pieces of several small parameters. The memory that this needs
-    does not grow with the number of ranks. After an error in reading, the messages are sent without values, and all
-    ranks raise it."""
-    mesh, first = named[0][1].device_mesh, dist.get_rank() == 0
+    """-> (piece, values), as `_read_here`. Rank 0 sends a message to each rank of its replica in turn, while it reads
+    the next one; these ranks pass it on to the other replicas. A message holds pieces of several small parameters. The
+    memory that this needs does not grow with the number of ranks. After an error in reading, the messages are sent
+    without values, and all ranks raise it."""
+    mesh, is_rank0 = named[0][1].device_mesh, dist.get_rank() == 0
     parts, group, device = mesh.size(-1), mesh.get_group("shard"), mesh.device_type
     errors = []
 
@@ -379,12 +379,12 @@ def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor
         return dist.batch_isend_irecv(transfers) if message.numel() else []
 
     dist.barrier(group)  # NCCL connects a group's ranks in its first collective, not in a transfer between two
-    to_send, works = read_ahead(messages(), 1) if first else None, []
+    to_send, works = read_ahead(messages(), 1) if is_rank0 else None, []
     for batch in _batches(named):
         targets = [local(p.detach())[rows] for _, p, rows in batch]
         sizes = [target.numel() for target in targets]
         own = torch.empty(sum(sizes), dtype=targets[0].dtype, device=device)
-        if first:
+        if is_rank0:
             own = next(to_send).to(device)
             for part in range(1, parts):
                 message = next(to_send).to(device)
@@ -404,11 +404,11 @@ def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor
 
 
 def _batches(named: list) -> Iterator[list]:
-    """Pieces in groups of one dtype, of at least PIECE bytes for the largest part."""
+    """Pieces in groups of one dtype, of at least PIECE_BYTES for the largest part."""
     batch, size = [], 0
     for piece in _pieces(named):
         _, parameter, rows = piece
-        if batch and (size >= PIECE or batch[0][1].dtype != parameter.dtype):
+        if batch and (size >= PIECE_BYTES or batch[0][1].dtype != parameter.dtype):
             yield batch
             batch, size = [], 0
         batch.append(piece)
@@ -422,7 +422,7 @@ def _pieces(named: list) -> Iterator[tuple[str, Tensor, slice]]:
     """-> (name, parameter, rows of a rank's part of it)"""
     for name, parameter in named:
         dim, parts, _ = sharding(parameter)
-        for rows in _rows(parameter.shape, dim, parts, PIECE // parameter.element_size()):
+        for rows in _rows(parameter.shape, dim, parts, PIECE_BYTES // parameter.element_size()):
             yield name, parameter, rows
 
 
@@ -438,9 +438,9 @@ def _rows(shape: torch.Size, dim: int, parts: int, elements: int) -> Iterator[sl
 
 
 def sync_gradients(model: nn.Module, last: bool, reshard: str = "auto") -> None:
-    """Before each micro-batch; last: of its step. Replicas reduce over each other with the last one only. Over the
-    ranks of a copy each one is reduced: whole gradients of a large model would not fit. With --reshard never the
-    parameters stay gathered until the last."""
+    """Before each micro-batch; last: of its step. Within a replica gradients are summed after every micro-batch: whole
+    gradients of a large model would not fit. Between replicas they are summed after the last. With --reshard never
+    the parameters stay gathered until the last."""
     if hasattr(model, "set_requires_all_reduce"):  # FSDP's
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or reshard != "never")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from config import Config, parse_args, split_batch
 from lib import errors
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # before torch is imported, which takes seconds: the environment, and mistakes in words
     errors.prepare_python()
     errors.end_with_torchrun()
     errors.check_words(lambda words: parse_args(words, trains=True))
@@ -92,7 +92,7 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
 
 def count_steps(asked: Config, config: Config, ranks: Ranks) -> Config:
     """Replaces --epochs by steps, which may take hours of tokenizing; the watchdog waits as long as there is progress.
-    asked: config with its `auto`, because a short run is not compiled. All ranks must call."""
+    asked: config with its `auto`, which is resolved again: a short run is not compiled. All ranks must call."""
     if not asked.epochs:
         return config
     asked = on_first_rank(lambda: epochs_as_steps(asked, ranks.world_size), ranks)
@@ -118,7 +118,8 @@ def train(run: Run) -> None:
     set_timeout(run.hang_limit, ranks, run.groups)
     model = build(config, ranks, mesh, row_group)
     with machine.reported_memory(config, model):
-        weight_scales = fp8.prepare(model, config, mesh, data.step_rows > data.micro_batch * data.groups)
+        accumulates = data.step_rows > data.micro_batch * data.groups  # several micro-batches in a step
+        weight_scales = fp8.prepare(model, config, mesh, accumulates)
         optimizer = make_optimizer(model, config)
         logger.info("Created optimizer")
         fill(model, optimizer, data, resume_from, weights, config, ranks)
@@ -140,7 +141,7 @@ def train(run: Run) -> None:
             log.end_step(micro_batches)
             stops = run.agrees_to_stop(saver.error is not None)  # all ranks vote
             todo = actions_after(config, step, stops)
-            gradients.check(step, wait=todo.record)  # a non-finite loss is neither recorded nor saved
+            gradients.check(step, wait=todo.record)  # ends the run at a non-finite loss, before it is recorded or saved
             val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
             if todo.record:
                 log.step(step, loss, grad_norm, lr, val_loss)
@@ -227,7 +228,8 @@ def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: Ra
     """Sets parameters, moments and the position in the data from a checkpoint, weights or random values. All ranks."""
     if resume_from:
         checkpoint.restore(resume_from, model, optimizer, ranks, config, weights)
-        on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)  # compares the data
+        # Rank 0 compares the data with the checkpoint's; below, all ranks take its position.
+        on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)
     else:
         shard.fill_parameters(model, settle.first_values(config, model, weights), config.load)
         gather(None, ranks)  # wait here, where no limit is set, for ranks that read slowly
@@ -236,9 +238,9 @@ def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: Ra
 
 @torch.no_grad()
 def evaluate(model: Transformer, data: Loader, run: Run) -> float:
-    """Mean loss per token of the validation batches. All ranks must call."""
+    """Mean loss per trained token of the validation batches. All ranks must call."""
     sums = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
-    model.eval()  # FP8 trains; this is bf16
+    model.eval()  # the compute dtype, not FP8
     with run.phase("evaluation"):
         for batches in data:
             for batch in batches:
