@@ -363,6 +363,7 @@ def _check_file(folder: Path, layouts: dict[str, dict], checksums: bool, row: di
     size = with_retries(path, path.stat).st_size
     if size != row["bytes"]:
         raise ValueError(f"{path.name} has {size} bytes, expected {row['bytes']}")
+    # A tensor's file is the pattern of its shards' names; in format 3 it is the list of the names.
     here = {k: v for k, v in layouts.items() if row["file"] in v["file"] and row["part"] < v["parts"]}
     expected = {k: (getattr(torch, v["dtype"]), shard_shape(v, row["part"])) for k, v in here.items()}
     if TensorFile(path).entries != {k: v for k, v in expected.items() if math.prod(v[1])}:

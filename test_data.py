@@ -333,7 +333,7 @@ def test_epochs_give_the_number_of_steps(tmp_path, caplog):
     assert "are 2.00 epochs" in make_loader(replace(c, steps=8)).summary(None)[0]
     more = make_loader(replace(c, epochs=3))
     more.load_state_dict(loaders[0].state_dict())
-    assert "6 rows of the next epoch are left out" in caplog.text
+    assert "6 rows of the next epoch are never used" in caplog.text
     mixed = config(f"{tmp_path / 'd'}:1", f"{tmp_path / 'd'}:2", epochs=1)
     assert "--epochs needs one source" in refused(epochs_as_steps, mixed, 1)
 

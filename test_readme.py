@@ -478,7 +478,7 @@ leave(ranks)
             assert "python download.py" in head
             env = json.loads((run / "env.json").read_text())
             assert env["attention"].endswith(", boolean mask") == (recipe in CHATS) and env["data"]["val"]
-            assert ("conversations, 0 truncated" if recipe in CHATS else "a stream of 3 files for 4 lanes") in log
+            assert ("conversations, 0 truncated" if recipe in CHATS else "and others, for 4 lanes") in log
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -72,7 +72,7 @@ def report(config: Config, ranks: Ranks) -> int:
         settle.refuse_inputs(config, resume_from is not None, ranks.world_size)
         data, _ = open_data(config, ranks)
         settle.open_initial_weights(config, resume_from is not None)
-        data.load_state_dict(resume_from.manifest["position"] if resume_from else data.state_dict())
+        data.load_state_dict(resume_from.manifest["position"] if resume_from else data.state_dict())  # reads the data
         print(f"attention={attention_kernel(config, data, ranks.device)}")
     print(f"out={config.out}\ndevice={ranks.device.type}\nprocesses={ranks.world_size}")
     print(f"state={state}\ntimeout={config.timeout}")
@@ -92,7 +92,8 @@ def resolve(config: Config, device: torch.device, world_size: int) -> Config:
 
 def count_steps(asked: Config, config: Config, ranks: Ranks) -> Config:
     """Replaces --epochs by steps, which may take hours of tokenizing; the watchdog waits as long as there is progress.
-    asked: config with its `auto`, which is resolved again: a short run is not compiled. All ranks must call."""
+    asked: config before `resolve`, which runs again, because `--compile auto` depends on the steps. All ranks must
+    call."""
     if not asked.epochs:
         return config
     asked = on_first_rank(lambda: epochs_as_steps(asked, ranks.world_size), ranks)
@@ -139,9 +140,9 @@ def train(run: Run) -> None:
                 model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
             log.end_step(micro_batches)
-            stops = run.agrees_to_stop(saver.error is not None)  # all ranks vote
+            stops = run.agrees_to_stop(saver.error is not None)  # all ranks vote; the answer comes one step later
             todo = actions_after(config, step, stops)
-            gradients.check(step, wait=todo.record)  # ends the run at a non-finite loss, before it is recorded or saved
+            gradients.check(step, wait=todo.record)  # reports a non-finite loss before it is recorded or saved
             val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
             if todo.record:
                 log.step(step, loss, grad_norm, lr, val_loss)
@@ -194,8 +195,8 @@ def train_step(
         local_loss += loss_sum.detach()
         micro_batches.append((batch, details))
 
-    loss_sum, tokens, squared_norm = gradients.global_sums(local_loss, local_tokens)  # over all ranks
-    loss = loss_sum / tokens  # the mean over the trained tokens
+    total_loss, tokens, squared_norm = gradients.global_sums(local_loss, local_tokens)  # over all ranks
+    loss = total_loss / tokens  # the mean over the trained tokens
     grad_norm = squared_norm.sqrt() / tokens  # of the mean's gradient; the gradients themselves are still sums
     clip_divisor = (grad_norm / gradients.clip).clamp(min=1.0) if gradients.clip else 1.0
     skip = gradients.skip(~(loss.isfinite() & grad_norm.isfinite()))

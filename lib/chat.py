@@ -221,7 +221,7 @@ def _read_call(call):
 
 # ---- templates
 
-# Codes that Unicode reserves for internal use, so no text contains them.
+# Codes that Unicode reserves for internal use. `_break_up` refuses conversations that hold them.
 MARK = "\ufdd0"  # breaks up the control tokens in messages
 OPEN, CLOSE = "\ufdd2", "\ufdd3"  # around the texts that a template calls generated
 OTHER = "\ufdd4"  # another answer
@@ -287,8 +287,11 @@ def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
 
 
 def _break_up(value, control: re.Pattern):
-    """A value of a conversation whose texts hold no control token."""
+    """The same value, with MARK inside each control token of its texts, so that none is encoded as one. UserError for
+    texts that hold our codes."""
     if isinstance(value, str):
+        if code := re.search(f"[{MARK}-{OTHER}]", value):
+            raise UserError(f"Chat: a text holds the code U+{ord(code[0]):04X}, which is no character: remove it")
         return re.sub(f"(?s)(?={control.pattern}).", rf"\g<0>{MARK}", value)
     if isinstance(value, dict):
         return {_break_up(name, control): _break_up(part, control) for name, part in value.items()}
@@ -326,7 +329,7 @@ def render_chat(
     text = render(messages, messages[-1]["role"] != "assistant")
     spans, text = _generated(text, messages) if OPEN in text else (_answers(render, messages, text, control), text)
     if notes is not None:
-        notes += _losses(render, messages, inputs, text)
+        notes += _left_out(render, messages, inputs, text)
     trained = bytearray(len(text))
     for begin, end in spans:
         trained[begin:end] = b"\1" * (end - begin)
@@ -339,7 +342,8 @@ def _check_messages(messages: list[dict]) -> None:
     last = None
     for i, message in enumerate(messages):
         role, content, expected = message.get("role"), message.get("content", ""), FOLLOWS[last]
-        may_be_empty = role in ("system", "tool") or message.keys() - {"role", "content", "weight"}
+        acts = role == "assistant" and message.keys() & {"tool_calls", *REASONING}
+        may_be_empty = role in ("system", "tool") or acts
         if role not in expected or not isinstance(content, str) or not (may_be_empty or content.strip()):
             raise UserError(f"Chat message {i}: expected {' or '.join(expected)} with a text: {message!r:.200}")
         last = role
@@ -382,8 +386,9 @@ def _find_answer(render, messages, k, text, control, prompt, last) -> tuple[int,
     """The place of message k in a text that shows earlier messages otherwise than before this answer; None if the
     template leaves it out. last: the end of the answer before it.
 
-    The place of its words is what changes if the conversation has another answer here. It begins behind the last copy
-    of the prompt's end, from its last control token on, and ends with the next control token."""
+    The conversation is rendered with another answer here: the characters that differ are the answer's words. The place
+    begins behind the last copy of the prompt's end, from its last control token on, and ends with the next control
+    token."""
     other = {"role": "assistant", "content": OTHER}
     before, behind, asks = messages[:k], messages[k + 1 :], messages[-1]["role"] != "assistant"
     try:
@@ -393,8 +398,8 @@ def _find_answer(render, messages, k, text, control, prompt, last) -> tuple[int,
         changed = render([*before, other | {"tool_calls": calls}, *behind], asks)
     if OTHER not in changed:
         return None
-    first, last_word = _shared(text, changed), len(text) - _shared(text[::-1], changed[::-1])
-    end = next((match.end() for match in control.finditer(text) if match.end() > last_word), len(text))
+    first, words_end = _shared(text, changed), len(text) - _shared(text[::-1], changed[::-1])
+    end = next((match.end() for match in control.finditer(text) if match.end() > words_end), len(text))
     header = prompt[max((match.start() for match in control.finditer(prompt)), default=0) :]
     found = text.rfind(header, last, first)
     begin = found + len(header) if found >= 0 else len(text[:first].rstrip(" "))
@@ -406,9 +411,9 @@ def _shared(*texts: str) -> int:
     return len(commonprefix(texts))
 
 
-def _losses(render: Render, messages: list[dict], inputs: dict, text: str) -> Notes:
+def _left_out(render: Render, messages: list[dict], inputs: dict, text: str) -> Notes:
     """Texts and fields that the template changes or leaves out. UserError for a field of TOLD."""
-    notes, fields = [], {}  # name: (its last message, its value, a rendering's arguments with and without it)
+    notes, fields = [], {}  # name: (role of its last message, its value, a rendering's arguments with and without it)
     for k, message in enumerate(messages):
         for name in ("content", "reasoning_content"):
             if (written := str(message.get(name, "")).strip()) not in text:

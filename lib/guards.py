@@ -30,8 +30,9 @@ class GradientGuard(Gradients):
         where: Callable[[int], list[str]] = lambda step: [],
     ):  # fmt: skip
         """where(step): the places in the data of this rank's rows of a recent step."""
-        # Offloaded gradients are on the host, where the control group's backend works. One rank has no group.
-        group = ranks.control if config.offload == "cpu" else dist.group.WORLD
+        group = None
+        if ranks.world_size > 1:  # offloaded gradients are on the host, where the control group's backend works
+            group = ranks.control if config.offload == "cpu" else dist.group.WORLD
         replicas = 1 if mesh is None else mesh["replicate"].size()
         limit = 1 if config.on_nonfinite == "stop" else SKIPS
         super().__init__([*trainable_parameters(model).values()], config.clip, group, replicas, limit)

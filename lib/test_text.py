@@ -201,8 +201,9 @@ def test_the_cache_knows_the_code_and_its_folder(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
     seen, encode = [], text.encode_rows
     monkeypatch.setattr(text, "encode_rows", lambda *args: seen.append(1) or encode(*args))
+    (tmp_path / "templates").mkdir()
     for name in text.CODE:
-        (tmp_path / name).write_bytes(Path(text.__file__).with_name(name).read_bytes())
+        (tmp_path / name).write_bytes((Path(text.__file__).parent / name).read_bytes())
     monkeypatch.setattr(text, "__file__", str(tmp_path / "text.py"))
     words = ["--seq_len", "16", "--data", str(tmp_path / "a.jsonl"), "--cache", str(tmp_path / "mine")]
     counts = []

@@ -115,7 +115,7 @@ def test_a_stream_holds_whole_characters(tmp_path):
         pieces = [feed(i) for i in ours.encode(text)]
         assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
         assert feed(None) == "" and feed(ours.encode("\u65e5")[-1]) == "" and feed(None) == "\ufffd"
-        with pytest.raises(UserError, match="surrogates not allowed"):
+        with pytest.raises(UserError, match="half of a surrogate pair"):
             ours.encode("a\ud800b")
 
 
@@ -446,9 +446,16 @@ def test_our_templates_are_the_published_formats(name, published):
     ("system user assistant assistant", "message 3: expected user"),
     ("user assistant empty", "message 2: expected user or tool with a text"),
     ("user parts", "message 1: expected assistant with a text"),
+    ("field", "message 0: expected system or developer or user with a text"),
+    ("mark", "holds the code U.FDD2, which is no character"),
 ])  # fmt: skip
 def test_wrong_conversations_are_refused(roles, message):
-    wrong = {"empty": {"role": "user", "content": " \n"}, "parts": {"role": "assistant", "content": [{"type": "text"}]}}
+    wrong = {
+        "empty": {"role": "user", "content": " \n"},
+        "parts": {"role": "assistant", "content": [{"type": "text"}]},
+        "field": {"role": "user", "content": "", "id": 5},
+        "mark": {"role": "user", "content": "hi \ufdd2there\ufdd3"},
+    }
     messages = [wrong.get(role, {"role": role, "content": "x"}) for role in roles.split()]
     with pytest.raises(UserError, match=message):
         render_chat(T.ByteTokenizer(), messages, chat_template(T.ByteTokenizer(), "llama"))
