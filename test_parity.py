@@ -52,7 +52,7 @@ RATES = (1e-3, 2e-3, 1.5e-3)  # learning rates of the steps
 EPS = 1e-2
 TOLERANCE = 1e-5  # of fp32, relative
 NOISE = 1.5  # of lower precision: a multiple of the plain model's error
-TOGETHER = 32  # cells that are drawn at a time; those of a number of ranks share their processes
+TOGETHER = 16  # cells that are drawn at a time; those of a number of ranks share their processes
 PATIENCE = 900  # seconds for a cell that compiles
 # Fields that divide and store the same computation in another way.
 DIVISION = ("ranks", "reduce_dtype", "fp8_all_gather", "shard_size", "reshard", "prefetch", "checkpointing", "compile")
