@@ -79,9 +79,13 @@ class Nf4Linear(nn.Linear):
     """Has three buffers in place of the weight: codes, scales and pairs, as dequantize takes them."""
 
     dequantize = staticmethod(dequantize)  # looked up on self, so that plan.py can count it as one kernel
+    recomputed = False  # whether checkpointing computes the layer again: a compiler keeps the products of a Function
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _Linear.apply(x, self.codes, self.scales, self.pairs, self.dequantize)
+        if self.recomputed and torch.compiler.is_compiling():
+            y = nn.functional.linear(x, self.dequantize(self.codes, self.scales, self.pairs, x.dtype))
+        else:
+            y = _Linear.apply(x, self.codes, self.scales, self.pairs, self.dequantize)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def fill(self, rows: slice, values: Tensor) -> None:

@@ -122,6 +122,8 @@ def checkpoint_activations(model: nn.Module, mode: str) -> None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, torch_private.expensive_operators())
     for block in model.layers if mode != "none" else []:
         block.forward = _checkpointed(block.forward, options)
+    for layer in nf4.layers(model).values():
+        layer.recomputed = mode == "block"
 
 
 def _checkpointed(forward: Callable, options: dict) -> Callable:

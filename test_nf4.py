@@ -14,11 +14,13 @@ import nf4
 from config import parse_args
 from lib import lora
 from lib.errors import UserError
+from lib.ranks import ALONE
 from lib.weights import export_model, load_model, open_adapter, open_weights
 from model import MODELS, Linear, Transformer, random_init
 from shard import fill_parameters
 from test_shard import fill
 from test_train import FAST, train, values
+from train import build
 
 TOKENS = torch.randint(0, 258, (2, 32), generator=torch.Generator().manual_seed(0))
 BASE = replace(MODELS["tiny-llama"], ffn_dim=192)
@@ -141,3 +143,15 @@ def test_runs_agree_on_any_ranks_and_resume_bit_equal(base, tmp_path, text):
 def test_what_cannot_be_quantized_is_refused(flags, message):
     with pytest.raises(UserError, match=message):
         parse_args(flags.split())
+
+
+@pytest.mark.gpu
+@pytest.mark.host
+def test_compiled_blocks_that_are_checkpointed_keep_no_products():
+    ranks = replace(ALONE, device=torch.device("cuda"))
+    words = "--model tiny-llama --dim 128 --n_heads 2 --n_kv_heads 1 --ffn_dim 320 --lora 4 --quantize nf4 --dtype bf16"
+    config = parse_args(f"{words} --checkpointing block --compile block --attention sdpa --seq_len 48".split())
+    model, tokens, kept = build(config, ranks, None), torch.zeros(1, 48, dtype=torch.int64, device="cuda"), []
+    with saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        model(tokens, tokens)
+    assert not [shape for shape in kept if len(shape) == 2 and shape[0] == 48 and shape[1] > 128]
