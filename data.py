@@ -99,6 +99,7 @@ class Loader:
         self.tokens_read = slice(place * width, (place + 1) * width)  # this rank's part of each row
         self.micro_batch, batch_tokens = split_batch(config, world_size)
         self.step_rows = batch_tokens // config.seq_len  # in a step, over all ranks
+        self.accumulates = self.step_rows > self.micro_batch * self.groups  # several micro-batches in a step
         flag = "--val_data" if split == "val" and config.val_data else "--data"
         groups, self.weights = split_mixture(getattr(config, flag[2:]), flag)
         self.names = [re.sub(r"[^\w.*-]+", "-", Path(*group[:1]).name) for group in groups]  # "": the built-in text
@@ -252,11 +253,11 @@ class Loader:
         source, row = turns(places, self.weights)
         for i, s in enumerate(self.sources):
             if s.count:
-                epochs, places = np.divmod(row, s.count)
+                epochs, in_epoch = np.divmod(row, s.count)
                 for epoch in np.unique(epochs[source == i]):
                     now = (source == i) & (epochs == epoch)
                     key = f"{self.config.seed}/{epoch}" + f"/{i}" * (i > 0)
-                    row[now] = permute(places[now], s.count, key)
+                    row[now] = permute(in_epoch[now], s.count, key)
         return source, row
 
     def _validation_rows(self):

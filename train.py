@@ -119,8 +119,7 @@ def train(run: Run) -> None:
     set_timeout(run.hang_limit, ranks, run.groups)
     model = build(config, ranks, mesh, row_group)
     with machine.reported_memory(config, model):
-        accumulates = data.step_rows > data.micro_batch * data.groups  # several micro-batches in a step
-        weight_scales = fp8.prepare(model, config, mesh, accumulates)
+        weight_scales = fp8.prepare(model, config, mesh, data.accumulates)
         optimizer = make_optimizer(model, config)
         logger.info("Created optimizer")
         fill(model, optimizer, data, resume_from, weights, config, ranks)

@@ -75,7 +75,7 @@ def open_shards(folder: str, rank: int, ranks: int, message: bytes) -> bytes:
 
 
 def write_manifest(run: str, ranks: int) -> int:
-    """Writes the manifest of a run on so many ranks, without the files that it lists -> its bytes."""
+    """Writes the manifest of a run on `ranks` ranks, without the files that it lists -> its bytes."""
     config = parse_args([*SETTINGS.split(), "bytes"])
     with torch.device("meta"):
         parameters = Transformer(config.model_config).named_parameters()
@@ -97,7 +97,7 @@ def write_manifest(run: str, ranks: int) -> int:
 
 
 def read_manifest(run: str, rank: int, ranks: int) -> int:
-    """Reads a manifest -> how many files a rank of so many opens to read its parts of all tensors."""
+    """Reads a manifest -> how many files a rank opens to read its shards of all tensors."""
     saved, opened = checkpoint.Checkpoint(checkpoint.step_folder(Path(run), 1)), set()
     saved.open = lambda file: opened.add(file) or Namespace(read=lambda *_: None)
     checkpoint.assemble = lambda *args: [read(()) for _, read in args[-1]]

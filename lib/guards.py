@@ -1,6 +1,6 @@
 """Guards of a run's numbers: the reaction to non-finite steps, and the comparison of replicas.
 
-The host never waits for the device in every step, because a step's flags are read one step late."""
+The host waits only for the step before, because a step's flags are read one step late."""
 
 import logging
 import math

@@ -57,8 +57,8 @@ def find_snapshot(spec: str, flag: str) -> Path:
         reason += f" --revision {revision}" * bool(revision)
         folder = Path(spec).expanduser().parent
         if folder.name == "runs" or "/" in spec and folder.is_dir():
-            beside = sorted(path.name for path in folder.glob("*"))
-            reason = f"; {folder} has {', '.join(beside[:20]) or 'none'}"
+            names = sorted(path.name for path in folder.glob("*"))
+            reason = f"; {folder} has {', '.join(names[:20]) or 'none'}"
     raise UserError(f"{flag} {spec}: no such folder or file{reason}")
 
 
@@ -99,7 +99,7 @@ def describe_unverified(folder: Path) -> str:
 
 def find_damage(folder: Path, record: dict) -> list[str]:
     """Names of a downloaded folder's files that are missing or damaged. A file is hashed unless its size and time of
-    change are those in download.py's record, which then gets the new ones. Without a record, the files that a snapshot
+    change equal download.py's record, which then gets the new ones. Without a record, the files that a snapshot
     links to must exist, with the sizes of the hub's listing if huggingface_hub has kept that."""
     if not record:
         return _find_missing(folder) if folder.parent.name == "snapshots" else []

@@ -1,5 +1,5 @@
-"""The geometry of DTensors. A tensor is divided along one dimension into shards of equal height, of which the last may
-be shorter, or empty; each rank holds one. A tensor that is not divided counts as one shard."""
+"""The geometry of DTensors. A tensor is divided along one dimension into shards of equal height; the last shards may be
+shorter, or empty. Each rank holds one shard. A tensor that is not divided counts as one shard."""
 
 import math
 

@@ -41,7 +41,7 @@ PATIENCE = 35.0  # seconds that a job waits for the lock
 APPEARS = 75  # looks, five a second, for a file to appear on another machine
 STOP_REASON = "launch.sh stop"  # launch/cluster.py looks for it in status.json
 TRACKERS = ("tensorboard", "wandb")
-STATUS_LOCK = threading.RLock()  # whoever writes status.json has it; a watchdog that ends the process keeps it
+STATUS_LOCK = threading.RLock()  # held while status.json is written; a watchdog that ends the process keeps it
 logger = logging.getLogger("flatland")
 
 
@@ -289,7 +289,7 @@ class Watchdog:
 
     Two signals within TOGETHER seconds count as one: Slurm signals torchrun and its ranks, and torchrun passes its own
     signal on. The process hangs when no step ends for --timeout seconds, or when no rank reports progress
-    (lib/progress.py) in another phase for LONG seconds: a rank that waits for one that loads is no hang. Then every
+    (lib/progress.py) in another phase for LONG seconds: a rank may wait while another rank loads. Then every
     rank's watchdog writes its Python stacks to stderr, and the ranks exchange their positions through the store. So the
     rank that is behind is named even if all main threads are blocked."""
 
@@ -361,8 +361,8 @@ class Watchdog:
         self.asked_at = now
 
     def _find_behind(self) -> list[str]:
-        """Describes the ranks that do not answer within EXCHANGE seconds, or else those that are behind: in five
-        requests to the store, however many ranks there are. A single rank is never behind."""
+        """Describes the ranks that do not answer within EXCHANGE seconds, or else the ranks that are behind: in
+        five requests to the store, for any number of ranks. A single rank is never behind."""
         if self.store is None:
             return []
         started, answers = 0, {}  # collectives; {rank: (step, collectives), and a description}
@@ -399,8 +399,7 @@ class Watchdog:
 def take_lock(folder: Path) -> SoftFileLease:
     """Takes the run folder's lock, which a thread of filelock renews until it is released. The lock of a dead
     process on this machine is taken over at once, the lock of another machine after LEASE seconds without renewal, and
-    an empty one of any age above that.
-    Raises UserError if another job holds the lock."""
+    so is an empty lock. Raises UserError if another job holds the lock."""
     # thread_local=False: the watchdog reads the state of the lock
     lock = SoftFileLease(folder / "lock", lease_duration=LEASE, thread_local=False)
     fill_old_lock(folder / "lock")

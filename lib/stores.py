@@ -1,6 +1,6 @@
 """Addresses of files: hf://datasets/ORG/NAME[@REVISION]/PATH on the hub, and addresses of fsspec's other file systems,
-such as s3://BUCKET/PATH. PATH is a file, a folder, or a pattern with * (within a name) and **. Names without :// are
-local.
+for example s3://BUCKET/PATH. PATH is a file, a folder, or a pattern with * (within a name) and **. Names without ://
+are local.
 
 Packages, login and account are matters of each file system: s3fs reads AWS's files and variables, for example."""
 
@@ -111,7 +111,7 @@ def open_remote(store, name: str, in_sequence: bool) -> io.BufferedIOBase:
 
 @contextlib.contextmanager
 def store_errors(address: str) -> Iterator[None]:
-    """Raises errors of an address's store as one message. Bugs, such as a TypeError, pass unchanged."""
+    """Raises errors of an address's store as one message. Bugs of ours (a TypeError) pass unchanged."""
     repo = ADDRESS.fullmatch(address)
     try:
         with hub_errors(f"datasets/{repo[1]}") if repo else contextlib.nullcontext():
