@@ -242,7 +242,7 @@ class Log:
             with self.run.phase("plots"):
                 if self.drawing:
                     self.drawing.kill()  # its picture lacks the last records
-                self.next_drawing = 0.0
+                self.drawing, self.next_drawing = None, 0.0
                 self.draw()
                 if self.drawing and self.drawing.wait():
                     logger.warning(f"curves.png was not drawn; `python log.py plot {self.run.folder}` says why")
@@ -361,9 +361,11 @@ class Log:
                 logger.warning(f"--track {name} fails; the run continues without it: {type(e).__name__}: {e}")
 
     def draw(self) -> None:
-        """Starts a process that draws curves.png from metrics.jsonl, at most one in DRAW_EVERY seconds."""
+        """Starts a process that draws curves.png from metrics.jsonl, unless one still draws: at most one in DRAW_EVERY
+        seconds."""
         now = time.perf_counter()
-        if self.ranks.rank == 0 and now >= self.next_drawing:
+        draws = self.drawing and self.drawing.poll() is None
+        if self.ranks.rank == 0 and now >= self.next_drawing and not draws:
             self.next_drawing = now + DRAW_EVERY
             command = sys.executable, "-m", curves.__name__, str(self.run.folder.absolute())
             self.drawing = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)

@@ -267,15 +267,16 @@ def test_curves(tmp_path, passes):
 
 
 def test_training_never_waits_for_a_picture(tmp_path, passes):
-    """A process draws, at most one a minute, and one at the end, which is waited for."""
+    """A process draws, at most one a minute and one at a time, and one at the end, which is waited for."""
     run, counts = make_log(tmp_path), []
     with mock.patch.object(log.subprocess, "Popen") as start:
         process = start.return_value
-        for seconds in (0, 59, 2, 59, 2):
+        for seconds, status in ((0, 0), (59, 0), (2, 0), (59, 0), (2, None), (2, 0)):  # None: the last one still draws
+            process.poll.return_value = status
             passes(seconds)
             run.draw()
             counts.append(start.call_count)
-        assert counts == [1, 1, 2, 2, 3] and not process.wait.called
+        assert counts == [1, 1, 2, 2, 2, 3] and not process.wait.called
         process.wait.return_value = 0
         with run:
             pass
