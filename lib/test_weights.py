@@ -547,3 +547,17 @@ def test_dropout_is_named(tmp_path):
     assert all(f"{k!r}: 0.1" in note for k in ("attn_pdrop", "embd_pdrop", "resid_pdrop")) and "\n" not in note
     read(tmp_path, LLAMA31_FACTS | {"attention_dropout": 0.0})
     assert dropout_note(tmp_path / "config.json") == ""
+
+
+@pytest.mark.parametrize("slices, runs", [
+    ((slice(2, 4), slice(0, 6), slice(0, 8)), 1),
+    ((slice(0, 5), slice(3, 6), slice(0, 8)), 5),  # of stacked experts that are sharded along their rows
+    ((slice(1, 3), slice(2, 4), slice(5, 8)), 4),
+])  # fmt: skip
+def test_a_slice_reads_no_other_values(tmp_path, monkeypatch, slices, runs):
+    whole, sizes, read_run = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(0)), [], TensorFile._read_run
+    save_file({"w": whole}, tmp_path / "a.safetensors")
+    monkeypatch.setattr(TensorFile, "_read_run", lambda s, run, at: sizes.append(len(run)) or read_run(s, run, at))
+    found = TensorFile(tmp_path / "a.safetensors").read("w", slices)
+    assert torch.equal(found, whole[slices])
+    assert len(sizes) == runs and sum(sizes) == found.nbytes

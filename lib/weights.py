@@ -12,6 +12,7 @@ each slice of it.
 Sources: configuration and modelling files of transformers 4 and 5; github.com/huggingface/safetensors."""
 
 import errno
+import itertools
 import math
 import os
 import re
@@ -148,21 +149,26 @@ class TensorFile:
     def read(self, name: str, slices: Slices) -> Tensor:
         """Values in the file's dtype. One thread at a time."""
         dtype, shape = self.entries[name]
-        rows = range(*slices[0].indices(shape[0])) if shape else range(1)
-        out = torch.empty(len(rows), *shape[1:], dtype=dtype)  # whole rows, which lie together
-        start = self.starts[name] + rows.start * math.prod(shape[1:]) * dtype.itemsize
-        if out.numel():
-            with_retries(self.path, partial(self._read_run, out.view(-1).view(torch.uint8).numpy(), start))
-        return out[(slice(None), *slices[1:])] if shape else out[0]
+        wanted = [range(n)[s] for s, n in zip(slices, shape, strict=True)]
+        out = torch.empty([len(span) for span in wanted], dtype=dtype)
+        # The dims after `inner` are read whole, so the values lie in runs, one for each index of the dims before it.
+        inner = max((d for d, n in enumerate(shape) if len(wanted[d]) < n), default=0)
+        strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
+        firsts = [*wanted[:inner], *(span[:1] for span in wanted[inner : inner + 1])]
+        runs = out.view(math.prod(out.shape[:inner]), -1).view(torch.uint8).numpy() if out.numel() else ()
+        for run, place in zip(runs, itertools.product(*firsts), strict=False):
+            at = self.starts[name] + sum(i * stride for i, stride in zip(place, strides, strict=False))
+            with_retries(self.path, partial(self._read_run, run, at))
+        return out
 
-    def _read_run(self, out, start: int) -> None:
+    def _read_run(self, run, at: int) -> None:
         try:
-            self.file.seek(start)
-            count = self.file.readinto(out)
+            self.file.seek(at)
+            count = self.file.readinto(run)
         except OSError:
             self.file = open(self.path, "rb")  # noqa: SIM115 - the handle may be stale
             raise
-        if count < len(out):
+        if count < len(run):
             raise UserError(f"{self.path} is cut short")
 
 
