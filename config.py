@@ -30,7 +30,7 @@ LARGEST = 2**53
 ON_OFF = {"on": True, "true": True, "off": False, "false": False}
 ALIASES = {("fp8", "0"): "off", ("fp8", "1"): "tensor"}
 KINDS = {bool: "[on|off]", int: "integer", float: "number", str: "text", tuple: "values"}
-REPLACES = {"--data": "--val_data", "--epochs": "--steps", "--steps": "--epochs"}  # a flag drops a recipe's other flag
+REPLACES = {"data": "val_data", "epochs": "steps", "steps": "epochs"}  # a flag drops a recipe's other flag
 
 
 def _flag(
@@ -52,7 +52,7 @@ _tunable = partial(_flag, resume="override")
 class Config:
     model: str = _flag(
         "",
-        f"{' '.join(MODELS)}; or a Hugging Face folder or hub id; empty = that of --weights, else tiny-llama",
+        f"{' '.join(MODELS)}; or a Hugging Face folder or hub id; empty = --weights', else tiny-llama",
         group="model",
     )
     weights: str = _flag("", "safetensors to start from: a folder or hub id; empty = random values")
@@ -64,17 +64,15 @@ class Config:
     ffn_dim: int = _flag(0, "feed-forward width")
     router_aux_loss_coef: float = _flag(-1.0, "weight of the loss that balances experts; < 0 = the model's", least=-1)
     lora: int = _flag(0, "rank of the adapters (LoRA) of frozen weights; 0 = train all weights")
-    lora_alpha: float = _flag(0.0, "adapters are scaled by lora_alpha / rank; 0 = 2 * rank")
-    lora_targets: tuple = _flag(
-        ("q", "k", "v", "o", "gate", "up", "down"), "projections with adapters; all = every possible one"
-    )
+    lora_alpha: float = _flag(0.0, "scale of the adapters x rank; 0 = 2 * rank")
+    lora_targets: tuple = _flag(("q", "k", "v", "o", "gate", "up", "down"), "projections with adapters, or all")
     quantize: str = _flag("none", "nf4 = frozen projections in four bits (QLoRA)", ("none", "nf4"))
     lora_weights: str = _flag("", "folder of a PEFT adapter of --weights to start from")
     data: tuple = may_change_on_resume(
         (),
         "token shards (a folder, .bin), .txt, .md, .jsonl, .json, .csv, .parquet, globs, hf://datasets/ORG/NAME/PATH,"
-        " s3://, gs://, az:// or https://, each with an optional :WEIGHT; none = the built-in text. It also replaces a"
-        " recipe's --val_data",
+        " s3://, gs://, az://, https://, each with an optional :WEIGHT; none = the built-in text. It also replaces"
+        " a recipe's --val_data",
         group="data",
     )
     val_data: tuple = may_change_on_resume((), "for validation; none = shards named *val*, else a held-out 1/20")
@@ -83,7 +81,7 @@ class Config:
         "bytes, a tokenizer.json or tokenizer.model, a folder or hub id; empty = --weights' or --model's, or bytes",
     )
     text_field: str = may_change_on_resume(  # the data's fingerprint tells if it makes a difference
-        "", "field of a document's text, even in rows with a conversation's fields; empty = text, in others"
+        "", "field with a row's text, even if it has a conversation's fields; empty = text, if it has none"
     )
     chat_fields: tuple = _flag(
         (), "fields of a conversation: user,assistant or system,user,assistant; none = the usual names"
@@ -227,17 +225,17 @@ class Config:
     @property
     def warnings(self) -> list[str]:
         """Rows longer than those of the weights' training, or parts of the schedule that do not fit into --steps."""
-        found, rest, longest = [], self.steps - self.warmup, self.model_config.max_seq_len
+        warnings, rest, longest = [], self.steps - self.warmup, self.model_config.max_seq_len
         if self.weights and self.seq_len > longest:
-            found.append(
+            warnings.append(
                 f"--seq_len {self.seq_len}: {self.weights} was trained on rows of up to {longest} tokens and has to"
                 " learn the positions after them"
             )
         if rest < 0:
-            found.append(f"--warmup_steps {self.warmup} of {self.steps} steps: the run never reaches --lr {self.lr}")
+            warnings.append(f"--warmup_steps {self.warmup} of {self.steps} steps: the run never reaches --lr {self.lr}")
         elif self.schedule == "wsd" and self.decay_steps > rest:
-            found.append(f"--decay_steps {self.decay_steps:.0f}: the {rest} steps after the warm-up are the decay")
-        return found
+            warnings.append(f"--decay_steps {self.decay_steps:.0f}: only {rest} steps follow the warm-up")
+        return warnings
 
 
 def fields_that_resume(kind: str) -> list[str]:
@@ -246,31 +244,35 @@ def fields_that_resume(kind: str) -> list[str]:
 
 
 class Setting(NamedTuple):
-    """A flag in our spelling with its values, and where a recipe has it."""
+    """The values of a flag, and where a recipe has it."""
 
-    words: list[str]
+    values: list[str]
     recipe: str = ""
     place: str = ""  # recipe and line
 
 
 def with_recipes(argv: list[str]) -> dict[str, Setting]:
-    """{flag: its setting}, with the flags of each @NAME's recipe. Of equal flags the last one counts; one in REPLACES
-    also removes the other flag of another recipe. Raises UserError for unknown flags and for recipes without @."""
-    helps, settings, wrong, flag = {f.name: f.metadata["help"] for f in fields(Config)}, {}, [], ""
-    for word, *where in _expand((word, "", "") for word in argv):
-        setting = Setting([word], *where)
+    """{flag in our spelling: its setting}, with the flags of each @NAME's recipe. Of equal flags the last one counts;
+    one in REPLACES also removes the other flag of another recipe. Raises UserError for unknown flags and for recipes
+    without @."""
+    helps, settings, wrong = {f.name: f.metadata["help"] for f in fields(Config)}, {}, []
+    last = before_flags = Setting([])
+    for word, recipe, place in _expand((word, "", "") for word in argv):
         if not word.startswith("--"):
-            settings.setdefault(flag, Setting([])).words.append(word)
+            last.values.append(word)
             if word.endswith(".args"):
-                wrong.append(f"{setting.place}{word} is a recipe: name it with an @, as in @{word}")
+                wrong.append(f"{place}{word} is a recipe: name it with an @, as in @{word}")
             continue
         typed, equals, value = word[2:].partition("=")
-        flag = "--" + typed.replace("-", "_")
-        if flag[2:] not in helps:
-            wrong.append(setting.place + describe_unknown(typed, helps))
-        if settings.get(REPLACES.get(flag), setting).recipe != setting.recipe:
-            del settings[REPLACES[flag]]
-        settings[flag] = setting._replace(words=[flag + equals + value])
+        name = typed.replace("-", "_")
+        if name not in helps:
+            wrong.append(place + describe_unknown(typed, helps))
+        other = REPLACES.get(name)
+        if other in settings and settings[other].recipe != recipe:
+            del settings[other]
+        last = settings[name] = Setting([value] * bool(equals), recipe, place)
+    if before_flags.values:
+        wrong.append(f"{' '.join(before_flags.values)}: expected a flag")
     if wrong:
         raise UserError("\n".join(wrong))
     return settings
@@ -292,10 +294,10 @@ def _find_recipe(word: str) -> Path:
     for path in (Path(word[1:]), ROOT / word[1:]):
         if path.is_file():
             return path
-    others = {path.stem: f"@recipes/{path.name}" for path in sorted((ROOT / "recipes").glob("*.args"))}
-    near = nearest(Path(word[1:]).stem, others)
-    known = f"did you mean {others[near]}?" if near else f"there are {', '.join(others.values())}"
-    raise UserError(f"{word}: this recipe does not exist; {known}")
+    recipes = {path.stem: f"@recipes/{path.name}" for path in sorted((ROOT / "recipes").glob("*.args"))}
+    near = nearest(Path(word[1:]).stem, recipes)
+    meant = recipes[near] if near else " or ".join(recipes.values())
+    raise UserError(f"{word}: this recipe does not exist; did you mean {meant}?")
 
 
 def _read_recipe(path: Path) -> list[tuple[str, str, str]]:
@@ -321,18 +323,16 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"flatland {VERSION}")
     for f in fields(Config):
-        rules, kind = f.metadata, type(f.default)
-        if rules["group"]:
-            group = parser.add_argument_group(rules["group"])
-        default = "none" if f.default == () else f.default
-        if kind is bool:
+        if f.metadata["group"]:
+            group = parser.add_argument_group(f.metadata["group"])
+        default = f.default
+        if isinstance(default, bool):
             default = "on" if default else "off"
         elif isinstance(default, tuple):
-            default = ",".join(default)
-        limits = {"choices": " ".join(rules["choices"]), "at least": rules["least"], "below": rules["below"]}
-        known = [f"; {name}: {value}" for name, value in limits.items() if value not in ("", 0, LARGEST)]
-        shown = f"default: {'empty' if default == '' else default}{''.join(known)}"
-        group.add_argument(f"--{f.name}", help=f"{rules['help']} ({shown})", metavar=KINDS[kind])
+            default = ",".join(default) or "none"
+        choices = "; choices: " * bool(f.metadata["choices"]) + " ".join(f.metadata["choices"])
+        help = f"{f.metadata['help']} (default: {'empty' if default == '' else default}{choices})"
+        group.add_argument(f"--{f.name}", help=help, metavar=KINDS[type(f.default)])
     return parser
 
 
@@ -352,18 +352,17 @@ def parse_args(argv: list[str], trains: bool = False) -> Config:
 
 def _locate(message: str, settings: dict[str, Setting]) -> str:
     """Adds the recipe and the line, if the first flag in a message is from one."""
-    flag = re.search(r"--\w+|$", message)[0]
-    return settings.get(flag, Setting([])).place + message
+    flag = re.search(r"--(\w+)|$", message)[1]
+    return settings[flag].place + message if flag in settings else message
 
 
 def _make_config(settings: dict[str, Setting], recipes: list[str], trains: bool) -> Config:
     values = _read_values(settings)
+    _refuse_without_effect(values)
     values["lora_alpha"] = values["lora_alpha"] or 2.0 * values["lora"]
     chose_bytes = values["tokenizer"] == "bytes"
     _settle_model(values)
-    values["out"] = out = values["out"] or _default_out(values, recipes)
-    if not out.isprintable():  # launch.sh and train.sbatch read it as a line
-        raise UserError(f"--out {out!r}: a run folder's name must be printable")
+    values["out"] = values["out"] or _default_out(values, recipes)
     config = Config(**values)
     if config.lora_targets in (("all",), ("all-linear",)):
         from lib.lora import sizes
@@ -378,46 +377,34 @@ def _make_config(settings: dict[str, Setting], recipes: list[str], trains: bool)
 
 
 def _read_values(settings: dict[str, Setting]) -> dict:
-    """{field: value}, including defaults."""
-    values, wrong = {f.name: f.default for f in fields(Config)}, []
-    if "" in settings:
-        wrong.append(f"{' '.join(settings[''].words)}: expected a flag")
+    """{field: value}, including defaults and what --lora_weights says."""
+    values, wrong = {}, []
     for f in fields(Config):
         try:
-            if f"--{f.name}" in settings:
-                values[f.name] = _read_value(f, settings[f"--{f.name}"].words)
+            values[f.name] = _read_value(f, settings[f.name].values) if f.name in settings else f.default
         except UserError as e:
             wrong.append(str(e))
-    if {"--steps", "--epochs"} <= settings.keys():
+    if {"steps", "epochs"} <= settings.keys():
         wrong.append("--steps and --epochs exclude each other: remove one")
-    if values["lora_weights"] and values["weights"] and "--lora" not in settings:
+    if wrong:
+        raise UserError("\n".join(wrong))
+    if values["lora_weights"] and values["weights"] and "lora" not in settings:
         from lib.weights import adapter_flags
 
         theirs = adapter_flags(local_path(values["lora_weights"], "--lora_weights"))
-        values |= {name: value for name, value in theirs.items() if f"--{name}" not in settings}
-    if len(values["chat_fields"]) not in (0, 2, 3):
-        wrong.append(f"--chat_fields {','.join(values['chat_fields'])}: expected two or three names")
-    streams = any("://" in entry for entry in values["data"] + values["val_data"])
-    for name, needed in NEEDS.items():
-        missing = [flag for flag in needed if values[flag] in ("", "off", 0)]
-        if missing and values[name] not in (getattr(Config, name), 0) and not (streams and name == "lanes"):
-            wrong.append(f"--{name} has no effect without --{missing[0]}: add it, or remove --{name}")
-    if wrong:
-        raise UserError("\n".join(wrong))
+        values |= {name: value for name, value in theirs.items() if name not in settings}
     return values
 
 
 def _read_value(f: Field, words: list[str]):
-    """The value of a flag. words: itself and its values."""
-    kind, rules, (flag, equals, first) = type(f.default), f.metadata, words[0].partition("=")
-    given = [first] * bool(equals) + words[1:]
-    typed = " ".join([flag, *given])
-    if not given and (kind is bool or f.name == "check"):
+    """The value of a flag."""
+    kind, rules, typed = type(f.default), f.metadata, " ".join([f"--{f.name}", *words])
+    if not words and (kind is bool or f.name == "check"):
         return kind(kind is bool)
-    if kind is tuple and given:
-        return tuple(given if f.name in ("data", "val_data") else filter(None, ",".join(given).split(",")))
+    if kind is tuple and words:
+        return tuple(words if f.name in ("data", "val_data") else filter(None, ",".join(words).split(",")))
     try:
-        (word,) = given
+        (word,) = words
         word = ALIASES.get((f.name, word), word)
         value = ON_OFF[word.lower()] if kind is bool else kind(word)
     except (KeyError, ValueError):
@@ -427,6 +414,17 @@ def _read_value(f: Field, words: list[str]):
     if kind in (int, float) and not rules["least"] <= value < rules["below"]:
         raise UserError(f"{typed}: it must be at least {rules['least']} and below {rules['below']}")
     return value
+
+
+def _refuse_without_effect(values: dict) -> None:
+    """Refuses a flag that has no effect without another one; see NEEDS."""
+    streams = values["stream"] or any("://" in entry for entry in values["data"] + values["val_data"])
+    given = {name for name, value in values.items() if value not in ("", "off", 0)}
+    given |= {"stream"} if streams else set()
+    for name, needed in NEEDS.items():
+        missing = [flag for flag in needed if flag not in given]
+        if missing and values[name] not in (getattr(Config, name), 0):
+            raise UserError(f"--{name} has no effect without --{missing[0]}: add it, or remove --{name}")
 
 
 def _settle_model(values: dict) -> None:
@@ -466,32 +464,34 @@ def _check_data(c: Config, trains: bool) -> None:
 
     size, as_bytes = c.model_config.vocab_size, c.tokenizer == "bytes"
     text = [entry for entry in (*c.data, *c.val_data) if not is_shards(entry)]
-    large, found = trains and size > BYTES_UP_TO, f"--model {c.model} has a vocabulary of {size}, but"
-    if large and not c.data and (as_bytes or not c.model.startswith("tiny-")):
-        raise UserError(
-            f"{found} no --data: name it and, for text, --tokenizer; `--tokenizer bytes` tries the built-in text"
-        )
-    if large and text and as_bytes:
-        raise UserError(
-            f"{found} {text[0]} has no --tokenizer: name the model's (`python download.py ORG/NAME --skip_model`"
-            f" fetches it); --tokenizer bytes uses 258 of the {size} ids"
-        )
+    if trains and size > BYTES_UP_TO:
+        if not c.data and (as_bytes or not c.model.startswith("tiny-")):
+            raise UserError(
+                f"--model {c.model} has a vocabulary of {size}, but no --data: name it and, for text, --tokenizer;"
+                " `--tokenizer bytes` tries the built-in text"
+            )
+        if text and as_bytes:
+            raise UserError(
+                f"--model {c.model} has a vocabulary of {size}, but {text[0]} has no --tokenizer: name the model's"
+                " (`python download.py ORG/NAME --skip_model` fetches it), or bytes"
+            )
     if c.sample_every and as_bytes and any(map(is_shards, c.data)):
         raise UserError("--sample_every needs a --tokenizer to decode these shards: name it, or give --sample_every 0")
 
 
 def check_together(c: Config) -> None:
-    """Refuses flags that contradict each other."""
+    """Refuses flags that contradict each other, and values that depend on others."""
     tunable, model = fields_that_resume("override"), c.model_config
     if wrong := {*c.resume_override} - {*tunable}:
         raise UserError(
             f"--resume_override {min(wrong)}: expected {', '.join(tunable)}; other changes need a new --out"
         )
+    if not c.out.isprintable():  # launch.sh and train.sbatch read it as a line
+        raise UserError(f"--out {c.out!r}: a run folder's name must be printable")
+    if len(c.chat_fields) not in (0, 2, 3):
+        raise UserError(f"--chat_fields {','.join(c.chat_fields)}: expected two or three names")
     if c.profile and c.steps < PROFILE_AFTER + c.profile:
-        raise UserError(
-            f"--profile {c.profile} needs --steps {PROFILE_AFTER + c.profile}, not {c.steps}: the first {PROFILE_AFTER}"
-            " are not profiled"
-        )
+        raise UserError(f"--profile {c.profile} needs --steps {PROFILE_AFTER + c.profile}, not {c.steps}")
     if c.min_lr > c.lr:
         raise UserError(f"--min_lr {c.min_lr} is above --lr {c.lr}")
     if not c.micro_batch and (not c.batch_tokens or c.batch_tokens % c.seq_len):

@@ -165,7 +165,7 @@ def test_recipes_that_do_not_exist_or_name_themselves(recipe):
     recipe("one", ""), recipe("two", "@recipes/three.args")
     for word, missing in (("@recipes/zzzz.args", "zzzz"), ("@recipes/two.args", "@recipes/three.args")):
         message = refused(word)
-        assert missing in message and "there are @recipes/one.args, @recipes/two.args" in message
+        assert missing in message and "did you mean @recipes/one.args or @recipes/two.args?" in message
     recipe("a", "@recipes/b.args"), recipe("b", "@recipes/a.args")
     assert "names itself" in refused("@recipes/a.args")
     assert "names itself" in refused(recipe("c", "@recipes/c.args"))
