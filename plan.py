@@ -301,6 +301,7 @@ def parse(argv: list[str]) -> tuple[Config, Cluster]:
         choices = GPUS if name == "gpu" else None
         parser.add_argument(f"--{name}", type=type(default), default=default, choices=choices, help=meaning)
     flags, words = parser.parse_known_args(argv)
+    parser.refuse_typos(words)
     for name, (_, least, _) in PLAN_FLAGS.items():
         if not getattr(flags, name) >= least:
             raise UserError(f"--{name} {getattr(flags, name)}: it must be at least {least}")
@@ -311,8 +312,8 @@ def parse(argv: list[str]) -> tuple[Config, Cluster]:
         cluster = cluster._replace(host_gib=machine.available_memory() / GIB if here else HOST_GIB)
     words = words or DEFAULT
     given = with_recipes(words)
-    if "--model" in given:
-        if "--lora_weights" in given and "--lora" not in given:
+    if "model" in given:
+        if "lora_weights" in given and "lora" not in given:
             raise UserError("--lora_weights: with --model no files are read; give the adapter's --lora as well")
         words = [*words, "--weights=", "--load=direct", "--lora_weights="]
     config = parse_args(words)

@@ -185,6 +185,8 @@ def test_newton_schulz_is_counted_as_torch_counts_it():
     ("--network 0", "--network 0.0: it must be at least"), ("--gpus 0", "--gpus 0: it must be at least 1"),
     ("--gpu h1000", "--gpu: invalid choice: 'h1000' .*h100-80"),
     ("--gpus 6 --shard_size 4", "--shard_size 4 does not divide the 6 ranks"), ("--layers 3", "unknown flag --layers"),
+    ("--gpuss 8", "unrecognized arguments: --gpuss; did you mean --gpus?"),
+    ("--keep_every 3 --save_every 0", "--keep_every has no effect without --save_every"),
     ("--batch_tokens 1000 --micro_batch 1", "does not divide by micro_batch x seq_len x ranks"),
     ("--gpus 8 --compile model", "--compile model with several processes"),
     ("--gpu a100-80 --fp8 tensor", "has no FP8"), ("--fp8 tensor --compile none", "--fp8 tensor: uncompiled"),

@@ -415,7 +415,7 @@ def test_the_five_changes_work_together(tmp_path):
 # ---- recipes
 
 EVERY = sorted(path.name for path in (ROOT / "recipes").glob("*.args"))
-WITH_DATA = [name for name in EVERY if "--data" in with_recipes([f"@recipes/{name}"])]
+WITH_DATA = [name for name in EVERY if "data" in with_recipes([f"@recipes/{name}"])]
 RECIPES = [name for name in EVERY if name not in WITH_DATA]
 CHATS = [name for name in WITH_DATA if "sft" in name or "lora" in name]
 FRESH = ["--weights=", "--load=direct"]  # the real weights are not on this machine
