@@ -24,9 +24,9 @@ import math
 import os
 import re
 import shutil
-import threading
 import time
 import zlib
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
@@ -35,21 +35,22 @@ from pathlib import Path
 
 from lib.errors import Parser, UserError, check_words, prepare_python, run_script
 from lib.files import MISSING_FILE, amount, checksum, fsync_path, read_json, with_retries, write_whole
-from lib.hub import local_path
 
 # ---- the command line, parsed before torch is imported, which takes seconds
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="checkpoint.py", description="Lists, verifies or exports a run's checkpoints.")
+    parser = Parser(description="Lists, verifies or exports a run's checkpoints.")
     add = parser.add_argument
-    verbs = "list: compares sizes; verify: also checksums; export: writes the newest intact one for Hugging Face"
+    verbs = "list: compare sizes; verify: also checksums; export: write the newest intact one for Hugging Face"
     add("verb", choices=("list", "verify", "export"), help=verbs)
     add("run", type=Path, help="run folder")
-    add("out", type=Path, nargs="?", help="export: output folder")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="export: fp32 (default) is exact")
-    add("--tokenizer", default="", help="export: tokenizer whose files are added (default: the run's)")
-    return parser.parse_args(argv)
+    add("out", type=Path, nargs="?", help="folder of the export")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the export; fp32 is exact")
+    args = parser.parse_args(argv)
+    if (args.verb == "export") != bool(args.out):
+        parser.error("expected list RUN, verify RUN or export RUN OUT")
+    return args
 
 
 if __name__ == "__main__":
@@ -61,29 +62,15 @@ from torch import Tensor, nn
 
 from config import LANES, Config, fields_that_resume
 from data import Loader, merge_positions
-from lib.families import family
 from lib.guards import compare_replicas
 from lib.machine import available_memory
 from lib.parts import local, shard_slices, sharding
 from lib.ranks import ALONE, Ranks, gather, on_all, on_first_rank
-from lib.rows import sample_digest
 from lib.run import ANSWER, Run
-from lib.text import knows_text
-from lib.tokenizer import load_tokenizer
-from lib.weights import (
-    Read,
-    Slices,
-    TensorFile,
-    assemble,
-    export,
-    export_adapter,
-    find_files,
-    open_merged,
-    write_file,
-)
+from lib.weights import Slices, TensorFile, assemble, base_fingerprint, export_trained, refuse_other_base, write_file
 from optim import DTYPES, Optimizer, trainable_parameters
 from shapes import ModelConfig, RopeScaling
-from shard import fill_quantized, fill_tensors, reshard, uncompiled, whole_rows
+from shard import fill_tensors, reshard, uncompiled, whole_rows
 
 FORMAT = 4
 FILE_BYTES = 2**31  # of a file, and at most one tensor more: they are copied into the host's memory to be written
@@ -126,18 +113,23 @@ class Saver:
         """start: the step at which the run began."""
         self.model, self.optimizer, self.data, self.run = model, optimizer, data, run
         self.config, self.ranks = run.config, run.ranks
-        self.saving = replace(self.ranks, control=self.ranks.saving)  # for the thread
+        self.ranks_of_thread = replace(self.ranks, control=self.ranks.saving)
         self.base = base_fingerprint(self.config, self.ranks)
         on_first_rank(lambda: clean(run.folder, start or math.inf), self.ranks)
-        self.thread = self.error = None  # of the save in progress
+        self.thread, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
 
     def __enter__(self) -> "Saver":
         return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
-        if error is not None and self.thread:
+        if error is not None and self.writing:
             with self.run.phase("saves"):
-                self.thread.join(ANSWER)
+                futures.wait([self.writing], ANSWER)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows that the save in progress has failed."""
+        return self.writing is not None and self.writing.done() and self.writing.exception() is not None
 
     def save(self, step: int, row: Tensor) -> float:
         """Saves the state after `step` updates and removes the oldest checkpoints beyond --keep -> milliseconds that
@@ -170,19 +162,15 @@ class Saver:
         copies = may_copy and all(gather(_fits(tensors), self.ranks))
         if copies:  # otherwise training waits: for the last save, and for an offloaded state, which fills the host
             tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
-        self.thread = threading.Thread(target=self._write, args=(manifest, tensors, layouts), name="checkpoint")
-        self.thread.start()
+        self.writing = self.thread.submit(self._write, manifest, tensors, layouts)
         if not copies:
             self.wait()
 
     def wait(self) -> None:
         """Waits until the save is on disk. Raises its error on all ranks. All ranks must call."""
         with self.run.phase("saves"):
-            if self.thread:
-                self.thread.join()
-        error, self.thread, self.error = self.error, None, None
-        if error is not None:
-            raise error
+            if self.writing:
+                self.writing.result()
 
     def _write(self, manifest: dict, tensors: dict[str, Tensor], layouts: dict[str, dict]) -> None:
         """Runs in the thread: every rank writes its shards, then rank 0 writes the manifest."""
@@ -191,14 +179,13 @@ class Saver:
         temporary = folder.with_name(f"{folder.name}.tmp-{self.run.nonce}")
         try:
             write = partial(_write_shards, temporary, tensors, layouts, self.ranks.rank)
-            files = sum(on_all(write, self.saving), [])
+            files = sum(on_all(write, self.ranks_of_thread), [])
             manifest |= {"tensors": layouts, "files": files}
-            on_first_rank(partial(_commit, temporary, folder, manifest, self.config), self.saving)
-        except Exception as error:  # of any rank
-            self.error = error
+            on_first_rank(partial(_commit, temporary, folder, manifest, self.config), self.ranks_of_thread)
+        except Exception:  # of any rank
             if self.ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            return
+            raise
         size = sum(row["bytes"] for row in files)
         logger.info(f"Saved {folder.name}: {size / 1e9:.3f} GB in {time.perf_counter() - begin:.1f} s")
 
@@ -218,9 +205,7 @@ def own_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> tuple[di
     parameters, tensors, layouts = trainable_parameters(model), {}, {}
     assert not optimizer.state or all(p in optimizer.state for p in parameters.values()), "still gathered"
     for name, parameter in parameters.items():
-        state = optimizer.state.get(parameter, {}).items()
-        values = {"model": parameter} | {k: v for k, v in state if isinstance(v, Tensor)}
-        for kind, value in values.items():
+        for kind, value in {"model": parameter, **optimizer.state.get(parameter, {})}.items():
             key, (dim, shards, index) = f"{kind}.{name}", sharding(value)
             layouts[key] = {"shape": list(value.shape), "dtype": str(value.dtype)[6:], "dim": dim, "parts": shards}
             if index == ranks.rank and local(value).numel():  # not another replica's rank
@@ -392,17 +377,9 @@ def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
     return on_first_rank(lambda: next(filter(None, faults), ""), ranks)
 
 
-def verify(run: Path | str, checksums: bool = True) -> list[tuple[int, bool, str]]:
-    """(step, whether it is intact, its fault or "") of every checkpoint of a run, oldest first."""
-    faults = [(step_of(folder), fault_of(folder, checksums=checksums)) for folder in folders(Path(run))]
-    return [(step, not fault, fault) for step, fault in faults]
-
-
-def base_fingerprint(config: Config, ranks: Ranks) -> str:
-    """Identifies the frozen weights of a run with adapters; "0" if no weights were read. All ranks must call."""
-    if not (config.lora and config.weights):
-        return "0"
-    return on_first_rank(lambda: sample_digest(find_files(local_path(config.weights, "--weights"))), ranks)
+def verify(run: Path, checksums: bool = True) -> dict[int, str]:
+    """The fault of each checkpoint of a run by its step, oldest first; "": it is intact."""
+    return {step_of(folder): fault_of(folder, checksums=checksums) for folder in folders(run)}
 
 
 # ---- loading
@@ -417,22 +394,6 @@ class Checkpoint:
         self.step = self.manifest["step"]
         self.layouts = self.manifest["tensors"]
         self.open = lru_cache(OPEN_FILES)(lambda file: TensorFile(folder / file))
-
-    def check_base(self, ranks: Ranks) -> None:
-        """Refuses frozen weights that differ from those at the start of the run. All ranks must call."""
-        if self.manifest["base"] != base_fingerprint(self.config, ranks):
-            raise UserError(
-                f"{self.folder} holds adapters of other weights: --weights {self.config.weights} has changed since"
-                " the run began; restore it"
-            )
-
-    def model_reader(self, ranks: Ranks = ALONE) -> Read:
-        """read(name, slices) of the whole model's weights, with adapters merged. Refuses adapters whose frozen weights
-        have changed. All ranks must call."""
-        if not self.config.lora:
-            return self.read_weights
-        self.check_base(ranks)
-        return open_merged(self.config, self.read_weights)
 
     @property
     def config(self) -> Config:
@@ -463,23 +424,15 @@ class Checkpoint:
         if shape:
             height, wanted = -(-shape[dim] // shards), range(shape[dim])[slices[dim]]
             needed = range(wanted.start // height, -(-wanted.stop // height))
-        sources = ((shard_slices(shape, dim, shards, i), partial(self._read_shard, key, i)) for i in needed)
-        return assemble(slices, shape, getattr(torch, layout["dtype"]), sources)
 
-    def _read_shard(self, key: str, index: int, slices: Slices) -> Tensor:
-        return self.open(file_name(self.layouts[key]["file"], index)).read(key, slices)
+        def read_shard(index: int, slices: Slices) -> Tensor:
+            return self.open(file_name(layout["file"], index)).read(key, slices)
+
+        sources = ((shard_slices(shape, dim, shards, i), partial(read_shard, i)) for i in needed)
+        return assemble(slices, shape, getattr(torch, layout["dtype"]), sources)
 
     def read_weights(self, name: str, slices: Slices) -> Tensor:
         return self.read(f"model.{name}", slices)
-
-    def export(self, folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, tokenizer: str = "", **how) -> None:
-        """Writes a Hugging Face folder. tokenizer: see load_run_tokenizer. how: arguments of weights.export. All ranks
-        must call."""
-        how |= {"talks": self.manifest["position"].get("chat", False), "tokenizer": load_run_tokenizer(self, tokenizer)}
-        shape = self.model_config
-        if shape.positions == "rope":  # GPT-2's table of learned positions keeps its size
-            shape = replace(shape, max_seq_len=self.config.trained_length(shape))
-        export(shape, self.model_reader(ranks), folder, dtype, ranks=ranks, **how)
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Fills the trained parameters and the optimizer's state. Every rank reads only its shards. All ranks must
@@ -509,13 +462,12 @@ class Checkpoint:
         return targets
 
 
-def _newest_intact(
-    candidates: list[Path], ranks: Ranks = ALONE, checksums: bool = True
-) -> tuple[Checkpoint | None, list[str]]:
-    """candidates: newest first -> the first intact one, and a message for each of those before it. Refuses candidates
-    that are all damaged. All ranks must call."""
+def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to resume from (None: a fresh start), and a message for each damaged checkpoint that was skipped.
+    Refuses a run folder whose checkpoints are all damaged. Without `checksums`, damage inside a file is not found. All
+    ranks must call."""
     skipped = []
-    for folder in candidates:
+    for folder in on_first_rank(lambda: _candidates(config), ranks):
         if not (fault := fault_of(folder, ranks, checksums)):
             return Checkpoint(folder), skipped
         skipped.append(f"Skipped the damaged checkpoint {folder}: {fault}")
@@ -524,11 +476,16 @@ def _newest_intact(
     return None, []
 
 
-def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to resume from (None: a fresh start), and a message for each damaged checkpoint that was skipped.
-    Refuses a run folder whose checkpoints are all damaged. Without `checksums`, damage inside a file is not found. All
-    ranks must call."""
-    return _newest_intact(on_first_rank(lambda: _candidates(config), ranks), ranks, checksums)
+def newest(run: Path) -> Checkpoint:
+    """A run's newest intact checkpoint. UserError if there is none."""
+    refuse_empty(run)
+    return find(Config(out=str(run)))[0]
+
+
+def refuse_empty(run: Path) -> None:
+    """UserError if a run has no checkpoints."""
+    if not folders(run):
+        raise UserError(f"{run} has no checkpoints; a run folder is runs/NAME")
 
 
 def keep_lanes(config: Config) -> Config:
@@ -554,10 +511,13 @@ def _candidates(config: Config) -> list[Path]:
 
 def changes(resume_from: Checkpoint, config: Config) -> dict[str, list]:
     """The settings that differ from the checkpoint's: {name: [old, new]}, without those that may always change."""
-    free = fields_that_resume("free")
     new, default = (json.loads(json.dumps(asdict(c))) for c in (config, Config()))
     old = default | {"lanes": LANES} | resume_from.manifest["config"]  # flags that were added later had their default
-    return {k: [old[k], new[k]] for k in new if k not in free and new[k] != old[k]}
+    return {k: v for k, v in _differing(old, new).items() if k not in fields_that_resume("free")}
+
+
+def _differing(old: dict, new: dict) -> dict[str, list]:
+    return {k: [old[k], new[k]] for k in new if new[k] != old[k]}
 
 
 def refuse_changes(resume_from: Checkpoint | None, config: Config) -> None:
@@ -566,8 +526,8 @@ def refuse_changes(resume_from: Checkpoint | None, config: Config) -> None:
         return
     refused = {k: v for k, v in changes(resume_from, config).items() if k not in config.resume_override}
     if not refused:  # config.json of a --model folder may have changed
-        new, old = asdict(config.model_config), asdict(resume_from.model_config)
-        refused = {f"model's {k}": [old[k], new[k]] for k in new if new[k] != old[k]}
+        differing = _differing(asdict(resume_from.model_config), asdict(config.model_config))
+        refused = {f"model's {k}": v for k, v in differing.items()}
     if refused:
         lines = [f"  --{k} was {old!r}, is {new!r}" for k, (old, new) in refused.items()]
         tunable = set(refused) <= set(fields_that_resume("override"))
@@ -583,15 +543,10 @@ def restore(
     optimizer: Optimizer,
     ranks: Ranks,
     config: Config,
-    weights=None,
 ) -> None:
-    """Loads weights and optimizer state. Refuses a checkpoint whose probe has another loss now. weights: reads the
-    frozen weights of adapters. All ranks must call."""
-    if config.lora:
-        resume_from.check_base(ranks)
-        frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        fill_tensors(frozen, weights, config.load)
-        fill_quantized(model, weights, config.load)
+    """Loads trained parameters and optimizer state; frozen parameters must have their values. Refuses a checkpoint
+    whose frozen weights have changed, or whose probe has another loss now. All ranks must call."""
+    refuse_other_base(config, resume_from.manifest["base"], ranks)
     resume_from.load(model, optimizer)
     gather(None, ranks)  # wait here, where no limit is set, for ranks that read slowly
     _prove(resume_from, model, ranks)
@@ -610,31 +565,10 @@ def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:
     if wrong:
         raise UserError(
             f"{resume_from.folder}: the loss of its probe was {probe['loss']:.6f} at the save and is {wrong[0]:.6f}"
-            f" now; the difference may be {probe['tolerance']}. Values were changed, or the code computes something"
-            " else (rope, ties, dtypes, names?): resume with the code that saved it"
+            f" now, more than {probe['tolerance']} apart: values or code have changed; resume with the code that saved"
+            " it"
         )
     logger.info(f"Loss of the checkpoint's probe: {losses[0]:.6f}, at the save: {probe['loss']:.6f}")
-
-
-# ---- reading and exporting a run
-
-
-def newest(run: Path) -> Checkpoint:
-    """A run's newest intact checkpoint. UserError if there is none."""
-    return _newest_intact(_existing(run)[::-1])[0]
-
-
-def _existing(run: Path) -> list[Path]:
-    """Its step folders, oldest first. UserError if there are none."""
-    existing = folders(run)
-    if not existing:
-        raise UserError(f"{run}: the folder has no checkpoints (a run folder is runs/NAME)")
-    return existing
-
-
-def load_run_tokenizer(checkpoint: Checkpoint, spec: str = ""):
-    """The tokenizer `spec`, or the run's; None if the run was trained on token ids without text."""
-    return load_tokenizer(spec or checkpoint.config.tokenizer) if spec or knows_text(checkpoint.config) else None
 
 
 def is_finished(config: Config, step: int) -> bool:
@@ -643,34 +577,20 @@ def is_finished(config: Config, step: int) -> bool:
     return (status.get("state"), status.get("step")) == ("finished", step)
 
 
-def export_run(config: Config, step: int, ranks: Ranks) -> None:
-    """Exports a run's checkpoint to the Hugging Face folder hf/. All ranks must call."""
-    try:
-        family(config.model_config)
-    except UserError as e:
-        return logger.warning(f"No export to hf/: {e}")
-    saved, folder = Checkpoint(step_folder(Path(config.out), step)), Path(config.out) / "hf"
-    saved.export(folder, torch.float32, ranks, replaces=True)
-    if config.lora:
-        on_first_rank(lambda: export_adapter(config, saved.read_weights, folder.with_name("adapter")), ranks)
-
-
 # ---- the command line
 
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.verb == "export":
-        if args.out is None:
-            raise UserError("OUT is missing: export RUN OUT")
-        checkpoint, dtypes = newest(args.run), DTYPES | {"fp16": torch.float16}
-        checkpoint.export(args.out, dtypes[args.dtype], tokenizer=args.tokenizer)
-        print(f"{args.out}: step {checkpoint.step} of {args.run} in {args.dtype}")
+        saved = newest(args.run)
+        export_trained(saved, args.out, DTYPES[args.dtype])
+        print(f"{args.out}: step {saved.step} of {args.run} in {args.dtype}")
         return 0
-    _existing(args.run)
-    rows = verify(args.run, checksums=args.verb == "verify")
-    print(*(f"step {step}: {fault or 'intact'}" for step, _, fault in rows), sep="\n")
-    return int(not all(intact for _, intact, _ in rows))
+    refuse_empty(args.run)
+    faults = verify(args.run, checksums=args.verb == "verify")
+    print(*(f"step {step}: {fault or 'intact'}" for step, fault in faults.items()), sep="\n")
+    return int(any(faults.values()))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from config import Config, check_together, choose_lanes, parse_args, row_groups, split_batch
 from lib.errors import Parser, UserError, prepare_python, run_script
-from lib.files import read_ahead
+from lib.files import read_ahead, sample_digest
 from lib.text import main as run_prepare
 
 if __name__ == "__main__":
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from lib import torch_private
 from lib.ranks import Ranks, on_first_rank
-from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, sample_digest, turns
+from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, turns
 from lib.settle import check_tokenizer
 from lib.text import builtin_file, knows_text, log, split_weight
 from lib.tokenizer import decode_marked, load_tokenizer

@@ -66,13 +66,14 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from attention import WITHOUT_CUDNN
-from checkpoint import load_run_tokenizer, newest
+from checkpoint import newest
 from lib.chat import chat_template, parse_field, render_chat
 from lib.families import read_config
 from lib.machine import find_device
 from lib.run import Run
+from lib.text import knows_text
 from lib.tokenizer import load_tokenizer
-from lib.weights import Read, empty_model, open_weights
+from lib.weights import Read, empty_model, open_trained, open_weights
 from log import logger
 from model import Transformer
 from optim import DTYPES
@@ -232,13 +233,13 @@ def open_source(spec: str, tokenizer: str | None, chat: bool = False) -> Source:
 def open_run(run: Path, tokenizer: str | None) -> Source:
     """The newest intact checkpoint, in the dtype that the run computed in."""
     found = newest(run)
-    tokens = load_run_tokenizer(found, tokenizer)
-    if tokens is None:
+    if not (tokenizer or knows_text(found.config)):
         raise UserError(f"--run {run} was trained on token shards: name the --tokenizer that made them")
     print(f"{run}, step {found.step}", file=sys.stderr)
+    tokens = load_tokenizer(tokenizer or found.config.tokenizer)
     return Source(
         config=found.model_config,
-        read=found.model_reader(),
+        read=open_trained(found),
         dtype=DTYPES.get(found.config.dtype, torch.float32),
         tokenizer=tokens,
         context=found.config.trained_length(found.model_config),

@@ -296,6 +296,14 @@ def fill_parameters(model: nn.Module, read: Callable[[str, tuple[slice, ...]], T
     fill_quantized(model, read, load)
 
 
+def fill_frozen(model: nn.Module, read: Callable | None, load: str) -> None:
+    """Like fill_parameters, only for the frozen weights of a model with adapters, if there are any."""
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    if frozen:
+        fill_tensors(frozen, read, load)
+        fill_quantized(model, read, load)
+
+
 @torch.no_grad()
 def fill_quantized(model: nn.Module, read: Callable, load: str = "direct") -> None:
     """Quantizes the weights of layers in NF4, which every rank holds. rank0: rank 0 does, and sends the others the

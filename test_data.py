@@ -21,7 +21,7 @@ import torch
 
 from config import parse_args
 from data import epochs_as_steps, main, make_loader, open_checked, open_data, show
-from lib import rows
+from lib import files, rows
 from lib import text as text_module
 from lib.errors import RankError
 from lib.ranks import Ranks
@@ -385,14 +385,14 @@ def test_the_built_in_text_of_other_versions_is_named(monkeypatch):
 
 def test_a_large_file_is_compared_all_over(tmp_path, monkeypatch):
     """64 blocks of 1 KiB out of 1 MiB: a change of two 64ths is seen wherever it is."""
-    monkeypatch.setattr(rows, "BLOCK", 2**10)
-    monkeypatch.setattr(rows, "READ", 2**16)
+    monkeypatch.setattr(files, "SAMPLE_BLOCK", 2**10)
+    monkeypatch.setattr(files, "SAMPLE", 2**16)
     path, content = tmp_path / "a.bin", np.random.default_rng(0).bytes(2**20)
     path.write_bytes(content)
-    digests = {rows.sample_digest([path])}
+    digests = {files.sample_digest([path])}
     for start in range(0, 2**20, 2**16):
         path.write_bytes(content[:start] + bytes(2**15) + content[start + 2**15 :])
-        digests.add(rows.sample_digest([path]))
+        digests.add(files.sample_digest([path]))
     assert len(digests) == 17
 
 

@@ -26,7 +26,7 @@ from lib.files import read_json
 from lib.test_tokenizer import _json, _model
 from lib.text import write_shard
 from lib.tokenizer import ByteTokenizer
-from lib.weights import export_model
+from lib.weights import export_model, export_trained
 from model import Transformer
 from optim import make_optimizer
 from test_checkpoint import save
@@ -391,7 +391,7 @@ def test_the_trained_length_limits_the_window(tmp_path, hub, flags, length, expo
         flags = [*flags, "--model", folder, "--tokenizer", folder]
     save_run(tmp_path / "run", *(str(flag).format(hf=folder) for flag in flags))
     assert open_source(str(tmp_path / "run"), None).context == length
-    checkpoint.newest(tmp_path / "run").export(tmp_path / "hf", torch.float32)
+    export_trained(checkpoint.newest(tmp_path / "run"), tmp_path / "hf", torch.float32)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "hf").max_position_embeddings == exported
     assert open_source(str(tmp_path / "hf"), "bytes").context == exported
 

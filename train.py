@@ -35,6 +35,7 @@ from lib import lora, machine, progress, settle
 from lib.guards import GradientGuard
 from lib.ranks import Ranks, gather, init_ranks, leave, on_every_rank, on_first_rank, set_timeout
 from lib.run import Run
+from lib.weights import export_run
 from log import Log, attention_kernel, describe_model, logger, profile_steps
 from model import Details, Transformer
 from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer, update
@@ -139,7 +140,7 @@ def train(run: Run) -> None:
                 model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
             log.end_step(micro_batches)
-            stops = run.agrees_to_stop(saver.error is not None)  # all ranks vote; the answer comes one step later
+            stops = run.agrees_to_stop(saver.failed)  # all ranks vote; the answer comes one step later
             todo = actions_after(config, step, stops)
             gradients.check(step, wait=todo.record)  # reports a non-finite loss before it is recorded or saved
             val_loss = evaluate(model, val_data, run) if todo.evaluate and val_data else None
@@ -227,7 +228,8 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
 def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: Ranks) -> None:
     """Sets parameters, moments and the position in the data from a checkpoint, weights or random values. All ranks."""
     if resume_from:
-        checkpoint.restore(resume_from, model, optimizer, ranks, config, weights)
+        shard.fill_frozen(model, weights, config.load)
+        checkpoint.restore(resume_from, model, optimizer, ranks, config)
         # Rank 0 compares the data with the checkpoint's; below, all ranks take its position.
         on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)
     else:
@@ -262,7 +264,7 @@ def finish(run: Run, step: int) -> None:
         run.begin(step)
     if run.began:
         with run.phase("export"):
-            checkpoint.export_run(run.config, step, run.ranks)
+            export_run(checkpoint.Checkpoint(checkpoint.step_folder(run.folder, step)), run.folder, run.ranks)
         run.end("finished", step)
     if not trained and run.ranks.rank == 0:
         settle.say_finished(run.config, step)

@@ -44,24 +44,6 @@ MAX_WORKERS = 8  # per rank
 OPEN_FILES = 64  # shards that a process keeps open
 LANE_BATCH = 2**16  # bytes of a lane's text that are tokenised together
 PAUSES = 10, 60, 120, 240  # seconds before a hub that failed is asked again
-BLOCK, READ = 2**16, 2**27  # bytes: of a file that are compared at a place, and of all files; see sample_digest
-MANY = 256  # files; of more, one block of each may do
-
-
-def sample_digest(files: list[Path]) -> str:
-    """Identifies the content of files without reading all of it: evenly spaced blocks of each, at most READ bytes
-    together but at least 8 blocks of each file, or 1 of more than MANY. Of files up to READ bytes together, everything
-    is read."""
-    sizes = [path.stat().st_size for path in files]
-    digest, step, least = hashlib.sha256(), max(1, sum(sizes) // READ) * BLOCK, 8 if len(files) <= MANY else 1
-    for path, size in zip(files, sizes, strict=True):
-        digest.update(b"%d " % size)
-        with open(path, "rb", buffering=0) as file:
-            for start in range(0, size, max(BLOCK, min(step, size // least))):
-                file.seek(start)
-                digest.update(file.read(BLOCK))
-        progress.advance()
-    return digest.hexdigest()
 
 
 def permute(index: np.ndarray, n: int, key: str) -> np.ndarray:

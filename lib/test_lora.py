@@ -18,7 +18,7 @@ import shard
 from config import parse_args
 from lib import lora
 from lib.errors import UserError
-from lib.weights import export_adapter, export_model, load_model, open_adapter, open_weights
+from lib.weights import export_adapter, export_model, load_model, open_adapter, open_trained, open_weights
 from model import MODELS, Transformer, random_init
 from optim import trainable_parameters
 from test_model import error
@@ -175,9 +175,9 @@ def test_another_base_is_refused(run):
     save_file(tensors, base)
     try:
         done = train(*flags, "--steps", 6, "--out", folder / "whole", status=2)
-        assert "holds adapters of other weights" in done.stderr
-        with pytest.raises(UserError, match="holds adapters of other weights"):
-            checkpoint.newest(folder / "whole").model_reader()
+        assert f"--weights {folder / 'base'} has changed since" in done.stderr
+        with pytest.raises(UserError, match="has changed since the adapters"):
+            open_trained(checkpoint.newest(folder / "whole"))
     finally:
         base.write_bytes(before)
 

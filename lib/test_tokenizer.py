@@ -478,7 +478,7 @@ def test_an_export_talks_as_it_was_trained_to(tmp_path, kind, model):
         ours = T.load_tokenizer("bytes" if kind == "bytes" else _write(tmp_path / "own", tokenizer__json=content))
     hf, template = tmp_path / "hf", chat_template(ours, shape.chat_format)
     model = scramble(Transformer(replace(shape, vocab_size=ours.vocab_size, n_layers=1)))
-    export_model(model, hf, tokenizer=ours, talks=True)
+    export_model(model, hf, tokenizer=ours, chat_format=shape.chat_format)
     theirs, again = transformers.AutoTokenizer.from_pretrained(hf), T.load_tokenizer(str(hf))
     assert theirs.chat_template == (hf / "chat_template.jinja").read_text()
     for messages in _conversations():

@@ -13,15 +13,16 @@ Sources: configuration and modelling files of transformers 4 and 5; github.com/h
 
 import errno
 import itertools
+import logging
 import math
 import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,6 +40,7 @@ from lib.files import (
     free_space,
     read_json,
     read_object,
+    sample_digest,
     with_retries,
     write_json,
 )
@@ -46,7 +48,8 @@ from lib.hub import local_path
 from lib.lora import Read, Settings
 from lib.machine import allocate
 from lib.ranks import ALONE, Ranks, on_all, on_first_rank
-from lib.tokenizer import Tokenizer
+from lib.text import knows_text
+from lib.tokenizer import Tokenizer, load_tokenizer
 from model import Transformer
 from shapes import ModelConfig
 from shard import fill_parameters
@@ -55,6 +58,7 @@ Slices = tuple[slice, ...]
 # Masks and frequencies that older versions of transformers stored, and copies of tied embeddings.
 IGNORED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|^lm_head\.weight$")
 HEAD = "lm_head.weight"
+logger = logging.getLogger("flatland")
 
 
 class Piece(NamedTuple):
@@ -411,12 +415,6 @@ def open_adapter(folder: Path, config: Settings) -> Read:
     return _reader(folder, adapter_pieces(config), [folder / "adapter_model.safetensors"])
 
 
-def open_merged(config: Settings, adapters: Read) -> Read:
-    """read(name, slices) of the model of --weights with adapters merged into it."""
-    base = open_weights(local_path(config.weights, "--weights"), config.model_config, reads_head=False)
-    return lora.merge(base, adapters, config)
-
-
 def export_adapter(config: Settings, read: Read, folder: Path) -> None:
     """Writes the folder that PEFT loads: adapter_config.json and adapter_model.safetensors, in fp32. read: of
     lib/lora.py's parameters."""
@@ -435,12 +433,12 @@ def export_adapter(config: Settings, read: Read, folder: Path) -> None:
 
 def export(
     config: ModelConfig, read: Read, folder: Path, dtype: torch.dtype, shard_gb: float = 5.0, tokenizer=None,
-    replaces: bool = False, ranks: Ranks = ALONE, talks: bool = False,
+    chat_format: str = "", replaces: bool = False, ranks: Ranks = ALONE,
 ) -> None:  # fmt: skip
     """Writes a Hugging Face folder with values rounded to `dtype`. Each shard of at most shard_gb GB (10^9 bytes; a
-    larger tensor has its own file) is written by one rank. The folder gets its name when it is complete. replaces:
-    replace an earlier export. talks: the model was trained on conversations, so the folder gets their template.
-    UserError: no family has this shape. All ranks must call; an error on one rank is raised on all."""
+    larger tensor has its own file) is written by one rank. The folder gets its name when it is complete. chat_format:
+    see write_files. replaces: replace an earlier export. UserError: no family has this shape. All ranks must call; an
+    error on one rank is raised on all."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     rows = {piece.name: (piece, name) for name, row in pieces(config).items() for piece in row}
@@ -463,7 +461,7 @@ def export(
             write_file(temporary / file, _shard([rows[name] for name in names], dtype, read))
 
     def finish():
-        _write_json_files(temporary, split, config_json(config, str(dtype)[6:]), tokenizer, config.chat_format * talks)
+        _write_json_files(temporary, split, config_json(config, str(dtype)[6:]), tokenizer, chat_format)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
 
@@ -481,8 +479,6 @@ def _shard(rows, dtype, read):
     tensors = {}
     for piece, name in rows:
         values = read(name, piece.place).to(dtype)
-        if dtype == torch.float16 and values.isinf().any():
-            raise UserError(f"{piece.name} holds values beyond float16's range: use bf16 or fp32")
         progress.advance()
         tensors[piece.name] = (values.T if piece.transposed else values.reshape(piece.stored)).contiguous()
     return tensors
@@ -512,6 +508,67 @@ def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, **
     """Writes an unsharded model as a Hugging Face folder, in its parameters' dtype. how: as for export."""
     dtype = next(model.parameters()).dtype
     export(model.config, lambda n, s: model.get_parameter(n).detach()[s].cpu(), Path(folder), dtype, shard_gb, **how)
+
+
+# ---- the model of a checkpoint
+
+
+class Trained(Protocol):
+    """What is read of a checkpoint.Checkpoint. This file does not import it."""
+
+    config: Settings
+    model_config: ModelConfig
+    manifest: dict
+    read_weights: Read
+
+
+def base_fingerprint(config: Settings, ranks: Ranks = ALONE) -> str:
+    """Identifies the frozen weights of a run with adapters; "0" if no weights were read. All ranks must call."""
+    if not (config.lora and config.weights):
+        return "0"
+    return on_first_rank(lambda: sample_digest(find_files(local_path(config.weights, "--weights"))), ranks)
+
+
+def refuse_other_base(config: Settings, fingerprint: str, ranks: Ranks = ALONE) -> None:
+    """Refuses frozen weights that differ from those at the start of the run. All ranks must call."""
+    if base_fingerprint(config, ranks) != fingerprint:
+        raise UserError(f"--weights {config.weights} has changed since the adapters were trained on it: restore it")
+
+
+def open_trained(saved: Trained, ranks: Ranks = ALONE) -> Read:
+    """read(name, slices) of all weights, with adapters merged into those of --weights. All ranks must call."""
+    config = saved.config
+    refuse_other_base(config, saved.manifest["base"], ranks)
+    if not config.lora:
+        return saved.read_weights
+    base = open_weights(local_path(config.weights, "--weights"), config.model_config, reads_head=False)
+    return lora.merge(base, saved.read_weights, config)
+
+
+def export_trained(saved: Trained, folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, **how) -> None:
+    """Writes a Hugging Face folder with the run's tokenizer, and the chat template if the run trained on conversations.
+    It names the longest text that was trained on. how: arguments of export. All ranks must call."""
+    config, shape = saved.config, saved.model_config
+    chat_format = shape.chat_format if saved.manifest["position"].get("chat") else ""
+    tokenizer = load_tokenizer(config.tokenizer) if knows_text(config) else None
+    if shape.positions == "rope":  # GPT-2's table of learned positions keeps its size
+        shape = replace(shape, max_seq_len=config.trained_length(shape))
+    read = open_trained(saved, ranks)
+    export(shape, read, folder, dtype, tokenizer=tokenizer, chat_format=chat_format, ranks=ranks, **how)
+
+
+def export_run(saved: Trained, run: Path, ranks: Ranks) -> None:
+    """Writes the folders hf/ and, with adapters, adapter/ of a run that ends. All ranks must call."""
+    try:
+        family(saved.model_config)
+    except UserError as e:
+        return logger.warning(f"No export to hf/: {e}")
+    export_trained(saved, run / "hf", torch.float32, ranks, replaces=True)
+    if saved.config.lora:
+        on_first_rank(lambda: export_adapter(saved.config, saved.read_weights, run / "adapter"), ranks)
+
+
+# ---- the files of a tokenizer
 
 
 def write_files(tokenizer: Tokenizer, folder: Path, chat_format: str = "") -> dict:
