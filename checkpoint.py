@@ -458,7 +458,7 @@ class Checkpoint:
                     value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 else:
                     value = torch.zeros(layout["shape"], dtype=dtype, device=local(parameter).device)
-                optimizer.state[parameter][kind] = targets[key] = value
+                optimizer.state.setdefault(parameter, {})[kind] = targets[key] = value
         return targets
 
 

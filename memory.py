@@ -24,7 +24,7 @@ from config import Config
 from lib import lora, torch_private
 from lib.machine import Gpu
 from model import Transformer
-from optim import DTYPES, ROUND, matrices, state_layout
+from optim import DTYPES, ROUND, make_optimizer, matrices
 from shard import mesh_shape, sharded_dim
 
 GIB, META = 2**30, torch.device("meta")
@@ -261,11 +261,11 @@ def kept(config: Config, shards: int) -> list[Kept]:
     """One row for each parameter. FSDP2 cuts a parameter into shards of equal size; the last may be short. For experts
     see shard.sharded_dim."""
     model = _one_block(config)
-    layout, rows = state_layout(model, config), []
+    optimizer, rows = make_optimizer(model, config), []
     for name, p in model.named_parameters():
         length = p.shape[sharded_dim(p, shards)]
         size = -(-length // shards) * (p.numel() // length)
-        state = size * sum(dtype.itemsize for _, dtype in layout.get(name, {}).values())
+        state = size * sum(t.dtype.itemsize for t in optimizer.state.get(p, {}).values() if t.ndim)
         dtype = config.param_dtype if p.requires_grad else config.dtype
         row = Kept(size, size * DTYPES[dtype].itemsize, p.requires_grad, state)
         rows += [row] * (config.model_config.n_layers if name.startswith("layers.") else 1)

@@ -1,15 +1,15 @@
-"""What happens to the gradients of a step: their sums over the ranks, AdamW (arXiv 1711.05101) or Muon (arXiv
+"""What happens to the gradients of a step: their sums over the ranks, then AdamW (arXiv 1711.05101) or Muon (arXiv
 2502.16982); and the learning rate.
 
 Gradients are sums over the trained tokens. One all-reduce per step adds up the loss, the squared norm and the token
 count over the ranks. train.py's `train_step` computes the mean, the norm, the clipping and the decision to skip from
 these sums; all of them stay on the device.
 
-If parameters and moments are fp32, torch's fused AdamW does the arithmetic. Its one kernel also divides gradients by
-`grad_scale` and skips the update if `found_inf` is 1; both are tensors on the device. So the division by the
-number of trained tokens, clipping and the guard against non-finite gradients cost no pass over memory, except for the
-norm, and no synchronisation. The kernel refuses other dtypes: bf16 moments and bf16 masters are updated by our own
-function in fp32 arithmetic, on flat pieces of the parameters, compiled to one pass over memory if there is a compiler.
+An `Optimizer` updates parameters and state of any dtypes: its rule computes in fp32, on flat chunks of the parameters,
+compiled to one pass over memory if there is a compiler. If parameters and moments are fp32, torch's fused AdamW does
+the same arithmetic. Its one kernel also divides gradients by `grad_scale` and skips the update if `found_inf` is 1;
+both are tensors on the device. So the division by the number of trained tokens, clipping and the guard against
+non-finite gradients cost no pass over memory, except for the norm, and no synchronisation.
 
 An update is often smaller than half of bf16's spacing at the parameter, so rounding to nearest would lose it
 in every step; the second moment would be lost the same way if beta2 is close to 1. Both are rounded stochastically: up
@@ -19,8 +19,9 @@ position): a resumed run repeats them, and replicas, which must stay equal, draw
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,8 @@ from lib import torch_private
 from lib.parts import is_sharded, local, local_start
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
-MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
-PIECE = {"eager": 2**18, "compiled": 2**30}  # elements: temporaries that fit in a cache; 32-bit indices
+CHUNK = {"eager": 2**18, "compiled": 2**30}  # elements: temporaries that fit in a cache; 32-bit indices
+STOCHASTIC = ("exp_avg_sq",)  # state that is rounded stochastically; other state changes fast enough for bf16
 
 
 class Settings(Protocol):
@@ -72,22 +73,22 @@ class Gradients:
         self.parameters, self.clip, self.group, self.replicas, self.limit = parameters, clip, group, replicas, limit
         self.device = local(parameters[0]).device  # the host, if they are offloaded
         self.skipped_in_row = torch.zeros((), device=self.device)
-        self.local_loss = self.skipped_in_row
+        self.local_loss = torch.zeros((), device=self.device)  # of the last step, for GradientGuard's reports
 
-    def norms(self) -> Sequence[Tensor]:
-        """The norms of pieces of the parameters' gradients."""
+    def squared_norm(self) -> Tensor:
+        """Of this rank's shards of the gradients."""
         gradients = [local(p.grad).reshape(-1) for p in self.parameters]
         # On a CPU torch adds one value after the other; in fp32 the norm of 10 M values is then wrong by 3e-4.
-        length = 2**17 if self.device.type == "cpu" else 2**30
-        pieces = [piece for g in gradients for piece in g.split(length)]
-        return torch_private.norms(pieces, dtype=torch.float32)
+        chunk = 2**17 if self.device.type == "cpu" else 2**30
+        chunks = [part for g in gradients for part in g.split(chunk)]
+        return torch.stack(torch_private.norms(chunks, dtype=torch.float32)).square().sum()
 
     def global_sums(self, local_loss: Tensor, local_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """local_loss: this rank's loss, summed over its local_tokens trained tokens -> (loss, trained tokens, squared
         norm of the gradients), summed over all ranks with one all-reduce: fp32 scalars on the gradients' device. All
         ranks must call."""
         self.local_loss = local_loss.to(self.device)
-        squared_norm = torch.stack(self.norms()).square().sum() / self.replicas
+        squared_norm = self.squared_norm() / self.replicas
         sums = torch.stack((self.local_loss, torch.full_like(self.local_loss, local_tokens), squared_norm))
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
@@ -107,20 +108,10 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def state_layout(model: nn.Module, config: Settings) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
-    """The optimizer's state for each trained parameter, except its number of updates: state name -> (shape, dtype).
-    A state of its parameter's shape is sharded as the parameter is."""
-    dtype, muon = DTYPES[config.state_dtype], matrices(model) if config.optimizer == "muon" else {}
-    return {
-        name: {kind: (p.shape, dtype) for kind in (("momentum_buffer",) if p in muon else MOMENTS)}
-        for name, p in trainable_parameters(model).items()
-    }
-
-
 def make_optimizer(model: nn.Module, config: Settings) -> "Optimizer":
     """AdamW, or, with --optimizer muon, Muon for the blocks' matrices and AdamW for the rest. Embeddings may have a
-    rate of their own. Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
-    muon = matrices(model) if config.optimizer == "muon" else {}
+    learning rate of their own. Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
+    by_muon = matrices(model) if config.optimizer == "muon" else {}
     decay, scale = config.weight_decay, (config.embed_lr or config.lr) / config.lr
     embeddings, others, vectors = groups = [
         {"params": [], "weight_decay": decay, "scale": scale},
@@ -128,141 +119,166 @@ def make_optimizer(model: nn.Module, config: Settings) -> "Optimizer":
         {"params": [], "weight_decay": 0.0},
     ]
     for name, p in trainable_parameters(model).items():
-        group = embeddings if name.startswith("embed_") else others if p.ndim >= 2 else vectors
-        if p not in muon:
-            group["params"].append(p)
-    assert config.optimizer in ("adamw", "muon"), config.optimizer
-    options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": 1e-8}
-    adamw = AdamW([options | group for group in groups], config)
-    return Muon(muon, adamw, config) if muon else adamw
+        if p in by_muon:
+            continue
+        if name.startswith("embed_"):
+            embeddings["params"].append(p)
+        elif p.ndim >= 2:
+            others["params"].append(p)
+        else:
+            vectors["params"].append(p)
+    if config.optimizer == "muon":
+        return Muon(by_muon, groups, config)
+    assert config.optimizer == "adamw", config.optimizer
+    return AdamW(groups, config)
 
 
 class Optimizer:
-    """What a run needs of torch.optim.Optimizer, which imports the compiler: that takes a second and 60 MB. `update`
-    sets the learning rates, then calls step(grad_divisor, skip): gradients / grad_divisor change the parameters, unless
-    skip is 1.0 (both are scalars on the device)."""
+    """Updates parameters by the `rule` of a subclass. This is what a run needs of torch.optim.Optimizer, whose import
+    loads the compiler: that takes a second and 60 MB."""
 
-    def __init__(self, groups: list[dict], state_dtype: torch.dtype):
-        self.param_groups, self.state, self.state_dtype = groups, defaultdict(dict), state_dtype
+    state_names: tuple[str, ...]  # of the tensors that the rule keeps for each parameter
 
-    def state_of(self, p: Tensor, *kinds: str) -> dict[str, Tensor]:
-        """The state of a parameter, zeros before its first update."""
-        state = self.state[p]
-        if not state:
-            state["step"] = torch.zeros((), device=local(p).device)
-            state |= {kind: torch.zeros_like(p, dtype=self.state_dtype) for kind in kinds}
-        return state
+    def __init__(self, groups: list[dict], config: Settings):
+        """groups: params, weight_decay and, if it is not 1, the scale of the learning rate."""
+        self.param_groups, self.config, self.compiled = groups, config, config.compile != "none"
+        self.beta1, self.beta2, self.state_dtype = config.beta1, config.beta2, DTYPES[config.state_dtype]
+        self.parameters = [p for group in groups for p in group["params"]]
+        self.state = {p: self.zeros(p, self.state_names) for p in self.parameters}
+
+    def zeros(self, p: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """A parameter's state before its first update: the number of updates, and tensors of the parameter's shape."""
+        step = torch.zeros((), device=local(p).device)
+        return {"step": step} | {name: torch.zeros_like(p, dtype=self.state_dtype) for name in names}
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_divisor: Tensor, skip: Tensor) -> None:
+        """Updates the parameters with gradients / grad_divisor, or changes nothing if skip is 1.0 (fp32 scalars on the
+        device). Frees the gradients. All ranks must call."""
+        for group in self.param_groups:
+            group["lr"] = lr * group.get("scale", 1.0)
+            if group["params"]:
+                self.update(group, grad_divisor, skip)
+            for p in group["params"]:
+                p.grad = None
+
+    def update(self, group: dict, grad_divisor: Tensor, skip: Tensor) -> None:
+        """`step` for one group of parameters."""
+        for p in group["params"]:
+            self.state[p]["step"].add_(1.0 - skip)
+        step = self.state[p]["step"].clamp(min=1.0)  # the same for all; 0 while every update was skipped
+        scalars, unscale = self.scalars(group, step), 1.0 / grad_divisor
+        for p in group["params"]:
+            tensors = p, p.grad, *(self.state[p][name] for name in self.state_names)
+            flat = [local(x).detach().view(-1) for x in tensors]
+            for chunk, seed in self.chunks[p]:
+                self.update_chunk(
+                    *(x[chunk] for x in flat), seed=seed, step=step, skip=skip > 0, unscale=unscale, **scalars
+                )
+
+    def scalars(self, group: dict, step: Tensor) -> dict[str, Tensor]:
+        """The arguments of the rule that change from step to step, as scalars on the device: a number would be compiled
+        anew, and an .item() would wait. step: the number of this update."""
+        lr = group["lr"]
+        return {"lr": torch.full_like(step, lr), "decay": torch.full_like(step, 1.0 - lr * group["weight_decay"])}
+
+    def rule(self, p: Tensor, gradient: Tensor, *state: Tensor, **scalars: Tensor) -> tuple[Tensor, ...]:
+        """All fp32 [n] -> new values of p and of each state."""
+        raise NotImplementedError
+
+    @cached_property
+    def update_chunk(self) -> Callable:
+        return torch.compile(self._update_chunk, dynamic=True) if self.compiled else self._update_chunk
+
+    def _update_chunk(
+        self,
+        p: Tensor,  # [n], fp32 or bf16
+        gradient: Tensor,  # [n]
+        *state: Tensor,  # [n] each
+        seed: Tensor,  # int32 [2], see rounding_seed
+        step: Tensor,  # scalar: the number of this update
+        skip: Tensor,  # bool scalar
+        unscale: Tensor,  # scalar: 1 / divisor of the gradients
+        **scalars: Tensor,
+    ) -> None:
+        """One update of a flat chunk of a parameter and of its state, in place; none if `skip`."""
+        state_in_fp32 = [x.float() for x in state]
+        new_p, *new_state = self.rule(p.float(), gradient.float() * unscale, *state_in_fp32, **scalars)
+        bits = random_bits(p.numel(), seed, step)
+        p.copy_(torch.where(skip, p, rounded(new_p, p.dtype, bits)))
+        for name, old, new in zip(self.state_names, state, new_state, strict=True):
+            new = rounded(new, old.dtype, bits >> 16) if name in STOCHASTIC else new.to(old.dtype)
+            old.copy_(torch.where(skip, old, new))
+
+    @cached_property
+    def chunks(self) -> dict[nn.Parameter, list[tuple[slice, Tensor]]]:
+        """Of each parameter's flat shard: the chunks that are updated at a time, and the seed of each."""
+        size, chunks = CHUNK["compiled" if self.compiled else "eager"], {}
+        for number, p in enumerate(self.parameters, 1):
+            starts = range(0, local(p).numel(), size)
+            chunks[p] = [(slice(a, a + size), rounding_seed(self.config.seed, number, p, a)) for a in starts]
+        return chunks
 
 
 class AdamW(Optimizer):
-    """AdamW for parameters and moments of any dtypes. It names its state like torch's: exp_avg and exp_avg_sq, in
-    --state_dtype, and step."""
+    """AdamW. If parameters and state are fp32, torch's fused kernel computes it."""
 
-    def __init__(self, groups: list[dict], config: Settings):
-        """groups: with params, lr, betas, eps and weight_decay."""
-        super().__init__(groups, DTYPES[config.state_dtype])
-        compiled = config.compile != "none"
-        parameters = [p for group in groups for p in group["params"]]
-        self.fused = {self.state_dtype, *(p.dtype for p in parameters)} <= {torch.float32}
-        self.update_piece = torch.compile(adamw_, dynamic=True) if compiled else adamw_
-        size, self.pieces = PIECE["compiled" if compiled else "eager"], {}  # the calls of adamw_ for each parameter
-        for number, p in enumerate(() if self.fused else parameters, 1):
-            starts = range(0, local(p).numel(), size)
-            self.pieces[p] = [(slice(a, a + size), random_place(config.seed, number, p, a)) for a in starts]
+    state_names = ("exp_avg", "exp_avg_sq")  # torch's
+    eps = 1e-8
 
-    @torch.no_grad()
-    def step(self, grad_divisor: Tensor, skip: Tensor) -> None:
-        """Updates the parameters that have gradients."""
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            states = [self.state_of(p, *MOMENTS) for p in parameters]
-            if parameters:
-                change = self._update_fused if self.fused else self._update_mixed
-                change(group, parameters, states, grad_divisor, skip)
+    def scalars(self, group: dict, step: Tensor) -> dict[str, Tensor]:
+        """The rate and the root contain the bias corrections."""
+        return {
+            "decay": torch.full_like(step, 1.0 - group["lr"] * group["weight_decay"]),
+            "rate": group["lr"] / (1.0 - self.beta1**step),
+            "root": (1.0 - self.beta2**step).rsqrt(),
+        }
 
-    def _update_fused(self, group: dict, parameters: list, states: list, grad_divisor: Tensor, skip: Tensor) -> None:
-        beta1, beta2 = group["betas"]
+    def rule(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        decay: Tensor,
+        rate: Tensor,
+        root: Tensor,
+    ) -> tuple[Tensor, ...]:
+        exp_avg = torch.lerp(exp_avg, gradient, 1.0 - self.beta1)
+        exp_avg_sq = torch.lerp(exp_avg_sq, gradient * gradient, 1.0 - self.beta2)
+        p = p * decay - rate * exp_avg / (exp_avg_sq.sqrt() * root + self.eps)
+        return p, exp_avg, exp_avg_sq
+
+    def update(self, group: dict, grad_divisor: Tensor, skip: Tensor) -> None:
+        parameters = group["params"]
+        if {self.state_dtype, *(p.dtype for p in parameters)} != {torch.float32}:
+            return super().update(group, grad_divisor, skip)
+        states = [self.state[p] for p in parameters]
         torch_adamw(  # also adds 1 - skip to each step
             [local(p) for p in parameters],
             [local(p.grad) for p in parameters],
-            *([local(state[moment]) for state in states] for moment in MOMENTS),
+            *([local(state[name]) for state in states] for name in self.state_names),
             [],
             [state["step"] for state in states],
             fused=True,
             lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
+            beta1=self.beta1,
+            beta2=self.beta2,
             weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            eps=self.eps,
             amsgrad=False,
             maximize=False,
             grad_scale=grad_divisor,
             found_inf=skip,
         )
 
-    def _update_mixed(self, group: dict, parameters: list, states: list, grad_divisor: Tensor, skip: Tensor) -> None:
-        for state in states:
-            state["step"].add_(1.0 - skip)
-        step = states[0]["step"].clamp(min=1.0)  # the same for all; 0 while every update was skipped
-        factors = adamw_factors(group, step, grad_divisor)
-        for p, state in zip(parameters, states, strict=True):
-            flat = [local(x).detach().view(-1) for x in (p, p.grad, *(state[moment] for moment in MOMENTS))]
-            for part, place in self.pieces[p]:
-                pieces = [x[part] for x in flat]
-                self.update_piece(*pieces, factors, skip > 0, step, place, *group["betas"], group["eps"])
 
-
-class AdamwFactors(NamedTuple):
-    """What changes from step to step in adamw_, as scalars on the device: a number would be compiled anew, and an
-    .item() would wait."""
-
-    unscale: Tensor  # 1 / divisor of the gradients
-    decay: Tensor  # 1 - lr x weight decay
-    rate: Tensor  # lr / (1 - beta1^t)
-    root: Tensor  # 1 / sqrt(1 - beta2^t)
-
-
-def adamw_factors(group: dict, step: Tensor, grad_divisor: Tensor) -> AdamwFactors:
-    """group: of an optimizer's parameters. step: the number t of this update."""
-    beta1, beta2 = group["betas"]
-    return AdamwFactors(
-        unscale=1.0 / grad_divisor,
-        decay=torch.full_like(step, 1.0 - group["lr"] * group["weight_decay"]),
-        rate=group["lr"] / (1.0 - beta1**step),
-        root=(1.0 - beta2**step).rsqrt(),
-    )
-
-
-def random_place(seed: int, number: int, parameter: Tensor, offset: int = 0) -> Tensor:
+def rounding_seed(seed: int, number: int, parameter: Tensor, offset: int = 0) -> Tensor:
     """int32 [2] on the parameter's device, for random_bits: a key for the parameter of that number, and the position of
-    element `offset` of this rank's part in the whole parameter."""
+    element `offset` of this rank's shard in the whole parameter."""
     position = local_start(parameter) + offset
     digest = hashlib.sha256(f"{seed}/{number}/{position >> 32}".encode()).digest()
     return as_int32(int.from_bytes(digest[:4], "little"), position).to(local(parameter).device)
-
-
-def adamw_(
-    p: Tensor,  # [n], fp32 or bf16
-    gradient: Tensor,  # [n]
-    exp_avg: Tensor,  # [n]
-    exp_avg_sq: Tensor,  # [n]
-    factors: AdamwFactors,
-    skip: Tensor,  # bool scalar
-    step: Tensor,  # scalar: the number of this update
-    place: Tensor,  # int32 [2], see random_bits
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> None:
-    """One update of flat pieces of a parameter and its moments, in place; none if `skip`."""
-    gradient = gradient.float() * factors.unscale
-    new_avg = torch.lerp(exp_avg.float(), gradient, 1.0 - beta1)
-    new_avg_sq = torch.lerp(exp_avg_sq.float(), gradient * gradient, 1.0 - beta2)
-    new_p = p.float() * factors.decay - factors.rate * new_avg / (new_avg_sq.sqrt() * factors.root + eps)
-    bits = random_bits(p.numel(), place, step)
-    new_p, new_avg_sq = rounded(new_p, p.dtype, bits), rounded(new_avg_sq, exp_avg_sq.dtype, bits >> 16)
-    for old, new in ((exp_avg, new_avg.to(exp_avg.dtype)), (exp_avg_sq, new_avg_sq), (p, new_p)):
-        old.copy_(torch.where(skip, old, new))
 
 
 def as_int32(*numbers: int) -> Tensor:
@@ -270,10 +286,10 @@ def as_int32(*numbers: int) -> Tensor:
     return (torch.tensor(numbers) << 32 >> 32).int()
 
 
-def random_bits(n: int, place: Tensor, step: Tensor) -> Tensor:
-    """int32 [n], all bits random: a hash of (key, position, step), multiplications and xor-shifts in 32 bits. place:
-    int32 [2], the parameter's key and the position of the first element."""
-    key, start = place
+def random_bits(n: int, seed: Tensor, step: Tensor) -> Tensor:
+    """int32 [n], all bits random: a hash of (key, position, step), multiplications and xor-shifts in 32 bits. seed: see
+    rounding_seed."""
+    key, start = seed
     h = torch.arange(n, dtype=torch.int32, device=step.device) + start
     for salt, multiplier in ((key, 0x7FEB352D), (step.int(), 0x46CA6B45), (0, 0x5BD1E995)):
         h = (h ^ salt) * multiplier
@@ -289,34 +305,17 @@ def rounded(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     return ((x.view(torch.int32) + (bits & 0xFFFF)) & -65536).view(torch.float32).bfloat16()
 
 
-def update(optimizer: Optimizer | torch.optim.Optimizer, lr: float, grad_divisor: Tensor, skip: Tensor) -> None:
-    """One step with gradients / grad_divisor, or none at all if skip is 1.0 (fp32 scalars on the device); frees the
-    gradients. torch's optimizers work, too, but make the host wait. All ranks must call."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("scale", 1.0)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if isinstance(optimizer, Optimizer):
-        optimizer.step(grad_divisor, skip)
-    elif not skip.item():
-        for p in parameters:
-            local(p.grad).div_(grad_divisor)
-        optimizer.step()
-    for p in parameters:
-        p.grad = None
-
-
 def learning_rate(config: Settings, step: int) -> float:
-    """The rate of update number `step`, counted from 0; a pure function, so that a resumed run needs no scheduler
-    state."""
-    warmup, steps = config.warmup, config.steps
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
+    """The rate of a step, counted from 1; a pure function, so that a resumed run needs no scheduler state."""
+    warmup, steps, done = config.warmup, config.steps, step - 1
+    if done < warmup:
+        return config.lr * step / warmup
     decay_steps = config.decay_steps * steps if config.decay_steps < 1 else config.decay_steps
     if config.schedule == "wsd":  # falls in the last steps
         begin, end = steps - min(decay_steps or 0.2 * steps, steps - warmup), steps
     else:
         begin, end = warmup, decay_steps or steps
-    progress = min(max((step - begin) / max(end - begin, 1), 0.0), 1.0)
+    progress = min(max((done - begin) / max(end - begin, 1), 0.0), 1.0)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     share = {"constant": 1.0, "cosine": cosine, "linear": 1 - progress, "wsd": 1 - progress}[config.schedule]
     return config.min_lr + (config.lr - config.min_lr) * share
@@ -330,16 +329,21 @@ ROUND = 2**28  # elements that a rank orthogonalizes at a time
 
 
 def matrices(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
-    """The parameters that Muon updates: matrices and stacked experts of the blocks, without routers; and the rows of
+    """The parameters that Muon updates: matrices and stacked experts of the blocks, without routers -> the heights of
     the matrices that are fused in each (q, k, v; gate, up)."""
-    c, out = model.config, {}
+    c, heights = model.config, {}
     qkv = tuple(n * c.head_dim for n in (c.n_heads, c.n_kv_heads, c.n_kv_heads))
     for name, p in trainable_parameters(model).items():
         if not name.startswith("layers.") or p.ndim == 1 or name.endswith(".gate.weight"):
             continue
-        rows = p.shape[-2]
-        out[p] = qkv if "qkv_proj" in name else (rows // 2, rows // 2) if "gate_up" in name else (rows,)
-    return out
+        height = p.shape[-2]
+        if "qkv_proj" in name:
+            heights[p] = qkv
+        elif "gate_up" in name:
+            heights[p] = (height // 2, height // 2)
+        else:
+            heights[p] = (height,)
+    return heights
 
 
 def orthogonalize(x: Tensor) -> Tensor:
@@ -356,7 +360,7 @@ def orthogonalize(x: Tensor) -> Tensor:
     return y.mT if tall else y
 
 
-class Muon(Optimizer):
+class Muon(AdamW):
     """Muon (arXiv 2502.16982) for `matrices`, AdamW for all other parameters. All ranks must call `step`.
 
         m = lerp(g, m, momentum);  u = orthogonalize(lerp(g, m, momentum));  p = p (1 - lr decay) - lr scale u
@@ -367,67 +371,71 @@ class Muon(Optimizer):
     of every parameter to whole parameters, a part of them on each rank, and back. This only copies, so the update has
     the same bits on any mesh. Experts that are sharded by expert stay where they are."""
 
-    def __init__(self, rows: dict[nn.Parameter, tuple[int, ...]], adamw: AdamW, config: Settings):
-        """rows: see `matrices`. adamw: updates the other parameters."""
-        groups = [{"params": [*rows], "weight_decay": config.weight_decay}, *adamw.param_groups]
-        super().__init__(groups, adamw.state_dtype)
-        self.adamw, self.rows, self.dtype = adamw, rows, DTYPES[config.dtype]
-        adamw.state = self.state  # one dictionary holds the state of both, for checkpoints
-        self.orthogonalize = torch.compile(orthogonalize, dynamic=True) if config.compile != "none" else orthogonalize
-        self.places = {p: random_place(config.seed, -i, p) for i, p in enumerate(rows)}  # AdamW's numbers are from 1
+    def __init__(self, heights: dict[nn.Parameter, tuple[int, ...]], groups: list[dict], config: Settings):
+        """heights: see `matrices`. groups: the other parameters."""
+        super().__init__(groups, config)
+        self.heights, self.dtype = heights, DTYPES[config.dtype]
+        self.matrices = {"params": [*heights], "weight_decay": config.weight_decay}
+        self.param_groups = [*groups, self.matrices]
+        self.state |= {p: self.zeros(p, ("momentum_buffer",)) for p in heights}
+        self.seeds = {p: rounding_seed(config.seed, -i, p) for i, p in enumerate(heights)}  # AdamW's numbers are from 1
         alike, self.stacks = defaultdict(list), []
-        for p in rows:
-            alike[p.shape, rows[p]].append(p)
+        for p in heights:
+            alike[p.shape, heights[p]].append(p)
         for same in alike.values():
             n = max(1, ROUND // same[0].numel()) * (same[0].device_mesh.size() if is_sharded(same[0]) else 1)
             self.stacks += [same[i : i + n] for i in range(0, len(same), n)]
 
-    @torch.no_grad()
-    def step(self, grad_divisor: Tensor, skip: Tensor) -> None:
-        self.adamw.step(grad_divisor, skip)
+    @cached_property
+    def orthogonalize(self) -> Callable:
+        return torch.compile(orthogonalize, dynamic=True) if self.compiled else orthogonalize
+
+    def update(self, group: dict, grad_divisor: Tensor, skip: Tensor) -> None:
+        if group is not self.matrices:
+            return super().update(group, grad_divisor, skip)
         for parameters in self.stacks:
             averages = torch.stack([self._average(p, grad_divisor, skip) for p in parameters])
-            updates = self._updates(averages, self.rows[parameters[0]])
+            updates = self._updates(averages, self.heights[parameters[0]])
             for p, change in zip(parameters, updates, strict=True):
                 self._apply(p, change, skip)
 
     def _average(self, p: Tensor, grad_divisor: Tensor, skip: Tensor) -> Tensor:
         """Updates the momentum of a parameter -> Nesterov's average of it and the gradient, in the gradient's place."""
-        state = self.state_of(p, "momentum_buffer")
+        state = self.state[p]
         gradient, momentum = local(p.grad), local(state["momentum_buffer"])
         weight = MOMENTUM - (MOMENTUM - FIRST_MOMENTUM) * (1 - state["step"] / MOMENTUM_STEPS).clamp(min=0)
         mean = gradient.float() / grad_divisor
-        new = mean.lerp(momentum.float(), weight)
-        momentum.copy_(torch.where(skip > 0, momentum, new.to(momentum.dtype)))
-        gradient.copy_(mean.lerp(new, weight))
+        average = mean.lerp(momentum.float(), weight)
+        momentum.copy_(torch.where(skip > 0, momentum, average.to(momentum.dtype)))
+        gradient.copy_(mean.lerp(average, weight))
         return p.grad.to(self.dtype)
 
-    def _updates(self, stack: Tensor, rows: tuple[int, ...]) -> Tensor:
-        """stack [n, ..., rows, columns] of averages -> this rank's part of the updates, sharded as the stack is."""
+    def _updates(self, stack: Tensor, heights: tuple[int, ...]) -> Tensor:
+        """stack [n, ..., rows, columns] of averages -> this rank's shard of the updates, sharded as the stack is."""
         if not is_sharded(stack):
-            return self._orthogonalized(stack, rows)
+            return self._orthogonalized(stack, heights)
         from torch.distributed.tensor import DTensor, Shard
 
         mesh, shape, stride, shards = stack.device_mesh, stack.shape, stack.stride(), stack.placements
         by_expert = stack.ndim == 4 and shards[-1].is_shard(1)
         wholes = shards if by_expert else [Shard(0)] * mesh.ndim
         stack = stack.to(mesh.device_type).redistribute(placements=wholes)
-        updates = self._orthogonalized(stack.to_local(), rows)
+        updates = self._orthogonalized(stack.to_local(), heights)
         updates = DTensor.from_local(updates, mesh, wholes, shape=shape, stride=stride)
         return updates.redistribute(placements=shards).to_local()
 
-    def _orthogonalized(self, stack: Tensor, rows: tuple[int, ...]) -> Tensor:
+    def _orthogonalized(self, stack: Tensor, heights: tuple[int, ...]) -> Tensor:
         """Of each of the fused matrices by itself."""
         updates = []
-        for part in stack.split(rows, -2):
-            scale = 0.2 * max(part.shape[-2:]) ** 0.5
-            updates.append((self.orthogonalize(part.flatten(0, -3)) * scale).reshape(part.shape))
+        for matrix in stack.split(heights, -2):
+            scale = 0.2 * max(matrix.shape[-2:]) ** 0.5
+            updates.append((self.orthogonalize(matrix.flatten(0, -3)) * scale).reshape(matrix.shape))
         return torch.cat(updates, -2)
 
     def _apply(self, p: Tensor, change: Tensor, skip: Tensor) -> None:
-        group, values, step = self.param_groups[0], local(p), self.state[p]["step"]
+        group, values, step = self.matrices, local(p), self.state[p]["step"]
         step.add_(1.0 - skip)
         new = values.float() * (1.0 - group["lr"] * group["weight_decay"])
         new -= group["lr"] * change.to(new.device, torch.float32)
-        bits = random_bits(new.numel(), self.places[p], step).view(new.shape) if p.dtype == torch.bfloat16 else None
+        bits = random_bits(new.numel(), self.seeds[p], step).view(new.shape) if p.dtype == torch.bfloat16 else None
         values.copy_(torch.where(skip > 0, values, rounded(new, p.dtype, bits)))

@@ -27,7 +27,7 @@ from lib.parts import shard_slices
 from lib.ranks import ALONE, Ranks
 from lib.weights import load_model
 from model import Transformer
-from optim import make_optimizer, update
+from optim import make_optimizer
 from test_shard import fill, run_ranks
 
 SMALL = ["--model", "tiny-llama", "--dim", "16", "--n_heads", "2", "--n_kv_heads", "1", "--n_layers", "1"]
@@ -58,7 +58,7 @@ def make_state(run: Path, *flags: str, steps: int = 3):
     tokens = torch.randint(0, 258, (2, 16), generator=torch.Generator().manual_seed(0))
     for _ in range(steps):
         model(tokens, tokens).backward()
-        update(optimizer, config.lr, torch.ones(()), torch.zeros(()))
+        optimizer.step(config.lr, torch.ones(()), torch.zeros(()))
     return config, model, optimizer
 
 

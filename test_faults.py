@@ -29,6 +29,7 @@ from lib import run as guard
 from lib.files import read_json
 from lib.test_run import wait_until
 from model import Transformer
+from optim import AdamW
 from test_checkpoint import SMALL, make_state, replace_shard, rewrite, save
 from test_shard import ROOT, run_code, skip_plots
 from test_train import metrics, values
@@ -187,15 +188,15 @@ def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tmp_path, run_here, m
 def test_steps_that_are_skipped_leave_no_trace_and_ten_in_a_row_end_the_run(tmp_path, run_here, monkeypatch):
     flags = ["--on_nonfinite", "skip", "--steps", 20, "--eval_every", 10, "--eval_batches", 1]
     with monkeypatch.context() as m:  # the oracle: those updates left out of an optimizer that knows of no guard
-        left_out, update, count = {3, 4, 10, 20}, train.update, itertools.count(1)
+        left_out, step, count = {3, 4, 10, 20}, AdamW.step, itertools.count(1)
 
-        def update_others(optimizer, *args, **how) -> None:
+        def step_others(self, *args, **how) -> None:
             if next(count) not in left_out:
-                return update(optimizer, *args, **how)
-            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                return step(self, *args, **how)
+            for p in self.parameters:
                 p.grad = None
 
-        m.setattr(train, "update", update_others)
+        m.setattr(AdamW, "step", step_others)
         assert run_here(tmp_path / "whole", *flags)[0] == 0
     with monkeypatch.context() as m:
         break_losses(m, left_out, float("nan"))

@@ -267,8 +267,7 @@ def real_steps(cell: Cell, ranks: Ranks, text: int = 0) -> list[list[Tensor]]:
     model = train.build(config, ranks, mesh, shard.make_row_group(config.context_parallel, ranks))
     weight_scales = fp8.prepare(model, config, mesh, cell.accumulate > 1)
     optimizer, out = make_optimizer(model, config), []
-    for group in optimizer.param_groups:
-        group["eps"] = EPS
+    optimizer.eps = EPS
     fill(model)
     gradients, size = Recorder(model, config, ranks, mesh), cell.micro_batch
     groups, sharing = ranks.world_size // cell.context_parallel, cell.context_parallel

@@ -326,7 +326,8 @@ from lib.weights import config_json, read_config
 log.peak_flops, log.Log.draw = (lambda *_: (1e12, "not measured")), (lambda _: None)  # these take seconds
 
 base = "--compile none --dtype fp32 --seq_len 32 --micro_batch 2 --eval_every 0 --log_every 1 --schedule constant"
-base += " --warmup_steps 0 --data rows.fasta --text_field sequence --model tiny-relu2 --optimizer lion"
+base += " --state_dtype bf16 --warmup_steps 0 --data rows.fasta --text_field sequence --model tiny-relu2"
+base += " --optimizer lion"
 for run in ("--steps 4 --out whole", "--steps 2 --out parts", "--steps 4 --out parts"):
     assert train.main([*base.split(), *run.split()]) == 0, run
 rope = base.replace("relu2", "ntk").replace("lion", "adamw")
@@ -346,7 +347,7 @@ before = {name: p.detach().clone() for name, p in model.named_parameters()}
 optimizer = make_optimizer(model, replace(config, weight_decay=0.0, state_dtype="bf16"))
 for p in model.parameters():
     p.grad = torch.randn_like(p)
-optimizer.step()
+optimizer.step(config.lr, torch.tensor(1.0), torch.tensor(0.0))
 assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
 moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
 for step in moved.values():  # each weight moves by the learning rate

@@ -38,7 +38,7 @@ from lib.run import Run
 from lib.weights import export_run
 from log import Log, attention_kernel, describe_model, logger, profile_steps
 from model import Details, Transformer
-from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer, update
+from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer
 
 
 def main(argv: list[str]) -> int:
@@ -135,7 +135,7 @@ def train(run: Run) -> None:
         for step in range(start + 1, config.steps + 1):
             with run.phase("data"):
                 batches = next(steps)
-            lr = learning_rate(config, step - 1)
+            lr = learning_rate(config, step)
             loss, grad_norm, micro_batches = train_step(
                 model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
@@ -200,7 +200,7 @@ def train_step(
     grad_norm = squared_norm.sqrt() / tokens  # of the mean's gradient; the gradients themselves are still sums
     clip_divisor = (grad_norm / gradients.clip).clamp(min=1.0) if gradients.clip else 1.0
     skip = gradients.skip(~(loss.isfinite() & grad_norm.isfinite()))
-    update(optimizer, lr, grad_divisor=tokens * clip_divisor, skip=skip)
+    optimizer.step(lr, grad_divisor=tokens * clip_divisor, skip=skip)
     return loss, grad_norm, micro_batches
 
 

@@ -196,7 +196,7 @@ def flatland(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]
     reducer, scales = Gradients([*trainable_parameters(model).values()], config.clip), Namespace(refresh=int)
 
     def step(tokens: Tensor, targets: Tensor, share: float) -> None:
-        rate = learning_rate(config, int(share * config.steps))
+        rate = learning_rate(config, int(share * config.steps) + 1)
         train_step(model, optimizer, [Batch(tokens, targets)], rate, reducer, scales, device)
 
     return lambda tokens, targets: model(tokens, targets) / tokens.numel(), step

@@ -24,7 +24,7 @@ from lib.parts import shard_slices
 from lib.ranks import Ranks
 from lib.text import HEADER, INDEX, SHARD
 from model import Transformer
-from optim import MOMENTS
+from optim import AdamW
 from shard import sharded_dim
 
 RANKS = 1, 64, 256, 1024
@@ -81,7 +81,7 @@ def write_manifest(run: str, ranks: int) -> int:
         parameters = Transformer(config.model_config).named_parameters()
     layouts, rows = {}, []
     for name, p in parameters:
-        for kind in ("model", *MOMENTS):
+        for kind in ("model", *AdamW.state_names):
             dim = sharded_dim(p, ranks)
             layouts[f"{kind}.{name}"] = {"shape": [*p.shape], "dtype": "float32", "dim": dim, "parts": ranks}
         layouts[f"step.{name}"] = {"shape": [], "dtype": "float32", "dim": 0, "parts": 1}

@@ -143,14 +143,13 @@ def test_the_tolerance_catches_deliberate_mistakes(mistake, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     make = train.make_optimizer
 
-    def make_wrong(*args) -> torch.optim.Optimizer:
+    def make_wrong(*args):
         optimizer = make(*args)
-        for group in optimizer.param_groups:
-            if mistake == "eps":
-                group["eps"] = 1e-7
-            for p in group["params"] if mistake == "bias correction" else ():  # after many steps the correction is 1
-                moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                optimizer.state[p] = moments | {"step": torch.tensor(1e6)}
+        if mistake == "eps":
+            optimizer.eps = 1e-7
+        if mistake == "bias correction":  # after many steps the correction is 1
+            for state in optimizer.state.values():
+                state["step"].fill_(1e6)
         return optimizer
 
     def look_ahead(q, k, v, **_) -> torch.Tensor:

@@ -47,9 +47,10 @@ def test_all_ranks_suppress_the_same_update_and_stop_after_the_same_step(tmp_pat
     vote to stop counts one step late; in a profiled run it is over when its step ends."""
     code = """
 import time
-from optim import update
+from config import parse_args
+from optim import make_optimizer
 model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+optimizer = make_optimizer(model, parse_args([]))
 gradients = guards.GradientGuard(model, guard.Config(clip=1.0), ranks, None)
 for step in range(1, 6):
     model(torch.ones(2, 4)).sum().backward()
@@ -59,7 +60,7 @@ for step in range(1, 6):
     skip = gradients.skip(~squared_norm.isfinite())
     if step == 3:
         before = model.weight.detach().clone()
-    update(optimizer, 0.1, tokens, skip)
+    optimizer.step(0.1, tokens, skip)
     try:
         gradients.check(step)
     except Failure as e:
