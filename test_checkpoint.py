@@ -25,10 +25,9 @@ from lib.errors import UserError, describe_error
 from lib.files import read_object
 from lib.parts import shard_slices
 from lib.ranks import ALONE, Ranks
-from lib.weights import load_model
 from model import Transformer
 from optim import make_optimizer
-from test_shard import fill, run_ranks
+from test_shard import fill, load_model, run_ranks
 
 SMALL = ["--model", "tiny-llama", "--dim", "16", "--n_heads", "2", "--n_kv_heads", "1", "--n_layers", "1"]
 SMALL += ["--ffn_dim", "16", "--seq_len", "16"]

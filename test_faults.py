@@ -31,7 +31,7 @@ from lib.test_run import wait_until
 from model import Transformer
 from optim import AdamW
 from test_checkpoint import SMALL, make_state, replace_shard, rewrite, save
-from test_shard import ROOT, run_code, skip_plots
+from test_shard import ROOT, load_model, run_code, skip_plots
 from test_train import metrics, values
 
 # ---- a save that is killed
@@ -324,7 +324,7 @@ def test_an_export_that_was_cut_short_is_made_up_for(tmp_path, run_here, monkeyp
     status, output = run_here(run, "--steps", 1)
     assert status == 0 and f"{run}/hf" in output and [p.name for p in run.glob("hf*")] == ["hf"]
     assert read_json(run / "status.json")["state"] == "finished"
-    assert weights.load_model(run / "hf").config.vocab_size == 258
+    assert load_model(run / "hf").config.vocab_size == 258
 
 
 def test_a_run_folder_that_vanishes_or_cannot_be_used_is_named(tmp_path, run_here, monkeypatch):

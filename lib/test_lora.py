@@ -18,11 +18,11 @@ import shard
 from config import parse_args
 from lib import lora
 from lib.errors import UserError
-from lib.weights import export_adapter, export_model, load_model, open_adapter, open_trained, open_weights
+from lib.weights import export_adapter, export_model, open_adapter, open_trained, open_weights
 from model import MODELS, Transformer, random_init
 from optim import trainable_parameters
 from test_model import error
-from test_shard import fill
+from test_shard import fill, load_model
 from test_train import FAST, train, values
 
 CASES = [

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from lib import families, weights
 from lib.errors import UserError
 from lib.families import config_json, dropout_note
-from lib.weights import TensorFile, export_model, find_files, load_model, open_weights
+from lib.weights import TensorFile, export_model, find_files, open_weights
 from model import MODELS, ModelConfig, Transformer
 from test_model import FAMILY, error, make_reference, random_tokens
-from test_shard import run_code
+from test_shard import load_model, run_code
 
 transformers.utils.logging.disable_progress_bar()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -138,8 +138,8 @@ MEMORY = """
 import ctypes, sys
 from pathlib import Path
 import torch
-from lib.weights import export, load_model, open_weights, read_config
-from test_shard import peak_rss
+from lib.weights import export, open_weights, read_config
+from test_shard import load_model, peak_rss
 
 ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: freed memory is returned at once, in any thread
 for name in ("small", "large"):  # the small model pays for everything that happens once

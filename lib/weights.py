@@ -52,7 +52,6 @@ from lib.text import knows_text
 from lib.tokenizer import Tokenizer, load_tokenizer
 from model import Transformer
 from shapes import ModelConfig
-from shard import fill_parameters
 
 Slices = tuple[slice, ...]
 # Masks and frequencies that older versions of transformers stored, and copies of tied embeddings.
@@ -318,17 +317,6 @@ def _check_config(folder, config):
     differ = {k: v for k, v in asdict(config).items() if k not in ignored and stored[k] != v}
     if differ:
         raise UserError(f"{folder / 'config.json'} differs from the model, which has {differ}; use --model {folder}")
-
-
-def load_model(
-    folder: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> Transformer:
-    """The model of a folder or of a downloaded hub id, with parameters and computation in `dtype`."""
-    folder = local_path(str(folder), "folder")
-    config = read_config(folder)
-    read, model = open_weights(folder, config), empty_model(config, dtype, device)
-    fill_parameters(model, read)
-    return model
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Transformer:
