@@ -28,7 +28,7 @@ import time
 import zlib
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
@@ -86,6 +86,30 @@ STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 MADE = re.compile(rf"{STEP.pattern}(\.damaged\d*)?(\.tmp-([0-9a-f]{{32}}|old))?")
 WRITTEN = re.compile(r"rank-[-0-9of]+\.safetensors|manifest\.json(\.tmp-.*)?")  # the files in them
 logger = logging.getLogger("flatland")
+
+
+@dataclass
+class Layout:
+    """How a tensor is stored: divided evenly along `dim` into `parts` shards, where rank n wrote shard n."""
+
+    shape: list[int]
+    dtype: str
+    dim: int
+    parts: int
+    file: str | list[str] = ""  # with its shards: * stands for the rank; in format 3 a name for each rank
+
+    def slices(self, index: int) -> Slices:
+        """Where a shard lies in the tensor."""
+        return shard_slices(self.shape, self.dim, self.parts, index)
+
+    def entry(self, index: int) -> tuple[torch.dtype, tuple[int, ...]]:
+        """The dtype and shape of a shard, as in TensorFile.entries."""
+        return getattr(torch, self.dtype), tuple(s.stop - s.start for s in self.slices(index))
+
+
+def file_name(file: str | list[str], rank: int) -> str:
+    """The file that a rank wrote. file: as in a Layout."""
+    return file[rank] if isinstance(file, list) else file.replace("*", f"{rank:05d}")
 
 
 # ---- saving
@@ -199,43 +223,46 @@ def _fits(tensors: dict[str, Tensor]) -> bool:
     return size <= free
 
 
-def own_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, dict]]:
-    """-> (the shards of the state that this rank writes, by name; how each tensor of the state is divided, the same on
+def name_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The trained parameters and the optimizer's state, by their names in a checkpoint."""
+    out = {}
+    for name, parameter in trainable_parameters(model).items():
+        for kind, tensor in {"model": parameter.detach(), **optimizer.state[parameter]}.items():
+            out[f"{kind}.{name}"] = tensor
+    return out
+
+
+def own_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Layout]]:
+    """-> (the shards of the state that this rank writes, by name; how each tensor of the state is stored, the same on
     all ranks)"""
-    parameters, tensors, layouts = trainable_parameters(model), {}, {}
-    assert not optimizer.state or all(p in optimizer.state for p in parameters.values()), "still gathered"
-    for name, parameter in parameters.items():
-        for kind, value in {"model": parameter, **optimizer.state.get(parameter, {})}.items():
-            key, (dim, shards, index) = f"{kind}.{name}", sharding(value)
-            layouts[key] = {"shape": list(value.shape), "dtype": str(value.dtype)[6:], "dim": dim, "parts": shards}
-            if index == ranks.rank and local(value).numel():  # not another replica's rank
-                tensors[key] = local(value.detach())
+    shards, layouts = {}, {}
+    for key, tensor in name_tensors(model, optimizer).items():
+        dim, count, index = sharding(tensor)
+        layouts[key] = Layout(list(tensor.shape), str(tensor.dtype)[6:], dim, count)
+        if index == ranks.rank and local(tensor).numel():  # not another replica's rank
+            shards[key] = local(tensor)
     assign_files(layouts)
-    return tensors, layouts
+    return shards, layouts
 
 
-def assign_files(layouts: dict[str, dict]) -> None:
+def assign_files(layouts: dict[str, Layout]) -> None:
     """Gives each tensor the name of the files with its shards, where * stands for the rank. Sizes are those of rank 0,
     whose shards are the largest. It has all scalars, which every rank reads, so they come first, in one file."""
     size = 0
-    for layout in sorted(layouts.values(), key=lambda layout: len(layout["shape"]) > 0):
+    for layout in sorted(layouts.values(), key=lambda layout: len(layout.shape) > 0):
         number = size // FILE_BYTES
-        layout["file"] = f"rank-*-{number}.safetensors" if number else "rank-*.safetensors"
-        size += math.prod(shard_shape(layout, 0)) * getattr(torch, layout["dtype"]).itemsize
+        layout.file = f"rank-*-{number}.safetensors" if number else "rank-*.safetensors"
+        dtype, shape = layout.entry(0)
+        size += math.prod(shape) * dtype.itemsize
 
 
-def shard_shape(layout: dict, index: int) -> tuple[int, ...]:
-    slices = shard_slices(layout["shape"], layout["dim"], layout["parts"], index)
-    return tuple(s.stop - s.start for s in slices)
-
-
-def _write_shards(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, dict], rank: int) -> list[dict]:
+def _write_shards(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, Layout], rank: int) -> list[dict]:
     """Writes the shards of a rank, and removes them from `tensors` -> a row of the manifest for each file."""
     folder.parent.mkdir(exist_ok=True)  # fails if the run folder was removed
     folder.mkdir(exist_ok=True)
     files, rows = {}, []
     for key in tensors:
-        files.setdefault(layouts[key]["file"], []).append(key)
+        files.setdefault(layouts[key].file, []).append(key)
     for file, keys in files.items():
         path = folder / file_name(file, rank)
         write_file(path, {key: tensors.pop(key).contiguous() for key in keys})
@@ -243,16 +270,11 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], layouts: dict[str, d
     return rows
 
 
-def file_name(file: str | list[str], rank: int) -> str:
-    """The file that a rank wrote. file: as in the manifest; a list: of a checkpoint in format 3."""
-    return file[rank] if isinstance(file, list) else file.replace("*", f"{rank:05d}")
-
-
 def _commit(temporary: Path, folder: Path, manifest: dict, config: Config) -> None:
     """Writes the manifest and renames the folder, which completes the checkpoint. Then removes all checkpoints except
     the newest --keep, and the damaged ones with them. Rank 0 calls this last."""
     path = temporary / "manifest.json"
-    text = json.dumps(manifest | {"crc32": _crc_of(manifest)})
+    text = json.dumps(manifest | {"crc32": _crc_of(manifest)}, default=vars)
     with_retries(path, partial(write_whole, path, text, sync=True))
     if config.keep_every and manifest["step"] % (config.keep_every * config.save_every) == 0:
         (temporary / "keep").touch()
@@ -278,7 +300,7 @@ def _may_remove(path: Path) -> bool:
 
 
 def _crc_of(manifest: dict) -> int:
-    return zlib.crc32(json.dumps(manifest).encode())
+    return zlib.crc32(json.dumps(manifest, default=vars).encode())
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -322,36 +344,37 @@ def read_manifest(folder: Path) -> dict:
             raise ValueError(f"it belongs to step {manifest['step']}")
         if manifest["format"] == 3:
             manifest["tensors"] = _layouts_of_format_3(manifest["files"])
+        else:
+            manifest["tensors"] = {key: Layout(**layout) for key, layout in manifest["tensors"].items()}
     except Exception as e:
         raise ValueError(f"manifest.json is unreadable: {type(e).__name__}: {e}") from None
     return manifest
 
 
-def _layouts_of_format_3(rows: list[dict]) -> dict[str, dict]:
-    """Converts a manifest that had each shard's place in its file's row, in the order of ranks. Empty shards were left
-    out, which does not change where the others lie."""
+def _layouts_of_format_3(rows: list[dict]) -> dict[str, Layout]:
+    """Converts the rows of files of a manifest that had each shard's place in them, in the order of ranks. Empty shards
+    were left out, which does not change where the others lie."""
     layouts = {}
     for row in rows:
         row["part"] = int(row["file"][5:10])
         for key, place in row.pop("tensors").items():
-            first = {"shape": place["whole"], "dtype": place["dtype"], "dim": 0, "parts": 0, "file": []}
-            layout = layouts.setdefault(key, first)
-            layout["dim"] = next((dim for dim, start in enumerate(place["start"]) if start), 0)
-            layout["parts"] += 1
-            layout["file"].append(row["file"])
+            layout = layouts.setdefault(key, Layout(place["whole"], place["dtype"], dim=0, parts=0, file=[]))
+            layout.dim = next((dim for dim, start in enumerate(place["start"]) if start), 0)
+            layout.parts += 1
+            layout.file.append(row["file"])
     return layouts
 
 
-def _check_file(folder: Path, layouts: dict[str, dict], checksums: bool, row: dict) -> None:
+def _check_file(folder: Path, layouts: dict[str, Layout], checksums: bool, row: dict) -> None:
     """Raises an error with the reason if a file of a checkpoint is damaged."""
-    path = folder / file_name(row["file"], row["part"])
+    rank = row["part"]
+    path = folder / file_name(row["file"], rank)
     size = with_retries(path, path.stat).st_size
     if size != row["bytes"]:
         raise ValueError(f"{path.name} has {size} bytes, expected {row['bytes']}")
-    # A tensor's file is the pattern of its shards' names; in format 3 it is the list of the names.
-    here = {k: v for k, v in layouts.items() if row["file"] in v["file"] and row["part"] < v["parts"]}
-    expected = {k: (getattr(torch, v["dtype"]), shard_shape(v, row["part"])) for k, v in here.items()}
-    if TensorFile(path).entries != {k: v for k, v in expected.items() if math.prod(v[1])}:
+    here = {k: layout for k, layout in layouts.items() if row["file"] in layout.file and rank < layout.parts}
+    entries = {key: layout.entry(rank) for key, layout in here.items()}
+    if TensorFile(path).entries != {key: entry for key, entry in entries.items() if math.prod(entry[1])}:
         raise ValueError(f"{path.name} does not hold the manifest's tensors")
     if checksums and checksum(path) != row["crc32"]:
         raise ValueError(f"the checksum of {path.name} is wrong")
@@ -419,17 +442,17 @@ class Checkpoint:
         if key not in self.layouts:
             raise UserError(f"{self.folder} has no tensor {key!r}; it is a checkpoint of another model")
         layout = self.layouts[key]
-        shape, dim, shards = (layout[name] for name in ("shape", "dim", "parts"))
-        needed = range(shards)
-        if shape:
-            height, wanted = -(-shape[dim] // shards), range(shape[dim])[slices[dim]]
+        needed = range(layout.parts)
+        if layout.shape:
+            rows = range(layout.shape[layout.dim])
+            height, wanted = -(-len(rows) // layout.parts), rows[slices[layout.dim]]
             needed = range(wanted.start // height, -(-wanted.stop // height))
 
         def read_shard(index: int, slices: Slices) -> Tensor:
-            return self.open(file_name(layout["file"], index)).read(key, slices)
+            return self.open(file_name(layout.file, index)).read(key, slices)
 
-        sources = ((shard_slices(shape, dim, shards, i), partial(read_shard, i)) for i in needed)
-        return assemble(slices, shape, getattr(torch, layout["dtype"]), sources)
+        sources = ((layout.slices(i), partial(read_shard, i)) for i in needed)
+        return assemble(slices, layout.shape, getattr(torch, layout.dtype), sources)
 
     def read_weights(self, name: str, slices: Slices) -> Tensor:
         return self.read(f"model.{name}", slices)
@@ -437,29 +460,12 @@ class Checkpoint:
     def load(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Fills the trained parameters and the optimizer's state. Every rank reads only its shards. All ranks must
         call."""
-        targets = self._make_targets(model, optimizer)
+        targets = name_tensors(model, optimizer)
         for key, target in targets.items():
             if not target.ndim:
                 target.copy_(self.read(key, ()))
         fill_tensors([(key, target) for key, target in targets.items() if target.ndim], self.read)
         self.open.cache_clear()  # closes the files, so that the disk can free them
-
-    def _make_targets(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-        """The tensors to fill, by name: parameters, and new tensors for the optimizer's state. A state that has its
-        parameter's shape is sharded like the parameter; every rank holds the whole of any other state."""
-        named = trainable_parameters(model)
-        targets = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
-        optimizer.state.clear()
-        for key, layout in self.layouts.items():
-            kind, _, name = key.partition(".")
-            if kind != "model":
-                parameter, dtype = named[name], getattr(torch, layout["dtype"])
-                if layout["shape"] == list(parameter.shape):
-                    value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                else:
-                    value = torch.zeros(layout["shape"], dtype=dtype, device=local(parameter).device)
-                optimizer.state.setdefault(parameter, {})[kind] = targets[key] = value
-        return targets
 
 
 def find(config: Config, ranks: Ranks = ALONE, checksums: bool = True) -> tuple[Checkpoint | None, list[str]]:

@@ -37,7 +37,7 @@ from torch.profiler import ProfilerAction, profile, schedule
 import nf4
 from attention import kernel
 from config import PROFILE_AFTER, Config
-from lib import curves, torch_private
+from lib import curves
 from lib.curves import draw_runs, read_records
 from lib.lora import flops_per_token
 from lib.machine import describe_environment, memory_gib, peak_flops
@@ -173,8 +173,6 @@ def profile_steps(run, start: int) -> profile:
             (folder / "table.txt").write_text(table)
             logger.info(f"Profile of rank 0: {folder}, table.txt and a trace for https://ui.perfetto.dev")
 
-    if run.config.compile != "none":
-        torch_private.name_cpu_kernels()
     logger.info(f"Profiling {steps} steps after step {start + PROFILE_AFTER}, which slows them")
     active = schedule(wait=PROFILE_AFTER - 1, warmup=1, active=steps, repeat=1)
     return profile(schedule=active, on_trace_ready=write, record_shapes=True)

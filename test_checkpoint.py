@@ -83,7 +83,7 @@ def test_round_trip_is_bit_exact(tmp_path, monkeypatch, name):
     checkpoint.restore(found, other, other_optimizer, ALONE, config)
     assert_equal(model, optimizer, other, other_optimizer)
     assert (found.step, found.manifest["position"], skipped) == (3, {"samples": 5}, [])
-    assert {v["file"] for k, v in found.layouts.items() if k.startswith("step.")} == {"rank-*.safetensors"}
+    assert {v.file for k, v in found.layouts.items() if k.startswith("step.")} == {"rank-*.safetensors"}
     whole = model.embed_tokens.weight.detach()
     for slices in ((slice(0, 258), slice(0, 64)), (slice(5, 9), slice(60, 64)), (slice(3, 3), slice(0, 64))):
         assert torch.equal(found.read_weights("embed_tokens.weight", slices), whole[slices])
@@ -93,10 +93,11 @@ def test_whatever_state_an_optimizer_has_is_kept(tmp_path):
     """Of the parameter's shape and of others, in their dtypes; fields that a checkpoint is older than have their
     default, and others are refused."""
     config, model, _ = make_state(tmp_path, "--model", "tiny-llama3.2", steps=0)
-    optimizer, other = (torch.optim.SGD(model.parameters(), momentum=0.9) for _ in range(2))
+    optimizer, other = SimpleNamespace(state={}), SimpleNamespace(state={})
     for p in model.parameters():
         state = {"momentum_buffer": torch.randn_like(p).bfloat16(), "rows": torch.rand(len(p)), "scale": torch.rand(())}
         optimizer.state[p] = state
+        other.state[p] = {name: torch.zeros_like(value) for name, value in state.items()}
     folder = save(tmp_path, 3, model, optimizer, {}, config)
     checkpoint.restore(checkpoint.find(config)[0], model, other, ALONE, config)
     assert_equal(model, optimizer, model, other)
@@ -239,7 +240,7 @@ def test_rotation_removes_only_what_runs_wrote(tmp_path):
 def simulate_ranks(run: Path, tensors: dict, ranks: int) -> checkpoint.Checkpoint:
     """A checkpoint of tensors [rows, ...] that so many ranks have saved, without their processes."""
     config, rows = parse_args(["--out", str(run)]), []
-    layouts = {k: {"shape": [*t.shape], "dtype": "float32", "dim": 0, "parts": ranks} for k, t in tensors.items()}
+    layouts = {k: checkpoint.Layout([*t.shape], "float32", 0, ranks) for k, t in tensors.items()}
     checkpoint.assign_files(layouts)
     run.mkdir()
     folder = checkpoint.step_folder(run, 1)
@@ -259,7 +260,7 @@ def test_metadata_and_opened_files_do_not_grow_with_ranks_times_tensors(tmp_path
     tensors = {f"model.{i}": torch.randn(90, 4 + i) for i in range(20)}
     for saved_by, read_by, sources in ((6, 6, 1), (6, 18, 1), (18, 6, 3), (18, 1, 18)):
         saved = simulate_ranks(tmp_path / f"{saved_by}-{read_by}", tensors, saved_by)
-        files = {layout["file"] for layout in saved.layouts.values()}
+        files = {layout.file for layout in saved.layouts.values()}
         size = (saved.folder / "manifest.json").stat().st_size
         assert size < 120 * (len(tensors) + saved_by * len(files)) + 200, size
         opened, open_file = set(), saved.open

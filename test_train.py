@@ -129,7 +129,7 @@ def test_rows_that_ranks_share_train_like_whole_rows(tmp_path, text):
 
 def saved_parts(run: Path) -> set[tuple[str, str]]:
     """(name, dtype) of the tensors' parts in the newest checkpoint."""
-    return {(name, layout["dtype"]) for name, layout in checkpoint.newest(run).layouts.items()}
+    return {(name, layout.dtype) for name, layout in checkpoint.newest(run).layouts.items()}
 
 
 def test_ranks_save_their_masters_after_an_evaluation(tmp_path, text):

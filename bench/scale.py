@@ -83,16 +83,16 @@ def write_manifest(run: str, ranks: int) -> int:
     for name, p in parameters:
         for kind in ("model", *AdamW.state_names):
             dim = sharded_dim(p, ranks)
-            layouts[f"{kind}.{name}"] = {"shape": [*p.shape], "dtype": "float32", "dim": dim, "parts": ranks}
-        layouts[f"step.{name}"] = {"shape": [], "dtype": "float32", "dim": 0, "parts": 1}
+            layouts[f"{kind}.{name}"] = checkpoint.Layout([*p.shape], "float32", dim, ranks)
+        layouts[f"step.{name}"] = checkpoint.Layout([], "float32", 0, 1)
     checkpoint.assign_files(layouts)
-    for file in sorted({layout["file"] for layout in layouts.values()}):
+    for file in sorted({layout.file for layout in layouts.values()}):
         rows += [{"file": file, "part": rank, "bytes": 2**31, "crc32": 2**31} for rank in range(ranks)]
     manifest = {"format": checkpoint.FORMAT, "step": 1, "config": asdict(config), "model": asdict(config.model_config)}
     manifest |= {"tensors": layouts, "files": rows}
     folder = checkpoint.step_folder(Path(run), 1)
     folder.mkdir(parents=True)
-    text = json.dumps(manifest | {"crc32": checkpoint._crc_of(manifest)})
+    text = json.dumps(manifest | {"crc32": checkpoint._crc_of(manifest)}, default=vars)
     return (folder / "manifest.json").write_text(text)
 
 
@@ -102,7 +102,7 @@ def read_manifest(run: str, rank: int, ranks: int) -> int:
     saved.open = lambda file: opened.add(file) or Namespace(read=lambda *_: None)
     checkpoint.assemble = lambda *args: [read(()) for _, read in args[-1]]
     for key, layout in saved.layouts.items():
-        saved.read(key, shard_slices(layout["shape"], layout["dim"], ranks, rank))
+        saved.read(key, shard_slices(layout.shape, layout.dim, ranks, rank))
     return len(opened)
 
 

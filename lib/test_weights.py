@@ -557,7 +557,7 @@ def test_dropout_is_named(tmp_path):
 def test_a_slice_reads_no_other_values(tmp_path, monkeypatch, slices, runs):
     whole, sizes, read_run = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(0)), [], TensorFile._read_run
     save_file({"w": whole}, tmp_path / "a.safetensors")
-    monkeypatch.setattr(TensorFile, "_read_run", lambda s, run, at: sizes.append(len(run)) or read_run(s, run, at))
+    monkeypatch.setattr(TensorFile, "_read_run", lambda s, run, at: sizes.append(run.nbytes) or read_run(s, run, at))
     found = TensorFile(tmp_path / "a.safetensors").read("w", slices)
     assert torch.equal(found, whole[slices])
     assert len(sizes) == runs and sum(sizes) == found.nbytes

@@ -97,8 +97,3 @@ def is_compiler_loaded() -> bool:
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
     """Makes the compiler treat this size as variable from the first call on. Waits for a function in torch.compiler."""
     import_module("torch._dynamo").maybe_mark_dynamic(tensor, dim)
-
-
-def name_cpu_kernels() -> None:
-    """Makes CPU kernels that are compiled after this call appear in profiles by name. Waits for a public setting."""
-    import_module("torch._inductor.config").cpp.enable_kernel_profile = True  # AttributeError if torch lacks it

@@ -12,7 +12,6 @@ each slice of it.
 Sources: configuration and modelling files of transformers 4 and 5; github.com/huggingface/safetensors."""
 
 import errno
-import itertools
 import logging
 import math
 import os
@@ -154,24 +153,27 @@ class TensorFile:
         dtype, shape = self.entries[name]
         wanted = [range(n)[s] for s, n in zip(slices, shape, strict=True)]
         out = torch.empty([len(span) for span in wanted], dtype=dtype)
-        # The dims after `inner` are read whole, so the values lie in runs, one for each index of the dims before it.
-        inner = max((d for d, n in enumerate(shape) if len(wanted[d]) < n), default=0)
-        strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
-        firsts = [*wanted[:inner], *(span[:1] for span in wanted[inner : inner + 1])]
-        runs = out.view(math.prod(out.shape[:inner]), -1).view(torch.uint8).numpy() if out.numel() else ()
-        for run, place in zip(runs, itertools.product(*firsts), strict=False):
-            at = self.starts[name] + sum(i * stride for i, stride in zip(place, strides, strict=False))
-            with_retries(self.path, partial(self._read_run, run, at))
+        self._read_into(out, self.starts[name], wanted, shape)
         return out
 
-    def _read_run(self, run, at: int) -> None:
+    def _read_into(self, out: Tensor, start: int, wanted: list[range], shape: tuple[int, ...]) -> None:
+        """Reads the wanted part of a tensor that starts at this byte: at once if its rows are whole, or row by row."""
+        row_bytes = math.prod(shape[1:]) * out.element_size()
+        if [len(span) for span in wanted[1:]] == list(shape[1:]):
+            first = wanted[0].start if shape else 0
+            with_retries(self.path, partial(self._read_run, out, start + first * row_bytes))
+        else:
+            for i, row in zip(wanted[0], out, strict=True):
+                self._read_into(row, start + i * row_bytes, wanted[1:], shape[1:])
+
+    def _read_run(self, out: Tensor, start: int) -> None:
         try:
-            self.file.seek(at)
-            count = self.file.readinto(run)
+            self.file.seek(start)
+            count = self.file.readinto(out.view(-1).view(torch.uint8).numpy())
         except OSError:
             self.file = open(self.path, "rb")  # noqa: SIM115 - the handle may be stale
             raise
-        if count < len(run):
+        if count < out.nbytes:
             raise UserError(f"{self.path} is cut short")
 
 
@@ -336,12 +338,6 @@ ADAPTER_CONFIG = {
     "task_type": "CAUSAL_LM",
     "inference_mode": True,
 }
-# Fields of adapter_config.json that mean more than low-rank products.
-ADAPTER_MEANS_MORE = {
-    "use_dora": "DoRA's magnitudes are not implemented",
-    "modules_to_save": "whole modules were trained beside the adapter",
-    "bias": "biases were trained beside the adapter",
-}
 # Fields of adapter_config.json, and the values that lib/lora.py supports; others may be null, false, 0 or empty.
 ADAPTER_MEANS_OURS = {
     "peft_type": ("LORA",),
@@ -379,9 +375,8 @@ def adapter_flags(folder: Path) -> dict:
     values = read_object(path)
     for key in {key for key, value in values.items() if value} - ADAPTER_HARMLESS:
         if values[key] not in ADAPTER_MEANS_OURS.get(key, ()):
-            reason = ADAPTER_MEANS_MORE.get(key, "this is not implemented")
             raise UserError(
-                f"{path}: {key} is {values[key]!r}"[:500] + f"; {reason}. Merge the adapter with PEFT's"
+                f"{path}: {key} is {values[key]!r}"[:500] + ", which is not implemented: merge the adapter with PEFT's"
                 " merge_and_unload(), and give the merged folder as --weights"
             )
     rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)  # PEFT's defaults
