@@ -65,12 +65,12 @@ from data import Loader, merge_positions
 from lib.guards import compare_replicas
 from lib.machine import available_memory
 from lib.parts import local, shard_slices, sharding
-from lib.ranks import ALONE, Ranks, gather, on_all, on_first_rank
+from lib.ranks import ALONE, Ranks, barrier, collect, gather, on_first_rank
 from lib.run import ANSWER, Run
 from lib.weights import Slices, TensorFile, assemble, base_fingerprint, export_trained, refuse_other_base, write_file
 from optim import DTYPES, Optimizer, trainable_parameters
 from shapes import ModelConfig, RopeScaling
-from shard import fill_tensors, reshard, uncompiled, whole_rows
+from shard import fill_tensors, free_gathered, uncompiled, whole_rows
 
 FORMAT = 4
 FILE_BYTES = 2**31  # of a file, and at most one tensor more: they are copied into the host's memory to be written
@@ -123,7 +123,7 @@ def probe_loss(model: nn.Module, tokens: list[int], device: torch.device) -> flo
     model.eval()
     with uncompiled(), whole_rows(model):
         loss = model(ids[:, :-1], ids[:, 1:]).item() / (len(tokens) - 1)
-    reshard(model)
+    free_gathered(model)
     model.train()
     return loss
 
@@ -166,7 +166,7 @@ class Saver:
         return 1e3 * (time.perf_counter() - begin)
 
     def _start(self, step: int, row: Tensor) -> None:
-        positions = on_all(self.data.state_dict, self.ranks)
+        positions = collect(self.data.state_dict, self.ranks)
         compare_replicas(self.model, self.ranks, self.run.mesh, step)
         tokens = on_first_rank(row[: PROBE + 1].tolist, self.ranks)
         loss = probe_loss(self.model, tokens, self.ranks.device)
@@ -203,7 +203,7 @@ class Saver:
         temporary = folder.with_name(f"{folder.name}.tmp-{self.run.nonce}")
         try:
             write = partial(_write_shards, temporary, tensors, layouts, self.ranks.rank)
-            files = sum(on_all(write, self.ranks_of_thread), [])
+            files = sum(collect(write, self.ranks_of_thread), [])
             manifest |= {"tensors": layouts, "files": files}
             on_first_rank(partial(_commit, temporary, folder, manifest, self.config), self.ranks_of_thread)
         except Exception:  # of any rank
@@ -396,7 +396,7 @@ def fault_of(folder: Path, ranks: Ranks = ALONE, checksums: bool = True) -> str:
             return str(e) or repr(e)
         return ""
 
-    faults = on_all(examine, ranks)
+    faults = collect(examine, ranks)
     return on_first_rank(lambda: next(filter(None, faults), ""), ranks)
 
 
@@ -554,7 +554,7 @@ def restore(
     whose frozen weights have changed, or whose probe has another loss now. All ranks must call."""
     refuse_other_base(config, resume_from.manifest["base"], ranks)
     resume_from.load(model, optimizer)
-    gather(None, ranks)  # wait here, where no limit is set, for ranks that read slowly
+    barrier(ranks)  # a rank may read for hours; later collectives wait only for --timeout
     _prove(resume_from, model, ranks)
     logger.info(f"Resumed from {resume_from.folder} after step {resume_from.step}")
     overridden = changes(resume_from, config)

@@ -78,7 +78,7 @@ from log import logger
 from model import Transformer
 from optim import DTYPES
 from shapes import ModelConfig
-from shard import fill_parameters, reshard, uncompiled, whole_rows
+from shard import fill_parameters, free_gathered, uncompiled, whole_rows
 
 SAMPLING = {"n": 200, "temperature": 0.8, "top_p": 0.95}  # of a run's samples
 
@@ -181,7 +181,7 @@ def write_samples(model: Transformer, run: Run, step: int) -> str:
         # Without `stop`, because all ranks must sample the same number of tokens.
         with whole_rows(model):
             text = config.prompt + "".join(write(model, tokenizer, ids, True, **how))
-        reshard(model)
+        free_gathered(model)
         model.train()
         if run.ranks.rank == 0:
             logger.info("Sample after step %d:\n%s", step, text)

@@ -262,12 +262,12 @@ def shard_model(
     # Inputs are not cast: the model does it, and its rope tables must stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for unit in units:
-        give_back = {"auto": unit not in needed_next, "always": True, "never": False}[reshard]
+        reshard_after = {"auto": unit not in needed_next, "always": True, "never": False}[reshard]
         fully_shard(
             unit,
             mesh=mesh if replicas > 1 else mesh["shard"],
             mp_policy=policy,
-            reshard_after_forward=(size > 1 or offload) and give_back,
+            reshard_after_forward=(size > 1 or offload) and reshard_after,
             shard_placement_fn=lambda parameter: Shard(sharded_dim(parameter, size)),
             offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
         )
@@ -447,16 +447,16 @@ def _rows(shape: torch.Size, dim: int, parts: int, elements: int) -> Iterator[sl
 # ---- in the loop
 
 
-def sync_gradients(model: nn.Module, last: bool, reshard: str = "auto") -> None:
-    """Before each micro-batch; last: of its step. Within a replica gradients are summed after every micro-batch: whole
-    gradients of a large model would not fit. Between replicas they are summed after the last. With --reshard never
-    the parameters stay gathered until the last."""
+def prepare_backward(model: nn.Module, last: bool, reshard: str = "auto") -> None:
+    """Call it before each micro-batch. last: it is the last of its step. Within a replica gradients are summed after
+    every micro-batch: whole gradients of a large model would not fit. Between replicas they are summed after the last.
+    With --reshard never the parameters stay gathered until the last."""
     if hasattr(model, "set_requires_all_reduce"):  # FSDP's
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or reshard != "never")
 
 
-def reshard(model: nn.Module) -> None:
+def free_gathered(model: nn.Module) -> None:
     """After a forward pass without a backward one: gives back what stayed gathered. Until then parameters are whole
     copies in the compute dtype, nothing to save or to update."""
     for module in model.modules():

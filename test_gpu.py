@@ -34,7 +34,7 @@ from data import Batch
 from lib.errors import Failure
 from lib.files import ROOT
 from lib.guards import GradientGuard
-from lib.ranks import Ranks
+from lib.ranks import ALONE, Ranks
 from model import IGNORE, cross_entropy, document_begins
 from optim import make_optimizer
 from test_model import begins, causal, compare_with_naive, cross_entropy_fp64, in_window, make_head, make_inputs, randn
@@ -73,7 +73,7 @@ def make_batch(config, length: int = 128) -> Batch:
 def make_model(flags: str, device: torch.device = CUDA, mesh: bool = False, **changes):
     """-> resolved flags, with changes; a filled model, as train.py makes it; the mesh."""
     config = parse_args(f"--model tiny-llama {TINY} {flags}".split())
-    config, ranks = replace(train.resolve(config, device, 1), **changes), Ranks(0, 1, device)
+    config, ranks = replace(train.resolve(config, replace(ALONE, device=device)), **changes), Ranks(0, 1, device)
     grid = shard.make_mesh(1, ranks, offload=True) if mesh else None
     return config, fill(train.build(config, ranks, grid)), grid
 
@@ -137,7 +137,7 @@ def test_offloaded_gradients_are_on_the_host_after_each_micro_batch():
     batch = make_batch(config).to(CUDA)
     size = 4 * sum(p.numel() for p in model.parameters())
     for last in (False, True):
-        shard.sync_gradients(model, last)
+        shard.prepare_backward(model, last)
         before = torch.cuda.memory_allocated()
         model(batch.tokens, batch.targets).backward()
         assert all(p.grad.device.type == "cpu" for p in model.parameters())

@@ -421,8 +421,8 @@ def test_a_profiled_run(tmp_path, text):
 
 SLEEP = """
 import time
-sync = train.shard.sync_gradients
-train.shard.sync_gradients = lambda *args: time.sleep(0.2 * int(os.environ["RANK"])) or sync(*args)
+sync = train.shard.prepare_backward
+train.shard.prepare_backward = lambda *args: time.sleep(0.2 * int(os.environ["RANK"])) or sync(*args)
 """
 
 

@@ -382,7 +382,7 @@ def draw(seed: int, number: int) -> Cell:
         cell = replace(cell, context_parallel=some(1, 2, 3, 4))
         with contextlib.suppress(UserError, ValueError):  # train.py refuses the cell
             check_together(cell.config)
-            train.resolve(cell.config, ALONE.device, cell.ranks)
+            train.resolve(cell.config, replace(ALONE, world_size=cell.ranks))
             if cell.top_k <= cell.n_experts:
                 return cell
 
@@ -439,9 +439,9 @@ def test_a_short_fuzz():
 
 
 # A planted fault: each micro-batch of a step doubles what those before it have left.
-DOUBLED = "train.shard.sync_gradients = lambda m, *_: [p.grad.mul_(2) for p in m.parameters() if p.grad is not None]"
+DOUBLED = "train.shard.prepare_backward = lambda m, *_: [p.grad.mul_(2) for p in m.parameters() if p.grad is not None]"
 # Another one, which raises in TINY of one layer.
-RAISING = "train.shard.sync_gradients = lambda model, *_: model.layers[1]"
+RAISING = "train.shard.prepare_backward = lambda model, *_: model.layers[1]"
 
 
 def test_a_cell_that_is_wrong_or_fails_is_told():

@@ -79,7 +79,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h; a forked process ignore
 assert all(ctypes.CDLL(None).mallopt(parameter, 65536) for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD))
 for words in json.loads(sys.argv[2]):
     ranks = ALONE
-    config = train.resolve(parse_args([*words.split(), "--compile", "none"]), ranks.device, 1)
+    config = train.resolve(parse_args([*words.split(), "--compile", "none"]), ranks)
     tokens = torch.randint(config.model_config.vocab_size, (config.micro_batch, config.seq_len))
     batch = Batch(tokens, tokens, None)
     gc.collect()

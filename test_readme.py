@@ -460,11 +460,11 @@ from config import parse_args
 from lib.run import Run
 ranks = init_ranks()
 for words in {runs!r}:
-    config = train.resolve(parse_args(words), ranks.device, ranks.world_size)
+    config = train.resolve(parse_args(words), ranks)
     with Run(config, ranks) as run:
         train.train(run)
     assert run.exit_code == 0
-    gather(None, ranks)
+    barrier(ranks)
 leave(ranks)
 """
     run_ranks(2, code, str(tmp_path))

@@ -209,7 +209,7 @@ def test_faults_of_ranks_are_told_to_all_and_late_ones_are_not_waited_for():
     code = """
 import errno, os, pytest, torch.distributed as dist
 ranks = init_ranks()
-assert on_all(lambda: ranks.rank, ranks) == ([0, 1] if ranks.rank == 0 else [])
+assert collect(lambda: ranks.rank, ranks) == ([0, 1] if ranks.rank == 0 else [])
 assert on_every_rank(lambda: ranks.rank, ranks) == ranks.rank
 assert on_first_rank(lambda: [ranks.rank] * 10**5, ranks) == [0] * 10**5
 with pytest.raises(ZeroDivisionError):
@@ -223,7 +223,7 @@ for code in (errno.ENOENT, errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, 
     with pytest.raises(kinds.get(code, Failure), match=message):
         on_every_rank(lambda: read(code), ranks)
     with pytest.raises(OSError, match=os.strerror(code)):
-        on_all(lambda: read(code), ranks)
+        collect(lambda: read(code), ranks)
 mesh, rank_module.WATCHDOG = shard.make_mesh(0, ranks), 0
 set_timeout(1, ranks, shard.groups_of(mesh, None))
 for group in (None, mesh.get_group("shard")) if ranks.rank == 0 else ():
@@ -373,7 +373,7 @@ for size in (s for s in (1, 2, 4) if s <= ranks.world_size):
             p.register_post_accumulate_grad_hook(note)
         for last in (False, True):
             held = []
-            shard.sync_gradients(model, last)
+            shard.prepare_backward(model, last)
             model(tokens, tokens).backward()
             note()
             complete = all(p.grad is not None and p.grad.device.type == "cpu" for p in model.parameters())

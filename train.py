@@ -33,7 +33,7 @@ from data import IGNORE, Batch, Loader, epochs_as_steps, open_data
 from generate import write_samples
 from lib import lora, machine, progress, settle
 from lib.guards import GradientGuard
-from lib.ranks import Ranks, gather, init_ranks, leave, on_every_rank, on_first_rank, set_timeout
+from lib.ranks import Ranks, barrier, init_ranks, leave, on_every_rank, on_first_rank, set_timeout
 from lib.run import Run
 from lib.weights import export_run
 from log import Log, attention_kernel, describe_model, logger, profile_steps
@@ -43,20 +43,21 @@ from optim import DTYPES, Gradients, Optimizer, learning_rate, make_optimizer
 
 def main(argv: list[str]) -> int:
     asked = parse_args(argv, trains=True)
-    if asked.check < 0:
+    only_checks = asked.check >= 0
+    if not only_checks:
         machine.set_allocators()
         machine.set_determinism(asked.deterministic)
-    ranks = init_ranks() if asked.check < 0 else settle.imagine_ranks(asked)
+    ranks = settle.imagine_ranks(asked) if only_checks else init_ranks()
     asked = on_first_rank(lambda: checkpoint.keep_lanes(asked), ranks)
-    config = resolve(asked, ranks.device, ranks.world_size)
-    if config.check >= 0:
+    config = resolve(asked, ranks)
+    if only_checks:
         return report(count_steps(asked, config, ranks), ranks)
     machine.set_matmul_precision(config.dtype)
     with Run(config, ranks) as run:
         run.config = count_steps(asked, config, ranks)
         train(run)
     if run.exit_code == 0:
-        leave(ranks)
+        leave(ranks)  # several ranks end here
     return run.exit_code
 
 
@@ -69,36 +70,43 @@ def report(config: Config, ranks: Ranks) -> int:
         state = "finished"
         settle.say_finished(config, resume_from.step)
     else:
-        plan.refuse_without_room(config, ranks)
-        settle.refuse_inputs(config, resume_from is not None, ranks.world_size)
-        data, _ = open_data(config, ranks)
-        settle.open_initial_weights(config, resume_from is not None)
-        data.load_state_dict(resume_from.manifest["position"] if resume_from else data.state_dict())  # reads the data
+        data, _, _ = open_inputs(config, resume_from, ranks)
+        if resume_from:
+            data.load_state_dict(resume_from.manifest["position"])  # refuses other data
         print(f"attention={attention_kernel(config, data, ranks.device)}")
-    print(f"out={config.out}\ndevice={ranks.device.type}\nprocesses={ranks.world_size}")
+    print(f"out={config.out}", f"device={ranks.device.type}", f"processes={ranks.world_size}", sep="\n")
     print(f"state={state}\ntimeout={config.timeout}")
     if "LOCAL_WORLD_SIZE" not in os.environ:  # a person asks, not launch.sh, which trains next
         print(f"memory={plan.memory_line(config, plan.cluster_here(ranks.device, ranks.world_size))}")
     return 0
 
 
-def resolve(config: Config, device: torch.device, world_size: int) -> Config:
+def open_inputs(config: Config, resume_from, ranks: Ranks):
+    """Refuses what cannot work -> (data, validation data, weights to start from). All ranks must call."""
+    resumes = resume_from is not None
+    on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
+    on_first_rank(lambda: settle.refuse_inputs(config, resumes, ranks.world_size), ranks)
+    data, val_data = open_data(config, ranks)
+    weights = on_every_rank(lambda: settle.open_initial_weights(config, resumes, ranks.rank), ranks)
+    return data, val_data, weights
+
+
+def resolve(config: Config, ranks: Ranks) -> Config:
     """Replaces every `auto` by its value here, for flags.json; refuses settings that cannot run here."""
-    config = settle.choose_defaults(config, device, world_size)
-    fp8.check_run(config, device, split_batch(config, world_size)[0])
+    config = settle.choose_defaults(config, ranks.device, ranks.world_size)
+    fp8.check_run(config, ranks.device, split_batch(config, ranks.world_size)[0])
     compiled, head_dim = config.compile != "none", config.model_config.head_dim
-    attention = choose_backend(config.attention, device.type, config.dtype, compiled, config.seq_len, head_dim)
+    attention = choose_backend(config.attention, ranks.device.type, config.dtype, compiled, config.seq_len, head_dim)
     return replace(config, attention=attention)
 
 
 def count_steps(asked: Config, config: Config, ranks: Ranks) -> Config:
-    """Replaces --epochs by steps, which may take hours of tokenizing; the watchdog waits as long as there is progress.
-    asked: config before `resolve`, which runs again, because `--compile auto` depends on the steps. All ranks must
-    call."""
+    """Replaces --epochs by steps, which may take hours of tokenizing. asked: config before `resolve`, which runs again,
+    because `--compile auto` depends on the steps. All ranks must call."""
     if not asked.epochs:
         return config
     asked = on_first_rank(lambda: epochs_as_steps(asked, ranks.world_size), ranks)
-    return resolve(asked, ranks.device, ranks.world_size)
+    return resolve(asked, ranks)
 
 
 def train(run: Run) -> None:
@@ -108,12 +116,12 @@ def train(run: Run) -> None:
     checkpoint.refuse_changes(resume_from, config)
     start = resume_from.step if resume_from else 0
     if start >= config.steps:
-        return finish(run, start)
+        if not checkpoint.is_finished(config, start):  # its export was interrupted
+            run.begin(start)
+            finish(run, start)
+        return on_first_rank(lambda: settle.say_finished(config, start), ranks)
     run.begin(start, skipped + config.warnings)
-    on_every_rank(lambda: plan.refuse_without_room(config, ranks), ranks)
-    on_first_rank(lambda: settle.refuse_inputs(config, resume_from is not None, ranks.world_size), ranks)
-    data, val_data = open_data(config, ranks)
-    weights = on_every_rank(lambda: settle.open_initial_weights(config, resume_from is not None, ranks.rank), ranks)
+    data, val_data, weights = open_inputs(config, resume_from, ranks)
     run.mesh = mesh = shard.make_mesh(config.shard_size, ranks, config.offload == "cpu")
     row_group = shard.make_row_group(config.context_parallel, ranks)
     run.groups = shard.groups_of(mesh, row_group)
@@ -128,18 +136,17 @@ def train(run: Run) -> None:
     saver = checkpoint.Saver(model, optimizer, data, run, start)
     log = Log(run, model, start, data.names)
     log.describe_run(data, val_data, plan.predict_record(config, ranks))
-    # ---- the loop
     with machine.reported_memory(config, model, optimizer), saver, log, profile_steps(run, start) as profiler:
         steps = iter(data)
         run.clock.switch("compile", start)  # the first step, which compiles
         for step in range(start + 1, config.steps + 1):
             with run.phase("data"):
-                batches = next(steps)
+                micro_batches = next(steps)
             lr = learning_rate(config, step)
-            loss, grad_norm, micro_batches = train_step(
-                model, optimizer, batches, lr, gradients, weight_scales, ranks.device, config.reshard
+            loss, grad_norm, details = train_step(
+                model, optimizer, micro_batches, lr, gradients, weight_scales, ranks.device, config.reshard
             )
-            log.end_step(micro_batches)
+            log.end_step(details)
             stops = run.agrees_to_stop(saver.failed)  # all ranks vote; the answer comes one step later
             todo = actions_after(config, step, stops)
             gradients.check(step, wait=todo.record)  # reports a non-finite loss before it is recorded or saved
@@ -149,7 +156,7 @@ def train(run: Run) -> None:
             if todo.watch_fp8:
                 log.add(step, **fp8.watched(model))
             if todo.save:
-                log.add(step, save_ms=saver.save(step, batches[0].tokens[0]))
+                log.add(step, save_ms=saver.save(step, micro_batches[0].tokens[0]))
                 log.draw()
             if todo.sample:
                 log.add(step, sample=write_samples(model, run, step))
@@ -179,29 +186,29 @@ def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
 
 
 def train_step(
-    model: Transformer, optimizer: Optimizer, batches: list[Batch], lr: float, gradients: Gradients,
+    model: Transformer, optimizer: Optimizer, micro_batches: list[Batch], lr: float, gradients: Gradients,
     weight_scales: fp8.WeightScales, device: torch.device, reshard: str = "auto",
 ) -> tuple[Tensor, Tensor, list[tuple[Batch, Details]]]:  # fmt: skip
     """One optimizer step on this rank's micro-batches -> (loss per trained token, gradient norm: of all ranks, fp32
     scalars on the device; each micro-batch with the model's Details). All ranks must call."""
     weight_scales.refresh()
-    local_loss, local_tokens, micro_batches = torch.zeros((), device=device), 0, []
-    for i, batch in enumerate(batches):
-        shard.sync_gradients(model, i == len(batches) - 1, reshard)
+    local_loss, local_tokens, details = torch.zeros((), device=device), 0, []
+    for i, batch in enumerate(micro_batches):
+        shard.prepare_backward(model, i == len(micro_batches) - 1, reshard)
         local_tokens += int((batch.targets != IGNORE).sum())
         batch = batch.to(device)
-        loss_sum, details = model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True)
-        loss_sum.backward()
-        local_loss += loss_sum.detach()
-        micro_batches.append((batch, details))
+        loss, batch_details = model(batch.tokens, batch.targets, batch.positions, batch.documents, details=True)
+        loss.backward()
+        local_loss += loss.detach()
+        details.append((batch, batch_details))
 
-    total_loss, tokens, squared_norm = gradients.global_sums(local_loss, local_tokens)  # over all ranks
-    loss = total_loss / tokens  # the mean over the trained tokens
+    loss_sum, tokens, squared_norm = gradients.global_sums(local_loss, local_tokens)  # over all ranks
+    loss = loss_sum / tokens  # the mean over the trained tokens
     grad_norm = squared_norm.sqrt() / tokens  # of the mean's gradient; the gradients themselves are still sums
     clip_divisor = (grad_norm / gradients.clip).clamp(min=1.0) if gradients.clip else 1.0
     skip = gradients.skip(~(loss.isfinite() & grad_norm.isfinite()))
     optimizer.step(lr, grad_divisor=tokens * clip_divisor, skip=skip)
-    return loss, grad_norm, micro_batches
+    return loss, grad_norm, details
 
 
 def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
@@ -234,7 +241,7 @@ def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: Ra
         on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)
     else:
         shard.fill_parameters(model, settle.first_values(config, model, weights), config.load)
-        gather(None, ranks)  # wait here, where no limit is set, for ranks that read slowly
+        barrier(ranks)  # a rank may read for hours; later collectives wait only for --timeout
     data.load_state_dict(on_first_rank(data.state_dict, ranks))
 
 
@@ -244,13 +251,13 @@ def evaluate(model: Transformer, data: Loader, run: Run) -> float:
     sums = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
     model.eval()  # the compute dtype, not FP8
     with run.phase("evaluation"):
-        for batches in data:
-            for batch in batches:
+        for micro_batches in data:
+            for batch in micro_batches:
                 sums[1] += (batch.targets != IGNORE).sum()
                 batch = batch.to(run.ranks.device)
                 sums[0] += model(batch.tokens, batch.targets, batch.positions, batch.documents)
                 progress.advance()
-        shard.reshard(model)
+        shard.free_gathered(model)
         model.train()
         if run.ranks.world_size > 1:
             torch.distributed.all_reduce(sums)
@@ -258,16 +265,10 @@ def evaluate(model: Transformer, data: Loader, run: Run) -> float:
 
 
 def finish(run: Run, step: int) -> None:
-    """Exports the last checkpoint as a Hugging Face folder, hf/, unless an earlier start did. All ranks must call."""
-    trained = run.began
-    if not trained and not checkpoint.is_finished(run.config, step):
-        run.begin(step)
-    if run.began:
-        with run.phase("export"):
-            export_run(checkpoint.Checkpoint(checkpoint.step_folder(run.folder, step)), run.folder, run.ranks)
-        run.end("finished", step)
-    if not trained and run.ranks.rank == 0:
-        settle.say_finished(run.config, step)
+    """Exports the last checkpoint as a Hugging Face folder, hf/. All ranks must call."""
+    with run.phase("export"):
+        export_run(checkpoint.Checkpoint(checkpoint.step_folder(run.folder, step)), run.folder, run.ranks)
+    run.end("finished", step)
 
 
 if __name__ == "__main__":

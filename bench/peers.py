@@ -189,7 +189,7 @@ def flatland(config: Config, checkout: Path, lr: float) -> tuple[Callable, Step]
     from train import build, resolve, train_step
 
     device = find_device(1)
-    config = replace(resolve(config, device, 1), lr=lr)
+    config = replace(resolve(config, replace(ALONE, device=device)), lr=lr)
     model = build(config, replace(ALONE, device=device), None)
     shard.fill_parameters(model, settle.first_values(config, model, None), config.load)
     optimizer = make_optimizer(model, config)

@@ -41,24 +41,25 @@ class GradientGuard(Gradients):
         self.pending = []  # the flags of steps, on their way to the host
 
     def check(self, step: int, wait: bool = False) -> None:
-        """Raises Failure if `limit` updates in a row were skipped, and warns about fewer: up to the step before, which
-        costs no waiting, or with `wait` up to this step; also raises it if replicas differ. Call once a step; the
+        """Waits for the step before and reads its flag; with `wait`, also for this step. Raises Failure after `limit`
+        skipped updates in a row, and warns after fewer. Also raises it if replicas differ. Call it once a step; the
         outcome is the same on all ranks."""
         flags = torch.stack((self.skipped_in_row, self.local_loss))
         on_host = flags.to("cpu", non_blocking=True)  # into pinned memory
         copied = torch.get_device_module(flags.device).Event()
         copied.record()
         self.pending.append((step, on_host, copied))
-        while len(self.pending) > (not wait):
+        while len(self.pending) > (0 if wait else 1):
             step_read, on_host, copied = self.pending.pop(0)
             copied.synchronize()
             skipped_in_row, local_loss = on_host.tolist()
             if skipped_in_row:
-                self._complain(step_read, local_loss, int(skipped_in_row))
+                self._warn_or_stop(step_read, local_loss, int(skipped_in_row))
         if self.every and step % self.every == 0:
             compare_replicas(self.model, self.ranks, self.mesh, step)
 
-    def _complain(self, step: int, local_loss: float, in_row: int) -> None:
+    def _warn_or_stop(self, step: int, local_loss: float, in_row: int) -> None:
+        """Raises Failure at the limit of skipped updates in a row, else warns. All ranks must call."""
         rank = f"{self.ranks.name}, with the loss {local_loss}"
         reports = gather((rank, local_loss, self.where(step)), self.ranks)
         bad = [report for report in reports if not math.isfinite(report[1])]

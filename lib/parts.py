@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. One process makes none, and is spared their import, which takes half a second."""
+    """Whether it is a DTensor. isinstance would import DTensor, which takes half a second; most single processes have
+    none."""
     return hasattr(tensor, "placements")
 
 

@@ -1,4 +1,11 @@
-"""Ranks: this process among all, joining and leaving the process group, and work on the first or on every rank."""
+"""Ranks: this process among all, joining and leaving the process group, and work on the first or on every rank.
+
+helper              who works       who gets what                      an error of one rank
+on_first_rank       rank 0          all ranks its result               is raised on all
+on_every_rank       every rank      each rank its own result           user errors: on all, with the rank's name
+collect             every rank      rank 0 all results                 any: is raised on all
+gather              -               all ranks one object of each       -
+"""
 
 import os
 import platform
@@ -62,9 +69,15 @@ def leave(ranks: Ranks) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if dist.is_initialized():
-        dist.barrier(ranks.control)
+        barrier(ranks)
         dist.destroy_process_group()
         os._exit(0)
+
+
+def barrier(ranks: Ranks) -> None:
+    """Waits, without a limit, until all ranks have come this far. All ranks must call."""
+    if ranks.control is not None:
+        dist.barrier(ranks.control)
 
 
 def set_timeout(seconds: int, ranks: Ranks, groups: list[dist.ProcessGroup]) -> None:
@@ -101,7 +114,7 @@ def on_every_rank(work: Callable, ranks: Ranks):
         result = work()
     except (Message, OSError) as e:
         mistake = isinstance(e, (UserError, FileNotFoundError)) or getattr(e, "errno", 0) in PATH_MISTAKES
-        fault = f"{ranks.name}: {e}", mistake
+        fault = f"{ranks.name}: {e}" if ranks.control else str(e), mistake
     faults = [f for f in gather(fault, ranks) if f]
     if faults:
         messages, mistakes = zip(*faults, strict=True)
@@ -109,7 +122,7 @@ def on_every_rank(work: Callable, ranks: Ranks):
     return result
 
 
-def on_all(work: Callable, ranks: Ranks) -> list:
+def collect(work: Callable, ranks: Ranks) -> list:
     """Runs `work` on every rank -> all results on rank 0, an empty list on the others. The first error of a rank is
     raised, unchanged, on all. All ranks must call."""
     result = error = None

@@ -46,7 +46,7 @@ from lib.files import (
 from lib.hub import local_path
 from lib.lora import Read, Settings
 from lib.machine import allocate
-from lib.ranks import ALONE, Ranks, on_all, on_first_rank
+from lib.ranks import ALONE, Ranks, collect, on_first_rank
 from lib.text import knows_text
 from lib.tokenizer import Tokenizer, load_tokenizer
 from model import Transformer
@@ -450,7 +450,7 @@ def export(
 
     on_first_rank(begin, ranks)
     try:
-        on_all(write_shards, ranks)
+        collect(write_shards, ranks)
         on_first_rank(finish, ranks)
     finally:
         if ranks.rank == 0:
