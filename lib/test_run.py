@@ -144,7 +144,8 @@ def test_each_of_these_signals_is_a_vote_to_stop(watched, number):
     assert not watched.agrees_to_stop()
     os.kill(os.getpid(), number)
     wait_until(watched.agrees_to_stop)
-    assert watched.stop_reason == number.name and not watched.watchdog.ended
+    assert watched.stop_reason == number.name
+    assert not watched.watchdog.ended
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -210,7 +211,8 @@ def test_a_lock_that_is_gone_or_another_jobs_ends_the_run(tmp_path, watched, mon
     if taken:
         (tmp_path / "lock").write_text("another's")
     wait_until(lambda: watched.watchdog.ended)
-    assert watched.watchdog.ended == [1] and "the lock is lost" in capsys.readouterr().err
+    assert watched.watchdog.ended == [1]
+    assert "the lock is lost" in capsys.readouterr().err
     assert read_json(tmp_path / "status.json")["state"] == "running"  # which may be the other job's
     assert (tmp_path / "lock").exists() == taken
 
@@ -280,5 +282,6 @@ def test_an_error_is_in_status_json_and_log_txt(tmp_path, capsys):
         run.record_end(guard.Failure(message), "failed", 1, message)
     assert read_json(tmp_path / "status.json")["message"] == "the first\nhas two lines"
     lines = (tmp_path / "log.txt").read_text().splitlines()
-    assert [line.split("] ")[1] for line in lines] == ["the first", "has two lines"] and " E [run.py:" in lines[0]
+    assert [line.split("] ")[1] for line in lines] == ["the first", "has two lines"]
+    assert " E [run.py:" in lines[0]
     assert not any(capsys.readouterr())
