@@ -4,8 +4,10 @@ Names of contenders: `flatland --fp8 tensor` is train.py with further flags; `li
 precision, and torch.compile."""
 
 import json
+import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ class Turn(NamedTuple):
     """Seconds of each measured step of a contender; for training, its records, which are like train.py's."""
 
     seconds: list[float]
-    records: list[dict] = [{}]
+    records: list[dict] = []
 
 
 def row(case: str, what: str, note: str = "", **values) -> Row:
@@ -46,30 +48,34 @@ def race(case: str, unit: str, amount: float, works: dict[str, Callable[[], Turn
     for name, several in turns.items():
         rates = amount / np.concatenate([turn.seconds for turn in several])
         low, median, high = np.quantile(rates, (0.1, 0.5, 0.9)).tolist()
-        first, records = first or median, several[-1].records
-        note = f"loss {records[0]['loss']:.4f} to {records[-1]['loss']:.4f}" if "loss" in records[0] else ""
-        values = {"median": median, "p10": low, "p90": high, "ratio": median / first, "note": note}
-        yield row(case, name, unit=unit, **values, mfu=records[-1].get("mfu"), gib=records[-1].get("mem_gib"))
+        first = first or median
+        values = {"unit": unit, "median": median, "p10": low, "p90": high, "ratio": median / first}
+        if records := several[-1].records:
+            losses = " ".join(f"{record.get('val_loss', record['loss']):.4f}" for record in records)
+            values["note"] = f"{records[-1]['tokens']:,.0f} tokens, loss {losses}"
+            values |= {"mfu": records[-1].get("mfu"), "gib": records[-1]["mem_gib"]}
+        yield row(case, name, **values)
 
 
-def train(command: list[object], out: Path, steps: int, limit: float) -> Turn:
-    """Runs a trainer until out/metrics.jsonl has the record of step `steps`, and kills it: a finished train.py would
-    write a checkpoint. The first two records are warm-up."""
-    end, records, output = time.monotonic() + limit, [], out.with_suffix(".log")
-    with open(output, "w") as file:
-        process = subprocess.Popen([sys.executable, *map(str, command)], stdout=file, stderr=file)
-    try:
-        while not (records and records[-1]["step"] >= steps):
-            if time.monotonic() > end:
-                raise Failure(f"it was stopped after {limit:.0f} s, with {len(records)} records")
-            if process.poll() is not None:
-                why = f"status {process.poll()}: {output.read_text()[-400:]}"
-                raise (ImportError if "ModuleNotFoundError" in why else Failure)(why)
-            time.sleep(0.2)
-            path = out / "metrics.jsonl"
-            lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-            records = [record for record in map(json.loads, lines) if "loss" in record]
-    finally:
-        process.kill()
-        process.wait()
+def train(command: list[object], count: int, limit: float = math.inf) -> Turn:
+    """Runs a trainer, whose last argument is its run folder, until metrics.jsonl has `count` records of steps, and
+    kills it: a finished train.py would write a checkpoint. The first two records are warm-up."""
+    end, records = time.monotonic() + limit, []
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/output", "w") as output:
+        metrics = Path(folder, "run", "metrics.jsonl")
+        command = [sys.executable, *map(str, command), str(metrics.parent)]
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+        try:
+            while len(records) < count:
+                if time.monotonic() > end:
+                    raise Failure(f"it was stopped after {limit:.0f} s, with {len(records)} records")
+                if process.poll() is not None:
+                    why = f"status {process.poll()}: {Path(output.name).read_text()[-400:]}"
+                    raise (ImportError if "ModuleNotFoundError" in why else Failure)(why)
+                time.sleep(0.2)
+                lines = metrics.read_text().rpartition("\n")[0].splitlines() if metrics.exists() else []
+                records = [record for record in map(json.loads, lines) if "loss" in record][:count]
+        finally:
+            process.kill()
+            process.wait()
     return Turn([record["step_ms"] / 1e3 for record in records[2:]], records)

@@ -80,7 +80,7 @@ def bench_cpu(args: Namespace) -> Iterator[Row]:
         torch.manual_seed(0)
         with tempfile.TemporaryDirectory() as folder:
             export_model(fill_randomly(Transformer(parse_args(flags.split()).model_config), 0.08), folder)
-            yield from race_training(part, flags, names, Path(folder), 5, 1, args.repeats, math.inf)
+            yield from race_training(part, flags, names, Path(folder), 1, args.repeats, math.inf)
 
 
 def bench_gpu(args: Namespace) -> Iterator[Row]:
@@ -91,7 +91,7 @@ def bench_gpu(args: Namespace) -> Iterator[Row]:
             with tempfile.TemporaryDirectory() as folder:
                 values = config_json(parse_args(flags.split()).model_config, "bfloat16")
                 Path(folder, "config.json").write_text(json.dumps(values))
-                yield from race_training(title, flags, names, Path(folder), 20, 5, 1, end)
+                yield from race_training(title, flags, names, Path(folder), 5, 1, end)
 
 
 def timed(work: Callable) -> Turn:

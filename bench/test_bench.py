@@ -24,15 +24,15 @@ from lib.errors import Failure, UserError
 from lib.weights import export_model
 from model import Transformer
 
-# As many records as its second argument says. It needs a package, then it hangs.
+# As many records as its first argument says. It needs a package, then it hangs.
 TRAINER = """
 import json, pathlib, sys, time
-out, steps, package = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+steps, package, out = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
 out.mkdir()
 __import__(package)
 assert steps, "no memory"
 for step in range(1, steps + 1):
-    record = {"step": step, "loss": 6.0 - step, "step_ms": 100.0 * step, "mem_gib": 2.5, "mfu": 0.1}
+    record = {"step": step, "loss": 6.0 - step, "step_ms": 100.0 * step, "tokens": step, "mem_gib": 2.5, "mfu": 0.1}
     with open(out / "metrics.jsonl", "a") as file:
         file.write(json.dumps(record) + "\\n{}\\n")
 time.sleep(60)
@@ -54,8 +54,7 @@ def test_contenders_take_turns_until_their_last_record_and_errors_are_rows(tmp_p
     def turn(name: str) -> common.Turn:
         order.append(name)
         steps, package, limit = cases[name]
-        out = tmp_path / str(len(order))
-        return common.train([tmp_path / "trainer.py", out, steps, package], out, 5, limit)
+        return common.train([tmp_path / "trainer.py", steps, package], 5, limit)
 
     works = {name: partial(turn, name) for name in cases} | {"b": lambda: common.Turn([0.8])}
     crashed, missing, hung, a, b = common.race("case", "tokens/s", 10.0, works, 2)
@@ -63,7 +62,7 @@ def test_contenders_take_turns_until_their_last_record_and_errors_are_rows(tmp_p
     assert re.search("failed: status 1: .*no memory", crashed["note"]) and "stopped after 0 s" in hung["note"]
     assert missing["note"].startswith("not available: ") and lacking in missing["note"]
     assert (a["p10"], a["median"], a["p90"], a["ratio"]) == (20.0, 25.0, pytest.approx(100 / 3), 1.0)
-    assert (a["mfu"], a["gib"], a["note"]) == (0.1, 2.5, "loss 5.0000 to 1.0000")
+    assert (a["mfu"], a["gib"], a["note"]) == (0.1, 2.5, "5 tokens, loss 5.0000 4.0000 3.0000 2.0000 1.0000")
     assert (b["median"], b["ratio"], b["mfu"], b["gib"], b["note"]) == (12.5, 0.5, None, None, "")
 
 
@@ -72,9 +71,9 @@ def test_transformers_takes_the_same_first_steps(tmp_path, quick):
     export_model(suites.fill_randomly(Transformer(parse_args(flags).model_config), 0.08), folder)
     more = f"--dtype fp32 --compile none --weights {folder} --steps 3 --log_every 1 --out {tmp_path}/ours"
     assert train.main([*flags, *peers.SAME, *more.split()]) == 0
-    peers.train_peer("transformers, fp32", folder, tmp_path / "theirs", 3, 1, flags)
-    ours, theirs = (golden.read_records(tmp_path / name) for name in ("ours", "theirs"))
-    for a, b in zip([record for record in ours if "loss" in record], theirs, strict=True):
+    ours = [record for record in golden.read_records(tmp_path / "ours") if "loss" in record]
+    turn = common.train([peers.__file__, "transformers, fp32", folder, 1, math.inf, *flags], 3)
+    for a, b in zip(ours, turn.records, strict=True):
         assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=peers.SAME_STEP)
 
 
@@ -82,12 +81,13 @@ def test_a_peer_that_computes_something_else_is_not_timed(tmp_path, monkeypatch)
     timed, names = [], ("flatland", "transformers, mixed", "litgpt, bf16")
     (tmp_path / "model.safetensors").write_text("")
 
-    def turn(command, out, steps, limit) -> common.Turn:
-        timed.extend([command[1]] * (steps > 1))
-        return common.Turn([1.0], [{"loss": 5.0 + 0.01 * ("litgpt" in command[1]), "grad_norm": 1.0}])
+    def turn(command, count, limit) -> common.Turn:
+        timed.extend([command[1]] * (count > 1))
+        record = {"loss": 5.0 + 0.01 * ("litgpt" in command[1]), "grad_norm": 1.0, "tokens": 64, "mem_gib": 1.0}
+        return common.Turn([1.0], [record])
 
     monkeypatch.setattr(peers, "train", turn)
-    rows = [*peers.race_training("tiny", "--micro_batch 2", names, tmp_path, 5, 1, 1, math.inf)]
+    rows = [*peers.race_training("tiny", "--micro_batch 2", names, tmp_path, 1, 1, math.inf)]
     assert timed == ["--micro_batch", "transformers, mixed"]  # ours, and one peer
     assert "litgpt" in rows[0]["what"] and "differs from ours by a relative 2.0e-03" in rows[0]["note"]
 
@@ -115,11 +115,17 @@ def test_a_suite_that_cannot_run_and_one_that_failed(monkeypatch):
         run.main(["cpu"])
 
 
-def test_a_race_in_time_to_loss(tmp_path, monkeypatch):
+def test_a_race_in_time_to_loss(monkeypatch):
+    """Contenders take turns; a turn of two seconds has a validation loss after each tenth."""
     monkeypatch.setattr(peers, "DEFAULT", [*peers.DEFAULT, "--eval_batches=1", "--n_layers=1"])
-    peers.train_for("flatland muon, 0.006", tmp_path, tmp_path / "record", 2.0)
-    *records, last = json.loads((tmp_path / "record").read_text())
-    assert len(records) == 9 and last["seconds"] >= 2 and last["tokens"] >= 1024 and last["val_loss"] < 5.8
+    monkeypatch.setattr(peers, "race", lambda *args: args)
+    _, _, tokens, works, rounds = peers.bench_loss(Namespace(nanogpt=None, nanochat=None))
+    assert [*works][:3] == ["flatland adamw, 0.006", "flatland muon, 0.009", "flatland adamw, 0.003"]
+    assert (tokens, len(works), rounds) == (2048, 6, 1)
+    command, count = works["flatland muon, 0.009"].args
+    records = common.train([*command[:4], 2, *command[5:]], count).records
+    assert [record["tokens"] % tokens for record in records] == [0] * 10
+    assert records[-1]["val_loss"] < 5.8 and records[-1]["loss"] < 5.8
 
 
 # ---- golden losses
