@@ -1,17 +1,18 @@
 """Reads files of text as rows: a reader for each format. Imports no torch.
 
-The rows of a file are, without parsing them: lines of .jsonl, rows of .json (JSON lines, or a list of rows), of .csv or
-of .parquet, or pieces of .txt and .md, whose files are one document each. All but .parquet may be compressed, as .gz. A
-new format needs a reader in READERS."""
+A reader takes an open file and yields its rows, without parsing them: lines of .jsonl, rows of .json (JSON lines, or a
+list of rows), of .csv or of .parquet. A .txt or .md file is one document. A new format needs a reader in READERS. A
+reader raises UserError without the name of the file, which `TextFile.rows` puts before the message."""
 
 import codecs
 import csv
+import gzip
 import inspect
-import itertools
 import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,14 +20,15 @@ from lib.errors import UserError
 from lib.stores import bare
 
 BUILTIN = "built-in.text"  # the name of text that is in no file
-TXT_PIECE = 2**24  # bytes; a longer .txt is tokenised in pieces, cut between lines
+DOCUMENTS = ".txt", ".md"  # files that are one document each
+TXT_PIECE = 2**24  # bytes; a longer document is tokenised in pieces, cut between lines
 
 
 class TextRow(NamedTuple):
-    content: bytes | str | dict | UserError  # a line of JSON, a document or a piece of one, fields, or what is wrong
-    val: bool | None = None  # held out for validation; None: decided by its number
-    begins: bool = True  # False: it continues the document of the row before
+    content: bytes | str | dict | UserError  # a line of JSON, a document or a piece of one, fields, or a problem
     number: int = 0  # in its file, from 1
+    val: bool = False  # held out for validation
+    begins: bool = True  # False: it continues the document of the row before
 
 
 def kind_of(name: str) -> str:
@@ -51,48 +53,83 @@ def builtin_documents() -> list[str]:
     return [text for text in dict.fromkeys(texts) if len(text) >= 200]
 
 
-# ---- readers: (file, stream, val_every) -> rows
+# ---- readers: an open file -> the contents of its rows
 
 
-def _read_builtin(file, stream, val_every):
-    return map(TextRow, builtin_documents())
-
-
-def _read_lines(file, stream, val_every):
-    for line in stream:
-        yield TextRow(line.strip())
-
-
-def _read_json(file, stream, val_every):
+def _read_json(stream):
     """JSON lines, or one list of rows, which is read as a whole."""
-    begin = stream.readline()
-    lines = itertools.chain([begin], stream)
-    if begin.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":  # before it a BOM
-        yield from _read_lines(file, lines, val_every)
+    if stream.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":  # before it a BOM
+        yield from map(bytes.strip, stream)
         return
     try:
-        rows = json.loads(b"".join(lines))
+        yield from json.loads(stream.read())
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{file.name} begins with [ but is not a JSON list of rows: {e}") from None
-    yield from map(TextRow, rows)
+        raise UserError(f"it begins with [ but is not a JSON list of rows: {e}") from None
 
 
-def read_txt(file, stream, val_every):
-    """A document in pieces of whole lines, whose \\r are kept. The end of a plain file is held out."""
-    size = cut = sys.maxsize
-    if val_every and not bare(file.name).endswith(".gz"):
+def _read_csv(stream):
+    """The first line names the fields."""
+    csv.field_size_limit(2**31 - 1)  # the default refuses fields above 128 KiB
+    rows = csv.DictReader(codecs.iterdecode(stream, "utf-8-sig"), strict=True)
+    try:
+        names = rows.fieldnames or []
+        if len({*names}) < len(names):
+            raise UserError(f"the first line must name the fields, each once, but is {names}")
+        for row in rows:
+            if None in (*row, *row.values()):  # more or fewer fields than names
+                problem = f"the fields up to line {rows.line_num} are not the {len(names)} that the first line names"
+                row = UserError(f"{problem}: put a field with commas or line breaks in double quotes")
+            yield row
+    except csv.Error as e:
+        raise UserError(f"line {rows.reader.line_num} is not CSV: {e}") from None
+
+
+def _read_parquet(stream):
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"parquet needs pyarrow: {sys.executable} -m pip install pyarrow") from None
+    try:
+        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(256):
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as e:
+        raise UserError(f"not a parquet file, or damaged: {e}") from None
+
+
+READERS = {
+    ".jsonl": _read_json,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+SUFFIXES = (*DOCUMENTS, *READERS)
+FORMATS = f"{', '.join(SUFFIXES)} (also as .gz, but for .parquet) and .bin (token shards)"
+READERS[kind_of(BUILTIN)] = lambda stream: builtin_documents()
+
+
+def read_rows(stream, kind: str, val_every: int) -> Iterator[TextRow]:
+    """The rows of an open file. Every val_every-th is held out (1: all of them, 0: none), or the end of a document."""
+    if kind in DOCUMENTS:
+        yield from _read_document(stream, val_every)
+        return
+    for number, content in enumerate(READERS[kind](stream), 1):
+        yield TextRow(content, number, val_every > 0 and number % val_every == 0)
+
+
+def _read_document(stream, val_every):
+    """Pieces of whole lines, whose \\r are kept. The last 1/val_every is held out, unless the file has no known end."""
+    parts = [(sys.maxsize, val_every == 1)]  # (where it ends, is it held out)
+    if val_every > 1 and stream.seekable() and not isinstance(stream, gzip.GzipFile):
         size = stream.seek(0, os.SEEK_END)
-        cut = _last_part(stream, size, val_every)
-    offset = 0
-    for end, val in ((cut, False), (size, True)):
+        parts = [(_last_part(stream, size, val_every), False), (size, True)]
+    number = offset = 0
+    for end, val in parts:
         begins = True
         while offset < end and (piece := stream.read(min(TXT_PIECE, end - offset))):
             piece += stream.readline(end - offset - len(piece))
-            try:
-                text = piece.decode("utf-8" if offset else "utf-8-sig")  # Windows begins files with a BOM
-            except UnicodeDecodeError as e:
-                raise UserError(f"{file.name}: not UTF-8 at byte {offset + e.start}; convert it with iconv") from None
-            yield TextRow(text, val, begins)
+            number += 1
+            # Windows begins files with a BOM.
+            yield TextRow(piece.decode("utf-8" if offset else "utf-8-sig"), number, val, begins)
             offset, begins = offset + len(piece), False
 
 
@@ -108,50 +145,3 @@ def _last_part(stream, size, val_every):
             begin -= 1
     stream.seek(0)
     return begin
-
-
-def _read_csv(file, stream, val_every):
-    """The first line names the fields."""
-    csv.field_size_limit(2**31 - 1)  # the default refuses fields above 128 KiB
-    rows = csv.DictReader(codecs.iterdecode(stream, "utf-8-sig"), strict=True)
-    try:
-        names = rows.fieldnames or []
-        if len({*names}) < len(names):
-            raise UserError(f"{file.name}: the first line must name the fields, each once, but is {names}")
-        for row in rows:
-            if None in (*row, *row.values()):  # more or fewer fields than names
-                problem = f"the fields up to line {rows.line_num} are not the {len(names)} that the first line names"
-                row = UserError(f"{problem}: put a field with commas or line breaks in double quotes")
-            yield TextRow(row)
-    except UnicodeDecodeError as e:
-        raise UserError(
-            f"{file.name}: not UTF-8 after line {rows.reader.line_num} ({e.reason}); convert it with iconv"
-        ) from None
-    except csv.Error as e:
-        raise UserError(f"{file.name} line {rows.reader.line_num}: not CSV: {e}") from None
-
-
-def _read_parquet(file, stream, val_every):
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f"{file.name}: parquet needs pyarrow: {sys.executable} -m pip install pyarrow") from None
-    try:
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(256):
-            for row in batch.to_pylist():
-                yield TextRow(row)
-    except pyarrow.ArrowException as e:
-        raise UserError(f"{file.name} is not a parquet file, or damaged: {e}") from None
-
-
-READERS = {
-    ".txt": read_txt,
-    ".jsonl": _read_lines,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".md": read_txt,
-    ".parquet": _read_parquet,
-}
-SUFFIXES = tuple(READERS)
-READERS[kind_of(BUILTIN)] = _read_builtin
-FORMATS = f"{', '.join(SUFFIXES)} (also as .gz, but for .parquet) and .bin (token shards)"

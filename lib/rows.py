@@ -102,7 +102,7 @@ def tokenize(sources: list[TextFile], config: Config) -> list[TextFile]:
     encoder = Encoder.of(config)
     key = text.key_of(sources, encoder, VAL_EVERY, config.skip_bad)  # skip_bad changes which rows remain
     folder = cache_of(config) / f"{Path(sources[0].name).name.partition('.')[0]}-{key[:12]}"
-    prepare(sources, encoder, folder, skip_bad=config.skip_bad)
+    prepare(sources, encoder, folder)
     return text.find_files(str(folder), "--data")
 
 
@@ -174,7 +174,7 @@ class Catalog:
             if is_stream:
                 jobs = ((0, file.name, [row]) for file in files for row in file.rows(0, 0))
                 with ThreadPoolExecutor(1) as pool:
-                    encoded = text.encode(jobs, Encoder.of(config), pool, 0, config.skip_bad)
+                    encoded = text.encode(jobs, Encoder.of(config), pool, 0)
                     is_stream = next((kind for *_, kind, _ in encoded), "text") == "text"
             self.known[specs] = files, is_stream
         return self.known[specs]
@@ -412,8 +412,8 @@ class Stream:
         """(seq_len + 1 tokens, the position after them) of a lane, without end."""
         T, (given, epoch, at, first, offset, bad) = self.config.seq_len, self.positions.get(str(lane), (0,) * 6)
         tokens = np.zeros(0, np.uint32)  # those that no row has used; at most T of them are of earlier documents
-        jobs, skip_bad = self._jobs(lane, epoch, at, first), self.config.skip_bad
-        for place, row, ids, _, skipped in text.encode(jobs, self.encoder, self.workers, 1, skip_bad, bad, "text"):
+        jobs = self._jobs(lane, epoch, at, first)
+        for place, row, ids, _, skipped in text.encode(jobs, self.encoder, self.workers, 1, bad, "text"):
             offset -= len(tokens)  # from the document's beginning to that of `tokens`
             tokens = np.concatenate((tokens, np.frombuffer(ids, np.uint32)[max(offset, 0) :]))
             while len(tokens) > T:

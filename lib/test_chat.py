@@ -301,7 +301,7 @@ ROWS = [
 
 def _read(folder, row: dict) -> tuple[list[int], list[int], list]:
     """-> (ids, mask, notes) of a row"""
-    tokens, _ = Encoder(folder, chat_fields=FIELDS)(TextRow(row), notes := [])
+    tokens, _, notes = Encoder(folder, chat_fields=FIELDS)(TextRow(row))
     return [t & ID for t in tokens], [int(t & TRAINED > 0) for t in tokens], notes
 
 

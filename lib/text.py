@@ -46,7 +46,7 @@ from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, render_ch
 from lib.errors import Parser, UserError, nearest, printable
 from lib.files import read_ahead, read_json, read_object, write_whole
 from lib.progress import advance
-from lib.readers import BUILTIN, FORMATS, READERS, SUFFIXES, TextRow, kind_of, read_txt
+from lib.readers import BUILTIN, DOCUMENTS, FORMATS, SUFFIXES, TextRow, kind_of, read_rows
 from lib.stores import bare, fetch, list_files, open_remote, store_errors, version_of
 from lib.tokenizer import load_tokenizer
 
@@ -136,34 +136,33 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
         hint = f"; with the files in its folders: '{spec.removesuffix('/*').rstrip('/')}/**'"
     elif not store:
         path = Path(spec).expanduser().absolute()
-        near = nearest(path.name, {beside.name for beside in path.parent.glob("*")} - {path.name})
+        near = nearest(path.name, {sibling.name for sibling in path.parent.glob("*")} - {path.name})
         hint = f" in {path.parent}" + f"; did you mean {near}?" * bool(near)
-    problem = "the format is not known" if files else "no such file of a known format"
-    raise UserError(f"{flag} {spec}: {problem}{hint}; {FORMATS} are known")
+    raise UserError(f"{flag} {spec}: no file of a known format{hint}; {FORMATS} are known")
 
 
 def fetch_all(files: list["TextFile"], cache: Path) -> list["TextFile"]:
-    """The local copies of files: those of a folder are downloaded into one of the cache, with the index.json beside
-    token shards. Several processes may call it at the same time."""
+    """The local copies of files: those of a folder are downloaded into one of the cache, with the index.json of token
+    shards. Several processes may call it at the same time."""
     from filelock import FileLock
 
-    out = []
+    local = []
     for parent, group in itertools.groupby(files, lambda file: os.path.dirname(bare(file.name))):
         group = [*group]
         store, names, folder = group[0].store, [file.name for file in group], cache / f"files-{digest(group)}"
         if not store:
-            out += group
+            local += group
             continue
         with store_errors(parent), FileLock(f"{folder}.lock"):
             if not folder.exists():
                 index = f"{parent}/{INDEX}"
-                beside = [index] if group[0].kind == SHARD and store.exists(index) else []
+                has_index = group[0].kind == SHARD and store.exists(index)
                 os.makedirs(f"{folder}.part", exist_ok=True)
-                for name in names + beside:
-                    fetch(store, name, f"{folder}.part/{Path(bare(name)).name}")
+                for name in names + [index] * has_index:
+                    fetch(store, name, f"{folder}.part/{os.path.basename(bare(name))}")
                 os.replace(f"{folder}.part", folder)
-        out += [find_files(str(folder / Path(bare(name)).name), "--data")[0] for name in names]
-    return out
+        local += [find_files(f"{folder}/{os.path.basename(bare(name))}", "--data")[0] for name in names]
+    return local
 
 
 # ---- files
@@ -186,34 +185,37 @@ class TextFile(NamedTuple):
     @property
     def is_document(self) -> bool:
         """Whether the file is one document, and not rows."""
-        return READERS.get(self.kind) is read_txt
+        return self.kind in DOCUMENTS
 
     def _open(self, in_sequence):
         if self.store:
             return open_remote(self.store, self.name, in_sequence)
-        path = os.devnull if self.name == BUILTIN else self.name
-        return sys.stdin.buffer if path == STDIN else open(path, "rb")
+        if self.name == STDIN:
+            return sys.stdin.buffer
+        return open(os.devnull if self.name == BUILTIN else self.name, "rb")
 
     def rows(self, first: int = 0, val_every: int = VAL_EVERY) -> Iterator[TextRow]:
-        """The rows after number `first`. val_every: 0 holds no row out. UserError if the file is damaged."""
+        """The rows after number `first`. Every val_every-th is held out (1: all, 0: none), or the end of a document.
+        UserError if the file is damaged."""
         name, number, kind = self.name, 0, self.kind
-        # The table of contents of a .parquet is at its end, and so is what is held out of a file of text.
+        # The table of contents of a .parquet is at its end, and so is the held-out part of a document.
         in_sequence = kind != ".parquet" and not (self.is_document and val_every)
         with store_errors(name), self._open(in_sequence) as raw:
             if name == STDIN:
                 kind = ".jsonl" if raw.peek(4096).lstrip()[:1] == b"{" else ".txt"
-            if kind not in READERS:
+            if kind == SHARD:
                 raise UserError(f"{name} holds token ids, not text")
             stream = gzip.GzipFile(fileobj=raw) if bare(name).endswith(".gz") else raw
             try:
-                for number, row in enumerate(READERS[kind](self, stream, val_every), 1):
+                for row in read_rows(stream, kind, val_every):
+                    number = row.number
                     if number > first and row.content != b"":  # a blank line has a number, but is not a row
-                        val = number % val_every == 0 if val_every and row.val is None else row.val
-                        yield row._replace(number=number, val=val)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-                raise UserError(
-                    f"{name}: its gzip data is damaged or cut short after row {number} ({e}): get it again"
-                ) from None
+                        yield row
+            except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as e:
+                problem = f"damaged, cut short or not UTF-8 after row {number}: {e}"
+                raise UserError(f"{name}: {problem}: get it again, or convert it with iconv") from None
+            except UserError as e:
+                raise UserError(f"{name}: {e}") from None
         if not number:
             log.warning(f"{name} is empty")
 
@@ -230,21 +232,23 @@ _tokenizer = functools.lru_cache(maxsize=4)(load_tokenizer)
 
 
 class Encoder(NamedTuple):
-    """Rows -> token ids. tokenizer, text_field, chat_fields: as the flags name them. chat: the chat format's family,
-    llama or mixtral, where the tokenizer does not say it."""
+    """Rows -> token ids. tokenizer, text_field, chat_fields, skip_bad: as the flags name them. chat: the chat format's
+    family, llama or mixtral, where the tokenizer does not say it."""
 
     tokenizer: str
     text_field: str = ""
     chat: str = "llama"
     chat_fields: tuple[str, ...] = ()
+    skip_bad: int = 0
 
     @classmethod
     def of(cls, config) -> "Encoder":
-        return cls(config.tokenizer, config.text_field, config.model_config.chat_format, config.chat_fields)
+        chat = config.model_config.chat_format
+        return cls(config.tokenizer, config.text_field, chat, config.chat_fields, config.skip_bad)
 
-    def __call__(self, row: TextRow, notes: Notes | None = None) -> tuple[list[int], str]:
-        """A row -> (its tokens, its kind: text or chat, whose tokens carry TRAINED and BEGINS). notes: receives the
-        changes and omissions in a conversation. UserError if it is a bad row."""
+    def __call__(self, row: TextRow) -> tuple[list[int], str, Notes]:
+        """-> (tokens, kind: text or chat, whose tokens carry TRAINED and BEGINS, changes and omissions in a
+        conversation). UserError if it is a bad row."""
         content, tokenizer, name = row.content, _tokenizer(self.tokenizer), self.text_field or "text"
         if isinstance(content, UserError):
             raise content
@@ -253,27 +257,27 @@ class Encoder(NamedTuple):
                 content = json.loads(content.decode("utf-8-sig"))  # Windows begins files with a BOM
             except (ValueError, RecursionError) as e:
                 raise UserError(f"not JSON in UTF-8: {e}") from None
+        if isinstance(content, str):
+            content = {name: content}
         fields = decode_bytes(content) if isinstance(content, dict) else {}
-        text = content if isinstance(content, str) else fields.get(name)
+        text = fields.get(name)
         is_named = self.text_field and isinstance(text, str)
         if not is_named and (chat := find_messages(fields, self.chat_fields)):
-            messages, inputs, unread = chat
+            messages, inputs, notes = chat
             template = chat_template(tokenizer, self.chat, inputs.get("tools"))
-            notes = [] if notes is None else notes
             ids, mask = render_chat(tokenizer, messages, template, inputs, notes)
-            notes += unread
             if not any(mask):
                 raise UserError("a conversation without an assistant's turn that has a weight: nothing is trained on")
-            ids = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
-            ids[0] |= BEGINS
-            return ids, "chat"
+            tokens = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
+            tokens[0] |= BEGINS
+            return tokens, "chat", notes
         if not isinstance(text, str):
             found = ", ".join(f"{key} ({type(value).__name__})" for key, value in fields.items())
             found = found[:300] or type(content).__name__
             raise UserError(
                 f"no text in field '{name}' (found: {found}); --text_field names it. A conversation has {CHATS_KNOWN}"
             )
-        return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text"
+        return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text", []
 
 
 def decode_bytes(value):
@@ -288,21 +292,19 @@ def decode_bytes(value):
     return value
 
 
-def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str, str]]:
+def encode_rows(encoder: Encoder, rows: list[TextRow]) -> list[tuple[array | str, str, Notes]]:
     """(tokens, kind, notes) of each row; for a bad row (the reason, "", [])."""
-    out = []
+    results = []
     for row in rows:
         try:
-            tokens, kind = encoder(row, notes := [])
-            out.append((array("I", tokens), kind, notes))
+            tokens, kind, notes = encoder(row)
+            results.append((array("I", tokens), kind, notes))
         except UserError as e:
-            out.append((str(e), "", []))
-    return out
+            results.append((str(e), "", []))
+    return results
 
 
-def encode(
-    jobs: Iterator[tuple], encoder: Encoder, pool: Executor, ahead: int, skip_bad: int, skipped=0, kind=""
-) -> Iterator[tuple]:
+def encode(jobs: Iterator[tuple], encoder: Encoder, pool: Executor, ahead: int, skipped=0, kind="") -> Iterator[tuple]:
     """jobs: (label, name of a file, rows of it). -> (label, row, tokens, kind, bad rows so far) of each good row, in
     their order. The pool is up to `ahead` + 1 jobs ahead. UserError after more than skip_bad bad rows, including rows
     of another kind than the first. At the end the log counts the notes on rows, with the first of each kind."""
@@ -311,19 +313,19 @@ def encode(
     for (label, name, rows), future in read_ahead(submitted, ahead):
         advance()
         for row, (tokens, its_kind, notes) in zip(rows, future.result(), strict=True):
-            kind = kind or its_kind
             where = f"{name} {'line' if isinstance(row.content, bytes) else 'row'} {row.number}"
-            if its_kind and its_kind == kind:
+            kind = kind or its_kind
+            if its_kind == kind != "":
                 counts.update(dict(notes).keys())
                 for what, example in notes:
                     examples.setdefault(what, f"{where}: {example[:80]!r}")
                 yield label, row, tokens, kind, skipped
                 continue
-            message = f"{where}: {MIXED if its_kind else tokens}"
+            problem = f"{where}: {MIXED if its_kind else tokens}"
             skipped += 1
-            if skipped > skip_bad:
-                raise UserError(f"{message} (bad row {skipped}; --skip_bad N skips up to N of them)")
-            log.warning(f"skipped: {printable(message)}")
+            if skipped > encoder.skip_bad:
+                raise UserError(f"{problem} (bad row {skipped}; --skip_bad N skips up to N of them)")
+            log.warning(f"skipped: {printable(problem)}")
     for what, example in examples.items():
         log.warning(f"{counts[what]} rows: {what}, first in {printable(example)}")
 
@@ -396,16 +398,16 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
             raise UserError(f"{path}: {content} bytes of tokens, but {INDEX} records {tokens} tokens: get it again")
         return Shard(path, tokens, f"<u{content // tokens}", HEADER, recorded["sha256"]), None
     with open(path, "rb", buffering=0) as file:
-        magic, version, count = struct.unpack("<3i", file.read(12)) if content >= 0 else (0, 0, 0)
+        magic, version, tokens = struct.unpack("<3i", file.read(12)) if content >= 0 else (0, 0, 0)
     if magic in MAGICS:
         expected, dtype, delimiter = MAGICS[magic]
-        promised = count * int(dtype[-1])
+        promised = tokens * int(dtype[-1])
         if (version, content) != (expected, promised):
             raise UserError(
-                f"{path}: version {version}, {content} bytes of tokens, but its header (magic {magic}, {count} tokens)"
-                f" means version {expected}, {promised} bytes: it is damaged"
+                f"{path} is damaged: version {version}, {content} bytes of tokens, but magic {magic} and {tokens}"
+                f" tokens mean version {expected}, {promised} bytes"
             )
-        return Shard(path, count, dtype, HEADER), delimiter
+        return Shard(path, tokens, dtype, HEADER), delimiter
     if not data_dtype:
         raise UserError(f"{path} has no token-shard header of llm.c; give --data_dtype for nanoGPT's files")
     tokens, rest = divmod(size, 2 if data_dtype == "uint16" else 4)
@@ -416,74 +418,67 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
 
 def read_index(folder: Path) -> dict:
     """index.json of a folder that `prepare` made; {} for shards from other tools."""
+    if (folder / INDEX).exists():
+        index = read_object(folder / INDEX)
+        return index if "fingerprint" in index else {}
     if (folder / PROGRESS).exists():
         raise UserError(f"{folder} is not prepared to its end: run its `python data.py prepare` again")
-    index = read_object(folder / INDEX) if (folder / INDEX).exists() else {}
-    return index if "fingerprint" in index else {}
+    return {}
 
 
 def prepare(
-    sources: list[TextFile], encoder: Encoder, out: Path, shard_tokens=SHARD_TOKENS, val_every=VAL_EVERY, skip_bad=0
+    sources: list[TextFile], encoder: Encoder, out: Path, shard_tokens=SHARD_TOKENS, val_every=VAL_EVERY
 ) -> dict:
     """Tokenises sources into a new folder of shards of shard_tokens or a few more -> index.json. Resumes an interrupted
     call after its last shard, and waits while another process prepares the same folder. UserError after more than
     skip_bad bad rows."""
     from filelock import FileLock
 
-    tokenizer, key = load_tokenizer(encoder.tokenizer), key_of(sources, encoder, shard_tokens, val_every)
-    index, progress = read_json(out / INDEX), out / PROGRESS
-    if index.get("key") == key and not progress.exists():
-        return index  # also from a read-only folder; and ranks need not wait for the lock in turn
-    out.mkdir(parents=True, exist_ok=True)
-    with FileLock(out / ".lock"), _removed_if_empty(out):  # a lock is not removed while another process may wait for it
-        index = read_json(out / INDEX)
-        if index.get("key") != key:
-            index = {
-                "key": key,
-                "tokenizer": encoder.tokenizer,
-                "fingerprint": tokenizer.fingerprint,
-                "vocab_size": tokenizer.vocab_size,
-                "delimiter": tokenizer.bos_id,
-                "kind": "",
-                "sources": [source.name for source in sources],
-                "files": {},
-                "skipped": 0,
-                "position": [0, 0],  # the source and its row behind the last shard; absent when all is done
-            }
-            _read_progress(progress, index)
-            others = sorted({path.name for path in out.iterdir()} - {".lock", INDEX})
-            if others and not index["files"]:
-                raise UserError(
-                    f"--out {out} holds {', '.join(others[:3])}, made of other input, or with other flags or code: name"
-                    " another folder, or empty it"
-                )
-            _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad)
-        progress.unlink(missing_ok=True)
+    key = key_of(sources, encoder, shard_tokens, val_every)
+    if read_json(out / INDEX).get("key") != key:  # else no lock is needed: the folder may be read-only
+        out.mkdir(parents=True, exist_ok=True)
+        with FileLock(out / ".lock"):
+            try:
+                if read_json(out / INDEX).get("key") != key:  # another process may have prepared it
+                    index = _resume(sources, encoder, out, key)
+                    _write_all(sources, encoder, out, index, shard_tokens, val_every)
+            finally:
+                if os.listdir(out) == [".lock"]:  # after an error
+                    shutil.rmtree(out)
+    return read_json(out / INDEX)
+
+
+def _resume(sources, encoder, out, key):
+    """A new index, or the index that an interrupted call with the same key has come to."""
+    tokenizer = load_tokenizer(encoder.tokenizer)
+    index = {
+        "key": key,
+        "tokenizer": encoder.tokenizer,
+        "fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "delimiter": tokenizer.bos_id,
+        "kind": "",
+        "sources": [source.name for source in sources],
+        "files": {},
+        "skipped": 0,
+        "position": [0, 0],  # the source and its row behind the last shard; absent when all is done
+    }
+    others = sorted({*os.listdir(out)} - {".lock", INDEX})
+    for line in (out / PROGRESS).read_text().split("\n") if PROGRESS in others else ():
+        with contextlib.suppress(ValueError):  # a kill may have cut a line
+            record = json.loads(line)
+            if record.get("key") == key:
+                index["files"] |= record.pop("files")
+                index |= record
+    if others and not index["files"]:
+        raise UserError(
+            f"--out {out} holds {', '.join(others[:3])}, made of other input, or with other flags or code: name"
+            " another folder, or empty it"
+        )
     return index
 
 
-@contextlib.contextmanager
-def _removed_if_empty(out):
-    """Removes the folder after an error if it holds nothing but its lock."""
-    try:
-        yield
-    except BaseException:
-        if os.listdir(out) == [".lock"]:
-            shutil.rmtree(out)
-        raise
-
-
-def _read_progress(path, index):
-    """Adds the shards of an interrupted call with the same key to an index."""
-    for line in path.read_text().split("\n") if path.exists() else ():
-        with contextlib.suppress(ValueError):  # a kill may have cut a line
-            record = json.loads(line)
-            if record.get("key") == index["key"]:
-                index["files"] |= record.pop("files")
-                index |= record
-
-
-def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
+def _write_all(sources, encoder, out, index, shard_tokens, val_every):
     """Writes the shards behind the index's position, and then the index."""
     from tqdm import tqdm
 
@@ -491,44 +486,43 @@ def _write_all(sources, encoder, out, index, shard_tokens, val_every, skip_bad):
     documents = [i for i, source in enumerate(sources) if source.is_document]
     held_out = set(documents[val_every - 1 :: val_every]) if val_every else ()  # empty if there are too few
 
-    def read_rows(i, source):
-        is_whole = held_out and source.is_document
-        for row in source.rows(first if i == start else 0, 0 if is_whole else val_every):
-            yield row._replace(val=i in held_out) if is_whole else row
+    def read(i):
+        is_whole = held_out and sources[i].is_document
+        return sources[i].rows(first if i == start else 0, int(i in held_out) if is_whole else val_every)
 
-    rest = tqdm([*enumerate(sources)][start:], unit=" files", disable=None, leave=False)
-    jobs = ((i, source.name, rows) for i, source in rest for rows in group_rows(read_rows(i, source), BATCH))
-    tokens, size = {"train": [], "val": []}, 0
-    counts = Counter(name.partition("-")[0] for name in index["files"])
+    rest = tqdm(range(start, len(sources)), unit=" files", disable=None, leave=False)
+    jobs = ((i, sources[i].name, rows) for i in rest for rows in group_rows(read(i), BATCH))
+    tokens, counts = {"train": array("I"), "val": array("I")}, Counter(name.split("-")[0] for name in index["files"])
     processes = cores() if sum(source.size for source in sources) > PARALLEL else 0
     with start_workers(processes) if processes else ThreadPoolExecutor(1) as pool:
-        done = encode(jobs, encoder, pool, 2 * processes, skip_bad, index["skipped"], index["kind"])
-        for i, row, ids, kind, skipped in done:
-            tokens["val" if row.val else "train"].append(ids)
-            size += len(ids)
+        encoded = encode(jobs, encoder, pool, 2 * processes, index["skipped"], index["kind"])
+        for i, row, ids, kind, skipped in encoded:
+            tokens["val" if row.val else "train"] += ids
             index |= {"kind": kind, "skipped": skipped, "position": [i, row.number]}
-            if size >= shard_tokens:
+            if sum(map(len, tokens.values())) >= shard_tokens:
                 _write_shards(out, index, tokens, counts)
-                size = 0
-    if val_every and len(tokens["train"]) > 1 and not tokens["val"] and not counts["val"]:
-        tokens["val"].append(tokens["train"].pop())  # one document or conversation, of too few for val_every
-    if not any(tokens.values()) and not index["files"]:
+    train, val = tokens.values()
+    if val_every and train and not val and not counts["val"] and 0 < len(ids) < len(train):
+        val += ids  # one document or conversation, of too few for val_every
+        del train[-len(ids) :]
+    if not train and not val and not index["files"]:
         raise UserError(f"{', '.join(index['sources'][:3])}: no rows are left")
     _write_shards(out, index, tokens, counts)
     del index["position"]
     write_whole(out / INDEX, json.dumps(index, indent=1), sync=True)
+    (out / PROGRESS).unlink()
 
 
 def _write_shards(out, index, tokens, counts):
-    """Writes the rows of each split as its next shard, then a line of progress. counts: the shards of each split."""
+    """Writes the tokens of each split as its next shard, then a line of progress. counts: the shards of each split."""
     files = {}
-    for split, rows in tokens.items():
-        if rows:
-            name, joined = f"{split}-{counts[split]:05}{SHARD}", array("I", b"".join(rows))
-            sha256 = write_shard(out / name, joined, index["vocab_size"] if index["kind"] == "text" else 2**32)
-            files[name] = {"tokens": len(joined), "sha256": sha256}
+    for split, ids in tokens.items():
+        if ids:
+            name = f"{split}-{counts[split]:05}{SHARD}"
+            sha256 = write_shard(out / name, ids, index["vocab_size"] if index["kind"] == "text" else 2**32)
+            files[name] = {"tokens": len(ids), "sha256": sha256}
             counts[split] += 1
-            rows.clear()
+            del ids[:]
     index["files"] |= files
     with open(out / PROGRESS, "a") as file:
         file.write("\n" + json.dumps({name: index[name] for name in CHANGING} | {"files": files}))
@@ -543,18 +537,19 @@ def key_of(sources: list[TextFile], encoder: Encoder, *options: int) -> str:
     """A hash of everything that prepared tokens depend on."""
     code = [Path(__file__).parent.joinpath(name).read_text("utf-8") for name in CODE]
     tokenizer = load_tokenizer(encoder.tokenizer)
-    return digest(sources, encoder[1:], tokenizer.fingerprint, tokenizer.templates, options, code)
+    return digest(sources, encoder[1:4], tokenizer.fingerprint, tokenizer.templates, options, code)
 
 
 def verify(path: Path) -> Iterator[str]:
     """Yields a message for each defect of a shard, or of a folder of shards: headers, and checksums if it has them."""
     folder = path if path.is_dir() else path.parent
-    known, files = read_index(folder).get("files", {}), [Path(file.name) for file in find_files(str(path), "verify")]
-    for file in dict.fromkeys(files + [folder / name for name in known if path.is_dir()]):
+    recorded = read_index(folder).get("files", {})
+    files = [Path(file.name) for file in find_files(str(path), "verify")]
+    for file in dict.fromkeys(files + [folder / name for name in recorded if path.is_dir()]):
         try:
             find_shard(str(file), file.stat().st_size)
-            digest = known and hashlib.sha256(file.read_bytes()).hexdigest()
-            if known and known.get(file.name, {}).get("sha256") != digest:
+            sha256 = recorded and hashlib.sha256(file.read_bytes()).hexdigest()
+            if recorded and recorded.get(file.name, {}).get("sha256") != sha256:
                 yield f"{file} has changed since it was prepared (sha256): prepare the text again"
         except (FileNotFoundError, UserError) as e:
             yield str(e)
@@ -570,27 +565,25 @@ def main(argv: list[str], parse_args: Callable) -> None:
     prepares, verifies, _ = (commands.add_parser(verb, help=VERBS[verb], allow_abbrev=False) for verb in VERBS)
     verifies.add_argument("path", nargs="+", type=Path, help="folders or .bin files")
     prepares.epilog = (
-        f"Flags of train.py: {', '.join(NEEDED)} (the folder for the shards) are needed; --text_field, --chat_fields,"
-        " --skip_bad and --model say how text is read. --data - is standard input."
+        f"It needs {', '.join(NEEDED)} (the folder for the shards); --text_field, --chat_fields, --skip_bad and --model"
+        " say how text is read. --data - is standard input."
     )
     add = prepares.add_argument
-    add("--input", nargs="+", default=(), help="another name for --data")
     add("--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens per shard, or a few more (%(default)s)")
     add("--val_every", type=int, default=100, help="one document in N is held out; 0 = none (%(default)s)")
-    args, flags = parser.parse_known_args(argv)
+    args, flags = parser.parse_known_args(["--data" if word == "--input" else word for word in argv])
     if "path" in args:
         parser.parse_args(argv)  # refuses other flags
         if wrong := [line for path in args.path for line in verify(path)]:
             raise UserError("\n".join(wrong))
         return print(f"{', '.join(map(str, args.path))}: all is as it should be")
     prepares.refuse_typos(flags)
-    flags += ["--data", *args.input] if args.input else []
     config = parse_args(flags)
     if missing := [flag for flag in NEEDED if flag not in {word.partition("=")[0] for word in flags}]:
         raise UserError(f"prepare needs {', '.join(missing)}")
     if args.shard_tokens < 1 or args.val_every < 0:
         raise UserError("--shard_tokens must be at least 1, and --val_every at least 0")
     sources, out = [file for spec in config.data for file in find_files(spec, "--data")], Path(config.out)
-    files = prepare(sources, Encoder.of(config), out, args.shard_tokens, args.val_every, config.skip_bad)["files"]
+    files = prepare(sources, Encoder.of(config), out, args.shard_tokens, args.val_every)["files"]
     print(f"{out}: {sum(file['tokens'] for file in files.values())} tokens in {len(files)} shards")
     print(f"Use it: --data {out} --tokenizer {config.tokenizer}")
