@@ -39,7 +39,7 @@ from torch import Tensor
 
 from lib import torch_private
 from lib.ranks import Ranks, on_first_rank
-from lib.rows import Catalog, ChatRows, ShardRows, Stream, TooLittle, permute, turns
+from lib.rows import Catalog, ChatRows, Stream, TooLittle, permute, turns
 from lib.settle import check_tokenizer
 from lib.text import builtin_file, knows_text, log, split_weight
 from lib.tokenizer import decode_marked, load_tokenizer
@@ -121,10 +121,7 @@ class Loader:
         config, val = self.config, self.split == "val"
         files, is_stream = catalog.find(specs, flag)
         if not is_stream:
-            tokens, delimiter = catalog.open(self.split, specs, flag)
-            if tokens.is_chat:
-                return ChatRows(tokens, delimiter, config, self.split)
-            return ShardRows(tokens, delimiter, config)
+            return catalog.open(self.split, specs, flag)
         if val and flag == "--data":
             raise UserError(
                 f"--data {specs[0]} is streamed, so none of it can be held out: name a --val_data, or turn evaluation"
@@ -142,12 +139,13 @@ class Loader:
         return Stream(files, config)
 
     @property
-    def tokens(self) -> list:
-        return [s.tokens for s in self.sources if s.count]
+    def stored(self) -> list:
+        """The sources that are not streamed."""
+        return [s for s in self.sources if s.count]
 
     def _size(self):
-        stored = sum(map(len, self.tokens))
-        return " and ".join([f"{stored} tokens"] * bool(stored) + ["a stream"] * bool(self.streams))
+        tokens = sum(s.tokens for s in self.stored)
+        return " and ".join([f"{tokens} tokens"] * bool(tokens) + ["a stream"] * bool(self.streams))
 
     def summary(self, val: "Loader | None") -> list[str]:
         """Lines for the head of the log."""
@@ -352,13 +350,13 @@ def open_checked(config: Config, world_size: int = 1, catalog: Catalog | None = 
     if knows_text(config):
         check_tokenizer(config)
     loaders = list(open_loaders(config, 0, world_size, catalog or Catalog(config)))
-    parts = []
-    for tokens in itertools.chain.from_iterable(loader.tokens for loader in loaders):
-        tokens.read(0, min(len(tokens), CHECKED))
-        parts += tokens.parts
+    shards = []
+    for source in itertools.chain.from_iterable(loader.stored for loader in loaders):
+        source.read(0, min(source.tokens, CHECKED))
+        shards += source.shards
     if (config.chat_fields or config.long_chats != "truncate") and not any(loader.is_chat for loader in loaders):
         raise UserError("--chat_fields and --long_chats are for conversations, and --data has none: leave them out")
-    if config.data_dtype and all(part.begin for part in parts):
+    if config.data_dtype and all(shard.begin for shard in shards):
         raise UserError(f"--data_dtype {config.data_dtype} is for headerless files, and there are none: leave it out")
     return loaders
 

@@ -62,8 +62,8 @@ def open_split(c, split):
 
 
 def read(c, split="train") -> list[int]:
-    tokens, _ = open_split(c, split)
-    return tokens.read(0, len(tokens)).tolist()
+    source = open_split(c, split)
+    return source.read(0, source.tokens).tolist()
 
 
 @pytest.mark.parametrize("kind, delimiter", [(GPT2, 50256), (LLAMA3, 128000)])
@@ -71,12 +71,13 @@ def test_headers(tmp_path, kind, delimiter):
     tokens = np.random.default_rng(0).integers(0, 2 ** (16 if kind == GPT2 else 18), 400)
     c = config(shard(tmp_path / "a.bin", tokens, kind))
     assert read(c) + read(c, "val") == tokens.tolist()
-    assert open_split(c, "train")[1] == open_split(c, "val")[1] == delimiter
-    assert open_split(config(tmp_path / "a.bin", delimiter=5, data_dtype="uint32"), "train")[1] == 5  # a header wins
+    assert open_split(c, "train").delimiter == open_split(c, "val").delimiter == delimiter
+    c = config(tmp_path / "a.bin", delimiter=5, data_dtype="uint32")  # a header wins
+    assert open_split(c, "train").delimiter == 5
     text_module.write_shard(tmp_path / "ours.bin", tokens, 2**16 + (kind == LLAMA3))
     assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "a.bin").read_bytes()
     c = config(headerless(tmp_path / "raw.bin", tokens, kind[2]), data_dtype=np.dtype(kind[2]).name)
-    assert read(c) + read(c, "val") == tokens.tolist() and open_split(c, "train")[1] is None
+    assert read(c) + read(c, "val") == tokens.tolist() and open_split(c, "train").delimiter is None
 
 
 def cut(path, size):
@@ -141,7 +142,7 @@ def test_many_shards(tmp_path, monkeypatch, has_index):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors + 70, hard))
     try:
-        tokens = loader.sources[0].tokens.read(0, 30000)
+        tokens = loader.sources[0].read(0, 30000)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert tokens.tolist() == [t for i in range(300) for t in range(i, i + 100)]
@@ -154,7 +155,7 @@ def test_many_shards(tmp_path, monkeypatch, has_index):
     cut(folder / "train-00007.bin", 1222)
     assert "00007.bin" in refused(make_loader, c)
     with pytest.raises(RankError, match="00007.bin on .* is shorter than at the start"):
-        loader.sources[0].tokens.read(790, 801)
+        loader.sources[0].read(790, 801)
 
 
 def test_positions_of_version_0_2(tmp_path, caplog):

@@ -127,34 +127,6 @@ def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
     return np.frombuffer(content, shard.dtype)
 
 
-class Tokens:
-    """Stretches of shards as one sequence of tokens. Reading an id beyond the vocabulary raises RankError."""
-
-    def __init__(self, parts: list[Shard], is_chat: bool, config: Config):
-        self.parts, self.is_chat, self.config = parts, is_chat, config
-        self.bounds = np.cumsum([0, *(part.tokens for part in parts)])  # the parts begin here; then the end
-
-    def __len__(self) -> int:
-        return int(self.bounds[-1])
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        first, end = np.searchsorted(self.bounds, (start, stop - 1), side="right")
-        pieces = zip(self.parts[first - 1 : end], self.bounds[first - 1 : end], strict=True)
-        tokens = np.concatenate([read_shard(part, max(start - begin, 0), stop - begin) for part, begin in pieces])
-        ids, vocab_size = tokens & ID if self.is_chat else tokens, self.config.model_config.vocab_size
-        if ids.max() >= vocab_size:
-            raise RankError(
-                f"{self.where(start + ids.argmax())}: id {ids.max()}, but the model's vocab_size is {vocab_size}:"
-                " tokenizer and --model (or --vocab_size) must match"
-            )
-        return tokens
-
-    def where(self, position: int) -> str:
-        """The place of a token in its shard."""
-        i = np.searchsorted(self.bounds, position, side="right") - 1
-        return f"{self.parts[i].path} at token {self.parts[i].first + position - self.bounds[i]}"
-
-
 class Catalog:
     """The files that entries of --data and --val_data name, which rank 0 looks up and opens for all ranks. Only text is
     tokenised, and its shards are opened, in every process: a machine may have its own cache."""
@@ -179,30 +151,28 @@ class Catalog:
             self.known[specs] = files, is_stream
         return self.known[specs]
 
-    def open(self, split: str, specs: tuple[str, ...], flag: str) -> tuple[Tokens, int | None]:
-        """-> (the tokens of a split, "train" or "val"; the id before each document, None if unknown). With --val_data
-        that is the validation split and all of --data trains; else shards named *val* are, else a held-out 1/20."""
+    def open(self, split: str, specs: tuple[str, ...], flag: str) -> "ShardRows":
+        """The rows of a split, "train" or "val". With --val_data that is the validation split and all of --data trains;
+        else shards named *val* are, else a held-out 1/20."""
         config = self.config
         if specs not in self.shards:
             self.shards[specs] = self._open_shards(specs, flag)
-        parts, delimiter, is_chat = self.shards[specs]
-        tokens = Tokens(parts["train"] + parts["val"] if config.val_data else parts[split], is_chat, config)
-        if len(tokens) < config.seq_len + 1 and not is_chat:
-            what = f"{len(tokens)} tokens, one row needs seq_len + 1 = {config.seq_len + 1}"
-            raise _too_little(split, what, "smaller")
-        return tokens, delimiter if config.delimiter < 0 else config.delimiter
+        splits, delimiter, is_chat = self.shards[specs]
+        shards = splits["train"] + splits["val"] if config.val_data else splits[split]
+        delimiter = delimiter if config.delimiter < 0 else config.delimiter
+        return (ChatRows if is_chat else ShardRows)(shards, delimiter, config, split)
 
     def _open_shards(self, specs, flag):
-        """-> (the parts of each split, the id before a document if the shards agree on one, is it chat). Tokenises
-        text. Text of addresses holds conversations here."""
-        config, parts, delimiters, kinds = self.config, {"train": [], "val": []}, set(), set()
+        """-> (the shards of each split, the id before a document if they agree on one, is it chat). Tokenises text.
+        Text of addresses holds conversations here."""
+        config, splits, delimiters, kinds = self.config, {"train": [], "val": []}, set(), set()
         files = self.find(specs, flag)[0]
         expected = self.first_shards.get(specs)
-        if expected and files and all(file.name.endswith(SHARD) and not file.store for file in files):
+        if expected and files and all(file.kind == SHARD and not file.store for file in files):
             return expected
         files = text.fetch_all(files, cache_of(config)) or [text.builtin_file()]
-        texts = [file for file in files if kind_of(file.name) != SHARD]
-        shards = [file for file in files if kind_of(file.name) == SHARD]
+        texts = [file for file in files if file.kind != SHARD]
+        shards = [file for file in files if file.kind == SHARD]
         some_named = any(VAL_NAME.search(os.path.basename(file.name)) for file in shards)
         for path, size, *_ in shards + (tokenize(texts, config) if texts else []):
             progress.advance()
@@ -215,14 +185,13 @@ class Catalog:
             kinds.add(index.get("kind", "text"))
             held_out = 0 if index or some_named else shard.tokens // VAL_EVERY
             cut = 0 if is_val else shard.tokens - held_out
-            begin = shard.begin + cut * np.dtype(shard.dtype).itemsize
-            parts["train"] += [shard._replace(tokens=cut)] * bool(cut)
-            parts["val"] += [shard._replace(tokens=shard.tokens - cut, begin=begin, first=cut)] * (cut < shard.tokens)
+            splits["train"].append(shard.part(0, cut))
+            splits["val"].append(shard.part(cut, shard.tokens))
         if len(kinds) > 1:
-            raise UserError(f"{flag}: conversations and text together: give each its weight, as in A:0.5 B:0.5")
-        if expected and [p.sha256 for p in parts["train"]] != [p.sha256 for p in expected[0]["train"]]:
+            raise UserError(f"{flag}: {text.MIXED}")
+        if expected and [s.sha256 for s in splits["train"]] != [s.sha256 for s in expected[0]["train"]]:
             raise RankError(f"{flag} {specs[0]} on {platform.node()} differs from rank 0's: copy it again")
-        return parts, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"}
+        return splits, delimiters.pop() if len(delimiters) == 1 else None, kinds == {"chat"}
 
     def _index(self, folder):
         """Reads the index of a folder once. Refuses data of several tokenizers."""
@@ -244,11 +213,11 @@ class Catalog:
 class TooLittle(UserError):
     """A split has no row."""
 
-
-def _too_little(split: str, what: str, change: str) -> TooLittle:
-    name = {"train": "training data", "val": "validation split"}[split]
-    more = ", name a --val_data, or turn evaluation off with --eval_every 0" * (split == "val")
-    return TooLittle(f"The {name} has {what}: give more text or a {change} --seq_len{more}")
+    def __init__(self, split: str, content: str, change: str):
+        name, more = "training data", ""
+        if split == "val":
+            name, more = "validation split", ", name a --val_data, or turn evaluation off with --eval_every 0"
+        super().__init__(f"The {name} has {content}: give more text or a {change} --seq_len{more}")
 
 
 # ---- sources
@@ -262,65 +231,93 @@ def _split(source, blocks):
 
 
 class ShardRows:
-    """Rows of seq_len tokens of a long sequence."""
+    """Rows of seq_len tokens of a long sequence: stretches of shards, one after another. A delimiter begins each
+    document; None: unknown. Reading an id beyond the vocabulary raises RankError."""
 
-    note = ""
+    note, id_bits = "", np.uint32(2**32 - 1)
 
-    def __init__(self, tokens: Tokens, delimiter: int | None, config: Config):
-        if config.documents == "separate" and delimiter is None:
+    def __init__(self, shards: list[Shard], delimiter: int | None, config: Config, split: str):
+        self.shards, self.delimiter, self.config = [shard for shard in shards if shard.tokens], delimiter, config
+        self.bounds = np.cumsum([0, *(shard.tokens for shard in self.shards)])  # the shards begin here; then the end
+        self.tokens = int(self.bounds[-1])
+        self.hashes = {shard.path: shard.sha256 for shard in self.shards}
+        self._arrange(split)
+
+    def _arrange(self, split):
+        T = self.config.seq_len
+        if self.config.documents == "separate" and self.delimiter is None:
             raise UserError(
                 "--documents separate: these shards do not say which id begins a document: give --delimiter ID"
             )
-        self.tokens, self.delimiter, self.config = tokens, delimiter, config
-        self.count = (len(tokens) - 1) // config.seq_len
-        self.begins = range(0, len(tokens), config.seq_len)  # the place of each row's first token
-        self.hashes = {part.path: part.sha256 for part in tokens.parts}
+        self.count = (self.tokens - 1) // T
+        self.begins = range(0, self.tokens, T)  # the place of each row's first token
+        if self.count < 1:
+            raise TooLittle(split, f"{self.tokens} tokens, one row needs seq_len + 1 = {T + 1}", "smaller")
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        first, end = np.searchsorted(self.bounds, (start, stop - 1), side="right")
+        pieces = zip(self.shards[first - 1 : end], self.bounds[first - 1 : end], strict=True)
+        tokens = np.concatenate([read_shard(shard, max(start - begin, 0), stop - begin) for shard, begin in pieces])
+        ids, vocab_size = tokens & self.id_bits, self.config.model_config.vocab_size
+        if ids.max() >= vocab_size:
+            raise RankError(
+                f"{self.place_of(start + ids.argmax())}: id {ids.max()}, but the model's vocab_size is {vocab_size}:"
+                " tokenizer and --model (or --vocab_size) must match"
+            )
+        return tokens
+
+    def place_of(self, position: int) -> str:
+        """The shard that holds a token, and the token's number there."""
+        i = np.searchsorted(self.bounds, position, side="right") - 1
+        return f"{self.shards[i].path} at token {self.shards[i].first + position - self.bounds[i]}"
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         T = self.config.seq_len
-        return _split(self, [self.tokens.read(i * T, i * T + T + 1) for i in index])
+        return _split(self, [self.read(i * T, i * T + T + 1) for i in index])
 
     def where(self, row: int) -> str:
         """The place of a row, and its first characters, if it is known what its tokens mean."""
-        where = self.tokens.where(self.begins[row])
+        where = self.place_of(self.begins[row])
         if text.knows_text(self.config):
             ids = self.rows(np.array([row]))[0][0, :400].tolist()
             where += f": {load_tokenizer(self.config.tokenizer).decode(ids)[:80]!r}"
         return where
 
     def describe(self) -> list[dict]:
-        """Name and size of each part."""
-        return [{"file": os.path.basename(part.path), "tokens": part.tokens} for part in self.tokens.parts]
+        """Name and size of each shard."""
+        return [{"file": os.path.basename(shard.path), "tokens": shard.tokens} for shard in self.shards]
 
 
 class ChatRows(ShardRows):
     """Conversations packed into rows. One of n tokens takes n - 1 places: its last token is only ever a target."""
 
-    def __init__(self, tokens: Tokens, delimiter: int | None, config: Config, split: str):
-        super().__init__(tokens, delimiter, config)
-        T, parts = config.seq_len, zip(tokens.parts, tokens.bounds, strict=False)
-        starts = [begin + np.flatnonzero(read_shard(part, 0, part.tokens) >= text.BEGINS) for part, begin in parts]
-        starts = np.concatenate([*starts, np.zeros(0, np.int64)])  # there may be no part
-        lengths = np.diff(np.append(starts, len(tokens))) - 1
+    id_bits = ID
+
+    def _arrange(self, split):
+        config, T = self.config, self.config.seq_len
+        starts = [np.zeros(0, np.int64)]
+        for shard, begin in zip(self.shards, self.bounds, strict=False):
+            starts.append(begin + np.flatnonzero(read_shard(shard, 0, shard.tokens) >= text.BEGINS))
+        starts = np.concatenate(starts)
+        lengths = np.diff(np.append(starts, self.tokens)) - 1
         is_long = lengths > T
         kept = ~is_long | (config.long_chats != "drop")
-        too_long = (~kept).sum()
         for i in np.flatnonzero(is_long & kept):  # the rest may contain no trained token
-            kept[i] = (tokens.read(starts[i] + 1, starts[i] + 1 + T) & TRAINED).any()
+            kept[i] = (self.read(starts[i] + 1, starts[i] + 1 + T) & TRAINED).any()
         self.starts, self.lengths = starts[kept], np.minimum(lengths, T)[kept]
         total, count = len(kept), len(self.starts)
         if not count:
-            what = f"{total} conversations, and none is left ({total} are longer than --seq_len {T})"
-            raise _too_little(split, what, "larger")
+            content = f"{total} conversations, and none is left ({is_long.sum()} are longer than --seq_len {T})"
+            raise TooLittle(split, content, "larger")
         order = permute(np.arange(count), count, f"{config.seed}/pack")
         row = pack(self.lengths[order], T)
         self.count = int(row.max()) + 1
         self.contents = np.split(order[np.argsort(row, kind="stable")], np.cumsum(np.bincount(row))[:-1])
         self.begins = [self.starts[documents[0]] for documents in self.contents]
+        untrained = "" if config.long_chats == "drop" else " because no trained token would be left"
         self.note = (
             f"{total} conversations, {(is_long & kept).sum()} truncated to --seq_len {T} and {total - count} dropped"
-            f" ({total - count - too_long} of them because no trained token would be left), packed into {self.count}"
-            f" rows that are {self.lengths.sum() / (self.count * T):.1%} full"
+            f"{untrained}, packed into {self.count} rows that are {self.lengths.sum() / (self.count * T):.1%} full"
         )
 
     def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -330,7 +327,7 @@ class ChatRows(ShardRows):
             at = 0
             for document in self.contents[row]:
                 start, n = self.starts[document], self.lengths[document]
-                ids, places = self.tokens.read(start, start + n + 1).astype(np.int64), np.s_[i, at : at + n]
+                ids, places = self.read(start, start + n + 1).astype(np.int64), np.s_[i, at : at + n]
                 tokens[places] = ids[:-1] & ID
                 targets[places] = np.where(ids[1:] & TRAINED, ids[1:] & ID, IGNORE)
                 begins[i, at] = True

@@ -377,12 +377,12 @@ def test_too_long_conversations(tmp_path):
     sizes = (10, 10), (10, 100), (100, 10), (100, 10)  # the last is held out
     path = write_chats(tmp_path / "a.jsonl", [talk(("x" * asked, "y" * answered)) for asked, answered in sizes])
     loader = make_loader(chat_config(path))
-    note = "1 truncated to --seq_len 64 and 1 dropped (1 of them because no trained token would be left)"
+    note = "1 truncated to --seq_len 64 and 1 dropped because no trained token would be left, packed"
     assert f"3 conversations, {note}" in loader.summary(None)[1]
     (short, long) = sorted(documents(epoch(loader))[:2], key=lambda d: len(d[0]))
     assert len(long[0]) == 64 and bytes(t for t in long[1] if 0 <= t < 256).count(b"y") == 65 - 1 - 25 - 1
     loader = make_loader(chat_config(path, long_chats="drop"))
-    assert "0 truncated to --seq_len 64 and 2 dropped (0 of them because" in loader.summary(None)[1]
+    assert "0 truncated to --seq_len 64 and 2 dropped, packed" in loader.summary(None)[1]
     assert documents(epoch(loader))[0] == short
     message = refused(make_loader, chat_config(path), split="val")
     assert "The validation split has 1 conversations, and none is left" in message and "a larger --seq_len" in message

@@ -387,6 +387,11 @@ class Shard(NamedTuple):
     sha256: str = ""  # of the file, if index.json records it
     first: int = 0  # the number of the first token in the file
 
+    def part(self, start: int, stop: int) -> "Shard":
+        """Tokens start ... stop - 1."""
+        width = 2 if self.dtype in ("<u2", "uint16") else 4
+        return self._replace(tokens=stop - start, begin=self.begin + width * start, first=start)
+
 
 def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None = None) -> tuple[Shard, int | None]:
     """-> (a shard, the id that its format puts before each document or None). size: of the file in bytes. recorded: its
