@@ -33,7 +33,7 @@ from config import Config
 from lib import progress, text
 from lib.errors import Failure, RankError, UserError
 from lib.files import read_ahead, with_retries
-from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, Shard, TextFile, find_shard, kind_of, prepare, read_index
+from lib.text import ID, SHARD, TRAINED, VAL_EVERY, Encoder, Shard, TextFile, find_shard, prepare, read_index
 from lib.tokenizer import load_tokenizer, token_sizes
 from model import IGNORE
 
@@ -111,12 +111,12 @@ open_file = functools.lru_cache(OPEN_FILES)(functools.partial(open, mode="rb", b
 
 def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
     """Tokens start ... stop - 1 of a shard, without those beyond its end."""
-    width = np.dtype(shard.dtype).itemsize
-    begin, size = shard.begin + width * start, width * (min(stop, shard.tokens) - start)
+    part = shard.part(start, min(stop, shard.tokens))
+    size = part.width * part.tokens
 
     def read():
         try:
-            return os.pread(open_file(shard.path).fileno(), size, begin)
+            return os.pread(open_file(shard.path).fileno(), size, part.begin)
         except OSError:
             open_file.cache_clear()  # a stale handle of a network file system stays stale
             raise
@@ -124,7 +124,7 @@ def read_shard(shard: Shard, start: int, stop: int) -> np.ndarray:
     content = with_retries(shard.path, read)
     if len(content) < size:
         raise RankError(f"{shard.path} on {platform.node()} is shorter than at the start: copy it again")
-    return np.frombuffer(content, shard.dtype)
+    return np.frombuffer(content, f"<u{shard.width}")
 
 
 class Catalog:
@@ -141,7 +141,7 @@ class Catalog:
         --stream all text. Conversations never are; the first good row decides."""
         if specs not in self.known:
             config, files = self.config, [file for spec in specs for file in text.find_files(spec, flag)]
-            is_text = all(kind_of(file.name) != SHARD for file in files)
+            is_text = all(file.kind != SHARD for file in files)
             is_stream = is_text and any(config.stream or file.store for file in files)
             if is_stream:
                 jobs = ((0, file.name, [row]) for file in files for row in file.rows(0, 0))
@@ -386,32 +386,30 @@ class Stream:
                 text.log.warning(f"{e}; next try in {seconds} s")
                 time.sleep(seconds)
 
-    def _jobs(self, lane, epoch, at, first):
-        """A lane's rows from a place on, without end: ((epoch, file), name, rows)."""
+    def _jobs(self, lane, first_epoch, first_file, first_row):
+        """The rows of a lane from a position, without end: ((epoch, file), name, rows)."""
         n, lanes = len(self.files), self.config.lanes
         turn, sharing = lane // n, len(range(lane % n, lanes, n))
-        while True:
-            has_rows = at or first
-            for k, file in enumerate(self._files(lane, epoch)[at:], at):
-                rows = (row for row in self._read(file, first - 1) if (row.number - 1) % sharing == turn)
+        for epoch in itertools.count(first_epoch):
+            has_rows = first_file or first_row
+            for k, file in enumerate(self._files(lane, epoch)[first_file:], first_file):
+                rows = (row for row in self._read(file, first_row - 1) if (row.number - 1) % sharing == turn)
                 for group in text.group_rows(rows, LANE_BATCH):
                     has_rows = True
                     yield (epoch, k), file.name, group
-                first = 0
+                first_row = 0
             if not has_rows:
                 names = ", ".join(file.name for file in self.files[:3])
-                raise UserError(
-                    f"{names} hold fewer rows than lanes; give a smaller --lanes than {lanes}, or no --stream"
-                )
-            epoch, at = epoch + 1, 0
+                raise UserError(f"{names} hold fewer rows than --lanes {lanes}: give fewer lanes, or no --stream")
+            first_file = 0
 
     def _rows(self, lane):
         """(seq_len + 1 tokens, the position after them) of a lane, without end."""
-        T, (given, epoch, at, first, offset, bad) = self.config.seq_len, self.positions.get(str(lane), (0,) * 6)
-        tokens = np.zeros(0, np.uint32)  # those that no row has used; at most T of them are of earlier documents
-        jobs = self._jobs(lane, epoch, at, first)
-        for place, row, ids, _, skipped in text.encode(jobs, self.encoder, self.workers, 1, bad, "text"):
-            offset -= len(tokens)  # from the document's beginning to that of `tokens`
+        T, (given, *place, offset, bad) = self.config.seq_len, self.positions.get(str(lane), (0,) * 6)
+        tokens = np.zeros(0, np.uint32)  # not in any row yet; at most T of them are of earlier documents
+        encoded = text.encode(self._jobs(lane, *place), self.encoder, self.workers, 1, bad, "text")
+        for place, row, ids, _, skipped in encoded:
+            offset -= len(tokens)  # between the beginnings of the document and of `tokens`
             tokens = np.concatenate((tokens, np.frombuffer(ids, np.uint32)[max(offset, 0) :]))
             while len(tokens) > T:
                 given, offset = given + 1, offset + T

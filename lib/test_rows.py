@@ -177,7 +177,7 @@ def test_what_cannot_be_streamed(tmp_path):
     assert "--eval_batches 0" in refused(make_loader, config(data, eval_batches=0, val_data=data), split="val")
     for content in ("", "a single document"):
         (tmp_path / "one.txt").write_text(content)
-        assert "one.txt hold fewer rows than lanes; give a smaller" in refused(run, config(tmp_path / "one.txt"), 1)
+        assert "one.txt hold fewer rows than --lanes 4: give fewer" in refused(run, config(tmp_path / "one.txt"), 1)
 
 
 def test_validation_of_a_stream(tmp_path):

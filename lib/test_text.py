@@ -55,7 +55,7 @@ def naive(rows, val_every=20) -> dict[str, list[int]]:
 
 def tokens(folder, split) -> list[int]:
     shards = [find_shard(str(path), path.stat().st_size)[0] for path in sorted(folder.glob(f"{split}-*.bin"))]
-    return [t for shard in shards for t in np.fromfile(shard.path, shard.dtype, offset=1024).tolist()]
+    return [t for shard in shards for t in np.fromfile(shard.path, f"<u{shard.width}", offset=1024).tolist()]
 
 
 def run(sources, out, shard_tokens=10**9, val_every=20, encoder=BYTES, **how):

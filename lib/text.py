@@ -66,9 +66,9 @@ VAL_EVERY = 20  # one document in so many is held out for validation; of fewer f
 MIXED = "documents and conversations together: give each its own weight, as in A:0.5 B:0.5"
 ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
 HEADER = 1024  # bytes of a shard
-MAGICS = {  # of llm.c's headers -> version, dtype, token before a document
-    20240520: (1, "<u2", 50256),  # GPT-2
-    20240801: (7, "<u4", 128000),  # Llama 3
+MAGICS = {  # of llm.c's headers -> version, bytes per token, token before a document
+    20240520: (1, 2, 50256),  # GPT-2
+    20240801: (7, 4, 128000),  # Llama 3
 }
 INDEX, PROGRESS, SHARD = "index.json", "progress.jsonl", ".bin"
 CHANGING = "key", "kind", "skipped", "position"  # the fields of the index that a line of progress repeats
@@ -366,13 +366,13 @@ def group_rows(rows: Iterator[TextRow], size: int) -> Iterator[list[TextRow]]:
 
 
 def write_shard(path: Path, tokens: Sequence[int], vocab_size: int) -> str:
-    """Writes tokens (an array) with the header and the dtype that fit the vocabulary -> sha256 of the file."""
+    """Writes tokens (an array) with the header and the width that fit the vocabulary -> sha256 of the file."""
     import numpy as np
 
     magic = 20240520 if vocab_size <= 2**16 else 20240801
-    version, dtype, _ = MAGICS[magic]
+    version, width, _ = MAGICS[magic]
     header = struct.pack("<3i", magic, version, len(tokens)).ljust(HEADER, b"\0")
-    content = header + np.asarray(tokens).astype(dtype).tobytes()
+    content = header + np.asarray(tokens).astype(f"<u{width}").tobytes()
     path.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
@@ -382,15 +382,14 @@ class Shard(NamedTuple):
 
     path: str
     tokens: int
-    dtype: str
+    width: int  # bytes per token
     begin: int = 0  # bytes before the first token
     sha256: str = ""  # of the file, if index.json records it
     first: int = 0  # the number of the first token in the file
 
     def part(self, start: int, stop: int) -> "Shard":
         """Tokens start ... stop - 1."""
-        width = 2 if self.dtype in ("<u2", "uint16") else 4
-        return self._replace(tokens=stop - start, begin=self.begin + width * start, first=start)
+        return self._replace(tokens=stop - start, begin=self.begin + self.width * start, first=start)
 
 
 def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None = None) -> tuple[Shard, int | None]:
@@ -401,24 +400,25 @@ def find_shard(path: str, size: int, data_dtype: str = "", recorded: dict | None
         tokens = recorded["tokens"]
         if content not in (2 * tokens, 4 * tokens):
             raise UserError(f"{path}: {content} bytes of tokens, but {INDEX} records {tokens} tokens: get it again")
-        return Shard(path, tokens, f"<u{content // tokens}", HEADER, recorded["sha256"]), None
+        return Shard(path, tokens, content // tokens, HEADER, recorded["sha256"]), None
     with open(path, "rb", buffering=0) as file:
         magic, version, tokens = struct.unpack("<3i", file.read(12)) if content >= 0 else (0, 0, 0)
     if magic in MAGICS:
-        expected, dtype, delimiter = MAGICS[magic]
-        promised = tokens * int(dtype[-1])
+        expected, width, delimiter = MAGICS[magic]
+        promised = tokens * width
         if (version, content) != (expected, promised):
             raise UserError(
                 f"{path} is damaged: version {version}, {content} bytes of tokens, but magic {magic} and {tokens}"
                 f" tokens mean version {expected}, {promised} bytes"
             )
-        return Shard(path, tokens, dtype, HEADER), delimiter
+        return Shard(path, tokens, width, HEADER), delimiter
     if not data_dtype:
         raise UserError(f"{path} has no token-shard header of llm.c; give --data_dtype for nanoGPT's files")
-    tokens, rest = divmod(size, 2 if data_dtype == "uint16" else 4)
+    width = 2 if data_dtype == "uint16" else 4
+    tokens, rest = divmod(size, width)
     if not tokens or rest:
         raise UserError(f"{path}: {size} bytes are not a whole number of {data_dtype} tokens, at least one")
-    return Shard(path, tokens, data_dtype), None
+    return Shard(path, tokens, width), None
 
 
 def read_index(folder: Path) -> dict:
