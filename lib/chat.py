@@ -160,12 +160,24 @@ def _is_bookkeeping(name):
 
 def parse_field(value, name: str, kind: type = list):
     """A list or dict, which may be JSON text."""
-    parsed = value
-    with contextlib.suppress(TypeError, ValueError, RecursionError):
-        parsed = json.loads(value)
+    parsed = _parse(value)
     if isinstance(parsed, kind):
         return parsed
     raise UserError(f"{name} is {value!r:.80}, expected a {kind.__name__}, also as JSON")
+
+
+def _parse(value):
+    """The value of JSON text; any other value unchanged."""
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        return json.loads(value)
+    return value
+
+
+def map_values(value, function: Callable):
+    """A copy of nested lists and dicts, with function(x) instead of each key and value x in them."""
+    if isinstance(value, dict):
+        return {function(name): map_values(part, function) for name, part in value.items()}
+    return [map_values(part, function) for part in value] if isinstance(value, list) else function(value)
 
 
 def _refuse(fields: dict, place: str) -> None:
@@ -212,11 +224,10 @@ def _read_call(call):
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise UserError(f"a tool call is {call!r:.80}, expected an object with a name and arguments")
-    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-        if isinstance(arguments := json.loads(function["arguments"]), dict):
-            read = function | {"arguments": arguments}
-            return call | {"function": read} if "function" in call else read
-    return call
+    arguments = _parse(function.get("arguments"))
+    if isinstance(arguments, dict):
+        function = function | {"arguments": arguments}
+    return call | {"function": function} if "function" in call else function
 
 
 # ---- templates
@@ -286,16 +297,13 @@ def _compile_template(tokenizer: Tokenizer, source: str) -> tuple:
         return environment.from_string(source, tokenizer.names | known), re.compile(control)
 
 
-def _break_up(value, control: re.Pattern):
-    """The same value, with MARK inside each control token of its texts, so that none is encoded as one. UserError for
-    texts that hold our codes."""
-    if isinstance(value, str):
-        if code := re.search(f"[{MARK}-{OTHER}]", value):
-            raise UserError(f"Chat: a text holds the code U+{ord(code[0]):04X}, which is no character: remove it")
-        return re.sub(f"(?s)(?={control.pattern}).", rf"\g<0>{MARK}", value)
-    if isinstance(value, dict):
-        return {_break_up(name, control): _break_up(part, control) for name, part in value.items()}
-    return [_break_up(part, control) for part in value] if isinstance(value, list) else value
+def _break_up(text, control: re.Pattern):
+    """The text with MARK inside each control token, so that none is encoded as one. UserError if it holds our codes."""
+    if not isinstance(text, str):
+        return text
+    if code := re.search(f"[{MARK}-{OTHER}]", text):
+        raise UserError(f"Chat: a text holds the code U+{ord(code[0]):04X}, which is not a character: remove it")
+    return re.sub(f"(?s)(?={control.pattern}).", rf"\g<0>{MARK}", text)
 
 
 # ---- rendering
@@ -319,7 +327,7 @@ def render_chat(
     for message in messages:
         reasoning = [message.pop(name) for name in REASONING if name in message]
         message.update({name: text for text in reasoning[:1] for name in REASONING[:2]})
-    inputs, messages = _break_up([inputs or {}, messages], control)
+    inputs, messages = map_values([inputs or {}, messages], lambda text: _break_up(text, control))
 
     def render(messages, asks=False, inputs=inputs):
         with _template_errors():
@@ -365,55 +373,50 @@ def _generated(text: str, messages: list[dict]) -> tuple[list[tuple[int, int]], 
 def _answers(render: Render, messages: list[dict], text: str, control: re.Pattern) -> list[tuple[int, int]]:
     """The place of each answer that is trained on in the rendered text: from the end of the prompt for it to the end of
     the control token that closes it."""
-    spans = []
+    spans = [(0, 0)]
     for k, message in enumerate(messages):
         if message["role"] != "assistant" or message.get("weight") == 0:
             continue
         prompt = render(messages[:k], True)
         until = text if k == len(messages) - 1 else render(messages[: k + 1])
         end = max((match.end() for match in control.finditer(until)), default=0)
-        place = len(prompt), end
+        span = len(prompt), end
         if not until.startswith(prompt) or not text.startswith(until):
-            last = spans[-1][1] if spans else 0
-            place = _find_answer(render, messages, k, text, control, prompt, last)
-        if place and (not end or until[end:].strip()):
+            span = _find_answer(render, messages, k, text, control, prompt, spans[-1][1])
+        if span and (not end or until[end:].strip()):
             raise UserError(f"Chat message {k}: the chat template does not put the answer before a control token")
-        spans += [place] if place else []
+        spans += [span] if span else []
     return spans
 
 
-def _find_answer(render, messages, k, text, control, prompt, last) -> tuple[int, int] | None:
+def _find_answer(render, messages, k, text, control, prompt, last_end) -> tuple[int, int] | None:
     """The place of message k in a text that shows earlier messages otherwise than before this answer; None if the
-    template leaves it out. last: the end of the answer before it.
+    template leaves it out. last_end: of the answer before it.
 
     The conversation is rendered with another answer here: the characters that differ are the answer's words. The place
     begins behind the last copy of the prompt's end, from its last control token on, and ends with the next control
     token."""
-    other = {"role": "assistant", "content": OTHER}
-    before, behind, asks = messages[:k], messages[k + 1 :], messages[-1]["role"] != "assistant"
+    other, asks = {"role": "assistant", "content": OTHER}, messages[-1]["role"] != "assistant"
     try:
-        changed = render([*before, other, *behind], asks)
+        changed = render([*messages[:k], other, *messages[k + 1 :]], asks)
     except UserError:  # a tool's answer needs the call
-        calls = [call | {"function": {"name": OTHER, "arguments": {}}} for call in messages[k].get("tool_calls", [])]
-        changed = render([*before, other | {"tool_calls": calls}, *behind], asks)
+        other_function = {"function": {"name": OTHER, "arguments": {}}}
+        other["tool_calls"] = [call | other_function for call in messages[k].get("tool_calls", [])]
+        changed = render([*messages[:k], other, *messages[k + 1 :]], asks)
     if OTHER not in changed:
         return None
-    first, words_end = _shared(text, changed), len(text) - _shared(text[::-1], changed[::-1])
+    words_begin = len(commonprefix((text, changed)))
+    words_end = len(text) - len(commonprefix((text[::-1], changed[::-1])))
     end = next((match.end() for match in control.finditer(text) if match.end() > words_end), len(text))
     header = prompt[max((match.start() for match in control.finditer(prompt)), default=0) :]
-    found = text.rfind(header, last, first)
-    begin = found + len(header) if found >= 0 else len(text[:first].rstrip(" "))
+    header_begin = text.rfind(header, last_end, words_begin)
+    begin = header_begin + len(header) if header_begin >= 0 else len(text[:words_begin].rstrip(" "))
     return min(begin, end), end
-
-
-def _shared(*texts: str) -> int:
-    """The length of the beginning that texts share."""
-    return len(commonprefix(texts))
 
 
 def _left_out(render: Render, messages: list[dict], inputs: dict, text: str) -> Notes:
     """Texts and fields that the template changes or leaves out. UserError for a field of TOLD."""
-    notes, fields = [], {}  # name: (role of its last message, its value, a rendering's arguments with and without it)
+    notes, fields = [], {}  # name: (role of its last message, its value, arguments of a rendering with and without it)
     for k, message in enumerate(messages):
         for name in ("content", "reasoning_content"):
             if (written := str(message.get(name, "")).strip()) not in text:
@@ -423,11 +426,11 @@ def _left_out(render: Render, messages: list[dict], inputs: dict, text: str) -> 
             without = [{n: v for n, v in m.items() if n not in names} for m in messages[: k + 1]]
             fields[name] = message["role"], message[name], (messages[: k + 1],), (without,)
     for name, value in inputs.items():
-        rest = {n: v for n, v in inputs.items() if n != name}
-        fields[name] = "", value, (messages,), (messages, False, rest)
-    for name, (role, value, these, those) in fields.items():
+        others = {n: v for n, v in inputs.items() if n != name}
+        fields[name] = "", value, (messages,), (messages, False, others)
+    for name, (role, value, whole, without) in fields.items():
         try:
-            is_lost = value not in EMPTY and render(*these) == render(*those)
+            is_lost = value not in EMPTY and render(*whole) == render(*without)
         except UserError:
             continue  # the template needs it
         if is_lost and name in TOLD and role != "tool":

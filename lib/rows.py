@@ -132,7 +132,10 @@ class Catalog:
     tokenised, and its shards are opened, in every process: a machine may have its own cache."""
 
     def __init__(self, config: Config):
-        self.config, self.shards, self.tokenizers, self.indexes = config, {}, {}, {}
+        self.config, self.shards, self.indexes = config, {}, {}
+        self.tokenizers = {}  # {fingerprint: who names it}
+        if config.tokenizer != "bytes":
+            self.tokenizers[load_tokenizer(config.tokenizer).fingerprint] = f"--tokenizer {config.tokenizer}"
         # {entries of a source: what `find` and `_open_shards` return on rank 0}
         self.known, self.first_shards = {}, {}
 
@@ -196,12 +199,9 @@ class Catalog:
     def _index(self, folder):
         """Reads the index of a folder once. Refuses data of several tokenizers."""
         if folder not in self.indexes:
-            index, spec = read_index(Path(folder)), self.config.tokenizer
-            self.indexes[folder] = index
+            self.indexes[folder] = index = read_index(Path(folder))
             if index:
                 self.tokenizers[index["fingerprint"]] = f"{folder} with --tokenizer {index['tokenizer']}"
-                if spec != "bytes":
-                    self.tokenizers[load_tokenizer(spec).fingerprint] = f"--tokenizer {spec}"
             if len(self.tokenizers) > 1:
                 raise UserError(
                     f"The data were tokenised by several tokenizers: {'; '.join(self.tokenizers.values())}. Name the"

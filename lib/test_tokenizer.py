@@ -447,7 +447,7 @@ def test_our_templates_are_the_published_formats(name, published):
     ("user assistant empty", "message 2: expected user or tool with a text"),
     ("user parts", "message 1: expected assistant with a text"),
     ("field", "message 0: expected system or developer or user with a text"),
-    ("mark", "holds the code U.FDD2, which is no character"),
+    ("mark", "holds the code U.FDD2, which is not a character"),
 ])  # fmt: skip
 def test_wrong_conversations_are_refused(roles, message):
     wrong = {

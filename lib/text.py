@@ -42,7 +42,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, render_chat
+from lib.chat import CHATS_KNOWN, Notes, chat_template, find_messages, map_values, render_chat
 from lib.errors import Parser, UserError, nearest, printable
 from lib.files import read_ahead, read_json, read_object, write_whole
 from lib.progress import advance
@@ -259,7 +259,7 @@ class Encoder(NamedTuple):
                 raise UserError(f"not JSON in UTF-8: {e}") from None
         if isinstance(content, str):
             content = {name: content}
-        fields = decode_bytes(content) if isinstance(content, dict) else {}
+        fields = map_values(content, _decode) if isinstance(content, dict) else {}
         text = fields.get(name)
         is_named = self.text_field and isinstance(text, str)
         if not is_named and (chat := find_messages(fields, self.chat_fields)):
@@ -280,15 +280,10 @@ class Encoder(NamedTuple):
         return [tokenizer.bos_id] * row.begins + tokenizer.encode(text), "text", []
 
 
-def decode_bytes(value):
-    """A value of a row, with bytes as text: parquet may hold either. Bytes that are not UTF-8 stay."""
-    if isinstance(value, dict):
-        return {name: decode_bytes(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [*map(decode_bytes, value)]
-    if isinstance(value, bytes):
-        with contextlib.suppress(UnicodeDecodeError):
-            return value.decode()
+def _decode(value):
+    """Bytes as text: parquet may hold either. Bytes that are not UTF-8 stay."""
+    with contextlib.suppress(AttributeError, UnicodeDecodeError):
+        return value.decode()
     return value
 
 
