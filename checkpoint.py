@@ -196,7 +196,7 @@ class Saver:
             if self.writing:
                 self.writing.result()
 
-    def _write(self, manifest: dict, tensors: dict[str, Tensor], layouts: dict[str, dict]) -> None:
+    def _write(self, manifest: dict, tensors: dict[str, Tensor], layouts: dict[str, Layout]) -> None:
         """Runs in the thread: every rank writes its shards, then rank 0 writes the manifest."""
         begin = time.perf_counter()
         folder = step_folder(self.run.folder, manifest["step"])
@@ -509,7 +509,7 @@ def _candidates(config: Config) -> list[Path]:
         return existing
     chosen = [] if config.resume == "never" else [Path(config.resume)]
     if not all(folder.is_dir() for folder in chosen):
-        raise UserError(f"--resume {config.resume}: the folder does not exist; the other choices are auto and never")
+        raise UserError(f"--resume {config.resume}: the folder does not exist")
     if existing and not any(map(existing[0].samefile, chosen)):
         raise UserError(f"--resume {config.resume}: {config.out} already holds {existing[0].name}; give another --out")
     return chosen
@@ -539,7 +539,7 @@ def refuse_changes(resume_from: Checkpoint | None, config: Config) -> None:
         tunable = set(refused) <= set(fields_that_resume("override"))
         hint = f"; --resume_override {','.join(refused)} accepts the new values" if tunable else ""
         first = f"{resume_from.folder} was trained with other settings:"
-        last = f"Give the old values to resume{hint}; or a new --out to start another run"
+        last = f"Give the old values to resume{hint}; a new --out starts another run"
         raise UserError("\n".join([first, *lines, last]))
 
 
@@ -557,11 +557,8 @@ def restore(
     barrier(ranks)  # a rank may read for hours; later collectives wait only for --timeout
     _prove(resume_from, model, ranks)
     logger.info(f"Resumed from {resume_from.folder} after step {resume_from.step}")
-    overridden = changes(resume_from, config)
-    if overridden and ranks.rank == 0:
+    if overridden := changes(resume_from, config):
         logger.info(f"Continuing with other settings, [old, new]: {overridden}")
-        with open(Path(config.out) / "overrides.jsonl", "a") as file:
-            file.write(json.dumps({"step": resume_from.step} | overridden) + "\n")
 
 
 def _prove(resume_from: Checkpoint, model: nn.Module, ranks: Ranks) -> None:

@@ -295,15 +295,15 @@ def test_settings_that_may_change_and_those_that_are_overridden(tmp_path, run_he
         assert [message for message in messages if message not in output] == [], output
         assert absent not in output
     run_here(run, *tuned, "--resume_override", "lr,warmup_steps")
-    recorded = [json.loads(line) for line in (run / "overrides.jsonl").read_text().splitlines()]
-    assert recorded == [{"step": 5, "lr": [0.01, 0.02], "warmup_steps": [0.0, 2.0]}]
+    recorded = "Continuing with other settings, [old, new]: {'lr': [0.01, 0.02], 'warmup_steps': [0.0, 2.0]}"
+    assert (run / "log.txt").read_text().count(recorded) == 1
     rewrite(checkpoint.folders(run)[-1], lambda m: [m["config"].pop(flag) for flag in ("seed", "lr")])  # newer flags
     output = run_here(run, *tuned, status=2)
     assert "--lr was 0.0003, is 0.02" in output
     assert "--seed" not in output
     rewrite(checkpoint.folders(run)[-1], lambda m: m["config"].update(seed=0, lr=0.02))
     run_here(run, *tuned, "--steps", 9)  # the checkpoint has the new ones
-    assert len((run / "overrides.jsonl").read_text().splitlines()) == 1
+    assert (run / "log.txt").read_text().count("Continuing with other settings") == 1
 
 
 def test_a_save_in_the_background_equals_one_that_is_waited_for_and_its_error_ends_the_run(
@@ -352,7 +352,7 @@ def test_a_run_folder_that_vanishes_or_cannot_be_used_is_named(tmp_path, run_her
     monkeypatch.setattr(guard, "APPEARS", 0)
     monkeypatch.setattr(checkpoint, "find", None)  # nothing is loaded
     output = run_here(tmp_path / "unseen", "--steps", 1, status=2)  # by a rank
-    assert f"--out {tmp_path / 'unseen'} is not the folder there" in output
+    assert f"--out {tmp_path / 'unseen'} is another folder there" in output
 
 
 # ---- runs of their own

@@ -134,8 +134,7 @@ def refuse_unusable(names: tuple[str, ...]) -> None:
     """Refuses trackers that are unknown or not installed."""
     for name in names:
         if name not in TRACKERS or importlib.util.find_spec(name) is None:
-            install = f"installed with {sys.executable} -m pip install {name}"
-            raise UserError(f"--track {name}: expected {' or '.join(TRACKERS)}, {install}")
+            raise UserError(f"--track {name}: expected {' or '.join(TRACKERS)}, installed with pip install {name}")
 
 
 # ---- the run
@@ -199,8 +198,7 @@ class Run:
                     return
             time.sleep(0.2)
         raise UserError(
-            f"--out {self.folder} is not the folder there that it is on rank 0's machine: give an --out on a disk that"
-            " all machines see"
+            f"--out {self.folder} is another folder there than on rank 0's machine: give an --out that all machines see"
         )
 
     def begin(self, step: int, warnings: list[str] = ()) -> None:
@@ -409,7 +407,7 @@ def take_lock(folder: Path) -> SoftFileLease:
         owner = lock.owner  # None: it died before it wrote its name
         who = f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "an unnamed process"
         raise UserError(
-            f"--out {folder}: {who} is training there; wait, stop it with `bash launch.sh stop`, give another --out, or"
-            f" remove {folder}/lock if no job is training there"
+            f"--out {folder}: {who} is training there; stop it with `bash launch.sh stop`, or remove {folder}/lock if"
+            " no job is training there"
         ) from None
     return lock

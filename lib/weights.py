@@ -56,6 +56,7 @@ Slices = tuple[slice, ...]
 # Masks and frequencies that older versions of transformers stored, and copies of tied embeddings.
 IGNORED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|^lm_head\.weight$")
 HEAD = "lm_head.weight"
+FILE_BYTES = 5 * 10**9  # of a file of an export; a larger tensor has its own
 logger = logging.getLogger("flatland")
 
 
@@ -415,13 +416,12 @@ def export_adapter(config: Settings, read: Read, folder: Path) -> None:
 
 
 def export(
-    config: ModelConfig, read: Read, folder: Path, dtype: torch.dtype, shard_gb: float = 5.0, tokenizer=None,
+    config: ModelConfig, read: Read, folder: Path, dtype: torch.dtype, tokenizer: Tokenizer | None = None,
     chat_format: str = "", replaces: bool = False, ranks: Ranks = ALONE,
 ) -> None:  # fmt: skip
-    """Writes a Hugging Face folder with values rounded to `dtype`. Each shard of at most shard_gb GB (10^9 bytes; a
-    larger tensor has its own file) is written by one rank. The folder gets its name when it is complete. chat_format:
-    see write_files. replaces: replace an earlier export. UserError: no family has this shape. All ranks must call; an
-    error on one rank is raised on all."""
+    """Writes a Hugging Face folder with values rounded to `dtype`. Each file is written by one rank. The folder gets
+    its name when it is complete. chat_format: see write_files. replaces: replace an earlier export. UserError: no
+    family has this shape. All ranks must call; an error on one rank is raised on all."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     rows = {piece.name: (piece, name) for name, row in pieces(config).items() for piece in row}
@@ -429,7 +429,7 @@ def export(
         rows,
         get_storage_size=lambda row: math.prod(row[0].stored) * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=int(shard_gb * 1e9),
+        max_shard_size=FILE_BYTES,
     )
     folder = folder.absolute()
     temporary = folder.with_name(f"{folder.name}.tmp")
@@ -487,10 +487,10 @@ def refuse_in_the_way(folder: Path, replaces: bool) -> None:
         raise UserError(f"{folder} exists already: move it away, or give another folder")
 
 
-def export_model(model: Transformer, folder: Path | str, shard_gb: float = 5, **how) -> None:
+def export_model(model: Transformer, folder: Path | str, **how) -> None:
     """Writes an unsharded model as a Hugging Face folder, in its parameters' dtype. how: as for export."""
     dtype = next(model.parameters()).dtype
-    export(model.config, lambda n, s: model.get_parameter(n).detach()[s].cpu(), Path(folder), dtype, shard_gb, **how)
+    export(model.config, lambda n, s: model.get_parameter(n).detach()[s].cpu(), Path(folder), dtype, **how)
 
 
 # ---- the model of a checkpoint
