@@ -2,9 +2,10 @@
 
 A row is seq_len tokens and their successors. The shards of a split are one long sequence of tokens; row i begins at
 token i * seq_len. Rows are visited in a random order that is a pure function of (seed, epoch, i). It is computed when
-it is needed, and never stored. Let R = batch_tokens / seq_len. Step s, from 1, trains on rows (s - 1) R ... s R - 1 of
-that order. Ranks, micro-batches and resumes do not change this, so the position is one integer. A stream adds a few
-integers per lane. In a mixture, `turns` decides which source gives the next row. lib/rows.py reads the rows.
+it is needed, and never stored. Sample n is the n-th row of that order, from 0. Let R = batch_tokens / seq_len: step s,
+from 1, trains on samples (s - 1) R ... s R - 1. Ranks, micro-batches and resumes do not change this, so the position is
+one integer. A stream adds a few integers per lane. In a mixture, `turns` decides which source gives the next sample.
+lib/rows.py reads the rows.
 
     python data.py prepare --data FILES --tokenizer T --out DIR         text -> token shards
     python data.py verify DIR|FILE ...                                  checks headers and checksums
@@ -92,49 +93,56 @@ class Loader:
 
     def __init__(self, config: Config, rank: int, world_size: int, split: str, catalog: Catalog):
         self.config = config = replace(config, lanes=choose_lanes(config, world_size))
-        self.split, self.groups = split, row_groups(config, world_size)
-        sharing = world_size // self.groups  # ranks
-        self.group, place = divmod(rank, sharing)
+        self.split = split
+
+        # The ranks of a row group share their rows: each reads some columns of them.
+        self.row_groups = row_groups(config, world_size)
+        sharing = world_size // self.row_groups
+        self.row_group, index = divmod(rank, sharing)
         width = config.seq_len // sharing
-        self.tokens_read = slice(place * width, (place + 1) * width)  # this rank's part of each row
+        self.columns = slice(index * width, (index + 1) * width)
         self.micro_batch, batch_tokens = split_batch(config, world_size)
-        self.step_rows = batch_tokens // config.seq_len  # in a step, over all ranks
-        self.accumulates = self.step_rows > self.micro_batch * self.groups  # several micro-batches in a step
+        self.step_rows = batch_tokens // config.seq_len  # over all ranks
+        self.accumulates = self.step_rows > self.micro_batch * self.row_groups  # several micro-batches in a step
+
+        # The sources: each entry of a mixture, or all entries together.
         flag = "--val_data" if split == "val" and config.val_data else "--data"
-        groups, self.weights = split_mixture(getattr(config, flag[2:]), flag)
-        self.names = [re.sub(r"[^\w.*-]+", "-", Path(*group[:1]).name) for group in groups]  # "": the built-in text
-        if len(set(self.names)) < len(groups):
+        sources, self.weights = split_mixture(getattr(config, flag[2:]), flag)
+        self.names = [_name_source(entries) for entries in sources]
+        if len(set(self.names)) < len(sources):
             self.names = [f"{i}-{name}" for i, name in enumerate(self.names)]
         self.mixture = [f"{name}:{weight}" for name, weight in zip(self.names, self.weights, strict=True)]
-        self.sources = [self._open(group, flag, catalog) for group in groups]
+        self.sources = [self._open(entries, flag, catalog) for entries in sources]
         self.streams = {str(i): s for i, s in enumerate(self.sources) if s.count is None}
         self.is_chat = any(isinstance(s, ChatRows) for s in self.sources)
         self.separate = config.documents == "separate" or self.is_chat
         self.rows = sum(s.count or 0 for s in self.sources)  # per epoch, of the sources that are not streamed
-        self.end = math.ceil(config.epochs * self.rows)  # the number of rows that --epochs means; 0: no end
-        self.samples = 0  # rows handed out so far, over all ranks
+
+        # The position.
+        self.samples = 0  # handed out so far, over all ranks
+        self.end = math.ceil(config.epochs * self.rows)  # samples of all --epochs; 0: no end
         self.lanes = {}  # by source: the positions of its lanes
         if split == "val":
-            self.val_rows, self.evaluated = self._validation_rows(), []
+            self.val_rows, self.kept_steps = self._validation_rows(), []
 
-    def _open(self, specs, flag, catalog):
+    def _open(self, entries: tuple[str, ...], flag: str, catalog: Catalog):
         config, val = self.config, self.split == "val"
-        files, is_stream = catalog.find(specs, flag)
+        files, is_stream = catalog.find(entries, flag)
         if not is_stream:
-            return catalog.open(self.split, specs, flag)
+            return catalog.open(self.split, entries, flag)
         if val and flag == "--data":
             raise UserError(
-                f"--data {specs[0]} is streamed, so none of it can be held out: name a --val_data, or turn evaluation"
+                f"--data {entries[0]} is streamed, so none of it can be held out: name a --val_data, or turn evaluation"
                 " off with --eval_every 0"
             )
         if val and not config.eval_batches:
             raise UserError("--eval_batches 0: a streamed --val_data has no known end: give a number")
-        rows = self.micro_batch * self.groups
-        readers = min(self.groups, rows // math.gcd(rows, config.lanes))
+        rows = self.micro_batch * self.row_groups
+        readers = min(self.row_groups, rows // math.gcd(rows, config.lanes))
         if readers > 1 and not val:
             log.warning(
-                f"{flag} {specs[0]}: {readers} ranks read and tokenize every row, because --lanes {config.lanes} is not"
-                f" a multiple of micro_batch x ranks = {rows}; a new run chooses one that is"
+                f"{flag} {entries[0]}: {readers} ranks read and tokenize every row, because --lanes {config.lanes} is"
+                f" not a multiple of micro_batch x ranks = {rows}; a new run chooses one that is"
             )
         return Stream(files, config)
 
@@ -204,51 +212,53 @@ class Loader:
             log.warning(f"{left_out} rows of the next epoch are never used: the last step of --epochs counted as full")
 
     def where(self, step: int) -> list[str]:
-        """The places in the data of this rank's rows of a step. A stream gives its current place instead."""
-        rows = self._rows_of_step((step - 1) * self.step_rows)
-        places = self._my_places(len(rows))
-        source, row = self._pick(rows[places[places < len(rows)]])
+        """Where in the data this rank's rows of a step are. A stream gives its current place instead."""
+        samples = self._samples_of_step((step - 1) * self.step_rows)
+        mine = self._my_rows(len(samples))
+        source, row = self._rows_of(samples[mine[mine < len(samples)]])
         return [self.sources[s].where(r) for s, r in zip(source, row, strict=True)]
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        if self.split == "train":
-            for batches, samples, lanes in read_ahead(self._steps(self.samples), 1):
-                self.samples, self.lanes = samples, lanes
-                yield batches
-        else:
-            n, count = self.step_rows, len(self.val_rows[0])
-            steps = (self._batches(*(part[i : i + n] for part in self.val_rows)) for i in range(0, count, n))
-            if self.streams:  # they are read once, and their rows kept
-                self.evaluated = steps = self.evaluated or list(steps)
-                self._close()
-            yield from steps
+        if self.split == "val":
+            yield from self._validation_steps()
+            return
+        for micro_batches, samples, lanes in read_ahead(self._training_steps(self.samples), 1):
+            self.samples, self.lanes = samples, lanes
+            yield micro_batches
 
-    def _steps(self, samples):
+    def _training_steps(self, samples: int) -> Iterator[tuple]:
         """(micro-batches, the position after them) without end."""
         self._close()
         for i, stream in self.streams.items():
             stream.positions = dict(self.lanes.get(i, {}))
         try:
             while True:
-                batches = self._batches(*self._pick(self._rows_of_step(samples)))
+                micro_batches = self._micro_batches(*self._rows_of(self._samples_of_step(samples)))
                 samples += self.step_rows
-                yield batches, samples, {i: dict(s.positions) for i, s in self.streams.items()}
+                yield micro_batches, samples, {i: dict(s.positions) for i, s in self.streams.items()}
         finally:
             self._close()
 
-    def _rows_of_step(self, samples):
-        """The places in the run of the rows of the step after `samples` rows. The last step of --epochs ends with its
-        epoch."""
-        stop = samples + self.step_rows
-        return np.arange(samples, min(stop, self.end) if samples < self.end else stop)
+    def _validation_steps(self) -> Iterator[list[Batch]]:
+        n, (source, row) = self.step_rows, self.val_rows
+        steps = (self._micro_batches(source[i : i + n], row[i : i + n]) for i in range(0, len(row), n))
+        if self.streams:  # they are read once, and their rows kept
+            self.kept_steps = steps = self.kept_steps or list(steps)
+            self._close()
+        yield from steps
 
-    def _close(self):
+    def _close(self) -> None:
         for stream in self.streams.values():
             stream.close()
 
-    def _pick(self, places):
-        """Places in the run -> (source, row of it)."""
-        source, row = turns(places, self.weights)
+    def _samples_of_step(self, first: int) -> np.ndarray:
+        """The last step of --epochs ends with its epoch."""
+        stop = first + self.step_rows
+        return np.arange(first, min(stop, self.end) if first < self.end else stop)
+
+    def _rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """-> (source, row in the source) of each sample."""
+        source, row = turns(samples, self.weights)
         for i, s in enumerate(self.sources):
             if s.count:
                 epochs, in_epoch = np.divmod(row, s.count)
@@ -258,8 +268,8 @@ class Loader:
                     row[now] = permute(in_epoch[now], s.count, key)
         return source, row
 
-    def _validation_rows(self):
-        """(source, row of it) of all rows that are evaluated."""
+    def _validation_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """(source, row in the source) of all rows that are evaluated."""
         limit, counts = self.config.eval_batches * self.step_rows, [s.count for s in self.sources]
         if not limit:
             return np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(n) for n in counts])
@@ -269,36 +279,43 @@ class Loader:
                 kept = (source != i) | (row < n)
                 source, row = source[kept], row[kept]
                 ours = source == i
-                row[ours] = row[ours] * n // ours.sum()
+                row[ours] = row[ours] * n // ours.sum()  # spread evenly over the source's n rows
         return source, row
 
-    def _my_places(self, count):
-        """Which of a step's rows are this rank's: row (m * groups + group) * micro_batch + i is row i of micro-batch m.
-        Where they do not divide, the last micro-batch reaches beyond `count`."""
-        starts = np.arange(0, count, self.micro_batch * self.groups) + self.group * self.micro_batch
+    def _my_rows(self, count: int) -> np.ndarray:
+        """Which of a step's `count` rows are this rank's: row (m * row_groups + row_group) * micro_batch + i is row i
+        of micro-batch m. Where they do not divide, the last micro-batch reaches beyond `count`."""
+        starts = np.arange(0, count, self.micro_batch * self.row_groups) + self.row_group * self.micro_batch
         return (starts[:, None] + np.arange(self.micro_batch)).ravel()
 
-    def _batches(self, source, row):
+    def _micro_batches(self, source: np.ndarray, row: np.ndarray) -> list[Batch]:
         """This rank's micro-batches of a step, whose rows are given for all ranks. Where the last one reaches beyond
         the step, it is filled with rows that are not trained on."""
-        places = self._my_places(len(row))
-        real = places < len(row)
-        source, row = (column[np.where(real, places, 0)] for column in (source, row))
-        shape = len(places), self.config.seq_len
+        mine = self._my_rows(len(row))
+        real = mine < len(row)
+        mine = np.where(real, mine, 0)
+        source, row = source[mine], row[mine]
+        shape = len(mine), self.config.seq_len
         tokens, targets, begins = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64), np.zeros(shape, bool)
         for i, s in enumerate(self.sources):
             ours = real & (source == i)
             tokens[ours], targets[ours], begins[ours] = s.rows(row[ours])
-        columns = tokens[:, self.tokens_read], targets[:, self.tokens_read], begins, source
-        micro_batches = zip(*(torch.from_numpy(column).split(self.micro_batch) for column in columns), strict=True)
+        arrays = tokens[:, self.columns], targets[:, self.columns], begins, source
         out = []
-        for tokens, targets, begins, owners in micro_batches:
+        for tokens, targets, begins, source in zip(
+            *(torch.from_numpy(array).split(self.micro_batch) for array in arrays), strict=True
+        ):
             documents = _documents(begins) if self.separate else (None, None)
-            out.append(Batch(tokens, targets, *documents, owners if len(self.sources) > 1 else None))
+            out.append(Batch(tokens, targets, *documents, source if len(self.sources) > 1 else None))
         return out
 
 
-def _documents(begins):
+def _name_source(entries: tuple[str, ...]) -> str:
+    """For the log: a file's or folder's name; empty for the built-in text."""
+    return re.sub(r"[^\w.*-]+", "-", Path(entries[0]).name) if entries else ""
+
+
+def _documents(begins: Tensor) -> tuple[Tensor, Tensor]:
     """begins [B, T] -> positions [B, T], and where documents begin in the flattened rows."""
     begins[:, 0] = True
     index = torch.arange(begins.shape[1])
@@ -340,7 +357,7 @@ def merge_positions(states: list[dict]) -> dict:
     for source, lanes in merged.get("lanes", {}).items():
         for state in states[1:]:
             for lane, position in state["lanes"][source].items():
-                lanes[lane] = max(position, lanes.get(lane, position))  # by the rows given
+                lanes[lane] = max(position, lanes.get(lane, position))  # the later one: it begins with the rows given
     return merged
 
 
@@ -367,7 +384,7 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Loader, Loader | None]:
     catalog, loaders = Catalog(config), []
 
     def look_up() -> tuple:
-        loaders.extend(open_checked(config, ranks.world_size, catalog))
+        loaders.extend(open_checked(config, ranks.world_size, catalog))  # rank 0's
         return catalog.known, catalog.shards, loaders[0].fingerprint
 
     catalog.known, catalog.first_shards, fingerprint = on_first_rank(look_up, ranks)

@@ -273,7 +273,7 @@ class Log:
             f"mfu counts causal attention; its peak per device is {self.peak_source}",
             f"Training from step {self.last[0] + 1} to {config.steps}",
         ]
-        if data.step_rows % (data.micro_batch * data.groups):
+        if data.step_rows % (data.micro_batch * data.row_groups):
             lines.append("A step does not divide by the ranks: its last micro-batch is filled with untrained rows")
         logger.info("\n".join(lines))
 

@@ -450,7 +450,7 @@ def text_bytes(loader) -> tuple[int, int]:
     if loader.streams or not text.knows_text(loader.config):
         return 0, 0
     all_ranks, counts = copy.copy(loader), np.zeros(loader.config.model_config.vocab_size, np.int64)
-    all_ranks.group, all_ranks.groups, all_ranks.tokens_read = 0, 1, slice(None)
+    all_ranks.row_group, all_ranks.row_groups, all_ranks.columns = 0, 1, slice(None)
     for batch in itertools.chain.from_iterable(all_ranks):
         counts += np.bincount(batch.targets[batch.targets != IGNORE], minlength=len(counts))
     sizes = token_sizes(load_tokenizer(loader.config.tokenizer))

@@ -298,7 +298,7 @@ def test_the_hub_is_asked_once_in_a_job(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["data"], "on_first_rank", tell)
     for rank in range(3):
         loader, val_loader = open_data(c, Ranks(rank, 3, torch.device("cpu")))
-        assert loader.group == val_loader.group == rank and asked() == (not rank, int(not rank))
+        assert loader.row_group == val_loader.row_group == rank and asked() == (not rank, int(not rank))
 
 
 # ---- packed conversations
