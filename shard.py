@@ -23,7 +23,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -137,6 +139,12 @@ def _key_of(x: Tensor) -> tuple:
     return x.data_ptr(), x.shape, x.dtype
 
 
+@dataclass(eq=False)
+class SavedInput:
+    host: Tensor  # the copy in the host's memory
+    fetched: Tensor | None = None  # the copy back on the device
+
+
 class ActivationOffload:
     """Keeps the inputs of blocks, which checkpointing saves, in the host's memory until the backward pass. On a GPU
     both ways are pinned copies on a separate stream: the forward pass does not wait for them, and while the backward
@@ -146,7 +154,7 @@ class ActivationOffload:
     def __init__(self, device: torch.device):
         self.device, self.streams = device, torch.get_device_module(device)
         self.stream = self.streams.Stream()
-        self.entries: list[list] = []  # [copy on the host, fetched copy or None], in the order of the forward pass
+        self.entries: list[SavedInput] = []  # in the order of the forward pass
 
     def wrap(self, forward: Callable) -> Callable:
         def run(x: Tensor, *args):
@@ -160,13 +168,13 @@ class ActivationOffload:
 
         return run
 
-    def _save(self, x: Tensor) -> list:
+    def _save(self, x: Tensor) -> SavedInput:
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
         self.stream.wait_stream(self.streams.current_stream())
         with self.streams.stream(self.stream):
             host.copy_(x, non_blocking=True)
         self._hold(x, self.stream)
-        self.entries.append([host, None])
+        self.entries.append(SavedInput(host))
         return self.entries[-1]
 
     def _hold(self, x: Tensor, stream) -> None:
@@ -174,22 +182,22 @@ class ActivationOffload:
         if x.is_cuda:
             x.record_stream(stream)
 
-    def _fetch(self, entry: list) -> None:
-        if entry[1] is None:
+    def _fetch(self, entry: SavedInput) -> None:
+        if entry.fetched is None:
             with self.streams.stream(self.stream):  # which has copied it to the host before
-                entry[1] = entry[0].to(self.device, non_blocking=True, copy=True)
+                entry.fetched = entry.host.to(self.device, non_blocking=True, copy=True)
 
-    def _restore(self, entry) -> Tensor:
+    def _restore(self, entry: SavedInput | Tensor) -> Tensor:
         if isinstance(entry, Tensor):
             return entry
         self._fetch(entry)
         while self.entries and self.entries.pop() is not entry:
-            pass  # later blocks need theirs no more
+            pass  # the later blocks' inputs are not needed any more
         self.streams.current_stream().wait_stream(self.stream)
-        self._hold(entry[1], self.streams.current_stream())
+        self._hold(entry.fetched, self.streams.current_stream())
         if self.entries:
             self._fetch(self.entries[-1])
-        return entry[1]
+        return entry.fetched
 
 
 def offload_activations(model: nn.Module, on: bool, device: torch.device) -> None:
@@ -258,11 +266,11 @@ def shard_model(
     if None in ends or ends[0].weight is ends[1].weight:
         ends = []
     units = [*ends[:1], *model.layers, *ends[1:], model]
-    needed_next = {model, model.layers[-1]}  # their backward pass begins when the forward pass ends
+    first_in_backward = {model, model.layers[-1]}  # needed again as soon as the forward pass ends
     # Inputs are not cast: the model does it, and its rope tables must stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for unit in units:
-        reshard_after = {"auto": unit not in needed_next, "always": True, "never": False}[reshard]
+        reshard_after = {"auto": unit not in first_in_backward, "always": True, "never": False}[reshard]
         fully_shard(
             unit,
             mesh=mesh if replicas > 1 else mesh["shard"],
@@ -271,13 +279,14 @@ def shard_model(
             shard_placement_fn=lambda parameter: Shard(sharded_dim(parameter, size)),
             offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
         )
-        if mesh.size() > 1:  # one rank would divide by 1 in another copy of the gradients
+        if mesh.size() > 1:  # for one rank, FSDP would copy the gradients to divide them by 1
             unit.set_gradient_divide_factor(1.0)  # sums: the step divides by the number of trained tokens later
             unit.set_force_sum_reduction_for_comms(True)  # plain sums: gloo has no scaled ones
         unit.set_unshard_in_backward(unit not in ends)
     in_order = [model, *units[:-1]]  # the rest of the model is gathered first
     for i, unit in enumerate(in_order if prefetch else []):
         unit.set_modules_to_forward_prefetch(in_order[i + 1 : i + 1 + prefetch])
+        # The backward pass runs in reverse. It gathers the rest of the model, entry 0, when it begins.
         unit.set_modules_to_backward_prefetch(in_order[max(1, i - prefetch) : i][::-1])
     register_fsdp_forward_method(model, "logits")
     logger.info("Wrapped model with FSDP")
@@ -285,23 +294,15 @@ def shard_model(
 
 # ---- filling parameters
 
-PIECE_BYTES = 2**25  # of a rank's part, read, sent and copied at a time; small parameters share a message of this size
+FILL_BYTES = 2**25  # of a rank's shard, read, sent and copied at a time; small parameters share a message of this size
 
 
 def fill_parameters(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor], load: str = "direct") -> None:
     """Gives every parameter its values: read(name, slices) returns a part of them, on the CPU, in any dtype.
-    direct: every rank reads the values that it keeps; rank0: only rank 0 reads, and sends each rank its part. Both work
-    piece by piece, and read the next pieces while others are sent and copied. All ranks must call."""
+    direct: every rank reads the values that it keeps; rank0: only rank 0 reads, and sends each rank its shard. Both
+    work chunk by chunk, and read the next one while others are sent and copied. All ranks must call."""
     fill_tensors(list(model.named_parameters()), read, load)
     fill_quantized(model, read, load)
-
-
-def fill_frozen(model: nn.Module, read: Callable | None, load: str) -> None:
-    """Like fill_parameters, only for the frozen weights of a model with adapters, if there are any."""
-    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-    if frozen:
-        fill_tensors(frozen, read, load)
-        fill_quantized(model, read, load)
 
 
 @torch.no_grad()
@@ -318,7 +319,7 @@ def fill_quantized(model: nn.Module, read: Callable, load: str = "direct") -> No
 
 def _quantize(name: str, layer: nf4.Nf4Linear, read: Callable) -> None:
     shape = layer.out_features, layer.in_features
-    for rows in _rows(shape, 0, 1, PIECE_BYTES // 2):
+    for rows in _cut_rows(shape, 0, 1, FILL_BYTES // 2):
         layer.fill(rows, read(f"{name}.weight", (rows, slice(0, shape[1]))))
         progress.advance()
 
@@ -345,103 +346,118 @@ def fill_tensors(named: list[tuple[str, Tensor]], read: Callable, load: str = "d
     logger.info("Filled %d tensors: %.3f GB in %.1f s", len(named), size, seconds)
 
 
-def _read_here(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
-    """-> (piece of this rank's part of a parameter, its values)"""
+class Chunk(NamedTuple):
+    """Some rows of each shard of a tensor."""
 
-    def pieces():
-        for name, parameter, rows in _pieces(named):
-            values = read(name, shard_slices(parameter.shape, *sharding(parameter), rows))
-            yield local(parameter.detach())[rows], values
+    name: str
+    tensor: Tensor
+    rows: slice
 
-    return read_ahead(pieces(), 1)
+    @property
+    def target(self) -> Tensor:
+        """These rows of this rank's shard."""
+        return local(self.tensor.detach())[self.rows]
+
+    def slices(self, index: int | None = None) -> tuple[slice, ...]:
+        """Where these rows of shard `index`, or of this rank's, lie in the whole tensor."""
+        dim, shards, own = sharding(self.tensor)
+        return shard_slices(self.tensor.shape, dim, shards, own if index is None else index, self.rows)
 
 
-def _sent_by_rank0(named: list, read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
-    """-> (piece, values), as `_read_here`. Rank 0 sends a message to each rank of its replica in turn, while it reads
-    the next one; these ranks pass it on to the other replicas. A message holds pieces of several small parameters. The
-    memory that this needs does not grow with the number of ranks. After an error in reading, the messages are sent
-    without values, and all ranks raise it."""
-    mesh, is_rank0 = named[0][1].device_mesh, dist.get_rank() == 0
-    parts, group, device = mesh.size(-1), mesh.get_group("shard"), mesh.device_type
-    errors = []
+def _chunks(named: list[tuple[str, Tensor]]) -> Iterator[Chunk]:
+    for name, tensor in named:
+        dim, shards, _ = sharding(tensor)
+        for rows in _cut_rows(tensor.shape, dim, shards, FILL_BYTES // tensor.element_size()):
+            yield Chunk(name, tensor, rows)
 
-    def try_to_read(name: str, place: tuple[slice, ...]) -> Tensor:
+
+def _cut_rows(shape: torch.Size, dim: int, shards: int, elements: int) -> Iterator[slice]:
+    """Cuts the rows of the largest shard into slices of about this many elements."""
+    rows = -(-shape[0] // shards) if dim == 0 else shape[0]
+    width = math.prod(shape[1:]) // (1 if dim == 0 else shards)
+    step = max(1, elements // max(width, 1))
+    return (slice(a, min(a + step, rows)) for a in range(0, rows, step))
+
+
+def _read_here(named: list[tuple[str, Tensor]], read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
+    """-> (rows of this rank's shard of a tensor, their values)"""
+    return read_ahead(((chunk.target, read(chunk.name, chunk.slices())) for chunk in _chunks(named)), 1)
+
+
+def _sent_by_rank0(named: list[tuple[str, Tensor]], read: Callable) -> Iterator[tuple[Tensor, Tensor]]:
+    """-> (rows of this rank's shard, their values), as `_read_here`. A message holds chunks of one shard:
+
+        rank 0                            reads the message of each shard in turn, and sends it to the rank of its
+                                          replica that has this shard, while it reads the next one
+        the other ranks of its replica    receive their message
+        every replica                     gets the messages from rank 0's replica by a broadcast
+
+    The memory that this needs does not grow with the number of ranks. After an error in reading, the messages are sent
+    without values, because ranks wait for them, and all ranks raise it."""
+    mesh, is_rank0, errors = named[0][1].device_mesh, dist.get_rank() == 0, []
+    in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
+    group, shards = mesh.get_group("shard"), mesh.size(-1)
+
+    def read_chunk(chunk: Chunk, index: int) -> Tensor:
+        slices = chunk.slices(index)
         try:
             if not errors:
-                return read(name, place)
+                return read(chunk.name, slices).flatten()
         except Exception as error:
             errors.append(error)
-        return torch.empty([s.stop - s.start for s in place])
+        return torch.empty(math.prod(s.stop - s.start for s in slices))
+
+    def read_messages() -> Iterator[Tensor]:
+        for chunks in _messages(named):
+            for index in range(shards):
+                yield torch.cat([read_chunk(chunk, index) for chunk in chunks]).to(chunks[0].tensor.dtype)
 
     def raise_error() -> None:
         if errors:
             raise errors[0]
 
-    def messages():
-        for batch in _batches(named):
-            for part in range(parts):
-                places = (shard_slices(p.shape, sharding(p)[0], parts, part, rows) for _, p, rows in batch)
-                values = [try_to_read(name, place).flatten() for (name, *_), place in zip(batch, places, strict=True)]
-                yield torch.cat(values).to(batch[0][1].dtype)
-
-    def transfer(operation: Callable, message: Tensor, peer: int) -> list:
-        transfers = [dist.P2POp(operation, message, group=group, group_peer=peer)]
-        return dist.batch_isend_irecv(transfers) if message.numel() else []
-
     dist.barrier(group)  # NCCL connects a group's ranks in its first collective, not in a transfer between two
-    to_send, works = read_ahead(messages(), 1) if is_rank0 else None, []
-    for batch in _batches(named):
-        targets = [local(p.detach())[rows] for _, p, rows in batch]
+    to_send, sending = read_ahead(read_messages(), 1) if is_rank0 else None, []
+    for chunks in _messages(named):
+        targets = [chunk.target for chunk in chunks]
         sizes = [target.numel() for target in targets]
-        own = torch.empty(sum(sizes), dtype=targets[0].dtype, device=device)
+        message = torch.empty(sum(sizes), dtype=targets[0].dtype, device=mesh.device_type)
         if is_rank0:
-            own = next(to_send).to(device)
-            for part in range(1, parts):
-                message = next(to_send).to(device)
-                for work in works:
-                    work.wait()
-                works = transfer(dist.isend, message, part)
+            message = next(to_send).to(mesh.device_type)
+            for peer in range(1, shards):
+                peers_message = next(to_send).to(mesh.device_type)
+                _wait(sending)
+                sending = _transfer(dist.isend, peers_message, peer, group)
                 progress.advance()
-        elif mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0:
-            for work in transfer(dist.irecv, own, 0):
-                work.wait()
-        if mesh.ndim > 1 and len(own):
-            dist.broadcast(own, group=mesh.get_group("replicate"), group_src=0)
+        elif in_first_replica:
+            _wait(_transfer(dist.irecv, message, 0, group))
+        if mesh.ndim > 1 and len(message):
+            dist.broadcast(message, group=mesh.get_group("replicate"), group_src=0)
         on_first_rank(raise_error, _everyone())
-        yield from ((t, values.view(t.shape)) for t, values in zip(targets, own.split(sizes), strict=True))
-    for work in works:
-        work.wait()
+        yield from ((t, values.view(t.shape)) for t, values in zip(targets, message.split(sizes), strict=True))
+    _wait(sending)
 
 
-def _batches(named: list) -> Iterator[list]:
-    """Pieces in groups of one dtype, of at least PIECE_BYTES for the largest part."""
-    batch, size = [], 0
-    for piece in _pieces(named):
-        _, parameter, rows = piece
-        if batch and (size >= PIECE_BYTES or batch[0][1].dtype != parameter.dtype):
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        dim, parts, _ = sharding(parameter)
-        slices = shard_slices(parameter.shape, dim, parts, 0, rows)
-        size += math.prod(s.stop - s.start for s in slices) * parameter.element_size()
-    yield batch
+def _transfer(operation: Callable, message: Tensor, peer: int, group: dist.ProcessGroup) -> list[dist.Work]:
+    transfers = [dist.P2POp(operation, message, group=group, group_peer=peer)]
+    return dist.batch_isend_irecv(transfers) if message.numel() else []
 
 
-def _pieces(named: list) -> Iterator[tuple[str, Tensor, slice]]:
-    """-> (name, parameter, rows of a rank's part of it)"""
-    for name, parameter in named:
-        dim, parts, _ = sharding(parameter)
-        for rows in _rows(parameter.shape, dim, parts, PIECE_BYTES // parameter.element_size()):
-            yield name, parameter, rows
+def _wait(transfers: list[dist.Work]) -> None:
+    for transfer in transfers:
+        transfer.wait()
 
 
-def _rows(shape: torch.Size, dim: int, parts: int, elements: int) -> Iterator[slice]:
-    """Cuts the rows of the largest part into slices of about this many elements."""
-    rows = -(-shape[0] // parts) if dim == 0 else shape[0]
-    width = math.prod(shape[1:]) // (1 if dim == 0 else parts)
-    step = max(1, elements // max(width, 1))
-    return (slice(a, min(a + step, rows)) for a in range(0, rows, step))
+def _messages(named: list[tuple[str, Tensor]]) -> Iterator[list[Chunk]]:
+    """Chunks of one dtype, which together have at least FILL_BYTES in the largest shard, except for the last."""
+    message, size = [], 0
+    for chunk in _chunks(named):
+        if message and (size >= FILL_BYTES or message[0].tensor.dtype != chunk.tensor.dtype):
+            yield message
+            message, size = [], 0
+        message.append(chunk)
+        size += math.prod(s.stop - s.start for s in chunk.slices(0)) * chunk.tensor.element_size()
+    yield message
 
 
 # ---- in the loop

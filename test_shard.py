@@ -131,7 +131,7 @@ def peak_rss(reset: bool = False) -> int:
 def test_both_loaders_give_every_rank_its_values():
     """Bit for bit, on every mesh of four ranks, in pieces that divide nothing evenly; three experts on four ranks."""
     code = """
-ranks, shard.PIECE_BYTES, start, sizes = init_ranks(), 4096, dist.batch_isend_irecv, []
+ranks, shard.FILL_BYTES, start, sizes = init_ranks(), 4096, dist.batch_isend_irecv, []
 def record(transfers):
     sizes.extend(transfer.tensor.nbytes for transfer in transfers)
     return start(transfers)
@@ -162,7 +162,7 @@ for name, n_experts in (("tiny-llama3.2", 0), ("tiny-mixtral", 3)):
 def test_an_error_of_rank_0_while_it_sends_weights_is_raised_on_all():
     code = """
 import nf4, pytest
-ranks, shard.PIECE_BYTES = init_ranks(), 4096
+ranks, shard.FILL_BYTES = init_ranks(), 4096
 def read(name, slices):
     if name.startswith("layers.1."):
         raise OSError(5, "Input/output error", name)
@@ -186,7 +186,7 @@ def test_loading_needs_the_shard_and_one_tensor():
 import ctypes, os
 os.environ["MALLOC_MMAP_THRESHOLD_"] = "set here"  # what is freed is given back, and does not hide in the heap
 ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD (malloc.h): a forked process does not read the variable
-ranks, shard.PIECE_BYTES = init_ranks(), 2**20
+ranks, shard.FILL_BYTES = init_ranks(), 2**20
 def read(name, slices):
     return torch.ones([s.stop - s.start for s in slices], dtype=torch.bfloat16)
 models = []  # all are kept, else memory would be used again
