@@ -539,7 +539,7 @@ def check_batch(c: Config, world_size: int) -> None:
         raise UserError(
             f"--batch_tokens {c.batch_tokens} does not divide by micro_batch x seq_len x ranks"
             f"{' / context_parallel' * (c.context_parallel > 1)} = {c.micro_batch} x {c.seq_len} x {groups} = {unit}"
-            f" (quotient {c.batch_tokens / unit:.2f}); the nearest multiple is --batch_tokens {near}"
+            f"; the nearest multiple is --batch_tokens {near}"
         )
 
 

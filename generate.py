@@ -47,7 +47,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--top_p", default=0.95, type=float, help="among those that together are this probable (%(default)s)")
     add("--seed", default=0, type=int, help="of the choices (%(default)s)")
     add("--tokenizer", metavar="NAME", help="as for train.py, instead of the model's own")
-    add("--dtype", default="auto", choices=("auto", "bf16", "tf32", "fp32"), help="auto = as trained or stored")
+    add("--dtype", default="auto", choices=("auto", "bf16", "fp32"), help="auto = as trained or stored")
     args = parser.parse_args(argv)
     for name, least, most in RANGES:
         if not least <= getattr(args, name) <= most:
@@ -325,8 +325,8 @@ def main(argv: list[str]) -> None:
             " continue a text"
         )
     model = source.load(find_device(1), DTYPES.get(args.dtype))
-    how = {"n": args.tokens, "context": source.context, "stop": source.stop}
-    how |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    chosen = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    how = {"n": args.tokens, "context": source.context, "stop": source.stop, **chosen}
     if args.chat:
         return converse(model, source, tools, args, **how)
     texts = args.prompt or [""]

@@ -185,11 +185,10 @@ def compare(predicted: dict[str, float], record: dict[str, float], folder: Path)
     """Writes plan.json, the predicted and measured values of a record -> a line for the log."""
     measured = {name: record[name] for name in predicted}
     write_json(folder / "plan.json", {"step": record["step"], "predicted": predicted, "measured": measured})
-    parts = [
+    return "Plan: " + "; ".join(
         f"{name} {value:.4g} predicted, {measured[name]:.4g} measured ({value / measured[name] - 1:+.0%})"
         for name, value in predicted.items()
-    ]
-    return f"Plan: {'; '.join(parts)}"
+    )
 
 
 def router_figures(sums: Tensor) -> dict[str, float]:
@@ -198,9 +197,8 @@ def router_figures(sums: Tensor) -> dict[str, float]:
     if not sums.dim():
         return {}
     loads = sums[:-2].sum(0)
-    shares = (loads / loads.mean()).tolist()
-    router_loss = (sums[-2, 0] / sums[-1, 0]).item()
-    return {"router_aux_loss": router_loss} | {f"expert_load_{e}": share for e, share in enumerate(shares)}
+    shares = {f"expert_load_{e}": share.item() for e, share in enumerate(loads / loads.mean())}
+    return {"router_aux_loss": (sums[-2, 0] / sums[-1, 0]).item()} | shares
 
 
 class Log:

@@ -276,10 +276,10 @@ def test_heads_follow_the_sizes_and_sizes_make_one_model_of_another(words, base,
     assert c.model_config == dataclasses.replace(MODELS[base], **sizes)
 
 
-@pytest.mark.parametrize("batch_tokens, share, near", [(1000, "7.81", 1024), (10, "0.08", 128), (129, "1.01", 128)])
-def test_batch_arithmetic(batch_tokens, share, near):
+@pytest.mark.parametrize("batch_tokens, near", [(1000, 1024), (10, 128), (129, 128)])
+def test_batch_arithmetic(batch_tokens, near):
     c = parse_args(f"--micro_batch 4 --seq_len 16 --batch_tokens {batch_tokens}".split())
-    with pytest.raises(UserError, match=f"{batch_tokens} .*4 x 16 x 2 = 128.*{share}.*--batch_tokens {near}"):
+    with pytest.raises(UserError, match=f"{batch_tokens} .*4 x 16 x 2 = 128; .*--batch_tokens {near}"):
         check_batch(c, 2)
     check_batch(dataclasses.replace(c, batch_tokens=near), 2)
     check_batch(dataclasses.replace(c, batch_tokens=near, context_parallel=4), 8)

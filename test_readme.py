@@ -416,6 +416,7 @@ def test_the_five_changes_work_together(tmp_path):
 # ---- recipes
 
 EVERY = sorted(path.name for path in (ROOT / "recipes").glob("*.args"))
+RUN = [name for name in EVERY if "-70b" not in name]  # those differ from the 7B's and 8B's in learning rates only
 WITH_DATA = [name for name in EVERY if "data" in with_recipes([f"@recipes/{name}"])]
 RECIPES = [name for name in EVERY if name not in WITH_DATA]
 CHATS = [name for name in WITH_DATA if "sft" in name or "lora" in name]
@@ -453,7 +454,7 @@ def shorten(recipe: str, folder: Path) -> list[str]:
 
 
 def test_every_recipe_runs_on_two_processes(tmp_path):
-    runs = [shorten(recipe, tmp_path / recipe) for recipe in EVERY]
+    runs = [shorten(recipe, tmp_path / recipe) for recipe in RUN]
     code = f"""
 import train
 from config import parse_args
@@ -468,7 +469,7 @@ for words in {runs!r}:
 leave(ranks)
 """
     run_ranks(2, code, str(tmp_path))
-    for recipe in EVERY:
+    for recipe in RUN:
         run = tmp_path / recipe / "run"
         records = losses(run)
         assert [r["step"] for r in records] == [1, 2] and all(3 < r["loss"] < 7 for r in records)

@@ -40,9 +40,9 @@ def race(case: str, unit: str, amount: float, works: dict[str, Callable[[], Turn
         for name in [*turns]:
             try:
                 turns[name].append(works[name]())
-            except (ImportError, Failure, RuntimeError) as error:
+            except (Failure, RuntimeError) as error:
                 del turns[name]
-                kind = "not available" if isinstance(error, ImportError) else "failed"
+                kind = "not available" if "ModuleNotFoundError" in str(error) else "failed"
                 yield row(case, name, f"{kind}: {' '.join(str(error).split()[-40:])}")
     first = None
     for name, several in turns.items():
@@ -70,8 +70,7 @@ def train(command: list[object], count: int, limit: float = math.inf) -> Turn:
                 if time.monotonic() > end:
                     raise Failure(f"it was stopped after {limit:.0f} s, with {len(records)} records")
                 if process.poll() is not None:
-                    why = f"status {process.poll()}: {Path(output.name).read_text()[-400:]}"
-                    raise (ImportError if "ModuleNotFoundError" in why else Failure)(why)
+                    raise Failure(f"status {process.poll()}: {Path(output.name).read_text()[-400:]}")
                 time.sleep(0.2)
                 lines = metrics.read_text().rpartition("\n")[0].splitlines() if metrics.exists() else []
                 records = [record for record in map(json.loads, lines) if "loss" in record][:count]

@@ -57,6 +57,7 @@ from torch.multiprocessing import start_processes
 import log
 import train
 from lib import rows
+from lib.curves import read_records
 from lib.machine import cpu_name
 
 FOLDER = Path(__file__).resolve().parent
@@ -165,10 +166,6 @@ def train_all(dtype: str) -> None:
         start_processes(train_rank, (recipe, dtype), nprocs=3, start_method="fork")
 
 
-def read_records(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def figures(folder: Path) -> Figures:
     """The figures of a finished run."""
     records = read_records(folder)
@@ -179,8 +176,7 @@ def figures(folder: Path) -> Figures:
 def measure(instructions: str) -> dict[str, Figures]:
     """All runs with one instruction set, in a new process: libraries detect the CPU once per process."""
     aten, onednn, _, dtype = SETS[instructions]
-    settings = re.compile("(G?OMP|KMP|MKL|MALLOC|ATEN|ONEDNN|DNNL)_|TORCH")
-    environment = {key: value for key, value in os.environ.items() if not settings.match(key)}
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     environment |= {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn, "MKL_CBWR": "COMPATIBLE"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -188,11 +184,9 @@ def measure(instructions: str) -> dict[str, Figures]:
         done = subprocess.run([sys.executable, "-c", work], cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise Failure(f"The golden recipes could not be trained:\n{(done.stdout + done.stderr)[-4000:]}")
-        runs = {}
-        for recipe in RECIPES:
-            runs[f"{recipe} on 1 rank"] = figures(Path(folder, f"{recipe}-1"))
-            runs[f"{recipe} on 2 ranks"] = figures(Path(folder, f"{recipe}-2"))
-        return runs
+        names = {1: "1 rank", 2: "2 ranks"}
+        runs = product(RECIPES, names)
+        return {f"{recipe} on {names[n]}": figures(Path(folder, f"{recipe}-{n}")) for recipe, n in runs}
 
 
 def tolerance(run: str, kind: str, step: int, dtype: str) -> float:
@@ -246,10 +240,10 @@ def write_record(sets: dict[str, dict[str, Figures]], changed: bool) -> None:
 def main(argv: list[str]) -> None:
     parser = Parser("bench/golden.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--record", action="store_true", help="replace this CPU maker's record in golden.json")
-    record, sets, lines = parser.parse_args(argv).record, {}, []
-    for instructions in sets_here() if record else sets_here()[:1]:
-        sets[instructions] = measure(instructions)
-        differing, statement = compare(instructions, sets[instructions])
+    record, lines = parser.parse_args(argv).record, []
+    sets = {name: measure(name) for name in (sets_here() if record else sets_here()[:1])}
+    for name, runs in sets.items():
+        differing, statement = compare(name, runs)
         print(statement)
         lines += differing
     if record:

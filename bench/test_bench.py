@@ -20,6 +20,7 @@ import run
 import suites
 import train
 from config import parse_args
+from lib.curves import read_records
 from lib.errors import Failure, UserError
 from lib.weights import export_model
 from model import Transformer
@@ -71,7 +72,7 @@ def test_transformers_takes_the_same_first_steps(tmp_path, quick):
     export_model(suites.fill_randomly(Transformer(parse_args(flags).model_config), 0.08), folder)
     more = f"--dtype fp32 --compile none --weights {folder} --steps 3 --log_every 1 --out {tmp_path}/ours"
     assert train.main([*flags, *peers.SAME, *more.split()]) == 0
-    ours = [record for record in golden.read_records(tmp_path / "ours") if "loss" in record]
+    ours = [record for record in read_records(tmp_path / "ours") if "loss" in record]
     turn = common.train([peers.__file__, "transformers, fp32", folder, 1, math.inf, *flags], 3)
     for a, b in zip(ours, turn.records, strict=True):
         assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=peers.SAME_STEP)
