@@ -42,7 +42,7 @@ from lib.files import MISSING_FILE, amount, checksum, fsync_path, read_json, wit
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description="Lists, verifies or exports a run's checkpoints.")
     add = parser.add_argument
-    verbs = "list: compare sizes; verify: also checksums; export: write the newest intact one for Hugging Face"
+    verbs = "list: compare sizes; verify: also checksums; export: write the newest as a Hugging Face folder"
     add("verb", choices=("list", "verify", "export"), help=verbs)
     add("run", type=Path, help="run folder")
     add("out", type=Path, nargs="?", help="folder of the export")
@@ -134,7 +134,7 @@ class Saver:
     context manager waits for the save in progress. All ranks must make one."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, data: Loader, run: Run, start: int):
-        """start: the step at which the run began."""
+        """start: the last step before this start of the run."""
         self.model, self.optimizer, self.data, self.run = model, optimizer, data, run
         self.config, self.ranks = run.config, run.ranks
         self.ranks_of_thread = replace(self.ranks, control=self.ranks.saving)
@@ -246,8 +246,8 @@ def own_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> tuple[di
 
 
 def assign_files(layouts: dict[str, Layout]) -> None:
-    """Gives each tensor the name of the files with its shards, where * stands for the rank. Sizes are those of rank 0,
-    whose shards are the largest. It has all scalars, which every rank reads, so they come first, in one file."""
+    """Gives each tensor the name of the files with its shards, where * stands for the rank. Rank 0, whose shards are the
+    largest, decides the sizes. It has all scalars, which every rank reads, so they come first, in one file."""
     size = 0
     for layout in sorted(layouts.values(), key=lambda layout: len(layout.shape) > 0):
         number = size // FILE_BYTES
@@ -495,7 +495,7 @@ def refuse_empty(run: Path) -> None:
 
 
 def keep_lanes(config: Config) -> Config:
-    """--lanes 0 becomes the number of the checkpoint from which the run resumes, if there is one."""
+    """--lanes 0 becomes the number in the checkpoint that the run resumes, if there is a checkpoint."""
     for folder in _candidates(config) if not config.lanes else ():
         if manifest := read_json(folder / "manifest.json"):
             return replace(config, lanes=manifest.get("config", {}).get("lanes", LANES))
@@ -516,7 +516,7 @@ def _candidates(config: Config) -> list[Path]:
 
 
 def changes(resume_from: Checkpoint, config: Config) -> dict[str, list]:
-    """The settings that differ from the checkpoint's: {name: [old, new]}, without those that may always change."""
+    """{name: [old, new]} of the settings that differ from the checkpoint's, except settings that may always change."""
     new, default = (json.loads(json.dumps(asdict(c))) for c in (config, Config()))
     old = default | {"lanes": LANES} | resume_from.manifest["config"]  # flags that were added later had their default
     return {k: v for k, v in _differing(old, new).items() if k not in fields_that_resume("free")}
@@ -527,7 +527,7 @@ def _differing(old: dict, new: dict) -> dict[str, list]:
 
 
 def refuse_changes(resume_from: Checkpoint | None, config: Config) -> None:
-    """Refuses to resume with other settings, except those that --resume_override names. None: a fresh start."""
+    """Refuses to resume with other settings; --resume_override names exceptions. None: a fresh start."""
     if resume_from is None:
         return
     refused = {k: v for k, v in changes(resume_from, config).items() if k not in config.resume_override}

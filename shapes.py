@@ -96,8 +96,8 @@ class ModelConfig:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim} (dim / n_heads)")
         if self.top_k > self.n_experts:
             raise ValueError(f"top_k is {self.top_k}, but there are {self.n_experts} experts")
-        rows = self.max_seq_len if self.positions == "learned" else 2 * self.ffn_dim
-        width = max(self.vocab_size, rows, (self.n_heads + 2 * self.n_kv_heads) * self.head_dim)
+        qkv_dim = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        width = max(self.vocab_size, self.max_seq_len, 2 * self.ffn_dim, qkv_dim)
         if width * self.dim * max(self.n_experts, 1) >= 2**50 or max(self.n_layers, self.n_experts) > 10_000:
             raise ValueError(
                 f"no machine holds it: {self.n_layers} layers, {self.n_experts} experts, matrices of {width} x"

@@ -214,15 +214,15 @@ class Run:
         """Casts this step's vote and returns the outcome of the step before, so nobody waits for the answer. A request
         that the watchdog noticed on any rank, or a save that `failed` on a rank, ends the run on all ranks at the same
         step. All ranks must call, once a step."""
-        mine = bool(self.stop_reason or failed)
+        wants_to_stop = bool(self.stop_reason or failed)
         if self.ranks.world_size == 1:
-            return mine
+            return wants_to_stop
         outcome = False
         if self.pending_vote:
             work, vote = self.pending_vote
             work.wait(timedelta(seconds=ANSWER)) if self.stop_reason else work.wait()  # a peer may be dead
             outcome = bool(vote)
-        vote = torch.tensor(int(mine))
+        vote = torch.tensor(int(wants_to_stop))
         self.pending_vote = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.ranks.control, async_op=True), vote
         if self.config.profile:
             # torch may lose the events of all threads if a thread records its first while the profile ends
@@ -377,9 +377,9 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):  # not all have answered
                 self.store.wait([f"{key}complete"])
             answers = dict(map(json.loads, self.store.get(f"{key}answers").splitlines()))
-        places = [place for place, _ in answers.values()]
+        positions = [position for position, _ in answers.values()]
         silent = [f"rank {r} does not answer: stopped, gone, or cut off" for r in ranks if answers and r not in answers]
-        return silent or [text for place, text in answers.values() if place == min(places) < max(places)]
+        return silent or [text for position, text in answers.values() if position == min(positions) < max(positions)]
 
     def _end(self, what: str, state: str = "failed", code: int = 1) -> None:
         """Ends this process. state: for status.json; empty: the run folder is another job's by now."""

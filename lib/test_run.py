@@ -185,23 +185,24 @@ def test_hanging_ranks_name_the_one_behind_in_few_requests(ranks, silent):
     clients = {rank: dist.TCPStore("127.0.0.1", host.port, timeout=limit) for rank in {*range(ranks)} - {*silent}}
     for client in clients.values() if silent else ():
         client.set_timeout(timedelta(seconds=1))
-    told, stores = {}, {rank: mock.Mock(wraps=client) for rank, client in clients.items()}
+    named, stores = {}, {rank: mock.Mock(wraps=client) for rank, client in clients.items()}
 
-    def tell(rank: int) -> None:
+    def ask(rank: int) -> None:
         clock = SimpleNamespace(step=6 if rank == 2 else 7, stack=["saves"])
         run = SimpleNamespace(ranks=Ranks(rank, ranks, ALONE.device), clock=clock, groups=(), nonce="7")
         watchdog = SimpleNamespace(run=run, ranks=run.ranks, clock=clock, store=stores[rank])
         with mock.patch.object(guard.torch_private, "count_collectives", lambda group: 5):
-            told[rank] = guard.Watchdog._find_behind(watchdog)
+            named[rank] = guard.Watchdog._find_behind(watchdog)
 
-    threads = [threading.Thread(target=tell, args=(rank,)) for rank in stores]
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in stores]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     expected = [] if ranks == 1 else ["rank 4 does not answer"] if silent else ["rank 2 on .* its last step was 6"]
     for rank, requests in stores.items():
-        assert len(told[rank]) == len(expected) and all(map(re.match, expected, told[rank]))
+        assert len(named[rank]) == len(expected)
+        assert all(map(re.match, expected, named[rank]))
         assert len(requests.method_calls) <= 5
 
 

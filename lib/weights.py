@@ -179,7 +179,7 @@ class TensorFile:
 
 
 def _code_of(error: Exception) -> int:
-    """The errno in an error of the library; 0 if it is not one of the system's."""
+    """The errno in an error of the library; 0 if the system did not cause it."""
     return int(re.search(r"os error (\d+)|$", str(error))[1] or 0)
 
 
@@ -207,7 +207,7 @@ def _shift(ranges, origins):
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     """Writes a safetensors file, with the permissions of its folder, and syncs it to the disk. OSError: why the disk
-    refuses it, and what is needed and free."""
+    refuses it, and the bytes that are needed and free."""
     with_retries(path, partial(_write, path, tensors))
     progress.advance()
 
@@ -355,17 +355,19 @@ ADAPTER_HARMLESS = {
 
 def adapter_pieces(config: Settings) -> dict[str, list[Piece]]:
     """The tensors in PEFT's file for each parameter of the adapters."""
-    out, base = {}, pieces(config.model_config)
-    for name, layer in lora.layers(lora.meta_model(config)).items():
-        a, b = out[f"{name}.lora_A"], out[f"{name}.lora_B"] = [], []
-        start = 0
-        for piece, (rows, rank) in zip(base[f"{name}.weight"], layer.lora_blocks, strict=True):
-            if rank:
+    out, rank = {}, config.lora
+    for name, row in pieces(config.model_config).items():
+        a, b, start = [], [], 0
+        for piece in row:
+            if re.search(r"(\w+)_proj\.weight$|$", piece.name)[1] in config.lora_targets:
+                rows, width = piece.stored
                 stem = f"base_model.model.{piece.name.removesuffix('weight')}lora"
-                above = len(a) * rank
-                a.append(Piece(f"{stem}_A.weight", (slice(above, above + rank), slice(0, layer.in_features))))
+                a.append(Piece(f"{stem}_A.weight", (slice(len(a) * rank, (len(a) + 1) * rank), slice(0, width))))
                 b.append(Piece(f"{stem}_B.weight", (slice(start, start + rows), slice(0, rank))))
                 start += rows
+        if a:
+            layer = name.removesuffix(".weight")
+            out |= {f"{layer}.lora_A": a, f"{layer}.lora_B": b}
     return out
 
 
@@ -497,7 +499,7 @@ def export_model(model: Transformer, folder: Path | str, **how) -> None:
 
 
 class Trained(Protocol):
-    """What is read of a checkpoint.Checkpoint. This file does not import it."""
+    """The part of a checkpoint.Checkpoint that an export reads. This file does not import it."""
 
     config: Settings
     model_config: ModelConfig
@@ -519,7 +521,7 @@ def refuse_other_base(config: Settings, fingerprint: str, ranks: Ranks = ALONE) 
 
 
 def open_trained(saved: Trained, ranks: Ranks = ALONE) -> Read:
-    """read(name, slices) of all weights, with adapters merged into those of --weights. All ranks must call."""
+    """read(name, slices) of all weights, with adapters merged into the weights of --weights. All ranks must call."""
     config = saved.config
     refuse_other_base(config, saved.manifest["base"], ranks)
     if not config.lora:
@@ -587,7 +589,7 @@ def _turn_ends(tokenizer, chat):
 
 
 def _write_settings(tokenizer, path):
-    """Writes the tokenizer_config.json with which transformers 4 and 5 give our ids."""
+    """Writes the tokenizer_config.json that makes transformers 4 and 5 give our ids."""
     settings = tokenizer.names | (read_json(path) or {"clean_up_tokenization_spaces": False})
     if (path.parent / "tokenizer.json").exists():
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the class for Llama reads only the vocabulary
