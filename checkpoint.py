@@ -62,12 +62,13 @@ from torch import Tensor, nn
 
 from config import LANES, Config, fields_that_resume
 from data import Loader, merge_positions
+from lib.export import export_trained
 from lib.guards import compare_replicas
 from lib.machine import available_memory
 from lib.parts import local, shard_slices, sharding
 from lib.ranks import ALONE, Ranks, barrier, collect, gather, on_first_rank
 from lib.run import ANSWER, Run
-from lib.weights import Slices, TensorFile, assemble, base_fingerprint, export_trained, refuse_other_base, write_file
+from lib.weights import Slices, TensorFile, assemble, base_fingerprint, refuse_other_base, write_file
 from optim import DTYPES, Optimizer, trainable_parameters
 from shapes import ModelConfig, RopeScaling
 from shard import fill_tensors, free_gathered, uncompiled, whole_rows
@@ -246,8 +247,8 @@ def own_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> tuple[di
 
 
 def assign_files(layouts: dict[str, Layout]) -> None:
-    """Gives each tensor the name of the files with its shards, where * stands for the rank. Rank 0, whose shards are the
-    largest, decides the sizes. It has all scalars, which every rank reads, so they come first, in one file."""
+    """Gives each tensor the name of the files with its shards, where * stands for the rank. Rank 0 decides the sizes,
+    because its shards are the largest. It has all scalars, which every rank reads, so they come first, in one file."""
     size = 0
     for layout in sorted(layouts.values(), key=lambda layout: len(layout.shape) > 0):
         number = size // FILE_BYTES

@@ -110,7 +110,7 @@ def test_whatever_state_an_optimizer_has_is_kept(tmp_path):
 
 RESHARD = """
 import checkpoint, test_checkpoint
-from lib import weights
+from lib import export
 from pathlib import Path
 from config import parse_args
 from optim import make_optimizer
@@ -134,8 +134,8 @@ test_checkpoint.save(run, 4, model, optimizer, {{"samples": 5}}, config, ranks, 
 saved = checkpoint.find(config)[0]
 checkpoint.restore(saved, model, optimizer, ranks, config)
 test_checkpoint.save(run, 5, model, optimizer, {{"samples": 5}}, config, ranks, mesh, 4)
-weights.FILE_BYTES = 10**5
-weights.export_trained(saved, run / "hf", torch.float32, ranks)
+export.FILE_BYTES = 10**5
+export.export_trained(saved, run / "hf", torch.float32, ranks)
 if ranks.rank == 1:
     checkpoint._write_shards = lambda *args: open("/no/such/folder")
 try:

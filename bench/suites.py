@@ -20,8 +20,8 @@ import torch  # isort: skip
 from config import parse_args
 from generate import sample
 from lib.errors import Failure
+from lib.export import export_model
 from lib.families import config_json
-from lib.weights import export_model
 from model import Transformer
 from peers import race_training, transformers
 from shapes import MODELS, ModelConfig

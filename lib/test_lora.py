@@ -18,7 +18,8 @@ import shard
 from config import parse_args
 from lib import lora
 from lib.errors import UserError
-from lib.weights import export_adapter, export_model, open_adapter, open_trained, open_weights
+from lib.export import export_adapter, export_model
+from lib.weights import open_adapter, open_trained, open_weights
 from model import MODELS, Transformer, random_init
 from optim import trainable_parameters
 from test_model import error

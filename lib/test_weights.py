@@ -14,10 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lib import families, weights
+from lib import export, families, weights
 from lib.errors import UserError
+from lib.export import export_model
 from lib.families import config_json, dropout_note
-from lib.weights import TensorFile, export_model, find_files, open_weights
+from lib.weights import TensorFile, find_files, open_weights
 from model import MODELS, ModelConfig, Transformer
 from test_model import FAMILY, error, make_reference, random_tokens
 from test_shard import load_model, run_code
@@ -138,16 +139,17 @@ MEMORY = """
 import ctypes, sys
 from pathlib import Path
 import torch
-from lib import weights
+from lib import export
 from lib.families import read_config
+from lib.weights import open_weights
 from test_shard import load_model, peak_rss
 
-weights.FILE_BYTES = 2 * 10**7
+export.FILE_BYTES = 2 * 10**7
 ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: freed memory is returned at once, in any thread
 for name in ("small", "large"):  # the small model pays for everything that happens once
     source, copy = (Path(sys.argv[1]) / folder for folder in (name, f"{name}-copy"))
     config, before = read_config(source), peak_rss(reset=True)
-    weights.export(config, weights.open_weights(source, config), copy, torch.bfloat16)
+    export.export(config, open_weights(source, config), copy, torch.bfloat16)
     exported = peak_rss()
     model = load_model(copy, torch.bfloat16)
     loaded = peak_rss()
@@ -187,7 +189,7 @@ def test_import_export_import(tmp_path, monkeypatch, name, dtype):
     assert (len(find_files(source)) > 2) == (shard == "20KB")
     assert error(load_model(source).logits(TOKENS), reference(name, dtype)(TOKENS).logits) < 1e-5
     export_model(load_model(source, dtype), tmp_path / "single")
-    monkeypatch.setattr(weights, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
     export_model(load_model(tmp_path / "single", dtype), tmp_path / "sharded")
     expected = load_theirs(source, dtype)[0](TOKENS).logits
     assert same_bits(tensors_of(tmp_path / "single"), tensors_of(source))
