@@ -213,8 +213,8 @@ class Block(nn.Module):
         return x + self.mlp_norm(y), router
 
 
-# The limit for the logits that exist at once. Each chunk reads and writes the weight's gradient once. This costs little
-# if the logits are 5 times as large as the gradient (fp32), which takes at most a fifth of the limit.
+# Bytes of the logits that exist at once: 5 times those of the weight's fp32 gradient, which each chunk reads and
+# writes, so that this costs little; but at most CHUNK_BYTES, and at least a fifth of it.
 CHUNK_BYTES = 2**29
 
 
@@ -237,7 +237,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, grads: bool) -> Tensor:
     target_grad = torch.where(trained, torch.expm1(-loss), 0.0)  # exp(-loss) is the target's probability
     lse = lse.masked_fill(~trained, math.inf)  # gives ignored targets a gradient of 0
     if torch.compiler.is_compiling():  # one loop that writes in place: a scatter, or a longer loop, would make a copy
-        lse, target_grad = torch.cat((lse, target_grad), 1).split(1, 1)
+        lse, target_grad = torch.cat((lse, target_grad), 1).split(1, 1)  # stored: the loop does not compute them again
         logits.copy_(torch.where(torch.arange(x.shape[1], device=x.device) == picked, target_grad, (x - lse).exp()))
     else:
         logits.copy_(x.sub_(lse).exp_().scatter_(1, picked, target_grad))
@@ -274,25 +274,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, grads: bool, cross_entropy) -> tuple[Tensor, Tensor]:
         w, V = padded(weight, x.dtype), len(weight)
-        size = min(CHUNK_BYTES, max(CHUNK_BYTES // 5, 20 * w.numel()))
-        rows = chunk_rows(len(x), size // (w.shape[0] * w.itemsize))
-        losses, trains = [], grads and weight.requires_grad
-        as_they_are = weight.dtype == x.dtype and rows == len(x)  # else chunks add up in fp32
-        dw = x.new_zeros(w.shape if trains and not as_they_are else 0, dtype=torch.float32)
-        dx = torch.empty_like(x) if grads else None
+        chunk_bytes = min(CHUNK_BYTES, max(CHUNK_BYTES // 5, 20 * w.numel()))
+        rows = chunk_rows(len(x), chunk_bytes // (w.shape[0] * w.itemsize))
+        needs_dw = grads and weight.requires_grad
+        adds_up = rows < len(x) or weight.dtype != x.dtype  # else one product is the gradient, in the right dtype
+        dw = x.new_zeros(w.shape, dtype=torch.float32) if needs_dw and adds_up else None
+        dx, losses = torch.empty_like(x) if grads else None, []
         for a in range(0, len(x), rows):
-            part = x[a : a + rows]
-            logits = part @ w.T
+            chunk = x[a : a + rows]
+            logits = chunk @ w.T
             losses.append(cross_entropy(logits[:, :V], targets[a : a + rows], grads))
             if grads:
                 dx[a : a + rows] = logits @ w  # the logits have become their gradient
-            if trains and as_they_are:
-                dw = logits.T @ part
-            elif trains:
-                add_product(dw, logits.T, part)
+            if needs_dw and adds_up:
+                add_product(dw, logits.T, chunk)
+            elif needs_dw:
+                dw = logits.T @ chunk
             del logits  # before the next chunk's
         if grads:
-            ctx.save_for_backward(dx, dw[:V].to(weight.dtype))
+            ctx.save_for_backward(dx, dw[:V].to(weight.dtype) if needs_dw else None)
         losses = torch.cat(losses)
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
@@ -300,7 +300,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor, _):
         dx, dw = ctx.saved_tensors
-        return dx * grad, dw.mul_(grad), None, None, None  # dw is as large as the weight
+        if dw is not None:
+            dw.mul_(grad)  # in place: it is as large as the weight
+        return dx * grad, dw, None, None, None
 
 
 class LossHead(nn.Module):
@@ -339,8 +341,9 @@ def document_begins(positions: Tensor) -> Tensor:
 class Details(NamedTuple):
     """Sums of one forward pass that the log reports, without gradient.
 
-    row_losses: fp32 [B]. router_sums: None without experts; else fp32 [L + 2, E]: the tokens assigned to each expert of
-    each layer; then, the same in all columns, the balancing loss times the trained tokens, and the trained tokens."""
+    row_losses: fp32 [B]. router_sums: None without experts, else fp32 [L + 2, E]. Rows 0 ... L - 1: the tokens assigned
+    to each expert of a layer. Row L: the balancing loss times the trained tokens. Row L + 1: the trained tokens. Each
+    of the last two rows repeats one number."""
 
     row_losses: Tensor
     router_sums: Tensor | None
@@ -386,8 +389,8 @@ class Transformer(nn.Module):
         return (loss, Details(row_losses, router_sums)) if details else loss
 
     def logits(self, tokens: Tensor, positions: Tensor | None = None, cache=None, last: bool = False) -> Tensor:
-        """[B, T, V] fp32; last: only each row's last token, [B, 1, V]. With a cache, `tokens` continue the cached
-        tokens and are added to them."""
+        """[B, T, V] fp32; last: only each row's last token, [B, 1, V]. With a cache, the first call may give it many
+        tokens, and each later call adds one."""
         x, _ = self._hidden(tokens, positions, cache)
         return self.lm_head(x[:, -1:] if last else x)
 
@@ -471,8 +474,8 @@ def random_init(
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
             values = torch.empty(min(INIT_CHUNK, math.prod(shape) - start)).normal_(0.0, std, generator=generator)
             a = max(begin, start)
-            part = values[a - start : end - start]
-            out[a - begin : a - begin + len(part)] = part
+            kept = values[a - start : end - start]
+            out[a - begin : a - begin + len(kept)] = kept
         return out.view(-1, *shape[1:])[(slice(None), *slices[1:])]
 
     return read

@@ -297,11 +297,18 @@ def shard_model(
 FILL_BYTES = 2**25  # of a rank's shard, read, sent and copied at a time; small parameters share a message of this size
 
 
-def fill_parameters(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor], load: str = "direct") -> None:
-    """Gives every parameter its values: read(name, slices) returns a part of them, on the CPU, in any dtype.
-    direct: every rank reads the values that it keeps; rank0: only rank 0 reads, and sends each rank its shard. Both
-    work chunk by chunk, and read the next one while others are sent and copied. All ranks must call."""
-    fill_tensors(list(model.named_parameters()), read, load)
+def fill_parameters(
+    model: nn.Module,
+    read: Callable[[str, tuple[slice, ...]], Tensor],
+    load: str = "direct",
+    only_frozen: bool = False,
+) -> None:
+    """Gives every parameter, or every frozen one, its values: read(name, slices) returns a part of them, on the CPU, in
+    any dtype. direct: every rank reads the values that it keeps; rank0: only rank 0 reads, and sends each rank its
+    shard. Both work chunk by chunk, and read the next one while others are sent and copied. All ranks must call."""
+    named = [(name, p) for name, p in model.named_parameters() if not (only_frozen and p.requires_grad)]
+    if named:
+        fill_tensors(named, read, load)
     fill_quantized(model, read, load)
 
 

@@ -235,7 +235,7 @@ def build(config: Config, ranks: Ranks, mesh, row_group=None) -> Transformer:
 def fill(model, optimizer, data, resume_from, weights, config: Config, ranks: Ranks) -> None:
     """Sets parameters, moments and the position in the data from a checkpoint, weights or random values. All ranks."""
     if resume_from:
-        shard.fill_frozen(model, weights, config.load)
+        shard.fill_parameters(model, weights, config.load, only_frozen=True)
         checkpoint.restore(resume_from, model, optimizer, ranks, config)
         # Rank 0 compares the data with the checkpoint's; below, all ranks take its position.
         on_first_rank(lambda: data.load_state_dict(resume_from.manifest["position"]), ranks)
