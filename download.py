@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from lib.errors import Failure, Parser, UserError, prepare_python, run_script
-from lib.files import amount, read_json, write_whole
+from lib.files import amount, read_json
 from lib.hub import ask_hub, find_damage, guard_token, hub_errors, record_of, refuse_names, split_name, write_record
 
 DEFAULT = "meta-llama/Llama-3.1-405B"
@@ -51,26 +51,25 @@ def download(args: argparse.Namespace, command: str) -> None:
     from huggingface_hub import constants, hf_hub_download
 
     commit, files = list_files(args.repo, args.revision)
-    source = split_name(args.repo) | {"revision": commit}
-    cache = Path(constants.HF_HUB_CACHE) / f"{source['repo_type']}s--{source['repo_id'].replace('/', '--')}"
-    folder = Path(args.out).expanduser() if args.out else cache / "snapshots" / commit
-    source["local_dir"] = folder if args.out else None
+    source = split_name(args.repo)
+    root = Path(constants.HF_HUB_CACHE) / f"{source['repo_type']}s--{source['repo_id'].replace('/', '--')}"
+    folder = root / "snapshots" / commit
+    if args.out:
+        root = folder = source["local_dir"] = Path(args.out).expanduser()
     if not args.verify:
         fetch(args, command, files, folder, source)
     elif not folder.is_dir():
         raise UserError(f"{args.revision} is {commit}, and there is no {folder}: name your commit as --revision")
     damaged = compare(folder, files)
-    if damaged and not args.verify:
+    if not args.verify:
         for name in damaged:
-            hf_hub_download(filename=name, force_download=True, **source)
+            hf_hub_download(filename=name, revision=commit, force_download=True, **source)
         damaged = compare(folder, files)
         for path in ((folder / name).resolve() for name in damaged):
-            if path.is_relative_to((source["local_dir"] or cache).resolve()):  # else a link led there
+            if path.is_relative_to(root.resolve()):  # else a link led there
                 path.unlink(missing_ok=True)
     if damaged:
-        raise Failure(
-            f"{len(damaged)} files are missing or damaged in {folder} ({damaged[0]} ...): download them again"
-        )
+        raise Failure(f"{len(damaged)} files are missing or damaged in {folder} ({damaged[0]} ...): repeat the command")
     print(f"Done: verified, in {folder}\nRevision {commit}")
 
 
@@ -79,8 +78,8 @@ def fetch(args: argparse.Namespace, command: str, files: dict, folder: Path, sou
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import filter_repo_objects
 
-    allow, ignore = choose_patterns(args, source["repo_type"], [*files])
-    selected = {name: files[name] for name in filter_repo_objects(files, allow_patterns=allow, ignore_patterns=ignore)}
+    patterns = choose_patterns(args, source["repo_type"], [*files])
+    selected = {name: files[name] for name in filter_repo_objects(files, **patterns)}
     if not selected:
         raise UserError(f"{args.repo}: none of its {len(files)} files is selected: {', '.join([*files][:8])}")
     record, name = read_json(record_of(folder)), f"{args.repo}@{args.revision}"
@@ -89,12 +88,7 @@ def fetch(args: argparse.Namespace, command: str, files: dict, folder: Path, sou
     print(f"{name}: {len(selected)} files, {amount(sum(size for size, _ in selected.values()))}", flush=True)
     hashes = {file: value for file, (_, value) in selected.items()}
     write_record(folder, record | {"source": name, "command": command, "hashes": hashes})
-    if not args.out and args.revision != source["revision"]:
-        # huggingface_hub writes this file only if it looks up the commit itself.
-        reference = folder.parents[1] / "refs" / args.revision
-        reference.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(reference, source["revision"])
-    snapshot_download(allow_patterns=allow, ignore_patterns=ignore, **source)
+    snapshot_download(revision=args.revision, **patterns, **source)
 
 
 def compare(folder: Path, files: dict) -> list[str]:
@@ -105,20 +99,23 @@ def compare(folder: Path, files: dict) -> list[str]:
     return find_damage(folder, record | {"hashes": hashes, "verified": {}})
 
 
-def choose_patterns(args: argparse.Namespace, kind: str, names: list[str]) -> tuple[list[str] | None, list[str]]:
-    """-> (patterns of the files to download, or None for all; patterns of the files to leave out)"""
-    ignore = [".cache/*", *args.exclude, *(["*.safetensors*", "*.bin", *PICKLES] if args.skip_model else ())]
-    if args.include:
-        return args.include, ignore
-    if kind == "dataset":
-        return None, [*PICKLES, ".git*", "*.md", "*.py", *ignore]
-    others = [name for name in names if Path(name).suffix in (".safetensors", ".bin", ".pth", ".pt")]
-    if others and not args.skip_model and not any(fnmatch(name, pattern) for name in names for pattern in WEIGHTS):
-        raise UserError(
-            f"{args.repo} has weights only as {others[0]} and the like, but {', '.join(WEIGHTS)} can be loaded:"
-            " --skip_model downloads the other files"
-        )
-    return CONFIGURATION + WEIGHTS, ["*/*", *ignore]
+def choose_patterns(args: argparse.Namespace, kind: str, names: list[str]) -> dict[str, list[str] | None]:
+    """huggingface_hub's arguments for the files to download (None: all) and the files to leave out."""
+    allow, ignore = args.include or None, [".cache/*", *args.exclude]
+    if args.skip_model:
+        ignore += ["*.safetensors*", "*.bin", *PICKLES]
+    if not allow and kind == "dataset":
+        ignore += [*PICKLES, ".git*", "*.md", "*.py"]
+    elif not allow:
+        others = [name for name in names if Path(name).suffix in (".safetensors", ".bin", ".pth", ".pt")]
+        if others and not args.skip_model and not any(fnmatch(name, known) for name in names for known in WEIGHTS):
+            raise UserError(
+                f"{args.repo} has weights only as {others[0]} and the like, but {', '.join(WEIGHTS)} can be loaded:"
+                " --skip_model downloads the other files"
+            )
+        allow = CONFIGURATION + WEIGHTS
+        ignore.append("*/*")
+    return {"allow_patterns": allow, "ignore_patterns": ignore}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -132,11 +129,11 @@ def make_parser() -> argparse.ArgumentParser:
     flag("repo", nargs="?", default=DEFAULT, metavar="REPO", help="ORG/NAME or datasets/ORG/NAME (%(default)s)")
     flag("--revision", default="main", metavar="R", help="branch, tag or commit (%(default)s)")
     flag("--skip_model", "--skip-model", action="store_true", help="configuration and tokenizer only")
-    several = {"action": "append", "default": [], "metavar": "PATTERN"}
-    flag("--include", **several, help="only files whose path matches (* is anything); may be repeated")
-    flag("--exclude", **several, help="leave these files out; may be repeated")
-    flag("--verify", action="store_true", help="download nothing: hash the files that are there")
-    flag("--out", default="", metavar="DIR", help="a folder for plain files (default: the cache in HF_HOME)")
+    patterns = {"action": "append", "default": [], "metavar": "PATTERN"}
+    flag("--include", **patterns, help="only files whose path matches (* is anything); may be repeated")
+    flag("--exclude", **patterns, help="leave these files out; may be repeated")
+    flag("--verify", action="store_true", help="download nothing: hash the files that exist")
+    flag("--out", default="", metavar="DIR", help="a folder for plain files (default: the cache)")
     return parser
 
 

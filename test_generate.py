@@ -431,7 +431,7 @@ def test_what_another_version_wrote_is_refused(tmp_path):
     *((words, "give --chat too") for words in ("--system x", "--tools x")),
     ("--promt x", "did you mean --prompt"), ("--run {empty} --promt x --tokns 3", "did you mean --prompt, --tokens"),
     ("--run {empty}", "neither the checkpoints.* nor .*config.json"),
-    ("--run {empty}/nothing", "no such folder"),
+    ("--run {empty}/nothing", "no folder or file"),
     ("--run {run} --tokenizer {llama3}", "the tokenizer has 1500 ids, the model a vocabulary of 258"),
 ])  # fmt: skip
 def test_mistakes_are_refused(hub, tmp_path, words, message):

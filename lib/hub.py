@@ -34,8 +34,8 @@ def local_path(spec: str, flag: str) -> Path:
     record = read_json(record_of(path))
     if is_first and (damaged := find_damage(path, record)):
         raise UserError(
-            f"{flag} {spec}: {len(damaged)} files are missing or damaged in {path} ({damaged[0]} ...): the download is"
-            f" incomplete; continue it with: {record.get('command') or _command_for(path)}"
+            f"{flag} {spec}: {len(damaged)} files are missing or damaged in {path} ({damaged[0]} ...): continue the"
+            f" download with: {record.get('command') or _command_for(path)}"
         )
     return path
 
@@ -59,7 +59,7 @@ def find_snapshot(spec: str, flag: str) -> Path:
         if folder.name == "runs" or "/" in spec and folder.is_dir():
             names = sorted(path.name for path in folder.glob("*"))
             reason = f"; {folder} has {', '.join(names[:20]) or 'none'}"
-    raise UserError(f"{flag} {spec}: no such folder or file{reason}")
+    raise UserError(f"{flag} {spec}: there is no folder or file of this name{reason}")
 
 
 def split_name(name: str) -> dict[str, str]:
@@ -161,7 +161,7 @@ def refuse_names(names: Iterable[str], repo: str) -> None:
     """UserError if a listing has a name that could lead out of the folder of a download."""
     for name in names:
         if any(re.search(pattern, name) for pattern in BAD_NAMES):
-            raise UserError(f"{repo} lists a file {name!r}, which is no path inside a folder")
+            raise UserError(f"{repo} lists a file {name!r}, which leads out of a folder")
 
 
 @contextlib.contextmanager
@@ -188,10 +188,10 @@ def _describe_hub_error(error: Exception, repo: str) -> Message:
     page, response = f"{constants.ENDPOINT}/{repo}", getattr(error, "response", None)
     status = getattr(response, "status_code", 0)
     messages = {
-        errors.OfflineModeIsEnabled: "nothing can be downloaded while HF_HUB_OFFLINE is set: unset it",
-        errors.HFValidationError: f"{repo}: not the name of a repository; expected ORG/NAME or datasets/ORG/NAME",
+        errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE forbids downloads: unset it",
+        errors.HFValidationError: f"{repo}: not the name of a repository, as ORG/NAME or datasets/ORG/NAME",
         errors.GatedRepoError: f"{repo} is gated: accept its licence at {page}, then {log_in}",
-        errors.RevisionNotFoundError: f"no such revision: {page}/tree/main has the branches and tags",
+        errors.RevisionNotFoundError: f"the revision does not exist: {page}/tree/main lists the branches and tags",
         errors.RepositoryNotFoundError: f"there is no {page}, or it is private: check the spelling, or {log_in}",
     }
     for kind, message in messages.items():
