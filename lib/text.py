@@ -28,7 +28,6 @@ import logging
 import multiprocessing
 import os
 import platform
-import re
 import shutil
 import struct
 import sys
@@ -108,8 +107,11 @@ def knows_text(config) -> bool:
 def split_weight(spec: str) -> tuple[str, Fraction | None]:
     """An entry of --data, which may end in :NUMBER -> (path or pattern, weight in a mixture or None)."""
     spec = spec.removeprefix("file://")
-    parts = re.fullmatch(r"(.+):(-?(?:\d+\.?\d*|\.\d+))", spec)
-    return (parts[1], Fraction(parts[2])) if parts and not Path(spec).exists() else (spec, None)
+    path, _, weight = spec.rpartition(":")
+    with contextlib.suppress(ValueError):
+        if path and not Path(spec).exists():
+            return path, Fraction(weight)
+    return spec, None
 
 
 def find_files(spec: str, flag: str) -> list["TextFile"]:

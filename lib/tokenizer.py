@@ -85,7 +85,7 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def _library_errors(problem: str) -> Iterator[None]:
-    """UserError instead of the libraries' errors, which have no common class. A panic of tokenizers is no Exception."""
+    """UserError instead of the libraries' errors, which have no common class; a panic is a BaseException."""
     try:
         yield
     except BaseException as e:
@@ -114,7 +114,7 @@ class SentencePiece(Tokenizer):
     """A tokenizer.model. Like in transformers, tokenizer_class and two settings decide whether a text gets a space
     before it: add_prefix_space, and legacy, whether also a text that follows a control token."""
 
-    def __init__(self, model: bytes, settings: dict, special: list[str]):
+    def __init__(self, model: bytes, settings: dict, added: list[dict], special: list[str]):
         from sentencepiece import SentencePieceProcessor
 
         is_llama = settings.get("tokenizer_class", "").startswith("LlamaTokenizer")
@@ -125,7 +125,7 @@ class SentencePiece(Tokenizer):
         # Of concatenated protobuf messages the last value counts, here normalizer_spec.add_dummy_prefix = false.
         with_space, without_space = (SentencePieceProcessor(model_proto=model + m) for m in (b"", b"\x1a\x02\x18\x00"))
         self.processor = processor = with_space if has_space else without_space
-        self.without_space = without_space
+        self.without_space, self.flags = without_space, added
         self.vocab = {processor.id_to_piece(i): i for i in range(processor.vocab_size())}
         self.control = {piece: i for piece, i in self.vocab.items() if processor.is_control(i)}
         known = {piece for piece in special if piece in self.vocab and not processor.is_unknown(self.vocab[piece])}
@@ -223,20 +223,18 @@ def _load(path: Path) -> Tokenizer:
 
 
 def _read_tokenizer(source: Path) -> Tokenizer:
-    folder, data = source.parent, read_file(source)
-    files = [read_object(folder / name) for name in SETTINGS_FILES if (folder / name).is_file()]
-    settings = {key: value for file in files for key, value in file.items() if value not in (None, [], {})}
-    texts = {key: _content(token) for key, token in settings.items() if key.endswith("_token")}
-    names = {key: text for key, text in texts.items() if isinstance(text, str)}
-    added = [*settings.get("added_tokens_decoder", {}).values()]
-    lists = [settings.get(key, []) for key in SPECIAL_LISTS]
-    listed = [_content(t) for tokens in lists for t in (tokens.values() if isinstance(tokens, dict) else tokens)]
-    if is_json := data.lstrip().startswith(b"{"):
-        tokenizer = JsonTokenizer(data, added, [*names.values(), *listed])
-    else:
-        tokenizer = SentencePiece(data, settings, [*names.values(), *listed])
-        tokenizer.flags = added
-    if absent := {*listed, *(token["content"] for token in added)} - tokenizer.vocab.keys():
+    folder, data, settings, listed = source.parent, read_file(source), {}, []
+    for file in (folder / name for name in SETTINGS_FILES):
+        read = read_object(file) if file.is_file() else {}
+        settings |= {key: value for key, value in read.items() if value not in (None, [], {})}
+    for tokens in (settings.get(key, []) for key in SPECIAL_LISTS):
+        listed += map(_text_of, tokens.values() if isinstance(tokens, dict) else tokens)
+    names = {key: _text_of(token) for key, token in settings.items() if key.endswith("_token")}
+    names = {key: text for key, text in names.items() if isinstance(text, str)}
+    added, special = [*settings.get("added_tokens_decoder", {}).values()], [*names.values(), *listed]
+    is_json = data.lstrip().startswith(b"{")
+    tokenizer = JsonTokenizer(data, added, special) if is_json else SentencePiece(data, settings, added, special)
+    if absent := {*listed, *map(_text_of, added)} - tokenizer.vocab.keys():
         raise UserError(
             f"{source.name} lacks {', '.join(sorted(absent))}, which tokenizer_config.json names: {CONVERT}"
         )
@@ -248,14 +246,15 @@ def _read_tokenizer(source: Path) -> Tokenizer:
     tokenizer.vocab_size = max(tokenizer.vocab.values()) + 1
     _set_ends(tokenizer, names, settings.get("eos_token_id", []))
     tokenizer.templates = templates = _read_templates(folder, settings.get("chat_template", {}))
-    message = f"the folder has the templates {', '.join(templates)}, but none is called default"
-    tokenizer.chat_template = templates.get("default", f"{{{{ raise_exception({message!r}) }}}}" if templates else "")
-    rest = [tokenizer.bos_id, tokenizer.eos_id, sorted(tokenizer.control), tokenizer.chat_template]
+    if templates:
+        problem = f"the folder has the templates {', '.join(templates)}, but none is called default"
+        tokenizer.chat_template = templates.get("default", f"{{{{ raise_exception({problem!r}) }}}}")
+    identity = [tokenizer.bos_id, tokenizer.eos_id, sorted(tokenizer.control), tokenizer.chat_template]
     traits = [tokenizer.strips, tokenizer.is_llama, tokenizer.legacy]
-    rest += traits if traits != [{}, False, True] else []
-    tokenizer.fingerprint = hashlib.sha256(data + json.dumps(rest).encode()).hexdigest()[:16]
-    others = (*COPIED_FILES, *TOKENIZER_FILES) if source.name in TOKENIZER_FILES else COPIED_FILES
-    others += tuple(f"{NAMED_TEMPLATES}/{name}.jinja" for name in templates)
+    identity += traits if traits != [{}, False, True] else []
+    tokenizer.fingerprint = hashlib.sha256(data + json.dumps(identity).encode()).hexdigest()[:16]
+    others = [*COPIED_FILES, *(f"{NAMED_TEMPLATES}/{name}.jinja" for name in templates)]
+    others += TOKENIZER_FILES if source.name in TOKENIZER_FILES else ()
     tokenizer.files = {folder / name: name for name in others if (folder / name).is_file()}
     tokenizer.files[source] = "tokenizer.json" if is_json else "tokenizer.model"
     return tokenizer
@@ -273,7 +272,7 @@ def _read_templates(folder: Path, setting: str | list | dict) -> dict[str, str]:
     return {"default": setting} if isinstance(setting, str) else setting
 
 
-def _content(token: str | dict) -> str:
+def _text_of(token: str | dict) -> str:
     return token["content"] if isinstance(token, dict) else token
 
 
@@ -285,11 +284,8 @@ def _set_ends(tokenizer: Tokenizer, names: dict[str, str], ids: int | list[int])
     bos, eos = names["bos_token"], names["eos_token"]
     if not {bos, eos} <= control.keys():
         raise UserError(
-            f"BOS {bos!r} or EOS {eos!r} is no control token: name them in its folder's tokenizer_config.json"
+            f"BOS {bos!r} or EOS {eos!r} is not a control token: name them in its folder's tokenizer_config.json"
         )
     tokenizer.names, tokenizer.bos_id, tokenizer.eos_id = names, control[bos], control[eos]
     tokenizer.eos_ids = (ids if isinstance(ids, list) else [ids]) or [control[eos]]
     tokenizer.stop_ids = {control[name] for name in (bos, eos, *STOP_NAMES) if name in control}.union(tokenizer.eos_ids)
-
-
-# ---- chat
