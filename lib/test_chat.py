@@ -245,6 +245,9 @@ ROWS = [
     ("plain", {"conversations": _two(), "system": "Be brief."}, "«systemBe brief.»«userWhy?»«assistant[[So.»]]"),
     ("plain", {"conversation": [{"role": "user", "content": "Why?"}, {"role": "bot", "content": "So."}]},
      "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"messages": [ASK | {"weight": None}, ANSWER | {"tool_calls": None}], "system": None, "text": "Why? So."},
+     "«userWhy?»«assistant[[So.»]]"),
+    ("plain", {"ask": "Why?", "say": "So.", "sys": ""}, "«userWhy?»«assistant[[So.»]]"),
     ("plain", {"prompt": "Why?", "completion": "So."}, "«userWhy?»«assistant[[So.»]]"),
     ("plain", {"prompt": [ASK], "completion": [ANSWER]}, "«userWhy?»«assistant[[So.»]]"),
     ("plain", {"prompt": "Why?", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER | {"content": "No."}]},
@@ -323,13 +326,21 @@ def test_rows_are_rendered(template, row, marked, tokenizers_of):
         assert mask == expected["assistant_masks"] or any("weight" in message for message in messages)
 
 
-@pytest.mark.parametrize("family, marked", [
-    ("llama", "<s>[INST] Why? [/INST][[ So. </s>]]<s>[INST] Why? [/INST]"),
-    ("mixtral", "<s>[INST] Why? [/INST][[ So.</s>]][INST] Why? [/INST]"),
+@pytest.mark.parametrize("kind, family, marked", [
+    ("bytes", "llama", "<s>[INST] <<SYS>>\nB\n<</SYS>>\n\nU [/INST][[ A </s>]]<s>[INST] V [/INST]"),
+    ("bytes", "mixtral", "<s>[INST] B\n\nU [/INST][[ A</s>]][INST] V [/INST]"),
+    ("llama3", "llama",
+     "<|begin_of_text|>«system»B<|eot_id|>«user»U<|eot_id|>«assistant»[[A<|eot_id|>]]«user»V<|eot_id|>«assistant»"
+     .replace("«", "<|start_header_id|>").replace("»", "<|end_header_id|>\n\n")),
+    ("qwen", "llama", "<|im_start|>system\nB<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+     "[[A<|im_end|>]]\n<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n"),
 ])  # fmt: skip
-def test_our_templates_train_on_answers(family, marked):
-    ours = T.load_tokenizer("bytes")
-    ids, mask = render_chat(ours, [ASK, ANSWER, ASK], chat_template(ours, family))
+def test_our_templates_are_the_published_formats_and_train_on_answers(kind, family, marked, tmp_path):
+    """As the model cards of Llama 2 and 3 and Mixtral, and OpenAI's page on ChatML, print them."""
+    ours = T.load_tokenizer(kind if kind == "bytes" else _write(tmp_path, tokenizer__json=_json(kind)))
+    roles = ("system", "user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, "BUAV", strict=True)]
+    ids, mask = render_chat(ours, messages, chat_template(ours, family))
     assert decode_marked(ours, ids, mask, False) == marked
 
 

@@ -26,7 +26,7 @@ from lib import text
 from lib.chat import chat_template, render_chat
 from lib.errors import Failure, UserError
 from lib.test_tokenizer import _chat_tokenizer
-from lib.text import BEGINS, ID, TRAINED, Encoder, TextRow, find_files, find_shard, verify
+from lib.text import BEGINS, TRAINED, Encoder, TextRow, find_files, find_shard, verify
 from lib.tokenizer import load_tokenizer
 from test_download import serve as download_server
 
@@ -419,55 +419,27 @@ def test_one_of_a_few_rows_is_held_out(tmp_path, row):
     assert len(tokens(tmp_path / "out", "train")) == 2 * len(tokens(tmp_path / "out", "val")) > 0
 
 
-# ---- conversations
-
-PARTS = [{"type": "text", "text": "W"}, {"type": "text", "text": "hy?", "image": None}]
-SHARE = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
-SAME = {  # rows that are the same conversation
-    "messages": {"messages": [ASK, ANSWER]},
-    "beside text": {"messages": [ASK, ANSWER | {"tool_calls": None}], "text": "Why? So.", "system": None},
-    "parts": {"messages": [ASK | {"content": PARTS}, ANSWER]},
-    "ShareGPT": {"id": 1, "conversations": SHARE},
-    "one": {"conversation": [SHARE[0] | {"from": "user"}, SHARE[1] | {"from": "assistant"}]},
-    "completion": {"prompt": "Why?", "completion": "So."},
-    "lists": {"prompt": [ASK], "completion": [ANSWER]},
-    "chosen": {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
-    "chosen whole": {"prompt": "Why?", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]},
-    "Alpaca": {"instruction": "Why?", "input": "", "output": "So.", "text": "### Instruction: Why?"},
-    "an empty hint": {"hint": "", "ask": "Why?", "say": "So."},
-    "JSON text": {"messages": json.dumps([ASK, ANSWER])},
-    "weights": {"messages": [ASK | {"weight": None}, ANSWER | {"weight": 1, "train": True}]},
-}
-BRIEF = {"role": "system", "content": "Be brief."}
-SYSTEM = {  # the same, with a system message
-    "messages": {"messages": [BRIEF, ASK, ANSWER]},
-    "ShareGPT": {"conversations": [{"from": "system", "value": "Be brief."}, *SHARE]},
-    "beside": {"system": "Be brief.", "conversations": SHARE},
-    "Alpaca": {"instruction": "Why?", "output": "So.", "system": "Be brief."},
-    "fields": {"hint": "Be brief.", "ask": "Why?", "say": "So."},
-}
+# ---- conversations; lib/test_chat.py has the forms of rows
 
 
-def test_rows_that_are_conversations(tmp_path):
-    """The usual forms on the hub. Files from Windows begin with a BOM."""
-    tokenizer, encode = load_tokenizer("bytes"), Encoder("bytes", chat_fields=("hint", "ask", "say"))
-    for rows_, messages in ((SAME, [ASK, ANSWER]), (SYSTEM, [BRIEF, ASK, ANSWER])):
-        ids, mask = render_chat(tokenizer, messages, chat_template(tokenizer, "llama"))
-        bom = "\ufeff" * (rows_ is SYSTEM)
-        (tmp_path / "a.jsonl").write_text(bom + "".join(json.dumps(row) + "\n" for row in rows_.values()))
-        found = [encode(row) for row in find_files(str(tmp_path / "a.jsonl"), "")[0].rows()]
-        tokens = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
-        for name, its_tokens in zip(rows_, found, strict=True):
-            assert its_tokens == ([tokens[0] | BEGINS, *tokens[1:]], "chat", []), name
-        (tmp_path / "a.json").write_text(bom + json.dumps([*rows_.values()], indent=1))
-        listed = [encode(row) for row in find_files(str(tmp_path / "a.json"), "")[0].rows()]
-        assert listed == found
-    row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
-    tokens, *_ = encode(TextRow(row))
-    assert "[INST] Add.\n\n1, 2 [/INST] 3" in tokenizer.decode([t & ID for t in tokens])
-    for name in ("body", "text", ""):  # a text field that was named counts first
-        ids, kind, _ = Encoder("bytes", name)(TextRow({name or "text": "x", "prompt": "Why?", "completion": "So."}))
-        assert (ids, kind) == ([256, *b"x"], "text") if name else kind == "chat"
-    assert Encoder("bytes", "text")(TextRow({"messages": [ASK, ANSWER]}))[1] == "chat"  # this row has no such field
-    for words, expected in (("", ""), ("--text_field text", "text")):
-        assert Encoder.of(parse_args(words.split())).text_field == expected
+@pytest.mark.parametrize("bom", ["", "\ufeff"])
+def test_rows_that_are_conversations(tmp_path, bom):
+    """Files from Windows begin with a byte order mark."""
+    tokenizer, rows = load_tokenizer("bytes"), [{"messages": TALK}, {"prompt": "Why?", "completion": "So."}]
+    ids, mask = render_chat(tokenizer, TALK, chat_template(tokenizer, "llama"))
+    expected = [i | TRAINED * trained for i, trained in zip(ids, mask, strict=True)]
+    expected[0] |= BEGINS
+    (tmp_path / "a.jsonl").write_text(bom + "".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "a.json").write_text(bom + json.dumps(rows, indent=1))
+    for name in ("a.jsonl", "a.json"):
+        found = [BYTES(row) for row in find_files(str(tmp_path / name), "")[0].rows()]
+        assert found == [(expected, "chat", [])] * 2
+
+
+@pytest.mark.parametrize("field, name, kind", [
+    ("body", "body", "text"), ("text", "text", "text"), ("", "text", "chat"), ("text", "body", "chat"),
+])  # fmt: skip
+def test_a_text_field_that_was_named_counts_first(field, name, kind):
+    words = ["--text_field", field] if field else []
+    tokens, found, _ = Encoder.of(parse_args(words))(TextRow({name: "x", "prompt": "Why?", "completion": "So."}))
+    assert found == kind and (tokens == [256, *b"x"]) == (kind == "text")

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache
 from pydoc_data.topics import topics
 
-import jinja2
 import pytest
 import sentencepiece
 import tokenizers
@@ -16,7 +15,7 @@ import tokenizers.pre_tokenizers as pre
 import transformers
 
 from lib import tokenizer as T
-from lib.chat import CHAT_TEMPLATES, chat_template, render_chat
+from lib.chat import chat_template, render_chat
 from lib.errors import UserError
 from lib.export import export_model, write_files
 from model import MODELS as SHAPES
@@ -418,24 +417,6 @@ def test_templates_that_fail_are_refused():
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             render_chat(ours, messages, template)
-
-
-@pytest.mark.parametrize("name, published", [
-    ("llama", r"<s>[INST] <<SYS>>\nB\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]"),
-    ("llama3", "<s>" + "".join(rf"<|start_header_id|>{role}<|end_header_id|>\n\n{text}" for role, text in (
-        ("system", "B<|eot_id|>"), ("user", "U<|eot_id|>"), ("assistant", "A<|eot_id|>"), ("user", "V<|eot_id|>"),
-        ("assistant", "")))),
-    ("mixtral", r"<s>[INST] B\n\nU [/INST] A</s>[INST] V [/INST]"),
-    ("chatml", r"<|im_start|>system\nB<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
-     r"<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n"),
-])  # fmt: skip
-def test_our_templates_are_the_published_formats(name, published):
-    """As the model cards of Llama 2 and 3 and Mixtral, and OpenAI's page on ChatML, print them."""
-    roles = ("system", "user", "assistant", "user")
-    messages = [{"role": role, "content": text} for role, text in zip(roles, "BUAV", strict=True)]
-    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(CHAT_TEMPLATES[name])
-    text = template.render(messages=messages, bos_token="<s>", eos_token="</s>", add_generation_prompt=True)
-    assert text == published.replace(r"\n", "\n")
 
 
 @pytest.mark.parametrize("roles, message", [
