@@ -147,7 +147,7 @@ CPU_KERNELS = {
 }
 
 
-def _build(config: Config, cluster: Cluster, sharded: bool) -> Transformer:
+def _build(config: Config, cuda: bool, sharded: bool) -> Transformer:
     """The model as train.build makes it, on the meta device; neither compiled nor sharded."""
     dtype = DTYPES[config.dtype]
     with META:
@@ -158,7 +158,7 @@ def _build(config: Config, cluster: Cluster, sharded: bool) -> Transformer:
     if sharded:
         model.to(dtype)
     even = functools.partial(_even_parts, _tokens(config) * model.config.top_k)
-    kernels = (GPU_KERNELS if cluster.cuda else CPU_KERNELS) | {Tensor.tolist: even}
+    kernels = (GPU_KERNELS if cuda else CPU_KERNELS) | {Tensor.tolist: even}
     for module in (*model.layers, model.norm, model.lm_head):
         module.forward = _with_kernels(module.forward, kernels)
     if (size := config.context_parallel) > 1:
@@ -184,17 +184,23 @@ def _is_wrapped(config: Config, cluster: Cluster) -> bool:
     return cluster.ranks > 1 or (cluster.cuda and config.offload == "cpu")
 
 
-@functools.lru_cache
 def trace(config: Config, cluster: Cluster) -> list[int]:
     """A forward and a backward pass of the model -> peak bytes in addition to parameters and optimizer state: until the
     loss, in the last block's backward pass, in the first block's, and in the rest; and the bytes of all tensors made.
     Two blocks run. Each further block would add as much as the second."""
     wrapped = _is_wrapped(config, cluster)
     passes = 1 if wrapped else 1 + (micro_batches(config, cluster) > 1)
+    two, more = _trace_two_blocks(replace(config, n_layers=2, batch_tokens=0), cluster.cuda, wrapped, passes)
+    return [a + (config.model_config.n_layers - 2) * b for a, b in zip(two, more, strict=True)]
+
+
+@functools.lru_cache
+def _trace_two_blocks(config: Config, cuda: bool, wrapped: bool, passes: int) -> tuple[list[int], list[int]]:
+    """-> (the five figures of `trace` for two blocks, those that each further block adds)"""
     positions = torch.empty(config.micro_batch, config.seq_len, dtype=torch.int64, device=META)
     tokens = positions.chunk(config.context_parallel, 1)[0]
     documents = (positions, positions[0, :64].int()) if config.documents == "separate" else ()
-    model = _build(replace(config, n_layers=2), cluster, wrapped)
+    model = _build(config, cuda, wrapped)
     live = _Live([tokens, *documents, *model.parameters(), *model.buffers()])
 
     def mark_both_passes(unit, args) -> None:
@@ -229,8 +235,7 @@ def trace(config: Config, cluster: Cluster) -> list[int]:
     # Memory changes evenly from block to block, so no block in between needs most.
     until_loss, last_block = (max(part) + 2 * inputs for part in (peaks[1:5], peaks[5:7]))
     two = [until_loss, last_block, peaks[7] + inputs, peaks[-1], made[-1] - made[0]]
-    more = [kept, kept, later, later, made[3] - made[2] + made[6] - made[5]]
-    return [a + (config.model_config.n_layers - 2) * b for a, b in zip(two, more, strict=True)]
+    return two, [kept, kept, later, later, made[3] - made[2] + made[6] - made[5]]
 
 
 def _kept_inputs(config: Config) -> int:
