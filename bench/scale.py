@@ -34,17 +34,17 @@ MADE_WITH = {"tokenizer": "bytes", "fingerprint": "bytes", "vocab_size": 128256,
 SETTINGS = "--model llama3.1-405b --seq_len 8192 --micro_batch 1 --eval_every 0 --data"
 
 
-def measure(folder: str, work: Callable, *args) -> tuple[dict, object]:
-    """Calls work(*args) in a new process -> (its costs, its result)."""
+def measure(work: Callable, folder: str, *args) -> tuple[dict, object]:
+    """Calls work(folder, *args) in a new process -> (its costs, its result)."""
     with get_context("fork").Pool(1) as pool:
-        return pool.apply(_measured, (folder, work, *args))
+        return pool.apply(_measured, (work, folder, *args))
 
 
-def _measured(folder, work, *args):
+def _measured(work, folder, *args):
     opened = []
     sys.addaudithook(lambda event, a: event == "open" and str(a[0]).startswith(folder) and opened.append(1))
     begin, cpu = time.perf_counter(), time.process_time()
-    result = work(*args)
+    result = work(folder, *args)
     costs = {"seconds": time.perf_counter() - begin, "on the CPU": time.process_time() - cpu}
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return costs | {"gib": gib, "files opened": len(opened)}, result
@@ -112,14 +112,14 @@ def bench_scale(args: Namespace) -> Iterator[dict]:
     for saved_by, ranks in (*((n, n) for n in RANKS), (64, 1024), (1024, 64)):
         with tempfile.TemporaryDirectory() as run:
             size = write_manifest(run, saved_by)
-            costs, files = measure(run, read_manifest, run, ranks - 1, ranks)
+            costs, files = measure(read_manifest, run, ranks - 1, ranks)
             work = {"what": "read a manifest", "ranks": ranks, "shards": None}
             yield work | costs | {"files opened": files, "metadata": size, "note": f"saved by {saved_by}"}
     for shards in SHARDS:
         with tempfile.TemporaryDirectory() as folder:
             write_shards(folder, shards)
-            message = b""
+            message = b""  # of rank 0
             for ranks in RANKS:
-                costs, message = measure(folder, open_shards, folder, ranks - 1, ranks, message)
+                costs, message = measure(open_shards, folder, ranks - 1, ranks, message)
                 work = {"what": "open shards", "ranks": ranks, "shards": shards}
                 yield work | costs | {"metadata": len(message), "note": ""}

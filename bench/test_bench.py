@@ -17,7 +17,6 @@ import golden
 import log
 import peers
 import run
-import suites
 import train
 from config import parse_args
 from lib.curves import read_records
@@ -69,7 +68,7 @@ def test_contenders_take_turns_until_their_last_record_and_errors_are_rows(tmp_p
 
 def test_transformers_takes_the_same_first_steps(tmp_path, quick):
     flags, folder = ["--model", "tiny-gpt2", "--seq_len", "32", "--micro_batch", "2"], tmp_path / "model"
-    export_model(suites.fill_randomly(Transformer(parse_args(flags).model_config), 0.08), folder)
+    export_model(run.fill_randomly(Transformer(parse_args(flags).model_config), 0.08), folder)
     more = f"--dtype fp32 --compile none --weights {folder} --steps 3 --log_every 1 --out {tmp_path}/ours"
     assert train.main([*flags, *peers.SAME, *more.split()]) == 0
     ours = [record for record in read_records(tmp_path / "ours") if "loss" in record]
@@ -94,15 +93,15 @@ def test_a_peer_that_computes_something_else_is_not_timed(tmp_path, monkeypatch)
 
 
 def test_the_flags_of_every_race_are_valid():
-    races = [race[1:] for part in suites.GPU.values() for race in part]
-    for words, names in [*races, *suites.CPU.values()]:
+    races = [race[1:] for part in run.GPU.values() for race in part]
+    for words, names in [*races, *run.CPU.values()]:
         for ours, _, more in (name.partition(" ") for name in names):
             parse_args([*words.split(), *peers.SAME, *more.split()] if ours == "flatland" else words.split())
 
 
 def test_generation_equals_transformers_and_is_timed(monkeypatch):
-    monkeypatch.setattr(suites, "GENERATED", {"tiny-llama": suites.GENERATED["tiny-llama"]})
-    rows = [*suites.bench_generate(Namespace(repeats=1))]
+    monkeypatch.setattr(run, "GENERATED", {"tiny-llama": run.GENERATED["tiny-llama"]})
+    rows = [*run.bench_generate(Namespace(repeats=1))]
     assert [row["what"] for row in rows] == ["transformers", "flatland"] * 2
     assert all(row["median"] > 0 for row in rows)
 
