@@ -321,7 +321,7 @@ from model import MODELS, Transformer
 from optim import make_optimizer
 from rope import rope_frequencies
 from lib.tokenizer import load_tokenizer
-from lib.weights import config_json, read_config
+from lib.families import config_json, read_config
 
 log.peak_flops, log.Log.draw = (lambda *_: (1e12, "not measured")), (lambda _: None)  # these take seconds
 
