@@ -378,23 +378,24 @@ def _fsdp_moments(
     if config.lora:  # adapters only; the ends have none
         block, end, head = elements(config, 1)[0] // shape.n_layers, 0, 0
     converts = offload or config.param_dtype != config.reduce_dtype  # a copy of the reduced part is the gradient
+    trained = elements(config, shards)[0]
+    part = gradients // trained  # bytes per element
+    # With replicas, the reduced parts of all units stay until the backward pass ends.
+    replica_sums = trained * reduce if replicas > 1 and converts else 0
 
     def unit(n: int) -> int:
         return n * reduce + max(n * compute, converts * n * reduce // shards)
 
-    trained = elements(config, shards)[0]
-    part = gradients // trained  # bytes per element
-    held = [before, max(before, head // shards * part), gradients, gradients, gradients]
-    if not before:
-        held[3] -= end // shards * part
     # Meanwhile the gradients of the block after it are reduced; if there is none, its own are, when it is freed.
     after_block = block * (reduce if shape.n_layers > 2 else reduce - compute)
     last_block = max(head * reduce, after_block, unit(head) - head * compute)
-    reduced = [0, last_block, block * reduce, block * reduce, unit(end)]
-    if replicas > 1 and converts:  # the reduced parts of all units stay until the backward pass ends
-        reduced = [0, *(size + trained * reduce for size in reduced[1:])]
-    gathered = [compute * n for n in (*gathered, 0)]
-    moments = zip(held, (*peaks, 0), gathered, reduced, strict=True)
+    moments = [  # gradients, activations, gathered parameters, gradients being reduced
+        (before, peaks[0], compute * gathered[0], 0),
+        (max(before, head // shards * part), peaks[1], compute * gathered[1], replica_sums + last_block),
+        (gradients, peaks[2], compute * gathered[2], replica_sums + block * reduce),
+        (before or gradients - end // shards * part, peaks[3], compute * gathered[3], replica_sums + block * reduce),
+        (gradients, 0, 0, replica_sums + unit(end)),
+    ]
     parts = ("gradients", "activations", "gathered parameters", "gradients being reduced")
     return [dict(zip(parts, moment, strict=True)) for moment in moments]
 

@@ -46,7 +46,7 @@ def test_bytes_of_tensors_are_those_that_fsdp_holds(fake_ranks):
     ranks = fake_ranks.world_size
     lora = "--model llama3.2-1b --lora 8 --lora_targets q,down --dtype bf16"
     models = [f"--model {m}" for m in ("gpt2", "llama2-70b", "llama3.2-1b", "mixtral-8x22b", "tiny-mixtral", *NEW)]
-    for words, size in itertools.product((*models, lora, f"{lora} --quantize nf4"), {0, min(8, ranks)}):
+    for words, size in itertools.product((*models, lora, f"{lora} --quantize nf4"), (0, 8) if ranks > 1 else (0,)):
         fixed = ["--n_layers=2", "--state_dtype=bf16", "--compile=none", f"--shard_size={size}", "--dtype=fp32"]
         config = parse_args([*fixed, *words.split()])
         mesh = shard.make_mesh(size, fake_ranks)
