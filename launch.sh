@@ -18,42 +18,15 @@
 # bash launch.sh recipes                         the named runs, one line each
 # bash launch.sh setup                           only make the environment, here
 # Without --out: the newest run in runs/. Relative paths are meant from the folder where you stand, on every machine.
-# Status: 0 finished or stopped, 2 a user error, 1 anything else.
+# Status: 0 finished or stopped, 2 a user error, 1 anything else. Settings: launch/settings.py.
 
-# On every machine a session `flatland-RUN-HASH` holds one torchrun; a run with a single process needs no torchrun.
-# status.json has the outcome, because torchrun turns every end into status 1. launch/node.py acts on each machine;
+# On every machine a session `flatland-RUN-HASH` holds one torchrun. launch/node.py acts on each machine;
 # launch/cluster.py and launch/doctor.py run on this one.
-# shellcheck disable=SC1091,SC2034,SC2154
+# shellcheck disable=SC1091,SC2154
 set -euo pipefail
 stand=$PWD
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null
 source launch/env.sh
-
-# ---- Settings ----
-default_args='@recipes/default.args'
-ssh='-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3'
-# Variables of this shell that reach all machines; they travel inside ssh, on no command line.
-forward='HF_* HUGGING_FACE_* NCCL_* GLOO_* OMP_* KMP_* MKL_* MALLOC_* TORCH* PYTORCH_* TRITON_* CUDA_* FI_* UCX_* WANDB_*
-  *_proxy *_PROXY LD_LIBRARY_PATH'
-port=0                # of the rendezvous on the first machine; 0 = a free one. Behind a firewall: an open one
-retries=3             # on several machines: relaunches without a newer checkpoint
-retry_pause=5         # seconds before the first of them; doubles each time
-host_wait=120         # seconds that each of them waits for a machine that does not answer; longer than a reboot
-start_limit=60        # seconds for an agent to appear
-join_timeout=120      # seconds for all agents to find each other
-# Seconds that workers have to save when torchrun ends; longer than a save. (torch 2.11 has no flag for it.)
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
-
-settings=()
-for name in default_args ssh forward port retries retry_pause host_wait start_limit join_timeout; do
-  settings+=("$name=${!name}")
-done
-
-hand_over() {  # hand_over VERB [WORD ...]
-  local root
-  root=$(pwd -P)
-  cd -- "$stand" && exec "$python" "$root/launch/cluster.py" "${settings[@]}" python="$python" -- "$@"
-}
 
 verbs='train setup recipes status logs attach stop doctor sync top'
 verb=train
@@ -61,29 +34,35 @@ case ${1-@} in
   help | -h | --help) verb=help ;;
   @* | -*) ;;
   *)
-    [[ " $verbs " == *" $1 "* ]] || complain 2 "'$1' is not a verb: $verbs. A recipe begins with @, a flag with --."
+    [[ " $verbs " == *" $1 "* ]] || complain "'$1' is not a verb: $verbs. A recipe begins with @, a flag with --."
     verb=$1 && shift ;;
 esac
 [[ ${1-} != -h && ${1-} != --help ]] || verb=help
 case $verb in
   help)
-    sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh ;;
-  recipes)
-    for file in recipes/*.args; do printf '@%-32s %s\n' "$file" "$(sed '/^#/!Q; s/^# //' "$file" | tr '\n' ' ' | sed 's/\. .*/./')"; done ;;
+    sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh
+    exit ;;
+  recipes)  # the first sentence of each
+    for file in recipes/*.args; do
+      printf '@%-32s %s\n' "$file" "$(sed '/^#/!Q; s/^# //' "$file" | tr '\n' ' ' | sed 's/\. .*/./')"
+    done
+    exit ;;
   setup)
-    [[ ! $* ]] || complain 2 "setup takes no arguments, not $*"
+    [[ ! $* ]] || complain "setup takes no arguments, not $*"
     environment run
-    echo "$("$python" -V) with torch $(torch_of "$python"): $python" ;;
+    echo "$("$python" -V) with torch $(torch_of "$python"): $python"
+    exit ;;
   train | doctor | sync)
-    environment run
-    hand_over "$verb" "$@" ;;
+    environment run ;;
   *)
     python=$PWD/.venv/bin/python
-    [[ -x $python ]] || python=$(command -v python3) || complain 2 'There is no python3 here.'
-    while [[ $verb == top ]]; do
-      [[ ! -t 1 ]] || clear
-      (hand_over status "$@") || exit
-      sleep 2
-    done
-    hand_over "$verb" "$@" ;;
+    [[ -x $python ]] || python=python3 ;;
 esac
+cluster=$(pwd -P)/launch/cluster.py
+cd -- "$stand"
+while [[ $verb == top ]]; do
+  [[ ! -t 1 ]] || clear
+  "$python" "$cluster" status "$@"
+  sleep 2
+done
+exec "$python" "$cluster" "$verb" "$@"

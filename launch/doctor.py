@@ -5,9 +5,9 @@ Every launch examines its hosts with `survey`, and so does doctor. Then doctor e
 together, and draws a table: a row for each check, a column for each machine. Below the table, each red field has a line
 with the remedy.
 
-A *job* is a dictionary that every operation of node.py gets: launch.sh's settings, the words after train, the
-environment, and later the run's folder (`out`) and the attempt's `id`. A host that refuses an operation answers
-`refused` with the reason; if a host does not answer, `call` returns `silent` with ssh's reason."""
+A *job* is a dictionary that every operation of node.py gets: the settings and flags of the launcher, the words for
+train.py, the environment, and later the run's folder (`out`) and the attempt's `id`. A host that refuses an operation
+answers `refused` with the reason; if a host does not answer, `silent` is ssh's reason."""
 
 import fnmatch
 import json
@@ -16,21 +16,24 @@ import platform
 import random
 import re
 import shlex
-import shutil
 import subprocess
-import tempfile
+import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import node
+from config import DEFAULT
 from lib.errors import Parser, UserError, printable
 from lib.files import ROOT
-from node import last_line, own_files
+from node import hash_of, last_line, own_files
+from settings import SETTINGS
 
 HOST = re.compile(r"((?:\w[\w.-]*@)?(?:\w[\w.-]*|\[[0-9a-fA-F:]+\])(?::\d+)?)(?:\s+slots=([1-9]\d*))?")
 LIMIT, WANTED = 60, 100  # an all-reduce: seconds that it may take, MB/s that it should reach (1 Gbit/s has 100)
 PATIENCE = 1800  # seconds for a host to read data and weights
+INSTALLED = ".venv/flatland-run"  # the list of the packages in .venv, see env.sh
 VERSIONS = "import platform, torch; print(torch.__version__, 'python', platform.python_version())"
 
 
@@ -54,6 +57,39 @@ class Host:
     def local(self) -> bool:
         return self.name == "localhost"
 
+    @property
+    def problem(self) -> str:
+        """A line about a host that did not do as asked, with what to try; empty if it did."""
+        if "refused" in self.last:
+            return f"{self.label}: {self.last['refused']}"
+        reason = self.last.get("silent", "")
+        if "can't open file" in reason:
+            return f"{self.label}: there is no {ROOT}/launch/node.py; bash launch.sh sync --hosts {self.name}"
+        return f"{self.label} does not answer: {reason}. Try: ssh ssh://{self.name} true" * bool(reason)
+
+    def ssh(self, options: str) -> list[str]:
+        return ["ssh", *shlex.split(options), "--", f"ssh://{self.name}"]
+
+    def call(self, job: dict, operation: str, patience: float = 20, **more) -> dict:
+        """Runs an operation of node.py on the host, in this process for localhost -> its answer."""
+        request, was_silent = {**vars(self), **job, **more}, "silent" in self.last
+        self.last = node.answer(operation, request) if self.local else self.call_by_ssh(operation, request, patience)
+        if "silent" not in self.last:
+            self.heard = time.monotonic()
+        elif not was_silent:
+            self.silence = self.problem
+        return self.last
+
+    def call_by_ssh(self, operation: str, request: dict, patience: float) -> dict:
+        remote = f"exec python3 {shlex.quote(f'{ROOT}/launch/node.py')} serve {operation}"
+        pipes = {"input": json.dumps(request) + "\n", "capture_output": True, "text": True, "errors": "replace"}
+        try:
+            done = subprocess.run([*self.ssh(request["ssh"]), remote], timeout=patience, **pipes)
+        except subprocess.TimeoutExpired:
+            return {"silent": f"no answer in {patience:.0f} s"}
+        answers = re.findall(r"^\{.*\}$", done.stdout, re.M)  # other lines are a .bashrc's
+        return json.loads(answers[-1]) if answers else {"silent": last_line(done.stderr) or f"status {done.returncode}"}
+
 
 def say(text: str, stream=None, end: str = "\n") -> None:
     print(printable(text), file=stream, end=end, flush=True)
@@ -70,6 +106,18 @@ def columns(rows: list) -> str:
     return "\n".join("".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
+def on_all(function: Callable, hosts: list[Host]) -> list:
+    """function(host) on all hosts at once."""
+    with ThreadPoolExecutor(len(hosts) or 1) as pool:
+        return list(pool.map(function, hosts))
+
+
+def ask(hosts: list[Host], job: dict, operation: str, patience: float = 20, **request) -> list[str]:
+    """Calls all hosts at once; each keeps its answer in `last` -> the problems."""
+    on_all(lambda host: host.call(job, operation, patience, **request), hosts)
+    return [host.problem for host in hosts if host.problem]
+
+
 # ---- arguments
 
 
@@ -79,93 +127,40 @@ def natural(text: str) -> int:
     return int(text)
 
 
-def read_job(words: list[str], settings: dict) -> tuple:
-    """The arguments of `train` and `doctor` -> (the launcher flags, the hosts, the job with the other words)."""
+def read_job(words: list[str]) -> tuple[list[Host], dict]:
+    """The arguments of `train` and `doctor` -> (the hosts, the job)"""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--hosts", default="")
     parser.add_argument("--nproc", type=natural, default=0)
     parser.add_argument("--retries", type=natural)
     parser.add_argument("--detach", action="store_true")
     flags, words = parser.parse_known_args(words)
-    hosts, patterns = read_hosts(flags.hosts), settings["forward"].split()
-    job = {**settings, "words": words or shlex.split(settings["default_args"]), "nproc": flags.nproc}
-    job["cwd"] = os.getcwd()  # relative paths are meant from here, on every host
-    job["env"] = {k: v for k, v in os.environ.items() if any(fnmatch.fnmatchcase(k, p) for p in patterns)}
-    # Systems give clients ports from 32768 on, so a port below is hardly ever taken
-    job["port"] = job["port"] or random.randrange(20000, 30000)
+    hosts = read_hosts(flags.hosts)
+    job = SETTINGS | {"nproc": flags.nproc, "detach": flags.detach, "words": words or DEFAULT, "python": sys.executable}
     if flags.retries is not None or len(hosts) == 1:
         job["retries"] = flags.retries or 0
-    return flags, hosts, job
+    # Systems give clients ports from 32768 on, so a port below is hardly ever taken
+    job["port"] = job["port"] or random.randrange(20000, 30000)
+    job["cwd"] = os.getcwd()  # relative paths are meant from here, on every host
+    job["env"] = {k: v for k, v in os.environ.items() if any(fnmatch.fnmatchcase(k, p) for p in job["forward"])}
+    return hosts, job
 
 
 def read_hosts(listed: str) -> list[Host]:
     """The hosts after --hosts, else the lines of the file `hosts`, else this machine alone."""
     path = ROOT / "hosts"
     text = listed.replace(",", "\n") or (path.read_text(encoding="utf-8-sig") if path.exists() else "localhost")
-    hosts, labels = [], []
+    hosts = []
     for line in filter(None, (line.split("#")[0].strip() for line in text.splitlines())):
         if not (match := HOST.fullmatch(line)):
             raise UserError(f"'{line}' is not a host: expected host, user@host or host:port, and perhaps slots=N")
-        host = Host(match[1], int(match[2] or 0), node=len(hosts))
-        label = re.sub(r"[^\w.-]", "-", platform.node() if host.local else host.name.split("@")[-1])
-        labels.append(label)
-        count = labels.count(label)
-        host.label = label + f"-{count}" * (count > 1)
-        hosts.append(host)
+        name, node = match[1], len(hosts)
+        label = re.sub(r"[^\w.-]", "-", platform.node() if name == "localhost" else name.split("@")[-1])
+        label += f"-{node + 1}" * (label in [host.label for host in hosts])
+        hosts.append(Host(name, int(match[2] or 0), label, node))
     if not hosts:
         raise UserError("hosts names no machine; this one is called localhost")
     return hosts
-
-
-# ---- asking a host
-
-
-def ssh_command(host: Host, options: str) -> list[str]:
-    return ["ssh", *shlex.split(options), "--", f"ssh://{host.name}"]
-
-
-def call(host: Host, job: dict, operation: str, patience: float, **more) -> dict:
-    """Runs an operation of node.py on the host, in this process for localhost -> its answer."""
-    request = {**vars(host), **job, **more}
-    if host.local:
-        return node.answer(operation, request)
-    remote = f"exec python3 {shlex.quote(f'{ROOT}/launch/node.py')} serve {operation}"
-    pipes = {"input": json.dumps(request) + "\n", "capture_output": True, "text": True, "errors": "replace"}
-    try:
-        done = subprocess.run([*ssh_command(host, job["ssh"]), remote], timeout=patience, **pipes)
-    except subprocess.TimeoutExpired:
-        return {"silent": f"no answer in {patience:.0f} s"}
-    answers = re.findall(r"^\{.*\}$", done.stdout, re.M)  # other lines are a .bashrc's
-    return json.loads(answers[-1]) if answers else {"silent": last_line(done.stderr) or f"status {done.returncode}"}
-
-
-def on_all(function, hosts: list[Host]) -> list:
-    """function(host) on all hosts at once."""
-    with ThreadPoolExecutor(len(hosts) or 1) as pool:
-        return list(pool.map(function, hosts))
-
-
-def ask(hosts: list[Host], job: dict, operation: str, patience: float = 20, **request) -> list[str]:
-    """Calls all hosts at once; each keeps its answer in `last` -> the problems."""
-    answers = on_all(lambda host: call(host, job, operation, patience, **request), hosts)
-    for host, answer in zip(hosts, answers, strict=True):
-        if "silent" not in answer:
-            host.heard = time.monotonic()
-        elif "silent" not in host.last:
-            host.silence = problem(host, answer)
-        host.last = answer
-    return [line for host in hosts if (line := problem(host, host.last))]
-
-
-def problem(host: Host, answer: dict) -> str:
-    """A line about a host that did not do as asked, with what to try; empty if it did."""
-    if "refused" in answer:
-        return f"{host.label}: {answer['refused']}"
-    if "silent" not in answer:
-        return ""
-    if "can't open file" in answer["silent"]:
-        return f"{host.label}: there is no {ROOT}/launch/node.py; bash launch.sh sync --hosts {host.name}"
-    return f"{host.label} does not answer: {answer['silent']}. Try: ssh ssh://{host.name} true"
 
 
 # ---- before a launch
@@ -186,35 +181,6 @@ def survey(hosts: list[Host], job: dict) -> None:
     if without and any(h.devices for h in hosts):
         problems.append(f"{without}: no GPU, while others have some; leave it out, or set CUDA_VISIBLE_DEVICES=")
     refuse(problems)
-
-
-def verb_sync(words: list[str], settings: dict) -> None:
-    """Copies code and environment to all hosts at once."""
-    parser = Parser(prog="launch.sh sync", add_help=False, allow_abbrev=False)
-    parser.add_argument("--hosts", default="")
-    hosts = [host for host in read_hosts(parser.parse_args(words).hosts) if not host.local]
-    with tempfile.NamedTemporaryFile(dir=ROOT, prefix=".seen-") as mark:
-        problems = on_all(lambda host: copy_files(host, settings["ssh"], os.path.basename(mark.name)), hosts)
-    refuse(list(filter(None, problems)))
-
-
-def copy_files(host: Host, options: str, mark: str) -> str:
-    """Copies files to the host's same path, unless it sees the file `mark` of this folder -> the problem, if any."""
-    ssh, root, files = ssh_command(host, options), shlex.quote(str(ROOT)), [*own_files(), ".venv"]
-    look = f"mkdir -p {root} && cd {root} && if [ -e {mark} ]; then echo shared; else command -v rsync; fi; true"
-    done = subprocess.run([*ssh, look], stdout=subprocess.PIPE, text=True)
-    if done.returncode == 0 and "shared" not in done.stdout:
-        if shutil.which("rsync") and "/rsync" in done.stdout:  # rsync adds x, a host, to the command: it is dropped
-            shell = f"sh -c 'shift; exec ssh {options} -- ssh://{host.name} \"$@\"' sh"
-            command = ["rsync", "-aRs", "-e", shell, "--", *files, f"x:{ROOT}/"]
-        else:
-            copy = f"tar -cf - {shlex.join(files)} | {shlex.join([*ssh, f'tar -C {root} -xf -'])}"
-            command = ["bash", "-o", "pipefail", "-c", copy]
-        done = subprocess.run(command, cwd=ROOT)
-    if done.returncode:
-        return f"{host.label}: the copy failed with status {done.returncode}"
-    say(f"{host.label}: has the files of this folder")
-    return ""
 
 
 def settle_addresses(hosts: list[Host]) -> None:
@@ -244,14 +210,47 @@ def share_machine(together: list[Host], nproc: int) -> list[str]:
     return problems
 
 
+def check_command(job: dict, hosts: list[Host]) -> list[str]:
+    """train.py's own check for a run on these hosts."""
+    return [job["python"], f"{ROOT}/train.py", *job["words"], "--check", str(sum(host.slots for host in hosts))]
+
+
+# ---- sync
+
+
+def verb_sync(words: list[str]) -> None:
+    """Copies code and environment to all hosts at once."""
+    hosts, job = read_job(words)
+    if job["words"] is not DEFAULT:
+        raise UserError(f"sync takes --hosts, not {shlex.join(job['words'])}")
+    away = [host for host in hosts if not host.local]
+    refuse(list(filter(None, on_all(lambda host: copy_files(host, job), away))))
+
+
+def copy_files(host: Host, job: dict) -> str:
+    """Copies what differs to the host's same path, and all of .venv if its list of packages does -> the problem."""
+    files, root = own_files() | {INSTALLED: hash_of(INSTALLED)}, shlex.quote(str(ROOT))
+    answer = host.call(job, "probe", 60, files=files, cwd=str(ROOT))
+    # A host without node.py, or with an old one, gets everything.
+    if differ := {".venv" if ".venv" in name else name for name in answer.get("differ", files)}:
+        # The list of packages comes last: a copy that was interrupted does not look complete.
+        pack = f"tar -cf - --exclude={INSTALLED} {shlex.join(differ)} && tar -cf - {INSTALLED}"
+        unpack = f"mkdir -p {root} && tar -C {root} -xif -"
+        copy = f"({pack}) | {shlex.join([*host.ssh(job['ssh']), unpack])}"
+        done = subprocess.run(["bash", "-o", "pipefail", "-c", copy], cwd=ROOT)
+        if done.returncode:
+            return f"{host.label}: the copy failed with status {done.returncode}"
+    say(f"{host.label}: has the files of this folder")
+    return ""
+
+
 # ---- doctor
 
 
-def verb_doctor(words: list[str], settings: dict) -> int:
-    _, hosts, job = read_job(words, settings)
+def verb_doctor(words: list[str]) -> int:
+    hosts, job = read_job(words)
     survey(hosts, job)
-    total = sum(host.slots for host in hosts)
-    examined = on_all(lambda host: examine(host, job, total), hosts)
+    examined = on_all(lambda host: examine(host, job, hosts), hosts)
     speed, error, suspects = find_slow(hosts, job)
     advice = f"{error or 'slow'}; see cable, firewall and the errors that `ip -s link` counts"
     versions = [checks["torch"][0] for checks in examined]
@@ -267,39 +266,33 @@ def verb_doctor(words: list[str], settings: dict) -> int:
     return bool(red)
 
 
-def examine(host: Host, job: dict, total: int) -> dict[str, tuple[str, str]]:
+def examine(host: Host, job: dict, hosts: list[Host]) -> dict[str, tuple[str, str]]:
     """A host's part of the table: name -> (value, remedy or nothing if it is right)"""
-    versions, problem = run(host, job, PATIENCE, [job["python"], "-c", VERSIONS])
-    output, mistake = run(host, job, PATIENCE, check_command(job, total))
+    versions, problem = run(host, job, PATIENCE, job["python"], "-c", VERSIONS)
+    output, mistake = run(host, job, PATIENCE, *check_command(job, hosts))
     attention = "".join(re.findall("^attention=(.*)", output, re.M))
-    data = "no" if mistake else "there"
     return {
         "torch": (versions.strip() or "no", problem),
-        "data, weights": (data, mistake),
+        "data, weights": ("no" if mistake else "there", mistake),
         "attention": (attention, ""),
     }
 
 
-def check_command(job: dict, total: int) -> list[str]:
-    """train.py's own check for a run on so many ranks."""
-    return [job["python"], f"{ROOT}/train.py", *job["words"], "--check", str(total)]
-
-
-def run(host: Host, job: dict, patience: float, command: list[str], **env: str) -> tuple[str, str]:
+def run(host: Host, job: dict, patience: float, *command: str) -> tuple[str, str]:
     """Runs a command on the host -> (its output, the reason if it failed)"""
-    done = call(host, job, "run", patience, command=command, env=job["env"] | env)
-    if error := problem(host, done):
-        return "", error
-    return done["out"], (last_line(done["err"]).removeprefix("error: ") or "it failed") if done["exit"] else ""
+    done = host.call(job, "run", patience, command=command)
+    if host.problem:
+        return "", host.problem
+    return done["out"], (last_line(done["err"]).removeprefix("error: ") or "it failed") * bool(done["exit"])
 
 
 def measure(hosts: list[Host], job: dict) -> tuple[float, str]:
     """(MB/s of an all-reduce over these hosts, the reason if it failed)"""
-    env = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(job["port"]), "WORLD_SIZE": str(len(hosts))}
 
     def take_part(host: Host) -> tuple[float, str]:
-        command = [job["python"], f"{ROOT}/launch/node.py", "all_reduce", host.address]
-        output, error = run(host, job, LIMIT, command, **env, RANK=str(hosts.index(host)))
+        group = f"tcp://{hosts[0].address}:{job['port']}", str(hosts.index(host)), str(len(hosts))
+        command = [job["python"], f"{ROOT}/launch/node.py", "all_reduce", host.address, *group]
+        output, error = run(host, job, LIMIT, *command)
         return (0.0, error) if error else (float(last_line(output)), "")
 
     return min(on_all(take_part, hosts))

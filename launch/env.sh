@@ -7,11 +7,11 @@
 python_versions='3.10 3.11 3.12 3.13 3.14'  # the pinned torch has wheels for these; torch 2.15 has none for 3.10
 torch_versions='2.11 2.15'                  # the oldest and the newest supported minor version of torch
 torch_index=https://download.pytorch.org/whl  # its folders cpu and cu126 have wheels that PyPI (CUDA 13) lacks
-complain() { printf '%s\n' "$2" >&2; exit "$1"; }  # complain STATUS MESSAGE
+complain() { printf '%s\n' "$1" >&2; exit 2; }
 torch_of() { "$1" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null; }
 # The content of .venv/flatland-NAME. It includes torch's version: .venv may use python3's torch, which can change.
 stamp() { torch_of "$python" && printf '%s\n' "${needs[@]}"; }
-is_complete() { [[ ! -e .venv/flatland-incomplete && -f $file && $(<"$file") == "$(stamp)" ]]; }
+is_complete() { [[ ! -e .venv/flatland-incomplete ]] && stamp | cmp -s - "$file"; }
 
 # has_torch PYTHON: whether it has a supported torch. `cuda`: the newest CUDA of the NVIDIA driver; empty without one
 has_torch() {
@@ -25,23 +25,16 @@ suits = numbers(torch.version.cuda or "0")[:1] <= driver
 sys.exit(not (suits and oldest <= numbers(torch.__version__) <= newest))' $torch_versions "${cuda:-99}" 2>/dev/null
 }
 
-# must_run WHAT COMMAND...: runs COMMAND, which shows its own output, or ends the script
-must_run() {
-  "${@:2}" || complain 2 "$1 failed, see above. Check the network, pip's index and proxy, and the free space (torch
-needs 1 GB for CPUs, 8 GB with CUDA), and run the same command again."
-}
-
 make_venv() {  # make_venv PYTHON
-  local inherit=''
-  [[ ! -e .venv || -e .venv/flatland-incomplete || -e .venv/pyvenv.cfg || ! $(ls -A .venv) ]] ||
-    complain 2 "$PWD/.venv is not a Python environment. Move it away and run the same command again."
-  mkdir -p .venv && : >.venv/flatland-incomplete
-  find .venv -mindepth 1 ! -name flatland-incomplete -delete
+  [[ -e .venv/flatland-incomplete || -e .venv/pyvenv.cfg || ! $(ls -A .venv 2>/dev/null) ]] ||
+    complain "$PWD/.venv is not a Python environment. Move it away and run the same command again."
   echo "Creating $PWD/.venv with $1"
-  ! has_torch "$1" || inherit=--without-pip  # it has python3's
-  must_run 'Creating .venv' "$1" -m venv ${inherit:+"$inherit"} .venv
-  [[ ! $inherit ]] || "$1" -c 'import sys; print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")' \
-    >".venv/lib/python$version/site-packages/outer-environment.pth"
+  rm -rf .venv && mkdir .venv && : >.venv/flatland-incomplete
+  "$1" -m venv --without-pip .venv
+  if has_torch "$1"; then
+    "$1" -c 'import sys; print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")' \
+      >".venv/lib/python$version/site-packages/outer-environment.pth"
+  fi
 }
 
 install_torch() {  # the pinned torch: for CPUs, for an older driver, or PyPI's
@@ -49,15 +42,17 @@ install_torch() {  # the pinned torch: for CPUs, for an older driver, or PyPI's
   if [[ $(nvidia-smi -L 2>/dev/null) != "GPU "* ]]; then
     echo 'nvidia-smi shows no GPU: trying torch for CPUs, about 200 MB'
   elif ((${cuda:-13} < 13)); then
-    build=cu126 && echo "The NVIDIA driver is for CUDA $cuda: installing torch for CUDA 12.6, some GB"
-    ((cuda == 12)) || complain 2 "torch needs an NVIDIA driver for CUDA 12 or newer: update it."
+    build=cu126
+    echo "The NVIDIA driver is for CUDA $cuda: installing torch for CUDA 12.6, some GB"
+    ((cuda == 12)) || complain "torch needs an NVIDIA driver for CUDA 12 or newer: update it."
   else
     return 0
   fi
-  local index=$torch_index/$build once=(--no-deps --retries 1)  # pip looks for nothing but torch in this index
-  "${pip[@]}" "${once[@]}" --extra-index-url "$index" "$torch+$build" || {
+  local index=$torch_index/$build
+  # --no-deps: pip takes nothing but torch from this index
+  "${pip[@]}" --no-deps --retries 1 --extra-index-url "$index" "$torch+$build" || {
     [[ $build == cpu ]] ||
-      complain 2 "pip cannot get $torch+$build from $index. Give it access, or update the NVIDIA driver to CUDA 13."
+      complain "pip cannot get $torch+$build from $index. Give it access, or update the NVIDIA driver to CUDA 13."
     echo "pip cannot get $torch+$build from $index: installing torch with CUDA, some GB"
   }
 }
@@ -69,15 +64,16 @@ make_complete() {  # its caller opens the checkout's folder as descriptor 9, for
   ! is_complete || return 0
   cuda=$(nvidia-smi 2>/dev/null | sed -nE 's/.*CUDA [A-Z ]*Version: *([0-9]+)\..*/\1/p') || true
   if [[ -e .venv/flatland-incomplete ]] || ! "$python" -c '' 2>/dev/null; then
-    base=$(command -v python3) || complain 2 "python3 was not found; Python ${python_versions// /, } will do.
+    base=$(command -v python3) || complain "python3 was not found; Python ${python_versions// /, } will do.
 On Debian and Ubuntu: sudo apt install python3 python3-venv"
   fi
   version=$("${base:-$python}" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
   [[ " $python_versions " == *" $version "* ]] ||  # otherwise pip would fail later
-    complain 2 "${base:-$python} is Python $version, but torch needs Python ${python_versions// /, }.
+    complain "${base:-$python} is Python $version, but torch needs Python ${python_versions// /, }.
 Install one of these, for example python3.12, then run: python3.12 -m venv --clear .venv && bash launch.sh"
   [[ ! $base ]] || make_venv "$base"
-  "$python" -m pip --version >/dev/null 2>&1 || must_run 'Adding pip to .venv' "$python" -m ensurepip
+  "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip ||
+    complain "$python has no pip and cannot add it. On Debian and Ubuntu: sudo apt install python3-venv"
   if has_torch "$python"; then
     torch=torch==$(torch_of "$python")
   else
@@ -85,10 +81,13 @@ Install one of these, for example python3.12, then run: python3.12 -m venv --cle
       echo "${base:-$python} has torch $installed; supported: ${torch_versions/ / to }${cuda:+, CUDA $cuda or older}"
     install_torch
   fi
-  must_run 'Installing the requirements' "${pip[@]}" "$torch" "${needs[@]:1}"
+  "${pip[@]}" "$torch" "${needs[@]:1}" ||
+    complain "Installing the requirements failed, see above. Check the network, pip's index and proxy, and the free
+space (torch needs 1 GB for CPUs, 8 GB with CUDA), and run the same command again."
   stamp >"$file"
   rm -f .venv/flatland-incomplete
 }
+
 environment() {
   local needs file=.venv/flatland-$1
   python=$PWD/.venv/bin/python

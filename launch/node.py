@@ -5,15 +5,13 @@ request is a line of JSON on stdin, so that no secret is on a command line: the 
 host, and the job. The answer is a line of JSON. This file uses only the standard library, so a host can be asked before
 it has an environment; `torchrun` and `all_reduce` run in the environment's Python.
 
-`python3 launch/node.py agent LOGS RANKS ADDRESS COMMAND...` runs COMMAND in its tmux session or under srun. The machine
-has RANKS ranks in all and this address. When COMMAND ends, the agent ends the remaining processes of the run. COMMAND
-is `node.py torchrun`. LOGS is `runs/NAME/logs/HOST/ID`. There the agent writes agent.stderr.log, and agent.json: {}
-until the end, then COMMAND's exit status and the first cause of a failure on this host. A process belongs to the run if
-its variable TORCHELASTIC_ERROR_FILE is below LOGS."""
+The *agent* (`node.py agent`) runs torchrun in the host's tmux session, or under Slurm's srun. When torchrun ends, the
+agent ends the remaining processes of the attempt. Its log folder is `runs/NAME/logs/HOST/ID`. There it writes
+agent.stderr.log, and agent.json: {} until the end, then torchrun's exit status and the first cause of a failure on this
+host. A process belongs to an attempt if its variable TORCHELASTIC_ERROR_FILE is below this folder."""
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import hashlib
 import json
@@ -31,6 +29,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(os.path.abspath(__file__)).parents[1]
+START_LIMIT = 60  # seconds for an agent to appear
 # A cause with a smaller number is more likely to be the first cause of the job's failure.
 KILLED, FAILED, SILENT, FOLLOWED = range(4)
 # The error file of a rank that failed because another rank did, or hung (lib/run.py, torch.distributed), begins so.
@@ -74,8 +73,7 @@ TORCHRUN = [  # its flags, with the fields of a request
     "--master-addr={first}",
     "--master-port={port}",
     "--rdzv-id={id}",
-    "--rdzv-conf=timeout={join_timeout}",
-    "--local-addr={address}",
+    "--rdzv-conf=timeout=120",  # seconds for all agents to find each other
     "--redirects=3",
     "--tee=1",
     "--log-dir={logs}",
@@ -108,10 +106,8 @@ def write_json(path, value):
     try:
         temporary.write_text(text)
         os.replace(temporary, path)
-    except OSError as e:
+    except OSError:
         temporary.unlink(missing_ok=True)
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
-            raise
         with open(path, "r+") as file:
             file.write(text)
             file.truncate()
@@ -149,9 +145,56 @@ def kill_all(logs):
 # ---- the agent of a torchrun
 
 
+def become_agent(request):
+    """Replaces this process by an agent. The agent is a new program because /proc shows only the environment with which
+    a program began."""
+    logs, this_file = log_folder(request), os.path.abspath(__file__)
+    command = [sys.executable, this_file, "agent", str(logs), str(request["ranks_here"]), request["address"]]
+    command += [request["python"], this_file, "torchrun", str(logs)]
+    command += [flag.format(**request, logs=logs) for flag in TORCHRUN]
+    command += [f"{ROOT}/train.py", *request["words"]]
+    os.chdir(request["cwd"])
+    os.execve(command[0], command, request["env"] | {"TORCHELASTIC_ERROR_FILE": f"{logs}/error.json"})
+
+
+def enter(parcel):
+    """Becomes the agent of the request that `start` has left in a file."""
+    request = json.loads(read(parcel))
+    os.unlink(parcel)
+    become_agent(request)
+
+
+def join(out, attempt, ranks, port, addresses, *words):
+    """Becomes the agent of a Slurm node for the run `out`. addresses: of the job's nodes, in their order; words: for
+    train.py."""
+    nodes, node = addresses.split(), int(os.environ["SLURM_NODEID"])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((nodes[0 if node else -1], int(port)))  # sends nothing, but shows by which address it would go there
+        address = s.getsockname()[0]
+    request = dict(
+        out=out,
+        label=os.environ["SLURMD_NODENAME"],
+        id=attempt,
+        nodes=len(nodes),
+        node=node,
+        slots=ranks,
+        ranks_here=ranks,
+        first=nodes[0],
+        port=port,
+        address=address,
+        python=sys.executable,
+        words=words,
+        cwd=os.getcwd(),
+        env=dict(os.environ),
+    )
+    log_folder(request).mkdir(parents=True)
+    become_agent(request)
+
+
 def agent(logs, ranks, address, *command):
-    """Runs the command, then ends the processes that it has left -> its exit status. A signal becomes a request to
-    stop, as from `launch.sh stop`. torchrun gets no signal, because it would report a failure."""
+    """Runs a command, for torchrun, then ends the processes that it has left -> its exit status. ranks: on this
+    machine. A signal becomes a request to stop, as from `launch.sh stop`. torchrun gets no signal, because it would
+    report a failure."""
     logs, ranks = Path(logs), int(ranks)
 
     def request_stop(*_):
@@ -164,6 +207,8 @@ def agent(logs, ranks, address, *command):
     # The first machine's torchrun keeps two connections to each rank.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # Seconds that ranks have to save when torchrun ends. torch 2.11 has no flag for it.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     if ranks > 1:  # torchrun would give each rank one thread, also for AdamW on the CPU
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     with open(logs / "agent.stderr.log", "ab") as stderr:
@@ -182,19 +227,21 @@ def agent(logs, ranks, address, *command):
 
 
 def first_cause(logs, status):
-    """The first cause of a failure on this host, where the agent's command ended with this status; None: no failure."""
+    """The first cause of a failure on this host, where torchrun ended with this status; None: no failure."""
     if not status:
         return None
-    causes, host = [], logs.parent.name
-    for rank, local_rank, code, error in read_json(logs / "failures.json"):
-        # torchrun ends ranks with SIGTERM, and NCCL aborts a rank whose peers do not answer. torchrun also kills ranks
-        # that do not exit after another rank's failure, so a kill counts no more than a failure here
-        follows = OF_A_PEER.match(error) or code in (-signal.SIGTERM, -signal.SIGABRT)
-        file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), logs / "agent.stderr.log")
-        order = FOLLOWED if follows else KILLED if code == -signal.SIGKILL else FAILED
-        causes.append(cause(order, f"rank {rank} on {host}", code, file, error))
-    causes.append(cause(KILLED if status < 0 else FOLLOWED, f"the run on {host}", status, logs / "agent.stderr.log"))
-    return min(causes, key=lambda cause: max(cause["order"], FAILED))
+    own = cause(KILLED if status < 0 else FOLLOWED, f"the run on {logs.parent.name}", status, logs / "agent.stderr.log")
+    # torchrun kills ranks that do not exit after another rank's failure, so a kill counts no more than a failure here.
+    return min([*read_json(logs / "causes.json"), own], key=lambda cause: max(cause["order"], FAILED))
+
+
+def rank_cause(logs, rank, local_rank, code, error):
+    """A failed rank as a cause. error: what it has reported; empty if it was killed."""
+    file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), logs / "agent.stderr.log")
+    # torchrun ends ranks with SIGTERM, and NCCL aborts a rank whose peers do not answer.
+    follows = OF_A_PEER.match(error) or code in (-signal.SIGTERM, -signal.SIGABRT)
+    order = FOLLOWED if follows else KILLED if code == -signal.SIGKILL else FAILED
+    return cause(order, f"rank {rank} on {logs.parent.name}", code, file, error)
 
 
 def cause(order, who, status, file, error=""):
@@ -204,19 +251,19 @@ def cause(order, who, status, file, error=""):
 
 
 def torchrun(logs, *words):
-    """torch.distributed.run in this process. Writes the failed ranks to failures.json; the first one to fail comes
-    first. Error files do not suffice: a killed rank writes none."""
+    """torch.distributed.run in this process. Writes causes.json: the failed ranks, the first one to fail first. Error
+    files do not suffice: a killed rank writes none."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     try:
         main(list(words))
     except ChildFailedError as error:
-        failures = []
+        causes = []
         for rank, failure in error.failures.items():
             message = failure.message["message"] if isinstance(failure.message, dict) else ""
-            failures.append([rank, failure.local_rank, failure.exitcode, message])
-        write_json(Path(logs) / "failures.json", failures)
+            causes.append(rank_cause(Path(logs), rank, failure.local_rank, failure.exitcode, message))
+        write_json(Path(logs) / "causes.json", causes)
         return 1
 
 
@@ -224,10 +271,17 @@ def torchrun(logs, *words):
 
 
 def own_files():
-    """name -> hash of the content of the project's own files: code, scripts and recipes; not `hosts`, which does not
-    affect a run."""
+    """name -> hash of the project's own files: code, scripts and recipes; not `hosts`, which does not affect a run."""
     files = sorted(path for pattern in OWN_FILES for path in ROOT.glob(pattern) if path.is_file())
-    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    return {name: hash_of(name) for name in (str(path.relative_to(ROOT)) for path in files)}
+
+
+def hash_of(name):
+    """Of the content of a file of the project; empty if it cannot be read."""
+    try:
+        return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
 
 
 def query(fields):
@@ -240,13 +294,14 @@ def query(fields):
 
 
 def probe(request):
-    """Facts about a host for a launch; gpus: the values for CUDA_VISIBLE_DEVICES of the GPUs that it may use."""
-    gpus = query("index")
-    if gpus and (visible := {**os.environ, **request["env"]}.get("CUDA_VISIBLE_DEVICES")) is not None:
-        gpus = [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
+    """Facts about a host for a launch. gpus: the values for CUDA_VISIBLE_DEVICES of the GPUs that it may use; differ:
+    those of the request's files that are missing here or have another hash."""
     if not os.path.isdir(request["cwd"]):
         return {"refused": f"there is no folder {request['cwd']} there, from which relative paths are meant"}
-    differ = [name for name, _ in sorted(request["files"].items() - own_files().items())]
+    gpus, visible = query("index"), {**os.environ, **request["env"]}.get("CUDA_VISIBLE_DEVICES")
+    if gpus and visible is not None:
+        gpus = [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
+    differ = [name for name, digest in request["files"].items() if hash_of(name) != digest]
     differ += [request["python"]] * (not os.access(request["python"], os.X_OK))
     return {"connection": os.environ.get("SSH_CONNECTION", "").split(), "gpus": gpus, "differ": differ}
 
@@ -294,26 +349,19 @@ def start(request):
             " so --out must be a folder that all hosts and this machine see"
         }
     kill_all(logs.parent)
-    env = environment(request) | {"TORCHELASTIC_ERROR_FILE": f"{logs}/error.json"}
-    this_file = os.path.abspath(__file__)
-    command = [sys.executable, this_file, "agent", str(logs), str(request["ranks_here"]), request["address"]]
-    command += [request["python"], this_file, "torchrun", str(logs)]
-    command += [flag.format(**request, logs=logs) for flag in TORCHRUN]
-    command += [f"{ROOT}/train.py", *request["words"]]
-
-    # The environment travels in a file that only its owner can read, and that is removed when it has been read. It must
-    # not appear on a command line, in the run folder or in a tmux server.
+    # The request travels in a file that only its owner can read, and that is removed when it has been read. Its
+    # environment must not appear on a command line, in the run folder or in a tmux server.
     handle, parcel = tempfile.mkstemp(prefix="flatland-")
     with os.fdopen(handle, "w") as file:
-        json.dump([request["cwd"], command, env], file)
-    open_session(request["session"], [sys.executable, this_file, "enter", parcel], logs)
-    end = time.monotonic() + request["start_limit"]
+        json.dump(request | {"env": environment(request)}, file)
+    open_session(request["session"], [sys.executable, os.path.abspath(__file__), "enter", parcel], logs)
+    end = time.monotonic() + START_LIMIT
     while not (logs / "agent.json").exists():
         if time.monotonic() > end:
             kill_all(logs)
             with contextlib.suppress(OSError):
                 os.unlink(parcel)
-            return {"refused": f"the agent did not start in {request['start_limit']} s"}
+            return {"refused": f"the agent did not start in {START_LIMIT} s"}
         time.sleep(0.05)
     return {}
 
@@ -327,14 +375,6 @@ def open_session(session, command, logs):
     nothing = subprocess.DEVNULL
     with open(logs / "background.stderr.log", "wb") as err:
         subprocess.Popen(command, env=plain, stdin=nothing, stdout=nothing, stderr=err, start_new_session=True)
-
-
-def enter(parcel):
-    """Becomes the command that `start` has left in a file, with its environment."""
-    cwd, command, env = json.loads(read(parcel))
-    os.unlink(parcel)
-    os.chdir(cwd)
-    os.execvpe(command[0], command, env)
 
 
 def look(request):
@@ -354,14 +394,14 @@ def look(request):
 
 
 def sweep(request):
-    """Kills every process of an attempt -> its state before."""
-    state = look(request)
+    """Kills every process of an attempt."""
     kill_all(log_folder(request))
-    return state
+    return {}
 
 
-def all_reduce(address):
-    """Prints the MB/s of the sum of 64 MiB over all ranks. This process is one rank."""
+def all_reduce(address, store, rank, ranks):
+    """Prints the MB/s of the sum of 64 MiB over all ranks, which meet at the address `store`. This process is one
+    rank."""
     choose_interface(address)
     from datetime import timedelta
 
@@ -369,7 +409,7 @@ def all_reduce(address):
     import torch.distributed as dist
 
     device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
-    dist.init_process_group(backend, timeout=timedelta(seconds=30))
+    dist.init_process_group(backend, store, timedelta(seconds=30), int(ranks), int(rank))
     data = torch.ones(2**24, device=device)
     for _ in range(2):  # the first one sets up connections
         begin = time.perf_counter()

@@ -1,8 +1,6 @@
 """How an attempt is judged, what is asked of hosts, and the list of hosts: without a launch."""
 
 import contextlib
-import json
-import math
 import os
 import re
 import subprocess
@@ -97,12 +95,12 @@ CAUSES = {
 @pytest.mark.parametrize("failed, status, order, words", CAUSES.values(), ids=CAUSES)
 def test_the_first_cause_on_a_host(tmp_path, failed, status, order, words):
     logs = tmp_path / "a" / "id"
+    logs.mkdir(parents=True)
     for rank, number, _ in failed:
         file = logs / "x" / "attempt_0" / str(rank) / "stderr.log"
         file.parent.mkdir(parents=True)
         file.write_text(f"the end of {rank}: {number}")
-    if failed:
-        node.write_json(logs / "failures.json", [(rank, rank, number, error) for rank, number, error in failed])
+    node.write_json(logs / "causes.json", [node.rank_cause(logs, rank, rank, *how) for rank, *how in failed])
     cause = node.first_cause(logs, status)
     assert cause["order"] == order and words in cause["what"]
     assert not failed or cause["tail"].endswith(f": {cause['status']}")
@@ -127,11 +125,11 @@ JUDGEMENTS = {
     "kill-session": ("stopped", "", [SIGNALLED, FINE], "stopped", ""),
     "an agent was killed, so all stopped": ("stopped", "", [FINE, KILLED], "failed", "rank 1 on b was killed"),
     "the user's mistake": ("error", "", [SIGNALLED, FINE], "error", ""),
-    "the same, before it began": (None, "", [MISTAKE, LOST], "error", ""),
+    "the same, before it began": ("starting", "", [MISTAKE, LOST], "error", "no GPU"),
     "a bug on one rank": ("failed", "", [LOST, end(node.FAILED, "b failed", tail=BUG)], "failed", "b failed"),
     "a machine restarted": ("failed", "", [LOST, GONE], "failed", "everything on b was gone"),
     "a cable was pulled": ("failed", "", [LOST, SILENT], "failed", "b does not answer"),
-    "stopped early": (None, STOP, [SIGNALLED, SIGNALLED], "stopped", ""),
+    "stopped early": ("starting", STOP, [SIGNALLED, SIGNALLED], "stopped", ""),
     "stopped at once": ("running", NOW, [SIGNALLED, SIGNALLED], "stopped", ""),
     "stopped, but a peer was dead": ("running", STOP, [LOST, SILENT], "failed", "b does not answer"),
 }
@@ -140,82 +138,106 @@ JUDGEMENTS = {
 @pytest.fixture
 def supervisor(tmp_path):
     (tmp_path / "logs").mkdir()
-    supervisor = Supervisor({"out": str(tmp_path), "ssh": "", "id": "x", "mark": "m"}, [])
-    supervisor.save(id="x")
+    supervisor = Supervisor({"out": str(tmp_path), "ssh": "", "id": "x"}, [])
+    supervisor.write_status("starting")
     return supervisor
 
 
-def launch_log(supervisor) -> str:
-    return node.read(supervisor.out / "logs/launch.log")
+def write_status(supervisor, state: str, message: str = "m", attempt: str = "x") -> None:
+    """As rank 0 does."""
+    status = {"state": state, "step": 7, "message": message, "attempt": attempt}
+    node.write_json(supervisor.out / "status.json", status)
 
 
-@pytest.mark.parametrize("status, asked, results, state, output", JUDGEMENTS.values(), ids=JUDGEMENTS)
-def test_how_an_attempt_is_judged(supervisor, status, asked, results, state, output):
+def log(supervisor) -> str:
+    """The supervisor's lines in log.txt, without their prefix."""
+    lines = node.read(supervisor.out / "log.txt").splitlines()
+    assert all(re.match(r"[\d-]{10} [\d:]{8} E \[cluster.py\] ", line) for line in lines)
+    return "\n".join(line.split("] ", 1)[1] for line in lines)
+
+
+@pytest.mark.parametrize("status, asked, answers, state, output", JUDGEMENTS.values(), ids=JUDGEMENTS)
+def test_how_an_attempt_is_judged(supervisor, status, asked, answers, state, output):
     if asked:
         (supervisor.out / "logs" / "stop").write_text(asked.strip())
-    if status:
-        now = {"state": status, "step": 7, "message": "m", "attempt": "x"}
-        (supervisor.out / "status.json").write_text(json.dumps(now))
-    supervisor.hosts = [Host(n, label=n, last=r) for n, r in zip("ab", results, strict=True)]
-    ended, message = supervisor.judge()
+    if status != "starting":
+        write_status(supervisor, status)
+    hosts = [Host(n, label=n, last=answer) for n, answer in zip("ab", answers, strict=True)]
+    for host in hosts:
+        host.silence = host.problem
+    ended, message = supervisor.judge(cluster.first_cause(hosts))
     assert ended == state
     assert output in message
     if output == "b failed":
-        assert f"---- the end of f\n{BUG}" in launch_log(supervisor)
+        assert f"---- the end of f\n{BUG}" in log(supervisor)
 
 
 @pytest.mark.parametrize("state, attempt, lock, expected", [
-    ("running", "7-0", "lock", ("running", "")),  # Slurm's
+    ("running", "7-0", "lock", ("running", "m")),  # Slurm's
     ("running", "x", "lock", ("running", "but its launcher is gone: nobody would relaunch it")),
     ("running", "7-0", "", ("failed", "dead: it ended without a message")),
     ("stopped", "7-0", "", ("stopped", "m")),
-    ("finished", "x", cluster.SUPERVISOR_LOCK, ("waiting", "ours")),  # the supervisor knows better
+    ("waiting", "x", cluster.SUPERVISOR_LOCK, ("waiting", "m")),
+    ("finished", "x", cluster.SUPERVISOR_LOCK, ("running", "")),  # its agents have not ended
+    ("waiting", "x", "", ("failed", "dead: it ended without a message")),
+    (None, "", "lock", ("running", "")),  # it has just begun
 ])  # fmt: skip
 def test_the_state_of_a_run_follows_from_its_status_and_its_locks(supervisor, state, attempt, lock, expected):
-    supervisor.save(state="waiting", message="ours")
-    status = {"state": state, "step": 7, "message": "m", "attempt": attempt}
-    node.write_json(supervisor.out / "status.json", status)
+    node.write_json(supervisor.out / "logs/launch.json", {"id": "x"})
+    if state:
+        write_status(supervisor, state, attempt=attempt)
+    else:
+        (supervisor.out / "status.json").unlink()
     with SoftFileLease(supervisor.out / lock).acquire() if lock else contextlib.nullcontext():
-        end = cluster.state_of(supervisor.out)
-    assert (end.state, end.message) == expected
+        now = cluster.state_of(supervisor.out)
+    assert (now.state, now.message) == expected
 
 
-def test_a_host_that_was_cut_and_answers_the_sweep_is_still_the_cause(supervisor, monkeypatch):
-    """A cut that healed long before the end counts only if no rank knows a cause."""
-    alive, cut, bug = {"processes": 1, "cause": None}, {"silent": "timed out"}, end(node.FAILED, "a bug")
-    again, noticed = end(node.FOLLOWED, "rank 1 on b failed"), "b does not answer: timed out. .*"
-    supervisor.job["timeout"] = 0.0
-    supervisor.save(state="running")
+ALIVE, BUG_ON_A = {"processes": 1, "cause": None}, end(node.FAILED, "a bug")
+LOST_B = end(node.FOLLOWED, "rank 1 on b failed")
+
+
+@pytest.mark.parametrize("looks, expected", [
+    ([(ALIVE, SILENT), (BUG_ON_A, SILENT), (BUG_ON_A, SILENT)], "b does not answer: no answer in 20 s.*"),
+    ([(ALIVE, SILENT), (ALIVE, ALIVE), (LOST, LOST_B), (LOST, LOST_B)], "b does not answer: no answer in 20 s.*"),
+    ([(ALIVE, SILENT), (ALIVE, ALIVE), (BUG_ON_A, ALIVE), (BUG_ON_A, ALIVE)], "a bug"),
+    ([(ALIVE, ALIVE), (LOST, LOST_B), (LOST, LOST_B)], "rank 0 on a failed"),
+])  # fmt: skip
+def test_a_host_that_was_cut_is_the_cause_unless_a_rank_knows_one(supervisor, monkeypatch, looks, expected):
+    """Also if it answers again, at the latest when the rest is killed."""
+    answers = iter([({}, {}), *looks, ({}, {})])
+    supervisor.hosts, supervisor.job["timeout"] = [Host(n, label=n) for n in "ab"], 0.0
     monkeypatch.setattr(cluster, "LOOK_OVER_SSH", 0.001)
-    for looks, expected in (  # the last one is the sweep
-        ([(alive, cut), (bug, cut), (bug, cut), (bug, alive)], noticed),
-        ([(alive, cut), (alive, alive), (LOST, again), (LOST, again), (LOST, again)], noticed),
-        ([(alive, cut), (alive, alive), (bug, alive), (bug, alive), (bug, alive)], "a bug"),
-        ([(alive, alive), (LOST, again), (LOST, again), (LOST, again)], "rank 0 on a failed"),
-    ):
-        supervisor.hosts, answers = [Host(n, label=n, heard=math.inf) for n in "ab"], iter(looks)
-        monkeypatch.setattr(doctor, "on_all", lambda function, hosts, answers=answers: next(answers))
-        assert re.fullmatch(expected, supervisor.watch()[1])
-        assert not list(answers)
+    monkeypatch.setattr(doctor, "on_all", lambda function, hosts: [*map(function, hosts)])
+    now = []
+
+    def answer(host, operation, request, patience):
+        now[:] = now or next(answers)
+        return now.pop(0)
+
+    monkeypatch.setattr(Host, "call_by_ssh", answer)
+    assert re.fullmatch(expected, supervisor.attempt().message)
+    assert not list(answers)
 
 
-def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(supervisor, monkeypatch):
-    out, ran = supervisor.out, []
-    supervisor.save(hosts=[asdict(Host(f"me@{n}:22", slots=2, label=n, session="s")) for n in "ab"])
-    files = [out / "logs" / n / "x" / "y" / "attempt_0" / i / "stdout.log" for n in "ab" for i in "01"]
+def test_the_ranks_are_in_the_order_of_the_hosts_and_attach_uses_ssh(tmp_path, monkeypatch):
+    hosts = [asdict(Host(f"me@{n}:22", slots=2, label=n, session="s")) for n in "ab"]
+    files = [tmp_path / "logs" / n / "x" / "y" / "attempt_0" / i / "stdout.log" for n in "ab" for i in "01"]
     for file in files:
         file.parent.mkdir(parents=True)
         file.touch()
-    assert [cluster.output_files(out, which) for which in "0123"] == [[file] for file in files]
-    assert cluster.output_files(out, "b") == files[2:]
+    node.write_json(tmp_path / "logs/launch.json", {"id": "x", "ssh": "-v", "hosts": hosts})
+    assert [cluster.output_files(tmp_path, which) for which in "0123"] == [[file] for file in files]
+    assert cluster.output_files(tmp_path, "b") == files[2:]
     with pytest.raises(UserError, match="no host '4'"):
-        cluster.output_files(out, "4")
-    monkeypatch.setattr(subprocess, "call", lambda command, shell: ran.append(command) or len(ran) - 1)
-    monkeypatch.setattr(cluster, "state_of", lambda out: cluster.End("running", 1, ""))
-    cluster.verb_attach(out, SimpleNamespace(which="b"))
-    assert ran == ["ssh -t -- ssh://me@b:22 'tmux attach -t =s'"]
+        cluster.output_files(tmp_path, "4")
+    ran, statuses = [], iter([0, 1])
+    monkeypatch.setattr(subprocess, "call", lambda command, shell: ran.append(command) or next(statuses))
+    monkeypatch.setattr(cluster, "state_of", lambda out: cluster.State("running", 1, ""))
+    cluster.verb_attach(tmp_path, SimpleNamespace(which="b"))
+    assert ran == ["ssh -t -v -- ssh://me@b:22 'tmux attach -t =s'"]
     with pytest.raises(UserError, match="no tmux session there.*logs --out"):
-        cluster.verb_attach(out, SimpleNamespace(which="b"))
+        cluster.verb_attach(tmp_path, SimpleNamespace(which="b"))
 
 
 def test_no_two_checkouts_and_no_two_run_folders_share_a_session(monkeypatch, tmp_path):
@@ -231,7 +253,7 @@ def test_differing_files_are_named_and_further_ones_are_ignored(monkeypatch, tmp
         (tmp_path / name).write_text("old")
     request = {"files": {"train.py": "another hash", "new.py": "a hash"}, "env": {}, "cwd": str(tmp_path)}
     request["python"] = sys.executable
-    assert node.probe(request)["differ"] == ["new.py", "train.py"]
+    assert node.probe(request)["differ"] == ["train.py", "new.py"]
     assert node.probe(request | {"files": node.own_files(), "python": "/no"})["differ"] == ["/no"]
     assert "no folder /no" in node.probe(request | {"cwd": "/no"})["refused"]
 
@@ -247,17 +269,21 @@ def test_what_an_agent_sets_for_its_ranks(tmp_path):
         assert subprocess.check_output(command, env=clean | given, timeout=LIMIT, text=True) == f"{threads} =lo lo\n"
 
 
-def test_it_gives_up_after_its_tries_without_a_newer_checkpoint(supervisor, monkeypatch):
+def test_it_gives_up_after_its_tries_without_a_newer_checkpoint_and_names_silent_hosts(supervisor, monkeypatch):
     supervisor.job |= {"retries": 1, "retry_pause": 0, "host_wait": 0}
-    ends = iter([cluster.End("failed", n, f"what {n}") for n in range(9)])
+    supervisor.hosts = [Host(n, label=n, last=answer) for n, answer in (("a", FINE), ("me@b:22", FINE), ("c", SILENT))]
+    ends = iter([cluster.State("failed", n, f"what {n}") for n in range(9)])
     saved = iter(["", "step-4", "step-7", "step-7"])
     monkeypatch.setattr(Supervisor, "attempt", lambda self: next(ends))
-    monkeypatch.setattr(Supervisor, "ask", lambda *_, **__: [])
     monkeypatch.setattr(cluster, "last_saved", lambda out: next(saved))
     supervisor.run()
-    relaunches = "failed{}: what {}\nRelaunching from {} in 0 s: try 1 of 1\n"
-    expected = relaunches.format("", 0, "step-4") + relaunches.format(" at step 1", 1, "step-7")
-    assert launch_log(supervisor) == expected + "Gave up after 1 tries without progress\n"
+    assert log(supervisor).splitlines() == [
+        "Relaunching from step-4 in 0 s: try 1 of 1",
+        "Relaunching from step-7 in 0 s: try 1 of 1",
+        "Gave up after 1 tries without progress",
+        "c did not come back. To continue without, add to the same command: --hosts a,me@b:22",
+    ]
+    assert cluster.read_status(supervisor.out)["message"] == "what 1"  # that of `waiting`: `attempt` records the end
 
 
 @pytest.mark.parametrize("state, reported, order, error, message", [
@@ -265,56 +291,55 @@ def test_it_gives_up_after_its_tries_without_a_newer_checkpoint(supervisor, monk
     ("failed", "gone\nand done", node.FAILED, "Failure: gone\nand done", "gone\nand done"),
     ("failed", "a peer", node.FAILED, "OSError: x", "rank 1 failed: OSError: x"),
     ("failed", "rank 0 on a: hangs", node.FOLLOWED, "Failure: rank 1 on a: hangs", "rank 1 on a: hangs"),
-    ("running", "", node.KILLED, "", "rank 1 failed"), ("", "", node.FOLLOWED, "", "rank 1 failed"),
+    ("running", "", node.KILLED, "", "rank 1 failed"), ("starting", "", node.FOLLOWED, "", "rank 1 failed"),
 ])  # fmt: skip
 def test_a_failure_has_one_message_everywhere(supervisor, monkeypatch, capsys, state, reported, order, error, message):
-    if state:
-        status = {"state": state, "message": reported, "step": 7, "attempt": "x"}
-        node.write_json(supervisor.out / "status.json", status)
-    supervisor.hosts = [Host("a", label="a", last=end(order, "rank 1 failed", error=error))]
+    write_status(supervisor, state, reported)
+    cause = end(order, "rank 1 failed", error=error)["cause"]
     supervisor.job["retries"] = 0
-    monkeypatch.setattr(Supervisor, "attempt", lambda self: self.end(*self.judge()))
+    monkeypatch.setattr(Supervisor, "attempt", lambda self: self.end(*self.judge(cause)))
     supervisor.run()
     assert cluster.state_of(supervisor.out).message == message
     assert node.read_json(supervisor.out / "status.json")["message"] == message
-    lines = (supervisor.out / "log.txt").read_text().splitlines()
-    assert all(re.match(r"[\d-]{10} [\d:]{8} E \[cluster.py\] ", line) for line in lines)
-    assert "\n".join(line.split("] ", 1)[1] for line in lines) == str(cluster.state_of(supervisor.out))
+    assert log(supervisor).endswith(str(cluster.state_of(supervisor.out)))
     assert cluster.Follower(supervisor.out).to_the_end() == 1 and capsys.readouterr().err.endswith(f"{message}\n")
     monkeypatch.setattr(cluster, "free_space", lambda path: (0, path))
-    assert f"the disk of {supervisor.out} is full" in supervisor.judge()[1]
+    write_status(supervisor, state, reported)
+    assert f"the disk of {supervisor.out} is full" in supervisor.judge(cause)[1]
 
 
 @pytest.mark.parametrize("state, status, end", [
-    ("error", 2, "error: m\n"), ("failed", 1, "{}: failed at step 3: m\n"),
+    ("error", 2, "error: m\n"), ("failed", 1, "{}: failed at step 7: m\n"),
 ])  # fmt: skip
 def test_how_a_run_ended_is_told(supervisor, capsys, monkeypatch, state, status, end):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # no prefix there
     follower = cluster.Follower(supervisor.out)
     (supervisor.out / "log.txt").write_text("2024-05-15 02:37:59 I [train.py:110] Batch 20 Loss: 8.42184\nno prefix\n")
-    supervisor.report("details\n")
-    node.write_json(supervisor.out / "status.json", {"state": state, "step": 3, "message": "m"})
+    supervisor.report("two\nlines\n")
+    write_status(supervisor, state)
     assert follower.to_the_end() == status
-    assert capsys.readouterr() == ("Batch 20 Loss: 8.42184\nno prefix\n", "details\n" + end.format(supervisor.out))
-
-
-def test_the_command_that_goes_on_with_the_others(supervisor):
-    (supervisor.out / "flags.json").write_text('{"batch_tokens": 384}')
-    supervisor.job |= {"words": ["--data", "it's here"]}
-    supervisor.hosts = [Host(n, slots=2, label=n) for n in ("a", "me@b:22", "c")]
-    first, _, last = supervisor.without([supervisor.hosts[2]]).partition("\n")
-    command = """bash launch.sh --hosts a,me@b:22 --data 'it'"'"'s here' --out {} --batch_tokens 384"""
-    assert "c did not come back" in first and last.strip() == command.format(supervisor.out)
+    expected = "Batch 20 Loss: 8.42184\nno prefix\ntwo\nlines\n", end.format(supervisor.out)
+    assert capsys.readouterr() == expected
 
 
 def test_a_host_where_nothing_is_left_says_so(tmp_path):
     (tmp_path / "logs" / "a" / "x").mkdir(parents=True)
     request = {"out": str(tmp_path), "label": "a", "id": "x"}
-    for state in (node.look(request), node.sweep(request)):
-        assert (state["processes"], state["exit"], state["cause"]["order"]) == (0, None, node.KILLED)
-        assert state["cause"]["what"].startswith("everything on a was gone")
+    state = node.look(request)
+    assert (state["processes"], state["exit"], state["cause"]["order"]) == (0, None, node.KILLED)
+    assert state["cause"]["what"].startswith("everything on a was gone")
     (tmp_path / "logs" / "a" / "x" / "agent.json").write_text('{"exit": 0, "cause": null}')
     assert node.look(request)["cause"] is None
+
+
+def test_a_status_replaces_the_old_one_even_on_a_full_disk(mount):
+    disk = mount("32k")
+    node.write_json(disk / "status.json", {"state": "running", "message": "x" * 99})
+    with contextlib.suppress(OSError):
+        (disk / "data").write_bytes(bytes(2**20))
+    node.write_json(disk / "status.json", {"state": "failed"})
+    assert node.read_json(disk / "status.json") == {"state": "failed"}
+    assert {path.name for path in disk.iterdir()} == {"status.json", "data"}
 
 
 @pytest.mark.parametrize("slow", [{3}, {0}, {2, 3}, {0, 7}, set()])
