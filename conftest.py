@@ -1,5 +1,6 @@
-"""Fixtures that several test files use."""
+"""Fixtures that several test files use, and what all tests need before they start."""
 
+import gc
 import logging
 import os
 import subprocess
@@ -9,15 +10,22 @@ import pytest
 from lib.errors import prepare_python
 
 prepare_python()  # before the import of torch, so that the tests run as the scripts do
-
-import torch  # isort: skip  # noqa: E402
+gc.disable()  # until all tests are collected, which imports very many objects
 
 
 def pytest_collection_modifyitems(items):
+    import torch  # not above: with pytest-xdist, the first process runs no test and need not wait for torch
+
+    items.sort(key=lambda item: item.path.parent.name == "lib")  # short tests last, so that all processes end together
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # imported objects stay, so the collector need not visit them again and again
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -74,19 +74,17 @@ for step in range(start + 1, steps + 1):
         write("running", step)
         (out / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
         (out / "checkpoints" / f"step-{step:08d}" / "manifest.json").write_text("{}")
-    if stop_requested() and end != "deaf":
-        sys.exit(write("stopped", step))
+    if stop_requested():
+        say("a request to stop")
+        end == "deaf" or sys.exit(write("stopped", step))
     say(f"Batch {step} Loss: 8.42184, Speed: 47.06 samples/sec, lr: 0.000100")
     time.sleep(0.1)
 if end == "crash" and rank == 1:
     from torch.distributed.elastic.multiprocessing.errors import record
     record(lambda: int("only this rank knows why"))()
-while end != "finished":
+while end == "crash":
     time.sleep(0.1)
-    if stop_requested():
-        say("a request to stop")
-    if signals and end == "crash":
-        sys.exit(1)
+    signals and sys.exit(1)
 write("finished", step)
 """
 
@@ -207,7 +205,8 @@ def test_arguments_reach_train_as_typed_and_a_finished_run_is_not_started_again(
     assert not (checkout.folder / "runs").exists()
 
 
-def test_a_crash_ends_with_1_and_shows_the_log_of_the_rank_that_failed(checkout):
+def test_a_crash_without_tmux_ends_with_1_and_shows_the_log_of_the_rank_that_failed(checkout):
+    checkout.script(checkout.short / "bin" / "tmux", "exit 1")
     status, out, err = checkout.launch("--nproc=2", "--end", "crash", "--steps", "1")
     assert status == 1
     assert re.search(r"ValueError: invalid .*'only this rank knows why'\n$", err)
@@ -252,22 +251,6 @@ def test_an_interrupted_launcher_leaves_the_run_which_can_be_watched_and_stopped
     assert (run / "log.txt").read_text().splitlines()[-1] in out
     assert checkout.launch("stop", *name) == (0, "runs/long.x is not running: stopped\n", "")
     assert "a line for the user" in checkout.says("logs", "0", *name)
-
-
-def test_a_deaf_run_without_tmux_ends_at_the_second_stop(checkout):
-    checkout.script(checkout.short / "bin" / "tmux", "exit 1")
-    checkout.says("--detach", "--end", "deaf", "--steps", "1")
-    log = checkout.run("default") / "log.txt"
-    eventually(lambda: "Batch 1 " in node.read(log), "the first batch")
-    first = checkout.start("stop")
-    assert "saves" in first.stdout.readline()
-    eventually(lambda: "a request to stop" in node.read(log), "the first request")
-    os.killpg(first.pid, signal.SIGINT)
-    out, err = first.communicate(timeout=LIMIT)
-    assert first.returncode == 130 and "runs/default is running" in out and checkout.agent_lives("default")
-    assert "at once" in checkout.says("stop")
-    assert "without saving" in (checkout.run("default") / "status.json").read_text()
-    assert not checkout.agent_lives("default")
 
 
 @pytest.mark.parametrize("words, message", [
@@ -357,10 +340,10 @@ def ranks(checkout, name: str) -> dict[str, int]:
     return {rank: pid for pid, environment in found.items() for rank in re.findall(r"\0RANK=(\d+)", environment)}
 
 
-def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):
+def test_two_nodes_start_together_a_killed_worker_is_relaunched_and_a_deaf_one_ends_at_the_second_stop(checkout):
     (checkout.folder / "hosts").write_bytes(b"localhost\r\n\r\nlocalhost # again")
-    checkout.replace("launch/settings.py", '"retry_pause": 5', '"retry_pause": 1')
-    status, out, err = checkout.launch("--out", "runs/two", "--steps", "5000", "--save_every", "1")
+    checkout.replace("launch/settings.py", '"retry_pause": 5', '"retry_pause": 0')
+    status, out, err = checkout.launch("--out", "runs/two", "--steps", "5000", "--save_every", "1", "--end", "deaf")
     run = checkout.run("two")
     assert (status, err) == (0, "a line for the user\n"), err  # it returns, because this is not a terminal
     assert f"Started runs/two on {NAME}, {NAME}-2; log in" in out
@@ -372,12 +355,19 @@ def test_two_nodes_start_together_and_a_killed_worker_is_relaunched(checkout):
     os.kill(ranks(checkout, "two")["1"], signal.SIGKILL)
     eventually(lambda: log.read_text().count("Began after step") == 2, "the relaunch")
     assert len({attempt.name for attempt in run.glob("logs/*/2*")}) == 2
-    reports = log.read_text()
-    assert re.search(rf"failed at step \d+: rank 1 on {NAME}(-2)? was ended by SIGKILL", reports)
+    assert re.search(rf"failed at step \d+: rank 1 on {NAME}(-2)? was ended by SIGKILL", log.read_text())
     resumed = re.findall(r"Began after step (\d+)", log.read_text())[1]
-    assert f"Relaunching from step-{int(resumed):08d} in" in reports
+    assert f"Relaunching from step-{int(resumed):08d} in" in log.read_text()
 
-    assert "runs/two: stopped at step" in checkout.says("stop")
+    first = checkout.start("stop")
+    assert "saves" in first.stdout.readline()
+    eventually(lambda: "a request to stop" in node.read(log), "the first request")
+    os.killpg(first.pid, signal.SIGINT)
+    assert "runs/two is running" in first.communicate(timeout=LIMIT)[0]
+    assert first.returncode == 130
+    assert ranks(checkout, "two")
+    assert "at once" in checkout.says("stop")
+    assert "without saving" in (run / "status.json").read_text()
     assert not ranks(checkout, "two") and not checkout.agent_lives("two")
 
 
@@ -427,9 +417,8 @@ def sshd(checkout):
 
 def test_hosts_behind_ssh_start_all_or_none(checkout, sshd):
     first, second = sshd("127.0.0.2"), sshd("127.0.0.3")
-    for verb in ("train", "doctor"):
-        err = checkout.says(verb, "--hosts", f"{first},127.0.0.4:9,{second}", status=2)
-        assert re.fullmatch(r"error: 127\.0\.0\.4-9 does .*Connection refused.* ssh://127\.0\.0\.4:9 true\n", err)
+    err = checkout.says("--hosts", f"{first},127.0.0.4:9,{second}", status=2)
+    assert re.fullmatch(r"error: 127\.0\.0\.4-9 does .*Connection refused.* ssh://127\.0\.0\.4:9 true\n", err)
     assert not (checkout.folder / "runs").exists()
 
     checkout.environment.update(HF_TOKEN="hf_abcdefgh", WANDB_API_KEY="secret")
