@@ -24,7 +24,7 @@ from shapes import MODELS, ModelConfig
 
 PROFILE_AFTER = 3  # steps before the profiled ones: one compiles, one settles, and one warms up the profiler
 DEFAULT = ["@recipes/default.args"]  # used if the command line is empty
-LANES = 64  # of a stream, at least
+LANES = 64  # a stream has at least as many, unless --lanes says otherwise
 BYTES_UP_TO = 1024  # --tokenizer defaults to bytes (258 ids) up to this vocabulary
 LARGEST = 2**53
 ON_OFF = {"on": True, "true": True, "off": False, "false": False}
@@ -91,7 +91,7 @@ class Config:
     long_chats: str = _flag("truncate", "conversations longer than --seq_len", ("truncate", "drop"))
     skip_bad: int = may_change_on_resume(0, "bad rows of text to skip and log; of a stream per lane")
     stream: bool = _flag(False, "tokenize local text while training, not once into --cache")
-    cache: str = may_change_on_resume("", "folder of tokenized text and shards; empty = cache/ beside train.py")
+    cache: str = may_change_on_resume("", "folder of tokenized text and shards; empty = cache/ next to train.py")
     lanes: int = _flag(0, "parts of a stream, which decide its order; 0 = chosen at the start")
     delimiter: int = _flag(-1, "token id that begins a document; -1 = the tokenizer's or the shards'", least=-1)
     seq_len: int = _flag(256, "tokens per row", least=1, group="batch and length")
@@ -224,7 +224,7 @@ class Config:
 
     @property
     def warnings(self) -> list[str]:
-        """Rows longer than those of the weights' training, or parts of the schedule that do not fit into --steps."""
+        """Rows longer than the weights were trained on, and parts of the schedule that do not fit into --steps."""
         warnings, rest, longest = [], self.steps - self.warmup, self.model_config.max_seq_len
         if self.weights and self.seq_len > longest:
             warnings.append(
@@ -252,9 +252,9 @@ class Setting(NamedTuple):
 
 
 def with_recipes(argv: list[str]) -> dict[str, Setting]:
-    """{flag in our spelling: its setting}, with the flags of each @NAME's recipe. Of equal flags the last one counts;
-    one in REPLACES also removes the other flag of another recipe. Raises UserError for unknown flags and for recipes
-    without @."""
+    """{flag in our spelling: its setting}, with the flags of each @NAME's recipe. Of equal flags the last one counts.
+    A flag in REPLACES also removes its counterpart, unless both are in one recipe or both on the command line. Raises
+    UserError for unknown flags and for recipes without @."""
     helps, settings, wrong = {f.name: f.metadata["help"] for f in fields(Config)}, {}, []
     last = before_flags = Setting([])
     for word, recipe, place in _expand((word, "", "") for word in argv):
@@ -525,7 +525,7 @@ def split_batch(c: Config, world_size: int) -> tuple[int, int]:
 
 
 def choose_lanes(c: Config, world_size: int) -> int:
-    """--lanes, or for 0 a number with which one rank reads each lane."""
+    """--lanes. If it is 0: a number of lanes that lets one rank read each lane."""
     rows = split_batch(c, world_size)[0] * row_groups(c, world_size)
     return c.lanes or rows * -(-LANES // rows)
 

@@ -44,7 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--tokens", default=300, type=int, help="new tokens at most (%(default)s)")
     add("--temperature", default=0.8, type=float, help="0 = always the most probable token (%(default)s)")
     add("--top_k", default=0, type=int, help="choose among the k most probable tokens (0 = all)")
-    add("--top_p", default=0.95, type=float, help="among those that together are this probable (%(default)s)")
+    add("--top_p", default=0.95, type=float, help="or among as many as together are this probable (%(default)s)")
     add("--seed", default=0, type=int, help="of the choices (%(default)s)")
     add("--tokenizer", metavar="NAME", help="as for train.py, instead of the model's own")
     add("--dtype", default="auto", choices=("auto", "bf16", "fp32"), help="auto = as trained or stored")

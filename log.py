@@ -55,7 +55,7 @@ LINE = (  # of a record on the screen, which other programs parse
     "Batch {step} Loss: {loss:.5f}, Speed: {samples_per_s:.2f} samples/sec, lr: {lr:.6f}, {tok_per_s:.0f} tok/s,"
     " mfu {mfu:.1%}, grad norm {grad_norm:.3f}, mem {mem_gib:.2f} GiB"
 )
-MORE = {  # of what a record has or has not
+MORE = {  # parts of the line for values that only some records have
     "val_loss": ", val loss {val_loss:.5f}",
     "val_bpb": ", {val_bpb:.4f} bits per byte",
     "slowest": ", slowest {slowest}",
@@ -339,7 +339,7 @@ class Log:
         return figures
 
     def add(self, step: int, **values: float | str) -> None:
-        """Adds a record: a step's own, or a separate one of values that arrived later. All ranks must call."""
+        """Adds a step's record, or a separate record for values that arrived later. All ranks must call."""
         if values:
             on_first_rank(lambda: self._write({"step": step} | values), self.ranks)
 
@@ -357,8 +357,8 @@ class Log:
                 logger.warning(f"--track {name} fails; the run continues without it: {type(e).__name__}: {e}")
 
     def draw(self) -> None:
-        """Starts a process that draws curves.png from metrics.jsonl, unless one still draws: at most one in DRAW_EVERY
-        seconds."""
+        """Starts a process that draws curves.png from metrics.jsonl, unless another one still draws; at most once in
+        DRAW_EVERY seconds."""
         now = time.perf_counter()
         draws = self.drawing and self.drawing.poll() is None
         if self.ranks.rank == 0 and now >= self.next_drawing and not draws:
@@ -369,7 +369,7 @@ class Log:
 
 def keep_records(file: Path, start: int) -> None:
     """Removes the records after step `start`, which a resumed run writes again. Without a checkpoint (start 0) the old
-    records are kept in a file of their own."""
+    records are kept in a separate file."""
     records = read_records(file.parent)
     if records and not start:
         aside = file.rename(file.with_name(time.strftime("metrics-before-%Y%m%d-%H%M%S.jsonl")))

@@ -97,7 +97,7 @@ def newton_schulz_flops(config: Config) -> int:
 
 def _exchanges(config: Config, cluster: Cluster) -> float:
     """Seconds of a step's all-to-alls around attention, which no computation hides: of queries, keys, values and
-    outputs, forward, backward and in what is computed again."""
+    outputs; forward, backward, and again if checkpointing computes them again."""
     shape, N = config.model_config, config.context_parallel
     width = 2 * (shape.n_heads + math.lcm(shape.n_kv_heads, N)) * shape.head_dim * DTYPES[config.dtype].itemsize
     sent = config.batch_tokens / cluster.ranks * width * (N - 1) / N
@@ -263,7 +263,7 @@ def summary(plan: Plan) -> str:
 
 
 def advice(argv: list[str], plan: Plan) -> str:
-    """The flags that lower the memory where it is lacking, and what each saves alone, the most first."""
+    """The flags that lower the memory where it is lacking, with the GiB that each saves alone, the most first."""
     place, *_ = plan.lacking()
     saved = {}  # GiB by flag
     for name, value in (LOWER_MEMORY | {"context_parallel": plan.cluster.gpus}).items():

@@ -50,7 +50,7 @@ SAME = [
     "--save_every=0",
     "--sample_every=0",
 ]
-LITGPT = {  # litgpt's names of sizes -> those of config.json
+LITGPT = {  # litgpt's names of sizes: the names in config.json
     "block_size": "max_position_embeddings",
     "vocab_size": "vocab_size",
     "padded_vocab_size": "vocab_size",
