@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# launch.sh and test.sh source this file. `environment NAME [REQUIREMENT ...]` sets `python` to the Python of .venv, which
-# has the packages in requirements.txt and the REQUIREMENTs. It changes nothing outside .venv. If python3 has a torch that
-# is supported and suits the NVIDIA driver, a new .venv imports python3's packages, and torch is not installed again.
+# launch.sh and test.sh source this file. `environment NAME` sets `python` to the Python of .venv, which has the packages
+# in requirements.txt and, if it exists, requirements-NAME.txt. It changes nothing outside .venv. If python3 has a torch
+# that is supported and suits the NVIDIA driver, a new .venv imports python3's packages, and torch is not installed again.
 # `.venv/flatland-NAME` lists the requirements that were installed for NAME. If the list changes, they are installed
 # again. While .venv is made, it contains `flatland-incomplete`; if the file is left over, .venv is made anew.
 python_versions='3.10 3.11 3.12 3.13 3.14'  # the pinned torch has wheels for these; torch 2.15 has none for 3.10
@@ -88,10 +88,9 @@ space (torch needs 1 GB for CPUs, 8 GB with CUDA), and run the same command agai
   rm -f .venv/flatland-incomplete
 }
 
-environment() {
+environment() {  # environment NAME
   local needs file=.venv/flatland-$1
   python=$PWD/.venv/bin/python
-  mapfile -t needs < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' requirements.txt)
-  needs+=("${@:2}")
+  mapfile -t needs < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' requirements.txt "requirements-$1.txt" 2>/dev/null)
   is_complete || make_complete 9<.
 }
