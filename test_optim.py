@@ -14,7 +14,7 @@ from config import parse_args
 from lib.parts import local, shard_slices, sharding
 from model import Transformer
 from optim import CHUNK, AdamW, Optimizer, as_int32, learning_rate, make_optimizer, random_bits
-from test_shard import run_ranks
+from test_shard import run_ranks, skip_plots
 from test_train import values
 
 
@@ -321,15 +321,17 @@ for name, size in (("tiny-llama", 0), ("tiny-llama", 1), ("tiny-llama", 2), ("ti
 RUN = "--optimizer muon --seq_len 32 --compile none --eval_every 0 --sample_every 0 --log_every 1"
 
 
-def test_muon_resumes_with_the_same_bits(tmp_path, text):
+def test_muon_resumes_with_the_same_bits(tmp_path, text, monkeypatch):
+    skip_plots(monkeypatch.setattr)
     words = f"{RUN} --data {text} --micro_batch 2 --param_dtype bf16 --state_dtype bf16 --schedule constant"
     for run in ("--steps 4 --out {}/whole", "--steps 2 --out {}/parts", "--steps 4 --out {}/parts"):
         assert train.main([*words.split(), *run.format(tmp_path).split()]) == 0
     assert values(tmp_path / "whole") == values(tmp_path / "parts") and len(values(tmp_path / "whole")) == 4
 
 
-def test_muon_accumulates_and_trains_in_fp8(tmp_path, text):
+def test_muon_accumulates_and_trains_in_fp8(tmp_path, text, monkeypatch):
     """The losses are those of one micro-batch in fp32."""
+    skip_plots(monkeypatch.setattr)
     words, losses = f"{RUN} --data {text} --batch_tokens 128 --steps 6 --lr 0.02 --save_every 0", []
     for n, more in enumerate(("4 --dtype fp32", "1 --dtype fp32", "1 --fp8 row")):
         out = tmp_path / str(n)

@@ -435,7 +435,8 @@ def test_the_table(table):
 
 
 def test_a_short_fuzz():
-    check_rows(itertools.islice(fuzz(seed=0), TOGETHER), TOGETHER)
+    """A seed with small cells, of which three share rows, four are in FP8 and seven are offloaded."""
+    check_rows(itertools.islice(fuzz(seed=12), TOGETHER), TOGETHER)
 
 
 # A planted fault: each micro-batch of a step doubles what those before it have left.

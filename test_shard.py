@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.testing._internal.logging_tensor import capture_logs_with_logging_tensor_mode
 
+import generate
 import log
 import plan
 import shard
@@ -43,7 +44,7 @@ def skip_plots(replace_by=setattr) -> None:
 
 def be_rank(code: str, words: list[str], env: dict[str, str], folder: str, cache: Path) -> None:
     """Runs Python code in a process of its own: stdout and stderr go to files in the folder. Runs draw no curves but
-    with PLOTS in env."""
+    with PLOTS in env; their samples are short."""
     for number, stream in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{stream}-{env.get('RANK', 0)}", os.O_CREAT | os.O_WRONLY), number)
         setattr(sys, stream, os.fdopen(number, "w", buffering=1))
@@ -51,6 +52,7 @@ def be_rank(code: str, words: list[str], env: dict[str, str], folder: str, cache
     rows.CACHE = cache
     sys.argv[:] = words
     torch.set_num_threads(1)
+    generate.SAMPLING["n"] = 10
     if "PLOTS" not in env:
         skip_plots()
     exec(compile(code, words[0], "exec"), {"__name__": "__main__"})
