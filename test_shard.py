@@ -421,8 +421,8 @@ def test_offloaded_inputs_of_blocks_are_freed_and_change_no_bit(device):
 def test_selective_checkpointing_computes_no_product_and_no_attention_again(device):
     """Products and attention in the backward pass: as many as without checkpointing, with whichever attention kernel
     torch takes on this device; more than that with block."""
-    config, counts, grads = replace(MODELS["tiny-llama"], dim=512, n_heads=8, n_kv_heads=8, ffn_dim=1024), {}, {}
-    tokens = torch.zeros(2, 256, dtype=torch.long, device=device)
+    config, counts, grads = replace(MODELS["tiny-llama"], dim=128, n_heads=2, n_kv_heads=2, head_dim=64), {}, {}
+    tokens = torch.zeros(2, 128, dtype=torch.long, device=device)
     for mode in ("none", "selective", "block"):
         model = fill(Transformer(config, torch.bfloat16)).to(device)
         shard.checkpoint_activations(model, mode)
