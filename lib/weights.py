@@ -74,21 +74,22 @@ def pieces(config: ModelConfig) -> dict[str, list[Piece]]:
 
 
 def _pieces_of(name, shape, kind, config):
+    """The tensors in the file for a parameter: itself, the tensors that it fuses, or those of each expert."""
     layer = re.search(r"\d+|$", name)[0]
-    theirs, *parts = FAMILIES[kind].names[re.sub(r"\d+", "{i}", name)]
-    parts = parts or [""]
+    stored_name, *fused = FAMILIES[kind].names[re.sub(r"\d+", "{i}", name)]
+    fused = fused or [""]
     height, *widths = shape[-2:]
-    rows = [height // len(parts)] * len(parts)
-    if len(parts) == 3:
-        rows = [config.head_dim * n for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
+    heights = [height // len(fused)] * len(fused)
+    if len(fused) == 3:  # q, k, v
+        heights = [config.head_dim * n for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
     experts = [(slice(e, e + 1),) for e in range(shape[0])] if len(shape) == 3 else [()]
     transposed = kind == "gpt2" and name.endswith("_proj.weight")
     out, start = [], 0
-    for part, n in zip(parts, rows, strict=True):
-        place = slice(start, start + n), *(slice(0, width) for width in widths)
+    for part, rows in zip(fused, heights, strict=True):
+        place = slice(start, start + rows), *(slice(0, width) for width in widths)
         for e, expert in enumerate(experts):
-            out.append(Piece(theirs.format(i=layer, e=e, part=part), expert + place, transposed))
-        start += n
+            out.append(Piece(stored_name.format(i=layer, e=e, part=part), expert + place, transposed))
+        start += rows
     return out
 
 
@@ -174,12 +175,12 @@ def _code_of(error: Exception) -> int:
     return int(re.search(r"os error (\d+)|$", str(error))[1] or 0)
 
 
-def assemble(slices: Slices, whole: tuple[int, ...], dtype: torch.dtype, parts: Iterable[tuple]) -> Tensor:
-    """Values of a tensor of shape `whole` that is stored in parts (place, read), where place is the part's slices of
-    the tensor. Calls read(slices of the part) for each part that it needs."""
+def assemble(slices: Slices, whole: tuple[int, ...], dtype: torch.dtype, sources: Iterable[tuple]) -> Tensor:
+    """Values of a tensor of shape `whole` that has several sources (place, read), where place is the source's slices of
+    the tensor. Calls read(slices of the source) for each source that it needs."""
     wanted = [range(n)[s] for s, n in zip(slices, whole, strict=True)]
     out, filled = torch.empty(list(map(len, wanted)), dtype=dtype), 0
-    for place, read in parts:
+    for place, read in sources:
         common = [range(max(r.start, s.start), min(r.stop, s.stop)) for r, s in zip(wanted, place, strict=True)]
         if all(common):
             values = read(_shift(common, place))
@@ -187,7 +188,7 @@ def assemble(slices: Slices, whole: tuple[int, ...], dtype: torch.dtype, parts: 
                 return values.to(dtype).reshape(out.shape)
             out[_shift(common, wanted)] = values
             filled += values.numel()
-    assert filled == out.numel(), f"the stored parts of a tensor of shape {list(whole)} do not cover it"
+    assert filled == out.numel(), f"the sources of a tensor of shape {list(whole)} do not cover it"
     return out
 
 
@@ -296,8 +297,8 @@ def _reader(folder, plan, paths, reads_head=False):
     def read(name, slices):
         row = plan[name]
         dtype = reduce(torch.promote_types, (dtypes[piece.name] for piece in row))
-        parts = ((piece.place, partial(read_piece, piece)) for piece in row)
-        return assemble(slices, [s.stop for s in row[-1].place], dtype, parts)
+        sources = ((piece.place, partial(read_piece, piece)) for piece in row)
+        return assemble(slices, [s.stop for s in row[-1].place], dtype, sources)
 
     if head and reads_head:
         _refuse_other_head(head, *plan["embed_tokens.weight"], read)
