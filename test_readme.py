@@ -18,7 +18,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import transformers
 
 import checkpoint
@@ -426,35 +425,38 @@ SHORT = "--seq_len=64 --micro_batch=1 --batch_tokens=0 --steps=2 --eval_batches=
 SHORT += "--eval_every=2 --vocab_size=0 --dim=0 --n_layers=0 --n_heads=0 --n_kv_heads=0 --ffn_dim=0 --compile=none"
 
 
-def shorten(recipe: str, folder: Path) -> list[str]:
-    """The recipe's words, with a tiny model and with small files that replace its data."""
-    folder.mkdir()
-    tiny = next((tiny for tiny in ("gpt", "mixtral", "qwen3") if tiny in recipe), "llama").replace("gpt", "gpt2")
-    out = [f"@recipes/{recipe}", *FRESH, "--model", f"tiny-{tiny}", *SHORT.split(), "--out", str(folder / "run")]
-    out += ["--context_parallel=2"] * (recipe.endswith("k.args"))  # ranks
-    if "lora" in recipe:
-        model = Transformer(replace(MODELS[f"tiny-{tiny}"], ffn_dim=192))  # blocks of NF4 divide it
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, 0, 0.02)
-        export_model(model, folder / "base")
-        out += ["--ffn_dim=192", "--weights", str(folder / "base")]
-    if recipe in RECIPES:
-        (folder / "text.txt").write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(2000)))
-        return [*out, "--data", str(folder / "text.txt")]
-    kind, more = (".jsonl", []) if recipe in CHATS else (".json.gz", ["--stream", "--lanes", "4"])
+def write_sources(folder: Path) -> dict[str, list[str]]:
+    """Writes small files and a model -> flags that replace a recipe's data and weights by them."""
+    (folder / "text.txt").write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(500)))
     for split in ("train-0", "train-1", "train-2", "validation-0"):
+        answer = {"role": "assistant", "content": f"It is one of {split}."}
+        chats = [{"messages": [{"role": "user", "content": f"What is {i}?"}, answer]} for i in range(90)]
         rows = [{"text": f"{split} row {i} " * 9, "url": "x"} for i in range(90)]
-        if recipe in CHATS:
-            answer = {"role": "assistant", "content": f"It is one of {split}."}
-            rows = [{"messages": [{"role": "user", "content": f"What is {i}?"}, answer]} for i in range(90)]
-        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        (folder / f"{split}{kind}").write_bytes(content if recipe in CHATS else gzip.compress(content))
-    data = ["--data", f"{folder}/train-*{kind}", "--val_data", f"{folder}/validation-*{kind}"]
-    return [*out, *data, "--tokenizer", "bytes", *more]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+        (folder / f"{split}.json.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    model = fill(Transformer(replace(MODELS["tiny-llama"], ffn_dim=192)))  # blocks of NF4 divide it
+    export_model(model, folder / "base")
+    files = ["--tokenizer=bytes", "--data", f"{folder}/train-*%s", "--val_data", f"{folder}/validation-*%s"]
+    return {
+        "text": ["--data", str(folder / "text.txt")],
+        "chats": [word.replace("%s", ".jsonl") for word in files],
+        "stream": [*(word.replace("%s", ".json.gz") for word in files), "--stream", "--lanes=4"],
+        "weights": ["--ffn_dim=192", "--weights", str(folder / "base")],
+    }
+
+
+def shorten(recipe: str, sources: dict[str, list[str]], out: Path) -> list[str]:
+    """The recipe's words, with a tiny model and small files."""
+    tiny = next((tiny for tiny in ("gpt", "mixtral", "qwen3") if tiny in recipe), "llama").replace("gpt", "gpt2")
+    words = [f"@recipes/{recipe}", *FRESH, "--model", f"tiny-{tiny}", *SHORT.split(), "--out", str(out)]
+    words += ["--context_parallel=2"] * (recipe.endswith("k.args"))  # ranks
+    words += sources["weights"] * ("lora" in recipe)
+    return words + sources["text" if recipe in RECIPES else "chats" if recipe in CHATS else "stream"]
 
 
 def test_every_recipe_runs_on_two_processes(tmp_path):
-    runs = [shorten(recipe, tmp_path / recipe) for recipe in RUN]
+    sources = write_sources(tmp_path)
+    runs = [shorten(recipe, sources, tmp_path / recipe / "run") for recipe in RUN]
     code = f"""
 import train
 from config import parse_args
