@@ -225,26 +225,35 @@ def test_fingerprint(tmp_path):
     assert {len(fingerprint) for fingerprint in found} == {16}
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"
+PAD = {"added_tokens_decoder": {"1000": {"content": "<pad>"}}}
+CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "YWJj"}
+
+
 @pytest.mark.parametrize("files, message", [
     ({}, "tokenizer.json cannot be read"),
-    ({"tokenizer__json": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"}, "LFS pointer"),
+    ({"tokenizer__json": LFS}, "LFS pointer"),
     *(({"tokenizer__json": content}, "damaged") for content in (b'{"model": ', b'{"a":' * 100_000, b"[1, 2]")),
     ({"tokenizer__model": b"\x80\x02}q\x00."}, "a pickle, which can run code"),
     ({"vocab__json": {"a": 0}}, "vocab.json is damaged, or no tokenizer.json"),
-    ({"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"bos_token": "<nope>"}}, "BOS '<nope>'"),
-    ({"tokenizer__json": _json("gpt2") | {"added_tokens": []}}, "name them in its folder's tokenizer_config.json"),
-    ({"tokenizer__model": _model("llama2"),
-      "tokenizer_config__json": {"added_tokens_decoder": {"1000": {"content": "<pad>"}}}}, "lacks <pad>"),
-    ({"tokenizer__json": _json("gpt2"), "tokenizer_config__json": {"extra_special_tokens": ["<new>"]}}, "lacks <new>"),
-    ({"tokenizer__model": _model("llama2"), "tokenizer_config__json": {"additional_special_tokens": ["▁the"]}},
-     "reads ▁the as text"),
-    ({"tokenizer__json": _json("gpt2") | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "YWJj"}}},
-     "PanicException"),
 ])  # fmt: skip
-def test_refusals(files, message, tmp_path):
-    with pytest.raises(UserError, match=f"--tokenizer {tmp_path}") as error:
+def test_files_that_are_not_tokenizers_are_refused(files, message, tmp_path):
+    with pytest.raises(UserError, match=f"--tokenizer {tmp_path}.*{message}"):
         T.load_tokenizer(_write(tmp_path, **files))
-    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("kind, changes, settings, message", [
+    ("gpt2", {}, {"bos_token": "<nope>"}, "BOS '<nope>'"),
+    ("gpt2", {"added_tokens": []}, {}, "name them in its folder's tokenizer_config.json"),
+    ("gpt2", {}, {"extra_special_tokens": ["<new>"]}, "lacks <new>"),
+    ("gpt2", {"normalizer": CHARSMAP}, {}, "PanicException"),
+    ("llama2", {}, PAD, "lacks <pad>"),
+    ("llama2", {}, {"additional_special_tokens": ["▁the"]}, "reads ▁the as text"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_are_refused(kind, changes, settings, message, tmp_path):
+    content = {"tokenizer__model": _model(kind)} if kind in MODELS else {"tokenizer__json": _json(kind) | changes}
+    with pytest.raises(UserError, match=f"--tokenizer {tmp_path}.*{message}"):
+        T.load_tokenizer(_write(tmp_path, **content, tokenizer_config__json=settings))
 
 
 # ---- traits of control tokens

@@ -259,9 +259,11 @@ class Encoder(NamedTuple):
                 content = json.loads(content.decode("utf-8-sig"))  # Windows begins files with a BOM
             except (ValueError, RecursionError) as e:
                 raise UserError(f"not JSON in UTF-8: {e}") from None
+        elif isinstance(content, dict):
+            content = map_values(content, _decode)
         if isinstance(content, str):
             content = {name: content}
-        fields = map_values(content, _decode) if isinstance(content, dict) else {}
+        fields = content if isinstance(content, dict) else {}
         text = fields.get(name)
         is_named = self.text_field and isinstance(text, str)
         if not is_named and (chat := find_messages(fields, self.chat_fields)):
@@ -284,8 +286,8 @@ class Encoder(NamedTuple):
 
 def _decode(value):
     """Bytes as text: parquet may hold either. Bytes that are not UTF-8 stay."""
-    with contextlib.suppress(AttributeError, UnicodeDecodeError):
-        return value.decode()
+    with contextlib.suppress(UnicodeDecodeError):
+        return value.decode() if isinstance(value, bytes) else value
     return value
 
 
