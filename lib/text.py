@@ -61,7 +61,7 @@ CODE = (
     "templates/llama3.jinja",
     "templates/mixtral.jinja",
 )
-VAL_EVERY = 20  # one document in so many is held out for validation; of fewer files of text, the last 1/20 of each
+VAL_EVERY = 20  # every 20th document is held out for validation; of fewer files of text, the last 1/20 of each
 MIXED = "documents and conversations together: give each its own weight, as in A:0.5 B:0.5"
 ID, TRAINED, BEGINS = 2**30 - 1, 2**30, 2**31  # bits of a conversation's tokens: the id; trained on; its first token
 HEADER = 1024  # bytes of a shard
@@ -144,8 +144,8 @@ def find_files(spec: str, flag: str) -> list["TextFile"]:
 
 
 def fetch_all(files: list["TextFile"], cache: Path) -> list["TextFile"]:
-    """The local copies of files: those of a folder are downloaded into one of the cache, with the index.json of token
-    shards. Several processes may call it at the same time."""
+    """The local copies of files. Files of one remote folder are downloaded into one folder of the cache, with the
+    index.json of token shards. Several processes may call it at the same time."""
     from filelock import FileLock
 
     local = []
@@ -453,7 +453,7 @@ def prepare(
 
 
 def _resume(sources, encoder, out, key):
-    """A new index, or the index that an interrupted call with the same key has come to."""
+    """A new index, or the unfinished index of an interrupted call with the same key."""
     tokenizer = load_tokenizer(encoder.tokenizer)
     index = {
         "key": key,
