@@ -122,7 +122,7 @@ def attention(
     if window and mask is None and backend in PACKED:
         mask = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)  # each row is one document
     if mask is not None and mask.dtype == torch.int32:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # the one that `kernel` names, with every torch
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # the kernel that `kernel` names, with every torch
             return _packed(q, k, v, mask, backend, window)
     if backend == "flash" and mask is None:
         from flash_attn import flash_attn_func
@@ -149,8 +149,8 @@ def _fused(function: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
 
 
 class RowPart(NamedTuple):
-    """The part of each row that a model computes, one of `count` equal ones. exchange(x [count, ...]) sends x[i] to the
-    model with part i and returns what the models have sent here, in the order of their parts. It is differentiable.
+    """The part of each row that a model computes: each row has `count` equal parts. exchange(x [count, ...]) sends x[i]
+    to the model with part i and returns the tensors sent here, in the order of their parts. It is differentiable.
     Every model of the row must call it."""
 
     index: int = 0

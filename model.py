@@ -213,8 +213,8 @@ class Block(nn.Module):
         return x + self.mlp_norm(y), router
 
 
-# Bytes of the logits that exist at once: 5 times those of the weight's fp32 gradient, which each chunk reads and
-# writes, so that this costs little; but at most CHUNK_BYTES, and at least a fifth of it.
+# The logits that exist at once take 5 times the bytes of the weight's fp32 gradient, which each chunk reads and writes,
+# so that this costs little; but at most CHUNK_BYTES, and at least a fifth of it.
 CHUNK_BYTES = 2**29
 
 

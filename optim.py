@@ -68,15 +68,15 @@ class Gradients:
         limit: int = 1,
     ):
         """clip: largest norm; 0 = no clipping. group: all ranks, on the gradients' device; None: one process.
-        replicas: copies of each parameter among the ranks. limit: after so many skipped updates in a row, all later
-        ones are skipped."""
+        replicas: copies of each parameter among the ranks. limit: after this number of skipped updates in a row, all
+        later updates are skipped."""
         self.parameters, self.clip, self.group, self.replicas, self.limit = parameters, clip, group, replicas, limit
         self.device = local(parameters[0]).device  # the host, if they are offloaded
         self.skipped_in_row = torch.zeros((), device=self.device)
         self.local_loss = torch.zeros((), device=self.device)  # of the last step, for GradientGuard's reports
 
     def squared_norm(self) -> Tensor:
-        """Of this rank's shards of the gradients."""
+        """The sum over this rank's shards of the gradients."""
         gradients = [local(p.grad).reshape(-1) for p in self.parameters]
         # On a CPU torch adds one value after the other; in fp32 the norm of 10 M values is then wrong by 3e-4.
         chunk = 2**17 if self.device.type == "cpu" else 2**30
@@ -109,8 +109,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def make_optimizer(model: nn.Module, config: Settings) -> "Optimizer":
-    """AdamW, or, with --optimizer muon, Muon for the blocks' matrices and AdamW for the rest. Embeddings may have a
-    learning rate of their own. Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
+    """AdamW, or, with --optimizer muon, Muon for the blocks' matrices and AdamW for the rest. --embed_lr sets
+    the learning rate of embeddings. Matrices and embeddings decay; biases and norm weights (one dimension) do not."""
     by_muon = matrices(model) if config.optimizer == "muon" else {}
     decay, scale = config.weight_decay, (config.embed_lr or config.lr) / config.lr
     embeddings, others, vectors = groups = [
@@ -134,8 +134,8 @@ def make_optimizer(model: nn.Module, config: Settings) -> "Optimizer":
 
 
 class Optimizer:
-    """Updates parameters by the `rule` of a subclass. This is what a run needs of torch.optim.Optimizer, whose import
-    loads the compiler: that takes a second and 60 MB."""
+    """Updates parameters by the `rule` of a subclass. It does not extend torch.optim.Optimizer, whose import loads the
+    compiler: that takes a second and 60 MB."""
 
     state_names: tuple[str, ...]  # of the tensors that the rule keeps for each parameter
 
@@ -212,7 +212,7 @@ class Optimizer:
 
     @cached_property
     def chunks(self) -> dict[nn.Parameter, list[tuple[slice, Tensor]]]:
-        """Of each parameter's flat shard: the chunks that are updated at a time, and the seed of each."""
+        """The chunks of each parameter's flat shard that are updated at a time, each with its rounding_seed."""
         size, chunks = CHUNK["compiled" if self.compiled else "eager"], {}
         for number, p in enumerate(self.parameters, 1):
             starts = range(0, local(p).numel(), size)
@@ -425,7 +425,7 @@ class Muon(AdamW):
         return updates.redistribute(placements=shards).to_local()
 
     def _orthogonalized(self, stack: Tensor, heights: tuple[int, ...]) -> Tensor:
-        """Of each of the fused matrices by itself."""
+        """The update of each fused matrix by itself."""
         updates = []
         for matrix in stack.split(heights, -2):
             scale = 0.2 * max(matrix.shape[-2:]) ** 0.5

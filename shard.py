@@ -16,7 +16,7 @@ ranks. A model with one replica is sharded on the mesh's 1-D part `shard`: on a 
 gradients of all units until the backward pass ends. One rank alone is not sharded, unless its parameters are offloaded.
 
 With --context_parallel N, consecutive ranks share a row: each computes an N-th of its tokens (attention.RowPart). They
-form groups of their own. The mesh does not change, because losses and gradients are sums over tokens."""
+form separate groups. The mesh does not change, because losses and gradients are sums over tokens."""
 
 import contextlib
 import logging
@@ -222,7 +222,7 @@ def compile_model(model: nn.Module, mode: str) -> None:
 
 
 def uncompiled():
-    """Within it, compiled functions run as they are written: for one short row they would be compiled again. A compiler
+    """Within it, compiled functions run uncompiled: for one short row they would be compiled again. A compiler
     that is not loaded stays so, which saves 60 MB and a second."""
     return torch.compiler.set_stance("force_eager") if torch_private.is_compiler_loaded() else contextlib.nullcontext()
 

@@ -171,7 +171,7 @@ def train(run: Run) -> None:
 
 
 def actions_after(config: Config, step: int, stops: bool) -> SimpleNamespace:
-    """What the loop does after a step: true or false for each action. stops: the ranks have agreed to stop."""
+    """The actions of the loop after a step: true or false for each. stops: the ranks have agreed to stop."""
 
     def due(every: int, always: bool = False) -> bool:
         return every > 0 and (always or step % every == 0)
