@@ -266,32 +266,34 @@ def _refuse_other_head(file, embedding, read):
 def _reader(folder, plan, paths, reads_head=False):
     """Checks the tensors of a folder's files against the plan -> read(name, slices) of the plan's parameters."""
     expected = {piece.name: piece.stored for row in plan.values() for piece in row}
-    dtypes, reads, head = {}, {}, None
+    stored, dtypes, head = {}, {}, None  # stored: the file of each tensor, and its name there
     for file in map(TensorFile, paths):
-        for name, (dtype, shape) in file.entries.items():
+        for name in file.entries:
             # Files that were saved without the head lack the names' first part.
             full = next((n for n in (f"model.{name}", f"transformer.{name}") if n in expected), name)
-            if full not in expected and IGNORED.search(name):
-                head = file if name == HEAD else head
-                continue
-            if full in reads:
+            if full in stored:
                 raise UserError(f"{file.path}: {full!r} is stored a second time")
-            is_float = dtype in (torch.float32, torch.float16, torch.bfloat16)
-            if full in expected and (not is_float or shape != expected[full]):
-                raise UserError(
-                    f"{file.path}: {name!r} has shape {list(shape)} and dtype {dtype}, expected {list(expected[full])}"
-                    " in float32, float16 or bfloat16"
-                )
-            dtypes[full], reads[full] = dtype, partial(file.read, name)
-    missing, extra = sorted(expected.keys() - reads), sorted(reads.keys() - expected)
+            if full in expected or not IGNORED.search(name):
+                stored[full] = file, name
+            elif name == HEAD:
+                head = file
+    missing, extra = sorted(expected.keys() - stored), sorted(stored.keys() - expected)
     if missing or extra:
         raise UserError(
             f"{folder} does not fit the model. Missing {len(missing)}: {missing[:4]}. Unexpected {len(extra)}:"
             f" {extra[:4]}"
         )
+    for full, (file, name) in stored.items():
+        dtypes[full], shape = file.entries[name]
+        if dtypes[full] not in (torch.float32, torch.float16, torch.bfloat16) or shape != expected[full]:
+            raise UserError(
+                f"{file.path}: {name!r} has shape {list(shape)} and dtype {dtypes[full]}, expected"
+                f" {list(expected[full])} in float32, float16 or bfloat16"
+            )
 
     def read_piece(piece, slices):
-        values = reads[piece.name](slices[::-1] if piece.transposed else slices[-2:])
+        file, name = stored[piece.name]
+        values = file.read(name, slices[::-1] if piece.transposed else slices[-2:])
         return values.T if piece.transposed else values
 
     def read(name, slices):
