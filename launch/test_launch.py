@@ -331,47 +331,13 @@ def test_a_rank_ends_with_its_torchrun():
         assert process.stdout.read() == b""  # until the rank, too, has closed it
 
 
-# ---- nodes on this machine
+# ---- several nodes
 
 
 def ranks(checkout, name: str) -> dict[str, int]:
     """rank -> process id"""
     found = node.processes(f"{os.path.realpath(checkout.run(name))}/logs")
     return {rank: pid for pid, environment in found.items() for rank in re.findall(r"\0RANK=(\d+)", environment)}
-
-
-def test_two_nodes_start_together_a_killed_worker_is_relaunched_and_a_deaf_one_ends_at_the_second_stop(checkout):
-    (checkout.folder / "hosts").write_bytes(b"localhost\r\n\r\nlocalhost # again")
-    checkout.replace("launch/settings.py", '"retry_pause": 5', '"retry_pause": 0')
-    status, out, err = checkout.launch("--out", "runs/two", "--steps", "5000", "--save_every", "1", "--end", "deaf")
-    run = checkout.run("two")
-    assert (status, err) == (0, "a line for the user\n"), err  # it returns, because this is not a terminal
-    assert f"Started runs/two on {NAME}, {NAME}-2; log in" in out
-    log = run / "log.txt"
-    eventually(lambda: "Batch 12 " in node.read(log), "some batches")
-    assert len(list(run.glob(f"logs/{NAME}*/**/*stderr.log"))) == 4  # an agent and a worker each
-    assert re.search(rf"{NAME}-2 +flatland-two-\w{{6}}-1 +1 of 1$", checkout.says("status"), re.M)
-
-    os.kill(ranks(checkout, "two")["1"], signal.SIGKILL)
-    eventually(lambda: log.read_text().count("Began after step") == 2, "the relaunch")
-    assert len({attempt.name for attempt in run.glob("logs/*/2*")}) == 2
-    assert re.search(rf"failed at step \d+: rank 1 on {NAME}(-2)? was ended by SIGKILL", log.read_text())
-    resumed = re.findall(r"Began after step (\d+)", log.read_text())[1]
-    assert f"Relaunching from step-{int(resumed):08d} in" in log.read_text()
-
-    first = checkout.start("stop")
-    assert "saves" in first.stdout.readline()
-    eventually(lambda: "a request to stop" in node.read(log), "the first request")
-    os.killpg(first.pid, signal.SIGINT)
-    assert "runs/two is running" in first.communicate(timeout=LIMIT)[0]
-    assert first.returncode == 130
-    assert ranks(checkout, "two")
-    assert "at once" in checkout.says("stop")
-    assert "without saving" in (run / "status.json").read_text()
-    assert not ranks(checkout, "two") and not checkout.agent_lives("two")
-
-
-# ---- hosts behind ssh
 
 
 @pytest.fixture
@@ -415,19 +381,45 @@ def sshd(checkout):
         process.wait(LIMIT)
 
 
-def test_hosts_behind_ssh_start_all_or_none(checkout, sshd):
-    first, second = sshd("127.0.0.2"), sshd("127.0.0.3")
-    err = checkout.says("--hosts", f"{first},127.0.0.4:9,{second}", status=2)
+def test_nodes_start_all_or_none_a_killed_worker_is_relaunched_and_a_deaf_run_ends_at_the_second_stop(checkout, sshd):
+    """One node is this machine, the other one is behind ssh."""
+    there, name = sshd("127.0.0.2"), ("--out", "runs/two")
+    err = checkout.says(*name, "--hosts", f"{there},127.0.0.4:9,localhost", status=2)
     assert re.fullmatch(r"error: 127\.0\.0\.4-9 does .*Connection refused.* ssh://127\.0\.0\.4:9 true\n", err)
     assert not (checkout.folder / "runs").exists()
 
     checkout.environment.update(HF_TOKEN="hf_abcdefgh", WANDB_API_KEY="secret")
-    checkout.says("--hosts", f"{first},{second}", "--detach", "--steps", "4", "--x", "$HOME; '\"")
-    log = checkout.run("default") / "log.txt"
-    assert "default: finished at step 4" in checkout.says("logs")
-    assert json.dumps(["--x", "$HOME; '\""])[1:-1] in log.read_text()
+    (checkout.folder / "hosts").write_bytes(f"localhost\r\n\r\n{there} # by ssh".encode())
+    checkout.replace("launch/settings.py", '"retry_pause": 5', '"retry_pause": 0')
+    label, odd = there.replace(":", "-"), "$HOME; '\""
+    status, out, err = checkout.launch(*name, "--steps", "5000", "--save_every", "1", "--end", "deaf", "--x", odd)
+    assert (status, err) == (0, "a line for the user\n"), err  # it returns, because this is not a terminal
+    assert f"Started runs/two on {NAME}, {label}; log in" in out
+    run, log = checkout.run("two"), checkout.run("two") / "log.txt"
+    eventually(lambda: "Batch 12 " in node.read(log), "some batches")
+    assert json.dumps(["--x", odd])[1:-1] in log.read_text()
     assert 'environment ["2", null, 17]' in log.read_text()
-    assert not [text for text in checkout.texts("default") if "hf_abcdefgh" in text or "secret" in text]
+    assert not [text for text in checkout.texts("two") if "hf_abcdefgh" in text or "secret" in text]
+    assert len(list(run.glob("logs/*/**/*stderr.log"))) == 4  # an agent and a worker each
+    assert re.search(rf"{label} +flatland-two-\w{{6}}-1 +1 of 1$", checkout.says("status"), re.M)
+
+    os.kill(ranks(checkout, "two")["1"], signal.SIGKILL)
+    eventually(lambda: log.read_text().count("Began after step") == 2, "the relaunch")
+    assert len({attempt.name for attempt in run.glob("logs/*/2*")}) == 2
+    assert re.search(rf"failed at step \d+: rank 1 on {label} was ended by SIGKILL", log.read_text())
+    resumed = re.findall(r"Began after step (\d+)", log.read_text())[1]
+    assert f"Relaunching from step-{int(resumed):08d} in" in log.read_text()
+
+    first = checkout.start("stop")
+    assert "saves" in first.stdout.readline()
+    eventually(lambda: "a request to stop" in node.read(log), "the first request")
+    os.killpg(first.pid, signal.SIGINT)
+    assert "runs/two is running" in first.communicate(timeout=LIMIT)[0]
+    assert first.returncode == 130
+    assert ranks(checkout, "two")
+    assert "at once" in checkout.says("stop")
+    assert "without saving" in (run / "status.json").read_text()
+    assert not ranks(checkout, "two") and not checkout.agent_lives("two")
 
 
 @pytest.mark.slow
