@@ -32,6 +32,7 @@ differences grow with the steps: after 60, losses differed by up to 3.3e-2 and v
 limits in LATE still catch a run that stops learning. test_bench.py makes the three mistakes and checks that each is
 caught. `pytest -m slow bench` compares the other instruction sets of this CPU."""
 
+import contextlib
 import json
 import math
 import os
@@ -146,24 +147,26 @@ def flags_of(recipe: str, dtype: str) -> list[str]:
     return [*COMMON, f"--steps={STEPS}", f"--eval_every={STEPS}", *RECIPES[recipe].format(dtype=dtype).split()]
 
 
-def train_rank(index: int, recipe: str, dtype: str) -> None:
-    """One of the three processes that train a recipe: process 0 alone, processes 1 and 2 as two ranks."""
-    ranks, rank = (2, index - 1) if index else (1, 0)
-    os.environ.update(WORLD_SIZE=str(ranks), RANK=str(rank))
+def train_rank(index: int, dtype: str, ports: list[int]) -> None:
+    """One of the three processes that train a recipe: the first alone, the others as two ranks."""
+    number, place = divmod(index, 3)
+    recipe, ranks, rank = [*RECIPES][number], 1 + (place > 0), max(place - 1, 0)
+    os.environ.update(WORLD_SIZE=str(ranks), RANK=str(rank), MASTER_PORT=str(ports[number]))
     sys.exit(train.main([*flags_of(recipe, dtype), f"--out={recipe}-{ranks}"]))
 
 
 def train_all(dtype: str) -> None:
-    """Trains every recipe in the current folder. The environment selects the instruction set."""
+    """Trains all recipes in the current folder at the same time, because two ranks often wait for each other. The
+    environment selects the instruction set."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # loads its modules before the forks
     log.peak_flops = lambda *_: (1e12, "not measured")  # this and the plots take time and do not affect losses
     log.Log.draw = lambda self: None
     rows.CACHE = Path("cache").resolve()
     write_data(Path())
-    for recipe in RECIPES:  # on one rank and on two at the same time, because two ranks often wait for each other
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-        start_processes(train_rank, (recipe, dtype), nprocs=3, start_method="fork")
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in RECIPES]
+        ports = [server.getsockname()[1] for server in free]
+    start_processes(train_rank, (dtype, ports), nprocs=3 * len(RECIPES), start_method="fork")
 
 
 def figures(folder: Path) -> Figures:
