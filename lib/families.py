@@ -454,16 +454,15 @@ def _read_layers(values, row, n_layers):
     window = _read_field(values, "sliding_window", int, 0) if on else 0
     interval = _read_field(values, "no_rope_layer_interval", int, n_layers + 1)
     rotates = values.get("no_rope_layers") or [(i + 1) % interval for i in range(n_layers)]
-    expected = [row.windows[i % len(row.windows)] if window else FULL for i in range(n_layers)]
-    if "max_window_layers" in row.defaults:
-        first = _read_field(values, "max_window_layers", int)
-        expected[:first] = [FULL] * len(expected[:first])
-    if "no_rope_layers" in row.defaults:  # layers with RoPE have no window
-        expected = [FULL if turns else kind for kind, turns in zip(expected, rotates, strict=False)]
-    types = values.get("layer_types") or expected
-    fits = window and "layer_types" in row.defaults and len(types) == n_layers and {SLIDING, FULL}.issuperset(types)
     if len(rotates) < n_layers:
         raise ValueError(f"no_rope_layers has {len(rotates)} entries, expected {n_layers}")
+    first = _read_field(values, "max_window_layers", int) if "max_window_layers" in row.defaults else 0
+    expected = [FULL] * n_layers
+    for i in range(first, n_layers) if window else ():
+        if not (rotates[i] and "no_rope_layers" in row.defaults):  # there, layers with RoPE have no window
+            expected[i] = row.windows[i % len(row.windows)]
+    types = values.get("layer_types") or expected
+    fits = window and "layer_types" in row.defaults and len(types) == n_layers and {SLIDING, FULL}.issuperset(types)
     if not (fits or types == expected):
         raise ValueError(f"layer_types is {str(types)[:90]}, sliding_window is {window or None}: not implemented")
     kinds = [("window" if types[i] == SLIDING else "full") + " nope" * (not rotates[i]) for i in range(n_layers)]
