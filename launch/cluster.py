@@ -46,11 +46,11 @@ GRACE = 20  # seconds that the others have to end by themselves once a part of t
 LOOK, LOOK_OVER_SSH = 0.5, 3  # seconds between two looks at a state
 STOP_REASON = "launch.sh stop"  # as lib/run.py writes it into status.json
 SUPERVISOR_LOCK = "logs/supervisor.lock"
-EXIT = {"finished": 0, "stopped": 0, "error": 2, "failed": 1}  # state of a run that has ended -> exit status
+EXIT = {"finished": 0, "stopped": 0, "error": 2, "failed": 1}  # state of a run that ended -> exit status
 
 
 class State(NamedTuple):
-    """The state of a run: starting, running, waiting (for the next attempt), or one of EXIT."""
+    """The state of a run: starting, running, waiting (for the next attempt), or a key of EXIT."""
 
     state: str
     step: int
@@ -96,7 +96,7 @@ def state_of(out: Path) -> State:
     supervised = is_held(out / SUPERVISOR_LOCK)  # first: a supervisor writes status.json, then it ends
     status = read_status(out)
     state, message = status.get("state", "running"), status.get("message") or ""
-    if supervised and state in EXIT:  # for rank 0 it has ended
+    if supervised and state in EXIT:  # rank 0 is done, but not the agents
         state, message = "running", ""
     elif not supervised and state not in EXIT:
         if not is_held(out / "lock"):  # of the job, see lib/run.py
@@ -152,7 +152,7 @@ class Supervisor:
             self.wait_for_hosts(pause)
 
     def wait_for_hosts(self, pause: float) -> None:
-        """Waits so many seconds, and then until all hosts answer."""
+        """Waits `pause` seconds, and then until all hosts answer."""
         begin = time.monotonic()
         while (waited := time.monotonic() - begin) < self.job["host_wait"] and not self.stop_requested():
             if waited > pause and not (self.ask("look") and self.silent()):
@@ -164,7 +164,7 @@ class Supervisor:
         return [host for host in self.hosts if "silent" in host.last]
 
     def give_up(self, tries: int) -> None:
-        """Says why there is no further attempt, and how to continue if some hosts do not answer."""
+        """Says why the run is not relaunched, and how to continue if some hosts do not answer."""
         if tries:
             self.report(f"Gave up after {tries} tries without progress")
         silent = self.silent()
@@ -264,7 +264,7 @@ def last_saved(out: Path) -> str:
 
 
 class Follower:
-    """Shows the lines that log.txt gets from now on."""
+    """Shows new lines of log.txt."""
 
     def __init__(self, out: Path):
         self.out, self.log = out, out / "log.txt"

@@ -146,8 +146,7 @@ def kill_all(logs):
 
 
 def become_agent(request):
-    """Replaces this process by an agent. The agent is a new program because /proc shows only the environment with which
-    a program began."""
+    """Replaces this process by an agent. The agent is a new program, because only then /proc shows its environment."""
     logs, this_file = log_folder(request), os.path.abspath(__file__)
     command = [sys.executable, this_file, "agent", str(logs), str(request["ranks_here"]), request["address"]]
     command += [request["python"], this_file, "torchrun", str(logs)]
@@ -169,7 +168,7 @@ def join(out, attempt, ranks, port, addresses, *words):
     train.py."""
     nodes, node = addresses.split(), int(os.environ["SLURM_NODEID"])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((nodes[0 if node else -1], int(port)))  # sends nothing, but shows by which address it would go there
+        s.connect((nodes[0 if node else -1], int(port)))  # sends nothing, but settles the own address on this way
         address = s.getsockname()[0]
     request = dict(
         out=out,
@@ -236,7 +235,7 @@ def first_cause(logs, status):
 
 
 def rank_cause(logs, rank, local_rank, code, error):
-    """A failed rank as a cause. error: what it has reported; empty if it was killed."""
+    """A failed rank as a cause. error: its report; empty if it was killed."""
     file = next(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), logs / "agent.stderr.log")
     # torchrun ends ranks with SIGTERM, and NCCL aborts a rank whose peers do not answer.
     follows = OF_A_PEER.match(error) or code in (-signal.SIGTERM, -signal.SIGABRT)
@@ -277,7 +276,7 @@ def own_files():
 
 
 def hash_of(name):
-    """Of the content of a file of the project; empty if it cannot be read."""
+    """The hash of a file's content; empty if the file cannot be read."""
     try:
         return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
     except OSError:
@@ -295,9 +294,9 @@ def query(fields):
 
 def probe(request):
     """Facts about a host for a launch. gpus: the values for CUDA_VISIBLE_DEVICES of the GPUs that it may use; differ:
-    those of the request's files that are missing here or have another hash."""
+    the request's files that are missing here or have another hash."""
     if not os.path.isdir(request["cwd"]):
-        return {"refused": f"there is no folder {request['cwd']} there, from which relative paths are meant"}
+        return {"refused": f"it lacks the folder {request['cwd']}, to which relative paths refer"}
     gpus, visible = query("index"), {**os.environ, **request["env"]}.get("CUDA_VISIBLE_DEVICES")
     if gpus and visible is not None:
         gpus = [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]

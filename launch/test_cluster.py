@@ -255,7 +255,7 @@ def test_differing_files_are_named_and_further_ones_are_ignored(monkeypatch, tmp
     request["python"] = sys.executable
     assert node.probe(request)["differ"] == ["train.py", "new.py"]
     assert node.probe(request | {"files": node.own_files(), "python": "/no"})["differ"] == ["/no"]
-    assert "no folder /no" in node.probe(request | {"cwd": "/no"})["refused"]
+    assert "lacks the folder /no" in node.probe(request | {"cwd": "/no"})["refused"]
 
 
 def test_what_an_agent_sets_for_its_ranks(tmp_path):
