@@ -213,11 +213,12 @@ class Catalog:
 class TooLittle(UserError):
     """A split has no row."""
 
-    def __init__(self, split: str, content: str, change: str):
-        name, more = "training data", ""
-        if split == "val":
-            name, more = "validation split", ", name a --val_data, or turn evaluation off with --eval_every 0"
-        super().__init__(f"The {name} has {content}: give more text or a {change} --seq_len{more}")
+
+def _too_little(split: str, content: str, change: str) -> TooLittle:
+    name, more = "training data", ""
+    if split == "val":
+        name, more = "validation split", ", name a --val_data, or turn evaluation off with --eval_every 0"
+    return TooLittle(f"The {name} has {content}: give more text or a {change} --seq_len{more}")
 
 
 # ---- sources
@@ -252,7 +253,7 @@ class ShardRows:
         self.count = (self.tokens - 1) // T
         self.begins = range(0, self.tokens, T)  # the place of each row's first token
         if self.count < 1:
-            raise TooLittle(split, f"{self.tokens} tokens, one row needs seq_len + 1 = {T + 1}", "smaller")
+            raise _too_little(split, f"{self.tokens} tokens, one row needs seq_len + 1 = {T + 1}", "smaller")
 
     def read(self, start: int, stop: int) -> np.ndarray:
         first, end = np.searchsorted(self.bounds, (start, stop - 1), side="right")
@@ -308,7 +309,7 @@ class ChatRows(ShardRows):
         total, count = len(kept), len(self.starts)
         if not count:
             content = f"{total} conversations, and none is left ({is_long.sum()} are longer than --seq_len {T})"
-            raise TooLittle(split, content, "larger")
+            raise _too_little(split, content, "larger")
         order = permute(np.arange(count), count, f"{config.seed}/pack")
         row = pack(self.lengths[order], T)
         self.count = int(row.max()) + 1
