@@ -21,6 +21,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -146,23 +147,25 @@ class TensorFile:
         dtype, shape = self.entries[name]
         wanted = [range(n)[s] for s, n in zip(slices, shape, strict=True)]
         out = torch.empty([len(span) for span in wanted], dtype=dtype)
-        self._read_into(out, self.starts[name], wanted, shape)
+        buffer = (out if shape else out.view(1)).view(torch.uint8).numpy()
+        self._read_into(buffer, self.starts[name], wanted, (*shape, dtype.itemsize))
         return out
 
-    def _read_into(self, out: Tensor, start: int, wanted: list[range], shape: tuple[int, ...]) -> None:
-        """Reads the wanted part of a tensor that starts at this byte: at once if its rows are whole, or row by row."""
-        row_bytes = math.prod(shape[1:]) * out.element_size()
-        if [len(span) for span in wanted[1:]] == list(shape[1:]):
-            first = wanted[0].start if shape else 0
+    def _read_into(self, out: np.ndarray, start: int, wanted: list[range], shape: tuple[int, ...]) -> None:
+        """Reads the wanted part of a tensor that starts at this byte: at once if its rows are whole, or row by row.
+        shape: of the tensor, and the bytes of a value."""
+        row_bytes = math.prod(shape[1:])
+        if [len(span) for span in wanted[1:]] == list(shape[1:-1]):
+            first = wanted[0].start if wanted else 0
             with_retries(self.path, partial(self._read_run, out, start + first * row_bytes))
         else:
             for i, row in zip(wanted[0], out, strict=True):
                 self._read_into(row, start + i * row_bytes, wanted[1:], shape[1:])
 
-    def _read_run(self, out: Tensor, start: int) -> None:
+    def _read_run(self, out: np.ndarray, start: int) -> None:
         try:
             self.file.seek(start)
-            count = self.file.readinto(out.view(-1).view(torch.uint8).numpy())
+            count = self.file.readinto(out)
         except OSError:
             self.file = open(self.path, "rb")  # noqa: SIM115 - the handle may be stale
             raise
