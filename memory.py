@@ -265,8 +265,9 @@ class Kept(NamedTuple):
 def kept(config: Config, shards: int) -> list[Kept]:
     """One row for each parameter. FSDP2 cuts a parameter into shards of equal size; the last may be short. For experts
     see shard.sharded_dim."""
-    model = _one_block(config)
-    optimizer, rows = make_optimizer(model, config), []
+    model, rows = _one_block(config), []
+    with _Kernels({torch.zeros_like: _zeros_like}):
+        optimizer = make_optimizer(model, config)
     for name, p in model.named_parameters():
         length = p.shape[sharded_dim(p, shards)]
         size = -(-length // shards) * (p.numel() // length)
@@ -275,6 +276,11 @@ def kept(config: Config, shards: int) -> list[Kept]:
         row = Kept(size, size * DTYPES[dtype].itemsize, p.requires_grad, state)
         rows += [row] * (config.model_config.n_layers if name.startswith("layers.") else 1)
     return rows
+
+
+def _zeros_like(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """torch.zeros_like, which on the meta device would import sympy: that takes a second of every start."""
+    return p.new_zeros(p.shape, dtype=dtype)
 
 
 def _one_block(config: Config) -> Transformer:
