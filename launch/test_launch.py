@@ -22,6 +22,7 @@ import node
 
 ROOT = Path(__file__).parents[1]
 NAME = os.uname().nodename
+PROGRAMS = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"  # sshd is often in the latter
 # Stands in for config.py as the launcher uses it.
 FAKE_CONFIG = """
 from types import SimpleNamespace
@@ -177,8 +178,7 @@ def eventually(condition, what: str) -> None:
 
 
 def program(name: str, package: str) -> str:
-    path = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
-    return shutil.which(name, path=path) or pytest.skip(f"no {name} here: apt install {package}")
+    return shutil.which(name, path=PROGRAMS) or pytest.skip(f"no {name} here: apt install {package}")
 
 
 # ---- on this machine
@@ -381,17 +381,27 @@ def sshd(checkout):
         process.wait(LIMIT)
 
 
-def test_nodes_start_all_or_none_a_killed_worker_is_relaunched_and_a_deaf_run_ends_at_the_second_stop(checkout, sshd):
-    """One node is this machine, the other one is behind ssh."""
-    there, name = sshd("127.0.0.2"), ("--out", "runs/two")
-    err = checkout.says(*name, "--hosts", f"{there},127.0.0.4:9,localhost", status=2)
+def test_hosts_start_all_or_none(checkout, sshd):
+    err = checkout.says("--hosts", f"{sshd('127.0.0.2')},127.0.0.4:9,localhost", status=2)
     assert re.fullmatch(r"error: 127\.0\.0\.4-9 does .*Connection refused.* ssh://127\.0\.0\.4:9 true\n", err)
     assert not (checkout.folder / "runs").exists()
 
+
+@pytest.fixture
+def second_node(checkout, request) -> tuple[str, str]:
+    """Name and label of a host behind ssh, or of this machine again if it has no sshd."""
+    if not shutil.which("sshd", path=PROGRAMS):
+        return "localhost", f"{NAME}-2"
+    address = request.getfixturevalue("sshd")("127.0.0.2")
+    return address, address.replace(":", "-")
+
+
+def test_two_nodes_start_together_are_relaunched_and_end_at_the_second_stop(checkout, second_node):
+    (there, label), name = second_node, ("--out", "runs/two")
     checkout.environment.update(HF_TOKEN="hf_abcdefgh", WANDB_API_KEY="secret")
     (checkout.folder / "hosts").write_bytes(f"localhost\r\n\r\n{there} # by ssh".encode())
     checkout.replace("launch/settings.py", '"retry_pause": 5', '"retry_pause": 0')
-    label, odd = there.replace(":", "-"), "$HOME; '\""
+    odd = "$HOME; '\""
     status, out, err = checkout.launch(*name, "--steps", "5000", "--save_every", "1", "--end", "deaf", "--x", odd)
     assert (status, err) == (0, "a line for the user\n"), err  # it returns, because this is not a terminal
     assert f"Started runs/two on {NAME}, {label}; log in" in out
